@@ -1,0 +1,33 @@
+# Every target sets itself up: .venv is made on first use and refreshed when the pins or the ranges change.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test test-all check mutation clean
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,test]'
+	touch $@
+
+demo: $(READY)  ## train a small Llama on real long documents over 2 local ranks
+	$(BIN)/burst train --ranks 2 --out runs/demo
+
+test: $(READY)  ## the whole everyday suite
+	$(BIN)/python -m pytest
+
+test-all: $(READY)  ## the same with what is marked slow
+	$(BIN)/python -m pytest -m "slow or not slow"
+
+check: $(READY)  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+mutation: $(READY)  ## seed faults one at a time and see the suite catch each
+	$(BIN)/python tests/mutation.py
+
+clean:
+	rm -rf $(VENV) runs

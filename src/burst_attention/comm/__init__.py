@@ -1,0 +1,1 @@
+"""Process groups and opaque tensors: posted exchanges, deadlines, agreement. Bytes only."""

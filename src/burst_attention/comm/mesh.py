@@ -1,0 +1,26 @@
+"""The mesh of a job: groups of ranks that read sequences of their own, times the ranks that share each sequence."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+DATA, CONTEXT = "data", "context"
+
+
+def make_mesh(device_type: str, *, data_parallel: int = 1) -> DeviceMesh:
+    """A 2-D mesh (``data``, ``context``) over all ranks of the default group; every rank must call it.
+
+    Consecutive ranks share a sequence, so that a context-parallel group stays on one machine where it can.
+
+    Args:
+        device_type: ``cpu`` or ``cuda``.
+        data_parallel: size of the ``data`` axis.
+
+    Raises:
+        ValueError: ``data_parallel`` does not divide the number of ranks.
+    """
+    world = dist.get_world_size()
+    if data_parallel < 1 or world % data_parallel:
+        raise ValueError(f"data_parallel={data_parallel} must divide the number of ranks, {world}")
+    return init_device_mesh(device_type, (data_parallel, world // data_parallel), mesh_dim_names=(DATA, CONTEXT))

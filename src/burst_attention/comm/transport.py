@@ -1,0 +1,125 @@
+"""Posted exchanges between the ranks of one group: batched point-to-point messages, each wait with a deadline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Message = tuple[int, Tensor]  # peer (a rank of the group) and the contiguous tensor to send, or to receive into
+
+
+class ExchangeError(RuntimeError):
+    """A peer did not send or take a message within the deadline, or its connection broke."""
+
+
+@dataclass(eq=False)
+class Pending:
+    """An exchange on the wire. Holds its buffers until it has been waited for."""
+
+    label: str
+    operations: list[tuple[str, int, Tensor]]
+    works: list[Any]
+
+
+@dataclass
+class Health:
+    """What went wrong on a group before: messages of a failed exchange may still be under way in it."""
+
+    failure: str | None = None
+
+
+@dataclass(eq=False)
+class Transport:
+    """Messages between the ranks of ``group``, with a count of what was moved.
+
+    Args:
+        group: None for a world of one.
+        timeout: seconds that one exchange may take; None for the group's own.
+        tag: keeps these messages apart from others on the same group.
+        health: shared by all transports of one group.
+
+    ``sent`` and ``received`` count payload bytes.
+    """
+
+    group: dist.ProcessGroup | None
+    timeout: float | None = None
+    tag: int = 0
+    health: Health = field(default_factory=Health)
+    sent: int = 0
+    received: int = 0
+
+    def __post_init__(self) -> None:
+        self.rank = 0 if self.group is None else self.group.rank()
+        self.world = 1 if self.group is None else self.group.size()
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], *, label: str) -> Pending:
+        """Start an exchange and return at once. ``label`` names the step and the phase in an error.
+
+        Between two ranks, messages of one exchange match in the order given; their sizes must have been agreed.
+        """
+        if self.health.failure:
+            raise ExchangeError(
+                f"rank {self.rank}: {label}: this process group failed before ({self.health.failure}); "
+                f"destroy it and make a new one"
+            )
+        operations = [("send to", *m) for m in sends if m[1].numel()]
+        operations += [("receive from", *m) for m in receives if m[1].numel()]
+        self.sent += sum(t.nbytes for what, _, t in operations if what == "send to")
+        self.received += sum(t.nbytes for what, _, t in operations if what == "receive from")
+        pending = Pending(label, operations, [])
+        if operations:
+            calls = {"send to": dist.isend, "receive from": dist.irecv}
+            batch = [
+                dist.P2POp(calls[what], tensor, group=self.group, group_peer=peer, tag=self.tag)
+                for what, peer, tensor in operations
+            ]
+            try:
+                pending.works = dist.batch_isend_irecv(batch)
+            except RuntimeError as error:
+                peers = ", ".join(str(peer) for peer in sorted({peer for _, peer, _ in operations}))
+                raise self._failure(f"could not start messages with rank {peers}", label, 0.0, error) from error
+        return pending
+
+    def wait(self, pending: Pending) -> None:
+        """Finish an exchange.
+
+        Raises:
+            ExchangeError: names this rank, the peer waited for, and the label. On CUDA the group's own watchdog ends a
+                wait; on CPU the deadline is ``timeout``.
+        """
+        started = time.monotonic()
+        one_each = len(pending.works) == len(pending.operations)  # NCCL gives one work for the whole batch
+        for n, work in enumerate(pending.works):
+            try:
+                if self.timeout is None:
+                    work.wait()
+                else:
+                    left = max(0.001, self.timeout - (time.monotonic() - started))
+                    work.wait(timedelta(seconds=left))
+            except RuntimeError as error:
+                what = " ".join(map(str, pending.operations[n][:2])) if one_each else "exchange with peers"
+                raise self._failure(f"could not {what}", pending.label, time.monotonic() - started, error) from error
+        pending.operations, pending.works = [], []
+
+    def warm_up(self, device: torch.device) -> None:
+        """NCCL wants every rank in a group's first batch: pass one byte round the ring."""
+        send, receive = (torch.zeros(1, dtype=torch.uint8, device=device) for _ in range(2))
+        ahead, behind = (self.rank + 1) % self.world, (self.rank - 1) % self.world
+        self.wait(self.post([(ahead, send)], [(behind, receive)], label="warm-up"))
+
+    def _failure(self, what: str, label: str, seconds: float, error: RuntimeError) -> ExchangeError:
+        what = what.replace("send to", "send to rank").replace("receive from", "receive from rank")
+        cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        text = (
+            f"rank {self.rank} {what} in {label} after {seconds:.1f} s: {cause}. "
+            f"That peer is down or stuck, or itself a victim of one that is: look at its own error first"
+        )
+        self.health.failure = f"{label}: {what}"
+        return ExchangeError(text)

@@ -1,0 +1,206 @@
+"""Hugging Face transformers: the attention under the name ``burst``, and batches cut into shards.
+
+    hf.register()
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="burst")
+    shard = hf.shard_batch(batch, plan)
+    out = model.model(input_ids=shard["input_ids"], position_ids=shard["position_ids"], plan=plan, use_cache=False)
+    loss = next_token_loss(out.last_hidden_state, model.lm_head.weight, shard["shift_labels"], plan)
+
+The plan is a keyword of ``model(...)``: one Plan, or ``{None: full_plan, 4096: windowed_plan}`` keyed by the layer's
+sliding window for models that mix windowed and full layers (``windowed_plan = full_plan.with_mask(...)``). Its mask
+says what is seen. What a model asks for and the plan does not hold is refused by name, on all ranks at once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from burst_attention.attention import burst_attention
+from burst_attention.planning import Plan
+
+from . import hf_checks
+from .hf_checks import UNSTATED, MaskRequest, Plans
+
+NAME = "burst"
+
+
+def register() -> None:
+    """Make ``attn_implementation="burst"`` known to transformers. Calling it again changes nothing."""
+    if NAME not in ALL_ATTENTION_FUNCTIONS:
+        AttentionInterface.register(NAME, _Attention())
+    # Without a mask function transformers drops a padding mask without a word.
+    if NAME not in ALL_MASK_ATTENTION_FUNCTIONS:
+        AttentionMaskInterface.register(NAME, _request_mask)
+
+
+def shard_batch(batch: Mapping[str, Any], plan: Plans, *, ignore_index: int = -100) -> dict[str, torch.Tensor]:
+    """This rank's shard of a global batch.
+
+    Args:
+        batch: ``input_ids`` [B, S]; optionally ``labels`` [B, S], *not* shifted; optionally ``attention_mask``
+            [B, S] of ones only. It is left out of the result: it says nothing, and documents and windows are the
+            plan's. Any other key is refused, for nothing here knows how to shard it.
+        plan: as for ``model(..., plan=plan)``.
+        ignore_index: the label of a token without a target.
+
+    Returns:
+        ``input_ids`` and ``position_ids`` (restarting at each document) [B, S_local] and, when there are labels,
+        ``shift_labels`` [B, S_local], shifted over the whole sequence before sharding, as ``next_token_loss`` wants
+        them. (``model(labels=...)`` would shift them within the shard, and lose a token at every border.)
+
+    Raises:
+        TypeError, ValueError: naming the key; on the other ranks in their next call with this plan.
+    """
+    one = hf_checks.any_plan(plan)
+    try:
+        _check_batch(batch, one)
+    except (TypeError, ValueError) as error:
+        one.refuse(error)
+    ids = batch["input_ids"]
+    positions = one.document_positions.to(ids.device)
+    shard = {"input_ids": one.shard(ids, 1), "position_ids": positions.repeat(ids.shape[0], 1)}
+    if batch.get("labels") is not None:
+        shard["shift_labels"] = one.shard_labels(batch["labels"], ignore_index=ignore_index)
+    return shard
+
+
+class _Attention:
+    """The function that every layer calls. It remembers which position ids it found right, so that the layers of a
+    model wait for that comparison once and not each: on a GPU it drains the queue."""
+
+    def __init__(self) -> None:
+        self._right: tuple[weakref.ref, int, list[weakref.ref]] | None = None
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any,
+        *,
+        plan: Plans | None = None,
+        position_ids: torch.Tensor | None = None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        sliding_window: Any = UNSTATED,
+        **others: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """query [B, Hq, S_local, D], key and value [B, Hkv, S_local, D or Dv] -> ([B, S_local, Hq, Dv], None)."""
+        speaker = hf_checks.any_plan(plan)
+        try:
+            hf_checks.check_keywords(dropout, others)
+            request = hf_checks.mask_request(attention_mask)
+            chosen = hf_checks.choose(plan, hf_checks.stated_window(sliding_window, request))
+            causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            hf_checks.check_causal(chosen, [causal] if request is None else [causal, request.causal])
+            hf_checks.check_lengths(query, key, chosen)
+            hf_checks.check_rope(getattr(module, "config", None))
+            self._check_positions(position_ids, query, chosen)
+        except (TypeError, ValueError) as error:
+            speaker.refuse(error)
+        query, key, value = _autocast(query, key, value)
+        out = burst_attention(query, key, value, chosen, scale=scaling)
+        return out.transpose(1, 2).contiguous(), None
+
+    def _check_positions(self, position_ids: Any, query: torch.Tensor, plan: Plan) -> None:
+        remedy = "pass position_ids=plan.document_positions, one row for each sequence of the batch"
+        if not isinstance(position_ids, torch.Tensor):
+            raise ValueError(f"position_ids={position_ids!r} did not reach the attention; {remedy}")
+        known = self._right
+        if known is None or known[0]() is not position_ids or known[1] != position_ids._version:
+            known = (weakref.ref(position_ids), position_ids._version, [])
+        elif any(right() is plan for right in known[2]):
+            return
+        if position_ids.dim() != 2 or position_ids.shape[0] not in (1, query.shape[0]):
+            raise ValueError(f"position_ids has shape {list(position_ids.shape)}; {remedy}")
+        # Rotary angles depend on differences within a document only: restarting and global positions are both right.
+        if not any(_rows_equal(position_ids, right) for right in (plan.document_positions, plan.positions)):
+            raise ValueError(f"position_ids are not those of the plan's tokens on rank {plan.rank}; {remedy}")
+        self._right = (*known[:2], [*known[2], weakref.ref(plan)])
+
+
+def _rows_equal(rows: torch.Tensor, row: torch.Tensor) -> bool:
+    return rows.shape[1] == len(row) and bool((rows == row.to(rows.device)).all())
+
+
+def _autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """What autocast does to torch's own attention: rotary angles are fp32, and would leave q and k unlike v."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return [x if x.dtype == torch.float64 else x.to(dtype) for x in tensors]
+
+
+def _request_mask(
+    *, mask_function: Callable, attention_mask: torch.Tensor | None = None, **_: Any
+) -> MaskRequest | None:
+    """The mask function that transformers calls in place of building a mask; None stands for plain causal."""
+    causal, window, foreign = False, None, []
+    for kind, part in _mask_parts(mask_function):
+        if kind == "causal_mask_function":
+            causal = True
+        elif kind == "sliding_window_overlay":
+            window = _closure(part)["sliding_window"]
+        # Documents guessed from the position ids: a shard's positions jump, and documents are the plan's.
+        elif kind not in ("packed_sequence_mask_function", "bidirectional_mask_function"):
+            foreign.append(f"the mask {kind}")
+    if attention_mask is not None and not attention_mask.all():
+        foreign.append("a padding mask (zeros in attention_mask)")
+    if causal and window is None and not foreign:
+        return None
+    return MaskRequest(causal, window, tuple(foreign))
+
+
+def _mask_parts(function: Callable) -> Iterator[tuple[str, Callable]]:
+    """(kind, function) of the intersected parts of a mask function; any other combination is one part by itself."""
+    kind = getattr(function, "__qualname__", repr(function))
+    if getattr(function, "__module__", None) == "transformers.masking_utils":
+        kind = kind.split(".")[0]
+    if kind == "and_masks":
+        for part in _closure(function)["mask_functions"]:
+            yield from _mask_parts(part)
+    elif kind == "remap_positions_for_packed_sequence":
+        yield from _mask_parts(_closure(function)["mask_function"])
+    else:
+        yield kind, function
+
+
+def _closure(function: Any) -> dict[str, Any]:
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {name: cell.cell_contents for name, cell in cells}
+
+
+def _check_batch(batch: Any, plan: Plan) -> None:
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"batch is a {type(batch).__name__}; pass a mapping with input_ids")
+    unknown = [key for key in batch if key not in ("input_ids", "labels", "attention_mask")]
+    if unknown:
+        raise ValueError(
+            f"batch has {unknown}, which can't be sharded here; pass input_ids, labels (not shifted) and at most an "
+            "attention_mask of ones. Positions are the plan's"
+        )
+    if batch.get("input_ids") is None:
+        raise ValueError("batch has no input_ids; pass token ids [batch, sequence]")
+    for key, value in batch.items():
+        if value is not None:
+            _check_entry(key, value, len(batch["input_ids"]), plan.seqlen)
+    hf_checks.mask_request(batch.get("attention_mask"))
+
+
+def _check_entry(key: str, value: Any, rows: int, seqlen: int) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{key} is a {type(value).__name__}; pass a tensor [batch, sequence]")
+    if value.dim() != 2 or value.shape[1] != seqlen:
+        raise ValueError(f"{key} has shape {list(value.shape)}; pass [batch, {seqlen}], the plan's whole sequence")
+    if value.shape[0] != rows:
+        raise ValueError(f"{key} has {value.shape[0]} rows, input_ids {rows}; pass as many")

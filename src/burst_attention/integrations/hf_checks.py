@@ -1,0 +1,191 @@
+"""What a transformers layer asks of its attention, compared with what the plan holds. Each check raises ValueError."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from burst_attention.planning import Plan
+
+Plans: TypeAlias = Plan | Mapping[int | None, Plan]
+
+UNSTATED: Any = object()
+
+_DOCUMENTS = "documents are the plan's: make_plan(..., mask=Mask(cu_seqlens=...))"
+# Keywords that reach an attention function and change what it computes, with what to do about each.
+_REFUSED = {
+    "softcap": "attention logits are not capped here; use a model without a soft cap",
+    "s_aux": "attention sinks are not supported; use a model without sinks",
+    "head_mask": "heads are not masked here; prune them from the model",
+    "position_bias": "no bias is added to the logits here; use a model with rotary positions",
+    "alibi": "no bias is added to the logits here; use a model with rotary positions",
+    "cu_seq_lens_q": _DOCUMENTS,
+    "cu_seq_lens_k": _DOCUMENTS,
+    "max_length_q": _DOCUMENTS,
+    "max_length_k": _DOCUMENTS,
+    "seq_idx": _DOCUMENTS,
+    "output_attentions": "the attention weights are never formed; leave it out",
+}
+# Keywords that models pass through to the attention and that it never reads.
+_BENIGN = frozenset(
+    {
+        "use_cache",
+        "cache_position",
+        "output_hidden_states",
+        "output_router_logits",
+        "num_items_in_batch",
+        "return_dict",
+        "shift_labels",
+    }
+)
+
+
+@dataclass(frozen=True)
+class MaskRequest:
+    """What a model asked transformers' mask code for, other than the plain causal mask.
+
+    The mask code knows no plan, so it can't refuse on all ranks at once: this travels to the attention, which can.
+    """
+
+    causal: bool
+    window: int | None
+    foreign: tuple[str, ...]
+
+
+def any_plan(plan: Any) -> Plan:
+    """A plan to refuse through: all plans of one call speak for the same ranks."""
+    if plan is None:
+        raise ValueError("plan is missing: call model(..., plan=plan), with plan = make_plan(seqlen, ...)")
+    plans = list(plan.values()) if isinstance(plan, Mapping) else [plan]
+    if not plans or not all(isinstance(each, Plan) for each in plans):
+        raise TypeError(f"plan={plan!r} must be a Plan, or a mapping such as {{None: full_plan, 4096: windowed_plan}}")
+    return plans[0]
+
+
+def choose(plan: Any, window: Any) -> Plan:
+    """The plan whose mask holds the layer's window; ``UNSTATED`` for a layer that knows no windows."""
+    if isinstance(plan, Mapping):
+        _check_same_layout(plan)
+        wanted = None if window is UNSTATED else window
+        if wanted not in plan and _reach(wanted, any_plan(plan)) is None:
+            wanted = None
+        if wanted not in plan:
+            raise ValueError(
+                f"sliding_window={wanted} of the layer is not among the plans {sorted(plan, key=str)}; "
+                f"add {wanted}: full_plan.with_mask(Mask(window={wanted}))"
+            )
+        plan = plan[wanted]
+    if window is not UNSTATED and _reach(window, plan) != _reach(plan.mask.window, plan):
+        raise ValueError(
+            f"sliding_window={window} of the layer is not the window={plan.mask.window} of the plan's mask; "
+            f"give this layer a plan with Mask(window={window}), by plan={{None: ..., {window}: ...}} if layers differ"
+        )
+    return plan
+
+
+def _reach(window: int | None, plan: Plan) -> int | None:
+    """The window, or None if no query of the plan's sequence could look past it."""
+    borders = plan.mask.cu_seqlens
+    longest = plan.seqlen
+    if borders is not None:
+        longest = max((after - before for before, after in itertools.pairwise(borders)), default=0)
+    return None if window is None or window >= longest else window
+
+
+def _check_same_layout(plans: Mapping[Any, Plan]) -> None:
+    shapes = {(each.seqlen, each.layout, each.world, each.rank) for each in plans.values()}
+    if len(shapes) > 1:
+        raise ValueError(
+            f"plan holds plans of different (seqlen, layout, world, rank) {sorted(shapes)}; "
+            "make one and derive the others by plan.with_mask"
+        )
+
+
+def mask_request(attention_mask: Any) -> MaskRequest | None:
+    """What the mask code asked for, None for nothing; raises for what a plan's mask can't hold."""
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2 and attention_mask.all():
+        return None
+    if attention_mask is None or (isinstance(attention_mask, MaskRequest) and not attention_mask.foreign):
+        return attention_mask
+    what = f"a mask {told(attention_mask)}"
+    if isinstance(attention_mask, MaskRequest):
+        what = " and ".join(attention_mask.foreign)
+    elif isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
+        what = "a padding mask (zeros in attention_mask)"
+    raise ValueError(
+        f"attention_mask: {what} is not supported; what is seen is the plan's mask. "
+        "Pack documents with Mask(cu_seqlens=...) instead of padding them, and leave attention_mask out"
+    )
+
+
+def stated_window(sliding_window: Any, request: MaskRequest | None) -> Any:
+    """The layer's window, by its keyword or by its mask: many models tell both, and some only one."""
+    asked = None if request is None else request.window
+    if asked is None or asked == sliding_window:
+        return sliding_window
+    if sliding_window is UNSTATED or sliding_window is None:
+        return asked
+    raise ValueError(f"sliding_window={sliding_window} of the layer is not the {asked} of its mask; make them equal")
+
+
+def check_keywords(dropout: float, others: Mapping[str, Any]) -> None:
+    """Refuse dropout, and every keyword that changes the result or that is not known not to."""
+    if dropout:
+        raise ValueError(f"dropout={dropout} of attention weights is not supported; set config.attention_dropout=0.0")
+    for name, value in others.items():
+        if value is None or name in _BENIGN or (name == "output_attentions" and not value):
+            continue
+        remedy = _REFUSED.get(name, "what it does to the attention is not known here; leave it out")
+        raise ValueError(f"{name}={told(value)} is refused: {remedy}")
+
+
+def check_causal(plan: Plan, stated: list[bool]) -> None:
+    """Refuse a layer that looks ahead where the plan's mask does not, or the other way round."""
+    if any(causal != plan.mask.causal for causal in stated):
+        raise ValueError(
+            f"is_causal={not plan.mask.causal} of the layer is not the causal={plan.mask.causal} of the plan's mask; "
+            f"make the plan with Mask(causal={not plan.mask.causal})"
+        )
+
+
+def check_lengths(query: torch.Tensor, key: torch.Tensor, plan: Plan) -> None:
+    """Refuse a batch that was not sharded, and keys from a cache."""
+    if query.shape[2] != plan.length:
+        raise ValueError(
+            f"input_ids has {query.shape[2]} tokens, the plan gives this rank {plan.length} of {plan.seqlen}; "
+            "shard them with hf.shard_batch(batch, plan)"
+        )
+    if key.shape[2] != query.shape[2]:
+        raise ValueError(
+            f"past_key_values: {key.shape[2]} keys for {query.shape[2]} queries; a cache with earlier tokens is not "
+            "supported, pass use_cache=False"
+        )
+
+
+def check_rope(config: Any) -> None:
+    """Refuse rotary frequencies that depend on the longest position seen: it differs by rank."""
+    for attribute in ("rope_parameters", "rope_scaling"):
+        for kind in _rope_types(getattr(config, attribute, None)):
+            if "dynamic" in kind or kind in ("longrope", "su"):
+                raise ValueError(
+                    f"{attribute} has rope type {kind!r}, whose frequencies depend on the largest position, which "
+                    "differs by rank; use a model with default, linear, yarn or llama3"
+                )
+
+
+def _rope_types(parameters: Any) -> Iterator[str]:
+    if isinstance(parameters, Mapping):
+        kind = parameters.get("rope_type", parameters.get("type"))
+        if isinstance(kind, str):
+            yield kind
+        for nested in parameters.values():
+            yield from _rope_types(nested)
+
+
+def told(value: Any) -> str:
+    """A value for an error message; tensors by their shape."""
+    return f"{type(value).__name__} {list(value.shape)}" if hasattr(value, "shape") else repr(value)

@@ -1,0 +1,50 @@
+"""What a tile kernel promises. A kernel knows the tiles of one pair on one device, and nothing of ranks."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..plan.tile import Tiles
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class Kernel(Protocol):
+    """Attention over all tiles of one pair: queries [B, Hq, Sq, D], keys [B, Hkv, Sk, D], values [B, Hkv, Sk, Dv].
+
+    The tensors hold just the rows that some tile touches, may be strided (the last dim is dense) and are never
+    written to. Hq % Hkv == 0. Tiles are disjoint; every row and every column of a tile sees something.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def exact_partials(self, dtype: torch.dtype) -> bool:
+        """Are the results for inputs of ``dtype`` accumulated and returned in fp32 (fp64 for fp64)?"""
+        ...
+
+    def check(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Raise ValueError naming what this kernel can't do, and the remedy."""
+        ...
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
+        """(out [B, Hq, Sq, Dv], lse [B, Hq, Sq] fp32 or fp64); out 0 and lse -inf where no tile covers a row."""
+        ...
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, tiles: Tiles, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv) of these tiles alone, in the shapes of q, k, v.
+
+        ``lse`` and ``delta`` [B, Hq, Sq] belong to the whole row: P = exp(scale q k' - lse), dV = P' dO,
+        dS = P * (dO v' - delta), dQ = scale dS k, dK = scale dS' q (FlashAttention-2, arXiv 2307.08691, algorithm 2).
+        """
+        ...
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums of ``dtype`` are kept in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,66 @@
+"""The eager kernel: any device, any dtype, accumulated in fp32 (fp64 for fp64). The specification, not the fast way."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..plan.tile import Tile, Tiles
+from .contract import accumulation_dtype
+from .merge import blank_output, merge_
+
+
+class Reference:
+    """Kernel that writes out each tile's probabilities."""
+
+    name = "reference"
+
+    def exact_partials(self, dtype: torch.dtype) -> bool:
+        return True
+
+    def check(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Nothing is refused."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse = blank_output(q, v, q.shape[2], accumulation_dtype(q.dtype))
+        for tile in tiles:
+            queries, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
+            scores = _scores(q[:, :, queries], k[:, :, keys], tile, scale)
+            tile_lse = torch.logsumexp(scores, -1)
+            part = torch.exp(scores - tile_lse.unsqueeze(-1)) @ _grouped(v[:, :, keys])
+            merge_(out[:, :, queries], lse[:, :, queries], part.flatten(1, 2), tile_lse.flatten(1, 2))
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, tiles: Tiles, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wide = accumulation_dtype(q.dtype)
+        dq, dk, dv = (torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in (q, k, v))
+        heads = (k.shape[1], q.shape[1] // k.shape[1])
+        for tile in tiles:
+            queries, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
+            row_lse, row_delta, d = (x[:, :, queries].to(wide).unflatten(1, heads) for x in (lse, delta, dout))
+            p = torch.exp(_scores(q[:, :, queries], k[:, :, keys], tile, scale) - row_lse.unsqueeze(-1))
+            ds = p * (d @ _grouped(v[:, :, keys]).mT - row_delta.unsqueeze(-1)) * scale
+            dq[:, :, queries] += (ds @ _grouped(k[:, :, keys])).flatten(1, 2)
+            dk[:, :, keys] += (ds.mT @ q[:, :, queries].to(wide).unflatten(1, heads)).sum(2)
+            dv[:, :, keys] += (p.mT @ d).sum(2)
+        return dq, dk, dv
+
+
+def _grouped(x: Tensor) -> Tensor:
+    """[B, Hkv, S, D] -> [B, Hkv, 1, S, D] in the accumulation dtype: broadcasts over the query heads of a group."""
+    return x.to(accumulation_dtype(x.dtype)).unsqueeze(2)
+
+
+def _scores(q: Tensor, k: Tensor, tile: Tile, scale: float) -> Tensor:
+    """scale q k' [B, Hkv, Hq / Hkv, rows, columns], -inf outside of the band."""
+    groups = q.to(accumulation_dtype(q.dtype)).unflatten(1, (k.shape[1], -1))
+    scores = groups @ _grouped(k).mT * scale
+    if tile.full:
+        return scores
+    i = torch.arange(tile.rows, device=q.device).unsqueeze(1)
+    distance = i - torch.arange(tile.columns, device=q.device)
+    return scores.masked_fill_((distance < tile.lo) | (distance > tile.hi), -math.inf)

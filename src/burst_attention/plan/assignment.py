@@ -1,0 +1,27 @@
+"""Which rank computes which (query owner, key owner) pair. All that travels and returns follows from it.
+
+An assignment is a function of two broadcastable integer arrays, query owners i and key owners j, that gives the rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+Assignment = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+def rows(i: np.ndarray, j: np.ndarray) -> np.ndarray:
+    """Rank i computes (i, .): keys and values travel. GAO's forward and RingAttention's backward."""
+    return i + 0 * j
+
+
+def columns(i: np.ndarray, j: np.ndarray) -> np.ndarray:
+    """Rank j computes (., j): the query side travels. GAO's backward (arXiv 2403.09347, section 3.1)."""
+    return 0 * i + j
+
+
+def table(ranks: np.ndarray) -> Assignment:
+    """Any assignment: ``ranks[i, j]`` computes (i, j)."""
+    return lambda i, j: ranks[i, j]

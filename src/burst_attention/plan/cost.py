@@ -1,0 +1,67 @@
+"""Bytes: the sum over edges, so that a prediction can't drift from what runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .route import Edge, Side
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What an attention call moves per row of a shard. ``io`` and ``accumulate`` are bytes per element."""
+
+    batch: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    io: int
+    accumulate: int
+
+    def row_bytes(self, edge: Edge, *, backward: bool) -> int:
+        """Bytes of one row of an edge, as the sweep's forward or backward sends it."""
+        wide = self.accumulate if edge.exact else self.io
+        if edge.side is Side.KEY:  # k and v, or dK and dV
+            return self.batch * self.kv_heads * (self.head_dim + self.v_head_dim) * (wide if edge.partial else self.io)
+        if not backward:  # q, or (out, lse)
+            elements = self.v_head_dim * wide + self.accumulate if edge.partial else self.head_dim * self.io
+        elif edge.partial:  # dQ
+            elements = self.head_dim * wide
+        else:  # q, dO, (lse, D)
+            elements = (self.head_dim + self.v_head_dim) * self.io + 2 * self.accumulate
+        return self.batch * self.q_heads * elements
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Payload bytes that one rank sends and receives in one attention call."""
+
+    forward_sent: int
+    forward_received: int
+    backward_sent: int
+    backward_received: int
+
+    @property
+    def sent(self) -> int:
+        return self.forward_sent + self.backward_sent
+
+    @property
+    def received(self) -> int:
+        return self.forward_received + self.backward_received
+
+
+def sent_and_received(edges: Iterable[Edge], rank: int, shape: Shape, *, backward: bool) -> tuple[int, int]:
+    """Bytes that ``rank`` sends and receives over ``edges`` in one pass."""
+    sent = received = 0
+    for edge in edges:
+        size = edge.rows.count * shape.row_bytes(edge, backward=backward)
+        sent += size * (edge.source == rank)
+        received += size * (edge.target == rank)
+    return sent, received
+
+
+def total(edges: Iterable[Edge], shape: Shape, *, backward: bool) -> int:
+    """Bytes of all edges together."""
+    return sum(edge.rows.count * shape.row_bytes(edge, backward=backward) for edge in edges)

@@ -1,0 +1,104 @@
+"""Who forwards which shard to whom, and who passes which partial results home through whom.
+
+Per owner and side a route gives an out-tree from the owner and an in-tree to it, as edges. Each edge carries the rows
+that the ranks behind it need, and the step of the exchange that carries it. Step t of an exchange is waited for before
+the visits of step t; a rank at ring distance d from an owner receives that owner's shard at step d in every route, so
+one step of a direct route is a permutation of the ranks, and one step of a relay moves along the ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from .rows import Rows
+
+
+class Side(Enum):
+    """The two sides of a pair."""
+
+    QUERY = "query"
+    KEY = "key"
+
+
+@dataclass(frozen=True, eq=False)
+class Edge:
+    """One message: ``rows`` of ``owner``'s shard (or partial results for them) from ``source`` to ``target``.
+
+    ``exact`` partials travel in the accumulation dtype, the others are rounded once to the io dtype.
+    """
+
+    step: int
+    source: int
+    target: int
+    side: Side
+    owner: int
+    rows: Rows
+    partial: bool = False
+    exact: bool = False
+
+
+@dataclass(frozen=True)
+class Use:
+    """What one rank needs of one owner's shard: the rows, and the last step at which it visits them."""
+
+    rows: Rows
+    last: int
+
+
+@dataclass(frozen=True)
+class Route:
+    """``out`` and ``home`` are ``star`` (straight between owner and user) or ``path`` (along the ring of ranks).
+
+    RingAttention is (path, path, exact). The paper's Burst is a path out, and dQ round the ring; here dQ goes straight
+    home, so that each partial is rounded once whatever the world size.
+    """
+
+    name: str
+    out: str
+    home: str
+    exact: bool = False
+
+    def outward(self, side: Side, owner: int, uses: Mapping[int, Use], world: int) -> Iterator[Edge]:
+        """The edges by which ``owner``'s shard reaches its users."""
+        away = _by_distance(owner, uses, world)
+        if self.out == "star":
+            for distance, rank in away:
+                yield Edge(distance, owner, rank, side, owner, uses[rank].rows)
+            return
+        for hop in range(1, max((distance for distance, _ in away), default=0) + 1):
+            beyond = Rows.union(uses[rank].rows for distance, rank in away if distance >= hop)
+            yield Edge(hop, (owner + hop - 1) % world, (owner + hop) % world, side, owner, beyond)
+
+    def homeward(self, side: Side, owner: int, uses: Mapping[int, Use], world: int) -> Iterator[Edge]:
+        """The edges by which partial results for ``owner`` come home.
+
+        A partial computed at step v is sent by exchange v + 2: exchange v + 1 was posted before it existed. A vertex
+        of a path first receives (step t), then adds its own partial, then sends (step t + 1 or later).
+        """
+        away = _by_distance(owner, uses, world)
+        if self.home == "star":
+            for _, rank in away:
+                use = uses[rank]
+                yield Edge(use.last + 2, rank, owner, side, owner, use.rows, True, self.exact)
+            return
+        step, so_far = 0, Rows.union(())
+        for hop in range(min((distance for distance, _ in away), default=world), world):
+            rank = (owner + hop) % world
+            if rank in uses:
+                so_far = Rows.union((so_far, uses[rank].rows))
+                step = max(step, uses[rank].last + 1)
+            step += 1
+            yield Edge(step, rank, (rank + 1) % world, side, owner, so_far, True, self.exact)
+
+
+def _by_distance(owner: int, uses: Mapping[int, Use], world: int) -> list[tuple[int, int]]:
+    return sorted(((rank - owner) % world, rank) for rank in uses if rank != owner)
+
+
+ROUTES: dict[str, Route] = {
+    "direct": Route("direct", "star", "star"),
+    "ring": Route("ring", "path", "star"),
+    "ring-attention": Route("ring-attention", "path", "path", exact=True),
+}

@@ -1,0 +1,133 @@
+"""The immutable schedule: layout, mask and route, and the programs that follow from them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from . import assignment, cost
+from .layout import Layout
+from .mask import Mask
+from .program import Pairs, Program, all_edges, build_program, touched_pairs
+from .route import ROUTES, Edge, Route, Side
+from .tile import Tiles, pair_tiles
+
+TRAVELS = {"query": assignment.columns, "key-value": assignment.rows}  # what travels in a backward
+RETURNS = {False: (Side.QUERY,), True: (Side.QUERY, Side.KEY)}  # backward? -> the sides that a visit gives results for
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One sequence over ``layout.world`` ranks as ``rank`` sees it. Integers only: needs no process group."""
+
+    layout: Layout
+    mask: Mask
+    route: Route
+    rank: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mask, Mask):
+            raise TypeError(f"mask={self.mask!r} must be a burst_attention.Mask")
+        if not 0 <= self.rank < self.layout.world:
+            raise ValueError(f"rank={self.rank} is outside of world={self.layout.world}")
+        self.mask.check(self.layout.seqlen)
+
+    def with_mask(self, mask: Mask) -> Schedule:
+        return replace(self, mask=mask)
+
+    @cached_property
+    def signature(self) -> str:
+        """Equal on two ranks iff their layouts, masks and routes are."""
+        mask = (self.mask.causal, self.mask.window, self.mask.cu_seqlens, self.mask.prefix)
+        return hashlib.blake2b(repr((self.layout, mask, self.route)).encode(), digest_size=8).hexdigest()
+
+    @cached_property
+    def regions(self) -> np.ndarray:
+        return self.mask.regions(self.layout.seqlen)
+
+    def pairs(self, wanted: np.ndarray | None = None) -> Pairs:
+        """The tiles of the pairs ``wanted`` (int [N, 2]; default: of all pairs)."""
+        ranks = tuple(range(self.layout.world))
+        if wanted is None:
+            return pair_tiles(self.layout, self.layout, self.regions, ranks, ranks)
+        owners: dict[tuple[int, ...], list[int]] = {}  # key owners wanted -> the query owners that want just those
+        for i in ranks:
+            owners.setdefault(tuple(wanted[wanted[:, 0] == i, 1].tolist()), []).append(i)
+        found: dict[tuple[int, int], Tiles] = {}
+        for k_owners, q_owners in owners.items():
+            found |= pair_tiles(self.layout, self.layout, self.regions, q_owners, k_owners)
+        return found
+
+    def program(self, assign: assignment.Assignment, *, backward: bool) -> Program:
+        """This rank's program for any assignment of pairs to ranks."""
+        pairs = self.pairs(touched_pairs(assign, self.route, self.rank, self.layout.world))
+        return build_program(pairs, assign, self.route, RETURNS[backward], self.layout, self.rank)
+
+    @cached_property
+    def forward(self) -> Program:
+        """GAO's forward: rank i computes row i."""
+        return self.program(assignment.rows, backward=False)
+
+    @cached_property
+    def _backwards(self) -> dict[str, Program]:
+        return {}
+
+    def backward(self, travels: str) -> Program:
+        """The backward in which ``travels`` ("query" or "key-value") moves."""
+        if travels not in self._backwards:
+            self._backwards[travels] = self.program(TRAVELS[travels], backward=True)
+        return self._backwards[travels]
+
+    @cached_property
+    def _backward_edges(self) -> dict[str, list[Edge]]:
+        pairs = self.pairs()
+        return {
+            name: all_edges(pairs, assign, self.route, RETURNS[True], self.layout) for name, assign in TRAVELS.items()
+        }
+
+    def choose_travels(self, shape: cost.Shape) -> str:
+        """What travels in the backward so that all ranks together send fewer bytes; the query side on a tie."""
+        totals = {name: cost.total(edges, shape, backward=True) for name, edges in self._backward_edges.items()}
+        return min(totals, key=totals.__getitem__)
+
+    def traffic(self, shape: cost.Shape, travels: str) -> cost.Traffic:
+        """What this rank sends and receives in one forward and one backward."""
+        forward = cost.sent_and_received(self.forward.edges, self.rank, shape, backward=False)
+        backward = cost.sent_and_received(self.backward(travels).edges, self.rank, shape, backward=True)
+        return cost.Traffic(*forward, *backward)
+
+
+def make_schedule(
+    seqlen: int, *, mask: Mask, layout: str, route: str, rank: int, world: int, hosts: Sequence[int] | None = None
+) -> Schedule:
+    """Check the arguments and choose the route.
+
+    Args:
+        route: a name of :data:`ROUTES`, or ``auto``: direct on one host; with several ranks on each of several hosts
+            the route that moves fewer rows through the busiest host's link.
+        hosts: for each rank the number of its host; None if all share one.
+    """
+    if route != "auto" and route not in ROUTES:
+        raise ValueError(f"route={route!r} is unknown; choose one of auto, {', '.join(ROUTES)}")
+    shape = Layout(layout, seqlen, world)
+    direct = Schedule(shape, mask, ROUTES["direct"], rank)
+    if route != "auto":
+        return replace(direct, route=ROUTES[route])
+    if hosts is None or len(set(hosts)) in (1, world):
+        return direct
+    candidates = [direct, replace(direct, route=ROUTES["ring"])]
+    return min(candidates, key=lambda schedule: _busiest_link(schedule, hosts))
+
+
+def _busiest_link(schedule: Schedule, hosts: Sequence[int]) -> int:
+    """Rows that leave the busiest host in a forward."""
+    leaving: dict[int, int] = dict.fromkeys(hosts, 0)
+    edges = all_edges(schedule.pairs(), assignment.rows, schedule.route, RETURNS[False], schedule.layout)
+    for edge in edges:
+        if hosts[edge.source] != hosts[edge.target]:
+            leaving[hosts[edge.source]] += edge.rows.count
+    return max(leaving.values())

@@ -1,0 +1,210 @@
+"""Layout x mask = tiles: the part of each (query shard x key shard) rectangle that the mask leaves.
+
+For two segments of equal stride s, q - k = (q0 - k0) + s (i - j), so a band over global positions stays a band over
+local indices. All tiles of all pairs asked for are found at once, as one integer table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from .layout import Layout
+from .rows import Rows
+
+
+class Tile(NamedTuple):
+    """Rows [q_start, q_stop) x columns [k_start, k_stop), seen where lo <= i - j <= hi, i and j counted from its corner.
+
+    ``lo`` and ``hi`` are clamped to the diagonals that exist, and every row and every column sees something: a tile is
+    full iff ``lo == 1 - columns`` and ``hi == rows - 1``.
+    """
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    lo: int
+    hi: int
+
+    @property
+    def rows(self) -> int:
+        return self.q_stop - self.q_start
+
+    @property
+    def columns(self) -> int:
+        return self.k_stop - self.k_start
+
+    @property
+    def bounded_above(self) -> bool:
+        """Does ``lo`` cut anything off: the keys after a query's reach, as in a causal triangle?"""
+        return self.lo > 1 - self.columns
+
+    @property
+    def bounded_below(self) -> bool:
+        """Does ``hi`` cut anything off: the keys before a window?"""
+        return self.hi < self.rows - 1
+
+    @property
+    def full(self) -> bool:
+        return not (self.bounded_above or self.bounded_below)
+
+    def part(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tile | None:
+        """What is seen inside these rows and columns (counted from the corner), tightened; None if nothing is."""
+        (i, rows_stop), (j, columns_stop) = rows, columns
+        lo, hi = self.lo - i + j, self.hi - i + j
+        top, bottom = max(0, lo), min(rows_stop - i, columns_stop - j + hi)
+        left, right = max(0, -hi), min(columns_stop - j, rows_stop - i - lo)
+        if bottom <= top or right <= left or hi < lo:
+            return None
+        lo, hi = lo - top + left, hi - top + left
+        q, k = self.q_start + i, self.k_start + j
+        clamped = max(lo, left + 1 - right), min(hi, bottom - top - 1)
+        return Tile(q + top, q + bottom, k + left, k + right, *clamped)
+
+
+@dataclass(frozen=True, eq=False)
+class Tiles:
+    """The tiles of one pair: disjoint, int64 [T, 6] in :class:`Tile`'s order, sorted by query then key."""
+
+    table: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __iter__(self) -> Iterator[Tile]:
+        return (Tile(*row) for row in self.table.tolist())
+
+    @property
+    def q_rows(self) -> Rows:
+        return Rows.of(self.table[:, 0], self.table[:, 1])
+
+    @property
+    def k_rows(self) -> Rows:
+        return Rows.of(self.table[:, 2], self.table[:, 3])
+
+    @property
+    def area(self) -> int:
+        """How many (query, key) pairs are seen."""
+        q0, q1, k0, k1, lo, hi = self.table.T
+        return int(band_area(q1 - q0, k1 - k0, lo, hi).sum())
+
+    def packed(self, q_rows: Rows, k_rows: Rows) -> Tiles:
+        """The same tiles over buffers that hold only ``q_rows`` and ``k_rows``."""
+        q0, q1, k0, k1, lo, hi = self.table.T
+        q, k = q_rows.locate(q0), k_rows.locate(k0)
+        return Tiles(np.stack([q, q + q1 - q0, k, k + k1 - k0, lo, hi], axis=1))
+
+
+def band_area(rows, columns, lo, hi):  # type: ignore[no-untyped-def]  # ints or int arrays, alike
+    """How many (i, j) of a rows x columns rectangle have lo <= i - j <= hi."""
+
+    def at_most(d):  # type: ignore[no-untyped-def]
+        whole = np.clip(d + 1, 0, rows)  # rows that see every column
+        partly = np.clip(columns + d, whole, rows) - whole  # rows i = whole, ... that see columns + d - i of them
+        return whole * columns + partly * (columns + d) - partly * (2 * whole + partly - 1) // 2
+
+    return at_most(hi) - at_most(lo - 1)
+
+
+def pair_tiles(
+    queries: Layout, keys: Layout, regions: np.ndarray, q_owners: Sequence[int], k_owners: Sequence[int]
+) -> dict[tuple[int, int], Tiles]:
+    """The tiles of every pair (i, j) of ``q_owners`` x ``k_owners`` that has any.
+
+    ``regions`` are the mask's (:meth:`Mask.regions`). Both layouts must give their segments one stride.
+    """
+    q_segments, k_segments = _segment_table(queries, q_owners), _segment_table(keys, k_owners)
+    strides = {int(s) for s in (*q_segments[:, 4], *k_segments[:, 4])}
+    if len(strides) > 1:
+        raise ValueError(f"layouts {queries.name!r} and {keys.name!r} have different strides {sorted(strides)}")
+    table = _intersect(q_segments, k_segments, regions, strides.pop() if strides else 1)
+    if not len(table):
+        return {}
+    table = _coalesce(table)
+    order = np.lexsort((table[:, 5], table[:, 3], table[:, 1], table[:, 0]))
+    table = table[order]
+    cuts = np.flatnonzero(np.any(table[1:, :2] != table[:-1, :2], axis=1)) + 1
+    return {(int(part[0, 0]), int(part[0, 1])): Tiles(part[:, 3:]) for part in np.split(table, cuts)}
+
+
+def _segment_table(layout: Layout, owners: Sequence[int]) -> np.ndarray:
+    """int64 [N, 5]: owner, local offset, first position, length, stride."""
+    rows = []
+    for owner in owners:
+        offset = 0
+        for segment in layout.segments(owner):
+            rows.append((owner, offset, segment.start, len(segment), segment.step))
+            offset += len(segment)
+    return np.array(rows, np.int64).reshape(-1, 5)
+
+
+def _ceil(a: np.ndarray, b: int) -> np.ndarray:
+    return -(-a // b)
+
+
+def _clip(segments: np.ndarray, start: np.ndarray, stop: np.ndarray, stride: int) -> tuple[np.ndarray, np.ndarray]:
+    """Local index range of each segment inside positions [start, stop); broadcasts."""
+    first, count = segments[..., 2], segments[..., 3]
+    return np.maximum(0, _ceil(start - first, stride)), np.minimum(count, _ceil(stop - first, stride))
+
+
+def _intersect(q_segments: np.ndarray, k_segments: np.ndarray, regions: np.ndarray, stride: int) -> np.ndarray:
+    """int64 [T, 9]: query owner, key owner, region, then a tile, for every segment x segment x region not empty."""
+    i0, i1 = _clip(q_segments[:, None], regions[None, :, 0], regions[None, :, 1], stride)
+    q_at, region = np.nonzero(i1 > i0)  # first narrow by the query side: few regions meet few segments
+    i0, i1, q, bands = i0[q_at, region], i1[q_at, region], q_segments[q_at], regions[region]
+    j0, j1 = _clip(k_segments[None], bands[:, None, 2], bands[:, None, 3], stride)
+    shift = q[:, None, 2] - k_segments[None, :, 2]
+    lo = _ceil(bands[:, None, 4] - shift, stride) - i0[:, None] + j0  # counted from the rectangle's corner
+    hi = (bands[:, None, 5] - shift) // stride - i0[:, None] + j0
+    rows, columns = (i1 - i0)[:, None], j1 - j0
+    # Tighten to the rows and columns in use: row i sees something iff lo <= i <= columns - 1 + hi, columns likewise.
+    top, bottom = np.maximum(0, lo), np.minimum(rows, columns + hi)
+    left, right = np.maximum(0, -hi), np.minimum(columns, rows - lo)
+    at, k_at = np.nonzero((bottom > top) & (right > left) & (hi >= lo))
+    pick = (at, k_at)
+    top, bottom, left, right = top[pick], bottom[pick], left[pick], right[pick]
+    lo, hi = lo[pick] - top + left, hi[pick] - top + left
+    q, k = q[at], k_segments[k_at]
+    q_base, k_base = q[:, 1] + i0[at], k[:, 1] + j0[pick]
+    lo, hi = np.maximum(lo, left + 1 - right), np.minimum(hi, bottom - top - 1)
+    tile = (q_base + top, q_base + bottom, k_base + left, k_base + right, lo, hi)
+    return np.stack([q[:, 0], k[:, 0], region[at], *tile], axis=1)
+
+
+def _coalesce(table: np.ndarray) -> np.ndarray:
+    """Join tiles of one pair and region where one band covers exactly both (a zigzag diagonal is one causal tile)."""
+    order = np.lexsort((table[:, 5], table[:, 3], table[:, 2], table[:, 1], table[:, 0]))
+    table = table[order]
+    same = np.all(table[1:, :3] == table[:-1, :3], axis=1)
+    if not same.any():
+        return table
+    grouped = np.r_[same, False] | np.r_[False, same]
+    groups: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for row in table[grouped].tolist():
+        groups.setdefault(tuple(row[:3]), []).append(tuple(row[3:]))
+    joined = [(*key, *tile) for key, tiles in groups.items() for tile in _join_all(tiles)]
+    return np.concatenate([table[~grouped], np.array(joined, np.int64)])
+
+
+def _join_all(tiles: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    for a in range(len(tiles)):
+        for b in range(a + 1, len(tiles)):
+            both = _join(tiles[a], tiles[b])
+            if both:
+                return _join_all([both, *(t for n, t in enumerate(tiles) if n not in (a, b))])
+    return tiles
+
+
+def _join(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The tile around a and b, if its band holds no pair that neither holds: disjoint tiles, so areas decide."""
+    q0, q1, k0, k1 = min(a[0], b[0]), max(a[1], b[1]), min(a[2], b[2]), max(a[3], b[3])
+    shifts = [t[0] - q0 - (t[2] - k0) for t in (a, b)]
+    lo = min(t[4] + s for t, s in zip((a, b), shifts, strict=True))
+    hi = max(t[5] + s for t, s in zip((a, b), shifts, strict=True))
+    area = sum(band_area(t[1] - t[0], t[3] - t[2], t[4], t[5]) for t in (a, b))
+    return (q0, q1, k0, k1, lo, hi) if band_area(q1 - q0, k1 - k0, lo, hi) == area else None

@@ -1,0 +1,206 @@
+"""Plan: a Schedule and its Transport, and what a user does with one sequence and many ranks."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import cached_property
+from typing import Any, Literal, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import resharding
+from .comm.agreement import Agreement
+from .comm.link import connect, resolve_group, resolve_timeout
+from .comm.transport import Transport
+from .kernels.contract import accumulation_dtype
+from .plan.cost import Shape, Traffic
+from .plan.mask import Mask
+from .plan.schedule import TRAVELS, Schedule, make_schedule
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """One sequence over the ranks of a group: who holds which tokens, who sees whom, and the wires between them.
+
+    Made by :func:`make_plan`; immutable. Use one plan for all layers and steps of one sequence length and mask.
+    """
+
+    schedule: Schedule
+    transport: Transport
+    agreement: Agreement
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return self.schedule.rank
+
+    @property
+    def world(self) -> int:
+        """How many ranks the group has."""
+        return self.schedule.layout.world
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group; None in a world of one."""
+        return self.transport.group
+
+    @property
+    def seqlen(self) -> int:
+        """Tokens of the whole sequence."""
+        return self.schedule.layout.seqlen
+
+    @property
+    def length(self) -> int:
+        """S_local: tokens held here."""
+        return self.schedule.layout.lengths[self.rank]
+
+    @property
+    def layout(self) -> str:
+        """The layout's name."""
+        return self.schedule.layout.name
+
+    @property
+    def route(self) -> str:
+        """The route's name, after ``auto`` was resolved."""
+        return self.schedule.route.name
+
+    @property
+    def mask(self) -> Mask:
+        """What a query sees."""
+        return self.schedule.mask
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """int64 [S_local] on CPU: the global position of each local token."""
+        return torch.from_numpy(self.schedule.layout.positions(self.rank))
+
+    @cached_property
+    def document_positions(self) -> Tensor:
+        """int64 [S_local] on CPU: positions counted from each document's start, for rotary embeddings."""
+        return torch.from_numpy(self.mask.document_positions(self.positions.numpy()))
+
+    def with_mask(self, mask: Mask) -> Plan:
+        """The same layout, route and group under another mask; nothing is exchanged."""
+        return replace(self, schedule=self.schedule.with_mask(mask))
+
+    def shard(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's part of a global tensor: S entries along ``dim`` become S_local. Differentiable, moves nothing."""
+        if not -x.ndim <= dim < x.ndim:
+            raise ValueError(f"dim={dim} is outside of x's {x.ndim} dims")
+        if x.shape[dim] != self.seqlen:
+            raise ValueError(f"x has shape {list(x.shape)}: dim {dim} must be the sequence, {self.seqlen} tokens")
+        return x.index_select(dim, self.positions.to(x.device))
+
+    def unshard(self, x: Tensor, dim: int, *, grad: Literal["slice", "sum"] = "slice") -> Tensor:
+        """The global tensor on every rank: S_local entries along ``dim`` become S. Every rank must call it.
+
+        Args:
+            x: this rank's shard; the other dims and the dtype must be equal on all ranks.
+            grad: ``slice``: every rank computes the same loss from the result, the backward takes this rank's slice
+                of the gradient and moves nothing. ``sum``: the ranks' losses are shares of one loss, the backward
+                adds up what all ranks' gradients say of this slice.
+        """
+        return resharding.unshard(x, dim, grad, self.schedule.layout, self.transport, self.agreement)
+
+    def shard_labels(self, labels: Tensor, *, ignore_index: int = -100) -> Tensor:
+        """[B, S] token ids, unshifted -> [B, S_local] targets: at each position the next token, shifted globally.
+
+        The sequence's last position and the last token of each document have no target: ``ignore_index``.
+        """
+        if labels.ndim != 2 or labels.shape[1] != self.seqlen:
+            raise ValueError(f"labels has shape {list(labels.shape)}; it must be [batch, {self.seqlen}], unshifted")
+        targets = torch.full_like(labels, ignore_index)
+        targets[:, :-1] = labels[:, 1:]
+        ends = torch.tensor([b - 1 for b in self.mask.cu_seqlens or () if b > 0], dtype=torch.int64)
+        targets[:, ends.to(labels.device)] = ignore_index
+        return self.shard(targets, 1)
+
+    def bytes(
+        self,
+        *,
+        batch: int,
+        q_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        v_head_dim: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        travels: str = "auto",
+    ) -> Traffic:
+        """Payload bytes that this rank sends and receives in one call of :func:`burst_attention`, forward and backward.
+
+        Exactly what ``plan.transport`` counts. Agreement's records (2 KiB to each peer and call) are not in it.
+        """
+        shape = Shape(
+            batch=batch,
+            q_heads=q_heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            v_head_dim=head_dim if v_head_dim is None else v_head_dim,
+            io=dtype.itemsize,
+            accumulate=accumulation_dtype(dtype).itemsize,
+        )
+        if travels == "auto":
+            travels = self.schedule.choose_travels(shape)
+        elif travels not in TRAVELS:
+            raise ValueError(f"travels={travels!r} is unknown; choose one of auto, {', '.join(TRAVELS)}")
+        return self.schedule.traffic(shape, travels)
+
+    def exchange_small(self, values: Sequence[float]) -> list[list[float]]:
+        """Every rank's few numbers on every rank, by rank, exactly. Every rank must call it."""
+        return self.agreement.agree("exchange_small", {"count": len(values)}, [float(value) for value in values])
+
+    def refuse(self, error: Exception) -> NoReturn:
+        """Raise ``error`` here and an error of its class on the other ranks, which are about to make the same call."""
+        self.agreement.refuse(error)
+
+    def __repr__(self) -> str:
+        return (
+            f"Plan(rank {self.rank} of {self.world}, seqlen={self.seqlen}, length={self.length}, "
+            f"layout={self.layout!r}, route={self.route!r}, mask={self.mask!r})"
+        )
+
+
+def make_plan(
+    seqlen: int,
+    *,
+    mask: Mask | None = None,
+    layout: str = "zigzag",
+    route: str = "auto",
+    group: Any = None,
+    timeout: float | timedelta | None = None,
+) -> Plan:
+    """Plan exact attention over ``seqlen`` tokens. Every rank of the group must call it, with equal arguments.
+
+    Args:
+        seqlen: tokens of the whole sequence, at least 0; need not divide by anything.
+        mask: what a query sees; causal if None.
+        layout: ``zigzag`` (balanced for causal masks), ``contiguous`` or ``striped``.
+        route: ``direct`` (owner to user), ``ring`` (round the ring, partial results straight home), ``ring-attention``
+            (both round the ring), or ``auto``: direct unless several hosts have several ranks each and the ring loads
+            their links less.
+        group: None (the default group; a world of one if torch.distributed is not initialised), a ProcessGroup, or a
+            1-D DeviceMesh.
+        timeout: seconds (or a timedelta) that an exchange may take before ExchangeError; None for the group's own.
+
+    Raises:
+        TypeError, ValueError: an argument can't be used, or ranks disagree: the same class on every rank.
+    """
+    resolved = resolve_group(group)
+    transport, agreement = connect(resolved, resolve_timeout(timeout))
+    options = {"mask": Mask() if mask is None else mask, "layout": layout, "rank": transport.rank}
+    try:
+        if isinstance(seqlen, bool) or not isinstance(seqlen, int):
+            raise TypeError(f"seqlen={seqlen!r} must be an int")
+        schedule = make_schedule(seqlen, route=route, world=transport.world, **options)
+    except (TypeError, ValueError) as error:
+        agreement.refuse(error)
+    fields = {"seqlen": seqlen, "layout": layout, "mask": repr(schedule.mask), "route": route}
+    names = agreement.agree("make_plan", {**fields, "plan": schedule.signature}, socket.gethostname())
+    hosts = [names.index(name) for name in names]
+    schedule = make_schedule(seqlen, route=route, world=transport.world, hosts=hosts, **options)
+    return Plan(schedule, transport, agreement)

@@ -1,0 +1,89 @@
+"""From shards to the global tensor and back, differentiably."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .comm.agreement import Agreement
+from .comm.transport import Transport
+from .kernels.contract import accumulation_dtype
+from .plan.layout import Layout
+
+
+@dataclass(frozen=True, eq=False)
+class _Reshard:
+    layout: Layout
+    transport: Transport
+    dim: int
+    grad: str
+
+    def all_to_all(self, parts: list[Tensor], lengths: list[int], *, phase: str) -> list[Tensor]:
+        """Send ``parts[r]`` to each rank r; return what each sent here, ``lengths[r]`` rows (dim 0) of it."""
+        rank, world = self.transport.rank, self.transport.world
+        arriving = [parts[rank].new_empty(n, *parts[rank].shape[1:]) for n in lengths]
+        arriving[rank] = parts[rank]
+        sends = [((rank + hop) % world, parts[(rank + hop) % world].contiguous()) for hop in range(1, world)]
+        receives = [((rank - hop) % world, arriving[(rank - hop) % world]) for hop in range(1, world)]
+        self.transport.wait(self.transport.post(sends, receives, label=f"unshard's {phase}"))
+        return arriving
+
+
+def unshard(x: Tensor, dim: int, grad: str, layout: Layout, transport: Transport, agreement: Agreement) -> Tensor:
+    """See :meth:`burst_attention.Plan.unshard`."""
+    length = layout.lengths[transport.rank]
+    try:
+        if grad not in ("slice", "sum"):
+            raise ValueError(f"grad={grad!r} is unknown; choose slice or sum")
+        if not -x.ndim <= dim < x.ndim:
+            raise ValueError(f"dim={dim} is outside of x's {x.ndim} dims")
+        if x.shape[dim] != length:
+            raise ValueError(f"x has shape {list(x.shape)}: dim {dim} must be this rank's {length} tokens")
+    except (TypeError, ValueError) as error:
+        agreement.refuse(error)
+    dim %= x.ndim
+    others = [*x.shape[:dim], *x.shape[dim + 1 :]]
+    wanted = x.requires_grad and torch.is_grad_enabled()
+    fields = {"other dims": others, "dim": dim, "dtype": str(x.dtype), "grad": grad, "gradient wanted": wanted}
+    agreement.agree("unshard", {**fields, "seqlen": layout.seqlen, "layout": layout.name})
+    return _Unshard.apply(x, _Reshard(layout, transport, dim, grad))
+
+
+class _Unshard(torch.autograd.Function):
+    """Ledger. in x, S_local entries along dim; out the global tensor, S entries; saved nothing.
+
+    back    slice: dx = this rank's entries of dy; sum: dx = the sum over ranks r, in rank order, fp32, of those
+            entries of dy_r
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: _Reshard) -> Tensor:
+        ctx.call = call
+        rows = x.movedim(call.dim, 0)
+        world = call.transport.world
+        shards = call.all_to_all([rows] * world, list(call.layout.lengths), phase="forward")
+        order = torch.from_numpy(call.layout.gather_order).to(x.device)
+        return torch.cat(shards).index_select(0, order).movedim(0, call.dim).contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        call: _Reshard = ctx.call
+        rank, world = call.transport.rank, call.transport.world
+        rows = dy.movedim(call.dim, 0)
+        ranks = range(world) if call.grad == "sum" else [rank]
+        parts = [
+            rows.index_select(0, torch.from_numpy(call.layout.positions(r)).to(dy.device)) if r in ranks else rows[:0]
+            for r in range(world)
+        ]
+        if call.grad == "slice":
+            return parts[rank].movedim(0, call.dim).contiguous(), None
+        arrived = call.all_to_all(parts, [call.layout.lengths[rank]] * world, phase="backward")
+        total = torch.zeros_like(arrived[0], dtype=accumulation_dtype(dy.dtype))
+        for part in arrived:
+            total += part
+        return total.to(dy.dtype).movedim(0, call.dim).contiguous(), None

@@ -1,0 +1,228 @@
+"""GAO, global attention optimisation (arXiv 2403.09347, section 3.1): the sweep over a rank's program.
+
+Forward, equations 2 to 4: each rank keeps its queries and a running (out, lse); shards of K and V travel; what each pair
+of shards gives is merged by online softmax, so that no S x S matrix and no partial result per hop is ever kept.
+
+    for each key shard j:   o_j, l_j = attention(Q, K_j, V_j)
+                            (O, L) = merge((O, L), (o_j, l_j))
+
+Backward, algorithm 2: K, V, dK and dV stay at home; the query side travels: Q, dO, L and D = rowsum(dO * O), and dQ
+comes home. Three large tensors on the wire where RingAttention moves four (K, V, dK, dV).
+
+    for each query shard i: dq_i, dK, dV += gradients(dO_i, Q_i, L_i, D_i, K, V)
+                            dQ of rank i += dq_i, at rank i
+
+Neither is written out below. Which pairs a rank computes, what it needs for them and where its partial results go is
+the program (:mod:`burst_attention.plan.program`): the sweep posts the next exchange, visits a pair while it is on the
+wire, waits, combines, and passes on. Forward and backward, the paper's order and RingAttention's, a ring and direct
+messages differ in the program and in the :class:`Pass`, never in the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .comm.transport import Transport
+from .kernels.contract import Kernel, accumulation_dtype
+from .kernels.merge import blank_output, merge_
+from .plan.program import Drop, Post, Program, Visit, Wait
+from .plan.route import Edge, Side
+from .plan.rows import Where
+from .plan.tile import Tiles
+
+Tensors = tuple[Tensor, ...]  # dim 2 of each is the rows of a shard: [B, H, rows, ...] or [B, H, rows]
+
+
+class Pass(Protocol):
+    """What differs between a forward and a backward."""
+
+    @property
+    def own(self) -> Mapping[Side, Tensors]:
+        """What this rank holds of each side, and what travels of it."""
+        ...
+
+    def visit(self, query: Tensors, key: Tensors, tiles: Tiles) -> Mapping[Side, Tensors]:
+        """Partial results of one pair, for the sides that get any."""
+        ...
+
+    def blank(self, side: Side, rows: int) -> Tensors:
+        """The identity of :meth:`combine`, in the accumulation dtype."""
+        ...
+
+    def combine(self, side: Side, total: Tensors, part: Tensors) -> None:
+        """Fold ``part`` into ``total`` in place."""
+        ...
+
+    def wire_dtypes(self, side: Side, *, exact: bool) -> tuple[torch.dtype, ...]:
+        """What partial results are rounded to before they are sent."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Forward:
+    """Queries q [B, Hq, Sq, D] meet keys k [B, Hkv, Sk, D] and values v [B, Hkv, Sk, Dv]; (out, lse) result."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    kernel: Kernel
+
+    @property
+    def own(self) -> Mapping[Side, Tensors]:
+        return {Side.QUERY: (self.q,), Side.KEY: (self.k, self.v)}
+
+    def visit(self, query: Tensors, key: Tensors, tiles: Tiles) -> Mapping[Side, Tensors]:
+        return {Side.QUERY: self.kernel.forward(*query, *key, tiles, self.scale)}
+
+    def blank(self, side: Side, rows: int) -> Tensors:
+        return blank_output(self.q, self.v, rows, accumulation_dtype(self.q.dtype))
+
+    def combine(self, side: Side, total: Tensors, part: Tensors) -> None:
+        merge_(*total, *part)
+
+    def wire_dtypes(self, side: Side, *, exact: bool) -> tuple[torch.dtype, ...]:
+        wide = accumulation_dtype(self.q.dtype)
+        return (wide if exact else self.q.dtype), wide
+
+
+@dataclass(frozen=True, eq=False)
+class Backward:
+    """With dout [B, Hq, Sq, Dv] and, per query row, ``stats`` = (lse, D) [B, Hq, Sq, 2]; (dq) and (dk, dv) result."""
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    stats: Tensor
+    scale: float
+    kernel: Kernel
+
+    @property
+    def own(self) -> Mapping[Side, Tensors]:
+        return {Side.QUERY: (self.dout, self.q, self.stats), Side.KEY: (self.k, self.v)}
+
+    def visit(self, query: Tensors, key: Tensors, tiles: Tiles) -> Mapping[Side, Tensors]:
+        dout, q, stats = query
+        dq, dk, dv = self.kernel.backward(dout, q, *key, *stats.unbind(-1), tiles, self.scale)
+        return {Side.QUERY: (dq,), Side.KEY: (dk, dv)}
+
+    def blank(self, side: Side, rows: int) -> Tensors:
+        like = (self.q,) if side is Side.QUERY else (self.k, self.v)
+        return tuple(
+            x.new_zeros(*x.shape[:2], rows, x.shape[3], dtype=accumulation_dtype(x.dtype)) for x in like
+        )
+
+    def combine(self, side: Side, total: Tensors, part: Tensors) -> None:
+        for a, b in zip(total, part, strict=True):
+            a += b
+
+    def wire_dtypes(self, side: Side, *, exact: bool) -> tuple[torch.dtype, ...]:
+        dtype = accumulation_dtype(self.q.dtype) if exact else self.q.dtype
+        return (dtype,) if side is Side.QUERY else (dtype, dtype)
+
+
+def sweep(program: Program, transport: Transport, work: Pass, *, phase: str) -> dict[Side, Tensors]:
+    """Execute one rank's program and return its own results, by side, unrounded.
+
+    ``phase`` names the pass in an error. Nothing that the caller owns is written to. A partial result is folded in
+    when its turn comes in the program, never when it arrives: two runs give the same bits.
+    """
+    held = {(side, program.rank): tensors for side, tensors in work.own.items()}
+    sums = _Sums(program, work)
+    on_wire = {}
+    for op in program.ops:
+        match op:
+            case Visit():
+                query, key = (_take(held[side, op.owner(side)], op.held[side]) for side in Side)
+                for side, part in work.visit(query, key, op.tiles).items():
+                    sums.add(side, op.owner(side), op.into[side], part)
+            case Post():
+                sends, arriving = [], []
+                for message in op.sends:
+                    edge = message.edge
+                    if edge.partial:
+                        tensors = sums.pop(edge.side, edge.owner, work.wire_dtypes(edge.side, exact=edge.exact))
+                    else:
+                        assert message.where is not None
+                        tensors = _take(held[edge.side, edge.owner], message.where)
+                    sends += [(edge.target, x.contiguous()) for x in tensors]
+                for message in op.receives:
+                    arriving.append((message, _empty(message.edge, work)))
+                receives = [(message.edge.source, x) for message, tensors in arriving for x in tensors]
+                label = f"hop {op.step} of the {phase}"
+                on_wire[op.step] = transport.post(sends, receives, label=label), arriving
+            case Wait():
+                pending, arriving = on_wire.pop(op.step)
+                transport.wait(pending)
+                for message, tensors in arriving:
+                    edge = message.edge
+                    if edge.partial:
+                        assert message.where is not None
+                        sums.add(edge.side, edge.owner, message.where, tensors)
+                    else:
+                        held[edge.side, edge.owner] = tensors
+            case Drop():
+                del held[op.key]
+    return {side: sums.pop(side, program.rank) for side, owner in program.sum_rows if owner == program.rank}
+
+
+class _Sums:
+    """Partial results under accumulation, per side and owner."""
+
+    def __init__(self, program: Program, work: Pass) -> None:
+        self._rows = program.sum_rows
+        self._work = work
+        self._totals: dict[tuple[Side, int], Tensors] = {}
+
+    def add(self, side: Side, owner: int, where: Where, part: Tensors) -> None:
+        """Fold ``part`` into the rows at ``where``. A first part that covers all rows is the total, as it is."""
+        work, key, rows = self._work, (side, owner), self._rows[side, owner].count
+        if key not in self._totals:
+            if isinstance(where, slice) and where == slice(0, rows):
+                self._totals[key] = part
+                return
+            self._totals[key] = work.blank(side, rows)
+        wide = work.wire_dtypes(side, exact=True)
+        total = tuple(x.to(dtype) for x, dtype in zip(self._totals[key], wide, strict=True))
+        self._totals[key] = total
+        if isinstance(where, slice):
+            work.combine(side, _take(total, where), part)
+            return
+        index = torch.from_numpy(where).to(total[0].device)
+        gathered = tuple(x.index_select(2, index) for x in total)
+        work.combine(side, gathered, part)
+        for x, y in zip(total, gathered, strict=True):
+            x.index_copy_(2, index, y)
+
+    def pop(self, side: Side, owner: int, dtypes: tuple[torch.dtype, ...] | None = None) -> Tensors:
+        """The total, rounded if asked; blank if nothing was added."""
+        total = self._totals.pop((side, owner), None) or self._work.blank(side, self._rows[side, owner].count)
+        return total if dtypes is None else tuple(x.to(dtype) for x, dtype in zip(total, dtypes, strict=True))
+
+
+def _take(tensors: Tensors, where: Where) -> Tensors:
+    """Rows of a shard: a view where they are consecutive."""
+    if isinstance(where, slice):
+        return tuple(x.narrow(2, where.start, where.stop - where.start) for x in tensors)
+    index = torch.from_numpy(where).to(tensors[0].device)
+    return tuple(x.index_select(2, index) for x in tensors)
+
+
+def _empty(edge: Edge, work: Pass) -> Tensors:
+    """Buffers for what an edge brings."""
+    rows = edge.rows.count
+    if edge.partial:
+        like: Tensors = work.blank(edge.side, 0)
+        dtypes = work.wire_dtypes(edge.side, exact=edge.exact)
+    else:
+        like = work.own[edge.side]
+        dtypes = tuple(x.dtype for x in like)
+    return tuple(
+        x.new_empty(*x.shape[:2], rows, *x.shape[3:], dtype=dtype) for x, dtype in zip(like, dtypes, strict=True)
+    )

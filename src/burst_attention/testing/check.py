@@ -1,0 +1,188 @@
+"""Compare one distributed call, gradients included, with the fp64 oracle, on every rank."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from ..attention import burst_attention
+from ..kernels import choose
+from ..plan.mask import Mask
+from ..planning import Plan, make_plan
+from .oracle import Gradients, attend, torch_attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One call to check. ``logits`` multiplies the scores; ``dlse``: does the lse get a gradient too?"""
+
+    seqlen: int = 512
+    mask: Mask = field(default_factory=Mask)
+    layout: str = "zigzag"
+    route: str = "auto"
+    travels: str = "auto"
+    kernel: str = "auto"
+    dtype: torch.dtype = torch.float32
+    batch: int = 1
+    q_heads: int = 4
+    kv_heads: int = 4
+    head_dim: int = 32
+    v_head_dim: int | None = None
+    dlse: bool = True
+    logits: float = 1.0
+    seed: int = 0
+    device: str = "cpu"
+
+    def inputs(self) -> dict[str, Tensor]:
+        """Global q, k, v, dout, dlse: the same on every rank."""
+        make = torch.Generator().manual_seed(self.seed)
+        value_dim = self.head_dim if self.v_head_dim is None else self.v_head_dim
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=make, dtype=torch.float64)
+
+        batch, s = self.batch, self.seqlen
+        q = normal(batch, self.q_heads, s, self.head_dim) * self.logits
+        k, v = normal(batch, self.kv_heads, s, self.head_dim), normal(batch, self.kv_heads, s, value_dim)
+        dout, dlse = normal(batch, self.q_heads, s, value_dim), normal(batch, self.q_heads, s)
+        cast = {name: x.to(self.device, self.dtype) for name, x in (("q", q), ("k", k), ("v", v), ("dout", dout))}
+        return cast | {"dlse": dlse.to(self.device, torch.promote_types(self.dtype, torch.float32))}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor's error on one rank: ``error`` must not exceed ``bound``, both of kind ``measure``."""
+
+    tensor: str
+    rank: int
+    measure: str
+    error: float
+    bound: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.bound  # False for NaN
+
+
+@dataclass(frozen=True)
+class Report:
+    """The rows of all ranks."""
+
+    title: str
+    rows: tuple[Row, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(row.passed for row in self.rows)
+
+    def table(self) -> Table:
+        """For a rich console: the worst rank of each tensor."""
+        table = Table("tensor", "measure", "worst rank", "error", "bound", "", title=self.title)
+        for name in dict.fromkeys(row.tensor for row in self.rows):
+            worst = max((r for r in self.rows if r.tensor == name), key=lambda r: (not r.passed, r.error))
+            verdict = "[green]ok[/]" if worst.passed else "[red]WRONG[/]"
+            figures = (f"{worst.error:.2e}", f"{worst.bound:.2e}")
+            table.add_row(name, worst.measure, str(worst.rank), *figures, verdict)
+        return table
+
+
+def relative_l2(actual: Tensor, expected: Tensor) -> float:
+    """||actual - expected|| / ||expected|| in fp64; where expected is all 0, 0 if actual is too, else inf.
+
+    Entries where both are -inf (the lse of a row that sees nothing) agree and count nothing.
+    """
+    actual, expected = actual.detach().double(), expected.detach().double()
+    both = (actual == expected) & expected.isinf()
+    actual, expected = actual.masked_fill(both, 0.0), expected.masked_fill(both, 0.0)
+    difference, size = (actual - expected).norm().item(), expected.norm().item()
+    if size == 0:
+        return 0.0 if difference == 0 else math.inf
+    return difference / size
+
+
+def relative_max(actual: Tensor, expected: Tensor, scale: Tensor) -> float:
+    """max |actual - expected| / max |scale| in fp64; 0 for empty tensors."""
+    if not actual.numel():
+        return 0.0
+    difference = (actual.detach().double() - expected.double()).abs().max().item()
+    return difference / scale.double().abs().max().item() if difference else 0.0
+
+
+def distributed_call(case: Case, plan: Plan, inputs: dict[str, Tensor]) -> Gradients:
+    """This rank's share of the call: its shards of out, lse, dq, dk, dv."""
+    q, k, v, dout, dlse = (plan.shard(inputs[name], 2) for name in ("q", "k", "v", "dout", "dlse"))
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out, lse = burst_attention(q, k, v, plan, travels=case.travels, kernel=case.kernel, return_lse=True)
+    results, grads = ([out, lse], [dout, dlse]) if case.dlse else ([out], [dout])
+    torch.autograd.backward(results, grads)
+    return Gradients(out.detach(), lse.detach(), q.grad, k.grad, v.grad)
+
+
+def compare(case: Case, plan: Plan) -> list[Row]:
+    """Rows for this rank. Every rank of the plan's group must call it."""
+    inputs = case.inputs()
+    actual = distributed_call(case, plan, inputs)
+    dlse = inputs["dlse"] if case.dlse else None
+    arguments = (inputs["q"], inputs["k"], inputs["v"], plan.mask)
+    oracle = attend(*arguments, dout=inputs["dout"], dlse=dlse)
+    expected = {name: plan.shard(x, 2) for name, x in oracle.items()}
+    if case.dtype in (torch.float64, torch.float32):
+        bound = 1e-12 if case.dtype == torch.float64 else 1e-5
+        return [
+            Row(name, plan.rank, "relative L2", relative_l2(x, expected[name]), bound) for name, x in actual.items()
+        ]
+    stock = dict(torch_attention(*arguments, dout=inputs["dout"]).items())
+    plain = dict(attend(*arguments, dout=inputs["dout"]).items())
+    whole = dict(oracle.items())
+    return [_half_row(case, plan, name, x, whole, stock, plain) for name, x in actual.items()]
+
+
+def _half_row(
+    case: Case,
+    plan: Plan,
+    name: str,
+    actual: Tensor,
+    oracle: dict[str, Tensor],
+    stock: dict[str, Tensor],
+    plain: dict[str, Tensor],
+) -> Row:
+    """bf16 and fp16: the bound is what PyTorch's own kernel errs in that dtype on one device, times a factor."""
+    expected = plan.shard(oracle[name], 2)
+    if name == "lse":  # kept in fp32; a stock kernel that rounds its probabilities still sums them in fp32
+        return Row(name, plan.rank, "relative L2", relative_l2(actual, expected), 1e-5)
+    blind = torch.from_numpy(~plan.mask.dense(plan.seqlen).any(1)).to(actual.device)
+    theirs, truth = (x[name].double().clone() for x in (stock, plain))
+    if name in ("out", "dq"):  # stock kernels give NaN where a query sees nothing
+        theirs[:, :, blind], truth[:, :, blind] = 0.0, 0.0
+    if choose(case.kernel, device=actual.device, dtype=case.dtype).exact_partials(case.dtype):
+        size = oracle[name]  # of the whole tensor: an lse with a gradient makes dq and dk larger than the stock call's
+        error, bound = relative_max(actual, expected, size), 1.25 * relative_max(theirs, truth, truth)
+        return Row(name, plan.rank, "max error / max", error, bound)
+    return Row(name, plan.rank, "relative L2", relative_l2(actual, expected), 1.5 * relative_l2(theirs, truth))
+
+
+def check(case: Case | None = None, *, group: Any = None, timeout: float | None = None) -> Report:
+    """Run ``case`` over the ranks of ``group`` and judge it against the oracle. Every rank must call it.
+
+    Memory grows with S² (the oracle is dense): keep ``seqlen`` to a few thousand. Every rank gets the same report;
+    print ``report.table()`` with a rich console on one of them.
+    """
+    case = case or Case()
+    plan = make_plan(
+        case.seqlen, mask=case.mask, layout=case.layout, route=case.route, group=group, timeout=timeout
+    )
+    mine = compare(case, plan)
+    figures = [figure for row in mine for figure in (row.error, row.bound)]
+    rows = [
+        Row(row.tensor, rank, row.measure, theirs[2 * n], theirs[2 * n + 1])
+        for rank, theirs in enumerate(plan.exchange_small(figures))
+        for n, row in enumerate(mine)
+    ]
+    kernel = choose(case.kernel, device=torch.device(case.device), dtype=case.dtype).name
+    title = f"{plan.world} ranks, S={case.seqlen}, {case.mask}, {case.layout}, {plan.route}, {kernel}, {case.dtype}"
+    return Report(title, tuple(rows))

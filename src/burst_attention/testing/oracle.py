@@ -1,0 +1,91 @@
+"""The judge: attention written out from its definition, in fp64, gradients by autograd."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ..plan.mask import Mask
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """out, lse and what comes back, over the whole sequence or one shard of it; gradients None where none was asked."""
+
+    out: Tensor
+    lse: Tensor | None = None
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+
+    def items(self) -> list[tuple[str, Tensor]]:
+        """The tensors at hand by name."""
+        named = [(f.name, getattr(self, f.name)) for f in fields(self)]
+        return [(name, x) for name, x in named if x is not None]
+
+
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of q [B, Hq, S, D], k [B, Hkv, S, D], v [B, Hkv, S, Dv] in their own dtype, differentiable.
+
+    A query that sees nothing gives out 0 and lse -inf.
+    """
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    seen = torch.from_numpy(mask.dense(q.shape[2])).to(q.device)
+    blind = ~seen.any(-1)
+    scores = (q @ k.mT * scale).masked_fill(~seen, -math.inf).masked_fill(blind.unsqueeze(-1), 0.0)
+    lse = torch.logsumexp(scores, -1) if q.shape[2] else scores.new_zeros(scores.shape[:3])
+    p = torch.exp(scores - lse.unsqueeze(-1)).masked_fill(blind.unsqueeze(-1), 0.0)
+    return p @ v, lse.masked_fill(blind, -math.inf)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    *,
+    dout: Tensor | None = None,
+    dlse: Tensor | None = None,
+    scale: float | None = None,
+) -> Gradients:
+    """The oracle: everything in fp64, gradients if ``dout`` or ``dlse`` is given."""
+    q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
+    out, lse = dense_attention(q, k, v, mask, scale=scale)
+    return _with_gradients(q, k, v, out, lse, dout, dlse)
+
+
+def torch_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, dout: Tensor, scale: float | None = None
+) -> Gradients:
+    """What PyTorch's own kernel gives on one device in the tensors' dtype: the measure of a dtype's error."""
+    q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
+    seen = None
+    if mask != Mask():
+        seen = torch.from_numpy(mask.dense(q.shape[2])).to(q.device)
+    out = scaled_dot_product_attention(
+        q, k, v, attn_mask=seen, is_causal=seen is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return _with_gradients(q, k, v, out, None, dout, None)
+
+
+def _with_gradients(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, dout: Tensor | None, dlse: Tensor | None
+) -> Gradients:
+    loss = out.new_zeros(())
+    if dout is not None:
+        loss = loss + (out * dout.to(out.dtype)).sum()
+    if dlse is not None and lse is not None:
+        # -inf * 0 is NaN: a row that sees nothing has no gradient.
+        loss = loss + (lse.masked_fill(lse == -math.inf, 0.0) * dlse.to(lse.dtype)).sum()
+    if dout is None and dlse is None:
+        return Gradients(out.detach(), None if lse is None else lse.detach())
+    dq, dk, dv = torch.autograd.grad(loss, (q, k, v))
+    return Gradients(out.detach(), None if lse is None else lse.detach(), dq, dk, dv)

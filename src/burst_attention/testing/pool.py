@@ -1,0 +1,151 @@
+"""A persistent pool of local ranks: spawned processes in one gloo group, met through a file."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class WorkerError(RuntimeError):
+    """A rank's function raised (its traceback is in the text), or the rank was lost. ``errors``: by rank, if known."""
+
+    def __init__(self, text: str, errors: dict[int, BaseException] | None = None) -> None:
+        super().__init__(text)
+        self.errors = errors or {}
+
+
+class WorkerPool:
+    """``world`` processes, each a rank of one gloo group. Use as a context manager, or close it.
+
+    Args:
+        world: how many ranks.
+        threads: torch threads of each.
+        timeout: seconds that the group's own operations may take.
+    """
+
+    def __init__(self, world: int, *, threads: int = 1, timeout: float = 60.0) -> None:
+        self.world = world
+        self.broken = False
+        self._folder = tempfile.TemporaryDirectory(prefix="burst-pool-")
+        context = multiprocessing.get_context("spawn")
+        self.processes: list[BaseProcess] = []
+        self._pipes: list[Connection] = []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            arguments = (theirs, str(Path(self._folder.name) / "rendezvous"), rank, world, threads, timeout)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self._pipes.append(ours)
+
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 300.0) -> list[Any]:
+        """Call ``function(*arguments)`` on every rank; return the results by rank.
+
+        ``function`` must be importable by its name in a fresh process. After an error the ranks may be out of step, so
+        the pool is not used again unless every rank raised.
+
+        Raises:
+            WorkerError: some rank raised, died or took longer than ``timeout`` seconds.
+        """
+        if self.broken:
+            raise WorkerError("this pool lost a rank in an earlier run; make a new one")
+        results, errors, lost = self.gather(function, *arguments, timeout=timeout)
+        if lost or (errors and len(errors) < self.world):
+            self.broken = True
+        if lost or errors:
+            texts = [f"rank {rank}:\n{''.join(traceback.format_exception(e))}" for rank, e in sorted(errors.items())]
+            texts += [f"rank {rank}: {what}" for rank, what in sorted(lost.items())]
+            raise WorkerError("\n".join(texts), errors)
+        return [results[rank] for rank in range(self.world)]
+
+    def gather(
+        self, function: Callable[..., Any], *arguments: Any, timeout: float = 300.0
+    ) -> tuple[dict[int, Any], dict[int, BaseException], dict[int, str]]:
+        """Like :meth:`run`, but tell what became of each rank: results, exceptions, and which were lost and how."""
+        message = pickle.dumps((function, arguments))
+        results: dict[int, Any] = {}
+        errors: dict[int, BaseException] = {}
+        lost: dict[int, str] = {}
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send_bytes(message)
+            except OSError as error:
+                lost[rank] = f"gone ({error})"
+        deadline = time.monotonic() + timeout
+        for rank, pipe in enumerate(self._pipes):
+            if rank in lost:
+                continue
+            try:
+                if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                    lost[rank] = f"no answer within {timeout} s"
+                    continue
+                kind, value = pipe.recv()
+                (results if kind == "result" else errors)[rank] = value
+            except EOFError:
+                lost[rank] = f"died, exit code {self.processes[rank].exitcode}"
+        return results, errors, lost
+
+    def close(self) -> None:
+        """End the processes."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(0.2 if self.broken else 5.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._folder.cleanup()
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _serve(pipe: Connection, rendezvous: str, rank: int, world: int, threads: int, timeout: float) -> None:
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(world)
+    torch.set_num_threads(threads)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+    )
+    while True:
+        try:
+            function, arguments = pickle.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            break
+        except Exception as error:
+            pipe.send(("error", _portable(error)))
+            continue
+        try:
+            answer = ("result", function(*arguments))
+        except Exception as error:
+            answer = ("error", _portable(error))
+        pipe.send(answer)
+    dist.destroy_process_group()
+
+
+def _portable(error: BaseException) -> BaseException:
+    """The exception with its traceback as a note; a plain stand-in if it can't be pickled."""
+    text = "".join(traceback.format_exception(error))
+    error.__traceback__ = error.__cause__ = error.__context__ = None
+    error.add_note(text)
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(text)
+    return error

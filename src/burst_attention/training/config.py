@@ -1,0 +1,213 @@
+"""The configuration of a training run: one tree of frozen dataclasses, read from flags and TOML, written back as TOML."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+PRESETS = ("tiny", "llama-7b", "llama-13b", "llama-3-8b")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What is run, and where its results go."""
+
+    steps: int = 100
+    """Optimizer steps."""
+    out: str = "runs/train"
+    """Folder of the run: config, metrics, curve and the trained model."""
+    seed: int = 0
+    """Of the model's first weights and of the order of the documents."""
+    overwrite: bool = False
+    """Replace the run that --out already holds."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is read, and how it becomes sequences."""
+
+    data: str = "stdlib"
+    """FILE.txt, a directory, *.jsonl, *.jsonl.gz, hf:NAME[:CONFIG], or stdlib: Python's own source files."""
+    tokenizer: str | None = None
+    """bytes, or a Hugging Face tokenizer's path or name. Default: the loaded model's own, else bytes."""
+    seq_len: int = 4096
+    """Tokens of a sequence, over all ranks that share it."""
+    pack: Literal["documents", "none"] = "documents"
+    """documents: fill sequences with documents, masked from each other. none: cut each from one long document."""
+    held_out: float = 0.05
+    """Share of the documents kept for evaluation and never trained on; 0 to skip the evaluation."""
+    held_out_sequences: int = 8
+    """At most this many held-out sequences are evaluated."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What is trained."""
+
+    model: str = "tiny"
+    """A preset (tiny, llama-7b, llama-13b, llama-3-8b), or the folder or hub name of a model to load."""
+    dtype: Literal["auto", "float32", "bfloat16", "float64", "fp32", "bf16", "fp64"] = "auto"
+    """Of the computation; weights are kept in fp32 (fp64). auto: float32 on CPU, bfloat16 on GPU."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Who computes what."""
+
+    ranks: int | None = None
+    """Local workers to launch. Default: one per GPU, else one per core."""
+    data_parallel: int = 1
+    """Groups of ranks that read sequences of their own; the ranks of a group share each sequence."""
+    layout: Literal["contiguous", "zigzag", "striped"] = "zigzag"
+    """Which tokens of a sequence each rank holds."""
+    route: Literal["auto", "direct", "ring", "ring-attention"] = "auto"
+    """How shards travel."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU for every rank if the machine has as many, else the CPU."""
+    timeout: float = 600.0
+    """Seconds a rank waits for another before it gives up."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """How it is trained: AdamW, warm-up and cosine decay."""
+
+    lr: float = 3e-3
+    """Highest learning rate."""
+    min_lr: float = 0.1
+    """Last learning rate, as a share of --lr."""
+    warmup: int = 10
+    """Steps of linear warm-up."""
+    weight_decay: float = 0.1
+    """Of matrices; norms and biases have none."""
+    beta1: float = 0.9
+    """AdamW's memory of the gradient."""
+    beta2: float = 0.95
+    """AdamW's memory of its square."""
+    eps: float = 1e-8
+    """Added to the root of AdamW's second moment."""
+    clip: float = 1.0
+    """Largest global norm of the gradient; 0 to leave it alone."""
+    batch: int = 1
+    """Sequences that a group computes at once; more than one needs --pack none."""
+    accumulate: int = 1
+    """Micro-steps whose gradients are summed before an optimizer step."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Train a Llama on long documents; every sequence is shared by several ranks."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+
+    @property
+    def packed(self) -> bool:
+        """Whether a sequence holds several documents."""
+        return self.data.pack == "documents"
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences that one optimizer step reads, over all groups."""
+        return self.parallel.data_parallel * self.optim.accumulate * self.optim.batch
+
+    def check(self) -> None:
+        """Raise ValueError naming the first flag whose value can't be."""
+        run, data, parallel, optim = self.run, self.data, self.parallel, self.optim
+        counts = {"steps": run.steps, "held_out_sequences": data.held_out_sequences, "batch": optim.batch}
+        counts |= {"accumulate": optim.accumulate, "data_parallel": parallel.data_parallel}
+        for name, value in counts.items():
+            _require(value >= 1, name, value, "must be at least 1")
+        _require(data.seq_len >= 2, "seq_len", data.seq_len, "must be at least 2: a target is the token that follows")
+        _require(parallel.ranks is None or parallel.ranks >= 1, "ranks", parallel.ranks, "must be at least 1")
+        for name, value in {"seed": run.seed, "warmup": optim.warmup}.items():
+            _require(value >= 0, name, value, "must be at least 0")
+        for name, value in {"lr": optim.lr, "eps": optim.eps, "timeout": parallel.timeout}.items():
+            _require(0 < value < math.inf, name, value, "must be a number above 0")
+        for name, value in {"weight_decay": optim.weight_decay, "clip": optim.clip}.items():
+            _require(0 <= value < math.inf, name, value, "must be a number of at least 0")
+        for name, value in {"held_out": data.held_out, "beta1": optim.beta1, "beta2": optim.beta2}.items():
+            _require(0 <= value < 1, name, value, "must be at least 0 and below 1")
+        _require(0 <= optim.min_lr <= 1, "min_lr", optim.min_lr, "must be a share of --lr, from 0 to 1")
+        _require(not self.packed or optim.batch == 1, "batch", optim.batch, "needs --pack none, as packed sequences differ "
+                 "in their masks; use --accumulate instead")
+
+    def check_world(self, world: int) -> None:
+        """Raise ValueError if ``world`` ranks can't run this."""
+        groups = self.parallel.data_parallel
+        if world % groups:
+            raise ValueError(f"--data-parallel {groups} must divide the number of ranks, {world}")
+        if self.data.seq_len < world // groups:
+            raise ValueError(
+                f"--seq-len {self.data.seq_len} is shorter than the {world // groups} ranks that share a sequence: "
+                "every rank of a training run needs a token; raise --seq-len or lower --ranks"
+            )
+
+
+def _require(holds: bool, name: str, value: object, rule: str) -> None:
+    if not holds:
+        raise ValueError(f"--{name.replace('_', '-')} {value} {rule}")
+
+
+def flag_names() -> dict[str, str]:
+    """Every setting's name and the section of the tree that holds it; names are unique over the sections."""
+    sections = TrainConfig()
+    return {
+        setting.name: section.name
+        for section in dataclasses.fields(sections)
+        for setting in dataclasses.fields(getattr(sections, section.name))
+    }
+
+
+def read_toml(path: Path) -> list[str]:
+    """The command-line flags that a TOML file stands for, so that one parser checks both.
+
+    A setting is spelled like its flag (``seq_len`` or ``seq-len``), at the top of the file or in its section's table.
+
+    Raises:
+        ValueError: the file can't be read, or a key is no setting; names the file and the key.
+    """
+    try:
+        content = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--config {path}: {error}") from None
+    settings: dict[str, Any] = {}
+    known = flag_names()
+    for key, value in content.items():
+        inner = value if key in known.values() and isinstance(value, dict) else None
+        for name, given in {key: value}.items() if inner is None else inner.items():
+            name = name.replace("-", "_")
+            if name not in known or inner is not None and known[name] != key:
+                where = f" in [{key}]" if inner is not None else ""
+                raise ValueError(f"--config {path}: unknown setting {name!r}{where}")
+            settings[name] = given
+    return [part for name, value in settings.items() for part in _as_flags(path, name, value)]
+
+
+def _as_flags(path: Path, name: str, value: object) -> list[str]:
+    flag = "--" + name.replace("_", "-")
+    if isinstance(value, bool):
+        return [flag if value else flag.replace("--", "--no-", 1)]
+    if isinstance(value, (int, float, str)):
+        return [f"{flag}={value}"]
+    raise ValueError(f"--config {path}: {name} must be a string, a number or a boolean, not {value!r}")
+
+
+def write_toml(config: TrainConfig) -> str:
+    """The configuration as :func:`read_toml` reads it back; what is left to its default of None is a comment."""
+    lines = []
+    for section, settings in dataclasses.asdict(config).items():
+        lines.append(f"[{section}]")
+        for name, value in settings.items():
+            # A JSON string, number or boolean is a TOML one.
+            lines.append(f"# {name} is not set" if value is None else f"{name} = {json.dumps(value)}")
+        lines.append("")
+    return "\n".join(lines)

@@ -1,0 +1,207 @@
+"""Documents to token sequences: which are held out, in what order the rest come, and how they are cut and packed."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from .corpus import Corpus, Document
+from .tokenizer import Tokenizer
+
+SHUFFLED_CHARACTERS = 4_000_000
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """One training sequence.
+
+    Attributes:
+        tokens: int32 [S].
+        cu_seqlens: global document borders ``[0, ..., S]`` of packed data; None where the sequence is one document.
+    """
+
+    tokens: np.ndarray
+    cu_seqlens: tuple[int, ...] | None
+
+    @property
+    def valid_tokens(self) -> int:
+        """How many tokens have a target: all but the last one of each document."""
+        borders = (0, len(self.tokens)) if self.cu_seqlens is None else self.cu_seqlens
+        return sum(max(stop - start - 1, 0) for start, stop in itertools.pairwise(borders))
+
+
+@dataclass(frozen=True)
+class Split:
+    """Which documents are held out. It looks at the text alone, so that a copy of a held-out document is held out too.
+
+    Attributes:
+        fraction: the share of documents whose hash holds them out.
+        only: the digest of the one held-out document, in a corpus too small for ``fraction`` to hold out any.
+        tail: whether the corpus is one document, whose last ``fraction`` is held out.
+    """
+
+    fraction: float
+    only: bytes | None = None
+    tail: bool = False
+
+    def training(self, document: Document) -> Document | None:
+        """What of a document is trained on."""
+        if self.tail:
+            return Document(document.name, document.text[: self._cut(document)])
+        return None if self._holds_out(document) else document
+
+    def held_out(self, document: Document) -> Document | None:
+        """What of a document is held out."""
+        if self.tail:
+            return Document(f"{document.name} (tail)", document.text[self._cut(document) :])
+        return document if self._holds_out(document) else None
+
+    def _cut(self, document: Document) -> int:
+        return len(document.text) - max(round(len(document.text) * self.fraction), 1)
+
+    def _holds_out(self, document: Document) -> bool:
+        digest = _digest(document)
+        return digest == self.only if self.only else _share(digest) < self.fraction
+
+
+def _digest(document: Document) -> bytes:
+    return hashlib.blake2b(document.text.encode(), digest_size=8).digest()
+
+
+def _share(digest: bytes) -> float:
+    return int.from_bytes(digest, "big") / 2**64
+
+
+def make_split(documents: Iterable[Document], fraction: float) -> Split:
+    """Read documents until it is known that ``fraction`` leaves some on either side; otherwise hold out one.
+
+    Args:
+        documents: the documents long enough to be used, in any order.
+        fraction: the share to hold out, 0 <= fraction < 1; 0 holds out nothing.
+    """
+    seen: set[bytes] = set()
+    sides: set[bool] = set()
+    for document in documents:
+        seen.add(digest := _digest(document))
+        sides.add(_share(digest) < fraction)
+        if fraction == 0 or len(sides) == 2:
+            return Split(fraction)
+    return Split(fraction, tail=True) if len(seen) == 1 else Split(fraction, only=min(seen, default=None))
+
+
+def pack(documents: Iterable[np.ndarray], seq_len: int) -> Iterator[TokenSequence]:
+    """Fill sequences of exactly ``seq_len`` tokens with documents, one after the other.
+
+    A document longer than the room left is cut, and its rest opens the next sequence as a document of its own: no token
+    is dropped or repeated, and only the token before a cut loses its target. The last sequence may be short.
+    """
+    parts: list[np.ndarray] = []
+    borders = [0]
+    for document in documents:
+        while len(document):
+            part, document = document[: seq_len - borders[-1]], document[seq_len - borders[-1] :]
+            parts.append(part)
+            borders.append(borders[-1] + len(part))
+            if borders[-1] == seq_len:
+                yield TokenSequence(np.concatenate(parts), tuple(borders))
+                parts, borders = [], [0]
+    if parts:
+        yield TokenSequence(np.concatenate(parts), tuple(borders))
+
+
+def cut(documents: Iterable[np.ndarray], seq_len: int, *, keep_rest: bool = False) -> Iterator[TokenSequence]:
+    """Sequences of ``seq_len`` tokens of one document each; the rest of a document is dropped, or is a short one."""
+    for document in documents:
+        stop = len(document) if keep_rest else len(document) - seq_len + 1
+        for start in range(0, stop, seq_len):
+            yield TokenSequence(document[start : start + seq_len], None)
+
+
+def shuffled(documents: Iterable[Document], order: np.random.Generator) -> Iterator[Document]:
+    """Documents drawn at random from a buffer of about ``SHUFFLED_CHARACTERS`` characters."""
+    buffer: list[Document] = []
+    held = 0
+    for document in documents:
+        buffer.append(document)
+        held += len(document.text)
+        while held > SHUFFLED_CHARACTERS:
+            held -= len((drawn := _draw(buffer, order)).text)
+            yield drawn
+    while buffer:
+        yield _draw(buffer, order)
+
+
+def _draw(buffer: list[Document], order: np.random.Generator) -> Document:
+    index = int(order.integers(len(buffer)))
+    buffer[index], buffer[-1] = buffer[-1], buffer[index]
+    return buffer.pop()
+
+
+class SequenceReader:
+    """Every token sequence of a run, in an order that depends on the corpus and the seed alone.
+
+    Args:
+        corpus, tokenizer: what is read and how it is encoded.
+        seq_len: tokens of a sequence.
+        packed: pack documents (their borders in ``cu_seqlens``) or cut each sequence from one document.
+        held_out: the share of documents never trained on.
+        seed: of the order.
+
+    Raises:
+        ValueError: the corpus has nothing to train on, or nothing to hold out.
+    """
+
+    def __init__(
+        self, corpus: Corpus, tokenizer: Tokenizer, *, seq_len: int, packed: bool, held_out: float, seed: int
+    ) -> None:
+        self.corpus, self.tokenizer, self.seq_len, self.packed, self.seed = corpus, tokenizer, seq_len, packed, seed
+        self.split = make_split(self._usable(corpus.documents()), held_out)
+
+    def training(self) -> Iterator[TokenSequence]:
+        """Sequences without end: when every document was read once, all are read again in another order."""
+        documents = self._training_documents()
+        return pack(documents, self.seq_len) if self.packed else cut(documents, self.seq_len)
+
+    def held_out(self) -> Iterator[TokenSequence]:
+        """Held-out sequences, the same for every seed, once; a corpus that can't fill one gives one short sequence."""
+        if self.split.fraction == 0:
+            return
+        documents = self._encoded(self._parts(self.split.held_out, np.random.default_rng(0)))
+        if self.packed:
+            sequences = pack(documents, self.seq_len)
+        else:
+            sequences = cut(documents, self.seq_len, keep_rest=self.split.tail)
+        for index, sequence in enumerate(sequences):
+            if index == 0 or len(sequence.tokens) == self.seq_len:
+                yield sequence
+
+    def _long_enough(self, tokens: np.ndarray) -> bool:
+        return self.packed or len(tokens) >= self.seq_len
+
+    def _encoded(self, documents: Iterable[Document]) -> Iterator[np.ndarray]:
+        return (self.tokenizer.encode(document.text) for document in documents)
+
+    def _usable(self, documents: Iterable[Document]) -> Iterator[Document]:
+        return (doc for doc in documents if self.packed or self._long_enough(self.tokenizer.encode(doc.text)))
+
+    def _parts(self, part: Callable[[Document], Document | None], order: np.random.Generator) -> Iterator[Document]:
+        documents = self.corpus.documents(order)
+        for document in self._usable(documents) if self.split.tail else documents:
+            if (kept := part(document)) is not None and kept.text:
+                yield kept
+
+    def _training_documents(self) -> Iterator[np.ndarray]:
+        for epoch in itertools.count():
+            order = np.random.default_rng([self.seed, epoch])
+            empty = True
+            for tokens in self._encoded(shuffled(self._parts(self.split.training, order), order)):
+                if self._long_enough(tokens):
+                    empty = False
+                    yield tokens
+            if empty:
+                least = "any text" if self.packed else f"the {self.seq_len} tokens that --pack none --seq-len asks for"
+                raise ValueError(f"--data has no document to train on with {least}")

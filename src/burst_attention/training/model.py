@@ -1,0 +1,179 @@
+"""The model: built from a preset or loaded, its parameters sharded over all ranks, its forward the loss itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
+
+from burst_attention import Mask, Plan
+from burst_attention.integrations import hf
+from burst_attention.loss import next_token_loss
+
+from .tokenizer import Tokenizer
+
+_LLAMA = {"vocab_size": 32000, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "hidden_size": 128,
+        "intermediate_size": 352,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    "llama-7b": _LLAMA
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "llama-13b": _LLAMA
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 13824,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+    },
+    "llama-3-8b": {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    },
+}
+
+# Their logits are hidden states times the head's weight and nothing else, which is what the loss computes.
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def model_config(model: str, tokenizer: Tokenizer, seq_len: int) -> PreTrainedConfig:
+    """The configuration of the model that ``--model`` names.
+
+    Raises:
+        ValueError: it can't be loaded, its architecture is not one of :data:`ARCHITECTURES`, or its vocabulary is
+            smaller than the tokenizer's.
+    """
+    if model in PRESETS:
+        preset = PRESETS[model]
+        longest = max(seq_len, preset.get("max_position_embeddings", 0))
+        vocab_size = preset.get("vocab_size", tokenizer.vocab_size)
+        own = {"max_position_embeddings": longest, "vocab_size": vocab_size}
+        config = LlamaConfig(**(preset | own), bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
+    else:
+        config = _load_config(model)
+    if config.model_type not in ARCHITECTURES:
+        raise ValueError(f"--model {model!r} is a {config.model_type}; supported are {', '.join(ARCHITECTURES)}")
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ValueError(
+            f"--tokenizer has {tokenizer.vocab_size} ids, but --model {model!r} only {config.vocab_size} embeddings"
+        )
+    return config
+
+
+def _load_config(model: str) -> PreTrainedConfig:
+    if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
+        raise ValueError(f"--model {model!r}: the folder holds no config.json")
+    try:
+        return AutoConfig.from_pretrained(model)
+    except Exception as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"--model {model!r} is no preset ({', '.join(PRESETS)}) and can't be loaded: {first_line}"
+        ) from error
+
+
+def layer_windows(config: PreTrainedConfig) -> list[int | None]:
+    """How many keys a query of each layer sees; None for all of them."""
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", True) is False:
+        window = None
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def plans_for(plan: Plan, windows: list[int | None], cu_seqlens: tuple[int, ...] | None) -> dict[int | None, Plan]:
+    """The plan of each distinct window, for one sequence's documents."""
+    return {window: plan.with_mask(Mask(window=window, cu_seqlens=cu_seqlens)) for window in dict.fromkeys(windows)}
+
+
+class NextTokenModel(nn.Module):
+    """A causal language model whose forward is its loss, so that the head's weight is used inside the FSDP root."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, shard: dict[str, torch.Tensor], plans: dict[int | None, Plan], num_valid: int | None
+    ) -> torch.Tensor:
+        """The loss of :func:`burst_attention.loss.next_token_loss` for what ``hf.shard_batch`` gives."""
+        hidden = self.model.model(
+            input_ids=shard["input_ids"], position_ids=shard["position_ids"], use_cache=False, plan=plans
+        ).last_hidden_state
+        plan = next(iter(plans.values()))
+        return next_token_loss(hidden, self.model.lm_head.weight, shard["shift_labels"], plan, num_valid=num_valid)
+
+
+def build_model(
+    name: str, config: PreTrainedConfig, *, dtype: torch.dtype, mesh: DeviceMesh, seed: int
+) -> NextTokenModel:
+    """The model with FSDP2 over all ranks of ``mesh``; weights are the same whatever their number.
+
+    Rank 0 alone makes or loads the weights and sends the others their shards, so a machine holds them once.
+
+    Args:
+        name: preset, folder or hub name.
+        config: from :func:`model_config`.
+        dtype: of the computation. Weights and gradient sums are fp32, or fp64 if it is.
+        mesh: 1-D, all ranks.
+        seed: of a preset's first weights.
+    """
+    hf.register()
+    master = torch.float64 if dtype == torch.float64 else torch.float32
+    first = mesh.get_rank() == 0
+    torch.manual_seed(seed)
+    with torch.device("cpu" if first else "meta"):
+        if first and name not in PRESETS:
+            model = AutoModelForCausalLM.from_pretrained(name, attn_implementation=hf.NAME, dtype=master)
+        else:
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=hf.NAME, dtype=master)
+    weights = {f"model.{key}": value for key, value in model.state_dict().items()} if first else {}
+    model = model.train() if first else _without_weights(model)
+    _send_buffers(model)
+    wrapper = NextTokenModel(model)
+    shard_model(wrapper, mesh, dtype)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(wrapper, weights, options=options)
+    return wrapper
+
+
+def shard_model(wrapper: NextTokenModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """FSDP2 in place, one group of parameters for each layer; gradients are *sums* over ranks."""
+    # Inputs are left alone: the cast rebuilds every dataclass among them, the plan too, and all are in dtype already.
+    halved = dtype in (torch.bfloat16, torch.float16)
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype if halved else None,
+        reduce_dtype=torch.float32 if halved else None,
+        cast_forward_inputs=False,
+    )
+    for layer in wrapper.model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(wrapper, mesh=mesh, mp_policy=policy)
+    for module in wrapper.modules():
+        if isinstance(module, FSDPModule):
+            # The loss is divided by the tokens of all ranks already; gloo has no pre-multiplied sum.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)

@@ -1,0 +1,103 @@
+"""Text to token ids: bytes by default, or any Hugging Face tokenizer by path or name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+BYTES = "bytes"
+
+
+class Tokenizer(Protocol):
+    """Encodes one document; ids are below ``vocab_size``."""
+
+    vocab_size: int
+    bos_id: int | None
+    eos_id: int | None
+
+    def encode(self, text: str) -> np.ndarray:
+        """int32 [n]: the document's tokens, opened by ``bos_id`` and closed by ``eos_id`` where there is one."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write the files that ``transformers.AutoTokenizer.from_pretrained(folder)`` reads."""
+        ...
+
+
+class ByteTokenizer:
+    """UTF-8 bytes: id 0 to 255 is the byte itself, 256 opens a document and 257 closes it."""
+
+    vocab_size, bos_id, eos_id = 258, 256, 257
+
+    def encode(self, text: str) -> np.ndarray:
+        body = np.frombuffer(text.encode("utf-8"), np.uint8)
+        return np.concatenate([[self.bos_id], body, [self.eos_id]]).astype(np.int32)
+
+    def save(self, folder: Path) -> None:
+        """The same ids as a byte-level BPE without merges, which is what the library calls this tokenizer."""
+        import tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        vocab = {_shown(byte): byte for byte in range(256)} | {"<s>": self.bos_id, "</s>": self.eos_id}
+        raw = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+        raw.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        raw.decoder = tokenizers.decoders.ByteLevel()
+        raw.post_processor = tokenizers.processors.TemplateProcessing(
+            single="<s> $A </s>", special_tokens=[("<s>", self.bos_id), ("</s>", self.eos_id)]
+        )
+        PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+
+
+def _shown(byte: int) -> str:
+    """The character that byte-level BPE writes for a byte: itself if printable Latin-1, else one from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    if byte in printable:
+        return chr(byte)
+    return chr(0x100 + sum(other not in printable for other in range(byte)))
+
+
+class HubTokenizer:
+    """A Hugging Face tokenizer; its own beginning and end tokens are added, once each, where it has them."""
+
+    def __init__(self, name: str) -> None:
+        try:
+            from transformers import AutoTokenizer
+
+            self.inner: Any = AutoTokenizer.from_pretrained(name)
+        except Exception as error:
+            raise ValueError(f"--tokenizer {name!r} can't be loaded: {type(error).__name__}: {error}") from error
+        self.vocab_size = len(self.inner)
+        self.bos_id, self.eos_id = self.inner.bos_token_id, self.inner.eos_token_id
+
+    def encode(self, text: str) -> np.ndarray:
+        body = self.inner(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+        opened = [] if self.bos_id is None else [self.bos_id]
+        closed = [] if self.eos_id is None else [self.eos_id]
+        return np.array([*opened, *body, *closed], np.int32)
+
+    def save(self, folder: Path) -> None:
+        self.inner.save_pretrained(folder)
+
+
+def has_tokenizer(model: str) -> bool:
+    """Whether a local model folder brings a tokenizer along."""
+    return any((Path(model) / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"))
+
+
+def open_tokenizer(tokenizer: str | None, model: str, presets: tuple[str, ...]) -> Tokenizer:
+    """The tokenizer that was asked for; by default the model's own, and bytes for presets and folders without one.
+
+    Args:
+        tokenizer: ``bytes``, a path or hub name, or None.
+        model: the preset, folder or hub name of the model.
+        presets: the names among models that are presets.
+
+    Raises:
+        ValueError: the tokenizer can't be loaded.
+    """
+    if tokenizer is None:
+        own = model not in presets and (has_tokenizer(model) or not Path(model).is_dir())
+        tokenizer = model if own else BYTES
+    return ByteTokenizer() if tokenizer == BYTES else HubTokenizer(tokenizer)

@@ -1,0 +1,29 @@
+"""Shared fixtures: one persistent pool of ranks per world size, replaced after a fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from burst_attention.testing import WorkerPool
+
+torch.set_num_threads(1)  # as the ranks of the pools have: two cores serve them all
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Callable[[int], WorkerPool]]:
+    """``pools(world)``: the pool of that size."""
+    alive: dict[int, WorkerPool] = {}
+
+    def get(world: int) -> WorkerPool:
+        if world not in alive or alive[world].broken:
+            if world in alive:
+                alive.pop(world).close()
+            alive[world] = WorkerPool(world)
+        return alive[world]
+
+    yield get
+    for pool in alive.values():
+        pool.close()
