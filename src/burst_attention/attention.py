@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from .kernels import choose
 from .kernels.contract import DTYPES, Kernel, accumulation_dtype
@@ -31,11 +31,27 @@ class _Call:
 
 @overload
 def burst_attention(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, return_lse: Literal[True], **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    *,
+    return_lse: Literal[True],
+    scale: float | None = None,
+    travels: str = "auto",
+    kernel: str = "auto",
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def burst_attention(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, return_lse: Literal[False] = False, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    *,
+    return_lse: Literal[False] = False,
+    scale: float | None = None,
+    travels: str = "auto",
+    kernel: str = "auto",
 ) -> Tensor: ...
 def burst_attention(
     q: Tensor,
@@ -97,7 +113,7 @@ def _checked(
     chosen = choose(kernel, device=q.device, dtype=q.dtype)
     wanted = [x.requires_grad and torch.is_grad_enabled() for x in (q, k, v)]
     if travels == "auto" and any(wanted):
-        travels = plan.schedule.choose_travels(_shape(q, k, v))
+        travels = plan.schedule.choose_travels(call_shape(q, k, v))
     call = _Call(plan, float(scale), travels, chosen)
     fields = {
         "plan": plan.schedule.signature,
@@ -133,7 +149,9 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, length: int) -> None:
                 f"{name} has shape {list(x.shape)}, but this rank holds {length} tokens (dim 2); cut it with plan.shard"
             )
         if x.shape[0] != q.shape[0] or 0 in (x.shape[0], x.shape[1], x.shape[3]):
-            raise ValueError(f"{name} has shape {list(x.shape)}, q {list(q.shape)}; batch must be equal, no dim but S 0")
+            raise ValueError(
+                f"{name} has shape {list(x.shape)}, q {list(q.shape)}; batch must be equal, no dim but S 0"
+            )
     if k.shape[3] != q.shape[3]:
         raise ValueError(f"q has head dim {q.shape[3]}, k has {k.shape[3]}; they must be equal")
     if k.shape[1] != v.shape[1]:
@@ -142,7 +160,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, length: int) -> None:
         raise ValueError(f"q has {q.shape[1]} heads, not a multiple of the {k.shape[1]} heads of k and v")
 
 
-def _shape(q: Tensor, k: Tensor, v: Tensor) -> Shape:
+def call_shape(q: Tensor, k: Tensor, v: Tensor) -> Shape:
+    """What a call moves per row, from its tensors."""
     return Shape(
         batch=q.shape[0],
         q_heads=q.shape[1],
@@ -171,7 +190,7 @@ class _BurstAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
         plan = call.plan
-        work = Forward(*map(_dense_rows, (q, k, v)), call.scale, call.kernel)
+        work = Forward(_dense_rows(q), _dense_rows(k), _dense_rows(v), call.scale, call.kernel)
         with torch.autocast(q.device.type, enabled=False):
             sums = sweep(plan.schedule.forward, plan.transport, work, phase="forward")
         out, lse = sums[Side.QUERY]
@@ -201,4 +220,4 @@ class _BurstAttention(torch.autograd.Function):
 
 def _dense_rows(x: Tensor) -> Tensor:
     """Kernels want a dense last dim; an expanded gradient has none."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 and x.stride(-1) else x.contiguous()
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -89,7 +89,7 @@ class Plan:
         return replace(self, schedule=self.schedule.with_mask(mask))
 
     def shard(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part of a global tensor: S entries along ``dim`` become S_local. Differentiable, moves nothing."""
+        """This rank's part of a global tensor: S entries along ``dim`` become S_local. Moves nothing."""
         if not -x.ndim <= dim < x.ndim:
             raise ValueError(f"dim={dim} is outside of x's {x.ndim} dims")
         if x.shape[dim] != self.seqlen:
@@ -192,15 +192,15 @@ def make_plan(
     """
     resolved = resolve_group(group)
     transport, agreement = connect(resolved, resolve_timeout(timeout))
-    options = {"mask": Mask() if mask is None else mask, "layout": layout, "rank": transport.rank}
+    mask, rank, world = Mask() if mask is None else mask, transport.rank, transport.world
     try:
         if isinstance(seqlen, bool) or not isinstance(seqlen, int):
             raise TypeError(f"seqlen={seqlen!r} must be an int")
-        schedule = make_schedule(seqlen, route=route, world=transport.world, **options)
+        schedule = make_schedule(seqlen, mask=mask, layout=layout, route=route, rank=rank, world=world)
     except (TypeError, ValueError) as error:
         agreement.refuse(error)
     fields = {"seqlen": seqlen, "layout": layout, "mask": repr(schedule.mask), "route": route}
     names = agreement.agree("make_plan", {**fields, "plan": schedule.signature}, socket.gethostname())
     hosts = [names.index(name) for name in names]
-    schedule = make_schedule(seqlen, route=route, world=transport.world, hosts=hosts, **options)
+    schedule = make_schedule(seqlen, mask=mask, layout=layout, route=route, rank=rank, world=world, hosts=hosts)
     return Plan(schedule, transport, agreement)

@@ -1,7 +1,7 @@
 """GAO, global attention optimisation (arXiv 2403.09347, section 3.1): the sweep over a rank's program.
 
-Forward, equations 2 to 4: each rank keeps its queries and a running (out, lse); shards of K and V travel; what each pair
-of shards gives is merged by online softmax, so that no S x S matrix and no partial result per hop is ever kept.
+Forward, equations 2 to 4: each rank keeps its queries and a running (out, lse); shards of K and V travel; what each
+pair of shards gives is merged by online softmax: no S x S matrix and no partial result per hop is ever kept.
 
     for each key shard j:   o_j, l_j = attention(Q, K_j, V_j)
                             (O, L) = merge((O, L), (o_j, l_j))
@@ -78,7 +78,8 @@ class Forward:
         return {Side.QUERY: (self.q,), Side.KEY: (self.k, self.v)}
 
     def visit(self, query: Tensors, key: Tensors, tiles: Tiles) -> Mapping[Side, Tensors]:
-        return {Side.QUERY: self.kernel.forward(*query, *key, tiles, self.scale)}
+        (q,), (k, v) = query, key
+        return {Side.QUERY: self.kernel.forward(q, k, v, tiles, self.scale)}
 
     def blank(self, side: Side, rows: int) -> Tensors:
         return blank_output(self.q, self.v, rows, accumulation_dtype(self.q.dtype))
@@ -108,15 +109,14 @@ class Backward:
         return {Side.QUERY: (self.dout, self.q, self.stats), Side.KEY: (self.k, self.v)}
 
     def visit(self, query: Tensors, key: Tensors, tiles: Tiles) -> Mapping[Side, Tensors]:
-        dout, q, stats = query
-        dq, dk, dv = self.kernel.backward(dout, q, *key, *stats.unbind(-1), tiles, self.scale)
+        (dout, q, stats), (k, v) = query, key
+        lse, delta = stats.unbind(-1)
+        dq, dk, dv = self.kernel.backward(dout, q, k, v, lse, delta, tiles, self.scale)
         return {Side.QUERY: (dq,), Side.KEY: (dk, dv)}
 
     def blank(self, side: Side, rows: int) -> Tensors:
         like = (self.q,) if side is Side.QUERY else (self.k, self.v)
-        return tuple(
-            x.new_zeros(*x.shape[:2], rows, x.shape[3], dtype=accumulation_dtype(x.dtype)) for x in like
-        )
+        return tuple(x.new_zeros(*x.shape[:2], rows, x.shape[3], dtype=accumulation_dtype(x.dtype)) for x in like)
 
     def combine(self, side: Side, total: Tensors, part: Tensors) -> None:
         for a, b in zip(total, part, strict=True):

@@ -19,9 +19,9 @@ DATA_TAG, CONTROL_TAG = 0xB0, 0xB1
 
 @dataclass(frozen=True, eq=False)
 class _Control:
-    """What is made once per process group: the group for agreements, and the record of failures."""
+    """What is made once per process group: the group for agreements (None: the group itself), its failures."""
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     health: Health
 
 
@@ -64,13 +64,13 @@ def connect(group: dist.ProcessGroup | None, timeout: float | None) -> tuple[Tra
         if device.type != "cpu":
             Transport(group, timeout).warm_up(device)
     data = Transport(group, timeout, DATA_TAG, control.health)
-    return data, Agreement(Transport(control.group, timeout, CONTROL_TAG, control.health))
+    return data, Agreement(Transport(control.group or group, timeout, CONTROL_TAG, control.health))
 
 
-def _control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def _control_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
     try:
         if group._get_backend(torch.device("cpu")).name() == "gloo":
-            return group
+            return None
     except RuntimeError:
         pass  # a group of NCCL alone has no backend for CPU tensors
     ranks = dist.get_process_group_ranks(group)

@@ -32,9 +32,16 @@ NAME = "burst"
 
 
 def register() -> None:
-    """Make ``attn_implementation="burst"`` known to transformers. Calling it again changes nothing."""
-    if NAME not in ALL_ATTENTION_FUNCTIONS:
+    """Make ``attn_implementation="burst"`` known to transformers. Calling it again changes nothing.
+
+    Raises:
+        ValueError: something else is registered under that name.
+    """
+    registered = ALL_ATTENTION_FUNCTIONS.get(NAME)
+    if registered is None:
         AttentionInterface.register(NAME, _Attention())
+    elif not isinstance(registered, _Attention):
+        raise ValueError(f"the attention name {NAME!r} is taken in transformers by {registered!r}; don't register that")
     # Without a mask function transformers drops a padding mask without a word.
     if NAME not in ALL_MASK_ATTENTION_FUNCTIONS:
         AttentionMaskInterface.register(NAME, _request_mask)
@@ -115,9 +122,9 @@ class _Attention:
         remedy = "pass position_ids=plan.document_positions, one row for each sequence of the batch"
         if not isinstance(position_ids, torch.Tensor):
             raise ValueError(f"position_ids={position_ids!r} did not reach the attention; {remedy}")
-        known = self._right
-        if known is None or known[0]() is not position_ids or known[1] != position_ids._version:
-            known = (weakref.ref(position_ids), position_ids._version, [])
+        version, known = position_ids._version, self._right
+        if known is None or known[0]() is not position_ids or known[1] != version:
+            known = (weakref.ref(position_ids), version, [])
         elif any(right() is plan for right in known[2]):
             return
         if position_ids.dim() != 2 or position_ids.shape[0] not in (1, query.shape[0]):

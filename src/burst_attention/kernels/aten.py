@@ -23,7 +23,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 class Aten:
     """Kernel over ``_scaled_dot_product_flash_attention_for_cpu`` (FlashAttention-2's algorithm, arXiv 2307.08691).
 
-    Plain, each piece of a tile is computed and rounded in the io dtype. With ``upcast`` the pieces are computed in fp32.
+    Plain, each piece of a tile is computed and rounded in the io dtype; with ``upcast`` in fp32.
     """
 
     upcast: bool = False

@@ -29,7 +29,7 @@ class Reference:
             queries, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
             scores = _scores(q[:, :, queries], k[:, :, keys], tile, scale)
             tile_lse = torch.logsumexp(scores, -1)
-            part = torch.exp(scores - tile_lse.unsqueeze(-1)) @ _grouped(v[:, :, keys])
+            part = torch.softmax(scores, -1) @ _grouped(v[:, :, keys])
             merge_(out[:, :, queries], lse[:, :, queries], part.flatten(1, 2), tile_lse.flatten(1, 2))
         return out, lse
 

@@ -37,7 +37,7 @@ def surrogate_output(dout: Tensor, delta: Tensor) -> Tensor | None:
 
 
 def appended_columns(dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """(dout, out') [..., Dv + 3]: dO = 1 in the new columns, where out' holds delta in three parts and v must hold 0."""
+    """(dout, out') [..., Dv + 3]: dO = 1 in the new columns, out' delta in three parts; v must be 0 there."""
     parts, rest = [], delta
     for _ in range(3):
         part = rest.to(dout.dtype)

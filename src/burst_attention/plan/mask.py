@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,7 @@ class Mask:
         borders = tuple(_integer("cu_seqlens entry", value) for value in values)
         if not borders or borders[0] != 0:
             raise ValueError(f"cu_seqlens={_short(borders)} must start with 0, the first document's border")
-        for before, after in zip(borders, borders[1:], strict=False):
+        for before, after in pairwise(borders):
             if after < before:
                 raise ValueError(f"cu_seqlens falls from {before} to {after}; borders must not decrease")
         return borders
@@ -82,7 +83,9 @@ class Mask:
         lo = 0 if self.causal else -far
         hi = far if self.window is None else min(far, self.window - 1)
         if self.prefix is not None and self.causal:
-            return np.array([(0, seqlen, 0, self.prefix, -far, far), (self.prefix, seqlen, self.prefix, seqlen, 0, far)])
+            return np.array(
+                [(0, seqlen, 0, self.prefix, -far, far), (self.prefix, seqlen, self.prefix, seqlen, 0, far)]
+            )
         borders = np.array([0, seqlen] if self.cu_seqlens is None else self.cu_seqlens, dtype=np.int64)
         start, stop = borders[:-1], borders[1:]
         start, stop = start[stop > start], stop[stop > start]

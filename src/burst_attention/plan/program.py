@@ -139,9 +139,7 @@ def build_program(
     """
     uses = find_uses(pairs, assignment, layout.world)
     edges = [
-        edge
-        for edge in all_edges(pairs, assignment, route, returns, layout)
-        if rank in (edge.source, edge.target)
+        edge for edge in all_edges(pairs, assignment, route, returns, layout) if rank in (edge.source, edge.target)
     ]
     edges.sort(key=lambda e: (e.step, e.partial, e.side.value, e.owner, e.source))
     own = Rows.all(layout.lengths[rank])

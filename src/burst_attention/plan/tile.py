@@ -17,7 +17,7 @@ from .rows import Rows
 
 
 class Tile(NamedTuple):
-    """Rows [q_start, q_stop) x columns [k_start, k_stop), seen where lo <= i - j <= hi, i and j counted from its corner.
+    """Rows [q_start, q_stop) x columns [k_start, k_stop), seen where lo <= i - j <= hi, counted from its corner.
 
     ``lo`` and ``hi`` are clamped to the diagonals that exist, and every row and every column sees something: a tile is
     full iff ``lo == 1 - columns`` and ``hi == rows - 1``.

@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -73,9 +73,12 @@ class WorkerPool:
         return [results[rank] for rank in range(self.world)]
 
     def gather(
-        self, function: Callable[..., Any], *arguments: Any, timeout: float = 300.0
+        self, function: Callable[..., Any], *arguments: Any, timeout: float = 300.0, patience: float | None = None
     ) -> tuple[dict[int, Any], dict[int, BaseException], dict[int, str]]:
-        """Like :meth:`run`, but tell what became of each rank: results, exceptions, and which were lost and how."""
+        """Like :meth:`run`, but tell what became of each rank: results, exceptions, and which were lost and how.
+
+        ``patience``: seconds that a rank may answer later than the first that did.
+        """
         message = pickle.dumps((function, arguments))
         results: dict[int, Any] = {}
         errors: dict[int, BaseException] = {}
@@ -86,17 +89,22 @@ class WorkerPool:
             except OSError as error:
                 lost[rank] = f"gone ({error})"
         deadline = time.monotonic() + timeout
-        for rank, pipe in enumerate(self._pipes):
-            if rank in lost:
-                continue
-            try:
-                if not pipe.poll(max(0.0, deadline - time.monotonic())):
-                    lost[rank] = f"no answer within {timeout} s"
-                    continue
-                kind, value = pipe.recv()
-                (results if kind == "result" else errors)[rank] = value
-            except EOFError:
-                lost[rank] = f"died, exit code {self.processes[rank].exitcode}"
+        open_pipes: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in lost}
+        while open_pipes:
+            ready: Any = wait(list(open_pipes), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for answered in ready:
+                rank = open_pipes.pop(answered)
+                try:
+                    kind, value = answered.recv()
+                    (results if kind == "result" else errors)[rank] = value
+                    if patience is not None and len(results) + len(errors) == 1:
+                        deadline = min(deadline, time.monotonic() + patience)
+                except EOFError:
+                    self.processes[rank].join(1.0)
+                    lost[rank] = f"died, exit code {self.processes[rank].exitcode}"
+        lost.update(dict.fromkeys(open_pipes.values(), "no answer in time"))
         return results, errors, lost
 
     def close(self) -> None:

@@ -1,0 +1,292 @@
+"""Distributed calls against the fp64 oracle, on every rank, gradients included."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from burst_attention import Mask, burst_attention, make_plan
+from burst_attention.kernels import choose
+from burst_attention.plan.assignment import table
+from burst_attention.sweep import Backward, Forward, Side, sweep
+from burst_attention.testing import Case, attend, check
+from burst_attention.testing.check import relative_l2
+from tests.pairwise import covering_array
+from tests.unit.test_plan import masks
+
+SEQLEN = 150  # divisible by 2 and 3 worlds, ragged over 4 and 8
+MASKS = {
+    "full": Mask(causal=False),
+    "causal": Mask(),
+    "window": Mask(window=29),
+    "documents": Mask(cu_seqlens=[0, 40, 40, 41, 100, SEQLEN]),
+    "prefix": Mask(prefix=33),
+    "window in documents": Mask(window=21, cu_seqlens=[0, 70, 99, SEQLEN]),
+}
+FACTORS = {
+    "dtype": [torch.float64, torch.float32, torch.bfloat16, torch.float16],
+    "mask": list(MASKS),
+    "groups": [1, 4, 8],
+    "layout": ["contiguous", "zigzag", "striped"],
+    "travels": ["query", "key-value"],
+    "route": ["direct", "ring"],
+    "kernel": ["reference", "aten", "aten-fp32"],
+}
+
+
+def case_of(row: dict) -> Case:
+    options = {name: row[name] for name in ("dtype", "layout", "travels", "route", "kernel")}
+    heads = {"q_heads": 8, "kv_heads": 8 // row["groups"], "head_dim": 16}
+    return Case(seqlen=SEQLEN, mask=MASKS[row["mask"]], **options, **heads)
+
+
+def failures(cases: list[Case]) -> list[str]:
+    """On a rank: what went wrong, in words."""
+    found = []
+    for case in cases:
+        report = check(case)
+        assert {row.rank for row in report.rows} == set(range(dist.get_world_size()))
+        assert {row.tensor for row in report.rows} == {"out", "lse", "dq", "dk", "dv"}
+        found += [f"{report.title}: {row}" for row in report.rows if not row.passed]
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_every_two_values_meet(pools, world: int) -> None:
+    cases = [case_of(row) for row in covering_array(FACTORS, seed=world)]
+    for found in pools(world).run(failures, cases):
+        assert not found, "\n".join(found)
+
+
+def test_eight_ranks(pools) -> None:
+    rows = covering_array({name: FACTORS[name] for name in ("layout", "travels", "route", "mask")}, seed=8)
+    extra = [{"dtype": torch.float32, "groups": 4, "kernel": "aten"}, {"dtype": torch.bfloat16, "groups": 1}]
+    cases = [case_of({"kernel": "aten-fp32"} | row | extra[n % 2]) for n, row in enumerate(rows)]
+    for found in pools(8).run(failures, cases):
+        assert not found, "\n".join(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("mask", list(MASKS))
+@pytest.mark.parametrize("dtype", FACTORS["dtype"], ids=str)
+def test_everything_with_everything(pools, world: int, mask: str, dtype: torch.dtype) -> None:
+    names = [name for name in FACTORS if name not in ("mask", "dtype")]
+    cases = [
+        case_of({"mask": mask, "dtype": dtype} | dict(zip(names, values, strict=True)))
+        for values in product(*(FACTORS[name] for name in names))
+    ]
+    for found in pools(world).run(failures, cases, timeout=600):
+        assert not found, "\n".join(found)
+
+
+def ragged_cases(world: int) -> list[Case]:
+    cases = []
+    for seqlen in range(4 * world + 2):
+        for n, layout in enumerate(FACTORS["layout"]):
+            window = seqlen % 3 == n
+            mask = Mask(window=2, cu_seqlens=sorted({0, seqlen // 2, seqlen})) if window else Mask(causal=n > 0)
+            options = {"travels": FACTORS["travels"][seqlen % 2], "route": FACTORS["route"][(seqlen + n) % 2]}
+            kernel = ("aten", "reference")[(seqlen // 2) % 2]
+            heads = {"q_heads": 2, "kv_heads": 1, "head_dim": 8, "batch": 2}
+            cases.append(
+                Case(seqlen=seqlen, mask=mask, layout=layout, kernel=kernel, dtype=torch.float64, **options, **heads)
+            )
+    return cases
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+def test_ragged_and_empty_shards(pools, world: int) -> None:
+    for found in pools(world).run(failures, ragged_cases(world)):
+        assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("value_dim", [8, 40])
+@pytest.mark.parametrize("kernel", ["reference", "aten", "aten-fp32"])
+def test_value_dim_of_its_own(pools, value_dim: int, kernel: str) -> None:
+    shapes = {"head_dim": 24, "v_head_dim": value_dim, "batch": 2, "kv_heads": 2}
+    cases = [Case(seqlen=60, kernel=kernel, travels=t, **shapes) for t in ("query", "key-value")]
+    assert not any(pools(2).run(failures, cases))
+
+
+@pytest.mark.parametrize("kernel", ["reference", "aten", "aten-fp32"])
+def test_extreme_logits(pools, kernel: str) -> None:
+    """Scores of +-1e4 and beyond: softmax saturates, and one overflow would be NaN."""
+    case = Case(seqlen=64, kernel=kernel, dtype=torch.float64, logits=1e4, mask=Mask(window=40), route="ring")
+    rows = [row for report in pools(3).run(check_rows, case) for row in report]
+    for row in rows:
+        assert row.error <= 1e-9, row  # scores of 1e4 carry 1e4 * 1e-16 of absolute error into the exponent
+    # An lse of up to 8e4 in fp32 is off by 8e4 * 2^-24 = 5e-3, and P = e^(score - lse) by that much relatively.
+    saturated = pools(2).run(saturated_errors, kernel)
+    assert max(max(errors) for errors in saturated) <= 5e-3, saturated
+
+
+def check_rows(case: Case):
+    return check(case).rows
+
+
+def saturated_errors(kernel: str) -> list[float]:
+    """q k' are exact multiples of 1e4 in fp32: what is left is the rounding of lse."""
+    make = torch.Generator().manual_seed(1)
+    q, k = (torch.randint(-1, 2, (1, 2, 32, 8), generator=make).float() for _ in range(2))
+    q = q * 1e4
+    v, dout = (torch.randn(1, 2, 32, 8, generator=make) for _ in range(2))
+    plan = make_plan(32)
+    local = [plan.shard(x, 2).requires_grad_() for x in (q, k, v)]
+    out, lse = burst_attention(*local, plan, scale=1.0, kernel=kernel, return_lse=True)
+    grads = torch.autograd.grad(out, local, plan.shard(dout, 2))
+    oracle = attend(q, k, v, plan.mask, dout=dout, scale=1.0)
+    expected = [plan.shard(x, 2) for _, x in oracle.items()]
+    actual = (out, lse, *grads)
+    # dq and dk may be exactly 0 where one key has all the weight: measure against the inputs' size there.
+    return [
+        (a.double() - e).norm().item() / max(e.norm().item(), 1e-2 * x.norm().item())
+        for a, e, x in zip(actual, expected, (v, q, q, q, v), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("kernel", ["reference", "aten", "aten-fp32"])
+@pytest.mark.parametrize("travels", ["query", "key-value"])
+def test_the_lse_alone_has_a_gradient(pools, kernel: str, travels: str) -> None:
+    """dO = 0 in some or all rows while dlse is not: D is then no row sum of dO * O."""
+    for blank in ("all", "half", "one entry"):
+        for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+            worst = max(max(e) for e in pools(2).run(dlse_errors, kernel, travels, blank, dtype))
+            assert worst <= bound, (kernel, travels, blank, dtype, worst)
+
+
+def dlse_errors(kernel: str, travels: str, blank: str, dtype: torch.dtype) -> list[float]:
+    case = Case(seqlen=70, dtype=dtype, kv_heads=2, mask=Mask(window=50))
+    inputs = case.inputs()
+    dout = inputs["dout"]
+    if blank == "all":
+        dout.zero_()
+    elif blank == "half":
+        dout[:, :, ::2] = 0
+    else:
+        dout[..., 1:] = 0
+    plan = make_plan(70, mask=case.mask)
+    q, k, v = (plan.shard(inputs[n], 2).requires_grad_() for n in ("q", "k", "v"))
+    out, lse = burst_attention(q, k, v, plan, kernel=kernel, travels=travels, return_lse=True)
+    torch.autograd.backward([out, lse], [plan.shard(inputs[n], 2) for n in ("dout", "dlse")])
+    oracle = attend(inputs["q"], inputs["k"], inputs["v"], plan.mask, dout=dout, dlse=inputs["dlse"])
+    expected = [plan.shard(x, 2) for x in (oracle.dq, oracle.dk, oracle.dv)]
+    return [relative_l2(a.grad, e) for a, e in zip((q, k, v), expected, strict=True)]
+
+
+def random_assignment(seed: int, route: str, mask: Mask) -> list[float]:
+    """The sweep, forward and backward, with pairs computed by whomever the dice say."""
+    case = Case(seqlen=90, dtype=torch.float64, mask=mask, kv_heads=2, seed=seed)
+    plan = make_plan(case.seqlen, mask=mask, layout=["zigzag", "striped", "contiguous"][seed % 3], route=route)
+    dice = torch.Generator().manual_seed(seed)
+    assignment = table(torch.randint(0, plan.world, (plan.world, plan.world), generator=dice).numpy())
+    inputs = case.inputs()
+    q, k, v, dout = (plan.shard(inputs[name], 2) for name in ("q", "k", "v", "dout"))
+    kernel = choose("reference", device=q.device, dtype=q.dtype)
+    scale = 0.3
+    forward = plan.schedule.program(assignment, backward=False)
+    out, lse = sweep(forward, plan.transport, Forward(q, k, v, scale, kernel), phase="forward")[Side.QUERY]
+    stats = torch.stack([lse, (out * dout).sum(-1)], -1)
+    backward = plan.schedule.program(assignment, backward=True)
+    work = Backward(dout, q, k, v, stats, scale, kernel)
+    sums = sweep(backward, plan.transport, work, phase="backward")
+    actual = (out, lse, *sums[Side.QUERY], *sums[Side.KEY])
+    oracle = attend(inputs["q"], inputs["k"], inputs["v"], mask, dout=inputs["dout"], scale=scale)
+    return [relative_l2(a, plan.shard(e, 2)) for a, (_, e) in zip(actual, oracle.items(), strict=True)]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("route", ["direct", "ring", "ring-attention"])
+def test_any_assignment_of_pairs(pools, world: int, route: str) -> None:
+    for seed, mask in enumerate([Mask(causal=False), Mask(), Mask(window=30, cu_seqlens=[0, 50, 90])]):
+        for errors in pools(world).run(random_assignment, seed, route, mask):
+            assert max(errors) <= 1e-12, (seed, mask, errors)
+
+
+@st.composite
+def cases(draw) -> Case:
+    seqlen = draw(st.integers(0, 64))
+    kv_heads = draw(st.sampled_from([1, 2, 3]))
+    return Case(
+        seqlen=seqlen,
+        mask=draw(masks(seqlen)),
+        layout=draw(st.sampled_from(FACTORS["layout"])),
+        route=draw(st.sampled_from(["direct", "ring", "ring-attention", "auto"])),
+        travels=draw(st.sampled_from(["query", "key-value", "auto"])),
+        kernel=draw(st.sampled_from(FACTORS["kernel"])),
+        dtype=draw(st.sampled_from([torch.float64, torch.float32])),
+        batch=draw(st.integers(1, 3)),
+        kv_heads=kv_heads,
+        q_heads=kv_heads * draw(st.integers(1, 3)),
+        head_dim=draw(st.sampled_from([1, 7, 16, 33])),
+        v_head_dim=draw(st.sampled_from([None, 1, 5, 40])),
+        dlse=draw(st.booleans()),
+    )
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from([2, 3]), cases())
+def test_random_calls(pools, world: int, case: Case) -> None:
+    for found in pools(world).run(failures, [case]):
+        assert not found, "\n".join(found)
+
+
+def one_rank_sees_nothing() -> tuple:
+    """All of the last rank's keys are out of every other query's sight, and empty documents lie between."""
+    plan = make_plan(12, mask=Mask(window=1), layout="contiguous")
+    q, k, v = (torch.randn(1, 2, plan.length, 4, requires_grad=True) for _ in range(3))
+    out = burst_attention(q, k, v, plan)
+    out.sum().backward()
+    return plan.transport.sent, relative_l2(out, v), q.grad.abs().max().item()
+
+
+def test_a_window_of_one_sends_nothing(pools) -> None:
+    for sent, error, dq in pools(3).run(one_rank_sees_nothing):
+        assert (sent, error) == (0, 0.0)
+        assert dq < 1e-6  # P is 1: dP and D cancel
+
+
+def byte_counts(case: Case) -> tuple:
+    plan = make_plan(case.seqlen, mask=case.mask, layout=case.layout, route=case.route)
+    predicted = plan.bytes(
+        batch=case.batch,
+        q_heads=case.q_heads,
+        kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        v_head_dim=case.v_head_dim,
+        dtype=case.dtype,
+        travels=case.travels,
+    )
+    inputs = case.inputs()
+    q, k, v, dout = (plan.shard(inputs[name], 2).requires_grad_() for name in ("q", "k", "v", "dout"))
+    out = burst_attention(q, k, v, plan, travels=case.travels, kernel=case.kernel)
+    forward = plan.transport.sent, plan.transport.received
+    out.backward(dout)
+    total = plan.transport.sent, plan.transport.received
+    counted = (*forward, total[0] - forward[0], total[1] - forward[1])
+    return counted, (
+        predicted.forward_sent,
+        predicted.forward_received,
+        predicted.backward_sent,
+        predicted.backward_received,
+    )
+
+
+@pytest.mark.parametrize("route", ["direct", "ring", "ring-attention"])
+@pytest.mark.parametrize("travels", ["query", "key-value", "auto"])
+def test_bytes_are_as_predicted(pools, route: str, travels: str) -> None:
+    sent = 0
+    for layout, mask, dtype in product(
+        FACTORS["layout"], [Mask(), Mask(window=9), Mask(cu_seqlens=[0, 30, 31, 50])], [torch.float64, torch.bfloat16]
+    ):
+        shape = {"q_heads": 4, "kv_heads": 2, "head_dim": 8, "v_head_dim": 12, "batch": 2}
+        case = Case(seqlen=50, mask=mask, layout=layout, route=route, travels=travels, dtype=dtype, **shape)
+        for counted, predicted in pools(3).run(byte_counts, case):
+            assert counted == predicted
+            sent += sum(counted)
+    assert sent > 0

@@ -1,0 +1,216 @@
+"""next_token_loss over ranks: gradients sum to the one-device gradient, and all ranks refuse together."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, distribute_tensor
+
+from burst_attention import Mask, make_plan
+from burst_attention.loss import next_token_loss
+
+BATCH, WIDTH, VOCABULARY = 2, 8, 23
+
+
+@dataclass(frozen=True)
+class Case:
+    seqlen: int = 41
+    layout: str = "zigzag"
+    cu_seqlens: tuple[int, ...] | None = None
+    num_valid: float | None = None
+    grad: float = 1.0
+    without: tuple[int, ...] = ()  # ranks that hold no valid token
+    dtype: torch.dtype = torch.float64
+
+
+def global_tensors(case):
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(BATCH, case.seqlen, WIDTH, generator=generator, dtype=torch.float64).to(case.dtype)
+    weight = torch.randn(VOCABULARY, WIDTH, generator=generator, dtype=torch.float64).to(case.dtype)
+    return hidden, weight, torch.randint(VOCABULARY, (BATCH, case.seqlen), generator=generator)
+
+
+def one_device(case, owner):
+    """(value, dhidden, dweight) in fp64 by torch alone, from the definition of a target."""
+    hidden, weight, ids = global_tensors(case)
+    targets = torch.full_like(ids, -100)
+    ends = {case.seqlen - 1, *(border - 1 for border in case.cu_seqlens or ())}
+    for position in range(case.seqlen):
+        if position not in ends and owner[position] not in case.without:
+            targets[:, position] = ids[:, position + 1]
+    hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    logits = F.linear(hidden, weight)
+    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    count = (targets != -100).sum().item() if case.num_valid is None else case.num_valid
+    value = total / count if count else total
+    (case.grad * value).backward()
+    return value.detach(), hidden.grad, weight.grad
+
+
+def relative(x, y):
+    return ((x.double() - y).norm() / y.norm().clamp_min(1e-300)).item()
+
+
+def run_case(case):
+    """On each rank: its value, and the errors of the gradients summed over ranks."""
+    plan = make_plan(case.seqlen, layout=case.layout, mask=Mask(cu_seqlens=case.cu_seqlens), timeout=5)
+    hidden, weight, ids = global_tensors(case)
+    local, weight = plan.shard(hidden, 1).requires_grad_(), weight.requires_grad_()
+    labels = plan.shard_labels(ids)
+    if plan.rank in case.without:
+        labels.fill_(-100)
+    value = next_token_loss(local, weight, labels, plan, num_valid=case.num_valid, chunk_tokens=3)
+    sent = plan.transport.sent
+    for rank in range(plan.world):  # one rank's backward while the others wait: it can't be communicating
+        if rank == plan.rank:
+            (case.grad * value).backward()
+        dist.barrier()
+    assert plan.transport.sent == sent
+    if plan.rank in case.without:
+        assert not local.grad.any()
+        assert not weight.grad.any()
+    owner = plan.unshard(torch.full((1, plan.length), plan.rank), 1)[0].tolist()
+    expected = one_device(case, owner)
+    dweight = weight.grad.double()
+    dist.all_reduce(dweight)
+    return value.item(), [
+        abs(value.item() - expected[0].item()) / max(expected[0].item(), 1e-300),
+        relative(plan.unshard(local.grad, 1), expected[1]),
+        relative(dweight, expected[2]),
+    ]
+
+
+CASES = {
+    "zigzag": Case(),
+    "contiguous": Case(layout="contiguous"),
+    "striped": Case(layout="striped"),
+    "documents": Case(cu_seqlens=(0, 1, 9, 9, 30, 41)),
+    "documents striped": Case(cu_seqlens=(0, 20, 21, 41), layout="striped"),
+    "num_valid and scaled gradient": Case(num_valid=777, grad=-2.5),
+    "rank 0 has no target": Case(without=(0,)),
+    "rank 1 has no target": Case(without=(1,), layout="contiguous", num_valid=7.5),
+    "shorter than the world": Case(seqlen=2),
+    "one token": Case(seqlen=1),
+    "bf16": Case(dtype=torch.bfloat16),
+    "fp32": Case(dtype=torch.float32),
+}
+BOUNDS = {torch.float64: (1e-12,) * 3, torch.float32: (1e-6,) * 3, torch.bfloat16: (1e-6, 2**-8, 2**-8)}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_sum_to_the_one_device_gradient(pools, name, world):
+    results = pools(world).run(run_case, CASES[name])
+    assert len({value for value, _ in results}) == 1, "the ranks' values differ"
+    for _, errors in results:
+        assert all(error <= bound for error, bound in zip(errors, BOUNDS[CASES[name].dtype], strict=True)), errors
+
+
+def nobody_has_a_target():
+    plan = make_plan(10, timeout=5)
+    hidden = torch.randn(1, plan.length, WIDTH, requires_grad=True)
+    weight = torch.randn(VOCABULARY, WIDTH, requires_grad=True)
+    value = next_token_loss(hidden, weight, torch.full((1, plan.length), -100), plan)
+    value.backward()
+    return value.item(), hidden.grad.abs().sum().item(), weight.grad.abs().sum().item()
+
+
+def test_a_group_without_a_target_gives_zero(pools):
+    assert pools(2).run(nobody_has_a_target) == [(0.0, 0.0, 0.0)] * 2
+
+
+BAD = {
+    "labels holds 23": lambda a: a | {"labels": torch.full_like(a["labels"], VOCABULARY)},
+    "labels has dtype": lambda a: a | {"labels": a["labels"].double()},
+    "hidden has 5 tokens": lambda a: a | {"hidden": a["hidden"][:, :5], "labels": a["labels"][:, :5]},
+    "lm_head_weight has dtype": lambda a: a | {"lm_head_weight": a["lm_head_weight"].bfloat16()},
+    "num_valid=-1": lambda a: a | {"num_valid": -1},
+    "num_valid differs over the ranks (rank 0: None, rank 1: 5.0)": lambda a: a | {"num_valid": 5},
+    "lm_head_weight is a DTensor": lambda a: a | {"lm_head_weight": as_dtensor(a["lm_head_weight"])},
+}
+
+
+def as_dtensor(weight):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return distribute_tensor(weight.detach(), mesh, [Replicate()], src_data_rank=None)
+
+
+def bad_on_rank_1(message):
+    """[(class, text, seconds)] of the bad call, and the value of a good one after it."""
+    plan = make_plan(20, timeout=10)
+    hidden, weight, ids = global_tensors(Case(seqlen=20))
+    good = {
+        "hidden": plan.shard(hidden, 1),
+        "lm_head_weight": weight,
+        "labels": plan.shard_labels(ids),
+        "plan": plan,
+        "num_valid": None,
+    }
+    bad = BAD[message](good)
+    dist.barrier()
+    start = time.monotonic()
+    try:
+        next_token_loss(**(bad if plan.rank == 1 else good))
+        told = ("", "nothing was raised", 0.0)
+    except (TypeError, ValueError) as error:
+        told = (type(error).__name__, str(error), time.monotonic() - start)
+    return told, next_token_loss(**good).item()
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_a_bad_argument_on_one_rank_is_refused_on_all(pools, message):
+    results = pools(2).run(bad_on_rank_1, message)
+    assert len({kind for (kind, _, _), _ in results}) == 1
+    for (_, text, seconds), value in results:
+        assert message in text
+        assert seconds < 5
+        assert value == results[0][1]
+    if "differs" not in message:
+        assert results[0][0][1].startswith("rank 1 refused the call")
+
+
+class Head(torch.nn.Module):
+    """An FSDP root whose forward returns the loss, as it must: only in it is the weight whole."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.body = torch.nn.Linear(WIDTH, WIDTH, bias=False, dtype=weight.dtype)
+        with torch.no_grad():
+            self.body.weight.copy_(torch.eye(WIDTH))
+        self.weight = torch.nn.Parameter(weight)
+
+    def forward(self, hidden, labels, plan):
+        return next_token_loss(self.body(hidden), self.weight, labels, plan)
+
+
+def under_fsdp():
+    """Errors of the reduced gradients where rank 0 has no target: FSDP waits for a gradient from every rank."""
+    case = Case(without=(0,))
+    plan = make_plan(case.seqlen, timeout=10)
+    hidden, weight, ids = global_tensors(case)
+    root = fully_shard(Head(weight), mesh=init_device_mesh("cpu", (plan.world,)))
+    root.set_gradient_divide_factor(1.0)
+    root.set_force_sum_reduction_for_comms(True)
+    labels = plan.shard_labels(ids)
+    if plan.rank == 0:
+        labels.fill_(-100)
+    root(plan.shard(hidden, 1), labels, plan).backward()
+    owner = plan.unshard(torch.full((1, plan.length), plan.rank), 1)[0].tolist()
+    _, dhidden, dweight = one_device(case, owner)
+    dbody = dhidden.flatten(0, 1).T @ hidden.flatten(0, 1)
+    return [
+        relative(root.weight.grad.full_tensor(), dweight),
+        relative(root.body.weight.grad.full_tensor(), dbody),
+    ]
+
+
+def test_under_fsdp_with_a_rank_without_targets(pools):
+    for errors in pools(2).run(under_fsdp, timeout=60.0):
+        assert max(errors) <= 1e-12

@@ -1,0 +1,241 @@
+"""The Hugging Face integration on one rank: equal to transformers' own attention."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    MistralConfig,
+)
+from transformers.masking_utils import (
+    create_causal_mask,
+    create_chunked_causal_mask,
+    create_sliding_window_causal_mask,
+)
+
+from burst_attention import Mask, make_plan
+from burst_attention.integrations import hf
+from burst_attention.integrations.hf_checks import MaskRequest
+from burst_attention.loss import next_token_loss
+from tests.hf_models import (
+    DOCUMENTS,
+    MODELS,
+    SEQLEN,
+    SMALL,
+    VOCABULARY,
+    WINDOW,
+    make_batch,
+    make_model,
+    make_plans,
+)
+
+
+def forward_and_gradients(model, inputs, **options):
+    logits = model(
+        input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False, **options
+    ).logits
+    (logits * torch.linspace(-1, 1, logits.shape[-1], dtype=logits.dtype)).square().mean().backward()
+    return logits.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def assert_close(ours, theirs, bound=1e-6):
+    """fp64 models round to fp32 in their norms and rotary angles, so they agree to fp32's rounding."""
+    pairs = [(ours[0], theirs[0]), *((ours[1][name], theirs[1][name]) for name in theirs[1])]
+    for x, y in pairs:
+        assert y.norm() > 0
+        assert (x - y).norm() <= bound * y.norm()
+
+
+@pytest.fixture
+def llama():
+    return make_model("llama")
+
+
+@pytest.mark.parametrize("cu_seqlens", [None, DOCUMENTS])
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_transformers(name, cu_seqlens):
+    plan = make_plans(name, cu_seqlens=cu_seqlens)
+    shard = hf.shard_batch(make_batch(), plan)
+    ours = forward_and_gradients(make_model(name), shard, plan=plan)
+    theirs = forward_and_gradients(make_model(name, "sdpa"), shard)
+    assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+def test_gradient_checkpointing(name, reentrant):
+    plan = make_plans(name, cu_seqlens=DOCUMENTS)
+    shard = hf.shard_batch(make_batch(), plan)
+    expected = forward_and_gradients(make_model(name).train(), shard, plan=plan)
+    model = make_model(name).train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    assert_close(forward_and_gradients(model, shard, plan=plan), expected, bound=1e-12)
+
+
+def test_loss_equals_transformers(llama):
+    plan, batch = make_plan(SEQLEN), make_batch()
+    shard = hf.shard_batch(batch, plan)
+    out = llama.model(input_ids=shard["input_ids"], position_ids=shard["position_ids"], plan=plan, use_cache=False)
+    loss = next_token_loss(out.last_hidden_state, llama.lm_head.weight, shard["shift_labels"], plan)
+    theirs = make_model("llama", "sdpa")(**batch).loss
+    assert abs(loss.item() - theirs.item()) <= 1e-6
+
+
+def test_global_positions_of_packed_documents_are_right_too(llama):
+    plan = make_plan(SEQLEN, mask=Mask(cu_seqlens=DOCUMENTS))
+    shard = hf.shard_batch(make_batch(), plan)
+    restarting = llama(**shard, plan=plan, use_cache=False).logits
+    shard["position_ids"] = plan.positions[None]
+    assert (llama(**shard, plan=plan, use_cache=False).logits - restarting).abs().max() <= 1e-5
+
+
+def test_an_unread_cache_and_a_mask_of_ones_are_fine(llama):
+    plan = make_plan(SEQLEN)
+    shard = hf.shard_batch(make_batch() | {"attention_mask": torch.ones(2, SEQLEN)}, plan)
+    assert set(shard) == {"input_ids", "position_ids", "shift_labels"}
+    expected = llama(**shard, plan=plan, use_cache=False).logits
+    out = llama(**shard, attention_mask=torch.ones(2, SEQLEN), plan=plan, use_cache=True, output_hidden_states=True)
+    assert torch.equal(out.logits, expected)
+
+
+def test_scaling_is_the_models():
+    plan = make_plans("gemma3")
+    shard = hf.shard_batch(make_batch(), plan)
+    changes = {"query_pre_attn_scalar": 3}
+    ours = forward_and_gradients(make_model("gemma3", **changes), shard, plan=plan)
+    assert_close(ours, forward_and_gradients(make_model("gemma3", "sdpa", **changes), shard))
+
+
+def test_autocast_equals_sdpa_under_autocast():
+    plan = make_plan(SEQLEN)
+    shard = hf.shard_batch(make_batch(), plan)
+    exact = forward_and_gradients(make_model("llama", dtype=torch.float32), shard, plan=plan)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = forward_and_gradients(make_model("llama", dtype=torch.float32), shard, plan=plan)
+        theirs = forward_and_gradients(make_model("llama", "sdpa", dtype=torch.float32), shard)
+    for name, gradient in exact[1].items():
+        assert (ours[1][name] - gradient).norm() <= 1.5 * (theirs[1][name] - gradient).norm()
+
+
+def test_a_window_that_no_query_looks_past_is_none():
+    model = make_model("mistral", sliding_window=18)
+    plan = make_plan(SEQLEN, mask=Mask(cu_seqlens=DOCUMENTS))
+    shard = hf.shard_batch(make_batch(), plan)
+    expected = make_model("mistral", "sdpa", sliding_window=None)(**shard, use_cache=False).logits
+    assert (model(**shard, plan=plan, use_cache=False).logits - expected).abs().max() <= 1e-6
+    assert (model(**shard, plan={None: plan}, use_cache=False).logits - expected).abs().max() <= 1e-6
+
+
+def test_a_layer_without_windows_takes_the_plans(llama):
+    plan = make_plan(SEQLEN, mask=Mask(window=WINDOW))
+    shard = hf.shard_batch(make_batch(), plan)
+    seen = plan.positions[:, None] - plan.positions[None]
+    seen = ((seen >= 0) & (seen < WINDOW))[None, None]
+    expected = make_model("llama", "sdpa")(**shard, attention_mask=seen, use_cache=False).logits
+    assert (llama(**shard, plan=plan, use_cache=False).logits - expected).abs().max() <= 1e-6
+
+
+def test_not_causal():
+    plan = make_plan(SEQLEN, mask=Mask(causal=False))
+    shard = hf.shard_batch(make_batch(), plan)
+    ours = make_model("llama", is_causal=False)(**shard, plan=plan, use_cache=False).logits
+    theirs = make_model("llama", "sdpa", is_causal=False)(**shard, use_cache=False).logits
+    assert (ours - theirs).abs().max() <= 1e-6
+
+
+def test_register_twice_keeps_the_first():
+    hf.register()
+    first = AttentionInterface._global_mapping["burst"], AttentionMaskInterface._global_mapping["burst"]
+    hf.register()
+    assert (AttentionInterface._global_mapping["burst"], AttentionMaskInterface._global_mapping["burst"]) == first
+
+
+def test_register_does_not_take_another_ones_name(monkeypatch):
+    monkeypatch.setitem(AttentionInterface._global_mapping, "burst", lambda *_: None)
+    with pytest.raises(ValueError, match="'burst' is taken"):
+        hf.register()
+
+
+def test_a_plan_is_not_kept_alive(llama):
+    plan = make_plan(SEQLEN)
+    llama(**hf.shard_batch(make_batch(), plan), plan=plan, use_cache=False)
+    alive = weakref.ref(plan)
+    del plan
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn", "llama3"])
+def test_other_ropes_equal_transformers(kind):
+    rope = {"rope_type": kind, "factor": 2.0, "rope_theta": 1e4}
+    if kind == "llama3":
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    plan = make_plan(SEQLEN)
+    shard = hf.shard_batch(make_batch(), plan)
+    ours = make_model("llama", rope_parameters=rope)(**shard, plan=plan, use_cache=False).logits
+    theirs = make_model("llama", "sdpa", rope_parameters=rope)(**shard, use_cache=False).logits
+    assert (ours - theirs).abs().max() <= 1e-6
+
+
+def test_gpt2_equals_transformers():
+    hf.register()
+    size = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}
+    plan = make_plan(SEQLEN, mask=Mask(cu_seqlens=DOCUMENTS))
+    shard, logits = hf.shard_batch(make_batch(), plan), []
+    for implementation, options in (("burst", {"plan": plan}), ("sdpa", {})):
+        torch.manual_seed(0)
+        model = GPT2LMHeadModel(GPT2Config(**size, attn_implementation=implementation)).double().eval()
+        logits.append(model(**shard, **options, use_cache=False).logits)
+    assert (logits[0] - logits[1]).abs().max() <= 1e-9
+
+
+@pytest.mark.parametrize(
+    ("create", "options", "foreign"),
+    [
+        (create_causal_mask, {}, None),
+        (create_causal_mask, {"position_ids": torch.tensor([[0, 1, 5, 6]])}, None),
+        (create_causal_mask, {"and_mask_function": lambda b, h, q, k: k > 2}, "the mask <lambda>"),
+        (create_causal_mask, {"or_mask_function": lambda b, h, q, k: k > 2}, "the mask or_masks"),
+        (create_causal_mask, {"block_sequence_ids": torch.tensor([[0, 0, 1, 1]])}, "the mask or_masks"),
+        (create_chunked_causal_mask, {"position_ids": torch.tensor([[0, 1, 5, 6]])}, "the mask chunked_overlay"),
+    ],
+)
+def test_mask_functions(create, options, foreign):
+    hf.register()
+    config = LlamaConfig(**SMALL, attn_implementation="burst", attention_chunk_size=2)
+    arguments = {"attention_mask": None, "past_key_values": None} | options
+    request = create(config=config, inputs_embeds=torch.zeros(1, 4, 32), **arguments)
+    if foreign is None:
+        assert request is None
+    else:
+        assert request.foreign == (foreign,)
+
+
+@pytest.mark.parametrize("position_ids", [None, torch.tensor([[0, 1, 5, 6]])])
+def test_the_window_of_a_mask_function(position_ids):
+    """A layer that does not state its window to its attention states it here."""
+    hf.register()
+    config = MistralConfig(**SMALL, sliding_window=3, attn_implementation="burst")
+    request = create_sliding_window_causal_mask(config, torch.zeros(1, 4, 32), None, None, position_ids=position_ids)
+    assert request == MaskRequest(causal=True, window=3, foreign=())
+
+
+def test_shard_batch_gives_the_plans_tokens():
+    plan = make_plan(SEQLEN, mask=Mask(cu_seqlens=DOCUMENTS))
+    batch = make_batch()
+    shard = hf.shard_batch(batch, {None: plan}, ignore_index=-7)
+    assert torch.equal(shard["input_ids"], batch["input_ids"][:, plan.positions])
+    assert torch.equal(shard["position_ids"], plan.document_positions.expand(2, -1))
+    expected = batch["input_ids"].roll(-1, 1)
+    expected[:, [border - 1 for border in DOCUMENTS[1:]]] = -7
+    assert torch.equal(shard["shift_labels"], expected[:, plan.positions])
+    assert set(hf.shard_batch({"input_ids": batch["input_ids"]}, plan)) == {"input_ids", "position_ids"}

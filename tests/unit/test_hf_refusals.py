@@ -1,0 +1,266 @@
+"""What the Hugging Face integration refuses, by name, on one rank."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from transformers import (
+    AttentionInterface,
+    DynamicCache,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+)
+
+from burst_attention import Mask, make_plan
+from burst_attention.integrations import hf
+from burst_attention.integrations.hf_checks import MaskRequest
+from tests.hf_models import (
+    DOCUMENTS,
+    MIXED,
+    SEQLEN,
+    SMALL,
+    WINDOW,
+    make_batch,
+    make_model,
+    make_plans,
+)
+
+
+@pytest.fixture
+def llama():
+    return make_model("llama")
+
+
+def padding():
+    mask = torch.ones(2, SEQLEN, dtype=torch.long)
+    mask[1, -3:] = 0
+    return mask
+
+
+def cache_with_earlier_tokens():
+    cache = DynamicCache()
+    for layer in range(SMALL["num_hidden_layers"]):
+        earlier = torch.zeros(2, SMALL["num_key_value_heads"], 5, SMALL["head_dim"], dtype=torch.float64)
+        cache.update(earlier, earlier, layer)
+    return cache
+
+
+# What is passed to model(...) beside or instead of the right arguments, and what the error must say.
+REFUSED_CALLS = {
+    "plan is missing": {"plan": None},
+    "plan='zigzag' must be a Plan": {"plan": "zigzag"},
+    "plan={} must be a Plan": {"plan": {}},
+    "attention_mask: a padding mask": {"attention_mask": padding()},
+    "attention_mask: a mask Tensor [2, 1, 40, 40]": {"attention_mask": torch.ones(2, 1, SEQLEN, SEQLEN).bool()},
+    "position_ids are not those": {"position_ids": torch.arange(SEQLEN)[None] + 1},
+    "past_key_values: 45 keys for 40 queries": {"past_key_values": cache_with_earlier_tokens(), "use_cache": True},
+    "is_causal=False": {"is_causal": False},
+    "cu_seq_lens_q=Tensor [2] is refused": {"cu_seq_lens_q": torch.tensor([0, SEQLEN])},
+    "cu_seq_lens_k=Tensor [2] is refused": {"cu_seq_lens_k": torch.tensor([0, SEQLEN])},
+    "max_length_q=40 is refused": {"max_length_q": SEQLEN},
+    "max_length_k=40 is refused": {"max_length_k": SEQLEN},
+    "seq_idx=Tensor [1, 40] is refused": {"seq_idx": torch.zeros(1, SEQLEN)},
+    "softcap=30.0 is refused": {"softcap": 30.0},
+    "s_aux=Tensor [4] is refused": {"s_aux": torch.zeros(4)},
+    "head_mask=Tensor [2, 4] is refused": {"head_mask": torch.ones(2, 4)},
+    "position_bias=Tensor [1, 4, 40, 40] is refused": {"position_bias": torch.zeros(1, 4, SEQLEN, SEQLEN)},
+    "alibi=Tensor [4] is refused": {"alibi": torch.zeros(4)},
+    "output_attentions=True is refused": {"output_attentions": True},
+    "temperature=2.0 is refused": {"temperature": 2.0},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED_CALLS)
+def test_refused_calls(llama, message):
+    plan = make_plan(SEQLEN)
+    arguments = {**hf.shard_batch(make_batch(), plan), "plan": plan, "use_cache": False} | REFUSED_CALLS[message]
+    with pytest.raises((TypeError, ValueError)) as caught:
+        llama(**arguments)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [{}, {"softcap": None, "output_attentions": False, "cu_seq_lens_q": None}])
+def test_the_call_that_the_refused_ones_depart_from(llama, value):
+    plan = make_plan(SEQLEN)
+    assert llama(**hf.shard_batch(make_batch(), plan), plan=plan, use_cache=False, **value).logits.isfinite().all()
+
+
+def test_position_ids_changed_in_place_are_compared_again(llama):
+    plan = make_plan(SEQLEN)
+    shard = hf.shard_batch(make_batch(), plan)
+    llama(**shard, plan=plan, use_cache=False)
+    shard["position_ids"][1, 4] += 1
+    with pytest.raises(ValueError, match="position_ids are not those"):
+        llama(**shard, plan=plan, use_cache=False)
+
+
+def test_position_ids_of_another_plan_are_compared_again(llama):
+    plan = make_plan(SEQLEN, mask=Mask(cu_seqlens=DOCUMENTS))
+    shard = hf.shard_batch(make_batch(), plan)
+    llama(**shard, plan=plan, use_cache=False)
+    with pytest.raises(ValueError, match="position_ids are not those"):
+        llama(**shard, plan=make_plan(SEQLEN), use_cache=False)
+
+
+ROPES = {
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "factor": 2.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+        "original_max_position_embeddings": 64,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_rope_that_reads_the_longest_position(kind):
+    plan = make_plan(SEQLEN)
+    model = make_model("llama", rope_parameters=ROPES[kind])
+    with pytest.raises(ValueError, match=f"rope type '{kind}'"):
+        model(**hf.shard_batch(make_batch(), plan), plan=plan, use_cache=False)
+
+
+def test_rope_of_one_layer_type_that_reads_the_longest_position():
+    nested = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": ROPES["dynamic"]}
+    plan = make_plans("gemma3")
+    model = make_model("gemma3", rope_parameters=nested)
+    with pytest.raises(ValueError, match="rope type 'dynamic'"):
+        model(**hf.shard_batch(make_batch(), plan), plan=plan, use_cache=False)
+
+
+def test_dropout():
+    plan = make_plan(SEQLEN)
+    model = make_model("llama", attention_dropout=0.1).train()
+    with pytest.raises(ValueError, match=r"dropout=0\.1"):
+        model(**hf.shard_batch(make_batch(), plan), plan=plan, use_cache=False)
+    model.eval()(**hf.shard_batch(make_batch(), plan), plan=plan, use_cache=False)
+
+
+FULL, WINDOWED, WIDER = (Mask(window=w) for w in (None, WINDOW, WINDOW + 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "masks", "message"),
+    [
+        ("mistral", FULL, "sliding_window=7 of the layer is not the window=None"),
+        ("mistral", WIDER, "sliding_window=7 of the layer is not the window=8"),
+        ("mistral", {None: FULL}, r"sliding_window=7 of the layer is not among the plans \[None\]"),
+        ("mistral", {7: WIDER}, "sliding_window=7 of the layer is not the window=8"),
+        ("qwen3", WINDOWED, "sliding_window=None of the layer is not the window=7"),
+        ("qwen3", FULL, "sliding_window=7 of the layer is not the window=None"),
+        ("qwen3", {None: FULL, 8: WIDER}, "sliding_window=7 of the layer is not among the plans"),
+        ("gemma3", {7: WINDOWED}, "sliding_window=None of the layer is not among the plans"),
+        ("llama", {7: WINDOWED}, "sliding_window=None of the layer is not among the plans"),
+        ("llama", Mask(causal=False), "is_causal=True of the layer"),
+    ],
+)
+def test_windows_that_the_plan_does_not_hold(name, masks, message):
+    first = make_plan(SEQLEN)
+    plan = (
+        {key: first.with_mask(mask) for key, mask in masks.items()}
+        if isinstance(masks, dict)
+        else first.with_mask(masks)
+    )
+    with pytest.raises(ValueError, match=message):
+        make_model(name)(**hf.shard_batch(make_batch(), plan), plan=plan, use_cache=False)
+
+
+def test_plans_of_different_layouts(llama):
+    plan = {None: make_plan(SEQLEN), 7: make_plan(SEQLEN, layout="striped", mask=Mask(window=7))}
+    with pytest.raises(ValueError, match="different"):
+        llama(**hf.shard_batch(make_batch(), plan), plan=plan, use_cache=False)
+
+
+def test_a_batch_that_was_not_sharded(llama):
+    with pytest.raises(ValueError, match="input_ids has 40 tokens, the plan gives this rank 20 of 20"):
+        llama(**make_batch(), position_ids=torch.arange(SEQLEN)[None], plan=make_plan(20), use_cache=False)
+
+
+def test_softcap_of_gemma2():
+    hf.register()
+    model = Gemma2ForCausalLM(Gemma2Config(**SMALL | MIXED, attn_implementation="burst", pad_token_id=0)).double()
+    plan = make_plans("gemma2")
+    with pytest.raises(ValueError, match=r"softcap=50\.0 is refused"):
+        model(**hf.shard_batch(make_batch(), plan), plan=plan, use_cache=False)
+
+
+def test_a_model_that_looks_both_ways_by_an_overlay():
+    plan = make_plans("gemma3")
+    model = make_model("gemma3", use_bidirectional_attention=True)
+    with pytest.raises(ValueError, match=r"the mask or_masks|is_causal=False"):
+        model(**hf.shard_batch(make_batch(), plan), plan=plan, use_cache=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"position_ids": None}, "position_ids=None did not reach the attention"),
+        ({"position_ids": torch.arange(SEQLEN)}, "position_ids has shape [40]"),
+        ({"position_ids": torch.arange(SEQLEN).repeat(3, 1)}, "position_ids has shape [3, 40]"),
+        ({"position_ids": torch.arange(SEQLEN - 1)[None]}, "position_ids are not those"),
+        ({"attention_mask": torch.zeros(2, SEQLEN)}, "attention_mask: a padding mask"),
+        ({"attention_mask": object()}, "attention_mask: a mask <object"),
+        (
+            {"sliding_window": 3, "attention_mask": MaskRequest(True, 4, ())},
+            "sliding_window=3 of the layer is not the 4",
+        ),
+        ({"attention_mask": MaskRequest(True, 4, ())}, "sliding_window=4 of the layer is not the window=None"),
+        ({"attention_mask": MaskRequest(False, None, ())}, "is_causal=False"),
+        ({"is_causal": False}, "is_causal=False"),
+        ({"scaling": float("nan")}, "scale=nan"),
+    ],
+)
+def test_refused_by_the_attention_itself(changes, message):
+    """Models differ in what they pass on; here the attention is called as a layer calls it."""
+    hf.register()
+    plan = make_plan(SEQLEN)
+    q, k, v = (torch.randn(2, heads, SEQLEN, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    right = {"attention_mask": None, "plan": plan, "position_ids": plan.positions[None], "scaling": 0.5, "dropout": 0.0}
+    attend = partial(AttentionInterface._global_mapping["burst"], torch.nn.Module(), q, k, v)
+    out, weights = attend(**right)
+    assert out.shape == (2, SEQLEN, 4, 8)
+    assert out.is_contiguous()
+    assert weights is None
+    with pytest.raises(ValueError) as caught:
+        attend(**right | changes)
+    assert message in str(caught.value)
+
+
+def test_chunked_attention():
+    """Only the mask knows the chunks: the layer tells its attention nothing of them."""
+    hf.register()
+    config = Llama4TextConfig(
+        **SMALL | {"intermediate_size_mlp": 48, "num_local_experts": 2},
+        attention_chunk_size=8,
+        attn_implementation="burst",
+        pad_token_id=0,
+    )
+    plan = make_plan(SEQLEN)
+    with pytest.raises(ValueError, match="the mask chunked_overlay"):
+        Llama4ForCausalLM(config)(**hf.shard_batch(make_batch(), plan), plan=plan, use_cache=False)
+
+
+REFUSED_BATCHES = {
+    "batch is a list": [1, 2],
+    r"batch has \['token_type_ids'\]": make_batch() | {"token_type_ids": torch.zeros(2, SEQLEN)},
+    r"batch has \['position_ids'\]": make_batch() | {"position_ids": torch.zeros(2, SEQLEN)},
+    "no input_ids": {"labels": make_batch()["labels"]},
+    "input_ids is a list": {"input_ids": [[1] * SEQLEN]},
+    r"input_ids has shape \[2, 39\]": {"input_ids": make_batch()["input_ids"][:, 1:]},
+    r"labels has shape \[2, 39\]": make_batch() | {"labels": make_batch()["labels"][:, 1:]},
+    "labels has 1 rows, input_ids 2": make_batch() | {"labels": make_batch()["labels"][:1]},
+    "attention_mask: a padding mask": make_batch() | {"attention_mask": padding()},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED_BATCHES)
+def test_refused_batches(message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        hf.shard_batch(REFUSED_BATCHES[message], make_plan(SEQLEN))

@@ -1,0 +1,213 @@
+"""One device: pieces, merge, surrogate outputs, and each kernel against the reference and the oracle."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from burst_attention import Mask
+from burst_attention.kernels import KERNELS, choose
+from burst_attention.kernels.merge import blank_output, merge_
+from burst_attention.kernels.pieces import SMALL, cut
+from burst_attention.kernels.surrogate import appended_columns, surrogate_output
+from burst_attention.plan.layout import Layout
+from burst_attention.plan.tile import Tile, Tiles, pair_tiles
+from burst_attention.testing import attend, dense_attention
+from burst_attention.testing.check import relative_l2
+from tests.unit.test_plan import seen_by_tile, worlds
+
+CPU = torch.device("cpu")
+
+
+def tiles_of(mask: Mask, seqlen: int) -> Tiles:
+    layout = Layout("contiguous", seqlen, 1)
+    return pair_tiles(layout, layout, mask.regions(seqlen), [0], [0])[0, 0]
+
+
+def seen_by_pieces(tiles: Tiles, shape: tuple[int, int]) -> np.ndarray:
+    seen = np.zeros(shape, int)
+    for piece in cut(tiles):
+        rows, columns = piece.q_stop - piece.q_start, piece.k_stop - piece.k_start
+        inside = np.ones((rows, columns), bool)
+        if piece.causal:
+            assert rows >= columns, "the flash kernel's causal mask is aligned to the top left"
+            inside = np.tril(inside)
+        if piece.reverse:
+            inside = inside[::-1, ::-1]
+        if piece.masked:
+            assert not piece.causal and not piece.reverse
+            inside = np.zeros((rows, columns), bool)
+            for tile in piece.masked:
+                top, left = tile.q_start - piece.q_start, tile.k_start - piece.k_start
+                inside[top : top + tile.rows, left : left + tile.columns] |= seen_by_tile(tile)
+        seen[piece.q_start : piece.q_stop, piece.k_start : piece.k_stop] += inside
+    return seen
+
+
+def seen_by_tiles(tiles: Tiles, shape: tuple[int, int]) -> np.ndarray:
+    seen = np.zeros(shape, int)
+    for tile in tiles:
+        seen[tile.q_start : tile.q_stop, tile.k_start : tile.k_stop] += seen_by_tile(tile)
+    return seen
+
+
+@settings(max_examples=300, deadline=None)
+@given(worlds())
+def test_pieces_cover_tiles_once(world) -> None:
+    layout, mask = world
+    ranks = range(layout.world)
+    for (i, j), tiles in pair_tiles(layout, layout, mask.regions(layout.seqlen), ranks, ranks).items():
+        shape = layout.lengths[i], layout.lengths[j]
+        np.testing.assert_array_equal(seen_by_pieces(tiles, shape), seen_by_tiles(tiles, shape))
+
+
+@pytest.mark.parametrize("rows", [300, 900])
+@pytest.mark.parametrize("columns", [280, 1000])
+@pytest.mark.parametrize("lo", [-2000, -900, -300, -5, 0, 40, 250])
+@pytest.mark.parametrize("width", [1, 7, 100, 256, 257, 600, 5000])
+def test_large_bands_are_cut_exactly(rows: int, columns: int, lo: int, width: int) -> None:
+    whole = Tile(0, rows, 0, columns, 1 - columns, rows - 1)
+    hi = min(lo + width - 1, rows - 1)
+    tile = whole._replace(lo=max(lo, 1 - columns), hi=hi).part((0, rows), (0, columns))
+    if tile is None:
+        return
+    tiles = Tiles(np.array([tile]))
+    pieces = list(cut(tiles))
+    np.testing.assert_array_equal(seen_by_pieces(tiles, (rows, columns)), seen_by_tiles(tiles, (rows, columns)))
+    computed = sum((p.q_stop - p.q_start) * (p.k_stop - p.k_start) for p in pieces)
+    assert computed <= 2 * tiles.area + len(pieces) * SMALL * (SMALL + 128), "a band costs what it covers"
+
+
+def test_many_small_documents_take_few_launches() -> None:
+    tiles = tiles_of(Mask(cu_seqlens=range(0, 4001, 10)), 4000)
+    assert len(tiles) == 400 and len(list(cut(tiles))) <= 4000 // (SMALL // 2)
+
+
+CASES = {
+    "causal": Mask(),
+    "full": Mask(causal=False),
+    "narrow window": Mask(window=33),
+    "wide window": Mask(window=300),
+    "documents": Mask(cu_seqlens=[0, 1, 5, 300, 301, 680, 700]),
+    "prefix": Mask(prefix=130),
+    "window in documents": Mask(window=270, cu_seqlens=[0, 650, 700]),
+}
+
+
+def inputs(dtype: torch.dtype, seqlen: int = 700, dim: int = 24, value_dim: int = 24) -> list[torch.Tensor]:
+    make = torch.Generator().manual_seed(5)
+    shapes = [(6, dim), (2, dim), (2, value_dim), (6, value_dim)]
+    # [B, S, H, D] in memory, as models give it
+    return [torch.randn(2, seqlen, h, d, generator=make, dtype=dtype).transpose(1, 2) for h, d in shapes]
+
+
+@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_kernels_against_the_oracle(kernel: str, name: str, dtype: torch.dtype) -> None:
+    q, k, v, dout = inputs(dtype, value_dim=40 if name == "prefix" else 24)
+    mask = CASES[name]
+    oracle = attend(q, k, v, mask, dout=dout)
+    chosen, tiles, scale = choose(kernel, device=CPU, dtype=dtype), tiles_of(mask, 700), 24**-0.5
+    out, lse = chosen.forward(q, k, v, tiles, scale)
+    wide = torch.promote_types(dtype, torch.float32)
+    assert lse.dtype == wide
+    delta = (oracle.out * dout.double()).sum(-1).to(wide)
+    grads = chosen.backward(dout, q, k, v, oracle.lse.to(wide), delta, tiles, scale)
+    exact = chosen.exact_partials(dtype)
+    if exact:
+        assert {x.dtype for x in (out, *grads)} == {wide}
+    bound = {torch.float64: 1e-12, torch.float32: 1e-5}.get(wide if exact else dtype, 1e-2)
+    for actual, (what, expected) in zip((out, lse, *grads), oracle.items(), strict=True):
+        assert actual.shape == expected.shape
+        assert relative_l2(actual, expected) <= bound, what
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_rows_that_no_tile_covers(kernel: str) -> None:
+    """A gap of rows inside the buffers: out 0, lse -inf, gradient 0, and no NaN from lse -inf in the backward."""
+    q, k, v, dout = inputs(torch.float32, seqlen=40)
+    tiles = Tiles(np.array([(0, 10, 0, 10, 0, 9), (30, 40, 0, 12, -11, 9)]))
+    chosen = choose(kernel, device=CPU, dtype=torch.float32)
+    out, lse = chosen.forward(q, k, v, tiles, 0.2)
+    assert (out[:, :, 10:30] == 0).all() and (lse[:, :, 10:30] == -math.inf).all()
+    assert lse[:, :, :10].isfinite().all() and lse[:, :, 30:].isfinite().all()
+    delta = (out * dout).sum(-1)
+    dq, dk, dv = chosen.backward(dout, q, k, v, lse, delta, tiles, 0.2)
+    assert (dq[:, :, 10:30] == 0).all() and (dk[:, :, 12:] == 0).all() and (dv[:, :, 12:] == 0).all()
+    assert all(x.isfinite().all() for x in (dq, dk, dv))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernels_write_to_nothing_they_are_given(kernel: str) -> None:
+    tensors = inputs(torch.float32, seqlen=50)
+    q, k, v, dout = tensors
+    chosen, tiles = choose(kernel, device=CPU, dtype=torch.float32), tiles_of(Mask(window=9), 50)
+    out, lse = chosen.forward(q, k, v, tiles, 0.2)
+    delta = (out * dout).sum(-1)
+    tensors += [lse, delta]
+    copies = [x.clone() for x in tensors]
+    chosen.backward(dout, q, k, v, lse, delta, tiles, 0.2)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, copies, strict=True))
+
+
+def test_merge_is_a_split_softmax() -> None:
+    make = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 30, 8, generator=make, dtype=torch.float64) for _ in range(3))
+    whole, lse = dense_attention(q, k, v, Mask(causal=False))
+    out, total = blank_output(q, v, 30, torch.float64)
+    for part in (slice(0, 11), slice(11, 12), slice(12, 30)):
+        scores = q @ k[:, :, part].mT / 8**0.5
+        merge_(out, total, torch.softmax(scores, -1) @ v[:, :, part], torch.logsumexp(scores, -1))
+    assert relative_l2(out, whole) < 1e-14 and relative_l2(total, lse) < 1e-14
+
+
+def test_merge_with_rows_that_see_nothing() -> None:
+    blank = torch.zeros(1, 1, 2, 3), torch.full((1, 1, 2), -math.inf)
+    some = torch.ones(1, 1, 2, 3), torch.tensor([[[0.5, -math.inf]]])
+    some[0][:, :, 1] = 0
+    for a, b in ((blank, some), (some, blank)):
+        out, lse = a[0].clone(), a[1].clone()
+        merge_(out, lse, *b)
+        assert torch.equal(out, some[0]) and torch.equal(lse, some[1])
+    out, lse = blank[0].clone(), blank[1].clone()
+    merge_(out, lse, *blank)
+    assert torch.equal(out, blank[0]) and torch.equal(lse, blank[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [1, 2, 64])
+def test_a_surrogate_carries_delta(dtype: torch.dtype, dim: int) -> None:
+    dout, out = (torch.randn(4, 100, dim, dtype=torch.float64).to(dtype) for _ in range(2))
+    wide = torch.promote_types(dtype, torch.float32)
+    delta = (dout.to(wide) * out.to(wide)).sum(-1)
+    dout[0, :50], delta[0, :50] = 0, 0
+    surrogate = surrogate_output(dout, delta)
+    assert surrogate is not None
+    carried = (dout.double() * surrogate.double()).sum(-1)
+    # One column rounds D once in the dtype; a second takes up what was lost.
+    bound = torch.finfo(dtype).eps * (1 if dim == 1 else 0.05 if dtype == torch.bfloat16 else 1)
+    assert relative_l2(carried, delta) <= bound
+
+
+def test_a_surrogate_refuses_what_it_cannot_carry() -> None:
+    dout, delta = torch.randn(3, 5, 8), torch.randn(3, 5)
+    dout[1, 2] = 0
+    assert surrogate_output(dout, delta) is None
+    ones, columns = appended_columns(dout.bfloat16(), delta)
+    carried = (ones.double() * columns.double()).sum(-1)
+    assert ones.shape[-1] == columns.shape[-1] == 11 and relative_l2(carried, delta) < 1e-6
+
+
+def test_kernels_refuse_by_name() -> None:
+    with pytest.raises(ValueError, match="kernel='fast'"):
+        choose("fast", device=CPU, dtype=torch.float32)
+    with pytest.raises(ValueError, match="kernel='aten' runs on cpu"):
+        choose("aten", device=torch.device("cuda"), dtype=torch.float32)
+    with pytest.raises(ValueError, match="int32"):
+        choose("aten", device=CPU, dtype=torch.int32)
+    assert choose("auto", device=torch.device("cuda"), dtype=torch.float32).name == "reference"

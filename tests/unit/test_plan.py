@@ -1,0 +1,368 @@
+"""The plan's integers against dense masks, over random layouts, masks, worlds, routes and assignments."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from burst_attention.plan.assignment import columns, rows, table
+from burst_attention.plan.cost import Shape
+from burst_attention.plan.layout import LAYOUTS, Layout
+from burst_attention.plan.mask import Mask
+from burst_attention.plan.program import Drop, Post, Visit, Wait
+from burst_attention.plan.route import ROUTES, Side
+from burst_attention.plan.rows import Rows
+from burst_attention.plan.schedule import Schedule, make_schedule
+from burst_attention.plan.tile import pair_tiles
+
+
+@st.composite
+def masks(draw, seqlen: int) -> Mask:
+    kind = draw(st.sampled_from(["full", "causal", "window", "documents", "prefix", "window in documents"]))
+    borders = None
+    if "documents" in kind:
+        inner = draw(st.lists(st.integers(0, seqlen), max_size=6))
+        borders = [0, *sorted(inner), seqlen]
+    if kind == "prefix":
+        return Mask(prefix=draw(st.integers(0, seqlen)))
+    window = draw(st.integers(1, seqlen + 2)) if "window" in kind else None
+    causal = window is not None or draw(st.booleans()) if kind != "full" else False
+    return Mask(causal=causal, window=window, cu_seqlens=borders)
+
+
+@st.composite
+def worlds(draw, most_tokens: int = 48, most_ranks: int = 6) -> tuple[Layout, Mask]:
+    seqlen = draw(st.integers(0, most_tokens))
+    layout = Layout(draw(st.sampled_from(sorted(LAYOUTS))), seqlen, draw(st.integers(1, most_ranks)))
+    return layout, draw(masks(seqlen))
+
+
+def seen_by_tile(tile) -> np.ndarray:
+    distance = np.arange(tile.rows)[:, None] - np.arange(tile.columns)
+    return (distance >= tile.lo) & (distance <= tile.hi)
+
+
+@settings(max_examples=1200, deadline=None)
+@given(worlds())
+def test_tiles_cover_the_dense_mask_once(world: tuple[Layout, Mask]) -> None:
+    layout, mask = world
+    covered = np.zeros((layout.seqlen, layout.seqlen), int)
+    ranks = range(layout.world)
+    for (i, j), tiles in pair_tiles(layout, layout, mask.regions(layout.seqlen), ranks, ranks).items():
+        q_at, k_at = layout.positions(i), layout.positions(j)
+        area = 0
+        for tile in tiles:
+            seen = seen_by_tile(tile)
+            assert seen.any(0).all() and seen.any(1).all(), "a tile has a row or column that sees nothing"
+            assert tile.full == seen.all()
+            assert tile.lo >= 1 - tile.columns and tile.hi <= tile.rows - 1
+            area += seen.sum()
+            covered[np.ix_(q_at[tile.q_start : tile.q_stop], k_at[tile.k_start : tile.k_stop])] += seen
+        assert tiles.area == area
+    np.testing.assert_array_equal(covered, mask.dense(layout.seqlen))
+
+
+@settings(max_examples=200, deadline=None)
+@given(worlds(most_tokens=60), st.randoms(use_true_random=False))
+def test_part_of_a_tile(world: tuple[Layout, Mask], random) -> None:
+    layout, mask = world
+    for tiles in pair_tiles(layout, layout, mask.regions(layout.seqlen), range(1), range(layout.world)).values():
+        for tile in tiles:
+            r = sorted(random.choices(range(tile.rows + 1), k=2))
+            c = sorted(random.choices(range(tile.columns + 1), k=2))
+            expected = np.zeros((tile.rows, tile.columns), bool)
+            expected[r[0] : r[1], c[0] : c[1]] = seen_by_tile(tile)[r[0] : r[1], c[0] : c[1]]
+            actual = np.zeros_like(expected)
+            part = tile.part((r[0], r[1]), (c[0], c[1]))
+            if part is not None:
+                top, left = part.q_start - tile.q_start, part.k_start - tile.k_start
+                seen = seen_by_tile(part)
+                assert seen.any(0).all() and seen.any(1).all()
+                actual[top : top + part.rows, left : left + part.columns] = seen
+            np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize("name", sorted(LAYOUTS))
+@pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
+def test_layouts_partition_evenly(name: str, world: int) -> None:
+    for seqlen in range(4 * world + 2):
+        layout = Layout(name, seqlen, world)
+        held = [layout.positions(rank) for rank in range(world)]
+        assert sorted(np.concatenate(held).tolist()) == list(range(seqlen))
+        assert [len(h) for h in held] == list(layout.lengths)
+        assert max(layout.lengths) - min(layout.lengths) <= 1
+        joined = np.concatenate(held)
+        np.testing.assert_array_equal(joined[layout.gather_order], np.arange(seqlen))
+
+
+def test_zigzag_is_balanced_under_a_causal_mask() -> None:
+    layout = Layout("zigzag", 4096, 8)
+    areas = []
+    for rank in range(8):
+        pairs = pair_tiles(layout, layout, Mask().regions(4096), [rank], range(8))
+        areas.append(sum(tiles.area for tiles in pairs.values()))
+    assert max(areas) == min(areas) == 4096 * 4097 // 2 // 8
+
+
+def test_a_zigzag_diagonal_is_one_causal_tile() -> None:
+    layout = Layout("zigzag", 64, 4)
+    pairs = pair_tiles(layout, layout, Mask().regions(64), range(4), range(4))
+    assert all(len(tiles) == 1 for tiles in pairs.values())
+    assert next(iter(pairs[2, 2])) == (0, 16, 0, 16, 0, 15)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 8)), max_size=8), st.data())
+def test_rows_are_sets(intervals: list[tuple[int, int]], data) -> None:
+    def make(pairs) -> Rows:
+        starts = np.array([a for a, _ in pairs], np.int64)
+        return Rows.of(starts, starts + np.array([n for _, n in pairs], np.int64))
+
+    packed = make(intervals)
+    members = sorted({x for a, n in intervals for x in range(a, a + n)})
+    assert packed.count == len(members)
+    if members:
+        assert packed.locate(np.array(members)).tolist() == list(range(len(members)))
+    subset = data.draw(st.lists(st.sampled_from(members), unique=True)) if members else []
+    inner = make([(x, 1) for x in subset])
+    where = inner.within(packed)
+    picked = np.array(members, np.int64)[where] if members else np.empty(0, np.int64)
+    assert picked.tolist() == sorted(subset)
+
+
+class Simulation:
+    """Runs all ranks' programs on sets of positions instead of tensors, each rank as far as its messages allow."""
+
+    def __init__(self, schedules: list[Schedule], assignment, backward: bool) -> None:
+        self.layout = schedules[0].layout
+        self.programs = [s.program(assignment, backward=backward) for s in schedules]
+        self.posted: dict[tuple, object] = {}  # (step, source, target) -> list of (edge identity, payload)
+        ranks = range(self.layout.world)
+        self.own = [self.layout.positions(rank) for rank in ranks]
+        self.held = [{(side, rank): self.own[rank] for side in Side} for rank in ranks]
+        # partial sums: per row a Counter of the (pair) contributions folded in
+        self.sums: list[dict] = [{} for _ in ranks]
+        self.visited: Counter = Counter()
+        self.most_held = 0
+
+    def run(self) -> None:
+        at, waiting = [0] * self.layout.world, True
+        while waiting:
+            waiting, moved = False, False
+            for rank, program in enumerate(self.programs):
+                while at[rank] < len(program.ops) and self.execute(rank, program, program.ops[at[rank]]):
+                    at[rank] += 1
+                    moved = True
+                waiting |= at[rank] < len(program.ops)
+            assert moved or not waiting, "deadlock"
+
+    def execute(self, rank: int, program, op) -> bool:
+        match op:
+            case Post():
+                for m in op.sends:
+                    e = m.edge
+                    assert (e.source, e.step) == (rank, op.step)
+                    if e.partial:
+                        payload = self.sums[rank].pop((e.side, e.owner))
+                    else:
+                        payload = self.held[rank][e.side, e.owner][m.where]
+                    self.posted.setdefault((op.step, rank, e.target), []).append((e, payload))
+                self.posted[op.step, rank] = op.receives
+            case Wait():
+                receives = self.posted[op.step, rank]
+                for source in {m.edge.source for m in receives}:
+                    if (op.step, source) not in self.posted:
+                        return False
+                for m in receives:
+                    sent, payload = self.posted[op.step, m.edge.source, rank].pop(0)
+                    e = m.edge
+                    same = (sent.side, sent.owner, sent.partial, sent.exact, sent.rows.count)
+                    assert same == (e.side, e.owner, e.partial, e.exact, e.rows.count)
+                    if e.partial:
+                        self.fold(rank, program, e.side, e.owner, m.where, payload)
+                    else:
+                        self.held[rank][e.side, e.owner] = payload
+                self.most_held = max(self.most_held, len(self.held[rank]) - 2)
+            case Visit():
+                self.visited[op.query_owner, op.key_owner] += 1
+                positions = {}
+                for side in Side:
+                    positions[side] = self.held[rank][side, op.owner(side)][op.held[side]]
+                q_at, k_at = positions[Side.QUERY], positions[Side.KEY]
+                seen = np.zeros((len(q_at), len(k_at)), bool)
+                for tile in op.tiles:
+                    seen[tile.q_start : tile.q_stop, tile.k_start : tile.k_stop] |= seen_by_tile(tile)
+                assert seen.any(1).all() and seen.any(0).all(), "rows sent that no tile touches"
+                for side in op.into:
+                    grid = seen if side is Side.QUERY else seen.T
+                    others = k_at if side is Side.QUERY else q_at
+                    part = [Counter({int(o): 1 for o in others[row]}) for row in grid]
+                    self.fold(rank, program, side, op.owner(side), op.into[side], part)
+            case Drop():
+                del self.held[rank][op.key]
+        return True
+
+    def fold(self, rank: int, program, side, owner: int, where, part) -> None:
+        total = self.sums[rank].setdefault(
+            (side, owner), [Counter() for _ in range(program.sum_rows[side, owner].count)]
+        )
+        rows = range(len(total))[where] if isinstance(where, slice) else where.tolist()
+        for row, more in zip(rows, part, strict=True):
+            total[row] += more
+
+
+@settings(max_examples=500, deadline=None)
+@given(worlds(most_tokens=30, most_ranks=5), st.sampled_from(sorted(ROUTES)), st.booleans(), st.data())
+def test_programs_bring_every_pair_home_once(world: tuple[Layout, Mask], route: str, backward: bool, data) -> None:
+    layout, mask = world
+    cells = layout.world**2
+    ranks = data.draw(st.lists(st.integers(0, layout.world - 1), min_size=cells, max_size=cells))
+    random_table = table(np.array(ranks).reshape(layout.world, layout.world))
+    assignment = data.draw(st.sampled_from([rows, columns, random_table]))
+    schedules = [Schedule(layout, mask, ROUTES[route], rank) for rank in range(layout.world)]
+    simulation = Simulation(schedules, assignment, backward)
+    simulation.run()
+    dense = mask.dense(layout.seqlen)
+    assert set(simulation.visited.values()) <= {1}
+    assert not any(payload for key, payload in simulation.posted.items() if len(key) == 3), "unread messages"
+    for rank in range(layout.world):
+        assert set(simulation.held[rank]) == {(side, rank) for side in Side}, "foreign shards kept"
+        for side in (Side.QUERY, Side.KEY) if backward else (Side.QUERY,):
+            home = simulation.sums[rank].get((side, rank), [Counter()] * len(simulation.own[rank]))
+            for position, got in zip(simulation.own[rank], home, strict=True):
+                line = dense[position] if side is Side.QUERY else dense[:, position]
+                assert got == Counter(np.flatnonzero(line).tolist())
+
+
+@pytest.mark.parametrize("route", ["direct", "ring"])
+@pytest.mark.parametrize("assignment", [rows, columns], ids=["rows", "columns"])
+def test_buffers_do_not_grow_with_the_world(route: str, assignment) -> None:
+    """Two foreign shards at most, the one in use and the one arriving; one partial out and one in at a time."""
+    for world in (4, 8, 12):
+        layout = Layout("zigzag", 16 * world, world)
+        for rank in range(world):
+            program = Schedule(layout, Mask(), ROUTES[route], rank).program(assignment, backward=True)
+            held, arriving, most = 0, {}, 0
+            for op in program.ops:
+                if isinstance(op, Post):
+                    arriving[op.step] = sum(not m.edge.partial for m in op.receives)
+                    assert sum(m.edge.partial for m in op.sends) <= 1
+                    assert sum(m.edge.partial for m in op.receives) <= 1
+                elif isinstance(op, Wait):
+                    held += arriving.pop(op.step)
+                elif isinstance(op, Drop):
+                    held -= 1
+                most = max(most, held + sum(arriving.values()))
+            assert most <= 2
+
+
+def test_the_next_exchange_is_posted_before_a_visit() -> None:
+    layout = Layout("zigzag", 64, 4)
+    for backward, assignment in ((False, rows), (True, columns)):
+        ops = Schedule(layout, Mask(), ROUTES["direct"], 1).program(assignment, backward=backward).ops
+        for n, op in enumerate(ops):
+            if isinstance(op, Visit) and op.step < 3:
+                posted = [p.step for p in ops[:n] if isinstance(p, Post)]
+                assert op.step + 1 in posted
+
+
+def test_hops_without_a_tile_are_skipped() -> None:
+    window = make_schedule(64, mask=Mask(window=8), layout="contiguous", route="direct", rank=3, world=8)
+    assert {(e.source, e.target) for e in window.forward.edges} == {(2, 3), (3, 4)}
+    assert {e.rows.count for e in window.forward.edges} == {7}
+    documents = Mask(cu_seqlens=range(0, 65, 8))
+    alone = make_schedule(64, mask=documents, layout="contiguous", route="direct", rank=3, world=8)
+    assert alone.forward.edges == [] and alone.backward("query").edges == []
+
+
+def test_causal_zigzag_sends_half_where_half_is_needed() -> None:
+    schedule = make_schedule(64, mask=Mask(), layout="zigzag", route="direct", rank=1, world=4)
+    received = {e.source: e.rows.count for e in schedule.forward.edges if e.target == 1}
+    assert received == {0: 8, 2: 16, 3: 16}
+
+
+def test_wire_of_the_papers_table() -> None:
+    """Full mask, MHA, bf16: forward 2 n hops elements, backward 3 n hops (query side) or 4 n hops (key-value side)."""
+    world, seqlen, heads, dim = 4, 64, 8, 16
+    schedule = make_schedule(seqlen, mask=Mask(causal=False), layout="contiguous", route="direct", rank=0, world=world)
+    shape = Shape(batch=1, q_heads=heads, kv_heads=heads, head_dim=dim, v_head_dim=dim, io=2, accumulate=4)
+    n, hops = heads * seqlen // world * dim, world - 1
+    traffic = schedule.traffic(shape, "query")
+    statistics = heads * seqlen // world * 2 * 4 * hops
+    assert traffic.forward_sent == traffic.forward_received == 2 * n * hops * 2
+    assert traffic.backward_sent == traffic.backward_received == 3 * n * hops * 2 + statistics
+    assert schedule.traffic(shape, "key-value").backward_sent == 4 * n * hops * 2
+    assert schedule.choose_travels(shape) == "query"
+    grouped = Shape(batch=1, q_heads=heads, kv_heads=heads // 2, head_dim=dim, v_head_dim=dim, io=2, accumulate=4)
+    assert schedule.choose_travels(grouped) == "key-value"
+
+
+def test_route_auto_prefers_the_ring_between_crowded_hosts() -> None:
+    def pick(hosts: list[int] | None) -> str:
+        mask = Mask(causal=False)
+        return make_schedule(64, mask=mask, layout="contiguous", route="auto", rank=0, world=8, hosts=hosts).route.name
+
+    assert pick(None) == pick([0] * 8) == pick(list(range(8))) == "direct"
+    assert pick([0, 0, 0, 0, 1, 1, 1, 1]) == "ring"
+
+
+def test_a_million_tokens_in_two_thousand_documents_plan_quickly() -> None:
+    borders = [0, *np.sort(np.random.default_rng(0).choice(1 << 20, 1999, replace=False)).tolist(), 1 << 20]
+    best = min(_plan_seconds(borders) for _ in range(3))
+    assert best < 1.0  # about 20 ms on an idle core
+
+
+def _plan_seconds(borders: list[int]) -> float:
+    started = time.perf_counter()
+    schedule = make_schedule(1 << 20, mask=Mask(cu_seqlens=borders), layout="zigzag", route="direct", rank=3, world=8)
+    assert schedule.forward.ops and schedule.backward("query").ops
+    return time.perf_counter() - started
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "told"),
+    [
+        ({"window": 0}, ValueError, "window=0"),
+        ({"causal": False, "window": 4}, ValueError, "causal=True"),
+        ({"window": 1.5}, TypeError, "window=1.5"),
+        ({"prefix": -1}, ValueError, "prefix=-1"),
+        ({"prefix": 2, "window": 4}, ValueError, "window"),
+        ({"prefix": 2, "cu_seqlens": [0, 4]}, ValueError, "cu_seqlens"),
+        ({"cu_seqlens": [1, 4]}, ValueError, "start with 0"),
+        ({"cu_seqlens": [0, 4, 3]}, ValueError, "falls from 4 to 3"),
+        ({"cu_seqlens": []}, ValueError, "start with 0"),
+        ({"causal": 1}, TypeError, "causal=1"),
+    ],
+)
+def test_masks_refuse_by_name(options: dict, error: type[Exception], told: str) -> None:
+    with pytest.raises(error, match=told):
+        Mask(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"mask": Mask(cu_seqlens=[0, 5])}, "last border must be seqlen"),
+        ({"mask": Mask(prefix=9)}, "prefix=9"),
+        ({"layout": "spiral"}, "layout='spiral'"),
+        ({"route": "scenic"}, "route='scenic'"),
+        ({"rank": 2}, "rank=2"),
+    ],
+)
+def test_schedules_refuse_by_name(options: dict, told: str) -> None:
+    given = {"mask": Mask(), "layout": "zigzag", "route": "auto", "rank": 0, "world": 2} | options
+    with pytest.raises(ValueError, match=told):
+        make_schedule(8, **given)
+
+
+def test_masks_are_values() -> None:
+    import torch
+
+    assert Mask(cu_seqlens=[0, 3, 8]) == Mask(cu_seqlens=torch.tensor([0, 3, 8])) == Mask(cu_seqlens=(0, 3, 8))
+    assert hash(Mask(window=4)) == hash(Mask(window=4)) != hash(Mask(window=5))
+    assert len(repr(Mask(cu_seqlens=range(5000)))) < 120
