@@ -1,0 +1,66 @@
+"""Peak memory of the attention per rank, forward and backward, against world size: it falls as 1 / world.
+
+Measured in each rank as the peak of its resident memory during the call above that before its inputs were made, so
+inputs, outputs and gradients are in it; beside it, what those alone take.
+
+    python benchmarks/memory.py [--seq-len 32768] [--worlds 1 2 4]
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from burst_attention import burst_attention, make_plan
+from burst_attention.testing import WorkerPool
+
+
+def resident(field: str) -> int:
+    """``VmRSS`` (now) or ``VmHWM`` (the peak) in bytes."""
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def measure(seqlen: int, heads: int, dim: int, dtype: torch.dtype, kernel: str) -> tuple[int, int]:
+    """(peak above the start, bytes of q, k, v, out, dout, dq, dk, dv) on this rank."""
+    small = make_plan(512)
+    q = torch.randn(1, heads, small.length, dim, dtype=dtype, requires_grad=True)
+    burst_attention(q, q, q, small, kernel=kernel).sum().backward()  # what the first call allocates for good
+    plan = make_plan(seqlen)
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = resident("VmRSS")
+    inputs = [torch.randn(1, heads, plan.length, dim, dtype=dtype, requires_grad=True) for _ in range(3)]
+    dout = torch.randn(1, heads, plan.length, dim, dtype=dtype)
+    burst_attention(*inputs, plan, kernel=kernel).backward(dout)
+    return resident("VmHWM") - before, 8 * dout.nbytes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seq-len", type=int, default=32768)
+    parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--kernel", default="auto")
+    a = parser.parse_args()
+    title = f"causal zigzag, {a.dtype}, S={a.seq_len}, H={a.heads}, D={a.head_dim}"
+    table = Table("world", "peak per rank, MiB", "x world / that of world 1", "in and out alone, MiB", title=title)
+    first = 0.0
+    for world in a.worlds:
+        with WorkerPool(world, timeout=1800) as pool:
+            arguments = (a.seq_len, a.heads, a.head_dim, getattr(torch, a.dtype), a.kernel)
+            figures = pool.run(measure, *arguments, timeout=3600)
+        peak = max(peak for peak, _ in figures)
+        first = first or peak * world
+        cells = (f"{peak / 2**20:.0f}", f"{peak * world / first:.2f}", f"{max(n for _, n in figures) / 2**20:.0f}")
+        table.add_row(str(world), *cells)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
