@@ -1,0 +1,330 @@
+"""Seed faults one at a time and see the tests that each names go red.
+
+    python tests/mutation.py [NAME ...]       (make mutation)
+
+Each fault is one replacement in a copy of the sources, which a fresh pytest imports in place of the installed ones.
+Caught means that pytest ran and tests failed; a fault that survives, or whose text is no longer in the source, is an
+error here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+ROOT = Path(__file__).resolve().parent.parent
+ATTENTION = "tests/distributed/test_attention.py"
+KERNELS = "tests/unit/test_kernels.py"
+PLAN = "tests/unit/test_plan.py"
+FAULTS = "tests/distributed/test_faults.py"
+PLANNING = "tests/distributed/test_planning.py"
+LOSS = "tests/distributed/test_loss.py"
+HF = "tests/unit/test_hf_refusals.py"
+TRAIN = "tests/distributed/test_train.py"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``old`` becomes ``new`` in ``file``; ``tests`` (a pytest file and, optionally, a -k expression) must fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+    only: str = ""
+
+
+SEEDED = [
+    Fault(
+        "merge without rescaling",
+        "kernels/merge.py",
+        "weight.to(out.dtype).unsqueeze(-1)",
+        "torch.full_like(weight, 0.5).to(out.dtype).unsqueeze(-1)",
+        ATTENTION,
+        "every_two_values_meet and 2",
+    ),
+    Fault(
+        "merge gives NaN where nothing is seen",
+        "kernels/merge.py",
+        ".masked_fill_(part_lse == -math.inf, 0.0)",
+        "",
+        KERNELS,
+        "merge",
+    ),
+    Fault(
+        "stale keys: a relay forwards its own shard",
+        "sweep.py",
+        "tensors = _take(held[edge.side, edge.owner], message.where)",
+        "tensors = _take(held[edge.side, program.rank], message.where)",
+        ATTENTION,
+        "any_assignment and ring-3",
+    ),
+    Fault(
+        "stale keys in the backward: the first shard that came is used for all",
+        "sweep.py",
+        "held[edge.side, edge.owner] = tensors",
+        "held[edge.side, edge.owner] = held.setdefault((edge.side, -1), tensors)",
+        ATTENTION,
+        "any_assignment and direct-3",
+    ),
+    Fault(
+        "dQ from the wrong owner's queries",
+        "sweep.py",
+        "_take(held[side, op.owner(side)], op.held[side])",
+        "_take(held[side, program.rank], op.held[side])",
+        ATTENTION,
+        "every_two_values_meet and 2",
+    ),
+    Fault(
+        "only one partial result comes home",
+        "plan/route.py",
+        "yield Edge(use.last + 2, rank, owner, side, owner, use.rows, True, self.exact)",
+        "yield Edge(use.last + 2, rank, owner, side, owner, use.rows, True, self.exact)\n                return",
+        PLAN,
+        "bring_every_pair_home",
+    ),
+    Fault("window too wide by one", "plan/mask.py", "self.window - 1)", "self.window)", PLAN, "tiles_cover"),
+    Fault(
+        "causal mask off by one", "plan/mask.py", "lo = 0 if self.causal", "lo = 1 if self.causal", PLAN, "tiles_cover"
+    ),
+    Fault(
+        "tiles joined that do not belong together",
+        "plan/tile.py",
+        "if band_area(q1 - q0, k1 - k0, lo, hi) == area else None",
+        "if band_area(q1 - q0, k1 - k0, lo, hi) >= area else None",
+        PLAN,
+        "tiles_cover",
+    ),
+    Fault(
+        "zigzag that does not fold back",
+        "plan/layout.py",
+        "mirror = 2 * world - 1 - rank",
+        "mirror = world + rank",
+        PLAN,
+        "balanced",
+    ),
+    Fault(
+        "the last visit is skipped",
+        "plan/program.py",
+        "for n, visit in enumerate(sorted(visits, key=lambda v: v.step)):",
+        "for n, visit in enumerate(sorted(visits, key=lambda v: v.step)[: len(visits) - (len(visits) > 1)]):",
+        PLAN,
+        "bring_every_pair_home",
+    ),
+    Fault(
+        "partial results rounded to bf16 at every hop",
+        "sweep.py",
+        "wide = work.wire_dtypes(side, exact=True)",
+        "wide = work.wire_dtypes(side, exact=False)",
+        PLANNING,
+        "errors_do_not_grow",
+    ),
+    Fault(
+        "rounded on the wire where the route is exact",
+        "sweep.py",
+        "dtype = accumulation_dtype(self.q.dtype) if exact else self.q.dtype",
+        "dtype = self.q.dtype",
+        ATTENTION,
+        "bytes_are_as_predicted and ring-attention",
+    ),
+    Fault(
+        "the gradient of lse with the wrong sign",
+        "attention.py",
+        "delta = delta - dlse",
+        "delta = delta + dlse",
+        ATTENTION,
+        "every_two_values_meet and 2",
+    ),
+    Fault(
+        "the gradient of lse lost where dO is 0",
+        "kernels/surrogate.py",
+        "if bool((lost | ~torch.isfinite(rest)).any()):",
+        "if False:",
+        ATTENTION,
+        "lse_alone and aten",
+    ),
+    Fault(
+        "a surrogate of one rounded column",
+        "kernels/surrogate.py",
+        "columns = min(2, dout.shape[-1])",
+        "columns = 1",
+        KERNELS,
+        "surrogate",
+    ),
+    Fault(
+        "query heads meet the wrong key heads",
+        "kernels/reference.py",
+        "unflatten(1, (k.shape[1], -1))",
+        "unflatten(1, (-1, k.shape[1])).transpose(1, 2)",
+        KERNELS,
+        "oracle and reference",
+    ),
+    Fault(
+        "a mask in a dtype that the stock kernel misreads",
+        "kernels/aten.py",
+        "torch.full((rows, columns), -math.inf, dtype=like.dtype",
+        "torch.full((rows, columns), -math.inf, dtype=torch.float32",
+        KERNELS,
+        "oracle and aten and float64",
+    ),
+    Fault(
+        "lse 0 for rows that a piece does not see",
+        "kernels/aten.py",
+        "lse = lse.masked_fill((mask == -math.inf).all(-1), -math.inf)",
+        "lse = lse",
+        KERNELS,
+        "no_tile_covers or documents",
+    ),
+    Fault(
+        "the scale from the wrong head dim",
+        "attention.py",
+        "scale = 1 / math.sqrt(q.shape[3])",
+        "scale = 1 / math.sqrt(v.shape[3])",
+        ATTENTION,
+        "value_dim",
+    ),
+    Fault(
+        "masks are not agreed on",
+        "attention.py",
+        '"plan": plan.schedule.signature,\n        "seqlen": plan.seqlen,\n        "layout": plan.layout,\n'
+        '        "mask": repr(plan.mask),',
+        '"seqlen": plan.seqlen,',
+        FAULTS,
+        "disagreement_raises and mask",
+    ),
+    Fault(
+        "no deadline",
+        "comm/transport.py",
+        "if self.timeout is None:\n                    work.wait()",
+        "if True:\n                    work.wait()",
+        FAULTS,
+        "lost_rank and stopped-before and call",
+    ),
+    Fault(
+        "a prediction that forgets lse and D",
+        "plan/cost.py",
+        "* self.io + 2 * self.accumulate",
+        "* self.io",
+        ATTENTION,
+        "bytes_are_as_predicted and direct and query",
+    ),
+    Fault(
+        "rows sent that nobody needs",
+        "plan/route.py",
+        "yield Edge(distance, owner, rank, side, owner, uses[rank].rows)",
+        "yield Edge(distance, owner, rank, side, owner, Rows.union(u.rows for u in uses.values()))",
+        PLAN,
+        "sends_half or bring_every_pair_home",
+    ),
+    Fault(
+        "a document's last token keeps a target",
+        "planning.py",
+        "targets[:, ends.to(labels.device)] = ignore_index",
+        "targets[:, -1:] = ignore_index",
+        PLANNING,
+        "labels_are_shifted",
+    ),
+    Fault(
+        "positions that do not restart",
+        "plan/mask.py",
+        'return positions - borders[np.searchsorted(borders, positions, side="right") - 1]',
+        "return positions",
+        PLANNING,
+        "world_of_one",
+    ),
+    Fault(
+        "a gradient slice that is not summed",
+        "resharding.py",
+        "        for part in arrived:\n            total += part",
+        "        total += arrived[rank]",
+        PLANNING,
+        "come_together",
+    ),
+    Fault(
+        "loss scaled by the world",
+        "loss.py",
+        "value, ctx.divisor = _mean(settings, local, len(rows))",
+        "value, ctx.divisor = _mean(settings, local, len(rows))\n        ctx.divisor /= settings.plan.world",
+        LOSS,
+    ),
+    Fault(
+        "each rank's loss divided by its own tokens",
+        "loss.py",
+        "divisor = count if settings.num_valid is None else",
+        "divisor = float(local_count) or 1.0 if settings.num_valid is None else",
+        LOSS,
+    ),
+    Fault(
+        "forgotten positions are not noticed",
+        "integrations/hf.py",
+        "self._check_positions(position_ids, query, chosen)",
+        "pass",
+        "tests/unit/test_hf_refusals.py tests/distributed/test_hf.py",
+        "position",
+    ),
+    Fault(
+        "a padding mask is dropped",
+        "integrations/hf_checks.py",
+        "attention_mask.dim() == 2 and attention_mask.all()",
+        "attention_mask.dim() == 2",
+        HF,
+        "padding or mask",
+    ),
+    Fault(
+        "gradients averaged over ranks",
+        "training/model.py",
+        "module.set_gradient_divide_factor(1.0)",
+        "module.set_gradient_divide_factor(2.0)",
+        TRAIN,
+    ),
+]
+
+
+def try_fault(fault: Fault) -> tuple[Fault, str, float]:
+    """'caught', or what is wrong, and the seconds it took."""
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="burst-mutation-") as folder:
+        copy = Path(folder) / "src"
+        shutil.copytree(ROOT / "src", copy, ignore=shutil.ignore_patterns("__pycache__"))
+        target = copy / "burst_attention" / fault.file
+        text = target.read_text()
+        if text.count(fault.old) != 1:
+            return fault, f"its text stands {text.count(fault.old)} times in {fault.file}", 0.0
+        target.write_text(text.replace(fault.old, fault.new))
+        command = [sys.executable, "-m", "pytest", *fault.tests.split(), "-x", "-q", "-p", "no:cacheprovider"]
+        command += ["-k", fault.only] if fault.only else []
+        environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+        result = subprocess.run(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+    verdict = {0: "SURVIVED", 1: "caught"}.get(result.returncode, f"pytest exit {result.returncode}:\n{result.stdout}")
+    return fault, verdict, time.monotonic() - started
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="faults whose name contains one of these; default: all")
+    chosen = [f for f in SEEDED if not (names := parser.parse_args().names) or any(n in f.name for n in names)]
+    console = Console()
+    with ThreadPoolExecutor(2) as workers:
+        missed = 0
+        for fault, verdict, seconds in workers.map(try_fault, chosen):
+            missed += verdict != "caught"
+            console.print(f"{'ok ' if verdict == 'caught' else 'BAD'} {fault.name}: {verdict} in {seconds:.0f} s")
+    console.print(f"{len(chosen) - missed} of {len(chosen)} faults caught")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
