@@ -49,8 +49,8 @@ SEEDED = [
     Fault(
         "merge without rescaling",
         "kernels/merge.py",
-        "weight.to(out.dtype).unsqueeze(-1)",
-        "torch.full_like(weight, 0.5).to(out.dtype).unsqueeze(-1)",
+        "weight = weight.to(out.dtype).unsqueeze(-1)",
+        "weight = torch.full_like(weight, 0.5).to(out.dtype).unsqueeze(-1)",
         ATTENTION,
         "every_two_values_meet and 2",
     ),
@@ -149,8 +149,8 @@ SEEDED = [
     Fault(
         "the gradient of lse lost where dO is 0",
         "kernels/surrogate.py",
-        "if bool((lost | ~torch.isfinite(rest)).any()):",
-        "if False:",
+        "return not bool((lost | ~torch.isfinite(rest)).any())",
+        "return True",
         ATTENTION,
         "lse_alone and aten",
     ),

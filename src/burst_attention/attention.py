@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from .kernels import choose
 from .kernels.contract import DTYPES, Kernel, accumulation_dtype
+from .kernels.merge import row_dot
 from .plan.cost import Shape
 from .plan.route import Side
 from .plan.schedule import TRAVELS
@@ -206,7 +207,7 @@ class _BurstAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         call: _Call = ctx.call
         dout = torch.zeros_like(out) if dout is None else dout
-        delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+        delta = row_dot(dout, out, lse.dtype)
         if dlse is not None:
             delta = delta - dlse
         dout, q, k, v = map(_dense_rows, (dout, q, k, v))
@@ -214,8 +215,10 @@ class _BurstAttention(torch.autograd.Function):
         program = call.plan.schedule.backward(call.travels)
         with torch.autocast(q.device.type, enabled=False):
             sums = sweep(program, call.plan.transport, work, phase="backward")
-        grads = (*sums[Side.QUERY], *sums[Side.KEY])
-        return *(grad.to(q.dtype).contiguous() for grad in grads), None
+        grads = [*sums.pop(Side.QUERY), *sums.pop(Side.KEY)]
+        for n, grad in enumerate(grads):  # one by one, so that a sum is free once it is rounded
+            grads[n] = grad.to(q.dtype).contiguous()
+        return *grads, None
 
 
 def _dense_rows(x: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from .comm.transport import Transport
 from .kernels.contract import Kernel, accumulation_dtype
-from .kernels.merge import blank_output, merge_
+from .kernels.merge import add_, blank_output, merge_
 from .plan.program import Drop, Post, Program, Visit, Wait
 from .plan.route import Edge, Side
 from .plan.rows import Where
@@ -120,7 +120,7 @@ class Backward:
 
     def combine(self, side: Side, total: Tensors, part: Tensors) -> None:
         for a, b in zip(total, part, strict=True):
-            a += b
+            add_(a, b)
 
     def wire_dtypes(self, side: Side, *, exact: bool) -> tuple[torch.dtype, ...]:
         dtype = accumulation_dtype(self.q.dtype) if exact else self.q.dtype

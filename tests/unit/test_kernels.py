@@ -182,10 +182,10 @@ def test_merge_with_rows_that_see_nothing() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dim", [1, 2, 64])
 def test_a_surrogate_carries_delta(dtype: torch.dtype, dim: int) -> None:
-    dout, out = (torch.randn(4, 100, dim, dtype=torch.float64).to(dtype) for _ in range(2))
+    dout, out = (torch.randn(1, 4, 100, dim, dtype=torch.float64).to(dtype) for _ in range(2))
     wide = torch.promote_types(dtype, torch.float32)
     delta = (dout.to(wide) * out.to(wide)).sum(-1)
-    dout[0, :50], delta[0, :50] = 0, 0
+    dout[0, 0, :50], delta[0, 0, :50] = 0, 0
     surrogate = surrogate_output(dout, delta)
     assert surrogate is not None
     carried = (dout.double() * surrogate.double()).sum(-1)
@@ -195,8 +195,8 @@ def test_a_surrogate_carries_delta(dtype: torch.dtype, dim: int) -> None:
 
 
 def test_a_surrogate_refuses_what_it_cannot_carry() -> None:
-    dout, delta = torch.randn(3, 5, 8), torch.randn(3, 5)
-    dout[1, 2] = 0
+    dout, delta = torch.randn(1, 3, 5, 8), torch.randn(1, 3, 5)
+    dout[0, 1, 2] = 0
     assert surrogate_output(dout, delta) is None
     ones, columns = appended_columns(dout.bfloat16(), delta)
     carried = (ones.double() * columns.double()).sum(-1)

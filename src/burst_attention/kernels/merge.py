@@ -1,4 +1,7 @@
-"""Joining partial results by online softmax (arXiv 2403.09347, equation 4; Milakov & Gimelshein, arXiv 1805.02867)."""
+"""Joining partial results: sums, and online softmax (arXiv 2403.09347, equation 4; arXiv 1805.02867).
+
+Head by head: what is widened to fp32 for the moment is one head of a shard, not the shard.
+"""
 
 from __future__ import annotations
 
@@ -24,5 +27,21 @@ def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None
     """
     total = torch.logaddexp(lse, part_lse)
     weight = torch.exp(part_lse - total).masked_fill_(part_lse == -math.inf, 0.0)  # -inf - -inf would be NaN
-    out.lerp_(part_out.to(out.dtype), weight.to(out.dtype).unsqueeze(-1))
+    weight = weight.to(out.dtype).unsqueeze(-1)
+    for head in range(out.shape[1]):
+        out[:, head].lerp_(part_out[:, head].to(out.dtype), weight[:, head])
     lse.copy_(total)
+
+
+def add_(total: Tensor, part: Tensor) -> None:
+    """total += part [B, H, rows, D]."""
+    for head in range(total.shape[1]):
+        total[:, head] += part[:, head]
+
+
+def row_dot(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """rowsum(a * b) [B, H, rows] of two tensors [B, H, rows, D], computed in ``dtype``."""
+    result = a.new_empty(a.shape[:3], dtype=dtype)
+    for head in range(a.shape[1]):
+        result[:, head] = (a[:, head].to(dtype) * b[:, head].to(dtype)).sum(-1)
+    return result

@@ -13,27 +13,33 @@ from torch import Tensor
 
 
 def surrogate_output(dout: Tensor, delta: Tensor) -> Tensor | None:
-    """out' [..., Dv] in dout's dtype with rowsum(dout * out') = delta, or None where dout can't carry delta.
+    """out' [B, H, rows, Dv] in dout's dtype with rowsum(dout * out') = delta, or None where dout can't carry delta.
 
     Args:
-        dout: [..., Dv], the gradient of the output.
-        delta: [...] fp32 or fp64.
+        dout: [B, H, rows, Dv], the gradient of the output.
+        delta: [B, H, rows] fp32 or fp64.
     """
-    wide = delta.dtype
+    out = torch.zeros_like(dout)
+    for head in range(dout.shape[1]):  # head by head: what topk and the quotients need stays small
+        if not _fill(out[:, head], dout[:, head], delta[:, head]):
+            return None
+    return out
+
+
+def _fill(out: Tensor, dout: Tensor, delta: Tensor) -> bool:
+    """Write the columns that carry delta; False if they can't."""
     columns = min(2, dout.shape[-1])
     at = dout.abs().topk(columns, dim=-1).indices
-    d = dout.gather(-1, at).to(wide)
+    carriers = dout.gather(-1, at).to(delta.dtype).unbind(-1)
     rest, parts = delta, []
-    for n in range(columns):
-        carrier = d[..., n]
+    for carrier in carriers:
         part = torch.where(carrier == 0, 0.0, rest / carrier).to(dout.dtype)
         parts.append(part)
-        rest = rest - part.to(wide) * carrier
+        rest = rest - part.to(delta.dtype) * carrier
+    out.scatter_(-1, at, torch.stack(parts, -1))
     # A row carries its D if hardly more than the rounding of one quotient is left of it.
     lost = rest.abs() > 2 * torch.finfo(dout.dtype).eps * delta.abs()
-    if bool((lost | ~torch.isfinite(rest)).any()):
-        return None
-    return torch.zeros_like(dout).scatter_(-1, at, torch.stack(parts, -1))
+    return not bool((lost | ~torch.isfinite(rest)).any())
 
 
 def appended_columns(dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
