@@ -13,7 +13,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(READY)  ## train a small Llama on real long documents over 2 local ranks
-	$(BIN)/burst train --ranks 2 --out runs/demo
+	$(BIN)/burst train --ranks 2 --out runs/demo --overwrite
 
 test: $(READY)  ## the whole everyday suite
 	$(BIN)/python -m pytest

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cached_property
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +16,7 @@ from hypothesis import strategies as st
 from burst_attention import Mask, burst_attention, make_plan
 from burst_attention.kernels import choose
 from burst_attention.plan.assignment import table
+from burst_attention.plan.schedule import Schedule
 from burst_attention.sweep import Backward, Forward, Side, sweep
 from burst_attention.testing import Case, attend, check
 from burst_attention.testing.check import relative_l2
@@ -206,6 +210,43 @@ def test_any_assignment_of_pairs(pools, world: int, route: str) -> None:
     for seed, mask in enumerate([Mask(causal=False), Mask(), Mask(window=30, cu_seqlens=[0, 50, 90])]):
         for errors in pools(world).run(random_assignment, seed, route, mask):
             assert max(errors) <= 1e-12, (seed, mask, errors)
+
+
+class Gapped(Schedule):
+    """A mask that leaves documents out altogether: their queries see nothing, and nobody sees their keys."""
+
+    @cached_property
+    def regions(self) -> np.ndarray:
+        return self.mask.regions(self.layout.seqlen)[::2]
+
+
+def rows_that_see_nothing(kernel: str, travels: str, route: str) -> None:
+    mask = Mask(cu_seqlens=[0, 13, 20, 21, 40, 48])
+    plan = make_plan(48, mask=mask, route=route)
+    gapped = Gapped(plan.schedule.layout, mask, plan.schedule.route, plan.rank)
+    plan = replace(plan, schedule=gapped)
+    case = Case(seqlen=48, mask=mask, kv_heads=2)
+    inputs = case.inputs()
+    q, k, v, dout, dlse = (plan.shard(x, 2) for x in inputs.values())
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out, lse = burst_attention(q, k, v, plan, kernel=kernel, travels=travels, return_lse=True)
+    torch.autograd.backward([out, lse], [dout, dlse])
+    oracle = attend(*(inputs[n] for n in ("q", "k", "v")), mask, dout=inputs["dout"], dlse=inputs["dlse"])
+    position = plan.positions
+    blind = ((position >= 13) & (position < 20)) | ((position >= 21) & (position < 40))
+    assert (out[:, :, blind] == 0).all() and (lse[:, :, blind] == float("-inf")).all()
+    actual = (out, lse, q.grad, k.grad, v.grad)
+    for got, (name, expected) in zip(actual, oracle.items(), strict=True):
+        if name != "lse":
+            assert (got[:, :, blind] == 0).all(), name
+        assert relative_l2(got[:, :, ~blind], plan.shard(expected, 2)[:, :, ~blind]) < 1e-5, name
+
+
+@pytest.mark.parametrize("kernel", ["reference", "aten"])
+@pytest.mark.parametrize("travels", ["query", "key-value"])
+def test_queries_that_see_nothing(pools, kernel: str, travels: str) -> None:
+    for route in ("direct", "ring-attention"):
+        pools(3).run(rows_that_see_nothing, kernel, travels, route)
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""The plan as users hold it: shards, labels, positions, resharding, groups and meshes, and errors (they do not grow)."""
+"""The plan as users hold it: shards, labels, positions, resharding, groups and meshes; errors that do not grow."""
 
 from __future__ import annotations
 

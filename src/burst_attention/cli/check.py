@@ -1,0 +1,128 @@
+"""``burst check``: distributed attention against fp64, gradients included, over the ranks at hand."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from burst_attention import Mask
+from burst_attention.testing import Case, Report, check
+
+from . import launch
+
+COMMAND = "burst check"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Compare distributed attention with a dense fp64 oracle on every rank: out, lse, dq, dk, dv.
+
+    Every combination of the listed masks, layouts, dtypes and travels is run. Started plainly it launches its own local
+    workers. Under torchrun it uses the ranks that it finds:
+    torchrun --nproc-per-node 2 -m burst_attention.cli check [OPTIONS].
+    """
+
+    ranks: int | None = None
+    """Local workers; one per GPU, else one per core, if not given."""
+    seq_len: int = 512
+    """Tokens; the oracle takes memory in its square."""
+    masks: tuple[Literal["full", "causal", "window", "documents", "prefix"], ...] = ("causal", "documents")
+    layouts: tuple[Literal["contiguous", "zigzag", "striped"], ...] = ("contiguous", "zigzag", "striped")
+    dtypes: tuple[Literal["float64", "float32", "bfloat16", "float16"], ...] = ("float64", "bfloat16")
+    travels: tuple[Literal["query", "key-value"], ...] = ("query", "key-value")
+    route: Literal["auto", "direct", "ring", "ring-attention"] = "auto"
+    kernel: Literal["auto", "reference", "aten", "aten-fp32"] = "auto"
+    q_heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    v_head_dim: int | None = None
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    timeout: float = 60.0
+    """Seconds that an exchange may take before it is an error."""
+
+    def check(self) -> None:
+        """Raise ValueError for what can't be."""
+        for name in ("seq_len", "q_heads", "kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1")
+        if self.ranks is not None and self.ranks < 1:
+            raise ValueError(f"--ranks {self.ranks} must be at least 1")
+        if self.q_heads % self.kv_heads:
+            raise ValueError(f"--q-heads {self.q_heads} must be a multiple of --kv-heads {self.kv_heads}")
+        if not self.timeout > 0:
+            raise ValueError(f"--timeout {self.timeout} must be positive")
+
+
+def cases(arguments: Arguments, device: str) -> list[Case]:
+    """One for each combination."""
+    s = arguments.seq_len
+    masks = {
+        "full": Mask(causal=False),
+        "causal": Mask(),
+        "window": Mask(window=max(1, s // 7)),
+        "documents": Mask(cu_seqlens=[0, s // 9, s // 9, s // 2, s]),
+        "prefix": Mask(prefix=s // 5),
+    }
+    same = ("route", "kernel", "q_heads", "kv_heads", "head_dim", "v_head_dim", "seed")
+    shape = {name: getattr(arguments, name) for name in same} | {"seqlen": s, "device": device}
+    combinations = itertools.product(arguments.masks, arguments.layouts, arguments.dtypes, arguments.travels)
+    return [
+        Case(mask=masks[mask], layout=layout, dtype=getattr(torch, dtype), travels=travels, **shape)
+        for mask, layout, dtype, travels in combinations
+    ]
+
+
+def main(arguments: list[str]) -> int:
+    """Run ``burst check``; returns the exit status: 0 if all is right, 1 if not, 2 if it can't be asked."""
+    parsed = tyro.cli(Arguments, prog=COMMAND, args=arguments)
+    try:
+        parsed.check()
+        under_torchrun = launch.started_by_torchrun()
+        if under_torchrun:
+            launch.found_ranks(parsed.ranks)
+    except ValueError as error:
+        return launch.refuse(COMMAND, error)
+    if under_torchrun:
+        launch.recorded(_check, parsed)
+        return 0
+    from burst_attention.training.place import default_ranks
+
+    return launch.launch(COMMAND, _check, parsed, ranks=parsed.ranks or default_ranks(parsed.device))
+
+
+def _check(arguments: Arguments) -> None:
+    from burst_attention.training.config import ParallelConfig
+    from burst_attention.training.place import join
+
+    with join(ParallelConfig(device=arguments.device, timeout=arguments.timeout)) as place:
+        todo = cases(arguments, place.device.type)
+        reports = [check(case, timeout=arguments.timeout) for case in todo]
+        if place.rank == 0:
+            _show(todo, reports)
+    if not all(report.passed for report in reports):
+        raise SystemExit(1)
+
+
+def _show(todo: list[Case], reports: list[Report]) -> None:
+    """One table for each mask; of each case the tensor and the rank that come closest to their bound."""
+    console = Console()
+    for mask in dict.fromkeys(case.mask for case in todo):
+        table = Table("layout", "dtype", "travels", "worst", "error", "bound", "", title=f"S={todo[0].seqlen}, {mask}")
+        for case, report in zip(todo, reports, strict=True):
+            if case.mask == mask:
+                worst = max(report.rows, key=lambda r: (not r.passed, r.error / r.bound if r.bound else r.error))
+                figures = (f"{worst.tensor}, rank {worst.rank}", f"{worst.error:.1e}", f"{worst.bound:.1e}")
+                verdict = "[green]ok[/]" if report.passed else "[red]WRONG[/]"
+                names = (case.layout, str(case.dtype).removeprefix("torch."), case.travels)
+                table.add_row(*names, *figures, verdict)
+        console.print(table)
+    for report in reports:
+        if not report.passed:
+            console.print(report.table())

@@ -1,0 +1,143 @@
+"""``burst plan``: what a sequence over so many ranks will cost, before anything is rented."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from burst_attention import Mask
+from burst_attention.plan.cost import Shape
+from burst_attention.plan.estimate import RankCost, estimate
+from burst_attention.plan.schedule import TRAVELS, make_schedule
+
+from . import launch
+
+COMMAND = "burst plan"
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Work, bytes and memory of exact attention over many ranks, per rank, and beside it RingAttention's.
+
+    Nothing is launched. Defaults are Llama 3 8B's heads.
+    """
+
+    seq_len: int
+    """Tokens of the sequence."""
+    ranks: int
+    """Ranks that share it."""
+    layers: int = 32
+    batch: int = 1
+    q_heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    v_head_dim: int | None = None
+    """--head-dim if not given."""
+    dtype: Literal["float64", "float32", "bfloat16", "float16"] = "bfloat16"
+    causal: bool = True
+    window: int | None = None
+    """Keys that a query sees."""
+    documents: int = 1
+    """Pack this many equal documents."""
+    layout: Literal["contiguous", "zigzag", "striped"] = "zigzag"
+    route: Literal["direct", "ring", "ring-attention"] = "direct"
+    travels: Literal["auto", "query", "key-value"] = "auto"
+    tflops: float | None = None
+    """What a rank's kernels reach, in 10^12 operations a second; with it, compute time is told."""
+    gbytes_per_second: float | None = None
+    """What a rank's link carries each way, in 10^9 bytes a second; with it, time on the wire is told."""
+
+    def check(self) -> None:
+        """Raise ValueError for what can't be."""
+        for name in ("seq_len", "ranks", "layers", "batch", "q_heads", "kv_heads", "head_dim", "documents"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1")
+        for name in ("tflops", "gbytes_per_second"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} must be positive")
+        if self.q_heads % self.kv_heads:
+            raise ValueError(f"--q-heads {self.q_heads} must be a multiple of --kv-heads {self.kv_heads}")
+
+    def shape(self) -> Shape:
+        """What moves per row."""
+        io = BYTES[self.dtype]
+        return Shape(
+            batch=self.batch,
+            q_heads=self.q_heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            v_head_dim=self.v_head_dim or self.head_dim,
+            io=io,
+            accumulate=max(io, 4),
+        )
+
+    def mask(self) -> Mask:
+        """What a query sees."""
+        borders = [n * self.seq_len // self.documents for n in range(self.documents + 1)]
+        return Mask(self.causal, self.window, borders if self.documents > 1 else None)
+
+
+def main(arguments: list[str]) -> int:
+    """Run ``burst plan``; returns the exit status."""
+    parsed = tyro.cli(Arguments, prog=COMMAND, args=arguments)
+    try:
+        parsed.check()
+        chosen, costs = _costs(parsed, parsed.route, parsed.travels)
+        _, ring = _costs(parsed, "ring-attention", "key-value")
+    except ValueError as error:
+        return launch.refuse(COMMAND, error)
+    title = f"{parsed.seq_len:,} tokens over {parsed.ranks} ranks, {parsed.mask()}, {parsed.layout}, {parsed.dtype}"
+    table = Table("per rank, all layers (memory: one layer)", f"{parsed.route}, {chosen} travels", "RingAttention")
+    for name, mine, theirs in zip(_NAMES, _figures(parsed, costs), _figures(parsed, ring), strict=True):
+        table.add_row(name, mine, theirs)
+    Console().print(f"[bold]{title}[/]", table)
+    return 0
+
+
+def _costs(arguments: Arguments, route: str, travels: str) -> tuple[str, list[RankCost]]:
+    world = arguments.ranks
+    schedule = make_schedule(
+        arguments.seq_len, mask=arguments.mask(), layout=arguments.layout, route=route, rank=0, world=world
+    )
+    chosen = schedule.choose_travels(arguments.shape()) if travels == "auto" else travels
+    assert chosen in TRAVELS
+    return chosen, estimate(schedule, arguments.shape(), chosen)
+
+
+_NAMES = (
+    "tokens, most",
+    "attention, forward, TFLOP (mean, busiest)",
+    "attention, backward, TFLOP (mean, busiest)",
+    "sent, forward, GB (mean, busiest)",
+    "sent, backward, GB (mean, busiest)",
+    "compute time, s, busiest",
+    "time on the wire, s, busiest",
+    "memory at the backward's peak, GB",
+)
+
+
+def _figures(arguments: Arguments, costs: list[RankCost]) -> list[str]:
+    layers = arguments.layers
+
+    def pair(values: list[int], unit: float) -> str:
+        return f"{layers * sum(values) / len(values) / unit:,.3g}, {layers * max(values) / unit:,.3g}"
+
+    def seconds(amount: int, rate: float | None, unit: float) -> str:
+        return "-" if rate is None else f"{layers * amount / (rate * unit):,.3g}"
+
+    busiest_link = max(max(c.traffic.sent, c.traffic.received) for c in costs)
+    return [
+        f"{max(c.tokens for c in costs):,}",
+        pair([c.forward_flops for c in costs], 1e12),
+        pair([c.backward_flops for c in costs], 1e12),
+        pair([c.traffic.forward_sent for c in costs], 1e9),
+        pair([c.traffic.backward_sent for c in costs], 1e9),
+        seconds(max(c.forward_flops + c.backward_flops for c in costs), arguments.tflops, 1e12),
+        seconds(busiest_link, arguments.gbytes_per_second, 1e9),
+        f"{max(c.memory for c in costs) / 1e9:,.3g}",
+    ]

@@ -1,0 +1,322 @@
+"""The whole path: the same training whatever the ranks, and what a run leaves behind."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig
+
+from burst_attention.cli.train import parse
+from burst_attention.training.config import DataConfig, ModelConfig, OptimConfig, ParallelConfig, RunConfig, TrainConfig
+from burst_attention.training.data import open_sequences
+from burst_attention.training.loop import Trainer, train
+from burst_attention.training.place import join
+
+PARALLEL = ParallelConfig(device="cpu", timeout=60)
+SMALL = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 256, "eos_token_id": 257}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A folder of 40 documents of 20 to 600 bytes."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for index in range(40):
+        words = (f"{(index * 7919 + word * word) % 97} times {word} makes no sense.\n" for word in range(1 + index % 23))
+        (folder / f"{index:02d}.txt").write_text("".join(words))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def mistral(tmp_path_factory):
+    """A small model on disk whose layers see 13 keys."""
+    folder = tmp_path_factory.mktemp("mistral")
+    torch.manual_seed(3)
+    config = MistralConfig(**SMALL, head_dim=8, sliding_window=13, initializer_range=0.2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return str(folder)
+
+
+def config_of(corpus, out, **changes):
+    """A config for a test of seconds; ``changes`` are settings by their flags' names."""
+    config = TrainConfig(
+        run=RunConfig(steps=4, out=str(out)),
+        data=DataConfig(data=corpus, seq_len=97, held_out=0.2, held_out_sequences=3),
+        optim=OptimConfig(warmup=2),
+        parallel=PARALLEL,
+    )
+    for name in ("run", "data", "model", "optim", "parallel"):
+        section = getattr(config, name)
+        mine = {key: value for key, value in changes.items() if hasattr(section, key) and key != name}
+        config = replace(config, **{name: replace(section, **mine)})
+    return config
+
+
+def losses(folder):
+    return [json.loads(line)["loss"] for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+def norms(folder):
+    return [json.loads(line)["grad_norm"] for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(folder):
+    return load_file(Path(folder) / "model" / "model.safetensors")
+
+
+def relative(x, y):
+    return ((x.double() - y.double()).norm() / y.double().norm()).item()
+
+
+# The same numbers whatever the ranks
+
+
+def test_losses_do_not_depend_on_ranks_or_layout(pools, corpus, tmp_path):
+    runs = [(1, "zigzag"), (2, "zigzag"), (4, "zigzag"), (2, "contiguous"), (2, "striped")]
+    for world, layout in runs:
+        pools(world).run(train, config_of(corpus, tmp_path / f"{world}-{layout}", layout=layout, steps=6))
+    expected = losses(tmp_path / "1-zigzag")
+    assert len(expected) == 6
+    assert expected[-1] < expected[0] - 0.5, "it learns"
+    for world, layout in runs[1:]:
+        folder = tmp_path / f"{world}-{layout}"
+        assert losses(folder) == pytest.approx(expected, abs=2e-5), folder
+        assert norms(folder) == pytest.approx(norms(tmp_path / "1-zigzag"), rel=1e-4), folder
+
+
+@pytest.mark.parametrize("pack", ["documents", "none"])
+def test_groups_equal_accumulation_steps(pools, corpus, tmp_path, pack):
+    shared = {"dtype": "float64", "pack": pack, "lr": 1e-3, "eps": 1e-5}
+    if pack == "none":
+        shared |= {"batch": 2, "seq_len": 61}
+    runs = {"one": (1, 1, 4), "groups": (2, 2, 2), "both": (4, 2, 2)}
+    for name, (world, groups, accumulate) in runs.items():
+        config = config_of(corpus, tmp_path / name, data_parallel=groups, accumulate=accumulate, **shared)
+        summaries = pools(world).run(train, config)
+        assert all(summary == summaries[0] for summary in summaries)
+    expected = weights(tmp_path / "one")
+    for name in ("groups", "both"):
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), abs=1e-9)
+        assert norms(tmp_path / name) == pytest.approx(norms(tmp_path / "one"), rel=1e-9)
+        for key, value in weights(tmp_path / name).items():
+            assert relative(value, expected[key]) < 1e-7, key
+    held_out = [json.loads((tmp_path / name / "summary.json").read_text())["held_out_loss"] for name in runs]
+    assert held_out == pytest.approx([held_out[0]] * 3, abs=1e-7)
+
+
+def gradients(config):
+    """(loss, whole gradients by name, initial weights) of the first step."""
+    with join(config.parallel) as place:
+        trainer = Trainer(config, place)
+        before = {key: p.full_tensor().detach().clone() for key, p in trainer.model.named_parameters()}
+        sequences = list(itertools.islice(trainer.reader.training(), config.sequences_per_step))
+        loss, _ = trainer.backward(sequences)
+        return loss, {key: p.grad.full_tensor() for key, p in trainer.model.named_parameters()}, before
+
+
+def one_device(model, sequences):
+    """The mean loss over all targets of all sequences, each document by itself, by transformers alone."""
+    total, count = 0.0, 0
+    for sequence in sequences:
+        borders = sequence.cu_seqlens or (0, len(sequence.tokens))
+        for start, stop in itertools.pairwise(borders):
+            ids = torch.tensor(sequence.tokens[start:stop], dtype=torch.int64)[None]
+            if stop - start > 1:
+                logits = model(ids, use_cache=False).logits[0, :-1]
+                total = total + F.cross_entropy(logits, ids[0, 1:], reduction="sum")
+                count += stop - start - 1
+    return total / count
+
+
+@pytest.mark.parametrize(("world", "groups", "accumulate"), [(1, 1, 3), (2, 1, 2), (2, 2, 2), (4, 2, 1)])
+def test_gradients_are_those_of_one_device(pools, corpus, tmp_path, world, groups, accumulate):
+    config = config_of(corpus, tmp_path, data_parallel=groups, accumulate=accumulate, dtype="float64")
+    results = pools(world).run(gradients, config)
+    loss, _, before = results[0]
+    from burst_attention.training.model import model_config
+
+    reader, tokenizer = open_sequences(config)
+    plain = AutoModelForCausalLM.from_config(model_config("tiny", tokenizer, 97), dtype=torch.float64)
+    plain.load_state_dict({key.removeprefix("model."): value for key, value in before.items()})
+    expected = one_device(plain, itertools.islice(reader.training(), config.sequences_per_step))
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), rel=1e-10)
+    for _, grads, _ in results:
+        for key, parameter in plain.named_parameters():
+            assert relative(grads[f"model.{key}"], parameter.grad) < 1e-9, key
+
+
+# What is loaded and what is left behind
+
+
+def test_a_run_leaves_everything_behind(pools, corpus, tmp_path):
+    config = config_of(corpus, tmp_path / "run", seed=5)
+    summary = pools(2).run(train, config)[0]
+    folder = tmp_path / "run"
+    assert parse(["--config", str(folder / "config.toml")]) == config
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    assert [record["tokens"] for record in records] == [97, 194, 291, 388]
+    assert all(record["bytes_sent"] == record["bytes_predicted"] > 0 for record in records)
+    assert (summary.first_loss, summary.last_loss) == (records[0]["loss"], records[-1]["loss"])
+    assert summary.bytes_sent == summary.bytes_predicted
+    assert len(summary.bytes_sent) == len(summary.peak_memory) == 2
+    assert min(summary.peak_memory) > 50e6
+    written = json.loads((folder / "summary.json").read_text())
+    assert written["perplexity"] == pytest.approx(math.exp(summary.held_out_loss))
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert tensorboard_losses(folder / "tensorboard") == pytest.approx(losses(folder), rel=1e-6)
+
+
+def tensorboard_losses(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder)).Reload()
+    assert {"loss", "lr", "grad_norm", "tokens_per_second", "held_out_loss"} <= set(events.Tags()["scalars"])
+    return [event.value for event in events.Scalars("loss")]
+
+
+@pytest.mark.parametrize("pack", ["documents", "none"])
+def test_the_checkpoint_gives_the_same_held_out_loss_elsewhere(pools, corpus, tmp_path, pack):
+    config = config_of(corpus, tmp_path, pack=pack, seq_len=61)
+    summary = pools(2).run(train, config)[0]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert model.config._attn_implementation != "burst"
+    reader, tokenizer = open_sequences(config)
+    held_out = list(itertools.islice(reader.held_out(), 3))
+    assert len(held_out) == 3
+    assert summary.held_out_tokens == sum(sequence.valid_tokens for sequence in held_out)
+    with torch.no_grad():
+        assert one_device(model, held_out).item() == pytest.approx(summary.held_out_loss, abs=1e-5)
+    text = "def f(x):\n\treturn x  # é"
+    assert AutoTokenizer.from_pretrained(tmp_path / "model")(text)["input_ids"] == tokenizer.encode(text).tolist()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_is_loaded_from_a_folder_and_trained_with_its_window(pools, corpus, tmp_path, mistral, tied):
+    source = mistral
+    if tied:
+        source = str(tmp_path / "tied")
+        torch.manual_seed(4)
+        config = MistralConfig(**SMALL, head_dim=8, sliding_window=13, initializer_range=0.2, tie_word_embeddings=True)
+        AutoModelForCausalLM.from_config(config).save_pretrained(source)
+    # A learning rate that changes nothing: what is saved and evaluated is what was loaded.
+    config = config_of(corpus, tmp_path / "run", model=source, lr=1e-30, steps=2)
+    config = replace(config, model=ModelConfig(model=source))
+    summary = pools(2).run(train, config)[0]
+    reader, tokenizer = open_sequences(config)
+    assert tokenizer.vocab_size == 258
+    plain = AutoModelForCausalLM.from_pretrained(source)
+    with torch.no_grad():
+        expected = one_device(plain, itertools.islice(reader.held_out(), 3)).item()
+    assert summary.held_out_loss == pytest.approx(expected, abs=1e-5)
+    before, after = load_file(Path(source) / "model.safetensors"), weights(tmp_path / "run")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    assert (again.config.sliding_window, again.config.tie_word_embeddings) == (13, tied)
+
+
+def test_bf16_computes_in_bf16_and_keeps_fp32_weights(pools, corpus, tmp_path):
+    pools(2).run(train, config_of(corpus, tmp_path / "half", dtype="bfloat16"))
+    pools(2).run(train, config_of(corpus, tmp_path / "full"))
+    assert {value.dtype for value in weights(tmp_path / "half").values()} == {torch.float32}
+    half, full = losses(tmp_path / "half"), losses(tmp_path / "full")
+    assert half == pytest.approx(full, abs=0.05)
+    assert half != full
+    records = [json.loads(line) for line in (tmp_path / "half" / "metrics.jsonl").read_text().splitlines()]
+    assert all(record["bytes_sent"] == record["bytes_predicted"] > 0 for record in records)
+
+
+def test_a_loss_that_is_no_number_stops_every_rank(pools, corpus, tmp_path):
+    _, errors, lost = pools(2).gather(train, config_of(corpus, tmp_path, lr=1e30, warmup=0))
+    assert not lost
+    assert {type(error) for error in errors.values()} == {FloatingPointError}
+    assert len(errors) == 2
+
+
+# The command
+
+
+def command(corpus, out, *flags):
+    shared = ["--data", corpus, "--seq-len", "97", "--out", str(out), "--warmup", "2", "--device", "cpu"]
+    return ["train", *shared, "--held-out", "0.2", "--held-out-sequences", "3", *flags]
+
+
+def environment():
+    """Without what makes a process a rank of something."""
+    return {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+
+
+def start(*words):
+    return subprocess.Popen(
+        [sys.executable, *words], env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def test_the_command_and_torchrun_train_alike(pools, corpus, tmp_path):
+    script = str(Path(sys.executable).with_name("burst"))
+    plain = start(script, *command(corpus, tmp_path / "plain", "--ranks", "2", "--steps", "4"))
+    told, _ = plain.communicate(timeout=120)
+    assert plain.returncode == 0, told
+    rows = ("first loss", "last loss", "held-out loss", "tokens/s", "peak memory", "sent per step", "predicted")
+    assert all(row in told for row in rows), told
+    assert "Warning" not in told, told
+    assert len(re.findall(r"^step \d/4  loss \d", told, re.M)) == 4, "one rank speaks"
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "burst_attention.cli"]
+    found = start(*torchrun, *command(corpus, tmp_path / "torchrun", "--steps", "4"))
+    told, _ = found.communicate(timeout=120)
+    assert found.returncode == 0, told
+    assert losses(tmp_path / "plain") == losses(tmp_path / "torchrun")
+    pools(1).run(train, config_of(corpus, tmp_path / "pool"))
+    assert losses(tmp_path / "plain") == pytest.approx(losses(tmp_path / "pool"), abs=2e-5)
+
+
+@pytest.mark.parametrize(("signalled", "status"), [("worker", 1), ("launcher", 130)])
+def test_a_lost_worker_and_ctrl_c_end_the_run(corpus, tmp_path, signalled, status):
+    process = start("-m", "burst_attention.cli", *command(corpus, tmp_path, "--ranks", "2", "--steps", "100000"))
+    for line in process.stdout:
+        if line.startswith("step 2/"):
+            break
+    else:
+        pytest.fail("the run ended by itself")
+    workers = workers_of(process.pid)
+    assert len(workers) == 2
+    began = time.monotonic()
+    os.kill(workers[1] if signalled == "worker" else process.pid, getattr(signal, "SIGKILL" if status == 1 else "SIGINT"))
+    told, _ = process.communicate(timeout=30)
+    assert process.returncode == status, told
+    assert time.monotonic() - began < 20
+    if signalled == "worker":
+        assert told.splitlines()[-1].startswith("burst train: rank 1 failed: killed by SIGKILL")
+    deadline = time.monotonic() + 5
+    while any(map(is_alive, workers)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_alive, workers))
+
+
+def workers_of(pid):
+    """The processes that ``pid`` spawned, in the order of their ranks."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,61 @@
+"""The cost of a call before it is made, against dense counts and against what each rank's own program sends."""
+
+from __future__ import annotations
+
+import pytest
+
+from burst_attention.cli import main
+from burst_attention.plan.cost import Shape
+from burst_attention.plan.estimate import estimate
+from burst_attention.plan.layout import Layout
+from burst_attention.plan.mask import Mask
+from burst_attention.plan.route import ROUTES
+from burst_attention.plan.schedule import Schedule
+
+SHAPE = Shape(batch=2, q_heads=4, kv_heads=2, head_dim=8, v_head_dim=12, io=2, accumulate=4)
+
+
+@pytest.mark.parametrize("route", sorted(ROUTES))
+@pytest.mark.parametrize("travels", ["query", "key-value"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_estimates_are_what_runs(route: str, travels: str, layout: str) -> None:
+    mask = Mask(window=17, cu_seqlens=[0, 10, 33, 50])
+    schedules = [Schedule(Layout(layout, 50, 3), mask, ROUTES[route], rank) for rank in range(3)]
+    costs = estimate(schedules[0], SHAPE, travels)
+    for schedule, cost in zip(schedules, costs, strict=True):
+        assert cost.traffic == schedule.traffic(SHAPE, travels)
+        assert cost.tokens == schedule.layout.lengths[schedule.rank]
+    seen = int(mask.dense(50).sum())
+    assert sum(c.forward_flops for c in costs) == 2 * 2 * 4 * (8 + 12) * seen
+    assert sum(c.backward_flops for c in costs) == 2 * 2 * 4 * (3 * 8 + 2 * 12) * seen
+
+
+def test_memory_falls_with_the_world() -> None:
+    def memory(world: int) -> int:
+        schedule = Schedule(Layout("zigzag", 4096, world), Mask(), ROUTES["direct"], 0)
+        return estimate(schedule, SHAPE, "query")[0].memory
+
+    assert memory(8) * 2 == memory(4) and memory(4) * 2 == memory(2) and memory(4) < memory(1)
+
+
+def test_a_million_tokens_on_32_ranks(capsys) -> None:
+    arguments = ["plan", "--seq-len", "1000000", "--ranks", "32", "--tflops", "400", "--gbytes-per-second", "45"]
+    assert main(arguments) == 0
+    told = capsys.readouterr().out
+    assert "31,250" in told and "1,000,000 tokens over 32 ranks" in told and "RingAttention" in told
+    # 4 D S^2 / 2 per head, 32 heads and layers, over 32 ranks: 8.19e3 TFLOP
+    assert "8.19e+03" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--ranks", "0"], "--ranks 0"),
+        (["--ranks", "2", "--q-heads", "3"], "--q-heads 3"),
+        (["--ranks", "2", "--window", "0"], "window=0"),
+        (["--ranks", "2", "--tflops", "-1"], "--tflops -1"),
+    ],
+)
+def test_plans_that_cannot_be(arguments: list[str], told: str, capsys) -> None:
+    assert main(["plan", "--seq-len", "64", *arguments]) == 2
+    assert told in capsys.readouterr().err
