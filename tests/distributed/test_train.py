@@ -5,13 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
-import re
-import signal
-import subprocess
-import sys
-import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,24 +14,18 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig
 
 from burst_attention.cli.train import parse
-from burst_attention.training.config import DataConfig, ModelConfig, OptimConfig, ParallelConfig, RunConfig, TrainConfig
 from burst_attention.training.data import open_sequences
 from burst_attention.training.loop import Trainer, train
 from burst_attention.training.place import join
+from tests.training import config_of, losses, norms, weights, write_corpus
 
-PARALLEL = ParallelConfig(device="cpu", timeout=60)
 SMALL = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 256, "eos_token_id": 257}
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """A folder of 40 documents of 20 to 600 bytes."""
-    folder = tmp_path_factory.mktemp("corpus")
-    for index in range(40):
-        words = (f"{(index * 7919 + word * word) % 97} times {word} makes no sense.\n" for word in range(1 + index % 23))
-        (folder / f"{index:02d}.txt").write_text("".join(words))
-    return str(folder)
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")
@@ -49,33 +36,6 @@ def mistral(tmp_path_factory):
     config = MistralConfig(**SMALL, head_dim=8, sliding_window=13, initializer_range=0.2)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return str(folder)
-
-
-def config_of(corpus, out, **changes):
-    """A config for a test of seconds; ``changes`` are settings by their flags' names."""
-    config = TrainConfig(
-        run=RunConfig(steps=4, out=str(out)),
-        data=DataConfig(data=corpus, seq_len=97, held_out=0.2, held_out_sequences=3),
-        optim=OptimConfig(warmup=2),
-        parallel=PARALLEL,
-    )
-    for name in ("run", "data", "model", "optim", "parallel"):
-        section = getattr(config, name)
-        mine = {key: value for key, value in changes.items() if hasattr(section, key) and key != name}
-        config = replace(config, **{name: replace(section, **mine)})
-    return config
-
-
-def losses(folder):
-    return [json.loads(line)["loss"] for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-
-
-def norms(folder):
-    return [json.loads(line)["grad_norm"] for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-
-
-def weights(folder):
-    return load_file(Path(folder) / "model" / "model.safetensors")
 
 
 def relative(x, y):
@@ -216,7 +176,6 @@ def test_a_model_is_loaded_from_a_folder_and_trained_with_its_window(pools, corp
         AutoModelForCausalLM.from_config(config).save_pretrained(source)
     # A learning rate that changes nothing: what is saved and evaluated is what was loaded.
     config = config_of(corpus, tmp_path / "run", model=source, lr=1e-30, steps=2)
-    config = replace(config, model=ModelConfig(model=source))
     summary = pools(2).run(train, config)[0]
     reader, tokenizer = open_sequences(config)
     assert tokenizer.vocab_size == 258
@@ -247,76 +206,3 @@ def test_a_loss_that_is_no_number_stops_every_rank(pools, corpus, tmp_path):
     assert not lost
     assert {type(error) for error in errors.values()} == {FloatingPointError}
     assert len(errors) == 2
-
-
-# The command
-
-
-def command(corpus, out, *flags):
-    shared = ["--data", corpus, "--seq-len", "97", "--out", str(out), "--warmup", "2", "--device", "cpu"]
-    return ["train", *shared, "--held-out", "0.2", "--held-out-sequences", "3", *flags]
-
-
-def environment():
-    """Without what makes a process a rank of something."""
-    return {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
-
-
-def start(*words):
-    return subprocess.Popen(
-        [sys.executable, *words], env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-
-
-def test_the_command_and_torchrun_train_alike(pools, corpus, tmp_path):
-    script = str(Path(sys.executable).with_name("burst"))
-    plain = start(script, *command(corpus, tmp_path / "plain", "--ranks", "2", "--steps", "4"))
-    told, _ = plain.communicate(timeout=120)
-    assert plain.returncode == 0, told
-    rows = ("first loss", "last loss", "held-out loss", "tokens/s", "peak memory", "sent per step", "predicted")
-    assert all(row in told for row in rows), told
-    assert "Warning" not in told, told
-    assert len(re.findall(r"^step \d/4  loss \d", told, re.M)) == 4, "one rank speaks"
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "burst_attention.cli"]
-    found = start(*torchrun, *command(corpus, tmp_path / "torchrun", "--steps", "4"))
-    told, _ = found.communicate(timeout=120)
-    assert found.returncode == 0, told
-    assert losses(tmp_path / "plain") == losses(tmp_path / "torchrun")
-    pools(1).run(train, config_of(corpus, tmp_path / "pool"))
-    assert losses(tmp_path / "plain") == pytest.approx(losses(tmp_path / "pool"), abs=2e-5)
-
-
-@pytest.mark.parametrize(("signalled", "status"), [("worker", 1), ("launcher", 130)])
-def test_a_lost_worker_and_ctrl_c_end_the_run(corpus, tmp_path, signalled, status):
-    process = start("-m", "burst_attention.cli", *command(corpus, tmp_path, "--ranks", "2", "--steps", "100000"))
-    for line in process.stdout:
-        if line.startswith("step 2/"):
-            break
-    else:
-        pytest.fail("the run ended by itself")
-    workers = workers_of(process.pid)
-    assert len(workers) == 2
-    began = time.monotonic()
-    os.kill(workers[1] if signalled == "worker" else process.pid, getattr(signal, "SIGKILL" if status == 1 else "SIGINT"))
-    told, _ = process.communicate(timeout=30)
-    assert process.returncode == status, told
-    assert time.monotonic() - began < 20
-    if signalled == "worker":
-        assert told.splitlines()[-1].startswith("burst train: rank 1 failed: killed by SIGKILL")
-    deadline = time.monotonic() + 5
-    while any(map(is_alive, workers)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(is_alive, workers))
-
-
-def workers_of(pid):
-    """The processes that ``pid`` spawned, in the order of their ranks."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

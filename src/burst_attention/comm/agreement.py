@@ -71,7 +71,7 @@ class Agreement:
         transport = self.transport
         if transport.world == 1:
             return [record]
-        encoded = json.dumps(record).encode()
+        encoded = json.dumps(record, ensure_ascii=False).encode()
         if len(encoded) > RECORD_BYTES:
             raise ValueError(f"a record of {len(encoded)} bytes exceeds {RECORD_BYTES}")
         mine = torch.frombuffer(bytearray(encoded.ljust(RECORD_BYTES)), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""The configuration of a training run: one tree of frozen dataclasses, read from flags and TOML, written back as TOML."""
+"""The configuration of a training run: one tree of frozen dataclasses, from flags and TOML, written back as TOML."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ import dataclasses
 import json
 import math
 import tomllib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-PRESETS = ("tiny", "llama-7b", "llama-13b", "llama-3-8b")
+from .presets import PRESETS
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
 class RunConfig:
     """What is run, and where its results go."""
 
-    steps: int = 100
+    steps: int = 120
     """Optimizer steps."""
     out: str = "runs/train"
     """Folder of the run: config, metrics, curve and the trained model."""
@@ -54,6 +58,14 @@ class ModelConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float64", "fp32", "bf16", "fp64"] = "auto"
     """Of the computation; weights are kept in fp32 (fp64). auto: float32 on CPU, bfloat16 on GPU."""
 
+    def compute_dtype(self, device_type: str) -> torch.dtype:
+        """What ``dtype`` means on a device of this type."""
+        import torch
+
+        automatic = "bfloat16" if device_type == "cuda" else "float32"
+        short = {"auto": automatic, "fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}
+        return getattr(torch, short.get(self.dtype, self.dtype))
+
 
 @dataclass(frozen=True)
 class ParallelConfig:
@@ -77,8 +89,8 @@ class ParallelConfig:
 class OptimConfig:
     """How it is trained: AdamW, warm-up and cosine decay."""
 
-    lr: float = 3e-3
-    """Highest learning rate."""
+    lr: float | None = None
+    """Highest learning rate. Default: 3e-3 for tiny, 3e-4 for the other presets, 2e-5 for a loaded model."""
     min_lr: float = 0.1
     """Last learning rate, as a share of --lr."""
     warmup: int = 10
@@ -115,6 +127,13 @@ class TrainConfig:
         return self.data.pack == "documents"
 
     @property
+    def peak_lr(self) -> float:
+        """``lr``, or what suits the model."""
+        if self.optim.lr is not None:
+            return self.optim.lr
+        return 3e-3 if self.model.model == "tiny" else 3e-4 if self.model.model in PRESETS else 2e-5
+
+    @property
     def sequences_per_step(self) -> int:
         """Sequences that one optimizer step reads, over all groups."""
         return self.parallel.data_parallel * self.optim.accumulate * self.optim.batch
@@ -122,23 +141,20 @@ class TrainConfig:
     def check(self) -> None:
         """Raise ValueError naming the first flag whose value can't be."""
         run, data, parallel, optim = self.run, self.data, self.parallel, self.optim
-        counts = {"steps": run.steps, "held_out_sequences": data.held_out_sequences, "batch": optim.batch}
-        counts |= {"accumulate": optim.accumulate, "data_parallel": parallel.data_parallel}
-        for name, value in counts.items():
-            _require(value >= 1, name, value, "must be at least 1")
+        counts: dict[str, float] = {"steps": run.steps, "batch": optim.batch, "accumulate": optim.accumulate}
+        counts |= {"data_parallel": parallel.data_parallel, "held_out_sequences": data.held_out_sequences}
+        _each(counts, lambda value: value >= 1, "must be at least 1")
         _require(data.seq_len >= 2, "seq_len", data.seq_len, "must be at least 2: a target is the token that follows")
         _require(parallel.ranks is None or parallel.ranks >= 1, "ranks", parallel.ranks, "must be at least 1")
-        for name, value in {"seed": run.seed, "warmup": optim.warmup}.items():
-            _require(value >= 0, name, value, "must be at least 0")
-        for name, value in {"lr": optim.lr, "eps": optim.eps, "timeout": parallel.timeout}.items():
-            _require(0 < value < math.inf, name, value, "must be a number above 0")
-        for name, value in {"weight_decay": optim.weight_decay, "clip": optim.clip}.items():
-            _require(0 <= value < math.inf, name, value, "must be a number of at least 0")
-        for name, value in {"held_out": data.held_out, "beta1": optim.beta1, "beta2": optim.beta2}.items():
-            _require(0 <= value < 1, name, value, "must be at least 0 and below 1")
+        positive = {"lr": self.peak_lr, "eps": optim.eps, "timeout": parallel.timeout}
+        _each(positive, lambda value: 0 < value < math.inf, "must be a number above 0")
+        rest = {"seed": run.seed, "warmup": optim.warmup, "weight_decay": optim.weight_decay, "clip": optim.clip}
+        _each(rest, lambda value: 0 <= value < math.inf, "must be a number of at least 0")
+        shares = {"held_out": data.held_out, "beta1": optim.beta1, "beta2": optim.beta2}
+        _each(shares, lambda value: 0 <= value < 1, "must be at least 0 and below 1")
         _require(0 <= optim.min_lr <= 1, "min_lr", optim.min_lr, "must be a share of --lr, from 0 to 1")
-        _require(not self.packed or optim.batch == 1, "batch", optim.batch, "needs --pack none, as packed sequences differ "
-                 "in their masks; use --accumulate instead")
+        single = "needs --pack none, as packed sequences differ in their masks; use --accumulate instead"
+        _require(not self.packed or optim.batch == 1, "batch", optim.batch, single)
 
     def check_world(self, world: int) -> None:
         """Raise ValueError if ``world`` ranks can't run this."""
@@ -155,6 +171,11 @@ class TrainConfig:
 def _require(holds: bool, name: str, value: object, rule: str) -> None:
     if not holds:
         raise ValueError(f"--{name.replace('_', '-')} {value} {rule}")
+
+
+def _each(values: Mapping[str, float], holds: Callable[[float], bool], rule: str) -> None:
+    for name, value in values.items():
+        _require(holds(value), name, value, rule)
 
 
 def flag_names() -> dict[str, str]:
@@ -185,7 +206,7 @@ def read_toml(path: Path) -> list[str]:
         inner = value if key in known.values() and isinstance(value, dict) else None
         for name, given in {key: value}.items() if inner is None else inner.items():
             name = name.replace("-", "_")
-            if name not in known or inner is not None and known[name] != key:
+            if name not in known or (inner is not None and known[name] != key):
                 where = f" in [{key}]" if inner is not None else ""
                 raise ValueError(f"--config {path}: unknown setting {name!r}{where}")
             settings[name] = given

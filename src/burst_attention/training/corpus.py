@@ -13,6 +13,8 @@ from typing import IO, Any, Protocol
 
 import numpy as np
 
+from .tokenizer import first_line
+
 STANDARD_LIBRARY = "stdlib"
 HUB = "hf:"
 
@@ -66,7 +68,7 @@ def open_corpus(data: str) -> Corpus:
 
 
 def _below(root: Path, pattern: str, *, without: frozenset[str] = frozenset()) -> list[Path]:
-    """Files below ``root`` in one order on every machine; hidden ones and those in folders named in ``without`` left out."""
+    """Files below ``root``, in one order on every machine; not the hidden ones, nor those in folders of ``without``."""
     found = []
     for path in root.rglob(pattern):
         parts = path.relative_to(root).parts
@@ -184,4 +186,4 @@ class Hub:
         try:
             return datasets.load_dataset(self.name, self.configuration or None, split="train", streaming=True)
         except Exception as error:
-            raise ValueError(f"--data {HUB}{self.name}: {type(error).__name__}: {error}") from error
+            raise ValueError(f"--data {HUB}{self.name}: {first_line(error)}") from error

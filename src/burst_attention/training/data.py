@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .corpus import Corpus, Document
-from .tokenizer import Tokenizer
+from .config import TrainConfig
+from .corpus import Corpus, Document, open_corpus
+from .tokenizer import Tokenizer, open_tokenizer
 
-SHUFFLED_CHARACTERS = 4_000_000
+SHUFFLED_TOKENS = 2**20
 
 
 @dataclass(frozen=True)
@@ -121,24 +122,14 @@ def cut(documents: Iterable[np.ndarray], seq_len: int, *, keep_rest: bool = Fals
             yield TokenSequence(document[start : start + seq_len], None)
 
 
-def shuffled(documents: Iterable[Document], order: np.random.Generator) -> Iterator[Document]:
-    """Documents drawn at random from a buffer of about ``SHUFFLED_CHARACTERS`` characters."""
-    buffer: list[Document] = []
-    held = 0
-    for document in documents:
-        buffer.append(document)
-        held += len(document.text)
-        while held > SHUFFLED_CHARACTERS:
-            held -= len((drawn := _draw(buffer, order)).text)
-            yield drawn
-    while buffer:
-        yield _draw(buffer, order)
-
-
-def _draw(buffer: list[Document], order: np.random.Generator) -> Document:
-    index = int(order.integers(len(buffer)))
-    buffer[index], buffer[-1] = buffer[-1], buffer[index]
-    return buffer.pop()
+def shuffled(sequences: Iterator[TokenSequence], buffer: int, order: np.random.Generator) -> Iterator[TokenSequence]:
+    """Each sequence drawn at random from the next ``buffer`` ones: those cut from one document lie side by side."""
+    waiting = list(itertools.islice(sequences, buffer))
+    for sequence in sequences:
+        index = int(order.integers(len(waiting)))
+        yield waiting[index]
+        waiting[index] = sequence
+    yield from (waiting[index] for index in order.permutation(len(waiting)))
 
 
 class SequenceReader:
@@ -162,9 +153,10 @@ class SequenceReader:
         self.split = make_split(self._usable(corpus.documents()), held_out)
 
     def training(self) -> Iterator[TokenSequence]:
-        """Sequences without end: when every document was read once, all are read again in another order."""
+        """Sequences without end, for documents are read again and again, each time in another order."""
         documents = self._training_documents()
-        return pack(documents, self.seq_len) if self.packed else cut(documents, self.seq_len)
+        sequences = pack(documents, self.seq_len) if self.packed else cut(documents, self.seq_len)
+        return shuffled(sequences, max(SHUFFLED_TOKENS // self.seq_len, 1), np.random.default_rng([self.seed, 0, 1]))
 
     def held_out(self) -> Iterator[TokenSequence]:
         """Held-out sequences, the same for every seed, once; a corpus that can't fill one gives one short sequence."""
@@ -196,12 +188,31 @@ class SequenceReader:
 
     def _training_documents(self) -> Iterator[np.ndarray]:
         for epoch in itertools.count():
-            order = np.random.default_rng([self.seed, epoch])
+            order = np.random.default_rng([self.seed, epoch, 0])
             empty = True
-            for tokens in self._encoded(shuffled(self._parts(self.split.training, order), order)):
+            for tokens in self._encoded(self._parts(self.split.training, order)):
                 if self._long_enough(tokens):
                     empty = False
                     yield tokens
             if empty:
                 least = "any text" if self.packed else f"the {self.seq_len} tokens that --pack none --seq-len asks for"
                 raise ValueError(f"--data has no document to train on with {least}")
+
+
+def open_sequences(config: TrainConfig) -> tuple[SequenceReader, Tokenizer]:
+    """A run's sequences and their tokenizer.
+
+    Raises:
+        ValueError: naming the flag whose value can't be used.
+    """
+    data = config.data
+    tokenizer = open_tokenizer(data.tokenizer, config.model.model)
+    reader = SequenceReader(
+        open_corpus(data.data),
+        tokenizer,
+        seq_len=data.seq_len,
+        packed=config.packed,
+        held_out=data.held_out,
+        seed=config.run.seed,
+    )
+    return reader, tokenizer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,48 +11,14 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
 from burst_attention import Mask, Plan
 from burst_attention.integrations import hf
 from burst_attention.loss import next_token_loss
 
-from .tokenizer import Tokenizer
-
-_LLAMA = {"vocab_size": 32000, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
-PRESETS: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "hidden_size": 128,
-        "intermediate_size": 352,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    },
-    "llama-7b": _LLAMA
-    | {
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-    },
-    "llama-13b": _LLAMA
-    | {
-        "hidden_size": 5120,
-        "intermediate_size": 13824,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 40,
-    },
-    "llama-3-8b": {
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-    },
-}
+from .presets import PRESETS
+from .tokenizer import Tokenizer, first_line
 
 # Their logits are hidden states times the head's weight and nothing else, which is what the loss computes.
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
@@ -63,19 +28,19 @@ def model_config(model: str, tokenizer: Tokenizer, seq_len: int) -> PreTrainedCo
     """The configuration of the model that ``--model`` names.
 
     Raises:
-        ValueError: it can't be loaded, its architecture is not one of :data:`ARCHITECTURES`, or its vocabulary is
-            smaller than the tokenizer's.
+        ValueError: as :func:`load_config`, or its vocabulary is smaller than the tokenizer's.
     """
     if model in PRESETS:
         preset = PRESETS[model]
-        longest = max(seq_len, preset.get("max_position_embeddings", 0))
-        vocab_size = preset.get("vocab_size", tokenizer.vocab_size)
-        own = {"max_position_embeddings": longest, "vocab_size": vocab_size}
-        config = LlamaConfig(**(preset | own), bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
+        own = {
+            "max_position_embeddings": max(seq_len, preset.get("max_position_embeddings", 0)),
+            "vocab_size": preset.get("vocab_size", tokenizer.vocab_size),
+            "bos_token_id": tokenizer.bos_id,
+            "eos_token_id": tokenizer.eos_id,
+        }
+        config: PreTrainedConfig = LlamaConfig(**(preset | own))
     else:
-        config = _load_config(model)
-    if config.model_type not in ARCHITECTURES:
-        raise ValueError(f"--model {model!r} is a {config.model_type}; supported are {', '.join(ARCHITECTURES)}")
+        config = load_config(model)
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(
             f"--tokenizer has {tokenizer.vocab_size} ids, but --model {model!r} only {config.vocab_size} embeddings"
@@ -83,16 +48,29 @@ def model_config(model: str, tokenizer: Tokenizer, seq_len: int) -> PreTrainedCo
     return config
 
 
-def _load_config(model: str) -> PreTrainedConfig:
+def quieten_transformers() -> None:
+    """Let it show no progress bars and no warnings in this process; the screen is the run's."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def load_config(model: str) -> PreTrainedConfig:
+    """The configuration of a model in a folder or on the hub.
+
+    Raises:
+        ValueError: it can't be loaded, or its architecture is not one of :data:`ARCHITECTURES`.
+    """
     if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
         raise ValueError(f"--model {model!r}: the folder holds no config.json")
     try:
-        return AutoConfig.from_pretrained(model)
+        config = AutoConfig.from_pretrained(model)
     except Exception as error:
-        first_line = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"--model {model!r} is no preset ({', '.join(PRESETS)}) and can't be loaded: {first_line}"
+            f"--model {model!r} is no preset ({', '.join(PRESETS)}) and can't be loaded: {first_line(error)}"
         ) from error
+    if config.model_type not in ARCHITECTURES:
+        raise ValueError(f"--model {model!r} is a {config.model_type}; supported are {', '.join(ARCHITECTURES)}")
+    return config
 
 
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:
@@ -150,13 +128,16 @@ def build_model(
             model = AutoModelForCausalLM.from_pretrained(name, attn_implementation=hf.NAME, dtype=master)
         else:
             model = AutoModelForCausalLM.from_config(config, attn_implementation=hf.NAME, dtype=master)
-    weights = {f"model.{key}": value for key, value in model.state_dict().items()} if first else {}
-    model = model.train() if first else _without_weights(model)
-    _send_buffers(model)
-    wrapper = NextTokenModel(model)
+    if not first:
+        # Memory that is never written is never backed by a page: sharding keeps this rank's part alone.
+        model.to_empty(device="cpu")
+        model.tie_weights()
+    wrapper = NextTokenModel(model.train())
+    weights = dict(wrapper.state_dict()) if first else {}
     shard_model(wrapper, mesh, dtype)
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(wrapper, weights, options=options)
+    set_model_state_dict(wrapper, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    for buffer in wrapper.buffers():  # rotary frequencies, which no state dict holds
+        dist.broadcast(buffer, 0)
     return wrapper
 
 

@@ -7,7 +7,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from .presets import PRESETS
+
 BYTES = "bytes"
+OPENS, CLOSES = 256, 257
 
 
 class Tokenizer(Protocol):
@@ -29,23 +32,27 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """UTF-8 bytes: id 0 to 255 is the byte itself, 256 opens a document and 257 closes it."""
 
-    vocab_size, bos_id, eos_id = 258, 256, 257
+    def __init__(self) -> None:
+        self.vocab_size: int = 258
+        self.bos_id: int | None = OPENS
+        self.eos_id: int | None = CLOSES
 
     def encode(self, text: str) -> np.ndarray:
-        body = np.frombuffer(text.encode("utf-8"), np.uint8)
-        return np.concatenate([[self.bos_id], body, [self.eos_id]]).astype(np.int32)
+        tokens = np.empty(len(data := text.encode("utf-8")) + 2, np.int32)
+        tokens[0], tokens[1:-1], tokens[-1] = OPENS, np.frombuffer(data, np.uint8), CLOSES
+        return tokens
 
     def save(self, folder: Path) -> None:
         """The same ids as a byte-level BPE without merges, which is what the library calls this tokenizer."""
         import tokenizers
         from transformers import PreTrainedTokenizerFast
 
-        vocab = {_shown(byte): byte for byte in range(256)} | {"<s>": self.bos_id, "</s>": self.eos_id}
+        vocab = {_shown(byte): byte for byte in range(256)} | {"<s>": OPENS, "</s>": CLOSES}
         raw = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
         raw.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         raw.decoder = tokenizers.decoders.ByteLevel()
         raw.post_processor = tokenizers.processors.TemplateProcessing(
-            single="<s> $A </s>", special_tokens=[("<s>", self.bos_id), ("</s>", self.eos_id)]
+            single="<s> $A </s>", special_tokens=[("<s>", OPENS), ("</s>", CLOSES)]
         )
         PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
 
@@ -67,8 +74,8 @@ class HubTokenizer:
 
             self.inner: Any = AutoTokenizer.from_pretrained(name)
         except Exception as error:
-            raise ValueError(f"--tokenizer {name!r} can't be loaded: {type(error).__name__}: {error}") from error
-        self.vocab_size = len(self.inner)
+            raise ValueError(f"--tokenizer {name!r} can't be loaded: {first_line(error)}") from error
+        self.vocab_size: int = len(self.inner)
         self.bos_id, self.eos_id = self.inner.bos_token_id, self.inner.eos_token_id
 
     def encode(self, text: str) -> np.ndarray:
@@ -81,23 +88,28 @@ class HubTokenizer:
         self.inner.save_pretrained(folder)
 
 
+def first_line(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+
+
 def has_tokenizer(model: str) -> bool:
     """Whether a local model folder brings a tokenizer along."""
-    return any((Path(model) / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"))
+    files = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+    return any((Path(model) / file).is_file() for file in files)
 
 
-def open_tokenizer(tokenizer: str | None, model: str, presets: tuple[str, ...]) -> Tokenizer:
+def open_tokenizer(tokenizer: str | None, model: str) -> Tokenizer:
     """The tokenizer that was asked for; by default the model's own, and bytes for presets and folders without one.
 
     Args:
         tokenizer: ``bytes``, a path or hub name, or None.
         model: the preset, folder or hub name of the model.
-        presets: the names among models that are presets.
 
     Raises:
         ValueError: the tokenizer can't be loaded.
     """
     if tokenizer is None:
-        own = model not in presets and (has_tokenizer(model) or not Path(model).is_dir())
+        own = model not in PRESETS and (has_tokenizer(model) or not Path(model).is_dir())
         tokenizer = model if own else BYTES
     return ByteTokenizer() if tokenizer == BYTES else HubTokenizer(tokenizer)

@@ -1,0 +1,89 @@
+"""What a training run shows: a progress bar, and a table at the end."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from burst_attention.training.config import TrainConfig
+from burst_attention.training.metrics import Setting, StepRecord, Summary
+
+
+class Screen:
+    """A Reporter for a terminal; where there is none, one line a step."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+
+    def start(self, config: TrainConfig, setting: Setting) -> None:
+        self.config, self._began = config, time.monotonic()
+        self.console.print(
+            f"[bold]{escape(config.model.model)}[/], {setting.parameters / 1e6:,.1f} M parameters in {setting.dtype}, "
+            f"on {setting.ranks} {setting.device} ranks x {setting.threads} threads"
+            + (f" in {setting.groups} groups" if setting.groups > 1 else "")
+        )
+        self.console.print(
+            f"{escape(config.data.data)}: {setting.sequences_per_step} x {config.data.seq_len:,} tokens a step, "
+            f"layout {config.parallel.layout}, to {escape(config.run.out)}"
+        )
+        if self.console.is_terminal:
+            self._bar = Progress(
+                TextColumn("step {task.completed}/{task.total}"),
+                BarColumn(),
+                TextColumn("loss {task.fields[loss]}  {task.fields[speed]} tokens/s"),
+                TimeElapsedColumn(),
+                TextColumn("ETA"),
+                TimeRemainingColumn(),
+                console=self.console,
+            )
+            self._task = self._bar.add_task("train", total=config.run.steps, loss="-", speed="-")
+            self._bar.start()
+
+    def step(self, record: StepRecord) -> None:
+        if self._bar:
+            self._bar.update(
+                self._task, completed=record.step, loss=f"{record.loss:.4f}", speed=f"{record.tokens_per_second:,.0f}"
+            )
+            return
+        left = (time.monotonic() - self._began) / record.step * (self.config.run.steps - record.step)
+        self.console.print(
+            f"step {record.step}/{self.config.run.steps}  loss {record.loss:.4f}  "
+            f"{record.tokens_per_second:,.0f} tokens/s  ETA {time.strftime('%H:%M:%S', time.gmtime(left))}"
+        )
+
+    def finish(self, summary: Summary) -> None:
+        if self._bar:
+            self._bar.stop()
+        self.console.print(_table(summary))
+        if summary.skipped_files:
+            self.console.print(f"{summary.skipped_files} files passed over: not UTF-8 text")
+        self.console.print(f"config, metrics, curve and model: [bold]{escape(self.config.run.out)}[/]")
+
+
+def _table(summary: Summary) -> Table:
+    table = Table(show_header=False)
+    table.add_row("first loss", f"{summary.first_loss:.4f}")
+    table.add_row("last loss", f"{summary.last_loss:.4f}")
+    if summary.held_out_loss is not None:
+        told = f"{summary.held_out_loss:.4f} (perplexity {summary.perplexity:.2f}, {summary.held_out_tokens:,} tokens)"
+        table.add_row("held-out loss", told)
+    table.add_row("tokens/s", f"{summary.tokens_per_second:,.0f}")
+    table.add_row("peak memory per rank", ", ".join(_size(size) for size in summary.peak_memory))
+    table.add_row("attention sent per step, per rank", ", ".join(_size(size) for size in summary.bytes_sent))
+    table.add_row("the plan predicted", ", ".join(_size(size) for size in summary.bytes_predicted))
+    return table
+
+
+def _size(size: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, {"B": "KiB", "KiB": "MiB", "MiB": "GiB"}[unit]
+    return f"{size:,.0f} B" if unit == "B" else f"{size:,.2f} {unit}"

@@ -1,0 +1,212 @@
+"""The training loop: every rank reads the same sequences and computes its shard of those of its group."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from burst_attention import Plan, make_plan
+from burst_attention.integrations import hf
+
+from .checkpoint import save_checkpoint
+from .config import TrainConfig
+from .data import TokenSequence, open_sequences
+from .metrics import MODEL, Reporter, RunFolder, Setting, StepRecord, Summary
+from .model import build_model, layer_windows, model_config, plans_for
+from .optim import clip_by_global_norm, learning_rate, make_optimizer
+from .place import Place, join
+
+
+def train(config: TrainConfig, reporters: Sequence[Reporter] = ()) -> Summary:
+    """Train, evaluate, save. Every rank of the job must call it with the same ``config``.
+
+    Args:
+        reporters: what rank 0 tells besides the run's folder; ignored on other ranks.
+
+    Returns:
+        The same summary on every rank.
+
+    Raises:
+        ValueError: a setting can't be; names the flag.
+        FloatingPointError: the loss is no longer a number.
+    """
+    config.check()
+    with join(config.parallel) as place:
+        config.check_world(place.world)
+        trainer = Trainer(config, place)
+        told: list[Reporter] = [RunFolder(config.run.out), *reporters] if place.rank == 0 else []
+        for reporter in told:
+            reporter.start(config, trainer.setting())
+        records = []
+        for record in trainer.steps():
+            records.append(record)
+            for reporter in told:
+                reporter.step(record)
+        summary = trainer.summarise(records)
+        save_checkpoint(trainer.model, trainer.tokenizer, Path(config.run.out) / MODEL, rank=place.rank)
+        for reporter in told:
+            reporter.finish(summary)
+    return summary
+
+
+class Trainer:
+    """One rank of a training run."""
+
+    def __init__(self, config: TrainConfig, place: Place) -> None:
+        self.config, self.place = config, place
+        self.reader, self.tokenizer = open_sequences(config)
+        self.dtype = config.model.compute_dtype(place.device.type)
+        self.model_config = model_config(config.model.model, self.tokenizer, config.data.seq_len)
+        self.windows = layer_windows(self.model_config)
+        self.model = build_model(
+            config.model.model, self.model_config, dtype=self.dtype, mesh=place.everyone, seed=config.run.seed
+        )
+        self.optimizer = make_optimizer(self.model, config)
+        self.plan = self._make_plan(config.data.seq_len)
+
+    def setting(self) -> Setting:
+        """What is about to run."""
+        return Setting(
+            device=self.place.device.type,
+            ranks=self.place.world,
+            groups=self.config.parallel.data_parallel,
+            threads=torch.get_num_threads(),
+            dtype=str(self.dtype).removeprefix("torch."),
+            parameters=sum(parameter.numel() for parameter in self.model.parameters()),
+            sequences_per_step=self.config.sequences_per_step,
+        )
+
+    def steps(self) -> Iterator[StepRecord]:
+        """Run the optimizer steps one by one."""
+        sequences = self.reader.training()
+        per_step = self.config.sequences_per_step
+        for step in range(1, self.config.run.steps + 1):
+            start, sent = time.perf_counter(), self.plan.transport.sent
+            lr = learning_rate(step, self.config)
+            loss, predicted = self.backward(list(itertools.islice(sequences, per_step)))
+            norm = self.update(lr)
+            if not math.isfinite(loss) or not math.isfinite(norm):
+                raise FloatingPointError(f"step {step}: loss {loss}, gradient norm {norm}; lower --lr")
+            seconds = time.perf_counter() - start
+            tokens = per_step * self.config.data.seq_len
+            yield StepRecord(
+                step=step,
+                loss=loss,
+                lr=lr,
+                grad_norm=norm,
+                tokens_per_second=tokens / seconds,
+                seconds=seconds,
+                tokens=step * tokens,
+                bytes_sent=self.plan.transport.sent - sent,
+                bytes_predicted=predicted,
+            )
+
+    def backward(self, sequences: list[TokenSequence]) -> tuple[float, int]:
+        """Sum up the gradient of the mean loss over the sequences of one step.
+
+        Args:
+            sequences: those of all groups and accumulation steps.
+
+        Returns:
+            The mean loss, and the bytes that this rank's plans predict for its attention.
+        """
+        # Known to every rank without a word: all of them read all sequences.
+        num_valid = sum(sequence.valid_tokens for sequence in sequences)
+        loss, predicted = 0.0, 0
+        for share in self._shares(sequences):
+            plans = plans_for(self.plan, self.windows, share[0].cu_seqlens)
+            part = self.model(self._shard(share, plans), plans, max(num_valid, 1))
+            part.backward()
+            loss += part.item()
+            predicted += self._predict_sent(plans)
+        return self.place.sum_over_groups(loss), predicted
+
+    def update(self, lr: float) -> float:
+        """Clip the gradient, take an optimizer step, forget the gradient; returns its norm before clipping."""
+        norm = clip_by_global_norm(self.model, self.config.optim.clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    @torch.no_grad()
+    def evaluate(self) -> tuple[float | None, int]:
+        """(mean loss per valid token over the held-out sequences, how many tokens those are)."""
+        sequences = list(itertools.islice(self.reader.held_out(), self.config.data.held_out_sequences))
+        groups, mine = self.config.parallel.data_parallel, self.place.group_index
+        total = 0.0
+        self.model.eval()
+        for start in range(0, len(sequences), groups):
+            # Every group takes part in every round, for the parameters are gathered from all ranks.
+            sequence = sequences[min(start + mine, len(sequences) - 1)]
+            same = len(sequence.tokens) == self.plan.seqlen
+            plan = self.plan if same else self._make_plan(len(sequence.tokens))
+            plans = plans_for(plan, self.windows, sequence.cu_seqlens)
+            loss = self.model(self._shard([sequence], plans), plans, max(sequence.valid_tokens, 1)).item()
+            total += loss * sequence.valid_tokens if start + mine < len(sequences) else 0.0
+        self.model.train()
+        total = self.place.sum_over_groups(total)
+        tokens = sum(sequence.valid_tokens for sequence in sequences)
+        return (total / tokens if tokens else None), tokens
+
+    def summarise(self, records: list[StepRecord]) -> Summary:
+        """Evaluate, and collect what the ranks have to tell."""
+        held_out_loss, held_out_tokens = self.evaluate()
+        sent = sum(record.bytes_sent for record in records) / len(records)
+        predicted = sum(record.bytes_predicted for record in records) / len(records)
+        seconds = sum(record.seconds for record in records)
+        told = self.place.collect((self.place.peak_memory(), sent, predicted, seconds))
+        peak_memory, bytes_sent, bytes_predicted, durations = (list(column) for column in zip(*told, strict=True))
+        return Summary(
+            steps=len(records),
+            first_loss=records[0].loss,
+            last_loss=records[-1].loss,
+            held_out_loss=held_out_loss,
+            held_out_tokens=held_out_tokens,
+            tokens_per_second=records[-1].tokens / durations[0],
+            skipped_files=self.reader.corpus.skipped,
+            peak_memory=peak_memory,
+            bytes_sent=bytes_sent,
+            bytes_predicted=bytes_predicted,
+        )
+
+    def _make_plan(self, seqlen: int) -> Plan:
+        parallel = self.config.parallel
+        return make_plan(
+            seqlen, layout=parallel.layout, route=parallel.route, group=self.place.context, timeout=parallel.timeout
+        )
+
+    def _shares(self, sequences: list[TokenSequence]) -> Iterator[list[TokenSequence]]:
+        """This group's sequences, one batch for each accumulation step."""
+        batch, groups = self.config.optim.batch, self.config.parallel.data_parallel
+        for start in range(self.place.group_index * batch, len(sequences), groups * batch):
+            yield sequences[start : start + batch]
+
+    def _shard(self, sequences: list[TokenSequence], plans: dict[int | None, Plan]) -> dict[str, torch.Tensor]:
+        ids = torch.from_numpy(np.stack([sequence.tokens for sequence in sequences]).astype(np.int64))
+        ids = ids.to(self.place.device)
+        return hf.shard_batch({"input_ids": ids, "labels": ids}, plans)
+
+    def _predict_sent(self, plans: dict[int | None, Plan]) -> int:
+        """Bytes that this rank's attention sends in one forward and backward of all layers."""
+        config = self.model_config
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        traffic = {
+            window: plan.bytes(
+                batch=self.config.optim.batch,
+                q_heads=config.num_attention_heads,
+                kv_heads=config.num_key_value_heads,
+                head_dim=head_dim,
+                v_head_dim=head_dim,
+                dtype=self.dtype,
+            )
+            for window, plan in plans.items()
+        }
+        return sum(traffic[window].forward_sent + traffic[window].backward_sent for window in self.windows)

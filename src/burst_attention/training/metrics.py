@@ -1,0 +1,153 @@
+"""What a run reports, and the run's folder: config, metrics as JSON lines and TensorBoard events, the loss as a PNG."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from .config import TrainConfig, write_toml
+
+CONFIG, METRICS, SUMMARY, CURVE = "config.toml", "metrics.jsonl", "summary.json", "loss.png"
+EVENTS, MODEL = "tensorboard", "model"
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step.
+
+    Attributes:
+        step: counted from 1.
+        loss: mean over the valid tokens of all groups and accumulation steps, before the update.
+        lr: learning rate of the update.
+        grad_norm: global norm of the gradient, before clipping.
+        tokens_per_second: over all groups.
+        seconds: of this step.
+        tokens: read since the start, over all groups.
+        bytes_sent: by rank 0's attention in this step.
+        bytes_predicted: the same, as the plans predict it.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens_per_second: float
+    seconds: float
+    tokens: int
+    bytes_sent: int
+    bytes_predicted: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A finished run. Lists are by rank; bytes are means over the steps of what a rank's attention sent in one.
+
+    ``held_out_loss`` is None without evaluation.
+    """
+
+    steps: int
+    first_loss: float
+    last_loss: float
+    held_out_loss: float | None
+    held_out_tokens: int
+    tokens_per_second: float
+    skipped_files: int
+    peak_memory: list[int]
+    bytes_sent: list[float]
+    bytes_predicted: list[float]
+
+    @property
+    def perplexity(self) -> float | None:
+        """Of the held-out documents."""
+        return None if self.held_out_loss is None else math.exp(min(self.held_out_loss, 700.0))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is about to run, for the screen."""
+
+    device: str
+    ranks: int
+    groups: int
+    threads: int
+    dtype: str
+    parameters: int
+    sequences_per_step: int
+
+
+class Reporter(Protocol):
+    """Rank 0 tells it what happens."""
+
+    def start(self, config: TrainConfig, setting: Setting) -> None: ...
+
+    def step(self, record: StepRecord) -> None: ...
+
+    def finish(self, summary: Summary) -> None: ...
+
+
+def check_out(out: str, *, overwrite: bool) -> None:
+    """Raise ValueError if ``out`` holds a run that ``--overwrite`` does not give up, or can't be a folder."""
+    folder = Path(out)
+    blocked = next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None)
+    if blocked is not None:
+        raise ValueError(f"--out {out!r}: {str(blocked)!r} is a file")
+    if not overwrite and (folder / METRICS).exists():
+        raise ValueError(f"--out {out!r} already holds a run; choose another folder or add --overwrite")
+
+
+class RunFolder:
+    """A Reporter that writes everything down as it comes. What an earlier run left in the folder is removed."""
+
+    def __init__(self, out: str) -> None:
+        self.path = Path(out)
+        self._losses: list[float] = []
+
+    def start(self, config: TrainConfig, setting: Setting) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.path.mkdir(parents=True, exist_ok=True)
+        for name in (METRICS, SUMMARY, CURVE):
+            (self.path / name).unlink(missing_ok=True)
+        for name in (EVENTS, MODEL):
+            shutil.rmtree(self.path / name, ignore_errors=True)
+        # A later run from this file must not overwrite this one unasked.
+        kept = replace(config, run=replace(config.run, overwrite=False))
+        (self.path / CONFIG).write_text(write_toml(kept), "utf-8")
+        self._lines = (self.path / METRICS).open("w", encoding="utf-8", buffering=1)
+        self._events: Any = SummaryWriter(str(self.path / EVENTS))
+
+    def step(self, record: StepRecord) -> None:
+        self._losses.append(record.loss)
+        self._lines.write(json.dumps(asdict(record)) + "\n")
+        for name in ("loss", "lr", "grad_norm", "tokens_per_second"):
+            self._events.add_scalar(name, getattr(record, name), record.step)
+
+    def finish(self, summary: Summary) -> None:
+        if summary.held_out_loss is not None:
+            self._events.add_scalar("held_out_loss", summary.held_out_loss, summary.steps)
+        self._events.close()
+        self._lines.close()
+        written = asdict(summary) | {"perplexity": summary.perplexity}
+        (self.path / SUMMARY).write_text(json.dumps(written, indent=2) + "\n", "utf-8")
+        draw_losses(self._losses, summary.held_out_loss, self.path / CURVE)
+
+
+def draw_losses(losses: Sequence[float], held_out: float | None, path: Path) -> None:
+    """The loss of every step as a PNG, the held-out loss as a line across."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    axes.plot(range(1, len(losses) + 1), losses, label="training", marker="." if len(losses) < 3 else "")
+    if held_out is not None:
+        axes.axhline(held_out, color="tab:orange", linestyle="--", label=f"held out: {held_out:.3f}")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path)

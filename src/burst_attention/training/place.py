@@ -1,0 +1,123 @@
+"""Where a rank of a job runs: its device, its threads, its process group."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from burst_attention.comm.mesh import CONTEXT, DATA, make_mesh
+
+from .config import ParallelConfig
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def default_ranks(device: str) -> int:
+    """Local workers for ``--device``: one per GPU, else one per core."""
+    gpus = torch.cuda.device_count() if device != "cpu" else 0
+    return gpus or cores()
+
+
+def pick_device(device: str, local_ranks: int) -> Literal["cpu", "cuda"]:
+    """``cpu`` or ``cuda`` for ``--device`` on a machine with ``local_ranks`` ranks.
+
+    Raises:
+        ValueError: ``cuda`` was asked for and there is not a GPU for every rank.
+    """
+    gpus = torch.cuda.device_count()
+    if device == "cuda" and gpus < local_ranks:
+        raise ValueError(f"--device cuda: {local_ranks} ranks need as many GPUs, this machine has {gpus}")
+    return "cuda" if device != "cpu" and gpus >= local_ranks else "cpu"
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank of a job.
+
+    Attributes:
+        device: where its tensors live.
+        mesh: (data, context) over all ranks.
+        everyone: the same ranks as one axis.
+    """
+
+    device: torch.device
+    mesh: DeviceMesh
+    everyone: DeviceMesh
+
+    @property
+    def rank(self) -> int:
+        return self.everyone.get_rank()
+
+    @property
+    def world(self) -> int:
+        return self.everyone.size()
+
+    @property
+    def group_index(self) -> int:
+        """Which of the groups that read sequences of their own this rank belongs to."""
+        return self.mesh.get_local_rank(DATA)
+
+    @property
+    def context(self) -> DeviceMesh:
+        """The ranks that share this rank's sequences."""
+        return self.mesh[CONTEXT]
+
+    def sum_over_groups(self, value: float) -> float:
+        """The sum of one number of each group, in fp64, the same on every rank."""
+        total = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total, group=self.mesh.get_group(DATA))
+        return total.item()
+
+    def collect(self, value: object) -> list:
+        """Every rank's ``value``, by rank."""
+        values = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
+
+    def peak_memory(self) -> int:
+        """Most bytes this rank ever held: on its GPU, or resident on the CPU."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        status = Path("/proc/self/status")
+        if status.exists():
+            # Not getrusage first: on Linux it counts what the launcher held when it started this process.
+            return next(int(line.split()[1]) for line in status.open() if line.startswith("VmHWM:")) * 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+@contextmanager
+def join(parallel: ParallelConfig) -> Iterator[Place]:
+    """This rank's place among the ranks that torchrun's environment names, or of the process group that there is."""
+    joined = dist.is_initialized()
+    local_rank, local_ranks = (int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    device_type = pick_device(parallel.device, max(local_ranks, 1))
+    device = torch.device(device_type, local_rank) if device_type == "cuda" else torch.device("cpu")
+    if not joined:
+        torch.set_num_threads(max(1, cores() // max(local_ranks, 1)))
+        if device_type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
+            timeout=timedelta(seconds=parallel.timeout),
+            device_id=device if device_type == "cuda" else None,
+        )
+    mesh = make_mesh(device_type, data_parallel=parallel.data_parallel)
+    everyone = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("ranks",))
+    yield Place(device, mesh, everyone)
+    # Only here: after an error the other ranks may be waiting, and leaving the group would wait for them.
+    if not joined:
+        dist.destroy_process_group()

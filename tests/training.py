@@ -1,0 +1,49 @@
+"""Small training runs, and what they wrote down."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from burst_attention.training.config import DataConfig, OptimConfig, ParallelConfig, RunConfig, TrainConfig, flag_names
+
+PARALLEL = ParallelConfig(device="cpu", timeout=60)
+
+
+def write_corpus(folder):
+    """A folder of 40 documents of 20 to 600 bytes."""
+    for index in range(40):
+        lines = [
+            f"{(index * 7919 + line * line) % 97} times {line} makes no sense.\n" for line in range(1 + index % 23)
+        ]
+        (folder / f"{index:02d}.txt").write_text("".join(lines))
+    return str(folder)
+
+
+def config_of(corpus, out, **changes):
+    """A config for a test of seconds; ``changes`` are settings by their flags' names."""
+    config = TrainConfig(
+        run=RunConfig(steps=4, out=str(out)),
+        data=DataConfig(data=corpus, seq_len=97, held_out=0.2, held_out_sequences=3),
+        optim=OptimConfig(warmup=2),
+        parallel=PARALLEL,
+    )
+    for name, value in changes.items():
+        section = flag_names()[name]
+        config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
+    return config
+
+
+def losses(folder):
+    return [json.loads(line)["loss"] for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+def norms(folder):
+    return [json.loads(line)["grad_norm"] for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(folder):
+    return load_file(Path(folder) / "model" / "model.safetensors")

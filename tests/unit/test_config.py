@@ -1,0 +1,238 @@
+"""Flags, TOML and defaults to one tree; what can't be is refused in one line before anything starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import tomllib
+
+import pytest
+
+from burst_attention import cli
+from burst_attention.cli import launch
+from burst_attention.cli.train import parse, resolve
+from burst_attention.training.config import (
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+    flag_names,
+    read_toml,
+    write_toml,
+)
+from burst_attention.training.metrics import METRICS
+from burst_attention.training.optim import learning_rate
+from burst_attention.training.presets import PRESETS
+
+
+def write(folder, text):
+    path = folder / "config.toml"
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.fixture
+def plain_start(monkeypatch):
+    """As if no torchrun were around, whatever started the tests."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_defaults_are_the_trees():
+    assert parse([]) == TrainConfig()
+
+
+def test_names_are_unique_over_the_sections():
+    sections = [getattr(TrainConfig(), field.name) for field in dataclasses.fields(TrainConfig)]
+    assert len(flag_names()) == sum(len(dataclasses.fields(section)) for section in sections)
+
+
+FLAGS = """
+--steps 3 --seq-len 64 --out x --seed 7 --ranks 2 --layout striped --data hf:a --model llama-7b --lr 1e-4
+--dtype bfloat16 --data-parallel 2 --accumulate 4 --pack none --batch 3 --overwrite
+"""
+
+
+def test_flags_are_flat():
+    config = parse(FLAGS.split())
+    assert config.run == RunConfig(steps=3, out="x", seed=7, overwrite=True)
+    assert config.data == DataConfig(seq_len=64, data="hf:a", pack="none")
+    assert config.model == ModelConfig(model="llama-7b", dtype="bfloat16")
+    assert config.parallel == ParallelConfig(ranks=2, data_parallel=2, layout="striped")
+    assert config.optim == OptimConfig(lr=1e-4, accumulate=4, batch=3)
+    assert config.sequences_per_step == 24
+
+
+def test_flags_beat_the_file_which_beats_the_defaults(tmp_path):
+    text = 'steps = 5\nseq-len = 128\noverwrite = true\n[optim]\nlr = 0.5\n[data]\ndata = "--odd name"\n'
+    config = parse(["--config", write(tmp_path, text), "--steps", "9", "--no-overwrite"])
+    assert (config.run.steps, config.data.seq_len, config.optim.lr, config.data.data) == (9, 128, 0.5, "--odd name")
+    assert config.run.overwrite is False
+    assert config.run.seed == TrainConfig().run.seed
+
+
+def test_what_is_written_reads_back(tmp_path):
+    config = TrainConfig(
+        run=RunConfig(steps=7, out='quo"te\\back\nline é', overwrite=True),
+        data=DataConfig(held_out=0.0, tokenizer=None),
+        optim=OptimConfig(lr=1e-05, eps=1e-10),
+        parallel=ParallelConfig(ranks=None, layout="striped", timeout=1e300),
+    )
+    path = write(tmp_path, write_toml(config))
+    assert set(tomllib.loads(write_toml(config))) == {"run", "data", "model", "parallel", "optim"}
+    assert parse(["--config", path]) == config
+    assert parse(["--config", write(tmp_path, write_toml(TrainConfig()))]) == TrainConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("seqlen = 3", "unknown setting 'seqlen'"),
+        ("[data]\nlr = 3", r"unknown setting 'lr' in \[data\]"),
+        ("[extra]\nlr = 3", "unknown setting 'extra'"),
+        ("steps = [3]", "steps must be a string, a number or a boolean"),
+        ("steps = ", "Invalid value"),
+    ],
+)
+def test_a_file_with_a_stray_setting_is_refused_by_name(tmp_path, text, says):
+    with pytest.raises(ValueError, match=says):
+        parse(["--config", write(tmp_path, text)])
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"nowhere\.toml"):
+        read_toml(tmp_path / "nowhere.toml")
+
+
+REFUSED = {
+    "--steps -3": "--steps -3 must be at least 1",
+    "--steps 0": "--steps 0 must be at least 1",
+    "--seed -1": "--seed -1 must be",
+    "--seq-len 1": "--seq-len 1 must be at least 2",
+    "--ranks 0": "--ranks 0 must be at least 1",
+    "--ranks 3 --data-parallel 2": "--data-parallel 2 must divide the number of ranks, 3",
+    "--ranks 4 --seq-len 3": "--seq-len 3 is shorter than the 4 ranks",
+    "--lr nan": "--lr nan must be",
+    "--lr 0": "--lr 0.0 must be",
+    "--clip -1": "--clip -1.0 must be",
+    "--held-out 1": "--held-out 1.0 must be",
+    "--min-lr 2": "--min-lr 2.0 must be",
+    "--timeout inf": "--timeout inf must be",
+    "--accumulate 0": "--accumulate 0 must be",
+    "--batch 2": "--batch 2 needs --pack none",
+    "--data nowhere": "--data 'nowhere': no such file",
+    "--data empty": "--data 'empty': the directory holds no file",
+    "--data blank.txt": "--data has no document to train on",
+    "--data bad.jsonl": "bad.jsonl:1: no 'text' field",
+    "--data short.txt --pack none --seq-len 64": "--pack none",
+    "--data short.txt --ranks 8 --seq-len 64": "fewer than the 8 ranks that share them",
+    "--out taken": "already holds a run; choose another folder or add --overwrite",
+    "--out blank.txt/run": "'blank.txt' is a file",
+    "--model empty": "--model 'empty': the folder holds no config.json",
+    "--tokenizer empty": "--tokenizer 'empty' can't be loaded",
+    "--config nowhere.toml": "nowhere.toml",
+    "--layout foo": "foo",
+    "--dtype fp16": "fp16",
+    "--steps many": "many",
+    "--no-such-flag 3": "--no-such-flag",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_bad_values_are_refused_before_a_worker_starts(tmp_path, plain_start, capsys, flags):
+    plain_start.chdir(tmp_path)
+    plain_start.setattr(launch, "launch", lambda *_, **__: pytest.fail("workers were launched"))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / METRICS).write_text("")
+    (tmp_path / "blank.txt").write_text("")
+    (tmp_path / "short.txt").write_text("0123456789" * 5)
+    (tmp_path / "bad.jsonl").write_text('{"body": 1}\n')
+    try:
+        status = cli.main(["train", "--device", "cpu", *flags.split()])
+    except SystemExit as stopped:  # the parser's own way
+        status = stopped.code
+    told = capsys.readouterr().err
+    assert status == 2
+    assert REFUSED[flags] in told
+    assert "Traceback" not in told
+
+
+def test_a_good_start_launches_the_workers_it_was_asked_for(tmp_path, plain_start, capsys):
+    plain_start.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("0123456789" * 50)
+    started = []
+    plain_start.setattr(launch, "launch", lambda *given, ranks: started.append((given[2], ranks)) or 0)
+    arguments = f"train --device cpu --ranks 3 --data {tmp_path}/text.txt --seq-len 16 --out new".split()
+    assert cli.main(arguments) == 0, capsys.readouterr().err
+    ((config, ranks),) = started
+    assert ranks == config.parallel.ranks == 3
+    assert (config.parallel.device, config.model.dtype, config.optim.lr) == ("cpu", "float32", 3e-3)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_gpu_for_every_rank_or_the_cpu(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    resolved = [resolve(TrainConfig(parallel=ParallelConfig(ranks=ranks)), None) for ranks in (None, 2, 3)]
+    assert [(c.parallel.device, c.parallel.ranks, c.model.dtype) for c in resolved] == [
+        ("cuda", 2, "bfloat16"),
+        ("cuda", 2, "bfloat16"),
+        ("cpu", 3, "float32"),
+    ]
+    assert resolve(TrainConfig(parallel=ParallelConfig(ranks=8)), (8, 2)).parallel.device == "cuda"
+    with pytest.raises(ValueError, match="3 ranks need as many GPUs, this machine has 2"):
+        resolve(TrainConfig(parallel=ParallelConfig(ranks=3, device="cuda")), None)
+
+
+def test_ranks_that_contradict_torchrun_are_refused(plain_start):
+    plain_start.setenv("RANK", "0")
+    plain_start.setenv("WORLD_SIZE", "4")
+    plain_start.setenv("LOCAL_WORLD_SIZE", "2")
+    assert launch.started_by_torchrun()
+    assert launch.found_ranks(None) == launch.found_ranks(4) == (4, 2)
+    with pytest.raises(ValueError, match=r"--ranks 2, but torchrun started 4"):
+        launch.found_ranks(2)
+
+
+def test_the_command_names_its_commands(capsys):
+    assert cli.main(["--help"]) == 0
+    assert "train" in capsys.readouterr().out
+    assert cli.main([]) == 2
+    assert cli.main(["trian"]) == 2
+    assert "unknown command 'trian'" in capsys.readouterr().err
+
+
+def test_the_learning_rate_rises_then_falls_by_a_cosine():
+    config = TrainConfig(run=RunConfig(steps=110), optim=OptimConfig(lr=2.0, warmup=10, min_lr=0.25))
+    rates = [learning_rate(step, config) for step in range(1, 111)]
+    assert rates[:10] == pytest.approx([0.2 * step for step in range(1, 11)])
+    assert rates[59] == pytest.approx((2.0 + 0.5) / 2)
+    assert rates[-1] == pytest.approx(0.5)
+    assert all(before > after for before, after in itertools.pairwise(rates[9:]))
+    no_warmup = TrainConfig(run=RunConfig(steps=1), optim=OptimConfig(lr=1.0, warmup=0))
+    assert learning_rate(1, no_warmup) == pytest.approx(0.1)
+
+
+def test_presets_have_the_sizes_that_they_are_named_for():
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from burst_attention.training.model import model_config
+    from burst_attention.training.tokenizer import ByteTokenizer
+
+    sizes = {
+        "tiny": (1e6, 4e6),
+        "llama-7b": (6.7e9, 6.8e9),
+        "llama-13b": (13.0e9, 13.1e9),
+        "llama-3-8b": (8.0e9, 8.1e9),
+    }
+    assert set(sizes) == set(PRESETS)
+    for name, (low, high) in sizes.items():
+        config = model_config(name, ByteTokenizer(), 100_000)
+        assert config.max_position_embeddings == 100_000
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        assert low <= sum(parameter.numel() for parameter in model.parameters()) <= high

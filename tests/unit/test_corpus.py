@@ -1,0 +1,120 @@
+"""Where documents come from, and what is said of a corpus that can't be read."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+
+from burst_attention.training.corpus import Files, open_corpus
+
+
+def names_and_texts(data):
+    return [(document.name, document.text) for document in open_corpus(str(data)).documents()]
+
+
+def test_the_standard_library_is_there_and_long():
+    corpus = open_corpus("stdlib")
+    documents = list(corpus.documents())
+    names = [document.name for document in documents]
+    assert names == sorted(names, key=lambda name: name.split("/"))
+    assert "argparse.py" in names
+    assert not any("site-packages" in name or "__pycache__" in name for name in names)
+    assert sum(len(document.text) for document in documents) > 5_000_000
+    assert any(len(document.text) > 128 * 1024 for document in documents)
+
+
+def test_a_text_file_is_one_document_with_its_line_endings(tmp_path):
+    (tmp_path / "a.txt").write_bytes("one\r\ntwo\n\u00e9".encode())
+    assert names_and_texts(tmp_path / "a.txt") == [("a.txt", "one\r\ntwo\n\u00e9")]
+
+
+def test_json_lines_plain_and_zipped(tmp_path):
+    rows = [{"text": "one", "url": "x"}, {"text": ""}, {"text": "twø"}, {"text": "lone \ud800 surrogate"}]
+    lines = "\n\n".join(json.dumps(row) for row in rows) + "\n"
+    (tmp_path / "a.jsonl").write_text(lines)
+    with gzip.open(tmp_path / "b.jsonl.gz", "wt") as file:
+        file.write(lines)
+    plain = names_and_texts(tmp_path / "a.jsonl")
+    assert plain == [("a.jsonl:1", "one"), ("a.jsonl:5", "twø"), ("a.jsonl:7", "lone ? surrogate")]
+    assert [text for _, text in names_and_texts(tmp_path / "b.jsonl.gz")] == [text for _, text in plain]
+
+
+def test_a_directory_is_read_below_in_one_order_and_what_is_not_text_is_counted(tmp_path):
+    for name in ("b/z.txt", "b/a.txt", "a.txt", ".hidden/x.txt", "c/.secret"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "c/rows.jsonl").write_text('{"text": "row"}\n')
+    (tmp_path / "binary.bin").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "empty.txt").write_text("")
+    corpus = open_corpus(str(tmp_path))
+    read = [(document.name, document.text) for document in corpus.documents()]
+    assert read == [("a.txt", "a.txt"), ("b/a.txt", "b/a.txt"), ("b/z.txt", "b/z.txt"), ("c/rows.jsonl:1", "row")]
+    assert corpus.skipped == 1
+    shuffled_names = [document.name for document in corpus.documents(np.random.default_rng(3))]
+    assert sorted(shuffled_names) == sorted(name for name, _ in read)
+    assert corpus.skipped == 1, "counted anew at each reading"
+
+
+def test_a_local_data_set_is_streamed_through_the_datasets_library(tmp_path):
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": f"row {index}"}) + "\n" for index in range(5)))
+    documents = list(open_corpus(f"hf:{tmp_path}").documents())
+    assert [document.text for document in documents] == [f"row {index}" for index in range(5)]
+    assert len({document.name for document in documents}) == 5
+
+
+def write_bad(folder, kind):
+    path = folder / f"{kind}.jsonl"
+    good = b'{"text": "fine"}\n'
+    bad = {
+        "syntax": b'{"text": \n',
+        "no-field": b'{"body": "x"}\n',
+        "not-a-string": b'{"text": 3}\n',
+        "not-an-object": b"[1, 2]\n",
+        "encoding": b'{"text": "\xff"}\n',
+    }
+    if kind == "gzip":
+        path = path.with_suffix(".jsonl.gz")
+        path.write_bytes(gzip.compress(good * 1000)[:-20])
+    elif kind == "not-gzip":
+        path = path.with_suffix(".jsonl.gz")
+        path.write_bytes(good)
+    else:
+        path.write_bytes(good + b"\n" + bad[kind])
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("syntax", r"syntax.jsonl:3: not JSON"),
+        ("no-field", r"no-field.jsonl:3: no 'text' field among \['body'\]"),
+        ("not-a-string", r"not-a-string.jsonl:3: the 'text' field holds int"),
+        ("not-an-object", r"not-an-object.jsonl:3: expected an object"),
+        ("encoding", r"encoding.jsonl:3: not JSON"),
+        ("gzip", r"gzip.jsonl.gz:\d+: broken gzip"),
+        ("not-gzip", r"not-gzip.jsonl.gz:1: broken gzip"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, kind, says):
+    with pytest.raises(ValueError, match=says):
+        names_and_texts(write_bad(tmp_path, kind))
+
+
+def test_what_is_not_there_is_refused(tmp_path):
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(ValueError, match=r"nowhere.*no such file"):
+        open_corpus(str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match=r"latin.txt.*not UTF-8 text at byte 3"):
+        names_and_texts(tmp_path / "latin.txt")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ValueError, match=r"holds no file"):
+        open_corpus(str(tmp_path / "folder"))
+    with pytest.raises(ValueError, match=r"give the data set's name"):
+        open_corpus("hf:")
+    with pytest.raises(ValueError, match=r"--data hf:.*nothing"):
+        list(open_corpus(f"hf:{tmp_path / 'nothing'}").documents())
+    with pytest.raises(ValueError, match="holds no file"):
+        Files(tmp_path, [])

@@ -1,0 +1,226 @@
+"""Documents to sequences: what is held out, how the rest is packed, cut, shuffled and encoded."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from burst_attention.training.corpus import Document
+from burst_attention.training.data import SequenceReader, TokenSequence, cut, make_split, pack, shuffled
+from burst_attention.training.tokenizer import ByteTokenizer, open_tokenizer
+
+
+class Texts:
+    """A corpus of given texts."""
+
+    skipped = 0
+
+    def __init__(self, *texts):
+        self.texts = texts
+
+    def documents(self, order=None):
+        indices = range(len(self.texts)) if order is None else order.permutation(len(self.texts))
+        return (Document(f"#{index}", self.texts[index]) for index in indices)
+
+
+def reader_of(*texts, seq_len=32, packed=True, held_out=0.2, seed=0):
+    corpus = texts[0] if len(texts) == 1 and not isinstance(texts[0], str) else Texts(*texts)
+    return SequenceReader(corpus, ByteTokenizer(), seq_len=seq_len, packed=packed, held_out=held_out, seed=seed)
+
+
+def many(count=60, length=20):
+    """Texts of different lengths, each of one character of its own."""
+    return [chr(0x400 + index) * (length + 7 * index % 31) for index in range(count)]
+
+
+def documents_of(sequence):
+    """The token pieces between the borders of a sequence."""
+    borders = sequence.cu_seqlens or (0, len(sequence.tokens))
+    return [sequence.tokens[start:stop] for start, stop in itertools.pairwise(borders)]
+
+
+def text_of(tokens):
+    return bytes(int(token) for token in tokens if token < 256).decode("utf-8", "replace")
+
+
+# Packing
+
+
+def test_pack_fills_cuts_and_marks_every_border():
+    sequences = list(pack([np.arange(3), np.arange(10, 19), np.arange(0), np.arange(30, 34)], 5))
+    assert [list(sequence.tokens) for sequence in sequences] == [
+        [0, 1, 2, 10, 11],
+        [12, 13, 14, 15, 16],
+        [17, 18, 30, 31, 32],
+        [33],
+    ]
+    assert [sequence.cu_seqlens for sequence in sequences] == [(0, 3, 5), (0, 5), (0, 2, 5), (0, 1)]
+    assert [sequence.valid_tokens for sequence in sequences] == [3, 4, 3, 0]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 40), max_size=30), st.integers(1, 17))
+def test_packing_loses_repeats_and_mixes_nothing(lengths, seq_len):
+    starts = np.cumsum([0, *lengths])
+    documents = [np.arange(start, start + length) for start, length in zip(starts, lengths, strict=False)]
+    sequences = list(pack(documents, seq_len))
+    assert np.array_equal(np.concatenate([np.arange(0), *(s.tokens for s in sequences)]), np.arange(sum(lengths)))
+    assert all(len(sequence.tokens) == seq_len for sequence in sequences[:-1])
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    for sequence in sequences:
+        assert sequence.cu_seqlens[0] == 0
+        assert sequence.cu_seqlens[-1] == len(sequence.tokens)
+        pieces = documents_of(sequence)
+        assert all(len(piece) and len(set(owner[piece])) == 1 for piece in pieces)
+        neighbours = [owner[piece[0]] for piece in pieces]
+        assert len(set(neighbours)) == len(neighbours), "a document is in one piece within a sequence"
+        assert sequence.valid_tokens == len(sequence.tokens) - len(pieces)
+
+
+def test_cut_takes_whole_sequences_of_one_document():
+    documents = [np.arange(11), np.arange(100, 103), np.arange(200, 205)]
+    assert [list(s.tokens) for s in cut(documents, 5)] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [200, 201, 202, 203, 204]]
+    assert [list(s.tokens) for s in cut(documents[:1], 5, keep_rest=True)][-1] == [10]
+    assert {s.cu_seqlens for s in cut(documents, 5)} == {None}
+    assert next(cut(documents, 5)).valid_tokens == 4
+
+
+def test_shuffled_yields_each_once_in_an_order_of_the_seed():
+    def run(seed, buffer=7):
+        sequences = (TokenSequence(np.array([index]), None) for index in range(50))
+        return [int(s.tokens[0]) for s in shuffled(sequences, buffer, np.random.default_rng(seed))]
+
+    assert sorted(run(0)) == list(range(50))
+    assert run(0) == run(0) != run(1)
+    assert run(0) != list(range(50))
+    assert run(0, buffer=1) == list(range(50))
+
+
+# The split
+
+
+def test_held_out_documents_are_never_trained_on():
+    reader = reader_of(*many())
+    held_out = set().union(*(text_of(sequence.tokens) for sequence in reader.held_out())) - {"\ufffd"}
+    trained = itertools.islice(reader.training(), 400)  # several times all there is
+    trained_on = set().union(*(text_of(sequence.tokens) for sequence in trained)) - {"\ufffd"}
+    assert 3 <= len(held_out) <= 30
+    assert not held_out & trained_on
+    # The last held-out sequence is dropped if it can't be filled, and with it at most two documents.
+    assert 58 <= len(held_out | trained_on) <= 60
+
+
+def test_the_split_does_not_depend_on_seed_order_or_neighbours():
+    def held(texts, seed):
+        split = reader_of(*texts, seed=seed).split
+        return {text for text in texts if split.held_out(Document("", text))}
+
+    texts = many()
+    assert held(texts, 0) == held(texts, 1) == held(texts[::-1], 0)
+    assert held(texts[:40], 0) == held(texts, 0) & set(texts[:40])
+
+
+def test_a_copy_of_a_held_out_document_is_held_out_too():
+    texts = many()
+    split = make_split(Texts(*texts).documents(), 0.2)
+    held = next(text for text in texts if split.held_out(Document("one", text)))
+    assert split.training(Document("a copy under another name", held)) is None
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_a_small_corpus_still_holds_out_one_document_and_trains_on_the_rest(count):
+    texts = many(count)
+    split = make_split(Texts(*texts).documents(), 1e-9)
+    assert sum(split.held_out(Document("", text)) is not None for text in texts) == 1
+    assert sum(split.training(Document("", text)) is not None for text in texts) == count - 1
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_one_document_gives_its_tail(packed):
+    text = "".join(f"{index:04d}." for index in range(100))
+    reader = reader_of(text, packed=packed, seq_len=40)
+    held = "".join(text_of(sequence.tokens) for sequence in reader.held_out())
+    assert text[400:].startswith(held)
+    assert len(held) >= 40
+    trained = {text_of(sequence.tokens) for sequence in itertools.islice(reader.training(), 50)}
+    assert any("0000." in piece for piece in trained)
+    assert any("0075." in piece for piece in trained)
+    assert not any("0080." in piece for piece in trained)
+
+
+def test_a_tail_shorter_than_a_sequence_is_one_short_sequence():
+    (sequence,) = reader_of("abcdefghij" * 10, seq_len=64, held_out=0.1).held_out()
+    assert text_of(sequence.tokens) == "abcdefghij"
+    assert sequence.cu_seqlens == (0, 12)
+
+
+def test_nothing_is_held_out_if_so_asked():
+    reader = reader_of(*many(), held_out=0.0)
+    assert list(reader.held_out()) == []
+    assert all(reader.split.training(Document("", text)) for text in many())
+
+
+# Order
+
+
+def test_the_order_is_the_seeds_and_epochs_differ():
+    def first(count, seed):
+        sequences = itertools.islice(reader_of(*many(), seed=seed).training(), count)
+        return [sequence.tokens.tobytes() for sequence in sequences]
+
+    assert first(30, 0) == first(30, 0)
+    assert first(30, 0) != first(30, 1)
+
+
+def test_without_packing_short_documents_are_passed_over_and_masks_are_plain():
+    texts = ["short", "x" * 100, "y" * 80, "also short", "z" * 500]
+    reader = reader_of(*texts, packed=False, seq_len=64)
+    trained = list(itertools.islice(reader.training(), 40))
+    held = list(reader.held_out())
+    assert held
+    for sequence in trained + held:
+        assert sequence.cu_seqlens is None
+        assert len(sequence.tokens) == 64
+        assert len(set(text_of(sequence.tokens))) == 1, "one document each"
+    assert not {text_of(s.tokens)[0] for s in trained} & {text_of(s.tokens)[0] for s in held}
+
+
+def test_a_corpus_without_a_usable_document_is_refused():
+    with pytest.raises(ValueError, match="any text"):
+        next(reader_of(Texts()).training())
+    with pytest.raises(ValueError, match="--pack none"):
+        next(reader_of("short", "also short", packed=False).training())
+
+
+# Tokenizers
+
+
+def test_bytes_round_trip_between_an_opening_and_a_closing_token():
+    text = "naïve — 🦙\r\n\x00<s>"
+    tokens = ByteTokenizer().encode(text)
+    assert (tokens[0], tokens[-1]) == (256, 257)
+    assert bytes(tokens[1:-1].astype(np.uint8)).decode() == text
+    assert tokens.max() < ByteTokenizer().vocab_size
+
+
+def test_the_saved_byte_tokenizer_gives_the_same_ids(tmp_path):
+    from transformers import AutoTokenizer
+
+    ByteTokenizer().save(tmp_path)
+    saved = AutoTokenizer.from_pretrained(tmp_path)
+    text = "def f(x):\n\treturn 'naïve — 🦙'\r\n\x00  \x7f" + "".join(map(chr, range(32, 256)))
+    assert saved(text)["input_ids"] == ByteTokenizer().encode(text).tolist()
+    assert saved.decode(saved(text)["input_ids"], skip_special_tokens=True) == text
+    assert len(saved) == ByteTokenizer().vocab_size
+    again = open_tokenizer(str(tmp_path), "tiny")
+    assert np.array_equal(again.encode(text), ByteTokenizer().encode(text))
+    assert (again.vocab_size, again.bos_id, again.eos_id) == (258, 256, 257)
+
+
+def test_a_tokenizer_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"--tokenizer .*can't be loaded"):
+        open_tokenizer(str(tmp_path), "tiny")
