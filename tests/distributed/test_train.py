@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig
 
+from burst_attention import DisagreementError
 from burst_attention.cli.train import parse
 from burst_attention.training.data import open_sequences
 from burst_attention.training.loop import Trainer, train
@@ -206,3 +209,16 @@ def test_a_loss_that_is_no_number_stops_every_rank(pools, corpus, tmp_path):
     assert not lost
     assert {type(error) for error in errors.values()} == {FloatingPointError}
     assert len(errors) == 2
+
+
+def train_on_other_files(config):
+    """Rank 1 reads in another order, as if its copy of the corpus were another."""
+    seed = config.run.seed + int(os.environ["RANK"])
+    train(replace(config, run=replace(config.run, seed=seed)))
+
+
+def test_ranks_that_read_other_tokens_are_told(pools, corpus, tmp_path):
+    _, errors, lost = pools(2).gather(train_on_other_files, config_of(corpus, tmp_path))
+    assert not lost and len(errors) == 2
+    for error in errors.values():
+        assert isinstance(error, DisagreementError) and "digest of tokens" in str(error)

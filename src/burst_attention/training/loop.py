@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 import time
@@ -116,6 +117,7 @@ class Trainer:
         Returns:
             The mean loss, and the bytes that this rank's plans predict for its attention.
         """
+        self._agree_on(sequences)
         # Known to every rank without a word: all of them read all sequences.
         num_valid = sum(sequence.valid_tokens for sequence in sequences)
         loss, predicted = 0.0, 0
@@ -140,6 +142,7 @@ class Trainer:
     def evaluate(self) -> tuple[float | None, int]:
         """(mean loss per valid token over the held-out sequences, how many tokens those are)."""
         sequences = list(itertools.islice(self.reader.held_out(), self.config.data.held_out_sequences))
+        self._agree_on(sequences)
         groups, mine = self.config.parallel.data_parallel, self.place.group_index
         total = 0.0
         self.model.eval()
@@ -176,6 +179,14 @@ class Trainer:
             bytes_sent=bytes_sent,
             bytes_predicted=bytes_predicted,
         )
+
+    def _agree_on(self, sequences: list[TokenSequence]) -> None:
+        """Raise DisagreementError if ranks that share a sequence read other tokens, as from another copy of a file."""
+        digest = hashlib.blake2b(digest_size=8)
+        for sequence in sequences:
+            digest.update(sequence.tokens.tobytes())
+            digest.update(repr(sequence.cu_seqlens).encode())
+        self.plan.agreement.agree("the sequences to train on", {"digest of tokens and borders": digest.hexdigest()})
 
     def _make_plan(self, seqlen: int) -> Plan:
         parallel = self.config.parallel
