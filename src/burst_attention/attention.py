@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
 from typing import Any, Literal, overload
 
 import torch
@@ -11,10 +12,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .kernels import choose
-from .kernels.contract import DTYPES, Kernel, accumulation_dtype
+from .kernels.contract import DTYPES, Kernel, accumulation_dtype, wire_dtype
 from .kernels.merge import row_dot
 from .plan.cost import Shape
-from .plan.route import Side
+from .plan.rows import Side
 from .plan.schedule import TRAVELS
 from .planning import Plan
 from .sweep import Backward, Forward, sweep
@@ -22,12 +23,13 @@ from .sweep import Backward, Forward, sweep
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """The frozen half of a call: everything but the tensors."""
+    """The frozen half of a call: everything but the tensors. ``number``: which call on its process group it is."""
 
     plan: Plan
     scale: float
     travels: str
     kernel: Kernel
+    number: int = 0
 
 
 @overload
@@ -94,7 +96,7 @@ def burst_attention(
             plan.refuse(error)
         raise
     plan.agreement.agree("burst_attention", {**fields, "return_lse": bool(return_lse)})
-    out, lse = _BurstAttention.apply(q, k, v, call)
+    out, lse = _BurstAttention.apply(q, k, v, replace(call, number=plan.transport.health.next_call()))
     return (out, lse) if return_lse else out
 
 
@@ -107,26 +109,25 @@ def _checked(
     _check_tensors(q, k, v, plan.length)
     if scale is None:
         scale = 1 / math.sqrt(q.shape[3])
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
-        raise ValueError(f"scale={scale!r} must be a finite number, or None for 1 / sqrt(head dim)")
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale <= sys.float_info.max:
+        raise ValueError(f"scale={scale!r} must be a positive, finite number, or None for 1 / sqrt(head dim)")
     if travels != "auto" and travels not in TRAVELS:
         raise ValueError(f"travels={travels!r} is unknown; choose one of auto, {', '.join(TRAVELS)}")
+    plan.transport.check_device(q.device)
     chosen = choose(kernel, device=q.device, dtype=q.dtype)
     wanted = [x.requires_grad and torch.is_grad_enabled() for x in (q, k, v)]
     if travels == "auto" and any(wanted):
         travels = plan.schedule.choose_travels(call_shape(q, k, v))
     call = _Call(plan, float(scale), travels, chosen)
     fields = {
-        "plan": plan.schedule.signature,
-        "seqlen": plan.seqlen,
-        "layout": plan.layout,
-        "mask": repr(plan.mask),
+        **plan.schedule.told,
         "batch": q.shape[0],
         "query heads": q.shape[1],
         "key-value heads": k.shape[1],
         "head dim": q.shape[3],
         "value head dim": v.shape[3],
         "dtype": str(q.dtype),
+        "device": q.device.type,
         "scale": call.scale,
         "travels": travels,
         "kernel": chosen.name,
@@ -170,6 +171,7 @@ def call_shape(q: Tensor, k: Tensor, v: Tensor) -> Shape:
         head_dim=q.shape[3],
         v_head_dim=v.shape[3],
         io=q.element_size(),
+        partial=wire_dtype(q.dtype).itemsize,
         accumulate=accumulation_dtype(q.dtype).itemsize,
     )
 
@@ -206,6 +208,8 @@ class _BurstAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         call: _Call = ctx.call
+        # Ranks that run the backwards of several calls in different orders would add up each other's.
+        call.plan.agreement.agree("the backward of burst_attention", {"call number": call.number})
         dout = torch.zeros_like(out) if dout is None else dout
         delta = row_dot(dout, out, lse.dtype)
         if dlse is not None:

@@ -9,6 +9,7 @@ from datetime import timedelta
 from functools import cached_property
 from typing import Any, Literal, NoReturn
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,7 +18,7 @@ from . import resharding
 from .comm.agreement import Agreement
 from .comm.link import connect, resolve_group, resolve_timeout
 from .comm.transport import Transport
-from .kernels.contract import accumulation_dtype
+from .kernels.contract import DTYPES, accumulation_dtype, wire_dtype
 from .plan.cost import Shape, Traffic
 from .plan.mask import Mask
 from .plan.schedule import TRAVELS, Schedule, make_schedule
@@ -74,15 +75,19 @@ class Plan:
         """What a query sees."""
         return self.schedule.mask
 
-    @cached_property
+    @property
     def positions(self) -> Tensor:
-        """int64 [S_local] on CPU: the global position of each local token."""
-        return torch.from_numpy(self.schedule.layout.positions(self.rank))
+        """int64 [S_local] on CPU: the global position of each local token. The caller's to keep."""
+        return torch.from_numpy(self._positions.copy())
 
-    @cached_property
+    @property
     def document_positions(self) -> Tensor:
         """int64 [S_local] on CPU: positions counted from each document's start, for rotary embeddings."""
-        return torch.from_numpy(self.mask.document_positions(self.positions.numpy()))
+        return torch.from_numpy(self.mask.document_positions(self._positions).copy())
+
+    @cached_property
+    def _positions(self) -> np.ndarray:
+        return self.schedule.layout.positions(self.rank)
 
     def with_mask(self, mask: Mask) -> Plan:
         """The same layout, route and group under another mask; nothing is exchanged."""
@@ -131,10 +136,33 @@ class Plan:
         dtype: torch.dtype = torch.float32,
         travels: str = "auto",
     ) -> Traffic:
-        """Payload bytes that this rank sends and receives in one call of :func:`burst_attention`, forward and backward.
+        """Payload bytes that this rank sends and receives in one call of :func:`burst_attention`.
 
-        Exactly what ``plan.transport`` counts. Agreement's records (2 KiB to each peer and call) are not in it.
+        Exactly what ``plan.transport`` counts. Agreement's records (2 KiB to each peer for a call, and for its
+        backward) are not in it.
+
+        Args:
+            v_head_dim: ``head_dim`` if None.
+            dtype: of q, k and v.
+            travels: as for :func:`burst_attention`.
+
+        Raises:
+            TypeError, ValueError: for shapes that the call would refuse.
         """
+        sizes = {
+            "batch": batch,
+            "q_heads": q_heads,
+            "kv_heads": kv_heads,
+            "head_dim": head_dim,
+            "v_head_dim": v_head_dim,
+        }
+        for name, size in sizes.items():
+            if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+                raise ValueError(f"{name}={size!r} must be an integer of at least 1")
+        if q_heads % kv_heads:
+            raise ValueError(f"q_heads={q_heads} must be a multiple of kv_heads={kv_heads}")
+        if dtype not in DTYPES:
+            raise TypeError(f"dtype={dtype} can't be used; choose one of {', '.join(map(str, DTYPES))}")
         shape = Shape(
             batch=batch,
             q_heads=q_heads,
@@ -142,6 +170,7 @@ class Plan:
             head_dim=head_dim,
             v_head_dim=head_dim if v_head_dim is None else v_head_dim,
             io=dtype.itemsize,
+            partial=wire_dtype(dtype).itemsize,
             accumulate=accumulation_dtype(dtype).itemsize,
         )
         if travels == "auto":
@@ -191,16 +220,16 @@ def make_plan(
         TypeError, ValueError: an argument can't be used, or ranks disagree: the same class on every rank.
     """
     resolved = resolve_group(group)
-    transport, agreement = connect(resolved, resolve_timeout(timeout))
+    transport, agreement = connect(resolved, None)
     mask, rank, world = Mask() if mask is None else mask, transport.rank, transport.world
     try:
         if isinstance(seqlen, bool) or not isinstance(seqlen, int):
             raise TypeError(f"seqlen={seqlen!r} must be an int")
+        transport.timeout = agreement.transport.timeout = resolve_timeout(timeout)
         schedule = make_schedule(seqlen, mask=mask, layout=layout, route=route, rank=rank, world=world)
     except (TypeError, ValueError) as error:
         agreement.refuse(error)
-    fields = {"seqlen": seqlen, "layout": layout, "mask": repr(schedule.mask), "route": route}
-    names = agreement.agree("make_plan", {**fields, "plan": schedule.signature}, socket.gethostname())
+    names = agreement.agree("make_plan", {**schedule.told, "route": route}, socket.gethostname())
     hosts = [names.index(name) for name in names]
     schedule = make_schedule(seqlen, mask=mask, layout=layout, route=route, rank=rank, world=world, hosts=hosts)
     return Plan(schedule, transport, agreement)

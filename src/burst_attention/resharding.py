@@ -19,8 +19,10 @@ from .plan.layout import Layout
 class _Reshard:
     layout: Layout
     transport: Transport
+    agreement: Agreement
     dim: int
     grad: str
+    number: int
 
     def all_to_all(self, parts: list[Tensor], lengths: list[int], *, phase: str) -> list[Tensor]:
         """Send ``parts[r]`` to each rank r; return what each sent here, ``lengths[r]`` rows (dim 0) of it."""
@@ -37,6 +39,9 @@ def unshard(x: Tensor, dim: int, grad: str, layout: Layout, transport: Transport
     """See :meth:`burst_attention.Plan.unshard`."""
     length = layout.lengths[transport.rank]
     try:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x is a {type(x).__name__}, not a tensor")
+        transport.check_device(x.device)
         if grad not in ("slice", "sum"):
             raise ValueError(f"grad={grad!r} is unknown; choose slice or sum")
         if not -x.ndim <= dim < x.ndim:
@@ -50,7 +55,7 @@ def unshard(x: Tensor, dim: int, grad: str, layout: Layout, transport: Transport
     wanted = x.requires_grad and torch.is_grad_enabled()
     fields = {"other dims": others, "dim": dim, "dtype": str(x.dtype), "grad": grad, "gradient wanted": wanted}
     agreement.agree("unshard", {**fields, "seqlen": layout.seqlen, "layout": layout.name})
-    return _Unshard.apply(x, _Reshard(layout, transport, dim, grad))
+    return _Unshard.apply(x, _Reshard(layout, transport, agreement, dim, grad, transport.health.next_call()))
 
 
 class _Unshard(torch.autograd.Function):
@@ -63,7 +68,7 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: _Reshard) -> Tensor:
         ctx.call = call
-        rows = x.movedim(call.dim, 0)
+        rows = x.movedim(call.dim, 0).contiguous()
         world = call.transport.world
         shards = call.all_to_all([rows] * world, list(call.layout.lengths), phase="forward")
         order = torch.from_numpy(call.layout.gather_order).to(x.device)
@@ -74,14 +79,12 @@ class _Unshard(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         call: _Reshard = ctx.call
         rank, world = call.transport.rank, call.transport.world
-        rows = dy.movedim(call.dim, 0)
-        ranks = range(world) if call.grad == "sum" else [rank]
-        parts = [
-            rows.index_select(0, torch.from_numpy(call.layout.positions(r)).to(dy.device)) if r in ranks else rows[:0]
-            for r in range(world)
-        ]
+        positions = [torch.from_numpy(call.layout.positions(r)).to(dy.device) for r in range(world)]
         if call.grad == "slice":
-            return parts[rank].movedim(0, call.dim).contiguous(), None
+            return dy.index_select(call.dim, positions[rank]), None
+        call.agreement.agree("the backward of unshard", {"call number": call.number})
+        rows = dy.movedim(call.dim, 0)
+        parts = [rows.index_select(0, at) for at in positions]
         arrived = call.all_to_all(parts, [call.layout.lengths[rank]] * world, phase="backward")
         total = torch.zeros_like(arrived[0], dtype=accumulation_dtype(dy.dtype))
         for part in arrived:

@@ -27,12 +27,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .comm.transport import Transport
-from .kernels.contract import Kernel, accumulation_dtype
+from .comm.transport import Pending, Transport
+from .kernels.contract import Kernel, accumulation_dtype, wire_dtype
 from .kernels.merge import add_, blank_output, merge_
-from .plan.program import Drop, Post, Program, Visit, Wait
-from .plan.route import Edge, Side
-from .plan.rows import Where
+from .plan.program import Drop, Message, Post, Program, Visit, Wait
+from .plan.route import Edge
+from .plan.rows import Side, Where
 from .plan.tile import Tiles
 
 Tensors = tuple[Tensor, ...]  # dim 2 of each is the rows of a shard: [B, H, rows, ...] or [B, H, rows]
@@ -89,7 +89,7 @@ class Forward:
 
     def wire_dtypes(self, side: Side, *, exact: bool) -> tuple[torch.dtype, ...]:
         wide = accumulation_dtype(self.q.dtype)
-        return (wide if exact else self.q.dtype), wide
+        return (wide if exact else wire_dtype(self.q.dtype)), wide
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +123,7 @@ class Backward:
             add_(a, b)
 
     def wire_dtypes(self, side: Side, *, exact: bool) -> tuple[torch.dtype, ...]:
-        dtype = accumulation_dtype(self.q.dtype) if exact else self.q.dtype
+        dtype = accumulation_dtype(self.q.dtype) if exact else wire_dtype(self.q.dtype)
         return (dtype,) if side is Side.QUERY else (dtype, dtype)
 
 
@@ -133,43 +133,66 @@ def sweep(program: Program, transport: Transport, work: Pass, *, phase: str) -> 
     ``phase`` names the pass in an error. Nothing that the caller owns is written to. A partial result is folded in
     when its turn comes in the program, never when it arrives: two runs give the same bits.
     """
-    held = {(side, program.rank): tensors for side, tensors in work.own.items()}
-    sums = _Sums(program, work)
-    on_wire = {}
-    for op in program.ops:
-        match op:
-            case Visit():
-                query, key = (_take(held[side, op.owner(side)], op.held[side]) for side in Side)
-                for side, part in work.visit(query, key, op.tiles).items():
-                    sums.add(side, op.owner(side), op.into[side], part)
-            case Post():
-                sends, arriving = [], []
-                for message in op.sends:
-                    edge = message.edge
-                    if edge.partial:
-                        tensors = sums.pop(edge.side, edge.owner, work.wire_dtypes(edge.side, exact=edge.exact))
-                    else:
-                        assert message.where is not None
-                        tensors = _take(held[edge.side, edge.owner], message.where)
-                    sends += [(edge.target, x.contiguous()) for x in tensors]
-                for message in op.receives:
-                    arriving.append((message, _empty(message.edge, work)))
-                receives = [(message.edge.source, x) for message, tensors in arriving for x in tensors]
-                label = f"hop {op.step} of the {phase}"
-                on_wire[op.step] = transport.post(sends, receives, label=label), arriving
-            case Wait():
-                pending, arriving = on_wire.pop(op.step)
-                transport.wait(pending)
-                for message, tensors in arriving:
-                    edge = message.edge
-                    if edge.partial:
-                        assert message.where is not None
-                        sums.add(edge.side, edge.owner, message.where, tensors)
-                    else:
-                        held[edge.side, edge.owner] = tensors
-            case Drop():
-                del held[op.key]
-    return {side: sums.pop(side, program.rank) for side, owner in program.sum_rows if owner == program.rank}
+    run = _Run(program, transport, work, phase)
+    try:
+        for op in program.ops:
+            match op:
+                case Visit():
+                    run.visit(op)
+                case Post():
+                    run.post(op)
+                case Wait():
+                    run.wait(op)
+                case Drop():
+                    del run.held[op.key]
+    except BaseException as error:
+        # What this rank no longer sends the others wait for: the group is of no use, here too.
+        transport.health.failure = transport.health.failure or f"{phase}: {type(error).__name__} on this rank"
+        raise
+    return {side: run.sums.pop(side, program.rank) for side, owner in program.sum_rows if owner == program.rank}
+
+
+class _Run:
+    """A sweep under way. A method for each operation, so that no buffer outlives its use as a loop's variable."""
+
+    def __init__(self, program: Program, transport: Transport, work: Pass, phase: str) -> None:
+        self.held = {(side, program.rank): tensors for side, tensors in work.own.items()}
+        self.sums = _Sums(program, work)
+        self._transport, self._work, self._phase = transport, work, phase
+        self._on_wire: dict[int, tuple[Pending, list[tuple[Message, Tensors]]]] = {}
+
+    def visit(self, op: Visit) -> None:
+        """Compute a pair and fold in what it gives."""
+        query, key = (_take(self.held[side, op.owner(side)], op.held[side]) for side in Side)
+        for side, part in self._work.visit(query, key, op.tiles).items():
+            self.sums.add(side, op.owner(side), op.into[side], part)
+
+    def post(self, op: Post) -> None:
+        """Start an exchange: shards, own or to be passed on, and partial results on their way home."""
+        arriving = [(message, _empty(message.edge, self._work)) for message in op.receives]
+        sends = [(message.edge.target, x) for message in op.sends for x in self._outgoing(message)]
+        receives = [(message.edge.source, x) for message, tensors in arriving for x in tensors]
+        label = f"hop {op.step} of the {self._phase}"
+        self._on_wire[op.step] = self._transport.post(sends, receives, label=label), arriving
+
+    def wait(self, op: Wait) -> None:
+        """Finish an exchange: hold the shards, fold in the partial results."""
+        pending, arriving = self._on_wire.pop(op.step)
+        self._transport.wait(pending)
+        for message, tensors in arriving:
+            edge = message.edge
+            if message.where is None:
+                self.held[edge.side, edge.owner] = tensors
+            else:
+                self.sums.add(edge.side, edge.owner, message.where, tensors)
+
+    def _outgoing(self, message: Message) -> Tensors:
+        edge = message.edge
+        if message.where is None:
+            tensors = self.sums.pop(edge.side, edge.owner, self._work.wire_dtypes(edge.side, exact=edge.exact))
+        else:
+            tensors = _take(self.held[edge.side, edge.owner], message.where)
+        return tuple(x.contiguous() for x in tensors)
 
 
 class _Sums:

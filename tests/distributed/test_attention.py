@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
@@ -12,12 +13,14 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 
 from burst_attention import Mask, burst_attention, make_plan
 from burst_attention.kernels import choose
 from burst_attention.plan.assignment import table
+from burst_attention.plan.rows import Side
 from burst_attention.plan.schedule import Schedule
-from burst_attention.sweep import Backward, Forward, Side, sweep
+from burst_attention.sweep import Backward, Forward, sweep
 from burst_attention.testing import Case, attend, check
 from burst_attention.testing.check import relative_l2
 from tests.pairwise import covering_array
@@ -277,8 +280,8 @@ def test_random_calls(pools, world: int, case: Case) -> None:
         assert not found, "\n".join(found)
 
 
-def one_rank_sees_nothing() -> tuple:
-    """All of the last rank's keys are out of every other query's sight, and empty documents lie between."""
+def window_of_one() -> tuple:
+    """Each query sees itself alone: nothing is needed of another rank."""
     plan = make_plan(12, mask=Mask(window=1), layout="contiguous")
     q, k, v = (torch.randn(1, 2, plan.length, 4, requires_grad=True) for _ in range(3))
     out = burst_attention(q, k, v, plan)
@@ -287,9 +290,95 @@ def one_rank_sees_nothing() -> tuple:
 
 
 def test_a_window_of_one_sends_nothing(pools) -> None:
-    for sent, error, dq in pools(3).run(one_rank_sees_nothing):
+    for sent, error, dq in pools(3).run(window_of_one):
         assert (sent, error) == (0, 0.0)
         assert dq < 1e-6  # P is 1: dP and D cancel
+
+
+def views(kernel: str, travels: str) -> None:
+    """Inputs and gradients in odd memory (every second element, transposed, expanded); gradients of some of them; all
+    one tensor; under checkpointing and inference mode."""
+    plan = make_plan(33, mask=Mask(window=20))
+    options = {"kernel": kernel, "travels": travels}
+    make = torch.Generator().manual_seed(plan.rank)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=make, dtype=torch.float64)
+
+    n = plan.length
+    q, k, v = normal(2, 4, n, 16)[..., ::2], normal(2, n, 2, 8).transpose(1, 2), normal(1, 2, n, 1).expand(2, 2, n, 8)
+    dout = normal(2, 4, n, 1).expand(2, 4, n, 8)
+    plain = [x.contiguous().requires_grad_() for x in (q, k, v)]
+    out = burst_attention(*plain, plan, **options)
+    expected = torch.autograd.grad(out, plain, dout.contiguous())
+    odd = [x.detach().requires_grad_() for x in (q, k, v)]
+    for call in (burst_attention, lambda *a, **o: checkpoint(burst_attention, *a, use_reentrant=False, **o)):
+        actual = call(*odd, plan, **options)
+        assert torch.equal(actual, out)
+        grads = torch.autograd.grad(actual, odd, dout)
+        assert all(torch.equal(a, e) for a, e in zip(grads, expected, strict=True))
+    for wanted in ((0,), (1,), (0, 2)):
+        some = [x.detach().requires_grad_(i in wanted) for i, x in enumerate((q, k, v))]
+        grads = torch.autograd.grad(burst_attention(*some, plan, **options), [some[i] for i in wanted], dout)
+        assert all(torch.equal(a, expected[i]) for a, i in zip(grads, wanted, strict=True))
+    with torch.inference_mode():
+        assert torch.equal(burst_attention(q, k, v, plan, **options), out)
+    x = normal(1, 2, n, 8).requires_grad_()
+    apart = [x.detach().clone().requires_grad_() for _ in range(3)]
+    burst_attention(x, x, x, plan, **options).square().sum().backward()
+    burst_attention(*apart, plan, **options).square().sum().backward()
+    torch.testing.assert_close(x.grad, sum(a.grad for a in apart), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kernel", ["reference", "aten", "aten-fp32"])
+@pytest.mark.parametrize("travels", ["query", "key-value"])
+def test_views_subsets_and_checkpointing(pools, kernel: str, travels: str) -> None:
+    pools(2).run(views, kernel, travels)
+
+
+def overflowing_parts(kernel: str) -> list[torch.Tensor]:
+    """Each rank's part of dQ is beyond fp16; their sum is not."""
+    plan = make_plan(4, mask=Mask(causal=False), layout="contiguous")
+    q, k, v = (torch.zeros(1, 1, 2, 8, dtype=torch.float16, requires_grad=True) for _ in range(3))
+    with torch.no_grad():
+        k[:] = 240.0
+        v[..., 0] = 60.0 if plan.rank == 0 else -60.0
+    dout = torch.full_like(q, 60.0)
+    out = burst_attention(q, k, v, plan, scale=8.0, travels="query", kernel=kernel)
+    return list(torch.autograd.grad(out, (q, k, v), dout))
+
+
+@pytest.mark.parametrize("kernel", ["reference", "aten", "aten-fp32"])
+def test_parts_of_a_sum_do_not_overflow_on_the_wire(pools, kernel: str) -> None:
+    for grads in pools(2).run(overflowing_parts, kernel):
+        assert all(x.isfinite().all() for x in grads)
+        assert grads[0].abs().max() <= 1.0
+
+
+def buffers_alive() -> int:
+    """The most receive buffers of shards alive at once, by weak references taken where they are made."""
+    alive: list[weakref.ref] = []
+    most = 0
+    plan = make_plan(64, mask=Mask(causal=False))
+    q, k, v = (torch.randn(1, 1, plan.length, 4, requires_grad=True) for _ in range(3))
+    out = burst_attention(q, k, v, plan)
+    post = plan.transport.post
+
+    def watched(sends, receives, *, label):
+        nonlocal most
+        alive.extend(weakref.ref(x) for _, x in receives if x.shape[-1] == 2)  # (lse, D): one for each shard
+        most = max(most, sum(ref() is not None for ref in alive))
+        return post(sends, receives, label=label)
+
+    plan.transport.post = watched
+    out.sum().backward()
+    del plan.transport.post
+    assert len(alive) == plan.world - 1
+    return most
+
+
+def test_two_foreign_shards_are_held_at_most(pools) -> None:
+    assert pools(4).run(buffers_alive) == [2] * 4
 
 
 def byte_counts(case: Case) -> tuple:

@@ -26,6 +26,12 @@ def test_a_world_of_one_needs_no_process_group() -> None:
     assert torch.equal(x, y)
     assert plan.exchange_small([1.5, 2]) == [[1.5, 2.0]]
     assert "seqlen=10" in repr(plan)
+    plan.document_positions.add_(3), plan.positions.zero_()  # the caller's copies
+    assert plan.shard(torch.arange(10), 0).tolist() == plan.positions.tolist() == list(range(10))
+    with torch.inference_mode():
+        fresh = make_plan(4)
+        fresh.shard(torch.zeros(4), 0), fresh.positions
+    fresh.shard(torch.zeros(4, requires_grad=True), 0).sum().backward()
 
 
 def test_labels_are_shifted_before_sharding() -> None:
@@ -55,6 +61,9 @@ def test_masks_change_and_layouts_stay() -> None:
         (lambda p: p.unshard(torch.zeros(10), 0, grad="mean"), ValueError, "grad='mean'"),
         (lambda p: p.shard_labels(torch.zeros(10)), ValueError, "labels"),
         (lambda p: p.bytes(batch=1, q_heads=1, kv_heads=1, head_dim=1, travels="air"), ValueError, "travels='air'"),
+        (lambda p: p.bytes(batch=1, q_heads=3, kv_heads=2, head_dim=1), ValueError, "q_heads=3"),
+        (lambda p: p.bytes(batch=0, q_heads=2, kv_heads=2, head_dim=1), ValueError, "batch=0"),
+        (lambda p: p.bytes(batch=1, q_heads=2, kv_heads=2, head_dim=1, dtype=torch.int32), TypeError, "int32"),
         (lambda p: burst_attention(*[torch.zeros(1, 2, 10, 4)] * 3, "plan"), TypeError, "make_plan"),
         (lambda p: burst_attention(*[torch.zeros(2, 10, 4)] * 3, p), ValueError, r"q has shape \[2, 10, 4\]"),
         (lambda p: burst_attention(torch.zeros(1, 3, 10, 4), *[torch.zeros(1, 2, 10, 4)] * 2, p), ValueError, "heads"),

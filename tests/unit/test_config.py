@@ -170,7 +170,7 @@ def test_a_good_start_launches_the_workers_it_was_asked_for(tmp_path, plain_star
     assert cli.main(arguments) == 0, capsys.readouterr().err
     ((config, ranks),) = started
     assert ranks == config.parallel.ranks == 3
-    assert (config.parallel.device, config.model.dtype, config.optim.lr) == ("cpu", "float32", 3e-3)
+    assert (config.parallel.device, config.model.dtype, config.optim.lr) == ("cpu", "float32", 2e-3)
     assert not (tmp_path / "new").exists()
 
 

@@ -15,10 +15,10 @@ from burst_attention.plan.cost import Shape
 from burst_attention.plan.layout import LAYOUTS, Layout
 from burst_attention.plan.mask import Mask
 from burst_attention.plan.program import Drop, Post, Visit, Wait
-from burst_attention.plan.route import ROUTES, Side
-from burst_attention.plan.rows import Rows
+from burst_attention.plan.route import ROUTES
+from burst_attention.plan.rows import Rows, Side
 from burst_attention.plan.schedule import Schedule, make_schedule
-from burst_attention.plan.tile import pair_tiles
+from burst_attention.plan.tile import foreign_rows, pair_tiles
 
 
 @st.composite
@@ -287,10 +287,11 @@ def test_causal_zigzag_sends_half_where_half_is_needed() -> None:
 
 
 def test_wire_of_the_papers_table() -> None:
-    """Full mask, MHA, bf16: forward 2 n hops elements, backward 3 n hops (query side) or 4 n hops (key-value side)."""
+    """Full mask, MHA, bf16: forward 2 n hops elements, backward 3 n hops (query side) or 4 n hops (key-value)."""
     world, seqlen, heads, dim = 4, 64, 8, 16
     schedule = make_schedule(seqlen, mask=Mask(causal=False), layout="contiguous", route="direct", rank=0, world=world)
-    shape = Shape(batch=1, q_heads=heads, kv_heads=heads, head_dim=dim, v_head_dim=dim, io=2, accumulate=4)
+    sizes = {"batch": 1, "q_heads": heads, "head_dim": dim, "v_head_dim": dim, "io": 2, "partial": 2, "accumulate": 4}
+    shape = Shape(**sizes, kv_heads=heads)
     n, hops = heads * seqlen // world * dim, world - 1
     traffic = schedule.traffic(shape, "query")
     statistics = heads * seqlen // world * 2 * 4 * hops
@@ -298,8 +299,30 @@ def test_wire_of_the_papers_table() -> None:
     assert traffic.backward_sent == traffic.backward_received == 3 * n * hops * 2 + statistics
     assert schedule.traffic(shape, "key-value").backward_sent == 4 * n * hops * 2
     assert schedule.choose_travels(shape) == "query"
-    grouped = Shape(batch=1, q_heads=heads, kv_heads=heads // 2, head_dim=dim, v_head_dim=dim, io=2, accumulate=4)
+    grouped = Shape(**sizes, kv_heads=heads // 2)
     assert schedule.choose_travels(grouped) == "key-value"
+
+
+@settings(max_examples=200, deadline=None)
+@given(worlds())
+def test_rows_needed_are_those_of_the_pairs(world: tuple[Layout, Mask]) -> None:
+    layout, mask = world
+    ranks, regions = range(layout.world), mask.regions(layout.seqlen)
+    foreign = [t for (i, j), t in pair_tiles(layout, layout, regions, ranks, ranks).items() if i != j]
+    assert foreign_rows(layout, layout, regions, ranks) == {
+        Side.QUERY: sum(tiles.q_rows.count for tiles in foreign),
+        Side.KEY: sum(tiles.k_rows.count for tiles in foreign),
+    }
+
+
+def test_choosing_what_travels_is_quick_for_many_ranks() -> None:
+    schedule = make_schedule(1 << 20, mask=Mask(), layout="zigzag", route="direct", rank=5, world=256)
+    shape = Shape(batch=1, q_heads=8, kv_heads=8, head_dim=8, v_head_dim=8, io=2, partial=2, accumulate=4)
+    started = time.perf_counter()
+    assert schedule.choose_travels(shape) == "query"
+    assert (
+        time.perf_counter() - started < 3.0
+    )  # about 0.1 s on an idle core; objects for 65,536 pairs take half a minute
 
 
 def test_route_auto_prefers_the_ring_between_crowded_hosts() -> None:
@@ -336,6 +359,8 @@ def _plan_seconds(borders: list[int]) -> float:
         ({"cu_seqlens": [1, 4]}, ValueError, "start with 0"),
         ({"cu_seqlens": [0, 4, 3]}, ValueError, "falls from 4 to 3"),
         ({"cu_seqlens": []}, ValueError, "start with 0"),
+        ({"cu_seqlens": 5}, TypeError, "cu_seqlens=5"),
+        ({"window": float("inf")}, TypeError, "window=inf"),
         ({"causal": 1}, TypeError, "causal=1"),
     ],
 )

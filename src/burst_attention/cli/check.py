@@ -56,6 +56,12 @@ class Arguments:
             raise ValueError(f"--ranks {self.ranks} must be at least 1")
         if self.q_heads % self.kv_heads:
             raise ValueError(f"--q-heads {self.q_heads} must be a multiple of --kv-heads {self.kv_heads}")
+        halves = {"bfloat16", "float16"} & set(self.dtypes)
+        if halves and (self.seq_len < 256 or min(self.head_dim, self.v_head_dim or self.head_dim) < 16):
+            raise ValueError(
+                f"--dtypes {' '.join(sorted(halves))} need --seq-len of at least 256 and head dims of at least 16: "
+                f"they are judged by PyTorch's own error in that dtype, which is no measure on a few numbers"
+            )
         if not self.timeout > 0:
             raise ValueError(f"--timeout {self.timeout} must be positive")
 

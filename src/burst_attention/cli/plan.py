@@ -73,6 +73,7 @@ class Arguments:
             head_dim=self.head_dim,
             v_head_dim=self.v_head_dim or self.head_dim,
             io=io,
+            partial=4 if self.dtype == "float16" else io,
             accumulate=max(io, 4),
         )
 

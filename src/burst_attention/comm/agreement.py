@@ -57,13 +57,13 @@ class Agreement:
     def refuse(self, error: Exception) -> NoReturn:
         """Tell the others, who are in :meth:`agree`, that this rank can't make the call; then raise.
 
-        The class raised is the lowest refusing rank's, on every rank.
+        The class raised is the lowest refusing rank's, on every rank: TypeError or ValueError (for any other error).
         """
         if self.transport.world == 1:
             raise error
         name = next((n for n, kind in _REFUSALS.items() if isinstance(error, kind)), "ValueError")
-        text = str(error).encode()[: RECORD_BYTES // 4].decode(errors="ignore")
-        records = self._exchange({"refused": [name, text]})
+        # A character takes at most six bytes in JSON.
+        records = self._exchange({"refused": [name, str(error)[: RECORD_BYTES // 8]]})
         _raise_refusal(records, self.transport.rank, error)
         raise error
 
@@ -71,9 +71,10 @@ class Agreement:
         transport = self.transport
         if transport.world == 1:
             return [record]
-        encoded = json.dumps(record, ensure_ascii=False).encode()
+        encoded = json.dumps(record).encode()
         if len(encoded) > RECORD_BYTES:
-            raise ValueError(f"a record of {len(encoded)} bytes exceeds {RECORD_BYTES}")
+            # Told like any refusal, for the others wait for a record.
+            self.refuse(ValueError(f"{record['call']} has {len(encoded)} bytes to agree on, more than {RECORD_BYTES}"))
         mine = torch.frombuffer(bytearray(encoded.ljust(RECORD_BYTES)), dtype=torch.uint8)
         peers = [rank for rank in range(transport.world) if rank != transport.rank]
         theirs = {rank: torch.empty_like(mine) for rank in peers}
@@ -92,8 +93,10 @@ def _raise_refusal(records: list[dict[str, Any]], rank: int, error: Exception | 
         return
     first = min(refusals)
     kind = _REFUSALS[refusals[first][0]]
-    if error is not None and (first == rank or isinstance(error, kind)):
+    if error is not None and isinstance(error, kind):
         raise error
+    if first == rank:
+        raise kind(str(error)) from error
     own = "" if error is None else f"; this rank refused it too: {error}"
     raise kind(f"rank {first} refused the call: {refusals[first][1]}{own}") from error
 

@@ -60,6 +60,8 @@ def connect(group: dist.ProcessGroup | None, timeout: float | None) -> tuple[Tra
     control = _CONTROLS.get(group)
     if control is None:
         control = _CONTROLS[group] = _Control(_control_group(group), Health())
+        if control.group is not None:
+            weakref.finalize(group, _destroy, control.group).atexit = False
         device = _data_device(group)
         if device.type != "cpu":
             Transport(group, timeout).warm_up(device)
@@ -75,6 +77,12 @@ def _control_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
         pass  # a group of NCCL alone has no backend for CPU tensors
     ranks = dist.get_process_group_ranks(group)
     return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+
+
+def _destroy(control: dist.ProcessGroup) -> None:
+    """End a control group with the group that it served, or its name could not be given again."""
+    if dist.is_initialized() and control in dist.distributed_c10d._world.pg_map:
+        dist.destroy_process_group(control)
 
 
 def _data_device(group: dist.ProcessGroup) -> torch.device:

@@ -30,9 +30,16 @@ class Pending:
 
 @dataclass
 class Health:
-    """What went wrong on a group before: messages of a failed exchange may still be under way in it."""
+    """Of one process group: what went wrong on it before, for messages of a failed exchange may still be under way, and
+    how many calls were made on it, by which a backward is told from another's."""
 
     failure: str | None = None
+    calls: int = 0
+
+    def next_call(self) -> int:
+        """A number for a call: the same on all ranks, which agree on each call before they take it."""
+        self.calls += 1
+        return self.calls
 
 
 @dataclass(eq=False)
@@ -107,6 +114,20 @@ class Transport:
                 what = " ".join(map(str, pending.operations[n][:2])) if one_each else "exchange with peers"
                 raise self._failure(f"could not {what}", pending.label, time.monotonic() - started, error) from error
         pending.operations, pending.works = [], []
+
+    def check_device(self, device: torch.device) -> None:
+        """Raise ValueError if the group can't carry tensors on ``device``."""
+        if self.group is None or device.type == "cpu":
+            return
+        try:
+            backend = self.group._get_backend(device).name()
+        except RuntimeError:
+            backend = "none"
+        if backend in ("none", "gloo"):
+            raise ValueError(
+                f"tensors on {device} need a group with a backend for them, this group's is {backend}; "
+                f"make it with init_process_group('cpu:gloo,cuda:nccl')"
+            )
 
     def warm_up(self, device: torch.device) -> None:
         """NCCL wants every rank in a group's first batch: pass one byte round the ring."""

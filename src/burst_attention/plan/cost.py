@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .route import Edge, Side
+from .route import Edge
+from .rows import Side
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What an attention call moves per row of a shard. ``io`` and ``accumulate`` are bytes per element."""
+    """What an attention call moves per row of a shard.
+
+    ``io``, ``partial`` and ``accumulate`` are bytes per element of inputs, of partial results on the wire, and of sums.
+    """
 
     batch: int
     q_heads: int
@@ -18,16 +22,21 @@ class Shape:
     head_dim: int
     v_head_dim: int
     io: int
+    partial: int
     accumulate: int
 
     def row_bytes(self, edge: Edge, *, backward: bool) -> int:
         """Bytes of one row of an edge, as the sweep's forward or backward sends it."""
-        wide = self.accumulate if edge.exact else self.io
-        if edge.side is Side.KEY:  # k and v, or dK and dV
-            return self.batch * self.kv_heads * (self.head_dim + self.v_head_dim) * (wide if edge.partial else self.io)
+        return self.side_bytes(edge.side, partial=edge.partial, exact=edge.exact, backward=backward)
+
+    def side_bytes(self, side: Side, *, partial: bool, exact: bool, backward: bool) -> int:
+        """Bytes of one row of a shard of ``side``, or of partial results for it."""
+        wide = self.accumulate if exact else self.partial
+        if side is Side.KEY:  # k and v, or dK and dV
+            return self.batch * self.kv_heads * (self.head_dim + self.v_head_dim) * (wide if partial else self.io)
         if not backward:  # q, or (out, lse)
-            elements = self.v_head_dim * wide + self.accumulate if edge.partial else self.head_dim * self.io
-        elif edge.partial:  # dQ
+            elements = self.v_head_dim * wide + self.accumulate if partial else self.head_dim * self.io
+        elif partial:  # dQ
             elements = self.head_dim * wide
         else:  # q, dO, (lse, D)
             elements = (self.head_dim + self.v_head_dim) * self.io + 2 * self.accumulate
@@ -60,8 +69,3 @@ def sent_and_received(edges: Iterable[Edge], rank: int, shape: Shape, *, backwar
         sent += size * (edge.source == rank)
         received += size * (edge.target == rank)
     return sent, received
-
-
-def total(edges: Iterable[Edge], shape: Shape, *, backward: bool) -> int:
-    """Bytes of all edges together."""
-    return sum(edge.rows.count * shape.row_bytes(edge, backward=backward) for edge in edges)

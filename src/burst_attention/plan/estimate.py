@@ -69,8 +69,8 @@ def _memory(shape: Shape, tokens: int, travels: str, *, alone: bool, exact: bool
     results = q + kv + out  # what a kernel gives for one pair, and the surrogate of out that it takes
     if alone:
         return held + results
-    widening = shape.accumulate // shape.io
-    sums = (q + kv) * widening
+    sums = (q + kv) * shape.accumulate // shape.io
     bundle, partial = (q + out, q) if travels == "query" else (kv, kv)
+    on_wire = partial * (shape.accumulate if exact else shape.partial) // shape.io
     # In use, arriving, and a copy of what is sent; one partial result going out, one coming in.
-    return held + results + sums + 3 * bundle + 2 * partial * (widening if exact else 1)
+    return held + results + sums + 3 * bundle + 2 * on_wire

@@ -15,7 +15,7 @@ def _integer(name: str, value: Any) -> int:
         exact = int(value)
         if isinstance(value, bool) or exact != value:
             raise ValueError
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise TypeError(f"{name}={value!r} must be an integer") from None
     return exact
 
@@ -58,7 +58,11 @@ class Mask:
 
     @staticmethod
     def _borders(given: Any) -> tuple[int, ...]:
-        values = given.tolist() if hasattr(given, "tolist") else list(given)
+        try:
+            values = given.tolist() if hasattr(given, "tolist") else list(given)
+            values = list(values)
+        except TypeError:
+            raise TypeError(f"cu_seqlens={given!r} must be a sequence of integers: borders [0, ..., S]") from None
         borders = tuple(_integer("cu_seqlens entry", value) for value in values)
         if not borders or borders[0] != 0:
             raise ValueError(f"cu_seqlens={_short(borders)} must start with 0, the first document's border")

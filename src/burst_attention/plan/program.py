@@ -10,8 +10,8 @@ import numpy as np
 
 from .assignment import Assignment
 from .layout import Layout
-from .route import Edge, Route, Side, Use
-from .rows import Rows, Where
+from .route import Edge, Route, Use
+from .rows import Rows, Side, Where
 from .tile import Tiles
 
 Pairs = Mapping[tuple[int, int], Tiles]

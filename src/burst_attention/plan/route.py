@@ -10,16 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum
 
-from .rows import Rows
-
-
-class Side(Enum):
-    """The two sides of a pair."""
-
-    QUERY = "query"
-    KEY = "key"
+from .rows import Rows, Side
 
 
 @dataclass(frozen=True, eq=False)

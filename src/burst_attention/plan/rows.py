@@ -1,14 +1,22 @@
-"""Sets of local rows: the part of a shard that some tile touches, and where it lies in a packed buffer."""
+"""The sides of a pair, and sets of local rows: what of a shard some tile touches, and where it lies once packed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 
 import numpy as np
 
 Where = slice | np.ndarray  # positions in a buffer: a slice where they are consecutive, else an int64 index
+
+
+class Side(Enum):
+    """The two sides of a pair."""
+
+    QUERY = "query"
+    KEY = "key"
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,8 +13,9 @@ from . import assignment, cost
 from .layout import Layout
 from .mask import Mask
 from .program import Pairs, Program, all_edges, build_program, touched_pairs
-from .route import ROUTES, Edge, Route, Side
-from .tile import Tiles, pair_tiles
+from .route import ROUTES, Route
+from .rows import Side
+from .tile import Tiles, foreign_rows, pair_tiles
 
 TRAVELS = {"query": assignment.columns, "key-value": assignment.rows}  # what travels in a backward
 RETURNS = {False: (Side.QUERY,), True: (Side.QUERY, Side.KEY)}  # backward? -> the sides that a visit gives results for
@@ -40,10 +41,16 @@ class Schedule:
         return replace(self, mask=mask)
 
     @cached_property
-    def signature(self) -> str:
-        """Equal on two ranks iff their layouts, masks and routes are."""
+    def told(self) -> dict[str, object]:
+        """What must be equal on all ranks, in words: short, yet equal on two ranks iff it is the same schedule."""
         mask = (self.mask.causal, self.mask.window, self.mask.cu_seqlens, self.mask.prefix)
-        return hashlib.blake2b(repr((self.layout, mask, self.route)).encode(), digest_size=8).hexdigest()
+        digest = hashlib.blake2b(repr(mask).encode(), digest_size=8).hexdigest()
+        return {
+            "seqlen": self.layout.seqlen,
+            "layout": self.layout.name,
+            "route": self.route.name,
+            "mask": f"{self.mask!r}" + (f" (digest {digest})" if self.mask.cu_seqlens else ""),
+        }
 
     @cached_property
     def regions(self) -> np.ndarray:
@@ -83,15 +90,23 @@ class Schedule:
         return self._backwards[travels]
 
     @cached_property
-    def _backward_edges(self) -> dict[str, list[Edge]]:
-        pairs = self.pairs()
-        return {
-            name: all_edges(pairs, assign, self.route, RETURNS[True], self.layout) for name, assign in TRAVELS.items()
-        }
+    def _rows_needed(self) -> dict[Side, int]:
+        """For each side: rows of other ranks' shards that the ranks' pairs need, all together."""
+        ranks = range(self.layout.world)
+        return foreign_rows(self.layout, self.layout, self.regions, ranks)
 
     def choose_travels(self, shape: cost.Shape) -> str:
-        """What travels in the backward so that all ranks together send fewer bytes; the query side on a tie."""
-        totals = {name: cost.total(edges, shape, backward=True) for name, edges in self._backward_edges.items()}
+        """What travels in the backward so that fewer bytes are needed by all ranks; the query side on a tie.
+
+        Counted as if each shard went straight to its users and partial results straight home, whatever the route.
+        """
+        totals = {}
+        for name, side in (("query", Side.QUERY), ("key-value", Side.KEY)):
+            out, home = (
+                shape.side_bytes(side, partial=partial, exact=self.route.exact, backward=True)
+                for partial in (False, True)
+            )
+            totals[name] = self._rows_needed[side] * (out + home)
         return min(totals, key=totals.__getitem__)
 
     def traffic(self, shape: cost.Shape, travels: str) -> cost.Traffic:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .layout import Layout
-from .rows import Rows
+from .rows import Rows, Side
 
 
 class Tile(NamedTuple):
@@ -56,14 +56,11 @@ class Tile(NamedTuple):
         """What is seen inside these rows and columns (counted from the corner), tightened; None if nothing is."""
         (i, rows_stop), (j, columns_stop) = rows, columns
         lo, hi = self.lo - i + j, self.hi - i + j
-        top, bottom = max(0, lo), min(rows_stop - i, columns_stop - j + hi)
-        left, right = max(0, -hi), min(columns_stop - j, rows_stop - i - lo)
+        top, bottom, left, right, lo, hi = (int(x) for x in tighten(rows_stop - i, columns_stop - j, lo, hi))
         if bottom <= top or right <= left or hi < lo:
             return None
-        lo, hi = lo - top + left, hi - top + left
         q, k = self.q_start + i, self.k_start + j
-        clamped = max(lo, left + 1 - right), min(hi, bottom - top - 1)
-        return Tile(q + top, q + bottom, k + left, k + right, *clamped)
+        return Tile(q + top, q + bottom, k + left, k + right, lo, hi)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +96,18 @@ class Tiles:
         return Tiles(np.stack([q, q + q1 - q0, k, k + k1 - k0, lo, hi], axis=1))
 
 
+def tighten(rows, columns, lo, hi):  # type: ignore[no-untyped-def]  # ints or int arrays, alike
+    """(top, bottom, left, right, lo, hi): the part of a rows x columns rectangle that a band uses, and the band there.
+
+    Row i sees something iff lo <= i <= columns - 1 + hi, and columns likewise. Nothing is seen if the part is empty or
+    hi < lo.
+    """
+    top, bottom = np.maximum(0, lo), np.minimum(rows, columns + hi)
+    left, right = np.maximum(0, -hi), np.minimum(columns, rows - lo)
+    lo, hi = lo - top + left, hi - top + left
+    return top, bottom, left, right, np.maximum(lo, left + 1 - right), np.minimum(hi, bottom - top - 1)
+
+
 def band_area(rows, columns, lo, hi):  # type: ignore[no-untyped-def]  # ints or int arrays, alike
     """How many (i, j) of a rows x columns rectangle have lo <= i - j <= hi."""
 
@@ -117,11 +126,7 @@ def pair_tiles(
 
     ``regions`` are the mask's (:meth:`Mask.regions`). Both layouts must give their segments one stride.
     """
-    q_segments, k_segments = _segment_table(queries, q_owners), _segment_table(keys, k_owners)
-    strides = {int(s) for s in (*q_segments[:, 4], *k_segments[:, 4])}
-    if len(strides) > 1:
-        raise ValueError(f"layouts {queries.name!r} and {keys.name!r} have different strides {sorted(strides)}")
-    table = _intersect(q_segments, k_segments, regions, strides.pop() if strides else 1)
+    table = _all_tiles(queries, keys, regions, q_owners, k_owners)
     if not len(table):
         return {}
     table = _coalesce(table)
@@ -129,6 +134,35 @@ def pair_tiles(
     table = table[order]
     cuts = np.flatnonzero(np.any(table[1:, :2] != table[:-1, :2], axis=1)) + 1
     return {(int(part[0, 0]), int(part[0, 1])): Tiles(part[:, 3:]) for part in np.split(table, cuts)}
+
+
+def foreign_rows(queries: Layout, keys: Layout, regions: np.ndarray, ranks: Sequence[int]) -> dict[Side, int]:
+    """Over all pairs of two different ranks: how many query rows, and how many key rows, some tile touches.
+
+    Arrays only: for hundreds of ranks there are too many pairs for objects.
+    """
+    table = _all_tiles(queries, keys, regions, ranks, ranks)
+    table = table[table[:, 0] != table[:, 1]]
+    counts = {}
+    for side, column in ((Side.QUERY, 3), (Side.KEY, 5)):
+        order = np.lexsort((table[:, column], table[:, 1], table[:, 0]))
+        owners, starts, stops = table[order, :2], table[order, column], table[order, column + 1]
+        pair = np.cumsum(np.r_[0, np.any(owners[1:] != owners[:-1], axis=1)]) if len(table) else starts
+        apart = pair * (queries.seqlen + keys.seqlen + 1)  # so that intervals of one pair never reach into the next
+        starts, stops = starts + apart, stops + apart
+        reach = np.r_[0, np.maximum.accumulate(stops)[:-1]] if len(table) else stops
+        counts[side] = int(np.maximum(0, stops - np.maximum(starts, reach)).sum())
+    return counts
+
+
+def _all_tiles(
+    queries: Layout, keys: Layout, regions: np.ndarray, q_owners: Sequence[int], k_owners: Sequence[int]
+) -> np.ndarray:
+    q_segments, k_segments = _segment_table(queries, q_owners), _segment_table(keys, k_owners)
+    strides = {int(s) for s in (*q_segments[:, 4], *k_segments[:, 4])}
+    if len(strides) > 1:
+        raise ValueError(f"layouts {queries.name!r} and {keys.name!r} have different strides {sorted(strides)}")
+    return _intersect(q_segments, k_segments, regions, strides.pop() if strides else 1)
 
 
 def _segment_table(layout: Layout, owners: Sequence[int]) -> np.ndarray:
@@ -162,17 +196,14 @@ def _intersect(q_segments: np.ndarray, k_segments: np.ndarray, regions: np.ndarr
     lo = _ceil(bands[:, None, 4] - shift, stride) - i0[:, None] + j0  # counted from the rectangle's corner
     hi = (bands[:, None, 5] - shift) // stride - i0[:, None] + j0
     rows, columns = (i1 - i0)[:, None], j1 - j0
-    # Tighten to the rows and columns in use: row i sees something iff lo <= i <= columns - 1 + hi, columns likewise.
-    top, bottom = np.maximum(0, lo), np.minimum(rows, columns + hi)
-    left, right = np.maximum(0, -hi), np.minimum(columns, rows - lo)
-    at, k_at = np.nonzero((bottom > top) & (right > left) & (hi >= lo))
+    seen = hi >= lo
+    top, bottom, left, right, lo, hi = tighten(rows, columns, lo, hi)
+    at, k_at = np.nonzero(seen & (bottom > top) & (right > left))
     pick = (at, k_at)
     top, bottom, left, right = top[pick], bottom[pick], left[pick], right[pick]
-    lo, hi = lo[pick] - top + left, hi[pick] - top + left
     q, k = q[at], k_segments[k_at]
     q_base, k_base = q[:, 1] + i0[at], k[:, 1] + j0[pick]
-    lo, hi = np.maximum(lo, left + 1 - right), np.minimum(hi, bottom - top - 1)
-    tile = (q_base + top, q_base + bottom, k_base + left, k_base + right, lo, hi)
+    tile = (q_base + top, q_base + bottom, k_base + left, k_base + right, lo[pick], hi[pick])
     return np.stack([q[:, 0], k[:, 0], region[at], *tile], axis=1)
 
 

@@ -143,7 +143,10 @@ def _serve(pipe: Connection, rendezvous: str, rank: int, world: int, threads: in
             answer = ("result", function(*arguments))
         except Exception as error:
             answer = ("error", _portable(error))
-        pipe.send(answer)
+        try:
+            pipe.send(answer)
+        except Exception as error:  # a result that can't be pickled
+            pipe.send(("error", _portable(error)))
     dist.destroy_process_group()
 
 

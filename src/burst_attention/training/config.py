@@ -90,7 +90,7 @@ class OptimConfig:
     """How it is trained: AdamW, warm-up and cosine decay."""
 
     lr: float | None = None
-    """Highest learning rate. Default: 3e-3 for tiny, 3e-4 for the other presets, 2e-5 for a loaded model."""
+    """Highest learning rate. Default: 2e-3 for tiny, 3e-4 for the other presets, 2e-5 for a loaded model."""
     min_lr: float = 0.1
     """Last learning rate, as a share of --lr."""
     warmup: int = 10
@@ -131,7 +131,7 @@ class TrainConfig:
         """``lr``, or what suits the model."""
         if self.optim.lr is not None:
             return self.optim.lr
-        return 3e-3 if self.model.model == "tiny" else 3e-4 if self.model.model in PRESETS else 2e-5
+        return 2e-3 if self.model.model == "tiny" else 3e-4 if self.model.model in PRESETS else 2e-5
 
     @property
     def sequences_per_step(self) -> int:

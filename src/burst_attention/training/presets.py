@@ -12,7 +12,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "initializer_range": 0.08,
+        "initializer_range": 0.0625,
     },
     "llama-7b": _LLAMA
     | {
