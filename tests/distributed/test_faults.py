@@ -347,7 +347,7 @@ def plan_dies() -> tuple:
 
     from burst_attention.comm import link
 
-    before = len(link._CONTROLS)
+    before = len(link._HEALTH)
     group = dist.new_group([0, 1], backend="gloo")
     plan = make_plan(16, group=group)
     burst_attention(*tensors(plan), plan)
@@ -355,7 +355,7 @@ def plan_dies() -> tuple:
     dist.destroy_process_group(group)
     del plan, group
     gc.collect()
-    return ghost() is None, len(link._CONTROLS) <= before
+    return ghost() is None, len(link._HEALTH) <= before
 
 
 def test_a_plan_leaves_no_group_behind(pools) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -16,18 +15,8 @@ from .transport import Health, Transport
 
 DATA_TAG, CONTROL_TAG = 0xB0, 0xB1
 
-
-@dataclass(frozen=True, eq=False)
-class _Control:
-    """What is made once per process group: the group for agreements (None: the group itself), its failures."""
-
-    group: dist.ProcessGroup | None
-    health: Health
-
-
-# Making a process group is a collective call: it must happen once per group, not once per plan. Kept weakly, so that
-# destroying a group leaves nothing behind.
-_CONTROLS: weakref.WeakKeyDictionary[dist.ProcessGroup, _Control] = weakref.WeakKeyDictionary()
+# One for each process group, whatever the number of plans; kept weakly, so that a destroyed group leaves nothing.
+_HEALTH: weakref.WeakKeyDictionary[dist.ProcessGroup, Health] = weakref.WeakKeyDictionary()
 
 
 def resolve_group(group: Any) -> dist.ProcessGroup | None:
@@ -54,38 +43,28 @@ def resolve_timeout(timeout: float | timedelta | None) -> float | None:
 
 
 def connect(group: dist.ProcessGroup | None, timeout: float | None) -> tuple[Transport, Agreement]:
-    """The data transport of a group and its agreement. The first call for a group must be made by all its ranks."""
+    """The data transport of a group and its agreement. The first call for a group must be made by all its ranks.
+
+    Raises:
+        ValueError: the group can't carry CPU tensors, which agreements are.
+    """
     if group is None or group.size() == 1:
         return Transport(None), Agreement(Transport(None))
-    control = _CONTROLS.get(group)
-    if control is None:
-        control = _CONTROLS[group] = _Control(_control_group(group), Health())
-        if control.group is not None:
-            weakref.finalize(group, _destroy, control.group).atexit = False
-        device = _data_device(group)
-        if device.type != "cpu":
-            Transport(group, timeout).warm_up(device)
-    data = Transport(group, timeout, DATA_TAG, control.health)
-    return data, Agreement(Transport(control.group or group, timeout, CONTROL_TAG, control.health))
+    if not _has_gloo(group):
+        raise ValueError(
+            f"group has the backend {dist.get_backend_config(group)}, agreements need gloo beside it; "
+            f"make it with init_process_group('cpu:gloo,cuda:nccl')"
+        )
+    if group not in _HEALTH:
+        _HEALTH[group] = Health()
+        if "nccl" in str(dist.get_backend_config(group)):
+            Transport(group, timeout).warm_up(torch.device("cuda", torch.cuda.current_device()))
+    health = _HEALTH[group]
+    return Transport(group, timeout, DATA_TAG, health), Agreement(Transport(group, timeout, CONTROL_TAG, health))
 
 
-def _control_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+def _has_gloo(group: dist.ProcessGroup) -> bool:
     try:
-        if group._get_backend(torch.device("cpu")).name() == "gloo":
-            return None
+        return group._get_backend(torch.device("cpu")).name() == "gloo"
     except RuntimeError:
-        pass  # a group of NCCL alone has no backend for CPU tensors
-    ranks = dist.get_process_group_ranks(group)
-    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-
-
-def _destroy(control: dist.ProcessGroup) -> None:
-    """End a control group with the group that it served, or its name could not be given again."""
-    if dist.is_initialized() and control in dist.distributed_c10d._world.pg_map:
-        dist.destroy_process_group(control)
-
-
-def _data_device(group: dist.ProcessGroup) -> torch.device:
-    if "nccl" in str(dist.get_backend_config(group)):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+        return False
