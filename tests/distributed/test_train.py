@@ -6,17 +6,19 @@ import itertools
 import json
 import math
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig
 
 from burst_attention import DisagreementError
 from burst_attention.cli.train import parse
+from burst_attention.testing import WorkerError
 from burst_attention.training.data import open_sequences
 from burst_attention.training.loop import Trainer, train
 from burst_attention.training.place import join
@@ -191,6 +193,17 @@ def test_a_model_is_loaded_from_a_folder_and_trained_with_its_window(pools, corp
     assert all(torch.equal(before[key], after[key]) for key in before)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     assert (again.config.sliding_window, again.config.tie_word_embeddings) == (13, tied)
+
+
+def test_a_folder_that_lacks_weights_is_refused(pools, corpus, tmp_path, mistral):
+    shutil.copytree(mistral, tmp_path / "damaged")
+    file = tmp_path / "damaged" / "model.safetensors"
+    kept = {key: value for key, value in load_file(file).items() if key != "model.layers.1.mlp.up_proj.weight"}
+    save_file(kept, file, metadata={"format": "pt"})
+    with pytest.raises(
+        WorkerError, match=r"no weights for model\.layers\.1\.mlp\.up_proj\.weight: they would be random"
+    ):
+        pools(1).run(train, config_of(corpus, tmp_path / "run", model=str(tmp_path / "damaged")))
 
 
 def test_bf16_computes_in_bf16_and_keeps_fp32_weights(pools, corpus, tmp_path):

@@ -118,6 +118,9 @@ def build_model(
         dtype: of the computation. Weights and gradient sums are fp32, or fp64 if it is.
         mesh: 1-D, all ranks.
         seed: of a preset's first weights.
+
+    Raises:
+        ValueError: a loaded model lacks weights.
     """
     hf.register()
     master = torch.float64 if dtype == torch.float64 else torch.float32
@@ -125,7 +128,7 @@ def build_model(
     torch.manual_seed(seed)
     with torch.device("cpu" if first else "meta"):
         if first and name not in PRESETS:
-            model = AutoModelForCausalLM.from_pretrained(name, attn_implementation=hf.NAME, dtype=master)
+            model = _load_weights(name, master)
         else:
             model = AutoModelForCausalLM.from_config(config, attn_implementation=hf.NAME, dtype=master)
     if not first:
@@ -139,6 +142,17 @@ def build_model(
     for buffer in wrapper.buffers():  # rotary frequencies, which no state dict holds
         dist.broadcast(buffer, 0)
     return wrapper
+
+
+def _load_weights(name: str, dtype: torch.dtype) -> PreTrainedModel:
+    model, report = AutoModelForCausalLM.from_pretrained(
+        name, attn_implementation=hf.NAME, dtype=dtype, output_loading_info=True
+    )
+    if report["missing_keys"]:
+        raise ValueError(
+            f"--model {name!r} has no weights for {', '.join(sorted(report['missing_keys']))}: they would be random"
+        )
+    return model
 
 
 def shard_model(wrapper: NextTokenModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:
