@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -145,9 +146,10 @@ def build_model(
 
 
 def _load_weights(name: str, dtype: torch.dtype) -> PreTrainedModel:
-    model, report = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         name, attn_implementation=hf.NAME, dtype=dtype, output_loading_info=True
     )
+    model, report = loaded
     if report["missing_keys"]:
         raise ValueError(
             f"--model {name!r} has no weights for {', '.join(sorted(report['missing_keys']))}: they would be random"
