@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class RunConfig:
     """What is run, and where its results go."""
 
-    steps: int = 120
+    steps: int = 100
     """Optimizer steps."""
     out: str = "runs/train"
     """Folder of the run: config, metrics, curve and the trained model."""
