@@ -13,7 +13,7 @@ def choose(name: str, *, device: torch.device, dtype: torch.dtype) -> Kernel:
     """The kernel called ``name``, checked for ``device`` and ``dtype``.
 
     ``auto`` takes ``aten`` on CPU, which rounds each tile to bf16 or fp16 inputs' dtype; ``aten-fp32`` does not and
-    takes about a quarter longer. Elsewhere ``auto`` takes ``reference``.
+    takes about a third longer. Elsewhere ``auto`` takes ``reference``.
 
     Raises:
         ValueError: the name is unknown, or the kernel can't do what is asked.
