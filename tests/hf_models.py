@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from transformers import (
+    DynamicCache,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
@@ -61,3 +62,11 @@ def make_plans(name, seqlen=SEQLEN, cu_seqlens=None, **options):
 def make_batch(seqlen=SEQLEN, rows=2):
     ids = torch.randint(VOCABULARY, (rows, seqlen), generator=torch.Generator().manual_seed(1))
     return {"input_ids": ids, "labels": ids.clone()}
+
+
+def cache_with_earlier_tokens():
+    cache = DynamicCache()
+    for layer in range(SMALL["num_hidden_layers"]):
+        earlier = torch.zeros(2, SMALL["num_key_value_heads"], 5, SMALL["head_dim"], dtype=torch.float64)
+        cache.update(earlier, earlier, layer)
+    return cache

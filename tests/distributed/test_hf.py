@@ -10,12 +10,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AttentionInterface, DynamicCache
+from transformers import AttentionInterface
 
 from burst_attention import Mask, make_plan
 from burst_attention.integrations import hf
 from burst_attention.loss import next_token_loss
-from tests.hf_models import MODELS, SEQLEN, SMALL, WINDOW, make_batch, make_model, make_plans
+from tests.hf_models import MODELS, SEQLEN, WINDOW, cache_with_earlier_tokens, make_batch, make_model, make_plans
 
 DOCUMENTS = (0, 3, 21, 22, 41)
 
@@ -126,14 +126,6 @@ def raised(call):
     except Exception as error:
         return type(error).__name__, str(error), time.monotonic() - start
     return "", "nothing was raised", time.monotonic() - start
-
-
-def cache_with_earlier_tokens():
-    cache = DynamicCache()
-    for layer in range(SMALL["num_hidden_layers"]):
-        earlier = torch.zeros(2, SMALL["num_key_value_heads"], 5, SMALL["head_dim"], dtype=torch.float64)
-        cache.update(earlier, earlier, layer)
-    return cache
 
 
 # What rank 1 alone passes to model(...), and what the error must say.

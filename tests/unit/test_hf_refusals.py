@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import (
     AttentionInterface,
-    DynamicCache,
     Gemma2Config,
     Gemma2ForCausalLM,
     Llama4ForCausalLM,
@@ -24,6 +23,7 @@ from tests.hf_models import (
     SEQLEN,
     SMALL,
     WINDOW,
+    cache_with_earlier_tokens,
     make_batch,
     make_model,
     make_plans,
@@ -39,14 +39,6 @@ def padding():
     mask = torch.ones(2, SEQLEN, dtype=torch.long)
     mask[1, -3:] = 0
     return mask
-
-
-def cache_with_earlier_tokens():
-    cache = DynamicCache()
-    for layer in range(SMALL["num_hidden_layers"]):
-        earlier = torch.zeros(2, SMALL["num_key_value_heads"], 5, SMALL["head_dim"], dtype=torch.float64)
-        cache.update(earlier, earlier, layer)
-    return cache
 
 
 # What is passed to model(...) beside or instead of the right arguments, and what the error must say.

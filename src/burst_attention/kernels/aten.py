@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..plan.tile import Tiles
-from .contract import DTYPES, accumulation_dtype
+from .contract import DTYPES, accumulation_dtype, band_seen
 from .merge import blank_output, merge_
 from .pieces import Piece, cut
 from .surrogate import appended_columns, surrogate_output
@@ -108,9 +108,7 @@ def _additive_mask(piece: Piece, like: Tensor) -> Tensor | None:
     rows, columns = piece.q_stop - piece.q_start, piece.k_stop - piece.k_start
     mask = torch.full((rows, columns), -math.inf, dtype=like.dtype, device=like.device)
     for tile in piece.masked:
-        i = torch.arange(tile.rows).unsqueeze(1)
-        distance = i - torch.arange(tile.columns)
-        seen = (distance >= tile.lo) & (distance <= tile.hi)
+        seen = band_seen(tile, mask.device)
         top, left = tile.q_start - piece.q_start, tile.k_start - piece.k_start
         mask[top : top + tile.rows, left : left + tile.columns].masked_fill_(seen, 0.0)
     return mask[None, None]

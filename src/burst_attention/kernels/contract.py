@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..plan.tile import Tiles
+from ..plan.tile import Tile, Tiles
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -43,6 +43,12 @@ class Kernel(Protocol):
         dS = P * (dO v' - delta), dQ = scale dS k, dK = scale dS' q (FlashAttention-2, arXiv 2307.08691, algorithm 2).
         """
         ...
+
+
+def band_seen(tile: Tile, device: torch.device) -> Tensor:
+    """bool [rows, columns]: what of a tile is seen."""
+    distance = torch.arange(tile.rows, device=device).unsqueeze(1) - torch.arange(tile.columns, device=device)
+    return (distance >= tile.lo) & (distance <= tile.hi)
 
 
 def wire_dtype(dtype: torch.dtype) -> torch.dtype:

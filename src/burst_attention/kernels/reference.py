@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..plan.tile import Tile, Tiles
-from .contract import accumulation_dtype
+from .contract import accumulation_dtype, band_seen
 from .merge import blank_output, merge_
 
 
@@ -61,6 +61,4 @@ def _scores(q: Tensor, k: Tensor, tile: Tile, scale: float) -> Tensor:
     scores = groups @ _grouped(k).mT * scale
     if tile.full:
         return scores
-    i = torch.arange(tile.rows, device=q.device).unsqueeze(1)
-    distance = i - torch.arange(tile.columns, device=q.device)
-    return scores.masked_fill_((distance < tile.lo) | (distance > tile.hi), -math.inf)
+    return scores.masked_fill_(~band_seen(tile, q.device), -math.inf)
