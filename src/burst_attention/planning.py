@@ -194,6 +194,14 @@ class Plan:
         )
 
 
+def lone_plan(seqlen: int, *, mask: Mask | None = None) -> Plan:
+    """The plan of a world of one, which holds the whole sequence; no process group is asked, nothing exchanged."""
+    schedule = make_schedule(
+        seqlen, mask=Mask() if mask is None else mask, layout="contiguous", route="direct", rank=0, world=1
+    )
+    return Plan(schedule, Transport(None), Agreement(Transport(None)))
+
+
 def make_plan(
     seqlen: int,
     *,

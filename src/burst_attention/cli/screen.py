@@ -31,7 +31,7 @@ class Screen:
         )
         self.console.print(
             f"{escape(config.data.data)}: {setting.sequences_per_step} x {config.data.seq_len:,} tokens a step, "
-            f"layout {config.parallel.layout}, to {escape(config.run.out)}"
+            f"engine {config.parallel.engine}, to {escape(config.run.out)}"
         )
         if self.console.is_terminal:
             self._bar = Progress(
@@ -76,8 +76,9 @@ def _table(summary: Summary) -> Table:
         table.add_row("held-out loss", told)
     table.add_row("tokens/s", f"{summary.tokens_per_second:,.0f}")
     table.add_row("peak memory per rank", ", ".join(_size(size) for size in summary.peak_memory))
-    table.add_row("attention sent per step, per rank", ", ".join(_size(size) for size in summary.bytes_sent))
-    table.add_row("the plan predicted", ", ".join(_size(size) for size in summary.bytes_predicted))
+    sent = [("-" if size is None else _size(size)) for size in summary.bytes_sent]
+    table.add_row("attention sent per step, per rank", ", ".join(sent))
+    table.add_row("predicted", ", ".join(_size(size) for size in summary.bytes_predicted))
     return table
 
 

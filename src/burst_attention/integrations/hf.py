@@ -94,6 +94,7 @@ class _Attention:
         attention_mask: Any,
         *,
         plan: Plans | None = None,
+        attend: Callable[..., torch.Tensor] = burst_attention,
         position_ids: torch.Tensor | None = None,
         dropout: float = 0.0,
         scaling: float | None = None,
@@ -101,7 +102,10 @@ class _Attention:
         sliding_window: Any = UNSTATED,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
-        """query [B, Hq, S_local, D], key and value [B, Hkv, S_local, D or Dv] -> ([B, S_local, Hq, Dv], None)."""
+        """query [B, Hq, S_local, D], key and value [B, Hkv, S_local, D or Dv] -> ([B, S_local, Hq, Dv], None).
+
+        ``attend`` computes it once all has been checked: called like :func:`burst_attention`.
+        """
         speaker = hf_checks.any_plan(plan)
         try:
             hf_checks.check_keywords(dropout, others)
@@ -115,7 +119,7 @@ class _Attention:
         except (TypeError, ValueError) as error:
             speaker.refuse(error)
         query, key, value = _autocast(query, key, value)
-        out = burst_attention(query, key, value, chosen, scale=scaling)
+        out = attend(query, key, value, chosen, scale=scaling)
         return out.transpose(1, 2).contiguous(), None
 
     def _check_positions(self, position_ids: Any, query: torch.Tensor, plan: Plan) -> None:

@@ -75,10 +75,12 @@ class ParallelConfig:
     """Local workers to launch. Default: one per GPU, else one per core."""
     data_parallel: int = 1
     """Groups of ranks that read sequences of their own; the ranks of a group share each sequence."""
-    layout: Literal["contiguous", "zigzag", "striped"] = "zigzag"
-    """Which tokens of a sequence each rank holds."""
+    engine: Literal["burst", "ring", "ulysses", "tensor", "tensor-sequence", "single"] = "burst"
+    """How a sequence is shared: ours, or one to compare it with. All give the same loss."""
+    layout: Literal["auto", "contiguous", "zigzag", "striped"] = "auto"
+    """Which tokens of a sequence each rank holds. auto: the engine's best; zigzag for burst and ring."""
     route: Literal["auto", "direct", "ring", "ring-attention"] = "auto"
-    """How shards travel."""
+    """How shards travel, for --engine burst."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU for every rank if the machine has as many, else the CPU."""
     timeout: float = 600.0

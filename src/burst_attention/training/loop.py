@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from burst_attention import Plan, make_plan
-from burst_attention.integrations import hf
+from burst_attention import Plan
+from burst_attention.engines import Heads, choose
 
 from .checkpoint import save_checkpoint
 from .config import TrainConfig
@@ -65,8 +65,18 @@ class Trainer:
         self.dtype = config.model.compute_dtype(place.device.type)
         self.model_config = model_config(config.model.model, self.tokenizer, config.data.seq_len)
         self.windows = layer_windows(self.model_config)
+        parallel = config.parallel
+        self.engine = choose(parallel.engine, layout=parallel.layout, route=parallel.route)
+        self.heads = Heads.of(self.model_config)
+        self.engine.check(self.heads, config.data.seq_len, place.world // parallel.data_parallel)
         self.model = build_model(
-            config.model.model, self.model_config, dtype=self.dtype, mesh=place.everyone, seed=config.run.seed
+            config.model.model,
+            self.model_config,
+            self.engine,
+            dtype=self.dtype,
+            mesh=place.mesh,
+            everyone=place.everyone,
+            seed=config.run.seed,
         )
         self.optimizer = make_optimizer(self.model, config)
         self.plan = self._make_plan(config.data.seq_len)
@@ -88,7 +98,7 @@ class Trainer:
         sequences = self.reader.training()
         per_step = self.config.sequences_per_step
         for step in range(1, self.config.run.steps + 1):
-            start, sent = time.perf_counter(), self.plan.transport.sent
+            start, sent = time.perf_counter(), self._sent()
             lr = learning_rate(step, self.config)
             loss, predicted = self.backward(list(itertools.islice(sequences, per_step)))
             norm = self.update(lr)
@@ -104,7 +114,7 @@ class Trainer:
                 tokens_per_second=tokens / seconds,
                 seconds=seconds,
                 tokens=step * tokens,
-                bytes_sent=self.plan.transport.sent - sent,
+                bytes_sent=self._sent() - sent if self.engine.posts else None,
                 bytes_predicted=predicted,
             )
 
@@ -162,7 +172,8 @@ class Trainer:
     def summarise(self, records: list[StepRecord]) -> Summary:
         """Evaluate, and collect what the ranks have to tell."""
         held_out_loss, held_out_tokens = self.evaluate()
-        sent = sum(record.bytes_sent for record in records) / len(records)
+        counted = [record.bytes_sent for record in records if record.bytes_sent is not None]
+        sent = sum(counted) / len(counted) if counted else None
         predicted = sum(record.bytes_predicted for record in records) / len(records)
         seconds = sum(record.seconds for record in records)
         told = self.place.collect((self.place.peak_memory(), sent, predicted, seconds))
@@ -189,10 +200,7 @@ class Trainer:
         self.plan.agreement.agree("the sequences to train on", {"digest of tokens and borders": digest.hexdigest()})
 
     def _make_plan(self, seqlen: int) -> Plan:
-        parallel = self.config.parallel
-        return make_plan(
-            seqlen, layout=parallel.layout, route=parallel.route, group=self.place.context, timeout=parallel.timeout
-        )
+        return self.engine.plan(seqlen, group=self.place.context, timeout=self.config.parallel.timeout)
 
     def _shares(self, sequences: list[TokenSequence]) -> Iterator[list[TokenSequence]]:
         """This group's sequences, one batch for each accumulation step."""
@@ -203,21 +211,12 @@ class Trainer:
     def _shard(self, sequences: list[TokenSequence], plans: dict[int | None, Plan]) -> dict[str, torch.Tensor]:
         ids = torch.from_numpy(np.stack([sequence.tokens for sequence in sequences]).astype(np.int64))
         ids = ids.to(self.place.device)
-        return hf.shard_batch({"input_ids": ids, "labels": ids}, plans)
+        return self.engine.shard({"input_ids": ids, "labels": ids}, plans)
+
+    def _sent(self) -> int:
+        return self.plan.transport.sent
 
     def _predict_sent(self, plans: dict[int | None, Plan]) -> int:
         """Bytes that this rank's attention sends in one forward and backward of all layers."""
-        config = self.model_config
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        traffic = {
-            window: plan.bytes(
-                batch=self.config.optim.batch,
-                q_heads=config.num_attention_heads,
-                kv_heads=config.num_key_value_heads,
-                head_dim=head_dim,
-                v_head_dim=head_dim,
-                dtype=self.dtype,
-            )
-            for window, plan in plans.items()
-        }
-        return sum(traffic[window].forward_sent + traffic[window].backward_sent for window in self.windows)
+        layers = [plans[window] for window in self.windows]
+        return self.engine.sent(layers, self.heads, batch=self.config.optim.batch, dtype=self.dtype)

@@ -28,8 +28,8 @@ class StepRecord:
         tokens_per_second: over all groups.
         seconds: of this step.
         tokens: read since the start, over all groups.
-        bytes_sent: by rank 0's attention in this step.
-        bytes_predicted: the same, as the plans predict it.
+        bytes_sent: by rank 0's attention in this step; None where collectives, which nothing counts, move them.
+        bytes_predicted: the same, as the engine predicts it.
     """
 
     step: int
@@ -39,7 +39,7 @@ class StepRecord:
     tokens_per_second: float
     seconds: float
     tokens: int
-    bytes_sent: int
+    bytes_sent: int | None
     bytes_predicted: int
 
 
@@ -58,7 +58,7 @@ class Summary:
     tokens_per_second: float
     skipped_files: int
     peak_memory: list[int]
-    bytes_sent: list[float]
+    bytes_sent: list[float | None]
     bytes_predicted: list[float]
 
     @property

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from burst_attention import Mask, Plan
+from burst_attention.engines import Engine
 from burst_attention.integrations import hf
 from burst_attention.loss import next_token_loss
 
@@ -91,25 +91,31 @@ def plans_for(plan: Plan, windows: list[int | None], cu_seqlens: tuple[int, ...]
 class NextTokenModel(nn.Module):
     """A causal language model whose forward is its loss, so that the head's weight is used inside the FSDP root."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, engine: Engine) -> None:
         super().__init__()
         self.model = model
+        self.engine = engine
 
     def forward(
         self, shard: dict[str, torch.Tensor], plans: dict[int | None, Plan], num_valid: int | None
     ) -> torch.Tensor:
-        """The loss of :func:`burst_attention.loss.next_token_loss` for what ``hf.shard_batch`` gives."""
-        hidden = self.model.model(
-            input_ids=shard["input_ids"], position_ids=shard["position_ids"], use_cache=False, plan=plans
-        ).last_hidden_state
+        """The loss of :func:`burst_attention.loss.next_token_loss` for what the engine's ``shard`` gives."""
+        hidden = self.engine.hidden(self.model, shard, plans)
         plan = next(iter(plans.values()))
-        return next_token_loss(hidden, self.model.lm_head.weight, shard["shift_labels"], plan, num_valid=num_valid)
+        return next_token_loss(hidden, self.engine.head(self.model), shard["shift_labels"], plan, num_valid=num_valid)
 
 
 def build_model(
-    name: str, config: PreTrainedConfig, *, dtype: torch.dtype, mesh: DeviceMesh, seed: int
+    name: str,
+    config: PreTrainedConfig,
+    engine: Engine,
+    *,
+    dtype: torch.dtype,
+    mesh: DeviceMesh,
+    everyone: DeviceMesh,
+    seed: int,
 ) -> NextTokenModel:
-    """The model with FSDP2 over all ranks of ``mesh``; weights are the same whatever their number.
+    """The model, its parameters spread as the engine does it; weights are the same whatever the engine and the ranks.
 
     Rank 0 alone makes or loads the weights and sends the others their shards, so a machine holds them once.
 
@@ -117,7 +123,8 @@ def build_model(
         name: preset, folder or hub name.
         config: from :func:`model_config`.
         dtype: of the computation. Weights and gradient sums are fp32, or fp64 if it is.
-        mesh: 1-D, all ranks.
+        mesh: (data, context) over all ranks.
+        everyone: the same ranks as one axis.
         seed: of a preset's first weights.
 
     Raises:
@@ -125,7 +132,7 @@ def build_model(
     """
     hf.register()
     master = torch.float64 if dtype == torch.float64 else torch.float32
-    first = mesh.get_rank() == 0
+    first = everyone.get_rank() == 0
     torch.manual_seed(seed)
     with torch.device("cpu" if first else "meta"):
         if first and name not in PRESETS:
@@ -136,9 +143,9 @@ def build_model(
         # Memory that is never written is never backed by a page: sharding keeps this rank's part alone.
         model.to_empty(device="cpu")
         model.tie_weights()
-    wrapper = NextTokenModel(model.train())
+    wrapper = NextTokenModel(model.train(), engine)
     weights = dict(wrapper.state_dict()) if first else {}
-    shard_model(wrapper, mesh, dtype)
+    engine.spread(wrapper, mesh=mesh, everyone=everyone, dtype=dtype)
     set_model_state_dict(wrapper, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     for buffer in wrapper.buffers():  # rotary frequencies, which no state dict holds
         dist.broadcast(buffer, 0)
@@ -155,22 +162,3 @@ def _load_weights(name: str, dtype: torch.dtype) -> PreTrainedModel:
             f"--model {name!r} has no weights for {', '.join(sorted(report['missing_keys']))}: they would be random"
         )
     return model
-
-
-def shard_model(wrapper: NextTokenModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """FSDP2 in place, one group of parameters for each layer; gradients are *sums* over ranks."""
-    # Inputs are left alone: the cast rebuilds every dataclass among them, the plan too, and all are in dtype already.
-    halved = dtype in (torch.bfloat16, torch.float16)
-    policy = MixedPrecisionPolicy(
-        param_dtype=dtype if halved else None,
-        reduce_dtype=torch.float32 if halved else None,
-        cast_forward_inputs=False,
-    )
-    for layer in wrapper.model.model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(wrapper, mesh=mesh, mp_policy=policy)
-    for module in wrapper.modules():
-        if isinstance(module, FSDPModule):
-            # The loss is divided by the tokens of all ranks already; gloo has no pre-multiplied sum.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)

@@ -8,7 +8,7 @@ from .config import TrainConfig
 from .data import open_sequences
 from .metrics import check_out
 from .presets import PRESETS
-from .tokenizer import ByteTokenizer
+from .tokenizer import ByteTokenizer, Tokenizer
 
 NEEDED = ("transformers", "safetensors", "matplotlib", "tensorboard")
 
@@ -33,12 +33,29 @@ def check_run(config: TrainConfig, world: int) -> None:
         from .model import model_config
 
         model_config(config.model.model, tokenizer, config.data.seq_len)
+    sharing = world // config.parallel.data_parallel
+    lengths = {config.data.seq_len}
     next(reader.training())
     if config.data.held_out:
-        sharing = world // config.parallel.data_parallel
         length = len(first.tokens) if (first := next(reader.held_out(), None)) else 0
+        lengths.add(length)
         if length < sharing:
             raise ValueError(
                 f"--held-out {config.data.held_out} of --data {config.data.data!r} leaves {length} tokens to evaluate, "
                 f"fewer than the {sharing} ranks that share them; raise it, or give 0 to skip the evaluation"
             )
+    if config.parallel.engine != "burst":
+        _check_engine(config, tokenizer, lengths, sharing)
+
+
+def _check_engine(config: TrainConfig, tokenizer: Tokenizer, lengths: set[int], sharing: int) -> None:
+    """Raise ValueError if the engine can't share every sequence among ``sharing`` ranks."""
+    from burst_attention.engines import Heads, choose
+
+    from .model import model_config
+
+    parallel = config.parallel
+    engine = choose(parallel.engine, layout=parallel.layout, route=parallel.route)
+    heads = Heads.of(model_config(config.model.model, tokenizer, config.data.seq_len))
+    for length in lengths:
+        engine.check(heads, length, sharing)

@@ -1,0 +1,118 @@
+"""What ``burst bench`` measured: rows of figures, as JSON. The report and the tables are made from these alone."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+TASKS = ("attention", "train", "prefill")
+KINDS = ("compute", "wait", "exchange")
+
+
+@dataclass(frozen=True)
+class Span:
+    """One stretch of one rank's time, in seconds since the ranks started together.
+
+    Attributes:
+        kind: ``wait`` (the rank does nothing but wait for messages) and ``compute`` share the rank's time between
+            them; ``exchange`` (messages on the wire) runs beside them.
+        label: what it was, such as ``hop 3 of the forward``.
+    """
+
+    kind: str
+    start: float
+    end: float
+    label: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One engine at one sequence length, world and link rate.
+
+    Attributes:
+        engine: its name, such as ``burst`` or ``ring:contiguous``.
+        seq_len: tokens of the sequence, over all ranks.
+        world: ranks.
+        link: rate of each node's link in bits per second; None for no limit.
+        refused: why the engine can't run this; every figure is then None or empty.
+        seconds: wall time of each round, the slowest rank's.
+        tokens_per_second, flops_per_second: by the median round; the model's work, not the work done twice.
+        bytes_counted: sent per rank and call as the transport counted, activations only; mean over ranks.
+        bytes_predicted: the same, predicted before the run.
+        bytes_wire: on the interfaces of the emulated cluster, per rank; None without one.
+        peak_memory: bytes, the highest rank's, above what was resident after the imports.
+        error: greatest error against fp64, relative.
+        bound: what ``error`` may be.
+        timeline: for each rank, what it did in one call.
+    """
+
+    engine: str
+    seq_len: int
+    world: int
+    link: float | None = None
+    refused: str | None = None
+    seconds: Sequence[float] = ()
+    tokens_per_second: float | None = None
+    flops_per_second: float | None = None
+    bytes_counted: float | None = None
+    bytes_predicted: float | None = None
+    bytes_wire: float | None = None
+    peak_memory: int | None = None
+    error: float | None = None
+    bound: float | None = None
+    timeline: Sequence[Sequence[Span]] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether its result was right; nothing else of it is told if not."""
+        return self.error is not None and self.bound is not None and self.error <= self.bound
+
+    @property
+    def median(self) -> float | None:
+        """Seconds of the median round."""
+        return statistics.median(self.seconds) if self.seconds else None
+
+    @property
+    def bytes_parameters(self) -> float | None:
+        """On the wire beyond what the transport counted: parameters, their gradients, and protocol headers."""
+        if self.bytes_wire is None or self.bytes_counted is None:
+            return None
+        return self.bytes_wire - self.bytes_counted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """A run of ``burst bench``.
+
+    Attributes:
+        task: one of :data:`TASKS`.
+        command: that makes it again.
+        date: ISO 8601.
+        machine: what it ran on, in a line.
+        setting: sizes that all rows share, such as ``{"layers": 1, "heads": 8, "head_dim": 32, "dtype": "bfloat16"}``.
+    """
+
+    task: str
+    command: str
+    date: str
+    machine: str
+    setting: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+
+    def write(self, path: Path) -> None:
+        """As JSON."""
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n", "utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Results:
+        """What :meth:`write` wrote."""
+        content = json.loads(path.read_text("utf-8"))
+        rows = [
+            Row(**row | {"timeline": [[Span(**span) for span in rank] for rank in row["timeline"]]})
+            for row in content.pop("rows")
+        ]
+        return cls(rows=rows, **content)

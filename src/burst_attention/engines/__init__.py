@@ -1,0 +1,38 @@
+"""The ways to train on one sequence with several ranks, behind one interface: ours, and those it is compared with."""
+
+from __future__ import annotations
+
+from .contract import Attend, Engine, Heads
+from .sequence import SequenceEngine, burst, ring, single, ulysses
+from .tensor import TensorEngine
+
+ENGINES = ("burst", "ring", "ulysses", "tensor", "tensor-sequence", "single")
+
+__all__ = ["ENGINES", "Attend", "Engine", "Heads", "SequenceEngine", "TensorEngine", "choose"]
+
+
+def choose(name: str, *, layout: str = "auto", route: str = "auto") -> Engine:
+    """The engine called ``name``.
+
+    Args:
+        name: ``burst`` (ours), ``ring`` (RingAttention, arXiv 2310.01889), ``ulysses`` (DeepSpeed-Ulysses, arXiv
+            2309.14509), ``tensor`` (Megatron-LM, arXiv 1909.08053), ``tensor-sequence`` (the same with sequence
+            parallelism, arXiv 2205.05198) or ``single`` (one rank for each sequence, PyTorch's own attention).
+        layout: which tokens a rank holds; ``auto`` takes the engine's best: zigzag for burst and ring.
+        route: for burst, as for :func:`burst_attention.make_plan`.
+
+    Raises:
+        ValueError: the name is unknown, or the engine does not come in that layout or route.
+    """
+    match name:
+        case "burst":
+            return burst(layout, route)
+        case "ring":
+            return ring(layout, route)
+        case "ulysses":
+            return ulysses(layout, route)
+        case "single":
+            return single(layout, route)
+        case "tensor" | "tensor-sequence":
+            return TensorEngine.named(name, layout, route)
+    raise ValueError(f"engine {name!r} is unknown; choose one of {', '.join(ENGINES)}")

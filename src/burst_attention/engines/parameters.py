@@ -1,0 +1,34 @@
+"""FSDP2 over a model's parameters, with gradients that are plain sums over ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+
+def shard_parameters(wrapper: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """FSDP2 in place, one group of parameters for each layer of ``wrapper.model``; gradients are *sums* over ranks.
+
+    Args:
+        wrapper: its forward uses the head's weight, so that it is the root.
+        mesh: one axis.
+        dtype: of the computation.
+    """
+    # Inputs are left alone: the cast rebuilds every dataclass among them, the plan too, and all are in dtype already.
+    halved = dtype in (torch.bfloat16, torch.float16)
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype if halved else None,
+        reduce_dtype=torch.float32 if halved else None,
+        cast_forward_inputs=False,
+    )
+    layers: nn.ModuleList = wrapper.get_submodule("model.model.layers")  # type: ignore[assignment]
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(wrapper, mesh=mesh, mp_policy=policy)
+    for module in wrapper.modules():
+        if isinstance(module, FSDPModule):
+            # The loss is divided by the tokens of all ranks already; gloo has no pre-multiplied sum.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)

@@ -1,0 +1,149 @@
+"""Engines that spread the tokens: burst, RingAttention, Ulysses, and a single rank. Parameters are sharded by FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from burst_attention.attention import burst_attention
+from burst_attention.integrations import hf
+from burst_attention.planning import Plan, make_plan
+
+from .contract import Attend, Heads, Plans
+from .parameters import shard_parameters
+from .ulysses import check_ulysses, ulysses_attention, ulysses_sent
+from .whole import whole_attention
+
+
+def _nothing(heads: Heads, world: int) -> None:
+    """No number of heads is refused."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceEngine:
+    """Each rank holds some tokens; ``attend`` is all in which these engines differ.
+
+    Attributes:
+        attend: the attention over shards.
+        check_heads: raises ValueError for heads that ``world`` ranks can't share.
+        count: bytes that this rank sends in one forward and backward of one layer, from (plan, heads, batch, dtype).
+    """
+
+    name: str
+    layout: str
+    route: str
+    attend: Attend
+    count: Callable[..., int]
+    check_heads: Callable[[Heads, int], None] = _nothing
+    alone: bool = False
+    posts: bool = True
+
+    def check(self, heads: Heads, seq_len: int, world: int) -> None:
+        if self.alone and world > 1:
+            raise ValueError(
+                f"--engine {self.name} has a rank to itself for each sequence, not {world}; give --ranks 1, or "
+                "--data-parallel as many as --ranks"
+            )
+        self.check_heads(heads, world)
+
+    def plan(self, seqlen: int, *, group: Any, timeout: float | None = None) -> Plan:
+        return make_plan(seqlen, layout=self.layout, route=self.route, group=group, timeout=timeout)
+
+    def spread(self, wrapper: nn.Module, *, mesh: DeviceMesh, everyone: DeviceMesh, dtype: torch.dtype) -> None:
+        shard_parameters(wrapper, everyone, dtype)
+
+    def shard(self, batch: Mapping[str, Tensor], plans: Plans) -> dict[str, Tensor]:
+        return hf.shard_batch(batch, plans)
+
+    def hidden(self, model: Any, shard: Mapping[str, Tensor], plans: Plans) -> Tensor:
+        return model.model(
+            input_ids=shard["input_ids"],
+            position_ids=shard["position_ids"],
+            use_cache=False,
+            plan=plans,
+            attend=self.attend,
+        ).last_hidden_state
+
+    def head(self, model: Any) -> Tensor:
+        return model.lm_head.weight
+
+    def sent(self, plans: Sequence[Plan], heads: Heads, *, batch: int, dtype: torch.dtype) -> int:
+        counted = {id(plan): self.count(plan, heads, batch, dtype) for plan in plans}
+        return sum(counted[id(plan)] for plan in plans)
+
+
+def planned_sent(plan: Plan, heads: Heads, batch: int, dtype: torch.dtype, *, travels: str) -> int:
+    """Of :func:`burst_attention`, as the plan predicts it."""
+    return plan.bytes(
+        batch=batch,
+        q_heads=heads.q_heads,
+        kv_heads=heads.kv_heads,
+        head_dim=heads.head_dim,
+        dtype=dtype,
+        travels=travels,
+    ).sent
+
+
+def burst(layout: str = "auto", route: str = "auto", *, travels: str = "auto", kernel: str = "auto") -> SequenceEngine:
+    """BurstAttention, as :func:`burst_attention` runs it."""
+    return SequenceEngine(
+        name="burst",
+        layout="zigzag" if layout == "auto" else layout,
+        route=route,
+        attend=partial(burst_attention, travels=travels, kernel=kernel),
+        count=partial(planned_sent, travels=travels),
+    )
+
+
+def ring(layout: str = "auto", route: str = "auto") -> SequenceEngine:
+    """RingAttention: K and V go round the ring, and in the backward dK and dV with them, in fp32.
+
+    Contiguous is the published one; zigzag, which balances a causal mask, the strong one.
+    """
+    layout = _one_of("ring", "layout", layout, ("zigzag", "contiguous"))
+    return SequenceEngine(
+        name="ring",
+        layout=layout,
+        route=_one_of("ring", "route", route, ("ring-attention",)),
+        attend=partial(burst_attention, travels="key-value"),
+        count=partial(planned_sent, travels="key-value"),
+    )
+
+
+def ulysses(layout: str = "auto", route: str = "auto") -> SequenceEngine:
+    """DeepSpeed-Ulysses: all tokens of some heads, exchanged for some tokens of all heads, and back."""
+    return SequenceEngine(
+        name="ulysses",
+        layout=_one_of("ulysses", "layout", layout, ("contiguous",)),
+        route=_one_of("ulysses", "route", route, ("direct",)),
+        attend=ulysses_attention,
+        count=ulysses_sent,
+        check_heads=check_ulysses,
+    )
+
+
+def single(layout: str = "auto", route: str = "auto") -> SequenceEngine:
+    """One rank holds the whole sequence; PyTorch's own attention."""
+    return SequenceEngine(
+        name="single",
+        layout=_one_of("single", "layout", layout, ("contiguous", "zigzag", "striped")),
+        route=_one_of("single", "route", route, ("direct",)),
+        attend=whole_attention,
+        count=lambda *_: 0,
+        alone=True,
+    )
+
+
+def _one_of(engine: str, option: str, value: str, choices: Sequence[str]) -> str:
+    """``value``, or the first choice for ``auto``."""
+    if value == "auto":
+        return choices[0]
+    if value not in choices:
+        raise ValueError(f"--{option} {value} is not for --engine {engine}; leave it out or give {', '.join(choices)}")
+    return value

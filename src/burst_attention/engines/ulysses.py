@@ -1,0 +1,128 @@
+"""DeepSpeed-Ulysses (arXiv 2309.14509): a differentiable reshard, tokens to heads and back, around whole attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from burst_attention.planning import Plan, lone_plan
+
+from .contract import Heads
+from .whole import whole_attention
+
+
+def check_ulysses(heads: Heads, world: int) -> None:
+    """Raise ValueError if ``world`` ranks can't have whole heads each."""
+    for name, count in (("query", heads.q_heads), ("key-value", heads.kv_heads)):
+        if count % world:
+            raise ValueError(
+                f"--engine ulysses gives each rank whole heads, but the model has {count} {name} heads for {world} "
+                "ranks; use ranks that divide them, or another engine"
+            )
+
+
+def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None = None) -> Tensor:
+    """Exact attention over shards of a contiguous layout: q [B, Hq, S_local, D], k and v [B, Hkv, S_local, D].
+
+    Raises:
+        ValueError: the heads don't divide by the ranks, the layout is another, or the ranks disagree: on all of them.
+    """
+    fields = {"q": [*q.shape[:2], q.shape[3]], "k": [*k.shape[:2], k.shape[3]], "v": [*v.shape[:2], v.shape[3]]}
+    try:
+        sizes = Heads(q_heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[3], hidden=0, intermediate=0)
+        check_ulysses(sizes, plan.world)
+        if plan.layout != "contiguous" and plan.world > 1:
+            raise ValueError(f"ulysses_attention wants layout='contiguous', the plan has {plan.layout!r}")
+        if any(x.shape[2] != plan.length for x in (q, k, v)):
+            raise ValueError(f"q, k, v must have this rank's {plan.length} tokens in dim 2, q has {q.shape[2]}")
+    except ValueError as error:
+        plan.refuse(error)
+    plan.agreement.agree("ulysses_attention", {**plan.schedule.told, **fields, "dtype": str(q.dtype), "scale": scale})
+    trade = _Trade(plan, plan.transport.health.next_call())
+    q, k, v = _ToHeads.apply(trade, q, k, v)
+    out = whole_attention(q, k, v, lone_plan(plan.seqlen, mask=plan.mask), scale=scale)
+    return _ToTokens.apply(replace(trade, number=plan.transport.health.next_call()), out)
+
+
+def ulysses_sent(plan: Plan, heads: Heads, batch: int, dtype: torch.dtype) -> int:
+    """Bytes that this rank sends in one forward and backward: q, k, v there and out back, and their gradients."""
+    own, others = plan.length, plan.seqlen - plan.length
+    per_head = batch * heads.head_dim * dtype.itemsize
+    away = plan.world - 1
+    inputs, outputs = heads.q_heads + 2 * heads.kv_heads, heads.q_heads
+    tokens_out, tokens_back = own * away, others  # rows of one head group
+    forward = (inputs * tokens_out + outputs * tokens_back) // plan.world
+    backward = (outputs * tokens_out + inputs * tokens_back) // plan.world
+    return per_head * (forward + backward)
+
+
+@dataclass(frozen=True, eq=False)
+class _Trade:
+    plan: Plan
+    number: int
+
+    def to_heads(self, tensors: Sequence[Tensor], phase: str) -> tuple[Tensor, ...]:
+        """[B, H, S_local, D] each, all heads, to [B, H / W, S, D]: one exchange for all of them."""
+        plan = self.plan
+        groups = [x.chunk(plan.world, 1) for x in tensors]
+        lengths = plan.schedule.layout.lengths
+        arriving = [[part[0].new_empty(*part[0].shape[:2], n, part[0].shape[3]) for n in lengths] for part in groups]
+        self._exchange(groups, arriving, phase)
+        return tuple(torch.cat(parts, 2) for parts in arriving)
+
+    def to_tokens(self, tensors: Sequence[Tensor], phase: str) -> tuple[Tensor, ...]:
+        """[B, H / W, S, D] each to [B, H, S_local, D]."""
+        plan = self.plan
+        groups = [x.split(list(plan.schedule.layout.lengths), 2) for x in tensors]
+        arriving = [[part[plan.rank].new_empty(part[plan.rank].shape) for _ in part] for part in groups]
+        self._exchange(groups, arriving, phase)
+        return tuple(torch.cat(parts, 1) for parts in arriving)
+
+    def _exchange(self, leaving: Sequence[Sequence[Tensor]], arriving: Sequence[list[Tensor]], phase: str) -> None:
+        rank, world, transport = self.plan.rank, self.plan.world, self.plan.transport
+        for parts, places in zip(leaving, arriving, strict=True):
+            places[rank].copy_(parts[rank])
+        ahead = [(rank + hop) % world for hop in range(1, world)]
+        behind = [(rank - hop) % world for hop in range(1, world)]
+        sends = [(peer, parts[peer].contiguous()) for peer in ahead for parts in leaving]
+        receives = [(peer, places[peer]) for peer in behind for places in arriving]
+        transport.wait(transport.post(sends, receives, label=f"the all-to-all of ulysses' {phase}"))
+
+    def agree(self) -> None:
+        """Backwards in different orders on different ranks would trade one call's gradients for another's."""
+        self.plan.agreement.agree("the backward of ulysses_attention", {"call number": self.number})
+
+
+class _ToHeads(torch.autograd.Function):
+    """Ledger. in q, k, v [B, H, S_local, D]; out the same [B, H / W, S, D]; saved nothing; back as _ToTokens."""
+
+    @staticmethod
+    def forward(ctx: Any, trade: _Trade, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.trade = trade
+        return trade.to_heads(tensors, "forward")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.trade.agree()
+        return None, *ctx.trade.to_tokens(grads, "backward")
+
+
+class _ToTokens(torch.autograd.Function):
+    """Ledger. in out [B, H / W, S, D]; out the same [B, H, S_local, D]; saved nothing; back as _ToHeads."""
+
+    @staticmethod
+    def forward(ctx: Any, trade: _Trade, out: Tensor) -> Tensor:
+        ctx.trade = trade
+        return trade.to_tokens([out], "forward")[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        ctx.trade.agree()
+        return None, ctx.trade.to_heads([grad], "backward")[0]

@@ -1,0 +1,54 @@
+"""Attention over a whole sequence on one device by PyTorch's own kernel: what everything else is measured against."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from burst_attention.plan.mask import Mask
+from burst_attention.planning import Plan
+
+WINDOW_ROWS = 1024
+
+
+def whole_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None = None) -> Tensor:
+    """``scaled_dot_product_attention`` of q [B, Hq, S, D], k and v [B, Hkv, S, D], one call for each document.
+
+    Raises:
+        ValueError: ``plan`` spreads the sequence over several ranks.
+    """
+    if plan.world > 1:
+        raise ValueError(f"plan spreads the sequence over {plan.world} ranks; whole_attention wants all of it on one")
+    parts = []
+    for rows, columns, mask in _calls(plan.mask, plan.seqlen):
+        parts.append(
+            scaled_dot_product_attention(
+                q[:, :, rows],
+                k[:, :, columns],
+                v[:, :, columns],
+                attn_mask=None if mask is None else mask.to(q.device),
+                is_causal=mask is None and plan.mask.causal,
+                scale=scale,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+        )
+    return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
+
+
+def _calls(mask: Mask, seqlen: int) -> Iterator[tuple[slice, slice, Tensor | None]]:
+    """(rows, columns, bool [rows, columns] or None where ``is_causal`` says it all), which together are the mask."""
+    for start, stop in itertools.pairwise(mask.cu_seqlens or (0, seqlen)):
+        window = mask.window
+        if window is None or window >= stop - start:
+            whole = slice(start, stop)
+            if stop > start:
+                yield whole, whole, torch.from_numpy(mask.dense(seqlen)) if mask.prefix else None
+            continue
+        for top in range(start, stop, WINDOW_ROWS):  # a mask of the whole would take memory in the length's square
+            bottom, left = min(top + WINDOW_ROWS, stop), max(top - window + 1, start)
+            distance = torch.arange(top, bottom).unsqueeze(1) - torch.arange(left, bottom)
+            yield slice(top, bottom), slice(left, bottom), (distance >= 0) & (distance < window)

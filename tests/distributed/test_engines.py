@@ -1,0 +1,221 @@
+"""Every engine trains the same model to the same loss; what an engine can't do it refuses by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+
+from burst_attention import Mask, make_plan
+from burst_attention.comm.mesh import make_mesh
+from burst_attention.engines import ENGINES, Heads, choose
+from burst_attention.engines.ulysses import ulysses_attention
+from burst_attention.engines.whole import whole_attention
+from burst_attention.planning import lone_plan
+from burst_attention.testing import attend
+from burst_attention.testing.check import relative_l2
+from burst_attention.training.loop import train
+from burst_attention.training.model import build_model, layer_windows, model_config, plans_for
+from burst_attention.training.tokenizer import ByteTokenizer
+from tests.training import config_of, losses, norms, write_corpus
+
+STEPS = 20
+EVERY = [
+    ("burst", "zigzag", 2, {}),
+    ("burst", "striped", 4, {}),
+    ("ring", "zigzag", 4, {}),
+    ("ring", "contiguous", 2, {}),
+    ("ulysses", "auto", 2, {}),
+    ("tensor", "auto", 2, {}),
+    ("tensor-sequence", "auto", 2, {}),
+    ("tensor-sequence", "auto", 4, {"data_parallel": 2}),
+    ("single", "auto", 2, {"data_parallel": 2}),
+]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def expected(pools, corpus, tmp_path_factory):
+    """Losses and gradient norms of a single rank, by how many sequences a step has."""
+    known = {}
+
+    def get(sequences):
+        if sequences not in known:
+            out = tmp_path_factory.mktemp("single")
+            changes = {"engine": "single", "seq_len": 96, "steps": STEPS, "accumulate": sequences}
+            pools(1).run(train, config_of(corpus, out, **changes))
+            known[sequences] = losses(out), norms(out)
+        return known[sequences]
+
+    return get
+
+
+@pytest.mark.parametrize(("engine", "layout", "world", "changes"), EVERY)
+def test_every_engine_trains_as_a_single_rank(pools, corpus, tmp_path, expected, engine, layout, world, changes):
+    settings = {"engine": engine, "layout": layout, "seq_len": 96, "steps": STEPS, **changes}
+    pools(world).run(train, config_of(corpus, tmp_path, **settings))
+    right, right_norms = expected(changes.get("data_parallel", 1))
+    assert right[-1] < right[0] - 0.3, "it learns"
+    assert losses(tmp_path) == pytest.approx(right, abs=1e-4)
+    assert norms(tmp_path) == pytest.approx(right_norms, rel=1e-3)
+
+
+def parameter_gradients(engine_name, layout):
+    """Whole fp64 gradients by name on this rank, of one packed sequence."""
+    engine, world = choose(engine_name, layout=layout), torch.distributed.get_world_size()
+    mesh, everyone = make_mesh("cpu"), init_device_mesh("cpu", (world,))
+    tokenizer = ByteTokenizer()
+    config = model_config("tiny", tokenizer, 64)
+    config.hidden_size, config.intermediate_size, config.head_dim = 32, 64, 8
+    config.num_key_value_heads = 4
+    engine.check(Heads.of(config), 64, world)
+    dtype = torch.float64
+    model = build_model("tiny", config, engine, dtype=dtype, mesh=mesh, everyone=everyone, seed=3)
+    ids = torch.randint(0, 200, (1, 64), generator=torch.Generator().manual_seed(5))
+    plans = plans_for(engine.plan(64, group=mesh["context"]), layer_windows(config), (0, 11, 40, 64))
+    with CommDebugMode() as counter:
+        loss = model(engine.shard({"input_ids": ids, "labels": ids}, plans), plans, None)
+        forward = dict(counter.get_comm_counts())
+        loss.backward()
+    grads = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.placements == parameter.placements, name
+        grads[name] = parameter.grad.full_tensor()
+    counts = ({str(k): n for k, n in c.items()} for c in (forward, counter.get_comm_counts()))
+    return loss.item(), grads, list(counts)
+
+
+@pytest.mark.parametrize(
+    ("engine", "layout", "world"),
+    [
+        ("burst", "auto", 4),
+        ("ring", "contiguous", 4),
+        ("ulysses", "auto", 4),
+        ("tensor", "auto", 4),
+        ("tensor-sequence", "auto", 4),
+        ("tensor-sequence", "auto", 2),
+    ],
+)
+def test_every_gradient_is_the_single_ranks(pools, engine, layout, world):
+    ((loss, expected, _),) = pools(1).run(parameter_gradients, "single", "auto")
+    for rank, (own_loss, grads, _) in enumerate(pools(world).run(parameter_gradients, engine, layout)):
+        assert own_loss == pytest.approx(loss, abs=1e-12)
+        assert grads.keys() == expected.keys()
+        for name, grad in grads.items():
+            assert relative_l2(grad, expected[name]) < 1e-11, (rank, name)
+
+
+def test_tensor_parallelism_exchanges_no_more_than_megatron(pools):
+    """Per block and pass: two sums, or, with sequence parallelism, two gathers and two scatters."""
+    layers = 2
+    _, _, (forward, both) = pools(2).run(parameter_gradients, "tensor", "auto")[0]
+    sums = "c10d_functional.all_reduce"
+    assert forward[sums] == 2 * layers
+    # Of the head's gradient there is one more sum; all else is computed alike on every rank.
+    assert both[sums] == 4 * layers + 1
+    _, _, (forward, both) = pools(2).run(parameter_gradients, "tensor-sequence", "auto")[0]
+    gather, scatter = "c10d_functional.all_gather_into_tensor", "c10d_functional.reduce_scatter_tensor"
+    assert (forward[gather], forward[scatter]) == (2 * layers, 2 * layers)
+    assert (both[gather], both[scatter]) == (4 * layers, 4 * layers)
+
+
+def ulysses_and_oracle(seqlen, kv_heads, mask):
+    plan = make_plan(seqlen, mask=mask, layout="contiguous")
+    make = torch.Generator().manual_seed(0)
+    q, k, v, dout = (
+        torch.randn(2, heads, seqlen, 8, generator=make, dtype=torch.float64) for heads in (8, kv_heads, kv_heads, 8)
+    )
+    inputs = [plan.shard(x, 2).requires_grad_() for x in (q, k, v)]
+    sent = plan.transport.sent
+    out = ulysses_attention(*inputs, plan)
+    grads = torch.autograd.grad(out, inputs, plan.shard(dout, 2))
+    heads = Heads(q_heads=8, kv_heads=kv_heads, head_dim=8, hidden=64, intermediate=64)
+    predicted = choose("ulysses").sent([plan], heads, batch=2, dtype=torch.float64)
+    right = attend(q, k, v, mask, dout=dout)
+    expected = [plan.shard(x, 2) for x in (right.out, right.dq, right.dk, right.dv)]
+    errors = [relative_l2(x, y) for x, y in zip((out, *grads), expected, strict=True)]
+    return errors, plan.transport.sent - sent, predicted
+
+
+@pytest.mark.parametrize("seqlen", [33, 64])
+@pytest.mark.parametrize(
+    "mask", [Mask(), Mask(window=9), Mask(cu_seqlens=[0, 5, 5, 21, 33]), Mask(False), Mask(prefix=7)]
+)
+def test_ulysses_is_exact_at_any_length(pools, seqlen, mask):
+    if mask.cu_seqlens:  # the last document ends where the sequence does
+        mask = Mask(cu_seqlens=[*mask.cu_seqlens[:-1], seqlen])
+    for errors, sent, predicted in pools(4).run(ulysses_and_oracle, seqlen, 4, mask):
+        assert max(errors) < 1e-12
+        assert sent == predicted
+
+
+def test_whole_attention_in_windows_longer_than_one_call():
+    make = torch.Generator().manual_seed(0)
+    seqlen = 2500  # several calls of WINDOW_ROWS rows each
+    q, k, v, dout = (torch.randn(1, heads, seqlen, 8, generator=make) for heads in (2, 1, 1, 2))
+    mask = Mask(window=1300, cu_seqlens=[0, 700, seqlen])
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = whole_attention(*inputs, lone_plan(seqlen, mask=mask))
+    grads = torch.autograd.grad(out, inputs, dout)
+    right = attend(q, k, v, mask, dout=dout)
+    for x, y in zip((out, *grads), (right.out, right.dq, right.dk, right.dv), strict=True):
+        assert relative_l2(x, y) < 1e-5
+
+
+LLAMA = Heads(q_heads=32, kv_heads=8, head_dim=128, hidden=4096, intermediate=14336)
+
+
+@pytest.mark.parametrize(
+    ("engine", "seq_len", "world", "told"),
+    [
+        ("ulysses", 1024, 16, "8 key-value heads for 16 ranks"),
+        ("ulysses", 1024, 3, "32 query heads for 3 ranks"),
+        ("tensor", 1024, 16, "8 key-value heads"),
+        ("tensor-sequence", 1023, 8, "1023 tokens"),
+        ("tensor", 1023, 8, "1023 tokens"),
+        ("single", 1024, 2, "--data-parallel"),
+    ],
+)
+def test_what_an_engine_cannot_share_is_refused_by_name(engine, seq_len, world, told):
+    with pytest.raises(ValueError, match=told) as refused:
+        choose(engine).check(LLAMA, seq_len, world)
+    assert f"--engine {engine}" in str(refused.value)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_an_engine_can_share_is_not_refused(engine):
+    choose(engine).check(LLAMA, 1024, 1)
+    if engine != "single":
+        choose(engine).check(LLAMA, 1024, 8)
+
+
+def test_unknown_engines_layouts_and_routes_are_refused():
+    for arguments, told in (
+        ({"name": "megatron"}, "'megatron' is unknown; choose one of burst"),
+        ({"name": "ring", "layout": "striped"}, "--layout striped is not for --engine ring"),
+        ({"name": "ulysses", "layout": "zigzag"}, "--layout zigzag is not for --engine ulysses"),
+        ({"name": "tensor", "route": "ring"}, "--route ring is not for --engine tensor"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            choose(**arguments)
+
+
+def refused_shape():
+    plan = make_plan(16, layout="contiguous")
+    heads = 4 if plan.rank else 3
+    x = torch.randn(1, heads, plan.length, 8)
+    try:
+        ulysses_attention(x, x, x, plan)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def test_ulysses_refuses_on_every_rank(pools):
+    told = pools(2).run(refused_shape)
+    assert all(text and "3 query heads for 2 ranks" in text for text in told)
