@@ -298,7 +298,7 @@ SEEDED = [
     ),
     Fault(
         "gradients averaged over ranks",
-        "training/model.py",
+        "engines/parameters.py",
         "module.set_gradient_divide_factor(1.0)",
         "module.set_gradient_divide_factor(2.0)",
         TRAIN,

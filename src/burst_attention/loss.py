@@ -57,10 +57,7 @@ def next_token_loss(
     Raises:
         TypeError, ValueError: a bad argument, on every rank if it is bad on one.
     """
-    if not isinstance(plan, Plan):
-        raise TypeError(
-            f"plan={plan!r} must come from make_plan(seqlen, ...); of a mapping by window pass any one plan"
-        )
+    _check_plan(plan)
     try:
         divisor = _divisor(num_valid)
         _check(hidden, lm_head_weight, labels, plan, ignore_index, chunk_tokens)
@@ -68,6 +65,62 @@ def next_token_loss(
         plan.refuse(error)
     settings = _Settings(plan=plan, ignore_index=ignore_index, num_valid=divisor, chunk_tokens=chunk_tokens)
     return _NextTokenLoss.apply(hidden, lm_head_weight, labels, settings)
+
+
+@torch.no_grad()
+def next_token_nll(
+    hidden: torch.Tensor,
+    lm_head_weight: torch.Tensor,
+    labels: torch.Tensor,
+    plan: Plan,
+    *,
+    ignore_index: int = -100,
+    chunk_tokens: int | None = None,
+) -> torch.Tensor:
+    """The negative log-likelihood of each of this rank's labels: the very numbers that :func:`next_token_loss` sums.
+
+    For evaluation: it has no gradient and exchanges nothing. ``plan.unshard(nll, 1)`` puts it in global order.
+
+    Args:
+        hidden, lm_head_weight, labels, ignore_index, chunk_tokens: as for :func:`next_token_loss`.
+
+    Returns:
+        [B, S_local] in nats, fp32 (fp64 for fp64); 0 where the label is ``ignore_index``.
+
+    Raises:
+        TypeError, ValueError: a bad argument; on the other ranks in their next call with this plan.
+    """
+    _check_plan(plan)
+    try:
+        _check(hidden, lm_head_weight, labels, plan, ignore_index, chunk_tokens)
+    except (TypeError, ValueError) as error:
+        plan.refuse(error)
+    rows, _, lse, picked, _ = _likelihoods(hidden, lm_head_weight, labels, ignore_index, chunk_tokens)
+    nll = torch.zeros(labels.numel(), dtype=lse.dtype, device=lse.device)
+    nll[rows] = lse - picked
+    return nll.view(labels.shape)
+
+
+def _likelihoods(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, ignore_index: int, chunk_tokens: int | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """(rows, target, lse, picked, chunk): of the n valid tokens, where they are, their labels, the log-sum-exp of their
+    logits and the logit of their label, each [n], computed ``chunk`` tokens at a time."""
+    compute = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    flat, label = hidden.flatten(0, 1), labels.flatten()
+    rows = (label != ignore_index).nonzero().squeeze(1)
+    target = label[rows].long()
+    lse = torch.empty(rows.shape, dtype=compute, device=hidden.device)
+    picked = torch.empty_like(lse)
+    chunk = chunk_tokens or _chunk_tokens(len(rows), *weight.shape)
+    with torch.autocast(hidden.device.type, enabled=False):
+        w = _operand(weight, compute)
+        for start in range(0, len(rows), chunk):
+            part = slice(start, start + chunk)
+            logits = _product(_operand(flat[rows[part]], compute), w.T, compute)
+            lse[part] = torch.logsumexp(logits, 1)
+            picked[part] = logits.gather(1, target[part, None]).squeeze(1)
+    return rows, target, lse, picked, chunk
 
 
 class _NextTokenLoss(torch.autograd.Function):
@@ -87,31 +140,19 @@ class _NextTokenLoss(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, settings: _Settings
     ) -> torch.Tensor:
-        compute = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        flat, label = hidden.flatten(0, 1), labels.flatten()
-        rows = (label != settings.ignore_index).nonzero().squeeze(1)
-        target = label[rows].long()
-        lse = torch.empty(rows.shape, dtype=compute, device=hidden.device)
-        picked = torch.empty_like(lse)
-        with torch.autocast(hidden.device.type, enabled=False):
-            w = _operand(weight, compute)
-            chunk = settings.chunk_tokens or _chunk_tokens(len(rows), *weight.shape)
-            for start in range(0, len(rows), chunk):
-                part = slice(start, start + chunk)
-                logits = _product(_operand(flat[rows[part]], compute), w.T, compute)
-                lse[part] = torch.logsumexp(logits, 1)
-                picked[part] = logits.gather(1, target[part, None]).squeeze(1)
+        rows, target, lse, picked, ctx.chunk = _likelihoods(
+            hidden, weight, labels, settings.ignore_index, settings.chunk_tokens
+        )
         local = (lse - picked).sum(dtype=torch.float64).item()
         value, ctx.divisor = _mean(settings, local, len(rows))
-        ctx.compute, ctx.chunk = compute, chunk
         ctx.save_for_backward(hidden, weight, rows, target, lse)
-        return torch.tensor(value, dtype=compute, device=hidden.device)
+        return torch.tensor(value, dtype=lse.dtype, device=hidden.device)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, rows, target, lse = ctx.saved_tensors
-        compute, flat = ctx.compute, hidden.flatten(0, 1)
+        compute, flat = lse.dtype, hidden.flatten(0, 1)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         dhidden = torch.zeros(flat.shape, dtype=flat.dtype, device=flat.device) if wants_hidden else None
         dweight = torch.zeros(weight.shape, dtype=compute, device=weight.device) if wants_weight else None
@@ -175,6 +216,13 @@ def _divisor(num_valid: Any) -> float | None:
     if not math.isfinite(num_valid) or num_valid < 0:
         raise ValueError(f"num_valid={num_valid} must be a count of tokens: finite and not negative")
     return float(num_valid)
+
+
+def _check_plan(plan: Any) -> None:
+    if not isinstance(plan, Plan):
+        raise TypeError(
+            f"plan={plan!r} must come from make_plan(seqlen, ...); of a mapping by window pass any one plan"
+        )
 
 
 def _check(

@@ -12,7 +12,7 @@ import pytest
 import burst_attention
 
 ROOT = Path(burst_attention.__file__).parent
-OUTER = ("engines", "training", "integrations", "cli")
+OUTER = ("engines", "training", "integrations", "bench", "cli")
 NEVER = {  # a room or file -> what it must not import
     "plan": ("torch", "burst_attention.kernels", "burst_attention.comm", "burst_attention.sweep"),
     "comm": ("burst_attention.plan", "burst_attention.kernels", "burst_attention.sweep"),
@@ -28,8 +28,21 @@ NEVER = {  # a room or file -> what it must not import
         file: tuple(f"burst_attention.{room}" for room in OUTER)
         for file in ("sweep.py", "attention.py", "planning.py", "resharding.py", "loss.py")
     },
+    "engines": (
+        "burst_attention.training",
+        "burst_attention.bench",
+        "burst_attention.cli",
+        "burst_attention.kernels.reference",
+        "burst_attention.kernels.aten",
+    ),
+    "bench": ("burst_attention.cli",),
     "integrations": ("burst_attention.kernels.reference", "burst_attention.kernels.aten", "burst_attention.cli"),
-    "training": ("burst_attention.kernels.reference", "burst_attention.kernels.aten", "burst_attention.cli"),
+    "training": (
+        "burst_attention.kernels.reference",
+        "burst_attention.kernels.aten",
+        "burst_attention.cli",
+        "burst_attention.bench",
+    ),
 }
 
 
@@ -64,9 +77,9 @@ def test_arrows(room: str) -> None:
     assert not crossings(room, NEVER[room])
 
 
-def test_only_the_command_line_imports_testing() -> None:
+def test_only_the_command_line_and_the_comparison_import_testing() -> None:
     for path in ROOT.rglob("*.py"):
-        if path.relative_to(ROOT).parts[0] not in ("testing", "cli"):
+        if path.relative_to(ROOT).parts[0] not in ("testing", "cli", "bench"):
             assert not any(name.startswith("burst_attention.testing") for name in imports(path)), path
 
 
@@ -76,7 +89,7 @@ def test_transformers_is_imported_in_few_places() -> None:
         for path in ROOT.rglob("*.py")
         if any(name.split(".")[0] == "transformers" for name in imports(path))
     }
-    assert users <= {"integrations", "training"}
+    assert users <= {"integrations", "training", "bench"}
 
 
 def run_python(code: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,10 @@ class Results:
     def write(self, path: Path) -> None:
         """As JSON."""
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", "utf-8")
+
+    def without_timelines(self) -> Results:
+        """The same figures without what each rank did when, which takes most of the room."""
+        return replace(self, rows=[replace(row, timeline=[]) for row in self.rows])
 
     @classmethod
     def read(cls, path: Path) -> Results:

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 
 # Each module has ``main(arguments: list[str]) -> int`` and is imported only when its command is called.
 COMMANDS = {
+    "bench": "compare engines: time, bytes and memory of burst, ring, Ulysses and tensor parallelism",
     "check": "compare distributed attention with fp64, gradients included, over the ranks at hand",
+    "eval": "measure a model's perplexity with every engine, and how far they are apart token by token",
     "plan": "tell what a sequence over so many ranks will cost, before anything is rented",
     "train": "train a model on long documents, each sequence spread over several ranks",
 }

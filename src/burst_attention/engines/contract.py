@@ -87,8 +87,8 @@ class Engine(Protocol):
         """The whole weight of the language-model head [V, E]; gradients of it are summed over ranks."""
         ...
 
-    def sent(self, plans: Sequence[Plan], heads: Heads, *, batch: int, dtype: torch.dtype) -> int:
-        """Bytes that this rank sends for the activations of one forward and backward; ``plans`` are the layers'.
+    def sent(self, plans: Sequence[Plan], heads: Heads, *, batch: int, dtype: torch.dtype) -> tuple[int, int]:
+        """Bytes that this rank sends for activations in a forward and in a backward; ``plans`` are the layers'.
 
         Of collectives: as the ring algorithm sends them.
         """

@@ -32,14 +32,14 @@ class SequenceEngine:
     Attributes:
         attend: the attention over shards.
         check_heads: raises ValueError for heads that ``world`` ranks can't share.
-        count: bytes that this rank sends in one forward and backward of one layer, from (plan, heads, batch, dtype).
+        count: bytes that this rank sends in one layer's forward and backward, from (plan, heads, batch, dtype).
     """
 
     name: str
     layout: str
     route: str
     attend: Attend
-    count: Callable[..., int]
+    count: Callable[..., tuple[int, int]]
     check_heads: Callable[[Heads, int], None] = _nothing
     alone: bool = False
     posts: bool = True
@@ -47,8 +47,8 @@ class SequenceEngine:
     def check(self, heads: Heads, seq_len: int, world: int) -> None:
         if self.alone and world > 1:
             raise ValueError(
-                f"--engine {self.name} has a rank to itself for each sequence, not {world}; give --ranks 1, or "
-                "--data-parallel as many as --ranks"
+                f"--engine {self.name} gives each sequence a rank of its own, not {world}: run it on one rank, or "
+                "train with --data-parallel as many as --ranks"
             )
         self.check_heads(heads, world)
 
@@ -73,21 +73,23 @@ class SequenceEngine:
     def head(self, model: Any) -> Tensor:
         return model.lm_head.weight
 
-    def sent(self, plans: Sequence[Plan], heads: Heads, *, batch: int, dtype: torch.dtype) -> int:
+    def sent(self, plans: Sequence[Plan], heads: Heads, *, batch: int, dtype: torch.dtype) -> tuple[int, int]:
         counted = {id(plan): self.count(plan, heads, batch, dtype) for plan in plans}
-        return sum(counted[id(plan)] for plan in plans)
+        forward, backward = (sum(counted[id(plan)][n] for plan in plans) for n in (0, 1))
+        return forward, backward
 
 
-def planned_sent(plan: Plan, heads: Heads, batch: int, dtype: torch.dtype, *, travels: str) -> int:
+def planned_sent(plan: Plan, heads: Heads, batch: int, dtype: torch.dtype, *, travels: str) -> tuple[int, int]:
     """Of :func:`burst_attention`, as the plan predicts it."""
-    return plan.bytes(
+    traffic = plan.bytes(
         batch=batch,
         q_heads=heads.q_heads,
         kv_heads=heads.kv_heads,
         head_dim=heads.head_dim,
         dtype=dtype,
         travels=travels,
-    ).sent
+    )
+    return traffic.forward_sent, traffic.backward_sent
 
 
 def burst(layout: str = "auto", route: str = "auto", *, travels: str = "auto", kernel: str = "auto") -> SequenceEngine:
@@ -135,7 +137,7 @@ def single(layout: str = "auto", route: str = "auto") -> SequenceEngine:
         layout=_one_of("single", "layout", layout, ("contiguous", "zigzag", "striped")),
         route=_one_of("single", "route", route, ("direct",)),
         attend=whole_attention,
-        count=lambda *_: 0,
+        count=lambda *_: (0, 0),
         alone=True,
     )
 

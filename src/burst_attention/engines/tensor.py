@@ -124,11 +124,11 @@ class TensorEngine:
     def head(self, model: Any) -> Tensor:
         return model.lm_head.weight.to_local(grad_placements=[Partial()])  # of the loss of some tokens each
 
-    def sent(self, plans: Sequence[Plan], heads: Heads, *, batch: int, dtype: torch.dtype) -> int:
+    def sent(self, plans: Sequence[Plan], heads: Heads, *, batch: int, dtype: torch.dtype) -> tuple[int, int]:
         plan = plans[0]
         one = (plan.world - 1) * batch * plan.length * heads.hidden * dtype.itemsize  # a gather, a scatter, half a sum
         # Per layer two sums and, going backward, two more; plainly, the last hidden states' gradients are gathered too.
-        return len(plans) * 8 * one + (0 if self.sequence else one)
+        return len(plans) * 4 * one, len(plans) * 4 * one + (0 if self.sequence else one)
 
 
 def _mesh_of(model: Any) -> DeviceMesh:

@@ -49,8 +49,8 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: flo
     return _ToTokens.apply(replace(trade, number=plan.transport.health.next_call()), out)
 
 
-def ulysses_sent(plan: Plan, heads: Heads, batch: int, dtype: torch.dtype) -> int:
-    """Bytes that this rank sends in one forward and backward: q, k, v there and out back, and their gradients."""
+def ulysses_sent(plan: Plan, heads: Heads, batch: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes that this rank sends in a forward (q, k, v there and out back) and in a backward (their gradients)."""
     own, others = plan.length, plan.seqlen - plan.length
     per_head = batch * heads.head_dim * dtype.itemsize
     away = plan.world - 1
@@ -58,7 +58,7 @@ def ulysses_sent(plan: Plan, heads: Heads, batch: int, dtype: torch.dtype) -> in
     tokens_out, tokens_back = own * away, others  # rows of one head group
     forward = (inputs * tokens_out + outputs * tokens_back) // plan.world
     backward = (outputs * tokens_out + inputs * tokens_back) // plan.world
-    return per_head * (forward + backward)
+    return per_head * forward, per_head * backward
 
 
 @dataclass(frozen=True, eq=False)

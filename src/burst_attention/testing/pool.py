@@ -1,4 +1,4 @@
-"""A persistent pool of local ranks: spawned processes in one gloo group, met through a file."""
+"""A persistent pool of local ranks: spawned processes in one gloo group, met through a file, or as each is told."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -34,9 +34,23 @@ class WorkerPool:
         world: how many ranks.
         threads: torch threads of each.
         timeout: seconds that the group's own operations may take.
+        entries: for each rank, what its process calls before all else, such as to enter another host's network; it
+            returns the ``init_method`` by which the ranks meet. None: they meet through a file. Must be picklable.
+
+    Raises:
+        ValueError: not one entry for each rank.
     """
 
-    def __init__(self, world: int, *, threads: int = 1, timeout: float = 60.0) -> None:
+    def __init__(
+        self,
+        world: int,
+        *,
+        threads: int = 1,
+        timeout: float = 60.0,
+        entries: Sequence[Callable[[], str]] | None = None,
+    ) -> None:
+        if entries is not None and len(entries) != world:
+            raise ValueError(f"{len(entries)} entries for world={world}: give one for each rank, or None")
         self.world = world
         self.broken = False
         self._folder = tempfile.TemporaryDirectory(prefix="burst-pool-")
@@ -45,7 +59,8 @@ class WorkerPool:
         self._pipes: list[Connection] = []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            arguments = (theirs, str(Path(self._folder.name) / "rendezvous"), rank, world, threads, timeout)
+            entry = entries[rank] if entries is not None else f"file://{Path(self._folder.name) / 'rendezvous'}"
+            arguments = (theirs, entry, rank, world, threads, timeout)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -125,11 +140,14 @@ class WorkerPool:
         self.close()
 
 
-def _serve(pipe: Connection, rendezvous: str, rank: int, world: int, threads: int, timeout: float) -> None:
+def _serve(
+    pipe: Connection, entry: str | Callable[[], str], rank: int, world: int, threads: int, timeout: float
+) -> None:
+    init_method = entry if isinstance(entry, str) else entry()
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(world)
     torch.set_num_threads(threads)
     dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+        "gloo", init_method=init_method, rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
     )
     while True:
         try:

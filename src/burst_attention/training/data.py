@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .config import TrainConfig
+from .config import DataConfig, TrainConfig
 from .corpus import Corpus, Document, open_corpus
 from .tokenizer import Tokenizer, open_tokenizer
 
@@ -82,14 +82,14 @@ def make_split(documents: Iterable[Document], fraction: float) -> Split:
 
     Args:
         documents: the documents long enough to be used, in any order.
-        fraction: the share to hold out, 0 <= fraction < 1; 0 holds out nothing.
+        fraction: the share to hold out, 0 <= fraction <= 1; 0 holds out nothing, 1 everything.
     """
     seen: set[bytes] = set()
     sides: set[bool] = set()
     for document in documents:
         seen.add(digest := _digest(document))
         sides.add(_share(digest) < fraction)
-        if fraction == 0 or len(sides) == 2:
+        if fraction in (0, 1) or len(sides) == 2:
             return Split(fraction)
     return Split(fraction, tail=True) if len(seen) == 1 else Split(fraction, only=min(seen, default=None))
 
@@ -159,7 +159,10 @@ class SequenceReader:
         return shuffled(sequences, max(SHUFFLED_TOKENS // self.seq_len, 1), np.random.default_rng([self.seed, 0, 1]))
 
     def held_out(self) -> Iterator[TokenSequence]:
-        """Held-out sequences, the same for every seed, once; a corpus that can't fill one gives one short sequence."""
+        """Held-out sequences, the same for every seed, once.
+
+        All are of ``seq_len`` tokens; a corpus that can't fill one gives one short sequence.
+        """
         if self.split.fraction == 0:
             return
         documents = self._encoded(self._parts(self.split.held_out, np.random.default_rng(0)))
@@ -205,14 +208,27 @@ def open_sequences(config: TrainConfig) -> tuple[SequenceReader, Tokenizer]:
     Raises:
         ValueError: naming the flag whose value can't be used.
     """
-    data = config.data
-    tokenizer = open_tokenizer(data.tokenizer, config.model.model)
+    return open_data(config.data, config.model.model, seed=config.run.seed)
+
+
+def open_data(data: DataConfig, model: str, *, seed: int) -> tuple[SequenceReader, Tokenizer]:
+    """As :func:`open_sequences`, for ``--model`` and ``--seed`` of any command."""
+    tokenizer = open_tokenizer(data.tokenizer, model)
     reader = SequenceReader(
         open_corpus(data.data),
         tokenizer,
         seq_len=data.seq_len,
-        packed=config.packed,
+        packed=data.pack == "documents",
         held_out=data.held_out,
-        seed=config.run.seed,
+        seed=seed,
     )
     return reader, tokenizer
+
+
+def digest_of(sequences: Iterable[TokenSequence]) -> str:
+    """What ranks compare that must have read the same tokens and borders."""
+    digest = hashlib.blake2b(digest_size=8)
+    for sequence in sequences:
+        digest.update(sequence.tokens.tobytes())
+        digest.update(repr(sequence.cu_seqlens).encode())
+    return digest.hexdigest()

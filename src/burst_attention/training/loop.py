@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from burst_attention import Plan
@@ -17,9 +15,10 @@ from burst_attention.engines import Heads, choose
 
 from .checkpoint import save_checkpoint
 from .config import TrainConfig
-from .data import TokenSequence, open_sequences
+from .data import TokenSequence, digest_of, open_sequences
+from .evaluate import token_losses
 from .metrics import MODEL, Reporter, RunFolder, Setting, StepRecord, Summary
-from .model import build_model, layer_windows, model_config, plans_for
+from .model import batch_of, build_model, layer_windows, model_config, plans_for
 from .optim import clip_by_global_norm, learning_rate, make_optimizer
 from .place import Place, join
 
@@ -148,26 +147,20 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
-    @torch.no_grad()
     def evaluate(self) -> tuple[float | None, int]:
         """(mean loss per valid token over the held-out sequences, how many tokens those are)."""
         sequences = list(itertools.islice(self.reader.held_out(), self.config.data.held_out_sequences))
         self._agree_on(sequences)
-        groups, mine = self.config.parallel.data_parallel, self.place.group_index
-        total = 0.0
-        self.model.eval()
-        for start in range(0, len(sequences), groups):
-            # Every group takes part in every round, for the parameters are gathered from all ranks.
-            sequence = sequences[min(start + mine, len(sequences) - 1)]
-            same = len(sequence.tokens) == self.plan.seqlen
-            plan = self.plan if same else self._make_plan(len(sequence.tokens))
-            plans = plans_for(plan, self.windows, sequence.cu_seqlens)
-            loss = self.model(self._shard([sequence], plans), plans, max(sequence.valid_tokens, 1)).item()
-            total += loss * sequence.valid_tokens if start + mine < len(sequences) else 0.0
-        self.model.train()
-        total = self.place.sum_over_groups(total)
         tokens = sum(sequence.valid_tokens for sequence in sequences)
-        return (total / tokens if tokens else None), tokens
+        if not tokens:
+            return None, 0
+        length = len(sequences[0].tokens)
+        plan = self.plan if length == self.plan.seqlen else self._make_plan(length)
+        self.model.eval()
+        losses = token_losses(self.model, sequences, plan=plan, windows=self.windows, place=self.place)
+        mine = sum(loss.sum(dtype=torch.float64).item() for _, loss in losses)
+        self.model.train()
+        return sum(self.place.collect(mine)) / tokens, tokens
 
     def summarise(self, records: list[StepRecord]) -> Summary:
         """Evaluate, and collect what the ranks have to tell."""
@@ -193,11 +186,8 @@ class Trainer:
 
     def _agree_on(self, sequences: list[TokenSequence]) -> None:
         """Raise DisagreementError if ranks that share a sequence read other tokens, as from another copy of a file."""
-        digest = hashlib.blake2b(digest_size=8)
-        for sequence in sequences:
-            digest.update(sequence.tokens.tobytes())
-            digest.update(repr(sequence.cu_seqlens).encode())
-        self.plan.agreement.agree("the sequences to train on", {"digest of tokens and borders": digest.hexdigest()})
+        told = {"digest of tokens and borders": digest_of(sequences)}
+        self.plan.agreement.agree("the sequences to train on", told)
 
     def _make_plan(self, seqlen: int) -> Plan:
         return self.engine.plan(seqlen, group=self.place.context, timeout=self.config.parallel.timeout)
@@ -209,9 +199,7 @@ class Trainer:
             yield sequences[start : start + batch]
 
     def _shard(self, sequences: list[TokenSequence], plans: dict[int | None, Plan]) -> dict[str, torch.Tensor]:
-        ids = torch.from_numpy(np.stack([sequence.tokens for sequence in sequences]).astype(np.int64))
-        ids = ids.to(self.place.device)
-        return self.engine.shard({"input_ids": ids, "labels": ids}, plans)
+        return self.engine.shard(batch_of(sequences, self.place.device), plans)
 
     def _sent(self) -> int:
         return self.plan.transport.sent
@@ -219,4 +207,4 @@ class Trainer:
     def _predict_sent(self, plans: dict[int | None, Plan]) -> int:
         """Bytes that this rank's attention sends in one forward and backward of all layers."""
         layers = [plans[window] for window in self.windows]
-        return self.engine.sent(layers, self.heads, batch=self.config.optim.batch, dtype=self.dtype)
+        return sum(self.engine.sent(layers, self.heads, batch=self.config.optim.batch, dtype=self.dtype))

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging
+from transformers.utils import logging as transformers_logging
 
 from burst_attention import Mask, Plan
 from burst_attention.engines import Engine
 from burst_attention.integrations import hf
-from burst_attention.loss import next_token_loss
+from burst_attention.loss import next_token_loss, next_token_nll
 
+from .data import TokenSequence
 from .presets import PRESETS
 from .tokenizer import Tokenizer, first_line
 
@@ -51,8 +56,10 @@ def model_config(model: str, tokenizer: Tokenizer, seq_len: int) -> PreTrainedCo
 
 def quieten_transformers() -> None:
     """Let it show no progress bars and no warnings in this process; the screen is the run's."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    # Of norms over (data, context) it tells that they take two sums; they are of one number.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def load_config(model: str) -> PreTrainedConfig:
@@ -88,6 +95,12 @@ def plans_for(plan: Plan, windows: list[int | None], cu_seqlens: tuple[int, ...]
     return {window: plan.with_mask(Mask(window=window, cu_seqlens=cu_seqlens)) for window in dict.fromkeys(windows)}
 
 
+def batch_of(sequences: Sequence[TokenSequence], device: torch.device) -> dict[str, torch.Tensor]:
+    """The global batch that an engine shards: ``input_ids`` and, not shifted, ``labels``, both int64 [B, S]."""
+    ids = torch.from_numpy(np.stack([sequence.tokens for sequence in sequences]).astype(np.int64)).to(device)
+    return {"input_ids": ids, "labels": ids}
+
+
 class NextTokenModel(nn.Module):
     """A causal language model whose forward is its loss, so that the head's weight is used inside the FSDP root."""
 
@@ -97,12 +110,29 @@ class NextTokenModel(nn.Module):
         self.engine = engine
 
     def forward(
-        self, shard: dict[str, torch.Tensor], plans: dict[int | None, Plan], num_valid: int | None
+        self,
+        shard: dict[str, torch.Tensor],
+        plans: dict[int | None, Plan],
+        num_valid: int | None = None,
+        *,
+        per_token: bool = False,
     ) -> torch.Tensor:
-        """The loss of :func:`burst_attention.loss.next_token_loss` for what the engine's ``shard`` gives."""
+        """The loss of :func:`burst_attention.loss.next_token_loss` for what the engine's ``shard`` gives.
+
+        ``per_token``: in its place what it sums, by :func:`burst_attention.loss.next_token_nll`: [B, S_local].
+        """
+        hidden, head = self.engine.hidden(self.model, shard, plans), self.engine.head(self.model)
+        plan, labels = next(iter(plans.values())), shard["shift_labels"]
+        if per_token:
+            return next_token_nll(hidden, head, labels, plan)
+        return next_token_loss(hidden, head, labels, plan, num_valid=num_valid)
+
+    def last_logits(self, shard: dict[str, torch.Tensor], plans: dict[int | None, Plan]) -> torch.Tensor | None:
+        """Logits of what follows the sequence [B, V], on the rank that holds its last token; None elsewhere."""
         hidden = self.engine.hidden(self.model, shard, plans)
         plan = next(iter(plans.values()))
-        return next_token_loss(hidden, self.engine.head(self.model), shard["shift_labels"], plan, num_valid=num_valid)
+        here = (plan.positions == plan.seqlen - 1).nonzero()
+        return hidden[:, here[0, 0]] @ self.engine.head(self.model).T if len(here) else None
 
 
 def build_model(
@@ -138,7 +168,10 @@ def build_model(
         if first and name not in PRESETS:
             model = _load_weights(name, master)
         else:
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=hf.NAME, dtype=master)
+            # Drawn in fp32 whatever the dtype, so that an fp64 run starts from the same weights.
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=hf.NAME, dtype=torch.float32)
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(master)
     if not first:
         # Memory that is never written is never backed by a page: sharding keeps this rank's part alone.
         model.to_empty(device="cpu")
@@ -146,6 +179,7 @@ def build_model(
     wrapper = NextTokenModel(model.train(), engine)
     weights = dict(wrapper.state_dict()) if first else {}
     engine.spread(wrapper, mesh=mesh, everyone=everyone, dtype=dtype)
+    register_fsdp_forward_method(wrapper, "last_logits")
     set_model_state_dict(wrapper, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     for buffer in wrapper.buffers():  # rotary frequencies, which no state dict holds
         dist.broadcast(buffer, 0)

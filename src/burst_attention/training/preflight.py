@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 
 from .config import TrainConfig
-from .data import open_sequences
+from .data import open_data, open_sequences
+from .evaluation import EvalConfig
 from .metrics import check_out
 from .presets import PRESETS
 from .tokenizer import ByteTokenizer, Tokenizer
 
-NEEDED = ("transformers", "safetensors", "matplotlib", "tensorboard")
+NEEDED = ("transformers", "safetensors")
+DRAWING = ("matplotlib", "tensorboard")
 
 
 def check_run(config: TrainConfig, world: int) -> None:
@@ -18,9 +20,7 @@ def check_run(config: TrainConfig, world: int) -> None:
 
     Reads as much of the data as the first training sequence and the first held-out one need.
     """
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(f"{', '.join(missing)} not installed: pip install 'burst-attention[train]'")
+    _check_installed((*NEEDED, *DRAWING))
     config.check()
     config.check_world(world)
     check_out(config.run.out, overwrite=config.run.overwrite)
@@ -59,3 +59,33 @@ def _check_engine(config: TrainConfig, tokenizer: Tokenizer, lengths: set[int], 
     heads = Heads.of(model_config(config.model.model, tokenizer, config.data.seq_len))
     for length in lengths:
         engine.check(heads, length, sharing)
+
+
+def check_evaluation(config: EvalConfig, world: int) -> None:
+    """Raise ValueError naming the first flag that keeps ``config`` from being evaluated by ``world`` ranks.
+
+    One engine that can run is enough. Reads as much of the data as the first sequence needs.
+    """
+    _check_installed(NEEDED)
+    config.check()
+    from burst_attention.engines import Heads
+
+    from .evaluate import nothing_to_evaluate, refusal
+    from .model import load_config, model_config
+
+    if config.model not in PRESETS:
+        load_config(config.model)
+    reader, tokenizer = open_data(config.reading, config.model, seed=config.seed)
+    heads = Heads.of(model_config(config.model, tokenizer, config.seq_len))
+    first = next(reader.held_out(), None)
+    if first is None or not first.valid_tokens:
+        raise nothing_to_evaluate(config)
+    refused = [refusal(name, heads, len(first.tokens), world) for name in config.engines]
+    if all(refused):
+        raise ValueError(f"none of --engines {' '.join(config.engines)} can run: {'; '.join(map(str, refused))}")
+
+
+def _check_installed(names: tuple[str, ...]) -> None:
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f"{', '.join(missing)} not installed: pip install 'burst-attention[train]'")

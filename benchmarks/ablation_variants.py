@@ -1,0 +1,172 @@
+"""What ``ablation.py`` compares: our attention, and each time one thing about it undone.
+
+Most differ by a value that the library takes. The others are a :class:`burst_attention.sweep.Pass` or a transport of
+their own, run by the library's sweep.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from burst_attention import Plan, burst_attention, make_plan
+from burst_attention.comm.transport import Message, Pending, Transport
+from burst_attention.kernels import choose
+from burst_attention.kernels.merge import merge_, row_dot
+from burst_attention.plan.rows import Side
+from burst_attention.sweep import Backward, Forward, Tensors, sweep
+
+STRICT, LOOSE = 3.0, 6.0  # of a result's error, in multiples of that of torch's own kernel in the same dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One way to compute the attention. Must be picklable: it is sent to the ranks.
+
+    Attributes:
+        differs: what is not as in ours, in words.
+        transport: of the messages; the plan's own class if None.
+        forward, backward: the passes; if both are the library's, the public call is taken.
+        tolerance: relative L2 error allowed, in multiples of torch's own kernel's.
+    """
+
+    name: str
+    differs: str
+    layout: str = "zigzag"
+    route: str = "direct"
+    travels: str = "query"
+    kernel: str = "auto"
+    transport: type[Transport] | None = None
+    forward: type[Forward] = Forward
+    backward: type[Backward] = Backward
+    tolerance: float = STRICT
+
+    def plan(self, seq_len: int) -> Plan:
+        """Every rank must call it."""
+        plan = make_plan(seq_len, layout=self.layout, route=self.route)
+        if self.transport is None:
+            return plan
+        wires = plan.transport
+        return replace(plan, transport=self.transport(wires.group, wires.timeout, wires.tag, wires.health))
+
+    def begin(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, Callable[[], Tensors]]:
+        """The forward: (out, what gives (dq, dk, dv)), all [1, H, S_local, D]. Every rank must call it, then that."""
+        if (self.forward, self.backward) != (Forward, Backward):
+            return swept(self, plan, q, k, v, dout)
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = burst_attention(*inputs, plan, travels=self.travels, kernel=self.kernel)
+        return out.detach(), lambda: torch.autograd.grad(out, inputs, dout)
+
+
+def swept(
+    variant: Variant, plan: Plan, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
+) -> tuple[Tensor, Callable[[], Tensors]]:
+    """:meth:`Variant.begin` with the variant's own passes, put together as in the public call."""
+    scale = 1 / math.sqrt(q.shape[-1])
+    kernel = choose(variant.kernel, device=q.device, dtype=q.dtype)
+    plan.agreement.agree("an ablation's forward", {"variant": variant.name})
+    out, lse = _forward(variant.forward(q, k, v, scale, kernel), plan)
+
+    def backward() -> Tensors:
+        plan.agreement.agree("an ablation's backward", {"variant": variant.name})
+        stats = torch.stack((lse, row_dot(dout, out, lse.dtype)), -1)
+        work = variant.backward(dout, q, k, v, stats, scale, kernel)
+        sums = sweep(plan.schedule.backward(variant.travels), plan.transport, work, phase="backward")
+        grads = [*sums.pop(Side.QUERY), *sums.pop(Side.KEY)]
+        for n, grad in enumerate(grads):  # one by one, so that a sum is free once it is rounded
+            grads[n] = grad.to(q.dtype).contiguous()
+        return tuple(grads)
+
+    return out, backward
+
+
+def _forward(work: Forward, plan: Plan) -> tuple[Tensor, Tensor]:
+    out, lse = sweep(plan.schedule.forward, plan.transport, work, phase="forward")[Side.QUERY]
+    if isinstance(work, LateMerge):
+        work.merge()
+    return out.to(work.q.dtype).contiguous(), lse
+
+
+@dataclass(frozen=True, eq=False)
+class LateMerge(Forward):
+    """A forward that keeps each hop's (out, lse) and merges them, in the same order, when the sweep is over.
+
+    Only for layouts in which a pair's rows are consecutive: of others it gets a copy of the total's rows to fold into.
+    """
+
+    kept: list[tuple[Tensors, Tensors]] = field(default_factory=list)
+
+    def combine(self, side: Side, total: Tensors, part: Tensors) -> None:
+        self.kept.append((total, part))
+
+    def merge(self) -> None:
+        """Fold in what was kept."""
+        for total, part in self.kept:
+            merge_(*total, *part)
+
+
+@dataclass(frozen=True, eq=False)
+class NarrowForward(Forward):
+    """A forward whose out is rounded to the io dtype after each visit; a visit itself is merged in fp32."""
+
+    def blank(self, side: Side, rows: int) -> Tensors:
+        out, lse = super().blank(side, rows)
+        return out.to(self.q.dtype), lse
+
+    def combine(self, side: Side, total: Tensors, part: Tensors) -> None:
+        out, lse = total
+        wide = out.to(lse.dtype)
+        merge_(wide, lse, *part)
+        out.copy_(wide)
+
+    def wire_dtypes(self, side: Side, *, exact: bool) -> tuple[torch.dtype, ...]:
+        _, lse = super().wire_dtypes(side, exact=True)
+        return self.q.dtype, lse
+
+
+@dataclass(frozen=True, eq=False)
+class NarrowBackward(Backward):
+    """A backward whose sums dq, dk, dv are rounded to the io dtype after each visit."""
+
+    def blank(self, side: Side, rows: int) -> Tensors:
+        return tuple(x.to(self.q.dtype) for x in super().blank(side, rows))
+
+    def wire_dtypes(self, side: Side, *, exact: bool) -> tuple[torch.dtype, ...]:
+        return tuple(self.q.dtype for _ in super().wire_dtypes(side, exact=True))
+
+
+class Waiting(Transport):
+    """A transport that finishes each exchange before it goes on: nothing is computed while it is on the wire."""
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], *, label: str) -> Pending:
+        pending = super().post(sends, receives, label=label)
+        self.wait(pending)
+        return pending
+
+
+VARIANTS = (
+    Variant(name="ours", differs="zigzag, query travels, direct route"),
+    Variant(name="no GAO", differs="each hop's (out, lse) kept, merged at the end", forward=LateMerge),
+    Variant(name="no LAO", differs="eager tiles", kernel="reference"),
+    Variant(name="no overlap", differs="each exchange waited for when posted", transport=Waiting),
+    Variant(name="key-value travels", differs="backward moves K, V, dK, dV", travels="key-value"),
+    Variant(name="ring route", differs="shards passed on round the ring", route="ring"),
+    Variant(
+        name="RingAttention",
+        differs="K, V, dK, dV round the ring, dK, dV in fp32",
+        route="ring-attention",
+        travels="key-value",
+    ),
+    Variant(
+        name="io-dtype accumulation",
+        differs="out, dq, dk, dv rounded after each visit",
+        forward=NarrowForward,
+        backward=NarrowBackward,
+        tolerance=LOOSE,
+    ),
+    Variant(name="contiguous", differs="layout", layout="contiguous"),
+)

@@ -1,0 +1,152 @@
+"""What ring-flash-attn and yunchang import of flash_attn, on torch's CPU flash kernels: for processes without a GPU.
+
+flash_attn needs CUDA even to be installed. :func:`install` puts modules of its names into ``sys.modules``, in this
+process only. They compute what flash_attn 2.8's dense functions compute and refuse by name what isn't needed here.
+flash_attn's tensors are [B, S, H, D], torch's kernels take [B, H, S, D] in any strides but take a tenth longer where a
+head's rows are apart: so inputs are copied first, which is less. That, and the copy of a backward's three results into
+the caller's buffers, are costs that the real package doesn't have: some hundredths of a call at most.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+VERSION = "2.8.3"  # whose signatures these are
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def flash_attn_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    return_softmax: bool,
+) -> tuple[Tensor, Tensor, None, None]:
+    """(out [B, Sq, H, D], lse [B, H, Sq] in fp32, nothing, nothing) of q [B, Sq, H, D] and k, v [B, Sk, H, D]."""
+    _check(q, k, causal, dropout_p, (window_size_left, window_size_right), softcap, alibi_slopes)
+    q, k, v = (_heads_first(x) for x in (q, k, v))
+    out, lse = _forward(q, k, v, 0.0, causal, scale=softmax_scale)
+    return out.transpose(1, 2), lse, None, None
+
+
+def flash_attn_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    rng_state: Tensor | None = None,
+) -> None:
+    """Write the gradients into dq, dk and dv. The real one also returns rowsum(dout * out), which no caller reads."""
+    _check(q, k, causal, dropout_p, (window_size_left, window_size_right), softcap, alibi_slopes)
+    dout, q, k, v = (_heads_first(x) for x in (dout, q, k, v))
+    grads = _backward(dout, q, k, v, out.transpose(1, 2), softmax_lse, 0.0, causal, scale=softmax_scale)
+    for buffer, grad in zip((dq, dk, dv), grads, strict=True):
+        buffer.copy_(grad.transpose(1, 2))
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Tensor:
+    """The public, differentiable one: out [B, S, H, D]."""
+    _check(q, k, causal, dropout_p, window_size, softcap, alibi_slopes)
+    if return_attn_probs:
+        raise NotImplementedError("flash_attn_func's return_attn_probs has no stand-in")
+    q, k, v = (_heads_first(x) for x in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=softmax_scale).transpose(1, 2)
+
+
+def install() -> None:
+    """Make ``import flash_attn`` and ``flash_attn.flash_attn_interface`` find these functions, in this process."""
+    package, interface = (_module(name) for name in ("flash_attn", "flash_attn.flash_attn_interface"))
+    functions = {
+        "_flash_attn_forward": flash_attn_forward,
+        "_flash_attn_backward": flash_attn_backward,
+        "_flash_attn_varlen_forward": _refused("_flash_attn_varlen_forward"),
+        "_flash_attn_varlen_backward": _refused("_flash_attn_varlen_backward"),
+        "flash_attn_func": flash_attn_func,
+    }
+    vars(interface).update(functions)
+    vars(package).update(__version__=VERSION, flash_attn_func=flash_attn_func, flash_attn_interface=interface)
+    package.__path__ = []  # a package, or its submodule can't be imported
+
+
+def install_adapters() -> None:
+    """Empty stand-ins for ``ring_flash_attn.adapters``, which doesn't import beside transformers 5 and isn't needed."""
+    adapters = _module("ring_flash_attn.adapters")
+    for name in ("substitute_hf_flash_attn", "update_ring_flash_attn_params"):
+        setattr(adapters, name, _refused(name))
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """[B, S, H, D] -> [B, H, S, D] with each head's rows side by side in memory."""
+    x = x.transpose(1, 2)
+    return x if x.stride(2) == x.shape[3] else x.contiguous()
+
+
+def _module(name: str) -> ModuleType:
+    module = ModuleType(name)
+    module.__spec__ = ModuleSpec(name, loader=None)
+    sys.modules[name] = module
+    return module
+
+
+def _refused(name: str) -> Any:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise NotImplementedError(f"{name} has no stand-in")
+
+    return refuse
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    causal: bool,
+    dropout_p: float,
+    window_size: tuple[int, int],
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+) -> None:
+    if dropout_p or tuple(window_size) != (-1, -1) or softcap or alibi_slopes is not None:
+        raise NotImplementedError("the stand-in for flash_attn has no dropout, window, softcap or alibi_slopes")
+    if not q.shape[1] or not k.shape[1]:
+        raise ValueError("torch's CPU flash kernel ends the process on an empty q or k; use a longer sequence")
+    if causal and q.shape[1] != k.shape[1]:  # flash_attn aligns the mask at the bottom right, torch at the top left
+        raise NotImplementedError(f"causal with {q.shape[1]} queries and {k.shape[1]} keys has no stand-in")

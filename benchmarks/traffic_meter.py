@@ -1,0 +1,69 @@
+"""What this process hands to torch.distributed's process groups to send, counted where all of Python's calls pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+# Methods of ProcessGroup -> bytes that leave this rank. An all-to-all keeps its own part; gloo and NCCL gather round a
+# ring, so each rank passes on world - 1 parts. A barrier's few bytes are left out.
+_COUNTED: dict[str, Callable[..., int]] = {
+    "send": lambda group, tensors, *_: sum(x.nbytes for x in tensors),
+    "alltoall_base": lambda group, output, given, *_: given.nbytes * (group.size() - 1) // group.size(),
+    "all_to_all_single": lambda group, output, given, *_: given.nbytes * (group.size() - 1) // group.size(),
+    "allgather": lambda group, outputs, given, *_: sum(x.nbytes for x in given) * (group.size() - 1),
+    "barrier": lambda *_: 0,
+    "recv": lambda *_: 0,
+}
+_OTHERS = (
+    "all_gather_single",
+    "allgather_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "scatter",
+)
+
+
+class TrafficMeter:
+    """A context in which what this process sends is counted, whichever package and group it goes through.
+
+    ``sent``: payload bytes so far; None after a call of a kind that can't be counted.
+    """
+
+    def __init__(self) -> None:
+        self.sent: int | None = 0
+        self._originals: dict[str, Any] = {}
+
+    def __enter__(self) -> TrafficMeter:
+        for name in (*_COUNTED, *_OTHERS):
+            if name in vars(dist.ProcessGroup):
+                self._originals[name] = vars(dist.ProcessGroup)[name]
+                setattr(dist.ProcessGroup, name, self._wrapped(name, getattr(dist.ProcessGroup, name)))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for name, original in self._originals.items():
+            setattr(dist.ProcessGroup, name, original)
+
+    def _wrapped(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        count = _COUNTED.get(name)
+
+        def call(group: dist.ProcessGroup, *arguments: Any, **options: Any) -> Any:
+            if count is None:
+                self.sent = None
+            elif self.sent is not None:
+                self.sent += count(group, *arguments)
+            return original(group, *arguments, **options)
+
+        return call

@@ -1,0 +1,92 @@
+"""What all ranks of one measurement do, and how much work that is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from burst_attention.engines import Engine, Heads, choose
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Engines at one sequence length over the ranks at hand.
+
+    Attributes:
+        task: ``attention`` (one call, forward and backward), ``train`` (an optimizer step) or ``prefill`` (the forward
+            up to the logits of the next token).
+        engines: names, each with ``:LAYOUT`` where it is not the engine's best.
+        rounds: timed calls of each engine, taking turns; 0 takes the time of the untimed one, which is a little longer.
+        warm: first run each engine once untimed, to count its bytes and see its peak memory.
+        timeline: write down what each rank does in the last round.
+        interface: of the emulated cluster, whose counter is read around each call; None without one.
+        dtype: of the computation.
+        timeout: seconds that an exchange may take.
+    """
+
+    task: str
+    engines: tuple[str, ...]
+    seq_len: int
+    rounds: int = 3
+    warm: bool = True
+    timeline: bool = False
+    interface: str | None = None
+    layers: int = 1
+    heads: int = 8
+    kv_heads: int = 8
+    head_dim: int = 32
+    vocabulary: int = 512
+    dtype: str = "bfloat16"
+    seed: int = 0
+    timeout: float = 1800.0
+
+    @property
+    def hidden(self) -> int:
+        """The model's width."""
+        return self.heads * self.head_dim
+
+    @property
+    def intermediate(self) -> int:
+        """Of the feed-forward layers: 2.75 times the width, in multiples of 64."""
+        return max(64, round(2.75 * self.hidden / 64) * 64)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def sizes(self) -> Heads:
+        return Heads(
+            q_heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            hidden=self.hidden,
+            intermediate=self.intermediate,
+        )
+
+    def at(self, seq_len: int, **changes: Any) -> Job:
+        return replace(self, seq_len=seq_len, **changes)
+
+    def flops(self) -> float:
+        """Floating-point operations of one call, over all ranks: the model's own, nothing that is done twice.
+
+        A causal query sees half of the keys on average; a backward is twice a forward.
+        """
+        s, width = self.seq_len, self.heads * self.head_dim
+        attention = 2 * s * (s + 1) * width
+        if self.task == "attention":
+            return 3.0 * attention
+        projections = (
+            2 * self.hidden * (2 * width + 2 * self.kv_heads * self.head_dim) + 6 * self.hidden * self.intermediate
+        )
+        layers = self.layers * (attention + s * projections)
+        head = 2 * self.hidden * self.vocabulary
+        return float(layers + head) if self.task == "prefill" else 3.0 * (layers + s * head)
+
+
+def engine_of(spec: str) -> Engine:
+    """``ring`` or ``ring:contiguous``."""
+    name, _, layout = spec.partition(":")
+    return choose(name, layout=layout or "auto")

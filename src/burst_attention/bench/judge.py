@@ -1,0 +1,132 @@
+"""How far an engine's results are from fp64: no figure is told of an engine that is wrong."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from burst_attention import Mask
+from burst_attention.engines import choose
+from burst_attention.testing.oracle import attend, torch_attention
+from burst_attention.training.model import quieten_transformers
+
+from .job import Job, engine_of
+from .subjects import AttentionSubject, ModelSubject, make_subject, random_qkv
+from .trace import Trace
+
+FLOOR = {"float64": 1e-11, "float32": 1e-5, "bfloat16": 1e-3, "float16": 1e-3}
+FACTOR = 3.0  # times the error of a single rank in the same dtype
+
+
+def judge(job: Job) -> dict[str, tuple[float, float]]:
+    """For each engine that can do ``job``: (greatest relative L2 error against fp64, what it may be).
+
+    Of out, dq, dk and dv; of the gradients of all parameters; or of the logits. Every rank must call it, at a
+    ``seq_len`` of which fp64 is affordable, and gets the same figures.
+    """
+    quieten_transformers()
+    if job.task == "attention":
+        stock = _stock_attention_error(job)
+        errors = {spec: _attention_error(job, spec) for spec in job.engines}
+    else:
+        exact = _reference(job, "float64")
+        stock = _distance(_reference(job, job.dtype), exact)
+        errors = {spec: _model_error(job, spec, exact) for spec in job.engines}
+    bound = max(FACTOR * stock, FLOOR[job.dtype])
+    return {spec: (error, bound) for spec, error in errors.items() if error is not None}
+
+
+def sampled_error(job: Job, subject: Any, rows: int = 32) -> float | None:
+    """Of an attention subject's last call: the error of out and dq against fp64 in a few rows of each rank.
+
+    This is what can be afforded at any length. None for other subjects.
+    """
+    if not isinstance(subject, AttentionSubject):
+        return None
+    q, k, v, dout = random_qkv(job)
+    positions = subject.plan.positions
+    picked = torch.randperm(len(positions), generator=torch.Generator().manual_seed(job.seed))[:rows]
+    squares = torch.zeros(2, 2, dtype=torch.float64)
+    for local in picked.tolist():
+        at = int(positions[local])
+        expected = _one_row(q[0, :, at], k[0, :, : at + 1], v[0, :, : at + 1], dout[0, :, at])
+        for n, right in enumerate(expected):
+            actual = subject.results[n][0, :, local].double()
+            squares[n] += torch.stack([(actual - right).square().sum(), right.square().sum()])
+    dist.all_reduce(squares)
+    return max((wrong / size).sqrt().item() for wrong, size in squares)
+
+
+def _one_row(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, dq) [H, D] of one query in fp64: q and dout [Hq, D], k and v [Hkv, S, D]."""
+    group = q.shape[0] // k.shape[0]
+    q, k, v, dout = q.double(), k.double(), v.double(), dout.double()
+    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+    scale = 1 / math.sqrt(q.shape[-1])
+    p = torch.softmax(torch.einsum("hd,hsd->hs", q, k) * scale, -1)
+    out = torch.einsum("hs,hsd->hd", p, v)
+    ds = p * (torch.einsum("hd,hsd->hs", dout, v) - (dout * out).sum(-1, keepdim=True))
+    return out, scale * torch.einsum("hs,hsd->hd", ds, k)
+
+
+def _attention_error(job: Job, spec: str) -> float | None:
+    try:
+        subject = make_subject(job, engine_of(spec), Trace())
+    except ValueError:
+        return None
+    assert isinstance(subject, AttentionSubject)
+    subject.run()
+    q, k, v, dout = random_qkv(job)
+    right = attend(q, k, v, Mask(), dout=dout)
+    squares = []
+    for actual, whole in zip(subject.results, _four(right), strict=True):
+        expected = subject.plan.shard(whole, 2)
+        squares.append(torch.stack([(actual.double() - expected).square().sum(), expected.square().sum()]))
+    total = torch.stack(squares)
+    dist.all_reduce(total)
+    return max((wrong / size).sqrt().item() for wrong, size in total)
+
+
+def _stock_attention_error(job: Job) -> float:
+    q, k, v, dout = random_qkv(job)
+    right, stock = attend(q, k, v, Mask(), dout=dout), torch_attention(q, k, v, Mask(), dout=dout)
+    return max(_distance([x], [y]) for x, y in zip(_four(stock), _four(right), strict=True))
+
+
+def _four(gradients: Any) -> list[Tensor]:
+    return [gradients.out, gradients.dq, gradients.dk, gradients.dv]
+
+
+def _model_error(job: Job, spec: str, exact: list[Tensor]) -> float | None:
+    try:
+        subject = make_subject(job, engine_of(spec), Trace())
+    except ValueError:
+        return None
+    assert isinstance(subject, ModelSubject)
+    return _distance(_told(subject), exact)
+
+
+def _reference(job: Job, dtype: str) -> list[Tensor]:
+    """What a rank that has the sequence to itself gives in ``dtype``; every rank does the same."""
+    alone = job.at(job.seq_len, dtype=dtype)
+    return _told(ModelSubject(alone, choose("single"), Trace(), groups=dist.get_world_size()))
+
+
+def _told(subject: ModelSubject) -> list[Tensor]:
+    """The gradients of all parameters, or the logits, on every rank."""
+    if subject.job.task == "prefill":
+        logits: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(logits, subject.logits())
+        return [next(x for x in logits if x is not None)]
+    subject.backward()
+    grads: list[Any] = [p.grad for p in subject.model.parameters()]
+    return [grad.full_tensor() for grad in grads]
+
+
+def _distance(actual: list[Tensor], exact: list[Tensor]) -> float:
+    wrong = sum((x.double() - y.double()).square().sum() for x, y in zip(actual, exact, strict=True))
+    return math.sqrt(float(wrong) / float(sum(y.double().square().sum() for y in exact)))

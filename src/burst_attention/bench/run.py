@@ -1,0 +1,206 @@
+"""A run of ``burst bench``: worlds, links and lengths in turn, engines side by side, rows of figures at the end."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from burst_attention.testing import WorkerPool
+from burst_attention.training.place import cores
+
+from .cluster import INTERFACE, Cluster
+from .job import Job
+from .judge import judge
+from .measure import Figures, measure
+from .memory import resident
+from .results import Results, Row
+
+CHECKED_TOKENS = 512
+AGREEMENT = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}  # between engines, relative
+PATIENCE = 6 * 3600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What to compare.
+
+    Attributes:
+        job: its task, engines, sizes and rounds; its ``seq_len`` is not looked at.
+        seq_lens: tokens.
+        worlds: numbers of local ranks; not looked at with ``cluster``.
+        cluster: (nodes, ranks of each) of an emulated cluster.
+        links: rates of its nodes' links in bits per second; None for no limit.
+    """
+
+    job: Job
+    seq_lens: Sequence[int]
+    worlds: Sequence[int] = (2,)
+    cluster: tuple[int, int] | None = None
+    links: Sequence[float | None] = (None,)
+
+    def run(self, *, command: str, say: Callable[[str], None] = lambda text: None) -> Results:
+        """Measure everything. ``say`` is told what is under way."""
+        rows: list[Row] = []
+        for world in self.worlds if self.cluster is None else [self.cluster[0] * self.cluster[1]]:
+            with World.of(world, self.cluster, say=say) as ranks:
+                rows += ranks.rows(self.job, self.seq_lens, self.links)
+        return results_of(self.job, rows, command=command, cluster=self.cluster)
+
+
+def results_of(job: Job, rows: Sequence[Row], *, command: str, cluster: tuple[int, int] | None) -> Results:
+    """Rows of one task with what tells where they come from."""
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    told = setting(job, cluster)
+    return Results(task=job.task, command=command, date=date, machine=machine(), setting=told, rows=list(rows))
+
+
+class World:
+    """A group of ranks that measures, on this machine or in an emulated cluster."""
+
+    def __init__(self, pool: WorkerPool, cluster: Cluster | None, per_node: int, say: Callable[[str], None]) -> None:
+        self.pool, self.cluster, self.per_node, self.say = pool, cluster, per_node, say
+        self.baselines = pool.run(_after_imports)
+        self._judged: dict[Job, dict[str, tuple[float, float]]] = {}
+
+    @classmethod
+    @contextmanager
+    def of(
+        cls, world: int, cluster: tuple[int, int] | None = None, *, say: Callable[[str], None] = lambda text: None
+    ) -> Iterator[World]:
+        """Start ``world`` ranks; with ``cluster`` (nodes, ranks of each), each in its node."""
+        threads = max(1, cores() // world)
+        if cluster is None:
+            with WorkerPool(world, threads=threads, timeout=1800) as pool:
+                yield cls(pool, None, 1, say)
+            return
+        with (
+            Cluster(*cluster) as made,
+            WorkerPool(world, threads=threads, timeout=1800, entries=made.entries()) as pool,
+        ):
+            yield cls(pool, made, cluster[1], say)
+
+    def rows(self, job: Job, seq_lens: Sequence[int], links: Sequence[float | None] = (None,)) -> list[Row]:
+        """One for each length, link and engine of ``job``."""
+        return [row for seq_len in seq_lens for row in self._at(job, seq_len, links)]
+
+    def judge(self, job: Job) -> dict[str, tuple[float, float]]:
+        """(error against fp64, what it may be) of each engine; done once for each kind of job."""
+        key = job.at(CHECKED_TOKENS, rounds=1, warm=True, timeline=False)
+        if key not in self._judged:
+            self.say(f"{self.pool.world} ranks, {job.task}: checking against fp64 at {CHECKED_TOKENS} tokens")
+            self._judged[key] = self.pool.run(judge, key, timeout=PATIENCE)[0]
+        return self._judged[key]
+
+    def _at(self, job: Job, seq_len: int, links: Sequence[float | None]) -> Iterator[Row]:
+        judged = self.judge(job)
+        warm: dict[str, list[Figures]] = {}
+        for n, link in enumerate(links):
+            if self.cluster is not None:
+                self.cluster.set_rate(link)
+            self.say(f"{self.pool.world} ranks, {job.task}, {seq_len:,} tokens, link {_rate(link)}")
+            interface = None if self.cluster is None else INTERFACE
+            told = self.pool.run(measure, job.at(seq_len, warm=n == 0, interface=interface), timeout=PATIENCE)
+            by_engine = {figures[0].engine: list(figures) for figures in zip(*told, strict=True)}
+            warm = warm or by_engine
+            for spec, figures in by_engine.items():
+                yield self._row(job.at(seq_len), link, figures, warm, judged.get(spec))
+        if self.cluster is not None:
+            self.cluster.set_rate(None)
+
+    def _row(
+        self,
+        job: Job,
+        link: float | None,
+        figures: list[Figures],
+        warm: dict[str, list[Figures]],
+        judged: tuple[float, float] | None,
+    ) -> Row:
+        spec = figures[0].engine
+        row = Row(engine=spec, seq_len=job.seq_len, world=self.pool.world, link=link)
+        if figures[0].refused or judged is None:
+            return replace(
+                row, refused=figures[0].refused or f"can't do {CHECKED_TOKENS} tokens, so it was not checked"
+            )
+        error, bound = _worst(job, spec, warm, judged)
+        if not error <= bound:
+            return replace(row, error=error, bound=bound)
+        seconds = [max(each) for each in zip(*(f.seconds for f in figures), strict=True)]
+        median, first = statistics.median(seconds), warm[spec]
+        return replace(
+            row,
+            error=error,
+            bound=bound,
+            seconds=seconds,
+            tokens_per_second=job.seq_len / median,
+            flops_per_second=job.flops() / median,
+            bytes_counted=_mean(f.counted for f in first),
+            bytes_predicted=_mean(f.predicted for f in first),
+            bytes_wire=None if self.cluster is None else _mean(n for f in figures for n in f.wire) / self.per_node,
+            peak_memory=max((f.peak or 0) - at for f, at in zip(first, self.baselines, strict=True)),
+            timeline=[f.spans for f in figures] if figures[0].spans else [],
+        )
+
+
+def _worst(job: Job, spec: str, warm: dict[str, list[Figures]], judged: tuple[float, float]) -> tuple[float, float]:
+    """Of: fp64 at a short length, fp64 in some rows at this one, the other engines at this one; with its bound."""
+    error, bound = judged
+    sampled = warm[spec][0].sampled
+    if sampled is not None and not sampled <= error:
+        error = sampled
+    prints = [figures[0].fingerprint for figures in warm.values() if figures[0].fingerprint]
+    typical = [statistics.median(column) for column in zip(*prints, strict=True)]
+    apart = max(abs(x / y - 1) for x, y in zip(warm[spec][0].fingerprint, typical, strict=True))
+    agreement = AGREEMENT[job.dtype]
+    return (error, bound) if apart <= agreement else (apart, agreement)
+
+
+def _after_imports() -> int:
+    """Bytes resident on this rank before it has done anything."""
+    return resident()
+
+
+def _mean(values: Any) -> float:
+    return statistics.fmean(values)
+
+
+def _rate(link: float | None) -> str:
+    return "without a limit" if link is None else f"at {link / 1e6:,.0f} Mbit/s"
+
+
+def machine() -> str:
+    """This machine in a line."""
+    info = Path("/proc/cpuinfo")
+    names = [x.partition(":")[2].strip() for x in info.read_text().splitlines() if x.startswith("model name")]
+    kind = names[0] if names else platform.machine()
+    return (
+        f"{cores()} cores of {kind}, {platform.system()}, Python {platform.python_version()}, torch {torch.__version__}"
+    )
+
+
+def setting(job: Job, cluster: tuple[int, int] | None) -> dict[str, Any]:
+    """The sizes that all rows share."""
+    told: dict[str, Any] = {
+        "heads": job.heads,
+        "key-value heads": job.kv_heads,
+        "head dim": job.head_dim,
+        "dtype": job.dtype,
+    }
+    if job.task != "attention":
+        sizes = {
+            "layers": job.layers,
+            "width": job.hidden,
+            "feed-forward": job.intermediate,
+            "vocabulary": job.vocabulary,
+        }
+        told |= sizes
+    if cluster is not None:
+        told["cluster"] = f"{cluster[0]} nodes x {cluster[1]} ranks, emulated"
+    return told

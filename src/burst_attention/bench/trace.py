@@ -1,0 +1,126 @@
+"""What a rank does when: the time it waits for messages, the time that messages are on the wire, and their bytes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from burst_attention.comm.agreement import Agreement
+from burst_attention.comm.transport import Message, Pending, Transport
+from burst_attention.planning import Plan
+
+from .results import Span
+
+
+@dataclass(eq=False)
+class Trace:
+    """The spans of one rank, in the order in which they ended; ``start`` is their time 0."""
+
+    start: float = field(default_factory=time.perf_counter)
+    spans: list[Span] = field(default_factory=list)
+
+    def add(self, kind: str, start: float, end: float, label: str) -> None:
+        self.spans.append(Span(kind, start - self.start, end - self.start, label))
+
+    def clear(self) -> None:
+        """Begin again, now."""
+        self.start, self.spans = time.perf_counter(), []
+
+    def finish(self) -> list[Span]:
+        """All spans by their starts, and between the waits what is left: compute."""
+        now, end = 0.0, time.perf_counter() - self.start
+        compute = []
+        for span in sorted((s for s in self.spans if s.kind == "wait"), key=lambda s: s.start):
+            if span.start > now:
+                compute.append(Span("compute", now, span.start))
+            now = max(now, span.end)
+        compute.append(Span("compute", now, max(end, now)))
+        return sorted([*self.spans, *compute], key=lambda s: s.start)
+
+
+@dataclass(eq=False, kw_only=True)
+class TracedTransport(Transport):
+    """A transport that writes down its exchanges."""
+
+    trace: Trace
+    posted: dict[int, float] = field(default_factory=dict)
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], *, label: str) -> Pending:
+        start = time.perf_counter()
+        pending = super().post(sends, receives, label=label)
+        self.posted[id(pending)] = start
+        return pending
+
+    def wait(self, pending: Pending) -> None:
+        start = time.perf_counter()
+        super().wait(pending)
+        end = time.perf_counter()
+        self.trace.add("wait", start, end, pending.label)
+        self.trace.add("exchange", self.posted.pop(id(pending)), end, pending.label)
+
+
+def traced(plan: Plan, trace: Trace) -> Plan:
+    """The same plan; what its calls exchange is written down in ``trace``."""
+
+    def over(transport: Transport) -> TracedTransport:
+        return TracedTransport(
+            transport.group,
+            transport.timeout,
+            transport.tag,
+            transport.health,
+            transport.sent,
+            transport.received,
+            trace=trace,
+        )
+
+    return replace(plan, transport=over(plan.transport), agreement=Agreement(over(plan.agreement.transport)))
+
+
+class Collectives(TorchDispatchMode):
+    """Writes down the collectives of tensor parallelism, and counts their bytes as the ring algorithm sends them.
+
+    Attributes:
+        activations: bytes that this rank sends of tensors of three dims or more.
+        parameters: the same of gradients of parameters, which have fewer.
+    """
+
+    # Payload sent by each of W ranks, as a multiple of (W - 1) / W of the larger side of the collective.
+    FACTORS: ClassVar = {"all_reduce": 2, "all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}
+
+    def __init__(self, trace: Trace, world: int) -> None:
+        super().__init__()
+        self.trace, self.world = trace, world
+        self.activations = self.parameters = 0
+        self._started: dict[int, tuple[float, str]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind in (DTensor, AsyncCollectiveTensor) for kind in types):
+            return NotImplemented  # they call this again with what is inside
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace != "_c10d_functional":
+            return func(*args, **(kwargs or {}))
+        start = time.perf_counter()
+        result = func(*args, **(kwargs or {}))
+        if name == "wait_tensor":
+            end = time.perf_counter()
+            posted, label = self._started.pop(args[0].data_ptr(), (start, name))
+            self.trace.add("wait", start, end, label)
+            self.trace.add("exchange", posted, end, label)
+        elif name in self.FACTORS:
+            self._count(name, args[0], result)
+            self._started[result.data_ptr()] = (start, name)
+        return result
+
+    def _count(self, name: str, given: Tensor, result: Tensor) -> None:
+        size = max(given.nbytes, result.nbytes) * (self.world - 1) // self.world * self.FACTORS[name]
+        if given.ndim > 2:
+            self.activations += size
+        else:
+            self.parameters += size

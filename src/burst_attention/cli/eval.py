@@ -1,0 +1,94 @@
+"""``burst eval``: flags to an EvalConfig, then the ranks that evaluate it, then a table."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import tyro
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from burst_attention.training.evaluation import EngineResult, EvalConfig, Evaluation
+from burst_attention.training.preflight import check_evaluation
+
+from . import launch
+
+COMMAND = "burst eval"
+PIPED_WIDTH = 160  # columns of a table that no terminal shows
+
+
+def main(arguments: list[str]) -> int:
+    """Run ``burst eval``; returns the exit status: 0 if an engine ran, 1 if one failed, 2 if none can be asked."""
+    config = tyro.cli(EvalConfig, prog=COMMAND, args=arguments)
+    try:
+        config.check()
+        under_torchrun = launch.started_by_torchrun()
+        config = resolve(config, launch.found_ranks(config.ranks) if under_torchrun else None)
+        check_evaluation(config, config.ranks or 1)
+    except ValueError as error:
+        return launch.refuse(COMMAND, error)
+    if under_torchrun:
+        launch.recorded(_evaluate, config)
+        return 0
+    return launch.launch(COMMAND, _evaluate, config, ranks=config.ranks or 1)
+
+
+def resolve(config: EvalConfig, found: tuple[int, int] | None) -> EvalConfig:
+    """The configuration with what the machine decides filled in.
+
+    Args:
+        found: (all ranks, those on this machine), if they run already.
+
+    Raises:
+        ValueError: there is not a GPU for every rank of ``--device cuda``.
+    """
+    from burst_attention.training.place import default_ranks, pick_device
+
+    ranks, local_ranks = found or (config.ranks or default_ranks(config.device),) * 2
+    device = pick_device(config.device, local_ranks)
+    dtype = str(config.computing.compute_dtype(device)).removeprefix("torch.")
+    return replace(config, ranks=ranks, device=device, dtype=dtype)  # type: ignore[arg-type]  # names of its choices
+
+
+def _evaluate(config: EvalConfig) -> None:
+    from burst_attention.training.evaluate import evaluate
+    from burst_attention.training.model import quieten_transformers
+
+    quieten_transformers()
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=PIPED_WIDTH)
+    results = evaluate(config, lambda result: console.print(f"{result.engine}: {result.seconds:,.1f} s"))
+    if launch.is_first():
+        console.print(table(config, results))
+        if config.json is not None:
+            Evaluation.of(config, results).write(config.json)
+            console.print(f"as JSON: [bold]{escape(str(config.json))}[/]")
+
+
+def table(config: EvalConfig, results: list[EngineResult]) -> Table:
+    """One row for each engine; of one that refused, why."""
+    ran = [result for result in results if result.refused is None]
+    title = (
+        f"{config.model}, {ran[0].sequences} sequences, {config.dtype}, {config.ranks} ranks" if ran else config.model
+    )
+    shown = Table(title=escape(title))
+    for name in ("engine", "loss", "perplexity", "tokens", "seconds"):
+        shown.add_column(name, justify="left" if name == "engine" else "right")
+    shown.add_column("greatest difference", justify="right")
+    if len(ran) < len(results):
+        shown.add_column("refused")
+    for result in results:
+        shown.add_row(result.engine, *_figures(result), *([escape(result.refused)] if result.refused else []))
+    reference = ran[0].reference if ran else None
+    shown.caption = f"difference: of a token's log-likelihood from that of {reference}, in nats"
+    return shown
+
+
+def _figures(result: EngineResult) -> list[str]:
+    if result.loss is None:
+        return ["-"] * 5
+    apart = "reference" if result.engine == result.reference else f"{result.greatest_difference:.1e}"
+    loss, perplexity = f"{result.loss:.6f}", f"{result.perplexity:,.4f}"
+    return [loss, perplexity, f"{result.tokens:,}", f"{result.seconds:,.1f}", apart]

@@ -1,0 +1,151 @@
+"""What ``burst eval`` is asked, and what it answers: plain values, written as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from burst_attention.engines import ENGINES
+
+from .config import DataConfig, ModelConfig, ParallelConfig, _each, _require
+
+EngineName = Literal["burst", "ring", "ulysses", "tensor", "tensor-sequence", "single"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Measure one model's perplexity over documents with each engine, and how far they are apart token by token.
+
+    Started plainly it launches its own local workers. Under torchrun it uses the ranks that it finds:
+    torchrun --nproc-per-node 2 -m burst_attention.cli eval [OPTIONS].
+    """
+
+    model: str
+    """The folder or hub name of a model, as `burst train` writes one, or a preset with random weights."""
+    data: str
+    """FILE.txt, a directory, *.jsonl, *.jsonl.gz, hf:NAME[:CONFIG], or stdlib: Python's own source files."""
+    engines: tuple[EngineName, ...] = ENGINES  # type: ignore[assignment]  # the same names
+    """Which to run; single, or else the first that can run, is what the others are compared with."""
+    seq_len: int = 4096
+    """Tokens of a sequence."""
+    sequences: int = 100
+    """At most this many are evaluated."""
+    held_out: float = 1.0
+    """Share of the documents: 1 for all, else those that `burst train --held-out` with the same share left out."""
+    pack: Literal["documents", "none"] = "documents"
+    """documents: fill sequences with documents, masked from each other. none: cut each from one long document."""
+    tokenizer: str | None = None
+    """bytes, or a Hugging Face tokenizer's path or name. Default: the model's own, else bytes."""
+    dtype: Literal["auto", "float32", "bfloat16", "float64", "fp32", "bf16", "fp64"] = "auto"
+    """Of the computation; weights are kept in fp32 (fp64). auto: float32 on CPU, bfloat16 on GPU."""
+    ranks: int | None = None
+    """Local workers to launch: one engine's ranks share each sequence. Default: one per GPU, else one per core."""
+    seed: int = 0
+    """Of a preset's random weights."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU for every rank if the machine has as many, else the CPU."""
+    timeout: float = 600.0
+    """Seconds a rank waits for another before it gives up."""
+    json: Path | None = None
+    """Where to write the table as JSON too."""
+
+    def check(self) -> None:
+        """Raise ValueError naming the first flag whose value can't be."""
+        _require(bool(self.engines), "engines", "", f"needs a name: {', '.join(ENGINES)}")
+        _require(self.seq_len >= 2, "seq_len", self.seq_len, "must be at least 2: a target is the token that follows")
+        _each({"sequences": self.sequences}, lambda value: value >= 1, "must be at least 1")
+        _require(self.ranks is None or self.ranks >= 1, "ranks", self.ranks, "must be at least 1")
+        _require(0 < self.held_out <= 1, "held_out", self.held_out, "must be above 0 and at most 1: 1 evaluates all")
+        _require(self.seed >= 0, "seed", self.seed, "must be at least 0")
+        _require(0 < self.timeout < math.inf, "timeout", self.timeout, "must be a number above 0")
+        if self.json is not None:
+            _require(not self.json.is_dir(), "json", self.json, "is a directory; name a file")
+            _require(self.json.parent.is_dir(), "json", self.json, "is in no directory that exists; make it first")
+
+    @property
+    def reading(self) -> DataConfig:
+        """What is read, as a training run would say it."""
+        return DataConfig(
+            data=self.data,
+            tokenizer=self.tokenizer,
+            seq_len=self.seq_len,
+            pack=self.pack,
+            held_out=self.held_out,
+            held_out_sequences=self.sequences,
+        )
+
+    @property
+    def computing(self) -> ModelConfig:
+        """What computes, as a training run would say it."""
+        return ModelConfig(model=self.model, dtype=self.dtype)
+
+    def sharing(self, data_parallel: int = 1) -> ParallelConfig:
+        """Who computes what, in so many groups that have sequences of their own."""
+        return ParallelConfig(ranks=self.ranks, data_parallel=data_parallel, device=self.device, timeout=self.timeout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineResult:
+    """One engine over all sequences; every figure is None if it refused them.
+
+    Attributes:
+        engine: its name.
+        refused: why it can't run this model, length and number of ranks.
+        loss: mean negative log-likelihood in nats over ``tokens``.
+        tokens: those that have a target: all but the last of each document, over all sequences.
+        sequences: how many there were.
+        seconds: wall time of the forward passes over all sequences, the slowest rank's; loading is not in it.
+        reference: the engine that it is compared with, maybe itself.
+        greatest_difference: the greatest absolute difference, over all tokens, of its log-likelihood from the
+            reference's, in nats.
+    """
+
+    engine: str
+    refused: str | None = None
+    loss: float | None = None
+    tokens: int | None = None
+    sequences: int | None = None
+    seconds: float | None = None
+    reference: str | None = None
+    greatest_difference: float | None = None
+
+    @property
+    def perplexity(self) -> float | None:
+        """e to the loss."""
+        return None if self.loss is None else math.exp(min(self.loss, 700.0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """All that ``--json`` writes.
+
+    Attributes:
+        setting: the flags by name, with the values that the machine decided (ranks, device, dtype).
+        results: in the order of ``--engines``. In JSON each has its ``perplexity`` too.
+    """
+
+    setting: dict[str, Any]
+    results: list[EngineResult]
+
+    @classmethod
+    def of(cls, config: EvalConfig, results: list[EngineResult]) -> Evaluation:
+        """Of a finished :func:`burst_attention.training.evaluate.evaluate`."""
+        setting = asdict(config)
+        del setting["json"]
+        return cls(setting=setting | {"engines": list(config.engines)}, results=results)
+
+    def write(self, path: Path) -> None:
+        """As JSON."""
+        rows = [asdict(result) | {"perplexity": result.perplexity} for result in self.results]
+        path.write_text(json.dumps({"setting": self.setting, "results": rows}, indent=1) + "\n", "utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Evaluation:
+        """What :meth:`write` wrote."""
+        content = json.loads(path.read_text("utf-8"))
+        for row in content["results"]:
+            del row["perplexity"]
+        return cls(setting=content["setting"], results=[EngineResult(**row) for row in content["results"]])

@@ -1,0 +1,296 @@
+"""The emulated cluster: traffic where it belongs, links at their rate, and nothing left behind however it ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from burst_attention.bench.cluster import NETWORK, Cluster, ClusterError, parse_cluster, parse_rate, remove_leftovers
+from burst_attention.bench.namespaces import inside
+from burst_attention.testing import WorkerPool
+
+
+def obstacle() -> str | None:
+    """Why no cluster can be made here; None if one can."""
+    try:
+        Cluster(1, 1).close()
+    except ClusterError as error:
+        return str(error)
+    return None
+
+
+OBSTACLE = obstacle()
+emulated = pytest.mark.skipif(OBSTACLE is not None, reason=f"no emulated cluster here: {OBSTACLE}")
+
+
+def namespaces(pid: int | None = None) -> list[str]:
+    folder = Path("/run/netns")
+    return [path.name for path in folder.glob(f"burst-{pid or os.getpid()}-*")] if folder.exists() else []
+
+
+@pytest.fixture(scope="module")
+def two_by_two() -> Iterator[tuple[Cluster, WorkerPool]]:
+    with Cluster(2, 2) as cluster, WorkerPool(4, timeout=30, entries=cluster.entries()) as pool:
+        pool.run(send, 0, 3, 1000)  # gloo opens its connections
+        pool.run(send, 0, 1, 1000)
+        yield cluster, pool
+
+
+def send(source: int, target: int, size: int) -> float | None:
+    """A message of ``size`` bytes; the seconds that the receiver waited for it, None elsewhere."""
+    rank = dist.get_rank()
+    message = torch.full((size,), 7 if rank == source else 0, dtype=torch.uint8)
+    answer = torch.zeros(1)
+    start = time.perf_counter()
+    if rank == source:
+        dist.send(message, target)
+        dist.recv(answer, target)
+    if rank == target:
+        dist.recv(message, source)
+        assert bool((message == 7).all())
+        seconds = time.perf_counter() - start
+        dist.send(answer, source)
+        return seconds
+    return None
+
+
+def total() -> float:
+    tensor = torch.full((1000,), float(dist.get_rank() + 1))
+    dist.all_reduce(tensor)
+    return float(tensor[-1])
+
+
+def network() -> tuple[str, str, list[str]]:
+    lines = Path("/proc/thread-self/net/dev").read_text().splitlines()[2:]
+    own = os.readlink("/proc/thread-self/ns/net")
+    return own, os.environ["GLOO_SOCKET_IFNAME"], sorted(line.split(":")[0].strip() for line in lines)
+
+
+@emulated
+def test_ranks_of_a_node_share_its_network_and_all_reduce_crosses(two_by_two: tuple[Cluster, WorkerPool]) -> None:
+    _, pool = two_by_two
+    assert pool.run(total) == [10.0] * 4
+    found = pool.run(network)
+    assert len({own for own, _, _ in found} | {os.readlink("/proc/self/ns/net")}) == 3
+    assert found[0] == found[1] and found[2] == found[3]
+    assert all(names == ["burst0", "lo"] and chosen == "burst0" for _, chosen, names in found)
+
+
+@emulated
+def test_counters_see_what_crosses_and_nothing_else(two_by_two: tuple[Cluster, WorkerPool]) -> None:
+    cluster, pool = two_by_two
+    size, before = 4_000_000, cluster.counters()
+    pool.run(send, 0, 3, size)
+    crossed = cluster.counters()
+    pool.run(send, 2, 3, size)
+    pool.run(send, 0, 1, size)
+    inside = cluster.counters()
+    sent, received = crossed[0][0] - before[0][0], crossed[1][1] - before[1][1]
+    assert size <= sent <= 1.08 * size and size <= received <= 1.08 * size
+    assert crossed[1][0] - before[1][0] < 0.08 * size  # acknowledgements
+    assert max(b - a for node in zip(crossed, inside, strict=True) for a, b in zip(*node, strict=True)) < 10_000
+
+
+@emulated
+def test_rate_holds_both_ways_and_changes_under_open_connections(two_by_two: tuple[Cluster, WorkerPool]) -> None:
+    cluster, pool = two_by_two
+
+    def seconds(source: int, target: int) -> float:
+        return pool.run(send, source, target, 2_000_000)[target]
+
+    cluster.set_rate(80e6)
+    try:
+        for source, target in ((0, 2), (3, 1)):
+            assert 0.17 < seconds(source, target) < 0.35
+        assert seconds(2, 3) < 0.1  # loopback has no link
+        cluster.set_rate(20e6)
+        assert 0.7 < seconds(0, 2) < 1.2
+    finally:
+        cluster.set_rate(None)
+    assert min(seconds(0, 2) for _ in range(3)) < 0.1
+
+
+@contextmanager
+def connected(cluster: Cluster, source: int, target: int) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Both ends of a TCP connection between two nodes."""
+    with inside(cluster.entry(target).namespace):
+        server = socket.create_server(("", 0))
+    with inside(cluster.entry(source).namespace):
+        sender = socket.create_connection((str(NETWORK[1 + target]), server.getsockname()[1]), timeout=10)
+    receiver, _ = server.accept()
+    server.close()
+    receiver.settimeout(10)
+    with sender, receiver:
+        yield sender, receiver
+
+
+def transfer(cluster: Cluster, pairs: list[tuple[int, int]], size: int) -> float:
+    """The seconds in which every pair's source sends ``size`` bytes to its target, all at once."""
+
+    def drain(receiver: socket.socket) -> None:
+        left = size
+        while left:
+            left -= len(receiver.recv(min(left, 1 << 16)))
+
+    with ExitStack() as stack:
+        ends = [stack.enter_context(connected(cluster, *pair)) for pair in pairs]
+        threads = [threading.Thread(target=sender.sendall, args=(bytes(size),)) for sender, _ in ends]
+        threads += [threading.Thread(target=drain, args=(receiver,)) for _, receiver in ends]
+        start = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return time.perf_counter() - start
+
+
+@emulated
+def test_peers_share_a_nodes_rate_both_ways() -> None:
+    size = 1_000_000
+    with Cluster(8, 1, rate=200e6) as cluster:
+        for pairs in ([(k, 0) for k in range(1, 8)], [(0, k) for k in range(1, 8)]):
+            before = cluster.counters()
+            # 7 MB at 200 Mbit/s take 0.28 s; if only the other side of the pairs were limited it would be 0.04.
+            assert 0.25 < transfer(cluster, pairs, size) < 0.5
+            sent = sum(after[0] - was[0] for was, after in zip(before, cluster.counters(), strict=True))
+            assert 7 * size <= sent < 1.02 * 7 * size  # the queue holds all that is under way: nothing is sent twice
+
+
+@emulated
+def test_clusters_and_groups_side_by_side() -> None:
+    with Cluster(2, 1) as one, Cluster(2, 1) as other:
+        assert one.entries()[0].rendezvous != one.entries()[1].rendezvous
+        transfer(one, [(0, 1)], 100_000)
+        assert one.counters()[0][0] > 100_000 and other.counters()[0][0] < 10_000
+        one.close()
+        transfer(other, [(1, 0)], 100_000)
+        assert other.counters()[1][0] > 100_000
+        with pytest.raises(ClusterError, match="closed"):
+            one.counters()
+
+
+@emulated
+def test_nothing_is_left_after_exit_exception_or_failed_setup(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = set(namespaces())
+    links = Path("/proc/net/dev").read_text().count(":")
+    with Cluster(2, 1, rate=1e8):
+        assert len(set(namespaces()) - others) == 3
+        assert Path("/proc/net/dev").read_text().count(":") == links  # no link of ours in the machine's own network
+    assert set(namespaces()) == others
+    with pytest.raises(KeyError), Cluster(2, 1):
+        raise KeyError
+    assert set(namespaces()) == others
+
+    made: list[set[str]] = []
+
+    def fail(*_: object) -> None:
+        made.append(set(namespaces()) - others)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Cluster, "_batch", fail)
+    with pytest.raises(KeyboardInterrupt):
+        Cluster(2, 1)
+    assert len(made[0]) == 3
+    assert set(namespaces()) == others
+
+
+CHILD = """
+import sys, time
+from burst_attention.bench.cluster import Cluster
+with Cluster(2, 1, rate=1e8):
+    print("made", flush=True)
+    time.sleep(60)
+"""
+
+
+def child_ended_by(number: signal.Signals) -> tuple[int, int]:
+    """(pid, exit code) of a process that was in a cluster when the signal came."""
+    with subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"made\n"
+        assert len(namespaces(child.pid)) == 3
+        child.send_signal(number)
+        return child.pid, child.wait(timeout=20)
+
+
+@emulated
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_nothing_is_left_by_a_process_that_is_told_to_stop(number: signal.Signals) -> None:
+    pid, code = child_ended_by(number)
+    assert code != 0
+    assert not namespaces(pid)
+
+
+@emulated
+def test_what_a_killed_process_left_goes_with_the_next_cluster() -> None:
+    pid, _ = child_ended_by(signal.SIGKILL)
+    left = namespaces(pid)
+    assert len(left) == 3
+    with Cluster(1, 1) as cluster:
+        assert not namespaces(pid)
+        assert remove_leftovers() == []  # ours is alive
+        assert cluster.counters() == [(0, 0)]
+
+
+@emulated
+def test_a_rank_whose_node_is_gone_sends_nothing() -> None:
+    with Cluster(1, 1) as cluster:
+        entry = cluster.entry(0)
+        with pytest.raises(ValueError, match="rank=1"):
+            cluster.entry(1)
+    with pytest.raises(FileNotFoundError, match=re.escape(entry.namespace)):
+        entry()
+
+
+def test_without_iproute2_or_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.which", lambda name, path: None if name == "tc" else f"/bin/{name}")
+        with pytest.raises(ClusterError, match="needs tc of iproute2: install"):
+            Cluster(2, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.which", lambda name, path: f"/bin/{name}")
+        patch.setattr("os.geteuid", lambda: 1000)
+        with pytest.raises(ClusterError, match="needs root"):
+            Cluster(2, 1)
+
+
+def test_cluster_is_parsed() -> None:
+    assert parse_cluster("8x1") == (8, 1)
+    assert parse_cluster(" 2X4 ") == (2, 4)
+    for text in ("8", "x1", "8x", "0x1", "1x0", "-1x2", "2x1.5", "251x1", ""):
+        with pytest.raises(ValueError, match=f"--cluster {re.escape(repr(text))}: give"):
+            parse_cluster(text)
+
+
+def test_rate_is_parsed() -> None:
+    assert parse_rate("100mbit") == 100e6
+    assert parse_rate("1.5gbit") == 1.5e9
+    assert parse_rate("64 Kbit") == 64e3
+    assert parse_rate("NONE") is None
+    for text in ("100", "fast", "mbit", "-1mbit", "0mbit", "100mb", "1e3mbit", "9kbit", ""):
+        with pytest.raises(ValueError, match=f"--link {re.escape(repr(text))}: give"):
+            parse_rate(text)
+
+
+def test_arguments_are_checked() -> None:
+    for nodes, ranks, rate, name in ((0, 1, None, "nodes"), (251, 1, None, "nodes"), (1, 0, None, "ranks")):
+        with pytest.raises(ValueError, match=f"{name}="):
+            Cluster(nodes, ranks, rate=rate)
+    for rate in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="rate="):
+            Cluster(1, 1, rate=rate)
+    with pytest.raises(ValueError, match="1 entries for world=2"):
+        WorkerPool(2, entries=[lambda: ""])

@@ -1,0 +1,257 @@
+"""``burst eval``: every engine gives one model the same perplexity, and what can't be asked is refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from burst_attention import DisagreementError, Mask, make_plan
+from burst_attention.cli import main
+from burst_attention.engines import ENGINES
+from burst_attention.loss import next_token_loss, next_token_nll
+from burst_attention.testing import WorkerError
+from burst_attention.training.data import open_data
+from burst_attention.training.evaluate import evaluate
+from burst_attention.training.evaluation import EvalConfig, Evaluation
+from burst_attention.training.loop import train
+from tests.training import config_of, write_corpus
+
+SEQ_LEN, SEQUENCES = 96, 3
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def run(pools, corpus, tmp_path_factory):
+    """The folder of a small training run, whose model has 4 query and 2 key-value heads."""
+    out = tmp_path_factory.mktemp("run")
+    pools(1).run(train, config_of(corpus, out, steps=6))
+    return out
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory):
+    """A file as C4 comes: gzipped JSON lines of text, timestamp and url."""
+    path = tmp_path_factory.mktemp("c4") / "c4-validation.00000-of-00001.jsonl.gz"
+    with gzip.open(path, "wt", encoding="utf-8") as lines:
+        for index in range(9):
+            text = "".join(f"{index * line % 13} of {line} made no sense.\n" for line in range(1 + index % 4))
+            row = {"text": text, "timestamp": "2019-04-25T12:57:54Z", "url": f"https://example.org/{index}"}
+            lines.write(json.dumps(row) + "\n")
+    return path
+
+
+@pytest.fixture
+def asked(run, documents):
+    return EvalConfig(
+        model=str(run / "model"), data=str(documents), seq_len=SEQ_LEN, sequences=SEQUENCES, device="cpu", timeout=60
+    )
+
+
+def by_transformers(config):
+    """(mean loss, tokens) of the same sequences by transformers alone, one document at a time."""
+    reader, _ = open_data(config.reading, config.model, seed=0)
+    model = AutoModelForCausalLM.from_pretrained(config.model, attn_implementation="sdpa", dtype=torch.float32)
+    total, count = 0.0, 0
+    for sequence, _ in zip(reader.held_out(), range(config.sequences), strict=False):
+        pieces = torch.from_numpy(sequence.tokens).long().tensor_split(sequence.cu_seqlens[1:-1])
+        for ids in (piece for piece in pieces if len(piece) > 1):
+            with torch.no_grad():
+                logits = model(ids[None]).logits[0, :-1]
+            total += F.cross_entropy(logits.double(), ids[1:], reduction="sum").item()
+            count += len(ids) - 1
+    return total / count, count
+
+
+def test_every_engine_gives_the_loss_of_plain_transformers(pools, asked):
+    loss, tokens = by_transformers(asked)
+    answers = pools(2).run(evaluate, asked)
+    assert answers[0] == answers[1], "the same on every rank"
+    results = {result.engine: result for result in answers[0]}
+    assert tuple(results) == ENGINES
+    for name, result in results.items():
+        assert result.refused is None
+        assert (result.tokens, result.sequences, result.reference) == (tokens, SEQUENCES, "single")
+        assert result.loss == pytest.approx(loss, abs=1e-5), name
+        assert result.perplexity == pytest.approx(results["single"].perplexity, abs=1e-4), name
+        assert result.greatest_difference < 1e-3
+        assert result.seconds > 0
+    assert results["single"].greatest_difference == 0
+    assert results["burst"].greatest_difference > 0, "another order of sums"
+
+
+def test_half_precision_shows_in_the_greatest_difference(pools, asked):
+    burst, single = pools(2).run(evaluate, replace(asked, dtype="bf16", engines=("burst", "single")))[0]
+    assert 1e-3 < burst.greatest_difference < 0.3
+    assert burst.loss == pytest.approx(single.loss, abs=1e-2)
+
+
+def test_what_an_engine_cannot_share_is_told_and_the_others_run(pools, asked):
+    results = {result.engine: result for result in pools(4).run(evaluate, asked)[0]}
+    for name in ("ulysses", "tensor", "tensor-sequence"):
+        assert f"--engine {name}" in results[name].refused
+        assert "2 key-value heads" in results[name].refused
+        assert results[name].loss is None
+        assert results[name].perplexity is None
+    # Fewer sequences than ranks: one rank of single has none of its own.
+    alone = pools(1).run(evaluate, replace(asked, engines=("single",)))[0][0]
+    for name in ("burst", "ring", "single"):
+        assert results[name].refused is None
+        assert results[name].loss == pytest.approx(alone.loss, abs=1e-5)
+
+
+def test_a_share_of_the_documents_is_the_one_that_training_held_out(pools, run, corpus):
+    summary = json.loads((run / "summary.json").read_text())
+    trained = config_of(corpus, run)
+    config = EvalConfig(
+        model=str(run / "model"),
+        data=corpus,
+        engines=("ring", "burst"),
+        seq_len=trained.data.seq_len,
+        sequences=trained.data.held_out_sequences,
+        held_out=trained.data.held_out,
+        device="cpu",
+    )
+    for result in pools(2).run(evaluate, config)[0]:
+        assert result.reference == "ring", "the first, where single is not asked for"
+        assert result.tokens == summary["held_out_tokens"]
+        assert result.loss == pytest.approx(summary["held_out_loss"], abs=1e-5)
+
+
+def evaluate_other_tokens(config):
+    return evaluate(replace(config, seq_len=config.seq_len, data=config.data if dist.get_rank() else "stdlib"))
+
+
+def test_ranks_that_read_other_tokens_are_told(pools, asked):
+    with pytest.raises(WorkerError) as refused:
+        pools(2).run(evaluate_other_tokens, asked)
+    assert all(isinstance(error, DisagreementError) for error in refused.value.errors.values())
+    assert "the sequences to evaluate" in str(refused.value)
+
+
+def likelihoods(chunk_tokens):
+    """(the whole sequence's, their sum over the loss times its tokens, torch's own) in fp64."""
+    plan = make_plan(41, layout="zigzag", mask=Mask(cu_seqlens=[0, 7, 7, 40, 41]))
+    make = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(*shape, generator=make, dtype=torch.float64) for shape in ((2, 41, 8), (23, 8)))
+    ids = torch.randint(23, (2, 41), generator=make)
+    shard, labels = plan.shard(hidden, 1), plan.shard_labels(ids)
+    nll = next_token_nll(shard, weight, labels, plan, chunk_tokens=chunk_tokens)
+    assert not nll.requires_grad
+    loss = next_token_loss(shard, weight, labels, plan, num_valid=1.0, chunk_tokens=chunk_tokens)
+    targets = torch.full_like(ids, -100)
+    targets[:, :-1] = ids[:, 1:]
+    targets[:, [6, 39]] = -100
+    right = F.cross_entropy(F.linear(hidden, weight).transpose(1, 2), targets, reduction="none")
+    return plan.unshard(nll, 1), loss.item(), right
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 3])
+def test_likelihoods_are_what_the_loss_sums(pools, chunk_tokens):
+    for nll, loss, right in pools(2).run(likelihoods, chunk_tokens):
+        assert (nll - right).abs().max() < 1e-12
+        assert (nll[:, [6, 39, 40]] == 0).all()
+        assert nll.sum().item() == pytest.approx(loss, abs=1e-11)
+
+
+def wrong_likelihoods(plan_is):
+    plan = make_plan(16)
+    labels = torch.full((1, plan.length), 5 if plan.rank else 99)
+    arguments = torch.zeros(1, plan.length, 4), torch.zeros(8, 4), labels
+    if plan_is == "mapping":
+        next_token_nll(*arguments, {None: plan})
+    plan.unshard(next_token_nll(*arguments, plan), 1)
+
+
+@pytest.mark.parametrize(("plan_is", "error", "told"), [("mapping", TypeError, "any one plan"), ("", ValueError, "99")])
+def test_bad_labels_are_refused_on_every_rank(pools, plan_is, error, told):
+    with pytest.raises(WorkerError, match=told) as refused:
+        pools(2).run(wrong_likelihoods, plan_is)
+    assert [type(e) for e in refused.value.errors.values()] == [error, error]
+
+
+# The command
+
+
+def flags(config, *more):
+    shared = {"--model": config.model, "--data": config.data, "--seq-len": str(config.seq_len), "--device": "cpu"}
+    return ["eval", *(word for pair in shared.items() for word in pair), "--sequences", str(SEQUENCES), *more]
+
+
+def start(*words):
+    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    done = subprocess.run([sys.executable, *words], env=inherited, text=True, capture_output=True, timeout=120)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_command_shows_every_engine_and_writes_json(pools, asked, tmp_path):
+    script, path = str(Path(sys.executable).with_name("burst")), tmp_path / "eval.json"
+    status, told, wrong = start(script, *flags(asked, "--ranks", "2", "--json", str(path)))
+    assert status == 0, wrong
+    expected = {result.engine: result for result in pools(2).run(evaluate, asked)[0]}
+    rows = {line.split("│")[1].strip(): line for line in told.splitlines() if line.count("│") > 3}
+    assert tuple(rows) == ENGINES, told
+    for name, row in rows.items():
+        assert f"{expected[name].perplexity:,.4f}"[:-1] in row
+    assert "reference" in rows["single"]
+    assert "Warning" not in told + wrong
+    written = Evaluation.read(path)
+    assert [result.engine for result in written.results] == list(ENGINES)
+    assert all(
+        result.loss == pytest.approx(expected[result.engine].loss, abs=1e-6)
+        and result.tokens == expected[result.engine].tokens
+        for result in written.results
+    )
+    assert written.setting["ranks"] == 2
+    assert json.loads(path.read_text())["results"][0]["perplexity"] == written.results[0].perplexity
+
+
+def test_torchrun_evaluates_and_tells_what_is_refused(asked):
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "3", "-m", "burst_attention.cli"]
+    status, told, wrong = start(*torchrun, *flags(asked, "--engines", "burst", "ulysses"))
+    assert status == 0, wrong
+    assert told.count("greatest difference") == 1, "one rank speaks"
+    assert "4 query heads" in " ".join(told.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("change", "more", "told"),
+    [
+        ({"model": "/nowhere/model"}, (), "--model '/nowhere/model' is no preset"),
+        ({"data": "/nowhere/c4.jsonl.gz"}, (), "--data '/nowhere/c4.jsonl.gz': no such file or directory"),
+        ({"seq_len": 1}, (), "--seq-len 1 must be at least 2"),
+        ({}, ("--held-out", "0"), "--held-out 0.0 must be above 0 and at most 1"),
+        ({}, ("--ranks", "0"), "--ranks 0 must be at least 1"),
+        ({}, ("--json", "/nowhere/eval.json"), "--json /nowhere/eval.json is in no directory that exists"),
+        ({"seq_len": 5000}, ("--pack", "none"), "leaves no token to evaluate"),
+        ({}, ("--engines", "ulysses", "tensor", "--ranks", "3"), "none of --engines ulysses tensor can run"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_in_a_line(asked, capsys, change, more, told):
+    assert main(flags(replace(asked, **change), *more)) == 2
+    output = capsys.readouterr()
+    assert output.err.startswith("burst eval: ")
+    assert told in output.err
+    assert output.err.count("\n") == 1
+    assert not output.out
+
+
+def test_unknown_engines_are_refused(asked, capsys):
+    with pytest.raises(SystemExit) as refused:
+        main(flags(asked, "--engines", "megatron"))
+    assert refused.value.code == 2
+    assert "megatron" in capsys.readouterr().err

@@ -1,0 +1,155 @@
+"""The report's page in a real browser: nothing complains, every plot is drawn, the engine filter works."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from burst_attention.bench.report_page import page
+from tests.bench_results import ENGINES, RESULTS
+
+pytest.importorskip("plotly")
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright isn't installed")
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("no chromium, chromium-browser or google-chrome on PATH")
+    with playwright.sync_playwright() as driver:
+        # The page is our own file, and Chromium's sandbox doesn't start for root.
+        opened = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    path.write_text(page(RESULTS), "utf-8")
+    return path
+
+
+class Page:
+    """The report in the browser, and every complaint that it made."""
+
+    def __init__(self, browser: Any, path: Path, fragment: str = "") -> None:
+        self.complaints: list[str] = []
+        self.inner = browser.new_page(viewport={"width": 1366, "height": 768})
+        self.inner.on("console", lambda said: self.complaints.append(said.text))
+        self.inner.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.inner.on(
+            "request", lambda asked: self.complaints.extend([asked.url] * (not asked.url.startswith("file:")))
+        )
+        self.inner.goto(path.as_uri() + fragment)
+
+    def settle(self, engines: list[str]) -> None:
+        """Wait until the page has drawn just ``engines``."""
+        self.inner.wait_for_function(
+            "want => document.body.dataset.engines === want", arg=_compact(engines), timeout=20_000
+        )
+
+    def plots(self) -> dict[str, dict[str, Any]]:
+        """For each plot element in sight: its size and the marks that it has drawn."""
+        return self.inner.evaluate(
+            """() => Object.fromEntries([...document.querySelectorAll(".plot")].filter(p => p.offsetParent).map(p => [
+              p.id, {
+                size: [p.clientWidth, p.clientHeight],
+                marks: [...p.querySelectorAll(".points path")].filter(mark => {
+                    const box = mark.getBoundingClientRect();
+                    return box.width > 0 && box.height > 0;
+                }).length,
+                engines: [...new Set(p._fullData.filter(t => t.visible === true && t.meta).map(t => t.meta.engine))],
+                legend: p.querySelectorAll(".legend .traces").length,
+            }]))"""
+        )
+
+    def shown(self) -> dict[str, set[str]]:
+        """The engines in sight in the table and in the timelines."""
+        return {
+            place: set(
+                self.inner.evaluate(
+                    "s => [...document.querySelectorAll(s)].filter(e => e.offsetHeight > 0).map(e => e.dataset.engine)",
+                    selector,
+                )
+            )
+            for place, selector in (("table", "#rows tr[data-engine]"), ("timelines", ".timeline"))
+        }
+
+    def click(self, engine: str) -> None:
+        self.inner.locator("#filter label").nth(ENGINES.index(engine)).click()
+
+
+def _compact(names: list[str]) -> str:
+    return json.dumps(names, separators=(",", ":"))
+
+
+def test_browser_draws_every_plot(browser: Any, report: Path) -> None:
+    opened = Page(browser, report)
+    opened.settle(ENGINES)
+    drawn = opened.plots()
+    assert {key: plot["marks"] for key, plot in drawn.items()} == {
+        "plot-seconds": 6,
+        "plot-memory": 6,
+        "plot-bytes": 5,
+        **{f"timeline-{i}": 6 for i in range(3)},
+    }
+    for plot in drawn.values():
+        assert plot["size"][0] > 400
+        assert plot["size"][1] > 100
+        assert plot["legend"] >= 3
+    assert opened.shown() == {"table": set(ENGINES), "timelines": set(ENGINES[:2])}
+    assert opened.inner.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    titles = opened.inner.locator("#timeline-2 .gtitle").text_content()
+    assert titles == "ring:zig<i>zag</i>, 4,096 tokens, 2 ranks, no limit"
+    assert opened.complaints == []
+
+
+def test_browser_filters_engines_everywhere(browser: Any, report: Path) -> None:
+    opened = Page(browser, report)
+    opened.settle(ENGINES)
+    before = opened.plots()
+    opened.click("burst")
+    opened.settle(ENGINES[1:])
+    assert opened.shown() == {"table": set(ENGINES[1:]), "timelines": {ENGINES[1]}}
+    assert {key: (plot["engines"], plot["marks"]) for key, plot in opened.plots().items()} == {
+        "plot-seconds": (ENGINES[1:3], 3),
+        "plot-memory": (ENGINES[1:3], 3),
+        "plot-bytes": (ENGINES[1:2], 2),
+        "timeline-2": ([], 6),
+    }
+    opened.click(ENGINES[1])
+    opened.settle(ENGINES[2:])
+    assert set(opened.plots()) == {"plot-seconds", "plot-memory"}
+    assert opened.inner.get_by_text("None of the chosen engines has a figure here.").count() == 3
+    assert opened.inner.locator("p.none:visible").count() == 1, "only the bytes have nothing left to show"
+    opened.click(ENGINES[1])
+    opened.click("burst")
+    opened.settle(ENGINES)
+    assert opened.plots() == before
+    assert opened.inner.evaluate("location.hash") == ""
+    assert opened.complaints == []
+
+
+def test_browser_reads_and_writes_the_fragment(browser: Any, report: Path) -> None:
+    opened = Page(browser, report, "#engines=ring,single")
+    opened.settle(ENGINES[1:3])
+    assert opened.shown() == {"table": set(ENGINES[1:3]), "timelines": {ENGINES[1]}}
+    assert opened.plots()["plot-seconds"]["engines"] == ENGINES[1:3]
+    opened.inner.evaluate("location.hash = '#engines=burst'")
+    opened.settle(["burst"])
+    assert set(opened.plots()) == {"plot-seconds", "plot-memory", "plot-bytes", "timeline-0", "timeline-1"}
+    opened.click(ENGINES[1])
+    opened.settle(ENGINES[:2])
+    again = Page(browser, report, opened.inner.evaluate("location.hash"))
+    again.settle(ENGINES[:2])
+    assert again.shown()["table"] == set(ENGINES[:2])
+    assert all(plot["marks"] > 0 for plot in again.plots().values())
+    assert opened.complaints == again.complaints == []
