@@ -42,16 +42,16 @@ PEERS = ("ring-flash-attn zigzag", "yunchang ulysses")
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How large everything is. ``prefill``: (tokens, rounds)."""
+    """How large everything is. ``train`` and ``prefill``: (tokens, rounds); 0 rounds: once."""
 
     nodes: int = 8
-    train_lens: tuple[int, ...] = (8192, 16384, 32768)
+    train: tuple[tuple[int, int], ...] = ((8192, 3), (16384, 3), (32768, 2))
+    prefill: tuple[tuple[int, int], ...] = ((16384, 3), (32768, 2), (65536, 1), (131072, 0))
     rounds: int = 3
-    prefill: tuple[tuple[int, int], ...] = ((16384, 3), (32768, 3), (65536, 2), (131072, 1))
     worlds: tuple[int, ...] = (1, 2, 4, 8)
     fixed_len: int = 16384
     per_rank: int = 4096
-    ablation_len: int = 16384
+    ablation_len: int = 8192
     peer_len: int = 8192
     peer_rounds: int = 9
     count_len: int = 2048
@@ -65,7 +65,7 @@ class Scale:
 
 QUICK = Scale(
     nodes=2,
-    train_lens=(256, 512),
+    train=((256, 1), (512, 1)),
     rounds=1,
     prefill=((256, 1), (512, 1)),
     worlds=(1, 2),
@@ -110,7 +110,7 @@ class Paper:
         """
         if self._links is None:
             job = replace(self.scale.job, engines=(REFERENCE,), rounds=1)
-            longest = self.scale.train_lens[-1:]
+            longest = [self.scale.train[-1][0]]
             (free,) = world.rows(job, longest)
             rate = 8 * free.bytes_wire / free.median
             (limited,) = world.rows(job, longest, [rate])
@@ -124,13 +124,17 @@ class Paper:
 
     def training(self) -> None:
         """Tables 1, 3 and 4: time, memory and bytes of a training step."""
-        job, lens = replace(self.scale.job, rounds=self.scale.rounds), self.scale.train_lens
+        job, lens = self.scale.job, [length for length, _ in self.scale.train]
         with World.of(self.scale.nodes, self.cluster, say=self.say) as world:
             links = self.links(world)
-            rows = world.rows(job, lens, links)
+            rows = [
+                row
+                for length, rounds in self.scale.train
+                for row in world.rows(replace(job, rounds=rounds), [length], links)
+            ]
             # Gloo's reduce-scatter sends twice what it needs to: on links faster by that, what a better one would do.
             faster = [tables.MADE_UP * link for link in links if link is not None]
-            rows += world.rows(replace(job, engines=(REFERENCE,)), lens[-1:], faster)
+            rows += world.rows(replace(job, engines=(REFERENCE,), rounds=1), lens[-1:], faster)
             results = self.results(job, rows, self.cluster)
         with World.of(1, say=self.say) as world:
             alone = self.results(job, world.rows(replace(job, engines=("single",)), lens), None)
@@ -189,7 +193,7 @@ class Paper:
 
     def scaling(self) -> None:
         """Table 7: more ranks, at a fixed length and at a fixed length per rank."""
-        job = replace(self.scale.job, rounds=max(self.scale.rounds - 1, 1))
+        job = replace(self.scale.job, rounds=1)
         strong: list[Row] = []
         weak: list[Row] = []
         for n in self.scale.worlds:

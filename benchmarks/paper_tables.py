@@ -71,7 +71,7 @@ def training(results: Results, alone: Results) -> str:
     rows = results.rows
     about = (
         "One optimizer step of a small Llama; every engine trains the same model to the same loss. The nodes are "
-        "network namespaces of one machine, so all ranks share its cores: with more nodes than cores no engine computes "
+        "network namespaces of one machine, so all ranks share its cores: with more nodes than cores nothing computes "
         "faster than a single rank, and what differs is what they exchange and how much of it hides behind computing. "
         "`burst is faster by` is the median over rounds of (its seconds / burst's seconds) in the same round. "
         "`error` is the gradients' distance from fp64 at 512 tokens; one that exceeds three times a single rank's, or "

@@ -1,0 +1,262 @@
+"""``burst bench``: what it measures is what was sent, what is wrong gets no figures, what can't be is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from burst_attention.bench.job import Job, engine_of
+from burst_attention.bench.judge import judge, sampled_error
+from burst_attention.bench.measure import Figures, measure
+from burst_attention.bench.memory import peak_during, resident
+from burst_attention.bench.results import Results, Span
+from burst_attention.bench.run import World
+from burst_attention.bench.subjects import AttentionSubject
+from burst_attention.bench.trace import Trace
+from burst_attention.cli.bench import main
+
+EVERY = ("burst", "ring", "ring:contiguous", "ulysses", "tensor", "tensor-sequence")
+SMALL = Job(task="train", engines=EVERY, seq_len=64, rounds=1, heads=4, kv_heads=4, head_dim=8, vocabulary=64)
+ROOT = Path(__file__).parents[2]
+NAMESPACES = pytest.mark.skipif(
+    os.name != "posix" or os.geteuid() != 0 or not (shutil.which("ip") or Path("/usr/sbin/ip").exists()),
+    reason="an emulated cluster needs root and iproute2",
+)
+
+
+@pytest.mark.parametrize("task", ["attention", "train", "prefill"])
+def test_what_is_counted_is_what_was_predicted(pools, task):
+    job = replace(SMALL, task=task, dtype="float32", timeline=True)
+    ranks = pools(2).run(measure, job)
+    told = {figures[0].engine: figures for figures in zip(*ranks, strict=True)}
+    assert list(told) == list(EVERY)
+    prints = []
+    for engine, figures in told.items():
+        if task == "attention" and engine.startswith("tensor"):
+            assert f"--engine {engine} exchanges around the attention" in figures[0].refused
+            continue
+        for rank in figures:
+            assert rank.counted == rank.predicted > 0, engine
+            assert len(rank.seconds) == 1
+            assert rank.seconds[0] > 0
+            assert rank.peak > 2**20
+            waits = sum(span.end - span.start for span in rank.spans if span.kind == "wait")
+            compute = sum(span.end - span.start for span in rank.spans if span.kind == "compute")
+            assert waits > 0
+            assert compute > 0
+            assert any(span.kind == "exchange" for span in rank.spans)
+            assert waits + compute == pytest.approx(max(span.end for span in rank.spans), rel=1e-6)
+        prints.append(figures[0].fingerprint)
+    assert prints[0]
+    assert all(print_ == pytest.approx(prints[0], rel=1e-4) for print_ in prints)
+
+
+@pytest.mark.parametrize("task", ["attention", "train", "prefill"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_judge_finds_every_engine_right(pools, task, dtype):
+    told = pools(2).run(judge, replace(SMALL, task=task, dtype=dtype))
+    assert told[0] == told[1]
+    assert set(told[0]) == {engine for engine in EVERY if task != "attention" or not engine.startswith("tensor")}
+    for error, bound in told[0].values():
+        assert 1e-9 < error <= bound < 0.1
+
+
+def sampled(spoil):
+    job = replace(SMALL, task="attention", seq_len=128, dtype="float32")
+    subject = AttentionSubject(job, engine_of("burst"), Trace())
+    subject.run()
+    if spoil is not None:
+        subject.results[spoil] = subject.results[spoil] * 1.01
+    return sampled_error(job, subject)
+
+
+def test_rows_at_the_timed_length_are_compared_with_fp64(pools):
+    assert max(pools(2).run(sampled, None)) < 1e-5
+    for spoiled in (0, 1):  # out and dq
+        assert min(pools(2).run(sampled, spoiled)) == pytest.approx(0.01, rel=0.01)
+
+
+class Scripted:
+    """In place of a pool: ranks that answer from a script."""
+
+    world = 2
+
+    def __init__(self, judged, figures):
+        self.judged, self.figures = judged, figures
+
+    def run(self, function, *arguments, timeout=0.0):
+        if function is judge:
+            return [self.judged] * 2
+        if function is measure:
+            return self.figures
+        return [0, 0]
+
+
+def figures_of(engine, **changes):
+    right = {"seconds": [1.0], "wire": [0], "counted": 10, "predicted": 10, "peak": 100, "fingerprint": [6.0, 2.0]}
+    return Figures(engine, **(right | changes))
+
+
+def rows_of(judged, *figures):
+    world = World(Scripted(judged, [list(figures)] * 2), None, 1, lambda text: None)
+    job = replace(SMALL, engines=tuple(each.engine for each in figures), dtype="float32")
+    return world.rows(job, [64])
+
+
+def test_no_figure_is_told_of_an_engine_that_is_wrong():
+    good = (1e-6, 1e-5)
+    for bad, changes in (
+        ((1e-4, 1e-5), {}),
+        ((math.nan, 1e-5), {}),
+        (good, {"sampled": 1e-3}),
+        (good, {"sampled": math.nan}),
+        (good, {"fingerprint": [6.0, 2.01]}),
+        (good, {"fingerprint": [math.nan, 2.0]}),
+    ):
+        judged = {"burst": good, "ring": bad, "ulysses": good}
+        rows = rows_of(judged, figures_of("burst"), figures_of("ring", **changes), figures_of("ulysses"))
+        assert [row.passed for row in rows] == [True, False, True], (bad, changes)
+        assert rows[1].seconds == ()
+        assert rows[1].median is rows[1].tokens_per_second is rows[1].bytes_counted is rows[1].peak_memory is None
+        assert rows[0].seconds == [1.0]
+
+
+def test_the_slowest_rank_is_timed_and_the_highest_weighed():
+    job = replace(SMALL, engines=("burst",), dtype="float32")
+    ranks = [
+        [figures_of("burst", seconds=[1.0, 4.0], wire=[8, 8], counted=10, peak=100)],
+        [figures_of("burst", seconds=[3.0, 2.0], wire=[8, 8], counted=30, peak=300)],
+    ]
+    (row,) = World(Scripted({"burst": (1e-6, 1e-5)}, ranks), None, 1, lambda text: None).rows(job, [64])
+    assert list(row.seconds) == [3.0, 4.0]
+    assert row.median == 3.5
+    assert row.tokens_per_second == 64 / 3.5
+    assert row.bytes_counted == 20
+    assert row.peak_memory == 300
+    assert row.bytes_wire is None
+
+
+def test_a_trace_shares_out_all_time():
+    trace = Trace()
+    trace.start = time.perf_counter() - 10
+    trace.spans = [Span("wait", 2, 3, "b"), Span("wait", 0.5, 1, "a"), Span("exchange", 0, 3, "b")]
+    told = trace.finish()
+    assert [(span.kind, round(span.start, 3)) for span in told] == [
+        ("compute", 0),
+        ("exchange", 0),
+        ("wait", 0.5),
+        ("compute", 1),
+        ("wait", 2),
+        ("compute", 3),
+    ]
+    assert told[-1].end == pytest.approx(10, abs=0.1)
+
+
+def test_a_peak_is_seen_after_it_has_passed():
+    before = resident()
+    peak = peak_during(lambda: torch.ones(2**25).sum())  # 128 MiB, freed at once
+    assert 120 * 2**20 < peak - before < 180 * 2**20
+    assert resident() - before < 40 * 2**20
+
+
+def test_the_command_writes_results_and_report(tmp_path, capsys):
+    out = tmp_path / "bench"
+    shape = ["--heads", "4", "--head-dim", "8", "--vocabulary", "64", "--rounds", "2"]
+    arguments = ["train", "--engines", "burst", "tensor", "single", "--seq-lens", "64", "96", "--worlds", "2", *shape]
+    assert main([*arguments, "--out", str(out)]) == 0
+    told = capsys.readouterr().out
+    assert "left out: single, 2 ranks: --engine single gives each sequence a rank of its own" in told
+    results = Results.read(out / "results.json")
+    assert [(row.engine, row.seq_len) for row in results.rows] == [
+        (engine, length) for length in (64, 96) for engine in ("burst", "tensor", "single")
+    ]
+    for row in results.rows:
+        if row.engine == "single":
+            assert row.refused
+            continue
+        assert row.passed
+        assert len(row.seconds) == 2
+        assert row.bytes_counted == row.bytes_predicted > 0
+        assert row.bytes_wire is None
+        assert row.flops_per_second == pytest.approx(replace(SMALL, seq_len=row.seq_len).flops() / row.median)
+        assert len(row.timeline) == 2
+    assert "burst bench train" in results.command
+    page = (out / "report.html").read_text()
+    assert "tensor" in page
+    assert {"seconds.png", "memory.png", "bytes.png"} <= {path.name for path in out.iterdir()}
+    assert main([*arguments, "--out", str(out)]) == 2
+    assert "--overwrite" in capsys.readouterr().err
+
+
+@NAMESPACES
+def test_a_cluster_counts_the_true_bytes_and_limits_them(tmp_path):
+    job = replace(SMALL, engines=("burst", "tensor-sequence"), seq_len=1024, rounds=1)
+    rate = 40e6
+    with World.of(2, (2, 1)) as world:
+        rows = world.rows(job, [1024], [None, rate])
+    free, limited = ({row.engine: row for row in rows if row.link == link} for link in (None, rate))
+    for engine in job.engines:
+        row = limited[engine]
+        assert row.passed
+        assert row.bytes_counted < row.bytes_wire < 5 * row.bytes_counted + 1e6
+        assert row.bytes_wire == pytest.approx(free[engine].bytes_wire, rel=0.05)
+        assert row.median > 8 * row.bytes_wire / rate * 0.8, "what is sent takes its time"
+    assert "net" not in "".join(left_namespaces())
+
+
+def left_namespaces():
+    tool = shutil.which("ip") or "/usr/sbin/ip"
+    listed = subprocess.run([tool, "netns", "list"], capture_output=True, text=True, check=True).stdout.split()
+    return [name for name in listed if str(os.getpid()) in name]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["nothing"], "attention, train, prefill"),
+        (["train", "--engines", "megatron"], "'megatron' is unknown"),
+        (["train", "--engines", "ring:striped"], "--layout striped"),
+        (["train", "--link", "10mbit"], "needs --cluster"),
+        (["train", "--cluster", "8by1"], "'8by1'"),
+        (["train", "--cluster", "2x1", "--link", "fast"], "'fast'"),
+        (["train", "--seq-lens", "3", "--worlds", "4"], "--seq-lens 3 is shorter than the 4 ranks"),
+        (["train", "--rounds", "0"], "--rounds 0 must be at least 1"),
+        (["train", "--heads", "8", "--kv-heads", "3"], "--heads 8 must be a multiple of --kv-heads 3"),
+    ],
+)
+def test_what_can_not_be_asked_is_refused_in_a_line(arguments, told, capsys):
+    assert main(arguments) == 2
+    message = capsys.readouterr().err
+    assert told in message
+    assert message.startswith("burst bench: ")
+    assert message.count("\n") == 1
+
+
+@NAMESPACES
+def test_the_papers_tables_are_written_by_one_command(tmp_path):
+    command = [sys.executable, "benchmarks/paper.py", "--quick", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=540)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages = {path.stem: path.read_text() for path in tmp_path.glob("*.md")}
+    expected = ("training", "memory", "bytes", "prefill", "perplexity", "ablation", "scaling", "long", "peers")
+    assert set(pages) >= set(expected)
+    for name in expected:
+        assert "WRONG:" not in pages[name], pages[name]
+        assert "| ---" in pages[name], name
+        assert "Command: `python benchmarks/paper.py --quick`" in pages[name], name
+        assert json.loads((tmp_path / f"{name}.json").read_text())
+    for engine in ("burst", "ring", "ulysses", "tensor", "tensor-sequence", "single"):
+        assert f"| {engine} |" in pages["training"]
+        assert f"| {engine} |" in pages["perplexity"]
+    assert pages["training"].count("met") >= 5, "every target has its verdict"
+    assert not left_namespaces()
