@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from torch import Tensor
 
+from burst_attention.bench.memory import resident
 from burst_attention.plan.program import Visit
 from burst_attention.testing import Case, WorkerPool, attend
 from burst_attention.testing.check import relative_l2
@@ -168,7 +169,7 @@ def weighed(variants: Sequence[Variant], shape: Shape) -> list[dict[str, int]]:
         for _ in range(2):  # the first call also leaves what libraries allocate for good
             dist.barrier()
             Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-            before = resident("VmRSS")
+            before = resident()
             tensors = _local_inputs(plan.length, shape)
             out, backward = variant.begin(plan, *tensors)
             after_forward = resident("VmHWM") - before
@@ -183,12 +184,6 @@ def _local_inputs(length: int, shape: Shape) -> list[Tensor]:
     """q, k, v, dout [1, H, S_local, D]."""
     _, heads, head_dim, dtype = shape
     return [torch.randn(1, heads, length, head_dim, dtype=dtype) for _ in range(4)]
-
-
-def resident(field: str) -> int:
-    """``VmRSS`` (now) or ``VmHWM`` (the peak) in bytes."""
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field))
-    return int(line.split()[1]) * 1024
 
 
 @contextmanager

@@ -18,13 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from burst_attention import burst_attention, make_plan
+from burst_attention.bench.memory import resident
 from burst_attention.testing import WorkerPool
-
-
-def resident(field: str) -> int:
-    """``VmRSS`` (now) or ``VmHWM`` (the peak) in bytes."""
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field))
-    return int(line.split()[1]) * 1024
 
 
 def measure(seqlen: int, heads: int, dim: int, dtype: torch.dtype, kernel: str) -> tuple[int, int]:
@@ -32,7 +27,7 @@ def measure(seqlen: int, heads: int, dim: int, dtype: torch.dtype, kernel: str) 
     plan = make_plan(seqlen)
     for _ in range(2):  # the first call also leaves what libraries allocate for good
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-        before = resident("VmRSS")
+        before = resident()
         inputs = [torch.randn(1, heads, plan.length, dim, dtype=dtype, requires_grad=True) for _ in range(3)]
         dout = torch.randn(1, heads, plan.length, dim, dtype=dtype)
         burst_attention(*inputs, plan, kernel=kernel).backward(dout)

@@ -31,6 +31,8 @@ PLANNING = "tests/distributed/test_planning.py"
 LOSS = "tests/distributed/test_loss.py"
 HF = "tests/unit/test_hf_refusals.py"
 TRAIN = "tests/distributed/test_train.py"
+ENGINES = "tests/distributed/test_engines.py"
+BENCH = "tests/distributed/test_bench.py"
 
 
 @dataclass(frozen=True)
@@ -302,6 +304,71 @@ SEEDED = [
         "module.set_gradient_divide_factor(1.0)",
         "module.set_gradient_divide_factor(2.0)",
         TRAIN,
+    ),
+    Fault(
+        "tensor parallelism keeps one rank's share of the head's gradient",
+        "engines/tensor.py",
+        "grad_placements=[Partial()]",
+        "grad_placements=[Replicate()]",
+        ENGINES,
+        "every_gradient and tensor",
+    ),
+    Fault(
+        "tensor parallelism sums the gradients of each projection by themselves",
+        "engines/tensor.py",
+        '"self_attn": enter_attention,',
+        "",
+        ENGINES,
+        "megatron",
+    ),
+    Fault(
+        "Ulysses counts one exchange in place of two",
+        "engines/ulysses.py",
+        "forward = (inputs * tokens_out + outputs * tokens_back)",
+        "forward = (inputs * tokens_out)",
+        ENGINES,
+        "ulysses_is_exact",
+    ),
+    Fault(
+        "Ulysses' backward gives q's gradient for k's",
+        "engines/ulysses.py",
+        'return None, *ctx.trade.to_tokens(grads, "backward")',
+        "return None, *ctx.trade.to_tokens([grads[0], grads[0] if grads[0].shape == grads[1].shape else grads[1],"
+        ' grads[2]], "backward")',
+        ENGINES,
+        "ulysses_is_exact",
+    ),
+    Fault(
+        "windows of whole attention start a key late",
+        "engines/whole.py",
+        "max(top - window + 1, start)",
+        "max(top - window + 2, start)",
+        ENGINES,
+        "windows_longer",
+    ),
+    Fault(
+        "a wrong engine is timed all the same",
+        "bench/run.py",
+        "if not error <= bound:",
+        "if error < 0:",
+        BENCH,
+        "no_figure_is_told",
+    ),
+    Fault(
+        "engines that disagree at the timed length are timed all the same",
+        "bench/run.py",
+        "if apart <= agreement else (apart, agreement)",
+        "if True else (apart, agreement)",
+        BENCH,
+        "no_figure_is_told",
+    ),
+    Fault(
+        "an all-reduce is counted as a gather",
+        "bench/trace.py",
+        '"all_reduce": 2',
+        '"all_reduce": 1',
+        BENCH,
+        "counted_is_what",
     ),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from burst_attention.bench.results import TASKS, Results, Row
 from . import launch
 
 COMMAND = "burst bench"
+NEEDED = ("transformers", "matplotlib", "plotly")
 EVERY = ("burst", "ring", "ring:contiguous", "ulysses", "tensor", "tensor-sequence", "single")
 
 
@@ -56,6 +58,9 @@ class Arguments:
 
     def check(self) -> None:
         """Raise ValueError for what can't be."""
+        missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+        if missing:
+            raise ValueError(f"{', '.join(missing)} not installed: pip install 'burst-attention[train,bench]'")
         from burst_attention.bench.job import engine_of
 
         counts = {"rounds": self.rounds, "layers": self.layers, "heads": self.heads, "head_dim": self.head_dim}

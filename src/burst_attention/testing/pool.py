@@ -163,6 +163,8 @@ def _serve(
             answer = ("error", _portable(error))
         try:
             pipe.send(answer)
+        except OSError:  # nobody waits for it any more
+            break
         except Exception as error:  # a result that can't be pickled
             pipe.send(("error", _portable(error)))
     dist.destroy_process_group()
