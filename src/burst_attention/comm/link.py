@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .agreement import Agreement
+from .local import LocalGroup, LocalTransport
 from .transport import Health, Transport
 
 DATA_TAG, CONTROL_TAG = 0xB0, 0xB1
@@ -19,7 +20,7 @@ DATA_TAG, CONTROL_TAG = 0xB0, 0xB1
 _HEALTH: weakref.WeakKeyDictionary[dist.ProcessGroup, Health] = weakref.WeakKeyDictionary()
 
 
-def resolve_group(group: Any) -> dist.ProcessGroup | None:
+def resolve_group(group: Any) -> dist.ProcessGroup | LocalGroup | None:
     """None (the default group, or no group if torch.distributed is not initialised), a group, or a 1-D DeviceMesh."""
     if group is None:
         return dist.group.WORLD if dist.is_initialized() else None
@@ -27,7 +28,7 @@ def resolve_group(group: Any) -> dist.ProcessGroup | None:
         if group.ndim != 1:
             raise ValueError(f"group={group} has {group.ndim} axes; pass one axis of it, such as mesh['context']")
         return group.get_group()
-    if not isinstance(group, dist.ProcessGroup):
+    if not isinstance(group, (dist.ProcessGroup, LocalGroup)):
         raise TypeError(f"group={group!r} must be None, a ProcessGroup that this rank is in, or a 1-D DeviceMesh")
     return group
 
@@ -42,7 +43,7 @@ def resolve_timeout(timeout: float | timedelta | None) -> float | None:
     return float(seconds)
 
 
-def connect(group: dist.ProcessGroup | None, timeout: float | None) -> tuple[Transport, Agreement]:
+def connect(group: dist.ProcessGroup | LocalGroup | None, timeout: float | None) -> tuple[Transport, Agreement]:
     """The data transport of a group and its agreement. The first call for a group must be made by all its ranks.
 
     Raises:
@@ -50,6 +51,9 @@ def connect(group: dist.ProcessGroup | None, timeout: float | None) -> tuple[Tra
     """
     if group is None or group.size() == 1:
         return Transport(None), Agreement(Transport(None))
+    if isinstance(group, LocalGroup):
+        data, control = (LocalTransport(group, timeout, tag, group.health) for tag in (DATA_TAG, CONTROL_TAG))
+        return data, Agreement(control)
     if not _has_gloo(group):
         raise ValueError(
             f"group has the backend {dist.get_backend_config(group)}, agreements need gloo beside it; "

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 Message = tuple[int, Tensor]  # peer (a rank of the group) and the contiguous tensor to send, or to receive into
+Operation = tuple[str, int, Tensor]  # "send to" or "receive from", and the message
 
 
 class ExchangeError(RuntimeError):
@@ -24,7 +25,7 @@ class Pending:
     """An exchange on the wire. Holds its buffers until it has been waited for."""
 
     label: str
-    operations: list[tuple[str, int, Tensor]]
+    operations: list[Operation]
     works: list[Any]
 
 
@@ -47,7 +48,7 @@ class Transport:
     """Messages between the ranks of ``group``, with a count of what was moved.
 
     Args:
-        group: None for a world of one.
+        group: a ProcessGroup; None for a world of one.
         timeout: seconds that one exchange may take; None for the group's own.
         tag: keeps these messages apart from others on the same group.
         health: shared by all transports of one group.
@@ -55,7 +56,7 @@ class Transport:
     ``sent`` and ``received`` count payload bytes.
     """
 
-    group: dist.ProcessGroup | None
+    group: Any
     timeout: float | None = None
     tag: int = 0
     health: Health = field(default_factory=Health)
@@ -82,17 +83,21 @@ class Transport:
         self.received += sum(t.nbytes for what, _, t in operations if what == "receive from")
         pending = Pending(label, operations, [])
         if operations:
-            calls = {"send to": dist.isend, "receive from": dist.irecv}
-            batch = [
-                dist.P2POp(calls[what], tensor, group=self.group, group_peer=peer, tag=self.tag)
-                for what, peer, tensor in operations
-            ]
             try:
-                pending.works = dist.batch_isend_irecv(batch)
+                pending.works = self._start(operations)
             except RuntimeError as error:
                 peers = ", ".join(str(peer) for peer in sorted({peer for _, peer, _ in operations}))
                 raise self._failure(f"could not start messages with rank {peers}", label, 0.0, error) from error
         return pending
+
+    def _start(self, operations: Sequence[Operation]) -> list[Any]:
+        """Works to wait for: one for each operation, or one for all."""
+        calls = {"send to": dist.isend, "receive from": dist.irecv}
+        batch = [
+            dist.P2POp(calls[what], tensor, group=self.group, group_peer=peer, tag=self.tag)
+            for what, peer, tensor in operations
+        ]
+        return dist.batch_isend_irecv(batch)
 
     def wait(self, pending: Pending) -> None:
         """Finish an exchange.

@@ -1,0 +1,73 @@
+"""A world inside one process: the true distributed algorithm at any world size, on one device, in one debugger."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..comm.local import Exchange, LocalGroup
+from .pool import WorkerError
+
+
+class LocalWorld:
+    """Ranks as threads. Made by :func:`local_world`."""
+
+    def __init__(self, world: int, timeout: float) -> None:
+        self.world, self.timeout = world, timeout
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Call ``function(group, *arguments)`` on every rank, each in a thread; return the results by rank.
+
+        ``group`` goes to ``make_plan(..., group=group)``. Any function will do, a closure too. Gradients are computed
+        by the thread that asks for them: torch's one backward thread for each device could serve one rank only.
+
+        Raises:
+            WorkerError: some rank raised; the others then don't wait for it.
+        """
+        exchange = Exchange(self.world)
+        results: dict[int, Any] = {}
+        errors: dict[int, BaseException] = {}
+
+        def rank(number: int) -> None:
+            try:
+                with torch.autograd.set_multithreading_enabled(False):
+                    results[number] = function(LocalGroup(exchange, number, self.timeout), *arguments)
+            except BaseException as error:
+                errors[number] = error
+                exchange.fail(f"rank {number} raised {type(error).__name__}: {error}")
+
+        threads = [threading.Thread(target=rank, args=(n,), name=f"rank {n}", daemon=True) for n in range(self.world)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            first = next(iter(errors))  # in the order in which they raised
+            text = "; ".join(f"rank {n}: {type(error).__name__}: {error}" for n, error in sorted(errors.items()))
+            raise WorkerError(text, errors) from errors[first]
+        return [results[number] for number in range(self.world)]
+
+
+@contextmanager
+def local_world(world: int, *, timeout: float = 60.0) -> Iterator[LocalWorld]:
+    """``world`` ranks as threads of this process.
+
+        with local_world(8) as ranks:
+            outs = ranks.run(lambda group: attend(make_plan(seqlen, group=group)))
+
+    The same plans, programs, sweep and agreements run as between processes; messages are copies on the device, on CUDA
+    on a stream of their own. Threads take turns in Python, so don't time a CPU's ranks by it.
+
+    Args:
+        world: how many ranks.
+        timeout: seconds that an exchange may take if its plan does not say.
+    """
+    if isinstance(world, bool) or not isinstance(world, int) or world < 1:
+        raise ValueError(f"world={world!r} must be an integer of at least 1")
+    if not timeout > 0:
+        raise ValueError(f"timeout={timeout} must be a positive number of seconds")
+    yield LocalWorld(world, timeout)

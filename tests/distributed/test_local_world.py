@@ -1,0 +1,134 @@
+"""Ranks as threads of one process run the same algorithm, to the bit, and fail by name."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from burst_attention import Mask, burst_attention, make_plan
+from burst_attention.comm.agreement import DisagreementError
+from burst_attention.comm.transport import ExchangeError
+from burst_attention.loss import next_token_loss
+from burst_attention.testing import Case, WorkerError, check, local_world
+from burst_attention.testing.check import distributed_call
+
+CASES = [
+    Case(seqlen=67, dtype=torch.float64, q_heads=4, kv_heads=2, head_dim=8, v_head_dim=12, travels="query"),
+    Case(seqlen=67, dtype=torch.float64, mask=Mask(window=20), travels="key-value", route="ring", head_dim=8),
+    Case(seqlen=130, mask=Mask(cu_seqlens=[0, 30, 30, 101, 130]), layout="striped", route="ring-attention", head_dim=8),
+    Case(seqlen=5, mask=Mask(causal=False), layout="contiguous", dtype=torch.float64, head_dim=4),
+    Case(seqlen=256, dtype=torch.bfloat16, head_dim=16),
+]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.mask} {case.layout} {case.dtype}")
+def test_threads_are_exact(world, case):
+    with local_world(world) as ranks:
+        for report in ranks.run(lambda group: check(case, group=group)):
+            assert report.passed, report
+
+
+def shards(case, group=None):
+    plan = make_plan(case.seqlen, mask=case.mask, layout=case.layout, route=case.route, group=group)
+    results = dict(distributed_call(case, plan, case.inputs()).items())
+    return results, plan.transport.sent, plan.transport.received
+
+
+def on_rank(group, case):
+    return shards(case, group)
+
+
+@pytest.mark.parametrize("case", CASES[1:3], ids=["ring", "ring-attention"])
+def test_threads_and_processes_give_the_same_bits_and_bytes(pools, case):
+    with local_world(3) as ranks:
+        threads = ranks.run(on_rank, case)
+    for mine, theirs in zip(threads, pools(3).run(shards, case), strict=True):
+        assert mine[1:] == theirs[1:]
+        assert mine[1] > 0
+        for name, tensor in mine[0].items():
+            assert torch.equal(tensor, theirs[0][name]), name
+
+
+def test_losses_and_whole_tensors_cross_threads_too():
+    hidden, weight = torch.randn(1, 20, 8, dtype=torch.float64), torch.randn(11, 8, dtype=torch.float64)
+    labels = torch.randint(0, 11, (1, 20))
+
+    def rank(group):
+        plan = make_plan(20, group=group)
+        mine = plan.shard(hidden, 1).requires_grad_()
+        loss = next_token_loss(mine, weight, plan.shard_labels(labels), plan)
+        loss.backward()
+        return loss.item(), plan.unshard(mine.grad, 1)
+
+    with local_world(1) as ranks:
+        ((loss, grad),) = ranks.run(rank)
+    with local_world(4) as ranks:
+        for theirs, theirs_grad in ranks.run(rank):
+            assert theirs == pytest.approx(loss, abs=1e-12)
+            assert torch.allclose(theirs_grad, grad, atol=1e-12)
+
+
+def test_a_rank_that_raises_ends_the_others_by_name():
+    def rank(group):
+        plan = make_plan(32, group=group)
+        if plan.rank == 1:
+            raise KeyError("lost")
+        q = torch.randn(1, 2, plan.length, 4)
+        return burst_attention(q, q, q, plan)
+
+    before, began = threading.active_count(), time.monotonic()
+    with local_world(4, timeout=30) as ranks, pytest.raises(WorkerError, match="rank 1: KeyError") as raised:
+        ranks.run(rank)
+    assert time.monotonic() - began < 10, "nobody waits for the deadline"
+    assert set(raised.value.errors) == {0, 1, 2, 3}
+    assert all(isinstance(raised.value.errors[n], ExchangeError) for n in (0, 2, 3))
+    assert "rank 1 raised KeyError" in str(raised.value.errors[0])
+    assert threading.active_count() == before
+
+
+def test_ranks_that_disagree_are_told_apart():
+    def rank(group):
+        plan = make_plan(32, group=group)
+        q = torch.randn(1, 2, plan.length, 4 + 4 * (plan.rank == 2))
+        return burst_attention(q, q, q, plan)
+
+    with local_world(3) as ranks, pytest.raises(WorkerError) as raised:
+        ranks.run(rank)
+    assert all(isinstance(error, DisagreementError) for error in raised.value.errors.values())
+    assert "rank 2 has 8" in str(raised.value.errors[0])
+
+
+def test_a_rank_that_is_late_is_named():
+    def rank(group):
+        plan = make_plan(8, group=group, timeout=0.3)
+        if plan.rank == 0:
+            time.sleep(1.0)
+            return
+        q = torch.randn(1, 1, plan.length, 4)
+        burst_attention(q, q, q, plan)
+
+    with local_world(2) as ranks, pytest.raises(WorkerError, match=r"from rank 0|to rank 0") as raised:
+        ranks.run(rank)
+    assert isinstance(raised.value.errors[1], ExchangeError)
+
+
+def test_messages_of_other_sizes_are_refused():
+    def rank(group):
+        transport = make_plan(4, group=group).transport
+        peer = 1 - transport.rank
+        tensor = torch.zeros(3 + transport.rank)
+        sends, receives = ([(peer, tensor)], []) if transport.rank else ([], [(peer, tensor)])
+        transport.wait(transport.post(sends, receives, label="a test"))
+
+    with local_world(2) as ranks, pytest.raises(WorkerError, match=r"a message of \[4\] .* met a buffer of \[3\]"):
+        ranks.run(rank)
+
+
+@pytest.mark.parametrize("arguments", [{"world": 0}, {"world": 2.0}, {"world": 2, "timeout": 0}])
+def test_bad_worlds_are_refused(arguments):
+    with pytest.raises(ValueError, match=r"world=|timeout="), local_world(**arguments):
+        pass
