@@ -2,6 +2,8 @@
 
     python benchmarks/paper.py [--out docs/results] [--only training prefill ...] [--quick]
 
+Each section leaves its figures as JSON; the pages are drawn from those, so a section can be run again by itself.
+
 BurstAttention's claims (arXiv 2403.09347, section 4) are relative, so are these: each is a ratio of two engines that
 took turns in one run. The cluster is emulated: a network namespace for each node, and three link rates, chosen so that
 tensor parallelism with sequence parallelism spends none, half and most of its step communicating. It needs root and
@@ -20,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,12 +31,13 @@ import ablation
 import paper_tables as tables
 import peers
 import torch
+from paper_markdown import MADE_UP, Page
 from rich.console import Console
 
 from burst_attention.bench.cluster import Cluster
 from burst_attention.bench.job import Job
 from burst_attention.bench.results import Results, Row
-from burst_attention.bench.run import World, results_of
+from burst_attention.bench.run import World, machine, results_of
 
 ENGINES = ("burst", "ring", "ulysses", "tensor", "tensor-sequence")
 REFERENCE = "tensor-sequence"
@@ -42,13 +46,14 @@ PEERS = ("ring-flash-attn zigzag", "yunchang ulysses")
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How large everything is. ``train`` and ``prefill``: (tokens, rounds); 0 rounds: once."""
+    """How large everything is. ``train`` and ``prefill``: (tokens, rounds)."""
 
     nodes: int = 8
     train: tuple[tuple[int, int], ...] = ((8192, 3), (16384, 3), (32768, 2))
-    prefill: tuple[tuple[int, int], ...] = ((16384, 3), (32768, 2), (65536, 1), (131072, 0))
+    prefill: tuple[tuple[int, int], ...] = ((16384, 3), (32768, 3), (65536, 2), (131072, 1))
     rounds: int = 3
     worlds: tuple[int, ...] = (1, 2, 4, 8)
+    scaling_rounds: int = 2
     fixed_len: int = 16384
     per_rank: int = 4096
     ablation_len: int = 8192
@@ -69,6 +74,7 @@ QUICK = Scale(
     rounds=1,
     prefill=((256, 1), (512, 1)),
     worlds=(1, 2),
+    scaling_rounds=1,
     fixed_len=256,
     per_rank=128,
     ablation_len=256,
@@ -90,41 +96,44 @@ class Paper:
     def __init__(self, scale: Scale, out: Path, command: str, console: Console) -> None:
         self.scale, self.out, self.command, self.console = scale, out, command, console
         self.cluster = (scale.nodes, 1)
-        self._links: list[float | None] | None = None
 
     def say(self, text: str) -> None:
         self.console.print(f"[dim]{time.strftime('%H:%M:%S')} {text}[/]", highlight=False)
 
-    def write(self, name: str, text: str, results: Sequence[Results] = (), raw: Any = None) -> None:
-        """``NAME.md``, and beside it the figures that it was made from as ``NAME.json``."""
-        (self.out / f"{name}.md").write_text(text, "utf-8")
-        if results:
-            raw = [asdict(each.without_timelines()) for each in results]
-        (self.out / f"{name}.json").write_text(json.dumps(raw, indent=1) + "\n", "utf-8")
-        self.say(f"wrote {self.out / name}.md")
+    def keep(self, name: str, **raw: Any) -> None:
+        """The figures of a section as ``NAME.json``; the pages are made of these alone."""
+        told = {key: asdict(x.without_timelines()) if isinstance(x, Results) else x for key, x in raw.items()}
+        told |= {"machine": machine(), "date": datetime.now(UTC).isoformat(timespec="seconds"), "command": self.command}
+        (self.out / f"{name}.json").write_text(json.dumps(told, indent=1) + "\n", "utf-8")
+        self.say(f"wrote {self.out / name}.json")
 
     def links(self, world: World) -> list[float | None]:
         """No limit; the rate at which the reference exchanges for half of its step at the greatest length; a quarter.
 
-        Found from a step without a limit and its bytes, then corrected by a step at that rate.
+        Found from a step without a limit and its bytes, then corrected by a step at that rate. A training table in the
+        same folder has them already.
         """
-        if self._links is None:
-            job = replace(self.scale.job, engines=(REFERENCE,), rounds=1)
-            longest = [self.scale.train[-1][0]]
-            (free,) = world.rows(job, longest)
-            rate = 8 * free.bytes_wire / free.median
-            (limited,) = world.rows(job, longest, [rate])
-            rate = max(rate * (limited.median - free.median) / free.median, 1e6)
-            self._links = [None, rate, rate / 4]
-            self.say(f"links: {rate / 1e6:.1f} and {rate / 4e6:.1f} Mbit/s")
-        return self._links
+        known = self.out / "training.json"
+        if known.exists():
+            rows = Page.read(known).results("results").rows
+            return [None, *sorted({row.link for row in rows if row.engine == "burst" and row.link}, reverse=True)]
+        job = replace(self.scale.job, engines=(REFERENCE,), rounds=1, weigh=False)
+        longest = [self.scale.train[-1][0]]
+        (free,) = world.rows(job, longest)
+        rate = 8 * free.bytes_wire / free.median
+        (limited,) = world.rows(job, longest, [rate])
+        # Within what noise leaves of it: on a busy machine two steps can't tell.
+        rate *= min(max((limited.median - free.median) / free.median, 0.5), 2.0)
+        self.say(f"links: {rate / 1e6:.1f} and {rate / 4e6:.1f} Mbit/s")
+        return [None, rate, rate / 4]
 
     def results(self, job: Job, rows: Sequence[Row], cluster: tuple[int, int] | None) -> Results:
         return results_of(job, rows, command=self.command, cluster=cluster)
 
     def training(self) -> None:
-        """Tables 1, 3 and 4: time, memory and bytes of a training step."""
-        job, lens = self.scale.job, [length for length, _ in self.scale.train]
+        """Table 1: time and bytes of a training step."""
+        job, lens = replace(self.scale.job, weigh=False), [length for length, _ in self.scale.train]
+        (self.out / "training.json").unlink(missing_ok=True)  # its links are found anew
         with World.of(self.scale.nodes, self.cluster, say=self.say) as world:
             links = self.links(world)
             rows = [
@@ -133,20 +142,27 @@ class Paper:
                 for row in world.rows(replace(job, rounds=rounds), [length], links)
             ]
             # Gloo's reduce-scatter sends twice what it needs to: on links faster by that, what a better one would do.
-            faster = [tables.MADE_UP * link for link in links if link is not None]
+            faster = [MADE_UP * link for link in links if link is not None]
             rows += world.rows(replace(job, engines=(REFERENCE,), rounds=1), lens[-1:], faster)
             results = self.results(job, rows, self.cluster)
         with World.of(1, say=self.say) as world:
+            alone = self.results(job, world.rows(replace(job, engines=("single",), rounds=1), lens), None)
+        self.keep("training", results=results, alone=alone)
+
+    def memory(self) -> None:
+        """Tables 3 and 4: memory and bytes of a training step, each engine by itself."""
+        lens = [length for length, _ in self.scale.train]
+        job = replace(self.scale.job, rounds=0)
+        with World.of(self.scale.nodes, self.cluster, say=self.say) as world:
+            results = self.results(job, world.rows(job, lens), self.cluster)
+        with World.of(1, say=self.say) as world:
             alone = self.results(job, world.rows(replace(job, engines=("single",)), lens), None)
-        self.write("training", tables.training(results, alone), [results, alone])
-        self.write("memory", tables.memory(results, alone), [results, alone])
         size = (self.scale.nodes, self.scale.count_len, 8, 128)
-        counted = peers.compare(*size, 0)
-        self.write("bytes", tables.sent(results, counted, size), raw=counted)
+        self.keep("memory", results=results, alone=alone, counted=peers.compare(*size, 0), size=size)
 
     def prefill(self) -> None:
         """Table 2: the first token's latency."""
-        job = replace(self.scale.job, task="prefill")
+        job = replace(self.scale.job, task="prefill", weigh=False)
         with World.of(self.scale.nodes, self.cluster, say=self.say) as world:
             middle = self.links(world)[1]
             rows = [
@@ -154,8 +170,7 @@ class Paper:
                 for length, rounds in self.scale.prefill
                 for row in world.rows(replace(job, rounds=rounds), [length], [middle])
             ]
-        results = self.results(job, rows, self.cluster)
-        self.write("prefill", tables.prefill(results), [results])
+        self.keep("prefill", results=self.results(job, rows, self.cluster))
 
     def perplexity(self) -> None:
         """Table 5: every engine on one trained model."""
@@ -171,29 +186,23 @@ class Paper:
                 subprocess.run([*burst, *shlex.split(command)], check=True, stdout=subprocess.DEVNULL)
             raw = json.loads(told.read_text())
         commands = [f"burst {text}".replace(folder, "runs/paper") for text in (train, evaluate)]
-        self.write("perplexity", tables.perplexity(raw, commands, self.command), raw=raw)
+        self.keep("perplexity", engines=raw["results"], commands=commands)
 
     def ablation(self) -> None:
         """Table 6: what each part is worth."""
-        scale = self.scale
+        scale, job = self.scale, self.scale.job
         with World.of(scale.nodes, self.cluster, say=self.say) as world:
             middle = self.links(world)[1]
         with Cluster(*self.cluster, rate=middle) as made:
             self.say(f"ablation at {scale.ablation_len:,} tokens")
-            rows = ablation.compare(
-                scale.nodes,
-                seq_len=scale.ablation_len,
-                heads=scale.job.heads,
-                head_dim=scale.job.head_dim,
-                dtype=torch.bfloat16,
-                rounds=scale.rounds,
-                entries=made.entries(),
-            )
-        self.write("ablation", tables.ablation(rows, scale, middle, self.command), raw=rows)
+            sizes = {"seq_len": scale.ablation_len, "heads": job.heads, "head_dim": job.head_dim}
+            options = {"dtype": torch.bfloat16, "rounds": scale.rounds, "entries": made.entries()}
+            rows = ablation.compare(scale.nodes, **sizes, **options)
+        self.keep("ablation", rows=rows, sizes={**sizes, "ranks": scale.nodes, "link": middle})
 
     def scaling(self) -> None:
         """Table 7: more ranks, at a fixed length and at a fixed length per rank."""
-        job = replace(self.scale.job, rounds=1)
+        job = replace(self.scale.job, rounds=self.scale.scaling_rounds)
         strong: list[Row] = []
         weak: list[Row] = []
         for n in self.scale.worlds:
@@ -201,28 +210,28 @@ class Paper:
             with World.of(n, say=self.say) as world:
                 strong += world.rows(replace(job, engines=engines), [self.scale.fixed_len])
                 weak += world.rows(replace(job, engines=engines), [self.scale.per_rank * n])
-        results = [self.results(job, rows, None) for rows in (strong, weak)]
-        self.write("scaling", tables.scaling(*results), results)
+        self.keep("scaling", strong=self.results(job, strong, None), weak=self.results(job, weak, None))
 
     def long(self) -> None:
         """128K tokens through one attention layer, forward and backward."""
-        job = replace(self.scale.job, task="attention", engines=("burst",), heads=4, kv_heads=4, head_dim=64, rounds=0)
+        sizes = {"heads": 4, "kv_heads": 4, "head_dim": 64}
+        job = replace(self.scale.job, task="attention", engines=("burst",), rounds=0, **sizes)
         with World.of(self.scale.long_ranks, say=self.say) as world:
             results = self.results(job, world.rows(job, [self.scale.long_len]), None)
-            imports = sum(world.baselines)
-        self.write("long", tables.long(results, imports), [results])
+            imports = sum(world.per_rank)
+        self.keep("long", results=results, imports=imports)
 
     def peers(self) -> None:
         """Ours against the packages themselves."""
         scale = self.scale
         self.say(f"peers at {scale.peer_len:,} tokens")
         size = (2, scale.peer_len, 8, 128)
-        rows = peers.compare(*size, scale.peer_rounds, names=PEERS)
-        self.write("peers", tables.peers(rows, size, self.command), raw=rows)
+        self.keep("peers", rows=peers.compare(*size, scale.peer_rounds, names=PEERS), size=size)
 
 
 SECTIONS: dict[str, Callable[[Paper], None]] = {
     "training": Paper.training,
+    "memory": Paper.memory,
     "prefill": Paper.prefill,
     "perplexity": Paper.perplexity,
     "ablation": Paper.ablation,
@@ -235,17 +244,25 @@ SECTIONS: dict[str, Callable[[Paper], None]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
-    parser.add_argument("--only", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
+    parser.add_argument(
+        "--only", nargs="*", choices=list(SECTIONS), default=list(SECTIONS), help="none: draw the pages"
+    )
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything runs")
     a = parser.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # ranks in namespaces have no host names, and would say so
-    began = time.monotonic()
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # ranks in namespaces have no addresses by name, and say so
     command = "python benchmarks/paper.py" + " --quick" * a.quick
     paper = Paper(QUICK if a.quick else Scale(), a.out, command, Console())
     for name in a.only:
+        began = time.monotonic()
         SECTIONS[name](paper)
-    paper.say(f"{len(a.only)} sections in {(time.monotonic() - began) / 60:.0f} minutes")
+        paper.say(f"{name}: {(time.monotonic() - began) / 60:.1f} minutes")
+        note = json.loads((a.out / f"{name}.json").read_text())
+        (a.out / f"{name}.json").write_text(
+            json.dumps(note | {"minutes": (time.monotonic() - began) / 60}, indent=1) + "\n"
+        )
+    for path in tables.draw(a.out):
+        paper.say(f"wrote {path}")
 
 
 if __name__ == "__main__":

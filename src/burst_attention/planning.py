@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, Literal, NoReturn
@@ -23,6 +25,23 @@ from .plan.cost import Shape, Traffic
 from .plan.mask import Mask
 from .plan.schedule import TRAVELS, Schedule, make_schedule
 
+# An operator of torch takes numbers, no plans. The one registry of the library, kept weakly: a plan is its caller's.
+_PLANS: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
+
+
+def plan_of(handle: int) -> Plan:
+    """The plan with this handle.
+
+    Raises:
+        ValueError: it is gone.
+    """
+    plan = _PLANS.get(handle)
+    if plan is None:
+        raise ValueError(
+            f"plan handle {handle} is of no plan any more; keep the plan for as long as its calls' backwards"
+        )
+    return plan
+
 
 @dataclass(frozen=True, eq=False)
 class Plan:
@@ -34,6 +53,10 @@ class Plan:
     schedule: Schedule
     transport: Transport
     agreement: Agreement
+    handle: int = field(init=False, repr=False, default_factory=itertools.count(1).__next__)
+
+    def __post_init__(self) -> None:
+        _PLANS[self.handle] = self
 
     @property
     def rank(self) -> int:

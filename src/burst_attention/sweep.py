@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -48,6 +48,15 @@ class Pass(Protocol):
 
     def visit(self, query: Tensors, key: Tensors, tiles: Tiles) -> Mapping[Side, Tensors]:
         """Partial results of one pair, for the sides that get any."""
+        ...
+
+    def extend(self, query: Tensors, key: Tensors, tiles: Tiles, total: Tensors) -> None:
+        """Fold one pair into the query side's running total in place, with no partial result in between."""
+        ...
+
+    @property
+    def extends(self) -> bool:
+        """Can :meth:`extend` take the place of :meth:`visit` and :meth:`combine`?"""
         ...
 
     def blank(self, side: Side, rows: int) -> Tensors:
@@ -81,6 +90,14 @@ class Forward:
         (q,), (k, v) = query, key
         return {Side.QUERY: self.kernel.forward(q, k, v, tiles, self.scale)}
 
+    @property
+    def extends(self) -> bool:
+        return self.kernel.continues
+
+    def extend(self, query: Tensors, key: Tensors, tiles: Tiles, total: Tensors) -> None:
+        (q,), (k, v), (out, lse) = query, key, total
+        self.kernel.extend(q, k, v, tiles, self.scale, out, lse)
+
     def blank(self, side: Side, rows: int) -> Tensors:
         return blank_output(self.q, self.v, rows, accumulation_dtype(self.q.dtype))
 
@@ -113,6 +130,11 @@ class Backward:
         lse, delta = stats.unbind(-1)
         dq, dk, dv = self.kernel.backward(dout, q, k, v, lse, delta, tiles, self.scale)
         return {Side.QUERY: (dq,), Side.KEY: (dk, dv)}
+
+    extends: ClassVar[bool] = False
+
+    def extend(self, query: Tensors, key: Tensors, tiles: Tiles, total: Tensors) -> None:
+        raise NotImplementedError("gradients are added up")
 
     def blank(self, side: Side, rows: int) -> Tensors:
         like = (self.q,) if side is Side.QUERY else (self.k, self.v)
@@ -164,6 +186,9 @@ class _Run:
     def visit(self, op: Visit) -> None:
         """Compute a pair and fold in what it gives."""
         query, key = (_take(self.held[side, op.owner(side)], op.held[side]) for side in Side)
+        if self._work.extends and (total := self.sums.running(Side.QUERY, op.query_owner, op.into[Side.QUERY])):
+            self._work.extend(query, key, op.tiles, total)
+            return
         for side, part in self._work.visit(query, key, op.tiles).items():
             self.sums.add(side, op.owner(side), op.into[side], part)
 
@@ -222,6 +247,11 @@ class _Sums:
         work.combine(side, gathered, part)
         for x, y in zip(total, gathered, strict=True):
             x.index_copy_(2, index, y)
+
+    def running(self, side: Side, owner: int, where: Where) -> Tensors | None:
+        """The total's rows at ``where``, to be written to; None if there is none yet, or no view of these rows."""
+        total = self._totals.get((side, owner))
+        return _take(total, where) if total is not None and isinstance(where, slice) else None
 
     def pop(self, side: Side, owner: int, dtypes: tuple[torch.dtype, ...] | None = None) -> Tensors:
         """The total, rounded if asked; blank if nothing was added."""

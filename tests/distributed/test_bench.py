@@ -18,10 +18,10 @@ import torch
 from burst_attention.bench.job import Job, engine_of
 from burst_attention.bench.judge import judge, sampled_error
 from burst_attention.bench.measure import Figures, measure
-from burst_attention.bench.memory import peak_during, resident
+from burst_attention.bench.memory import give_back, peak_during, resident
 from burst_attention.bench.results import Results, Span
 from burst_attention.bench.run import World
-from burst_attention.bench.subjects import AttentionSubject
+from burst_attention.bench.subjects import AttentionSubject, ModelSubject, Print
 from burst_attention.bench.trace import Trace
 from burst_attention.cli.bench import main
 
@@ -46,19 +46,22 @@ def test_what_is_counted_is_what_was_predicted(pools, task):
             assert f"--engine {engine} exchanges around the attention" in figures[0].refused
             continue
         for rank in figures:
-            assert rank.counted == rank.predicted > 0, engine
+            assert rank.counted == rank.predicted, engine
             assert len(rank.seconds) == 1
             assert rank.seconds[0] > 0
-            assert rank.peak > 2**20
+            assert rank.peak >= 0
             waits = sum(span.end - span.start for span in rank.spans if span.kind == "wait")
             compute = sum(span.end - span.start for span in rank.spans if span.kind == "compute")
             assert waits > 0
             assert compute > 0
             assert any(span.kind == "exchange" for span in rank.spans)
             assert waits + compute == pytest.approx(max(span.end for span in rank.spans), rel=1e-6)
-        prints.append(figures[0].fingerprint)
+        assert sum(rank.counted for rank in figures) > 0, engine
+        prints.append(figures[0].prints)
     assert prints[0]
-    assert all(print_ == pytest.approx(prints[0], rel=1e-4) for print_ in prints)
+    for told in prints:
+        assert all(abs(x.value - y.value) < 1e-3 * y.size for x, y in zip(told, prints[0], strict=True))
+        assert all(y.size > 0 for y in told)
 
 
 @pytest.mark.parametrize("task", ["attention", "train", "prefill"])
@@ -86,6 +89,32 @@ def test_rows_at_the_timed_length_are_compared_with_fp64(pools):
         assert min(pools(2).run(sampled, spoiled)) == pytest.approx(0.01, rel=0.01)
 
 
+def spoiled_gradient(spoil):
+    """What the judge says of an engine whose key gradients are not summed over ranks, in bf16."""
+    job = replace(SMALL, engines=("burst",), dtype="bfloat16")
+    backward = ModelSubject.backward
+
+    def wrong(self):
+        loss = backward(self)
+        if self.groups == 1:
+            for name, parameter in self.model.named_parameters():
+                if spoil in name:
+                    parameter.grad.mul_(0.8)
+        return loss
+
+    ModelSubject.backward = wrong
+    try:
+        return judge(job)["burst"]
+    finally:
+        ModelSubject.backward = backward
+
+
+@pytest.mark.parametrize("spoil", ["k_proj", "input_layernorm", "lm_head"])
+def test_the_judge_sees_one_wrong_parameter(pools, spoil):
+    for error, bound in pools(2).run(spoiled_gradient, spoil):
+        assert error > bound
+
+
 class Scripted:
     """In place of a pool: ranks that answer from a script."""
 
@@ -94,7 +123,7 @@ class Scripted:
     def __init__(self, judged, figures):
         self.judged, self.figures = judged, figures
 
-    def run(self, function, *arguments, timeout=0.0):
+    def run(self, function, *arguments, timeout=0.0, patience=None):
         if function is judge:
             return [self.judged] * 2
         if function is measure:
@@ -103,7 +132,8 @@ class Scripted:
 
 
 def figures_of(engine, **changes):
-    right = {"seconds": [1.0], "wire": [0], "counted": 10, "predicted": 10, "peak": 100, "fingerprint": [6.0, 2.0]}
+    prints = [Print(6.0, 6.0), Print(2.0, 1.0)]
+    right = {"seconds": [1.0], "wire": [0], "counted": 10, "predicted": 10, "peak": 100, "prints": prints}
     return Figures(engine, **(right | changes))
 
 
@@ -120,8 +150,9 @@ def test_no_figure_is_told_of_an_engine_that_is_wrong():
         ((math.nan, 1e-5), {}),
         (good, {"sampled": 1e-3}),
         (good, {"sampled": math.nan}),
-        (good, {"fingerprint": [6.0, 2.01]}),
-        (good, {"fingerprint": [math.nan, 2.0]}),
+        (good, {"prints": [Print(6.0, 6.0), Print(2.01, 1.0)]}),
+        (good, {"prints": [Print(math.nan, 6.0), Print(2.0, 1.0)]}),
+        (good, {"prints": [Print(6.0, 6.0), Print(math.nan, math.nan)]}),
     ):
         judged = {"burst": good, "ring": bad, "ulysses": good}
         rows = rows_of(judged, figures_of("burst"), figures_of("ring", **changes), figures_of("ulysses"))
@@ -152,8 +183,8 @@ def test_a_trace_shares_out_all_time():
     trace.spans = [Span("wait", 2, 3, "b"), Span("wait", 0.5, 1, "a"), Span("exchange", 0, 3, "b")]
     told = trace.finish()
     assert [(span.kind, round(span.start, 3)) for span in told] == [
-        ("compute", 0),
         ("exchange", 0),
+        ("compute", 0),
         ("wait", 0.5),
         ("compute", 1),
         ("wait", 2),
@@ -163,10 +194,24 @@ def test_a_trace_shares_out_all_time():
 
 
 def test_a_peak_is_seen_after_it_has_passed():
+    give_back()
     before = resident()
-    peak = peak_during(lambda: torch.ones(2**25).sum())  # 128 MiB, freed at once
+    result, peak = peak_during(lambda: torch.ones(2**25).sum().item())  # 128 MiB, freed at once
+    assert result == 2**25
     assert 120 * 2**20 < peak - before < 180 * 2**20
     assert resident() - before < 40 * 2**20
+
+
+def test_memory_is_of_one_engine_by_itself(pools):
+    """The same engine first and last in a row of them: 2 MiB for each of q, k, v, out, dout and their gradients."""
+    job = replace(SMALL, task="attention", seq_len=8192, head_dim=32, dtype="float32", rounds=0)
+    for figures in pools(2).run(
+        measure, replace(job, engines=("burst", "ring", "ulysses", "ring:contiguous", "burst"))
+    ):
+        first, *_, last = (each.peak for each in figures)
+        assert 14 * 2**20 < first < 80 * 2**20
+        assert last == pytest.approx(first, rel=0.25, abs=2**22)
+        assert len(figures[0].seconds) == 1
 
 
 def test_the_command_writes_results_and_report(tmp_path, capsys):
@@ -211,7 +256,8 @@ def test_a_cluster_counts_the_true_bytes_and_limits_them(tmp_path):
         assert row.bytes_counted < row.bytes_wire < 5 * row.bytes_counted + 1e6
         assert row.bytes_wire == pytest.approx(free[engine].bytes_wire, rel=0.05)
         assert row.median > 8 * row.bytes_wire / rate * 0.8, "what is sent takes its time"
-    assert "net" not in "".join(left_namespaces())
+        assert row.bytes_parameters == row.bytes_wire - row.bytes_counted
+    assert not left_namespaces()
 
 
 def left_namespaces():
@@ -230,6 +276,8 @@ def left_namespaces():
         (["train", "--cluster", "8by1"], "'8by1'"),
         (["train", "--cluster", "2x1", "--link", "fast"], "'fast'"),
         (["train", "--seq-lens", "3", "--worlds", "4"], "--seq-lens 3 is shorter than the 4 ranks"),
+        (["train", "--cluster", "2x1", "--worlds", "4"], "--worlds can't be given with --cluster 2x1"),
+        (["train", "--kv-heads", "0"], "--kv-heads 0 must be at least 1"),
         (["train", "--rounds", "0"], "--rounds 0 must be at least 1"),
         (["train", "--heads", "8", "--kv-heads", "3"], "--heads 8 must be a multiple of --kv-heads 3"),
     ],
@@ -251,12 +299,15 @@ def test_the_papers_tables_are_written_by_one_command(tmp_path):
     expected = ("training", "memory", "bytes", "prefill", "perplexity", "ablation", "scaling", "long", "peers")
     assert set(pages) >= set(expected)
     for name in expected:
-        assert "WRONG:" not in pages[name], pages[name]
+        assert "WRONG" not in pages[name], pages[name]
         assert "| ---" in pages[name], name
         assert "Command: `python benchmarks/paper.py --quick`" in pages[name], name
-        assert json.loads((tmp_path / f"{name}.json").read_text())
+    for section in set(expected) - {"bytes"}:  # whose figures are memory's
+        assert json.loads((tmp_path / f"{section}.json").read_text())["minutes"] > 0
     for engine in ("burst", "ring", "ulysses", "tensor", "tensor-sequence", "single"):
         assert f"| {engine} |" in pages["training"]
         assert f"| {engine} |" in pages["perplexity"]
-    assert pages["training"].count("met") >= 5, "every target has its verdict"
+    verdicts = [line.split("|")[4].strip() for line in pages["README"].splitlines() if line.startswith("| burst")]
+    assert len(verdicts) == 8, "every target has its verdict"
+    assert all(verdict.startswith(("met", "**not met**", "not measured")) for verdict in verdicts)
     assert not left_namespaces()

@@ -86,6 +86,9 @@ def test_ranks_of_a_node_share_its_network_and_all_reduce_crosses(two_by_two: tu
     found = pool.run(network)
     assert len({own for own, _, _ in found} | {os.readlink("/proc/self/ns/net")}) == 3
     assert found[0] == found[1] and found[2] == found[3]
+    hosts = pool.run(socket.gethostname)  # by which a plan's route is chosen
+    assert hosts[0] == hosts[1] and hosts[2] == hosts[3] and hosts[0] != hosts[2]
+    assert socket.gethostname() not in hosts
     assert all(names == ["burst0", "lo"] and chosen == "burst0" for _, chosen, names in found)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from burst_attention import Mask, make_plan
 from burst_attention.comm.mesh import make_mesh
@@ -16,8 +17,7 @@ from burst_attention.planning import lone_plan
 from burst_attention.testing import attend
 from burst_attention.testing.check import relative_l2
 from burst_attention.training.loop import train
-from burst_attention.training.model import build_model, layer_windows, model_config, plans_for
-from burst_attention.training.tokenizer import ByteTokenizer
+from burst_attention.training.model import build_model, layer_windows, plans_for
 from tests.training import config_of, losses, norms, write_corpus
 
 STEPS = 20
@@ -30,6 +30,7 @@ EVERY = [
     ("tensor", "auto", 2, {}),
     ("tensor-sequence", "auto", 2, {}),
     ("tensor-sequence", "auto", 4, {"data_parallel": 2}),
+    ("tensor", "auto", 2, {"accumulate": 2}),
     ("single", "auto", 2, {"data_parallel": 2}),
 ]
 
@@ -59,20 +60,37 @@ def expected(pools, corpus, tmp_path_factory):
 def test_every_engine_trains_as_a_single_rank(pools, corpus, tmp_path, expected, engine, layout, world, changes):
     settings = {"engine": engine, "layout": layout, "seq_len": 96, "steps": STEPS, **changes}
     pools(world).run(train, config_of(corpus, tmp_path, **settings))
-    right, right_norms = expected(changes.get("data_parallel", 1))
+    right, right_norms = expected(changes.get("data_parallel", 1) * changes.get("accumulate", 1))
     assert right[-1] < right[0] - 0.3, "it learns"
     assert losses(tmp_path) == pytest.approx(right, abs=1e-4)
     assert norms(tmp_path) == pytest.approx(right_norms, rel=1e-3)
 
 
-def parameter_gradients(engine_name, layout):
+SIZES = {
+    "vocab_size": 259,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "initializer_range": 0.1,
+}
+MODELS = {
+    "llama": lambda: LlamaConfig(**SIZES),
+    "grouped and tied": lambda: LlamaConfig(**SIZES | {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "norms of heads": lambda: Qwen3Config(**SIZES),
+    "biases and windows": lambda: Qwen2Config(
+        **SIZES | {"num_key_value_heads": 2}, use_sliding_window=True, sliding_window=9, max_window_layers=1
+    ),
+}
+
+
+def parameter_gradients(engine_name, layout, kind="llama"):
     """Whole fp64 gradients by name on this rank, of one packed sequence."""
     engine, world = choose(engine_name, layout=layout), torch.distributed.get_world_size()
     mesh, everyone = make_mesh("cpu"), init_device_mesh("cpu", (world,))
-    tokenizer = ByteTokenizer()
-    config = model_config("tiny", tokenizer, 64)
-    config.hidden_size, config.intermediate_size, config.head_dim = 32, 64, 8
-    config.num_key_value_heads = 4
+    config = MODELS[kind]()
     engine.check(Heads.of(config), 64, world)
     dtype = torch.float64
     model = build_model("tiny", config, engine, dtype=dtype, mesh=mesh, everyone=everyone, seed=3)
@@ -104,10 +122,25 @@ def parameter_gradients(engine_name, layout):
 def test_every_gradient_is_the_single_ranks(pools, engine, layout, world):
     ((loss, expected, _),) = pools(1).run(parameter_gradients, "single", "auto")
     for rank, (own_loss, grads, _) in enumerate(pools(world).run(parameter_gradients, engine, layout)):
-        assert own_loss == pytest.approx(loss, abs=1e-12)
-        assert grads.keys() == expected.keys()
-        for name, grad in grads.items():
-            assert relative_l2(grad, expected[name]) < 1e-11, (rank, name)
+        assert_same(rank, own_loss, grads, loss, expected)
+
+
+def assert_same(rank, own_loss, grads, loss, expected):
+    assert own_loss == pytest.approx(loss, abs=1e-12)
+    assert grads.keys() == expected.keys()
+    for name, grad in grads.items():
+        assert expected[name].abs().max() > 0, name
+        assert relative_l2(grad, expected[name]) < 1e-11, (rank, name)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "llama"])
+@pytest.mark.parametrize("engine", ["burst", "ulysses", "tensor", "tensor-sequence"])
+def test_other_models_gradients_are_the_single_ranks_too(pools, engine, kind):
+    ((loss, expected, _),) = pools(1).run(parameter_gradients, "single", "auto", kind)
+    if kind == "biases and windows":
+        assert len(set(layer_windows(MODELS[kind]()))) == 2
+    for rank, (own_loss, grads, _) in enumerate(pools(2).run(parameter_gradients, engine, "auto", kind)):
+        assert_same(rank, own_loss, grads, loss, expected)
 
 
 def test_tensor_parallelism_exchanges_no_more_than_megatron(pools):

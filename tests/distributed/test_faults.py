@@ -180,7 +180,7 @@ def fall(rank: int, how: str, when: str, route: str) -> tuple:
                     end()
                 return super().backward(*arguments)
 
-        object.__setattr__(out.grad_fn.call, "kernel", Mortal())
+        take_kernel(Mortal())
     call = (lambda: burst_attention(q, k, v, plan)) if when == "before a call" else (lambda: out.sum().backward())
     first = caught(call)
     second = caught(burst_attention, q, k, v, plan)
@@ -244,6 +244,13 @@ def test_backwards_in_different_orders_are_refused(pools, kind: str) -> None:
         assert all("backward" in r[1] and r[3] == 0 for r in raised)
 
 
+def take_kernel(kernel: Any) -> None:
+    """From now on every call and backward of this process, whose pool is not used again, runs ``kernel``."""
+    from burst_attention import call
+
+    call.choose = lambda *_, **__: kernel
+
+
 def fails_in_the_sweep() -> tuple:
     """A rank runs out of memory in its second visit, survives, and calls again."""
     from burst_attention.kernels.reference import Reference
@@ -256,7 +263,7 @@ def fails_in_the_sweep() -> tuple:
             raise MemoryError("no room")
 
     if plan.rank == 1:
-        object.__setattr__(out.grad_fn.call, "kernel", Poor())
+        take_kernel(Poor())
     first = caught(out.sum().backward)
     return first, caught(burst_attention, *tensors(plan), plan)
 
@@ -319,7 +326,7 @@ def hygiene() -> tuple:
 @pytest.mark.parametrize("world", [2, 3])
 def test_two_hundred_calls_leave_nothing_and_give_the_same_bits(pools, world: int) -> None:
     for before, after, same_bits, inputs_kept in pools(world).run(hygiene):
-        assert before == after
+        assert all(now <= then for then, now in zip(before, after, strict=True)), (before, after)
         assert same_bits and inputs_kept
 
 

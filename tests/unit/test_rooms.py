@@ -26,7 +26,16 @@ NEVER = {  # a room or file -> what it must not import
     "kernels/aten.py": ("burst_attention.kernels.reference",),
     **{
         file: tuple(f"burst_attention.{room}" for room in OUTER)
-        for file in ("sweep.py", "attention.py", "planning.py", "resharding.py", "loss.py")
+        for file in (
+            "sweep.py",
+            "attention.py",
+            "call.py",
+            "op.py",
+            "remat.py",
+            "planning.py",
+            "resharding.py",
+            "loss.py",
+        )
     },
     "engines": (
         "burst_attention.training",

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from .namespaces import ClusterError, call, enter, exit_on_sigterm, inside, remove, remove_leftovers, tools
+from .namespaces import ClusterError, call, enter, exit_on_sigterm, inside, name_host, remove, remove_leftovers, tools
 
 __all__ = ["Cluster", "ClusterError", "Entry", "parse_cluster", "parse_rate", "remove_leftovers"]
 
@@ -88,6 +88,7 @@ class Entry:
     def __call__(self) -> str:
         """Enter; return the rendezvous. OSError if the namespace is gone: nothing may then be sent."""
         enter(self.namespace)
+        name_host(self.namespace)  # by which ranks see who shares a node with them
         os.environ["GLOO_SOCKET_IFNAME"] = self.interface
         return self.rendezvous
 

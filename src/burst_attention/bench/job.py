@@ -18,9 +18,9 @@ class Job:
         task: ``attention`` (one call, forward and backward), ``train`` (an optimizer step) or ``prefill`` (the forward
             up to the logits of the next token).
         engines: names, each with ``:LAYOUT`` where it is not the engine's best.
-        rounds: timed calls of each engine, taking turns; 0 takes the time of the untimed one, which is a little longer.
-        warm: first run each engine once untimed, to count its bytes and see its peak memory.
-        timeline: write down what each rank does in the last round.
+        rounds: timed calls of each engine, taking turns; 0 takes the time of the weighed one, which is a little longer.
+        weigh: first run each engine once by itself, to count its bytes and see its peak memory.
+        timeline: write down what each rank does in one more call.
         interface: of the emulated cluster, whose counter is read around each call; None without one.
         dtype: of the computation.
         timeout: seconds that an exchange may take.
@@ -30,7 +30,7 @@ class Job:
     engines: tuple[str, ...]
     seq_len: int
     rounds: int = 3
-    warm: bool = True
+    weigh: bool = True
     timeline: bool = False
     interface: str | None = None
     layers: int = 1

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
 
+from burst_attention.engines import Engine
+
 from .job import Job, engine_of
 from .judge import sampled_error
-from .memory import peak_during
+from .memory import give_back, peak_during, resident
 from .results import Span
-from .subjects import Subject, make_subject
+from .subjects import Print, Subject, make_subject, refusal
 from .trace import Collectives, Trace
 
 
@@ -29,62 +31,73 @@ class Figures:
     predicted: int | None = None
     peak: int | None = None
     sampled: float | None = None
-    fingerprint: list[float] = field(default_factory=list)
+    prints: list[Print] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
 
 
 def measure(job: Job) -> list[Figures]:
     """The figures of every engine of ``job`` on this rank. Every rank must call it."""
-    trace = Trace()
-    told, subjects = [], []
-    for spec in job.engines:
-        figures = Figures(spec)
-        told.append(figures)
-        try:
-            subject = make_subject(job, engine_of(spec), trace)
-        except ValueError as error:
-            figures.refused = str(error)
-            continue
-        figures.predicted = subject.predicted
-        subjects.append((figures, subject))
-    if job.warm:
-        for figures, subject in subjects:
-            _warm(job, figures, subject, trace)
-    for number in range(job.rounds):
-        for figures, subject in subjects:
-            _timed(job, figures, subject, trace, last=number == job.rounds - 1)
+    told = [Figures(spec, refused=refusal(job, engine_of(spec))) for spec in job.engines]
+    able = [(figures, engine_of(figures.engine)) for figures in told if figures.refused is None]
+    if job.weigh:
+        # What libraries allocate on first use is nobody's memory: a short call of each goes before.
+        short = job.at(min(job.seq_len, 32 * dist.get_world_size()))
+        for at in (short, job):
+            for figures, engine in able:
+                _weigh(at, figures, engine)
+    if job.rounds:
+        _time(job, able)
     return told
 
 
-def _warm(job: Job, figures: Figures, subject: Subject, trace: Trace) -> None:
-    """One call to count bytes, see the peak of memory and look at the results; it also makes all caches."""
-    sent, collectives = subject.sent, Collectives(trace, dist.get_world_size())
-    before = _sent_by_interface(job.interface)
+def _weigh(job: Job, figures: Figures, engine: Engine) -> None:
+    """One engine by itself: the peak of its memory, its bytes, and its results against the others' and fp64."""
+    give_back()
+    before, trace = resident(), Trace()
+    collectives = Collectives(trace, dist.get_world_size())
     dist.barrier()
     start = time.perf_counter()
-    with collectives:
-        figures.peak = peak_during(subject.run)
+    subject, peak = peak_during(lambda: _run_once(job, engine, trace, collectives))
     if not job.rounds:  # too long to run twice
         figures.seconds = [time.perf_counter() - start]
-        figures.wire = [_sent_by_interface(job.interface) - before]
-    figures.counted = subject.sent - sent + collectives.activations
-    figures.fingerprint = subject.fingerprint()
-    figures.sampled = sampled_error(job, subject)
+    figures.peak = peak - before
+    figures.predicted, figures.counted = subject.predicted, subject.sent + collectives.activations
+    figures.prints, figures.sampled = subject.prints(), sampled_error(job, subject)
+    del subject
+    gc.collect()  # a spread model is in cycles
 
 
-def _timed(job: Job, figures: Figures, subject: Subject, trace: Trace, *, last: bool) -> None:
-    recorded = last and job.timeline
-    before = _sent_by_interface(job.interface)
-    dist.barrier()
-    trace.clear()
-    start = time.perf_counter()
-    with Collectives(trace, dist.get_world_size()) if recorded else nullcontext():
+def _run_once(job: Job, engine: Engine, trace: Trace, collectives: Collectives) -> Subject:
+    subject = make_subject(job, engine, trace)
+    with collectives:
         subject.run()
-    figures.seconds.append(time.perf_counter() - start)
-    if recorded:
+    return subject
+
+
+def _time(job: Job, able: list[tuple[Figures, Engine]]) -> None:
+    """All engines in turn, round by round; then, if asked, once more with what each rank does written down."""
+    trace = Trace()
+    subjects = [(figures, make_subject(job, engine, trace)) for figures, engine in able]
+    for _, subject in subjects:
+        subject.warm_up()
+    for _ in range(job.rounds):
+        for figures, subject in subjects:
+            before = _sent_by_interface(job.interface)
+            dist.barrier()
+            start = time.perf_counter()
+            subject.run()
+            figures.seconds.append(time.perf_counter() - start)
+            dist.barrier()
+            figures.wire.append(_sent_by_interface(job.interface) - before)
+    for figures, subject in subjects if job.timeline else []:
+        dist.barrier()
+        trace.clear()
+        with Collectives(trace, dist.get_world_size()):
+            subject.run()
         figures.spans = trace.finish()
-    dist.barrier()
-    figures.wire.append(_sent_by_interface(job.interface) - before)
+    for figures, subject in subjects:
+        figures.prints = figures.prints or subject.prints()
+        figures.predicted = subject.predicted
 
 
 def _sent_by_interface(interface: str | None) -> int:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
+T = TypeVar("T")
 _M_MMAP_THRESHOLD = -3
 _MMAP_ALWAYS, _MMAP_SELDOM = 64 * 1024, 32 * 1024 * 1024
 
@@ -16,8 +19,14 @@ def resident(field: str = "VmRSS") -> int:
     return int(line.split()[1]) * 1024
 
 
-def peak_during(call: Callable[[], object]) -> int:
-    """Most bytes that were resident while ``call`` ran.
+def give_back() -> None:
+    """Collect what is in cycles and let glibc return what is free to the system."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def peak_during(call: Callable[[], T]) -> tuple[T, int]:
+    """(what ``call`` gave, the most bytes that were resident while it ran).
 
     glibc is told to give freed tensors back at once meanwhile, so that the peak is of live ones; it makes the call
     slower, so take no times from it.
@@ -27,7 +36,7 @@ def peak_during(call: Callable[[], object]) -> int:
     libc.malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     try:
-        call()
+        result = call()
+        return result, resident("VmHWM")
     finally:
         libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_SELDOM)
-    return resident("VmHWM")

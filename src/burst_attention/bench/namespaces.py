@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+CLONE_NEWUTS = 0x04000000
 CLONE_NEWNET = 0x40000000
 NAMESPACES = Path("/run/netns")
 
@@ -86,6 +88,14 @@ def enter(namespace: str) -> None:
     """
     with (NAMESPACES / namespace).open("rb") as file:
         _set_namespace(file.fileno())
+
+
+def name_host(name: str) -> None:
+    """This process has a host name of its own from now on."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(CLONE_NEWUTS):
+        raise OSError(ctypes.get_errno(), f"unshare: {os.strerror(ctypes.get_errno())}")
+    socket.sethostname(name)
 
 
 @contextmanager

@@ -37,8 +37,11 @@ COLUMNS = (  # header, what it means
     ("bytes counted", "sent per rank and call as the transport counted: activations"),
     ("bytes predicted", "the same, predicted before the run"),
     ("bytes on the wire", "on the interfaces of the emulated cluster, per rank"),
-    ("bytes of parameters", "on the wire beyond the counted: parameters, their gradients, protocol headers"),
-    ("peak memory", "highest rank's, above what was resident after the imports"),
+    (
+        "bytes of parameters",
+        "on the wire beyond the counted: parameters, their gradients, protocol headers, what gloo sends too much",
+    ),
+    ("peak memory", "highest rank's, above what was resident after the imports, before the engine was built"),
     ("error", "greatest against fp64, relative"),
     ("bound", "what the error may be"),
 )
@@ -263,6 +266,7 @@ def _timelines_section(rows: list[Row]) -> str:
     )
     note = (
         "What each rank did in one call. Computing and waiting share a rank's time; the exchange runs beside them. "
+        "Waiting for the parameters' collectives counts as computing. "
         "Engines at the same length, ranks and link share one scale."
     )
     inner = f'<p>{note}</p><div class="grid">{plots}</div>' if rows else '<p class="none">No row has a timeline.</p>'

@@ -18,8 +18,8 @@ class Span:
     """One stretch of one rank's time, in seconds since the ranks started together.
 
     Attributes:
-        kind: ``wait`` (the rank does nothing but wait for messages) and ``compute`` share the rank's time between
-            them; ``exchange`` (messages on the wire) runs beside them.
+        kind: ``wait`` (the rank does nothing but wait for activations) and ``compute`` (all else; waiting for FSDP2's
+            parameters too) share the rank's time between them; ``exchange`` (messages on the wire) runs beside them.
         label: what it was, such as ``hop 3 of the forward``.
     """
 
@@ -44,7 +44,8 @@ class Row:
         bytes_counted: sent per rank and call as the transport counted, activations only; mean over ranks.
         bytes_predicted: the same, predicted before the run.
         bytes_wire: on the interfaces of the emulated cluster, per rank; None without one.
-        peak_memory: bytes, the highest rank's, above what was resident after the imports.
+        nodes: of the emulated cluster.
+        peak_memory: bytes, the highest rank's, above what was resident before the engine was built.
         error: greatest error against fp64, relative.
         bound: what ``error`` may be.
         timeline: for each rank, what it did in one call.
@@ -61,6 +62,7 @@ class Row:
     bytes_counted: float | None = None
     bytes_predicted: float | None = None
     bytes_wire: float | None = None
+    nodes: int | None = None
     peak_memory: int | None = None
     error: float | None = None
     bound: float | None = None
@@ -78,8 +80,11 @@ class Row:
 
     @property
     def bytes_parameters(self) -> float | None:
-        """On the wire beyond what the transport counted: parameters, their gradients, and protocol headers."""
-        if self.bytes_wire is None or self.bytes_counted is None:
+        """On the wire beyond what was counted: parameters, their gradients, headers, and what gloo sends too much.
+
+        None where a node has several ranks: what those send each other is counted, but not by the interface.
+        """
+        if self.bytes_wire is None or self.bytes_counted is None or self.nodes != self.world:
             return None
         return self.bytes_wire - self.bytes_counted
 

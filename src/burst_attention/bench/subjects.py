@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig
 
 from burst_attention.comm.mesh import CONTEXT, make_mesh
 from burst_attention.engines import Engine
 from burst_attention.engines.whole import whole_attention
-from burst_attention.training.model import NextTokenModel, build_model, plans_for
+from burst_attention.plan.schedule import TRAVELS
+from burst_attention.training.model import build_model, plans_for
 
 from .job import Job
 from .trace import Trace, traced
+
+
+class Print(NamedTuple):
+    """A tensor's product with a random one, the same for every engine, and the size that its error is measured by."""
+
+    value: float
+    size: float
 
 
 class Subject(Protocol):
@@ -27,8 +34,12 @@ class Subject(Protocol):
         """One call: what is timed."""
         ...
 
-    def fingerprint(self) -> list[float]:
-        """A few numbers of the last call, alike for every engine that is right. Every rank must call it."""
+    def warm_up(self) -> None:
+        """Make what is made on first use, without a whole call."""
+        ...
+
+    def prints(self) -> list[Print]:
+        """Of the last call's results, alike for every engine that is right. Every rank must call it."""
         ...
 
     @property
@@ -42,15 +53,19 @@ class Subject(Protocol):
         ...
 
 
-def make_subject(job: Job, engine: Engine, trace: Trace) -> Subject:
-    """The subject of ``job`` on ``engine``. Every rank must call it.
-
-    Raises:
-        ValueError: the engine can't do it.
-    """
-    engine.check(job.sizes, job.seq_len, dist.get_world_size())
+def refusal(job: Job, engine: Engine) -> str | None:
+    """Why ``engine`` can't do ``job`` over the ranks at hand; None if it can."""
+    try:
+        engine.check(job.sizes, job.seq_len, dist.get_world_size())
+    except ValueError as error:
+        return str(error)
     if job.task == "attention" and not engine.posts:
-        raise ValueError(f"--engine {engine.name} exchanges around the attention, not in it: see train and prefill")
+        return f"--engine {engine.name} exchanges around the attention, not in it: see train and prefill"
+    return None
+
+
+def make_subject(job: Job, engine: Engine, trace: Trace) -> Subject:
+    """The subject of ``job`` on ``engine``, which can do it. Every rank must call it."""
     return AttentionSubject(job, engine, trace) if job.task == "attention" else ModelSubject(job, engine, trace)
 
 
@@ -77,10 +92,22 @@ class AttentionSubject:
         out = self.attend(q, k, v, self.plan)
         self.results = [out.detach(), *torch.autograd.grad(out, (q, k, v), self.inputs[3])]
 
-    def fingerprint(self) -> list[float]:
-        squares = torch.stack([x.double().square().sum() for x in self.results])
-        dist.all_reduce(squares)
-        return squares.sqrt().tolist()
+    def warm_up(self) -> None:
+        assert self.plan.schedule.forward
+        for travels in TRAVELS:  # the programs of both, for it is the attention that chooses
+            assert self.plan.schedule.backward(travels)
+
+    def prints(self) -> list[Print]:
+        positions = self.plan.positions
+        found = torch.zeros(len(self.results), 2, dtype=torch.float64)
+        for n, result in enumerate(self.results):
+            make = torch.Generator().manual_seed(n)
+            by_position = torch.randn(self.plan.seqlen, generator=make, dtype=torch.float64)[positions]
+            by_number = torch.randn(result.shape[1], result.shape[3], generator=make, dtype=torch.float64)
+            weighed = torch.einsum("bhsd,s,hd->", result.double(), by_position, by_number)
+            found[n] = torch.stack([weighed, result.double().square().sum()])
+        dist.all_reduce(found)
+        return [Print(value.item(), size.sqrt().item()) for value, size in found]
 
     @property
     def sent(self) -> int:
@@ -108,17 +135,35 @@ class ModelSubject:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         sent = engine.sent([self.plans[None]] * job.layers, job.sizes, batch=1, dtype=job.torch_dtype)
         self.predicted = sum(sent) if job.task == "train" else sent[0]
-        self._told: list[float] = []
+        self._engine, self._mesh = engine, mesh
+        self._loss = 0.0
+        self._logits: Tensor | None = None
 
     def run(self) -> None:
         if self.job.task == "prefill":
-            logits = self.logits()
-            self._told = [] if logits is None else [logits.double().norm().item()]
+            self._logits = self.logits()
             return
-        loss = self.backward()
-        self._told = [loss, global_norm(self.model)]
+        self.optimizer.zero_grad(set_to_none=True)  # first, so that the gradients are there to be looked at
+        self._loss = self.backward()
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+
+    def warm_up(self) -> None:
+        """An optimizer step of rate 0, or a forward, on a few tokens: FSDP and AdamW make their states on first use."""
+        few = min(self.job.seq_len, 32 * dist.get_world_size())
+        kept = self.job, self.plans, self.shard
+        self.job = self.job.at(few)
+        self.plans = plans_for(
+            self._engine.plan(few, group=self._mesh[CONTEXT], timeout=self.job.timeout), [None], None
+        )
+        ids = random_ids(self.job)
+        self.shard = self._engine.shard({"input_ids": ids, "labels": ids}, self.plans)
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+        self.run()
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self.job, self.plans, self.shard = kept
 
     @torch.no_grad()
     def logits(self) -> Tensor | None:
@@ -132,10 +177,11 @@ class ModelSubject:
         loss.backward()
         return loss.item()
 
-    def fingerprint(self) -> list[float]:
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, self._told)
-        return next(values for values in told if values)
+    def prints(self) -> list[Print]:
+        if self.job.task == "prefill":
+            return [_print(whole_logits(self._logits), 0)]
+        grads: list[Any] = [parameter.grad for parameter in self.model.parameters()]
+        return [Print(self._loss, self._loss), *(_print(grad.full_tensor(), n) for n, grad in enumerate(grads))]
 
     @property
     def sent(self) -> int:
@@ -163,7 +209,14 @@ def llama_config(job: Job) -> LlamaConfig:
     )
 
 
-def global_norm(model: NextTokenModel) -> float:
-    """Of the gradient of all parameters."""
-    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+def whole_logits(logits: Tensor | None) -> Tensor:
+    """On every rank what the rank that holds the last token has."""
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, logits)
+    return next(x for x in told if x is not None)
+
+
+def _print(tensor: Tensor, seed: int) -> Print:
+    make = torch.Generator().manual_seed(seed)
+    direction = torch.randn(tensor.shape, generator=make, dtype=torch.float64)
+    return Print((tensor.double() * direction).sum().item(), tensor.double().norm().item())

@@ -16,6 +16,7 @@ from rich.table import Table
 from burst_attention.bench.cluster import ClusterError, parse_cluster, parse_rate
 from burst_attention.bench.report_figures import bytes_text, link_text, number_text
 from burst_attention.bench.results import TASKS, Results, Row
+from burst_attention.testing import WorkerError
 
 from . import launch
 
@@ -35,8 +36,8 @@ class Arguments:
     """burst, ring, ulysses, tensor, tensor-sequence or single, with :LAYOUT where it is not the engine's best."""
     seq_lens: tuple[int, ...] = (1024, 2048, 4096)
     """Tokens of the sequence, over all ranks."""
-    worlds: tuple[int, ...] = (2,)
-    """Numbers of local ranks; not with --cluster."""
+    worlds: tuple[int, ...] | None = None
+    """Numbers of local ranks, 2 if not given; not with --cluster."""
     cluster: str | None = None
     """NODESxRANKS, such as 8x1: a network namespace for each node, joined by a bridge. Needs root and iproute2."""
     link: tuple[str, ...] = ("none",)
@@ -51,7 +52,7 @@ class Arguments:
     vocabulary: int = 512
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "bfloat16"
     timeline: bool = True
-    """Also draw what each rank did in the last round."""
+    """Also draw what each rank does in one more call."""
     out: Path = Path("runs/bench")
     overwrite: bool = False
     """Replace the results that --out already holds."""
@@ -64,15 +65,15 @@ class Arguments:
         from burst_attention.bench.job import engine_of
 
         counts = {"rounds": self.rounds, "layers": self.layers, "heads": self.heads, "head_dim": self.head_dim}
-        counts |= {"kv_heads": self.kv_heads or self.heads, "vocabulary": self.vocabulary}
-        lists = {"seq_lens": self.seq_lens, "worlds": self.worlds}
+        counts |= {"kv_heads": self.own_kv_heads, "vocabulary": self.vocabulary}
+        lists = {"seq_lens": self.seq_lens, "worlds": self.local_worlds}
         for name, value in (*counts.items(), *((name, n) for name, values in lists.items() for n in values)):
             if value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
-        for name, values in ("engines", self.engines), ("seq_lens", self.seq_lens), ("worlds", self.worlds):
+        for name, values in ("engines", self.engines), ("seq_lens", self.seq_lens), ("worlds", self.local_worlds):
             if not values:
                 raise ValueError(f"--{name.replace('_', '-')} is empty; give at least one")
-        if self.heads % (self.kv_heads or self.heads):
+        if self.heads % self.own_kv_heads:
             raise ValueError(f"--heads {self.heads} must be a multiple of --kv-heads {self.kv_heads}")
         for spec in self.engines:
             engine_of(spec)
@@ -80,11 +81,23 @@ class Arguments:
             raise ValueError(
                 f"--link {' '.join(self.link)} needs --cluster NODESxRANKS: this machine's own is not touched"
             )
+        if self.cluster is not None and self.worlds is not None:
+            raise ValueError(
+                f"--worlds can't be given with --cluster {self.cluster}, which says how many ranks there are"
+            )
         shortest, most = min(self.seq_lens), max(self.ranks())
         if shortest < most:
             raise ValueError(f"--seq-lens {shortest} is shorter than the {most} ranks: every rank needs a token")
         if (self.out / "results.json").exists() and not self.overwrite:
             raise ValueError(f"--out {str(self.out)!r} already holds results; choose another folder or add --overwrite")
+
+    @property
+    def own_kv_heads(self) -> int:
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def local_worlds(self) -> tuple[int, ...]:
+        return (2,) if self.worlds is None else self.worlds
 
     def rates(self) -> list[float | None]:
         """``--link`` in bits per second."""
@@ -93,13 +106,13 @@ class Arguments:
     def ranks(self) -> list[int]:
         """How many there will be."""
         if self.cluster is None:
-            return list(self.worlds)
+            return list(self.local_worlds)
         nodes, each = parse_cluster(self.cluster)
         return [nodes * each]
 
 
 def main(arguments: list[str]) -> int:
-    """Run ``burst bench``; returns the exit status: 1 if an engine was wrong, 2 if it can't be asked."""
+    """Run ``burst bench``; returns the exit status: 1 if an engine was wrong or a rank failed, 2 if none could run."""
     if not arguments or arguments[0] not in TASKS:
         given = arguments[0] if arguments else "nothing"
         if given in ("-h", "--help"):
@@ -108,21 +121,26 @@ def main(arguments: list[str]) -> int:
             )
             return 0
         return launch.refuse(COMMAND, ValueError(f"give what to compare, {', '.join(TASKS)}, not {given}"))
-    task, rest = arguments[0], arguments[1:]
+    task, rest = arguments[0], launch.spelled_out(arguments[1:])
     parsed = tyro.cli(Arguments, prog=f"{COMMAND} {task}", args=rest)
     try:
         if launch.started_by_torchrun():
             raise ValueError("starts its own ranks; run it without torchrun")
         parsed.check()
-        passed = _run(task, parsed, shlex.join(["burst", "bench", *arguments]))
+        results = _run(task, parsed, shlex.join(["burst", "bench", *arguments]))
+    except WorkerError as error:
+        Console(stderr=True, soft_wrap=True).print(f"[bold red]{COMMAND}:[/] {escape(str(error))}", highlight=False)
+        return 1
     except (ValueError, ClusterError) as error:
         return launch.refuse(COMMAND, error)
     except KeyboardInterrupt:
         return 130
-    return 0 if passed else 1
+    if all(row.refused for row in results.rows):
+        return 2
+    return 0 if all(row.passed or row.refused for row in results.rows) else 1
 
 
-def _run(task: str, arguments: Arguments, command: str) -> bool:
+def _run(task: str, arguments: Arguments, command: str) -> Results:
     from burst_attention.bench.job import Job
     from burst_attention.bench.report import write_report
     from burst_attention.bench.run import Bench
@@ -138,7 +156,7 @@ def _run(task: str, arguments: Arguments, command: str) -> bool:
         timeline=arguments.timeline,
         layers=arguments.layers,
         heads=arguments.heads,
-        kv_heads=arguments.kv_heads or arguments.heads,
+        kv_heads=arguments.own_kv_heads,
         head_dim=arguments.head_dim,
         vocabulary=arguments.vocabulary,
         dtype=arguments.dtype,
@@ -146,7 +164,7 @@ def _run(task: str, arguments: Arguments, command: str) -> bool:
     bench = Bench(
         job=job,
         seq_lens=arguments.seq_lens,
-        worlds=arguments.worlds,
+        worlds=arguments.local_worlds,
         cluster=None if arguments.cluster is None else parse_cluster(arguments.cluster),
         links=arguments.rates(),
     )
@@ -158,7 +176,7 @@ def _run(task: str, arguments: Arguments, command: str) -> bool:
     console.print(
         f"results.json, {', '.join(path.name for path in written[:1])} and pictures: [bold]{arguments.out}[/]"
     )
-    return all(row.passed or row.refused for row in results.rows)
+    return results
 
 
 def _show(results: Results, console: Console) -> None:

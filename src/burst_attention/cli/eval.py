@@ -20,7 +20,7 @@ PIPED_WIDTH = 160  # columns of a table that no terminal shows
 
 def main(arguments: list[str]) -> int:
     """Run ``burst eval``; returns the exit status: 0 if an engine ran, 1 if one failed, 2 if none can be asked."""
-    config = tyro.cli(EvalConfig, prog=COMMAND, args=arguments)
+    config = tyro.cli(EvalConfig, prog=COMMAND, args=launch.spelled_out(arguments))
     try:
         config.check()
         under_torchrun = launch.started_by_torchrun()

@@ -18,6 +18,13 @@ def started_by_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def spelled_out(arguments: list[str]) -> list[str]:
+    """``--engine`` for ``--engines``: where several can be given, one can."""
+    return [
+        x.replace("--engine", "--engines", 1) if x == "--engine" or x.startswith("--engine=") else x for x in arguments
+    ]
+
+
 def is_first() -> bool:
     """Whether this process is the one that speaks."""
     return int(os.environ.get("RANK", "0")) == 0

@@ -71,7 +71,7 @@ class Engine(Protocol):
         Args:
             mesh: (data, context) over all ranks.
             everyone: the same ranks as one axis.
-            dtype: of the computation; weights and sums of gradients keep theirs. Gradients are *sums* over ranks.
+            dtype: of the computation; weights keep theirs. Gradients are *sums* over ranks.
         """
         ...
 

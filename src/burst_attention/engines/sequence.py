@@ -108,11 +108,11 @@ def ring(layout: str = "auto", route: str = "auto") -> SequenceEngine:
 
     Contiguous is the published one; zigzag, which balances a causal mask, the strong one.
     """
-    layout = _one_of("ring", "layout", layout, ("zigzag", "contiguous"))
+    layout = one_of("ring", "layout", layout, ("zigzag", "contiguous"))
     return SequenceEngine(
         name="ring",
         layout=layout,
-        route=_one_of("ring", "route", route, ("ring-attention",)),
+        route=one_of("ring", "route", route, ("ring-attention",)),
         attend=partial(burst_attention, travels="key-value"),
         count=partial(planned_sent, travels="key-value"),
     )
@@ -122,8 +122,8 @@ def ulysses(layout: str = "auto", route: str = "auto") -> SequenceEngine:
     """DeepSpeed-Ulysses: all tokens of some heads, exchanged for some tokens of all heads, and back."""
     return SequenceEngine(
         name="ulysses",
-        layout=_one_of("ulysses", "layout", layout, ("contiguous",)),
-        route=_one_of("ulysses", "route", route, ("direct",)),
+        layout=one_of("ulysses", "layout", layout, ("contiguous",)),
+        route=one_of("ulysses", "route", route, ("direct",)),
         attend=ulysses_attention,
         count=ulysses_sent,
         check_heads=check_ulysses,
@@ -134,15 +134,15 @@ def single(layout: str = "auto", route: str = "auto") -> SequenceEngine:
     """One rank holds the whole sequence; PyTorch's own attention."""
     return SequenceEngine(
         name="single",
-        layout=_one_of("single", "layout", layout, ("contiguous", "zigzag", "striped")),
-        route=_one_of("single", "route", route, ("direct",)),
+        layout=one_of("single", "layout", layout, ("contiguous", "zigzag", "striped")),
+        route=one_of("single", "route", route, ("direct",)),
         attend=whole_attention,
         count=lambda *_: (0, 0),
         alone=True,
     )
 
 
-def _one_of(engine: str, option: str, value: str, choices: Sequence[str]) -> str:
+def one_of(engine: str, option: str, value: str, choices: Sequence[str]) -> str:
     """``value``, or the first choice for ``auto``."""
     if value == "auto":
         return choices[0]

@@ -31,7 +31,7 @@ from burst_attention.planning import Plan, lone_plan, make_plan
 
 from .contract import Heads, Plans
 from .parameters import shard_parameters
-from .sequence import _one_of
+from .sequence import one_of
 from .whole import whole_attention
 
 
@@ -47,8 +47,8 @@ class TensorEngine:
     @classmethod
     def named(cls, name: str, layout: str, route: str) -> TensorEngine:
         """``tensor`` or ``tensor-sequence``."""
-        _one_of(name, "route", route, ("direct",))
-        return cls(name, _one_of(name, "layout", layout, ("contiguous",)), name == "tensor-sequence")
+        one_of(name, "route", route, ("direct",))
+        return cls(name, one_of(name, "layout", layout, ("contiguous",)), name == "tensor-sequence")
 
     def check(self, heads: Heads, seq_len: int, world: int) -> None:
         sizes = {
@@ -70,13 +70,19 @@ class TensorEngine:
     def spread(self, wrapper: nn.Module, *, mesh: DeviceMesh, everyone: DeviceMesh, dtype: torch.dtype) -> None:
         model = wrapper.get_submodule("model")
         tied = model.get_parameter("lm_head.weight") is model.get_parameter("model.embed_tokens.weight")
-        parallelize_module(model, mesh[CONTEXT], self._styles())
+        parallelize_module(model, mesh[CONTEXT], self._styles(model))
         if tied:
             model.get_submodule("lm_head").weight = model.get_parameter("model.embed_tokens.weight")
+        left = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+        if left:
+            raise ValueError(
+                f"--engine {self.name} does not know how to spread {', '.join(left)}: their gradients would not be "
+                "summed; use --engine burst"
+            )
         # Over the groups that read other sequences; and it keeps fp32 weights beside what computes in bf16.
         shard_parameters(wrapper, mesh[DATA], dtype)
 
-    def _styles(self) -> dict[str, ParallelStyle]:
+    def _styles(self, model: nn.Module) -> dict[str, ParallelStyle]:
         between = Shard(1) if self.sequence else Replicate()  # hidden states [B, S, E] outside the blocks
         outside = SequenceParallel(use_local_output=True) if self.sequence else _Replicated()
         # A plain tensor between norm and projections is where their gradients' partial sums are joined, all at once.
@@ -85,7 +91,7 @@ class TensorEngine:
             input_kwarg_layouts={"hidden_states": between}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
         )
         enter_mlp = PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),))
-        layer = {
+        layer: dict[str, ParallelStyle] = {
             "input_layernorm": first,
             "self_attn": enter_attention,
             "self_attn.q_proj": ColwiseParallel(),
@@ -98,6 +104,9 @@ class TensorEngine:
             "mlp.up_proj": ColwiseParallel(),
             "mlp.down_proj": RowwiseParallel(output_layouts=between),
         }
+        for norm in ("q_norm", "k_norm"):  # of each head by itself, so of this rank's heads: [B, S, heads, D]
+            if f"model.layers.0.self_attn.{norm}.weight" in dict(model.named_parameters()):
+                layer[f"self_attn.{norm}"] = SequenceParallel(sequence_dim=2, use_local_output=True)
         styles: dict[str, ParallelStyle] = {f"model.layers.*.{name}": style for name, style in layer.items()}
         return styles | {"model.embed_tokens": outside, "model.norm": outside, "lm_head": _Replicated()}
 

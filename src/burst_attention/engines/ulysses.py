@@ -32,16 +32,18 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: flo
     Raises:
         ValueError: the heads don't divide by the ranks, the layout is another, or the ranks disagree: on all of them.
     """
-    fields = {"q": [*q.shape[:2], q.shape[3]], "k": [*k.shape[:2], k.shape[3]], "v": [*v.shape[:2], v.shape[3]]}
     try:
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if x.ndim != 4 or x.shape[2] != plan.length:
+                right = f"[batch, heads, {plan.length}, head dim], with this rank's tokens in dim 2"
+                raise ValueError(f"{name} has shape {list(x.shape)}; it must be {right}")
         sizes = Heads(q_heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[3], hidden=0, intermediate=0)
         check_ulysses(sizes, plan.world)
         if plan.layout != "contiguous" and plan.world > 1:
             raise ValueError(f"ulysses_attention wants layout='contiguous', the plan has {plan.layout!r}")
-        if any(x.shape[2] != plan.length for x in (q, k, v)):
-            raise ValueError(f"q, k, v must have this rank's {plan.length} tokens in dim 2, q has {q.shape[2]}")
     except ValueError as error:
         plan.refuse(error)
+    fields = {name: [*x.shape[:2], x.shape[3]] for name, x in (("q", q), ("k", k), ("v", v))}
     plan.agreement.agree("ulysses_attention", {**plan.schedule.told, **fields, "dtype": str(q.dtype), "scale": scale})
     trade = _Trade(plan, plan.transport.health.next_call())
     q, k, v = _ToHeads.apply(trade, q, k, v)

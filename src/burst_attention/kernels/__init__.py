@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from .contract import Kernel
 
-KERNELS = ("reference", "aten", "aten-fp32")
+KERNELS = ("reference", "aten", "aten-fp32", "triton")
+
+
+@functools.cache
+def _triton() -> Kernel:
+    """One for all calls: it remembers block sizes and tables."""
+    try:
+        from .triton.kernel import Triton
+    except ImportError as error:
+        raise ValueError(f"kernel='triton' needs Triton ({error}): pip install 'burst-attention[gpu]'") from None
+    return Triton()
 
 
 def choose(name: str, *, device: torch.device, dtype: torch.dtype) -> Kernel:
@@ -29,6 +41,8 @@ def choose(name: str, *, device: torch.device, dtype: torch.dtype) -> Kernel:
         from .aten import Aten
 
         kernel = Aten(upcast=name == "aten-fp32")
+    elif name == "triton":
+        kernel = _triton()
     else:
         raise ValueError(f"kernel={name!r} is unknown; choose one of auto, {', '.join(KERNELS)}")
     kernel.check(device, dtype)

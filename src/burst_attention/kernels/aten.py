@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -32,6 +33,8 @@ class Aten:
     def name(self) -> str:
         return "aten-fp32" if self.upcast else "aten"
 
+    continues: ClassVar[bool] = False
+
     def exact_partials(self, dtype: torch.dtype) -> bool:
         return self.upcast or dtype == accumulation_dtype(dtype)
 
@@ -53,6 +56,9 @@ class Aten:
             rows = slice(piece.q_start, piece.q_stop)
             merge_(out[:, :, rows], lse[:, :, rows], *_run_forward(piece, q, k, v, scale))
         return out[..., :value_dim], lse
+
+    def extend(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, out: Tensor, lse: Tensor) -> None:
+        raise NotImplementedError("merge what forward gives")
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, tiles: Tiles, scale: float

@@ -22,6 +22,11 @@ class Kernel(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def continues(self) -> bool:
+        """Can :meth:`extend` be called?"""
+        ...
+
     def exact_partials(self, dtype: torch.dtype) -> bool:
         """Are the results for inputs of ``dtype`` accumulated and returned in fp32 (fp64 for fp64)?"""
         ...
@@ -32,6 +37,14 @@ class Kernel(Protocol):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
         """(out [B, Hq, Sq, Dv], lse [B, Hq, Sq] fp32 or fp64); out 0 and lse -inf where no tile covers a row."""
+        ...
+
+    def extend(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, out: Tensor, lse: Tensor) -> None:
+        """Fold these tiles into the running (out, lse) of their rows, in place and in the accumulation dtype.
+
+        The merge of :func:`burst_attention.kernels.merge.merge_` without a pass of its own over memory. ``out`` and
+        ``lse`` may be strided.
+        """
         ...
 
     def backward(

@@ -17,6 +17,8 @@ class Reference:
 
     name = "reference"
 
+    continues = False
+
     def exact_partials(self, dtype: torch.dtype) -> bool:
         return True
 
@@ -32,6 +34,9 @@ class Reference:
             part = torch.softmax(scores, -1) @ _grouped(v[:, :, keys])
             merge_(out[:, :, queries], lse[:, :, queries], part.flatten(1, 2), tile_lse.flatten(1, 2))
         return out, lse
+
+    def extend(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, out: Tensor, lse: Tensor) -> None:
+        raise NotImplementedError("merge what forward gives")
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, tiles: Tiles, scale: float

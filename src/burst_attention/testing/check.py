@@ -10,7 +10,8 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from ..attention import burst_attention, call_shape
+from ..attention import burst_attention
+from ..call import call_shape
 from ..kernels import choose
 from ..plan.mask import Mask
 from ..planning import Plan, make_plan

@@ -67,18 +67,21 @@ class WorkerPool:
             self.processes.append(process)
             self._pipes.append(ours)
 
-    def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 300.0) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *arguments: Any, timeout: float = 300.0, patience: float | None = None
+    ) -> list[Any]:
         """Call ``function(*arguments)`` on every rank; return the results by rank.
 
         ``function`` must be importable by its name in a fresh process. After an error the ranks may be out of step, so
         the pool is not used again unless every rank raised.
 
         Raises:
-            WorkerError: some rank raised, died or took longer than ``timeout`` seconds.
+            WorkerError: some rank raised, died or took longer than ``timeout`` seconds, or than ``patience`` seconds
+                after the first that answered.
         """
         if self.broken:
             raise WorkerError("this pool lost a rank in an earlier run; make a new one")
-        results, errors, lost = self.gather(function, *arguments, timeout=timeout)
+        results, errors, lost = self.gather(function, *arguments, timeout=timeout, patience=patience)
         if lost or (errors and len(errors) < self.world):
             self.broken = True
         if lost or errors:

@@ -36,7 +36,7 @@ class DataConfig:
     """What is read, and how it becomes sequences."""
 
     data: str = "stdlib"
-    """FILE.txt, a directory, *.jsonl, *.jsonl.gz, hf:NAME[:CONFIG], or stdlib: Python's own source files."""
+    """FILE.txt, a directory, *.jsonl, *.jsonl.gz, hf:NAME[:CONFIG][@SPLIT], or stdlib: Python's own source files."""
     tokenizer: str | None = None
     """bytes, or a Hugging Face tokenizer's path or name. Default: the loaded model's own, else bytes."""
     seq_len: int = 4096

@@ -46,7 +46,7 @@ def open_corpus(data: str) -> Corpus:
     """The corpus that ``--data`` names.
 
     Args:
-        data: ``stdlib`` (the Python standard library's own source files), ``hf:NAME`` or ``hf:NAME:CONFIG`` (streamed
+        data: ``stdlib`` (the Python standard library's own source files), ``hf:NAME[:CONFIG][@SPLIT]`` (streamed
             through ``datasets``), a ``*.jsonl`` or ``*.jsonl.gz`` file whose lines have a ``text`` field, a directory
             (every such file and every text file below it), or any other file: one document.
 
@@ -156,14 +156,17 @@ def _text_field(row: Any) -> str:
 
 
 class Hub:
-    """The ``train`` split of a data set that the ``datasets`` library can load, streamed, never downloaded whole.
+    """A split of a data set that the ``datasets`` library can load, streamed, never downloaded whole.
 
     Args:
-        name: what ``datasets.load_dataset`` takes, a local folder included; ``NAME:CONFIG`` picks a configuration.
+        name: what ``datasets.load_dataset`` takes, a local folder included; ``NAME:CONFIG`` picks a configuration,
+            ``NAME@SPLIT`` or ``NAME:CONFIG@SPLIT`` a split other than ``train``.
     """
 
     def __init__(self, name: str) -> None:
         self.skipped = 0
+        name, _, split = name.partition("@")
+        self.split = split or "train"
         self.name, _, self.configuration = name.partition(":")
         if not self.name:
             raise ValueError(f"--data {HUB}{name}: give the data set's name, as in {HUB}allenai/c4:en")
@@ -184,6 +187,6 @@ class Hub:
         except ImportError:
             raise ValueError(f"--data {HUB}{self.name} needs the datasets library: pip install datasets") from None
         try:
-            return datasets.load_dataset(self.name, self.configuration or None, split="train", streaming=True)
+            return datasets.load_dataset(self.name, self.configuration or None, split=self.split, streaming=True)
         except Exception as error:
             raise ValueError(f"--data {HUB}{self.name}: {first_line(error)}") from error

@@ -26,7 +26,7 @@ class EvalConfig:
     model: str
     """The folder or hub name of a model, as `burst train` writes one, or a preset with random weights."""
     data: str
-    """FILE.txt, a directory, *.jsonl, *.jsonl.gz, hf:NAME[:CONFIG], or stdlib: Python's own source files."""
+    """FILE.txt, a directory, *.jsonl, *.jsonl.gz, hf:NAME[:CONFIG][@SPLIT], or stdlib: Python's own source files."""
     engines: tuple[EngineName, ...] = ENGINES  # type: ignore[assignment]  # the same names
     """Which to run; single, or else the first that can run, is what the others are compared with."""
     seq_len: int = 4096

@@ -48,8 +48,8 @@ def train(config: TrainConfig, reporters: Sequence[Reporter] = ()) -> Summary:
             records.append(record)
             for reporter in told:
                 reporter.step(record)
-        summary = trainer.summarise(records)
         save_checkpoint(trainer.model, trainer.tokenizer, Path(config.run.out) / MODEL, rank=place.rank)
+        summary = trainer.summarise(records)
         for reporter in told:
             reporter.finish(summary)
     return summary
@@ -190,6 +190,7 @@ class Trainer:
         self.plan.agreement.agree("the sequences to train on", told)
 
     def _make_plan(self, seqlen: int) -> Plan:
+        self.engine.check(self.heads, seqlen, self.place.context.size())
         return self.engine.plan(seqlen, group=self.place.context, timeout=self.config.parallel.timeout)
 
     def _shares(self, sequences: list[TokenSequence]) -> Iterator[list[TokenSequence]]:

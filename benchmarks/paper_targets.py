@@ -1,0 +1,128 @@
+"""The targets: each is computed from the figures and always told, with the reason where it was missed."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+from paper_markdown import MADE_UP, REFERENCE, Page, find, ratios, spread, table
+
+from burst_attention.bench.report_figures import bytes_text, link_text
+from burst_attention.bench.results import Row
+
+PEER = "ring-flash-attn zigzag"
+WIRE = "the exchange hides behind computing only while there is something to compute; the rest is bytes by rate"
+LOCAL = "without a limit there is nothing to hide, and both run the same kernels on the same cores"
+Line = tuple[str, str, str, bool | None, str]  # what, target, measured, met (None: not measured), why not
+
+
+def targets(folder: Path) -> str:
+    """One row for each target."""
+    pages = {path.stem: Page.read(path) for path in folder.glob("*.json")}
+    lines = [*_training(pages.get("training")), _attention_bytes(pages.get("memory")), _peers(pages.get("peers"))]
+    lines.append(_long(pages.get("long")))
+    told = []
+    for what, target, measured, met, why in lines:
+        verdict = {True: "met", False: f"**not met**: {why}", None: "not measured"}[met]
+        told.append([what, target, measured, verdict])
+    text = table(("what", "target", "measured", "verdict"), told)
+    return text + "\n" + _information(pages.get("training"))
+
+
+def _training(page: Page | None) -> list[Line]:
+    rows = page.results("results").rows if page else []
+    length = max((row.seq_len for row in rows), default=32768)
+    middle, slow = _links(rows)
+    lines = [
+        _speed(rows, length, link, name, engine, target)
+        for link, name, pairs in (
+            (middle, "middle", ((REFERENCE, 1.7), ("ring", 1.3))),
+            (slow, "slow", ((REFERENCE, 2.2), ("ring", 1.5))),
+        )
+        for engine, target in pairs
+    ]
+    what = f"burst's bytes on the wire, parameters included, as a share of {REFERENCE}'s; {length:,} tokens"
+    mine, theirs = (find(rows, engine=e, seq_len=length, link=middle) for e in ("burst", REFERENCE))
+    if not (mine and theirs and mine.bytes_wire and theirs.bytes_wire):
+        return [*lines, (what, "≤ 0.60", "-", None, "")]
+    share = mine.bytes_wire / theirs.bytes_wire
+    return [*lines, (what, "≤ 0.60", f"{share:.2f}", share <= 0.60, "parameters weigh more the shorter the sequence")]
+
+
+def _links(rows: list[Row]) -> tuple[float | None, float | None]:
+    links = sorted({row.link for row in rows if row.engine == "burst" and row.link is not None}, reverse=True)
+    return (links[0], links[1]) if len(links) == 2 else (None, None)
+
+
+def _speed(rows: list[Row], length: int, link: float | None, name: str, engine: str, target: float) -> Line:
+    what = f"burst's training step against {engine}'s at {length:,} tokens, {name} rate"
+    mine, theirs = (find(rows, engine=e, seq_len=length, link=link) for e in ("burst", engine))
+    if link is None or not mine or not theirs:
+        return what, f"≥ {target}×", "-", None, ""
+    values = ratios(mine, theirs)
+    return what, f"≥ {target}×", f"{spread(values)}×", statistics.median(values) >= target, WIRE
+
+
+def _attention_bytes(page: Page | None) -> Line:
+    what = f"burst's attention: bytes as a share of {PEER}'s, 8 ranks"
+    rows = {row["name"]: row for row in page.raw["counted"] if row["correct"] and row["bytes"]} if page else {}
+    if "burst" not in rows or PEER not in rows:
+        return what, "≤ 0.60", "-", None, ""
+    mine, theirs = (statistics.fmean(rows[name]["bytes"]) for name in ("burst", PEER))
+    most = max(rows["burst"]["bytes"]) / theirs
+    told = f"{mine / theirs:.2f}, the busiest rank {most:.2f}"
+    return what, "≤ 0.60", told, mine / theirs <= 0.60, "few tokens: records of agreement weigh"
+
+
+def _peers(page: Page | None) -> Line:
+    rows = {row["name"]: row for row in page.raw["rows"]} if page else {}
+    what = (
+        f"burst's attention against {PEER}'s, no limit, bf16, 2 ranks, {page.raw['size'][1] if page else 8192:,} tokens"
+    )
+    values = rows.get(PEER, {}).get("ratios")
+    if not values:
+        return what, "≥ 1.05×", "-", None, ""
+    return what, "≥ 1.05×", f"{spread(values, '.3f')}×", statistics.median(values) >= 1.05, LOCAL
+
+
+def _long(page: Page | None) -> Line:
+    what, target = (
+        "burst: one layer forward and backward, H = 4, D = 64, 4 ranks: memory of all",
+        "128K tokens in 24 GiB",
+    )
+    row = page.results("results").rows[0] if page else None
+    if page is None or row is None or not row.passed or row.peak_memory is None:
+        return what, target, "-", None, ""
+    total = row.peak_memory * row.world + page.raw["imports"]
+    told = f"{row.seq_len:,} tokens in {total / 2**30:.2f} GiB"
+    return what, target, told, row.seq_len >= 131072 and total <= 24 * 2**30, "a shorter sequence was run"
+
+
+def _information(page: Page | None) -> str:
+    """What a collective library better than gloo would make of the reference."""
+    rows = page.results("results").rows if page else []
+    length = max((row.seq_len for row in rows), default=0)
+    text = (
+        f"Gloo's reduce-scatter sends a whole all-reduce, so {REFERENCE} here sends {MADE_UP} times what it would over a "
+        "library that does not. (FSDP2's gradients, in burst and ring, pay the same.) To see what that is worth, "
+        f"{REFERENCE} also ran on links {MADE_UP} times as fast, by itself:\n\n"
+    )
+    lines = []
+    for link in (x for x in _links(rows) if x is not None):
+        mine = find(rows, engine="burst", seq_len=length, link=link)
+        theirs = find(rows, engine=REFERENCE, seq_len=length, link=MADE_UP * link)
+        if mine and theirs:
+            ratio = f"{(theirs.median or 0) / (mine.median or 1):.2f}×"
+            lines.append([f"{length:,}", link_text(link), link_text(theirs.link), ratio])
+    if not lines:
+        return ""
+    columns = ("tokens", "burst's link", f"{REFERENCE}'s link", "burst is faster by")
+    mine, theirs = (find(rows, engine=e, seq_len=length, link=None) for e in ("burst", REFERENCE))
+    ideal = ""
+    if mine and theirs and mine.bytes_wire and theirs.bytes_predicted:
+        ideal = (
+            f"\nBurst sends {bytes_text(mine.bytes_wire)} a rank in all, {REFERENCE} by the ring algorithm "
+            f"{bytes_text(theirs.bytes_predicted)} of activations alone: a share of "
+            f"{mine.bytes_wire / theirs.bytes_predicted:.2f}.\n"
+        )
+    return text + table(columns, lines) + ideal

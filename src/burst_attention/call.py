@@ -1,0 +1,119 @@
+"""A call of the attention: what is checked, what all ranks must pass alike, and what it moves."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from .kernels import choose
+from .kernels.contract import DTYPES, Kernel, accumulation_dtype, wire_dtype
+from .plan.cost import Shape
+from .plan.schedule import TRAVELS
+from .planning import Plan
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """Everything but the tensors, after ``None`` and ``auto`` were resolved."""
+
+    plan: Plan
+    scale: float
+    travels: str
+    kernel: Kernel
+
+
+def check_types(q: Any, k: Any, v: Any, scale: Any, travels: Any, kernel: Any) -> None:
+    """Raise TypeError or ValueError for what an operator's schema can't hold."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}, not a tensor")
+    if scale is not None and (
+        isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale <= sys.float_info.max
+    ):
+        raise ValueError(f"scale={scale!r} must be a positive, finite number, or None for 1 / sqrt(head dim)")
+    if travels != "auto" and travels not in TRAVELS:
+        raise ValueError(f"travels={travels!r} is unknown; choose one of auto, {', '.join(TRAVELS)}")
+    if not isinstance(kernel, str):
+        raise ValueError(f"kernel={kernel!r} must be a kernel's name, or auto")
+
+
+def resolve(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None, travels: str, kernel: str, wanted: list[bool]
+) -> Call:
+    """The call, checked.
+
+    Args:
+        wanted: whether q, k and v each want a gradient.
+
+    Raises:
+        TypeError, ValueError: an argument can't be used.
+    """
+    check_tensors(q, k, v, plan.length)
+    plan.transport.check_device(q.device)
+    chosen = choose(kernel, device=q.device, dtype=q.dtype)
+    if travels == "auto" and any(wanted):
+        travels = plan.schedule.choose_travels(call_shape(q, k, v))
+    if scale is None:
+        scale = 1 / math.sqrt(q.shape[3])
+    return Call(plan, scale, travels, chosen)
+
+
+def shared_fields(q: Tensor, k: Tensor, v: Tensor, call: Call, wanted: list[bool]) -> dict[str, Any]:
+    """What all ranks must pass alike."""
+    return {
+        **call.plan.schedule.told,
+        "batch": q.shape[0],
+        "query heads": q.shape[1],
+        "key-value heads": k.shape[1],
+        "head dim": q.shape[3],
+        "value head dim": v.shape[3],
+        "dtype": str(q.dtype),
+        "device": q.device.type,
+        "scale": call.scale,
+        "travels": call.travels,
+        "kernel": call.kernel.name,
+        "gradients wanted by q, k, v": wanted,
+    }
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, length: int) -> None:
+    """Raise TypeError or ValueError if these can't be this rank's shards, ``length`` tokens each."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} is {x.dtype}; use one of {', '.join(map(str, DTYPES))}")
+        if x.ndim != 4:
+            raise ValueError(f"{name} has shape {list(x.shape)}; it must be [batch, heads, S_local, head dim]")
+        if (x.dtype, x.device) != (q.dtype, q.device):
+            raise TypeError(f"{name} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}; they must be alike")
+        if x.shape[2] != length:
+            raise ValueError(
+                f"{name} has shape {list(x.shape)}, but this rank holds {length} tokens (dim 2); cut it with plan.shard"
+            )
+        if x.shape[0] != q.shape[0] or 0 in (x.shape[0], x.shape[1], x.shape[3]):
+            raise ValueError(
+                f"{name} has shape {list(x.shape)}, q {list(q.shape)}; batch must be equal, no dim but S 0"
+            )
+    if k.shape[3] != q.shape[3]:
+        raise ValueError(f"q has head dim {q.shape[3]}, k has {k.shape[3]}; they must be equal")
+    if k.shape[1] != v.shape[1]:
+        raise ValueError(f"k has {k.shape[1]} heads, v has {v.shape[1]}; they must be equal")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"q has {q.shape[1]} heads, not a multiple of the {k.shape[1]} heads of k and v")
+
+
+def call_shape(q: Tensor, k: Tensor, v: Tensor) -> Shape:
+    """What a call moves per row, from its tensors."""
+    return Shape(
+        batch=q.shape[0],
+        q_heads=q.shape[1],
+        kv_heads=k.shape[1],
+        head_dim=q.shape[3],
+        v_head_dim=v.shape[3],
+        io=q.element_size(),
+        partial=wire_dtype(q.dtype).itemsize,
+        accumulate=accumulation_dtype(q.dtype).itemsize,
+    )

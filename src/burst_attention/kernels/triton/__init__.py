@@ -1,0 +1,1 @@
+"""Our own tile kernels in Triton. Imported only when they are asked for."""

@@ -1,0 +1,158 @@
+"""The Triton kernel behind the contract."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...plan.tile import Tiles
+from ..merge import blank_output
+from . import programs
+from .blocks import BlockTables
+from .tuning import Sizes, Tuner, fixed_sizes
+
+WIDEST = 256
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(eq=False)
+class Triton:
+    """FlashAttention-2's forward and backward over lists of banded tiles, one launch for any number of tiles.
+
+    Partial results are fp32. Sums are taken in one order: two runs give the same bits.
+
+    Args:
+        tuned: measure block sizes on first use and remember them on disk; else one fixed choice.
+    """
+
+    tuned: bool = True
+    tables: BlockTables = field(default_factory=BlockTables)
+    tuner: Tuner = field(default_factory=Tuner)
+
+    @property
+    def name(self) -> str:
+        return "triton"
+
+    @property
+    def continues(self) -> bool:
+        return True
+
+    def exact_partials(self, dtype: torch.dtype) -> bool:
+        return True
+
+    def check(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Raise ValueError for devices and dtypes that it has no program for."""
+        if device.type != "cuda" and not interpreted():
+            raise ValueError(
+                f"kernel='triton' runs on cuda, the tensors are on {device}; use kernel='aten', or try it without a "
+                "GPU: TRITON_INTERPRET=1, set before Python starts"
+            )
+        if dtype not in DTYPES:
+            raise ValueError(f"kernel='triton' does not take {dtype}; use kernel='reference'")
+        if interpreted() and dtype == torch.bfloat16:
+            raise ValueError(
+                "kernel='triton' gives wrong bf16 products in Triton's interpreter; use float16 or float32"
+            )
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
+        check_widths(q, v)
+        out, lse = blank_output(q, v, q.shape[2], torch.float32)
+        self.run_forward((q, k, v), (out, lse), tiles, scale, self._sizes("forward", q, v, tiles))
+        return out, lse
+
+    def extend(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, out: Tensor, lse: Tensor) -> None:
+        self.run_forward((q, k, v), (out, lse), tiles, scale, self._sizes("forward", q, v, tiles), carry=True)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, tiles: Tiles, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        check_widths(q, v)
+        dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
+        inputs = (q, k, v, dout, lse, delta)
+        for keys, outputs in ((False, (dq,)), (True, (dk, dv))):
+            sizes = self._sizes("backward_keys" if keys else "backward_queries", q, v, tiles)
+            self.run_backward(inputs, outputs, tiles, scale, sizes, keys=keys)
+        return dq, dk, dv
+
+    def run_backward(
+        self,
+        inputs: tuple[Tensor, ...],
+        outputs: tuple[Tensor, ...],
+        tiles: Tiles,
+        scale: float,
+        sizes: Sizes,
+        *,
+        keys: bool,
+    ) -> None:
+        """Write (dq), or with ``keys`` (dk, dv), of (q, k, v, dout, lse, delta)."""
+        q, k, v = inputs[:3]
+        block = sizes.n if keys else sizes.m
+        batch, heads, length = (k if keys else q).shape[:3]
+        found = self.tables.get(tiles, keys=keys, size=block, length=length, device=q.device)
+        strides = [n for x in inputs for n in x.stride()[:3]]
+        tail = (found.tiles, found.offsets, found.ids, scale, heads, q.shape[1] // k.shape[1], length, *strides)
+        program = programs.backward_keys if keys else programs.backward_queries
+        program[-(-length // block), batch * heads](*inputs, *outputs, *tail, **constants(q, v, sizes))
+
+    def run_forward(
+        self,
+        inputs: tuple[Tensor, ...],
+        outputs: tuple[Tensor, Tensor],
+        tiles: Tiles,
+        scale: float,
+        sizes: Sizes,
+        *,
+        carry: bool = False,
+    ) -> None:
+        """Write fp32 (out, lse) of (q, k, v), or with ``carry`` go on with them; their last dims are dense."""
+        q, k, v = inputs
+        batch, heads, length = q.shape[:3]
+        found = self.tables.get(tiles, keys=False, size=sizes.m, length=length, device=q.device)
+        strides = [n for x in (*inputs, *outputs) for n in x.stride()[:3]]
+        tail = (found.tiles, found.offsets, found.ids, scale, heads, heads // k.shape[1], length, *strides)
+        grid = (-(-length // sizes.m), batch * heads)
+        programs.forward[grid](*inputs, *outputs, *tail, CARRY=carry, **constants(q, v, sizes))
+
+    def _sizes(self, program: str, q: Tensor, v: Tensor, tiles: Tiles) -> Sizes:
+        if not self.tuned or interpreted():
+            return fixed_sizes(q.shape[3], v.shape[3], q.dtype)
+        return self.tuner.sizes(self, program, q, v, tiles)
+
+
+def check_widths(q: Tensor, v: Tensor) -> None:
+    """Raise ValueError for head dims that the programs have no registers for."""
+    for name, width in (("q and k", q.shape[3]), ("v", v.shape[3])):
+        if width > WIDEST:
+            raise ValueError(
+                f"kernel='triton' takes head dims up to {WIDEST}, {name} have {width}; use kernel='reference'"
+            )
+
+
+def constants(q: Tensor, v: Tensor, sizes: Sizes) -> dict[str, Any]:
+    """The compile-time arguments that all programs share."""
+    return {
+        "D": q.shape[3],
+        "E": v.shape[3],
+        "BLOCK_D": power_of_two(q.shape[3]),
+        "BLOCK_E": power_of_two(v.shape[3]),
+        "M": sizes.m,
+        "N": sizes.n,
+        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        "num_warps": sizes.warps,
+        "num_stages": sizes.stages,
+    }
+
+
+def power_of_two(width: int) -> int:
+    """The least power of two that holds ``width``, and at least what a matrix unit takes."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs the programs, on any device."""
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)

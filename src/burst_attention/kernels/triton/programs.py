@@ -1,0 +1,215 @@
+"""The device programs: FlashAttention-2's algorithms (arXiv 2307.08691) over lists of banded tiles.
+
+Shapes: M query rows of a block, N keys of a block, D and E the head dims of q, k and of v. A tile is six integers,
+(q_start, q_stop, k_start, k_stop, lo, hi): row i and column j, counted from its corner, see each other where
+lo <= i - j <= hi. ``Offsets`` and ``Ids`` list the tiles that meet each block. Blocks that a band leaves whole run
+without a mask, blocks that it leaves empty don't run. Scores are in base 2: ``sharp`` is the scale times log2(e).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _rows(Base, batch, head, stride_b, stride_h, stride_s, at, dims, seen, DIM: tl.constexpr):
+    """[rows, DIM] of a [B, H, S, DIM] tensor, zeros where not ``seen`` and beyond DIM; offsets in 64 bits."""
+    start = Base + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
+    where = start + at.to(tl.int64)[:, None] * stride_s + dims[None, :]
+    return tl.load(where, mask=seen[:, None] & (dims < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def _numbers(Base, batch, head, stride_b, stride_h, stride_s, at, seen, other):
+    """[rows] of a [B, H, S] tensor."""
+    start = Base + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
+    return tl.load(start + at.to(tl.int64) * stride_s, mask=seen, other=other)
+
+
+@triton.jit
+def _store(Base, batch, head, heads, length, at, dims, seen, value, DIM: tl.constexpr):
+    """Write [rows, DIM] into a contiguous [B, H, S, DIM] tensor."""
+    start = Base + (batch.to(tl.int64) * heads + head) * length * DIM
+    tl.store(start + at.to(tl.int64)[:, None] * DIM + dims[None, :], value, mask=seen[:, None] & (dims < DIM)[None, :])
+
+
+@triton.jit
+def _attend(
+    acc, top, total, q, K, V, batch, head, kb, kh, ks, vb, vh, vs, i, inside, k0, first, stop, columns, lo, hi, sharp,
+    D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, N: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Go on with a block's running (acc, top, total) over the keys ``first`` to ``stop`` of a tile, N at a time."""
+    d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
+    for j0 in range(first, stop, N):
+        j = j0 + tl.arange(0, N)
+        held = j < columns
+        k = _rows(K, batch, head, kb, kh, ks, k0 + j, d, held, D)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * sharp
+        if MASKED:
+            apart = i[:, None] - j[None, :]
+            seen = inside[:, None] & held[None, :] & (apart >= lo) & (apart <= hi)
+            scores = tl.where(seen, scores, float("-inf"))
+        highest = tl.maximum(top, tl.max(scores, 1))
+        level = tl.where(highest == float("-inf"), 0.0, highest)  # -inf - -inf would be NaN
+        p = tl.exp2(scores - level[:, None])
+        shrink = tl.exp2(top - level)
+        v = _rows(V, batch, head, vb, vh, vs, k0 + j, e, held, E)
+        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+        total = total * shrink + tl.sum(p, 1)
+        top = highest
+    return acc, top, total
+
+
+@triton.jit
+def forward(
+    Q, K, V, Out, Lse, Tiles, Offsets, Ids, scale, heads, group, length,
+    qb, qh, qs, kb, kh, ks, vb, vh, vs, ob, oh, os, lb, lh, ls,
+    D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, CARRY: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(out, lse) of one block of query rows of one head: arXiv 2307.08691, algorithm 1.
+
+    ``Out`` fp32 [B, Hq, Sq, E] and ``Lse`` fp32 [B, Hq, Sq] are written; with CARRY they hold the running state of
+    earlier tiles, and are continued. A row that sees nothing gets 0 and -inf.
+    """
+    block, batch, head = tl.program_id(0), tl.program_id(1) // heads, tl.program_id(1) % heads
+    rows = block * M + tl.arange(0, M)
+    d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
+    exists = rows < length
+    q = _rows(Q, batch, head, qb, qh, qs, rows, d, exists, D)
+    acc = tl.zeros([M, BLOCK_E], tl.float32)
+    top = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    sharp = scale * LOG2_E
+    if CARRY:
+        acc = _rows(Out, batch, head, ob, oh, os, rows, e, exists, E)
+        top = _numbers(Lse, batch, head, lb, lh, ls, rows, exists, float("-inf")) * LOG2_E
+        total = tl.where(top == float("-inf"), 0.0, 1.0)
+    for n in range(tl.load(Offsets + block), tl.load(Offsets + block + 1)):
+        tile = Tiles + tl.load(Ids + n) * 6
+        q0, q1, k0, k1 = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+        lo, hi = tl.load(tile + 4), tl.load(tile + 5)
+        i, columns = rows - q0, k1 - k0
+        inside = (rows >= q0) & (rows < q1)
+        above, below = tl.maximum(block * M, q0) - q0, tl.minimum(block * M + M, q1) - 1 - q0
+        first, stop = tl.maximum(0, above - hi), tl.minimum(columns, below - lo + 1)
+        # Keys that all rows of the block see, in whole steps; none if some rows are outside of the tile.
+        whole = (block * M >= q0) & (block * M + M <= q1)
+        left = tl.maximum(first, below - hi)
+        left = first + (left - first + N - 1) // N * N
+        right = left + tl.maximum(0, tl.minimum(columns, above - lo + 1) - left) // N * N
+        left = tl.where(whole & (left < stop), left, stop)
+        right = tl.where(whole & (right > left), right, left)
+        acc, top, total = _attend(
+            acc, top, total, q, K, V, batch, head // group, kb, kh, ks, vb, vh, vs, i, inside, k0, first, left,
+            columns, lo, hi, sharp, D, E, BLOCK_D, BLOCK_E, N, True, PRECISION,
+        )  # fmt: skip
+        acc, top, total = _attend(
+            acc, top, total, q, K, V, batch, head // group, kb, kh, ks, vb, vh, vs, i, inside, k0, left, right,
+            columns, lo, hi, sharp, D, E, BLOCK_D, BLOCK_E, N, False, PRECISION,
+        )  # fmt: skip
+        acc, top, total = _attend(
+            acc, top, total, q, K, V, batch, head // group, kb, kh, ks, vb, vh, vs, i, inside, k0, right, stop,
+            columns, lo, hi, sharp, D, E, BLOCK_D, BLOCK_E, N, True, PRECISION,
+        )  # fmt: skip
+    some = total > 0
+    out = acc / tl.where(some, total, 1.0)[:, None]
+    lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * LN_2, float("-inf"))
+    start = Out + batch.to(tl.int64) * ob + head.to(tl.int64) * oh
+    where = start + rows.to(tl.int64)[:, None] * os + e[None, :]
+    tl.store(where, out, mask=exists[:, None] & (e < E)[None, :])
+    tl.store(Lse + batch.to(tl.int64) * lb + head.to(tl.int64) * lh + rows.to(tl.int64) * ls, lse, mask=exists)
+
+
+@triton.jit
+def backward_queries(
+    Q, K, V, dOut, Lse, Delta, dQ, Tiles, Offsets, Ids, scale, heads, group, length,
+    qb, qh, qs, kb, kh, ks, vb, vh, vs, ob, oh, os, lb, lh, ls, eb, eh, es,
+    D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dQ = scale dS K of one block of query rows of one head, summed in the tiles' order: no atomics.
+
+    P = e^(scale Q K' - lse), dS = P * (dO V' - delta), with lse and delta of the whole row.
+    """
+    block, batch, head = tl.program_id(0), tl.program_id(1) // heads, tl.program_id(1) % heads
+    rows = block * M + tl.arange(0, M)
+    d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
+    exists = rows < length
+    q = _rows(Q, batch, head, qb, qh, qs, rows, d, exists, D)
+    dout = _rows(dOut, batch, head, ob, oh, os, rows, e, exists, E)
+    lse = _numbers(Lse, batch, head, lb, lh, ls, rows, exists, 0.0) * LOG2_E
+    lse = tl.where(lse == float("-inf"), 0.0, lse)
+    delta = _numbers(Delta, batch, head, eb, eh, es, rows, exists, 0.0)
+    dq = tl.zeros([M, BLOCK_D], tl.float32)
+    for n in range(tl.load(Offsets + block), tl.load(Offsets + block + 1)):
+        tile = Tiles + tl.load(Ids + n) * 6
+        q0, q1, k0, k1 = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+        lo, hi = tl.load(tile + 4), tl.load(tile + 5)
+        i, columns = rows - q0, k1 - k0
+        inside = (rows >= q0) & (rows < q1)
+        above, below = tl.maximum(block * M, q0) - q0, tl.minimum(block * M + M, q1) - 1 - q0
+        for j0 in range(tl.maximum(0, above - hi), tl.minimum(columns, below - lo + 1), N):
+            j = j0 + tl.arange(0, N)
+            held = j < columns
+            k = _rows(K, batch, head // group, kb, kh, ks, k0 + j, d, held, D)
+            v = _rows(V, batch, head // group, vb, vh, vs, k0 + j, e, held, E)
+            apart = i[:, None] - j[None, :]
+            seen = inside[:, None] & held[None, :] & (apart >= lo) & (apart <= hi)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2_E)
+            p = tl.where(seen, tl.exp2(scores - lse[:, None]), 0.0)
+            ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - delta[:, None])
+            dq += tl.dot(ds.to(k.dtype), k, input_precision=PRECISION)
+    _store(dQ, batch, head, heads, length, rows, d, exists, dq * scale, D)
+
+
+@triton.jit
+def backward_keys(
+    Q, K, V, dOut, Lse, Delta, dK, dV, Tiles, Offsets, Ids, scale, heads, group, length,
+    qb, qh, qs, kb, kh, ks, vb, vh, vs, ob, oh, os, lb, lh, ls, eb, eh, es,
+    D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dK = scale dS' Q and dV = P' dO of one block of keys of one key-value head, over its group of query heads.
+
+    ``heads`` and ``length`` are of the keys here. Everything is computed transposed: keys are the rows.
+    """
+    block, batch, head = tl.program_id(0), tl.program_id(1) // heads, tl.program_id(1) % heads
+    columns = block * N + tl.arange(0, N)
+    d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
+    exists = columns < length
+    k = _rows(K, batch, head, kb, kh, ks, columns, d, exists, D)
+    v = _rows(V, batch, head, vb, vh, vs, columns, e, exists, E)
+    dk = tl.zeros([N, BLOCK_D], tl.float32)
+    dv = tl.zeros([N, BLOCK_E], tl.float32)
+    for member in range(group):
+        q_head = head * group + member
+        for n in range(tl.load(Offsets + block), tl.load(Offsets + block + 1)):
+            tile = Tiles + tl.load(Ids + n) * 6
+            q0, q1, k0, k1 = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+            lo, hi = tl.load(tile + 4), tl.load(tile + 5)
+            j, rows = columns - k0, q1 - q0
+            inside = (columns >= k0) & (columns < k1)
+            left, right = tl.maximum(block * N, k0) - k0, tl.minimum(block * N + N, k1) - 1 - k0
+            for i0 in range(tl.maximum(0, left + lo), tl.minimum(rows, right + hi + 1), M):
+                i = i0 + tl.arange(0, M)
+                held = i < rows
+                q = _rows(Q, batch, q_head, qb, qh, qs, q0 + i, d, held, D)
+                dout = _rows(dOut, batch, q_head, ob, oh, os, q0 + i, e, held, E)
+                lse = _numbers(Lse, batch, q_head, lb, lh, ls, q0 + i, held, 0.0) * LOG2_E
+                lse = tl.where(lse == float("-inf"), 0.0, lse)
+                delta = _numbers(Delta, batch, q_head, eb, eh, es, q0 + i, held, 0.0)
+                apart = i[None, :] - j[:, None]
+                seen = inside[:, None] & held[None, :] & (apart >= lo) & (apart <= hi)
+                scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * LOG2_E)
+                p = tl.where(seen, tl.exp2(scores - lse[None, :]), 0.0)
+                dv += tl.dot(p.to(dout.dtype), dout, input_precision=PRECISION)
+                ds = p * (tl.dot(v, tl.trans(dout), input_precision=PRECISION) - delta[None, :])
+                dk += tl.dot(ds.to(q.dtype), q, input_precision=PRECISION)
+    _store(dK, batch, head, heads, length, columns, d, exists, dk * scale, D)
+    _store(dV, batch, head, heads, length, columns, e, exists, dv, E)

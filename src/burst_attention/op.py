@@ -1,0 +1,138 @@
+"""The attention as an operator of torch: what compilers and checkpointing see of it.
+
+``burst_attention::attend`` gives (out, lse, number); ``burst_attention::attend_backward`` the gradients. Their bodies
+are what no compiler looks into: agreements, exchanges, tiles. A plan is no type of an operator's schema, so it travels
+as its handle.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .call import resolve, shared_fields
+from .kernels.contract import accumulation_dtype
+from .kernels.merge import row_dot
+from .plan.rows import Side
+from .planning import plan_of
+from .sweep import Backward, Forward, sweep
+
+QUERY, KEY, VALUE = 1, 2, 4  # bits of ``wanted``
+
+
+def wanted_bits(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """Which of them want a gradient."""
+    if not torch.is_grad_enabled():
+        return 0
+    return QUERY * q.requires_grad + KEY * k.requires_grad + VALUE * v.requires_grad
+
+
+@torch.library.custom_op("burst_attention::attend", mutates_args=())
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, plan: int, scale: float | None, travels: str, kernel: str, wanted: int, lse: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Ledger.
+
+    in      q [B, Hq, S_local, D], k [B, Hkv, S_local, D], v [B, Hkv, S_local, Dv]: this rank's shards; ``plan``: its
+            handle; ``wanted``: bits of what wants a gradient; ``lse``: whether the caller asked for it
+    out     O = softmax(scale Q K' + mask) V over all shards, L = logsumexp(scale Q K' + mask), and the call's number
+    saved   q, k, v, O, L; nothing of other ranks: the backward fetches again what it needs
+    merge   L = logaddexp(L1, L2), O = O1 e^(L1 - L) + O2 e^(L2 - L); (0, -inf) is its identity
+    wire    K, V
+    round   tiles and sums in fp32 (fp64 for fp64) where the kernel gives it; once, at the end
+    """
+    found = plan_of(plan)
+    wants = [bool(wanted & bit) for bit in (QUERY, KEY, VALUE)]
+    try:
+        call = resolve(q, k, v, found, scale=scale, travels=travels, kernel=kernel, wanted=wants)
+    except (TypeError, ValueError) as error:
+        found.refuse(error)
+    found.agreement.agree("burst_attention", {**shared_fields(q, k, v, call, wants), "return_lse": lse})
+    # Alone there is nobody to mistake a backward of.
+    number = found.transport.health.next_call() if found.world > 1 else 0
+    work = Forward(_dense_rows(q), _dense_rows(k), _dense_rows(v), call.scale, call.kernel)
+    with torch.autocast(q.device.type, enabled=False):
+        sums = sweep(found.schedule.forward, found.transport, work, phase="forward")
+    out, log_sum = sums[Side.QUERY]
+    return out.to(q.dtype).contiguous(), log_sum.contiguous(), torch.tensor(number)
+
+
+@torch.library.custom_op("burst_attention::attend_backward", mutates_args=())
+def attend_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    number: Tensor,
+    plan: int,
+    scale: float | None,
+    travels: str,
+    kernel: str,
+    wanted: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Ledger.
+
+    in      dO, dL, and what the forward saved
+    out     dQ, dK, dV of this rank's shards
+    back    D = rowsum(dO * O) - dL, at home, before anything travels
+            P = e^(scale Q K' - L), dV = P' dO, dS = P * (dO V' - D), dQ = scale dS K, dK = scale dS' Q per tile
+    wire    (Q, dO, L, D) out and dQ home, or K, V out and dK, dV home
+    round   sums in fp32 (fp64 for fp64); once to the io dtype when a partial is sent, once at the end
+    """
+    found = plan_of(plan)
+    wants = [bool(wanted & bit) for bit in (QUERY, KEY, VALUE)]
+    call = resolve(q, k, v, found, scale=scale, travels=travels, kernel=kernel, wanted=wants)
+    # Ranks that run the backwards of several calls in different orders would add up each other's.
+    found.agreement.agree("the backward of burst_attention", {"call number": int(number)})
+    delta = row_dot(dout, out, lse.dtype)
+    if dlse is not None:
+        delta = delta - dlse
+    dout, q, k, v = map(_dense_rows, (dout, q, k, v))
+    work = Backward(dout, q, k, v, torch.stack((lse, delta), -1), call.scale, call.kernel)
+    with torch.autocast(q.device.type, enabled=False):
+        sums = sweep(found.schedule.backward(call.travels), found.transport, work, phase="backward")
+    grads = [*sums.pop(Side.QUERY), *sums.pop(Side.KEY)]
+    for n, grad in enumerate(grads):  # one by one, so that a sum is free once it is rounded
+        grads[n] = grad.to(q.dtype).contiguous()
+    return grads[0], grads[1], grads[2]
+
+
+@attend.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    out = q.new_empty((*q.shape[:3], v.shape[3]))
+    lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
+    return out, lse, torch.empty((), dtype=torch.int64)
+
+
+@attend_backward.register_fake
+def _(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, *ctx.settings, _ = inputs
+    # A graph must not lose its plan. A compiler's tracing has no number yet: there the caller keeps it.
+    ctx.plan = plan_of(inputs[3]) if isinstance(inputs[3], int) else None
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[2])
+    ctx.save_for_backward(q, k, v, *output)
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tuple[Any, ...]:
+    q, k, v, out, lse, number = ctx.saved_tensors
+    dout = torch.zeros_like(out) if dout is None else dout
+    grads = attend_backward(dout, dlse, q, k, v, out, lse, number, *ctx.settings)
+    return (*grads, *[None] * 6)
+
+
+attend.register_autograd(_differentiate, setup_context=_save)
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    """Kernels want a dense last dim; an expanded gradient has none."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,132 @@
+"""The attention as an operator: torch's own checks of it, compilers, and checkpointing that keeps its results."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from burst_attention import Mask, burst_attention, make_plan
+from burst_attention.op import attend, attend_backward
+from burst_attention.remat import keep_attention
+from burst_attention.testing import local_world
+
+MASKS = [Mask(), Mask(window=9), Mask(cu_seqlens=[0, 11, 11, 33])]
+
+
+def shards(plan, *, dtype=torch.float64, kv_heads=2, grad=True):
+    make = torch.Generator().manual_seed(0)
+    tensors = [
+        torch.randn(1, heads, plan.seqlen, dim, generator=make, dtype=torch.float64).to(dtype)
+        for heads, dim in ((4, 8), (kv_heads, 8), (kv_heads, 12))
+    ]
+    return [plan.shard(x, 2).requires_grad_(grad) for x in tensors]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_opcheck(mask, dtype):
+    plan = make_plan(33, mask=mask)
+    q, k, v = shards(plan, dtype=dtype)
+    torch.library.opcheck(attend, (q, k, v, plan.handle, None, "auto", "auto", 7, True))
+    out, lse, number = attend(q, k, v, plan.handle, 0.5, "auto", "auto", 7, True)
+    saved = [x.detach() for x in (q, k, v, out, lse, number)]
+    dout, dlse = torch.randn_like(saved[3]), torch.randn_like(saved[4])
+    settings = (plan.handle, 0.5, "auto", "auto", 7)
+    # The gradients have none of their own: second derivatives are not supported.
+    without = ("test_schema", "test_faketensor")
+    torch.library.opcheck(attend_backward, (dout, dlse, *saved, *settings), test_utils=without)
+    torch.library.opcheck(attend_backward, (dout, None, *saved, *settings), test_utils=without)
+
+
+def layer(q, k, v, plan, **options):
+    out, lse = burst_attention(q * 1.5, k, v, plan, return_lse=True, **options)
+    return (out.sin() * 2).sum() + lse.cos().sum()
+
+
+def eager_and_compiled(group=None, backend="aot_eager"):
+    """(loss, gradients) of both, and how often the compiled call was traced."""
+    plan = make_plan(33, mask=Mask(window=20), group=group)
+    results = []
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    for function in (layer, compiled):
+        inputs = shards(plan)
+        loss = function(*inputs, plan, scale=0.3)
+        results.append((loss.item(), torch.autograd.grad(loss, inputs)))
+    return results
+
+
+def assert_equal(results):
+    (loss, grads), (compiled_loss, compiled_grads) = results
+    assert compiled_loss == pytest.approx(loss, rel=1e-12)
+    for mine, theirs in zip(compiled_grads, grads, strict=True):
+        assert mine.abs().max() > 0
+        assert torch.allclose(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compiled_alone(backend):
+    torch._dynamo.reset()
+    assert_equal(eager_and_compiled(backend=backend))
+
+
+def test_compiled_over_ranks(pools):
+    for results in pools(2).run(eager_and_compiled):
+        assert_equal(results)
+
+
+def test_another_plan_of_the_same_shapes_is_not_mistaken_for_the_first():
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for mask in MASKS:
+        plan = make_plan(33, mask=mask)
+        inputs = shards(plan, grad=False)
+        assert compiled(*inputs, plan).item() == pytest.approx(layer(*inputs, plan).item(), rel=1e-12)
+
+
+def test_a_graph_keeps_its_plan_and_a_lost_one_is_named():
+    inputs = shards(make_plan(33))
+    loss = layer(*inputs, make_plan(33))
+    gc.collect()
+    assert all(grad.abs().max() > 0 for grad in torch.autograd.grad(loss, inputs))
+    handle = make_plan(33).handle
+    gc.collect()
+    with pytest.raises(ValueError, match=f"plan handle {handle} is of no plan any more"):
+        attend(*inputs, handle, None, "auto", "auto", 7, True)
+
+
+def checkpointed(group=None, keep=True):
+    """Gradients without and with checkpointing, and the bytes that its recomputation sent."""
+    plan = make_plan(33, group=group)
+    plain = shards(plan)
+    expected = torch.autograd.grad(layer(*plain, plan), plain)
+    inputs = shards(plan)
+    options = {"context_fn": keep_attention} if keep else {}
+    before = plan.transport.sent
+    loss = checkpoint(layer, *inputs, plan, use_reentrant=False, **options)
+    forward = plan.transport.sent - before
+    grads = torch.autograd.grad(loss, inputs)
+    traffic = plan.bytes(batch=1, q_heads=4, kv_heads=2, head_dim=8, v_head_dim=12, dtype=torch.float64)
+    assert forward == traffic.forward_sent
+    again = plan.transport.sent - before - traffic.sent
+    return expected, grads, again, traffic.forward_sent
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_checkpointing_may_keep_what_attention_gave(keep):
+    with local_world(3) as ranks:
+        for expected, grads, again, forward in ranks.run(checkpointed, keep):
+            assert forward > 0
+            assert again == (0 if keep else forward)
+            for mine, theirs in zip(grads, expected, strict=True):
+                assert torch.equal(mine, theirs)
+
+
+def test_second_derivatives_are_refused():
+    plan = make_plan(9)
+    inputs = shards(plan)
+    (grad,) = torch.autograd.grad(layer(*inputs, plan), inputs[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        grad.sum().backward()

@@ -1,0 +1,181 @@
+"""Our Triton kernels in Triton's interpreter: every band, grouped queries, odd lengths and dims, carried state."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from burst_attention import Mask
+from burst_attention.kernels import choose
+from burst_attention.kernels.merge import merge_
+from burst_attention.kernels.reference import Reference
+from burst_attention.plan.tile import Tile, Tiles
+from burst_attention.testing import Case, check
+from burst_attention.testing.check import relative_l2
+
+pytest.importorskip("triton")
+kernel_module = pytest.importorskip("burst_attention.kernels.triton.kernel")
+if not kernel_module.interpreted():
+    pytest.skip("on a GPU tests/gpu runs the compiled kernels", allow_module_level=True)
+from burst_attention.kernels.triton.blocks import meetings  # noqa: E402
+from burst_attention.kernels.triton.tuning import Sizes, Tuner, candidates, fixed_sizes, kind_of  # noqa: E402
+
+BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3}
+BANDS = {
+    "full": [(0, 50, 0, 70, -69, 49)],
+    "causal": [(0, 50, 0, 50, 0, 49)],
+    "window": [(0, 70, 0, 70, 0, 12)],
+    "above": [(0, 33, 0, 50, -49, -4)],
+    "both": [(0, 61, 0, 61, -7, 3)],
+    "thin": [(0, 40, 0, 40, 0, 0)],
+    "corner": [(10, 43, 5, 38, 0, 32)],
+    "several": [(0, 20, 0, 20, 0, 19), (20, 50, 0, 30, -29, 29), (20, 50, 40, 70, 0, 29)],
+    "documents": [(n, n + 5, n, n + 5, 0, 4) for n in range(0, 70, 5)],
+}
+
+
+def inputs(rows, columns, dim, value_dim, dtype, *, heads=(4, 2), batch=2):
+    make = torch.Generator().manual_seed(0)
+    shapes = (
+        (heads[0], rows, dim),
+        (heads[1], columns, dim),
+        (heads[1], columns, value_dim),
+        (heads[0], rows, value_dim),
+    )
+    # [B, S, H, D] in memory, as models have it: strided for the kernel.
+    return [torch.randn(batch, n, h, d, generator=make).to(dtype).transpose(1, 2) for h, n, d in shapes]
+
+
+def compare(table, dim, value_dim, dtype, **options):
+    tiles = Tiles(np.array(table, np.int64))
+    rows, columns = int(tiles.table[:, 1].max()) + 3, int(tiles.table[:, 3].max()) + 5  # some rows see nothing
+    q, k, v, dout = inputs(rows, columns, dim, value_dim, dtype, **options)
+    kernel, judge, scale = kernel_module.Triton(tuned=False), Reference(), 0.7 / dim**0.5
+    out, lse = judge.forward(q.double(), k.double(), v.double(), tiles, scale)
+    delta = (out * dout.double()).sum(-1)
+    right = (out, lse, *judge.backward(dout.double(), q.double(), k.double(), v.double(), lse, delta, tiles, scale))
+    mine = kernel.forward(q, k, v, tiles, scale)
+    stats = torch.stack((lse, delta), -1).float()  # strided, as the sweep gives them
+    grads = kernel.backward(dout, q, k, v, *stats.unbind(-1), tiles, scale)
+    for name, actual, expected in zip(("out", "lse", "dq", "dk", "dv"), (*mine, *grads), right, strict=True):
+        assert actual.dtype == torch.float32
+        # Where a gradient is 0 by cancellation (one key has all the weight) rounding is measured by what cancels.
+        assert relative_l2(actual, expected, floor=0.05 * dout.double().norm().item()) < BOUNDS[dtype], name
+    blind = ~torch.tensor([any(a <= row < b for a, b, *_ in table) for row in range(rows)])
+    assert (mine[0][:, :, blind] == 0).all()
+    assert (mine[1][:, :, blind] == -torch.inf).all()
+    assert (grads[0][:, :, blind] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("band", BANDS)
+def test_every_band(band, dtype):
+    compare(BANDS[band], 16, 16, dtype)
+
+
+@pytest.mark.parametrize(("dim", "value_dim"), [(16, 40), (40, 16), (64, 64), (96, 96), (128, 128), (24, 256)])
+def test_head_dims(dim, value_dim):
+    compare([(0, 37, 0, 37, 0, 36)], dim, value_dim, torch.float32, batch=1, heads=(2, 1))
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (4, 4), (6, 2), (5, 1)])
+def test_grouped_queries(heads):
+    compare(BANDS["causal"], 16, 16, torch.float32, heads=heads)
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 64, 65, 129])
+def test_odd_lengths(length):
+    compare([(0, length, 0, length, 0, length - 1)], 16, 16, torch.float32, heads=(2, 2), batch=1)
+
+
+def test_a_running_state_is_continued_in_place_where_it_lies():
+    q, k, v, _ = inputs(50, 70, 16, 16, torch.float32)
+    first, second = (Tiles(np.array(BANDS["several"][part], np.int64)) for part in (slice(0, 2), slice(2, 3)))
+    kernel = kernel_module.Triton(tuned=False)
+    whole = kernel.forward(q, k, v, Tiles(np.array(BANDS["several"])), 0.3)
+    # A view of a larger total, as the sweep hands it over.
+    out, lse = torch.full((2, 4, 60, 16), 7.0), torch.full((2, 4, 60), 7.0)
+    out[:, :, 5:55], lse[:, :, 5:55] = kernel.forward(q, k, v, first, 0.3)
+    kernel.extend(q, k, v, second, 0.3, out[:, :, 5:55], lse[:, :, 5:55])
+    assert relative_l2(out[:, :, 5:55], whole[0]) < 1e-6
+    assert relative_l2(lse[:, :, 5:55], whole[1]) < 1e-6
+    assert (out[:, :, :5] == 7).all()
+    assert (out[:, :, 55:] == 7).all()
+    assert (lse[:, :, 55:] == 7).all()
+    merged = kernel.forward(q, k, v, first, 0.3)
+    merge_(*merged, *kernel.forward(q, k, v, second, 0.3))
+    assert relative_l2(out[:, :, 5:55], merged[0]) < 1e-6
+
+
+@pytest.mark.parametrize("mask", [Mask(), Mask(window=30), Mask(cu_seqlens=[0, 30, 77, 130])])
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+def test_the_sweep_over_ranks_with_our_kernel(pools, mask, layout):
+    case = Case(seqlen=130, mask=mask, layout=layout, kernel="triton", q_heads=2, kv_heads=1, head_dim=16)
+    for report in pools(3).run(check, case):  # processes: the interpreter knows one thread
+        assert report.passed, report
+
+
+def test_two_runs_give_the_same_bits():
+    tiles = Tiles(np.array(BANDS["several"]))
+    q, k, v, dout = inputs(50, 70, 16, 16, torch.float16)
+    kernel, stats = kernel_module.Triton(tuned=False), torch.ones(2, 4, 50)
+    runs = [
+        (*kernel.forward(q, k, v, tiles, 0.3), *kernel.backward(dout, q, k, v, stats, stats, tiles, 0.3)) for _ in "ab"
+    ]
+    assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True))
+
+
+def test_every_tile_meets_its_blocks():
+    make = np.random.default_rng(0)
+    for length, size in itertools.product((1, 16, 50, 64), (16, 32)):
+        starts = make.integers(0, length, 9)
+        stops = starts + make.integers(1, length - starts + 1)
+        offsets, ids = meetings(starts, stops, size, length)
+        for block in range(-(-length // size)):
+            expected = [n for n in range(9) if starts[n] < (block + 1) * size and stops[n] > block * size]
+            assert ids[offsets[block] : offsets[block + 1]].tolist() == expected
+        assert offsets[-1] == len(ids)
+
+
+@pytest.mark.parametrize(("dtype", "told"), [(torch.bfloat16, "bf16"), (torch.float64, "does not take torch.float64")])
+def test_dtypes_without_a_program_are_refused(dtype, told):
+    with pytest.raises(ValueError, match=told):
+        choose("triton", device=torch.device("cpu"), dtype=dtype)
+
+
+def test_widths_without_registers_are_refused():
+    q, k, v, _ = inputs(4, 4, 264, 16, torch.float32)
+    with pytest.raises(ValueError, match="head dims up to 256, q and k have 264"):
+        kernel_module.Triton(tuned=False).forward(q, k, v, Tiles(np.array([(0, 4, 0, 4, 0, 3)])), 1.0)
+
+
+def test_sizes_are_remembered_on_disk_and_a_broken_file_is_no_trouble(tmp_path):
+    tuner = Tuner(folder=tmp_path)
+    assert tuner.read() == {}
+    tuner.known["some key"] = Sizes(64, 32, 4, 2)
+    tuner.write()
+    other = Tuner(folder=tmp_path)
+    other.known["another"] = Sizes(16, 16, 4, 1)
+    other.write()
+    assert Tuner(folder=tmp_path).read() == {"some key": Sizes(64, 32, 4, 2), "another": Sizes(16, 16, 4, 1)}
+    assert json.loads(tuner.path.read_text())
+    tuner.path.write_text("{broken")
+    assert tuner.read() == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [16, 64, 96, 128, 256])
+def test_the_fixed_choice_is_among_the_candidates(width, dtype):
+    fixed = fixed_sizes(width, width, dtype)
+    assert fixed in candidates(width, width, dtype)
+    assert min(fixed.m, fixed.n) >= 16
+
+
+def test_kinds_of_tiles():
+    assert kind_of(Tiles(np.array(BANDS["full"]))) == "full"
+    assert kind_of(Tiles(np.array(BANDS["several"]))) == "banded"
+    assert kind_of(Tiles(np.array([Tile(n, n + 1, n, n + 1, 0, 0) for n in range(20)]))) == "many"
