@@ -67,6 +67,17 @@ class Scale:
     long_ranks: int = 4
     job: Job = field(default_factory=partial(Job, task="train", engines=ENGINES, seq_len=0))
 
+    def at_most(self, rounds: int) -> Scale:
+        """The same with no more than ``rounds`` of anything."""
+        return replace(
+            self,
+            train=tuple((length, min(n, rounds)) for length, n in self.train),
+            prefill=tuple((length, min(n, rounds)) for length, n in self.prefill),
+            rounds=min(self.rounds, rounds),
+            scaling_rounds=min(self.scaling_rounds, rounds),
+            peer_rounds=min(self.peer_rounds, 3 * rounds),
+        )
+
 
 QUICK = Scale(
     nodes=2,
@@ -247,12 +258,18 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="*", choices=list(SECTIONS), default=list(SECTIONS), help="none: draw the pages"
     )
+    parser.add_argument(
+        "--rounds", type=int, help="at most so many of everything; fewer than full ones leave no spread"
+    )
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything runs")
     a = parser.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # ranks in namespaces have no addresses by name, and say so
+    scale = QUICK if a.quick else Scale()
     command = "python benchmarks/paper.py" + " --quick" * a.quick
-    paper = Paper(QUICK if a.quick else Scale(), a.out, command, Console())
+    if a.rounds is not None:
+        scale, command = scale.at_most(a.rounds), f"{command} --rounds {a.rounds}"
+    paper = Paper(scale, a.out, command, Console())
     for name in a.only:
         began = time.monotonic()
         SECTIONS[name](paper)

@@ -44,7 +44,7 @@ RESULTS = Results(
     setting={"heads": 8, "dtype": "bfloat16"},
     rows=[
         right("burst", 4096, timeline=TIMELINE),
-        right("burst", 8192, link=200e6, bytes_wire=9e6, bytes_counted=8e6, timeline=TIMELINE),
+        right("burst", 8192, link=200e6, bytes_wire=9e6, bytes_counted=8e6, nodes=2, timeline=TIMELINE),
         right("burst", 8192),
         right("ring:zig<i>zag</i>", 4096, timeline=TIMELINE),
         right("ring:zig<i>zag</i>", 8192),

@@ -130,7 +130,12 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -
     return (*grads, *[None] * 6)
 
 
+def _refuse(ctx: Any, *grads: Tensor) -> None:
+    raise RuntimeError("burst_attention can be differentiated once: the gradients that it gives have none of their own")
+
+
 attend.register_autograd(_differentiate, setup_context=_save)
+attend_backward.register_autograd(_refuse)
 
 
 def _dense_rows(x: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ class Arguments:
     dtypes: tuple[Literal["float64", "float32", "bfloat16", "float16"], ...] = ("float64", "bfloat16")
     travels: tuple[Literal["query", "key-value"], ...] = ("query", "key-value")
     route: Literal["auto", "direct", "ring", "ring-attention"] = "auto"
-    kernel: Literal["auto", "reference", "aten", "aten-fp32"] = "auto"
+    kernel: Literal["auto", "reference", "aten", "aten-fp32", "triton"] = "auto"
     q_heads: int = 4
     kv_heads: int = 2
     head_dim: int = 32
