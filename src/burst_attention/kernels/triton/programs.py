@@ -38,6 +38,13 @@ def _store(Base, batch, head, heads, length, at, dims, seen, value, DIM: tl.cons
 
 
 @triton.jit
+def _tile(Tiles, Ids, n):
+    """The six integers of the n-th tile listed."""
+    tile = Tiles + tl.load(Ids + n) * 6
+    return tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4), tl.load(tile + 5)
+
+
+@triton.jit
 def _attend(
     acc, top, total, q, K, V, batch, head, kb, kh, ks, vb, vh, vs, i, inside, k0, first, stop, columns, lo, hi, sharp,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, N: tl.constexpr,
@@ -91,9 +98,7 @@ def forward(
         top = _numbers(Lse, batch, head, lb, lh, ls, rows, exists, float("-inf")) * LOG2_E
         total = tl.where(top == float("-inf"), 0.0, 1.0)
     for n in range(tl.load(Offsets + block), tl.load(Offsets + block + 1)):
-        tile = Tiles + tl.load(Ids + n) * 6
-        q0, q1, k0, k1 = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
-        lo, hi = tl.load(tile + 4), tl.load(tile + 5)
+        q0, q1, k0, k1, lo, hi = _tile(Tiles, Ids, n)
         i, columns = rows - q0, k1 - k0
         inside = (rows >= q0) & (rows < q1)
         above, below = tl.maximum(block * M, q0) - q0, tl.minimum(block * M + M, q1) - 1 - q0
@@ -148,9 +153,7 @@ def backward_queries(
     delta = _numbers(Delta, batch, head, eb, eh, es, rows, exists, 0.0)
     dq = tl.zeros([M, BLOCK_D], tl.float32)
     for n in range(tl.load(Offsets + block), tl.load(Offsets + block + 1)):
-        tile = Tiles + tl.load(Ids + n) * 6
-        q0, q1, k0, k1 = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
-        lo, hi = tl.load(tile + 4), tl.load(tile + 5)
+        q0, q1, k0, k1, lo, hi = _tile(Tiles, Ids, n)
         i, columns = rows - q0, k1 - k0
         inside = (rows >= q0) & (rows < q1)
         above, below = tl.maximum(block * M, q0) - q0, tl.minimum(block * M + M, q1) - 1 - q0
@@ -190,9 +193,7 @@ def backward_keys(
     for member in range(group):
         q_head = head * group + member
         for n in range(tl.load(Offsets + block), tl.load(Offsets + block + 1)):
-            tile = Tiles + tl.load(Ids + n) * 6
-            q0, q1, k0, k1 = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
-            lo, hi = tl.load(tile + 4), tl.load(tile + 5)
+            q0, q1, k0, k1, lo, hi = _tile(Tiles, Ids, n)
             j, rows = columns - k0, q1 - q0
             inside = (columns >= k0) & (columns < k1)
             left, right = tl.maximum(block * N, k0) - k0, tl.minimum(block * N + N, k1) - 1 - k0
