@@ -147,7 +147,7 @@ def timed(variants: Sequence[Variant], shape: Shape, rounds: int) -> list[dict[s
         out, backward = variant.begin(plan, *tensors)
         forward = plan.transport.sent
         backward()
-        programs = plan.schedule.forward, plan.schedule.backward(variant.travels)
+        programs = plan.schedule.forward(variant.travels), plan.schedule.backward(variant.travels)
         scores = (sum(op.tiles.area for op in program.ops if isinstance(op, Visit)) for program in programs)
         counted = (forward, plan.transport.sent - forward, *scores)
         found.append({**dict(zip(COUNTED, counted, strict=True)), "seconds": []})

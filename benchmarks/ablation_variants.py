@@ -85,7 +85,7 @@ def swept(
 
 
 def _forward(work: Forward, plan: Plan) -> tuple[Tensor, Tensor]:
-    out, lse = sweep(plan.schedule.forward, plan.transport, work, phase="forward")[Side.QUERY]
+    out, lse = sweep(plan.schedule.forward("query"), plan.transport, work, phase="forward")[Side.QUERY]
     if isinstance(work, LateMerge):
         work.merge()
     return out.to(work.q.dtype).contiguous(), lse

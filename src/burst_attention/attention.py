@@ -55,7 +55,10 @@ def burst_attention(
         plan: from :func:`burst_attention.make_plan`; it says which positions are here and what a query sees.
         scale: of the scores; 1 / sqrt(D) if None.
         travels: what moves in the backward: ``query`` (arXiv 2403.09347, algorithm 2), ``key-value`` (RingAttention),
-            or ``auto``, the one with fewer bytes.
+            ``either``, or ``auto``: either if that leaves the busiest rank less to compute, else the one with fewer
+            bytes. With ``either`` each pair is computed at that end which is ahead by less than half a ring, forward
+            too: a contiguous layout under a causal mask is balanced then, within 1 / world, with fewer bytes than any
+            other; partial results of the forward come home rounded to the io dtype.
         kernel: ``auto``, ``reference``, ``aten`` or ``aten-fp32`` (:func:`burst_attention.kernels.choose`).
         return_lse: also return the log-sum-exp of each row's scores.
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .kernels import choose
 from .kernels.contract import DTYPES, Kernel, accumulation_dtype, wire_dtype
+from .plan.assignment import TRAVELS
 from .plan.cost import Shape
-from .plan.schedule import TRAVELS
 from .planning import Plan
 
 
@@ -55,7 +55,7 @@ def resolve(
     check_tensors(q, k, v, plan.length)
     plan.transport.check_device(q.device)
     chosen = choose(kernel, device=q.device, dtype=q.dtype)
-    if travels == "auto" and any(wanted):
+    if travels == "auto":
         travels = plan.schedule.choose_travels(call_shape(q, k, v))
     if scale is None:
         scale = 1 / math.sqrt(q.shape[3])

@@ -40,7 +40,7 @@ def attend(
     out     O = softmax(scale Q K' + mask) V over all shards, L = logsumexp(scale Q K' + mask), and the call's number
     saved   q, k, v, O, L; nothing of other ranks: the backward fetches again what it needs
     merge   L = logaddexp(L1, L2), O = O1 e^(L1 - L) + O2 e^(L2 - L); (0, -inf) is its identity
-    wire    K, V
+    wire    K, V; or Q out and (O, L) home where either may travel
     round   tiles and sums in fp32 (fp64 for fp64) where the kernel gives it; once, at the end
     """
     found = plan_of(plan)
@@ -54,7 +54,7 @@ def attend(
     number = found.transport.health.next_call() if found.world > 1 else 0
     work = Forward(_dense_rows(q), _dense_rows(k), _dense_rows(v), call.scale, call.kernel)
     with torch.autocast(q.device.type, enabled=False):
-        sums = sweep(found.schedule.forward, found.transport, work, phase="forward")
+        sums = sweep(found.schedule.forward(call.travels), found.transport, work, phase="forward")
     out, log_sum = sums[Side.QUERY]
     return out.to(q.dtype).contiguous(), log_sum.contiguous(), torch.tensor(number)
 
@@ -81,7 +81,7 @@ def attend_backward(
     out     dQ, dK, dV of this rank's shards
     back    D = rowsum(dO * O) - dL, at home, before anything travels
             P = e^(scale Q K' - L), dV = P' dO, dS = P * (dO V' - D), dQ = scale dS K, dK = scale dS' Q per tile
-    wire    (Q, dO, L, D) out and dQ home, or K, V out and dK, dV home
+    wire    (Q, dO, L, D) out and dQ home, or K, V out and dK, dV home; or one or the other, pair by pair
     round   sums in fp32 (fp64 for fp64); once to the io dtype when a partial is sent, once at the end
     """
     found = plan_of(plan)

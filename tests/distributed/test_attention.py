@@ -40,7 +40,7 @@ FACTORS = {
     "mask": list(MASKS),
     "groups": [1, 4, 8],
     "layout": ["contiguous", "zigzag", "striped"],
-    "travels": ["query", "key-value"],
+    "travels": ["query", "key-value", "either"],
     "route": ["direct", "ring"],
     "kernel": ["reference", "aten", "aten-fp32"],
 }
@@ -98,7 +98,7 @@ def ragged_cases(world: int) -> list[Case]:
         for n, layout in enumerate(FACTORS["layout"]):
             window = seqlen % 3 == n
             mask = Mask(window=2, cu_seqlens=sorted({0, seqlen // 2, seqlen})) if window else Mask(causal=n > 0)
-            options = {"travels": FACTORS["travels"][seqlen % 2], "route": FACTORS["route"][(seqlen + n) % 2]}
+            options = {"travels": FACTORS["travels"][seqlen % 3], "route": FACTORS["route"][(seqlen + n) % 2]}
             kernel = ("aten", "reference")[(seqlen // 2) % 2]
             heads = {"q_heads": 2, "kv_heads": 1, "head_dim": 8, "batch": 2}
             cases.append(
@@ -117,7 +117,7 @@ def test_ragged_and_empty_shards(pools, world: int) -> None:
 @pytest.mark.parametrize("kernel", ["reference", "aten", "aten-fp32"])
 def test_value_dim_of_its_own(pools, value_dim: int, kernel: str) -> None:
     shapes = {"head_dim": 24, "v_head_dim": value_dim, "batch": 2, "kv_heads": 2}
-    cases = [Case(seqlen=60, kernel=kernel, travels=t, **shapes) for t in ("query", "key-value")]
+    cases = [Case(seqlen=60, kernel=kernel, travels=t, **shapes) for t in FACTORS["travels"]]
     assert not any(pools(2).run(failures, cases))
 
 
@@ -158,7 +158,7 @@ def saturated_errors(kernel: str) -> list[float]:
 
 
 @pytest.mark.parametrize("kernel", ["reference", "aten", "aten-fp32"])
-@pytest.mark.parametrize("travels", ["query", "key-value"])
+@pytest.mark.parametrize("travels", ["query", "key-value", "either"])
 def test_the_lse_alone_has_a_gradient(pools, kernel: str, travels: str) -> None:
     """dO = 0 in some or all rows while dlse is not: D is then no row sum of dO * O."""
     for blank in ("all", "half", "one entry"):
@@ -246,7 +246,7 @@ def rows_that_see_nothing(kernel: str, travels: str, route: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["reference", "aten"])
-@pytest.mark.parametrize("travels", ["query", "key-value"])
+@pytest.mark.parametrize("travels", ["query", "key-value", "either"])
 def test_queries_that_see_nothing(pools, kernel: str, travels: str) -> None:
     for route in ("direct", "ring-attention"):
         pools(3).run(rows_that_see_nothing, kernel, travels, route)
@@ -261,7 +261,7 @@ def cases(draw) -> Case:
         mask=draw(masks(seqlen)),
         layout=draw(st.sampled_from(FACTORS["layout"])),
         route=draw(st.sampled_from(["direct", "ring", "ring-attention", "auto"])),
-        travels=draw(st.sampled_from(["query", "key-value", "auto"])),
+        travels=draw(st.sampled_from(["query", "key-value", "either", "auto"])),
         kernel=draw(st.sampled_from(FACTORS["kernel"])),
         dtype=draw(st.sampled_from([torch.float64, torch.float32])),
         batch=draw(st.integers(1, 3)),
@@ -331,7 +331,7 @@ def views(kernel: str, travels: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["reference", "aten", "aten-fp32"])
-@pytest.mark.parametrize("travels", ["query", "key-value"])
+@pytest.mark.parametrize("travels", ["query", "key-value", "either"])
 def test_views_subsets_and_checkpointing(pools, kernel: str, travels: str) -> None:
     pools(2).run(views, kernel, travels)
 
@@ -408,7 +408,7 @@ def byte_counts(case: Case) -> tuple:
 
 
 @pytest.mark.parametrize("route", ["direct", "ring", "ring-attention"])
-@pytest.mark.parametrize("travels", ["query", "key-value", "auto"])
+@pytest.mark.parametrize("travels", ["query", "key-value", "either", "auto"])
 def test_bytes_are_as_predicted(pools, route: str, travels: str) -> None:
     sent = 0
     for layout, mask, dtype in product(

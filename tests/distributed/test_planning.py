@@ -156,12 +156,12 @@ def test_groups_and_meshes(pools) -> None:
     pools(4).run(groups_and_meshes)
 
 
-@pytest.mark.parametrize("travels", ["query", "key-value"])
+@pytest.mark.parametrize("travels", ["query", "key-value", "either"])
 def test_errors_do_not_grow_with_the_world(pools, travels: str) -> None:
     """docs/numerics.md: kernels with fp32 partials, W=8 within 1.05 of W=1, 1.25 for what is rounded on the wire; those
     that round every tile within 1.5 of PyTorch's own, and W=8 within 1.15 of W=2."""
     shape = {"seqlen": 512, "q_heads": 4, "kv_heads": 4, "head_dim": 32, "dlse": False, "dtype": torch.bfloat16}
-    wire = ("dq",) if travels == "query" else ("dk", "dv")
+    wire = {"query": ("dq",), "key-value": ("dk", "dv"), "either": ("out", "dq", "dk", "dv")}[travels]
     exact = Case(**shape, kernel="aten-fp32", travels=travels)
     one, eight = relative_errors(exact), pools(8).run(relative_errors, exact)[0]
     for name in one:

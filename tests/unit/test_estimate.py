@@ -16,7 +16,7 @@ SHAPE = Shape(batch=2, q_heads=4, kv_heads=2, head_dim=8, v_head_dim=12, io=2, p
 
 
 @pytest.mark.parametrize("route", sorted(ROUTES))
-@pytest.mark.parametrize("travels", ["query", "key-value"])
+@pytest.mark.parametrize("travels", ["query", "key-value", "either"])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 def test_estimates_are_what_runs(route: str, travels: str, layout: str) -> None:
     mask = Mask(window=17, cu_seqlens=[0, 10, 33, 50])

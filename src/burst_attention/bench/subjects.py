@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from burst_attention.comm.mesh import CONTEXT, make_mesh
 from burst_attention.engines import Engine
 from burst_attention.engines.whole import whole_attention
-from burst_attention.plan.schedule import TRAVELS
+from burst_attention.plan.assignment import TRAVELS
 from burst_attention.training.model import build_model, plans_for
 
 from .job import Job
@@ -93,9 +93,8 @@ class AttentionSubject:
         self.results = [out.detach(), *torch.autograd.grad(out, (q, k, v), self.inputs[3])]
 
     def warm_up(self) -> None:
-        assert self.plan.schedule.forward
-        for travels in TRAVELS:  # the programs of both, for it is the attention that chooses
-            assert self.plan.schedule.backward(travels)
+        for travels in TRAVELS:  # the programs of all, for it is the attention that chooses
+            assert self.plan.schedule.forward(travels) and self.plan.schedule.backward(travels)
 
     def prints(self) -> list[Print]:
         positions = self.plan.positions

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -32,3 +36,24 @@ def shard_parameters(wrapper: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -
             # The loss is divided by the tokens of all ranks already; gloo has no pre-multiplied sum.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            if mesh.device_type == "cpu":
+                module.set_custom_reduce_scatter(SumByRank())  # type: ignore[arg-type]
+
+
+class SumByRank:
+    """FSDP2's reduce-scatter, as an all-to-all and a sum in the ranks' order: the same bits at every run.
+
+    For gloo, whose own reduce-scatter is a whole all-reduce: twice the bytes.
+    """
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        if op != dist.ReduceOp.SUM or async_op:
+            raise NotImplementedError(f"op={op}, async_op={async_op}: gradients are summed, and waited for")
+        parts = torch.empty_like(input_tensor)
+        dist.all_to_all_single(parts, input_tensor, group=group)
+        torch.sum(parts.view(group.size(), *output_tensor.shape), 0, out=output_tensor)

@@ -22,6 +22,27 @@ def columns(i: np.ndarray, j: np.ndarray) -> np.ndarray:
     return 0 * i + j
 
 
+def nearest(world: int) -> Assignment:
+    """The end of a pair that the other reaches by less than half of the ring, forward: K, V or queries travel.
+
+    Of what a causal mask leaves of a contiguous layout every rank gets half a ring of whole blocks, where rows and
+    columns give the last and the first rank nearly all of theirs.
+    """
+
+    def assign(i: np.ndarray, j: np.ndarray) -> np.ndarray:
+        return np.where(2 * ((i - j) % world) < world, i, j)
+
+    return assign
+
+
+# What travels: (forward, backward), for a world. The paper's, RingAttention's, and whichever side is on its way anyway.
+TRAVELS: dict[str, Callable[[int], tuple[Assignment, Assignment]]] = {
+    "query": lambda world: (rows, columns),
+    "key-value": lambda world: (rows, rows),
+    "either": lambda world: (nearest(world), nearest(world)),
+}
+
+
 def table(ranks: np.ndarray) -> Assignment:
     """Any assignment: ``ranks[i, j]`` computes (i, j)."""
     return lambda i, j: ranks[i, j]

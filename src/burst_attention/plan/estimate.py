@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from . import assignment
+import numpy as np
+
+from .assignment import TRAVELS
 from .cost import Shape, Traffic, sent_and_received
-from .program import all_edges
-from .schedule import RETURNS, TRAVELS, Schedule
+from .program import IN_FLIGHT, all_edges
+from .schedule import RETURNS, Schedule
 
 
 @dataclass(frozen=True)
@@ -29,18 +31,17 @@ class RankCost:
 
 
 def estimate(schedule: Schedule, shape: Shape, travels: str) -> list[RankCost]:
-    """The cost of one forward and backward on every rank; ``travels`` is ``query`` or ``key-value``."""
+    """The cost of one forward and backward on every rank; ``travels`` is a name of ``TRAVELS``."""
     layout, pairs = schedule.layout, schedule.pairs()
-    assignments = {False: assignment.rows, True: TRAVELS[travels]}
+    assignments = dict(enumerate(TRAVELS[travels](layout.world)))  # forward, backward
     edges = {
-        backward: all_edges(pairs, assign, schedule.route, RETURNS[backward], layout)
+        backward: all_edges(pairs, assign, schedule.route, RETURNS[bool(backward)], layout)
         for backward, assign in assignments.items()
     }
     seen = {backward: [0] * layout.world for backward in assignments}
     for (i, j), tiles in pairs.items():
-        area = tiles.area
-        seen[False][i] += area
-        seen[True][j if travels == "query" else i] += area
+        for backward, assign in assignments.items():
+            seen[backward][int(assign(np.array(i), np.array(j)))] += tiles.area
     per_pair = 2 * shape.batch * shape.q_heads  # a multiplication and an addition
     forward = per_pair * (shape.head_dim + shape.v_head_dim)  # scores, P V
     backward = per_pair * (3 * shape.head_dim + 2 * shape.v_head_dim)  # scores, dO V', P' dO, dS K, dS' Q
@@ -70,7 +71,8 @@ def _memory(shape: Shape, tokens: int, travels: str, *, alone: bool, exact: bool
     if alone:
         return held + results
     sums = (q + kv) * shape.accumulate // shape.io
-    bundle, partial = (q + out, q) if travels == "query" else (kv, kv)
+    bundles = {"query": (q + out, q), "key-value": (kv, kv), "either": (max(q + out, kv), max(q, kv))}
+    bundle, partial = bundles[travels]
     on_wire = partial * (shape.accumulate if exact else shape.partial) // shape.io
-    # In use, arriving, and a copy of what is sent; one partial result going out, one coming in.
-    return held + results + sums + 3 * bundle + 2 * on_wire
+    # Of two exchanges under way: what arrives and a copy of what is sent, shards and partial results.
+    return held + results + sums + IN_FLIGHT * 2 * (bundle + on_wire)

@@ -65,6 +65,9 @@ class Drop:
 
 
 Op = Visit | Post | Wait | Drop
+Moment = tuple[int, int, int]  # in a step: 0, 0 its wait; 0, 1 after that; 1, n its visits; 2, 0 after those
+
+IN_FLIGHT = 2  # exchanges under way at once, at most; fewer where a shard is passed on
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,23 +175,31 @@ def _visit(pair: tuple[int, int], tiles: Tiles, step: int, held: Mapping[Key, Ro
 def _order(
     visits: list[Visit], edges: list[Edge], held: Mapping[Key, Rows], sums: Mapping[Key, Rows], rank: int
 ) -> list[Op]:
-    """Each exchange is posted as early as double buffering allows: once the one before has been waited for, and once
-    the partial results that it carries exist. So it is on the wire while the visits in between are computed."""
-    timeline: list[tuple[tuple[int, int, int], Op]] = []
-    finished: dict[Key, int] = {}  # the last visit that adds to a sum
+    """Each exchange is posted once what it carries is here and the visits of :data:`IN_FLIGHT` exchanges before are done.
+
+    So it is on the wire while visits are computed, and the next is on its heels: under a causal mask some ranks send
+    more in a step than others, who need not wait for them.
+    """
+    timeline: list[tuple[Moment, Op]] = []
+    ready: dict[tuple[Key, bool], Moment] = {}  # a shard came, or a sum (True) got its last part so far
     for n, visit in enumerate(sorted(visits, key=lambda v: v.step)):
         timeline.append(((visit.step, 1, n), visit))
         for side in visit.into:
-            finished[side, visit.owner(side)] = visit.step
-    previous = (-1, 0, 0)
-    for step in sorted({edge.step for edge in edges}):
+            ready[(side, visit.owner(side)), True] = (visit.step, 2, 0)
+    posted: Moment = (-1, 0, 0)
+    steps = sorted({edge.step for edge in edges})
+    for n, step in enumerate(steps):
         now = [edge for edge in edges if edge.step == step]
         sends = tuple(_message(e, held if not e.partial else None) for e in now if e.source == rank)
         receives = tuple(_message(e, sums if e.partial else None) for e in now if e.target == rank)
-        carried = [finished.get((e.side, e.owner), -1) for e in now if e.partial and e.source == rank]
-        timeline.append((max(previous, (max(carried, default=-1), 2, 0)), Post(step, sends, receives)))
+        carried = [ready.get(((e.side, e.owner), e.partial), posted) for e in now if e.source == rank]
+        room = (steps[n - IN_FLIGHT], 2, 0) if n >= IN_FLIGHT else posted
+        posted = max(posted, room, *carried)
+        timeline.append((posted, Post(step, sends, receives)))
         timeline.append(((step, 0, 0), Wait(step)))
-        previous = (step, 0, 1)
+        for e in (e for e in now if e.target == rank):
+            key = (e.side, e.owner), e.partial
+            ready[key] = max(ready.get(key, posted), (step, 0, 1))
     timeline.sort(key=lambda entry: entry[0])
     return [op for _, op in timeline]
 

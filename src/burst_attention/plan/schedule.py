@@ -9,15 +9,15 @@ from functools import cached_property
 
 import numpy as np
 
-from . import assignment, cost
+from . import cost
+from .assignment import TRAVELS, Assignment, rows
 from .layout import Layout
 from .mask import Mask
 from .program import Pairs, Program, all_edges, build_program, touched_pairs
 from .route import ROUTES, Route
 from .rows import Side
-from .tile import Tiles, foreign_rows, pair_tiles
+from .tile import Tiles, foreign_rows, pair_areas, pair_tiles
 
-TRAVELS = {"query": assignment.columns, "key-value": assignment.rows}  # what travels in a backward
 RETURNS = {False: (Side.QUERY,), True: (Side.QUERY, Side.KEY)}  # backward? -> the sides that a visit gives results for
 
 
@@ -69,25 +69,28 @@ class Schedule:
             found |= pair_tiles(self.layout, self.layout, self.regions, q_owners, k_owners)
         return found
 
-    def program(self, assign: assignment.Assignment, *, backward: bool) -> Program:
+    def program(self, assign: Assignment, *, backward: bool) -> Program:
         """This rank's program for any assignment of pairs to ranks."""
         pairs = self.pairs(touched_pairs(assign, self.route, self.rank, self.layout.world))
         return build_program(pairs, assign, self.route, RETURNS[backward], self.layout, self.rank)
 
-    @cached_property
-    def forward(self) -> Program:
-        """GAO's forward: rank i computes row i."""
-        return self.program(assignment.rows, backward=False)
-
-    @cached_property
-    def _backwards(self) -> dict[str, Program]:
-        return {}
+    def forward(self, travels: str) -> Program:
+        """The forward that goes with a backward in which ``travels``, of :data:`TRAVELS`, moves."""
+        return self._program_of(travels, backward=False)
 
     def backward(self, travels: str) -> Program:
-        """The backward in which ``travels`` ("query" or "key-value") moves."""
-        if travels not in self._backwards:
-            self._backwards[travels] = self.program(TRAVELS[travels], backward=True)
-        return self._backwards[travels]
+        """The backward in which ``travels``, of :data:`TRAVELS`, moves."""
+        return self._program_of(travels, backward=True)
+
+    def _program_of(self, travels: str, *, backward: bool) -> Program:
+        key = travels, backward
+        if key not in self._programs:
+            self._programs[key] = self.program(TRAVELS[travels](self.layout.world)[backward], backward=backward)
+        return self._programs[key]
+
+    @cached_property
+    def _programs(self) -> dict[tuple[str, bool], Program]:
+        return {}
 
     @cached_property
     def _rows_needed(self) -> dict[Side, int]:
@@ -96,10 +99,14 @@ class Schedule:
         return foreign_rows(self.layout, self.layout, self.regions, ranks)
 
     def choose_travels(self, shape: cost.Shape) -> str:
-        """What travels in the backward so that fewer bytes are needed by all ranks; the query side on a tie.
+        """What had best travel.
 
-        Counted as if each shard went straight to its users and partial results straight home, whatever the route.
+        Either, where that leaves the busiest rank markedly less to compute: a contiguous layout under a causal mask.
+        Else what needs fewer bytes in the backward, the query side on a tie. Counted as if each shard went straight to
+        its users and partial results straight home, whatever the route.
         """
+        if self._busiest("either") < 0.95 * min(self._busiest("query"), self._busiest("key-value")):
+            return "either"
         totals = {}
         for name, side in (("query", Side.QUERY), ("key-value", Side.KEY)):
             out, home = (
@@ -109,9 +116,24 @@ class Schedule:
             totals[name] = self._rows_needed[side] * (out + home)
         return min(totals, key=totals.__getitem__)
 
+    def _busiest(self, travels: str) -> float:
+        """(Query, key) pairs that the rank with most of them computes, pass by pass; a backward's count more."""
+        world = self.layout.world
+        most = [self._areas_by(assign) for assign in TRAVELS[travels](world)]
+        return most[0] + 2.5 * most[1]
+
+    def _areas_by(self, assign: Assignment) -> int:
+        i, j, area = self._areas
+        return int(np.bincount(assign(i, j), area, minlength=1).max(initial=0))
+
+    @cached_property
+    def _areas(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        ranks = range(self.layout.world)
+        return pair_areas(self.layout, self.layout, self.regions, ranks)
+
     def traffic(self, shape: cost.Shape, travels: str) -> cost.Traffic:
         """What this rank sends and receives in one forward and one backward."""
-        forward = cost.sent_and_received(self.forward.edges, self.rank, shape, backward=False)
+        forward = cost.sent_and_received(self.forward(travels).edges, self.rank, shape, backward=False)
         backward = cost.sent_and_received(self.backward(travels).edges, self.rank, shape, backward=True)
         return cost.Traffic(*forward, *backward)
 
@@ -141,7 +163,7 @@ def make_schedule(
 def _busiest_link(schedule: Schedule, hosts: Sequence[int]) -> int:
     """Rows that leave the busiest host in a forward."""
     leaving: dict[int, int] = dict.fromkeys(hosts, 0)
-    edges = all_edges(schedule.pairs(), assignment.rows, schedule.route, RETURNS[False], schedule.layout)
+    edges = all_edges(schedule.pairs(), rows, schedule.route, RETURNS[False], schedule.layout)
     for edge in edges:
         if hosts[edge.source] != hosts[edge.target]:
             leaving[hosts[edge.source]] += edge.rows.count

@@ -136,6 +136,18 @@ def pair_tiles(
     return {(int(part[0, 0]), int(part[0, 1])): Tiles(part[:, 3:]) for part in np.split(table, cuts)}
 
 
+def pair_areas(
+    queries: Layout, keys: Layout, regions: np.ndarray, ranks: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(query owner, key owner, how many (query, key) are seen), an entry or more for each pair that has any.
+
+    Arrays only: for hundreds of ranks there are too many pairs for objects.
+    """
+    table = _all_tiles(queries, keys, regions, ranks, ranks)
+    q0, q1, k0, k1, lo, hi = table[:, 3:].T
+    return table[:, 0], table[:, 1], band_area(q1 - q0, k1 - k0, lo, hi)
+
+
 def foreign_rows(queries: Layout, keys: Layout, regions: np.ndarray, ranks: Sequence[int]) -> dict[Side, int]:
     """Over all pairs of two different ranks: how many query rows, and how many key rows, some tile touches.
 
