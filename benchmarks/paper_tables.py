@@ -58,7 +58,10 @@ def training(page: Page) -> str:
         "faster than a single rank, and what differs is what the engines exchange and how much of it hides behind "
         "computing. `burst is faster by` is the median over rounds of (its seconds / burst's seconds) in the same "
         "round. `error` is the gradients' distance from fp64 at 512 tokens, which may be three times a single "
-        "rank's; at the timed length the engines are compared with each other. An engine that fails either is not timed."
+        "rank's; at the timed length the engines are compared with each other. An engine that fails either is not timed. "
+        "`burst` is the default, zigzag with queries travelling in the backward; `burst:contiguous` lets either side "
+        "travel: fewer bytes, but its busiest rank computes 1 / ranks more of the attention than the mean, which ranks "
+        "that share cores don't feel."
     )
     text = page.head("Training step, by engine, length and link", about, sizes_of(results))
     text += _links(results.rows) + "\n" + speeds(results)
@@ -118,9 +121,15 @@ def _line(points: dict[int, int]) -> list[str]:
     return [f"{slope:,.0f}", f"{(2 * GIB - start) / slope:,.0f} tokens" if slope > 0 else "-"]
 
 
+def _contiguous(world: int) -> int:
+    """Of the blocks below the diagonal: 2 + 4 where K, V travel (less than half a ring ahead), 2 + 3 where Q does."""
+    return sum((6 if 2 * ahead < world else 5) * (world - ahead) for ahead in range(1, world))
+
+
 FORMULAS: dict[str, tuple[str, Callable[[int, float, float], float]]] = {
     # of W ranks, n elements of a hidden state per rank, b bytes each; multi-head attention, causal
     "burst": ("5 · ¾ n (W − 1) b, and (lse, D)", lambda w, n, b: 3.75 * n * (w - 1) * b),
+    "burst:contiguous": ("n b · (6 near + 5 far) / W, and (lse, D)", lambda w, n, b: n * b * _contiguous(w) / w),
     "ring": ("4 n (W − 1) b + 2 n (W − 1) · 4, untrimmed", lambda w, n, b: 4 * n * (w - 1) * b + 8 * n * (w - 1)),
     "ulysses": ("8 n (W − 1) / W b", lambda w, n, b: 8 * n * (w - 1) / w * b),
     "tensor": ("9 n (W − 1) b: four sums of 2, one gather", lambda w, n, b: 9 * n * (w - 1) * b),
