@@ -59,7 +59,8 @@ def burst_attention(
             bytes. With ``either`` each pair is computed at that end which is ahead by less than half a ring, forward
             too: a contiguous layout under a causal mask is balanced then, within 1 / world, with fewer bytes than any
             other; partial results of the forward come home rounded to the io dtype.
-        kernel: ``auto``, ``reference``, ``aten`` or ``aten-fp32`` (:func:`burst_attention.kernels.choose`).
+        kernel: ``auto``, or a name of :data:`burst_attention.kernels.KERNELS`;
+            :func:`burst_attention.kernels.explain` tells what ``auto`` takes, and why.
         return_lse: also return the log-sum-exp of each row's scores.
 
     Returns:

@@ -54,7 +54,9 @@ def resolve(
     """
     check_tensors(q, k, v, plan.length)
     plan.transport.check_device(q.device)
-    chosen = choose(kernel, device=q.device, dtype=q.dtype)
+    documents = max(1, len(plan.mask.cu_seqlens or ()) - 1)
+    head_dims = q.shape[3], v.shape[3]
+    chosen = choose(kernel, device=q.device, dtype=q.dtype, head_dims=head_dims, documents=documents)
     if travels == "auto":
         travels = plan.schedule.choose_travels(call_shape(q, k, v))
     if scale is None:

@@ -93,7 +93,8 @@ def attend_backward(
     if dlse is not None:
         delta = delta - dlse
     dout, q, k, v = map(_dense_rows, (dout, q, k, v))
-    work = Backward(dout, q, k, v, torch.stack((lse, delta), -1), call.scale, call.kernel)
+    stats = torch.stack((lse, delta), -1)
+    work = Backward(dout, q, k, v, stats, call.scale, call.kernel, alone=found.world == 1)
     with torch.autocast(q.device.type, enabled=False):
         sums = sweep(found.schedule.backward(call.travels), found.transport, work, phase="backward")
     grads = [*sums.pop(Side.QUERY), *sums.pop(Side.KEY)]

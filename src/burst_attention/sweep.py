@@ -120,6 +120,7 @@ class Backward:
     stats: Tensor
     scale: float
     kernel: Kernel
+    alone: bool = False  # one pair is all there is: nothing is added to what it gives
 
     @property
     def own(self) -> Mapping[Side, Tensors]:
@@ -128,7 +129,7 @@ class Backward:
     def visit(self, query: Tensors, key: Tensors, tiles: Tiles) -> Mapping[Side, Tensors]:
         (dout, q, stats), (k, v) = query, key
         lse, delta = stats.unbind(-1)
-        dq, dk, dv = self.kernel.backward(dout, q, k, v, lse, delta, tiles, self.scale)
+        dq, dk, dv = self.kernel.backward(dout, q, k, v, lse, delta, tiles, self.scale, final=self.alone)
         return {Side.QUERY: (dq,), Side.KEY: (dk, dv)}
 
     extends: ClassVar[bool] = False

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from burst_attention.bench.report_page import page
+from burst_attention.cli.bench import main as bench
 from tests.bench_results import ENGINES, RESULTS
 
 pytest.importorskip("plotly")
@@ -109,6 +110,20 @@ def test_browser_draws_every_plot(browser: Any, report: Path) -> None:
     assert opened.inner.evaluate("document.documentElement.scrollWidth <= innerWidth")
     titles = opened.inner.locator("#timeline-2 .gtitle").text_content()
     assert titles == "ring:zig<i>zag</i>, 4,096 tokens, 2 ranks, no limit"
+    assert opened.complaints == []
+
+
+def test_browser_draws_what_a_real_run_wrote(browser: Any, tmp_path: Path) -> None:
+    sizes = ["--seq-lens", "64", "128", "--heads", "2", "--head-dim", "8", "--rounds", "2"]
+    assert bench(["attention", "--engines", "burst", "ring", *sizes, "--out", str(tmp_path / "run")]) == 0
+    opened = Page(browser, tmp_path / "run" / "report.html")
+    opened.settle(["burst", "ring"])
+    drawn = opened.plots()
+    assert set(drawn) == {"plot-seconds", "plot-memory", "plot-bytes", *(f"timeline-{i}" for i in range(4))}
+    assert all(plot["marks"] > 0 for plot in drawn.values())
+    opened.inner.locator("#filter label").first.click()
+    opened.settle(["ring"])
+    assert opened.shown() == {"table": {"ring"}, "timelines": {"ring"}}
     assert opened.complaints == []
 
 

@@ -12,10 +12,11 @@ import torch
 from burst_attention import Mask
 from burst_attention.kernels import choose
 from burst_attention.kernels.merge import merge_
-from burst_attention.kernels.reference import Reference
 from burst_attention.plan.tile import Tile, Tiles
 from burst_attention.testing import Case, check
 from burst_attention.testing.check import relative_l2
+from tests import tile_cases
+from tests.tile_cases import BANDS, inputs
 
 pytest.importorskip("triton")
 kernel_module = pytest.importorskip("burst_attention.kernels.triton.kernel")
@@ -24,51 +25,9 @@ if not kernel_module.interpreted():
 from burst_attention.kernels.triton.blocks import meetings  # noqa: E402
 from burst_attention.kernels.triton.tuning import Sizes, Tuner, candidates, fixed_sizes, kind_of  # noqa: E402
 
-BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3}
-BANDS = {
-    "full": [(0, 50, 0, 70, -69, 49)],
-    "causal": [(0, 50, 0, 50, 0, 49)],
-    "window": [(0, 70, 0, 70, 0, 12)],
-    "above": [(0, 33, 0, 50, -49, -4)],
-    "both": [(0, 61, 0, 61, -7, 3)],
-    "thin": [(0, 40, 0, 40, 0, 0)],
-    "corner": [(10, 43, 5, 38, 0, 32)],
-    "several": [(0, 20, 0, 20, 0, 19), (20, 50, 0, 30, -29, 29), (20, 50, 40, 70, 0, 29)],
-    "documents": [(n, n + 5, n, n + 5, 0, 4) for n in range(0, 70, 5)],
-}
-
-
-def inputs(rows, columns, dim, value_dim, dtype, *, heads=(4, 2), batch=2):
-    make = torch.Generator().manual_seed(0)
-    shapes = (
-        (heads[0], rows, dim),
-        (heads[1], columns, dim),
-        (heads[1], columns, value_dim),
-        (heads[0], rows, value_dim),
-    )
-    # [B, S, H, D] in memory, as models have it: strided for the kernel.
-    return [torch.randn(batch, n, h, d, generator=make).to(dtype).transpose(1, 2) for h, n, d in shapes]
-
 
 def compare(table, dim, value_dim, dtype, **options):
-    tiles = Tiles(np.array(table, np.int64))
-    rows, columns = int(tiles.table[:, 1].max()) + 3, int(tiles.table[:, 3].max()) + 5  # some rows see nothing
-    q, k, v, dout = inputs(rows, columns, dim, value_dim, dtype, **options)
-    kernel, judge, scale = kernel_module.Triton(tuned=False), Reference(), 0.7 / dim**0.5
-    out, lse = judge.forward(q.double(), k.double(), v.double(), tiles, scale)
-    delta = (out * dout.double()).sum(-1)
-    right = (out, lse, *judge.backward(dout.double(), q.double(), k.double(), v.double(), lse, delta, tiles, scale))
-    mine = kernel.forward(q, k, v, tiles, scale)
-    stats = torch.stack((lse, delta), -1).float()  # strided, as the sweep gives them
-    grads = kernel.backward(dout, q, k, v, *stats.unbind(-1), tiles, scale)
-    for name, actual, expected in zip(("out", "lse", "dq", "dk", "dv"), (*mine, *grads), right, strict=True):
-        assert actual.dtype == torch.float32
-        # Where a gradient is 0 by cancellation (one key has all the weight) rounding is measured by what cancels.
-        assert relative_l2(actual, expected, floor=0.05 * dout.double().norm().item()) < BOUNDS[dtype], name
-    blind = ~torch.tensor([any(a <= row < b for a, b, *_ in table) for row in range(rows)])
-    assert (mine[0][:, :, blind] == 0).all()
-    assert (mine[1][:, :, blind] == -torch.inf).all()
-    assert (grads[0][:, :, blind] == 0).all()
+    tile_cases.compare(kernel_module.Triton(tuned=False), table, dim, value_dim, dtype, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

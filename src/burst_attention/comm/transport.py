@@ -108,12 +108,14 @@ class Transport:
         """
         started = time.monotonic()
         one_each = len(pending.works) == len(pending.operations)  # NCCL gives one work for the whole batch
+        # On CUDA a wait makes the stream wait; given a deadline it would be the host that does.
+        limit = None if any(tensor.is_cuda for _, _, tensor in pending.operations) else self.timeout
         for n, work in enumerate(pending.works):
             try:
-                if self.timeout is None:
+                if limit is None:
                     work.wait()
                 else:
-                    left = max(0.001, self.timeout - (time.monotonic() - started))
+                    left = max(0.001, limit - (time.monotonic() - started))
                     work.wait(timedelta(seconds=left))
             except RuntimeError as error:
                 what = " ".join(map(str, pending.operations[n][:2])) if one_each else "exchange with peers"

@@ -3,12 +3,41 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
 from .contract import Kernel
+from .prove import proven
 
-KERNELS = ("reference", "aten", "aten-fp32", "triton")
+HALVES = (torch.bfloat16, torch.float16)
+MANY = 64  # documents of a sequence from which on a launch for each tile is too many
+
+
+def _reference() -> Kernel:
+    from .reference import Reference
+
+    return Reference()
+
+
+def _aten(ops: str, *, upcast: bool = False) -> Kernel:
+    from . import aten, aten_ops
+
+    return aten.Aten(getattr(aten_ops, ops)(), upcast)
+
+
+def _aten_flash() -> Kernel:
+    from .aten_ops import CudaFlash
+    from .windowed import Windowed
+
+    return Windowed(CudaFlash())
+
+
+def _flash(generation: int) -> Kernel:
+    from .flash import flash_ops
+    from .windowed import Windowed
+
+    return Windowed(flash_ops(generation))
 
 
 @functools.cache
@@ -21,29 +50,79 @@ def _triton() -> Kernel:
     return Triton()
 
 
-def choose(name: str, *, device: torch.device, dtype: torch.dtype) -> Kernel:
+_MAKERS: dict[str, Callable[[], Kernel]] = {
+    "reference": _reference,
+    "aten": functools.partial(_aten, "CpuFlash"),
+    "aten-fp32": functools.partial(_aten, "CpuFlash", upcast=True),
+    "aten-flash": _aten_flash,
+    "aten-cudnn": functools.partial(_aten, "Cudnn"),
+    "aten-efficient": functools.partial(_aten, "Efficient"),
+    "flash2": functools.partial(_flash, 2),
+    "flash3": functools.partial(_flash, 3),
+    "flash4": functools.partial(_flash, 4),
+    "triton": _triton,
+}
+KERNELS = tuple(_MAKERS)
+
+
+def choose(
+    name: str, *, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int] = (64, 64), documents: int = 1
+) -> Kernel:
     """The kernel called ``name``, checked for ``device`` and ``dtype``.
 
-    ``auto`` takes ``aten`` on CPU, which rounds each tile to bf16 or fp16 inputs' dtype; ``aten-fp32`` does not and
-    takes about a third longer. Elsewhere ``auto`` takes ``reference``.
+    On CPU ``auto`` is ``aten``, which rounds each tile to bf16 or fp16 inputs' dtype; ``aten-fp32`` does not and takes
+    about a third longer. On a GPU it is the first of :func:`candidates` that can be used here and proves right.
+
+    Args:
+        head_dims: of q and k, and of v.
+        documents: that the mask packs.
 
     Raises:
         ValueError: the name is unknown, or the kernel can't do what is asked.
     """
     if name == "auto":
-        name = "aten" if device.type == "cpu" else "reference"
-    kernel: Kernel
-    if name == "reference":
-        from .reference import Reference
-
-        kernel = Reference()
-    elif name in ("aten", "aten-fp32"):
-        from .aten import Aten
-
-        kernel = Aten(upcast=name == "aten-fp32")
-    elif name == "triton":
-        kernel = _triton()
-    else:
+        return _picked(device, dtype, head_dims, documents >= MANY)[0]
+    if name not in _MAKERS:
         raise ValueError(f"kernel={name!r} is unknown; choose one of auto, {', '.join(KERNELS)}")
+    kernel = _MAKERS[name]()
     kernel.check(device, dtype)
     return kernel
+
+
+def candidates(device: torch.device, dtype: torch.dtype, *, many: bool = False) -> tuple[str, ...]:
+    """What ``auto`` tries, in this order; ``many``: packed documents give too many tiles for a launch each.
+
+    Only kernels that add up in a fixed order.
+    """
+    if device.type == "cpu":
+        return ("aten",)
+    if device.type != "cuda" or dtype == torch.float64:
+        return ("reference",)
+    if many or dtype not in HALVES:
+        return ("triton", "reference")
+    return ("flash4", "flash3", "flash2", "triton", "reference")
+
+
+def explain(
+    *, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int] = (64, 64), documents: int = 1
+) -> str:
+    """What ``kernel="auto"`` picks for such a call, and why: a line for each candidate up to the one taken."""
+    return "\n".join(_picked(device, dtype, head_dims, documents >= MANY)[1])
+
+
+@functools.cache
+def _picked(
+    device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], many: bool
+) -> tuple[Kernel, tuple[str, ...]]:
+    told = []
+    for name in candidates(device, dtype, many=many):
+        try:
+            kernel = choose(name, device=device, dtype=dtype)
+            # On CPU our tests prove them; GPUs, drivers and packages are too many for that.
+            if device.type != "cpu" and name != "reference":
+                proven(kernel, device, dtype, head_dims)
+        except Exception as error:  # a package may fail in any way; what is taken in its place is told
+            told.append(f"{name}: no, {error}")
+            continue
+        return kernel, (*told, f"{name}: taken for {dtype} on {device}")
+    raise ValueError(f"no kernel for {dtype} on {device}: {'; '.join(told)}")

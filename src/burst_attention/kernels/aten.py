@@ -1,4 +1,4 @@
-"""Torch's own CPU flash kernels, tile by tile."""
+"""Torch's own flash kernels, tile by tile: the CPU's, and on a GPU cuDNN's and the memory-efficient ones."""
 
 from __future__ import annotations
 
@@ -8,30 +8,29 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ..plan.tile import Tiles
-from .contract import DTYPES, accumulation_dtype, band_seen
+from .aten_ops import AtenOps, Form
+from .contract import accumulation_dtype, band_seen
 from .merge import blank_output, merge_
 from .pieces import Piece, cut
 from .surrogate import appended_columns, surrogate_output
-
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+from .widths import same_width
 
 
 @dataclass(frozen=True)
 class Aten:
-    """Kernel over ``_scaled_dot_product_flash_attention_for_cpu`` (FlashAttention-2's algorithm, arXiv 2307.08691).
+    """Kernel over one of torch's fused attentions, which offer full, causal (top-left) and additive masks.
 
     Plain, each piece of a tile is computed and rounded in the io dtype; with ``upcast`` in fp32.
     """
 
+    ops: AtenOps
     upcast: bool = False
 
     @property
     def name(self) -> str:
-        return "aten-fp32" if self.upcast else "aten"
+        return f"{self.ops.name}-fp32" if self.upcast else self.ops.name
 
     continues: ClassVar[bool] = False
 
@@ -39,49 +38,57 @@ class Aten:
         return self.upcast or dtype == accumulation_dtype(dtype)
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
-        if device.type != "cpu":
-            raise ValueError(f"kernel={self.name!r} runs on cpu, the tensors are on {device}; use kernel='reference'")
-        if dtype not in DTYPES:
-            raise ValueError(f"kernel={self.name!r} does not take {dtype}; use one of {', '.join(map(str, DTYPES))}")
+        self.ops.check(device, dtype)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
         pieces = list(cut(tiles))
         value_dim = v.shape[-1]
-        q, k, v = _same_width(*(self._computed(x, q.dtype) for x in (q, k, v)))
+        self.ops.check_width(max(q.shape[-1], value_dim))
+        q, k, v = same_width(*(self._computed(x, q.dtype) for x in (q, k, v)), multiple=self.ops.multiple)
         if len(pieces) == 1 and _covers(pieces[0], q, k) and not pieces[0].masked:
-            out, lse = _run_forward(pieces[0], q, k, v, scale)
+            out, lse = self._run_forward(pieces[0], q, k, v, scale)
             return out[..., :value_dim], lse
         out, lse = blank_output(q, v, q.shape[2], accumulation_dtype(q.dtype))
         for piece in pieces:
             rows = slice(piece.q_start, piece.q_stop)
-            merge_(out[:, :, rows], lse[:, :, rows], *_run_forward(piece, q, k, v, scale))
+            merge_(out[:, :, rows], lse[:, :, rows], *self._run_forward(piece, q, k, v, scale))
         return out[..., :value_dim], lse
 
     def extend(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, out: Tensor, lse: Tensor) -> None:
         raise NotImplementedError("merge what forward gives")
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, tiles: Tiles, scale: float
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        tiles: Tiles,
+        scale: float,
+        *,
+        final: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         pieces = list(cut(tiles))
         dims = q.shape[-1], k.shape[-1], v.shape[-1]
-        # The fp16 backward is an order of magnitude slower than the fp32 one.
-        dout, q, k, v = (self._computed(x, q.dtype, half=torch.float32) for x in (dout, q, k, v))
+        self.ops.check_width(max(dims))
+        dout, q, k, v = (self._computed(x, q.dtype, half=self.ops.half_backward) for x in (dout, q, k, v))
         out = surrogate_output(dout, delta)
         if out is None:
             dout, out = appended_columns(dout, delta)
-        q, k, v, dout, out = _same_width(q, k, v, dout, out)
+        q, k, v, dout, out = same_width(q, k, v, dout, out, multiple=self.ops.multiple)
         # A row that no tile covers has lse -inf, and exp(-inf - -inf) is NaN; any finite lse gives it gradient 0.
         lse = lse.masked_fill(lse == -math.inf, 0.0)
         inputs = (dout, q, k, v, out, lse)
         if len(pieces) == 1 and _covers(pieces[0], q, k):
-            grads = _run_backward(pieces[0], *inputs, scale)
+            grads = self._run_backward(pieces[0], *inputs, scale)
         else:
             wide = accumulation_dtype(q.dtype)
             grads = tuple(torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
             for piece in pieces:
                 rows, columns = slice(piece.q_start, piece.q_stop), slice(piece.k_start, piece.k_stop)
-                parts = _run_backward(piece, *inputs, scale)
+                parts = self._run_backward(piece, *inputs, scale)
                 for grad, part, where in zip(grads, parts, (rows, columns, columns), strict=True):
                     grad[:, :, where] += part
         dq, dk, dv = (grad[..., :dim] for grad, dim in zip(grads, dims, strict=True))
@@ -92,11 +99,24 @@ class Aten:
             return x.to(accumulation_dtype(dtype))
         return x.to(half) if half is not None and dtype == torch.float16 else x
 
+    def _run_forward(self, piece: Piece, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        q = _slice(q, piece.q_start, piece.q_stop, piece.reverse)
+        k, v = (_slice(x, piece.k_start, piece.k_stop, piece.reverse) for x in (k, v))
+        mask = _additive_mask(piece, q)
+        out, lse = self.ops.forward(q, k, v, Form(mask, piece.causal, scale))
+        if mask is not None:  # what a row that sees nothing here gets differs from kernel to kernel
+            blind = (mask == -math.inf).all(-1)
+            out, lse = out.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, -math.inf)
+        return (out.flip(2), lse.flip(2)) if piece.reverse else (out, lse)
 
-def _same_width(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Zero-pad the last dims to one width: the kernel wants D == Dv, and zeros change neither scores nor outputs."""
-    width = max(x.shape[-1] for x in tensors)
-    return tuple(x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])) for x in tensors)
+    def _run_backward(
+        self, piece: Piece, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+    ) -> tuple[Tensor, ...]:
+        dout, q, out, lse = (_slice(x, piece.q_start, piece.q_stop, piece.reverse) for x in (dout, q, out, lse))
+        k, v = (_slice(x, piece.k_start, piece.k_stop, piece.reverse) for x in (k, v))
+        mask = _additive_mask(piece, q)
+        grads = self.ops.backward(dout, q, k, v, out, lse, Form(mask, piece.causal, scale))
+        return tuple(x.flip(2) for x in grads) if piece.reverse else grads
 
 
 def _covers(piece: Piece, q: Tensor, k: Tensor) -> bool:
@@ -118,23 +138,3 @@ def _additive_mask(piece: Piece, like: Tensor) -> Tensor | None:
         top, left = tile.q_start - piece.q_start, tile.k_start - piece.k_start
         mask[top : top + tile.rows, left : left + tile.columns].masked_fill_(seen, 0.0)
     return mask[None, None]
-
-
-def _run_forward(piece: Piece, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    q = _slice(q, piece.q_start, piece.q_stop, piece.reverse)
-    k, v = (_slice(x, piece.k_start, piece.k_stop, piece.reverse) for x in (k, v))
-    mask = _additive_mask(piece, q)
-    out, lse = _forward(q, k, v, 0.0, piece.causal, attn_mask=mask, scale=scale)
-    if mask is not None:  # the kernel gives a row that sees nothing here lse 0
-        lse = lse.masked_fill((mask == -math.inf).all(-1), -math.inf)
-    return (out.flip(2), lse.flip(2)) if piece.reverse else (out, lse)
-
-
-def _run_backward(
-    piece: Piece, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
-) -> tuple[Tensor, ...]:
-    dout, q, out, lse = (_slice(x, piece.q_start, piece.q_stop, piece.reverse) for x in (dout, q, out, lse))
-    k, v = (_slice(x, piece.k_start, piece.k_stop, piece.reverse) for x in (k, v))
-    mask = _additive_mask(piece, q)
-    grads = _backward(dout, q, k, v, out, lse, 0.0, piece.causal, attn_mask=mask, scale=scale)
-    return tuple(x.flip(2) for x in grads) if piece.reverse else grads

@@ -48,12 +48,23 @@ class Kernel(Protocol):
         ...
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, tiles: Tiles, scale: float
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        tiles: Tiles,
+        scale: float,
+        *,
+        final: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) of these tiles alone, in the shapes of q, k, v.
 
         ``lse`` and ``delta`` [B, Hq, Sq] belong to the whole row: P = exp(scale q k' - lse), dV = P' dO,
         dS = P * (dO v' - delta), dQ = scale dS k, dK = scale dS' q (FlashAttention-2, arXiv 2307.08691, algorithm 2).
+        ``final``: nothing will be added to them, so they may be rounded to the io dtype already, once.
         """
         ...
 

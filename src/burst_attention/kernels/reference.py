@@ -39,7 +39,17 @@ class Reference:
         raise NotImplementedError("merge what forward gives")
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, tiles: Tiles, scale: float
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        tiles: Tiles,
+        scale: float,
+        *,
+        final: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = accumulation_dtype(q.dtype)
         dq, dk, dv = (torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in (q, k, v))

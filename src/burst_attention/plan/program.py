@@ -175,7 +175,7 @@ def _visit(pair: tuple[int, int], tiles: Tiles, step: int, held: Mapping[Key, Ro
 def _order(
     visits: list[Visit], edges: list[Edge], held: Mapping[Key, Rows], sums: Mapping[Key, Rows], rank: int
 ) -> list[Op]:
-    """Each exchange is posted once what it carries is here and the visits of :data:`IN_FLIGHT` exchanges before are done.
+    """Each exchange is posted once what it carries is here and visits of :data:`IN_FLIGHT` exchanges before are done.
 
     So it is on the wire while visits are computed, and the next is on its heels: under a causal mask some ranks send
     more in a step than others, who need not wait for them.

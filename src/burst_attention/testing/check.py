@@ -13,6 +13,7 @@ from torch import Tensor
 from ..attention import burst_attention
 from ..call import call_shape
 from ..kernels import choose
+from ..kernels.contract import Kernel
 from ..plan.mask import Mask
 from ..planning import Plan, make_plan
 from .oracle import Gradients, attend, torch_attention
@@ -155,7 +156,7 @@ def _half_row(
 ) -> Row:
     """bf16 and fp16: the bound is what PyTorch's own kernel errs in that dtype on one device, times a factor."""
     expected = plan.shard(oracle[name], 2)
-    exact = choose(case.kernel, device=actual.device, dtype=case.dtype).exact_partials(case.dtype)
+    exact = _kernel(case).exact_partials(case.dtype)
     if name == "lse":  # kept in fp32; a stock kernel for halves takes a coarser exponential
         return Row(name, plan.rank, "relative L2", relative_l2(actual, expected), 1e-5 if exact else 5e-5)
     blind = torch.from_numpy(~plan.mask.dense(plan.seqlen).any(1)).to(actual.device)
@@ -170,6 +171,15 @@ def _half_row(
         error, bound = relative_max(actual, expected, size), 1.25 * relative_max(theirs, truth, truth)
         return Row(name, plan.rank, "max error / max", error, bound)
     return Row(name, plan.rank, "relative L2", relative_l2(actual, expected), 1.5 * relative_l2(theirs, truth))
+
+
+def _kernel(case: Case) -> Kernel:
+    """What the call takes."""
+    head_dims = case.head_dim, case.head_dim if case.v_head_dim is None else case.v_head_dim
+    documents = max(1, len(case.mask.cu_seqlens or ()) - 1)
+    return choose(
+        case.kernel, device=torch.device(case.device), dtype=case.dtype, head_dims=head_dims, documents=documents
+    )
 
 
 def _rounded_on_wire(case: Case, plan: Plan) -> tuple[str, ...]:
@@ -198,6 +208,6 @@ def check(case: Case | None = None, *, group: Any = None, timeout: float | None 
         for rank, theirs in enumerate(plan.exchange_small(figures))
         for n, row in enumerate(mine)
     ]
-    kernel = choose(case.kernel, device=torch.device(case.device), dtype=case.dtype).name
+    kernel = _kernel(case).name
     title = f"{plan.world} ranks, S={case.seqlen}, {case.mask}, {case.layout}, {plan.route}, {kernel}, {case.dtype}"
     return Report(title, tuple(rows))

@@ -67,10 +67,22 @@ class Triton:
         self.run_forward((q, k, v), (out, lse), tiles, scale, self._sizes("forward", q, v, tiles), carry=True)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, tiles: Tiles, scale: float
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        tiles: Tiles,
+        scale: float,
+        *,
+        final: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         check_widths(q, v)
-        dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
+        dq, dk, dv = (
+            torch.empty(x.shape, dtype=x.dtype if final else torch.float32, device=x.device) for x in (q, k, v)
+        )
         inputs = (q, k, v, dout, lse, delta)
         for keys, outputs in ((False, (dq,)), (True, (dk, dv))):
             sizes = self._sizes("backward_keys" if keys else "backward_queries", q, v, tiles)

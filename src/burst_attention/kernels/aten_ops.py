@@ -1,0 +1,221 @@
+"""Torch's fused attentions under one signature, with their quirks ironed out.
+
+All take [B, H, S, D] of one width and give the natural-log lse [B, Hq, Sq] in fp32 (fp64 for fp64).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .contract import DTYPES
+from .widths import check_width
+from .windowed import WIDEST, Window, check_gpu
+
+_aten = torch.ops.aten
+
+
+class Form(NamedTuple):
+    """What is seen, and how it is scaled: all, a triangle aligned to the top left, or [1, 1, rows, columns] added."""
+
+    mask: Tensor | None
+    causal: bool
+    scale: float
+
+
+class AtenOps(Protocol):
+    """A fused attention.
+
+    Attributes:
+        multiple: of head dims.
+        half_backward: what fp16 inputs are computed in backward; None for themselves.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def multiple(self) -> int: ...
+
+    @property
+    def half_backward(self) -> torch.dtype | None: ...
+
+    def check(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Raise ValueError for what it can't do."""
+        ...
+
+    def check_width(self, width: int) -> None:
+        """Raise ValueError for a head dim that it can't do."""
+        ...
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+        """(out, lse)."""
+        ...
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, form: Form
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv)."""
+        ...
+
+
+@dataclass(frozen=True)
+class CpuFlash:
+    """``_scaled_dot_product_flash_attention_for_cpu`` (FlashAttention-2's algorithm, arXiv 2307.08691)."""
+
+    name: ClassVar[str] = "aten"
+    multiple: ClassVar[int] = 1
+    # The fp16 backward is an order of magnitude slower than the fp32 one.
+    half_backward: ClassVar[torch.dtype | None] = torch.float32
+
+    def check(self, device: torch.device, dtype: torch.dtype) -> None:
+        if device.type != "cpu":
+            raise ValueError(f"kernel='aten' runs on cpu, the tensors are on {device}; use kernel='aten-flash'")
+        if dtype not in DTYPES:
+            raise ValueError(f"kernel='aten' does not take {dtype}; use one of {', '.join(map(str, DTYPES))}")
+
+    def check_width(self, width: int) -> None:
+        """Takes any."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, form.causal, attn_mask=form.mask, scale=form.scale
+        )
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, form: Form
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout, q, k, v, out, lse, 0.0, form.causal, attn_mask=form.mask, scale=form.scale
+        )
+        return dq, dk, dv
+
+
+@dataclass(frozen=True)
+class Cudnn:
+    """``_scaled_dot_product_cudnn_attention``: its lse is [B, H, Sq, 1]."""
+
+    name: ClassVar[str] = "aten-cudnn"
+    multiple: ClassVar[int] = 8
+    half_backward: ClassVar[torch.dtype | None] = None
+
+    def check(self, device: torch.device, dtype: torch.dtype) -> None:
+        check_gpu(self.name, device, dtype, range(8, 13))
+
+    def check_width(self, width: int) -> None:
+        check_width(self.name, width, 128)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+        k, v = (_repeated(x, q) for x in (k, v))
+        mask = _aligned(form.mask, q)
+        out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
+            q, k, v, mask, True, 0.0, form.causal, False, scale=form.scale
+        )
+        return out, lse.squeeze(-1) if lse.ndim == 4 else lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, form: Form
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        heads, mask = k.shape[1], _aligned(form.mask, q)
+        inputs = (dout, q, _repeated(k, q), _repeated(v, q), out, lse.contiguous().unsqueeze(-1))
+        lengths = (None, None, q.shape[2], k.shape[2])
+        dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
+            *inputs, *_no_dropout(q), mask, *lengths, 0.0, form.causal, scale=form.scale
+        )
+        return dq, _summed(dk, heads), _summed(dv, heads)
+
+
+@dataclass(frozen=True)
+class Efficient:
+    """``_scaled_dot_product_efficient_attention``: its lse's rows are padded to a multiple of 32. Takes fp32 too."""
+
+    name: ClassVar[str] = "aten-efficient"
+    multiple: ClassVar[int] = 8
+    half_backward: ClassVar[torch.dtype | None] = None
+
+    def check(self, device: torch.device, dtype: torch.dtype) -> None:
+        check_gpu(self.name, device, torch.float16 if dtype == torch.float32 else dtype, range(5, 13))
+
+    def check_width(self, width: int) -> None:
+        check_width(self.name, width, WIDEST)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+        k, v = (_repeated(x, q) for x in (k, v))
+        mask = _aligned(form.mask, q)
+        out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
+            q, k, v, mask, True, 0.0, form.causal, scale=form.scale
+        )
+        return out, lse[..., : q.shape[2]]
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, form: Form
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        heads, mask = k.shape[1], _aligned(form.mask, q)
+        padded = pad(lse, (0, -lse.shape[-1] % 32)).contiguous()
+        tail = (*_no_dropout(q), 0.0, [True, True, True, False], form.causal)
+        dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
+            dout, q, _repeated(k, q), _repeated(v, q), mask, out, padded, *tail, scale=form.scale
+        )
+        return dq, _summed(dk, heads), _summed(dv, heads)
+
+
+@dataclass(frozen=True)
+class CudaFlash:
+    """FlashAttention-2 as torch carries it, ``_flash_attention_forward``, for :class:`~.windowed.Windowed`.
+
+    Its backward adds up dQ in any order unless ``torch.use_deterministic_algorithms(True)``.
+    """
+
+    name: ClassVar[str] = "aten-flash"
+
+    def check(self, device: torch.device, dtype: torch.dtype) -> None:
+        check_gpu(self.name, device, dtype, range(8, 13))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, window: Window, scale: float) -> tuple[Tensor, Tensor]:
+        lengths = (None, None, q.shape[1], k.shape[1])
+        out, lse, *_ = _aten._flash_attention_forward(
+            q, k, v, *lengths, 0.0, False, False, scale=scale, **_sides(window)
+        )
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: Window, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        lengths = (None, None, q.shape[1], k.shape[1])
+        dq, dk, dv = _aten._flash_attention_backward(
+            dout, q, k, v, out, lse, *lengths, 0.0, False, *_no_dropout(q), scale=scale, **_sides(window)
+        )
+        return dq, dk, dv
+
+
+def _sides(window: Window) -> dict[str, int]:
+    left, right = (-1 if side is None else side for side in window)
+    return {"window_size_left": left, "window_size_right": right}
+
+
+def _no_dropout(like: Tensor) -> tuple[Tensor, ...]:
+    """A generator's state that nothing is drawn from."""
+    return tuple(torch.zeros((), dtype=torch.int64, device=like.device) for _ in range(2))
+
+
+def _aligned(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    """[B, H, rows, columns] whose rows begin at multiples of 16 bytes: GPU kernels refuse others."""
+    if mask is None:
+        return None
+    columns = mask.shape[-1]
+    return pad(mask, (0, -columns % 8))[..., :columns].expand(*q.shape[:2], -1, -1)
+
+
+def _repeated(x: Tensor, q: Tensor) -> Tensor:
+    """As many key-value heads as query heads."""
+    return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], 1)
+
+
+def _summed(gradient: Tensor, heads: int) -> Tensor:
+    """The gradient of what :func:`_repeated` repeated, in fp32."""
+    return gradient if gradient.shape[1] == heads else gradient.float().unflatten(1, (heads, -1)).sum(2)

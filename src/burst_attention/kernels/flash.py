@@ -1,0 +1,158 @@
+"""FlashAttention 2, 3 and 4 (arXiv 2307.08691, 2407.08608; package flash_attn), by their private forward and backward.
+
+The public functions keep the lse to themselves, or give it no gradient. The private ones change from version to
+version: their parameters are read when they are imported, an unknown one without a default is refused with the
+version in the message, and so is an lse of another shape when it comes back.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .windowed import Window, check_gpu
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Where a FlashAttention lives, and on what it runs."""
+
+    package: str  # whose version is told
+    module: str
+    forward: str
+    backward: str
+    capabilities: range  # compute capability, major
+    unlimited: int | None  # what it takes for a side of the window without a limit
+
+
+GENERATIONS = {
+    2: Generation(
+        "flash-attn", "flash_attn.flash_attn_interface", "_flash_attn_forward", "_flash_attn_backward", range(8, 13), -1
+    ),
+    3: Generation(
+        "flash-attn-3", "flash_attn_interface", "_flash_attn_forward", "_flash_attn_backward", range(9, 10), -1
+    ),
+    # On capability 9.x its backward has neither windows nor a fixed order of sums.
+    4: Generation(
+        "flash-attn-4", "flash_attn.cute.interface", "_flash_attn_fwd", "_flash_attn_bwd", range(10, 12), None
+    ),
+}
+
+
+@dataclass(frozen=True)
+class FlashOps:
+    """One generation's functions for :class:`~.windowed.Windowed`, backwards in a fixed order of sums."""
+
+    generation: int
+    run: Callable[..., Any]
+    run_back: Callable[..., Any]
+
+    @property
+    def name(self) -> str:
+        return f"flash{self.generation}"
+
+    def check(self, device: torch.device, dtype: torch.dtype) -> None:
+        check_gpu(self.name, device, dtype, GENERATIONS[self.generation].capabilities)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, window: Window, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = self.run({"q": q, "k": k, "v": v, **self._settings(window, scale)})
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: Window, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "dq": dq, "dk": dk, "dv": dv}
+        self.run_back({**tensors, "softmax_lse": lse, "lse": lse, **self._settings(window, scale)})
+        return dq, dk, dv
+
+    def _settings(self, window: Window, scale: float) -> dict[str, Any]:
+        """Every setting under every name that some version has for it."""
+        unlimited = GENERATIONS[self.generation].unlimited
+        left, right = (unlimited if side is None else side for side in window)
+        return SETTINGS | {
+            "softmax_scale": scale,
+            "window_size": (left, right),
+            "window_size_left": left,
+            "window_size_right": right,
+        }
+
+
+# A causal mask is a window with nothing to the right: the kernels find that out by themselves.
+SETTINGS: dict[str, Any] = {
+    "dropout_p": 0.0,
+    "causal": False,
+    "is_causal": False,
+    "softcap": 0.0,
+    "alibi_slopes": None,
+    "return_softmax": False,
+    "return_lse": True,
+    "deterministic": True,
+    "rng_state": None,
+}
+WINDOWS = {"window_size", "window_size_left", "window_size_right"}
+KNOWN = {"q", "k", "v", "dout", "out", "dq", "dk", "dv", "softmax_lse", "lse", "softmax_scale", *WINDOWS, *SETTINGS}
+
+
+@cache
+def flash_ops(generation: int) -> FlashOps:
+    """The functions of one generation, imported and looked at.
+
+    Raises:
+        ValueError: it is not installed, or is a version that is not known here.
+    """
+    found = GENERATIONS[generation]
+    try:
+        module = importlib.import_module(found.module)
+    except ImportError as error:
+        raise ValueError(
+            f"kernel='flash{generation}' needs {found.module} ({error}): pip install {found.package}, or use "
+            "kernel='triton'"
+        ) from None
+    forward, backward = (_known(found, getattr(module, name, None), name) for name in (found.forward, found.backward))
+    return FlashOps(generation, forward, backward)
+
+
+def version_of(package: str) -> str:
+    """As installed; ``unknown`` if the installation does not tell."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _known(found: Generation, function: Any, name: str) -> Callable[..., Any]:
+    """``function`` as one of a mapping, from which it is given what it takes."""
+    told = f"{found.package} {version_of(found.package)}"
+    if function is None:
+        raise ValueError(f"{told}: {found.module} has no {name}; install a version that has, or use kernel='triton'")
+    takes = _parameters(function)
+    lacking = {"q", "k", "v", "softmax_scale"} - set(takes)
+    strange = [n for n, optional in takes.items() if not optional and n not in KNOWN]
+    if lacking or strange or not WINDOWS & set(takes):
+        raise ValueError(
+            f"{told}: {name}({', '.join(takes)}) is not a form of it that is known here; install another version, or "
+            "use kernel='triton'"
+        )
+
+    def call(values: Mapping[str, Any]) -> Any:
+        return function(**{parameter: values[parameter] for parameter in takes if parameter in values})
+
+    return call
+
+
+def _parameters(function: Any) -> dict[str, bool]:
+    """name -> has it a default? An operator of torch says so in its schema, a function in its signature."""
+    overload = getattr(function, "_opoverload", None)
+    if overload is not None:
+        return {argument.name: argument.has_default_value() for argument in overload._schema.arguments}
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default is not p.empty for p in parameters}

@@ -1,0 +1,190 @@
+"""Every kernel that this GPU can run, against the fp64 reference on it."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+
+from burst_attention import Mask, burst_attention, make_plan
+from burst_attention.kernels import KERNELS, choose, explain
+from burst_attention.plan.layout import Layout
+from burst_attention.plan.tile import Tile, Tiles, pair_tiles
+from burst_attention.testing import Case, check, local_world
+from burst_attention.testing.check import relative_l2
+from tests.tile_cases import BANDS, compare, inputs
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ON_GPU = [name for name in KERNELS if name not in ("aten", "aten-fp32")]
+FIXED_ORDER = [name for name in ON_GPU if not name.startswith("aten")]  # of its sums: two runs give the same bits
+
+
+def chosen(name, dtype):
+    """The kernel, or a skip that tells why it can't be had here."""
+    try:
+        return choose(name, device=torch.device("cuda"), dtype=dtype)
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ON_GPU)
+@pytest.mark.parametrize("band", BANDS)
+def test_every_band(band, name, dtype):
+    compare(chosen(name, dtype), BANDS[band], 64, 64, dtype, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ON_GPU)
+@pytest.mark.parametrize(("dim", "value_dim"), [(16, 40), (40, 16), (96, 96), (128, 128), (80, 128)])
+def test_head_dims(dim, value_dim, name, dtype):
+    compare(chosen(name, dtype), [(0, 337, 0, 337, 0, 336)], dim, value_dim, dtype, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["triton", "aten-efficient", "aten-flash", "flash2", "flash3"])
+def test_the_widest_heads(name, dtype):
+    compare(chosen(name, dtype), [(0, 200, 0, 200, 0, 199)], 256, 256, dtype, device="cuda", heads=(2, 1))
+
+
+@pytest.mark.parametrize("name", ON_GPU)
+@pytest.mark.parametrize("heads", [(1, 1), (6, 2), (5, 1)])
+def test_grouped_queries(heads, name):
+    compare(chosen(name, torch.bfloat16), BANDS["causal"], 64, 64, torch.bfloat16, device="cuda", heads=heads)
+
+
+@pytest.mark.parametrize("name", ON_GPU)
+@pytest.mark.parametrize("length", [1, 17, 127, 128, 129, 1000])
+def test_odd_lengths(length, name):
+    compare(
+        chosen(name, torch.bfloat16), [(0, length, 0, length, 0, length - 1)], 64, 64, torch.bfloat16, device="cuda"
+    )
+
+
+@pytest.mark.parametrize("name", FIXED_ORDER)
+def test_two_runs_give_the_same_bits(name):
+    kernel, tiles = chosen(name, torch.bfloat16), Tiles(np.array([Tile(0, 3000, 0, 3000, 0, 2999)]))
+    q, k, v, dout = inputs(3000, 3000, 64, 64, torch.bfloat16, device="cuda")
+    lse, delta = torch.full((2, 2, 4, 3000), 5.0, device="cuda")
+    runs = [
+        (*kernel.forward(q, k, v, tiles, 0.1), *kernel.backward(dout, q, k, v, lse, delta, tiles, 0.1)) for _ in "ab"
+    ]
+    assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("name", ON_GPU)
+def test_thousands_of_documents(name):
+    """In one launch of the Triton kernel; the others take one for each."""
+    kernel, seqlen = chosen(name, torch.float16), 16384
+    layout, mask = Layout("contiguous", seqlen, 1), Mask(cu_seqlens=range(0, seqlen + 1, 8))
+    tiles = pair_tiles(layout, layout, mask.regions(seqlen), [0], [0])[0, 0]
+    assert len(tiles) == 2048
+    q, k, v, _ = inputs(seqlen, seqlen, 32, 32, torch.float16, batch=1, heads=(2, 1), device="cuda")
+    out, _ = kernel.forward(q, k, v, tiles, 0.2)
+    folded = [x.unflatten(2, (-1, 8)).transpose(1, 2).flatten(0, 1).float() for x in (q, k, v)]
+    right = torch.nn.functional.scaled_dot_product_attention(*folded, is_causal=True, scale=0.2, enable_gqa=True)
+    right = right.unflatten(0, (1, -1)).transpose(1, 2).flatten(2, 3)
+    assert relative_l2(out, right) < 6e-3
+
+
+def test_offsets_beyond_two_to_the_31():
+    """q has 2^31 + 2^21 elements: the last head is compared with the same head alone."""
+    kernel = chosen("triton", torch.bfloat16)
+    heads, rows, dim = 1025, 16384, 128
+    if torch.cuda.mem_get_info()[0] < 40 * 2**30:
+        pytest.skip("needs 40 GiB of GPU memory")
+    q = torch.randn(1, heads, rows, dim, dtype=torch.bfloat16, device="cuda")
+    k, v = (torch.randn(1, 1, 64, dim, dtype=torch.bfloat16, device="cuda") for _ in "kv")
+    tiles = Tiles(np.array([Tile(0, rows, 0, 64, -63, rows - 1)]))
+    out, lse = kernel.forward(q, k, v, tiles, 0.1)
+    alone, lse_alone = kernel.forward(q[:, -1:].clone(), k, v, tiles, 0.1)
+    assert torch.equal(out[:, -1:], alone) and torch.equal(lse[:, -1:], lse_alone)
+
+
+def test_auto_tells_what_it_took():
+    for dtype in DTYPES:
+        told = explain(device=torch.device("cuda"), dtype=dtype)
+        assert "taken" in told.splitlines()[-1]
+        assert choose("auto", device=torch.device("cuda"), dtype=dtype).name in told.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["auto", "triton"])
+@pytest.mark.parametrize("world", [1, 4, 8])
+@pytest.mark.parametrize(
+    ("mask", "layout", "travels"),
+    [(Mask(), "zigzag", "query"), (Mask(window=100), "striped", "key-value"), (Mask(), "contiguous", "either")],
+)
+def test_the_distributed_algorithm(mask, layout, travels, world, name):
+    chosen(name, torch.bfloat16)
+    shape = {"seqlen": 515, "q_heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": torch.bfloat16, "device": "cuda"}
+    case = Case(**shape, mask=mask, layout=layout, travels=travels, kernel=name)
+    with local_world(world) as ranks:
+        for report in ranks.run(lambda group: check(case, group=group)):
+            assert report.passed, report
+
+
+def shard(plan, dim=64, heads=(4, 2)):
+    make = torch.Generator().manual_seed(plan.rank)
+    return [
+        torch.randn(1, h, plan.length, dim, generator=make).to("cuda", torch.bfloat16).requires_grad_()
+        for h in (heads[0], heads[1], heads[1])
+    ]
+
+
+def test_a_compiled_call_gives_what_an_eager_one_does():
+    plan = make_plan(777)
+    q, k, v = shard(plan)
+
+    def loss(q, k, v):
+        return burst_attention(q * 1.0, k, v, plan).float().square().mean()
+
+    eager = torch.autograd.grad(loss(q, k, v), (q, k, v))
+    compiled = torch.autograd.grad(torch.compile(loss, fullgraph=True)(q, k, v), (q, k, v))
+    for mine, right in zip(compiled, eager, strict=True):
+        assert relative_l2(mine, right) < 1e-2
+
+
+def test_a_captured_graph_gives_what_an_eager_call_does():
+    chosen("triton", torch.bfloat16)
+    plan = make_plan(1024)
+    q, k, v = (x.detach() for x in shard(plan))
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):  # block sizes are measured and tables made before the capture
+        eager = burst_attention(q, k, v, plan, kernel="triton")
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = burst_attention(q, k, v, plan, kernel="triton")
+    q.copy_(q.flip(2).clone())
+    graph.replay()
+    torch.cuda.synchronize()
+    assert not torch.equal(out, eager)
+    assert torch.equal(out, burst_attention(q, k, v, plan, kernel="triton"))
+
+
+def test_memory_is_that_of_inputs_outputs_and_gradients():
+    """128K tokens, H = 32, D = 128: the peak of forward and backward within 1.15 x what the caller gets to see."""
+    chosen("triton", torch.bfloat16)
+    seqlen, heads, dim = 131072, 32, 128
+    tensor = seqlen * heads * dim * 2
+    if torch.cuda.mem_get_info()[0] < 14 * tensor:
+        pytest.skip(f"needs {14 * tensor / 2**30:.0f} GiB of GPU memory")
+    plan = make_plan(seqlen)
+    small = make_plan(4096)
+    for p, measured in ((small, False), (plan, True)):
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        q, k, v = (
+            torch.randn(1, heads, p.length, dim, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in "qkv"
+        )
+        out = burst_attention(q, k, v, p, kernel="triton")
+        out.backward(torch.ones_like(out))
+        peak = torch.cuda.max_memory_allocated() - before
+        if measured:
+            assert peak <= 1.15 * 8 * tensor, f"{peak / tensor:.2f} tensors"  # q, k, v, out, dout, dq, dk, dv
+        del q, k, v, out

@@ -1,0 +1,377 @@
+"""The adapters of GPU packages, over emulations that have their signatures and quirks and compute on the CPU.
+
+What the packages themselves compute is for tests/gpu. Here: windows, pieces, padding, layouts, lse, what is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from burst_attention import kernels
+from burst_attention.kernels import aten, aten_ops, choose, explain, flash
+from burst_attention.kernels.prove import proven
+from burst_attention.kernels.reference import Reference
+from burst_attention.kernels.windowed import Window, Windowed, window_of
+from burst_attention.plan.tile import Tile, Tiles
+from tests.tile_cases import BANDS, compare, inputs
+from tests.unit.test_plan import seen_by_tile
+
+CPU = torch.device("cpu")
+LARGE = {"large window": [(0, 600, 0, 600, 0, 299)]}
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of [B, H, S, D], heads repeated."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = (q @ k.mT * scale).masked_fill(~seen, -math.inf)
+    lse = scores.logsumexp(-1)
+    return torch.exp(scores - lse.unsqueeze(-1)).nan_to_num(0.0) @ v, lse
+
+
+def gradients(dout, q, k, v, out, lse, seen, scale) -> tuple[Tensor, Tensor, Tensor]:
+    """Of :func:`dense`, as flash backwards do it: D is formed of ``out``, P of ``lse``."""
+    heads, groups = k.shape[1], q.shape[1] // k.shape[1]
+    wide_k, wide_v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    p = torch.exp(q @ wide_k.mT * scale - lse.unsqueeze(-1)) * seen
+    ds = p * (dout @ wide_v.mT - (dout * out).sum(-1, keepdim=True)) * scale
+    dk, dv = ((x.mT @ y).unflatten(1, (heads, groups)).sum(2) for x, y in ((ds, q), (p, dout)))
+    return ds @ wide_k, dk, dv
+
+
+def bottom_right(rows: int, columns: int, left: int | None, right: int | None) -> Tensor:
+    """What FlashAttention's windows see; None and negative numbers are no limit."""
+    middle = torch.arange(rows)[:, None] + columns - rows
+    j = torch.arange(columns)[None]
+    before = left is None or left < 0 or j >= middle - left
+    after = right is None or right < 0 or j <= middle + right
+    return torch.ones(rows, columns, dtype=torch.bool) & before & after
+
+
+def windowed_forward(q, k, v, left, right, scale) -> tuple[Tensor, Tensor]:
+    assert q.shape[-1] % 8 == 0 and q.shape[-1] == v.shape[-1] and q.stride(-1) == 1
+    seen = bottom_right(q.shape[1], k.shape[1], left, right)
+    out, lse = dense(*(x.transpose(1, 2) for x in (q, k, v)), seen, scale)
+    return out.transpose(1, 2).contiguous(), lse
+
+
+def windowed_backward(dout, q, k, v, out, lse, left, right, scale) -> list[Tensor]:
+    assert lse.is_contiguous() and lse.shape == (q.shape[0], q.shape[2], q.shape[1])
+    seen = bottom_right(q.shape[1], k.shape[1], left, right)
+    dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+    return [x.transpose(1, 2) for x in gradients(dout, q, k, v, out, lse, seen, scale)]
+
+
+def flash2_forward(
+    q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
+    return_softmax,
+):  # fmt: skip
+    assert not (dropout_p or causal or softcap or return_softmax) and alibi_slopes is None
+    return *windowed_forward(q, k, v, window_size_left, window_size_right, softmax_scale), None, None
+
+
+def flash2_backward(
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left, window_size_right,
+    softcap, alibi_slopes, deterministic, rng_state=None,
+):  # fmt: skip
+    assert deterministic and not (dropout_p or causal or softcap)
+    sides = (window_size_left, window_size_right)
+    for buffer, grad in zip(
+        (dq, dk, dv), windowed_backward(dout, q, k, v, out, softmax_lse, *sides, softmax_scale), strict=True
+    ):
+        buffer.copy_(grad)
+
+
+@torch.library.custom_op("burst_tests::flash3_forward", mutates_args=())
+def flash3_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_new: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    assert softmax_scale is not None and not causal
+    return windowed_forward(q, k, v, window_size_left, window_size_right, softmax_scale)
+
+
+@torch.library.custom_op("burst_tests::flash3_backward", mutates_args=("dq", "dk", "dv"))
+def flash3_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    softmax_scale: float,
+    is_causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    deterministic: bool = False,
+) -> Tensor:
+    assert deterministic and not is_causal
+    sides = (window_size_left, window_size_right)
+    grads = windowed_backward(dout, q, k, v, out, softmax_lse, *sides, softmax_scale)
+    for buffer, grad in zip((dq, dk, dv), grads, strict=True):
+        buffer.copy_(grad)
+    return torch.zeros(())
+
+
+def flash4_forward(
+    q, k, v, softmax_scale=None, causal=False, window_size_left=None, window_size_right=None, return_lse=False
+):
+    assert return_lse and not causal
+    assert all(side is None or side >= 0 for side in (window_size_left, window_size_right))
+    return windowed_forward(q, k, v, window_size_left, window_size_right, softmax_scale)
+
+
+def flash4_backward(
+    q, k, v, out, dout, lse, softmax_scale=None, causal=False, window_size_left=None, window_size_right=None,
+    deterministic=False, dq=None, dk=None, dv=None,
+):  # fmt: skip
+    assert deterministic
+    sides = (window_size_left, window_size_right)
+    grads = windowed_backward(dout, q, k, v, out, lse, *sides, softmax_scale)
+    for buffer, grad in zip((dq, dk, dv), grads, strict=True):
+        buffer.copy_(grad)
+    return dq, dk, dv
+
+
+FLASH = {
+    2: {"_flash_attn_forward": flash2_forward, "_flash_attn_backward": flash2_backward},
+    3: {"_flash_attn_forward": flash3_forward, "_flash_attn_backward": flash3_backward},
+    4: {"_flash_attn_fwd": flash4_forward, "_flash_attn_bwd": flash4_backward},
+}
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Make a generation of flash_attn importable, with these functions."""
+    flash.flash_ops.cache_clear()
+
+    def install(generation: int, functions: dict) -> None:
+        name = flash.GENERATIONS[generation].module
+        parts = name.split(".")
+        for n in range(len(parts)):
+            module = ModuleType(".".join(parts[: n + 1]))
+            module.__path__ = []
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+        vars(sys.modules[name]).update(functions)
+
+    yield install
+    flash.flash_ops.cache_clear()
+
+
+class Emulated:
+    """``torch.ops.aten``: arguments are bound by the true operator's schema, which must know every one of them."""
+
+    def __init__(self) -> None:
+        self.called: set[str] = set()
+
+    def __getattr__(self, name: str):
+        schema = getattr(torch.ops.aten, name).default._schema
+
+        def call(*args, **kwargs):
+            bound = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
+            assert set(bound) <= {a.name for a in schema.arguments}, name
+            assert all(a.name in bound or a.has_default_value() for a in schema.arguments), name
+            self.called.add(name)
+            return getattr(self, f"emulate{name}")(SimpleNamespace(**bound))
+
+        return call
+
+    def emulate_flash_attention_forward(self, a):
+        assert (a.max_q, a.max_k) == (a.query.shape[1], a.key.shape[1])
+        sides = (a.window_size_left, a.window_size_right)
+        return *windowed_forward(a.query, a.key, a.value, *sides, a.scale), None, None, None
+
+    def emulate_flash_attention_backward(self, a):
+        sides = (a.window_size_left, a.window_size_right)
+        return windowed_backward(a.grad_out, a.query, a.key, a.value, a.out, a.logsumexp, *sides, a.scale)
+
+    def seen(self, a) -> Tensor:
+        rows, columns = a.query.shape[2], a.key.shape[2]
+        assert a.query.shape[1] == a.key.shape[1] and a.query.shape[3] % 8 == 0
+        if a.attn_bias is not None:
+            assert a.attn_bias.shape == (*a.query.shape[:2], rows, columns) and a.attn_bias.stride(2) % 8 == 0
+            assert not a.is_causal
+            return a.attn_bias == 0
+        seen = torch.ones(rows, columns, dtype=torch.bool)
+        return seen.tril() if a.is_causal else seen
+
+    def emulate_scaled_dot_product_cudnn_attention(self, a):
+        assert a.compute_log_sumexp and not a.dropout_p
+        out, lse = dense(a.query, a.key, a.value, self.seen(a), a.scale)
+        return out, lse.unsqueeze(-1), None, None, 0, 0, None, None, None
+
+    def emulate_scaled_dot_product_cudnn_attention_backward(self, a):
+        assert a.logsumexp.shape == (*a.query.shape[:3], 1)
+        assert (a.max_q, a.max_k) == (a.query.shape[2], a.key.shape[2])
+        return gradients(a.grad_out, a.query, a.key, a.value, a.out, a.logsumexp.squeeze(-1), self.seen(a), a.scale)
+
+    def emulate_scaled_dot_product_efficient_attention(self, a):
+        out, lse = dense(a.query, a.key, a.value, self.seen(a), a.scale)
+        return out, torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf), None, None
+
+    def emulate_scaled_dot_product_efficient_attention_backward(self, a):
+        rows = a.query.shape[2]
+        assert a.logsumexp.shape[-1] % 32 == 0 and a.logsumexp.is_contiguous()
+        assert list(a.grad_input_mask) == [True, True, True, False]
+        inputs = (a.grad_out_, a.query, a.key, a.value, a.out, a.logsumexp[..., :rows])
+        return *gradients(*inputs, self.seen(a), a.scale), None
+
+
+def kernel_over(name: str, installed, monkeypatch):
+    if name.startswith("flash"):
+        installed(int(name[-1]), FLASH[int(name[-1])])
+        return Windowed(flash.flash_ops(int(name[-1])))
+    monkeypatch.setattr(aten_ops, "_aten", Emulated())
+    ops = {"aten-flash": aten_ops.CudaFlash, "aten-cudnn": aten_ops.Cudnn, "aten-efficient": aten_ops.Efficient}[name]()
+    return Windowed(ops) if name == "aten-flash" else aten.Aten(ops)
+
+
+STOCK = ("flash2", "flash3", "flash4", "aten-flash", "aten-cudnn", "aten-efficient")
+
+
+@pytest.mark.parametrize("name", STOCK)
+@pytest.mark.parametrize("band", [*BANDS, *LARGE])
+def test_every_band(name, band, installed, monkeypatch):
+    kernel = kernel_over(name, installed, monkeypatch)
+    assert kernel.name == name
+    compare(kernel, (BANDS | LARGE)[band], 16, 16)
+
+
+@pytest.mark.parametrize("name", STOCK)
+@pytest.mark.parametrize(("dim", "value_dim"), [(20, 12), (7, 40)])
+def test_head_dims_are_padded(name, dim, value_dim, installed, monkeypatch):
+    compare(kernel_over(name, installed, monkeypatch), BANDS["several"], dim, value_dim)
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_a_gradient_of_the_lse_alone(name, installed, monkeypatch):
+    compare(kernel_over(name, installed, monkeypatch), BANDS["causal"], 16, 16, dlse=True)
+
+
+def test_windows_say_what_tiles_say():
+    for table in BANDS.values():
+        for row in table:
+            tile = Tile(*row)
+            left, right = window_of(tile)
+            np.testing.assert_array_equal(bottom_right(tile.rows, tile.columns, left, right), seen_by_tile(tile))
+            assert all(side is None or side >= 0 for side in (left, right))
+
+
+def test_a_package_that_is_not_there(monkeypatch):
+    flash.flash_ops.cache_clear()
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    with pytest.raises(ValueError, match=r"kernel='flash3' needs flash_attn_interface .*: pip install flash-attn-3"):
+        choose("flash3", device=CPU, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        (lambda q, k, v, softmax_scale, window_size, surprise: None, "surprise"),
+        (lambda q, k, v, window_size: None, "is not a form of it"),
+        (lambda q, k, v, softmax_scale: None, "is not a form of it"),
+        (None, "has no _flash_attn_forward"),
+    ],
+)
+def test_versions_that_are_not_known_are_refused(function, told, installed, monkeypatch):
+    monkeypatch.setattr(flash, "version_of", lambda package: "9.9")
+    installed(2, {**FLASH[2], "_flash_attn_forward": function} if function else {})
+    with pytest.raises(ValueError, match=rf"flash-attn 9\.9: .*{told}"):
+        flash.flash_ops(2)
+
+
+def test_an_lse_of_another_shape_is_refused(installed):
+    def forward(q, k, v, softmax_scale, window_size):
+        return q, torch.zeros(1, 2, 3)
+
+    installed(2, {**FLASH[2], "_flash_attn_forward": forward})
+    q, k, v, _ = inputs(50, 50, 16, 16)
+    with pytest.raises(RuntimeError, match=r"gave an lse of shape \[1, 2, 3\]"):
+        Windowed(flash.flash_ops(2)).forward(q, k, v, Tiles(np.array(BANDS["causal"])), 1.0)
+
+
+@pytest.mark.parametrize("name", ["aten-flash", "aten-cudnn", "aten-efficient"])
+def test_the_gpus_kernels_refuse_the_cpu(name):
+    with pytest.raises(ValueError, match=rf"kernel='{name}' runs on cuda, the tensors are on cpu"):
+        choose(name, device=CPU, dtype=torch.bfloat16)
+
+
+def test_widths_without_a_program_are_refused(installed, monkeypatch):
+    q, k, v, _ = inputs(50, 50, 264, 16)
+    tiles = Tiles(np.array(BANDS["causal"]))
+    for name, widest in (("flash2", 256), ("aten-cudnn", 128), ("aten-efficient", 256)):
+        with pytest.raises(ValueError, match=f"kernel='{name}' takes head dims up to {widest}, not 264"):
+            kernel_over(name, installed, monkeypatch).forward(q, k, v, tiles, 1.0)
+
+
+def test_a_right_kernel_proves_right_and_a_wrong_one_does_not(installed):
+    installed(4, FLASH[4])
+    proven(Windowed(flash.flash_ops(4)), CPU, torch.float32, (24, 16))
+
+    def off_by_one(q, k, v, softmax_scale=None, window_size_left=None, window_size_right=None, return_lse=False):
+        shifted = None if window_size_right is None else window_size_right + 1
+        return windowed_forward(q, k, v, window_size_left, shifted, softmax_scale)
+
+    installed(4, {**FLASH[4], "_flash_attn_fwd": off_by_one})
+    flash.flash_ops.cache_clear()
+    with pytest.raises(ArithmeticError, match="its out is wrong on this device: relative L2"):
+        proven(Windowed(flash.flash_ops(4)), CPU, torch.float32, (24, 16))
+
+
+@pytest.fixture
+def fresh():
+    kernels._picked.cache_clear()
+    yield
+    kernels._picked.cache_clear()
+
+
+def test_auto_takes_the_first_that_can_be_used_and_tells_why_not_the_others(fresh):
+    assert explain(device=CPU, dtype=torch.bfloat16) == "aten: taken for torch.bfloat16 on cpu"
+    if torch.cuda.is_available():
+        pytest.skip("the rest is about a machine without a GPU")
+    told = explain(device=torch.device("cuda"), dtype=torch.bfloat16).splitlines()
+    assert [line.split(":")[0] for line in told] == ["flash4", "flash3", "flash2", "triton", "reference"]
+    assert all(": no, " in line for line in told[:-1]) and "taken" in told[-1]
+
+
+def test_auto_passes_over_a_kernel_that_proves_wrong(fresh, monkeypatch):
+    class Wrong(Reference):
+        name = "wrong"
+
+        def forward(self, *args):
+            out, lse = super().forward(*args)
+            return out * 1.1, lse
+
+    monkeypatch.setitem(kernels._MAKERS, "triton", Wrong)
+    monkeypatch.setattr(kernels, "candidates", lambda *_, **__: ("triton", "reference"))
+    device = torch.device("meta")  # not the CPU, whose kernels are not proven anew
+    monkeypatch.setattr(kernels, "proven", lambda kernel, _, dtype, dims: proven(kernel, CPU, dtype, dims))
+    assert choose("auto", device=device, dtype=torch.float32).name == "reference"
+    assert "triton: no, its out is wrong" in explain(device=device, dtype=torch.float32)
+
+
+def test_many_documents_go_to_the_kernel_that_takes_them_in_one_launch():
+    cuda = torch.device("cuda")
+    assert kernels.candidates(cuda, torch.bfloat16, many=True)[0] == "triton"
+    assert kernels.candidates(cuda, torch.float64) == ("reference",)
+    assert "triton" in kernels.candidates(cuda, torch.float32)
+
+
+def test_windows_without_limits():
+    assert window_of(Tile(0, 5, 0, 7, -6, 4)) == Window(None, None)
