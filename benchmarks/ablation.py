@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ablation_variants import VARIANTS, Variant
+from paper_markdown import spread
 from rich.console import Console
 from rich.table import Column, Table
 from torch import Tensor
@@ -221,17 +222,13 @@ def _figures(row: dict[str, Any]) -> list[str]:
     peaks = [f"{max(row[key]) / 2**20:.1f}" for key in WEIGHED]
     shares = [max(row[key]) / statistics.fmean(row[key]) for key in ("scores_forward", "scores_backward")]
     return [
-        _spread(row["seconds"]),
-        _spread(row["ratios"]),
+        spread(row["seconds"], ".3f"),
+        spread(row["ratios"], ".3f"),
         f"{statistics.fmean(sent):.2f}",
         f"{max(sent):.2f}",
         *peaks,
         " and ".join(f"{share:.2f}" for share in shares),
     ]
-
-
-def _spread(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})" if values else ""
 
 
 def main() -> None:

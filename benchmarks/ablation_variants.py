@@ -169,4 +169,10 @@ VARIANTS = (
         tolerance=LOOSE,
     ),
     Variant(name="contiguous", differs="layout", layout="contiguous"),
+    Variant(
+        name="contiguous, either travels",
+        differs="layout, and each pair is computed at its nearer end",
+        layout="contiguous",
+        travels="either",
+    ),
 )

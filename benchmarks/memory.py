@@ -10,30 +10,31 @@ once, so that the peak is of live ones.
 from __future__ import annotations
 
 import argparse
-import os
-from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from burst_attention import burst_attention, make_plan
-from burst_attention.bench.memory import resident
+from burst_attention.bench.memory import give_back, peak_during, resident
 from burst_attention.testing import WorkerPool
 
 
 def measure(seqlen: int, heads: int, dim: int, dtype: torch.dtype, kernel: str) -> tuple[int, int]:
     """(peak above the start, bytes of q, k, v, out, dout, dq, dk, dv) on this rank, in the second of two calls."""
     plan = make_plan(seqlen)
-    for _ in range(2):  # the first call also leaves what libraries allocate for good
-        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-        before = resident()
+
+    def call() -> int:
         inputs = [torch.randn(1, heads, plan.length, dim, dtype=dtype, requires_grad=True) for _ in range(3)]
         dout = torch.randn(1, heads, plan.length, dim, dtype=dtype)
         burst_attention(*inputs, plan, kernel=kernel).backward(dout)
-        peak, size = resident("VmHWM") - before, 8 * dout.nbytes
-        del inputs, dout
-    return peak, size
+        return 8 * dout.nbytes
+
+    for _ in range(2):  # the first call also leaves what libraries allocate for good
+        give_back()
+        before = resident()
+        size, peak = peak_during(call)
+    return peak - before, size
 
 
 def main() -> None:
@@ -47,7 +48,6 @@ def main() -> None:
     a = parser.parse_args()
     title = f"causal zigzag, {a.dtype}, S={a.seq_len}, H={a.heads}, D={a.head_dim}"
     table = Table("world", "peak per rank, MiB", "x world / that of world 1", "in and out alone, MiB", title=title)
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     first = 0.0
     for world in a.worlds:
         with WorkerPool(world, timeout=1800) as pool:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from paper_markdown import spread
 from peer_ranks import NAMES, Problem, checked, make_inputs, prepare, timed
 from peer_variants import (
     OURS,
@@ -202,11 +203,7 @@ def _figures(row: dict[str, Any], strongest: list[int] | None) -> list[str]:
         bytes_sent = f"{statistics.fmean(row['bytes']) / 1e6:.2f}"
         if strongest and row["passes"] != "forward":
             share = f"{statistics.fmean(row['bytes']) / statistics.fmean(strongest):.3f}"
-    return [_spread(row["seconds"]), _spread(row["ratios"]), bytes_sent, share]
-
-
-def _spread(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})" if values else ""
+    return [spread(row["seconds"], ".3f"), spread(row["ratios"], ".3f"), bytes_sent, share]
 
 
 def main() -> None:

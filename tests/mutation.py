@@ -33,6 +33,7 @@ HF = "tests/unit/test_hf_refusals.py"
 TRAIN = "tests/distributed/test_train.py"
 ENGINES = "tests/distributed/test_engines.py"
 BENCH = "tests/distributed/test_bench.py"
+STOCK = "tests/unit/test_stock_kernels.py"
 
 
 @dataclass(frozen=True)
@@ -369,6 +370,62 @@ SEEDED = [
         '"all_reduce": 1',
         BENCH,
         "counted_is_what",
+    ),
+    Fault(
+        "the nearer end is the farther one",
+        "plan/assignment.py",
+        "2 * ((i - j) % world) < world",
+        "2 * ((j - i) % world) < world",
+        PLAN,
+        "either_balances",
+    ),
+    Fault(
+        "a partial result is passed on before the one from behind has come",
+        "plan/program.py",
+        "ready[key] = max(ready.get(key, posted), (step, 0, 1))",
+        "ready[key] = ready.get(key, posted)",
+        PLAN,
+        "every_pair_home_once",
+    ),
+    Fault(
+        "one exchange under way at a time",
+        "plan/program.py",
+        "IN_FLIGHT = 2",
+        "IN_FLIGHT = 1",
+        PLAN,
+        "two_exchanges",
+    ),
+    Fault(
+        "gradients of parameters are those of the first rank",
+        "engines/parameters.py",
+        "torch.sum(parts.view(group.size(), *output_tensor.shape), 0, out=output_tensor)",
+        "output_tensor.copy_(parts.view(group.size(), *output_tensor.shape)[0])",
+        ENGINES,
+        "every_gradient and burst",
+    ),
+    Fault(
+        "a stock kernel's window is counted from the top left",
+        "kernels/windowed.py",
+        "d = tile.columns - tile.rows",
+        "d = 0",
+        STOCK,
+        "every_band and flash2",
+    ),
+    Fault(
+        "a kernel that proves wrong is taken",
+        "kernels/prove.py",
+        "if not error <= BOUNDS[dtype]:",
+        "if error < 0:",
+        STOCK,
+        "proves",
+    ),
+    Fault(
+        "an efficient kernel's lse keeps its padding",
+        "kernels/aten_ops.py",
+        "return out, lse[..., : q.shape[2]]",
+        "return out, lse",
+        STOCK,
+        "every_band and efficient",
     ),
 ]
 

@@ -111,7 +111,7 @@ def test_only_the_contiguous_layout_leaves_ranks_with_unequal_work(rows: Rows) -
         if row["correct"]:
             forward, backward = row["scores_forward"], row["scores_backward"]
             assert sum(forward) == sum(backward) == whole
-            unequal = name == "contiguous"
+            unequal = name.startswith("contiguous")  # from 3 ranks on, either side travelling balances it
             assert (max(forward) > 1.4 * whole / 2) is (max(backward) > 1.4 * whole / 2) is unequal
 
 
