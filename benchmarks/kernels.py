@@ -14,11 +14,14 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from burst_attention import Mask, burst_attention, make_plan
 from burst_attention.kernels import KERNELS, choose, explain
@@ -32,7 +35,8 @@ from burst_attention.testing import local_world
 
 WINDOW = 4096
 MASKS = {"full": Mask(causal=False), "causal": Mask(), f"window {WINDOW}": Mask(window=WINDOW)}
-STOCK = ("aten-cudnn", "aten-flash", "flash2", "flash3", "flash4")
+# PyTorch's own calls, with nothing of ours around them: what the others are measured against.
+STOCK = {"torch cuDNN": SDPBackend.CUDNN_ATTENTION, "torch flash": SDPBackend.FLASH_ATTENTION}
 DEVICE = torch.device("cuda")
 
 
@@ -52,9 +56,7 @@ def tiles_of(mask: Mask, seqlen: int) -> Tiles:
 
 def subjects(names: list[str], q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> tuple[list[Subject], list[str]]:
     """Those that can be had here and prove right, and why the others can't."""
-    found, refused, scale = [], [], q.shape[3] ** -0.5
-    dout, out = torch.randn_like(q), None
-    lse = delta = None
+    found, refused, scale, dout = [], [], q.shape[3] ** -0.5, torch.randn_like(q)
     for name in names:
         try:
             kernel = choose(name, device=DEVICE, dtype=q.dtype)
@@ -75,6 +77,27 @@ def _subject(name: str, kernel: Kernel, tensors: tuple[Tensor, ...], tiles: Tile
         lambda: kernel.forward(q, k, v, tiles, scale),
         lambda: kernel.backward(dout, q, k, v, lse, delta, tiles, scale, final=True),
     )
+
+
+def stock(mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> list[Subject]:
+    """PyTorch's own, where it has the mask."""
+    if mask.window is not None:
+        return []
+    found, dout = [], torch.randn_like(q)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    for name, backend in STOCK.items():
+
+        def forward(backend: SDPBackend = backend) -> Tensor:
+            with sdpa_kernel(backend):
+                return scaled_dot_product_attention(*leaves, is_causal=mask.causal)
+
+        try:
+            out = forward()
+        except RuntimeError as error:
+            print(f"left out: {name}: {error}")
+            continue
+        found.append(Subject(name, forward, partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)))
+    return found
 
 
 def seconds(call: Callable[[], Any]) -> float:
@@ -111,6 +134,7 @@ def compare(seqlen: int, dim: int, mask_name: str, rounds: int) -> list[list[str
     q, k, v = (torch.randn(1, heads, seqlen, dim, dtype=torch.bfloat16, device=DEVICE) for _ in "qkv")
     names = [name for name in KERNELS if name not in ("reference", "aten", "aten-fp32")]
     found, refused = subjects(names, q, k, v, tiles)
+    found = [*stock(MASKS[mask_name], q, k, v), *found]
     auto = choose("auto", device=DEVICE, dtype=q.dtype, head_dims=(dim, dim)).name
     a = torch.randn(8192, 8192, dtype=torch.bfloat16, device=DEVICE)
     rows = []
@@ -133,26 +157,30 @@ def compare(seqlen: int, dim: int, mask_name: str, rounds: int) -> list[list[str
 
 def distribution(world: int, seqlen: int, dim: int, rounds: int) -> list[str]:
     """Device time of all kernels of ``world`` ranks (tiles, merges, casts; no copies) by that of one rank's call."""
-    heads = 2048 // dim
+    shape = (1, 2048 // dim, seqlen, dim)
+    whole = [torch.randn(shape, dtype=torch.bfloat16, device=DEVICE) for _ in range(4)]
 
-    def call(group: Any) -> None:
+    def prepare(group: Any) -> tuple[Any, list[Tensor]]:
         plan = make_plan(seqlen, group=group)
-        q, k, v = (
-            torch.randn(1, heads, plan.length, dim, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
-            for _ in "qkv"
-        )
+        return plan, [plan.shard(x, 2).requires_grad_() for x in whole]
+
+    def call(group: Any, prepared: list[tuple[Any, list[Tensor]]]) -> None:
+        plan, (q, k, v, dout) = prepared[group.rank()]
         out = burst_attention(q, k, v, plan, kernel="triton")
-        out.backward(torch.ones_like(out))
+        torch.autograd.grad(out, (q, k, v), dout)
 
     ratios, activity = [], torch.profiler.ProfilerActivity.CUDA
     for n in range(rounds + 1):
         took = []
         for ranks in (1, world):
-            with local_world(ranks) as group, torch.profiler.profile(activities=[activity]) as profile:
-                group.run(call)
+            with local_world(ranks) as group:
+                prepared = group.run(prepare)
                 torch.cuda.synchronize()
-            events = (e for e in profile.events() if "Memcpy" not in e.name and "randn" not in e.name.lower())
-            took.append(sum(e.device_time_total for e in events))
+                with torch.profiler.profile(activities=[activity]) as profile:
+                    group.run(call, prepared)
+                    torch.cuda.synchronize()
+            kernels = (e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA)
+            took.append(sum(e.device_time_total for e in kernels if "Memcpy" not in e.name))
         if n:  # the first compiles
             ratios.append(took[0] / took[1])
     return [
@@ -222,7 +250,13 @@ def main() -> None:
     page += "\n## What distribution costs apart from the network\n\nOne rank's kernels by those of all ranks, "
     page += "zigzag, causal, forward and backward:\n\n" + table(["ranks", "tokens", "D", "ratio"], told)
     weighed = [memory(131072, 32, 128, world) for world in (1, 8)]
-    header = ["ranks", "tokens", "peak per rank", "foretold", "all ranks by inputs + outputs + gradients"]
+    header = [
+        "ranks",
+        "tokens",
+        "all ranks' peak / ranks",
+        "foretold of one",
+        "all ranks' by inputs, outputs, gradients",
+    ]
     page += "\n## Memory\n\nH = 32, D = 128, forward and backward, the Triton kernel:\n\n" + table(header, weighed)
     print(page)
     if a.out:

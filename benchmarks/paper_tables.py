@@ -61,7 +61,8 @@ def training(page: Page) -> str:
         "rank's; at the timed length the engines are compared with each other. An engine that fails either is not timed. "
         "`burst` is the default, zigzag with queries travelling in the backward; `burst:contiguous` lets either side "
         "travel: fewer bytes, but its busiest rank computes 1 / ranks more of the attention than the mean, which ranks "
-        "that share cores don't feel."
+        "that share cores don't feel. Tensor parallelism's collectives are gloo's own, whose reduce-scatter sends twice "
+        "what it need; the parameters' gradients of the others go by all-to-all."
     )
     text = page.head("Training step, by engine, length and link", about, sizes_of(results))
     text += _links(results.rows) + "\n" + speeds(results)
@@ -129,7 +130,10 @@ def _contiguous(world: int) -> int:
 FORMULAS: dict[str, tuple[str, Callable[[int, float, float], float]]] = {
     # of W ranks, n elements of a hidden state per rank, b bytes each; multi-head attention, causal
     "burst": ("5 · ¾ n (W − 1) b, and (lse, D)", lambda w, n, b: 3.75 * n * (w - 1) * b),
-    "burst:contiguous": ("n b · (6 near + 5 far) / W, and (lse, D)", lambda w, n, b: n * b * _contiguous(w) / w),
+    "burst:contiguous": (
+        "n b · (6 near + 5 far) / W blocks (nearer than W / 2, or not), and (lse, D)",
+        lambda w, n, b: n * b * _contiguous(w) / w,
+    ),
     "ring": ("4 n (W − 1) b + 2 n (W − 1) · 4, untrimmed", lambda w, n, b: 4 * n * (w - 1) * b + 8 * n * (w - 1)),
     "ulysses": ("8 n (W − 1) / W b", lambda w, n, b: 8 * n * (w - 1) / w * b),
     "tensor": ("9 n (W − 1) b: four sums of 2, one gather", lambda w, n, b: 9 * n * (w - 1) * b),

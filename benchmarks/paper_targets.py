@@ -56,7 +56,8 @@ def _links(rows: list[Row]) -> tuple[float | None, float | None]:
 
 
 def _speed(rows: list[Row], length: int, link: float | None, name: str, own: str, engine: str, target: float) -> Line:
-    what = f"{own}'s training step against {engine}'s at {length:,} tokens, {name} rate"
+    unfelt = "" if own == "burst" else " (its 1 / W more work for the busiest rank is not felt on shared cores)"
+    what = f"{own}'s training step{unfelt} against {engine}'s at {length:,} tokens, {name} rate"
     mine, theirs = (find(rows, engine=e, seq_len=length, link=link) for e in (own, engine))
     if link is None or not mine or not theirs:
         return what, f"≥ {target}×", "-", None, ""

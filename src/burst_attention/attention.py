@@ -57,8 +57,8 @@ def burst_attention(
         travels: what moves in the backward: ``query`` (arXiv 2403.09347, algorithm 2), ``key-value`` (RingAttention),
             ``either``, or ``auto``: either if that leaves the busiest rank less to compute, else the one with fewer
             bytes. With ``either`` each pair is computed at that end which is ahead by less than half a ring, forward
-            too: a contiguous layout under a causal mask is balanced then, within 1 / world, with fewer bytes than any
-            other; partial results of the forward come home rounded to the io dtype.
+            too: a contiguous layout under a causal mask is balanced then, within 1 / world, with a quarter fewer bytes
+            than zigzag (without grouped queries); partial results of the forward come home over the wire.
         kernel: ``auto``, or a name of :data:`burst_attention.kernels.KERNELS`;
             :func:`burst_attention.kernels.explain` tells what ``auto`` takes, and why.
         return_lse: also return the log-sum-exp of each row's scores.

@@ -7,12 +7,14 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .kernels import choose
 from .kernels.contract import DTYPES, Kernel, accumulation_dtype, wire_dtype
 from .plan.assignment import TRAVELS
 from .plan.cost import Shape
+from .plan.mask import Mask
 from .planning import Plan
 
 
@@ -41,22 +43,24 @@ def check_types(q: Any, k: Any, v: Any, scale: Any, travels: Any, kernel: Any) -
         raise ValueError(f"kernel={kernel!r} must be a kernel's name, or auto")
 
 
-def resolve(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None, travels: str, kernel: str, wanted: list[bool]
-) -> Call:
-    """The call, checked.
+def kernel_for(
+    name: str, mask: Mask, *, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int]
+) -> Kernel:
+    """What a call under ``mask`` takes."""
+    documents = max(1, len(mask.cu_seqlens or ()) - 1)
+    return choose(name, device=device, dtype=dtype, head_dims=head_dims, documents=documents)
 
-    Args:
-        wanted: whether q, k and v each want a gradient.
+
+def resolve(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None, travels: str, kernel: str) -> Call:
+    """The call, checked.
 
     Raises:
         TypeError, ValueError: an argument can't be used.
     """
     check_tensors(q, k, v, plan.length)
     plan.transport.check_device(q.device)
-    documents = max(1, len(plan.mask.cu_seqlens or ()) - 1)
     head_dims = q.shape[3], v.shape[3]
-    chosen = choose(kernel, device=q.device, dtype=q.dtype, head_dims=head_dims, documents=documents)
+    chosen = kernel_for(kernel, plan.mask, device=q.device, dtype=q.dtype, head_dims=head_dims)
     if travels == "auto":
         travels = plan.schedule.choose_travels(call_shape(q, k, v))
     if scale is None:

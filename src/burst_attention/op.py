@@ -46,7 +46,7 @@ def attend(
     found = plan_of(plan)
     wants = [bool(wanted & bit) for bit in (QUERY, KEY, VALUE)]
     try:
-        call = resolve(q, k, v, found, scale=scale, travels=travels, kernel=kernel, wanted=wants)
+        call = resolve(q, k, v, found, scale=scale, travels=travels, kernel=kernel)
     except (TypeError, ValueError) as error:
         found.refuse(error)
     found.agreement.agree("burst_attention", {**shared_fields(q, k, v, call, wants), "return_lse": lse})
@@ -73,7 +73,6 @@ def attend_backward(
     scale: float | None,
     travels: str,
     kernel: str,
-    wanted: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Ledger.
 
@@ -85,8 +84,7 @@ def attend_backward(
     round   sums in fp32 (fp64 for fp64); once to the io dtype when a partial is sent, once at the end
     """
     found = plan_of(plan)
-    wants = [bool(wanted & bit) for bit in (QUERY, KEY, VALUE)]
-    call = resolve(q, k, v, found, scale=scale, travels=travels, kernel=kernel, wanted=wants)
+    call = resolve(q, k, v, found, scale=scale, travels=travels, kernel=kernel)
     # Ranks that run the backwards of several calls in different orders would add up each other's.
     found.agreement.agree("the backward of burst_attention", {"call number": int(number)})
     delta = row_dot(dout, out, lse.dtype)
@@ -116,7 +114,7 @@ def _(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: An
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, *ctx.settings, _ = inputs
+    q, k, v, *ctx.settings, _, _ = inputs
     # A graph must not lose its plan. A compiler's tracing has no number yet: there the caller keeps it.
     ctx.plan = plan_of(inputs[3]) if isinstance(inputs[3], int) else None
     ctx.set_materialize_grads(False)

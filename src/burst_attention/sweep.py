@@ -237,9 +237,7 @@ class _Sums:
                 self._totals[key] = part
                 return
             self._totals[key] = work.blank(side, rows)
-        wide = work.wire_dtypes(side, exact=True)
-        total = tuple(x.to(dtype) for x, dtype in zip(self._totals[key], wide, strict=True))
-        self._totals[key] = total
+        total = self._widened(side, owner)
         if isinstance(where, slice):
             work.combine(side, _take(total, where), part)
             return
@@ -249,10 +247,18 @@ class _Sums:
         for x, y in zip(total, gathered, strict=True):
             x.index_copy_(2, index, y)
 
+    def _widened(self, side: Side, owner: int) -> Tensors:
+        """The total, in the accumulation dtype from now on."""
+        wide = self._work.wire_dtypes(side, exact=True)
+        total = tuple(x.to(dtype) for x, dtype in zip(self._totals[side, owner], wide, strict=True))
+        self._totals[side, owner] = total
+        return total
+
     def running(self, side: Side, owner: int, where: Where) -> Tensors | None:
         """The total's rows at ``where``, to be written to; None if there is none yet, or no view of these rows."""
-        total = self._totals.get((side, owner))
-        return _take(total, where) if total is not None and isinstance(where, slice) else None
+        if not isinstance(where, slice) or (side, owner) not in self._totals:
+            return None
+        return _take(self._widened(side, owner), where)
 
     def pop(self, side: Side, owner: int, dtypes: tuple[torch.dtype, ...] | None = None) -> Tensors:
         """The total, rounded if asked; blank if nothing was added."""

@@ -18,8 +18,10 @@ from burst_attention import kernels
 from burst_attention.kernels import aten, aten_ops, choose, explain, flash
 from burst_attention.kernels.prove import proven
 from burst_attention.kernels.reference import Reference
-from burst_attention.kernels.windowed import Window, Windowed, window_of
+from burst_attention.kernels.surrogate import surrogate_output
+from burst_attention.kernels.windowed import Window, Windowed, launches_of, window_of
 from burst_attention.plan.tile import Tile, Tiles
+from burst_attention.testing.check import relative_l2
 from tests.tile_cases import BANDS, compare, inputs
 from tests.unit.test_plan import seen_by_tile
 
@@ -46,7 +48,8 @@ def gradients(dout, q, k, v, out, lse, seen, scale) -> tuple[Tensor, Tensor, Ten
 
 
 def bottom_right(rows: int, columns: int, left: int | None, right: int | None) -> Tensor:
-    """What FlashAttention's windows see; None and negative numbers are no limit."""
+    """What FlashAttention 2's windows see; None, negative numbers and as many keys as there are are no limit."""
+    left, right = (None if side is not None and side >= columns else side for side in (left, right))
     middle = torch.arange(rows)[:, None] + columns - rows
     j = torch.arange(columns)[None]
     before = left is None or left < 0 or j >= middle - left
@@ -205,7 +208,8 @@ class Emulated:
         rows, columns = a.query.shape[2], a.key.shape[2]
         assert a.query.shape[1] == a.key.shape[1] and a.query.shape[3] % 8 == 0
         if a.attn_bias is not None:
-            assert a.attn_bias.shape == (*a.query.shape[:2], rows, columns) and a.attn_bias.stride(2) % 8 == 0
+            assert a.attn_bias.shape[0] == a.query.shape[0] and a.attn_bias.shape[1] in (1, a.query.shape[1])
+            assert a.attn_bias.shape[2:] == (rows, columns) and a.attn_bias.stride(2) % 8 == 0
             assert not a.is_causal
             return a.attn_bias == 0
         seen = torch.ones(rows, columns, dtype=torch.bool)
@@ -217,7 +221,8 @@ class Emulated:
         return out, lse.unsqueeze(-1), None, None, 0, 0, None, None, None
 
     def emulate_scaled_dot_product_cudnn_attention_backward(self, a):
-        assert a.logsumexp.shape == (*a.query.shape[:3], 1)
+        assert a.logsumexp.shape == (*a.query.shape[:3], 1) and min(a.query.shape[2], a.key.shape[2]) > 1
+        assert a.grad_out.stride() == a.out.stride()
         assert (a.max_q, a.max_k) == (a.query.shape[2], a.key.shape[2])
         return gradients(a.grad_out, a.query, a.key, a.value, a.out, a.logsumexp.squeeze(-1), self.seen(a), a.scale)
 
@@ -269,14 +274,22 @@ def test_windows_say_what_tiles_say():
         for row in table:
             tile = Tile(*row)
             left, right = window_of(tile)
-            np.testing.assert_array_equal(bottom_right(tile.rows, tile.columns, left, right), seen_by_tile(tile))
             assert all(side is None or side >= 0 for side in (left, right))
+            seen = np.zeros((tile.rows, tile.columns), bool)
+            for part in launches_of(Tiles(np.array([row]))):
+                inside = bottom_right(part.rows, part.columns, *window_of(part)).numpy()
+                top, edge = part.q_start - tile.q_start, part.k_start - tile.k_start
+                assert not seen[top : top + part.rows].any()
+                seen[top : top + part.rows, edge : edge + part.columns] = inside
+            np.testing.assert_array_equal(seen, seen_by_tile(tile))
 
 
 def test_a_package_that_is_not_there(monkeypatch):
     flash.flash_ops.cache_clear()
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
-    with pytest.raises(ValueError, match=r"kernel='flash3' needs flash_attn_interface .*: pip install flash-attn-3"):
+    with pytest.raises(
+        ValueError, match=r"kernel='flash3' needs flash_attn_interface \(.*\): pip install flash-attn-3"
+    ):
         choose("flash3", device=CPU, dtype=torch.bfloat16)
 
 
@@ -286,6 +299,7 @@ def test_a_package_that_is_not_there(monkeypatch):
         (lambda q, k, v, softmax_scale, window_size, surprise: None, "surprise"),
         (lambda q, k, v, window_size: None, "is not a form of it"),
         (lambda q, k, v, softmax_scale: None, "is not a form of it"),
+        (lambda q, k, v, softmax_scale, window_size, dq: None, "is not a form of it"),
         (None, "has no _flash_attn_forward"),
     ],
 )
@@ -293,6 +307,15 @@ def test_versions_that_are_not_known_are_refused(function, told, installed, monk
     monkeypatch.setattr(flash, "version_of", lambda package: "9.9")
     installed(2, {**FLASH[2], "_flash_attn_forward": function} if function else {})
     with pytest.raises(ValueError, match=rf"flash-attn 9\.9: .*{told}"):
+        flash.flash_ops(2)
+
+
+def test_a_backward_without_a_fixed_order_of_sums_is_refused(installed):
+    def backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, window_size):
+        return dq, dk, dv
+
+    installed(2, {**FLASH[2], "_flash_attn_backward": backward})
+    with pytest.raises(ValueError, match=r"_flash_attn_backward\(dout, .* is not a form of it"):
         flash.flash_ops(2)
 
 
@@ -313,11 +336,35 @@ def test_the_gpus_kernels_refuse_the_cpu(name):
 
 
 def test_widths_without_a_program_are_refused(installed, monkeypatch):
-    q, k, v, _ = inputs(50, 50, 264, 16)
-    tiles = Tiles(np.array(BANDS["causal"]))
     for name, widest in (("flash2", 256), ("aten-cudnn", 128), ("aten-efficient", 256)):
+        kernel = kernel_over(name, installed, monkeypatch)
+        monkeypatch.setattr(type(kernel.ops), "check", lambda *_: None)  # which asks for a GPU
+        kernel.check(CPU, torch.bfloat16, (widest, 16))
         with pytest.raises(ValueError, match=f"kernel='{name}' takes head dims up to {widest}, not 264"):
-            kernel_over(name, installed, monkeypatch).forward(q, k, v, tiles, 1.0)
+            kernel.check(CPU, torch.bfloat16, (16, 264))
+
+
+@pytest.mark.parametrize(("name", "dim"), [("flash2", 256), ("aten-flash", 254), ("aten-cudnn", 128)])
+def test_the_widest_heads_have_room_for_a_gradient_of_the_lse_alone(name, dim, installed, monkeypatch):
+    """No column can be appended: a call of its own brings what D contributes."""
+    compare(kernel_over(name, installed, monkeypatch), BANDS["several"], dim, dim, dlse=True)
+
+
+def test_a_single_query_or_key_goes_around_cudnn(installed, monkeypatch):
+    kernel = kernel_over("aten-cudnn", installed, monkeypatch)
+    compare(kernel, [(0, 1, 0, 1, 0, 0)], 16, 16)
+    compare(kernel, [(0, 1, 0, 9, -8, 0)], 16, 16)
+
+
+def test_halves_carry_their_own_d():
+    """fp16 quotients underflow: of very many rows none may ask for more columns, which make a kernel slower."""
+    make = torch.Generator().manual_seed(0)
+    for dtype in (torch.float16, torch.bfloat16):
+        dout = torch.randn(1, 4, 50_000, 64, generator=make).to(dtype)
+        delta = torch.randn(1, 4, 50_000, generator=make) * torch.rand(1, 4, 50_000, generator=make) ** 4
+        out = surrogate_output(dout, delta)
+        assert out is not None
+        assert relative_l2((out.double() * dout.double()).sum(-1), delta) < 1e-4
 
 
 def test_a_right_kernel_proves_right_and_a_wrong_one_does_not(installed):
@@ -332,6 +379,30 @@ def test_a_right_kernel_proves_right_and_a_wrong_one_does_not(installed):
     flash.flash_ops.cache_clear()
     with pytest.raises(ArithmeticError, match="its out is wrong on this device: relative L2"):
         proven(Windowed(flash.flash_ops(4)), CPU, torch.float32, (24, 16))
+
+    def top_left(q, k, v, softmax_scale=None, window_size_left=None, window_size_right=None, return_lse=False):
+        d = k.shape[1] - q.shape[1]
+        left, right = (window_size_left, window_size_right)
+        sides = (None if left is None else left - d, None if right is None else right + d)
+        return windowed_forward(q, k, v, *sides, softmax_scale)
+
+    installed(4, {**FLASH[4], "_flash_attn_fwd": top_left})
+    flash.flash_ops.cache_clear()
+    with pytest.raises(ArithmeticError, match="its out is wrong"):
+        proven(Windowed(flash.flash_ops(4)), CPU, torch.float32, (24, 16))
+
+
+def test_a_kernel_whose_bits_change_from_run_to_run_proves_wrong():
+    class Wavering(Reference):
+        runs = 0
+
+        def forward(self, *args):
+            self.runs += 1
+            out, lse = super().forward(*args)
+            return out * (1 + self.runs * 1e-6), lse
+
+    with pytest.raises(ArithmeticError, match="its out differs from run to run"):
+        proven(Wavering(), CPU, torch.float32, (16, 16))
 
 
 @pytest.fixture
@@ -368,6 +439,7 @@ def test_auto_passes_over_a_kernel_that_proves_wrong(fresh, monkeypatch):
 
 def test_many_documents_go_to_the_kernel_that_takes_them_in_one_launch():
     cuda = torch.device("cuda")
+    assert kernels.candidates(cuda, torch.bfloat16, many=True)[1] == "flash4"
     assert kernels.candidates(cuda, torch.bfloat16, many=True)[0] == "triton"
     assert kernels.candidates(cuda, torch.float64) == ("reference",)
     assert "triton" in kernels.candidates(cuda, torch.float32)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from burst_attention import Mask
+from burst_attention.kernels import KERNELS
 from burst_attention.testing import Case, Report, check
 
 from . import launch
@@ -35,9 +36,10 @@ class Arguments:
     masks: tuple[Literal["full", "causal", "window", "documents", "prefix"], ...] = ("causal", "documents")
     layouts: tuple[Literal["contiguous", "zigzag", "striped"], ...] = ("contiguous", "zigzag", "striped")
     dtypes: tuple[Literal["float64", "float32", "bfloat16", "float16"], ...] = ("float64", "bfloat16")
-    travels: tuple[Literal["query", "key-value"], ...] = ("query", "key-value")
+    travels: tuple[Literal["query", "key-value", "either", "auto"], ...] = ("query", "key-value", "either")
     route: Literal["auto", "direct", "ring", "ring-attention"] = "auto"
-    kernel: Literal["auto", "reference", "aten", "aten-fp32", "triton"] = "auto"
+    kernel: str = "auto"
+    """A name of burst_attention.kernels.KERNELS, or auto."""
     q_heads: int = 4
     kv_heads: int = 2
     head_dim: int = 32
@@ -62,6 +64,8 @@ class Arguments:
                 f"--dtypes {' '.join(sorted(halves))} need --seq-len of at least 256 and head dims of at least 16: "
                 f"they are judged by PyTorch's own error in that dtype, which is no measure on a few numbers"
             )
+        if self.kernel not in ("auto", *KERNELS):
+            raise ValueError(f"--kernel {self.kernel} is unknown; choose one of auto, {', '.join(KERNELS)}")
         if not self.timeout > 0:
             raise ValueError(f"--timeout {self.timeout} must be positive")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -9,8 +10,8 @@ import torch
 
 from .contract import Kernel
 from .prove import proven
+from .widths import HALVES
 
-HALVES = (torch.bfloat16, torch.float16)
 MANY = 64  # documents of a sequence from which on a launch for each tile is too many
 
 
@@ -68,7 +69,7 @@ KERNELS = tuple(_MAKERS)
 def choose(
     name: str, *, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int] = (64, 64), documents: int = 1
 ) -> Kernel:
-    """The kernel called ``name``, checked for ``device`` and ``dtype``.
+    """The kernel called ``name``, checked for what it is to do.
 
     On CPU ``auto`` is ``aten``, which rounds each tile to bf16 or fp16 inputs' dtype; ``aten-fp32`` does not and takes
     about a third longer. On a GPU it is the first of :func:`candidates` that can be used here and proves right.
@@ -85,7 +86,7 @@ def choose(
     if name not in _MAKERS:
         raise ValueError(f"kernel={name!r} is unknown; choose one of auto, {', '.join(KERNELS)}")
     kernel = _MAKERS[name]()
-    kernel.check(device, dtype)
+    kernel.check(device, dtype, head_dims)
     return kernel
 
 
@@ -98,9 +99,8 @@ def candidates(device: torch.device, dtype: torch.dtype, *, many: bool = False) 
         return ("aten",)
     if device.type != "cuda" or dtype == torch.float64:
         return ("reference",)
-    if many or dtype not in HALVES:
-        return ("triton", "reference")
-    return ("flash4", "flash3", "flash2", "triton", "reference")
+    flash = ("flash4", "flash3", "flash2") if dtype in HALVES else ()
+    return ("triton", *flash, "reference") if many else (*flash, "triton", "reference")
 
 
 def explain(
@@ -117,12 +117,21 @@ def _picked(
     told = []
     for name in candidates(device, dtype, many=many):
         try:
-            kernel = choose(name, device=device, dtype=dtype)
+            kernel = choose(name, device=device, dtype=dtype, head_dims=head_dims)
             # On CPU our tests prove them; GPUs, drivers and packages are too many for that.
             if device.type != "cpu" and name != "reference":
-                proven(kernel, device, dtype, head_dims)
+                proven(_untuned(kernel), device, dtype, head_dims)
+        except torch.OutOfMemoryError:
+            raise  # says nothing of the kernel
         except Exception as error:  # a package may fail in any way; what is taken in its place is told
-            told.append(f"{name}: no, {error}")
+            told.append(f"{name}: no, {str(error).strip().partition(chr(10))[0]}")
             continue
         return kernel, (*told, f"{name}: taken for {dtype} on {device}")
     raise ValueError(f"no kernel for {dtype} on {device}: {'; '.join(told)}")
+
+
+def _untuned(kernel: Kernel) -> Kernel:
+    """With block sizes that need no measuring, while other ranks wait."""
+    if hasattr(kernel, "tuned") and dataclasses.is_dataclass(kernel):
+        return dataclasses.replace(kernel, tuned=False)
+    return kernel

@@ -14,8 +14,8 @@ from .aten_ops import AtenOps, Form
 from .contract import accumulation_dtype, band_seen
 from .merge import blank_output, merge_
 from .pieces import Piece, cut
-from .surrogate import appended_columns, surrogate_output
-from .widths import same_width
+from .surrogate import Gradients, Share, shares
+from .widths import check_width, same_width
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Aten:
     def exact_partials(self, dtype: torch.dtype) -> bool:
         return self.upcast or dtype == accumulation_dtype(dtype)
 
-    def check(self, device: torch.device, dtype: torch.dtype) -> None:
+    def check(self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int]) -> None:
         self.ops.check(device, dtype)
+        check_width(self.name, max(head_dims), self.ops.widest)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
         pieces = list(cut(tiles))
         value_dim = v.shape[-1]
-        self.ops.check_width(max(q.shape[-1], value_dim))
         q, k, v = same_width(*(self._computed(x, q.dtype) for x in (q, k, v)), multiple=self.ops.multiple)
         if len(pieces) == 1 and _covers(pieces[0], q, k) and not pieces[0].masked:
             out, lse = self._run_forward(pieces[0], q, k, v, scale)
@@ -71,28 +71,26 @@ class Aten:
         final: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         pieces = list(cut(tiles))
-        dims = q.shape[-1], k.shape[-1], v.shape[-1]
-        self.ops.check_width(max(dims))
         dout, q, k, v = (self._computed(x, q.dtype, half=self.ops.half_backward) for x in (dout, q, k, v))
-        out = surrogate_output(dout, delta)
-        if out is None:
-            dout, out = appended_columns(dout, delta)
-        q, k, v, dout, out = same_width(q, k, v, dout, out, multiple=self.ops.multiple)
         # A row that no tile covers has lse -inf, and exp(-inf - -inf) is NaN; any finite lse gives it gradient 0.
         lse = lse.masked_fill(lse == -math.inf, 0.0)
-        inputs = (dout, q, k, v, out, lse)
-        if len(pieces) == 1 and _covers(pieces[0], q, k):
-            grads = self._run_backward(pieces[0], *inputs, scale)
-        else:
-            wide = accumulation_dtype(q.dtype)
-            grads = tuple(torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
+        calls = shares(dout, delta, widest=self.ops.widest)
+        if len(calls) == len(pieces) == 1 and _covers(pieces[0], q, k):
+            grads = self._run_backward(pieces[0], self._padded(calls[0], q, k, v), lse, scale)
+            dq, dk, dv = (grad[..., : x.shape[-1]] for grad, x in zip(grads, (q, k, v), strict=True))
+            return dq, dk, dv
+        sums = Gradients(q, k, v)
+        for share in calls:
+            inputs = self._padded(share, q, k, v)
             for piece in pieces:
                 rows, columns = slice(piece.q_start, piece.q_stop), slice(piece.k_start, piece.k_stop)
-                parts = self._run_backward(piece, *inputs, scale)
-                for grad, part, where in zip(grads, parts, (rows, columns, columns), strict=True):
-                    grad[:, :, where] += part
-        dq, dk, dv = (grad[..., :dim] for grad, dim in zip(grads, dims, strict=True))
-        return dq, dk, dv
+                sums.add(self._run_backward(piece, inputs, lse, scale), rows, columns, share)
+        return sums.dq, sums.dk, sums.dv
+
+    def _padded(self, share: Share, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """dout, q, k, v, out."""
+        values = v if share.values else torch.zeros_like(v)
+        return same_width(share.dout, q, k, values, share.out, multiple=self.ops.multiple)
 
     def _computed(self, x: Tensor, dtype: torch.dtype, half: torch.dtype | None = None) -> Tensor:
         if self.upcast:
@@ -109,9 +107,8 @@ class Aten:
             out, lse = out.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, -math.inf)
         return (out.flip(2), lse.flip(2)) if piece.reverse else (out, lse)
 
-    def _run_backward(
-        self, piece: Piece, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
-    ) -> tuple[Tensor, ...]:
+    def _run_backward(self, piece: Piece, inputs: tuple[Tensor, ...], lse: Tensor, scale: float) -> tuple[Tensor, ...]:
+        dout, q, k, v, out = inputs
         dout, q, out, lse = (_slice(x, piece.q_start, piece.q_stop, piece.reverse) for x in (dout, q, out, lse))
         k, v = (_slice(x, piece.k_start, piece.k_stop, piece.reverse) for x in (k, v))
         mask = _additive_mask(piece, q)

@@ -5,6 +5,7 @@ All take [B, H, S, D] of one width and give the natural-log lse [B, Hq, Sq] in f
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -13,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .contract import DTYPES
-from .widths import check_width
-from .windowed import WIDEST, Window, check_gpu
+from .widths import WIDEST, check_gpu
+from .windowed import Window
 
 _aten = torch.ops.aten
 
@@ -31,7 +32,7 @@ class AtenOps(Protocol):
     """A fused attention.
 
     Attributes:
-        multiple: of head dims.
+        multiple, widest: of head dims; None for no limit.
         half_backward: what fp16 inputs are computed in backward; None for themselves.
     """
 
@@ -42,14 +43,13 @@ class AtenOps(Protocol):
     def multiple(self) -> int: ...
 
     @property
+    def widest(self) -> int | None: ...
+
+    @property
     def half_backward(self) -> torch.dtype | None: ...
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
         """Raise ValueError for what it can't do."""
-        ...
-
-    def check_width(self, width: int) -> None:
-        """Raise ValueError for a head dim that it can't do."""
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor]:
@@ -69,6 +69,7 @@ class CpuFlash:
 
     name: ClassVar[str] = "aten"
     multiple: ClassVar[int] = 1
+    widest: ClassVar[int | None] = None
     # The fp16 backward is an order of magnitude slower than the fp32 one.
     half_backward: ClassVar[torch.dtype | None] = torch.float32
 
@@ -77,9 +78,6 @@ class CpuFlash:
             raise ValueError(f"kernel='aten' runs on cpu, the tensors are on {device}; use kernel='aten-flash'")
         if dtype not in DTYPES:
             raise ValueError(f"kernel='aten' does not take {dtype}; use one of {', '.join(map(str, DTYPES))}")
-
-    def check_width(self, width: int) -> None:
-        """Takes any."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor]:
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
@@ -98,21 +96,24 @@ class CpuFlash:
 
 @dataclass(frozen=True)
 class Cudnn:
-    """``_scaled_dot_product_cudnn_attention``: its lse is [B, H, Sq, 1]."""
+    """``_scaled_dot_product_cudnn_attention``: its lse is [B, H, Sq, 1].
+
+    It wants dO and out in one order of memory, and fails on a single query or key: those go to the efficient one.
+    """
 
     name: ClassVar[str] = "aten-cudnn"
     multiple: ClassVar[int] = 8
+    widest: ClassVar[int | None] = 128
     half_backward: ClassVar[torch.dtype | None] = None
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
         check_gpu(self.name, device, dtype, range(8, 13))
 
-    def check_width(self, width: int) -> None:
-        check_width(self.name, width, 128)
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+        if min(q.shape[2], k.shape[2]) == 1:
+            return Efficient().forward(q, k, v, form)
         k, v = (_repeated(x, q) for x in (k, v))
-        mask = _aligned(form.mask, q)
+        mask = _aligned(form.mask, q, heads=1)
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
             q, k, v, mask, True, 0.0, form.causal, False, scale=form.scale
         )
@@ -121,8 +122,11 @@ class Cudnn:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, form: Form
     ) -> tuple[Tensor, Tensor, Tensor]:
-        heads, mask = k.shape[1], _aligned(form.mask, q)
-        inputs = (dout, q, _repeated(k, q), _repeated(v, q), out, lse.contiguous().unsqueeze(-1))
+        if min(q.shape[2], k.shape[2]) == 1:
+            return Efficient().backward(dout, q, k, v, out, lse, form)
+        heads, mask = k.shape[1], _aligned(form.mask, q, heads=1)
+        dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous().unsqueeze(-1)
+        inputs = (dout, q, _repeated(k, q), _repeated(v, q), out, lse)
         lengths = (None, None, q.shape[2], k.shape[2])
         dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
             *inputs, *_no_dropout(q), mask, *lengths, 0.0, form.causal, scale=form.scale
@@ -136,17 +140,15 @@ class Efficient:
 
     name: ClassVar[str] = "aten-efficient"
     multiple: ClassVar[int] = 8
+    widest: ClassVar[int | None] = WIDEST
     half_backward: ClassVar[torch.dtype | None] = None
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
-        check_gpu(self.name, device, torch.float16 if dtype == torch.float32 else dtype, range(5, 13))
-
-    def check_width(self, width: int) -> None:
-        check_width(self.name, width, WIDEST)
+        check_gpu(self.name, device, torch.float16 if dtype == torch.float32 else dtype, range(8, 13))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor]:
         k, v = (_repeated(x, q) for x in (k, v))
-        mask = _aligned(form.mask, q)
+        mask = _aligned(form.mask, q, heads=q.shape[1])
         out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
             q, k, v, mask, True, 0.0, form.causal, scale=form.scale
         )
@@ -155,8 +157,8 @@ class Efficient:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, form: Form
     ) -> tuple[Tensor, Tensor, Tensor]:
-        heads, mask = k.shape[1], _aligned(form.mask, q)
-        padded = pad(lse, (0, -lse.shape[-1] % 32)).contiguous()
+        heads, mask = k.shape[1], _aligned(form.mask, q, heads=q.shape[1])
+        padded = pad(lse, (0, -lse.shape[-1] % 32), value=math.inf).contiguous()  # P = 0 in rows that don't exist
         tail = (*_no_dropout(q), 0.0, [True, True, True, False], form.causal)
         dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
             dout, q, _repeated(k, q), _repeated(v, q), mask, out, padded, *tail, scale=form.scale
@@ -203,12 +205,12 @@ def _no_dropout(like: Tensor) -> tuple[Tensor, ...]:
     return tuple(torch.zeros((), dtype=torch.int64, device=like.device) for _ in range(2))
 
 
-def _aligned(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """[B, H, rows, columns] whose rows begin at multiples of 16 bytes: GPU kernels refuse others."""
+def _aligned(mask: Tensor | None, q: Tensor, *, heads: int) -> Tensor | None:
+    """[B, heads, rows, columns] whose rows begin at multiples of 16 bytes: GPU kernels refuse others."""
     if mask is None:
         return None
     columns = mask.shape[-1]
-    return pad(mask, (0, -columns % 8))[..., :columns].expand(*q.shape[:2], -1, -1)
+    return pad(mask, (0, -columns % 8))[..., :columns].expand(q.shape[0], heads, -1, -1)
 
 
 def _repeated(x: Tensor, q: Tensor) -> Tensor:
@@ -217,5 +219,5 @@ def _repeated(x: Tensor, q: Tensor) -> Tensor:
 
 
 def _summed(gradient: Tensor, heads: int) -> Tensor:
-    """The gradient of what :func:`_repeated` repeated, in fp32."""
+    """The gradient of what :func:`_repeated` repeated, summed in fp32."""
     return gradient if gradient.shape[1] == heads else gradient.float().unflatten(1, (heads, -1)).sum(2)

@@ -31,8 +31,8 @@ class Kernel(Protocol):
         """Are the results for inputs of ``dtype`` accumulated and returned in fp32 (fp64 for fp64)?"""
         ...
 
-    def check(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Raise ValueError naming what this kernel can't do, and the remedy."""
+    def check(self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int]) -> None:
+        """Raise ValueError naming what this kernel can't do, and the remedy. ``head_dims``: of q and k, and of v."""
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:

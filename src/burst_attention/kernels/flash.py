@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .windowed import Window, check_gpu
+from .widths import check_gpu
+from .windowed import Window
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,9 @@ SETTINGS: dict[str, Any] = {
     "rng_state": None,
 }
 WINDOWS = {"window_size", "window_size_left", "window_size_right"}
-KNOWN = {"q", "k", "v", "dout", "out", "dq", "dk", "dv", "softmax_lse", "lse", "softmax_scale", *WINDOWS, *SETTINGS}
+LSE = {"softmax_lse", "lse"}
+FORWARD = {"q", "k", "v", "softmax_scale"}
+BACKWARD = FORWARD | {"dout", "out", "dq", "dk", "dv", "deterministic"}
 
 
 @cache
@@ -112,12 +115,13 @@ def flash_ops(generation: int) -> FlashOps:
     found = GENERATIONS[generation]
     try:
         module = importlib.import_module(found.module)
-    except ImportError as error:
+    except Exception as error:  # not there, or of another CUDA, or of another of its own dependencies
         raise ValueError(
-            f"kernel='flash{generation}' needs {found.module} ({error}): pip install {found.package}, or use "
-            "kernel='triton'"
+            f"kernel='flash{generation}' needs {found.module} ({type(error).__name__}: {error}): pip install "
+            f"{found.package}, or use kernel='triton'"
         ) from None
-    forward, backward = (_known(found, getattr(module, name, None), name) for name in (found.forward, found.backward))
+    forward = _known(found, getattr(module, found.forward, None), found.forward, FORWARD, {"return_lse"})
+    backward = _known(found, getattr(module, found.backward, None), found.backward, BACKWARD, LSE)
     return FlashOps(generation, forward, backward)
 
 
@@ -129,14 +133,17 @@ def version_of(package: str) -> str:
         return "unknown"
 
 
-def _known(found: Generation, function: Any, name: str) -> Callable[..., Any]:
-    """``function`` as one of a mapping, from which it is given what it takes."""
+def _known(
+    found: Generation, function: Any, name: str, needed: set[str], others: set[str]
+) -> Callable[[Mapping[str, Any]], Any]:
+    """``function`` as one of a mapping, from which it is given what it takes: all that is ``needed``, a window, and
+    perhaps ``others``."""
     told = f"{found.package} {version_of(found.package)}"
     if function is None:
         raise ValueError(f"{told}: {found.module} has no {name}; install a version that has, or use kernel='triton'")
     takes = _parameters(function)
-    lacking = {"q", "k", "v", "softmax_scale"} - set(takes)
-    strange = [n for n, optional in takes.items() if not optional and n not in KNOWN]
+    lacking = needed - set(takes)
+    strange = {n for n, optional in takes.items() if not optional} - needed - others - WINDOWS - set(SETTINGS)
     if lacking or strange or not WINDOWS & set(takes):
         raise ValueError(
             f"{told}: {name}({', '.join(takes)}) is not a form of it that is known here; install another version, or "

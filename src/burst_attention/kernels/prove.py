@@ -11,36 +11,62 @@ from .contract import Kernel
 from .merge import row_dot
 from .reference import Reference
 
-# A causal triangle, a window, a full rectangle; odd sizes, rows that no tile covers.
+# Causal; a window over a tall and over a wide rectangle, so that it matters from which corner it is counted; full.
+# Several blocks each, odd sizes, rows and columns that no tile covers.
 TILES = Tiles(
-    np.array([Tile(0, 65, 0, 65, 0, 64), Tile(65, 162, 40, 137, 0, 30), Tile(162, 190, 10, 150, -139, 27)], np.int64)
+    np.array(
+        [
+            Tile(0, 301, 0, 301, 0, 300),
+            Tile(301, 640, 20, 221, -40, 170),
+            Tile(640, 781, 5, 330, -250, 60),
+            Tile(781, 850, 10, 290, -279, 68),
+        ],
+        np.int64,
+    )
 )
-ROWS, COLUMNS = 193, 151
+ROWS, COLUMNS = 853, 337
 BOUNDS = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}  # relative L2
 
 
 def proven(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int]) -> None:
-    """Raise ArithmeticError unless a small forward and backward of ``kernel`` come out right."""
+    """Raise ArithmeticError unless small calls of ``kernel`` come out right, and the same twice.
+
+    fp64 on the CPU is the judge, whatever is set for products on the device.
+    """
     make = torch.Generator().manual_seed(0)
-    shapes = ((4, ROWS, head_dims[0]), (2, COLUMNS, head_dims[0]), (2, COLUMNS, head_dims[1]), (4, ROWS, head_dims[1]))
+    shapes = ((4, ROWS, head_dims[1]), (4, ROWS, head_dims[0]), (2, COLUMNS, head_dims[0]), (2, COLUMNS, head_dims[1]))
     # As models have them, [B, S, H, D] in memory.
-    q, k, v, dout = (
-        torch.randn(1, rows, heads, dim, generator=make).to(device, dtype).transpose(1, 2)
+    dout, q, k, v = (
+        torch.randn(2, rows, heads, dim, generator=make, device="cpu").to(dtype).transpose(1, 2)
         for heads, rows, dim in shapes
     )
-    scale, judge = head_dims[0] ** -0.5, Reference()
+    with torch.autocast("cpu", enabled=False), torch.autocast(device.type, enabled=False):
+        _prove(kernel, device, (dout, q, k, v), 0.0)
+        # Rows whose D comes of the lse's gradient alone: no column of dO can carry it.
+        dout[:, :, 100:200] = 0
+        _prove(kernel, device, (dout, q, k, v), 1.0)
+
+
+def _prove(kernel: Kernel, device: torch.device, tensors: tuple[Tensor, ...], dlse: float) -> None:
+    dtype, scale, judge = tensors[0].dtype, tensors[1].shape[3] ** -0.5, Reference()
+    dout, q, k, v = (x.double() for x in tensors)
     out, lse = judge.forward(q, k, v, TILES, scale)
-    delta = row_dot(dout, out, torch.float32)
+    delta = row_dot(dout, out, torch.float64) - dlse
     expected = (out, lse, *judge.backward(dout, q, k, v, lse, delta, TILES, scale))
-    lse, delta = torch.stack((lse, delta), -1).unbind(-1)  # strided, as the sweep gives them
-    actual = (*kernel.forward(q, k, v, TILES, scale), *kernel.backward(dout, q, k, v, lse, delta, TILES, scale))
-    for name, mine, right in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
-        error = _distance(mine, right)
+    dout, q, k, v = (x.to(device) for x in tensors)
+    lse, delta = torch.stack((lse, delta), -1).to(device, torch.float32).unbind(-1)  # strided, as the sweep gives them
+    first, second = (
+        (*kernel.forward(q, k, v, TILES, scale), *kernel.backward(dout, q, k, v, lse, delta, TILES, scale))
+        for _ in range(2)
+    )
+    for name, mine, again, right in zip(("out", "lse", "dq", "dk", "dv"), first, second, expected, strict=True):
+        error = _distance(mine.cpu(), right)
         if not error <= BOUNDS[dtype]:
             raise ArithmeticError(
-                f"its {name} is wrong on this device: relative L2 {error:.1e} from the reference, {BOUNDS[dtype]:.0e} "
-                "allowed"
+                f"its {name} is wrong on this device: relative L2 {error:.1e} from fp64, {BOUNDS[dtype]:.0e} allowed"
             )
+        if not torch.equal(mine, again):
+            raise ArithmeticError(f"its {name} differs from run to run on this device")
 
 
 def _distance(actual: Tensor, expected: Tensor) -> float:

@@ -22,7 +22,7 @@ class Reference:
     def exact_partials(self, dtype: torch.dtype) -> bool:
         return True
 
-    def check(self, device: torch.device, dtype: torch.dtype) -> None:
+    def check(self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int]) -> None:
         """Nothing is refused."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:

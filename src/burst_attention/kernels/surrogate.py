@@ -8,8 +8,13 @@ columns are appended that v does not have.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+from .contract import accumulation_dtype
 
 
 def surrogate_output(dout: Tensor, delta: Tensor) -> Tensor | None:
@@ -20,14 +25,13 @@ def surrogate_output(dout: Tensor, delta: Tensor) -> Tensor | None:
         delta: [B, H, rows] fp32 or fp64.
     """
     out = torch.zeros_like(dout)
-    for head in range(dout.shape[1]):  # head by head: what topk and the quotients need stays small
-        if not _fill(out[:, head], dout[:, head], delta[:, head]):
-            return None
-    return out
+    # Head by head: what topk and the quotients need stays small. Asked once: on a GPU the host waits for the answer.
+    lost = [_fill(out[:, head], dout[:, head], delta[:, head]) for head in range(dout.shape[1])]
+    return None if bool(torch.stack(lost).any()) else out
 
 
-def _fill(out: Tensor, dout: Tensor, delta: Tensor) -> bool:
-    """Write the columns that carry delta; False if they can't."""
+def _fill(out: Tensor, dout: Tensor, delta: Tensor) -> Tensor:
+    """Write the columns that carry delta; a bool that tells whether some row's can't."""
     columns = min(2, dout.shape[-1])
     at = dout.abs().topk(columns, dim=-1).indices
     carriers = dout.gather(-1, at).to(delta.dtype).unbind(-1)
@@ -37,15 +41,64 @@ def _fill(out: Tensor, dout: Tensor, delta: Tensor) -> bool:
         parts.append(part)
         rest = rest - part.to(delta.dtype) * carrier
     out.scatter_(-1, at, torch.stack(parts, -1))
-    # A row carries its D if hardly more than the rounding of one quotient is left of it.
-    lost = rest.abs() > 2 * torch.finfo(dout.dtype).eps * delta.abs()
-    return not bool((lost | ~torch.isfinite(rest)).any())
+    # A row carries its D if hardly more than the rounding of one quotient is left of it; a quotient in fp16 may be so
+    # small that it is rounded to a multiple of the least number there is.
+    info = torch.finfo(dout.dtype)
+    allowed = 2 * info.eps * delta.abs() + info.smallest_normal * info.eps * carriers[-1].abs()
+    return ((rest.abs() > allowed) | ~torch.isfinite(rest)).any()
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """A call of a stock backward: its gradients, summed over the shares, are the ones wanted.
+
+    ``values``: with v; else with zeros in its place, and dV is dropped.
+    """
+
+    dout: Tensor
+    out: Tensor
+    values: bool = True
+
+
+def shares(dout: Tensor, delta: Tensor, *, widest: int | None) -> tuple[Share, ...]:
+    """What to call a stock backward with, so that it computes with D = ``delta``.
+
+    One call, unless dO can't carry D and the columns that would make its head dim exceed ``widest``: then one with
+    D = 0, and one of D alone: gradients are linear in (dO, D), and with v = 0 nothing but D is left of dO v' - D.
+    """
+    out = surrogate_output(dout, delta)
+    if out is not None:
+        return (Share(dout, out),)
+    wide, columns = appended_columns(dout, delta)
+    if widest is None or wide.shape[-1] <= widest:
+        return (Share(wide, columns),)
+    ones, carried = torch.zeros_like(dout), torch.zeros_like(dout)
+    ones[..., :PARTS], carried[..., :PARTS] = 1, columns[..., -PARTS:]
+    return Share(dout, torch.zeros_like(dout)), Share(ones, carried, values=False)
+
+
+class Gradients:
+    """dq, dk, dv under accumulation, over launches and shares; in the accumulation dtype."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self.dq, self.dk, self.dv = (
+            torch.zeros(x.shape, dtype=accumulation_dtype(x.dtype), device=x.device) for x in (q, k, v)
+        )
+
+    def add(self, parts: Sequence[Tensor], rows: slice, columns: slice, share: Share) -> None:
+        """A launch's results, padded or not, for these rows and columns."""
+        for total, part, where in zip((self.dq, self.dk, self.dv), parts, (rows, columns, columns), strict=True):
+            if total is not self.dv or share.values:
+                total[:, :, where] += part[..., : total.shape[-1]]
+
+
+PARTS = 3  # numbers of the io dtype whose sum is D, nearly
 
 
 def appended_columns(dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """(dout, out') [..., Dv + 3]: dO = 1 in the new columns, out' delta in three parts; v must be 0 there."""
     parts, rest = [], delta
-    for _ in range(3):
+    for _ in range(PARTS):
         part = rest.to(dout.dtype)
         parts.append(part)
         rest = rest - part.to(rest.dtype)

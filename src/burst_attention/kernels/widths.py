@@ -1,9 +1,13 @@
-"""Head dims as stock kernels want them: one width for all, a multiple of something, up to a limit."""
+"""Head dims, devices and dtypes as stock kernels want them."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+HALVES = (torch.bfloat16, torch.float16)
+WIDEST = 256  # head dim of GPU kernels
 
 
 def same_width(*tensors: Tensor, multiple: int = 1) -> tuple[Tensor, ...]:
@@ -12,7 +16,21 @@ def same_width(*tensors: Tensor, multiple: int = 1) -> tuple[Tensor, ...]:
     return tuple(x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])) for x in tensors)
 
 
-def check_width(name: str, width: int, widest: int) -> None:
+def check_width(name: str, width: int, widest: int | None) -> None:
     """Raise ValueError for a head dim that a kernel has no program for."""
-    if width > widest:
+    if widest is not None and width > widest:
         raise ValueError(f"kernel={name!r} takes head dims up to {widest}, not {width}; use kernel='reference'")
+
+
+def check_gpu(name: str, device: torch.device, dtype: torch.dtype, capabilities: range) -> None:
+    """Raise ValueError unless it is a GPU whose compute capability (major) is among these, and halves."""
+    if device.type != "cuda":
+        raise ValueError(f"kernel={name!r} runs on cuda, the tensors are on {device}; use kernel='aten'")
+    major = torch.cuda.get_device_capability(device)[0]
+    if major not in capabilities:
+        raise ValueError(
+            f"kernel={name!r} is for compute capability {capabilities.start}.x to {capabilities.stop - 1}.x, {device} "
+            f"has {major}.x; use kernel='triton'"
+        )
+    if dtype not in HALVES:
+        raise ValueError(f"kernel={name!r} does not take {dtype}; use kernel='triton' or 'reference'")

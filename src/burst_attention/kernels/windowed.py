@@ -2,12 +2,14 @@
 
 They count the window from the bottom right corner of rows x columns: row i sees keys i + d - left to i + d + right,
 d = columns - rows. A tile's lo <= i - j <= hi is left = hi + d and right = -lo - d, neither of them negative: every row
-and every column of a tile sees something.
+and every column of a tile sees something. FlashAttention 2 takes a side of as many keys as there are for no limit; a
+tall tile's right may be that without seeing all, so its rows that see to the last key get a launch of their own.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -17,12 +19,10 @@ from torch import Tensor
 from ..plan.tile import Tile, Tiles
 from .contract import accumulation_dtype
 from .merge import blank_output, merge_
-from .surrogate import appended_columns, surrogate_output
-from .widths import check_width, same_width
+from .surrogate import Gradients, shares
+from .widths import WIDEST, check_width, same_width
 
-WIDEST = 256
 MULTIPLE = 8  # of head dims: 16 bytes
-HALVES = (torch.bfloat16, torch.float16)
 
 
 class Window(NamedTuple):
@@ -36,6 +36,18 @@ def window_of(tile: Tile) -> Window:
     """A tile's band, as these kernels count it."""
     d = tile.columns - tile.rows
     return Window(tile.hi + d if tile.bounded_below else None, -tile.lo - d if tile.bounded_above else None)
+
+
+def launches_of(tiles: Tiles) -> Iterator[Tile]:
+    """The tiles, those apart whose last rows see to the last key under a limit as large as all keys."""
+    for tile in tiles:
+        right = window_of(tile).right
+        top = tile.columns - 1 + tile.lo if right is not None and right >= tile.columns else 0
+        whole = (0, tile.columns)
+        for rows in ((0, top), (top, tile.rows)):
+            part = tile.part(rows, whole) if rows[1] > rows[0] else None
+            if part is not None:
+                yield part
 
 
 class WindowedOps(Protocol):
@@ -74,18 +86,19 @@ class Windowed:
     def exact_partials(self, dtype: torch.dtype) -> bool:
         return False
 
-    def check(self, device: torch.device, dtype: torch.dtype) -> None:
+    def check(self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int]) -> None:
         self.ops.check(device, dtype)
+        check_width(self.name, max(head_dims), WIDEST)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
         value_dim = v.shape[-1]
-        check_width(self.name, max(q.shape[-1], value_dim), WIDEST)
         q, k, v = same_width(q, k, v, multiple=MULTIPLE)
-        if len(tiles) == 1 and _covers(next(iter(tiles)), q, k):
-            out, lse = self._run_forward(next(iter(tiles)), q, k, v, scale)
+        launches = list(launches_of(tiles))
+        if len(launches) == 1 and _covers(launches[0], q, k):
+            out, lse = self._run_forward(launches[0], q, k, v, scale)
             return out[..., :value_dim], lse
         out, lse = blank_output(q, v, q.shape[2], accumulation_dtype(q.dtype))
-        for tile in tiles:
+        for tile in launches:
             rows = slice(tile.q_start, tile.q_stop)
             merge_(out[:, :, rows], lse[:, :, rows], *self._run_forward(tile, q, k, v, scale))
         return out[..., :value_dim], lse
@@ -106,50 +119,35 @@ class Windowed:
         *,
         final: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dims = q.shape[-1], k.shape[-1], v.shape[-1]
-        out = surrogate_output(dout, delta)
-        if out is None:
-            dout, out = appended_columns(dout, delta)
-        q, k, v, dout, out = same_width(q, k, v, dout, out, multiple=MULTIPLE)
-        check_width(self.name, q.shape[-1], WIDEST)
         lse = lse.masked_fill(lse == -math.inf, 0.0)  # of rows that no tile covers: no launch reads them
-        grads = [torch.zeros(x.shape, dtype=accumulation_dtype(x.dtype), device=x.device) for x in (q, k, v)]
-        for tile in tiles:
-            rows, columns = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
-            queries, keys, values = _tokens_first(q, rows), _tokens_first(k, columns), _tokens_first(v, columns)
-            dout_rows, out_rows = _tokens_first(dout, rows), _tokens_first(out, rows)
-            row_lse = lse[:, :, rows].contiguous()
-            parts = self.ops.backward(dout_rows, queries, keys, values, out_rows, row_lse, window_of(tile), scale)
-            for grad, part, where in zip(grads, parts, (rows, columns, columns), strict=True):
-                grad[:, :, where] += part.transpose(1, 2)
-        dq, dk, dv = (grad[..., :dim] for grad, dim in zip(grads, dims, strict=True))
-        return dq, dk, dv
+        sums, launches = Gradients(q, k, v), list(launches_of(tiles))
+        for share in shares(dout, delta, widest=WIDEST):
+            values = v if share.values else torch.zeros_like(v)
+            inputs = same_width(share.dout, q, k, values, share.out, multiple=MULTIPLE)
+            for tile in launches:
+                parts = self._run_backward(tile, inputs, lse, scale)
+                sums.add(parts, slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop), share)
+        return sums.dq, sums.dk, sums.dv
+
+    def _run_backward(self, tile: Tile, inputs: tuple[Tensor, ...], lse: Tensor, scale: float) -> list[Tensor]:
+        rows, columns = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
+        sides = (rows, rows, columns, columns, rows)
+        dout, q, k, v, out = (_tokens_first(x, where) for x, where in zip(inputs, sides, strict=True))
+        grads = self.ops.backward(dout, q, k, v, out, lse[:, :, rows].contiguous(), window_of(tile), scale)
+        return [x.transpose(1, 2) for x in grads]
 
     def _run_forward(self, tile: Tile, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         rows, columns = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
         queries, keys, values = _tokens_first(q, rows), _tokens_first(k, columns), _tokens_first(v, columns)
         out, lse = self.ops.forward(queries, keys, values, window_of(tile), scale)
         expected = (q.shape[0], q.shape[1], tile.rows)
-        if tuple(lse.shape) != expected or lse.dtype != torch.float32:
+        if lse is None or tuple(lse.shape) != expected or lse.dtype != torch.float32:
+            told = "no lse" if lse is None else f"an lse of shape {list(lse.shape)} in {lse.dtype}"
             raise RuntimeError(
-                f"kernel={self.name!r} gave an lse of shape {list(lse.shape)} in {lse.dtype}, not {list(expected)} in "
-                "torch.float32: this version of it is not known here; choose another kernel"
+                f"kernel={self.name!r} gave {told}, not {list(expected)} in torch.float32: this version of it is not "
+                "known here; choose another kernel"
             )
         return out.transpose(1, 2), lse
-
-
-def check_gpu(name: str, device: torch.device, dtype: torch.dtype, capabilities: range) -> None:
-    """Raise ValueError unless it is a GPU whose compute capability (major) is among these, and halves."""
-    if device.type != "cuda":
-        raise ValueError(f"kernel={name!r} runs on cuda, the tensors are on {device}; use kernel='aten'")
-    major = torch.cuda.get_device_capability(device)[0]
-    if major not in capabilities:
-        raise ValueError(
-            f"kernel={name!r} is for compute capability {capabilities.start}.x to {capabilities.stop - 1}.x, {device} "
-            f"has {major}.x; use kernel='triton'"
-        )
-    if dtype not in HALVES:
-        raise ValueError(f"kernel={name!r} does not take {dtype}; use kernel='triton' or 'reference'")
 
 
 def _covers(tile: Tile, q: Tensor, k: Tensor) -> bool:

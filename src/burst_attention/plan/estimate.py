@@ -71,7 +71,7 @@ def _memory(shape: Shape, tokens: int, travels: str, *, alone: bool, exact: bool
     if alone:
         return held + results
     sums = (q + kv) * shape.accumulate // shape.io
-    bundles = {"query": (q + out, q), "key-value": (kv, kv), "either": (max(q + out, kv), max(q, kv))}
+    bundles = {"query": (q + out, q), "key-value": (kv, kv), "either": (q + out + kv, q + kv)}
     bundle, partial = bundles[travels]
     on_wire = partial * (shape.accumulate if exact else shape.partial) // shape.io
     # Of two exchanges under way: what arrives and a copy of what is sent, shards and partial results.

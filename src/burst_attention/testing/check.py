@@ -11,8 +11,7 @@ from rich.table import Table
 from torch import Tensor
 
 from ..attention import burst_attention
-from ..call import call_shape
-from ..kernels import choose
+from ..call import call_shape, kernel_for
 from ..kernels.contract import Kernel
 from ..plan.mask import Mask
 from ..planning import Plan, make_plan
@@ -176,10 +175,7 @@ def _half_row(
 def _kernel(case: Case) -> Kernel:
     """What the call takes."""
     head_dims = case.head_dim, case.head_dim if case.v_head_dim is None else case.v_head_dim
-    documents = max(1, len(case.mask.cu_seqlens or ()) - 1)
-    return choose(
-        case.kernel, device=torch.device(case.device), dtype=case.dtype, head_dims=head_dims, documents=documents
-    )
+    return kernel_for(case.kernel, case.mask, device=torch.device(case.device), dtype=case.dtype, head_dims=head_dims)
 
 
 def _rounded_on_wire(case: Case, plan: Plan) -> tuple[str, ...]:

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ...plan.tile import Tiles
 from ..merge import blank_output
+from ..widths import WIDEST, check_width
 from . import programs
 from .blocks import BlockTables
 from .tuning import Sizes, Tuner, fixed_sizes
 
-WIDEST = 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -43,8 +43,9 @@ class Triton:
     def exact_partials(self, dtype: torch.dtype) -> bool:
         return True
 
-    def check(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Raise ValueError for devices and dtypes that it has no program for."""
+    def check(self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int]) -> None:
+        """Raise ValueError for devices, dtypes and head dims that it has no program for."""
+        check_width(self.name, max(head_dims), WIDEST)
         if device.type != "cuda" and not interpreted():
             raise ValueError(
                 f"kernel='triton' runs on cuda, the tensors are on {device}; use kernel='aten', or try it without a "
@@ -58,7 +59,6 @@ class Triton:
             )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
-        check_widths(q, v)
         out, lse = blank_output(q, v, q.shape[2], torch.float32)
         self.run_forward((q, k, v), (out, lse), tiles, scale, self._sizes("forward", q, v, tiles))
         return out, lse
@@ -79,7 +79,6 @@ class Triton:
         *,
         final: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        check_widths(q, v)
         dq, dk, dv = (
             torch.empty(x.shape, dtype=x.dtype if final else torch.float32, device=x.device) for x in (q, k, v)
         )
@@ -132,15 +131,6 @@ class Triton:
         if not self.tuned or interpreted():
             return fixed_sizes(q.shape[3], v.shape[3], q.dtype)
         return self.tuner.sizes(self, program, q, v, tiles)
-
-
-def check_widths(q: Tensor, v: Tensor) -> None:
-    """Raise ValueError for head dims that the programs have no registers for."""
-    for name, width in (("q and k", q.shape[3]), ("v", v.shape[3])):
-        if width > WIDEST:
-            raise ValueError(
-                f"kernel='triton' takes head dims up to {WIDEST}, {name} have {width}; use kernel='reference'"
-            )
 
 
 def constants(q: Tensor, v: Tensor, sizes: Sizes) -> dict[str, Any]:
