@@ -50,11 +50,11 @@ class Scale:
     """How large everything is. ``train`` and ``prefill``: (tokens, rounds)."""
 
     nodes: int = 8
-    train: tuple[tuple[int, int], ...] = ((8192, 2), (16384, 2), (32768, 2))
-    prefill: tuple[tuple[int, int], ...] = ((16384, 3), (32768, 3), (65536, 2), (131072, 1))
+    train: tuple[tuple[int, int], ...] = ((8192, 2), (16384, 1), (32768, 2))
+    prefill: tuple[tuple[int, int], ...] = ((16384, 2), (32768, 1), (65536, 1), (131072, 1))
     rounds: int = 3
     worlds: tuple[int, ...] = (1, 2, 4, 8)
-    scaling_rounds: int = 2
+    scaling_rounds: int = 1
     fixed_len: int = 16384
     per_rank: int = 4096
     ablation_len: int = 8192
@@ -165,13 +165,20 @@ class Paper:
     def memory(self) -> None:
         """Tables 3 and 4: memory and bytes of a training step, each engine by itself."""
         lens = [length for length, _ in self.scale.train]
-        job = replace(self.scale.job, engines=TRAINED, rounds=1)
+        job = replace(self.scale.job, engines=TRAINED, rounds=0)
         with World.of(self.scale.nodes, self.cluster, say=self.say) as world:
             results = self.results(job, world.rows(job, lens), self.cluster)
         with World.of(1, say=self.say) as world:
             alone = self.results(job, world.rows(replace(job, engines=("single",)), lens), None)
         size = (self.scale.nodes, self.scale.count_len, 8, 128)
-        self.keep("memory", results=results, alone=alone, counted=peers.compare(*size, 0), size=size)
+        counted = peers.compare(*size, 0)
+        self.keep("memory", results=results, alone=alone, counted=counted, size=size, wire=self.wire())
+
+    def wire(self) -> list[tuple[str, int, float]]:
+        """(engine, tokens, bytes on the wire by the interfaces) of the training table's steps without a limit."""
+        known = self.out / "training.json"
+        rows = Page.read(known).results("results").rows if known.exists() else []
+        return [(row.engine, row.seq_len, row.bytes_wire) for row in rows if row.link is None and row.bytes_wire]
 
     def prefill(self) -> None:
         """Table 2: the first token's latency."""

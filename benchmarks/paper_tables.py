@@ -147,12 +147,13 @@ def sent(page: Page) -> str:
     about = (
         "Bytes that a rank sends in one training step, mean over ranks. `counted` is what the transport was given (of "
         "tensor parallelism: what its collectives send by the ring algorithm), `predicted` what the engine foretold; "
-        "`on the wire` is the interface's counter, which has everything in it; `parameters` is the difference: "
+        "`on the wire` is the interface's counter in the training table, which has everything in it; `parameters` is the difference: "
         "parameters, their gradients, protocol headers, and what gloo sends beyond the ring algorithm: its "
         "reduce-scatter is a whole all-reduce. The formulas are of activations, per layer: W ranks, "
         "n = (tokens / W) · width elements, b bytes each."
     )
     setting = results.setting
+    wires = {(engine, length): size for engine, length, size in page.raw["wire"]}
     lines = []
     for row in results.rows:
         if why := outcome(row):
@@ -161,9 +162,10 @@ def sent(page: Page) -> str:
         told, formula = FORMULAS[row.engine]
         n = row.seq_len / row.world * setting["width"]
         closed = setting["layers"] * formula(row.world, n, 2 if setting["dtype"] == "bfloat16" else 4)
-        reference = find(results.rows, engine=REFERENCE, seq_len=row.seq_len, link=row.link)
-        share = f"{(row.bytes_wire or 0) / (reference.bytes_wire or 1):.2f}" if reference else "-"
-        figures = (closed, row.bytes_counted, row.bytes_predicted, row.bytes_wire, row.bytes_parameters)
+        wire, reference = (wires.get((engine, row.seq_len)) for engine in (row.engine, REFERENCE))
+        share = f"{wire / reference:.2f}" if wire and reference else "-"
+        parameters = None if wire is None or row.bytes_counted is None else wire - row.bytes_counted
+        figures = (closed, row.bytes_counted, row.bytes_predicted, wire, parameters)
         lines.append([row.engine, f"{row.seq_len:,}", told, *map(bytes_text, figures), share])
     columns = ("engine", "tokens", "formula", "by the formula", "counted", "predicted", "on the wire", "parameters")
     text = page.head("Bytes per rank and step", about, sizes_of(results))
