@@ -34,7 +34,7 @@ def test_opcheck(mask, dtype):
     out, lse, number = attend(q, k, v, plan.handle, 0.5, "auto", "auto", 7, True)
     saved = [x.detach() for x in (q, k, v, out, lse, number)]
     dout, dlse = torch.randn_like(saved[3]), torch.randn_like(saved[4])
-    settings = (plan.handle, 0.5, "auto", "auto", 7)
+    settings = (plan.handle, 0.5, "auto", "auto")
     # The gradients have none of their own: second derivatives are not supported.
     without = ("test_schema", "test_faketensor")
     torch.library.opcheck(attend_backward, (dout, dlse, *saved, *settings), test_utils=without)
