@@ -8,19 +8,16 @@ tall tile's right may be that without seeing all, so its rows that see to the la
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ..plan.tile import Tile, Tiles
-from .contract import accumulation_dtype
-from .merge import blank_output, merge_
-from .surrogate import Gradients, shares
-from .widths import WIDEST, check_width, same_width
+from .stock import Stock
+from .widths import WIDEST
 
 MULTIPLE = 8  # of head dims: 16 bytes
 
@@ -72,7 +69,7 @@ class WindowedOps(Protocol):
 
 
 @dataclass(frozen=True)
-class Windowed:
+class Windowed(Stock[Tile]):
     """Kernel over ``ops``. Every tile's results are rounded to the io dtype, then merged or added in fp32."""
 
     ops: WindowedOps
@@ -81,66 +78,35 @@ class Windowed:
     def name(self) -> str:
         return self.ops.name
 
-    continues: ClassVar[bool] = False
+    @property
+    def multiple(self) -> int:
+        return MULTIPLE
+
+    @property
+    def widest(self) -> int:
+        return WIDEST
 
     def exact_partials(self, dtype: torch.dtype) -> bool:
         return False
 
-    def check(self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int]) -> None:
+    def check_place(self, device: torch.device, dtype: torch.dtype) -> None:
         self.ops.check(device, dtype)
-        check_width(self.name, max(head_dims), WIDEST)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
-        value_dim = v.shape[-1]
-        q, k, v = same_width(q, k, v, multiple=MULTIPLE)
-        launches = list(launches_of(tiles))
-        if len(launches) == 1 and _covers(launches[0], q, k):
-            out, lse = self._run_forward(launches[0], q, k, v, scale)
-            return out[..., :value_dim], lse
-        out, lse = blank_output(q, v, q.shape[2], accumulation_dtype(q.dtype))
-        for tile in launches:
-            rows = slice(tile.q_start, tile.q_stop)
-            merge_(out[:, :, rows], lse[:, :, rows], *self._run_forward(tile, q, k, v, scale))
-        return out[..., :value_dim], lse
+    def launches(self, tiles: Tiles) -> Iterable[Tile]:
+        return launches_of(tiles)
 
-    def extend(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, out: Tensor, lse: Tensor) -> None:
-        raise NotImplementedError("merge what forward gives")
-
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        tiles: Tiles,
-        scale: float,
-        *,
-        final: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        lse = lse.masked_fill(lse == -math.inf, 0.0)  # of rows that no tile covers: no launch reads them
-        sums, launches = Gradients(q, k, v), list(launches_of(tiles))
-        for share in shares(dout, delta, widest=WIDEST):
-            values = v if share.values else torch.zeros_like(v)
-            inputs = same_width(share.dout, q, k, values, share.out, multiple=MULTIPLE)
-            for tile in launches:
-                parts = self._run_backward(tile, inputs, lse, scale)
-                sums.add(parts, slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop), share)
-        return sums.dq, sums.dk, sums.dv
-
-    def _run_backward(self, tile: Tile, inputs: tuple[Tensor, ...], lse: Tensor, scale: float) -> list[Tensor]:
-        rows, columns = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
+    def run_backward(self, launch: Tile, inputs: tuple[Tensor, ...], lse: Tensor, scale: float) -> list[Tensor]:
+        rows, columns = slice(launch.q_start, launch.q_stop), slice(launch.k_start, launch.k_stop)
         sides = (rows, rows, columns, columns, rows)
         dout, q, k, v, out = (_tokens_first(x, where) for x, where in zip(inputs, sides, strict=True))
-        grads = self.ops.backward(dout, q, k, v, out, lse[:, :, rows].contiguous(), window_of(tile), scale)
+        grads = self.ops.backward(dout, q, k, v, out, lse[:, :, rows].contiguous(), window_of(launch), scale)
         return [x.transpose(1, 2) for x in grads]
 
-    def _run_forward(self, tile: Tile, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        rows, columns = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
+    def run_forward(self, launch: Tile, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        rows, columns = slice(launch.q_start, launch.q_stop), slice(launch.k_start, launch.k_stop)
         queries, keys, values = _tokens_first(q, rows), _tokens_first(k, columns), _tokens_first(v, columns)
-        out, lse = self.ops.forward(queries, keys, values, window_of(tile), scale)
-        expected = (q.shape[0], q.shape[1], tile.rows)
+        out, lse = self.ops.forward(queries, keys, values, window_of(launch), scale)
+        expected = (q.shape[0], q.shape[1], launch.rows)
         if lse is None or tuple(lse.shape) != expected or lse.dtype != torch.float32:
             told = "no lse" if lse is None else f"an lse of shape {list(lse.shape)} in {lse.dtype}"
             raise RuntimeError(
@@ -148,10 +114,6 @@ class Windowed:
                 "known here; choose another kernel"
             )
         return out.transpose(1, 2), lse
-
-
-def _covers(tile: Tile, q: Tensor, k: Tensor) -> bool:
-    return tile[:4] == (0, q.shape[2], 0, k.shape[2])
 
 
 def _tokens_first(x: Tensor, where: slice) -> Tensor:
