@@ -128,8 +128,8 @@ SEEDED = [
     Fault(
         "partial results rounded to bf16 at every hop",
         "sweep.py",
-        "wide = work.wire_dtypes(side, exact=True)",
-        "wide = work.wire_dtypes(side, exact=False)",
+        "wide = self._work.wire_dtypes(side, exact=True)",
+        "wide = self._work.wire_dtypes(side, exact=False)",
         PLANNING,
         "errors_do_not_grow",
     ),
@@ -168,8 +168,8 @@ SEEDED = [
     Fault(
         "the gradient of lse lost where dO is 0",
         "kernels/surrogate.py",
-        "return not bool((lost | ~torch.isfinite(rest)).any())",
-        "return True",
+        "return ((rest.abs() > allowed) | ~torch.isfinite(rest)).any()",
+        "return (rest.abs() < 0).any()",
         ATTENTION,
         "lse_alone and aten",
     ),
@@ -200,8 +200,8 @@ SEEDED = [
     Fault(
         "lse 0 for rows that a piece does not see",
         "kernels/aten.py",
-        "lse = lse.masked_fill((mask == -math.inf).all(-1), -math.inf)",
-        "lse = lse",
+        "lse.masked_fill(blind, -math.inf)",
+        "lse",
         KERNELS,
         "no_tile_covers or documents",
     ),
@@ -224,7 +224,7 @@ SEEDED = [
     Fault(
         "no deadline",
         "comm/transport.py",
-        "if self.timeout is None:\n                    work.wait()",
+        "if limit is None:\n                    work.wait()",
         "if True:\n                    work.wait()",
         FAULTS,
         "lost_rank and stopped-before and call",
