@@ -7,7 +7,7 @@ from typing import Literal, overload
 from torch import Tensor
 
 from .call import check_types
-from .op import attend, wanted_bits
+from .op import FORMULA, attend, wanted_bits
 from .planning import Plan
 
 
@@ -79,5 +79,6 @@ def burst_attention(
     except (TypeError, ValueError) as error:
         plan.refuse(error)
     scale = None if scale is None else float(scale)
-    out, lse, _ = attend(q, k, v, plan.handle, scale, travels, kernel, wanted_bits(q, k, v), bool(return_lse))
+    wanted = wanted_bits(q, k, v)
+    out, lse, _ = attend(q, k, v, plan.handle, scale, travels, kernel, wanted, bool(return_lse), FORMULA)
     return (out, lse) if return_lse else out

@@ -7,6 +7,8 @@ as its handle.
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +23,10 @@ from .sweep import Backward, Forward, sweep
 
 QUERY, KEY, VALUE = 1, 2, 4  # bits of ``wanted``
 
+# torch keeps compiled graphs on disk, the backward that it traced among them, under the operator's name and arguments
+# alone. As one of the arguments, this keeps a graph that another version of this file left there from being run.
+FORMULA = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+
 
 def wanted_bits(q: Tensor, k: Tensor, v: Tensor) -> int:
     """Which of them want a gradient."""
@@ -31,12 +37,22 @@ def wanted_bits(q: Tensor, k: Tensor, v: Tensor) -> int:
 
 @torch.library.custom_op("burst_attention::attend", mutates_args=())
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, plan: int, scale: float | None, travels: str, kernel: str, wanted: int, lse: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: int,
+    scale: float | None,
+    travels: str,
+    kernel: str,
+    wanted: int,
+    lse: bool,
+    formula: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Ledger.
 
     in      q [B, Hq, S_local, D], k [B, Hkv, S_local, D], v [B, Hkv, S_local, Dv]: this rank's shards; ``plan``: its
-            handle; ``wanted``: bits of what wants a gradient; ``lse``: whether the caller asked for it
+            handle; ``wanted``: bits of what wants a gradient; ``lse``: whether the caller asked for it; ``formula``:
+            :data:`FORMULA`
     out     O = softmax(scale Q K' + mask) V over all shards, L = logsumexp(scale Q K' + mask), and the call's number
     saved   q, k, v, O, L; nothing of other ranks: the backward fetches again what it needs
     merge   L = logaddexp(L1, L2), O = O1 e^(L1 - L) + O2 e^(L2 - L); (0, -inf) is its identity
@@ -114,7 +130,7 @@ def _(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: An
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, *ctx.settings, _, _ = inputs
+    q, k, v, *ctx.settings, _, _, _ = inputs
     # A graph must not lose its plan. A compiler's tracing has no number yet: there the caller keeps it.
     ctx.plan = plan_of(inputs[3]) if isinstance(inputs[3], int) else None
     ctx.set_materialize_grads(False)
@@ -126,7 +142,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -
     q, k, v, out, lse, number = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
     grads = attend_backward(dout, dlse, q, k, v, out, lse, number, *ctx.settings)
-    return (*grads, *[None] * 6)
+    return (*grads, *[None] * 7)
 
 
 def _refuse(ctx: Any, *grads: Tensor) -> None:

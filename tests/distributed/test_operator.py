@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
+import hashlib
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from burst_attention import Mask, burst_attention, make_plan
-from burst_attention.op import attend, attend_backward
+from burst_attention import Mask, burst_attention, make_plan, op
+from burst_attention.op import FORMULA, attend, attend_backward
 from burst_attention.remat import keep_attention
 from burst_attention.testing import local_world
 
@@ -30,8 +32,8 @@ def shards(plan, *, dtype=torch.float64, kv_heads=2, grad=True):
 def test_opcheck(mask, dtype):
     plan = make_plan(33, mask=mask)
     q, k, v = shards(plan, dtype=dtype)
-    torch.library.opcheck(attend, (q, k, v, plan.handle, None, "auto", "auto", 7, True))
-    out, lse, number = attend(q, k, v, plan.handle, 0.5, "auto", "auto", 7, True)
+    torch.library.opcheck(attend, (q, k, v, plan.handle, None, "auto", "auto", 7, True, FORMULA))
+    out, lse, number = attend(q, k, v, plan.handle, 0.5, "auto", "auto", 7, True, FORMULA)
     saved = [x.detach() for x in (q, k, v, out, lse, number)]
     dout, dlse = torch.randn_like(saved[3]), torch.randn_like(saved[4])
     settings = (plan.handle, 0.5, "auto", "auto")
@@ -72,6 +74,18 @@ def test_compiled_alone(backend):
     assert_equal(eager_and_compiled(backend=backend))
 
 
+def test_a_compiled_graph_names_the_formula_so_that_one_on_disk_is_not_run_after_a_change():
+    torch._dynamo.reset()
+    named = []
+
+    def backend(graph, _):
+        named.extend(node.args[-1] for node in graph.graph.nodes if "attend" in str(node.target))
+        return graph
+
+    torch.compile(layer, fullgraph=True, backend=backend)(*shards(make_plan(33)), make_plan(33))
+    assert named == [hashlib.sha256(Path(op.__file__).read_bytes()).hexdigest()[:12]]
+
+
 def test_compiled_over_ranks(pools):
     for results in pools(2).run(eager_and_compiled):
         assert_equal(results)
@@ -94,7 +108,7 @@ def test_a_graph_keeps_its_plan_and_a_lost_one_is_named():
     handle = make_plan(33).handle
     gc.collect()
     with pytest.raises(ValueError, match=f"plan handle {handle} is of no plan any more"):
-        attend(*inputs, handle, None, "auto", "auto", 7, True)
+        attend(*inputs, handle, None, "auto", "auto", 7, True, FORMULA)
 
 
 def checkpointed(group=None, keep=True):
