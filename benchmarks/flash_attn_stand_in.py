@@ -4,12 +4,15 @@ flash_attn needs CUDA even to be installed. :func:`install` puts modules of its 
 process only. They compute what flash_attn 2.8's dense functions compute and refuse by name what isn't needed here.
 flash_attn's tensors are [B, S, H, D], torch's kernels take [B, H, S, D] in any strides but take a tenth longer where a
 head's rows are apart: so inputs are copied first, which is less. That, and the copy of a backward's three results into
-the caller's buffers, are costs that the real package doesn't have: some hundredths of a call at most.
+the caller's buffers, are costs that the real package doesn't have; :func:`copying` tells how much time they took.
 """
 
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -20,6 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 VERSION = "2.8.3"  # whose signatures these are
 
+_copied = [0.0]  # seconds, in this process
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -68,8 +72,9 @@ def flash_attn_backward(
     _check(q, k, causal, dropout_p, (window_size_left, window_size_right), softcap, alibi_slopes)
     dout, q, k, v = (_heads_first(x) for x in (dout, q, k, v))
     grads = _backward(dout, q, k, v, out.transpose(1, 2), softmax_lse, 0.0, causal, scale=softmax_scale)
-    for buffer, grad in zip((dq, dk, dv), grads, strict=True):
-        buffer.copy_(grad.transpose(1, 2))
+    with _watched():
+        for buffer, grad in zip((dq, dk, dv), grads, strict=True):
+            buffer.copy_(grad.transpose(1, 2))
 
 
 def flash_attn_func(
@@ -118,7 +123,20 @@ def install_adapters() -> None:
 def _heads_first(x: Tensor) -> Tensor:
     """[B, S, H, D] -> [B, H, S, D] with each head's rows side by side in memory."""
     x = x.transpose(1, 2)
-    return x if x.stride(2) == x.shape[3] else x.contiguous()
+    with _watched():
+        return x if x.stride(2) == x.shape[3] else x.contiguous()
+
+
+def copying() -> float:
+    """Seconds that this process has spent so far on copies that flash_attn itself does not make."""
+    return _copied[0]
+
+
+@contextmanager
+def _watched() -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    _copied[0] += time.perf_counter() - start
 
 
 def _module(name: str) -> ModuleType:

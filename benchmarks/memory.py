@@ -1,8 +1,8 @@
 """Peak memory of the attention per rank, forward and backward, against world size: it falls as 1 / world.
 
 Measured in each rank as the peak of its resident memory during the call above that before its inputs were made, so
-inputs, outputs and gradients are in it; beside it, what those alone take. glibc is told to give freed tensors back at
-once, so that the peak is of live ones.
+inputs, outputs and gradients are in it; beside it, what those alone take, and what the plan foretells. glibc is told to
+give freed tensors back at once, so that the peak is of live ones.
 
     python benchmarks/memory.py [--seq-len 32768] [--worlds 1 2 4]
 """
@@ -15,8 +15,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from burst_attention import burst_attention, make_plan
+from burst_attention import Mask, burst_attention, make_plan
 from burst_attention.bench.memory import give_back, peak_during, resident
+from burst_attention.kernels.contract import accumulation_dtype, wire_dtype
+from burst_attention.plan.cost import Shape
+from burst_attention.plan.estimate import peak_memory
+from burst_attention.plan.schedule import make_schedule
 from burst_attention.testing import WorkerPool
 
 
@@ -37,6 +41,15 @@ def measure(seqlen: int, heads: int, dim: int, dtype: torch.dtype, kernel: str) 
     return peak - before, size
 
 
+def foretold(world: int, seqlen: int, heads: int, dim: int, dtype: torch.dtype) -> int:
+    """The same peak by the plan."""
+    schedule = make_schedule(seqlen, mask=Mask(), layout="zigzag", route="direct", rank=0, world=world)
+    width = {"io": dtype.itemsize, "partial": wire_dtype(dtype).itemsize}
+    heads_and_dims = {"q_heads": heads, "kv_heads": heads, "head_dim": dim, "v_head_dim": dim}
+    shape = Shape(batch=1, **heads_and_dims, **width, accumulate=accumulation_dtype(dtype).itemsize)
+    return peak_memory(schedule, shape, schedule.choose_travels(shape))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seq-len", type=int, default=32768)
@@ -47,7 +60,8 @@ def main() -> None:
     parser.add_argument("--kernel", default="auto")
     a = parser.parse_args()
     title = f"causal zigzag, {a.dtype}, S={a.seq_len}, H={a.heads}, D={a.head_dim}"
-    table = Table("world", "peak per rank, MiB", "x world / that of world 1", "in and out alone, MiB", title=title)
+    columns = ("world", "peak per rank, MiB", "foretold", "x world / that of world 1", "in and out alone, MiB")
+    table = Table(*columns, title=title)
     first = 0.0
     for world in a.worlds:
         with WorkerPool(world, timeout=1800) as pool:
@@ -55,8 +69,9 @@ def main() -> None:
             figures = pool.run(measure, *arguments, timeout=3600)
         peak = max(peak for peak, _ in figures)
         first = first or peak * world
-        cells = (f"{peak / 2**20:.0f}", f"{peak * world / first:.2f}", f"{max(n for _, n in figures) / 2**20:.0f}")
-        table.add_row(str(world), *cells)
+        sizes = [peak, foretold(world, *arguments[:4]), max(n for _, n in figures)]
+        peak_told, plan_told, alone = (f"{size / 2**20:.0f}" for size in sizes)
+        table.add_row(str(world), peak_told, plan_told, f"{peak * world / first:.2f}", alone)
     Console().print(table)
 
 

@@ -7,7 +7,7 @@ Each section leaves its figures as JSON; the pages are drawn from those, so a se
 BurstAttention's claims (arXiv 2403.09347, section 4) are relative, so are these: each is a ratio of two engines that
 took turns in one run. The cluster is emulated: a network namespace for each node, and three link rates, chosen so that
 tensor parallelism with sequence parallelism spends none, half and most of its step communicating. It needs root and
-iproute2. A full run takes about an hour on two cores; --quick shrinks everything to minutes.
+iproute2. docs/results/README.md tells how many minutes a full run took; --quick shrinks everything to a few.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import torch
 from paper_markdown import MADE_UP, Page
 from rich.console import Console
 
-from burst_attention.bench.cluster import Cluster
+from burst_attention.bench.cluster import Cluster, ClusterError
 from burst_attention.bench.job import Job
 from burst_attention.bench.results import Results, Row
 from burst_attention.bench.run import World, machine, results_of
@@ -42,15 +42,19 @@ from burst_attention.bench.run import World, machine, results_of
 ENGINES = ("burst", "ring", "ulysses", "tensor", "tensor-sequence")
 TRAINED = (*ENGINES, "burst:contiguous")
 REFERENCE = "tensor-sequence"
+HALF, TRIES = 0.03, 3  # how far from a half the reference's share may be, and how often its rate is corrected
 PEERS = ("ring-flash-attn zigzag", "yunchang ulysses")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How large everything is. ``train`` and ``prefill``: (tokens, rounds)."""
+    """How large everything is. ``prefill``: (tokens, rounds); ``train``: (tokens, rounds, rounds at the slow rate).
+
+    Slow steps take long, and vary least.
+    """
 
     nodes: int = 8
-    train: tuple[tuple[int, int], ...] = ((8192, 2), (16384, 1), (32768, 2))
+    train: tuple[tuple[int, int, int], ...] = ((8192, 2, 1), (16384, 1, 1), (32768, 3, 2))
     prefill: tuple[tuple[int, int], ...] = ((16384, 2), (32768, 1), (65536, 1), (131072, 1))
     rounds: int = 3
     worlds: tuple[int, ...] = (1, 2, 4, 8)
@@ -72,7 +76,7 @@ class Scale:
         """The same with no more than ``rounds`` of anything."""
         return replace(
             self,
-            train=tuple((length, min(n, rounds)) for length, n in self.train),
+            train=tuple((length, min(n, rounds), min(slow, rounds)) for length, n, slow in self.train),
             prefill=tuple((length, min(n, rounds)) for length, n in self.prefill),
             rounds=min(self.rounds, rounds),
             scaling_rounds=min(self.scaling_rounds, rounds),
@@ -82,7 +86,7 @@ class Scale:
 
 QUICK = Scale(
     nodes=2,
-    train=((256, 1), (512, 1)),
+    train=((256, 1, 1), (512, 1, 1)),
     rounds=1,
     prefill=((256, 1), (512, 1)),
     worlds=(1, 2),
@@ -120,23 +124,31 @@ class Paper:
         self.say(f"wrote {self.out / name}.json")
 
     def links(self, world: World) -> list[float | None]:
-        """No limit; the rate at which the reference exchanges for half of its step at the greatest length; a quarter.
-
-        Found from a step without a limit and its bytes, then corrected by a step at that rate. A training table in the
-        same folder has them already.
-        """
+        """No limit, the middle rate and a quarter of it: the training table's in this folder, if it is there."""
         known = self.out / "training.json"
-        if known.exists():
-            rows = Page.read(known).results("results").rows
-            return [None, *sorted({row.link for row in rows if row.engine == "burst" and row.link}, reverse=True)]
+        if not known.exists():
+            return self.find_links(world)
+        rows = Page.read(known).results("results").rows
+        return [None, *sorted({row.link for row in rows if row.engine == "burst" and row.link}, reverse=True)]
+
+    def find_links(self, world: World) -> list[float | None]:
+        """The middle rate: at which the reference exchanges for half of its step at the greatest length.
+
+        Found from a step without a limit and its bytes, then corrected by pairs of steps until the share is a half
+        within :data:`HALF`.
+        """
         job = replace(self.scale.job, engines=(REFERENCE,), rounds=1, weigh=False)
         longest = [self.scale.train[-1][0]]
         (free,) = world.rows(job, longest)
         rate = 8 * free.bytes_wire / free.median
-        (limited,) = world.rows(job, longest, [rate])
-        # Within what noise leaves of it: on a busy machine two steps can't tell.
-        rate *= min(max((limited.median - free.median) / free.median, 0.5), 2.0)
-        self.say(f"links: {rate / 1e6:.1f} and {rate / 4e6:.1f} Mbit/s")
+        for _ in range(TRIES):
+            free, limited = world.rows(job, longest, [None, rate])
+            share = 1 - free.median / limited.median
+            self.say(f"link {rate / 1e6:.1f} Mbit/s: {100 * share:.0f} % of {REFERENCE}'s step is exchange")
+            if abs(share - 0.5) <= HALF:
+                break
+            # Within what noise leaves of it: on a busy machine two steps can't tell.
+            rate *= min(max((limited.median - free.median) / free.median, 0.5), 2.0)
         return [None, rate, rate / 4]
 
     def results(self, job: Job, rows: Sequence[Row], cluster: tuple[int, int] | None) -> Results:
@@ -144,15 +156,15 @@ class Paper:
 
     def training(self) -> None:
         """Table 1: time and bytes of a training step."""
-        lens = [length for length, _ in self.scale.train]
+        lens = [length for length, *_ in self.scale.train]
         job = replace(self.scale.job, engines=TRAINED, weigh=False)
-        (self.out / "training.json").unlink(missing_ok=True)  # its links are found anew
         with World.of(self.scale.nodes, self.cluster, say=self.say) as world:
-            links = self.links(world)
+            links = self.find_links(world)
             rows = [
                 row
-                for length, rounds in self.scale.train
-                for row in world.rows(replace(job, rounds=rounds), [length], links)
+                for length, rounds, slow_rounds in self.scale.train
+                for some, at in ((rounds, links[:-1]), (slow_rounds, links[-1:]))
+                for row in world.rows(replace(job, rounds=some), [length], at)
             ]
             # Gloo's reduce-scatter sends twice what it needs to: on links faster by that, what a better one would do.
             faster = [MADE_UP * link for link in links if link is not None]
@@ -164,7 +176,7 @@ class Paper:
 
     def memory(self) -> None:
         """Tables 3 and 4: memory and bytes of a training step, each engine by itself."""
-        lens = [length for length, _ in self.scale.train]
+        lens = [length for length, *_ in self.scale.train]
         job = replace(self.scale.job, engines=TRAINED, rounds=0)
         with World.of(self.scale.nodes, self.cluster, say=self.say) as world:
             results = self.results(job, world.rows(job, lens), self.cluster)
@@ -238,8 +250,7 @@ class Paper:
         job = replace(self.scale.job, task="attention", engines=("burst",), rounds=0, **sizes)
         with World.of(self.scale.long_ranks, say=self.say) as world:
             results = self.results(job, world.rows(job, [self.scale.long_len]), None)
-            imports = sum(world.per_rank)
-        self.keep("long", results=results, imports=imports)
+        self.keep("long", results=results)
 
     def peers(self) -> None:
         """Ours against the packages themselves."""
@@ -263,7 +274,7 @@ SECTIONS: dict[str, Callable[[Paper], None]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("docs/results"))
+    parser.add_argument("--out", type=Path, help="docs/results; with --quick runs/paper-quick")
     parser.add_argument(
         "--only", nargs="*", choices=list(SECTIONS), default=list(SECTIONS), help="none: draw the pages"
     )
@@ -272,16 +283,22 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything runs")
     a = parser.parse_args()
+    a.out = a.out or Path("runs/paper-quick" if a.quick else "docs/results")
     a.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # ranks in namespaces have no addresses by name, and say so
     scale = QUICK if a.quick else Scale()
     command = "python benchmarks/paper.py" + " --quick" * a.quick
     if a.rounds is not None:
         scale, command = scale.at_most(a.rounds), f"{command} --rounds {a.rounds}"
+    if a.only != list(SECTIONS):
+        command += " --only " + " ".join(a.only)
     paper = Paper(scale, a.out, command, Console())
     for name in a.only:
         began = time.monotonic()
-        SECTIONS[name](paper)
+        try:
+            SECTIONS[name](paper)
+        except ClusterError as error:
+            raise SystemExit(f"paper.py: {name}: {error}") from None
         paper.say(f"{name}: {(time.monotonic() - began) / 60:.1f} minutes")
         note = json.loads((a.out / f"{name}.json").read_text())
         (a.out / f"{name}.json").write_text(

@@ -71,8 +71,8 @@ def find(rows: Iterable[Row], **wanted: Any) -> Row | None:
     return next((r for r in rows if r.passed and all(getattr(r, k) == v for k, v in wanted.items())), None)
 
 
-def mebibytes(size: float | None) -> str:
-    return "-" if size is None else f"{size / 2**20:,.0f} MiB"
+def mebibytes(size: float | None, digits: int = 0) -> str:
+    return "-" if size is None else f"{size / 2**20:,.{digits}f} MiB"
 
 
 def outcome(row: Row) -> str | None:
@@ -94,5 +94,5 @@ def speeds(results: Results) -> str:
         times = spread(ratios(ours, row)) if ours is not None and row.engine != "burst" else "-"
         speed = [number_text(row.tokens_per_second), number_text((row.flops_per_second or 0) / 1e9)]
         lines.append([*place, spread(row.seconds), times, *speed, bytes_text(row.bytes_wire), f"{row.error:.1e}"])
-    columns = ("engine", "tokens", "ranks", "link", "s, median (rounds)", "burst is faster by")
+    columns = ("engine", "tokens", "ranks", "link", "s, median (rounds)", "its time / burst's")
     return table((*columns, "tokens/s", "GFLOP/s", "on the wire, per rank", "error"), lines)

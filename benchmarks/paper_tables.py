@@ -36,13 +36,14 @@ def index(folder: Path, written: Sequence[Path]) -> str:
     text = (
         "# Results\n\nEvery figure here is measured by `python benchmarks/paper.py` on one machine; each page names it. "
         "The engines train, or compute, the same thing and take turns; one whose result is wrong gets no figures. One "
-        "layer with H = 8, D = 32: what this machine can compute in an hour. Beside each page lie its raw figures as "
+        "layer with H = 8, D = 32: what this machine can compute in the time. Beside each page lie its raw figures as "
         "JSON.\n\n## Targets\n\n"
     )
     text += targets(folder) + "\n## Pages\n\n"
     text += "".join(f"- [{title}]({path.name})\n" for path, title in titles)
     took = ", ".join(f"{name} {minutes:.0f}" for name, minutes in known.items())
-    return text + f"\nMinutes that the sections took: {took}; {sum(known.values()):.0f} in all.\n"
+    text += f"\nMinutes that the sections took: {took}; {sum(known.values()):.0f} in all"
+    return text + (", of 90 that they may take.\n" if set(known) == set(PAGES) else ".\n")
 
 
 def _has(folder: Path, name: str) -> bool:
@@ -56,8 +57,9 @@ def training(page: Page) -> str:
         "One optimizer step of a small Llama; every engine trains the same model to the same loss. The nodes are "
         "network namespaces of one machine, so all ranks share its cores: with more nodes than cores nothing computes "
         "faster than a single rank, and what differs is what the engines exchange and how much of it hides behind "
-        "computing. `burst is faster by` is the median over rounds of (its seconds / burst's seconds) in the same "
-        "round. `error` is the gradients' distance from fp64 at 512 tokens, which may be three times a single "
+        "computing. `its time / burst's` is the median over rounds, each ratio from one round (above 1: burst is faster); "
+        "a round begins with another engine than the last. The optimizer's rate is 0, so that every call can be compared. "
+        "`error` is the gradients' distance from fp64 at 512 tokens, which may be three times a single "
         "rank's; at the timed length the engines are compared with each other. An engine that fails either is not timed. "
         "`burst` is the default, zigzag with queries travelling in the backward; `burst:contiguous` lets either side "
         "travel: fewer bytes, but its busiest rank computes 1 / ranks more of the attention than the mean, which ranks "
@@ -129,9 +131,9 @@ def _contiguous(world: int) -> int:
 
 FORMULAS: dict[str, tuple[str, Callable[[int, float, float], float]]] = {
     # of W ranks, n elements of a hidden state per rank, b bytes each; multi-head attention, causal
-    "burst": ("5 · ¾ n (W − 1) b, and (lse, D)", lambda w, n, b: 3.75 * n * (w - 1) * b),
+    "burst": ("5 · ¾ n (W − 1) b", lambda w, n, b: 3.75 * n * (w - 1) * b),
     "burst:contiguous": (
-        "n b · (6 near + 5 far) / W blocks (nearer than W / 2, or not), and (lse, D)",
+        "n b · (6 near + 5 far) / W blocks (nearer than W / 2, or not)",
         lambda w, n, b: n * b * _contiguous(w) / w,
     ),
     "ring": ("4 n (W − 1) b + 2 n (W − 1) · 4, untrimmed", lambda w, n, b: 4 * n * (w - 1) * b + 8 * n * (w - 1)),
@@ -147,10 +149,11 @@ def sent(page: Page) -> str:
     about = (
         "Bytes that a rank sends in one training step, mean over ranks. `counted` is what the transport was given (of "
         "tensor parallelism: what its collectives send by the ring algorithm), `predicted` what the engine foretold; "
-        "`on the wire` is the interface's counter in the training table, which has everything in it; `parameters` is the difference: "
-        "parameters, their gradients, protocol headers, and what gloo sends beyond the ring algorithm: its "
-        "reduce-scatter is a whole all-reduce. The formulas are of activations, per layer: W ranks, "
-        "n = (tokens / W) · width elements, b bytes each."
+        "`on the wire` is the interface's counter in the training table, which has everything in it; `uncounted` is the difference: "
+        "parameters, their gradients, protocol headers, and, most of it where tensor parallelism scatters, what gloo "
+        "sends beyond the ring algorithm: its reduce-scatter is a whole all-reduce. The formulas are of activations, per "
+        "layer: W ranks, n = (tokens / W) · width elements, b bytes each; burst's leave out (lse, D), some hundredths; "
+        "ring's is RingAttention's as published, here rows that nobody needs are not sent."
     )
     setting = results.setting
     wires = {(engine, length): size for engine, length, size in page.raw["wire"]}
@@ -164,10 +167,10 @@ def sent(page: Page) -> str:
         closed = setting["layers"] * formula(row.world, n, 2 if setting["dtype"] == "bfloat16" else 4)
         wire, reference = (wires.get((engine, row.seq_len)) for engine in (row.engine, REFERENCE))
         share = f"{wire / reference:.2f}" if wire and reference else "-"
-        parameters = None if wire is None or row.bytes_counted is None else wire - row.bytes_counted
-        figures = (closed, row.bytes_counted, row.bytes_predicted, wire, parameters)
+        uncounted = None if wire is None or row.bytes_counted is None else wire - row.bytes_counted
+        figures = (closed, row.bytes_counted, row.bytes_predicted, wire, uncounted)
         lines.append([row.engine, f"{row.seq_len:,}", told, *map(bytes_text, figures), share])
-    columns = ("engine", "tokens", "formula", "by the formula", "counted", "predicted", "on the wire", "parameters")
+    columns = ("engine", "tokens", "formula", "by the formula", "counted", "predicted", "on the wire", "uncounted")
     text = page.head("Bytes per rank and step", about, sizes_of(results))
     text += table((*columns, f"of {REFERENCE}'s wire"), lines)
     return (
@@ -219,7 +222,7 @@ def ablation(page: Page) -> str:
     about = (
         "One causal attention, forward and backward, changed in one thing at a time. `ratio` is its time by ours, round "
         "by round; `error` the worst relative L2 error of out, dq, dk, dv against fp64 at 2,048 tokens or fewer; bytes "
-        "are the mean rank's, memory the highest's; `work` is the busiest rank's share of what all compute, by the mean: "
+        "are the mean rank's, memory (of the forward; of all) the highest's; `work` is the busiest rank's share of what all compute, by the mean: "
         "ranks that share cores don't feel it, ranks with a core each wait for it."
     )
     size = page.raw["sizes"]
@@ -229,18 +232,20 @@ def ablation(page: Page) -> str:
     for row in page.raw["rows"]:
         error = f"{max(row['errors'].values()):.1e}"
         if not row["correct"]:
-            lines.append([row["name"], row["differs"], "WRONG", *[""] * 4, error])
+            lines.append([row["name"], row["differs"], "WRONG", *[""] * 5, error])
             continue
         both, work = (
             [a + b for a, b in zip(row[f"{name}_forward"], row[f"{name}_backward"], strict=True)]
             for name in ("bytes", "scores")
         )
-        sizes = (bytes_text(statistics.fmean(both)), mebibytes(max(row["peak"])))
+        peaks = (mebibytes(max(row[name]), 1) for name in ("peak_forward", "peak"))
+        sizes = (bytes_text(statistics.fmean(both)), *peaks)
         busiest = f"{max(work) / statistics.fmean(work):.2f}"
         lines.append(
             [row["name"], row["differs"], spread(row["seconds"]), spread(row["ratios"]), *sizes, busiest, error]
         )
-    return text + table(("variant", "what differs", "s", "ratio", "sent per rank", "memory", "work", "error"), lines)
+    columns = ("variant", "what differs", "s", "ratio", "sent per rank", "forward's memory", "memory", "work", "error")
+    return text + table(columns, lines)
 
 
 def scaling(page: Page) -> str:
@@ -276,17 +281,16 @@ def long(page: Page) -> str:
     (row,) = results.rows
     about = (
         "One attention layer, forward and backward, over one long sequence. `error` is against fp64: of out and dq in "
-        "rows drawn at random at this length, and of all results at 512 tokens."
+        "rows drawn at random at this length, of dk and dv by what their sums must be, and of all results at 512 tokens."
     )
     text = page.head(f"{row.seq_len:,} tokens through one layer", about, sizes_of(results))
-    peak = row.peak_memory or 0
     lines = [
         ["ranks", str(row.world)],
         ["seconds, of the one call, with its memory watched", outcome(row) or spread(row.seconds, ".1f")],
         ["GFLOP/s", number_text((row.flops_per_second or 0) / 1e9)],
         ["sent per rank, counted and predicted", f"{bytes_text(row.bytes_counted)}, {bytes_text(row.bytes_predicted)}"],
-        ["peak memory of the highest rank, above its imports", mebibytes(peak)],
-        ["all ranks, imports included, at most", mebibytes(peak * row.world + page.raw["imports"])],
+        ["peak memory of the highest rank, above what was resident before", mebibytes(row.peak_memory)],
+        ["all ranks, with all that is resident, at most", mebibytes((row.peak_resident or 0) * row.world)],
         ["error", "-" if row.error is None else f"{row.error:.1e}"],
     ]
     return text + table(("", ""), lines)
@@ -297,7 +301,8 @@ def peers(page: Page) -> str:
     about = (
         "One causal attention, forward and backward, all taking turns on the same ranks, over torch's CPU flash kernels. "
         "`ratio` is the package's time by ours, round by round. The packages call flash_attn, whose [B, S, H, D] layout "
-        "costs them a few copies on these kernels; on a GPU it would not."
+        "costs them a few copies on these kernels; on a GPU it would not: `without copies` is the ratio with the time of "
+        "those copies taken off."
     )
     world, length, heads, dim = page.raw["size"]
     sizes = f"{world} ranks x 1 thread, {length:,} tokens, H = {heads}, D = {dim}, bf16, no limit"
@@ -306,12 +311,13 @@ def peers(page: Page) -> str:
         name = f"{row['name']} {row['version'] or ''}".strip()
         if not row["seconds"]:
             why = row["refused"] or ("not timed" if row["correct"] else "WRONG")
-            lines.append([name, row["passes"], why, "", ""])
+            lines.append([name, row["passes"], why, "", "", ""])
             continue
         sent_bytes = bytes_text(statistics.fmean(row["bytes"])) if row["bytes"] else "-"
-        lines.append([name, row["passes"], spread(row["seconds"]), spread(row["ratios"], ".3f"), sent_bytes])
+        by_round = (spread(row[key], ".3f") for key in ("ratios", "ratios_without_copies"))
+        lines.append([name, row["passes"], spread(row["seconds"]), *by_round, sent_bytes])
     text = page.head("Beside the packages", about, sizes)
-    return text + table(("variant", "passes", "s", "ratio", "sent per rank"), lines)
+    return text + table(("variant", "passes", "s", "ratio", "without copies", "sent per rank"), lines)
 
 
 # section -> its pages

@@ -76,7 +76,8 @@ def compare(
         ``refused``: why there is no result, or None; ``errors`` and ``bounds``: relative L2 by tensor; ``correct``;
         ``bytes``: sent by each rank in one call, as handed to the process group; ``transport_bytes``: by the plan's own
         count, without the records by which ranks agree on a call (None for others); ``seconds``: of each round, the
-        slowest rank's; ``ratios``: by round, to ours of the same passes (above 1: ours is faster).
+        slowest rank's; ``copying``: how many of them the stand-in spent on copies; ``ratios``: by round, to ours of the
+        same passes (above 1: ours is faster); ``ratios_without_copies``: as if those copies cost nothing.
     """
     if world < 2:
         raise ValueError(f"world={world} must be at least 2: the packages' rings can't send to themselves")
@@ -97,10 +98,12 @@ def compare(
                     _check(pool, problem, variant, row, stock, timeout)
             runnable = [row for row in rows if row["correct"]]
             for n in range(-1, rounds) if rounds else ():  # TorchScript, which peers use, compiles in the second call
-                for row in runnable:
-                    seconds = max(pool.run(timed, problem, row["name"], timeout=timeout))
+                # Each round begins with another: none is always the one that runs after a pause.
+                for row in runnable[n % len(runnable) :] + runnable[: n % len(runnable)]:
+                    seconds, copying = max(pool.run(timed, problem, row["name"], timeout=timeout))
                     if n >= 0:
                         row["seconds"].append(seconds)
+                        row["copying"].append(copying)
     _add_ratios(rows)
     return rows
 
@@ -120,7 +123,9 @@ def _row(variant: Variant, refused: str | None) -> dict[str, Any]:
         "bytes": None,
         "transport_bytes": None,
         "seconds": [],
+        "copying": [],
         "ratios": [],
+        "ratios_without_copies": [],
     }
 
 
@@ -152,6 +157,8 @@ def _add_ratios(rows: list[dict[str, Any]]) -> None:
         mine = ours[row["passes"]]
         if row["seconds"] and mine:
             row["ratios"] = [theirs / own for theirs, own in zip(row["seconds"], mine, strict=True)]
+            alone = [total - copies for total, copies in zip(row["seconds"], row["copying"], strict=True)]
+            row["ratios_without_copies"] = [theirs / own for theirs, own in zip(alone, mine, strict=True)]
 
 
 def _write_reference(problem: Problem) -> dict[str, float]:
@@ -175,6 +182,7 @@ def show(console: Console, rows: list[dict[str, Any]], title: str) -> None:
         "",
         "seconds, median (range)",
         "/ ours, by round",
+        "without the\nstand-in's copies",
         "MB sent\na rank",
         "/ " + STRONGEST.replace(" ", "\n") + "'s",
     )
@@ -203,7 +211,8 @@ def _figures(row: dict[str, Any], strongest: list[int] | None) -> list[str]:
         bytes_sent = f"{statistics.fmean(row['bytes']) / 1e6:.2f}"
         if strongest and row["passes"] != "forward":
             share = f"{statistics.fmean(row['bytes']) / statistics.fmean(strongest):.3f}"
-    return [spread(row["seconds"], ".3f"), spread(row["ratios"], ".3f"), bytes_sent, share]
+    told = [spread(row[name], ".3f") for name in ("seconds", "ratios", "ratios_without_copies")]
+    return [*told, bytes_sent, share]
 
 
 def main() -> None:

@@ -205,7 +205,8 @@ class _Run:
         """Finish an exchange: hold the shards, fold in the partial results."""
         pending, arriving = self._on_wire.pop(op.step)
         self._transport.wait(pending)
-        for message, tensors in arriving:
+        while arriving:  # each is free once it is folded in
+            message, tensors = arriving.pop(0)
             edge = message.edge
             if message.where is None:
                 self.held[edge.side, edge.owner] = tensors

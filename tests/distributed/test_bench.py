@@ -209,7 +209,7 @@ def test_memory_is_of_one_engine_by_itself(pools):
         measure, replace(job, engines=("burst", "ring", "ulysses", "ring:contiguous", "burst"))
     ):
         first, *_, last = (each.peak for each in figures)
-        assert 14 * 2**20 < first < 80 * 2**20
+        assert 14 * 2**20 < first < 48 * 2**20
         assert last == pytest.approx(first, rel=0.25, abs=2**22)
         assert len(figures[0].seconds) == 1
 
@@ -256,14 +256,14 @@ def test_a_cluster_counts_the_true_bytes_and_limits_them(tmp_path):
         assert row.bytes_counted < row.bytes_wire < 5 * row.bytes_counted + 1e6
         assert row.bytes_wire == pytest.approx(free[engine].bytes_wire, rel=0.05)
         assert row.median > 8 * row.bytes_wire / rate * 0.8, "what is sent takes its time"
-        assert row.bytes_parameters == row.bytes_wire - row.bytes_counted
-    assert not left_namespaces()
+        assert row.bytes_uncounted == row.bytes_wire - row.bytes_counted
+    assert not left_namespaces(os.getpid())
 
 
-def left_namespaces():
+def left_namespaces(pid):
     tool = shutil.which("ip") or "/usr/sbin/ip"
     listed = subprocess.run([tool, "netns", "list"], capture_output=True, text=True, check=True).stdout.split()
-    return [name for name in listed if str(os.getpid()) in name]
+    return [name for name in listed if f"-{pid}-" in name]
 
 
 @pytest.mark.parametrize(
@@ -293,8 +293,9 @@ def test_what_can_not_be_asked_is_refused_in_a_line(arguments, told, capsys):
 @NAMESPACES
 def test_the_papers_tables_are_written_by_one_command(tmp_path):
     command = [sys.executable, "benchmarks/paper.py", "--quick", "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=540)
-    assert done.returncode == 0, done.stdout + done.stderr
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as done:
+        told, _ = done.communicate(timeout=540)
+    assert done.returncode == 0, told
     pages = {path.stem: path.read_text() for path in tmp_path.glob("*.md")}
     expected = ("training", "memory", "bytes", "prefill", "perplexity", "ablation", "scaling", "long", "peers")
     assert set(pages) >= set(expected)
@@ -308,6 +309,6 @@ def test_the_papers_tables_are_written_by_one_command(tmp_path):
         assert f"| {engine} |" in pages["training"]
         assert f"| {engine} |" in pages["perplexity"]
     verdicts = [line.split("|")[4].strip() for line in pages["README"].splitlines() if line.startswith("| burst")]
-    assert len(verdicts) == 12, "every target has its verdict, those of speed for both layouts"
+    assert len(verdicts) == 13, "every target has its verdict, those of speed for both layouts"
     assert all(verdict.startswith(("met", "**not met**", "not measured")) for verdict in verdicts)
-    assert not left_namespaces()
+    assert not left_namespaces(done.pid)

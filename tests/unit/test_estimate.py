@@ -6,7 +6,7 @@ import pytest
 
 from burst_attention.cli import main
 from burst_attention.plan.cost import Shape
-from burst_attention.plan.estimate import estimate
+from burst_attention.plan.estimate import estimate, peak_memory
 from burst_attention.plan.layout import Layout
 from burst_attention.plan.mask import Mask
 from burst_attention.plan.route import ROUTES
@@ -33,9 +33,10 @@ def test_estimates_are_what_runs(route: str, travels: str, layout: str) -> None:
 def test_memory_falls_with_the_world() -> None:
     def memory(world: int) -> int:
         schedule = Schedule(Layout("zigzag", 4096, world), Mask(), ROUTES["direct"], 0)
-        return estimate(schedule, SHAPE, "query")[0].memory
+        return peak_memory(schedule, SHAPE, "query")
 
-    assert memory(8) * 2 == memory(4) and memory(4) * 2 == memory(2) and memory(4) < memory(1)
+    # A lone rank holds no sums in fp32, one of two has but one exchange each way.
+    assert memory(8) * 1.9 < memory(4) < memory(2) / 1.4 and memory(2) < memory(1)
 
 
 def test_a_million_tokens_on_32_ranks(capsys) -> None:

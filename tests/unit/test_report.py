@@ -83,7 +83,7 @@ def test_every_figure_stands_under_its_header(text: str) -> None:
         "bytes counted": "8.00 MB",
         "bytes predicted": "8.19 MB",
         "bytes on the wire": "9.00 MB",
-        "bytes of parameters": "1.00 MB",
+        "bytes uncounted": "1.00 MB",
         "peak memory": "41.0 MB",
         "error": "1.00e-06",
         "bound": "1.00e-05",

@@ -55,7 +55,7 @@ def _worst(errors: list[float], bounds: list[float]) -> tuple[float, float]:
 def sampled_error(job: Job, subject: Any, rows: int = 32) -> float | None:
     """Of an attention subject's last call: the error of out and dq against fp64 in a few rows of each rank.
 
-    This is what can be afforded at any length. None for other subjects.
+    This is what can be afforded at any length; dK and dV by two sums that they must have. None for other subjects.
     """
     if not isinstance(subject, AttentionSubject):
         return None
@@ -70,7 +70,20 @@ def sampled_error(job: Job, subject: Any, rows: int = 32) -> float | None:
             actual = subject.results[n][0, :, local].double()
             squares[n] += torch.stack([(actual - right).square().sum(), right.square().sum()])
     dist.all_reduce(squares)
-    return max((wrong / size).sqrt().item() for wrong, size in squares)
+    sampled = [(wrong / size).sqrt().item() for wrong, size in squares]
+    return max(*sampled, *_balances(subject))
+
+
+def _balances(subject: AttentionSubject) -> list[float]:
+    """What is amiss with sum(dV * V) = sum(dO * O) and sum(dK * K) = sum(dQ * Q), by the size of the terms."""
+    out, *grads = subject.results
+    q, k, v, dout = subject.inputs
+    products = [x.double() * y.double() for x, y in zip((dout, *grads), (out, q, k, v), strict=True)]
+    told = torch.stack([torch.stack([x.sum(), x.square().sum()]) for x in products])
+    dist.all_reduce(told)
+    by_name = dict(zip(("given", "q", "k", "v"), told.tolist(), strict=True))
+    pairs = ((by_name["v"], by_name["given"]), (by_name["k"], by_name["q"]))
+    return [abs(a - b) / math.sqrt(weight_a + weight_b) for (a, weight_a), (b, weight_b) in pairs]
 
 
 def _one_row(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:

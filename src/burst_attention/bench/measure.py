@@ -30,6 +30,7 @@ class Figures:
     counted: int | None = None
     predicted: int | None = None
     peak: int | None = None
+    resident: int | None = None
     sampled: float | None = None
     prints: list[Print] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
@@ -60,7 +61,7 @@ def _weigh(job: Job, figures: Figures, engine: Engine) -> None:
     subject, peak = peak_during(lambda: _run_once(job, engine, trace, collectives))
     if not job.rounds:  # too long to run twice
         figures.seconds = [time.perf_counter() - start]
-    figures.peak = peak - before
+    figures.peak, figures.resident = peak - before, peak
     figures.predicted, figures.counted = subject.predicted, subject.sent + collectives.activations
     figures.prints, figures.sampled = subject.prints(), sampled_error(job, subject)
     del subject
@@ -75,13 +76,16 @@ def _run_once(job: Job, engine: Engine, trace: Trace, collectives: Collectives) 
 
 
 def _time(job: Job, able: list[tuple[Figures, Engine]]) -> None:
-    """All engines in turn, round by round; then, if asked, once more with what each rank does written down."""
+    """All engines in turn, round by round; then, if asked, once more with what each rank does written down.
+
+    A round begins with another engine than the last did: none is always the one that runs after a pause.
+    """
     trace = Trace()
     subjects = [(figures, make_subject(job, engine, trace)) for figures, engine in able]
     for _, subject in subjects:
         subject.warm_up()
-    for _ in range(job.rounds):
-        for figures, subject in subjects:
+    for n in range(job.rounds):
+        for figures, subject in subjects[n % len(subjects) :] + subjects[: n % len(subjects)]:
             before = _sent_by_interface(job.interface)
             dist.barrier()
             start = time.perf_counter()
@@ -96,7 +100,7 @@ def _time(job: Job, able: list[tuple[Figures, Engine]]) -> None:
             subject.run()
         figures.spans = trace.finish()
     for figures, subject in subjects:
-        figures.prints = figures.prints or subject.prints()
+        figures.prints = subject.prints()
         figures.predicted = subject.predicted
 
 

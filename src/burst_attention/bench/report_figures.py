@@ -106,7 +106,7 @@ CHARTS = (
     Chart(
         key="memory",
         title="Memory",
-        axis="peak resident memory, highest rank, above that after the imports",
+        axis="peak resident memory, highest rank, above that before the engine was built",
         unit="B",
         value=lambda row: row.peak_memory,
     ),

@@ -38,11 +38,17 @@ COLUMNS = (  # header, what it means
     ("bytes predicted", "the same, predicted before the run"),
     ("bytes on the wire", "on the interfaces of the emulated cluster, per rank"),
     (
-        "bytes of parameters",
+        "bytes uncounted",
         "on the wire beyond the counted: parameters, their gradients, protocol headers, what gloo sends too much",
     ),
-    ("peak memory", "highest rank's, above what was resident after the imports, before the engine was built"),
-    ("error", "greatest against fp64, relative"),
+    (
+        "peak memory",
+        "highest rank's, above what was resident before the engine was built",
+    ),
+    (
+        "error",
+        "against fp64, of the tensor closest to its bound: at 512 tokens; of attention in rows at this length, too",
+    ),
     ("bound", "what the error may be"),
 )
 PLACE, FIGURES = 4, len(COLUMNS) - 6  # columns that say which row it is; columns between those and error, bound
@@ -233,7 +239,7 @@ def _cells(row: Row) -> str:
         gflops = None if row.flops_per_second is None else row.flops_per_second / 1e9
         spread = " to ".join(number_text(end(row.seconds)) for end in (min, max)) if row.seconds else "-"
         speed = [number_text(value) for value in (row.tokens_per_second, gflops)]
-        sent = (row.bytes_counted, row.bytes_predicted, row.bytes_wire, row.bytes_parameters, row.peak_memory)
+        sent = (row.bytes_counted, row.bytes_predicted, row.bytes_wire, row.bytes_uncounted, row.peak_memory)
         return _tds([*place, number_text(row.median), spread, *speed, *map(bytes_text, sent), *check])
     if state == "refused":
         return _tds(place) + f'<td class="said" colspan="{FIGURES + 2}">refused: {escape(row.refused or "")}</td>'

@@ -46,7 +46,9 @@ class Row:
         bytes_wire: on the interfaces of the emulated cluster, per rank; None without one.
         nodes: of the emulated cluster.
         peak_memory: bytes, the highest rank's, above what was resident before the engine was built.
-        error: greatest error against fp64, relative.
+        peak_resident: bytes, the highest rank's, all that was resident at its peak.
+        error: relative, against fp64: of the tensor that comes closest to its ``bound``, at 512 tokens; of attention
+            also in rows drawn at this length.
         bound: what ``error`` may be.
         timeline: for each rank, what it did in one call.
     """
@@ -64,6 +66,7 @@ class Row:
     bytes_wire: float | None = None
     nodes: int | None = None
     peak_memory: int | None = None
+    peak_resident: int | None = None
     error: float | None = None
     bound: float | None = None
     timeline: Sequence[Sequence[Span]] = ()
@@ -79,7 +82,7 @@ class Row:
         return statistics.median(self.seconds) if self.seconds else None
 
     @property
-    def bytes_parameters(self) -> float | None:
+    def bytes_uncounted(self) -> float | None:
         """On the wire beyond what was counted: parameters, their gradients, headers, and what gloo sends too much.
 
         None where a node has several ranks: what those send each other is counted, but not by the interface.
@@ -110,7 +113,10 @@ class Results:
 
     def write(self, path: Path) -> None:
         """As JSON."""
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n", "utf-8")
+        content = asdict(self)
+        for told, row in zip(content["rows"], self.rows, strict=True):
+            told["bytes_uncounted"] = row.bytes_uncounted
+        path.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
 
     def without_timelines(self) -> Results:
         """The same figures without what each rank did when, which takes most of the room."""
@@ -120,8 +126,8 @@ class Results:
     def read(cls, path: Path) -> Results:
         """What :meth:`write` wrote."""
         content = json.loads(path.read_text("utf-8"))
-        rows = [
-            Row(**row | {"timeline": [[Span(**span) for span in rank] for rank in row["timeline"]]})
-            for row in content.pop("rows")
-        ]
+        rows = []
+        for row in content.pop("rows"):
+            del row["bytes_uncounted"]  # follows from the others
+            rows.append(Row(**row | {"timeline": [[Span(**span) for span in rank] for rank in row["timeline"]]}))
         return cls(rows=rows, **content)

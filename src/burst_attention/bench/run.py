@@ -27,6 +27,7 @@ from .results import Results, Row
 CHECKED_TOKENS = 512
 # Between engines, by a tensor's size: a random direction finds an error of the whole by about as much.
 AGREEMENT = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
+LOSS_AGREEMENT = 1e-3  # of a mean over all tokens, in any dtype
 PATIENCE = 6 * 3600.0
 STRAGGLE = 120.0  # seconds between the first rank that answers and the last
 
@@ -72,6 +73,7 @@ class World:
         self.pool, self.cluster, self.per_node, self.say = pool, cluster, per_node, say
         self.per_rank = pool.run(resident)  # before anything is done: what the imports take
         self._judged: dict[Job, dict[str, tuple[float, float]]] = {}
+        self._typical: dict[Job, list[float]] = {}  # what the engines agreed on, by what they computed
 
     @classmethod
     @contextmanager
@@ -119,10 +121,19 @@ class World:
             told = self._run(measure, job.at(seq_len, weigh=job.weigh and n == 0, interface=interface))
             by_engine = {figures[0].engine: list(figures) for figures in zip(*told, strict=True)}
             weighed = weighed or by_engine
+            typical = self._agreed(job.at(seq_len), by_engine)
             for spec, figures in by_engine.items():
-                yield self._row(job.at(seq_len), link, figures, weighed, judged.get(spec))
+                yield self._row(job.at(seq_len), link, figures, weighed[spec], typical, judged.get(spec))
         if self.cluster is not None:
             self.cluster.set_rate(None)
+
+    def _agreed(self, job: Job, by_engine: dict[str, list[Figures]]) -> list[float]:
+        """The median over engines of each of their results; one by itself is held to what several agreed on before."""
+        key = replace(job, engines=(), rounds=1, weigh=False, timeline=False)
+        prints = [figures[0].prints for figures in by_engine.values() if figures[0].prints]
+        if len(prints) > 1 or key not in self._typical:
+            self._typical[key] = [_median([p.value for p in column]) for column in zip(*prints, strict=True)]
+        return self._typical[key]
 
     def _wire(self, figures: list[Figures]) -> float | None:
         """Bytes by the interfaces, per rank and round."""
@@ -134,7 +145,8 @@ class World:
         job: Job,
         link: float | None,
         figures: list[Figures],
-        weighed: dict[str, list[Figures]],
+        weighed: list[Figures],
+        typical: list[float],
         judged: tuple[float, float] | None,
     ) -> Row:
         spec = figures[0].engine
@@ -143,11 +155,11 @@ class World:
             return replace(
                 row, refused=figures[0].refused or f"can't do {CHECKED_TOKENS} tokens, so it was not checked"
             )
-        error, bound = _worst(job, spec, weighed, judged)
+        error, bound = _worst(job, figures[0], weighed[0].sampled, typical, judged)
         if not error <= bound:
             return replace(row, error=error, bound=bound)
         seconds = [max(each) for each in zip(*(f.seconds for f in figures), strict=True)]
-        median, first = statistics.median(seconds), weighed[spec]
+        median = statistics.median(seconds)
         return replace(
             row,
             error=error,
@@ -155,28 +167,29 @@ class World:
             seconds=seconds,
             tokens_per_second=job.seq_len / median,
             flops_per_second=job.flops() / median,
-            bytes_counted=_mean([f.counted for f in first]),
-            bytes_predicted=_mean([f.predicted for f in first]),
+            bytes_counted=_mean([f.counted for f in weighed]),
+            bytes_predicted=_mean([f.predicted for f in weighed]),
             bytes_wire=self._wire(figures),
             nodes=None if self.cluster is None else self.cluster.nodes,
-            peak_memory=max((f.peak for f in first if f.peak is not None), default=None),
+            peak_memory=max((f.peak for f in weighed if f.peak is not None), default=None),
+            peak_resident=max((f.resident for f in weighed if f.resident is not None), default=None),
             timeline=[f.spans for f in figures] if figures[0].spans else [],
         )
 
 
-def _worst(job: Job, spec: str, weighed: dict[str, list[Figures]], judged: tuple[float, float]) -> tuple[float, float]:
+def _worst(
+    job: Job, figures: Figures, sampled: float | None, typical: list[float], judged: tuple[float, float]
+) -> tuple[float, float]:
     """Of: fp64 at a short length, fp64 in some rows at this one, the other engines at this one; with its bound."""
     error, bound = judged
-    sampled = weighed[spec][0].sampled
     if sampled is not None and not sampled <= error:
         error = sampled
-    prints = [figures[0].prints for figures in weighed.values() if figures[0].prints]
-    typical = [_median([p.value for p in column]) for column in zip(*prints, strict=True)]
-    own = weighed[spec][0].prints
-    apart = [abs(p.value - value) / (p.size or 1.0) for p, value in zip(own, typical, strict=True)]
-    agreement = AGREEMENT[job.dtype]
-    odd = [x for x in apart if not x <= agreement]  # NaN too
-    return (odd[0], agreement) if odd else (error, bound)
+    for n, (own, value) in enumerate(zip(figures.prints, typical, strict=True)):
+        agreement = LOSS_AGREEMENT if job.task == "train" and n == 0 else AGREEMENT[job.dtype]
+        apart = abs(own.value - value) / (own.size or 1.0)
+        if not apart <= agreement:  # NaN too
+            return apart, agreement
+    return error, bound
 
 
 def _median(values: list[float]) -> float:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import LlamaConfig
 
 from burst_attention.comm.mesh import CONTEXT, make_mesh
@@ -18,6 +19,8 @@ from burst_attention.training.model import build_model, plans_for
 
 from .job import Job
 from .trace import Trace, traced
+
+BLOCK = 4096  # positions
 
 
 class Print(NamedTuple):
@@ -69,11 +72,23 @@ def make_subject(job: Job, engine: Engine, trace: Trace) -> Subject:
     return AttentionSubject(job, engine, trace) if job.task == "attention" else ModelSubject(job, engine, trace)
 
 
-def random_qkv(job: Job) -> list[Tensor]:
-    """Global q, k, v, dout [1, heads, S, D], the same on every rank."""
+def random_qkv(job: Job, positions: Tensor | None = None) -> list[Tensor]:
+    """q, k, v, dout [1, heads, S, D] at these (ascending) positions, all if None; the same whoever asks.
+
+    Drawn block by block: a rank's peak memory must not be that of drawing what others hold.
+    """
     make = torch.Generator().manual_seed(job.seed)
-    heads = (job.heads, job.kv_heads, job.kv_heads, job.heads)
-    return [torch.randn(1, h, job.seq_len, job.head_dim, generator=make).to(job.torch_dtype) for h in heads]
+    positions = torch.arange(job.seq_len) if positions is None else positions
+    inputs = []
+    for heads in (job.heads, job.kv_heads, job.kv_heads, job.heads):
+        x = torch.empty(1, heads, len(positions), job.head_dim, dtype=job.torch_dtype)
+        for head in range(heads):
+            for start in range(0, job.seq_len, BLOCK):
+                block = torch.randn(min(BLOCK, job.seq_len - start), job.head_dim, generator=make)
+                first, last = torch.searchsorted(positions, torch.tensor([start, start + len(block)])).tolist()
+                x[0, head, first:last] = block[positions[first:last] - start]
+        inputs.append(x)
+    return inputs
 
 
 class AttentionSubject:
@@ -81,7 +96,7 @@ class AttentionSubject:
 
     def __init__(self, job: Job, engine: Engine, trace: Trace) -> None:
         self.plan = traced(engine.plan(job.seq_len, group=None, timeout=job.timeout), trace)
-        self.inputs = [self.plan.shard(x, 2) for x in random_qkv(job)]
+        self.inputs = random_qkv(job, self.plan.positions)
         self.attend = getattr(engine, "attend", whole_attention)
         self.predicted = sum(engine.sent([self.plan], job.sizes, batch=1, dtype=job.torch_dtype))
         self.results: list[Tensor] = []
@@ -116,14 +131,15 @@ class AttentionSubject:
 class ModelSubject:
     """A Llama of ``job``'s size: an optimizer step on random tokens, or a forward to the next token's logits.
 
+    The step is of rate 0: all of it is computed, and every call's loss and gradients can be compared.
+
     Args:
         groups: how many groups of ranks each do the same; more than one for the engine that is a rank's own.
     """
 
     def __init__(self, job: Job, engine: Engine, trace: Trace, *, groups: int = 1) -> None:
         self.job, self.groups = job, groups
-        mesh = make_mesh("cpu", data_parallel=groups)
-        everyone = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh, everyone = _meshes(groups)
         self.model = build_model(
             "tiny", llama_config(job), engine, dtype=job.torch_dtype, mesh=mesh, everyone=everyone, seed=job.seed
         )
@@ -131,7 +147,7 @@ class ModelSubject:
         self.plans = plans_for(plan, [None], None)
         ids = random_ids(job)
         self.shard = engine.shard({"input_ids": ids, "labels": ids}, self.plans)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0)
         sent = engine.sent([self.plans[None]] * job.layers, job.sizes, batch=1, dtype=job.torch_dtype)
         self.predicted = sum(sent) if job.task == "train" else sent[0]
         self._engine, self._mesh = engine, mesh
@@ -147,7 +163,7 @@ class ModelSubject:
         self.optimizer.step()
 
     def warm_up(self) -> None:
-        """An optimizer step of rate 0, or a forward, on a few tokens: FSDP and AdamW make their states on first use."""
+        """A step, or a forward, on a few tokens: FSDP and AdamW make their states on first use."""
         few = min(self.job.seq_len, 32 * dist.get_world_size())
         kept = self.job, self.plans, self.shard
         self.job = self.job.at(few)
@@ -156,12 +172,7 @@ class ModelSubject:
         )
         ids = random_ids(self.job)
         self.shard = self._engine.shard({"input_ids": ids, "labels": ids}, self.plans)
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        for group in self.optimizer.param_groups:
-            group["lr"] = 0.0
         self.run()
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
         self.job, self.plans, self.shard = kept
 
     @torch.no_grad()
@@ -185,6 +196,12 @@ class ModelSubject:
     @property
     def sent(self) -> int:
         return self.plans[None].transport.sent
+
+
+@cache
+def _meshes(groups: int) -> tuple[DeviceMesh, DeviceMesh]:
+    """Of this process's ranks, made once: each has sockets, and no engine is given groups of its own."""
+    return make_mesh("cpu", data_parallel=groups), init_device_mesh("cpu", (dist.get_world_size(),))
 
 
 def random_ids(job: Job) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +62,7 @@ class Arguments:
         """Raise ValueError for what can't be."""
         missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
         if missing:
-            raise ValueError(f"{', '.join(missing)} not installed: pip install 'burst-attention[train,bench]'")
+            raise ValueError(f"{', '.join(missing)} not installed: pip install -e '.[train,bench]' in the checkout")
         from burst_attention.bench.job import engine_of
 
         counts = {"rounds": self.rounds, "layers": self.layers, "heads": self.heads, "head_dim": self.head_dim}
@@ -90,6 +91,14 @@ class Arguments:
             raise ValueError(f"--seq-lens {shortest} is shorter than the {most} ranks: every rank needs a token")
         if (self.out / "results.json").exists() and not self.overwrite:
             raise ValueError(f"--out {str(self.out)!r} already holds results; choose another folder or add --overwrite")
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"--out {str(self.out)!r} can't be made: {error.strerror}; choose another folder"
+            ) from None
+        if not os.access(self.out, os.W_OK):
+            raise ValueError(f"--out {str(self.out)!r} can't be written to; choose another folder")
 
     @property
     def own_kv_heads(self) -> int:
@@ -170,7 +179,6 @@ def _run(task: str, arguments: Arguments, command: str) -> Results:
     )
     results = bench.run(command=command, say=lambda text: console.print(f"[dim]{text}[/]", highlight=False))
     _show(results, console)
-    arguments.out.mkdir(parents=True, exist_ok=True)
     results.write(arguments.out / "results.json")
     written = write_report(results, arguments.out)
     console.print(
@@ -182,7 +190,7 @@ def _run(task: str, arguments: Arguments, command: str) -> Results:
 def _show(results: Results, console: Console) -> None:
     columns = ("engine", "tokens", "ranks", "link", "s", "tokens/s", "GFLOP/s", "sent", "predicted", "on the wire")
     title = f"{results.task}, {results.setting['dtype']}; median and spread of the rounds, bytes of each rank"
-    table = Table(*columns, "peak memory", "error", title=title)
+    table = Table(*columns, "uncounted", "peak memory", "error", title=title)
     for row in results.rows:
         if not row.refused:
             link = link_text(row.link)
@@ -195,8 +203,8 @@ def _show(results: Results, console: Console) -> None:
 def _figures(row: Row) -> list[str]:
     error = f"{row.error:.1e}"
     if not row.passed:
-        return ["[red]WRONG[/]", *[""] * 6, f"{error} > {row.bound:.1e}"]
-    sizes = (row.bytes_counted, row.bytes_predicted, row.bytes_wire, row.peak_memory)
+        return ["[red]WRONG[/]", *[""] * 7, f"{error} > {row.bound:.1e}"]
+    sizes = (row.bytes_counted, row.bytes_predicted, row.bytes_wire, row.bytes_uncounted, row.peak_memory)
     speeds = (number_text(row.tokens_per_second), number_text((row.flops_per_second or 0.0) / 1e9))
     seconds = f"{row.median:.3g} ({min(row.seconds):.3g}-{max(row.seconds):.3g})"
     return [seconds, *speeds, *map(bytes_text, sizes), error]

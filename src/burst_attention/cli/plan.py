@@ -11,7 +11,7 @@ from rich.table import Table
 
 from burst_attention import Mask
 from burst_attention.plan.cost import Shape
-from burst_attention.plan.estimate import RankCost, estimate
+from burst_attention.plan.estimate import RankCost, estimate, peak_memory
 from burst_attention.plan.schedule import make_schedule
 
 from . import launch
@@ -88,25 +88,28 @@ def main(arguments: list[str]) -> int:
     parsed = tyro.cli(Arguments, prog=COMMAND, args=arguments)
     try:
         parsed.check()
-        chosen, costs = _costs(parsed, parsed.route, parsed.travels)
+        chosen, mine = _costs(parsed, parsed.route, parsed.travels)
         _, ring = _costs(parsed, "ring-attention", "key-value")
     except ValueError as error:
         return launch.refuse(COMMAND, error)
     title = f"{parsed.seq_len:,} tokens over {parsed.ranks} ranks, {parsed.mask()}, {parsed.layout}, {parsed.dtype}"
     table = Table("per rank, all layers (memory: one layer)", f"{parsed.route}, {chosen} travels", "RingAttention")
-    for name, mine, theirs in zip(_NAMES, _figures(parsed, costs), _figures(parsed, ring), strict=True):
-        table.add_row(name, mine, theirs)
+    for row in zip(_NAMES, mine, ring, strict=True):
+        table.add_row(*row)
     Console().print(f"[bold]{title}[/]", table)
     return 0
 
 
-def _costs(arguments: Arguments, route: str, travels: str) -> tuple[str, list[RankCost]]:
+def _costs(arguments: Arguments, route: str, travels: str) -> tuple[str, list[str]]:
+    """(what travels, the column's figures)."""
     world = arguments.ranks
     schedule = make_schedule(
         arguments.seq_len, mask=arguments.mask(), layout=arguments.layout, route=route, rank=0, world=world
     )
     chosen = schedule.choose_travels(arguments.shape()) if travels == "auto" else travels
-    return chosen, estimate(schedule, arguments.shape(), chosen)
+    shape = arguments.shape()
+    costs, memory = estimate(schedule, shape, chosen), peak_memory(schedule, shape, chosen)
+    return chosen, _figures(arguments, costs, memory)
 
 
 _NAMES = (
@@ -117,11 +120,11 @@ _NAMES = (
     "sent, backward, GB (mean, busiest)",
     "compute time, s, busiest",
     "time on the wire, s, busiest",
-    "memory at the backward's peak, GB",
+    "memory at the peak, GB",
 )
 
 
-def _figures(arguments: Arguments, costs: list[RankCost]) -> list[str]:
+def _figures(arguments: Arguments, costs: list[RankCost], memory: int) -> list[str]:
     layers = arguments.layers
 
     def pair(values: list[int], unit: float) -> str:
@@ -139,5 +142,5 @@ def _figures(arguments: Arguments, costs: list[RankCost]) -> list[str]:
         pair([c.traffic.backward_sent for c in costs], 1e9),
         seconds(max(c.forward_flops + c.backward_flops for c in costs), arguments.tflops, 1e12),
         seconds(busiest_link, arguments.gbytes_per_second, 1e9),
-        f"{max(c.memory for c in costs) / 1e9:,.3g}",
+        f"{memory / 1e9:,.3g}",
     ]

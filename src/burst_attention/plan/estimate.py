@@ -8,8 +8,11 @@ import numpy as np
 
 from .assignment import TRAVELS
 from .cost import Shape, Traffic, sent_and_received
-from .program import IN_FLIGHT, all_edges
+from .footprint import peak_bytes
+from .program import all_edges, build_program
 from .schedule import RETURNS, Schedule
+
+LOOKED_AT = 4  # a program for each of many ranks takes its time
 
 
 @dataclass(frozen=True)
@@ -20,14 +23,12 @@ class RankCost:
         tokens: it holds.
         forward_flops, backward_flops: of the (query, key) pairs that it computes; the backward forms the scores anew.
         traffic: bytes that it sends and receives.
-        memory: bytes at the peak of the backward, estimated: inputs, sums, shards in use and arriving, partial results.
     """
 
     tokens: int
     forward_flops: int
     backward_flops: int
     traffic: Traffic
-    memory: int
 
 
 def estimate(schedule: Schedule, shape: Shape, travels: str) -> list[RankCost]:
@@ -45,7 +46,6 @@ def estimate(schedule: Schedule, shape: Shape, travels: str) -> list[RankCost]:
     per_pair = 2 * shape.batch * shape.q_heads  # a multiplication and an addition
     forward = per_pair * (shape.head_dim + shape.v_head_dim)  # scores, P V
     backward = per_pair * (3 * shape.head_dim + 2 * shape.v_head_dim)  # scores, dO V', P' dO, dS K, dS' Q
-    exact = schedule.route.exact
     return [
         RankCost(
             layout.lengths[rank],
@@ -55,24 +55,23 @@ def estimate(schedule: Schedule, shape: Shape, travels: str) -> list[RankCost]:
                 *sent_and_received(edges[False], rank, shape, backward=False),
                 *sent_and_received(edges[True], rank, shape, backward=True),
             ),
-            _memory(shape, max(layout.lengths), travels, alone=layout.world == 1, exact=exact),
         )
         for rank in range(layout.world)
     ]
 
 
-def _memory(shape: Shape, tokens: int, travels: str, *, alone: bool, exact: bool) -> int:
-    """Bytes at the peak of a backward on a rank of several; stats (lse, D) are left out as small."""
-    q = shape.batch * shape.q_heads * tokens * shape.head_dim * shape.io
-    out = shape.batch * shape.q_heads * tokens * shape.v_head_dim * shape.io
-    kv = shape.batch * shape.kv_heads * tokens * (shape.head_dim + shape.v_head_dim) * shape.io
-    held = q + kv + 2 * out  # q, k, v, out, dout
-    results = q + kv + out  # what a kernel gives for one pair, and the surrogate of out that it takes
-    if alone:
-        return held + results
-    sums = (q + kv) * shape.accumulate // shape.io
-    bundles = {"query": (q + out, q), "key-value": (kv, kv), "either": (q + out + kv, q + kv)}
-    bundle, partial = bundles[travels]
-    on_wire = partial * (shape.accumulate if exact else shape.partial) // shape.io
-    # Of two exchanges under way: what arrives and a copy of what is sent, shards and partial results.
-    return held + results + sums + IN_FLIGHT * 2 * (bundle + on_wire)
+def peak_memory(schedule: Schedule, shape: Shape, travels: str) -> int:
+    """Bytes at the peak of one forward and backward, of :data:`LOOKED_AT` ranks spread over the group the most.
+
+    What :func:`~burst_attention.plan.footprint.peak_bytes` counts.
+    """
+    layout, pairs = schedule.layout, schedule.pairs()
+    looked_at = min(layout.world, LOOKED_AT)
+    most = 0
+    for n in range(looked_at):
+        rank = n * (layout.world - 1) // max(1, looked_at - 1)
+        for backward, assign in zip((False, True), TRAVELS[travels](layout.world), strict=True):
+            program = build_program(pairs, assign, schedule.route, RETURNS[backward], layout, rank)
+            peak = peak_bytes(program, shape, tokens=layout.lengths[rank], returns=RETURNS[backward], backward=backward)
+            most = max(most, peak)
+    return most

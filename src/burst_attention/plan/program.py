@@ -122,7 +122,10 @@ def all_edges(
     pairs: Pairs, assignment: Assignment, route: Route, returns: Collection[Side], layout: Layout
 ) -> list[Edge]:
     """Every edge that these pairs ask for; of all pairs, every edge of the pass."""
-    uses, world = find_uses(pairs, assignment, layout.world), layout.world
+    return _edges(find_uses(pairs, assignment, layout.world), route, returns, layout.world)
+
+
+def _edges(uses: _Uses, route: Route, returns: Collection[Side], world: int) -> list[Edge]:
     edges: list[Edge] = []
     for (side, owner), users in uses.by_key.items():
         edges += route.outward(side, owner, users, world)
@@ -141,9 +144,7 @@ def build_program(
         returns: the sides for which a visit gives partial results: the query side in a forward, both in a backward.
     """
     uses = find_uses(pairs, assignment, layout.world)
-    edges = [
-        edge for edge in all_edges(pairs, assignment, route, returns, layout) if rank in (edge.source, edge.target)
-    ]
+    edges = [e for e in _edges(uses, route, returns, layout.world) if rank in (e.source, e.target)]
     edges.sort(key=lambda e: (e.step, e.partial, e.side.value, e.owner, e.source))
     own = Rows.all(layout.lengths[rank])
     held: dict[Key, Rows] = {(side, rank): own for side in Side}

@@ -59,9 +59,12 @@ class Route:
             for distance, rank in away:
                 yield Edge(distance, owner, rank, side, owner, uses[rank].rows)
             return
-        for hop in range(1, max((distance for distance, _ in away), default=0) + 1):
-            beyond = Rows.union(uses[rank].rows for distance, rank in away if distance >= hop)
-            yield Edge(hop, (owner + hop - 1) % world, (owner + hop) % world, side, owner, beyond)
+        beyond = Rows.union(())
+        for hop in range(max((distance for distance, _ in away), default=0), 0, -1):  # from the far end
+            rank = (owner + hop) % world
+            if rank in uses:
+                beyond = Rows.union((beyond, uses[rank].rows))
+            yield Edge(hop, (owner + hop - 1) % world, rank, side, owner, beyond)
 
     def homeward(self, side: Side, owner: int, uses: Mapping[int, Use], world: int) -> Iterator[Edge]:
         """The edges by which partial results for ``owner`` come home.

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import pickle
+import signal
+import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -17,6 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+_PR_SET_PDEATHSIG = 1
 
 
 class WorkerError(RuntimeError):
@@ -60,7 +66,9 @@ class WorkerPool:
         for rank in range(world):
             ours, theirs = context.Pipe()
             entry = entries[rank] if entries is not None else f"file://{Path(self._folder.name) / 'rendezvous'}"
-            arguments = (theirs, entry, rank, world, threads, timeout)
+            # Linux takes the thread that started a process for its parent.
+            tied = threading.current_thread() is threading.main_thread()
+            arguments = (theirs, entry, rank, world, threads, timeout, tied)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -81,7 +89,11 @@ class WorkerPool:
         """
         if self.broken:
             raise WorkerError("this pool lost a rank in an earlier run; make a new one")
-        results, errors, lost = self.gather(function, *arguments, timeout=timeout, patience=patience)
+        try:
+            results, errors, lost = self.gather(function, *arguments, timeout=timeout, patience=patience)
+        except BaseException:  # Ctrl-C: the ranks are in the middle of it
+            self.broken = True
+            raise
         if lost or (errors and len(errors) < self.world):
             self.broken = True
         if lost or errors:
@@ -144,8 +156,11 @@ class WorkerPool:
 
 
 def _serve(
-    pipe: Connection, entry: str | Callable[[], str], rank: int, world: int, threads: int, timeout: float
+    pipe: Connection, entry: str | Callable[[], str], rank: int, world: int, threads: int, timeout: float, tied: bool
 ) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank wherever it is, without a traceback of its own
+    if tied:
+        _end_with_parent()
     init_method = entry if isinstance(entry, str) else entry()
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(world)
     torch.set_num_threads(threads)
@@ -171,6 +186,12 @@ def _serve(
         except Exception as error:  # a result that can't be pickled
             pipe.send(("error", _portable(error)))
     dist.destroy_process_group()
+
+
+def _end_with_parent() -> None:
+    """Have Linux kill this process when its parent is gone: a rank in the middle of a call would not notice."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _portable(error: BaseException) -> BaseException:

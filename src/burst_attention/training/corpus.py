@@ -189,4 +189,5 @@ class Hub:
         try:
             return datasets.load_dataset(self.name, self.configuration or None, split=self.split, streaming=True)
         except Exception as error:
-            raise ValueError(f"--data {HUB}{self.name}: {first_line(error)}") from error
+            told = " ".join(str(error).split("\n")[:2]) or first_line(error)  # the second lists configurations
+            raise ValueError(f"--data {HUB}{self.name}: {told}") from error
