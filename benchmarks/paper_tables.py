@@ -290,7 +290,10 @@ def long(page: Page) -> str:
         ["GFLOP/s", number_text((row.flops_per_second or 0) / 1e9)],
         ["sent per rank, counted and predicted", f"{bytes_text(row.bytes_counted)}, {bytes_text(row.bytes_predicted)}"],
         ["peak memory of the highest rank, above what was resident before", mebibytes(row.peak_memory)],
-        ["all ranks, with all that is resident, at most", mebibytes((row.peak_resident or 0) * row.world)],
+        [
+            "all ranks, with all that is resident, at most",
+            mebibytes(row.peak_resident and row.peak_resident * row.world),
+        ],
         ["error", "-" if row.error is None else f"{row.error:.1e}"],
     ]
     return text + table(("", ""), lines)
@@ -314,7 +317,7 @@ def peers(page: Page) -> str:
             lines.append([name, row["passes"], why, "", "", ""])
             continue
         sent_bytes = bytes_text(statistics.fmean(row["bytes"])) if row["bytes"] else "-"
-        by_round = (spread(row[key], ".3f") for key in ("ratios", "ratios_without_copies"))
+        by_round = (spread(row.get(key, ()), ".3f") for key in ("ratios", "ratios_without_copies"))
         lines.append([name, row["passes"], spread(row["seconds"]), *by_round, sent_bytes])
     text = page.head("Beside the packages", about, sizes)
     return text + table(("variant", "passes", "s", "ratio", "without copies", "sent per rank"), lines)

@@ -94,7 +94,7 @@ def _peers(page: Page | None) -> Line:
     values = row.get("ratios")
     if not values:
         return what, "≥ 1.05×", "-", None, ""
-    told = f"{spread(values, '.3f')}×; {spread(row['ratios_without_copies'], '.3f')}× without the stand-in's copies"
+    told = f"{spread(values, '.3f')}×; {spread(row.get('ratios_without_copies', ()), '.3f')}× without the stand-in's copies"
     return what, "≥ 1.05×", told, statistics.median(values) >= 1.05, LOCAL
 
 

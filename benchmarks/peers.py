@@ -97,7 +97,9 @@ def compare(
                 if row["refused"] is None:
                     _check(pool, problem, variant, row, stock, timeout)
             runnable = [row for row in rows if row["correct"]]
-            for n in range(-1, rounds) if rounds else ():  # TorchScript, which peers use, compiles in the second call
+            for n in (
+                range(-1, rounds) if rounds and runnable else ()
+            ):  # TorchScript, which peers use, compiles in the second call
                 # Each round begins with another: none is always the one that runs after a pause.
                 for row in runnable[n % len(runnable) :] + runnable[: n % len(runnable)]:
                     seconds, copying = max(pool.run(timed, problem, row["name"], timeout=timeout))

@@ -34,6 +34,7 @@ TRAIN = "tests/distributed/test_train.py"
 ENGINES = "tests/distributed/test_engines.py"
 BENCH = "tests/distributed/test_bench.py"
 STOCK = "tests/unit/test_stock_kernels.py"
+FOOTPRINT = "tests/distributed/test_footprint.py"
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,8 @@ SEEDED = [
     Fault(
         "stale keys: a relay forwards its own shard",
         "sweep.py",
-        "tensors = _take(self.held[edge.side, edge.owner], message.where)",
-        "tensors = _take(self.held[edge.side, self._transport.rank], message.where)",
+        "tensors = self._indices.take(self.held[edge.side, edge.owner], message.where)",
+        "tensors = self._indices.take(self.held[edge.side, self._transport.rank], message.where)",
         ATTENTION,
         "any_assignment and ring-3",
     ),
@@ -84,8 +85,8 @@ SEEDED = [
     Fault(
         "dQ from the wrong owner's queries",
         "sweep.py",
-        "_take(self.held[side, op.owner(side)], op.held[side])",
-        "_take(self.held[side, self._transport.rank], op.held[side])",
+        "self._indices.take(self.held[side, op.owner(side)], op.held[side])",
+        "self._indices.take(self.held[side, self._transport.rank], op.held[side])",
         ATTENTION,
         "every_two_values_meet and 2",
     ),
@@ -358,7 +359,7 @@ SEEDED = [
     Fault(
         "engines that disagree at the timed length are timed all the same",
         "bench/run.py",
-        "return (odd[0], agreement) if odd else (error, bound)",
+        "return apart, agreement",
         "return error, bound",
         BENCH,
         "no_figure_is_told",
@@ -426,6 +427,54 @@ SEEDED = [
         "return out, lse",
         STOCK,
         "every_band and efficient",
+    ),
+    Fault(
+        "a tall tile's first rows lose keys to FlashAttention 2's window",
+        "kernels/windowed.py",
+        "tall = part.rows > part.columns + 1 and part.bounded_below and not part.bounded_above",
+        "tall = False",
+        STOCK,
+        "every_band and flash2",
+    ),
+    Fault(
+        "an efficient kernel reads out in another order of memory",
+        "kernels/aten_ops.py",
+        "out = out.transpose(1, 2).contiguous().transpose(1, 2)",
+        "out = out.contiguous()",
+        STOCK,
+        "over_a_wire and efficient",
+    ),
+    Fault(
+        "what arrives is held until all of it is folded in",
+        "sweep.py",
+        "message, tensors = arriving.pop(0)",
+        "message, tensors = arriving.pop(0); self.kept = getattr(self, 'kept', []); self.kept.append(tensors)",
+        FOOTPRINT,
+        "query",
+    ),
+    Fault(
+        "copies of what is sent are not foretold",
+        "plan/footprint.py",
+        "elif edge.owner == self._rank or not _is_all(message.where, self._held[key][0]):",
+        "elif False:",
+        FOOTPRINT,
+        "query",
+    ),
+    Fault(
+        "a graph on disk of another formula may be run",
+        "op.py",
+        "FORMULA = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]",
+        'FORMULA = "1"',
+        "tests/distributed/test_operator.py",
+        "names_the_formula",
+    ),
+    Fault(
+        "a rank draws the whole sequence's inputs",
+        "bench/subjects.py",
+        "self.inputs = random_qkv(job, self.plan.positions)",
+        "self.inputs = [self.plan.shard(x, 2) for x in random_qkv(job)]",
+        BENCH,
+        "memory_is_of_one_engine",
     ),
 ]
 

@@ -22,9 +22,16 @@ BANDS: dict[str, Table] = {
     "above": [(0, 33, 0, 50, -49, -4)],
     "both": [(0, 61, 0, 61, -7, 3)],
     "thin": [(0, 40, 0, 40, 0, 0)],
+    "tall, limited below": [(0, 90, 0, 50, -49, 40)],
     "corner": [(10, 43, 5, 38, 0, 32)],
     "several": [(0, 20, 0, 20, 0, 19), (20, 50, 0, 30, -29, 29), (20, 50, 40, 70, 0, 29)],
     "documents": [(n, n + 5, n, n + 5, 0, 4) for n in range(0, 70, 5)],
+}
+# With pieces of more than one block to each side.
+LARGE: dict[str, Table] = {
+    "large window": [(0, 600, 0, 600, 0, 299)],
+    "large band": [(0, 600, 0, 700, -350, 299)],
+    "large, tall, limited below": [(0, 900, 0, 500, -499, 410)],
 }
 # Relative L2. What a kernel rounds itself to io dtype may err by three times that.
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
@@ -60,12 +67,18 @@ def compare(
     dtype: torch.dtype = torch.float32,
     *,
     dlse: bool = False,
+    heads_first: bool = False,
     **options: object,
 ) -> None:
-    """Forward and backward of ``table``; with ``dlse`` of the lse alone: then no column of dO can carry its D."""
+    """Forward and backward of ``table``; with ``dlse`` of the lse alone: then no column of dO can carry its D.
+
+    ``heads_first``: [B, H, S, D] in memory, as shards that came over a wire are.
+    """
     tiles = Tiles(np.array(table, np.int64))
     rows, columns = int(tiles.table[:, 1].max()) + 3, int(tiles.table[:, 3].max()) + 5  # some rows see nothing
     q, k, v, dout = inputs(rows, columns, dim, value_dim, dtype, **options)  # type: ignore[arg-type]
+    if heads_first:
+        q, k, v, dout = (x.contiguous() for x in (q, k, v, dout))
     dout = dout * float(not dlse)
     judge, scale = Reference(), 0.7 / dim**0.5
     out, lse = judge.forward(q.double(), k.double(), v.double(), tiles, scale)

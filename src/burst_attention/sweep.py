@@ -24,11 +24,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .comm.transport import Pending, Transport
-from .kernels.contract import Kernel, accumulation_dtype, wire_dtype
+from .kernels.contract import Kernel, accumulation_dtype, capturing, wire_dtype
 from .kernels.merge import add_, blank_output, merge_
 from .plan.program import Drop, Message, Post, Program, Visit, Wait
 from .plan.route import Edge
@@ -180,18 +181,21 @@ class _Run:
 
     def __init__(self, program: Program, transport: Transport, work: Pass, phase: str) -> None:
         self.held = {(side, program.rank): tensors for side, tensors in work.own.items()}
-        self.sums = _Sums(program, work)
+        self._indices = _Indices(program)
+        self.sums = _Sums(program, work, self._indices)
         self._transport, self._work, self._phase = transport, work, phase
         self._on_wire: dict[int, tuple[Pending, list[tuple[Message, Tensors]]]] = {}
 
     def visit(self, op: Visit) -> None:
         """Compute a pair and fold in what it gives."""
-        query, key = (_take(self.held[side, op.owner(side)], op.held[side]) for side in Side)
+        query, key = (self._indices.take(self.held[side, op.owner(side)], op.held[side]) for side in Side)
         if self._work.extends and (total := self.sums.running(Side.QUERY, op.query_owner, op.into[Side.QUERY])):
             self._work.extend(query, key, op.tiles, total)
             return
-        for side, part in self._work.visit(query, key, op.tiles).items():
-            self.sums.add(side, op.owner(side), op.into[side], part)
+        parts = dict(self._work.visit(query, key, op.tiles))
+        del query, key  # rows that were gathered are free, and so is each part once it is folded in
+        for side in tuple(parts):
+            self.sums.add(side, op.owner(side), op.into[side], parts.pop(side))
 
     def post(self, op: Post) -> None:
         """Start an exchange: shards, own or to be passed on, and partial results on their way home."""
@@ -218,16 +222,16 @@ class _Run:
         if message.where is None:
             tensors = self.sums.pop(edge.side, edge.owner, self._work.wire_dtypes(edge.side, exact=edge.exact))
         else:
-            tensors = _take(self.held[edge.side, edge.owner], message.where)
+            tensors = self._indices.take(self.held[edge.side, edge.owner], message.where)
         return tuple(x.contiguous() for x in tensors)
 
 
 class _Sums:
     """Partial results under accumulation, per side and owner."""
 
-    def __init__(self, program: Program, work: Pass) -> None:
+    def __init__(self, program: Program, work: Pass, indices: _Indices) -> None:
         self._rows = program.sum_rows
-        self._work = work
+        self._work, self._indices = work, indices
         self._totals: dict[tuple[Side, int], Tensors] = {}
 
     def add(self, side: Side, owner: int, where: Where, part: Tensors) -> None:
@@ -240,9 +244,9 @@ class _Sums:
             self._totals[key] = work.blank(side, rows)
         total = self._widened(side, owner)
         if isinstance(where, slice):
-            work.combine(side, _take(total, where), part)
+            work.combine(side, self._indices.take(total, where), part)
             return
-        index = torch.from_numpy(where).to(total[0].device)
+        index = self._indices.on_device(where, total[0].device)
         gathered = tuple(x.index_select(2, index) for x in total)
         work.combine(side, gathered, part)
         for x, y in zip(total, gathered, strict=True):
@@ -259,7 +263,7 @@ class _Sums:
         """The total's rows at ``where``, to be written to; None if there is none yet, or no view of these rows."""
         if not isinstance(where, slice) or (side, owner) not in self._totals:
             return None
-        return _take(self._widened(side, owner), where)
+        return self._indices.take(self._widened(side, owner), where)
 
     def pop(self, side: Side, owner: int, dtypes: tuple[torch.dtype, ...] | None = None) -> Tensors:
         """The total, rounded if asked; blank if nothing was added."""
@@ -267,12 +271,28 @@ class _Sums:
         return total if dtypes is None else tuple(x.to(dtype) for x, dtype in zip(total, dtypes, strict=True))
 
 
-def _take(tensors: Tensors, where: Where) -> Tensors:
-    """Rows of a shard: a view where they are consecutive."""
-    if isinstance(where, slice):
-        return tuple(x.narrow(2, where.start, where.stop - where.start) for x in tensors)
-    index = torch.from_numpy(where).to(tensors[0].device)
-    return tuple(x.index_select(2, index) for x in tensors)
+class _Indices:
+    """A program's index arrays on the device, kept with it: a copy there makes the host wait, each time anew."""
+
+    def __init__(self, program: Program) -> None:
+        self._kept = program.kept
+
+    def take(self, tensors: Tensors, where: Where) -> Tensors:
+        """Rows of a shard: a view where they are consecutive."""
+        if isinstance(where, slice):
+            return tuple(x.narrow(2, where.start, where.stop - where.start) for x in tensors)
+        index = self.on_device(where, tensors[0].device)
+        return tuple(x.index_select(2, index) for x in tensors)
+
+    def on_device(self, where: np.ndarray, device: torch.device) -> Tensor:
+        if device.type == "cpu":
+            return torch.from_numpy(where)
+        key = id(where), device  # the program keeps the array, so its id stays its own
+        if key not in self._kept:
+            if capturing():
+                raise RuntimeError("this plan must be used once before a CUDA graph's capture: its indices are copied")
+            self._kept[key] = torch.from_numpy(where).to(device)
+        return self._kept[key]
 
 
 def _empty(edge: Edge, work: Pass) -> Tensors:

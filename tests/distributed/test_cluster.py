@@ -210,7 +210,10 @@ def test_nothing_is_left_after_exit_exception_or_failed_setup(monkeypatch: pytes
     assert set(namespaces()) == others
 
 
-CHILD = """
+# Python takes SIGINT only if whoever started it did not ignore it, as shells do for what runs in the background.
+HEEDS = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+CHILD = f"""
+{HEEDS}
 import sys, time
 from burst_attention.bench.cluster import Cluster
 with Cluster(2, 1, rate=1e8):
@@ -235,6 +238,41 @@ def test_nothing_is_left_by_a_process_that_is_told_to_stop(number: signal.Signal
     pid, code = child_ended_by(number)
     assert code != 0
     assert not namespaces(pid)
+
+
+def alive(group: int) -> list[str]:
+    """Processes of a process group, but for those that only wait to be reaped."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, number = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
+        except OSError:
+            continue  # ended meanwhile
+        if int(number) == group and state != "Z":
+            found.append(folder.name)
+    return found
+
+
+@emulated
+def test_a_bench_in_a_cluster_ends_with_control_c(tmp_path: Path) -> None:
+    """As from a terminal: the signal goes to the command and to its ranks, which are in the middle of a call."""
+    sizes = ["--cluster", "2x1", "--link", "20mbit", "--seq-lens", "8192", "--engines", "burst", "--out", str(tmp_path)]
+    code = f"{HEEDS}; import sys; from burst_attention.cli import main; sys.exit(main({['bench', 'train', *sizes]}))"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as child:
+        assert child.stdout is not None and child.stderr is not None
+        while b"8,192 tokens" not in child.stdout.readline():
+            assert child.poll() is None, child.stderr.read()
+        time.sleep(1.0)
+        os.killpg(child.pid, signal.SIGINT)
+        told = child.stderr.read()
+        assert child.wait(timeout=30) == 130
+    assert b"Traceback" not in told
+    assert not namespaces(child.pid)
+    deadline = time.monotonic() + 10
+    while alive(child.pid):
+        assert time.monotonic() < deadline, "ranks are left"
+        time.sleep(0.1)
 
 
 @emulated

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from burst_attention import make_plan
+from burst_attention import Mask, make_plan
 from burst_attention.kernels.merge import blank_output
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.footprint import peak_bytes
@@ -58,12 +58,12 @@ class Idle:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
 
-def live_and_foretold(layout: str, route: str, travels: str) -> list[tuple[int, int]]:
+def live_and_foretold(layout: str, route: str, travels: str, mask: Mask) -> list[tuple[int, int]]:
     """Forward, then backward."""
-    plan = make_plan(4096, layout=layout, route=route)
+    plan = make_plan(4096, layout=layout, route=route, mask=mask)
 
     def new(heads: int, dim: int) -> Tensor:
-        return torch.zeros(1, heads, plan.length, dim, dtype=torch.bfloat16)
+        return torch.zeros(1, plan.length, heads, dim, dtype=torch.bfloat16).transpose(1, 2)  # as models have them
 
     q, k, v, out, dout = new(HEADS, DIM), new(KV_HEADS, DIM), new(KV_HEADS, V_DIM), new(HEADS, V_DIM), new(HEADS, V_DIM)
     lse, _ = torch.zeros(2, 1, HEADS, plan.length).clone().unbind()  # with D in the same storage
@@ -89,16 +89,20 @@ def live_and_foretold(layout: str, route: str, travels: str) -> list[tuple[int, 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize(
-    ("layout", "route", "travels"),
+    ("layout", "route", "travels", "mask"),
     [
-        ("zigzag", "direct", "query"),
-        ("zigzag", "direct", "key-value"),
-        ("contiguous", "direct", "either"),
-        ("striped", "ring", "query"),
-        ("zigzag", "ring-attention", "key-value"),
+        ("zigzag", "direct", "query", Mask()),
+        ("zigzag", "direct", "key-value", Mask()),
+        ("contiguous", "direct", "either", Mask()),
+        ("striped", "ring", "query", Mask()),
+        ("zigzag", "ring-attention", "key-value", Mask()),
+        ("zigzag", "direct", "query", Mask(window=700)),
+        ("striped", "direct", "key-value", Mask(cu_seqlens=[0, 100, 1500, 1500, 4096])),
     ],
 )
-def test_what_is_live_is_what_was_foretold(pools: Any, world: int, layout: str, route: str, travels: str) -> None:
-    for told in pools(world).run(live_and_foretold, layout, route, travels):
+def test_what_is_live_is_what_was_foretold(
+    pools: Any, world: int, layout: str, route: str, travels: str, mask: Mask
+) -> None:
+    for told in pools(world).run(live_and_foretold, layout, route, travels, mask):
         for live, foretold in told:
-            assert foretold == pytest.approx(live, rel=0.02)
+            assert foretold == pytest.approx(live, rel=0.05)

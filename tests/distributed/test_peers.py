@@ -37,7 +37,7 @@ def rows(peers: ModuleType) -> dict[str, dict[str, Any]]:
 def need(*packages: str) -> None:
     for package in packages:
         if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed; pip install 'burst-attention[peers]'")
+            pytest.skip(f"{package} is not installed; pip install -e '.[peers]'")
 
 
 def test_every_variant_is_right_and_timed(rows: dict[str, dict[str, Any]]) -> None:

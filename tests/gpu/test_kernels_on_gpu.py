@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 
 import numpy as np
@@ -10,11 +11,16 @@ import torch
 
 from burst_attention import Mask, burst_attention, make_plan
 from burst_attention.kernels import KERNELS, choose, explain
+from burst_attention.kernels.prove import proven
+from burst_attention.kernels.triton.tuning import Trial, Tuner, alike, candidates
 from burst_attention.plan.layout import Layout
 from burst_attention.plan.tile import Tile, Tiles, pair_tiles
 from burst_attention.testing import Case, check, local_world
 from burst_attention.testing.check import relative_l2
-from tests.tile_cases import BANDS, compare, inputs
+from tests.tile_cases import BANDS, LARGE, compare, inputs
+
+triton = pytest.importorskip("triton")
+from triton.runtime.errors import OutOfResources  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -23,18 +29,52 @@ FIXED_ORDER = [name for name in ON_GPU if not name.startswith("aten")]  # of its
 
 
 def chosen(name, dtype):
-    """The kernel, or a skip that tells why it can't be had here."""
+    """The kernel, or a skip that tells why it can't be had here. Triton's with its fixed sizes: compiled once."""
     try:
-        return choose(name, device=torch.device("cuda"), dtype=dtype)
+        kernel = choose(name, device=torch.device("cuda"), dtype=dtype)
     except ValueError as error:
         pytest.skip(str(error))
+    return dataclasses.replace(kernel, tuned=False) if name == "triton" else kernel
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ON_GPU)
-@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("band", [*BANDS, *LARGE])
 def test_every_band(band, name, dtype):
-    compare(chosen(name, dtype), BANDS[band], 64, 64, dtype, device="cuda")
+    compare(chosen(name, dtype), (BANDS | LARGE)[band], 64, 64, dtype, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ON_GPU)
+@pytest.mark.parametrize("dlse", [False, True])
+def test_shards_that_came_over_a_wire(dlse, name, dtype):
+    """[B, H, S, D] in memory; with a gradient of the lse alone, too."""
+    compare(chosen(name, dtype), BANDS["several"], 64, 64, dtype, device="cuda", heads_first=True, dlse=dlse)
+
+
+@pytest.mark.parametrize("name", FIXED_ORDER)
+def test_what_auto_would_prove(name):
+    for dtype in (torch.bfloat16, torch.float16):
+        proven(chosen(name, dtype), torch.device("cuda"), dtype, (128, 64))
+
+
+def test_every_size_that_is_measured_gives_the_same(tmp_path):
+    kernel, tuner = chosen("triton", torch.bfloat16), Tuner(tmp_path)
+    q, _, v, _ = inputs(256, 256, 64, 64, torch.bfloat16, device="cuda")
+    tiles = Tiles(np.array(BANDS["causal"]))
+    for program in ("forward", "backward_queries", "backward_keys"):
+        trial, sizes = Trial(kernel, program, q, v, "banded", 1000), candidates(64, 64, torch.bfloat16)
+        right, run = trial.results(sizes[0]), 1
+        for each in sizes[1:]:
+            try:
+                results = trial.results(each)
+            except OutOfResources:
+                continue
+            assert alike(results, right), (program, each)
+            run += 1
+        assert run > 1, "a choice of one"
+        assert tuner.sizes(kernel, program, q, v, tiles) in sizes
+    assert len(tuner.read()) == 3
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -115,13 +155,18 @@ def test_auto_tells_what_it_took():
 @pytest.mark.parametrize("world", [1, 4, 8])
 @pytest.mark.parametrize(
     ("mask", "layout", "travels"),
-    [(Mask(), "zigzag", "query"), (Mask(window=100), "striped", "key-value"), (Mask(), "contiguous", "either")],
+    [
+        (Mask(), "zigzag", "query"),
+        (Mask(window=100), "striped", "key-value"),
+        (Mask(window=250), "zigzag", "query"),  # tall tiles, limited at one side
+        (Mask(), "contiguous", "either"),
+    ],
 )
 def test_the_distributed_algorithm(mask, layout, travels, world, name):
     chosen(name, torch.bfloat16)
     shape = {"seqlen": 515, "q_heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": torch.bfloat16, "device": "cuda"}
     case = Case(**shape, mask=mask, layout=layout, travels=travels, kernel=name)
-    with local_world(world) as ranks:
+    with local_world(world, timeout=600.0) as ranks:  # the first call measures block sizes
         for report in ranks.run(lambda group: check(case, group=group)):
             assert report.passed, report
 

@@ -22,11 +22,10 @@ from burst_attention.kernels.surrogate import surrogate_output
 from burst_attention.kernels.windowed import Window, Windowed, launches_of, window_of
 from burst_attention.plan.tile import Tile, Tiles
 from burst_attention.testing.check import relative_l2
-from tests.tile_cases import BANDS, compare, inputs
+from tests.tile_cases import BANDS, LARGE, compare, inputs
 from tests.unit.test_plan import seen_by_tile
 
 CPU = torch.device("cpu")
-LARGE = {"large window": [(0, 600, 0, 600, 0, 299)]}
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -48,12 +47,17 @@ def gradients(dout, q, k, v, out, lse, seen, scale) -> tuple[Tensor, Tensor, Ten
 
 
 def bottom_right(rows: int, columns: int, left: int | None, right: int | None) -> Tensor:
-    """What FlashAttention 2's windows see; None, negative numbers and as many keys as there are are no limit."""
-    left, right = (None if side is not None and side >= columns else side for side in (left, right))
+    """What FlashAttention 2's windows see, its set_params_fprop's rules included.
+
+    None, negative numbers and as many keys as there are are no limit; beside a limit no limit is as many keys.
+    """
+    left, right = (None if side is None or side < 0 or side >= columns else side for side in (left, right))
+    if (left is None) != (right is None):
+        left, right = (columns if side is None else side for side in (left, right))
     middle = torch.arange(rows)[:, None] + columns - rows
     j = torch.arange(columns)[None]
-    before = left is None or left < 0 or j >= middle - left
-    after = right is None or right < 0 or j <= middle + right
+    before = left is None or j >= middle - left
+    after = right is None or j <= middle + right
     return torch.ones(rows, columns, dtype=torch.bool) & before & after
 
 
@@ -234,6 +238,7 @@ class Emulated:
         rows = a.query.shape[2]
         assert a.logsumexp.shape[-1] % 32 == 0 and a.logsumexp.is_contiguous()
         assert list(a.grad_input_mask) == [True, True, True, False]
+        assert a.out.transpose(1, 2).is_contiguous(), "read so by the kernel, whatever the strides"
         inputs = (a.grad_out_, a.query, a.key, a.value, a.out, a.logsumexp[..., :rows])
         return *gradients(*inputs, self.seen(a), a.scale), None
 
@@ -259,6 +264,12 @@ def test_every_band(name, band, installed, monkeypatch):
 
 
 @pytest.mark.parametrize("name", STOCK)
+def test_shards_that_came_over_a_wire(name, installed, monkeypatch):
+    """Those are [B, H, S, D] in memory."""
+    compare(kernel_over(name, installed, monkeypatch), BANDS["several"], 16, 16, heads_first=True)
+
+
+@pytest.mark.parametrize("name", STOCK)
 @pytest.mark.parametrize(("dim", "value_dim"), [(20, 12), (7, 40)])
 def test_head_dims_are_padded(name, dim, value_dim, installed, monkeypatch):
     compare(kernel_over(name, installed, monkeypatch), BANDS["several"], dim, value_dim)
@@ -270,7 +281,7 @@ def test_a_gradient_of_the_lse_alone(name, installed, monkeypatch):
 
 
 def test_windows_say_what_tiles_say():
-    for table in BANDS.values():
+    for table in (BANDS | LARGE).values():
         for row in table:
             tile = Tile(*row)
             left, right = window_of(tile)

@@ -23,7 +23,7 @@ kernel_module = pytest.importorskip("burst_attention.kernels.triton.kernel")
 if not kernel_module.interpreted():
     pytest.skip("on a GPU tests/gpu runs the compiled kernels", allow_module_level=True)
 from burst_attention.kernels.triton.blocks import meetings  # noqa: E402
-from burst_attention.kernels.triton.tuning import Sizes, Tuner, candidates, fixed_sizes, kind_of  # noqa: E402
+from burst_attention.kernels.triton.tuning import Sizes, Trial, Tuner, alike, candidates, fixed_sizes, kind_of  # noqa: E402
 
 
 def compare(table, dim, value_dim, dtype, **options):
@@ -123,6 +123,34 @@ def test_sizes_are_remembered_on_disk_and_a_broken_file_is_no_trouble(tmp_path):
     assert json.loads(tuner.path.read_text())
     tuner.path.write_text("{broken")
     assert tuner.read() == {}
+
+
+@pytest.mark.parametrize("program", ["forward", "backward_queries", "backward_keys"])
+def test_a_size_whose_results_are_others_is_told_apart(program):
+    q, _, v, _ = tile_cases.inputs(8, 8, 16, 24)
+    state = torch.random.get_rng_state()
+    trial = Trial(kernel_module.Triton(tuned=False), program, q, v, "banded", 48)
+    assert torch.equal(torch.random.get_rng_state(), state), "a measurement draws nothing from the user's generator"
+    right = trial.results(Sizes(16, 16, 4, 1))
+    assert len(right) == {"forward": 4, "backward_queries": 1, "backward_keys": 2}[program]
+    assert alike(trial.results(Sizes(32, 16, 4, 1)), right)
+    trial.tiles = Tiles(np.array([[0, 48, 0, 48, -5, 47]]))
+    assert not alike(trial.results(Sizes(16, 16, 4, 1)), right)
+    assert not alike([x * float("nan") for x in right], right)
+
+
+def test_sizes_are_fixed_where_determinism_is_asked_for(monkeypatch):
+    kernel = kernel_module.Triton()
+    q, _, v, _ = tile_cases.inputs(8, 8, 16, 16)
+    monkeypatch.setattr(kernel_module, "interpreted", lambda: False)
+    monkeypatch.setattr(Tuner, "sizes", lambda *_: "measured")
+    tiles = Tiles(np.array([[0, 8, 0, 8, 0, 7]]))
+    assert kernel._sizes("forward", q, v, tiles) == "measured"
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert kernel._sizes("forward", q, v, tiles) == fixed_sizes(16, 16, torch.float32)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -20,6 +20,8 @@ from .subjects import AttentionSubject, ModelSubject, make_subject, random_qkv, 
 from .trace import Trace
 
 FLOOR = {"float64": 1e-11, "float32": 1e-5, "bfloat16": 1e-3, "float16": 1e-3}
+# Where rounding may add up: between engines, and of sums over all tokens; by a tensor's size.
+AGREEMENT = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
 FACTOR = 3.0  # times the error of a single rank in the same dtype
 
 
@@ -55,7 +57,8 @@ def _worst(errors: list[float], bounds: list[float]) -> tuple[float, float]:
 def sampled_error(job: Job, subject: Any, rows: int = 32) -> float | None:
     """Of an attention subject's last call: the error of out and dq against fp64 in a few rows of each rank.
 
-    This is what can be afforded at any length; dK and dV by two sums that they must have. None for other subjects.
+    This is what can be afforded at any length; of dK and dV two sums that they must have, which tell if they are more
+    than :data:`AGREEMENT` off. None for other subjects.
     """
     if not isinstance(subject, AttentionSubject):
         return None
@@ -70,11 +73,12 @@ def sampled_error(job: Job, subject: Any, rows: int = 32) -> float | None:
             actual = subject.results[n][0, :, local].double()
             squares[n] += torch.stack([(actual - right).square().sum(), right.square().sum()])
     dist.all_reduce(squares)
-    sampled = [(wrong / size).sqrt().item() for wrong, size in squares]
-    return max(*sampled, *_balances(subject))
+    sampled = (squares[:, 0] / squares[:, 1]).sqrt().max().item()  # NaN if one is
+    off = _off_balance(subject)
+    return sampled if off <= AGREEMENT[job.dtype] else off
 
 
-def _balances(subject: AttentionSubject) -> list[float]:
+def _off_balance(subject: AttentionSubject) -> float:
     """What is amiss with sum(dV * V) = sum(dO * O) and sum(dK * K) = sum(dQ * Q), by the size of the terms."""
     out, *grads = subject.results
     q, k, v, dout = subject.inputs
@@ -83,7 +87,8 @@ def _balances(subject: AttentionSubject) -> list[float]:
     dist.all_reduce(told)
     by_name = dict(zip(("given", "q", "k", "v"), told.tolist(), strict=True))
     pairs = ((by_name["v"], by_name["given"]), (by_name["k"], by_name["q"]))
-    return [abs(a - b) / math.sqrt(weight_a + weight_b) for (a, weight_a), (b, weight_b) in pairs]
+    off = [abs(a - b) / math.sqrt(weight_a + weight_b) for (a, weight_a), (b, weight_b) in pairs]
+    return torch.tensor(off).max().item()  # NaN if one is
 
 
 def _one_row(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:

@@ -84,7 +84,7 @@ def _time(job: Job, able: list[tuple[Figures, Engine]]) -> None:
     subjects = [(figures, make_subject(job, engine, trace)) for figures, engine in able]
     for _, subject in subjects:
         subject.warm_up()
-    for n in range(job.rounds):
+    for n in range(job.rounds if subjects else 0):
         for figures, subject in subjects[n % len(subjects) :] + subjects[: n % len(subjects)]:
             before = _sent_by_interface(job.interface)
             dist.barrier()

@@ -128,6 +128,6 @@ class Results:
         content = json.loads(path.read_text("utf-8"))
         rows = []
         for row in content.pop("rows"):
-            del row["bytes_uncounted"]  # follows from the others
+            row.pop("bytes_uncounted", None)  # follows from the others
             rows.append(Row(**row | {"timeline": [[Span(**span) for span in rank] for rank in row["timeline"]]}))
         return cls(rows=rows, **content)

@@ -19,15 +19,12 @@ from burst_attention.training.place import cores
 
 from .cluster import INTERFACE, Cluster
 from .job import Job
-from .judge import judge
+from .judge import AGREEMENT, judge
 from .measure import Figures, measure
-from .memory import resident
 from .results import Results, Row
 
 CHECKED_TOKENS = 512
-# Between engines, by a tensor's size: a random direction finds an error of the whole by about as much.
-AGREEMENT = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
-LOSS_AGREEMENT = 1e-3  # of a mean over all tokens, in any dtype
+LOSS_AGREEMENT = 1e-3  # of a mean over all tokens
 PATIENCE = 6 * 3600.0
 STRAGGLE = 120.0  # seconds between the first rank that answers and the last
 
@@ -71,7 +68,6 @@ class World:
 
     def __init__(self, pool: WorkerPool, cluster: Cluster | None, per_node: int, say: Callable[[str], None]) -> None:
         self.pool, self.cluster, self.per_node, self.say = pool, cluster, per_node, say
-        self.per_rank = pool.run(resident)  # before anything is done: what the imports take
         self._judged: dict[Job, dict[str, tuple[float, float]]] = {}
         self._typical: dict[Job, list[float]] = {}  # what the engines agreed on, by what they computed
 
@@ -131,7 +127,7 @@ class World:
         """The median over engines of each of their results; one by itself is held to what several agreed on before."""
         key = replace(job, engines=(), rounds=1, weigh=False, timeline=False)
         prints = [figures[0].prints for figures in by_engine.values() if figures[0].prints]
-        if len(prints) > 1 or key not in self._typical:
+        if len(prints) > 1 or not self._typical.get(key):
             self._typical[key] = [_median([p.value for p in column]) for column in zip(*prints, strict=True)]
         return self._typical[key]
 
@@ -185,7 +181,9 @@ def _worst(
     if sampled is not None and not sampled <= error:
         error = sampled
     for n, (own, value) in enumerate(zip(figures.prints, typical, strict=True)):
-        agreement = LOSS_AGREEMENT if job.task == "train" and n == 0 else AGREEMENT[job.dtype]
+        agreement = AGREEMENT[job.dtype]
+        if job.task == "train" and n == 0:
+            agreement = min(agreement, LOSS_AGREEMENT)
         apart = abs(own.value - value) / (own.size or 1.0)
         if not apart <= agreement:  # NaN too
             return apart, agreement

@@ -85,7 +85,7 @@ class Exchange:
                 received.tensor.copy_(sent.tensor)
             else:
                 self._copy_on_stream(sent, received)
-        except RuntimeError as error:
+        except Exception as error:
             sent.failure = received.failure = str(error)
         finally:
             sent.done.set()
@@ -94,7 +94,9 @@ class Exchange:
     def _copy_on_stream(self, sent: _Half, received: _Half) -> None:
         device = sent.tensor.device
         with self._lock:
-            stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)
+            stream = self._streams[device]
         with torch.cuda.stream(stream):
             for half in (sent, received):
                 assert half.ready is not None  # both are on one device

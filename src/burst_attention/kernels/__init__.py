@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from .contract import Kernel
+from .contract import Kernel, capturing
 from .prove import proven
 from .widths import HALVES
 
@@ -47,7 +47,7 @@ def _triton() -> Kernel:
     try:
         from .triton.kernel import Triton
     except ImportError as error:
-        raise ValueError(f"kernel='triton' needs Triton ({error}): pip install 'burst-attention[gpu]'") from None
+        raise ValueError(f"kernel='triton' needs Triton ({error}): pip install 'triton>=3.6'") from None
     return Triton()
 
 
@@ -114,6 +114,8 @@ def explain(
 def _picked(
     device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], many: bool
 ) -> tuple[Kernel, tuple[str, ...]]:
+    if capturing():
+        raise RuntimeError("kernel='auto' must be called once before a CUDA graph's capture: it proves what it takes")
     told = []
     for name in candidates(device, dtype, many=many):
         try:

@@ -136,7 +136,10 @@ class Cudnn:
 
 @dataclass(frozen=True)
 class Efficient:
-    """``_scaled_dot_product_efficient_attention``: its lse's rows are padded to a multiple of 32. Takes fp32 too."""
+    """``_scaled_dot_product_efficient_attention``: its lse's rows are padded to a multiple of 32. Takes fp32 too.
+
+    Its backward reads ``out`` as [B, S, H, D] in memory, whatever its strides say.
+    """
 
     name: ClassVar[str] = "aten-efficient"
     multiple: ClassVar[int] = 8
@@ -159,6 +162,7 @@ class Efficient:
     ) -> tuple[Tensor, Tensor, Tensor]:
         heads, mask = k.shape[1], _aligned(form.mask, q, heads=q.shape[1])
         padded = pad(lse, (0, -lse.shape[-1] % 32), value=math.inf).contiguous()  # P = 0 in rows that don't exist
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
         tail = (*_no_dropout(q), 0.0, [True, True, True, False], form.causal)
         dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
             dout, q, _repeated(k, q), _repeated(v, q), mask, out, padded, *tail, scale=form.scale
@@ -174,6 +178,7 @@ class CudaFlash:
     """
 
     name: ClassVar[str] = "aten-flash"
+    widest: ClassVar[int] = WIDEST
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
         check_gpu(self.name, device, dtype, range(8, 13))

@@ -69,6 +69,11 @@ class Kernel(Protocol):
         ...
 
 
+def capturing() -> bool:
+    """Is a CUDA graph being captured from the current stream? Builds without CUDA can't be asked."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def band_seen(tile: Tile, device: torch.device) -> Tensor:
     """bool [rows, columns]: what of a tile is seen."""
     distance = torch.arange(tile.rows, device=device).unsqueeze(1) - torch.arange(tile.columns, device=device)

@@ -32,18 +32,25 @@ class Generation:
     backward: str
     capabilities: range  # compute capability, major
     unlimited: int | None  # what it takes for a side of the window without a limit
+    widest: int  # head dim
 
 
 GENERATIONS = {
     2: Generation(
-        "flash-attn", "flash_attn.flash_attn_interface", "_flash_attn_forward", "_flash_attn_backward", range(8, 13), -1
+        "flash-attn",
+        "flash_attn.flash_attn_interface",
+        "_flash_attn_forward",
+        "_flash_attn_backward",
+        range(8, 13),
+        -1,
+        256,
     ),
     3: Generation(
-        "flash-attn-3", "flash_attn_interface", "_flash_attn_forward", "_flash_attn_backward", range(9, 10), -1
+        "flash-attn-3", "flash_attn_interface", "_flash_attn_forward", "_flash_attn_backward", range(9, 10), -1, 256
     ),
     # On capability 9.x its backward has neither windows nor a fixed order of sums.
     4: Generation(
-        "flash-attn-4", "flash_attn.cute.interface", "_flash_attn_fwd", "_flash_attn_bwd", range(10, 12), None
+        "flash-attn-4", "flash_attn.cute.interface", "_flash_attn_fwd", "_flash_attn_bwd", range(10, 12), None, 128
     ),
 }
 
@@ -59,6 +66,10 @@ class FlashOps:
     @property
     def name(self) -> str:
         return f"flash{self.generation}"
+
+    @property
+    def widest(self) -> int:
+        return GENERATIONS[self.generation].widest
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
         check_gpu(self.name, device, dtype, GENERATIONS[self.generation].capabilities)

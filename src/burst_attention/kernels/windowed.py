@@ -2,8 +2,12 @@
 
 They count the window from the bottom right corner of rows x columns: row i sees keys i + d - left to i + d + right,
 d = columns - rows. A tile's lo <= i - j <= hi is left = hi + d and right = -lo - d, neither of them negative: every row
-and every column of a tile sees something. FlashAttention 2 takes a side of as many keys as there are for no limit; a
-tall tile's right may be that without seeing all, so its rows that see to the last key get a launch of their own.
+and every column of a tile sees something. Tall tiles need two launches, for what FlashAttention 2 makes of a side:
+
+- as many keys as there are, or more, count as no limit; a tall tile's right may be that without seeing all, so its rows
+  that see to the last key get a launch of their own;
+- no limit to the right, beside a limit to the left, is made a limit of as many keys as there are, which is too few for
+  the first rows of a tall tile; those see all keys and get a launch of their own.
 """
 
 from __future__ import annotations
@@ -17,7 +21,6 @@ from torch import Tensor
 
 from ..plan.tile import Tile, Tiles
 from .stock import Stock
-from .widths import WIDEST
 
 MULTIPLE = 8  # of head dims: 16 bytes
 
@@ -36,15 +39,21 @@ def window_of(tile: Tile) -> Window:
 
 
 def launches_of(tiles: Tiles) -> Iterator[Tile]:
-    """The tiles, those apart whose last rows see to the last key under a limit as large as all keys."""
+    """The tiles, tall ones in parts whose windows mean the same to every package."""
     for tile in tiles:
         right = window_of(tile).right
-        top = tile.columns - 1 + tile.lo if right is not None and right >= tile.columns else 0
-        whole = (0, tile.columns)
-        for rows in ((0, top), (top, tile.rows)):
-            part = tile.part(rows, whole) if rows[1] > rows[0] else None
-            if part is not None:
-                yield part
+        sees_the_last_key = tile.columns - 1 + tile.lo if right is not None and right >= tile.columns else 0
+        for part in _cut(tile, sees_the_last_key):
+            tall = part.rows > part.columns + 1 and part.bounded_below and not part.bounded_above
+            yield from _cut(part, part.hi + 1 if tall else 0)
+
+
+def _cut(tile: Tile, row: int) -> Iterator[Tile]:
+    """Its rows before ``row``, and the others."""
+    for rows in ((0, row), (row, tile.rows)):
+        part = tile.part(rows, (0, tile.columns)) if rows[1] > rows[0] else None
+        if part is not None:
+            yield part
 
 
 class WindowedOps(Protocol):
@@ -52,6 +61,11 @@ class WindowedOps(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def widest(self) -> int:
+        """Head dim."""
+        ...
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
         """Raise ValueError for what it can't do."""
@@ -84,7 +98,7 @@ class Windowed(Stock[Tile]):
 
     @property
     def widest(self) -> int:
-        return WIDEST
+        return self.ops.widest
 
     def exact_partials(self, dtype: torch.dtype) -> bool:
         return False

@@ -60,7 +60,7 @@ def estimate(schedule: Schedule, shape: Shape, travels: str) -> list[RankCost]:
     ]
 
 
-def peak_memory(schedule: Schedule, shape: Shape, travels: str) -> int:
+def peak_memory(schedule: Schedule, shape: Shape, travels: str, *, exact_parts: bool = False) -> int:
     """Bytes at the peak of one forward and backward, of :data:`LOOKED_AT` ranks spread over the group the most.
 
     What :func:`~burst_attention.plan.footprint.peak_bytes` counts.
@@ -71,7 +71,8 @@ def peak_memory(schedule: Schedule, shape: Shape, travels: str) -> int:
     for n in range(looked_at):
         rank = n * (layout.world - 1) // max(1, looked_at - 1)
         for backward, assign in zip((False, True), TRAVELS[travels](layout.world), strict=True):
-            program = build_program(pairs, assign, schedule.route, RETURNS[backward], layout, rank)
-            peak = peak_bytes(program, shape, tokens=layout.lengths[rank], returns=RETURNS[backward], backward=backward)
-            most = max(most, peak)
+            returns = RETURNS[backward]
+            program = build_program(pairs, assign, schedule.route, returns, layout, rank)
+            size = {"tokens": layout.lengths[rank], "returns": returns}
+            most = max(most, peak_bytes(program, shape, **size, backward=backward, exact_parts=exact_parts))
     return most

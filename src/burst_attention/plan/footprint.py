@@ -10,14 +10,25 @@ from .program import Drop, Key, Message, Post, Program, Visit, Wait
 from .rows import Side, Where
 
 
-def peak_bytes(program: Program, shape: Shape, *, tokens: int, returns: Collection[Side], backward: bool) -> int:
+def peak_bytes(
+    program: Program,
+    shape: Shape,
+    *,
+    tokens: int,
+    returns: Collection[Side],
+    backward: bool,
+    exact_parts: bool = False,
+) -> int:
     """Bytes at the peak of a pass on a rank that holds ``tokens``.
 
-    Counted: inputs, results, sums, foreign shards, what is under way, copies of what is sent, what a kernel gives for
-    a pair, and the surrogate of out by which a stock kernel is given the global lse and D. Not counted: a kernel's own
-    workspace.
+    Counted: inputs, results, sums, foreign shards, what is under way, copies of what is sent (own shards are laid out
+    as models have them, [B, S, H, D]), what a kernel gives for a pair, and the surrogate of out by which a stock
+    kernel is given the global lse and D. Not counted: a kernel's own workspace.
+
+    Args:
+        exact_parts: the kernel gives partial results in the accumulation dtype, and needs no surrogate.
     """
-    walk = _Walk(program, shape, tokens, backward)
+    walk = _Walk(program, shape, tokens, backward, exact_parts)
     for op in program.ops:
         match op:
             case Visit():
@@ -35,7 +46,8 @@ def peak_bytes(program: Program, shape: Shape, *, tokens: int, returns: Collecti
 class _Walk:
     """What is live: the sweep's own steps, in bytes."""
 
-    def __init__(self, program: Program, shape: Shape, tokens: int, backward: bool) -> None:
+    def __init__(self, program: Program, shape: Shape, tokens: int, backward: bool, exact_parts: bool) -> None:
+        self._exact_parts = exact_parts
         self._rank, self._sum_rows = program.rank, program.sum_rows
         self._shape, self._backward = shape, backward
         self._held: dict[Key, tuple[int, int]] = {(side, program.rank): (tokens, 0) for side in Side}  # rows, bytes
@@ -55,7 +67,11 @@ class _Walk:
         return self._shape.side_bytes(side, partial=partial, exact=exact, backward=self._backward)
 
     def _given(self, side: Side) -> int:
-        """Bytes of a row that a kernel gives, in the io dtype."""
+        """Bytes of a row that a kernel gives."""
+        return self._row(side, exact=True) if self._exact_parts else self._rounded(side)
+
+    def _rounded(self, side: Side) -> int:
+        """Bytes of a row of a result in the io dtype."""
         shape = replace(self._shape, partial=self._shape.io)
         return shape.side_bytes(side, partial=True, exact=False, backward=self._backward)
 
@@ -70,7 +86,7 @@ class _Walk:
             for side, where in op.held.items()
             if not isinstance(where, slice)  # rows apart are gathered
         )
-        if self._backward:
+        if self._backward and not self._exact_parts:
             shape = self._shape
             surrogate = shape.batch * shape.q_heads * shape.v_head_dim * shape.io
             scratch += self._take(_count(op.held[Side.QUERY]) * surrogate)
@@ -92,7 +108,7 @@ class _Walk:
                     continue
                 sent += self._take(self._size(message))
                 self.now -= total
-            elif not _is_all(message.where, self._held[key][0]):
+            elif edge.owner == self._rank or not _is_all(message.where, self._held[key][0]):
                 sent += self._take(self._size(message))
         self._on_wire[op.step] = op.receives, sent
 
@@ -113,7 +129,7 @@ class _Walk:
         """The results, one side after the other, to the io dtype."""
         for side in returns:
             total = self._sums.pop((side, self._rank), 0)
-            result = self._sum_rows[side, self._rank].count * self._given(side)
+            result = self._sum_rows[side, self._rank].count * self._rounded(side)
             if total != result:
                 self._take(result)
                 self.now -= total
@@ -129,6 +145,8 @@ class _Walk:
             self._take(wide)
             self.now -= before
         self._sums[key] = wide
+        if not isinstance(where, slice):  # the total's rows, gathered and put back
+            self.now -= self._take(_count(where) * self._row(key[0], exact=True))
         self.now -= size
 
     def _size(self, message: Message) -> int:

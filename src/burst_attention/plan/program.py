@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -72,11 +73,17 @@ IN_FLIGHT = 2  # exchanges under way at once, at most; fewer where a shard is pa
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """What one rank does for one pass. ``sum_rows``: the rows that it accumulates, per side and owner."""
+    """What one rank does for one pass.
+
+    Attributes:
+        sum_rows: the rows that it accumulates, per side and owner.
+        kept: whoever executes it may keep copies of its index arrays on devices here, for as long as it lives.
+    """
 
     rank: int
     ops: tuple[Op, ...]
     sum_rows: Mapping[Key, Rows]
+    kept: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
     def edges(self) -> list[Edge]:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from ..comm.local import Exchange, LocalGroup
 from .pool import WorkerError
+
+
+def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+    """Within it ``stream`` and its device are the current ones."""
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 class LocalWorld:
@@ -29,12 +34,14 @@ class LocalWorld:
             WorkerError: some rank raised; the others then don't wait for it.
         """
         exchange = Exchange(self.world)
+        # A new thread's current stream, and device, are not those of the thread that started it.
+        stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         results: dict[int, Any] = {}
         errors: dict[int, BaseException] = {}
 
         def rank(number: int) -> None:
             try:
-                with torch.autograd.set_multithreading_enabled(False):
+                with torch.autograd.set_multithreading_enabled(False), on_stream(stream):
                     results[number] = function(LocalGroup(exchange, number, self.timeout), *arguments)
             except BaseException as error:
                 errors[number] = error

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..plan.mask import Mask
+
+FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 
 
 @dataclass(frozen=True)
@@ -70,9 +74,18 @@ def torch_attention(
     seen = None
     if mask != Mask():
         seen = torch.from_numpy(mask.dense(q.shape[2])).to(q.device)
-    out = scaled_dot_product_attention(
-        q, k, v, attn_mask=seen, is_causal=seen is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    # On a GPU masks and grouped queries may leave but a kernel that computes in fp32, which is no measure of others.
+    repeated = [x.repeat_interleave(q.shape[1] // x.shape[1], 1) if q.is_cuda else x for x in (k, v)]
+    fused = sdpa_kernel(FUSED) if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) else nullcontext()
+    with fused:
+        out = scaled_dot_product_attention(
+            q,
+            *repeated,
+            attn_mask=seen,
+            is_causal=seen is None,
+            scale=scale,
+            enable_gqa=q.shape[1] != repeated[0].shape[1],
+        )
     return _with_gradients(q, k, v, out, None, dout, None)
 
 

@@ -67,7 +67,7 @@ class WorkerPool:
             ours, theirs = context.Pipe()
             entry = entries[rank] if entries is not None else f"file://{Path(self._folder.name) / 'rendezvous'}"
             # Linux takes the thread that started a process for its parent.
-            tied = threading.current_thread() is threading.main_thread()
+            tied = os.getpid() if threading.current_thread() is threading.main_thread() else None
             arguments = (theirs, entry, rank, world, threads, timeout, tied)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
@@ -91,7 +91,7 @@ class WorkerPool:
             raise WorkerError("this pool lost a rank in an earlier run; make a new one")
         try:
             results, errors, lost = self.gather(function, *arguments, timeout=timeout, patience=patience)
-        except BaseException:  # Ctrl-C: the ranks are in the middle of it
+        except (KeyboardInterrupt, SystemExit):  # Ctrl-C: the ranks are in the middle of it
             self.broken = True
             raise
         if lost or (errors and len(errors) < self.world):
@@ -156,11 +156,17 @@ class WorkerPool:
 
 
 def _serve(
-    pipe: Connection, entry: str | Callable[[], str], rank: int, world: int, threads: int, timeout: float, tied: bool
+    pipe: Connection,
+    entry: str | Callable[[], str],
+    rank: int,
+    world: int,
+    threads: int,
+    timeout: float,
+    tied: int | None,
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank wherever it is, without a traceback of its own
-    if tied:
-        _end_with_parent()
+    if tied is not None:
+        _end_with(tied)
     init_method = entry if isinstance(entry, str) else entry()
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(world)
     torch.set_num_threads(threads)
@@ -188,10 +194,12 @@ def _serve(
     dist.destroy_process_group()
 
 
-def _end_with_parent() -> None:
+def _end_with(parent: int) -> None:
     """Have Linux kill this process when its parent is gone: a rank in the middle of a call would not notice."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
 
 
 def _portable(error: BaseException) -> BaseException:

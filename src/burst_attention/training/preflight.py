@@ -88,4 +88,4 @@ def check_evaluation(config: EvalConfig, world: int) -> None:
 def _check_installed(names: tuple[str, ...]) -> None:
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
-        raise ValueError(f"{', '.join(missing)} not installed: pip install 'burst-attention[train]'")
+        raise ValueError(f"{', '.join(missing)} not installed: pip install -e '.[train]' in the checkout")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...plan.tile import Tiles
+from ..contract import capturing
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +45,8 @@ class BlockTables:
         tables = self.known.setdefault(tiles, {})
         key = (keys, size, length, device)
         if key not in tables:
+            if capturing():
+                raise RuntimeError("kernel='triton' must be called with this plan once before a CUDA graph's capture")
             starts, stops = tiles.table[:, 2 * keys], tiles.table[:, 2 * keys + 1]
             arrays = (tiles.table, *meetings(starts, stops, size, length))
             tables[key] = Blocks(*(torch.from_numpy(x.astype(np.int32)).to(device) for x in arrays))

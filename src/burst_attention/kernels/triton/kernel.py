@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ from . import programs
 from .blocks import BlockTables
 from .tuning import Sizes, Tuner, fixed_sizes
 
+MOST_HEADS = 65535
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -22,10 +24,12 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class Triton:
     """FlashAttention-2's forward and backward over lists of banded tiles, one launch for any number of tiles.
 
-    Partial results are fp32. Sums are taken in one order: two runs give the same bits.
+    Partial results are fp32. Sums are taken in one order, which the block sizes decide: two runs with the same sizes
+    give the same bits.
 
     Args:
-        tuned: measure block sizes on first use and remember them on disk; else one fixed choice.
+        tuned: measure block sizes on first use and remember them on disk; else, and under
+            ``torch.use_deterministic_algorithms(True)``, one fixed choice.
     """
 
     tuned: bool = True
@@ -106,7 +110,8 @@ class Triton:
         strides = [n for x in inputs for n in x.stride()[:3]]
         tail = (found.tiles, found.offsets, found.ids, scale, heads, q.shape[1] // k.shape[1], length, *strides)
         program = programs.backward_keys if keys else programs.backward_queries
-        program[-(-length // block), batch * heads](*inputs, *outputs, *tail, **constants(q, v, sizes))
+        with on_device_of(q):
+            program[grid_of(length, block, batch, heads)](*inputs, *outputs, *tail, **constants(q, v, sizes))
 
     def run_forward(
         self,
@@ -124,13 +129,33 @@ class Triton:
         found = self.tables.get(tiles, keys=False, size=sizes.m, length=length, device=q.device)
         strides = [n for x in (*inputs, *outputs) for n in x.stride()[:3]]
         tail = (found.tiles, found.offsets, found.ids, scale, heads, heads // k.shape[1], length, *strides)
-        grid = (-(-length // sizes.m), batch * heads)
-        programs.forward[grid](*inputs, *outputs, *tail, CARRY=carry, **constants(q, v, sizes))
+        grid = grid_of(length, sizes.m, batch, heads)
+        with on_device_of(q):
+            programs.forward[grid](*inputs, *outputs, *tail, CARRY=carry, **constants(q, v, sizes))
 
     def _sizes(self, program: str, q: Tensor, v: Tensor, tiles: Tiles) -> Sizes:
-        if not self.tuned or interpreted():
+        # Sizes decide the order of sums, measured ones may differ from machine to machine.
+        if not self.tuned or interpreted() or torch.are_deterministic_algorithms_enabled():
             return fixed_sizes(q.shape[3], v.shape[3], q.dtype)
         return self.tuner.sizes(self, program, q, v, tiles)
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, wherever the tensors are."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+def grid_of(length: int, block: int, batch: int, heads: int) -> tuple[int, int]:
+    """Blocks of rows x heads.
+
+    Raises:
+        ValueError: CUDA has no grid as high.
+    """
+    if batch * heads > MOST_HEADS:
+        raise ValueError(
+            f"kernel='triton' takes batch x heads up to {MOST_HEADS}, not {batch} x {heads}; split the batch"
+        )
+    return -(-length // block), batch * heads
 
 
 def constants(q: Tensor, v: Tensor, sizes: Sizes) -> dict[str, Any]:
