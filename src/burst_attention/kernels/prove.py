@@ -66,7 +66,7 @@ def _prove(kernel: Kernel, device: torch.device, tensors: tuple[Tensor, ...], dl
     told = [*zip(names, runs[0], expected, strict=True)]
     if kernel.continues:
         total = _carried(kernel, q, k, v, scale)
-        told += [(f"{name} carried on", *pair) for name, *pair in zip(names, total, expected, strict=False)]
+        told += zip(("out carried on", "lse carried on"), total, expected[:2], strict=True)
     for name, mine, right in told:
         error = _distance(mine.cpu(), right)
         if not error <= BOUNDS[dtype]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -73,6 +74,6 @@ def peak_memory(schedule: Schedule, shape: Shape, travels: str, *, exact_parts: 
         for backward, assign in zip((False, True), TRAVELS[travels](layout.world), strict=True):
             returns = RETURNS[backward]
             program = build_program(pairs, assign, schedule.route, returns, layout, rank)
-            size = {"tokens": layout.lengths[rank], "returns": returns}
-            most = max(most, peak_bytes(program, shape, **size, backward=backward, exact_parts=exact_parts))
+            walked = partial(peak_bytes, program, shape, tokens=layout.lengths[rank], returns=returns)
+            most = max(most, walked(backward=backward, exact_parts=exact_parts))
     return most

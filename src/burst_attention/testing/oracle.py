@@ -75,16 +75,13 @@ def torch_attention(
     if mask != Mask():
         seen = torch.from_numpy(mask.dense(q.shape[2])).to(q.device)
     # On a GPU masks and grouped queries may leave but a kernel that computes in fp32, which is no measure of others.
-    repeated = [x.repeat_interleave(q.shape[1] // x.shape[1], 1) if q.is_cuda else x for x in (k, v)]
+    groups = q.shape[1] // k.shape[1]
+    keys, values = (x.repeat_interleave(groups, 1) if q.is_cuda else x for x in (k, v))
+    grouped = q.shape[1] != keys.shape[1]
     fused = sdpa_kernel(FUSED) if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) else nullcontext()
     with fused:
         out = scaled_dot_product_attention(
-            q,
-            *repeated,
-            attn_mask=seen,
-            is_causal=seen is None,
-            scale=scale,
-            enable_gqa=q.shape[1] != repeated[0].shape[1],
+            q, keys, values, attn_mask=seen, is_causal=seen is None, scale=scale, enable_gqa=grouped
         )
     return _with_gradients(q, k, v, out, None, dout, None)
 
