@@ -75,7 +75,7 @@ def sampled_error(job: Job, subject: Any, rows: int = 32) -> float | None:
     dist.all_reduce(squares)
     sampled = (squares[:, 0] / squares[:, 1]).sqrt().max().item()  # NaN if one is
     off = _off_balance(subject)
-    return sampled if off <= AGREEMENT[job.dtype] else off
+    return sampled if off <= AGREEMENT[job.dtype] else torch.tensor([sampled, off]).max().item()
 
 
 def _off_balance(subject: AttentionSubject) -> float:
