@@ -476,6 +476,14 @@ SEEDED = [
         BENCH,
         "memory_is_of_one_engine",
     ),
+    Fault(
+        "keys beyond a block's last are taken for seen by all rows",
+        "kernels/triton/programs.py",
+        "left, right = tl.where(whole, left, stop), tl.where(whole, right, stop)",
+        "left, right = tl.where(whole, left, stop), tl.where(whole, right, left)",
+        "tests/unit/test_triton.py",
+        "any_tile",
+    ),
 ]
 
 

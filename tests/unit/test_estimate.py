@@ -36,7 +36,7 @@ def test_memory_falls_with_the_world() -> None:
         return peak_memory(schedule, SHAPE, "query")
 
     # A lone rank holds no sums in fp32, one of two has but one exchange each way.
-    assert memory(8) * 1.9 < memory(4) < memory(2) / 1.4 and memory(2) < memory(1)
+    assert memory(8) * 1.6 < memory(4) < memory(2) / 1.3 and memory(2) < memory(1)
 
 
 def test_a_million_tokens_on_32_ranks(capsys) -> None:

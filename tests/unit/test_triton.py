@@ -11,7 +11,8 @@ import torch
 
 from burst_attention import Mask
 from burst_attention.kernels import choose
-from burst_attention.kernels.merge import merge_
+from burst_attention.kernels.merge import blank_output, merge_
+from burst_attention.kernels.reference import Reference
 from burst_attention.plan.tile import Tile, Tiles
 from burst_attention.testing import Case, check
 from burst_attention.testing.check import relative_l2
@@ -39,6 +40,33 @@ def test_every_band(band, dtype):
 @pytest.mark.parametrize(("dim", "value_dim"), [(16, 40), (40, 16), (64, 64), (96, 96), (128, 128), (24, 256)])
 def test_head_dims(dim, value_dim):
     compare([(0, 37, 0, 37, 0, 36)], dim, value_dim, torch.float32, batch=1, heads=(2, 1))
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_any_tile_in_blocks_of_any_size(seed):
+    """Where a block's keys are cut into masked and whole steps depends on all of these."""
+    dice = np.random.default_rng(seed)
+    rows, columns = (int(n) for n in dice.integers(1, 150, 2))
+    lo, hi = sorted(int(n) for n in dice.integers(-columns, rows, 2))
+    tile = Tile(0, rows, 0, columns, -columns, rows).part((0, rows), (0, columns))
+    tile = Tile(0, rows, 0, columns, lo, hi).part((0, rows), (0, columns)) or tile
+    size = Sizes(int(dice.choice([16, 32, 64])), int(dice.choice([16, 32, 64])), 4, 1)
+    kernel, tiles = kernel_module.Triton(tuned=False), Tiles(np.array([tile]))
+    q, k, v, dout = inputs(rows, columns, 16, 16, torch.float32, batch=1, heads=(2, 1))
+    judge = Reference()
+    out, lse = judge.forward(q.double(), k.double(), v.double(), tiles, 0.3)
+    mine = blank_output(q, v, rows, torch.float32)
+    kernel.run_forward((q, k, v), mine, tiles, 0.3, size)
+    lse_there = torch.where(lse == -torch.inf, torch.tensor(0.0).double(), lse)
+    delta = (out * dout.double()).sum(-1)
+    right = (out, lse, *judge.backward(dout.double(), q.double(), k.double(), v.double(), lse_there, delta, tiles, 0.3))
+    grads = [torch.empty(x.shape) for x in (q, k, v)]
+    given = (q, k, v, dout, lse_there.float(), delta.float())
+    kernel.run_backward(given, tuple(grads[:1]), tiles, 0.3, size, keys=False)
+    kernel.run_backward(given, tuple(grads[1:]), tiles, 0.3, size, keys=True)
+    floor = 0.05 * dout.double().norm().item()
+    for name, actual, expected in zip(("out", "lse", "dq", "dk", "dv"), (*mine, *grads), right, strict=True):
+        assert relative_l2(actual, expected, floor=floor) < 1e-5, (name, tile, size)
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (4, 4), (6, 2), (5, 1)])

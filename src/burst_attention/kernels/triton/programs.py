@@ -108,8 +108,8 @@ def forward(
         left = tl.maximum(first, below - hi)
         left = first + (left - first + N - 1) // N * N
         right = left + tl.maximum(0, tl.minimum(columns, above - lo + 1) - left) // N * N
-        left = tl.where(whole & (left < stop), left, stop)
-        right = tl.where(whole & (right > left), right, left)
+        whole = whole & (right > left)
+        left, right = tl.where(whole, left, stop), tl.where(whole, right, stop)
         acc, top, total = _attend(
             acc, top, total, q, K, V, batch, head // group, kb, kh, ks, vb, vh, vs, i, inside, k0, first, left,
             columns, lo, hi, sharp, D, E, BLOCK_D, BLOCK_E, N, True, PRECISION,
