@@ -332,11 +332,10 @@ SEEDED = [
         "ulysses_is_exact",
     ),
     Fault(
-        "Ulysses' backward gives q's gradient for k's",
+        "Ulysses' backward gives other tokens' gradients of k",
         "engines/ulysses.py",
         'return None, *ctx.trade.to_tokens(grads, "backward")',
-        "return None, *ctx.trade.to_tokens([grads[0], grads[0] if grads[0].shape == grads[1].shape else grads[1],"
-        ' grads[2]], "backward")',
+        'return None, *ctx.trade.to_tokens([grads[0], grads[1].flip(2), grads[2]], "backward")',
         ENGINES,
         "ulysses_is_exact",
     ),
@@ -469,12 +468,12 @@ SEEDED = [
         "names_the_formula",
     ),
     Fault(
-        "a rank draws the whole sequence's inputs",
+        "a rank draws other inputs than the positions that it holds",
         "bench/subjects.py",
-        "self.inputs = random_qkv(job, self.plan.positions)",
-        "self.inputs = [self.plan.shard(x, 2) for x in random_qkv(job)]",
+        "block[positions[first:last] - start]",
+        "block[: last - first]",
         BENCH,
-        "memory_is_of_one_engine",
+        "drawn_for_some_positions",
     ),
     Fault(
         "keys beyond a block's last are taken for seen by all rows",

@@ -21,9 +21,10 @@ from burst_attention.bench.measure import Figures, measure
 from burst_attention.bench.memory import give_back, peak_during, resident
 from burst_attention.bench.results import Results, Span
 from burst_attention.bench.run import World
-from burst_attention.bench.subjects import AttentionSubject, ModelSubject, Print
+from burst_attention.bench.subjects import AttentionSubject, ModelSubject, Print, random_qkv
 from burst_attention.bench.trace import Trace
 from burst_attention.cli.bench import main
+from burst_attention.plan.layout import Layout
 
 EVERY = ("burst", "ring", "ring:contiguous", "ulysses", "tensor", "tensor-sequence")
 SMALL = Job(task="train", engines=EVERY, seq_len=64, rounds=1, heads=4, kv_heads=4, head_dim=8, vocabulary=64)
@@ -223,6 +224,16 @@ def test_a_peak_is_seen_after_it_has_passed():
     assert result == 2**25
     assert 120 * 2**20 < peak - before < 180 * 2**20
     assert resident() - before < 40 * 2**20
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_inputs_drawn_for_some_positions_are_those_of_all(layout):
+    job = replace(SMALL, task="attention", seq_len=9001)
+    everything = random_qkv(job)
+    for rank in range(3):
+        positions = torch.from_numpy(Layout(layout, job.seq_len, 3).positions(rank))
+        for mine, x in zip(random_qkv(job, positions), everything, strict=True):
+            assert torch.equal(mine, x[:, :, positions])
 
 
 def test_memory_is_of_one_engine_by_itself(pools):
