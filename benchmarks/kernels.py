@@ -27,10 +27,10 @@ from burst_attention import Mask, burst_attention, make_plan
 from burst_attention.kernels import KERNELS, choose, explain
 from burst_attention.kernels.contract import Kernel
 from burst_attention.kernels.prove import proven
-from burst_attention.plan.cost import Shape
 from burst_attention.plan.estimate import peak_memory
 from burst_attention.plan.layout import Layout
 from burst_attention.plan.tile import Tiles, pair_tiles
+from burst_attention.planning import shape_of
 from burst_attention.testing import local_world
 
 WINDOW = 4096
@@ -213,7 +213,7 @@ def memory(seqlen: int, heads: int, dim: int, world: int) -> list[str]:
     with local_world(world) as ranks:
         schedule = ranks.run(call)[0]
     peak = (torch.cuda.max_memory_allocated() - before) / world
-    shape = Shape(batch=1, q_heads=heads, kv_heads=heads, head_dim=dim, v_head_dim=dim, io=2, partial=2, accumulate=4)
+    shape = shape_of(torch.bfloat16, batch=1, q_heads=heads, kv_heads=heads, head_dim=dim)
     foretold = peak_memory(schedule, shape, schedule.choose_travels(shape), exact_parts=True)
     share = peak * world / (8 * tensor)
     return [str(world), f"{seqlen:,}", f"{peak / 2**30:.2f} GiB", f"{foretold / 2**30:.2f} GiB", f"{share:.2f}"]

@@ -17,10 +17,9 @@ from rich.table import Table
 
 from burst_attention import Mask, burst_attention, make_plan
 from burst_attention.bench.memory import give_back, peak_during, resident
-from burst_attention.kernels.contract import accumulation_dtype, wire_dtype
-from burst_attention.plan.cost import Shape
 from burst_attention.plan.estimate import peak_memory
 from burst_attention.plan.schedule import make_schedule
+from burst_attention.planning import shape_of
 from burst_attention.testing import WorkerPool
 
 
@@ -44,9 +43,7 @@ def measure(seqlen: int, heads: int, dim: int, dtype: torch.dtype, kernel: str) 
 def foretold(world: int, seqlen: int, heads: int, dim: int, dtype: torch.dtype) -> int:
     """The same peak by the plan."""
     schedule = make_schedule(seqlen, mask=Mask(), layout="zigzag", route="direct", rank=0, world=world)
-    width = {"io": dtype.itemsize, "partial": wire_dtype(dtype).itemsize}
-    heads_and_dims = {"q_heads": heads, "kv_heads": heads, "head_dim": dim, "v_head_dim": dim}
-    shape = Shape(batch=1, **heads_and_dims, **width, accumulate=accumulation_dtype(dtype).itemsize)
+    shape = shape_of(dtype, batch=1, q_heads=heads, kv_heads=heads, head_dim=dim)
     return peak_memory(schedule, shape, schedule.choose_travels(shape))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from burst_attention.bench.report_figures import bytes_text, link_text, number_text
-from burst_attention.bench.results import Results, Row, Span
+from burst_attention.bench.results import Results, Row
 
 REFERENCE = "tensor-sequence"
 # What gloo sends for four gathers and four scatters, by what a ring sends: its reduce-scatter is a whole all-reduce.
@@ -28,12 +28,7 @@ class Page:
         return cls(json.loads(path.read_text("utf-8")))
 
     def results(self, key: str) -> Results:
-        content = dict(self.raw[key])
-        rows = [
-            Row(**row | {"timeline": [[Span(**span) for span in rank] for rank in row["timeline"]]})
-            for row in content.pop("rows")
-        ]
-        return Results(rows=rows, **content)
+        return Results.of(self.raw[key])
 
     def head(self, title: str, about: str, sizes: str) -> str:
         """What every page begins with."""

@@ -39,7 +39,7 @@ def index(folder: Path, written: Sequence[Path]) -> str:
         "layer with H = 8, D = 32: what this machine can compute in the time. Beside each page lie its raw figures as "
         "JSON.\n\n## Targets\n\n"
     )
-    text += targets(folder) + "\n## Pages\n\n"
+    text += targets(folder, PAGES) + "\n## Pages\n\n"
     text += "".join(f"- [{title}]({path.name})\n" for path, title in titles)
     took = ", ".join(f"{name} {minutes:.0f}" for name, minutes in known.items())
     text += f"\nMinutes that the sections took: {took}; {sum(known.values()):.0f} in all"

@@ -40,6 +40,7 @@ from rich.table import Column, Table
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from burst_attention.bench.measure import rotated
 from burst_attention.testing import WorkerPool
 from burst_attention.testing.pool import WorkerError
 
@@ -97,11 +98,9 @@ def compare(
                 if row["refused"] is None:
                     _check(pool, problem, variant, row, stock, timeout)
             runnable = [row for row in rows if row["correct"]]
-            for n in (
-                range(-1, rounds) if rounds and runnable else ()
-            ):  # TorchScript, which peers use, compiles in the second call
-                # Each round begins with another: none is always the one that runs after a pause.
-                for row in runnable[n % len(runnable) :] + runnable[: n % len(runnable)]:
+            # One before the first: TorchScript, which peers use, compiles in the second call.
+            for n in range(-1, rounds) if rounds else ():
+                for row in rotated(runnable, n):
                     seconds, copying = max(pool.run(timed, problem, row["name"], timeout=timeout))
                     if n >= 0:
                         row["seconds"].append(seconds)

@@ -187,15 +187,8 @@ class Plan:
             raise ValueError(f"q_heads={q_heads} must be a multiple of kv_heads={kv_heads}")
         if dtype not in DTYPES:
             raise TypeError(f"dtype={dtype} can't be used; choose one of {', '.join(map(str, DTYPES))}")
-        shape = Shape(
-            batch=batch,
-            q_heads=q_heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            v_head_dim=head_dim if v_head_dim is None else v_head_dim,
-            io=dtype.itemsize,
-            partial=wire_dtype(dtype).itemsize,
-            accumulate=accumulation_dtype(dtype).itemsize,
+        shape = shape_of(
+            dtype, batch=batch, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, v_head_dim=v_head_dim
         )
         if travels == "auto":
             travels = self.schedule.choose_travels(shape)
@@ -216,6 +209,22 @@ class Plan:
             f"Plan(rank {self.rank} of {self.world}, seqlen={self.seqlen}, length={self.length}, "
             f"layout={self.layout!r}, route={self.route!r}, mask={self.mask!r})"
         )
+
+
+def shape_of(
+    dtype: torch.dtype, *, batch: int, q_heads: int, kv_heads: int, head_dim: int, v_head_dim: int | None = None
+) -> Shape:
+    """What a call with inputs of ``dtype`` moves per row; ``v_head_dim``: ``head_dim`` if None."""
+    return Shape(
+        batch=batch,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        v_head_dim=head_dim if v_head_dim is None else v_head_dim,
+        io=dtype.itemsize,
+        partial=wire_dtype(dtype).itemsize,
+        accumulate=accumulation_dtype(dtype).itemsize,
+    )
 
 
 def lone_plan(seqlen: int, *, mask: Mask | None = None) -> Plan:

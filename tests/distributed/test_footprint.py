@@ -15,7 +15,6 @@ from burst_attention import Mask, make_plan
 from burst_attention.kernels.merge import blank_output
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.footprint import peak_bytes
-from burst_attention.plan.schedule import RETURNS
 from burst_attention.plan.tile import Tiles
 from burst_attention.sweep import Backward, Forward, sweep
 
@@ -81,8 +80,7 @@ def live_and_foretold(layout: str, route: str, travels: str, mask: Mask) -> list
             for n, x in enumerate(results):
                 results[n] = x.to(torch.bfloat16)
             del x
-        size = {"tokens": plan.length, "returns": RETURNS[backward], "backward": backward}
-        told.append((meter.most, peak_bytes(program, shape, **size)))
+        told.append((meter.most, peak_bytes(program, shape, tokens=plan.length, backward=backward)))
         del sums, results
     return told
 

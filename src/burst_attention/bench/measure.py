@@ -6,6 +6,7 @@ import gc
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -17,6 +18,8 @@ from .memory import give_back, peak_during, resident
 from .results import Span
 from .subjects import Print, Subject, make_subject, refusal
 from .trace import Collectives, Trace
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -76,16 +79,13 @@ def _run_once(job: Job, engine: Engine, trace: Trace, collectives: Collectives) 
 
 
 def _time(job: Job, able: list[tuple[Figures, Engine]]) -> None:
-    """All engines in turn, round by round; then, if asked, once more with what each rank does written down.
-
-    A round begins with another engine than the last did: none is always the one that runs after a pause.
-    """
+    """All engines in turn, round by round; then, if asked, once more with what each rank does written down."""
     trace = Trace()
     subjects = [(figures, make_subject(job, engine, trace)) for figures, engine in able]
     for _, subject in subjects:
         subject.warm_up()
-    for n in range(job.rounds if subjects else 0):
-        for figures, subject in subjects[n % len(subjects) :] + subjects[: n % len(subjects)]:
+    for n in range(job.rounds):
+        for figures, subject in rotated(subjects, n):
             before = _sent_by_interface(job.interface)
             dist.barrier()
             start = time.perf_counter()
@@ -102,6 +102,12 @@ def _time(job: Job, able: list[tuple[Figures, Engine]]) -> None:
     for figures, subject in subjects:
         figures.prints = subject.prints()
         figures.predicted = subject.predicted
+
+
+def rotated(items: list[T], n: int) -> list[T]:
+    """For round ``n``: each begins with another than the last, so none is always the one that runs after a pause."""
+    first = n % max(1, len(items))
+    return items[first:] + items[:first]
 
 
 def _sent_by_interface(interface: str | None) -> int:

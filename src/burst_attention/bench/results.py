@@ -125,9 +125,13 @@ class Results:
     @classmethod
     def read(cls, path: Path) -> Results:
         """What :meth:`write` wrote."""
-        content = json.loads(path.read_text("utf-8"))
-        rows = []
+        return cls.of(json.loads(path.read_text("utf-8")))
+
+    @classmethod
+    def of(cls, content: dict[str, Any]) -> Results:
+        """From its fields as JSON has them."""
+        content, rows = dict(content), []
         for row in content.pop("rows"):
-            row.pop("bytes_uncounted", None)  # follows from the others
+            row = {name: value for name, value in row.items() if name != "bytes_uncounted"}  # follows from the others
             rows.append(Row(**row | {"timeline": [[Span(**span) for span in rank] for rank in row["timeline"]]}))
         return cls(rows=rows, **content)

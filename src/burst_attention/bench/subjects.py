@@ -79,13 +79,14 @@ def random_qkv(job: Job, positions: Tensor | None = None) -> list[Tensor]:
     """
     make = torch.Generator().manual_seed(job.seed)
     positions = torch.arange(job.seq_len) if positions is None else positions
+    starts = range(0, job.seq_len, BLOCK)
+    cuts = torch.searchsorted(positions, torch.tensor([*starts, job.seq_len])).tolist()  # where each block's lie
     inputs = []
     for heads in (job.heads, job.kv_heads, job.kv_heads, job.heads):
         x = torch.empty(1, heads, len(positions), job.head_dim, dtype=job.torch_dtype)
         for head in range(heads):
-            for start in range(0, job.seq_len, BLOCK):
+            for start, first, last in zip(starts, cuts[:-1], cuts[1:], strict=True):
                 block = torch.randn(min(BLOCK, job.seq_len - start), job.head_dim, generator=make)
-                first, last = torch.searchsorted(positions, torch.tensor([start, start + len(block)])).tolist()
                 x[0, head, first:last] = block[positions[first:last] - start]
         inputs.append(x)
     return inputs

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -13,11 +14,11 @@ from burst_attention import Mask
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.estimate import RankCost, estimate, peak_memory
 from burst_attention.plan.schedule import make_schedule
+from burst_attention.planning import shape_of
 
 from . import launch
 
 COMMAND = "burst plan"
-BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,17 +66,9 @@ class Arguments:
 
     def shape(self) -> Shape:
         """What moves per row."""
-        io = BYTES[self.dtype]
-        return Shape(
-            batch=self.batch,
-            q_heads=self.q_heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            v_head_dim=self.v_head_dim or self.head_dim,
-            io=io,
-            partial=4 if self.dtype == "float16" else io,
-            accumulate=max(io, 4),
-        )
+        heads = {"batch": self.batch, "q_heads": self.q_heads, "kv_heads": self.kv_heads}
+        dims = {"head_dim": self.head_dim, "v_head_dim": self.v_head_dim or self.head_dim}
+        return shape_of(getattr(torch, self.dtype), **heads, **dims)
 
     def mask(self) -> Mask:
         """What a query sees."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -72,6 +73,11 @@ class Kernel(Protocol):
 def capturing() -> bool:
     """Is a CUDA graph being captured from the current stream? Builds without CUDA can't be asked."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
+    """Within it the device of ``x`` is CUDA's current one: Triton launches there, wherever the tensors are."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def band_seen(tile: Tile, device: torch.device) -> Tensor:

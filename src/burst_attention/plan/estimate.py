@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -72,8 +71,8 @@ def peak_memory(schedule: Schedule, shape: Shape, travels: str, *, exact_parts: 
     for n in range(looked_at):
         rank = n * (layout.world - 1) // max(1, looked_at - 1)
         for backward, assign in zip((False, True), TRAVELS[travels](layout.world), strict=True):
-            returns = RETURNS[backward]
-            program = build_program(pairs, assign, schedule.route, returns, layout, rank)
-            walked = partial(peak_bytes, program, shape, tokens=layout.lengths[rank], returns=returns)
-            most = max(most, walked(backward=backward, exact_parts=exact_parts))
+            program = build_program(pairs, assign, schedule.route, RETURNS[backward], layout, rank)
+            tokens = layout.lengths[rank]
+            peak = peak_bytes(program, shape, tokens=tokens, backward=backward, exact_parts=exact_parts)
+            most = max(most, peak)
     return most

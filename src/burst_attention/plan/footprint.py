@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 
 from .cost import Shape
@@ -15,7 +14,6 @@ def peak_bytes(
     shape: Shape,
     *,
     tokens: int,
-    returns: Collection[Side],
     backward: bool,
     exact_parts: bool = False,
 ) -> int:
@@ -39,7 +37,7 @@ def peak_bytes(
                 walk.wait(op)
             case Drop():
                 walk.drop(op.key)
-    walk.round(returns)
+    walk.round()
     return walk.most
 
 
@@ -125,11 +123,13 @@ class _Walk:
     def drop(self, key: Key) -> None:
         self.now -= self._held.pop(key)[1]
 
-    def round(self, returns: Collection[Side]) -> None:
-        """The results, one side after the other, to the io dtype."""
-        for side in returns:
-            total = self._sums.pop((side, self._rank), 0)
-            result = self._sum_rows[side, self._rank].count * self._rounded(side)
+    def round(self) -> None:
+        """This rank's own results, one side after the other, to the io dtype."""
+        for (side, owner), rows in self._sum_rows.items():
+            if owner != self._rank:
+                continue
+            total = self._sums.pop((side, owner), 0)
+            result = rows.count * self._rounded(side)
             if total != result:
                 self._take(result)
                 self.now -= total

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...plan.tile import Tiles
+from ..contract import on_device_of
 from ..merge import blank_output
 from ..widths import WIDEST, check_width
 from . import programs
@@ -138,11 +138,6 @@ class Triton:
         if not self.tuned or interpreted() or torch.are_deterministic_algorithms_enabled():
             return fixed_sizes(q.shape[3], v.shape[3], q.dtype)
         return self.tuner.sizes(self, program, q, v, tiles)
-
-
-def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, wherever the tensors are."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def grid_of(length: int, block: int, batch: int, heads: int) -> tuple[int, int]:

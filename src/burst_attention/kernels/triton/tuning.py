@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...plan.tile import Tile, Tiles
-from ..contract import capturing
+from ..contract import capturing, on_device_of
 
 _MEASURING = threading.Lock()  # ranks may be threads of one device: they would measure each other
 
@@ -97,8 +97,6 @@ class Tuner:
     def measure(self, kernel: Any, program: str, q: Tensor, v: Tensor, kind: str, rows: int = 4096) -> Sizes:
         """The fastest candidate over ``rows`` tokens of 8 heads whose results are those of the fixed choice."""
         from triton.testing import do_bench
-
-        from .kernel import on_device_of
 
         fixed, *others = candidates(q.shape[3], v.shape[3], q.dtype)
         trial = Trial(kernel, program, q, v, kind, rows)
