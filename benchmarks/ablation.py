@@ -26,12 +26,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ablation_variants import VARIANTS, Variant
+from burst_bench.memory import resident
 from paper_markdown import spread
 from rich.console import Console
 from rich.table import Column, Table
 from torch import Tensor
 
-from burst_attention.bench.memory import resident
 from burst_attention.plan.program import Visit
 from burst_attention.testing import Case, WorkerPool, attend
 from burst_attention.testing.check import relative_l2

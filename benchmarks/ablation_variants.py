@@ -1,7 +1,7 @@
 """What ``ablation.py`` compares: our attention, and each time one thing about it undone.
 
-Most differ by a value that the library takes. The others are a :class:`burst_attention.sweep.Pass` or a transport of
-their own, run by the library's sweep.
+Most differ by a value that the library takes. The others are a
+:class:`burst_attention.attention.sweep.Pass` or a transport of their own, run by the library's sweep.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from burst_attention import Plan, burst_attention, make_plan
+from burst_attention.attention.sweep import Backward, Forward, Tensors, sweep
 from burst_attention.comm.transport import Message, Pending, Transport
 from burst_attention.kernels import choose
 from burst_attention.kernels.merge import merge_, row_dot
 from burst_attention.plan.rows import Side
-from burst_attention.sweep import Backward, Forward, Tensors, sweep
 
 STRICT, LOOSE = 3.0, 6.0  # of a result's error, in multiples of that of torch's own kernel in the same dtype
 

@@ -24,13 +24,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from burst_attention import Mask, burst_attention, make_plan
+from burst_attention.attention.plan import shape_of
 from burst_attention.kernels import KERNELS, choose, explain
 from burst_attention.kernels.contract import Kernel
 from burst_attention.kernels.prove import proven
 from burst_attention.plan.estimate import peak_memory
 from burst_attention.plan.layout import Layout
 from burst_attention.plan.tile import Tiles, pair_tiles
-from burst_attention.planning import shape_of
 from burst_attention.testing import local_world
 
 WINDOW = 4096

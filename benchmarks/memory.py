@@ -12,14 +12,14 @@ from __future__ import annotations
 import argparse
 
 import torch
+from burst_bench.memory import give_back, peak_during, resident
 from rich.console import Console
 from rich.table import Table
 
 from burst_attention import Mask, burst_attention, make_plan
-from burst_attention.bench.memory import give_back, peak_during, resident
+from burst_attention.attention.plan import shape_of
 from burst_attention.plan.estimate import peak_memory
 from burst_attention.plan.schedule import make_schedule
-from burst_attention.planning import shape_of
 from burst_attention.testing import WorkerPool
 
 

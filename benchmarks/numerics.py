@@ -11,12 +11,12 @@ from __future__ import annotations
 import argparse
 
 import torch
+from burst_bench.numerics import relative_errors, stock_errors
 from rich.console import Console
 from rich.table import Table
 
 from burst_attention import Mask
 from burst_attention.testing import Case, WorkerPool
-from burst_attention.testing.numerics import relative_errors, stock_errors
 
 
 def main() -> None:

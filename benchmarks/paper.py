@@ -31,13 +31,12 @@ import ablation
 import paper_tables as tables
 import peers
 import torch
+from burst_bench.cluster import Cluster, ClusterError
+from burst_bench.job import Job
+from burst_bench.results import Results, Row
+from burst_bench.run import World, machine, results_of
 from paper_markdown import MADE_UP, Page
 from rich.console import Console
-
-from burst_attention.bench.cluster import Cluster, ClusterError
-from burst_attention.bench.job import Job
-from burst_attention.bench.results import Results, Row
-from burst_attention.bench.run import World, machine, results_of
 
 ENGINES = ("burst", "ring", "ulysses", "tensor", "tensor-sequence")
 TRAINED = (*ENGINES, "burst:contiguous")

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from burst_attention.bench.report_figures import bytes_text, link_text, number_text
-from burst_attention.bench.results import Results, Row
+from burst_bench.report.figures import bytes_text, link_text, number_text
+from burst_bench.results import Results, Row
 
 REFERENCE = "tensor-sequence"
 # What gloo sends for four gathers and four scatters, by what a ring sends: its reduce-scatter is a whole all-reduce.

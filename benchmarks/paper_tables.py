@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from burst_bench.report.figures import bytes_text, link_text, number_text
+from burst_bench.results import Results, Row
 from paper_markdown import REFERENCE, Page, find, mebibytes, outcome, sizes_of, speeds, spread, table
 from paper_targets import PEER, targets
-
-from burst_attention.bench.report_figures import bytes_text, link_text, number_text
-from burst_attention.bench.results import Results, Row
 
 GIB = 2**30
 

@@ -6,10 +6,9 @@ import statistics
 from collections.abc import Collection
 from pathlib import Path
 
+from burst_bench.report.figures import bytes_text, link_text
+from burst_bench.results import Row
 from paper_markdown import MADE_UP, REFERENCE, Page, find, ratios, spread, table
-
-from burst_attention.bench.report_figures import bytes_text, link_text
-from burst_attention.bench.results import Row
 
 PEER = "ring-flash-attn zigzag"
 MINE = ("burst", "burst:contiguous")

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from burst_bench.measure import rotated
 from paper_markdown import spread
 from peer_ranks import NAMES, Problem, checked, make_inputs, prepare, timed
 from peer_variants import (
@@ -40,7 +41,6 @@ from rich.table import Column, Table
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from burst_attention.bench.measure import rotated
 from burst_attention.testing import WorkerPool
 from burst_attention.testing.pool import WorkerError
 

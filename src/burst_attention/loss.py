@@ -10,7 +10,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from .planning import Plan
+from .attention.plan import Plan
 
 CHUNK_ELEMENTS = 2**22
 

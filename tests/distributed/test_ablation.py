@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from burst_attention.attention.sweep import Backward, Forward, Tensors
 from burst_attention.plan.rows import Side
-from burst_attention.sweep import Backward, Forward, Tensors
 
 Rows = dict[str, dict[str, Any]]
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from burst_attention import Mask, burst_attention, make_plan
+from burst_attention.attention.sweep import Backward, Forward, sweep
 from burst_attention.kernels import choose
 from burst_attention.plan.assignment import table
 from burst_attention.plan.rows import Side
 from burst_attention.plan.schedule import Schedule
-from burst_attention.sweep import Backward, Forward, sweep
 from burst_attention.testing import Case, attend, check
 from burst_attention.testing.check import relative_l2
 from tests.pairwise import covering_array

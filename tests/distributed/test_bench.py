@@ -14,16 +14,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from burst_bench.command import main
+from burst_bench.job import Job, engine_of
+from burst_bench.judge import judge, sampled_error
+from burst_bench.measure import Figures, measure
+from burst_bench.memory import give_back, peak_during, resident
+from burst_bench.results import Results, Span
+from burst_bench.run import World
+from burst_bench.subjects import AttentionSubject, ModelSubject, Print, random_qkv
+from burst_bench.trace import Trace
 
-from burst_attention.bench.job import Job, engine_of
-from burst_attention.bench.judge import judge, sampled_error
-from burst_attention.bench.measure import Figures, measure
-from burst_attention.bench.memory import give_back, peak_during, resident
-from burst_attention.bench.results import Results, Span
-from burst_attention.bench.run import World
-from burst_attention.bench.subjects import AttentionSubject, ModelSubject, Print, random_qkv
-from burst_attention.bench.trace import Trace
-from burst_attention.cli.bench import main
 from burst_attention.plan.layout import Layout
 
 EVERY = ("burst", "ring", "ring:contiguous", "ulysses", "tensor", "tensor-sequence")

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from burst_bench.cluster import NETWORK, Cluster, ClusterError, parse_cluster, parse_rate, remove_leftovers
+from burst_bench.namespaces import inside
 
-from burst_attention.bench.cluster import NETWORK, Cluster, ClusterError, parse_cluster, parse_rate, remove_leftovers
-from burst_attention.bench.namespaces import inside
 from burst_attention.testing import WorkerPool
 
 
@@ -215,7 +215,7 @@ HEEDS = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)
 CHILD = f"""
 {HEEDS}
 import sys, time
-from burst_attention.bench.cluster import Cluster
+from burst_bench.cluster import Cluster
 with Cluster(2, 1, rate=1e8):
     print("made", flush=True)
     time.sleep(60)

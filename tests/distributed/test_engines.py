@@ -9,11 +9,11 @@ from torch.distributed.tensor.debug import CommDebugMode
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from burst_attention import Mask, make_plan
-from burst_attention.comm.mesh import make_mesh
+from burst_attention.attention.plan import lone_plan
 from burst_attention.engines import ENGINES, Heads, choose
 from burst_attention.engines.ulysses import ulysses_attention
 from burst_attention.engines.whole import whole_attention
-from burst_attention.planning import lone_plan
+from burst_attention.launch.mesh import make_mesh
 from burst_attention.testing import attend
 from burst_attention.testing.check import relative_l2
 from burst_attention.training.loop import train

@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from burst_attention import Mask, make_plan
+from burst_attention.attention.sweep import Backward, Forward, sweep
 from burst_attention.kernels.merge import blank_output
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.footprint import peak_bytes
 from burst_attention.plan.tile import Tiles
-from burst_attention.sweep import Backward, Forward, sweep
 
 HEADS, KV_HEADS, DIM, V_DIM = 8, 4, 32, 48
 

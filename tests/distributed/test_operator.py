@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from burst_attention import Mask, burst_attention, make_plan, op
-from burst_attention.op import FORMULA, attend, attend_backward
-from burst_attention.remat import keep_attention
+from burst_attention import Mask, burst_attention, make_plan
+from burst_attention.attention import operator as op
+from burst_attention.attention.operator import FORMULA, attend, attend_backward
+from burst_attention.attention.remat import keep_attention
 from burst_attention.testing import local_world
 
 MASKS = [Mask(), Mask(window=9), Mask(cu_seqlens=[0, 11, 11, 33])]

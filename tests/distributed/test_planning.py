@@ -8,11 +8,11 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from burst_bench.numerics import relative_errors, stock_errors
 from torch.distributed.device_mesh import init_device_mesh
 
 from burst_attention import Mask, burst_attention, make_plan
 from burst_attention.testing import Case
-from burst_attention.testing.numerics import relative_errors, stock_errors
 
 
 def test_a_world_of_one_needs_no_process_group() -> None:

@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig
 
 from burst_attention import DisagreementError
 from burst_attention.cli.train import parse
+from burst_attention.launch.join import join
 from burst_attention.testing import WorkerError
 from burst_attention.training.data import open_sequences
 from burst_attention.training.loop import Trainer, train
-from burst_attention.training.place import join
 from tests.training import config_of, losses, norms, weights, write_corpus
 
 SMALL = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -85,7 +85,8 @@ def test_groups_equal_accumulation_steps(pools, corpus, tmp_path, pack):
 
 def gradients(config):
     """(loss, whole gradients by name, initial weights) of the first step."""
-    with join(config.parallel) as place:
+    parallel = config.parallel
+    with join(device=parallel.device, timeout=parallel.timeout, data_parallel=parallel.data_parallel) as place:
         trainer = Trainer(config, place)
         before = {key: p.full_tensor().detach().clone() for key, p in trainer.model.named_parameters()}
         sequences = list(itertools.islice(trainer.reader.training(), config.sequences_per_step))

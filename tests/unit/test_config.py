@@ -9,8 +9,8 @@ import tomllib
 import pytest
 
 from burst_attention import cli
-from burst_attention.cli import launch
 from burst_attention.cli.train import parse, resolve
+from burst_attention.launch import local as launch
 from burst_attention.training.config import (
     DataConfig,
     ModelConfig,

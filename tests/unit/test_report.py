@@ -15,10 +15,11 @@ import pytest
 pytest.importorskip("plotly")
 pytest.importorskip("matplotlib")
 
-from burst_attention.bench import report_figures
-from burst_attention.bench.report import timeline_names, write_report
-from burst_attention.bench.report_page import page
-from burst_attention.bench.results import Span
+from burst_bench.report import figures as report_figures
+from burst_bench.report.page import page
+from burst_bench.report.write import timeline_names, write_report
+from burst_bench.results import Span
+
 from tests.bench_results import ENGINES, REFUSED, RESULTS, TIMELINE, WRONG, right
 
 
@@ -213,7 +214,7 @@ def test_pictures_of_every_chart_and_timeline(written: list[Path]) -> None:
 
 
 def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("burst_attention.bench.report.find_spec", lambda name: None if name == "plotly" else name)
+    monkeypatch.setattr("burst_bench.report.write.find_spec", lambda name: None if name == "plotly" else name)
     with pytest.raises(ImportError, match=r"needs plotly: pip install plotly$"):
         write_report(RESULTS, tmp_path / "new")
     assert not (tmp_path / "new").exists()

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from burst_bench.command import main as bench
+from burst_bench.report.page import page
 
-from burst_attention.bench.report_page import page
-from burst_attention.cli.bench import main as bench
 from tests.bench_results import ENGINES, RESULTS
 
 pytest.importorskip("plotly")

@@ -15,7 +15,7 @@ from burst_attention import Mask
 from burst_attention.kernels import KERNELS
 from burst_attention.testing import Case, Report, check
 
-from . import launch
+from ..launch import local as launch
 
 COMMAND = "burst check"
 
@@ -102,16 +102,15 @@ def main(arguments: list[str]) -> int:
     if under_torchrun:
         launch.recorded(_check, parsed)
         return 0
-    from burst_attention.training.place import default_ranks
+    from burst_attention.launch.join import default_ranks
 
     return launch.launch(COMMAND, _check, parsed, ranks=parsed.ranks or default_ranks(parsed.device))
 
 
 def _check(arguments: Arguments) -> None:
-    from burst_attention.training.config import ParallelConfig
-    from burst_attention.training.place import join
+    from burst_attention.launch.join import join
 
-    with join(ParallelConfig(device=arguments.device, timeout=arguments.timeout)) as place:
+    with join(device=arguments.device, timeout=arguments.timeout) as place:
         todo = cases(arguments, place.device.type)
         reports = [check(case, timeout=arguments.timeout) for case in todo]
         if place.rank == 0:

@@ -12,7 +12,7 @@ from rich.table import Table
 from burst_attention.training.evaluation import EngineResult, EvalConfig, Evaluation
 from burst_attention.training.preflight import check_evaluation
 
-from . import launch
+from ..launch import local as launch
 
 COMMAND = "burst eval"
 PIPED_WIDTH = 160  # columns of a table that no terminal shows
@@ -43,7 +43,7 @@ def resolve(config: EvalConfig, found: tuple[int, int] | None) -> EvalConfig:
     Raises:
         ValueError: there is not a GPU for every rank of ``--device cuda``.
     """
-    from burst_attention.training.place import default_ranks, pick_device
+    from burst_attention.launch.join import default_ranks, pick_device
 
     ranks, local_ranks = found or (config.ranks or default_ranks(config.device),) * 2
     device = pick_device(config.device, local_ranks)

@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from burst_attention import Mask
+from burst_attention.attention.plan import shape_of
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.estimate import RankCost, estimate, peak_memory
 from burst_attention.plan.schedule import make_schedule
-from burst_attention.planning import shape_of
 
-from . import launch
+from ..launch import local as launch
 
 COMMAND = "burst plan"
 

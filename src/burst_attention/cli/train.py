@@ -10,7 +10,7 @@ import tyro
 from burst_attention.training.config import TrainConfig, read_toml
 from burst_attention.training.preflight import check_run
 
-from . import launch
+from ..launch import local as launch
 
 COMMAND = "burst train"
 
@@ -67,7 +67,7 @@ def resolve(config: TrainConfig, found: tuple[int, int] | None) -> TrainConfig:
     Raises:
         ValueError: there is not a GPU for every rank of ``--device cuda``.
     """
-    from burst_attention.training.place import default_ranks, pick_device
+    from burst_attention.launch.join import default_ranks, pick_device
 
     parallel = config.parallel
     ranks, local_ranks = found or (parallel.ranks or default_ranks(parallel.device),) * 2

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from burst_attention.planning import Plan
+from burst_attention.attention.plan import Plan
 
 Plans = Mapping[int | None, Plan]  # by a layer's sliding window
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from burst_attention.attention import burst_attention
+from burst_attention.attention.entry import burst_attention
+from burst_attention.attention.plan import Plan, make_plan
 from burst_attention.integrations import hf
-from burst_attention.planning import Plan, make_plan
 
 from .contract import Attend, Heads, Plans
 from .parameters import shard_parameters

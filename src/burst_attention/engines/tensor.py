@@ -25,9 +25,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from burst_attention.comm.mesh import CONTEXT, DATA
+from burst_attention.attention.plan import Plan, lone_plan, make_plan
 from burst_attention.integrations import hf
-from burst_attention.planning import Plan, lone_plan, make_plan
+from burst_attention.launch.mesh import CONTEXT, DATA
 
 from .contract import Heads, Plans
 from .parameters import shard_parameters

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from burst_attention.planning import Plan, lone_plan
+from burst_attention.attention.plan import Plan, lone_plan
 
 from .contract import Heads
 from .whole import whole_attention

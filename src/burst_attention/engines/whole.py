@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from burst_attention.attention.plan import Plan
 from burst_attention.plan.mask import Mask
-from burst_attention.planning import Plan
 
 WINDOW_ROWS = 1024
 

@@ -22,8 +22,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from burst_attention.attention import burst_attention
-from burst_attention.planning import Plan
+from burst_attention.attention.entry import burst_attention
+from burst_attention.attention.plan import Plan
 
 from . import hf_checks
 from .hf_checks import UNSTATED, MaskRequest, Plans

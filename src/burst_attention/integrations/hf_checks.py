@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from burst_attention.planning import Plan
+from burst_attention.attention.plan import Plan
 
 Plans: TypeAlias = Plan | Mapping[int | None, Plan]
 

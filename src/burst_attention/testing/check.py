@@ -10,11 +10,11 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from ..attention import burst_attention
-from ..call import call_shape, kernel_for
+from ..attention.checks import call_shape, kernel_for
+from ..attention.entry import burst_attention
+from ..attention.plan import Plan, make_plan
 from ..kernels.contract import Kernel
 from ..plan.mask import Mask
-from ..planning import Plan, make_plan
 from .oracle import Gradients, attend, torch_attention
 
 

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from burst_attention import Plan, make_plan
-from burst_attention.comm.mesh import make_mesh
 from burst_attention.engines import Heads, choose
+from burst_attention.launch.mesh import make_mesh
 
+from ..launch.join import Place, join
 from .data import TokenSequence, digest_of, open_data
 from .evaluation import EngineResult, EvalConfig
 from .model import NextTokenModel, batch_of, build_model, layer_windows, model_config, plans_for
-from .place import Place, join
 
 ALONE = "single"  # has a rank for each sequence
 
@@ -92,7 +92,7 @@ def evaluate(config: EvalConfig, tell: Callable[[EngineResult], None] | None = N
         FloatingPointError: a loss is not a number.
     """
     config.check()
-    with join(config.sharing()) as place:
+    with join(device=config.device, timeout=config.timeout) as place:
         work = _Work(config, place)
         results = {name: EngineResult(engine=name, refused=work.refused(name)) for name in config.engines}
         able = [name for name, result in results.items() if result.refused is None]

@@ -13,6 +13,7 @@ import torch
 from burst_attention import Plan
 from burst_attention.engines import Heads, choose
 
+from ..launch.join import Place, join
 from .checkpoint import save_checkpoint
 from .config import TrainConfig
 from .data import TokenSequence, digest_of, open_sequences
@@ -20,7 +21,6 @@ from .evaluate import token_losses
 from .metrics import MODEL, Reporter, RunFolder, Setting, StepRecord, Summary
 from .model import batch_of, build_model, layer_windows, model_config, plans_for
 from .optim import clip_by_global_norm, learning_rate, make_optimizer
-from .place import Place, join
 
 
 def train(config: TrainConfig, reporters: Sequence[Reporter] = ()) -> Summary:
@@ -37,7 +37,8 @@ def train(config: TrainConfig, reporters: Sequence[Reporter] = ()) -> Summary:
         FloatingPointError: the loss is no longer a number.
     """
     config.check()
-    with join(config.parallel) as place:
+    parallel = config.parallel
+    with join(device=parallel.device, timeout=parallel.timeout, data_parallel=parallel.data_parallel) as place:
         config.check_world(place.world)
         trainer = Trainer(config, place)
         told: list[Reporter] = [RunFolder(config.run.out), *reporters] if place.rank == 0 else []

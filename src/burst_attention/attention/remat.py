@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from . import op
+from . import operator as op
 
 
 def keep_attention() -> tuple[Any, Any]:

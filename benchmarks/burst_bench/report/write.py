@@ -8,7 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .report_figures import (
+from ..results import KINDS, Results, Row
+from .figures import (
     CHARTS,
     KIND_COLOURS,
     Chart,
@@ -20,8 +21,7 @@ from .report_figures import (
     timeline_rows,
     y_scale,
 )
-from .report_page import page
-from .results import KINDS, Results, Row
+from .page import page
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .call import resolve, shared_fields
-from .kernels.contract import accumulation_dtype
-from .kernels.merge import row_dot
-from .plan.rows import Side
-from .planning import plan_of
+from ..kernels.contract import accumulation_dtype
+from ..kernels.merge import row_dot
+from ..plan.rows import Side
+from .checks import resolve, shared_fields
+from .plan import plan_of
 from .sweep import Backward, Forward, sweep
 
 QUERY, KEY, VALUE = 1, 2, 4  # bits of ``wanted``

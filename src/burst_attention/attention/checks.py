@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kernels import choose
-from .kernels.contract import DTYPES, Kernel, accumulation_dtype, wire_dtype
-from .plan.assignment import TRAVELS
-from .plan.cost import Shape
-from .plan.mask import Mask
-from .planning import Plan
+from ..kernels import choose
+from ..kernels.contract import DTYPES, Kernel, accumulation_dtype, wire_dtype
+from ..plan.assignment import TRAVELS
+from ..plan.cost import Shape
+from ..plan.mask import Mask
+from .plan import Plan
 
 
 @dataclass(frozen=True, eq=False)

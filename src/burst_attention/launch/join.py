@@ -16,9 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from burst_attention.comm.mesh import CONTEXT, DATA, make_mesh
-
-from .config import ParallelConfig
+from .mesh import CONTEXT, DATA, make_mesh
 
 
 def cores() -> int:
@@ -100,24 +98,33 @@ class Place:
 
 
 @contextmanager
-def join(parallel: ParallelConfig) -> Iterator[Place]:
-    """This rank's place among the ranks that torchrun's environment names, or of the process group that there is."""
+def join(*, device: str, timeout: float, data_parallel: int = 1) -> Iterator[Place]:
+    """This rank's place among the ranks that torchrun's environment names, or of the process group that there is.
+
+    Args:
+        device: ``cpu``, ``cuda``, or ``auto``: a GPU for each rank where there are as many.
+        timeout: seconds that an operation of a new process group may take.
+        data_parallel: how many groups of ranks read sequences of their own.
+
+    Raises:
+        ValueError: ``cuda`` without a GPU for every rank, or ``data_parallel`` does not divide the number of ranks.
+    """
     joined = dist.is_initialized()
     local_rank, local_ranks = (int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    device_type = pick_device(parallel.device, max(local_ranks, 1))
-    device = torch.device(device_type, local_rank) if device_type == "cuda" else torch.device("cpu")
+    device_type = pick_device(device, max(local_ranks, 1))
+    own_device = torch.device(device_type, local_rank) if device_type == "cuda" else torch.device("cpu")
     if not joined:
         torch.set_num_threads(max(1, cores() // max(local_ranks, 1)))
         if device_type == "cuda":
-            torch.cuda.set_device(device)
+            torch.cuda.set_device(own_device)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
-            timeout=timedelta(seconds=parallel.timeout),
-            device_id=device if device_type == "cuda" else None,
+            timeout=timedelta(seconds=timeout),
+            device_id=own_device if device_type == "cuda" else None,
         )
-    mesh = make_mesh(device_type, data_parallel=parallel.data_parallel)
+    mesh = make_mesh(device_type, data_parallel=data_parallel)
     everyone = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("ranks",))
-    yield Place(device, mesh, everyone)
+    yield Place(own_device, mesh, everyone)
     # Only here: after an error the other ranks may be waiting, and leaving the group would wait for them.
     if not joined:
         dist.destroy_process_group()

@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from burst_attention.bench.cluster import ClusterError, parse_cluster, parse_rate
-from burst_attention.bench.report_figures import bytes_text, link_text, number_text
-from burst_attention.bench.results import TASKS, Results, Row
+from burst_attention.launch import local as launch
 from burst_attention.testing import WorkerError
 
-from . import launch
+from .cluster import ClusterError, parse_cluster, parse_rate
+from .report.figures import bytes_text, link_text, number_text
+from .results import TASKS, Results, Row
 
 COMMAND = "burst bench"
 NEEDED = ("transformers", "matplotlib", "plotly")
@@ -63,7 +63,7 @@ class Arguments:
         missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
         if missing:
             raise ValueError(f"{', '.join(missing)} not installed: pip install -e '.[train,bench]' in the checkout")
-        from burst_attention.bench.job import engine_of
+        from .job import engine_of
 
         counts = {"rounds": self.rounds, "layers": self.layers, "heads": self.heads, "head_dim": self.head_dim}
         counts |= {"kv_heads": self.own_kv_heads, "vocabulary": self.vocabulary}
@@ -150,9 +150,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _run(task: str, arguments: Arguments, command: str) -> Results:
-    from burst_attention.bench.job import Job
-    from burst_attention.bench.report import write_report
-    from burst_attention.bench.run import Bench
+    from .job import Job
+    from .report.write import write_report
+    from .run import Bench
 
     console = Console()
     if not console.is_terminal:

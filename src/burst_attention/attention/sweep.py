@@ -28,13 +28,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .comm.transport import Pending, Transport
-from .kernels.contract import Kernel, accumulation_dtype, capturing, wire_dtype
-from .kernels.merge import add_, blank_output, merge_
-from .plan.program import Drop, Message, Post, Program, Visit, Wait
-from .plan.route import Edge
-from .plan.rows import Side, Where
-from .plan.tile import Tiles
+from ..comm.transport import Pending, Transport
+from ..kernels.contract import Kernel, accumulation_dtype, capturing, wire_dtype
+from ..kernels.merge import add_, blank_output, merge_
+from ..plan.program import Drop, Message, Post, Program, Visit, Wait
+from ..plan.route import Edge
+from ..plan.rows import Side, Where
+from ..plan.tile import Tiles
 
 Tensors = tuple[Tensor, ...]  # dim 2 of each is the rows of a shard: [B, H, rows, ...] or [B, H, rows]
 

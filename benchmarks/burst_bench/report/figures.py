@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from .results import Results, Row
+from ..results import Results, Row
 
 # Okabe and Ito's colours, which people with any common colour blindness can tell apart; without the yellow, which is
 # too faint on white, and with a grey.

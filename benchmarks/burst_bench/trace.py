@@ -12,9 +12,9 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from burst_attention.attention.plan import Plan
 from burst_attention.comm.agreement import Agreement
 from burst_attention.comm.transport import Message, Pending, Transport
-from burst_attention.planning import Plan
 
 from .results import Span
 

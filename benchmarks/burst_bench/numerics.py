@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..planning import make_plan
-from .check import Case, distributed_call, relative_l2
-from .oracle import attend, torch_attention
+from burst_attention.attention.plan import make_plan
+from burst_attention.testing.check import Case, distributed_call, relative_l2
+from burst_attention.testing.oracle import attend, torch_attention
 
 
 def relative_errors(case: Case, *, group: Any = None) -> dict[str, float]:

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from burst_attention.launch.join import cores
 from burst_attention.testing import WorkerPool
-from burst_attention.training.place import cores
 
 from .cluster import INTERFACE, Cluster
 from .job import Job

@@ -9,7 +9,8 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from .report_figures import (
+from ..results import KINDS, Results, Row
+from .figures import (
     CHARTS,
     KIND_COLOURS,
     Chart,
@@ -23,7 +24,6 @@ from .report_figures import (
     timeline_rows,
     y_scale,
 )
-from .results import KINDS, Results, Row
 
 COLUMNS = (  # header, what it means
     ("engine", ""),
@@ -280,7 +280,7 @@ def _timelines_section(rows: list[Row]) -> str:
 
 
 def _asset(name: str) -> str:
-    return resources.files(__package__ or "burst_attention.bench").joinpath(name).read_text("utf-8")
+    return resources.files(__package__ or "burst_bench").joinpath(name).read_text("utf-8")
 
 
 def _json(content: Any) -> str:

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import LlamaConfig
 
-from burst_attention.comm.mesh import CONTEXT, make_mesh
 from burst_attention.engines import Engine
 from burst_attention.engines.whole import whole_attention
+from burst_attention.launch.mesh import CONTEXT, make_mesh
 from burst_attention.plan.assignment import TRAVELS
 from burst_attention.training.model import build_model, plans_for
 

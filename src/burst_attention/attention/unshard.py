@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .comm.agreement import Agreement
-from .comm.transport import Transport
-from .kernels.contract import accumulation_dtype
-from .plan.layout import Layout
+from ..comm.agreement import Agreement
+from ..comm.transport import Transport
+from ..kernels.contract import accumulation_dtype
+from ..plan.layout import Layout
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,15 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import resharding
-from .comm.agreement import Agreement
-from .comm.link import connect, resolve_group, resolve_timeout
-from .comm.transport import Transport
-from .kernels.contract import DTYPES, accumulation_dtype, wire_dtype
-from .plan.assignment import TRAVELS
-from .plan.cost import Shape, Traffic
-from .plan.mask import Mask
-from .plan.schedule import Schedule, make_schedule
+from ..comm.agreement import Agreement
+from ..comm.link import connect, resolve_group, resolve_timeout
+from ..comm.transport import Transport
+from ..kernels.contract import DTYPES, accumulation_dtype, wire_dtype
+from ..plan.assignment import TRAVELS
+from ..plan.cost import Shape, Traffic
+from ..plan.mask import Mask
+from ..plan.schedule import Schedule, make_schedule
+from . import unshard as resharding
 
 # An operator of torch takes numbers, no plans. The one registry of the library, kept weakly: a plan is its caller's.
 _PLANS: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()

@@ -6,9 +6,9 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from .call import check_types
-from .op import FORMULA, attend, wanted_bits
-from .planning import Plan
+from .checks import check_types
+from .operator import FORMULA, attend, wanted_bits
+from .plan import Plan
 
 
 @overload

@@ -1,0 +1,6 @@
+"""Exact attention over shards: the public call, its operator, plans, and the sweep that computes it (GAO)."""
+
+from .entry import burst_attention
+from .plan import Plan, make_plan
+
+__all__ = ["Plan", "burst_attention", "make_plan"]
