@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from burst_attention.attention.sweep import Backward, Forward, Tensors
+from burst_attention.attention.passes import Backward, Forward, Tensors
 from burst_attention.plan.rows import Side
 
 Rows = dict[str, dict[str, Any]]

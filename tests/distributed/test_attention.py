@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from burst_attention import Mask, burst_attention, make_plan
-from burst_attention.attention.sweep import Backward, Forward, sweep
+from burst_attention.attention.passes import Backward, Forward
+from burst_attention.attention.sweep import sweep
 from burst_attention.kernels import choose
 from burst_attention.plan.assignment import table
-from burst_attention.plan.rows import Side
+from burst_attention.plan.rows import Direction, Side
 from burst_attention.plan.schedule import Schedule
 from burst_attention.testing import Case, attend, check
 from burst_attention.testing.check import relative_l2
@@ -196,12 +197,12 @@ def random_assignment(seed: int, route: str, mask: Mask) -> list[float]:
     q, k, v, dout = (plan.shard(inputs[name], 2) for name in ("q", "k", "v", "dout"))
     kernel = choose("reference", device=q.device, dtype=q.dtype)
     scale = 0.3
-    forward = plan.schedule.program(assignment, backward=False)
-    out, lse = sweep(forward, plan.transport, Forward(q, k, v, scale, kernel), phase="forward")[Side.QUERY]
+    forward = plan.schedule.assigned(assignment, Direction.FORWARD)
+    out, lse = sweep(forward, plan.transport, Forward(q, k, v, scale, kernel))[Side.QUERY]
     stats = torch.stack([lse, (out * dout).sum(-1)], -1)
-    backward = plan.schedule.program(assignment, backward=True)
+    backward = plan.schedule.assigned(assignment, Direction.BACKWARD)
     work = Backward(dout, q, k, v, stats, scale, kernel)
-    sums = sweep(backward, plan.transport, work, phase="backward")
+    sums = sweep(backward, plan.transport, work)
     actual = (out, lse, *sums[Side.QUERY], *sums[Side.KEY])
     oracle = attend(inputs["q"], inputs["k"], inputs["v"], mask, dout=inputs["dout"], scale=scale)
     return [relative_l2(a, plan.shard(e, 2)) for a, (_, e) in zip(actual, oracle.items(), strict=True)]

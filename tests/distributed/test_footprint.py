@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from burst_attention import Mask, make_plan
-from burst_attention.attention.sweep import Backward, Forward, sweep
+from burst_attention.attention.passes import Backward, Forward
+from burst_attention.attention.sweep import sweep
 from burst_attention.kernels.merge import blank_output
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.footprint import peak_bytes
@@ -72,15 +73,15 @@ def live_and_foretold(layout: str, route: str, travels: str, mask: Mask) -> list
     works = Forward(q, k, v, 1.0, Idle()), Backward(dout, q, k, v, stats, 1.0, Idle())
     inputs = (q, k, v), (q, k, v, out, dout, lse, stats)
     told = []
-    for backward, work, known in zip((False, True), works, inputs, strict=True):
-        program = (plan.schedule.backward if backward else plan.schedule.forward)(travels)
+    for work, known in zip(works, inputs, strict=True):
+        program = plan.schedule.program(travels, work.direction)
         with Meter(*known) as meter:
-            sums = sweep(program, plan.transport, work, phase="metered")
+            sums = sweep(program, plan.transport, work)
             results = [x for side in tuple(sums) for x in sums.pop(side)]
             for n, x in enumerate(results):
                 results[n] = x.to(torch.bfloat16)
             del x
-        told.append((meter.most, peak_bytes(program, shape, tokens=plan.length, backward=backward)))
+        told.append((meter.most, peak_bytes(program, shape, work.direction, tokens=plan.length)))
         del sums, results
     return told
 

@@ -10,7 +10,7 @@ import torch
 
 from burst_attention import Mask, burst_attention, make_plan
 from burst_attention.comm.agreement import DisagreementError
-from burst_attention.comm.transport import ExchangeError
+from burst_attention.comm.transport import ExchangeError, Receive, Send
 from burst_attention.loss import next_token_loss
 from burst_attention.testing import Case, WorkerError, check, local_world
 from burst_attention.testing.check import distributed_call
@@ -121,7 +121,7 @@ def test_messages_of_other_sizes_are_refused():
         transport = make_plan(4, group=group).transport
         peer = 1 - transport.rank
         tensor = torch.zeros(3 + transport.rank)
-        sends, receives = ([(peer, tensor)], []) if transport.rank else ([], [(peer, tensor)])
+        sends, receives = ([Send(peer, tensor)], []) if transport.rank else ([], [Receive(peer, tensor)])
         transport.wait(transport.post(sends, receives, label="a test"))
 
     with local_world(2) as ranks, pytest.raises(WorkerError, match=r"a message of \[4\] .* met a buffer of \[3\]"):

@@ -16,7 +16,7 @@ from burst_attention.plan.layout import LAYOUTS, Layout
 from burst_attention.plan.mask import Mask
 from burst_attention.plan.program import Drop, Post, Visit, Wait
 from burst_attention.plan.route import ROUTES
-from burst_attention.plan.rows import Rows, Side
+from burst_attention.plan.rows import Direction, Rows, Side
 from burst_attention.plan.schedule import Schedule, make_schedule
 from burst_attention.plan.tile import foreign_rows, pair_tiles
 
@@ -138,9 +138,9 @@ def test_rows_are_sets(intervals: list[tuple[int, int]], data) -> None:
 class Simulation:
     """Runs all ranks' programs on sets of positions instead of tensors, each rank as far as its messages allow."""
 
-    def __init__(self, schedules: list[Schedule], assignment, backward: bool) -> None:
+    def __init__(self, schedules: list[Schedule], assignment, direction: Direction) -> None:
         self.layout = schedules[0].layout
-        self.programs = [s.program(assignment, backward=backward) for s in schedules]
+        self.programs = [s.assigned(assignment, direction) for s in schedules]
         self.wires: defaultdict[tuple[int, int], deque] = defaultdict(deque)  # (source, target) -> in the order sent
         self.posted: dict[tuple[int, int], Post] = {}  # (step, rank)
         ranks = range(self.layout.world)
@@ -219,22 +219,24 @@ class Simulation:
 
 
 @settings(max_examples=500, deadline=None)
-@given(worlds(most_tokens=30, most_ranks=5), st.sampled_from(sorted(ROUTES)), st.booleans(), st.data())
-def test_programs_bring_every_pair_home_once(world: tuple[Layout, Mask], route: str, backward: bool, data) -> None:
+@given(worlds(most_tokens=30, most_ranks=5), st.sampled_from(sorted(ROUTES)), st.sampled_from(Direction), st.data())
+def test_programs_bring_every_pair_home_once(
+    world: tuple[Layout, Mask], route: str, direction: Direction, data
+) -> None:
     layout, mask = world
     cells = layout.world**2
     ranks = data.draw(st.lists(st.integers(0, layout.world - 1), min_size=cells, max_size=cells))
     random_table = table(np.array(ranks).reshape(layout.world, layout.world))
     assignment = data.draw(st.sampled_from([rows, columns, nearest(layout.world), random_table]))
     schedules = [Schedule(layout, mask, ROUTES[route], rank) for rank in range(layout.world)]
-    simulation = Simulation(schedules, assignment, backward)
+    simulation = Simulation(schedules, assignment, direction)
     simulation.run()
     dense = mask.dense(layout.seqlen)
     assert set(simulation.visited.values()) <= {1}
     assert not any(simulation.wires.values()), "unread messages"
     for rank in range(layout.world):
         assert set(simulation.held[rank]) == {(side, rank) for side in Side}, "foreign shards kept"
-        for side in (Side.QUERY, Side.KEY) if backward else (Side.QUERY,):
+        for side in direction.returns:
             home = simulation.sums[rank].get((side, rank), [Counter()] * len(simulation.own[rank]))
             for position, got in zip(simulation.own[rank], home, strict=True):
                 line = dense[position] if side is Side.QUERY else dense[:, position]
@@ -243,13 +245,13 @@ def test_programs_bring_every_pair_home_once(world: tuple[Layout, Mask], route: 
 
 @pytest.mark.parametrize("route", ["direct", "ring"])
 @pytest.mark.parametrize("assignment", [rows, columns], ids=["rows", "columns"])
-@pytest.mark.parametrize("backward", [False, True])
-def test_buffers_do_not_grow_with_the_world(route: str, backward: bool, assignment) -> None:
+@pytest.mark.parametrize("direction", list(Direction))
+def test_buffers_do_not_grow_with_the_world(route: str, direction: Direction, assignment) -> None:
     """Two foreign shards at most, in use or arriving; one partial out and one in for each exchange."""
     for world in (4, 8, 12):
         layout = Layout("zigzag", 16 * world, world)
         for rank in range(world):
-            program = Schedule(layout, Mask(), ROUTES[route], rank).program(assignment, backward=backward)
+            program = Schedule(layout, Mask(), ROUTES[route], rank).assigned(assignment, direction)
             held, arriving, most = 0, {}, 0
             for op in program.ops:
                 if isinstance(op, Post):
@@ -267,7 +269,7 @@ def test_buffers_do_not_grow_with_the_world(route: str, backward: bool, assignme
 def test_two_exchanges_are_under_way_where_nothing_is_passed_on() -> None:
     layout = Layout("zigzag", 128, 8)
     for route, assignment, expected in (("direct", columns, 2), ("direct", rows, 2), ("ring", rows, 1)):
-        ops = Schedule(layout, Mask(), ROUTES[route], 1).program(assignment, backward=True).ops
+        ops = Schedule(layout, Mask(), ROUTES[route], 1).assigned(assignment, Direction.BACKWARD).ops
         for n, op in enumerate(ops):
             if isinstance(op, Wait) and op.step < 7:
                 before = ops[:n]
@@ -277,8 +279,8 @@ def test_two_exchanges_are_under_way_where_nothing_is_passed_on() -> None:
 
 def test_the_next_exchange_is_posted_before_a_visit() -> None:
     layout = Layout("zigzag", 64, 4)
-    for backward, assignment in ((False, rows), (True, columns)):
-        ops = Schedule(layout, Mask(), ROUTES["direct"], 1).program(assignment, backward=backward).ops
+    for direction, assignment in ((Direction.FORWARD, rows), (Direction.BACKWARD, columns)):
+        ops = Schedule(layout, Mask(), ROUTES["direct"], 1).assigned(assignment, direction).ops
         for n, op in enumerate(ops):
             if isinstance(op, Visit) and op.step < 3:
                 posted = [p.step for p in ops[:n] if isinstance(p, Post)]
@@ -287,16 +289,16 @@ def test_the_next_exchange_is_posted_before_a_visit() -> None:
 
 def test_hops_without_a_tile_are_skipped() -> None:
     window = make_schedule(64, mask=Mask(window=8), layout="contiguous", route="direct", rank=3, world=8)
-    assert {(e.source, e.target) for e in window.forward("query").edges} == {(2, 3), (3, 4)}
-    assert {e.rows.count for e in window.forward("query").edges} == {7}
+    assert {(e.source, e.target) for e in window.program("query", Direction.FORWARD).edges} == {(2, 3), (3, 4)}
+    assert {e.rows.count for e in window.program("query", Direction.FORWARD).edges} == {7}
     documents = Mask(cu_seqlens=range(0, 65, 8))
     alone = make_schedule(64, mask=documents, layout="contiguous", route="direct", rank=3, world=8)
-    assert alone.forward("query").edges == [] and alone.backward("query").edges == []
+    assert all(alone.program("query", direction).edges == [] for direction in Direction)
 
 
 def test_causal_zigzag_sends_half_where_half_is_needed() -> None:
     schedule = make_schedule(64, mask=Mask(), layout="zigzag", route="direct", rank=1, world=4)
-    received = {e.source: e.rows.count for e in schedule.forward("query").edges if e.target == 1}
+    received = {e.source: e.rows.count for e in schedule.program("query", Direction.FORWARD).edges if e.target == 1}
     assert received == {0: 8, 2: 16, 3: 16}
 
 
@@ -328,13 +330,13 @@ def test_either_balances_a_contiguous_layout(world: int) -> None:
         sent[layout] = sum(s.traffic(shape, expected).sent for s in schedules)
     assert sent["contiguous"] < 0.8 * sent["zigzag"] if world > 3 else sent["contiguous"] < 0.9 * sent["zigzag"]
     contiguous = Schedule(Layout("contiguous", 32 * world, world), Mask(), ROUTES["direct"], 0)
-    for backward, assign in enumerate(TRAVELS["either"](world)):
+    for direction, assign in TRAVELS["either"](world).items():
         work = np.zeros(world)
         for (i, j), tiles in contiguous.pairs().items():
             work[assign(np.array(i), np.array(j))] += tiles.area
-        assert work.max() <= (1 + 1.05 / world) * work.mean(), backward
+        assert work.max() <= (1 + 1.05 / world) * work.mean(), direction
     for rank in range(world):
-        ops = Schedule(contiguous.layout, Mask(), ROUTES["direct"], rank).backward("either").ops
+        ops = Schedule(contiguous.layout, Mask(), ROUTES["direct"], rank).program("either", Direction.BACKWARD).ops
         assert max(op.step for op in ops if isinstance(op, Visit)) <= world // 2
 
 
@@ -378,7 +380,7 @@ def test_a_million_tokens_in_two_thousand_documents_plan_quickly() -> None:
 def _plan_seconds(borders: list[int]) -> float:
     started = time.perf_counter()
     schedule = make_schedule(1 << 20, mask=Mask(cu_seqlens=borders), layout="zigzag", route="direct", rank=3, world=8)
-    assert schedule.forward("query").ops and schedule.backward("query").ops
+    assert all(schedule.program("query", direction).ops for direction in Direction)
     return time.perf_counter() - started
 
 

@@ -18,8 +18,9 @@ from ..kernels.contract import accumulation_dtype
 from ..kernels.merge import row_dot
 from ..plan.rows import Side
 from .checks import resolve, shared_fields
+from .passes import Backward, Forward
 from .plan import plan_of
-from .sweep import Backward, Forward, sweep
+from .sweep import sweep
 
 QUERY, KEY, VALUE = 1, 2, 4  # bits of ``wanted``
 
@@ -70,7 +71,7 @@ def attend(
     number = found.transport.health.next_call() if found.world > 1 else 0
     work = Forward(_dense_rows(q), _dense_rows(k), _dense_rows(v), call.scale, call.kernel)
     with torch.autocast(q.device.type, enabled=False):
-        sums = sweep(found.schedule.forward(call.travels), found.transport, work, phase="forward")
+        sums = sweep(found.schedule.program(call.travels, work.direction), found.transport, work)
     out, log_sum = sums[Side.QUERY]
     return out.to(q.dtype).contiguous(), log_sum.contiguous(), torch.tensor(number)
 
@@ -110,7 +111,7 @@ def attend_backward(
     stats = torch.stack((lse, delta), -1)
     work = Backward(dout, q, k, v, stats, call.scale, call.kernel, alone=found.world == 1)
     with torch.autocast(q.device.type, enabled=False):
-        sums = sweep(found.schedule.backward(call.travels), found.transport, work, phase="backward")
+        sums = sweep(found.schedule.program(call.travels, work.direction), found.transport, work)
     grads = [*sums.pop(Side.QUERY), *sums.pop(Side.KEY)]
     for n, grad in enumerate(grads):  # one by one, so that a sum is free once it is rounded
         grads[n] = grad.to(q.dtype).contiguous()

@@ -15,149 +15,31 @@ comes home. Three large tensors on the wire where RingAttention moves four (K, V
 Neither is written out below. Which pairs a rank computes, what it needs for them and where its partial results go is
 the program (:mod:`burst_attention.plan.program`): the sweep posts the next exchange, visits a pair while it is on the
 wire, waits, combines, and passes on. Forward and backward, the paper's order and RingAttention's, a ring and direct
-messages differ in the program and in the :class:`Pass`, never in the loop.
+messages differ in the program and in the
+:class:`~burst_attention.attention.passes.Pass`, never in the loop.
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..comm.transport import Pending, Transport
-from ..kernels.contract import Kernel, accumulation_dtype, capturing, wire_dtype
-from ..kernels.merge import add_, blank_output, merge_
+from ..comm.transport import Pending, Receive, Send, Transport
+from ..kernels.contract import capturing
 from ..plan.program import Drop, Message, Post, Program, Visit, Wait
 from ..plan.route import Edge
 from ..plan.rows import Side, Where
-from ..plan.tile import Tiles
-
-Tensors = tuple[Tensor, ...]  # dim 2 of each is the rows of a shard: [B, H, rows, ...] or [B, H, rows]
+from .passes import Pass, Tensors
 
 
-class Pass(Protocol):
-    """What differs between a forward and a backward."""
-
-    @property
-    def own(self) -> Mapping[Side, Tensors]:
-        """What this rank holds of each side, and what travels of it."""
-        ...
-
-    def visit(self, query: Tensors, key: Tensors, tiles: Tiles) -> Mapping[Side, Tensors]:
-        """Partial results of one pair, for the sides that get any."""
-        ...
-
-    def extend(self, query: Tensors, key: Tensors, tiles: Tiles, total: Tensors) -> None:
-        """Fold one pair into the query side's running total in place, with no partial result in between."""
-        ...
-
-    @property
-    def extends(self) -> bool:
-        """Can :meth:`extend` take the place of :meth:`visit` and :meth:`combine`?"""
-        ...
-
-    def blank(self, side: Side, rows: int) -> Tensors:
-        """The identity of :meth:`combine`, in the accumulation dtype."""
-        ...
-
-    def combine(self, side: Side, total: Tensors, part: Tensors) -> None:
-        """Fold ``part`` into ``total`` in place."""
-        ...
-
-    def wire_dtypes(self, side: Side, *, exact: bool) -> tuple[torch.dtype, ...]:
-        """What partial results are rounded to before they are sent."""
-        ...
-
-
-@dataclass(frozen=True, eq=False)
-class Forward:
-    """Queries q [B, Hq, Sq, D] meet keys k [B, Hkv, Sk, D] and values v [B, Hkv, Sk, Dv]; (out, lse) result."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    scale: float
-    kernel: Kernel
-
-    @property
-    def own(self) -> Mapping[Side, Tensors]:
-        return {Side.QUERY: (self.q,), Side.KEY: (self.k, self.v)}
-
-    def visit(self, query: Tensors, key: Tensors, tiles: Tiles) -> Mapping[Side, Tensors]:
-        (q,), (k, v) = query, key
-        return {Side.QUERY: self.kernel.forward(q, k, v, tiles, self.scale)}
-
-    @property
-    def extends(self) -> bool:
-        return self.kernel.continues
-
-    def extend(self, query: Tensors, key: Tensors, tiles: Tiles, total: Tensors) -> None:
-        (q,), (k, v), (out, lse) = query, key, total
-        self.kernel.extend(q, k, v, tiles, self.scale, out, lse)
-
-    def blank(self, side: Side, rows: int) -> Tensors:
-        return blank_output(self.q, self.v, rows, accumulation_dtype(self.q.dtype))
-
-    def combine(self, side: Side, total: Tensors, part: Tensors) -> None:
-        merge_(*total, *part)
-
-    def wire_dtypes(self, side: Side, *, exact: bool) -> tuple[torch.dtype, ...]:
-        wide = accumulation_dtype(self.q.dtype)
-        return (wide if exact else wire_dtype(self.q.dtype)), wide
-
-
-@dataclass(frozen=True, eq=False)
-class Backward:
-    """With dout [B, Hq, Sq, Dv] and, per query row, ``stats`` = (lse, D) [B, Hq, Sq, 2]; (dq) and (dk, dv) result."""
-
-    dout: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    stats: Tensor
-    scale: float
-    kernel: Kernel
-    alone: bool = False  # one pair is all there is: nothing is added to what it gives
-
-    @property
-    def own(self) -> Mapping[Side, Tensors]:
-        return {Side.QUERY: (self.dout, self.q, self.stats), Side.KEY: (self.k, self.v)}
-
-    def visit(self, query: Tensors, key: Tensors, tiles: Tiles) -> Mapping[Side, Tensors]:
-        (dout, q, stats), (k, v) = query, key
-        lse, delta = stats.unbind(-1)
-        dq, dk, dv = self.kernel.backward(dout, q, k, v, lse, delta, tiles, self.scale, final=self.alone)
-        return {Side.QUERY: (dq,), Side.KEY: (dk, dv)}
-
-    extends: ClassVar[bool] = False
-
-    def extend(self, query: Tensors, key: Tensors, tiles: Tiles, total: Tensors) -> None:
-        raise NotImplementedError("gradients are added up")
-
-    def blank(self, side: Side, rows: int) -> Tensors:
-        like = (self.q,) if side is Side.QUERY else (self.k, self.v)
-        return tuple(x.new_zeros(*x.shape[:2], rows, x.shape[3], dtype=accumulation_dtype(x.dtype)) for x in like)
-
-    def combine(self, side: Side, total: Tensors, part: Tensors) -> None:
-        for a, b in zip(total, part, strict=True):
-            add_(a, b)
-
-    def wire_dtypes(self, side: Side, *, exact: bool) -> tuple[torch.dtype, ...]:
-        dtype = accumulation_dtype(self.q.dtype) if exact else wire_dtype(self.q.dtype)
-        return (dtype,) if side is Side.QUERY else (dtype, dtype)
-
-
-def sweep(program: Program, transport: Transport, work: Pass, *, phase: str) -> dict[Side, Tensors]:
+def sweep(program: Program, transport: Transport, work: Pass) -> dict[Side, Tensors]:
     """Execute one rank's program and return its own results, by side, unrounded.
 
-    ``phase`` names the pass in an error. Nothing that the caller owns is written to. A partial result is folded in
-    when its turn comes in the program, never when it arrives: two runs give the same bits.
+    Nothing that the caller owns is written to. A partial result is folded in when its turn comes in the program, never
+    when it arrives: two runs give the same bits.
     """
-    run = _Run(program, transport, work, phase)
+    run = _Run(program, transport, work)
     try:
         for op in program.ops:
             match op:
@@ -171,7 +53,9 @@ def sweep(program: Program, transport: Transport, work: Pass, *, phase: str) -> 
                     del run.held[op.key]
     except BaseException as error:
         # What this rank no longer sends the others wait for: the group is of no use, here too.
-        transport.health.failure = transport.health.failure or f"{phase}: {type(error).__name__} on this rank"
+        transport.health.failure = (
+            transport.health.failure or f"{work.direction.value}: {type(error).__name__} on this rank"
+        )
         raise
     return {side: run.sums.pop(side, program.rank) for side, owner in program.sum_rows if owner == program.rank}
 
@@ -179,11 +63,11 @@ def sweep(program: Program, transport: Transport, work: Pass, *, phase: str) -> 
 class _Run:
     """A sweep under way. A method for each operation, so that no buffer outlives its use as a loop's variable."""
 
-    def __init__(self, program: Program, transport: Transport, work: Pass, phase: str) -> None:
+    def __init__(self, program: Program, transport: Transport, work: Pass) -> None:
         self.held = {(side, program.rank): tensors for side, tensors in work.own.items()}
         self._indices = _Indices(program)
         self.sums = _Sums(program, work, self._indices)
-        self._transport, self._work, self._phase = transport, work, phase
+        self._transport, self._work = transport, work
         self._on_wire: dict[int, tuple[Pending, list[tuple[Message, Tensors]]]] = {}
 
     def visit(self, op: Visit) -> None:
@@ -200,9 +84,9 @@ class _Run:
     def post(self, op: Post) -> None:
         """Start an exchange: shards, own or to be passed on, and partial results on their way home."""
         arriving = [(message, _empty(message.edge, self._work)) for message in op.receives]
-        sends = [(message.edge.target, x) for message in op.sends for x in self._outgoing(message)]
-        receives = [(message.edge.source, x) for message, tensors in arriving for x in tensors]
-        label = f"hop {op.step} of the {self._phase}"
+        sends = [Send(message.edge.target, x) for message in op.sends for x in self._outgoing(message)]
+        receives = [Receive(message.edge.source, x) for message, tensors in arriving for x in tensors]
+        label = f"hop {op.step} of the {self._work.direction.value}"
         self._on_wire[op.step] = self._transport.post(sends, receives, label=label), arriving
 
     def wait(self, op: Wait) -> None:

@@ -26,12 +26,10 @@ class _Reshard:
 
     def all_to_all(self, parts: list[Tensor], lengths: list[int], *, phase: str) -> list[Tensor]:
         """Send ``parts[r]`` to each rank r; return what each sent here, ``lengths[r]`` rows (dim 0) of it."""
-        rank, world = self.transport.rank, self.transport.world
+        rank = self.transport.rank
         arriving = [parts[rank].new_empty(n, *parts[rank].shape[1:]) for n in lengths]
         arriving[rank] = parts[rank]
-        sends = [((rank + hop) % world, parts[(rank + hop) % world].contiguous()) for hop in range(1, world)]
-        receives = [((rank - hop) % world, arriving[(rank - hop) % world]) for hop in range(1, world)]
-        self.transport.wait(self.transport.post(sends, receives, label=f"unshard's {phase}"))
+        self.transport.all_to_all([[x] for x in parts], [[x] for x in arriving], label=f"unshard's {phase}")
         return arriving
 
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from .transport import Transport
+from .transport import Receive, Send, Transport
 
 RECORD_BYTES = 2048
 _REFUSALS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": ValueError}
@@ -79,7 +79,8 @@ class Agreement:
         peers = [rank for rank in range(transport.world) if rank != transport.rank]
         theirs = {rank: torch.empty_like(mine) for rank in peers}
         label = f"the agreement on {record.get('call', 'a refused call')}"
-        pending = transport.post([(rank, mine) for rank in peers], list(theirs.items()), label=label)
+        sends, receives = [Send(rank, mine) for rank in peers], [Receive(*item) for item in theirs.items()]
+        pending = transport.post(sends, receives, label=label)
         transport.wait(pending)
         return [
             record if rank == transport.rank else json.loads(theirs[rank].numpy().tobytes())

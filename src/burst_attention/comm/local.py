@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .transport import Health, Operation, Transport
+from .transport import Health, Operation, Send, Transport
 
 
 @dataclass(eq=False)
@@ -137,10 +137,10 @@ class LocalTransport(Transport):
     def _start(self, operations: Sequence[Operation]) -> list[Any]:
         group: Any = self.group
         works = []
-        for what, peer, tensor in operations:
-            sends = what == "send to"
-            half = _Half(tensor, group.timeout, _recorded(tensor))
-            source, target = (self.rank, peer) if sends else (peer, self.rank)
+        for each in operations:
+            sends = isinstance(each, Send)
+            half = _Half(each.tensor, group.timeout, _recorded(each.tensor))
+            source, target = (self.rank, each.peer) if sends else (each.peer, self.rank)
             group.exchange.post(half, source=source, target=target, tag=self.tag, sends=sends)
             works.append(half)
         return works

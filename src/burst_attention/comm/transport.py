@@ -6,14 +6,34 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Message = tuple[int, Tensor]  # peer (a rank of the group) and the contiguous tensor to send, or to receive into
-Operation = tuple[str, int, Tensor]  # "send to" or "receive from", and the message
+
+class Send(NamedTuple):
+    """A contiguous tensor for ``peer``, a rank of the group."""
+
+    peer: int
+    tensor: Tensor
+
+    def __str__(self) -> str:
+        return f"send to rank {self.peer}"
+
+
+class Receive(NamedTuple):
+    """A contiguous tensor to be filled by ``peer``, a rank of the group."""
+
+    peer: int
+    tensor: Tensor
+
+    def __str__(self) -> str:
+        return f"receive from rank {self.peer}"
+
+
+Operation = Send | Receive
 
 
 class ExchangeError(RuntimeError):
@@ -67,7 +87,7 @@ class Transport:
         self.rank = 0 if self.group is None else self.group.rank()
         self.world = 1 if self.group is None else self.group.size()
 
-    def post(self, sends: Sequence[Message], receives: Sequence[Message], *, label: str) -> Pending:
+    def post(self, sends: Sequence[Send], receives: Sequence[Receive], *, label: str) -> Pending:
         """Start an exchange and return at once. ``label`` names the step and the phase in an error.
 
         Between two ranks, messages of one exchange match in the order given; their sizes must have been agreed.
@@ -77,25 +97,29 @@ class Transport:
                 f"rank {self.rank}: {label}: this process group failed before ({self.health.failure}); "
                 f"destroy it and make a new one"
             )
-        operations = [("send to", *m) for m in sends if m[1].numel()]
-        operations += [("receive from", *m) for m in receives if m[1].numel()]
-        self.sent += sum(t.nbytes for what, _, t in operations if what == "send to")
-        self.received += sum(t.nbytes for what, _, t in operations if what == "receive from")
+        operations: list[Operation] = [each for each in (*sends, *receives) if each.tensor.numel()]
+        self.sent += sum(each.tensor.nbytes for each in sends)
+        self.received += sum(each.tensor.nbytes for each in receives)
         pending = Pending(label, operations, [])
         if operations:
             try:
                 pending.works = self._start(operations)
             except RuntimeError as error:
-                peers = ", ".join(str(peer) for peer in sorted({peer for _, peer, _ in operations}))
+                peers = ", ".join(str(peer) for peer in sorted({each.peer for each in operations}))
                 raise self._failure(f"could not start messages with rank {peers}", label, 0.0, error) from error
         return pending
 
     def _start(self, operations: Sequence[Operation]) -> list[Any]:
         """Works to wait for: one for each operation, or one for all."""
-        calls = {"send to": dist.isend, "receive from": dist.irecv}
         batch = [
-            dist.P2POp(calls[what], tensor, group=self.group, group_peer=peer, tag=self.tag)
-            for what, peer, tensor in operations
+            dist.P2POp(
+                dist.isend if isinstance(each, Send) else dist.irecv,
+                each.tensor,
+                group=self.group,
+                group_peer=each.peer,
+                tag=self.tag,
+            )
+            for each in operations
         ]
         return dist.batch_isend_irecv(batch)
 
@@ -109,7 +133,7 @@ class Transport:
         started = time.monotonic()
         one_each = len(pending.works) == len(pending.operations)  # NCCL gives one work for the whole batch
         # On CUDA a wait makes the stream wait; given a deadline it would be the host that does.
-        limit = None if any(tensor.is_cuda for _, _, tensor in pending.operations) else self.timeout
+        limit = None if any(each.tensor.is_cuda for each in pending.operations) else self.timeout
         for n, work in enumerate(pending.works):
             try:
                 if limit is None:
@@ -118,9 +142,22 @@ class Transport:
                     left = max(0.001, limit - (time.monotonic() - started))
                     work.wait(timedelta(seconds=left))
             except RuntimeError as error:
-                what = " ".join(map(str, pending.operations[n][:2])) if one_each else "exchange with peers"
+                what = str(pending.operations[n]) if one_each else "exchange with peers"
                 raise self._failure(f"could not {what}", pending.label, time.monotonic() - started, error) from error
         pending.operations, pending.works = [], []
+
+    def all_to_all(
+        self, leaving: Sequence[Sequence[Tensor]], arriving: Sequence[Sequence[Tensor]], *, label: str
+    ) -> None:
+        """Send the tensors of ``leaving[r]`` to each other rank r and fill those of ``arriving[r]`` with what r sends.
+
+        This rank's own entries are not looked at.
+        """
+        hops = range(1, self.world)
+        ahead, behind = ([(self.rank + step * hop) % self.world for hop in hops] for step in (1, -1))
+        sends = [Send(peer, x.contiguous()) for peer in ahead for x in leaving[peer]]
+        receives = [Receive(peer, x) for peer in behind for x in arriving[peer]]
+        self.wait(self.post(sends, receives, label=label))
 
     def check_device(self, device: torch.device) -> None:
         """Raise ValueError if the group can't carry tensors on ``device``."""
@@ -140,10 +177,9 @@ class Transport:
         """NCCL wants every rank in a group's first batch: pass one byte round the ring."""
         send, receive = (torch.zeros(1, dtype=torch.uint8, device=device) for _ in range(2))
         ahead, behind = (self.rank + 1) % self.world, (self.rank - 1) % self.world
-        self.wait(self.post([(ahead, send)], [(behind, receive)], label="warm-up"))
+        self.wait(self.post([Send(ahead, send)], [Receive(behind, receive)], label="warm-up"))
 
     def _failure(self, what: str, label: str, seconds: float, error: RuntimeError) -> ExchangeError:
-        what = what.replace("send to", "send to rank").replace("receive from", "receive from rank")
         cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         text = (
             f"rank {self.rank} {what} in {label} after {seconds:.1f} s: {cause}. "

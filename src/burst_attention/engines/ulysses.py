@@ -86,14 +86,11 @@ class _Trade:
         return tuple(torch.cat(parts, 1) for parts in arriving)
 
     def _exchange(self, leaving: Sequence[Sequence[Tensor]], arriving: Sequence[list[Tensor]], phase: str) -> None:
-        rank, world, transport = self.plan.rank, self.plan.world, self.plan.transport
+        rank = self.plan.rank
         for parts, places in zip(leaving, arriving, strict=True):
             places[rank].copy_(parts[rank])
-        ahead = [(rank + hop) % world for hop in range(1, world)]
-        behind = [(rank - hop) % world for hop in range(1, world)]
-        sends = [(peer, parts[peer].contiguous()) for peer in ahead for parts in leaving]
-        receives = [(peer, places[peer]) for peer in behind for places in arriving]
-        transport.wait(transport.post(sends, receives, label=f"the all-to-all of ulysses' {phase}"))
+        by_rank = (list(zip(*tensors, strict=True)) for tensors in (leaving, arriving))
+        self.plan.transport.all_to_all(*by_rank, label=f"the all-to-all of ulysses' {phase}")
 
     def agree(self) -> None:
         """Backwards in different orders on different ranks would trade one call's gradients for another's."""

@@ -5,9 +5,11 @@ An assignment is a function of two broadcastable integer arrays, query owners i 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
+
+from .rows import Direction
 
 Assignment = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
@@ -35,11 +37,12 @@ def nearest(world: int) -> Assignment:
     return assign
 
 
-# What travels: (forward, backward), for a world. The paper's, RingAttention's, and whichever side is on its way anyway.
-TRAVELS: dict[str, Callable[[int], tuple[Assignment, Assignment]]] = {
-    "query": lambda world: (rows, columns),
-    "key-value": lambda world: (rows, rows),
-    "either": lambda world: (nearest(world), nearest(world)),
+# What travels in the backward, and the assignment of each pass that it stands for: the paper's, RingAttention's, and
+# whichever side of a pair is on its way anyway.
+TRAVELS: dict[str, Callable[[int], Mapping[Direction, Assignment]]] = {
+    "query": lambda world: {Direction.FORWARD: rows, Direction.BACKWARD: columns},
+    "key-value": lambda world: dict.fromkeys(Direction, rows),
+    "either": lambda world: dict.fromkeys(Direction, nearest(world)),
 }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .route import Edge
-from .rows import Side
+from .rows import Direction, Side
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,16 +25,16 @@ class Shape:
     partial: int
     accumulate: int
 
-    def row_bytes(self, edge: Edge, *, backward: bool) -> int:
-        """Bytes of one row of an edge, as the sweep's forward or backward sends it."""
-        return self.side_bytes(edge.side, partial=edge.partial, exact=edge.exact, backward=backward)
+    def row_bytes(self, edge: Edge, direction: Direction) -> int:
+        """Bytes of one row of an edge, as the sweep sends it."""
+        return self.side_bytes(edge.side, direction, partial=edge.partial, exact=edge.exact)
 
-    def side_bytes(self, side: Side, *, partial: bool, exact: bool, backward: bool) -> int:
+    def side_bytes(self, side: Side, direction: Direction, *, partial: bool, exact: bool = False) -> int:
         """Bytes of one row of a shard of ``side``, or of partial results for it."""
         wide = self.accumulate if exact else self.partial
         if side is Side.KEY:  # k and v, or dK and dV
             return self.batch * self.kv_heads * (self.head_dim + self.v_head_dim) * (wide if partial else self.io)
-        if not backward:  # q, or (out, lse)
+        if direction is Direction.FORWARD:  # q, or (out, lse)
             elements = self.v_head_dim * wide + self.accumulate if partial else self.head_dim * self.io
         elif partial:  # dQ
             elements = self.head_dim * wide
@@ -61,11 +61,11 @@ class Traffic:
         return self.forward_received + self.backward_received
 
 
-def sent_and_received(edges: Iterable[Edge], rank: int, shape: Shape, *, backward: bool) -> tuple[int, int]:
+def sent_and_received(edges: Iterable[Edge], rank: int, shape: Shape, direction: Direction) -> tuple[int, int]:
     """Bytes that ``rank`` sends and receives over ``edges`` in one pass."""
     sent = received = 0
     for edge in edges:
-        size = edge.rows.count * shape.row_bytes(edge, backward=backward)
+        size = edge.rows.count * shape.row_bytes(edge, direction)
         sent += size * (edge.source == rank)
         received += size * (edge.target == rank)
     return sent, received

@@ -10,7 +10,8 @@ from .assignment import TRAVELS
 from .cost import Shape, Traffic, sent_and_received
 from .footprint import peak_bytes
 from .program import all_edges, build_program
-from .schedule import RETURNS, Schedule
+from .rows import Direction
+from .schedule import Schedule
 
 LOOKED_AT = 4  # a program for each of many ranks takes its time
 
@@ -34,27 +35,24 @@ class RankCost:
 def estimate(schedule: Schedule, shape: Shape, travels: str) -> list[RankCost]:
     """The cost of one forward and backward on every rank; ``travels`` is a name of ``TRAVELS``."""
     layout, pairs = schedule.layout, schedule.pairs()
-    assignments = dict(enumerate(TRAVELS[travels](layout.world)))  # forward, backward
+    assignments = TRAVELS[travels](layout.world)
     edges = {
-        backward: all_edges(pairs, assign, schedule.route, RETURNS[bool(backward)], layout)
-        for backward, assign in assignments.items()
+        direction: all_edges(pairs, assign, schedule.route, direction, layout)
+        for direction, assign in assignments.items()
     }
-    seen = {backward: [0] * layout.world for backward in assignments}
+    seen = {direction: [0] * layout.world for direction in assignments}
     for (i, j), tiles in pairs.items():
-        for backward, assign in assignments.items():
-            seen[backward][int(assign(np.array(i), np.array(j)))] += tiles.area
+        for direction, assign in assignments.items():
+            seen[direction][int(assign(np.array(i), np.array(j)))] += tiles.area
     per_pair = 2 * shape.batch * shape.q_heads  # a multiplication and an addition
     forward = per_pair * (shape.head_dim + shape.v_head_dim)  # scores, P V
     backward = per_pair * (3 * shape.head_dim + 2 * shape.v_head_dim)  # scores, dO V', P' dO, dS K, dS' Q
     return [
         RankCost(
             layout.lengths[rank],
-            forward * seen[False][rank],
-            backward * seen[True][rank],
-            Traffic(
-                *sent_and_received(edges[False], rank, shape, backward=False),
-                *sent_and_received(edges[True], rank, shape, backward=True),
-            ),
+            forward * seen[Direction.FORWARD][rank],
+            backward * seen[Direction.BACKWARD][rank],
+            Traffic(*(n for d in Direction for n in sent_and_received(edges[d], rank, shape, d))),
         )
         for rank in range(layout.world)
     ]
@@ -70,9 +68,8 @@ def peak_memory(schedule: Schedule, shape: Shape, travels: str, *, exact_parts: 
     most = 0
     for n in range(looked_at):
         rank = n * (layout.world - 1) // max(1, looked_at - 1)
-        for backward, assign in zip((False, True), TRAVELS[travels](layout.world), strict=True):
-            program = build_program(pairs, assign, schedule.route, RETURNS[backward], layout, rank)
+        for direction, assign in TRAVELS[travels](layout.world).items():
+            program = build_program(pairs, assign, schedule.route, direction, layout, rank)
             tokens = layout.lengths[rank]
-            peak = peak_bytes(program, shape, tokens=tokens, backward=backward, exact_parts=exact_parts)
-            most = max(most, peak)
+            most = max(most, peak_bytes(program, shape, direction, tokens=tokens, exact_parts=exact_parts))
     return most

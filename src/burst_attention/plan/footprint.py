@@ -6,15 +6,15 @@ from dataclasses import replace
 
 from .cost import Shape
 from .program import Drop, Key, Message, Post, Program, Visit, Wait
-from .rows import Side, Where
+from .rows import Direction, Side, Where
 
 
 def peak_bytes(
     program: Program,
     shape: Shape,
+    direction: Direction,
     *,
     tokens: int,
-    backward: bool,
     exact_parts: bool = False,
 ) -> int:
     """Bytes at the peak of a pass on a rank that holds ``tokens``.
@@ -26,7 +26,7 @@ def peak_bytes(
     Args:
         exact_parts: the kernel gives partial results in the accumulation dtype, and needs no surrogate.
     """
-    walk = _Walk(program, shape, tokens, backward, exact_parts)
+    walk = _Walk(program, shape, direction, tokens, exact_parts)
     for op in program.ops:
         match op:
             case Visit():
@@ -44,10 +44,10 @@ def peak_bytes(
 class _Walk:
     """What is live: the sweep's own steps, in bytes."""
 
-    def __init__(self, program: Program, shape: Shape, tokens: int, backward: bool, exact_parts: bool) -> None:
+    def __init__(self, program: Program, shape: Shape, direction: Direction, tokens: int, exact_parts: bool) -> None:
         self._exact_parts = exact_parts
         self._rank, self._sum_rows = program.rank, program.sum_rows
-        self._shape, self._backward = shape, backward
+        self._shape, self._direction = shape, direction
         self._held: dict[Key, tuple[int, int]] = {(side, program.rank): (tokens, 0) for side in Side}  # rows, bytes
         self._sums: dict[Key, int] = {}
         self._on_wire: dict[int, tuple[tuple[Message, ...], int]] = {}  # what arrives, and bytes of what is sent
@@ -57,12 +57,12 @@ class _Walk:
         """Bytes of a row of q, k, v; in a backward of out, dout, lse, D and both of these packed, too."""
         shape = self._shape
         query = shape.head_dim * shape.io
-        if self._backward:
+        if self._direction is Direction.BACKWARD:
             query += 2 * shape.v_head_dim * shape.io + 4 * shape.accumulate
         return shape.batch * shape.q_heads * query + self._row(Side.KEY, partial=False)
 
     def _row(self, side: Side, *, partial: bool = True, exact: bool = False) -> int:
-        return self._shape.side_bytes(side, partial=partial, exact=exact, backward=self._backward)
+        return self._shape.side_bytes(side, self._direction, partial=partial, exact=exact)
 
     def _given(self, side: Side) -> int:
         """Bytes of a row that a kernel gives."""
@@ -71,7 +71,7 @@ class _Walk:
     def _rounded(self, side: Side) -> int:
         """Bytes of a row of a result in the io dtype."""
         shape = replace(self._shape, partial=self._shape.io)
-        return shape.side_bytes(side, partial=True, exact=False, backward=self._backward)
+        return shape.side_bytes(side, self._direction, partial=True)
 
     def _take(self, size: int) -> int:
         self.now += size
@@ -84,7 +84,7 @@ class _Walk:
             for side, where in op.held.items()
             if not isinstance(where, slice)  # rows apart are gathered
         )
-        if self._backward and not self._exact_parts:
+        if self._direction is Direction.BACKWARD and not self._exact_parts:
             shape = self._shape
             surrogate = shape.batch * shape.q_heads * shape.v_head_dim * shape.io
             scratch += self._take(_count(op.held[Side.QUERY]) * surrogate)
@@ -151,7 +151,7 @@ class _Walk:
 
     def _size(self, message: Message) -> int:
         edge = message.edge
-        return edge.rows.count * self._shape.row_bytes(edge, backward=self._backward)
+        return edge.rows.count * self._shape.row_bytes(edge, self._direction)
 
 
 def _is_all(where: Where | None, rows: int) -> bool:

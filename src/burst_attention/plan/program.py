@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from .assignment import Assignment
 from .layout import Layout
 from .route import Edge, Route, Use
-from .rows import Rows, Side, Where
+from .rows import Direction, Rows, Side, Where
 from .tile import Tiles
 
 Pairs = Mapping[tuple[int, int], Tiles]
@@ -125,37 +125,34 @@ def find_uses(pairs: Pairs, assignment: Assignment, world: int) -> _Uses:
     return found
 
 
-def all_edges(
-    pairs: Pairs, assignment: Assignment, route: Route, returns: Collection[Side], layout: Layout
-) -> list[Edge]:
+def all_edges(pairs: Pairs, assignment: Assignment, route: Route, direction: Direction, layout: Layout) -> list[Edge]:
     """Every edge that these pairs ask for; of all pairs, every edge of the pass."""
-    return _edges(find_uses(pairs, assignment, layout.world), route, returns, layout.world)
+    return _edges(find_uses(pairs, assignment, layout.world), route, direction, layout.world)
 
 
-def _edges(uses: _Uses, route: Route, returns: Collection[Side], world: int) -> list[Edge]:
+def _edges(uses: _Uses, route: Route, direction: Direction, world: int) -> list[Edge]:
     edges: list[Edge] = []
     for (side, owner), users in uses.by_key.items():
         edges += route.outward(side, owner, users, world)
-        if side in returns:
+        if side in direction.returns:
             edges += route.homeward(side, owner, users, world)
     return edges
 
 
 def build_program(
-    pairs: Pairs, assignment: Assignment, route: Route, returns: Collection[Side], layout: Layout, rank: int
+    pairs: Pairs, assignment: Assignment, route: Route, direction: Direction, layout: Layout, rank: int
 ) -> Program:
     """The program of ``rank`` for one pass.
 
     Args:
         pairs: tiles of (at least) :func:`touched_pairs`; pairs without a tile are absent.
-        returns: the sides for which a visit gives partial results: the query side in a forward, both in a backward.
     """
     uses = find_uses(pairs, assignment, layout.world)
-    edges = [e for e in _edges(uses, route, returns, layout.world) if rank in (e.source, e.target)]
+    edges = [e for e in _edges(uses, route, direction, layout.world) if rank in (e.source, e.target)]
     edges.sort(key=lambda e: (e.step, e.partial, e.side.value, e.owner, e.source))
     own = Rows.all(layout.lengths[rank])
     held: dict[Key, Rows] = {(side, rank): own for side in Side}
-    sums: dict[Key, Rows] = {(side, rank): own for side in returns}
+    sums: dict[Key, Rows] = {(side, rank): own for side in direction.returns}
     for edge in edges:
         if edge.partial and edge.source == rank:
             sums[edge.side, edge.owner] = edge.rows

@@ -1,4 +1,5 @@
-"""The sides of a pair, and sets of local rows: what of a shard some tile touches, and where it lies once packed."""
+"""The sides of a pair, the directions of a call, and sets of local rows: what of a shard some tile touches, and where
+it lies once packed."""
 
 from __future__ import annotations
 
@@ -17,6 +18,18 @@ class Side(Enum):
 
     QUERY = "query"
     KEY = "key"
+
+
+class Direction(Enum):
+    """The two passes of a call."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+    @property
+    def returns(self) -> tuple[Side, ...]:
+        """The sides for which computing a pair gives partial results: (out, lse); or dQ, and dK with dV."""
+        return (Side.QUERY,) if self is Direction.FORWARD else tuple(Side)
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,10 +15,8 @@ from .layout import Layout
 from .mask import Mask
 from .program import Pairs, Program, all_edges, build_program, touched_pairs
 from .route import ROUTES, Route
-from .rows import Side
+from .rows import Direction, Side
 from .tile import Tiles, foreign_rows, pair_areas, pair_tiles
-
-RETURNS = {False: (Side.QUERY,), True: (Side.QUERY, Side.KEY)}  # backward? -> the sides that a visit gives results for
 
 
 @dataclass(frozen=True)
@@ -69,27 +67,20 @@ class Schedule:
             found |= pair_tiles(self.layout, self.layout, self.regions, q_owners, k_owners)
         return found
 
-    def program(self, assign: Assignment, *, backward: bool) -> Program:
-        """This rank's program for any assignment of pairs to ranks."""
-        pairs = self.pairs(touched_pairs(assign, self.route, self.rank, self.layout.world))
-        return build_program(pairs, assign, self.route, RETURNS[backward], self.layout, self.rank)
-
-    def forward(self, travels: str) -> Program:
-        """The forward that goes with a backward in which ``travels``, of :data:`TRAVELS`, moves."""
-        return self._program_of(travels, backward=False)
-
-    def backward(self, travels: str) -> Program:
-        """The backward in which ``travels``, of :data:`TRAVELS`, moves."""
-        return self._program_of(travels, backward=True)
-
-    def _program_of(self, travels: str, *, backward: bool) -> Program:
-        key = travels, backward
+    def program(self, travels: str, direction: Direction) -> Program:
+        """This rank's program for one pass of a call in whose backward ``travels``, of :data:`TRAVELS`, moves."""
+        key = travels, direction
         if key not in self._programs:
-            self._programs[key] = self.program(TRAVELS[travels](self.layout.world)[backward], backward=backward)
+            self._programs[key] = self.assigned(TRAVELS[travels](self.layout.world)[direction], direction)
         return self._programs[key]
 
+    def assigned(self, assign: Assignment, direction: Direction) -> Program:
+        """This rank's program for any assignment of pairs to ranks."""
+        pairs = self.pairs(touched_pairs(assign, self.route, self.rank, self.layout.world))
+        return build_program(pairs, assign, self.route, direction, self.layout, self.rank)
+
     @cached_property
-    def _programs(self) -> dict[tuple[str, bool], Program]:
+    def _programs(self) -> dict[tuple[str, Direction], Program]:
         return {}
 
     @cached_property
@@ -110,7 +101,7 @@ class Schedule:
         totals = {}
         for name, side in (("query", Side.QUERY), ("key-value", Side.KEY)):
             out, home = (
-                shape.side_bytes(side, partial=partial, exact=self.route.exact, backward=True)
+                shape.side_bytes(side, Direction.BACKWARD, partial=partial, exact=self.route.exact)
                 for partial in (False, True)
             )
             totals[name] = self._rows_needed[side] * (out + home)
@@ -119,8 +110,8 @@ class Schedule:
     def _busiest(self, travels: str) -> float:
         """(Query, key) pairs that the rank with most of them computes, pass by pass; a backward's count more."""
         world = self.layout.world
-        most = [self._areas_by(assign) for assign in TRAVELS[travels](world)]
-        return most[0] + 2.5 * most[1]
+        most = {direction: self._areas_by(assign) for direction, assign in TRAVELS[travels](world).items()}
+        return most[Direction.FORWARD] + 2.5 * most[Direction.BACKWARD]
 
     def _areas_by(self, assign: Assignment) -> int:
         i, j, area = self._areas
@@ -133,9 +124,10 @@ class Schedule:
 
     def traffic(self, shape: cost.Shape, travels: str) -> cost.Traffic:
         """What this rank sends and receives in one forward and one backward."""
-        forward = cost.sent_and_received(self.forward(travels).edges, self.rank, shape, backward=False)
-        backward = cost.sent_and_received(self.backward(travels).edges, self.rank, shape, backward=True)
-        return cost.Traffic(*forward, *backward)
+        passes = ((self.program(travels, direction), direction) for direction in Direction)
+        return cost.Traffic(
+            *(n for p, direction in passes for n in cost.sent_and_received(p.edges, self.rank, shape, direction))
+        )
 
 
 def make_schedule(
@@ -163,7 +155,7 @@ def make_schedule(
 def _busiest_link(schedule: Schedule, hosts: Sequence[int]) -> int:
     """Rows that leave the busiest host in a forward."""
     leaving: dict[int, int] = dict.fromkeys(hosts, 0)
-    edges = all_edges(schedule.pairs(), rows, schedule.route, RETURNS[False], schedule.layout)
+    edges = all_edges(schedule.pairs(), rows, schedule.route, Direction.FORWARD, schedule.layout)
     for edge in edges:
         if hosts[edge.source] != hosts[edge.target]:
             leaving[hosts[edge.source]] += edge.rows.count
