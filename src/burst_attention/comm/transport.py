@@ -97,7 +97,8 @@ class Transport:
                 f"rank {self.rank}: {label}: this process group failed before ({self.health.failure}); "
                 f"destroy it and make a new one"
             )
-        operations: list[Operation] = [each for each in (*sends, *receives) if each.tensor.numel()]
+        operations: list[Operation] = [each for each in sends if each.tensor.numel()]
+        operations += [each for each in receives if each.tensor.numel()]
         self.sent += sum(each.tensor.nbytes for each in sends)
         self.received += sum(each.tensor.nbytes for each in receives)
         pending = Pending(label, operations, [])
