@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from burst_attention.attention.footprint import peak_memory
 from burst_attention.cli import main
 from burst_attention.plan.cost import Shape
-from burst_attention.plan.estimate import estimate, peak_memory
+from burst_attention.plan.estimate import estimate
 from burst_attention.plan.layout import Layout
 from burst_attention.plan.mask import Mask
 from burst_attention.plan.route import ROUTES
@@ -33,7 +35,7 @@ def test_estimates_are_what_runs(route: str, travels: str, layout: str) -> None:
 def test_memory_falls_with_the_world() -> None:
     def memory(world: int) -> int:
         schedule = Schedule(Layout("zigzag", 4096, world), Mask(), ROUTES["direct"], 0)
-        return peak_memory(schedule, SHAPE, "query")
+        return peak_memory(schedule, SHAPE, torch.bfloat16, "query")
 
     # A lone rank holds no sums in fp32, one of two has but one exchange each way.
     assert memory(8) * 1.6 < memory(4) < memory(2) / 1.3 and memory(2) < memory(1)

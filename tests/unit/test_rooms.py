@@ -1,34 +1,214 @@
-"""The import law: what each room may import, as docs/architecture.md draws it, and what an import may cost."""
+"""The law of imports: what each room may import, as docs/architecture.md draws it, and what an import costs."""
 
 from __future__ import annotations
 
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+import pytest
 
 import burst_attention
 
 ROOT = Path(burst_attention.__file__).parent
-PACKAGE = ROOT.name
-# What a room may import besides itself, Python's own library, torch and numpy. What is not named is forbidden, so a new
-# room can import nothing, and be imported by nobody, until it stands here.
-MAY_IMPORT = {
+NAME = ROOT.name
+MOST_LEVELS = 7
+
+# What a room may import of the library besides itself. What is not named is forbidden, so a new room can import
+# nothing, and nobody can import it, until it stands here.
+ROOMS: dict[str, set[str]] = {
     "plan": set(),
     "comm": set(),
-    "kernels": {"plan.tile"},
+    "launch": set(),
+    "kernels": {"plan"},
     "attention": {"plan", "comm", "kernels"},
     "loss": {"attention"},
+    "testing": {"attention", "plan", "comm", "kernels"},
+    "engines": {"attention", "plan", "launch"},
     "integrations": {"attention", "loss"},
-    "launch": set(),
-    "engines": {"attention", "plan", "loss", "integrations"},
-    "testing": {"attention", "plan", "kernels", "comm"},
-    "training": {"", "attention", "loss", "engines", "integrations", "launch"},
-    "cli": {"", "plan", "kernels", "attention", "testing", "engines", "training", "launch"},
-    "": {"attention", "comm", "plan"},  # the package's face
+    "training": {"attention", "plan", "loss", "engines", "integrations", "launch"},
+    "cli": {"plan", "attention", "kernels", "engines", "training", "launch", "testing"},
 }
-THIRD_PARTIES = {  # importable beside torch and numpy; a star: only inside functions, when it is needed
+# Narrower: of ``plan`` a kernel knows its tiles; no kernel knows another, nor does a trainer know any.
+ONLY = {"kernels": {"plan": {"plan.tile"}}}
+
+# Third parties beside torch and numpy. A star: only inside a function, when it is needed.
+THIRD_PARTIES: dict[str, set[str]] = {
     "kernels": {"*triton", "*flash_attn", "*flash_attn_interface"},
     "kernels/triton": {"triton"},
     "integrations": {"transformers"},
-    "training": {"transformers", "*tokenizers", "*datasets", "*matplotlib", "*safetensors"},
     "launch": {"rich"},
+    "training": {"transformers", "*tokenizers", "*datasets", "*matplotlib", "*safetensors"},
     "cli": {"rich", "tyro"},
 }
+
+
+def imports(path: Path, root: Path = ROOT) -> Iterator[tuple[str, bool]]:
+    """(absolute name, whether it is imported with the module) of each import in a file."""
+    package = (root.name, *path.relative_to(root).parts[:-1])
+    tree = ast.parse(path.read_text("utf-8"))
+    lazy = {id(n) for f in ast.walk(tree) if isinstance(f, (ast.FunctionDef, ast.Lambda)) for n in ast.walk(f)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((name.name, id(node) not in lazy) for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            base = ".".join(part for part in (base, node.module) if part)
+            yield from ((f"{base}.{name.name}", id(node) not in lazy) for name in node.names)
+
+
+def room_of(name: str, root: Path = ROOT) -> str:
+    """``plan`` for ``burst_attention.plan.tile.Tile``; of a name that the package itself gives, where it comes from."""
+    first = name.split(".")[1]
+    if (root / first).is_dir() or (root / f"{first}.py").is_file():
+        return first
+    return getattr(burst_attention, first).__module__.split(".")[1]
+
+
+def crossings(root: Path, rooms: Mapping[str, set[str]]) -> list[str]:
+    """Every import of the library by the library that the law does not name."""
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        place = path.relative_to(root)
+        room = place.parts[0].removesuffix(".py")
+        if room == "__init__":  # the face of the package
+            continue
+        for name, _ in imports(path, root):
+            if not name.startswith(f"{NAME}."):
+                continue
+            target, narrow = room_of(name, root), ONLY.get(room, {})
+            inside = name.removeprefix(f"{NAME}.")
+            allowed = target == room or target in rooms.get(room, set())
+            if target in narrow and not any(f"{inside}.".startswith(f"{each}.") for each in narrow[target]):
+                allowed = False
+            if not allowed:
+                found.append(f"{place} imports {name}")
+    return found
+
+
+def levels(rooms: Mapping[str, set[str]]) -> dict[str, int]:
+    """The floor of each room: one above the highest that it imports. RecursionError if they import in a circle."""
+
+    def level(room: str) -> int:
+        return 1 + max((level(other) for other in rooms[room]), default=0)
+
+    return {room: level(room) for room in rooms}
+
+
+def test_rooms_import_what_the_law_names() -> None:
+    assert not crossings(ROOT, ROOMS)
+    assert {path.stem for path in ROOT.iterdir() if path.is_dir() or path.suffix == ".py"} - {"__init__"} <= {
+        *ROOMS,
+        "__pycache__",
+    }
+
+
+def test_every_import_that_the_law_names_is_made() -> None:
+    """Or the law would allow what nobody needs."""
+    made = {
+        (path.relative_to(ROOT).parts[0].removesuffix(".py"), room_of(name))
+        for path in ROOT.rglob("*.py")
+        for name, _ in imports(path)
+        if name.startswith(f"{NAME}.")
+    }
+    assert {(room, other) for room, others in ROOMS.items() for other in others} <= made
+
+
+@pytest.mark.parametrize(
+    ("place", "line"),
+    [
+        ("plan/layout.py", "from ..kernels import choose"),
+        ("comm/local.py", "from burst_attention.plan.tile import Tiles"),
+        ("kernels/aten.py", "from ..plan.route import ROUTES"),
+        ("attention/sweep.py", "import burst_attention.engines.ring"),
+        ("inference/cache.py", "from ..attention import Plan"),  # a room that nobody has written into the law
+        ("loss.py", "from . import training"),
+    ],
+)
+def test_a_violation_is_seen(tmp_path: Path, place: str, line: str) -> None:
+    root = tmp_path / NAME
+    for room in (*ROOMS, place.partition("/")[0]):
+        if room.endswith(".py") or room == "loss":
+            (root / "loss.py").parent.mkdir(exist_ok=True)
+            (root / "loss.py").touch()
+        else:
+            (root / room).mkdir(parents=True, exist_ok=True)
+    (root / place).write_text(f"{line}\n")
+    assert len(crossings(root, ROOMS)) == 1
+
+
+def test_there_are_seven_levels_and_no_circle() -> None:
+    assert max(levels(ROOMS).values()) <= MOST_LEVELS
+    with pytest.raises(RecursionError):
+        levels({"a": {"b"}, "b": {"a"}})
+
+
+def test_modules_do_not_import_each_other_in_a_circle() -> None:
+    """Within rooms, too; with what is imported when it is needed."""
+    names = {".".join((NAME, *path.relative_to(ROOT).with_suffix("").parts)): path for path in ROOT.rglob("*.py")}
+    names = {name.removesuffix(".__init__"): path for name, path in names.items() if path != ROOT / "__init__.py"}
+
+    def known(name: str) -> str | None:
+        while name and name not in names:
+            name = name.rpartition(".")[0]
+        return name or None
+
+    edges = {name: {known(n) for n, top in imports(path) if top} - {None, name} for name, path in names.items()}
+    done: set[str] = set()
+
+    def visit(name: str, above: tuple[str, ...]) -> None:
+        assert name not in above, " -> ".join((*above, name))
+        if name not in done:
+            for other in edges[name]:
+                if not name.startswith(f"{other}."):  # a package's face is imported with each of its modules
+                    visit(other, (*above, name))
+            done.add(name)
+
+    for name in names:
+        visit(name, ())
+
+
+def test_third_parties_are_imported_behind_their_doors() -> None:
+    found = []
+    for path in sorted(ROOT.rglob("*.py")):
+        place = path.relative_to(ROOT)
+        allowed = {x for room, names in THIRD_PARTIES.items() if str(place).startswith(f"{room}/") for x in names}
+        for name, at_once in imports(path):
+            top = name.split(".")[0]
+            if top in {NAME, "torch", "numpy", *sys.stdlib_module_names}:
+                continue
+            if top not in allowed and (at_once or f"*{top}" not in allowed):
+                found.append(f"{place} imports {name}")
+    assert not found
+
+
+def run_python(code: str) -> str:
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_the_library_needs_torch_and_numpy_only() -> None:
+    """A fresh interpreter with everything else blocked still computes."""
+    run_python(
+        "import sys\n"
+        "for name in ('transformers', 'datasets', 'safetensors', 'matplotlib', 'tensorboard', 'tyro', 'rich', 'triton',"
+        " 'flash_attn', 'hypothesis', 'pytest'):\n"
+        "    sys.modules[name] = None\n"
+        "import torch\n"
+        "from burst_attention import Mask, burst_attention, make_plan\n"
+        "from burst_attention import loss, testing\n"
+        "q = torch.randn(1, 2, 9, 4, requires_grad=True)\n"
+        "burst_attention(q, q, q, make_plan(9, mask=Mask(window=3))).sum().backward()\n"
+        "assert q.grad.isfinite().all()\n"
+    )
+
+
+def test_importing_the_library_imports_nothing_heavy() -> None:
+    heavy = run_python(
+        "import sys, burst_attention\n"
+        "print([n for n in ('transformers', 'datasets', 'matplotlib', 'triton', 'tyro', 'rich') if n in sys.modules])\n"
+    )
+    assert heavy.strip() == "[]"

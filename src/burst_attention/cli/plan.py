@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from burst_attention import Mask
+from burst_attention.attention.footprint import peak_memory
 from burst_attention.attention.plan import shape_of
 from burst_attention.plan.cost import Shape
-from burst_attention.plan.estimate import RankCost, estimate, peak_memory
+from burst_attention.plan.estimate import RankCost, estimate
 from burst_attention.plan.schedule import make_schedule
 
 from ..launch import local as launch
@@ -101,7 +102,10 @@ def _costs(arguments: Arguments, route: str, travels: str) -> tuple[str, list[st
     )
     chosen = schedule.choose_travels(arguments.shape()) if travels == "auto" else travels
     shape = arguments.shape()
-    costs, memory = estimate(schedule, shape, chosen), peak_memory(schedule, shape, chosen)
+    costs, memory = (
+        estimate(schedule, shape, chosen),
+        peak_memory(schedule, shape, getattr(torch, arguments.dtype), chosen),
+    )
     return chosen, _figures(arguments, costs, memory)
 
 

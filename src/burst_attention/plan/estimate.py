@@ -1,4 +1,4 @@
-"""What one attention call will cost each rank, before anything runs: work, bytes and memory."""
+"""What one attention call will cost each rank, before anything runs: work and bytes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ import numpy as np
 
 from .assignment import TRAVELS
 from .cost import Shape, Traffic, sent_and_received
-from .footprint import peak_bytes
-from .program import all_edges, build_program
+from .program import all_edges
 from .rows import Direction
 from .schedule import Schedule
-
-LOOKED_AT = 4  # a program for each of many ranks takes its time
 
 
 @dataclass(frozen=True)
@@ -56,20 +53,3 @@ def estimate(schedule: Schedule, shape: Shape, travels: str) -> list[RankCost]:
         )
         for rank in range(layout.world)
     ]
-
-
-def peak_memory(schedule: Schedule, shape: Shape, travels: str, *, exact_parts: bool = False) -> int:
-    """Bytes at the peak of one forward and backward, of :data:`LOOKED_AT` ranks spread over the group the most.
-
-    What :func:`~burst_attention.plan.footprint.peak_bytes` counts.
-    """
-    layout, pairs = schedule.layout, schedule.pairs()
-    looked_at = min(layout.world, LOOKED_AT)
-    most = 0
-    for n in range(looked_at):
-        rank = n * (layout.world - 1) // max(1, looked_at - 1)
-        for direction, assign in TRAVELS[travels](layout.world).items():
-            program = build_program(pairs, assign, schedule.route, direction, layout, rank)
-            tokens = layout.lengths[rank]
-            most = max(most, peak_bytes(program, shape, direction, tokens=tokens, exact_parts=exact_parts))
-    return most

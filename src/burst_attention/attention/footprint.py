@@ -1,0 +1,146 @@
+"""The memory of a call, foretold: the sweep itself, over tensors without data and a transport that sends nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..comm.transport import Operation, Transport
+from ..kernels.contract import accumulation_dtype
+from ..kernels.merge import blank_output
+from ..plan.cost import Shape
+from ..plan.rows import Direction
+from ..plan.schedule import Schedule
+from ..plan.tile import Tiles
+from .passes import Backward, Forward, Pass
+from .sweep import sweep
+
+WALKED = 4  # ranks whose programs are run, spread over the group: all of many would take their time
+
+
+class LiveBytes(TorchDispatchMode):
+    """Watches the tensors ``known``, and all that are made while it is on: ``most`` is the most bytes alive at once."""
+
+    def __init__(self, *known: Tensor) -> None:
+        super().__init__()
+        self.most, self._now, self._live = 0, 0, dict[int, tuple[StorageWeakRef, int]]()
+        self._see(known)
+
+    def _see(self, tensors: Any) -> None:
+        for x in tree_leaves(tensors):
+            if isinstance(x, Tensor):
+                ref = StorageWeakRef(x.untyped_storage())
+                if ref.cdata not in self._live:
+                    self._live[ref.cdata] = ref, x.untyped_storage().nbytes()
+                    self._now += x.untyped_storage().nbytes()
+        if self._now > self.most:  # only then does it matter what is gone since it was last looked at
+            self._live = {key: entry for key, entry in self._live.items() if not entry[0].expired()}
+            self._now = sum(size for _, size in self._live.values())
+            self.most = max(self.most, self._now)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._see(result)
+        return result
+
+
+def peak_memory(
+    schedule: Schedule, shape: Shape, dtype: torch.dtype, travels: str, *, exact_partials: bool = False
+) -> int:
+    """Bytes at the peak of one forward and backward, the most of :data:`WALKED` ranks spread over the group.
+
+    Counted: inputs (laid out as models have them, [B, S, H, D]), results, sums, foreign shards, what is under way,
+    copies of what is sent, what a kernel gives for a pair, and the surrogate of out by which a stock kernel is given
+    the global lse and D. Not counted: a kernel's own workspace.
+
+    Args:
+        exact_partials: the kernel gives partial results in the accumulation dtype, and needs no surrogate.
+    """
+    world = schedule.layout.world
+    walked = min(world, WALKED)
+    ranks = {n * (world - 1) // max(1, walked - 1) for n in range(walked)}
+    return max(
+        peak_of(replace(schedule, rank=rank), shape, dtype, travels, direction, exact_partials=exact_partials)
+        for rank in sorted(ranks)
+        for direction in Direction
+    )
+
+
+def peak_of(
+    schedule: Schedule,
+    shape: Shape,
+    dtype: torch.dtype,
+    travels: str,
+    direction: Direction,
+    *,
+    exact_partials: bool = False,
+) -> int:
+    """What :func:`peak_memory` counts, of one pass on ``schedule.rank``."""
+    kernel = _Allocating(exact_partials)
+    tokens, alone = schedule.layout.lengths[schedule.rank], schedule.layout.world == 1
+    work, inputs = example(direction, shape, dtype, tokens, kernel, device=torch.device("meta"), alone=alone)
+    with LiveBytes(*inputs) as live:
+        sums = sweep(schedule.program(travels, direction), _Silent(None), work)
+        results = [x for side in tuple(sums) for x in sums.pop(side)]
+        for n in range(len(results)):  # as the operator does it: a sum is free once it is rounded
+            results[n] = results[n].to(dtype)
+    return live.most
+
+
+def example(
+    direction: Direction, shape: Shape, dtype: torch.dtype, tokens: int, kernel: Any, **options: Any
+) -> tuple[Pass, Sequence[Tensor]]:
+    """(the pass of a call with ``tokens`` on this rank, all tensors that are alive throughout).
+
+    Args:
+        options: ``device``, and whether the rank is ``alone``.
+    """
+    device, alone = options["device"], options["alone"]
+
+    def new(heads: int, dim: int) -> Tensor:
+        return torch.zeros(shape.batch, tokens, heads, dim, dtype=dtype, device=device).transpose(1, 2)
+
+    q = new(shape.q_heads, shape.head_dim)
+    k, v = new(shape.kv_heads, shape.head_dim), new(shape.kv_heads, shape.v_head_dim)
+    if direction is Direction.FORWARD:
+        return Forward(q, k, v, 1.0, kernel), (q, k, v)
+    out, dout = (new(shape.q_heads, shape.v_head_dim) for _ in range(2))
+    rows = (shape.batch, shape.q_heads, tokens)
+    # lse and D, and both of them packed
+    lse_and_delta, stats = (torch.zeros(*rows, 2, dtype=accumulation_dtype(dtype), device=device) for _ in range(2))
+    return Backward(dout, q, k, v, stats, 1.0, kernel, alone=alone), (q, k, v, out, dout, lse_and_delta, stats)
+
+
+class _Silent(Transport):
+    """Messages that nobody gets."""
+
+    def _start(self, operations: Sequence[Operation]) -> list[Any]:
+        return []
+
+
+@dataclass(frozen=True)
+class _Allocating:
+    """Takes the memory that a kernel's results take, and computes nothing."""
+
+    exact: bool
+    name: ClassVar[str] = "allocating"
+    continues: ClassVar[bool] = False
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
+        wide = accumulation_dtype(q.dtype)
+        out, _ = blank_output(q, v, q.shape[2], wide if self.exact else q.dtype)
+        return out, blank_output(q[..., :0], v[..., :0], q.shape[2], wide)[1]
+
+    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, final: bool = False) -> tuple[Any, ...]:
+        surrogate = None if self.exact else torch.zeros_like(dout)
+        dtype = accumulation_dtype(q.dtype) if self.exact and not final else q.dtype
+        grads = tuple(torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
+        del surrogate
+        return grads
