@@ -533,6 +533,46 @@ SEEDED = [
         TRITON,
         "threads",
     ),
+    Fault(
+        "a lone first column that all rows see is dropped",
+        "kernels/pieces.py",
+        "if edge > tile.k_start:",
+        "if edge > tile.k_start + 1:",
+        KERNELS,
+        "large_bands",
+    ),
+    Fault(
+        "a kernel is taken whose carried state was never tried",
+        "kernels/prove.py",
+        "if kernel.continues:",
+        "if False:",
+        STOCK,
+        "must_prove_right",
+    ),
+    Fault(
+        "a kernel is taken whose gradients were never tried",
+        "kernels/prove.py",
+        "zip(names, runs[0], expected, strict=True)",
+        "zip(names[:2], runs[0][:2], expected[:2], strict=True)",
+        STOCK,
+        "must_prove_right",
+    ),
+    Fault(
+        "a kernel is taken that has an lse for rows that see nothing",
+        "kernels/prove.py",
+        'return float("inf")',
+        "pass",
+        STOCK,
+        "must_prove_right",
+    ),
+    Fault(
+        "rows without a gradient are left unwritten",
+        "kernels/triton/programs.py",
+        "rows, d, exists, dq * scale, D)",
+        "rows, d, exists & (tl.sum(tl.abs(dq), 1) > 0), dq * scale, D)",
+        TRITON,
+        "every_band",
+    ),
 ]
 
 
