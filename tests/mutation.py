@@ -34,6 +34,8 @@ TRAIN = "tests/distributed/test_train.py"
 ENGINES = "tests/distributed/test_engines.py"
 BENCH = "tests/distributed/test_bench.py"
 STOCK = "tests/unit/test_stock_kernels.py"
+TRITON = "tests/unit/test_triton.py"
+NAN = "tests/unit/test_nan.py"
 FOOTPRINT = "tests/distributed/test_footprint.py"
 
 
@@ -480,8 +482,96 @@ SEEDED = [
         "kernels/triton/programs.py",
         "left, right = tl.where(whole, left, stop), tl.where(whole, right, stop)",
         "left, right = tl.where(whole, left, stop), tl.where(whole, right, left)",
-        "tests/unit/test_triton.py",
+        TRITON,
         "any_tile",
+    ),
+    Fault(
+        "a lone column that all rows see is dropped",
+        "kernels/pieces.py",
+        "if edge < tile.k_stop:",
+        "if edge < tile.k_stop - 1:",
+        KERNELS,
+        "large_bands",
+    ),
+    Fault(
+        "as many keys after a query as there are, taken for a limit",
+        "kernels/windowed.py",
+        "right >= tile.columns else 0",
+        "right > tile.columns else 0",
+        STOCK,
+        "every_band and flash2 or windows_say",
+    ),
+    Fault(
+        "a NaN marks the rows before the first that sees it",
+        "kernels/poison.py",
+        "rows - tile.hi, rows - tile.lo)",
+        "rows - tile.hi, rows - tile.lo + 1)",
+        NAN,
+        "nothing_else and aten",
+    ),
+    Fault(
+        "a NaN in dO is lost on the way to dV",
+        "kernels/triton/programs.py",
+        'p = tl.where(seen & lost[None, :], float("nan"), p)\n                dv +=',
+        "dv +=",
+        NAN,
+        "our_triton",
+    ),
+    Fault(
+        "a NaN in a value spoils the block's other rows",
+        "kernels/triton/programs.py",
+        "            v, lost = _whole(v)\n",
+        "            _, lost = _whole(v)\n",
+        NAN,
+        "our_triton",
+    ),
+    Fault(
+        "threads meet in the interpreter",
+        "kernels/triton/kernel.py",
+        "return _INTERPRETING if interpreted() else nullcontext()",
+        "return nullcontext()",
+        TRITON,
+        "threads",
+    ),
+    Fault(
+        "a lone first column that all rows see is dropped",
+        "kernels/pieces.py",
+        "if edge > tile.k_start:",
+        "if edge > tile.k_start + 1:",
+        KERNELS,
+        "large_bands",
+    ),
+    Fault(
+        "a kernel is taken whose carried state was never tried",
+        "kernels/prove.py",
+        "if kernel.continues:",
+        "if False:",
+        STOCK,
+        "must_prove_right",
+    ),
+    Fault(
+        "a kernel is taken whose gradients were never tried",
+        "kernels/prove.py",
+        "zip(names, runs[0], expected, strict=True)",
+        "zip(names[:2], runs[0][:2], expected[:2], strict=True)",
+        STOCK,
+        "must_prove_right",
+    ),
+    Fault(
+        "a kernel is taken that has an lse for rows that see nothing",
+        "kernels/prove.py",
+        'return float("inf")',
+        "pass",
+        STOCK,
+        "must_prove_right",
+    ),
+    Fault(
+        "rows without a gradient are left unwritten",
+        "kernels/triton/programs.py",
+        "rows, d, exists, dq * scale, D)",
+        "rows, d, exists & (tl.sum(tl.abs(dq), 1) > 0), dq * scale, D)",
+        TRITON,
+        "every_band",
     ),
 ]
 

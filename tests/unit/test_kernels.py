@@ -67,9 +67,9 @@ def test_pieces_cover_tiles_once(world) -> None:
         np.testing.assert_array_equal(seen_by_pieces(tiles, shape), seen_by_tiles(tiles, shape))
 
 
-@pytest.mark.parametrize("rows", [300, 900])
+@pytest.mark.parametrize("rows", [300, 511, 767, 900])  # also a row less than blocks of 256
 @pytest.mark.parametrize("columns", [280, 1000])
-@pytest.mark.parametrize("lo", [-2000, -900, -300, -5, 0, 40, 250])
+@pytest.mark.parametrize("lo", [-2000, -900, -300, -5, -1, 0, 40, 250])
 @pytest.mark.parametrize("width", [1, 7, 100, 256, 257, 600, 5000])
 def test_large_bands_are_cut_exactly(rows: int, columns: int, lo: int, width: int) -> None:
     whole = Tile(0, rows, 0, columns, 1 - columns, rows - 1)
@@ -213,3 +213,8 @@ def test_kernels_refuse_by_name() -> None:
     with pytest.raises(ValueError, match="int32"):
         choose("aten", device=CPU, dtype=torch.int32)
     assert choose("auto", device=torch.device("cuda"), dtype=torch.float32).name == "reference"
+
+
+def test_memory_that_nothing_was_written_to_holds_nan() -> None:
+    for empty in (torch.empty(3, 4), torch.zeros(2).new_empty(5), torch.empty_like(torch.zeros(3).half())):
+        assert empty.isnan().all()
