@@ -68,6 +68,7 @@ class Head:
 class _Settings:
     plan: Plan
     form: LogitForm
+    bias_length: int | None
     ignore_index: int
     num_valid: float | None
     chunk_tokens: int | None
@@ -127,6 +128,7 @@ def next_token_loss(
     settings = _Settings(
         plan=plan,
         form=LogitForm(factor, softcap),
+        bias_length=None if bias is None else len(bias),
         ignore_index=ignore_index,
         num_valid=divisor,
         chunk_tokens=chunk_tokens,
@@ -277,7 +279,12 @@ def _rounded(total: torch.Tensor | None, like: torch.Tensor | None) -> torch.Ten
 
 def _mean(settings: _Settings, local_sum: float, local_count: int) -> tuple[float, float]:
     """(value, divisor), the same floats on every rank: one exchange, summed in rank order."""
-    same = {"num_valid": settings.num_valid, "factor": settings.form.factor, "softcap": settings.form.softcap}
+    same = {
+        "num_valid": settings.num_valid,
+        "factor": settings.form.factor,
+        "softcap": settings.form.softcap,
+        "the length of bias": settings.bias_length,
+    }
     given = [math.inf if value is None else value for value in same.values()]  # each is finite, or None
     ranks = settings.plan.exchange_small([local_sum, float(local_count), *given])
     total, count = (sum(rank[i] for rank in ranks) for i in (0, 1))

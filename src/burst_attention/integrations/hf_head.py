@@ -22,6 +22,8 @@ from .hf_checks import Plans, any_plan
 _SMALL, _GREAT = 2.0**-30, 1e30
 _PROBES = (0.0, _SMALL, _GREAT, -_GREAT, 1.0, -3.0, 11.0, -37.0, 120.0, -4000.0)
 
+_DTYPES = (torch.float32, torch.float64)  # of logits that tell a form exactly
+
 
 def next_token_loss(
     model: nn.Module,
@@ -178,7 +180,7 @@ def _logits_of(model: Any, name: str, head: Any, product: Tensor) -> Tensor:
 
 def _form(kind: str, product: Tensor, logits: Any) -> LogitForm:
     """That by which every logit comes of its product."""
-    if not isinstance(logits, Tensor) or logits.shape != product.shape or logits.dtype.itemsize < 4:
+    if not isinstance(logits, Tensor) or logits.shape != product.shape or logits.dtype not in _DTYPES:
         what = f"{logits.dtype} {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
         raise ValueError(
             f"{kind} makes {what} of a product of its head of shape {list(product.shape)}; its loss can't be computed "
@@ -186,16 +188,18 @@ def _form(kind: str, product: Tensor, logits: Any) -> LogitForm:
         )
     made = logits.cpu().double()
     rounding = 16 * torch.finfo(logits.dtype).eps
-    factor = made[product == _SMALL][0].item() / _SMALL
+    factor = made[product == _SMALL].median().item() / _SMALL  # what holds for most tokens, for a clear refusal
     if abs(factor - 1) <= rounding:
         factor = 1.0
-    most = made[product == _GREAT][0].abs().item()
+    most = made[product == _GREAT].abs().median().item()
     softcap = most if 0 < most < _GREAT * abs(factor) / 2 else None
     form = LogitForm(factor, softcap)
     expected = form.apply_(product.clone())
     wrong = ~((made - expected).abs() <= rounding * expected.abs())  # a logit that is not a number is wrong
-    if not factor or wrong.any():
-        where = tuple(wrong.nonzero()[0].tolist()) if wrong.any() else (0, 0, 0)
+    if not factor:
+        wrong = product != 0
+    if wrong.any():
+        where = tuple(wrong.nonzero()[0].tolist())
         raise ValueError(
             f"the logits of {kind} are neither a factor times its head's product nor a cap's tanh of that: of a "
             f"product of {product[where].item():g} it makes {made[where].item():g} for token id {where[2]}; its loss "
