@@ -52,17 +52,17 @@ MODELS = {
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, MIXED | {"use_sliding_window": True}),
     "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, MIXED),
 }
-# Models whose logits are more than a product, each so that this changes the loss of random weights.
+# Models whose logits are more than a product.
 HEADS = {
-    "granite": (GraniteForCausalLM, GraniteConfig, {"logits_scaling": 0.06}),
-    "cohere": (CohereForCausalLM, CohereConfig, {"logit_scale": 7.0}),
-    "cohere2": (Cohere2ForCausalLM, Cohere2Config, MIXED | {"logit_scale": 9.0}),
+    "granite": (GraniteForCausalLM, GraniteConfig, {"logits_scaling": 3.0}),
+    "cohere": (CohereForCausalLM, CohereConfig, {"logit_scale": 0.25}),
+    "cohere2": (Cohere2ForCausalLM, Cohere2Config, MIXED | {"logit_scale": 0.375}),
     "gemma2": (
         Gemma2ForCausalLM,
         Gemma2Config,
-        MIXED | {"attn_logit_softcapping": None, "final_logit_softcapping": 0.01},
+        MIXED | {"attn_logit_softcapping": None, "final_logit_softcapping": 2.5},
     ),
-    "gemma3 capped": (Gemma3ForCausalLM, Gemma3TextConfig, MIXED | {"final_logit_softcapping": 0.012}),
+    "gemma3 capped": (Gemma3ForCausalLM, Gemma3TextConfig, MIXED | {"final_logit_softcapping": 2.0}),
     "phi": (PhiForCausalLM, PhiConfig, {}),
 }
 
@@ -74,6 +74,8 @@ def make_model(name, implementation="burst", dtype=torch.float64, **changes):
     config = config_class(**SMALL | own | changes, attn_implementation=implementation, pad_token_id=0)
     torch.manual_seed(0)
     model = model_class(config).to(dtype)
+    if name in HEADS:  # logits so large that what is made of them changes the loss
+        model.lm_head.weight.data *= 20
     if model.lm_head.bias is not None:
         torch.nn.init.normal_(model.lm_head.bias)
     return model

@@ -60,8 +60,8 @@ def odd_model_on_rank_1(name):
     ("name", "message"),
     [
         ("shifted", "the logits of Shifted are neither a factor times its head's product"),
-        ("cohere", "factor differs over the ranks (rank 0: 1.0, rank 1: 7.0)"),
-        ("gemma2", "softcap differs over the ranks (rank 0: None, rank 1: 0.01)"),
+        ("cohere", "factor differs over the ranks (rank 0: 1.0, rank 1: 0.25)"),
+        ("gemma2", "softcap differs over the ranks (rank 0: None, rank 1: 2.5)"),
         ("phi", "the length of bias differs over the ranks (rank 0: None, rank 1: 64.0)"),
     ],
 )

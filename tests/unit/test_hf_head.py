@@ -36,11 +36,11 @@ def test_loss_and_gradients_equal_the_models_own(name):
 
 FORMS = {
     **dict.fromkeys(MODELS, LogitForm()),
-    "granite": LogitForm(factor=1 / 0.06),
-    "cohere": LogitForm(factor=7.0),
-    "cohere2": LogitForm(factor=9.0),
-    "gemma2": LogitForm(softcap=0.01),
-    "gemma3 capped": LogitForm(softcap=0.012),
+    "granite": LogitForm(factor=1 / 3),
+    "cohere": LogitForm(factor=0.25),
+    "cohere2": LogitForm(factor=0.375),
+    "gemma2": LogitForm(softcap=2.5),
+    "gemma3 capped": LogitForm(softcap=2.0),
     "phi": LogitForm(),
 }
 
