@@ -30,6 +30,7 @@ FAULTS = "tests/distributed/test_faults.py"
 PLANNING = "tests/distributed/test_planning.py"
 LOSS = "tests/distributed/test_loss.py"
 HF = "tests/unit/test_hf_refusals.py"
+HEADS = "tests/unit/test_hf_head.py"
 TRAIN = "tests/distributed/test_train.py"
 ENGINES = "tests/distributed/test_engines.py"
 BENCH = "tests/distributed/test_bench.py"
@@ -285,6 +286,70 @@ SEEDED = [
         "divisor = count if settings.num_valid is None else",
         "divisor = float(local_count) or 1.0 if settings.num_valid is None else",
         LOSS,
+    ),
+    Fault(
+        "the logits' factor is dropped in the backward",
+        "loss.py",
+        "scale = grad * ctx.form.factor / ctx.divisor",
+        "scale = grad / ctx.divisor",
+        LOSS,
+        "one_device_gradient and factor",
+    ),
+    Fault(
+        "the derivative of the logits' cap is dropped",
+        "loss.py",
+        "return dlogits if slope is None else dlogits.mul_(slope)",
+        "return dlogits",
+        LOSS,
+        "one_device_gradient and softcap",
+    ),
+    Fault(
+        "the bias of a head gets the gradient of one chunk of tokens",
+        "loss.py",
+        "dbias += dproduct.sum(0)",
+        "dbias.copy_(dproduct.sum(0))",
+        LOSS,
+        "one_device_gradient and bias",
+    ),
+    Fault(
+        "the bias of a head gets no gradient",
+        "loss.py",
+        "_rounded(dbias, bias)",
+        "_rounded(dbias.mul_(0) if dbias is not None else None, bias)",
+        LOSS,
+        "one_device_gradient and bias",
+    ),
+    Fault(
+        "ranks with other factors of their logits are not noticed",
+        "loss.py",
+        '"factor": settings.form.factor,',
+        '"factor": 1.0,',
+        LOSS,
+        "refused_on_all and factor",
+    ),
+    Fault(
+        "what a model does to its logits is not looked at",
+        "integrations/hf_head.py",
+        "return _form(type(model).__name__, product, logits)",
+        "return LogitForm()",
+        HEADS,
+        "models_own",
+    ),
+    Fault(
+        "logits that differ by token are taken for one form",
+        "integrations/hf_head.py",
+        "    if wrong.any():\n",
+        "    if wrong.all():\n",
+        HEADS,
+        "refused_by_name",
+    ),
+    Fault(
+        "hidden states that a model changes before its head are not noticed",
+        "integrations/hf_head.py",
+        "if instead.seen is None or not torch.equal(instead.seen.detach().cpu().double(), hidden):",
+        "if instead.seen is None:",
+        HEADS,
+        "changed_before",
     ),
     Fault(
         "forgotten positions are not noticed",

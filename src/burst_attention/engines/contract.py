@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from burst_attention.loss import Head, LogitForm
 from burst_attention.planning import Plan
 
 Plans = Mapping[int | None, Plan]  # by a layer's sliding window
@@ -83,8 +84,8 @@ class Engine(Protocol):
         """Hidden states after the last norm [B, S_local, E], of the tokens that the plan gives this rank."""
         ...
 
-    def head(self, model: Any) -> Tensor:
-        """The whole weight of the language-model head [V, E]; gradients of it are summed over ranks."""
+    def head(self, model: Any, form: LogitForm) -> Head:
+        """The language-model head, its weight and bias whole; gradients of them are summed over ranks."""
         ...
 
     def sent(self, plans: Sequence[Plan], heads: Heads, *, batch: int, dtype: torch.dtype) -> tuple[int, int]:

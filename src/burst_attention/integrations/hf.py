@@ -4,7 +4,7 @@
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="burst")
     shard = hf.shard_batch(batch, plan)
     out = model.model(input_ids=shard["input_ids"], position_ids=shard["position_ids"], plan=plan, use_cache=False)
-    loss = next_token_loss(out.last_hidden_state, model.lm_head.weight, shard["shift_labels"], plan)
+    loss = hf.next_token_loss(model, out.last_hidden_state, shard["shift_labels"], plan)
 
 The plan is a keyword of ``model(...)``: one Plan, or ``{None: full_plan, 4096: windowed_plan}`` keyed by the layer's
 sliding window for models that mix windowed and full layers (``windowed_plan = full_plan.with_mask(...)``). Its mask
@@ -27,6 +27,9 @@ from burst_attention.planning import Plan
 
 from . import hf_checks
 from .hf_checks import UNSTATED, MaskRequest, Plans
+from .hf_head import find_form, find_head, next_token_loss, next_token_nll
+
+__all__ = ["NAME", "find_form", "find_head", "next_token_loss", "next_token_nll", "register", "shard_batch"]
 
 NAME = "burst"
 
@@ -59,8 +62,8 @@ def shard_batch(batch: Mapping[str, Any], plan: Plans, *, ignore_index: int = -1
 
     Returns:
         ``input_ids`` and ``position_ids`` (restarting at each document) [B, S_local] and, when there are labels,
-        ``shift_labels`` [B, S_local], shifted over the whole sequence before sharding, as ``next_token_loss`` wants
-        them. (``model(labels=...)`` would shift them within the shard, and lose a token at every border.)
+        ``shift_labels`` [B, S_local], shifted over the whole sequence before sharding, as :func:`next_token_loss`
+        wants them. (``model(labels=...)`` would shift them within the shard, and lose a token at every border.)
 
     Raises:
         TypeError, ValueError: naming the key; on the other ranks in their next call with this plan.

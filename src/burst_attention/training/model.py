@@ -20,13 +20,13 @@ from transformers.utils import logging as transformers_logging
 from burst_attention import Mask, Plan
 from burst_attention.engines import Engine
 from burst_attention.integrations import hf
-from burst_attention.loss import next_token_loss, next_token_nll
+from burst_attention.loss import Head, next_token_loss, next_token_nll
 
 from .data import TokenSequence
 from .presets import PRESETS
 from .tokenizer import Tokenizer, first_line
 
-# Their logits are hidden states times the head's weight and nothing else, which is what the loss computes.
+# Those whose parts every engine knows how to spread.
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 
@@ -108,6 +108,7 @@ class NextTokenModel(nn.Module):
         super().__init__()
         self.model = model
         self.engine = engine
+        self.form = hf.find_form(model)
 
     def forward(
         self,
@@ -121,18 +122,21 @@ class NextTokenModel(nn.Module):
 
         ``per_token``: in its place what it sums, by :func:`burst_attention.loss.next_token_nll`: [B, S_local].
         """
-        hidden, head = self.engine.hidden(self.model, shard, plans), self.engine.head(self.model)
+        hidden, head = self.engine.hidden(self.model, shard, plans), self._head()
         plan, labels = next(iter(plans.values())), shard["shift_labels"]
         if per_token:
-            return next_token_nll(hidden, head, labels, plan)
-        return next_token_loss(hidden, head, labels, plan, num_valid=num_valid)
+            return next_token_nll(hidden, head.weight, labels, plan, **head.options)
+        return next_token_loss(hidden, head.weight, labels, plan, **head.options, num_valid=num_valid)
+
+    def _head(self) -> Head:
+        return self.engine.head(self.model, self.form)
 
     def last_logits(self, shard: dict[str, torch.Tensor], plans: dict[int | None, Plan]) -> torch.Tensor | None:
         """Logits of what follows the sequence [B, V], on the rank that holds its last token; None elsewhere."""
         hidden = self.engine.hidden(self.model, shard, plans)
         plan = next(iter(plans.values()))
         here = (plan.positions == plan.seqlen - 1).nonzero()
-        return hidden[:, here[0, 0]] @ self.engine.head(self.model).T if len(here) else None
+        return self._head().logits(hidden[:, here[0, 0]]) if len(here) else None
 
 
 def build_model(
