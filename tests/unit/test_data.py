@@ -1,4 +1,4 @@
-"""Documents to sequences: what is held out, how the rest is packed, cut, shuffled and encoded."""
+"""Documents to sequences: what is held out, how the rest is packed, cut and shuffled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from burst_attention.training.corpus import Document
 from burst_attention.training.data import SequenceReader, TokenSequence, cut, make_split, pack, shuffled
-from burst_attention.training.tokenizer import ByteTokenizer, open_tokenizer
+from burst_attention.training.tokenizer import ByteTokenizer
 
 
 class Texts:
@@ -194,33 +194,3 @@ def test_a_corpus_without_a_usable_document_is_refused():
         next(reader_of(Texts()).training())
     with pytest.raises(ValueError, match="--pack none"):
         next(reader_of("short", "also short", packed=False).training())
-
-
-# Tokenizers
-
-
-def test_bytes_round_trip_between_an_opening_and_a_closing_token():
-    text = "naïve — 🦙\r\n\x00<s>"
-    tokens = ByteTokenizer().encode(text)
-    assert (tokens[0], tokens[-1]) == (256, 257)
-    assert bytes(tokens[1:-1].astype(np.uint8)).decode() == text
-    assert tokens.max() < ByteTokenizer().vocab_size
-
-
-def test_the_saved_byte_tokenizer_gives_the_same_ids(tmp_path):
-    from transformers import AutoTokenizer
-
-    ByteTokenizer().save(tmp_path)
-    saved = AutoTokenizer.from_pretrained(tmp_path)
-    text = "def f(x):\n\treturn 'naïve — 🦙'\r\n\x00  \x7f" + "".join(map(chr, range(32, 256)))
-    assert saved(text)["input_ids"] == ByteTokenizer().encode(text).tolist()
-    assert saved.decode(saved(text)["input_ids"], skip_special_tokens=True) == text
-    assert len(saved) == ByteTokenizer().vocab_size
-    again = open_tokenizer(str(tmp_path), "tiny")
-    assert np.array_equal(again.encode(text), ByteTokenizer().encode(text))
-    assert (again.vocab_size, again.bos_id, again.eos_id) == (258, 256, 257)
-
-
-def test_a_tokenizer_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"--tokenizer .*can't be loaded"):
-        open_tokenizer(str(tmp_path), "tiny")
