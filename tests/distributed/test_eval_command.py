@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from burst_attention import DisagreementError, Mask, make_plan
 from burst_attention.cli import main
@@ -25,6 +25,8 @@ from burst_attention.training.data import open_data
 from burst_attention.training.evaluate import evaluate
 from burst_attention.training.evaluation import EvalConfig, Evaluation
 from burst_attention.training.loop import train
+from burst_attention.training.preflight import check_evaluation
+from tests.hf_models import SMALL
 from tests.training import config_of, write_corpus
 
 SEQ_LEN, SEQUENCES = 96, 3
@@ -130,6 +132,34 @@ def test_a_share_of_the_documents_is_the_one_that_training_held_out(pools, run, 
         assert result.reference == "ring", "the first, where single is not asked for"
         assert result.tokens == summary["held_out_tokens"]
         assert result.loss == pytest.approx(summary["held_out_loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["tiny", "qwen2"])
+def test_training_and_evaluation_read_special_tokens_in_a_text_alike(pools, tmp_path, kind):
+    for index in range(12):
+        text = f"<s>{index} opens</s><|endoftext|> and cafe\u0301 closes.</s>\n" * (1 + index % 5)
+        (tmp_path / f"{index}.txt").write_text(text)
+    model = kind
+    if kind == "qwen2":
+        shape = SMALL | {"vocab_size": 258}
+        model = str(tmp_path / ".qwen2")
+        Qwen2ForCausalLM(Qwen2Config(**shape, initializer_range=0.2)).save_pretrained(model)
+    config = config_of(str(tmp_path), tmp_path / ".run", model=model, steps=2, held_out=0.4)
+    trained = pools(1).run(train, config)[0]
+    asked = EvalConfig(
+        model=str(tmp_path / ".run" / "model"),
+        data=str(tmp_path),
+        engines=("single",),
+        seq_len=config.data.seq_len,
+        sequences=config.data.held_out_sequences,
+        held_out=config.data.held_out,
+        device="cpu",
+    )
+    check_evaluation(asked, 1)
+    evaluated = pools(1).run(evaluate, asked)[0][0]
+    assert evaluated.tokens == trained.held_out_tokens > 100
+    assert evaluated.loss == pytest.approx(trained.held_out_loss, abs=1e-6)
+    assert evaluated.perplexity == pytest.approx(trained.perplexity, rel=1e-6)
 
 
 def evaluate_other_tokens(config):
