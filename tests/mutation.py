@@ -35,6 +35,11 @@ ENGINES = "tests/distributed/test_engines.py"
 BENCH = "tests/distributed/test_bench.py"
 STOCK = "tests/unit/test_stock_kernels.py"
 FOOTPRINT = "tests/distributed/test_footprint.py"
+DATA = "tests/unit/test_data.py"
+TOKENIZER = "tests/unit/test_tokenizer.py"
+CORPUS = "tests/unit/test_corpus.py"
+ODD_CORPORA = "tests/unit/test_odd_corpora.py"
+EVAL = "tests/distributed/test_eval_command.py"
 
 
 @dataclass(frozen=True)
@@ -482,6 +487,158 @@ SEEDED = [
         "left, right = tl.where(whole, left, stop), tl.where(whole, right, left)",
         "tests/unit/test_triton.py",
         "any_tile",
+    ),
+    Fault(
+        "the first held-out character is trained on",
+        "training/data.py",
+        "document.text[: self._cut(document)]",
+        "document.text[: self._cut(document) + 1]",
+        DATA,
+        "cut_in_two",
+    ),
+    Fault(
+        "the first character after the split is lost",
+        "training/data.py",
+        "document.text[self._cut(document) :]",
+        "document.text[self._cut(document) + 1 :]",
+        DATA,
+        "all_of_it",
+    ),
+    Fault(
+        "every epoch in the same order",
+        "training/data.py",
+        "[self.seed, epoch, 0]",
+        "[self.seed, 0, 0]",
+        DATA,
+        "every_epoch_and_seed",
+    ),
+    Fault(
+        "the order of documents is every seed's",
+        "training/data.py",
+        "[self.seed, epoch, 0]",
+        "[epoch, 0]",
+        DATA,
+        "every_epoch_and_seed",
+    ),
+    Fault(
+        "a stream is shuffled alike for every seed",
+        "training/data.py",
+        "[self.seed, 0, 1]",
+        "[0, 1]",
+        DATA,
+        "stream_gives",
+    ),
+    Fault(
+        "what is held out comes in the seed's order",
+        "training/data.py",
+        "np.random.default_rng(0))",
+        "np.random.default_rng(self.seed))",
+        DATA,
+        "stream_gives",
+    ),
+    Fault(
+        "the rest of a short document is held out",
+        "training/data.py",
+        "keep_rest=self.split.tail",
+        "keep_rest=True",
+        DATA,
+        "not_held_out_either",
+    ),
+    Fault(
+        "packing drops a token at a cut",
+        "training/data.py",
+        "document[seq_len - borders[-1] :]",
+        "document[seq_len - borders[-1] + 1 :]",
+        DATA,
+        "packing_loses",
+    ),
+    Fault(
+        "the last of the shuffled is dropped",
+        "training/data.py",
+        "order.permutation(len(waiting)))",
+        "order.permutation(len(waiting) - 1))",
+        DATA,
+        "shuffled",
+    ),
+    Fault(
+        "the borders of a short sequence reach beyond it",
+        "training/data.py",
+        "    if parts:\n        yield TokenSequence(np.concatenate(parts), tuple(borders))",
+        "    if parts:\n        yield TokenSequence(np.concatenate(parts), (*borders[:-1], seq_len))",
+        DATA,
+        "packing_loses",
+    ),
+    Fault(
+        "perplexity of a mean of means",
+        "training/evaluate.py",
+        "math.fsum(by_index[index] for index in range(len(self.sequences))) / self.tokens",
+        "math.fsum(by_index[i] / s.valid_tokens for i, s in enumerate(self.sequences)) / len(self.sequences)",
+        EVAL,
+        "plain_transformers",
+    ),
+    Fault(
+        "a special token's name in a text is that token",
+        "training/tokenizer.py",
+        "        self.inner.split_special_tokens = True\n",
+        "",
+        TOKENIZER,
+        "trained_with",
+    ),
+    Fault(
+        "what was saved finds special tokens in a text",
+        "training/tokenizer.py",
+        'settings["split_special_tokens"] = not tokenizer.chat_template',
+        "pass",
+        TOKENIZER,
+        "trained_with",
+    ),
+    Fault(
+        "what was saved closes a prompt",
+        "training/tokenizer.py",
+        'single="<s> $A"',
+        'single="<s> $A </s>"',
+        TOKENIZER,
+        "trained_with",
+    ),
+    Fault(
+        "a Qwen2 beside it makes another tokenizer of it",
+        "training/tokenizer.py",
+        " or not _reads_the_same(tokenizer, folder)",
+        "",
+        TOKENIZER,
+        "trained_with",
+    ),
+    Fault(
+        "JSON nested too deeply crashes",
+        "training/corpus.py",
+        "except RecursionError:",
+        "except ZeroDivisionError:",
+        ODD_CORPORA,
+        "rows",
+    ),
+    Fault(
+        "files are read in the order of the disk",
+        "training/corpus.py",
+        "return sorted(found, key=lambda path: path.relative_to(root).parts)",
+        "return found[::-1]",
+        CORPUS,
+        "one_order",
+    ),
+    Fault(
+        "a line is named by the one before",
+        "training/corpus.py",
+        "enumerate(lines, start=1)",
+        "enumerate(lines)",
+        CORPUS,
+        "bad_line",
+    ),
+    Fault(
+        "a folder that can't be listed is passed over",
+        "training/corpus.py",
+        "os.walk(root, onerror=refuse)",
+        "os.walk(root)",
+        ODD_CORPORA,
+        "listed",
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""Whatever lies at ``--data`` gives documents, or one sentence with the file (and the line); never a hang or a crash."""
+"""Whatever lies at ``--data`` gives documents, or one sentence with file (and line); never a hang or a crash."""
 
 from __future__ import annotations
 
