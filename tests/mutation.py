@@ -640,6 +640,22 @@ SEEDED = [
         ODD_CORPORA,
         "listed",
     ),
+    Fault(
+        "the greatest difference is a mean",
+        "training/evaluate.py",
+        "(loss - self.reference[index]).abs().max().item()",
+        "(loss - self.reference[index]).abs().mean().item()",
+        EVAL,
+        "greatest_difference_of_one",
+    ),
+    Fault(
+        "a last round's sequence is evaluated by two groups",
+        "training/evaluate.py",
+        "if start + place.group_index < len(sequences) and start",
+        "if start",
+        TRAIN,
+        "groups_equal",
+    ),
 ]
 
 

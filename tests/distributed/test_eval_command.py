@@ -22,7 +22,7 @@ from burst_attention.engines import ENGINES
 from burst_attention.loss import next_token_loss, next_token_nll
 from burst_attention.testing import WorkerError
 from burst_attention.training.data import open_data
-from burst_attention.training.evaluate import evaluate
+from burst_attention.training.evaluate import _Work, evaluate
 from burst_attention.training.evaluation import EvalConfig, Evaluation
 from burst_attention.training.loop import train
 from burst_attention.training.preflight import check_evaluation
@@ -100,6 +100,23 @@ def test_half_precision_shows_in_the_greatest_difference(pools, asked):
     burst, single = pools(2).run(evaluate, replace(asked, dtype="bf16", engines=("burst", "single")))[0]
     assert 1e-3 < burst.greatest_difference < 0.3
     assert burst.loss == pytest.approx(single.loss, abs=1e-2)
+
+
+class TwoRanks:
+    """A place where the other rank answers for sequence 1, in which it found a difference of 0.25."""
+
+    def collect(self, value):
+        return [value, ({1: 3.0}, 0.25, 5.0)]
+
+
+def test_a_result_is_of_all_tokens_and_its_greatest_difference_of_one():
+    work = object.__new__(_Work)
+    work.place, work.sequences, work.tokens = TwoRanks(), [None] * 2, 8
+    work.reference = {0: torch.tensor([1.0, 1.0, 1.0, 0.0])}
+    result = work._judge("burst", {0: torch.tensor([1.0, 0.5, 1.25, 0.0])}, 4.0)
+    assert result.greatest_difference == 0.5
+    assert result.loss == (2.75 + 3.0) / 8
+    assert result.seconds == 5.0
 
 
 def test_what_an_engine_cannot_share_is_told_and_the_others_run(pools, asked):
