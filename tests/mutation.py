@@ -648,14 +648,6 @@ SEEDED = [
         EVAL,
         "greatest_difference_of_one",
     ),
-    Fault(
-        "a last round's sequence is evaluated by two groups",
-        "training/evaluate.py",
-        "if start + place.group_index < len(sequences) and start",
-        "if start",
-        TRAIN,
-        "groups_equal",
-    ),
 ]
 
 
