@@ -125,7 +125,7 @@ REFUSED = {
     "--batch 2": "--batch 2 needs --pack none",
     "--data nowhere": "--data 'nowhere': no such file",
     "--data empty": "--data 'empty': the directory holds no file",
-    "--data blank.txt": "--data has no document to train on",
+    "--data blank.txt": "--data 'blank.txt' holds no text",
     "--data bad.jsonl": "bad.jsonl:1: no 'text' field",
     "--data short.txt --pack none --seq-len 64": "--pack none",
     "--data short.txt --ranks 8 --seq-len 64": "fewer than the 8 ranks that share them",
