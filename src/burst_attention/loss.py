@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from .derivatives import check_batches, check_transforms, differentiable_once
 from .planning import Plan
+from .scalars import real
 
 CHUNK_ELEMENTS = 2**22
 
@@ -58,11 +60,10 @@ def next_token_loss(
         TypeError, ValueError: a bad argument, on every rank if it is bad on one.
     """
     _check_plan(plan)
-    try:
+    with plan.agreement.entering("next_token_loss"):
         divisor = _divisor(num_valid)
         _check(hidden, lm_head_weight, labels, plan, ignore_index, chunk_tokens)
-    except (TypeError, ValueError) as error:
-        plan.refuse(error)
+        check_transforms("next_token_loss", hidden=hidden, lm_head_weight=lm_head_weight)
     settings = _Settings(plan=plan, ignore_index=ignore_index, num_valid=divisor, chunk_tokens=chunk_tokens)
     return _NextTokenLoss.apply(hidden, lm_head_weight, labels, settings)
 
@@ -91,13 +92,12 @@ def next_token_nll(
         TypeError, ValueError: a bad argument; on the other ranks in their next call with this plan.
     """
     _check_plan(plan)
-    try:
+    with plan.agreement.entering("next_token_nll"):
         _check(hidden, lm_head_weight, labels, plan, ignore_index, chunk_tokens)
-    except (TypeError, ValueError) as error:
-        plan.refuse(error)
-    rows, _, lse, picked, _ = _likelihoods(hidden, lm_head_weight, labels, ignore_index, chunk_tokens)
-    nll = torch.zeros(labels.numel(), dtype=lse.dtype, device=lse.device)
-    nll[rows] = lse - picked
+        check_transforms("next_token_nll", hidden=hidden, lm_head_weight=lm_head_weight)
+        rows, _, lse, picked, _ = _likelihoods(hidden, lm_head_weight, labels, ignore_index, chunk_tokens)
+        nll = torch.zeros(labels.numel(), dtype=lse.dtype, device=lse.device)
+        nll[rows] = lse - picked
     return nll.view(labels.shape)
 
 
@@ -140,18 +140,21 @@ class _NextTokenLoss(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, settings: _Settings
     ) -> torch.Tensor:
-        rows, target, lse, picked, ctx.chunk = _likelihoods(
-            hidden, weight, labels, settings.ignore_index, settings.chunk_tokens
-        )
-        local = (lse - picked).sum(dtype=torch.float64).item()
+        with settings.plan.agreement.entering("next_token_loss"):
+            rows, target, lse, picked, ctx.chunk = _likelihoods(
+                hidden, weight, labels, settings.ignore_index, settings.chunk_tokens
+            )
+            local = (lse - picked).sum(dtype=torch.float64).item()
         value, ctx.divisor = _mean(settings, local, len(rows))
         ctx.save_for_backward(hidden, weight, rows, target, lse)
         return torch.tensor(value, dtype=lse.dtype, device=hidden.device)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, rows, target, lse = ctx.saved_tensors
+    @differentiable_once("next_token_loss")
+    def backward(ctx: Any, saved: tuple[torch.Tensor, ...], grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        check_transforms("the backward of next_token_loss", grad=grad)
+        check_batches("the backward of next_token_loss", grad)
+        hidden, weight, rows, target, lse = saved
         compute, flat = lse.dtype, hidden.flatten(0, 1)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         dhidden = torch.zeros(flat.shape, dtype=flat.dtype, device=flat.device) if wants_hidden else None
@@ -211,11 +214,12 @@ def _divisor(num_valid: Any) -> float | None:
         return None
     if isinstance(num_valid, torch.Tensor) and num_valid.numel() == 1:
         num_valid = num_valid.item()
-    if isinstance(num_valid, bool) or not isinstance(num_valid, (int, float)):
+    count = real(num_valid)
+    if count is None:
         raise TypeError(f"num_valid={num_valid!r} must be a number, a tensor of one number, or None")
-    if not math.isfinite(num_valid) or num_valid < 0:
+    if not 0 <= count <= sys.float_info.max:
         raise ValueError(f"num_valid={num_valid} must be a count of tokens: finite and not negative")
-    return float(num_valid)
+    return float(count)
 
 
 def _check_plan(plan: Any) -> None:
