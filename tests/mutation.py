@@ -37,6 +37,8 @@ BENCH = "tests/distributed/test_bench.py"
 STOCK = "tests/unit/test_stock_kernels.py"
 TRITON = "tests/unit/test_triton.py"
 NAN = "tests/unit/test_nan.py"
+ENTERING = "tests/distributed/test_entering.py"
+DERIVATIVES = "tests/distributed/test_derivatives.py"
 FOOTPRINT = "tests/distributed/test_footprint.py"
 DATA = "tests/unit/test_data.py"
 TOKENIZER = "tests/unit/test_tokenizer.py"
@@ -800,6 +802,52 @@ SEEDED = [
         "(loss - self.reference[index]).abs().mean().item()",
         EVAL,
         "greatest_difference_of_one",
+        "a plan read elsewhere keeps the number of the plan that was written",
+        "planning.py",
+        "return partial(lone_plan, self.seqlen, mask=self.mask, layout=self.layout, route=self.route), ()",
+        "return object.__new__, (Plan,), vars(self)",
+        "tests/distributed/test_plan_values.py",
+        "value or worker",
+    ),
+    Fault(
+        "what a rank dies of on its way into a call is kept to itself",
+        "comm/agreement.py",
+        "if self.transport.world > 1:",
+        "if self.transport.world > 99:",
+        ENTERING,
+        "heard_at_once",
+    ),
+    Fault(
+        "the text of a refusal outgrows its record",
+        "comm/agreement.py",
+        "accumulate(len(json.dumps(character)) - 2 for",
+        "accumulate(len(character) for",
+        ENTERING,
+        "any_text_fits",
+    ),
+    Fault(
+        "forward-mode tangents are dropped",
+        "derivatives.py",
+        "if forward_ad.unpack_dual(x).tangent is not None:",
+        "if False:",
+        DERIVATIVES,
+        "burst_attention and forward",
+    ),
+    Fault(
+        "gradients of the loss pass for constants",
+        "derivatives.py",
+        "sources = [x for x in (*grads, *saved) if x is not None and x.requires_grad]",
+        "sources = []",
+        DERIVATIVES,
+        "next_token_loss and backwards",
+    ),
+    Fault(
+        "in inference mode positions are compared once",
+        "integrations/hf.py",
+        "version = None if position_ids.is_inference() else position_ids._version",
+        "version = 0 if position_ids.is_inference() else position_ids._version",
+        "tests/unit/test_hf.py",
+        "inference",
     ),
 ]
 

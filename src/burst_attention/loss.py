@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
+from .derivatives import check_batches, check_transforms, differentiable_once
 from .loss_checks import check_arguments, check_logits, check_plan, divisor_of
 from .planning import Plan
 
@@ -119,12 +119,11 @@ def next_token_loss(
         TypeError, ValueError: a bad argument, on every rank if it is bad on one.
     """
     check_plan(plan)
-    try:
+    with plan.agreement.entering("next_token_loss"):
         divisor = divisor_of(num_valid)
         check_arguments(hidden, lm_head_weight, labels, plan, ignore_index, chunk_tokens)
         check_logits(hidden, lm_head_weight, bias, factor, softcap)
-    except (TypeError, ValueError) as error:
-        plan.refuse(error)
+        check_transforms("next_token_loss", hidden=hidden, lm_head_weight=lm_head_weight, bias=bias)
     settings = _Settings(
         plan=plan,
         form=LogitForm(factor, softcap),
@@ -164,15 +163,14 @@ def next_token_nll(
         TypeError, ValueError: a bad argument; on the other ranks in their next call with this plan.
     """
     check_plan(plan)
-    try:
+    with plan.agreement.entering("next_token_nll"):
         check_arguments(hidden, lm_head_weight, labels, plan, ignore_index, chunk_tokens)
         check_logits(hidden, lm_head_weight, bias, factor, softcap)
-    except (TypeError, ValueError) as error:
-        plan.refuse(error)
-    head = Head(lm_head_weight, bias, LogitForm(factor, softcap))
-    rows, _, lse, picked, _ = _likelihoods(hidden, head, labels, ignore_index, chunk_tokens)
-    nll = torch.zeros(labels.numel(), dtype=lse.dtype, device=lse.device)
-    nll[rows] = lse - picked
+        check_transforms("next_token_nll", hidden=hidden, lm_head_weight=lm_head_weight, bias=bias)
+        head = Head(lm_head_weight, bias, LogitForm(factor, softcap))
+        rows, _, lse, picked, _ = _likelihoods(hidden, head, labels, ignore_index, chunk_tokens)
+        nll = torch.zeros(labels.numel(), dtype=lse.dtype, device=lse.device)
+        nll[rows] = lse - picked
     return nll.view(labels.shape)
 
 
@@ -222,20 +220,23 @@ class _NextTokenLoss(torch.autograd.Function):
         labels: torch.Tensor,
         settings: _Settings,
     ) -> torch.Tensor:
-        head = Head(weight, bias, settings.form)
-        rows, target, lse, picked, ctx.chunk = _likelihoods(
-            hidden, head, labels, settings.ignore_index, settings.chunk_tokens
-        )
-        local = (lse - picked).sum(dtype=torch.float64).item()
+        with settings.plan.agreement.entering("next_token_loss"):
+            head = Head(weight, bias, settings.form)
+            rows, target, lse, picked, ctx.chunk = _likelihoods(
+                hidden, head, labels, settings.ignore_index, settings.chunk_tokens
+            )
+            local = (lse - picked).sum(dtype=torch.float64).item()
         value, ctx.divisor = _mean(settings, local, len(rows))
         ctx.form = settings.form
         ctx.save_for_backward(hidden, weight, bias, rows, target, lse)
         return torch.tensor(value, dtype=lse.dtype, device=hidden.device)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, rows, target, lse = ctx.saved_tensors
+    @differentiable_once("next_token_loss")
+    def backward(ctx: Any, saved: tuple[torch.Tensor, ...], grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        check_transforms("the backward of next_token_loss", grad=grad)
+        check_batches("the backward of next_token_loss", grad)
+        hidden, weight, bias, rows, target, lse = saved
         compute, flat = lse.dtype, hidden.flatten(0, 1)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         dhidden = torch.zeros(flat.shape, dtype=flat.dtype, device=flat.device) if wants_hidden else None

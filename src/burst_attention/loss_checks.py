@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from types import NoneType
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .planning import Plan
+from .scalars import real
 
 
 def divisor_of(num_valid: Any) -> float | None:
@@ -18,11 +20,12 @@ def divisor_of(num_valid: Any) -> float | None:
         return None
     if isinstance(num_valid, torch.Tensor) and num_valid.numel() == 1:
         num_valid = num_valid.item()
-    if isinstance(num_valid, bool) or not isinstance(num_valid, (int, float)):
+    count = real(num_valid)
+    if count is None:
         raise TypeError(f"num_valid={num_valid!r} must be a number, a tensor of one number, or None")
-    if not math.isfinite(num_valid) or num_valid < 0:
+    if not 0 <= count <= sys.float_info.max:
         raise ValueError(f"num_valid={num_valid} must be a count of tokens: finite and not negative")
-    return float(num_valid)
+    return float(count)
 
 
 def check_plan(plan: Any) -> None:

@@ -218,3 +218,32 @@ def test_kernels_refuse_by_name() -> None:
 def test_memory_that_nothing_was_written_to_holds_nan() -> None:
     for empty in (torch.empty(3, 4), torch.zeros(2).new_empty(5), torch.empty_like(torch.zeros(3).half())):
         assert empty.isnan().all()
+
+
+class Blind(Mask):
+    """Causal, but the first two queries see nothing."""
+
+    def dense(self, seqlen: int) -> np.ndarray:
+        seen = super().dense(seqlen)
+        seen[:2] = False
+        return seen
+
+
+@pytest.mark.parametrize("mask", [Mask(), Blind()])
+@pytest.mark.parametrize("length", [0, 7])
+def test_the_oracle_takes_the_gradient_of_the_lse_alone(length, mask) -> None:
+    q, k, v, dout, dlse = (torch.randn(1, 2, length, 4) for _ in range(5))
+    dlse = dlse[..., 0]
+    alone = attend(q, k, v, mask, dlse=dlse)
+    both = attend(q, k, v, mask, dout=torch.zeros_like(dout), dlse=dlse)
+    for name, gradient in alone.items():
+        assert torch.equal(gradient, dict(both.items())[name]) and gradient.isnan().sum() == 0
+    assert [name for name, _ in alone.items()] == ["out", "lse", "dq", "dk", "dv"]
+    # d lse / d q = p @ k, by differences.
+    if length and isinstance(mask, Blind):
+        assert not alone.dq[:, :, :2].any()
+    step = 1e-6 * torch.randn(1, 2, length, 4, dtype=torch.float64)
+    seen = torch.from_numpy(mask.dense(length).any(1))
+    moved, lse = (dense_attention(x, k.double(), v.double(), mask)[1] for x in (q + step, q.double()))
+    change = ((moved - lse)[:, :, seen] * dlse[:, :, seen]).sum()
+    torch.testing.assert_close(change, (alone.dq * step).sum(), rtol=1e-4, atol=1e-11)

@@ -69,15 +69,13 @@ def shard_batch(batch: Mapping[str, Any], plan: Plans, *, ignore_index: int = -1
         TypeError, ValueError: naming the key; on the other ranks in their next call with this plan.
     """
     one = hf_checks.any_plan(plan)
-    try:
+    with one.agreement.entering("shard_batch"):
         _check_batch(batch, one)
-    except (TypeError, ValueError) as error:
-        one.refuse(error)
-    ids = batch["input_ids"]
-    positions = one.document_positions.to(ids.device)
-    shard = {"input_ids": one.shard(ids, 1), "position_ids": positions.repeat(ids.shape[0], 1)}
-    if batch.get("labels") is not None:
-        shard["shift_labels"] = one.shard_labels(batch["labels"], ignore_index=ignore_index)
+        ids = batch["input_ids"]
+        positions = one.document_positions.to(ids.device)
+        shard = {"input_ids": one.shard(ids, 1), "position_ids": positions.repeat(ids.shape[0], 1)}
+        if batch.get("labels") is not None:
+            shard["shift_labels"] = one.shard_labels(batch["labels"], ignore_index=ignore_index)
     return shard
 
 
@@ -86,7 +84,7 @@ class _Attention:
     model wait for that comparison once and not each: on a GPU it drains the queue."""
 
     def __init__(self) -> None:
-        self._right: tuple[weakref.ref, int, list[weakref.ref]] | None = None
+        self._right: tuple[weakref.ref, int | None, list[weakref.ref]] | None = None
 
     def __call__(
         self,
@@ -110,7 +108,7 @@ class _Attention:
         ``attend`` computes it once all has been checked: called like :func:`burst_attention`.
         """
         speaker = hf_checks.any_plan(plan)
-        try:
+        with speaker.agreement.entering("burst_attention"):
             hf_checks.check_keywords(dropout, others)
             request = hf_checks.mask_request(attention_mask)
             chosen = hf_checks.choose(plan, hf_checks.stated_window(sliding_window, request))
@@ -119,9 +117,7 @@ class _Attention:
             hf_checks.check_lengths(query, key, chosen)
             hf_checks.check_rope(getattr(module, "config", None))
             self._check_positions(position_ids, query, chosen)
-        except (TypeError, ValueError) as error:
-            speaker.refuse(error)
-        query, key, value = _autocast(query, key, value)
+            query, key, value = _autocast(query, key, value)
         out = attend(query, key, value, chosen, scale=scaling)
         return out.transpose(1, 2).contiguous(), None
 
@@ -129,7 +125,9 @@ class _Attention:
         remedy = "pass position_ids=plan.document_positions, one row for each sequence of the batch"
         if not isinstance(position_ids, torch.Tensor):
             raise ValueError(f"position_ids={position_ids!r} did not reach the attention; {remedy}")
-        version, known = position_ids._version, self._right
+        # An inference tensor tells nobody that it was written to: it is compared in every layer.
+        version = None if position_ids.is_inference() else position_ids._version
+        known = self._right
         if known is None or known[0]() is not position_ids or known[1] != version:
             known = (weakref.ref(position_ids), version, [])
         elif any(right() is plan for right in known[2]):
@@ -139,7 +137,8 @@ class _Attention:
         # Rotary angles depend on differences within a document only: restarting and global positions are both right.
         if not any(_rows_equal(position_ids, right) for right in (plan.document_positions, plan.positions)):
             raise ValueError(f"position_ids are not those of the plan's tokens on rank {plan.rank}; {remedy}")
-        self._right = (*known[:2], [*known[2], weakref.ref(plan)])
+        if version is not None:
+            self._right = (*known[:2], [*known[2], weakref.ref(plan)])
 
 
 def _rows_equal(rows: torch.Tensor, row: torch.Tensor) -> bool:

@@ -89,10 +89,8 @@ def next_token_nll(
 
 def _head_for(model: nn.Module, plan: Plan) -> Head:
     """The model's head; a refusal of it reaches the other ranks."""
-    try:
+    with plan.agreement.entering("next_token_loss"):
         return find_head(model)
-    except (TypeError, ValueError) as error:
-        plan.refuse(error)
 
 
 def find_head(model: nn.Module, form: LogitForm | None = None) -> Head:
