@@ -11,6 +11,7 @@ import pytest
 from burst_attention import cli
 from burst_attention.cli import launch
 from burst_attention.cli.train import parse, resolve
+from burst_attention.training.claim import MARKER
 from burst_attention.training.config import (
     DataConfig,
     ModelConfig,
@@ -130,6 +131,11 @@ REFUSED = {
     "--data short.txt --pack none --seq-len 64": "--pack none",
     "--data short.txt --ranks 8 --seq-len 64": "fewer than the 8 ranks that share them",
     "--out taken": "already holds a run; choose another folder or add --overwrite",
+    "--out foreign": "--out 'foreign' holds files, and no marker says that a run wrote them",
+    "--out foreign --overwrite": "--out 'foreign' holds files, and no marker says that a run wrote them",
+    "--out /sys/run": "--out '/sys/run' can't be written to",
+    "--out new --data new/text.txt": "--data 'new/text.txt' lies in --out 'new'",
+    "--out folder --config folder/config.toml": "--config 'folder/config.toml' lies in --out 'folder'",
     "--out blank.txt/run": "'blank.txt' is a file",
     "--model empty": "--model 'empty': the folder holds no config.json",
     "--tokenizer empty": "--tokenizer 'empty' can't be loaded",
@@ -148,6 +154,13 @@ def test_bad_values_are_refused_before_a_worker_starts(tmp_path, plain_start, ca
     (tmp_path / "empty").mkdir()
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / METRICS).write_text("")
+    (tmp_path / "taken" / MARKER).write_text('{"format": 1, "wrote": ["metrics.jsonl"]}')
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / METRICS).write_text("")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "config.toml").write_text("")
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "text.txt").write_text("mine")
     (tmp_path / "blank.txt").write_text("")
     (tmp_path / "short.txt").write_text("0123456789" * 5)
     (tmp_path / "bad.jsonl").write_text('{"body": 1}\n')
@@ -159,6 +172,8 @@ def test_bad_values_are_refused_before_a_worker_starts(tmp_path, plain_start, ca
     assert status == 2
     assert REFUSED[flags] in told
     assert "Traceback" not in told
+    assert (tmp_path / "new" / "text.txt").read_text() == "mine"
+    assert not (tmp_path / "runs").exists(), "nothing was begun"
 
 
 def test_a_good_start_launches_the_workers_it_was_asked_for(tmp_path, plain_start, capsys):
@@ -171,7 +186,7 @@ def test_a_good_start_launches_the_workers_it_was_asked_for(tmp_path, plain_star
     ((config, ranks),) = started
     assert ranks == config.parallel.ranks == 3
     assert (config.parallel.device, config.model.dtype, config.optim.lr) == ("cpu", "float32", 2e-3)
-    assert not (tmp_path / "new").exists()
+    assert not (tmp_path / "new").exists(), "nothing was written, so nothing is left"
 
 
 def test_a_gpu_for_every_rank_or_the_cpu(monkeypatch):

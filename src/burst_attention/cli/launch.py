@@ -159,7 +159,7 @@ def _wait_for_all(processes: Sequence[BaseProcess], folder: Path) -> dict[int, F
     failures: dict[int, Failure] = {}
     while waiting and not failures:
         for sentinel in wait(list(waiting)):
-            rank = waiting.pop(sentinel)  # type: ignore[call-overload]  # sentinels are the numbers that went in
+            rank = waiting.pop(sentinel)  # type: ignore[arg-type]  # a number, as they went in
             processes[rank].join()
             if code := processes[rank].exitcode:
                 failures[rank] = Failure.of(rank, code, folder)
