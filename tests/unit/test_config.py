@@ -23,6 +23,7 @@ from burst_attention.training.config import (
     read_toml,
     write_toml,
 )
+from burst_attention.training.evaluation import EvalConfig, Evaluation
 from burst_attention.training.metrics import METRICS
 from burst_attention.training.optim import learning_rate
 from burst_attention.training.presets import PRESETS
@@ -174,6 +175,42 @@ def test_bad_values_are_refused_before_a_worker_starts(tmp_path, plain_start, ca
     assert "Traceback" not in told
     assert (tmp_path / "new" / "text.txt").read_text() == "mine"
     assert not (tmp_path / "runs").exists(), "nothing was begun"
+
+
+@pytest.mark.parametrize(
+    ("asks", "told"),
+    [
+        ({"attention_dropout": 0.1}, "set config.attention_dropout=0.0"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "has rope type 'dynamic'"),
+    ],
+)
+def test_a_model_that_asks_what_the_attention_can_not_give_starts_no_rank(tmp_path, plain_start, capsys, asks, told):
+    from transformers import LlamaConfig
+
+    plain_start.setattr(launch, "launch", lambda *_, **__: pytest.fail("workers were launched"))
+    LlamaConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1, **asks).save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("0123456789" * 50)
+    shared = ["--model", str(tmp_path / "model"), "--data", str(tmp_path / "text.txt"), "--device", "cpu"]
+    assert cli.main(["train", *shared, "--seq-len", "16", "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"burst train: --model '{tmp_path}/model': ") and told in error
+    assert not (tmp_path / "out").exists()
+    if "attention_dropout" not in asks:  # which an evaluation does not apply
+        assert cli.main(["eval", *shared]) == 2
+        assert told in capsys.readouterr().err
+
+
+def test_an_evaluation_replaces_an_evaluation_only(tmp_path):
+    path = tmp_path / "told.json"
+    config = EvalConfig(model="tiny", data="stdlib", json=path)
+    config.check()
+    Evaluation.of(config, []).write(path)
+    with pytest.raises(ValueError, match="is there already; name another file or add --overwrite"):
+        config.check()
+    dataclasses.replace(config, overwrite=True).check()
+    path.write_text("[1, 2]")
+    with pytest.raises(ValueError, match="is no evaluation: it is not written over"):
+        dataclasses.replace(config, overwrite=True).check()
 
 
 def test_a_good_start_launches_the_workers_it_was_asked_for(tmp_path, plain_start, capsys):
