@@ -79,3 +79,18 @@ def fail_by_rank():
         place.collect(None)
         time.sleep({1: 0, 2: 0.3, 0: 0.6}[rank])
         raise ValueError(rank)
+
+
+def tell_the_launcher(number):
+    for _ in range(20):
+        os.kill(os.getppid(), number)
+        time.sleep(0.05)
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_that_come_again_do_not_keep_ranks_from_being_ended(capfd, number):
+    handler = signal.getsignal(number)
+    assert launch("burst x", tell_the_launcher, number, ranks=1) == 128 + number
+    assert signal.getsignal(number) == handler
+    assert "Traceback" not in capfd.readouterr().err

@@ -96,8 +96,6 @@ def launch(command: str, worker: Callable[..., Any], *arguments: Any, ranks: int
             return 1
         except _Signalled as told:
             return 128 + told.number
-        except KeyboardInterrupt:
-            return 128 + signal.SIGINT
         finally:
             _end(processes, {}, Path(folder), patience=0.0)
             # A worker that was ended in the middle of a progress bar left the cursor hidden.
@@ -105,7 +103,7 @@ def launch(command: str, worker: Callable[..., Any], *arguments: Any, ranks: int
 
 
 class _Signalled(BaseException):
-    """This process was told to end, by another signal than Ctrl-C's."""
+    """This process was told to end."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -117,16 +115,20 @@ def _signals_raised() -> Iterator[None]:
     """Within it what would end this process at once is raised instead, so that its ranks are ended first."""
 
     def told(number: int, _: object) -> None:
+        for other in before:  # the same from the terminal and from a parent must not keep ranks from being ended
+            signal.signal(other, signal.SIG_IGN)
         raise _Signalled(number)
 
-    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT) if signal.getsignal(n) == signal.SIG_DFL]
-    for number in numbers:
+    asked = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    plain = (signal.SIG_DFL, signal.default_int_handler)  # not what nohup has set to be ignored
+    before = {number: handler for number in asked if (handler := signal.getsignal(number)) in plain}
+    for number in before:
         signal.signal(number, told)
     try:
         yield
     finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @dataclass(frozen=True)
