@@ -115,7 +115,7 @@ def hold(out, ready):
 def test_one_run_at_a_time_and_a_killed_one_holds_nothing(tmp_path):
     out = tmp_path / "run"
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("fork").Process(target=hold, args=(str(out), theirs))
+    process = multiprocessing.get_context("fork").Process(target=hold, args=(str(out), theirs), daemon=True)
     process.start()
     pid = ours.recv()
     for overwrite in (False, True):
