@@ -45,6 +45,10 @@ TOKENIZER = "tests/unit/test_tokenizer.py"
 CORPUS = "tests/unit/test_corpus.py"
 ODD_CORPORA = "tests/unit/test_odd_corpora.py"
 EVAL = "tests/distributed/test_eval_command.py"
+UPDATES = "tests/distributed/test_updates.py"
+LAUNCH = "tests/distributed/test_launch.py"
+CHECK = "tests/unit/test_check.py"
+CLAIM = "tests/unit/test_claim.py"
 
 
 @dataclass(frozen=True)
@@ -848,6 +852,127 @@ SEEDED = [
         "version = 0 if position_ids.is_inference() else position_ids._version",
         "tests/unit/test_hf.py",
         "inference",
+        "the learning rate is set after the update",
+        "training/loop.py",
+        """        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+""",
+        """        self.optimizer.step()
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+""",
+        UPDATES,
+        "adamws",
+    ),
+    Fault(
+        "gradients are summed over ranks in bf16",
+        "engines/parameters.py",
+        "reduce_dtype=torch.float32 if halved else None",
+        "reduce_dtype=dtype if halved else None",
+        UPDATES,
+        "bf16",
+    ),
+    Fault(
+        "norms decay too",
+        "training/optim.py",
+        '"weight_decay": 0.0}',
+        '"weight_decay": optim.weight_decay}',
+        UPDATES,
+        "adamws",
+    ),
+    Fault(
+        "gradients are not clipped",
+        "training/optim.py",
+        "    if largest:",
+        "    if largest < 0:",
+        UPDATES,
+        "adamws",
+    ),
+    Fault(
+        "the mean over accumulation steps is taken twice",
+        "training/loop.py",
+        "plans, max(num_valid, 1))",
+        "plans, max(num_valid, 1) * self.config.optim.accumulate)",
+        TRAIN,
+        "gradients_are_those and 1-1-3",
+    ),
+    Fault(
+        "groups of ranks read each other's sequences",
+        "training/place.py",
+        "return self.mesh.get_local_rank(DATA)",
+        "return 0",
+        TRAIN,
+        "gradients_are_those and 2-2-2",
+    ),
+    Fault(
+        "a check compares a tensor with itself",
+        "testing/check.py",
+        "expected = {name: plan.shard(x, 2) for name, x in oracle.items()}",
+        "expected = dict(actual.items())",
+        CHECK,
+        "each_tensor",
+    ),
+    Fault(
+        "a check of halves has room for anything",
+        "testing/check.py",
+        "relative_l2(actual, expected), 1.5 * relative_l2(theirs, truth))",
+        "relative_l2(actual, expected), 150 * relative_l2(theirs, truth))",
+        CHECK,
+        "each_tensor",
+    ),
+    Fault(
+        "a check that found something wrong ends well",
+        "cli/check.py",
+        "raise SystemExit(1)",
+        "raise SystemExit(0)",
+        CHECK,
+        "command",
+    ),
+    Fault(
+        "a rank that failed is no failure",
+        "cli/launch.py",
+        "killed)\n            return 1",
+        "killed)\n            return 0",
+        LAUNCH,
+        "another",
+    ),
+    Fault(
+        "a stopped rank is waited for",
+        "cli/launch.py",
+        "        processes[rank].kill()",
+        "        processes[rank].join(30)",
+        LAUNCH,
+        "stops",
+    ),
+    Fault(
+        "a run writes where another does",
+        "training/claim.py",
+        "fcntl.LOCK_EX | fcntl.LOCK_NB",
+        "fcntl.LOCK_SH | fcntl.LOCK_NB",
+        CLAIM,
+    ),
+    Fault(
+        "a folder that no run marked is taken",
+        "training/claim.py",
+        "and folder.is_dir() and any(folder.iterdir())",
+        "and folder.is_dir() and False",
+        CLAIM,
+    ),
+    Fault(
+        "a linked folder's files are removed",
+        "training/claim.py",
+        "            if not _is_own(self.folder, name):",
+        "            if not path.exists():",
+        CLAIM,
+    ),
+    Fault(
+        "a number that nothing can hold is taken",
+        "training/flags.py",
+        'require(value <= most, name, value, f"must be at most {most:,}")',
+        "pass",
+        "tests/unit/test_bad_values.py",
+        "values_that",
     ),
 ]
 

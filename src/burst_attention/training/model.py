@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 from burst_attention import Mask, Plan
 from burst_attention.engines import Engine
 from burst_attention.integrations import hf
+from burst_attention.integrations.hf_checks import check_keywords, check_rope
 from burst_attention.loss import Head, next_token_loss, next_token_nll
 
 from .data import TokenSequence
@@ -79,6 +80,20 @@ def load_config(model: str) -> PreTrainedConfig:
     if config.model_type not in ARCHITECTURES:
         raise ValueError(f"--model {model!r} is a {config.model_type}; supported are {', '.join(ARCHITECTURES)}")
     return config
+
+
+def check_supported(model: str, config: PreTrainedConfig, *, training: bool) -> None:
+    """Raise ValueError if the model that ``--model`` names asks what the attention can't give.
+
+    Args:
+        training: does its dropout apply?
+    """
+    try:
+        check_rope(config)
+        if training:
+            check_keywords(getattr(config, "attention_dropout", None) or 0.0, {})
+    except ValueError as error:
+        raise ValueError(f"--model {model!r}: {error}") from None
 
 
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:

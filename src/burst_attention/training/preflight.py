@@ -7,7 +7,6 @@ import importlib.util
 from .config import TrainConfig
 from .data import open_data, open_sequences
 from .evaluation import EvalConfig
-from .metrics import check_out
 from .presets import PRESETS
 from .tokenizer import ByteTokenizer, Tokenizer
 
@@ -23,11 +22,10 @@ def check_run(config: TrainConfig, world: int) -> None:
     _check_installed((*NEEDED, *DRAWING))
     config.check()
     config.check_world(world)
-    check_out(config.run.out, overwrite=config.run.overwrite)
     if config.model.model not in PRESETS:
-        from .model import load_config
+        from .model import check_supported, load_config
 
-        load_config(config.model.model)
+        check_supported(config.model.model, load_config(config.model.model), training=True)
     reader, tokenizer = open_sequences(config)
     if config.model.model not in PRESETS or not isinstance(tokenizer, ByteTokenizer):
         from .model import model_config
@@ -71,10 +69,10 @@ def check_evaluation(config: EvalConfig, world: int) -> None:
     from burst_attention.engines import Heads
 
     from .evaluate import nothing_to_evaluate, refusal
-    from .model import load_config, model_config
+    from .model import check_supported, load_config, model_config
 
     if config.model not in PRESETS:
-        load_config(config.model)
+        check_supported(config.model, load_config(config.model), training=False)
     reader, tokenizer = open_data(config.reading, config.model, seed=config.seed)
     heads = Heads.of(model_config(config.model, tokenizer, config.seq_len))
     first = next(reader.held_out(), None)
