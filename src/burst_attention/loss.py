@@ -256,6 +256,8 @@ def _check(
         raise ValueError(
             f"labels holds {labels[wrong][0].item()}, neither in [0, {weight.shape[0]}) nor ignore_index={ignore_index}"
         )
+    if plan.world > 1:
+        plan.usage.check(labels)
 
 
 def _check_tensors(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> None:

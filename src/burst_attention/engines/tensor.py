@@ -9,7 +9,7 @@ here, so that nothing of the vocabulary's width is exchanged. Embeddings, norms 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -122,7 +122,7 @@ class TensorEngine:
             input_ids=shard["input_ids"],
             position_ids=shard["position_ids"],
             use_cache=False,
-            plan={window: lone_plan(plan.seqlen, mask=plan.mask) for window, plan in plans.items()},
+            plan={window: _alone(plan) for window, plan in plans.items()},
             attend=whole_attention,
         ).last_hidden_state
         if self.sequence:
@@ -138,6 +138,11 @@ class TensorEngine:
         one = (plan.world - 1) * batch * plan.length * heads.hidden * dtype.itemsize  # a gather, a scatter, half a sum
         # Per layer two sums and, going backward, two more; plainly, the last hidden states' gradients are gathered too.
         return len(plans) * 4 * one, len(plans) * 4 * one + (0 if self.sequence else one)
+
+
+def _alone(plan: Plan) -> Plan:
+    """The plan of one rank with all tokens; what takes it has seen what the given plan cut into shards."""
+    return replace(lone_plan(plan.seqlen, mask=plan.mask), usage=plan.usage)
 
 
 def _mesh_of(model: Any) -> DeviceMesh:
