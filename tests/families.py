@@ -122,6 +122,7 @@ OWN: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "first_k_dense_replace": 1,
     },
+    "gemma3_text": {"layer_types": _MIXED},
     "gemma3n_text": {"num_kv_shared_layers": 0, "layer_types": _MIXED, "activation_sparsity_pattern": [0.0] * 4},
     "gemma4_text": {"global_head_dim": 16},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
@@ -153,7 +154,7 @@ class Verdict:
 
 
 def judge(model_type: str) -> Verdict:
-    """What becomes of the model over ``WORLD`` ranks when its attention is ours and it is passed a plan for each window."""
+    """What becomes of the model over ``WORLD`` ranks when its attention is ours, with a plan for each window."""
     hf.register()
     try:
         config, parts = built(model_type)
@@ -368,15 +369,15 @@ def page(verdicts: list[Verdict]) -> str:
     lines = [
         "# Models",
         "",
-        f"Every causal language model of transformers {transformers.__version__} ({len(verdicts)} model types), each with",
-        f"tiny random weights, over {WORLD} ranks: {SEQLEN} tokens, fp64 (norms and rotary angles are fp32 in the models",
-        "themselves), compared with eager attention in one process: hidden states, loss, and every parameter's gradient.",
+        f"Every causal language model of transformers {transformers.__version__} ({len(verdicts)} model types), each",
+        f"with tiny random weights, over {WORLD} ranks: {SEQLEN} tokens, fp64 (norms and rotary angles are fp32 in the",
+        "models themselves), compared with eager attention in one process: hidden states, loss, and each gradient.",
         "Written by `python tests/families.py`.",
         "",
         ", ".join(f"{kind}: {count}" for kind, count in sorted(counts.items())) + ".",
         "",
-        "- **equal**: the largest relative difference of hidden states and loss, and of gradients. *Windows* are the keys of",
-        "  `plan={...}` that its layers asked for. *Logits*: the family changes them after the product with the head's",
+        "- **equal**: the largest relative difference of hidden states and loss, and of gradients. *Windows* are the keys",
+        "  of `plan={...}` that its layers asked for. *Logits*: the family changes them after the product with the head's",
         "  weight (a factor, a soft cap, a bias), so a loss of the plain product is not the family's.",
         "- **refused**: on all ranks, in these words, by the attention, by the loss or by `hf.check_model`.",
         "- **not built**: no small configuration of it is made here, and its parts alone tell nothing against it.",
@@ -404,7 +405,10 @@ def main() -> int:
     for model_type in chosen or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         verdicts.append(judge(model_type))
         found = verdicts[-1]
-        print(f"{found.kind:10} {model_type:26} {found.hidden:.0e} {found.gradients:.0e} {found.logits} {found.told}", flush=True)
+        print(
+            f"{found.kind:10} {model_type:26} {found.hidden:.0e} {found.gradients:.0e} {found.logits} {found.told}",
+            flush=True,
+        )
     if not chosen:
         PAGE.write_text(page(verdicts))
     return int(any(verdict.kind in ("different", "error") for verdict in verdicts))

@@ -1,4 +1,4 @@
-"""What a model over several ranks is refused for, besides its attention's arguments, and how its batches are watched."""
+"""What a model over several ranks is refused for by its parts, and how its batches are watched."""
 
 from __future__ import annotations
 
@@ -143,6 +143,19 @@ def test_a_model_that_is_switched_between_batches_is_refused_by_the_loss():
     assert "no attention has taken the plan for this batch" in over_ranks(call)
 
 
+def test_an_attention_counts_for_its_own_batch():
+    ours, switched = make_model("llama"), make_model("llama", "sdpa")
+
+    def call(plan):
+        first, second = (hf.shard_batch(make_batch(), plan) for _ in range(2))
+        for model, shard in ((ours, first), (switched, second)):
+            out = model.model(shard["input_ids"], position_ids=shard["position_ids"], plan=plan, use_cache=False)[0]
+        next_token_loss(out, ours.lm_head.weight, first["shift_labels"], plan)
+        next_token_loss(out, ours.lm_head.weight, second["shift_labels"], plan)
+
+    assert "no attention has taken the plan for this batch" in over_ranks(call)
+
+
 def test_batches_cut_ahead_and_copies_of_positions_are_no_mistake():
     model = make_model("llama")
 
@@ -217,5 +230,5 @@ def test_a_model_with_its_own_attention_is_refused_with_one_rank_too():
     """It would get no mask, and look ahead."""
     hf.register()
     config = BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4, attn_implementation="burst")
-    with pytest.raises(ValueError, match="BloomAttention. computes its attention itself"):
+    with pytest.raises(ValueError, match=r"BloomAttention\) computes its attention itself"):
         BloomForCausalLM(config)(make_batch()["input_ids"], use_cache=False)

@@ -60,8 +60,8 @@ def any_plan(plan: Any) -> Plan:
     """A plan to refuse through: all plans of one call speak for the same ranks."""
     if plan is None:
         raise ValueError(
-            "plan is missing: call model(..., plan=plan), with plan = make_plan(seqlen, ...). A model that does not hand "
-            "keywords on to its attention can't be used"
+            "plan is missing: call model(..., plan=plan), with plan = make_plan(seqlen, ...). "
+            "A model that does not hand keywords on to its attention can't be used"
         )
     plans = list(plan.values()) if isinstance(plan, Mapping) else [plan]
     if not plans or not all(isinstance(each, Plan) for each in plans):
@@ -165,7 +165,7 @@ def check_tokens(plan: Plan) -> None:
 
 
 @torch.compiler.disable
-def note_use(plans: Plans | None, position_ids: Any) -> None:
+def note_use(plans: Any, position_ids: Any) -> None:
     """Tell the plans of a call that an attention takes them."""
     for each in plans.values() if isinstance(plans, Mapping) else [plans]:
         each.usage.note(position_ids)

@@ -99,8 +99,8 @@ def check_layers(config: Any) -> None:
         for kind in kinds if isinstance(kinds, (list, tuple)) else ():
             if kind not in _LAYER_TYPES:
                 raise ValueError(
-                    f"{attribute} of the configuration has {kind!r}: such a layer mixes tokens in its own way, and each "
-                    f"rank would see its shard alone; {_ALONE}"
+                    f"{attribute} of the configuration has {kind!r}: such a layer mixes tokens in its own way, and "
+                    f"each rank would see its shard alone; {_ALONE}"
                 )
 
 
@@ -166,9 +166,9 @@ def running_model() -> PreTrainedModel | None:
 
 
 def check_model(model: PreTrainedModel, plan: Plans) -> None:
-    """Refuse a model that can't be spread over the plan's ranks, by its parts and by measuring it. Call it on all ranks.
+    """Refuse a model that can't be spread over the plan's ranks, by its parts and by measuring it.
 
-    The attention refuses by the parts too, once it is called; this also finds a model that never calls it (switched to
+    Call it on all ranks. The attention refuses by the parts too, once it is called; this also finds a model that never calls it (switched to
     ``sdpa``, say). It runs the model on 8 tokens with an attention by which each token sees itself alone, twice: other
     tokens and another order must leave a token's hidden state as it is.
 
@@ -280,9 +280,7 @@ def _check_by_measure(model: PreTrainedModel, plan: Plans) -> None:
             f"{type(model).__name__} never called the attention {NAME!r}, so each rank would see its shard alone; load "
             f"it with attn_implementation={NAME!r}, and {_ALONE} if it does not ask transformers for its attention"
         )
-    apart = max(
-        (others_before - plain[:, half:]).abs().max().item(), (elsewhere - plain[:, :half]).abs().max().item()
-    )
+    apart = max((others_before - plain[:, half:]).abs().max().item(), (elsewhere - plain[:, :half]).abs().max().item())
     if not apart <= bound * plain.abs().max().item():
         raise ValueError(
             f"hidden states of {type(model).__name__} depend on other tokens, or on their place, outside of the "

@@ -30,11 +30,15 @@ from .tokenizer import Tokenizer, first_line
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 
-def model_config(model: str, tokenizer: Tokenizer, seq_len: int) -> PreTrainedConfig:
+def model_config(model: str, tokenizer: Tokenizer, seq_len: int, *, training: bool = True) -> PreTrainedConfig:
     """The configuration of the model that ``--model`` names.
 
+    Args:
+        training: False allows dropout, which evaluation switches off.
+
     Raises:
-        ValueError: as :func:`load_config`, or its vocabulary is smaller than the tokenizer's.
+        ValueError: as :func:`load_config`, it can't be spread over ranks (:func:`burst_attention.integrations.hf
+            .check_config`), or its vocabulary is smaller than the tokenizer's.
     """
     if model in PRESETS:
         preset = PRESETS[model]
@@ -47,6 +51,10 @@ def model_config(model: str, tokenizer: Tokenizer, seq_len: int) -> PreTrainedCo
         config: PreTrainedConfig = LlamaConfig(**(preset | own))
     else:
         config = load_config(model)
+        try:
+            hf.check_config(config, training=training)
+        except ValueError as error:
+            raise ValueError(f"--model {model!r}: {error}") from error
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(
             f"--tokenizer has {tokenizer.vocab_size} ids, but --model {model!r} only {config.vocab_size} embeddings"

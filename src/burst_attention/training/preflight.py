@@ -76,7 +76,7 @@ def check_evaluation(config: EvalConfig, world: int) -> None:
     if config.model not in PRESETS:
         load_config(config.model)
     reader, tokenizer = open_data(config.reading, config.model, seed=config.seed)
-    heads = Heads.of(model_config(config.model, tokenizer, config.seq_len))
+    heads = Heads.of(model_config(config.model, tokenizer, config.seq_len, training=False))
     first = next(reader.held_out(), None)
     if first is None or not first.valid_tokens:
         raise nothing_to_evaluate(config)
