@@ -366,6 +366,14 @@ SEEDED = [
         "own_batch",
     ),
     Fault(
+        "a loaded configuration is not asked for dropout",
+        "training/model.py",
+        "hf.check_config(config, training=training)",
+        "pass",
+        HF_MODELS,
+        "training_asks",
+    ),
+    Fault(
         "a batch of fewer tokens than ranks is cut",
         "integrations/hf.py",
         "hf_checks.check_tokens(one)",

@@ -37,4 +37,4 @@ def test_refused(model_type):
 def test_every_family_is_equal_or_refused():
     verdicts = [families.judge(model_type) for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
     assert [verdict for verdict in verdicts if verdict.kind in ("different", "error")] == []
-    assert sum(verdict.kind == "equal" for verdict in verdicts) >= 80
+    assert sum(verdict.kind == "equal" for verdict in verdicts) >= 75

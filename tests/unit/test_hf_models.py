@@ -21,6 +21,8 @@ from burst_attention import Mask, make_plan
 from burst_attention.integrations import hf
 from burst_attention.loss import next_token_loss, next_token_nll
 from burst_attention.testing import WorkerError, local_world
+from burst_attention.training.model import model_config
+from burst_attention.training.tokenizer import ByteTokenizer
 from tests.hf_models import MIXED, SEQLEN, SMALL, WINDOW, make_batch, make_model
 
 
@@ -232,3 +234,10 @@ def test_a_model_with_its_own_attention_is_refused_with_one_rank_too():
     config = BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4, attn_implementation="burst")
     with pytest.raises(ValueError, match=r"BloomAttention\) computes its attention itself"):
         BloomForCausalLM(config)(make_batch()["input_ids"], use_cache=False)
+
+
+def test_training_asks_a_loaded_configuration(tmp_path):
+    LlamaConfig(**SMALL | {"attention_dropout": 0.1, "vocab_size": 300}).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"--model .*: attention_dropout=0\.1 of the configuration"):
+        model_config(str(tmp_path), ByteTokenizer(), SEQLEN)
+    assert model_config(str(tmp_path), ByteTokenizer(), SEQLEN, training=False).attention_dropout == 0.1

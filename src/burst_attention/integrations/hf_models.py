@@ -168,9 +168,9 @@ def running_model() -> PreTrainedModel | None:
 def check_model(model: PreTrainedModel, plan: Plans) -> None:
     """Refuse a model that can't be spread over the plan's ranks, by its parts and by measuring it.
 
-    Call it on all ranks. The attention refuses by the parts too, once it is called; this also finds a model that never calls it (switched to
-    ``sdpa``, say). It runs the model on 8 tokens with an attention by which each token sees itself alone, twice: other
-    tokens and another order must leave a token's hidden state as it is.
+    Call it on all ranks. The attention refuses by the parts too, once it is called; this also finds a model that never
+    calls it (switched to ``sdpa``, say). It runs the model on 8 tokens with an attention by which each token sees
+    itself alone: other tokens before it, or another place, must leave a token's hidden state as it is.
 
     Args:
         model: not sharded yet, on its device.
