@@ -31,6 +31,7 @@ PLANNING = "tests/distributed/test_planning.py"
 LOSS = "tests/distributed/test_loss.py"
 HF = "tests/unit/test_hf_refusals.py"
 HEADS = "tests/unit/test_hf_head.py"
+HF_MODELS = "tests/unit/test_hf_models.py"
 TRAIN = "tests/distributed/test_train.py"
 ENGINES = "tests/distributed/test_engines.py"
 BENCH = "tests/distributed/test_bench.py"
@@ -377,6 +378,86 @@ SEEDED = [
         "attention_mask.dim() == 2",
         HF,
         "padding or mask",
+    ),
+    Fault(
+        "a window of all but one token taken for none",
+        "integrations/hf_checks.py",
+        "window >= longest else",
+        "window >= longest - 1 else",
+        HF,
+        "least_window",
+    ),
+    Fault(
+        "a part that mixes tokens is not noticed by the attention",
+        "integrations/hf.py",
+        "self._models.check(module, chosen)",
+        "pass",
+        HF_MODELS,
+        "part or layer",
+    ),
+    Fault(
+        "unknown parts are taken for known",
+        "integrations/hf_models.py",
+        "or not _has_own_forward(module) or",
+        "or _has_own_forward(module) or",
+        HF_MODELS,
+        "part",
+    ),
+    Fault(
+        "positions that a model counts itself are not noticed",
+        "integrations/hf_models.py",
+        "if _places_tokens(module):",
+        "if False:",
+        "tests/unit/test_families.py",
+        "bart",
+    ),
+    Fault(
+        "layers with another attention are not noticed",
+        "integrations/hf_models.py",
+        "if config._attn_implementation != NAME:",
+        "if False:",
+        HF_MODELS,
+        "switched",
+    ),
+    Fault(
+        "tokens that see each other outside of the attention are not measured",
+        "integrations/hf_models.py",
+        "_check_by_measure(model, plan)\n",
+        "pass\n",
+        HF_MODELS,
+        "measured",
+    ),
+    Fault(
+        "a plan that was ignored is not noticed",
+        "planning.py",
+        "        if not attended:",
+        "        if False:",
+        HF_MODELS,
+        "loss",
+    ),
+    Fault(
+        "an attention counts for every batch",
+        "planning.py",
+        "for batch in [self._batches[positions]] if known else self._batches.values():",
+        "for batch in self._batches.values():",
+        HF_MODELS,
+        "own_batch",
+    ),
+    Fault(
+        "a loaded configuration is not asked for dropout",
+        "training/model.py",
+        "hf.check_config(config, training=training)",
+        "pass",
+        HF_MODELS,
+        "training_asks",
+    ),
+    Fault(
+        "a batch of fewer tokens than ranks is cut",
+        "integrations/hf.py",
+        "hf_checks.check_tokens(one)",
+        "pass",
+        HF_MODELS,
+        "fewer",
     ),
     Fault(
         "gradients averaged over ranks",

@@ -69,6 +69,8 @@ def check_arguments(
         raise ValueError(
             f"labels holds {labels[wrong][0].item()}, neither in [0, {weight.shape[0]}) nor ignore_index={ignore_index}"
         )
+    if plan.world > 1:
+        plan.usage.check(labels)
 
 
 def check_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: Any, factor: Any, softcap: Any) -> None:

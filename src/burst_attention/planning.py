@@ -24,6 +24,7 @@ from .plan.assignment import TRAVELS
 from .plan.cost import Shape, Traffic
 from .plan.mask import Mask
 from .plan.schedule import Schedule, make_schedule
+from .usage import Usage
 
 # An operator of torch takes numbers, no plans. The one registry of the library, kept weakly: a plan is its caller's.
 _PLANS: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
@@ -57,17 +58,21 @@ class Plan:
     schedule: Schedule
     transport: Transport
     agreement: Agreement
+    usage: Usage  # one for the plans derived by with_mask
     handle: int  # of this very object in this process: copies have their own
 
-    def __init__(self, schedule: Schedule, transport: Transport, agreement: Agreement) -> None:
-        vars(self).update(schedule=schedule, transport=transport, agreement=agreement, handle=next(_HANDLES))
+    def __init__(
+        self, schedule: Schedule, transport: Transport, agreement: Agreement, *, usage: Usage | None = None
+    ) -> None:
+        vars(self).update(schedule=schedule, transport=transport, agreement=agreement, usage=usage or Usage())
+        vars(self).update(handle=next(_HANDLES))
         _PLANS[self.handle] = self
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(f"{name} can't be set: a plan does not change. Make another by make_plan or with_mask")
 
     def __copy__(self) -> Plan:
-        return Plan(self.schedule, self.transport, self.agreement)
+        return Plan(self.schedule, self.transport, self.agreement, usage=self.usage)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.world > 1:
@@ -133,7 +138,7 @@ class Plan:
 
     def with_mask(self, mask: Mask) -> Plan:
         """The same layout, route and group under another mask; nothing is exchanged."""
-        return Plan(self.schedule.with_mask(mask), self.transport, self.agreement)
+        return Plan(self.schedule.with_mask(mask), self.transport, self.agreement, usage=self.usage)
 
     def shard(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part of a global tensor: S entries along ``dim`` become S_local. Moves nothing."""
@@ -247,11 +252,18 @@ def shape_of(
     )
 
 
-def lone_plan(seqlen: int, *, mask: Mask | None = None, layout: str = "contiguous", route: str = "direct") -> Plan:
+def lone_plan(
+    seqlen: int,
+    *,
+    mask: Mask | None = None,
+    layout: str = "contiguous",
+    route: str = "direct",
+    usage: Usage | None = None,
+) -> Plan:
     """The plan of a world of one, which holds the whole sequence; no process group is asked, nothing exchanged."""
     mask = Mask() if mask is None else mask
     schedule = make_schedule(seqlen, mask=mask, layout=layout, route=route, rank=0, world=1)
-    return Plan(schedule, Transport(None), Agreement(Transport(None)))
+    return Plan(schedule, Transport(None), Agreement(Transport(None)), usage=usage)
 
 
 def make_plan(

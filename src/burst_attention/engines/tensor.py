@@ -123,7 +123,7 @@ class TensorEngine:
             input_ids=shard["input_ids"],
             position_ids=shard["position_ids"],
             use_cache=False,
-            plan={window: lone_plan(plan.seqlen, mask=plan.mask) for window, plan in plans.items()},
+            plan={window: _alone(plan) for window, plan in plans.items()},
             attend=whole_attention,
         ).last_hidden_state
         if self.sequence:
@@ -145,6 +145,11 @@ class TensorEngine:
 def _partial(parameter: Any) -> Tensor:
     """A replicated parameter's own tensor, whose gradient is of the loss of this rank's tokens alone."""
     return parameter.to_local(grad_placements=[Partial()])
+
+
+def _alone(plan: Plan) -> Plan:
+    """The plan of one rank with all tokens; what takes it has seen what the given plan cut into shards."""
+    return lone_plan(plan.seqlen, mask=plan.mask, usage=plan.usage)
 
 
 def _mesh_of(model: Any) -> DeviceMesh:

@@ -25,13 +25,22 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from burst_attention.attention import burst_attention
 from burst_attention.planning import Plan
 
-from . import hf_checks
+from . import hf_checks, hf_models
 from .hf_checks import UNSTATED, MaskRequest, Plans
 from .hf_head import find_form, find_head, next_token_loss, next_token_nll
+from .hf_models import NAME, check_config, check_model
 
-__all__ = ["NAME", "find_form", "find_head", "next_token_loss", "next_token_nll", "register", "shard_batch"]
-
-NAME = "burst"
+__all__ = [
+    "NAME",
+    "check_config",
+    "check_model",
+    "find_form",
+    "find_head",
+    "next_token_loss",
+    "next_token_nll",
+    "register",
+    "shard_batch",
+]
 
 
 def register() -> None:
@@ -66,16 +75,19 @@ def shard_batch(batch: Mapping[str, Any], plan: Plans, *, ignore_index: int = -1
         wants them. (``model(labels=...)`` would shift them within the shard, and lose a token at every border.)
 
     Raises:
-        TypeError, ValueError: naming the key; on the other ranks in their next call with this plan.
+        TypeError, ValueError: naming the key, or a sequence with fewer tokens than ranks; on the other ranks in their
+            next call with this plan.
     """
     one = hf_checks.any_plan(plan)
     with one.agreement.entering("shard_batch"):
+        hf_checks.check_tokens(one)
         _check_batch(batch, one)
         ids = batch["input_ids"]
         positions = one.document_positions.to(ids.device)
         shard = {"input_ids": one.shard(ids, 1), "position_ids": positions.repeat(ids.shape[0], 1)}
         if batch.get("labels") is not None:
             shard["shift_labels"] = one.shard_labels(batch["labels"], ignore_index=ignore_index)
+        one.usage.give_out(shard["position_ids"], shard.get("shift_labels"))
     return shard
 
 
@@ -85,6 +97,7 @@ class _Attention:
 
     def __init__(self) -> None:
         self._right: tuple[weakref.ref, int | None, list[weakref.ref]] | None = None
+        self._models = hf_models.Watch()
 
     def __call__(
         self,
@@ -116,8 +129,10 @@ class _Attention:
             hf_checks.check_causal(chosen, [causal] if request is None else [causal, request.causal])
             hf_checks.check_lengths(query, key, chosen)
             hf_checks.check_rope(getattr(module, "config", None))
+            self._models.check(module, chosen)
             self._check_positions(position_ids, query, chosen)
             query, key, value = _autocast(query, key, value)
+        hf_checks.note_use(plan, position_ids)
         out = attend(query, key, value, chosen, scale=scaling)
         return out.transpose(1, 2).contiguous(), None
 
@@ -158,6 +173,9 @@ def _request_mask(
     *, mask_function: Callable, attention_mask: torch.Tensor | None = None, **_: Any
 ) -> MaskRequest | None:
     """The mask function that transformers calls in place of building a mask; None stands for plain causal."""
+    model = hf_models.running_model()
+    if model is not None:
+        hf_models.check_attention_is_ours(model)
     causal, window, foreign = False, None, []
     for kind, part in _mask_parts(mask_function):
         if kind == "causal_mask_function":

@@ -20,7 +20,6 @@ from transformers.utils import logging as transformers_logging
 from burst_attention import Mask, Plan
 from burst_attention.engines import Engine
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf_checks import check_keywords, check_rope
 from burst_attention.loss import Head, next_token_loss, next_token_nll
 
 from .data import TokenSequence
@@ -31,8 +30,11 @@ from .tokenizer import Tokenizer, first_line
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 
-def model_config(model: str, tokenizer: Tokenizer, seq_len: int) -> PreTrainedConfig:
+def model_config(model: str, tokenizer: Tokenizer, seq_len: int, *, training: bool = True) -> PreTrainedConfig:
     """The configuration of the model that ``--model`` names.
+
+    Args:
+        training: False allows dropout, which evaluation switches off.
 
     Raises:
         ValueError: as :func:`load_config`, or its vocabulary is smaller than the tokenizer's.
@@ -47,7 +49,7 @@ def model_config(model: str, tokenizer: Tokenizer, seq_len: int) -> PreTrainedCo
         }
         config: PreTrainedConfig = LlamaConfig(**(preset | own))
     else:
-        config = load_config(model)
+        config = load_config(model, training=training)
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(
             f"--tokenizer has {tokenizer.vocab_size} ids, but --model {model!r} only {config.vocab_size} embeddings"
@@ -63,11 +65,15 @@ def quieten_transformers() -> None:
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
-def load_config(model: str) -> PreTrainedConfig:
+def load_config(model: str, *, training: bool = True) -> PreTrainedConfig:
     """The configuration of a model in a folder or on the hub.
 
+    Args:
+        training: False allows dropout, which evaluation switches off.
+
     Raises:
-        ValueError: it can't be loaded, or its architecture is not one of :data:`ARCHITECTURES`.
+        ValueError: it can't be loaded, its architecture is not one of :data:`ARCHITECTURES`, or it can't be spread over
+            ranks (:func:`burst_attention.integrations.hf.check_config`).
     """
     if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
         raise ValueError(f"--model {model!r}: the folder holds no config.json")
@@ -79,21 +85,11 @@ def load_config(model: str) -> PreTrainedConfig:
         ) from error
     if config.model_type not in ARCHITECTURES:
         raise ValueError(f"--model {model!r} is a {config.model_type}; supported are {', '.join(ARCHITECTURES)}")
-    return config
-
-
-def check_supported(model: str, config: PreTrainedConfig, *, training: bool) -> None:
-    """Raise ValueError if the model that ``--model`` names asks what the attention can't give.
-
-    Args:
-        training: does its dropout apply?
-    """
     try:
-        check_rope(config)
-        if training:
-            check_keywords(getattr(config, "attention_dropout", None) or 0.0, {})
+        hf.check_config(config, training=training)
     except ValueError as error:
-        raise ValueError(f"--model {model!r}: {error}") from None
+        raise ValueError(f"--model {model!r}: {error}") from error
+    return config
 
 
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:

@@ -23,9 +23,9 @@ def check_run(config: TrainConfig, world: int) -> None:
     config.check()
     config.check_world(world)
     if config.model.model not in PRESETS:
-        from .model import check_supported, load_config
+        from .model import load_config
 
-        check_supported(config.model.model, load_config(config.model.model), training=True)
+        load_config(config.model.model)
     reader, tokenizer = open_sequences(config)
     if config.model.model not in PRESETS or not isinstance(tokenizer, ByteTokenizer):
         from .model import model_config
@@ -69,12 +69,12 @@ def check_evaluation(config: EvalConfig, world: int) -> None:
     from burst_attention.engines import Heads
 
     from .evaluate import nothing_to_evaluate, refusal
-    from .model import check_supported, load_config, model_config
+    from .model import load_config, model_config
 
     if config.model not in PRESETS:
-        check_supported(config.model, load_config(config.model), training=False)
+        load_config(config.model, training=False)
     reader, tokenizer = open_data(config.reading, config.model, seed=config.seed)
-    heads = Heads.of(model_config(config.model, tokenizer, config.seq_len))
+    heads = Heads.of(model_config(config.model, tokenizer, config.seq_len, training=False))
     first = next(reader.held_out(), None)
     if first is None or not first.valid_tokens:
         raise nothing_to_evaluate(config)
