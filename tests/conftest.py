@@ -12,8 +12,11 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: without a GPU it runs interpreted
 
 from burst_attention.testing import WorkerPool
+from tests.memory import poison_memory
 
 torch.set_num_threads(1)  # as the ranks of the pools have: two cores serve them all
+if not torch.cuda.is_available():  # on a GPU it would choose other algorithms, and block sizes, than calls do
+    poison_memory()
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +29,8 @@ def pools() -> Iterator[Callable[[int], WorkerPool]]:
             if world in alive:
                 alive.pop(world).close()
             alive[world] = WorkerPool(world)
+            if not torch.cuda.is_available():
+                alive[world].run(poison_memory)
         return alive[world]
 
     yield get

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import torch
 from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
     DynamicCache,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -19,6 +29,7 @@ from transformers import (
 
 from burst_attention import Mask, make_plan
 from burst_attention.integrations import hf
+from burst_attention.loss import next_token_loss
 
 SEQLEN, VOCABULARY, WINDOW = 40, 64, 7
 DOCUMENTS = (0, 11, 12, 30, 40)
@@ -41,22 +52,41 @@ MODELS = {
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, MIXED | {"use_sliding_window": True}),
     "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, MIXED),
 }
+# Models whose logits are more than a product.
+HEADS = {
+    "granite": (GraniteForCausalLM, GraniteConfig, {"logits_scaling": 3.0}),
+    "cohere": (CohereForCausalLM, CohereConfig, {"logit_scale": 0.25}),
+    "cohere2": (Cohere2ForCausalLM, Cohere2Config, MIXED | {"logit_scale": 0.375}),
+    "gemma2": (
+        Gemma2ForCausalLM,
+        Gemma2Config,
+        MIXED | {"attn_logit_softcapping": None, "final_logit_softcapping": 2.5},
+    ),
+    "gemma3 capped": (Gemma3ForCausalLM, Gemma3TextConfig, MIXED | {"final_logit_softcapping": 2.0}),
+    "phi": (PhiForCausalLM, PhiConfig, {}),
+}
 
 
 def make_model(name, implementation="burst", dtype=torch.float64, **changes):
     """The same random weights for every implementation."""
     hf.register()
-    model_class, config_class, own = MODELS[name]
+    model_class, config_class, own = (MODELS | HEADS)[name]
     config = config_class(**SMALL | own | changes, attn_implementation=implementation, pad_token_id=0)
     torch.manual_seed(0)
-    return model_class(config).to(dtype)
+    model = model_class(config).to(dtype)
+    if name in HEADS:  # logits so large that what is made of them changes the loss
+        model.lm_head.weight.data *= 20
+    if model.lm_head.bias is not None:
+        torch.nn.init.normal_(model.lm_head.bias)
+    return model
 
 
 def make_plans(name, seqlen=SEQLEN, cu_seqlens=None, **options):
     """What the model takes as its plan: one for all layers, or a mapping."""
     full = make_plan(seqlen, mask=Mask(cu_seqlens=cu_seqlens), **options)
     windowed = full.with_mask(Mask(window=WINDOW, cu_seqlens=cu_seqlens))
-    return {"llama": full, "mistral": windowed}.get(name, {None: full, WINDOW: windowed})
+    alone = dict.fromkeys(("llama", "granite", "cohere", "phi"), full) | {"mistral": windowed}
+    return alone.get(name, {None: full, WINDOW: windowed})
 
 
 def make_batch(seqlen=SEQLEN, rows=2):
@@ -70,3 +100,24 @@ def cache_with_earlier_tokens():
         earlier = torch.zeros(2, SMALL["num_key_value_heads"], 5, SMALL["head_dim"], dtype=torch.float64)
         cache.update(earlier, earlier, layer)
     return cache
+
+
+def errors_against_the_model(name, plan, total=lambda gradient: gradient):
+    """Relative errors of the sharded loss and of ``total`` of each gradient, against the model's own on one device;
+    and how far the loss is from that of the head's product alone."""
+    one = plan[None] if isinstance(plan, dict) else plan
+    batch = make_batch(one.seqlen)
+    theirs, ours = make_model(name, "eager"), make_model(name)
+    expected = theirs(**batch, use_cache=False).loss
+    expected.backward()
+    shard = hf.shard_batch(batch, plan)
+    hidden = ours.model(shard["input_ids"], position_ids=shard["position_ids"], plan=plan, use_cache=False)[0]
+    loss = hf.next_token_loss(ours, hidden, shard["shift_labels"], plan)
+    loss.backward()
+    errors = {"loss": (abs(loss - expected) / expected).item()}
+    gradients = {key: parameter.grad for key, parameter in theirs.named_parameters()}
+    for key, parameter in ours.named_parameters():
+        errors[key] = ((total(parameter.grad) - gradients[key]).norm() / gradients[key].norm()).item()
+    with torch.no_grad():
+        plain = next_token_loss(hidden, ours.lm_head.weight, shard["shift_labels"], one)
+    return errors, (abs(loss - plain) / plain).item()

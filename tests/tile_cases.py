@@ -23,6 +23,7 @@ BANDS: dict[str, Table] = {
     "both": [(0, 61, 0, 61, -7, 3)],
     "thin": [(0, 40, 0, 40, 0, 0)],
     "tall, limited below": [(0, 90, 0, 50, -49, 40)],
+    "tall, as many keys after as there are": [(0, 100, 0, 50, 0, 99)],
     "corner": [(10, 43, 5, 38, 0, 32)],
     "several": [(0, 20, 0, 20, 0, 19), (20, 50, 0, 30, -29, 29), (20, 50, 40, 70, 0, 29)],
     "documents": [(n, n + 5, n, n + 5, 0, 4) for n in range(0, 70, 5)],
@@ -31,6 +32,7 @@ BANDS: dict[str, Table] = {
 LARGE: dict[str, Table] = {
     "large window": [(0, 600, 0, 600, 0, 299)],
     "large band": [(0, 600, 0, 700, -350, 299)],
+    "large window, blocks a row short": [(0, 511, 0, 511, 0, 255)],
     "large, tall, limited below": [(0, 900, 0, 500, -499, 410)],
 }
 # Relative L2. What a kernel rounds itself to io dtype may err by three times that.

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import shlex
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import tyro
@@ -16,6 +14,8 @@ from rich.table import Table
 
 from burst_attention.launch import local as launch
 from burst_attention.testing import WorkerError
+from burst_attention.training.claim import Marker, claimed
+from burst_attention.training.flags import MOST_RANKS, check_counts, check_lists, check_names, check_ranks
 
 from .cluster import ClusterError, parse_cluster, parse_rate
 from .report.figures import bytes_text, link_text, number_text
@@ -23,6 +23,7 @@ from .results import TASKS, Results, Row
 
 COMMAND = "burst bench"
 NEEDED = ("transformers", "matplotlib", "plotly")
+WRITES = ("results.json", "report.html", "*.png")
 EVERY = ("burst", "ring", "ring:contiguous", "ulysses", "tensor", "tensor-sequence", "single")
 
 
@@ -54,7 +55,7 @@ class Arguments:
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "bfloat16"
     timeline: bool = True
     """Also draw what each rank does in one more call."""
-    out: Path = Path("runs/bench")
+    out: str = "runs/bench"
     overwrite: bool = False
     """Replace the results that --out already holds."""
 
@@ -67,17 +68,21 @@ class Arguments:
 
         counts = {"rounds": self.rounds, "layers": self.layers, "heads": self.heads, "head_dim": self.head_dim}
         counts |= {"kv_heads": self.own_kv_heads, "vocabulary": self.vocabulary}
-        lists = {"seq_lens": self.seq_lens, "worlds": self.local_worlds}
-        for name, value in (*counts.items(), *((name, n) for name, values in lists.items() for n in values)):
-            if value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
-        for name, values in ("engines", self.engines), ("seq_lens", self.seq_lens), ("worlds", self.local_worlds):
-            if not values:
-                raise ValueError(f"--{name.replace('_', '-')} is empty; give at least one")
+        check_counts(counts)
+        check_names({"--out": self.out})
+        lists = {"engines": self.engines, "seq_lens": self.seq_lens, "worlds": self.local_worlds, "link": self.link}
+        check_lists(lists)
+        for length in self.seq_lens:
+            check_counts({"seq_lens": length})
+        for world in self.local_worlds:
+            check_ranks("worlds", world)
         if self.heads % self.own_kv_heads:
             raise ValueError(f"--heads {self.heads} must be a multiple of --kv-heads {self.kv_heads}")
         for spec in self.engines:
-            engine_of(spec)
+            try:
+                engine_of(spec)
+            except ValueError as error:
+                raise ValueError(f"--engines {spec!r}: {error}") from None
         if self.cluster is None and any(rate is not None for rate in self.rates()):
             raise ValueError(
                 f"--link {' '.join(self.link)} needs --cluster NODESxRANKS: this machine's own is not touched"
@@ -87,18 +92,10 @@ class Arguments:
                 f"--worlds can't be given with --cluster {self.cluster}, which says how many ranks there are"
             )
         shortest, most = min(self.seq_lens), max(self.ranks())
+        if self.cluster is not None and most > MOST_RANKS:
+            raise ValueError(f"--cluster {self.cluster} has {most} ranks; give at most {MOST_RANKS:,}")
         if shortest < most:
             raise ValueError(f"--seq-lens {shortest} is shorter than the {most} ranks: every rank needs a token")
-        if (self.out / "results.json").exists() and not self.overwrite:
-            raise ValueError(f"--out {str(self.out)!r} already holds results; choose another folder or add --overwrite")
-        try:
-            self.out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(
-                f"--out {str(self.out)!r} can't be made: {error.strerror}; choose another folder"
-            ) from None
-        if not os.access(self.out, os.W_OK):
-            raise ValueError(f"--out {str(self.out)!r} can't be written to; choose another folder")
 
     @property
     def own_kv_heads(self) -> int:
@@ -136,7 +133,8 @@ def main(arguments: list[str]) -> int:
         if launch.started_by_torchrun():
             raise ValueError("starts its own ranks; run it without torchrun")
         parsed.check()
-        results = _run(task, parsed, shlex.join(["burst", "bench", *arguments]))
+        with claimed(parsed.out, by=COMMAND, overwrite=parsed.overwrite, writes=WRITES) as marker:
+            results = _run(task, parsed, shlex.join(["burst", "bench", *arguments]), marker)
     except WorkerError as error:
         Console(stderr=True, soft_wrap=True).print(f"[bold red]{COMMAND}:[/] {escape(str(error))}", highlight=False)
         return 1
@@ -149,7 +147,7 @@ def main(arguments: list[str]) -> int:
     return 0 if all(row.passed or row.refused for row in results.rows) else 1
 
 
-def _run(task: str, arguments: Arguments, command: str) -> Results:
+def _run(task: str, arguments: Arguments, command: str, marker: Marker) -> Results:
     from .job import Job
     from .report.write import write_report
     from .run import Bench
@@ -179,10 +177,13 @@ def _run(task: str, arguments: Arguments, command: str) -> Results:
     )
     results = bench.run(command=command, say=lambda text: console.print(f"[dim]{text}[/]", highlight=False))
     _show(results, console)
-    results.write(arguments.out / "results.json")
-    written = write_report(results, arguments.out)
+    marker.remove_old()
+    marker.add("results.json")
+    results.write(marker.folder / "results.json")
+    written = write_report(results, marker.folder)
+    marker.add(*(path.name for path in written))
     console.print(
-        f"results.json, {', '.join(path.name for path in written[:1])} and pictures: [bold]{arguments.out}[/]"
+        f"results.json, {', '.join(path.name for path in written[:1])} and pictures: [bold]{escape(arguments.out)}[/]"
     )
     return results
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -80,7 +80,7 @@ def traced(plan: Plan, trace: Trace) -> Plan:
             trace=trace,
         )
 
-    return replace(plan, transport=over(plan.transport), agreement=Agreement(over(plan.agreement.transport)))
+    return Plan(plan.schedule, over(plan.transport), Agreement(over(plan.agreement.transport)))
 
 
 class Collectives(TorchDispatchMode):

@@ -2,8 +2,8 @@
 
 from .attention import burst_attention
 from .attention.plan import Plan, make_plan
-from .comm.agreement import DisagreementError
+from .comm.agreement import DisagreementError, PeerError
 from .comm.transport import ExchangeError
 from .plan.mask import Mask
 
-__all__ = ["DisagreementError", "ExchangeError", "Mask", "Plan", "burst_attention", "make_plan"]
+__all__ = ["DisagreementError", "ExchangeError", "Mask", "PeerError", "Plan", "burst_attention", "make_plan"]

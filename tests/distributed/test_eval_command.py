@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from burst_attention import DisagreementError, Mask, make_plan
 from burst_attention.cli import main
@@ -22,9 +22,11 @@ from burst_attention.engines import ENGINES
 from burst_attention.loss import next_token_loss, next_token_nll
 from burst_attention.testing import WorkerError
 from burst_attention.training.data import open_data
-from burst_attention.training.evaluate import evaluate
+from burst_attention.training.evaluate import _Work, evaluate
 from burst_attention.training.evaluation import EvalConfig, Evaluation
 from burst_attention.training.loop import train
+from burst_attention.training.preflight import check_evaluation
+from tests.hf_models import SMALL
 from tests.training import config_of, write_corpus
 
 SEQ_LEN, SEQUENCES = 96, 3
@@ -100,6 +102,23 @@ def test_half_precision_shows_in_the_greatest_difference(pools, asked):
     assert burst.loss == pytest.approx(single.loss, abs=1e-2)
 
 
+class TwoRanks:
+    """A place where the other rank answers for sequence 1, in which it found a difference of 0.25."""
+
+    def collect(self, value):
+        return [value, ({1: 3.0}, 0.25, 5.0)]
+
+
+def test_a_result_is_of_all_tokens_and_its_greatest_difference_of_one():
+    work = object.__new__(_Work)
+    work.place, work.sequences, work.tokens = TwoRanks(), [None] * 2, 8
+    work.reference = {0: torch.tensor([1.0, 1.0, 1.0, 0.0])}
+    result = work._judge("burst", {0: torch.tensor([1.0, 0.5, 1.25, 0.0])}, 4.0)
+    assert result.greatest_difference == 0.5
+    assert result.loss == (2.75 + 3.0) / 8
+    assert result.seconds == 5.0
+
+
 def test_what_an_engine_cannot_share_is_told_and_the_others_run(pools, asked):
     results = {result.engine: result for result in pools(4).run(evaluate, asked)[0]}
     for name in ("ulysses", "tensor", "tensor-sequence"):
@@ -130,6 +149,34 @@ def test_a_share_of_the_documents_is_the_one_that_training_held_out(pools, run, 
         assert result.reference == "ring", "the first, where single is not asked for"
         assert result.tokens == summary["held_out_tokens"]
         assert result.loss == pytest.approx(summary["held_out_loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["tiny", "qwen2"])
+def test_training_and_evaluation_read_special_tokens_in_a_text_alike(pools, tmp_path, kind):
+    for index in range(12):
+        text = f"<s>{index} opens</s><|endoftext|> and cafe\u0301 closes.</s>\n" * (1 + index % 5)
+        (tmp_path / f"{index}.txt").write_text(text)
+    model = kind
+    if kind == "qwen2":
+        shape = SMALL | {"vocab_size": 258}
+        model = str(tmp_path / ".qwen2")
+        Qwen2ForCausalLM(Qwen2Config(**shape, initializer_range=0.2)).save_pretrained(model)
+    config = config_of(str(tmp_path), tmp_path / ".run", model=model, steps=2, held_out=0.4)
+    trained = pools(1).run(train, config)[0]
+    asked = EvalConfig(
+        model=str(tmp_path / ".run" / "model"),
+        data=str(tmp_path),
+        engines=("single",),
+        seq_len=config.data.seq_len,
+        sequences=config.data.held_out_sequences,
+        held_out=config.data.held_out,
+        device="cpu",
+    )
+    check_evaluation(asked, 1)
+    evaluated = pools(1).run(evaluate, asked)[0][0]
+    assert evaluated.tokens == trained.held_out_tokens > 100
+    assert evaluated.loss == pytest.approx(trained.held_out_loss, abs=1e-6)
+    assert evaluated.perplexity == pytest.approx(trained.perplexity, rel=1e-6)
 
 
 def evaluate_other_tokens(config):

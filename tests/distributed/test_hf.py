@@ -239,3 +239,22 @@ def test_forgotten_position_ids_are_refused_on_all(pools):
         assert kind == "ValueError"
         assert "position_ids are not those of the plan's tokens on rank 1" in text
         assert seconds < 5
+
+
+def inferred():
+    """Logits in inference mode, and what rank 1's wrong positions raise there."""
+    plan = make_plan(SEQLEN, timeout=10)
+    model, batch = make_model("llama"), make_batch()
+    expected = model(**hf.shard_batch(batch, plan), plan=plan, use_cache=False).logits
+    with torch.inference_mode():
+        shard = hf.shard_batch({"input_ids": batch["input_ids"].clone()}, plan)
+        equal = torch.equal(model(**shard, plan=plan, use_cache=False).logits, expected)
+        if plan.rank == 1:
+            shard["position_ids"] += 1
+        told = raised(lambda: model(**shard, plan=plan, use_cache=False))
+    model(**hf.shard_batch(batch, plan), plan=plan, use_cache=False).logits.sum().backward()
+    return told, equal
+
+
+def test_inference_mode(pools):
+    assert_refused_by_rank_1(pools(2).run(inferred), "position_ids are not those of the plan's tokens on rank 1")

@@ -28,30 +28,37 @@ class Case:
     grad: float = 1.0
     without: tuple[int, ...] = ()  # ranks that hold no valid token
     dtype: torch.dtype = torch.float64
+    biased: bool = False
+    factor: float = 1.0
+    softcap: float | None = None
 
 
 def global_tensors(case):
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randn(BATCH, case.seqlen, WIDTH, generator=generator, dtype=torch.float64).to(case.dtype)
     weight = torch.randn(VOCABULARY, WIDTH, generator=generator, dtype=torch.float64).to(case.dtype)
-    return hidden, weight, torch.randint(VOCABULARY, (BATCH, case.seqlen), generator=generator)
+    ids = torch.randint(VOCABULARY, (BATCH, case.seqlen), generator=generator)
+    bias = torch.randn(VOCABULARY, generator=generator, dtype=torch.float64).to(case.dtype)
+    return hidden, weight, bias if case.biased else None, ids
 
 
 def one_device(case, owner):
-    """(value, dhidden, dweight) in fp64 by torch alone, from the definition of a target."""
-    hidden, weight, ids = global_tensors(case)
+    """(value, dhidden, dweight, dbias if any) in fp64 by torch alone, from the definition of a target."""
+    hidden, weight, bias, ids = global_tensors(case)
     targets = torch.full_like(ids, -100)
     ends = {case.seqlen - 1, *(border - 1 for border in case.cu_seqlens or ())}
     for position in range(case.seqlen):
         if position not in ends and owner[position] not in case.without:
             targets[:, position] = ids[:, position + 1]
-    hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
-    logits = F.linear(hidden, weight)
+    leaves = [x.double().requires_grad_() for x in (hidden, weight, bias) if x is not None]
+    logits = case.factor * F.linear(*leaves)
+    if case.softcap is not None:
+        logits = case.softcap * torch.tanh(logits / case.softcap)
     total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     count = (targets != -100).sum().item() if case.num_valid is None else case.num_valid
     value = total / count if count else total
     (case.grad * value).backward()
-    return value.detach(), hidden.grad, weight.grad
+    return value.detach(), *(x.grad for x in leaves)
 
 
 def relative(x, y):
@@ -61,12 +68,14 @@ def relative(x, y):
 def run_case(case):
     """On each rank: its value, and the errors of the gradients summed over ranks."""
     plan = make_plan(case.seqlen, layout=case.layout, mask=Mask(cu_seqlens=case.cu_seqlens), timeout=5)
-    hidden, weight, ids = global_tensors(case)
-    local, weight = plan.shard(hidden, 1).requires_grad_(), weight.requires_grad_()
+    hidden, weight, bias, ids = global_tensors(case)
+    local = plan.shard(hidden, 1).requires_grad_()
+    parameters = [x.requires_grad_() for x in (weight, bias) if x is not None]
     labels = plan.shard_labels(ids)
     if plan.rank in case.without:
         labels.fill_(-100)
-    value = next_token_loss(local, weight, labels, plan, num_valid=case.num_valid, chunk_tokens=3)
+    form = {"bias": bias, "factor": case.factor, "softcap": case.softcap}
+    value = next_token_loss(local, weight, labels, plan, **form, num_valid=case.num_valid, chunk_tokens=3)
     sent = plan.transport.sent
     for rank in range(plan.world):  # one rank's backward while the others wait: it can't be communicating
         if rank == plan.rank:
@@ -74,16 +83,16 @@ def run_case(case):
         dist.barrier()
     assert plan.transport.sent == sent
     if plan.rank in case.without:
-        assert not local.grad.any()
-        assert not weight.grad.any()
+        assert not any(x.grad.any() for x in (local, *parameters))
     owner = plan.unshard(torch.full((1, plan.length), plan.rank), 1)[0].tolist()
     expected = one_device(case, owner)
-    dweight = weight.grad.double()
-    dist.all_reduce(dweight)
+    summed = [x.grad.double() for x in parameters]
+    for gradient in summed:
+        dist.all_reduce(gradient)
     return value.item(), [
         abs(value.item() - expected[0].item()) / max(expected[0].item(), 1e-300),
         relative(plan.unshard(local.grad, 1), expected[1]),
-        relative(dweight, expected[2]),
+        *(relative(x, y) for x, y in zip(summed, expected[2:], strict=True)),
     ]
 
 
@@ -100,8 +109,13 @@ CASES = {
     "one token": Case(seqlen=1),
     "bf16": Case(dtype=torch.bfloat16),
     "fp32": Case(dtype=torch.float32),
+    "factor": Case(factor=0.3),
+    "softcap": Case(softcap=2.5, without=(1,)),
+    "bias": Case(biased=True, layout="striped"),
+    "bias, factor and softcap": Case(biased=True, factor=-1.7, softcap=4, num_valid=9, grad=3.0, without=(0,)),
+    "bias, factor and softcap in bf16": Case(biased=True, factor=0.5, softcap=3.0, dtype=torch.bfloat16),
 }
-BOUNDS = {torch.float64: (1e-12,) * 3, torch.float32: (1e-6,) * 3, torch.bfloat16: (1e-6, 2**-8, 2**-8)}
+BOUNDS = {torch.float64: (1e-12, 1e-12), torch.float32: (1e-6, 1e-6), torch.bfloat16: (1e-6, 2**-8)}
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -109,8 +123,11 @@ BOUNDS = {torch.float64: (1e-12,) * 3, torch.float32: (1e-6,) * 3, torch.bfloat1
 def test_gradients_sum_to_the_one_device_gradient(pools, name, world):
     results = pools(world).run(run_case, CASES[name])
     assert len({value for value, _ in results}) == 1, "the ranks' values differ"
-    for _, errors in results:
-        assert all(error <= bound for error, bound in zip(errors, BOUNDS[CASES[name].dtype], strict=True)), errors
+    of_value, of_gradients = BOUNDS[CASES[name].dtype]
+    for _, (value, *gradients) in results:
+        assert value <= of_value
+        assert len(gradients) == (3 if CASES[name].biased else 2)
+        assert max(gradients) <= of_gradients
 
 
 def nobody_has_a_target():
@@ -133,6 +150,14 @@ BAD = {
     "lm_head_weight has dtype": lambda a: a | {"lm_head_weight": a["lm_head_weight"].bfloat16()},
     "num_valid=-1": lambda a: a | {"num_valid": -1},
     "num_valid differs over the ranks (rank 0: None, rank 1: 5.0)": lambda a: a | {"num_valid": 5},
+    "factor=0 must be": lambda a: a | {"factor": 0},
+    "factor differs over the ranks (rank 0: 1.0, rank 1: 0.5)": lambda a: a | {"factor": 0.5},
+    "softcap=-2.0 must be": lambda a: a | {"softcap": -2.0},
+    "softcap differs over the ranks (rank 0: None, rank 1: 30.0)": lambda a: a | {"softcap": 30.0},
+    "bias has shape": lambda a: a | {"bias": torch.zeros(3, dtype=torch.float64)},
+    "the length of bias differs over the ranks (rank 0: None, rank 1: 23.0)": lambda a: (
+        a | {"bias": torch.zeros(VOCABULARY, dtype=torch.float64)}
+    ),
     "lm_head_weight is a DTensor": lambda a: a | {"lm_head_weight": as_dtensor(a["lm_head_weight"])},
 }
 
@@ -145,7 +170,7 @@ def as_dtensor(weight):
 def bad_on_rank_1(message):
     """[(class, text, seconds)] of the bad call, and the value of a good one after it."""
     plan = make_plan(20, timeout=10)
-    hidden, weight, ids = global_tensors(Case(seqlen=20))
+    hidden, weight, _, ids = global_tensors(Case(seqlen=20))
     good = {
         "hidden": plan.shard(hidden, 1),
         "lm_head_weight": weight,
@@ -194,7 +219,7 @@ def under_fsdp():
     """Errors of the reduced gradients where rank 0 has no target: FSDP waits for a gradient from every rank."""
     case = Case(without=(0,))
     plan = make_plan(case.seqlen, timeout=10)
-    hidden, weight, ids = global_tensors(case)
+    hidden, weight, _, ids = global_tensors(case)
     root = fully_shard(Head(weight), mesh=init_device_mesh("cpu", (plan.world,)))
     root.set_gradient_divide_factor(1.0)
     root.set_force_sum_reduction_for_comms(True)

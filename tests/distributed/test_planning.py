@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -172,3 +174,29 @@ def test_errors_do_not_grow_with_the_world(pools, travels: str) -> None:
     for name in stock:
         assert max(two[name], eight[name]) <= 1.5 * stock[name], (name, stock, two, eight)
         assert eight[name] <= 1.15 * two[name], (name, two, eight)
+
+
+@pytest.mark.parametrize(
+    "scale", [np.float32(0.5), np.float64(0.5), np.float16(0.5), np.array(0.5), torch.tensor(0.5), Fraction(1, 2)]
+)
+def test_a_scale_is_any_real_number(scale) -> None:
+    plan = make_plan(10)
+    q, k, v = (torch.randn(1, 2, 10, 4) for _ in range(3))
+    assert torch.equal(burst_attention(q, k, v, plan, scale=scale), burst_attention(q, k, v, plan, scale=0.5))
+    two = burst_attention(q, k, v, plan, scale=2.0)
+    for other in (np.int64(2), torch.tensor(2), np.float32(2)):
+        assert torch.equal(burst_attention(q, k, v, plan, scale=other), two)
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        *(True, np.True_, torch.tensor(True)),
+        *(np.float32("nan"), np.float64("inf"), np.float32(0), torch.tensor(-1.0), 10**400),
+        *(torch.tensor([0.5]), torch.tensor(0.5, requires_grad=True), np.complex64(1), "1"),
+    ],
+)
+def test_what_is_no_scale_is_refused(scale) -> None:
+    q = torch.zeros(1, 2, 10, 4)
+    with pytest.raises(ValueError, match=r"scale=.* must be a positive, finite number"):
+        burst_attention(q, q, q, make_plan(10), scale=scale)

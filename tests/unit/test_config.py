@@ -11,6 +11,7 @@ import pytest
 from burst_attention import cli
 from burst_attention.cli.train import parse, resolve
 from burst_attention.launch import local as launch
+from burst_attention.training.claim import MARKER
 from burst_attention.training.config import (
     DataConfig,
     ModelConfig,
@@ -22,6 +23,7 @@ from burst_attention.training.config import (
     read_toml,
     write_toml,
 )
+from burst_attention.training.evaluation import EvalConfig, Evaluation
 from burst_attention.training.metrics import METRICS
 from burst_attention.training.optim import learning_rate
 from burst_attention.training.presets import PRESETS
@@ -125,11 +127,16 @@ REFUSED = {
     "--batch 2": "--batch 2 needs --pack none",
     "--data nowhere": "--data 'nowhere': no such file",
     "--data empty": "--data 'empty': the directory holds no file",
-    "--data blank.txt": "--data has no document to train on",
+    "--data blank.txt": "--data 'blank.txt' holds no text",
     "--data bad.jsonl": "bad.jsonl:1: no 'text' field",
     "--data short.txt --pack none --seq-len 64": "--pack none",
     "--data short.txt --ranks 8 --seq-len 64": "fewer than the 8 ranks that share them",
     "--out taken": "already holds a run; choose another folder or add --overwrite",
+    "--out foreign": "--out 'foreign' holds files, and no marker says that a run wrote them",
+    "--out foreign --overwrite": "--out 'foreign' holds files, and no marker says that a run wrote them",
+    "--out /sys/run": "--out '/sys/run' can't be written to",
+    "--out new --data new/text.txt": "--data 'new/text.txt' lies in --out 'new'",
+    "--out folder --config folder/config.toml": "--config 'folder/config.toml' lies in --out 'folder'",
     "--out blank.txt/run": "'blank.txt' is a file",
     "--model empty": "--model 'empty': the folder holds no config.json",
     "--tokenizer empty": "--tokenizer 'empty' can't be loaded",
@@ -148,6 +155,13 @@ def test_bad_values_are_refused_before_a_worker_starts(tmp_path, plain_start, ca
     (tmp_path / "empty").mkdir()
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / METRICS).write_text("")
+    (tmp_path / "taken" / MARKER).write_text('{"format": 1, "wrote": ["metrics.jsonl"]}')
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / METRICS).write_text("")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "config.toml").write_text("")
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "text.txt").write_text("mine")
     (tmp_path / "blank.txt").write_text("")
     (tmp_path / "short.txt").write_text("0123456789" * 5)
     (tmp_path / "bad.jsonl").write_text('{"body": 1}\n')
@@ -159,6 +173,44 @@ def test_bad_values_are_refused_before_a_worker_starts(tmp_path, plain_start, ca
     assert status == 2
     assert REFUSED[flags] in told
     assert "Traceback" not in told
+    assert (tmp_path / "new" / "text.txt").read_text() == "mine"
+    assert not (tmp_path / "runs").exists(), "nothing was begun"
+
+
+@pytest.mark.parametrize(
+    ("asks", "told"),
+    [
+        ({"attention_dropout": 0.1}, "set attention_dropout to 0.0"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "has rope type 'dynamic'"),
+    ],
+)
+def test_a_model_that_asks_what_the_attention_can_not_give_starts_no_rank(tmp_path, plain_start, capsys, asks, told):
+    from transformers import LlamaConfig
+
+    plain_start.setattr(launch, "launch", lambda *_, **__: pytest.fail("workers were launched"))
+    LlamaConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1, **asks).save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("0123456789" * 50)
+    shared = ["--model", str(tmp_path / "model"), "--data", str(tmp_path / "text.txt"), "--device", "cpu"]
+    assert cli.main(["train", *shared, "--seq-len", "16", "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"burst train: --model '{tmp_path}/model': ") and told in error
+    assert not (tmp_path / "out").exists()
+    if "attention_dropout" not in asks:  # which an evaluation does not apply
+        assert cli.main(["eval", *shared]) == 2
+        assert told in capsys.readouterr().err
+
+
+def test_an_evaluation_replaces_an_evaluation_only(tmp_path):
+    path = tmp_path / "told.json"
+    config = EvalConfig(model="tiny", data="stdlib", json=path)
+    config.check()
+    Evaluation.of(config, []).write(path)
+    with pytest.raises(ValueError, match="is there already; name another file or add --overwrite"):
+        config.check()
+    dataclasses.replace(config, overwrite=True).check()
+    path.write_text("[1, 2]")
+    with pytest.raises(ValueError, match="is no evaluation: it is not written over"):
+        dataclasses.replace(config, overwrite=True).check()
 
 
 def test_a_good_start_launches_the_workers_it_was_asked_for(tmp_path, plain_start, capsys):
@@ -171,7 +223,7 @@ def test_a_good_start_launches_the_workers_it_was_asked_for(tmp_path, plain_star
     ((config, ranks),) = started
     assert ranks == config.parallel.ranks == 3
     assert (config.parallel.device, config.model.dtype, config.optim.lr) == ("cpu", "float32", 2e-3)
-    assert not (tmp_path / "new").exists()
+    assert not (tmp_path / "new").exists(), "nothing was written, so nothing is left"
 
 
 def test_a_gpu_for_every_rank_or_the_cpu(monkeypatch):

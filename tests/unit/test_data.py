@@ -1,4 +1,4 @@
-"""Documents to sequences: what is held out, how the rest is packed, cut, shuffled and encoded."""
+"""Documents to sequences: what is held out, how the rest is packed, cut and shuffled."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from burst_attention.training.corpus import Document
 from burst_attention.training.data import SequenceReader, TokenSequence, cut, make_split, pack, shuffled
-from burst_attention.training.tokenizer import ByteTokenizer, open_tokenizer
+from burst_attention.training.tokenizer import ByteTokenizer
 
 
 class Texts:
@@ -152,6 +152,40 @@ def test_one_document_gives_its_tail(packed):
     assert not any("0080." in piece for piece in trained)
 
 
+@settings(max_examples=300, deadline=None)
+@given(st.text(min_size=1, max_size=50), st.floats(1e-12, 1, exclude_max=True))
+@example("\u00e9", 0.5)
+@example("naïve 🦙", 1e-12)
+@example("naïve 🦙", 1 - 1e-12)
+def test_a_document_is_cut_in_two_without_a_character_in_both_or_in_none(text, fraction):
+    document = Document("one", text)
+    split = make_split([document], fraction)
+    kept, held = split.training(document).text, split.held_out(document).text
+    assert kept + held == text
+    assert held
+    assert abs(len(held) - len(text) * fraction) <= 1
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 0.001, 0.25, 0.75])
+def test_what_one_document_trains_and_what_it_holds_out_are_all_of_it(fraction):
+    text = "".join(chr(0x400 + index % 500) + "🦙é\n"[index % 3] for index in range(1000))
+    reader = reader_of(text, seq_len=2**17, held_out=fraction)
+    (held,) = reader.held_out()
+    trained = documents_of(next(reader.training()))[1]  # the first may be the rest of one
+    assert text_of(trained) + text_of(held.tokens) == text
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.sets(st.text(min_size=1, max_size=5), min_size=2, max_size=20), st.floats(1e-12, 1, exclude_max=True))
+def test_each_of_several_documents_is_whole_and_on_one_side(texts, fraction):
+    documents = [Document("", text) for text in texts]
+    split = make_split(documents, fraction)
+    sides = [(split.training(document), split.held_out(document)) for document in documents]
+    assert all({kept, held} == {document, None} for document, (kept, held) in zip(documents, sides, strict=True))
+    assert any(kept for kept, _ in sides)
+    assert any(held for _, held in sides)
+
+
 def test_a_tail_shorter_than_a_sequence_is_one_short_sequence():
     (sequence,) = reader_of("abcdefghij" * 10, seq_len=64, held_out=0.1).held_out()
     assert text_of(sequence.tokens) == "abcdefghij"
@@ -176,6 +210,45 @@ def test_the_order_is_the_seeds_and_epochs_differ():
     assert first(30, 0) != first(30, 1)
 
 
+class InSourceOrder(Texts):
+    """Texts that come as they are whatever order is asked for, as from a stream; it keeps what order would give."""
+
+    def documents(self, order=None):
+        self.asked = getattr(self, "asked", [])
+        if order is not None:
+            self.asked.append(tuple(order.permutation(len(self.texts))))
+        return super().documents()
+
+
+def test_documents_come_in_another_order_for_every_epoch_and_seed():
+    def orders(seed):
+        corpus = InSourceOrder(*many(length=2000))
+        next(reader_of(corpus, seed=seed, seq_len=4096).training())
+        return corpus.asked
+
+    assert len(orders(0)) > 3
+    assert len({*orders(0), *orders(1)}) == len(orders(0)) + len(orders(1))
+    assert orders(0) == orders(0)
+
+
+def test_what_a_stream_gives_is_shuffled_by_the_seed_and_held_out_alike():
+    readers = [reader_of(InSourceOrder(*many(length=2000)), seed=seed, seq_len=4096) for seed in (0, 1)]
+    trained = [[text_of(sequence.tokens) for sequence in itertools.islice(r.training(), 20)] for r in readers]
+    assert trained[0] != trained[1]
+    held = [[sequence.tokens.tobytes() for sequence in reader_of(*many(), seed=seed).held_out()] for seed in (0, 1)]
+    assert held[0] == held[1]
+    assert len(held[0]) > 1
+
+
+@pytest.mark.parametrize("longer", ["uvwxyz", "stuvwxy", "pqrstu", "abcdefgh"])
+def test_without_packing_short_documents_are_not_held_out_either(longer):
+    reader = reader_of(*many(length=1), *(letter * 80 for letter in longer), packed=False, seq_len=70, held_out=0.5)
+    held = list(reader.held_out())
+    assert held
+    assert {len(sequence.tokens) for sequence in held} == {70}
+    assert all(set(text_of(sequence.tokens)) < set(longer) for sequence in held)
+
+
 def test_without_packing_short_documents_are_passed_over_and_masks_are_plain():
     texts = ["short", "x" * 100, "y" * 80, "also short", "z" * 500]
     reader = reader_of(*texts, packed=False, seq_len=64)
@@ -194,33 +267,3 @@ def test_a_corpus_without_a_usable_document_is_refused():
         next(reader_of(Texts()).training())
     with pytest.raises(ValueError, match="--pack none"):
         next(reader_of("short", "also short", packed=False).training())
-
-
-# Tokenizers
-
-
-def test_bytes_round_trip_between_an_opening_and_a_closing_token():
-    text = "naïve — 🦙\r\n\x00<s>"
-    tokens = ByteTokenizer().encode(text)
-    assert (tokens[0], tokens[-1]) == (256, 257)
-    assert bytes(tokens[1:-1].astype(np.uint8)).decode() == text
-    assert tokens.max() < ByteTokenizer().vocab_size
-
-
-def test_the_saved_byte_tokenizer_gives_the_same_ids(tmp_path):
-    from transformers import AutoTokenizer
-
-    ByteTokenizer().save(tmp_path)
-    saved = AutoTokenizer.from_pretrained(tmp_path)
-    text = "def f(x):\n\treturn 'naïve — 🦙'\r\n\x00  \x7f" + "".join(map(chr, range(32, 256)))
-    assert saved(text)["input_ids"] == ByteTokenizer().encode(text).tolist()
-    assert saved.decode(saved(text)["input_ids"], skip_special_tokens=True) == text
-    assert len(saved) == ByteTokenizer().vocab_size
-    again = open_tokenizer(str(tmp_path), "tiny")
-    assert np.array_equal(again.encode(text), ByteTokenizer().encode(text))
-    assert (again.vocab_size, again.bos_id, again.eos_id) == (258, 256, 257)
-
-
-def test_a_tokenizer_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"--tokenizer .*can't be loaded"):
-        open_tokenizer(str(tmp_path), "tiny")

@@ -55,7 +55,7 @@ def test_a_million_tokens_on_32_ranks(capsys) -> None:
     [
         (["--ranks", "0"], "--ranks 0"),
         (["--ranks", "2", "--q-heads", "3"], "--q-heads 3"),
-        (["--ranks", "2", "--window", "0"], "window=0"),
+        (["--ranks", "2", "--window", "0"], "--window 0"),
         (["--ranks", "2", "--tflops", "-1"], "--tflops -1"),
     ],
 )

@@ -239,3 +239,19 @@ def test_shard_batch_gives_the_plans_tokens():
     expected[:, [border - 1 for border in DOCUMENTS[1:]]] = -7
     assert torch.equal(shard["shift_labels"], expected[:, plan.positions])
     assert set(hf.shard_batch({"input_ids": batch["input_ids"]}, plan)) == {"input_ids", "position_ids"}
+
+
+def test_inference_mode_compares_positions_in_every_call(llama):
+    plan = make_plan(SEQLEN)
+    batch = make_batch()
+    expected = llama(**hf.shard_batch(batch, plan), plan=plan, use_cache=False).logits
+    with torch.inference_mode():
+        shard = hf.shard_batch({"input_ids": batch["input_ids"].clone()}, plan)
+        assert shard["position_ids"].is_inference()
+        for _ in range(2):
+            assert torch.equal(llama(**shard, plan=plan, use_cache=False).logits, expected)
+        shard["position_ids"][:, 3] += 1  # which an inference tensor tells nobody
+        with pytest.raises(ValueError, match="position_ids are not those"):
+            llama(**shard, plan=plan, use_cache=False)
+    # What inference left behind is fit for training.
+    llama(**hf.shard_batch(batch, plan), plan=plan, use_cache=False).logits.sum().backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import pytest
@@ -162,6 +163,17 @@ def test_windows_that_the_plan_does_not_hold(name, masks, message):
     )
     with pytest.raises(ValueError, match=message):
         make_model(name)(**hf.shard_batch(make_batch(), plan), plan=plan, use_cache=False)
+
+
+@pytest.mark.parametrize("cu_seqlens", [None, DOCUMENTS])
+def test_the_least_window_that_is_none(cu_seqlens):
+    """One less than the longest document hides one pair of tokens, and is a window."""
+    longest = SEQLEN if cu_seqlens is None else max(b - a for a, b in itertools.pairwise(cu_seqlens))
+    plan = make_plan(SEQLEN, mask=Mask(cu_seqlens=cu_seqlens))
+    shard = hf.shard_batch(make_batch(), plan)
+    make_model("mistral", sliding_window=longest)(**shard, plan=plan, use_cache=False)
+    with pytest.raises(ValueError, match=f"sliding_window={longest - 1} of the layer is not the window=None"):
+        make_model("mistral", sliding_window=longest - 1)(**shard, plan=plan, use_cache=False)
 
 
 def test_plans_of_different_layouts(llama):

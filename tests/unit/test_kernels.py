@@ -67,9 +67,9 @@ def test_pieces_cover_tiles_once(world) -> None:
         np.testing.assert_array_equal(seen_by_pieces(tiles, shape), seen_by_tiles(tiles, shape))
 
 
-@pytest.mark.parametrize("rows", [300, 900])
+@pytest.mark.parametrize("rows", [300, 511, 767, 900])  # also a row less than blocks of 256
 @pytest.mark.parametrize("columns", [280, 1000])
-@pytest.mark.parametrize("lo", [-2000, -900, -300, -5, 0, 40, 250])
+@pytest.mark.parametrize("lo", [-2000, -900, -300, -5, -1, 0, 40, 250])
 @pytest.mark.parametrize("width", [1, 7, 100, 256, 257, 600, 5000])
 def test_large_bands_are_cut_exactly(rows: int, columns: int, lo: int, width: int) -> None:
     whole = Tile(0, rows, 0, columns, 1 - columns, rows - 1)
@@ -213,3 +213,37 @@ def test_kernels_refuse_by_name() -> None:
     with pytest.raises(ValueError, match="int32"):
         choose("aten", device=CPU, dtype=torch.int32)
     assert choose("auto", device=torch.device("cuda"), dtype=torch.float32).name == "reference"
+
+
+def test_memory_that_nothing_was_written_to_holds_nan() -> None:
+    for empty in (torch.empty(3, 4), torch.zeros(2).new_empty(5), torch.empty_like(torch.zeros(3).half())):
+        assert empty.isnan().all()
+
+
+class Blind(Mask):
+    """Causal, but the first two queries see nothing."""
+
+    def dense(self, seqlen: int) -> np.ndarray:
+        seen = super().dense(seqlen)
+        seen[:2] = False
+        return seen
+
+
+@pytest.mark.parametrize("mask", [Mask(), Blind()])
+@pytest.mark.parametrize("length", [0, 7])
+def test_the_oracle_takes_the_gradient_of_the_lse_alone(length, mask) -> None:
+    q, k, v, dout, dlse = (torch.randn(1, 2, length, 4) for _ in range(5))
+    dlse = dlse[..., 0]
+    alone = attend(q, k, v, mask, dlse=dlse)
+    both = attend(q, k, v, mask, dout=torch.zeros_like(dout), dlse=dlse)
+    for name, gradient in alone.items():
+        assert torch.equal(gradient, dict(both.items())[name]) and gradient.isnan().sum() == 0
+    assert [name for name, _ in alone.items()] == ["out", "lse", "dq", "dk", "dv"]
+    # d lse / d q = p @ k, by differences.
+    if length and isinstance(mask, Blind):
+        assert not alone.dq[:, :, :2].any()
+    step = 1e-6 * torch.randn(1, 2, length, 4, dtype=torch.float64)
+    seen = torch.from_numpy(mask.dense(length).any(1))
+    moved, lse = (dense_attention(x, k.double(), v.double(), mask)[1] for x in (q + step, q.double()))
+    change = ((moved - lse)[:, :, seen] * dlse[:, :, seen]).sum()
+    torch.testing.assert_close(change, (alone.dq * step).sum(), rtol=1e-4, atol=1e-11)

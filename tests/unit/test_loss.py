@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from burst_attention import make_plan
-from burst_attention.loss import _chunk_tokens, next_token_loss
+from burst_attention.loss import Head, LogitForm, _chunk_tokens, next_token_loss, next_token_nll
 
 BATCH, SEQLEN, WIDTH, VOCABULARY = 2, 37, 12, 29
 
@@ -25,8 +25,10 @@ def make_inputs(dtype=torch.float64, *, seqlen=SEQLEN, vocabulary=VOCABULARY, wi
     return hidden.requires_grad_(), weight.requires_grad_(), labels
 
 
-def torch_loss(hidden, weight, labels, num_valid=None):
-    logits = F.linear(hidden, weight)
+def torch_loss(hidden, weight, labels, num_valid=None, *, bias=None, factor=1.0, softcap=None):
+    logits = F.linear(hidden, weight, bias) * factor
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
     total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
     return total / ((labels != -100).sum() if num_valid is None else num_valid)
 
@@ -60,6 +62,73 @@ def test_gradcheck():
     hidden, weight, labels = make_inputs(seqlen=5, vocabulary=6, width=3)
     plan = make_plan(5)
     assert torch.autograd.gradcheck(lambda h, w: next_token_loss(h, w, labels, plan, chunk_tokens=2), (hidden, weight))
+
+
+FORMS = {
+    "bias": {"bias": True},
+    "factor": {"factor": 0.125},
+    "softcap": {"softcap": 5.0},
+    "saturated softcap": {"softcap": 0.5},
+    "all": {"bias": True, "factor": -3.0, "softcap": 7},
+}
+
+
+def with_bias(form, dtype=torch.float64, vocabulary=VOCABULARY):
+    """A form's options with a leaf in place of True."""
+    if "bias" not in form:
+        return form
+    bias = torch.randn(vocabulary, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    return form | {"bias": bias.to(dtype).requires_grad_()}
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 7])
+@pytest.mark.parametrize("name", FORMS)
+def test_bias_factor_and_softcap_equal_torch(name, chunk_tokens):
+    inputs, sides = make_inputs(), []
+    for loss, options in ((next_token_loss, {"chunk_tokens": chunk_tokens}), (torch_loss, {})):
+        form = with_bias(FORMS[name])
+        sides.append([*run(*inputs, loss=loss, grad=1.7, **form, **options)])
+        sides[-1] += [form["bias"].grad] if "bias" in form else []
+    plain = run(*inputs, grad=1.7)
+    for x, y in zip(*sides, strict=True):
+        assert relative(x, y) <= 1e-12
+    assert all(relative(x, y) > 1e-3 for x, y in zip(sides[0], plain, strict=False)), "the form changes nothing"
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_each_tokens_nll_is_what_the_loss_sums(name):
+    hidden, weight, labels = make_inputs()
+    form, plan = with_bias(FORMS[name]), make_plan(SEQLEN)
+    nll = next_token_nll(hidden, weight, labels, plan, **form)
+    assert relative(nll.sum(), torch_loss(hidden, weight, labels, 1, **form)) <= 1e-12
+    assert not nll[labels == -100].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", FORMS)
+def test_logits_of_a_head(name, dtype):
+    hidden, weight, _ = make_inputs(dtype)
+    form = with_bias(FORMS[name], dtype)
+    head = Head(weight, form.get("bias"), LogitForm(form.get("factor", 1.0), form.get("softcap")))
+    expected = F.linear(hidden, weight, head.bias) * head.form.factor
+    if head.form.softcap is not None:
+        expected = torch.tanh(expected / head.form.softcap) * head.form.softcap
+    assert torch.equal(head.logits(hidden), expected)
+    assert not head.logits(hidden).requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_bias_factor_and_softcap_round_only_at_the_end(dtype):
+    inputs = make_inputs(dtype, seqlen=300, vocabulary=101, width=48)
+    ours = with_bias(FORMS["all"], dtype, 101)
+    exact = ours | {"bias": ours["bias"].detach().double().requires_grad_()}
+    expected = run(*(x.double() for x in inputs[:2]), inputs[2], loss=torch_loss, **exact)
+    value, *gradients = run(*inputs, **ours, chunk_tokens=13)
+    assert relative(value, expected[0]) <= 1e-6
+    for x, y in zip((*gradients, ours["bias"].grad), (*expected[1:], exact["bias"].grad), strict=True):
+        assert x.dtype == dtype
+        bound = torch.finfo(dtype).eps / 2 * y.abs() + torch.finfo(dtype).smallest_normal + 4e-6 * y.abs().max()
+        assert ((x.double() - y).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -178,13 +247,15 @@ class Largest(TorchDispatchMode):
         return out
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("chunk_tokens", [None, 16])
-def test_logits_of_the_shard_never_exist_at_once(chunk_tokens):
+def test_logits_of_the_shard_never_exist_at_once(chunk_tokens, softcap):
     seqlen, vocabulary = 400, 600
     hidden, weight, labels = make_inputs(torch.float32, seqlen=seqlen, vocabulary=vocabulary, width=8, drop=0.0)
     tokens = BATCH * seqlen
     with Largest(hidden, weight) as largest:
-        next_token_loss(hidden, weight, labels, make_plan(seqlen), chunk_tokens=chunk_tokens).backward()
+        options = {"chunk_tokens": chunk_tokens, "softcap": softcap}
+        next_token_loss(hidden, weight, labels, make_plan(seqlen), **options).backward()
     assert largest.numel == (tokens // 4 if chunk_tokens is None else chunk_tokens) * vocabulary
 
 
@@ -226,6 +297,17 @@ REFUSED = {
     "num_valid=True": lambda a: a | {"num_valid": True},
     "num_valid='5'": lambda a: a | {"num_valid": "5"},
     "num_valid=0, but the group holds": lambda a: a | {"num_valid": 0},
+    "factor='2' must be a number": lambda a: a | {"factor": "2"},
+    "factor=None must be a number": lambda a: a | {"factor": None},
+    "factor=inf must be finite and not 0": lambda a: a | {"factor": float("inf")},
+    "factor=0.0 must be finite and not 0": lambda a: a | {"factor": 0.0},
+    "softcap=True must be a number": lambda a: a | {"softcap": True},
+    "softcap=0 must be finite and greater than 0": lambda a: a | {"softcap": 0},
+    "softcap=nan must be finite and greater than 0": lambda a: a | {"softcap": float("nan")},
+    "bias is a list": lambda a: a | {"bias": [0.0] * VOCABULARY},
+    "bias has shape [28]; pass [29]": lambda a: a | {"bias": a["lm_head_weight"][1:, 0]},
+    "bias has dtype torch.float32, hidden torch.float64": lambda a: a | {"bias": torch.zeros(VOCABULARY)},
+    "bias is on meta": lambda a: a | {"bias": torch.zeros(VOCABULARY, device="meta", dtype=torch.float64)},
     "chunk_tokens=0": lambda a: a | {"chunk_tokens": 0},
     "chunk_tokens=2.5": lambda a: a | {"chunk_tokens": 2.5},
 }

@@ -62,7 +62,7 @@ def bottom_right(rows: int, columns: int, left: int | None, right: int | None) -
 
 
 def windowed_forward(q, k, v, left, right, scale) -> tuple[Tensor, Tensor]:
-    assert q.shape[-1] % 8 == 0 and q.shape[-1] == v.shape[-1] and q.stride(-1) == 1
+    assert q.shape[-1] % 8 == 0 and q.shape[-1] == v.shape[-1] <= 256 and q.stride(-1) == 1
     seen = bottom_right(q.shape[1], k.shape[1], left, right)
     out, lse = dense(*(x.transpose(1, 2) for x in (q, k, v)), seen, scale)
     return out.transpose(1, 2).contiguous(), lse
@@ -239,6 +239,7 @@ class Emulated:
         assert a.logsumexp.shape[-1] % 32 == 0 and a.logsumexp.is_contiguous()
         assert list(a.grad_input_mask) == [True, True, True, False]
         assert a.out.transpose(1, 2).is_contiguous(), "read so by the kernel, whatever the strides"
+        assert (a.logsumexp[..., rows:] == math.inf).all(), "the rows of padding have a share in dK and dV"
         inputs = (a.grad_out_, a.query, a.key, a.value, a.out, a.logsumexp[..., :rows])
         return *gradients(*inputs, self.seen(a), a.scale), None
 
@@ -414,6 +415,46 @@ def test_a_kernel_whose_bits_change_from_run_to_run_proves_wrong():
 
     with pytest.raises(ArithmeticError, match="its out differs from run to run"):
         proven(Wavering(), CPU, torch.float32, (16, 16))
+
+
+class GradientsWrong(Reference):
+    def backward(self, *args, **options):
+        dq, dk, dv = super().backward(*args, **options)
+        return dq, dk, dv * 1.1
+
+
+class BlindRowsWrong(Reference):
+    def forward(self, *args):
+        out, lse = super().forward(*args)
+        return out, lse.masked_fill(lse == -math.inf, 0.0)
+
+
+class LostWithoutDo(Reference):
+    """D comes of dO and out alone, as in a kernel that takes no D."""
+
+    def backward(self, dout, q, k, v, lse, delta, *args, **options):
+        return super().backward(dout, q, k, v, lse, delta * dout.any(-1), *args, **options)
+
+
+class CarriedWrong(Reference):
+    continues = True
+
+    def extend(self, q, k, v, tiles, scale, out, lse):
+        out.copy_(self.forward(q, k, v, tiles, scale)[0])
+
+
+@pytest.mark.parametrize(
+    ("kernel", "told"),
+    [
+        (GradientsWrong, "its dv is wrong"),
+        (BlindRowsWrong, "its lse is wrong on this device: relative L2 inf"),
+        (LostWithoutDo, "its dq is wrong"),
+        (CarriedWrong, "its out carried on is wrong"),
+    ],
+)
+def test_whatever_a_kernel_gives_must_prove_right(kernel, told):
+    with pytest.raises(ArithmeticError, match=told):
+        proven(kernel(), CPU, torch.float32, (16, 16))
 
 
 @pytest.fixture

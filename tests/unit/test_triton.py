@@ -14,7 +14,7 @@ from burst_attention.kernels import choose
 from burst_attention.kernels.merge import blank_output, merge_
 from burst_attention.kernels.reference import Reference
 from burst_attention.plan.tile import Tile, Tiles
-from burst_attention.testing import Case, check
+from burst_attention.testing import Case, check, local_world
 from burst_attention.testing.check import relative_l2
 from tests import tile_cases
 from tests.tile_cases import BANDS, inputs
@@ -102,8 +102,16 @@ def test_a_running_state_is_continued_in_place_where_it_lies():
 @pytest.mark.parametrize("layout", ["zigzag", "striped"])
 def test_the_sweep_over_ranks_with_our_kernel(pools, mask, layout):
     case = Case(seqlen=130, mask=mask, layout=layout, kernel="triton", q_heads=2, kv_heads=1, head_dim=16)
-    for report in pools(3).run(check, case):  # processes: the interpreter knows one thread
+    for report in pools(3).run(check, case):
         assert report.passed, report
+
+
+def test_ranks_as_threads_take_turns_in_the_interpreter():
+    """It patches Triton's language for all threads while it runs a program."""
+    case = Case(seqlen=50, kernel="triton", q_heads=2, kv_heads=1, head_dim=16)
+    with local_world(2) as ranks:
+        for report in ranks.run(lambda group: check(case, group=group)):
+            assert report.passed, report
 
 
 def test_two_runs_give_the_same_bits():
@@ -173,12 +181,9 @@ def test_sizes_are_fixed_where_determinism_is_asked_for(monkeypatch):
     monkeypatch.setattr(kernel_module, "interpreted", lambda: False)
     monkeypatch.setattr(Tuner, "sizes", lambda *_: "measured")
     tiles = Tiles(np.array([[0, 8, 0, 8, 0, 7]]))
-    assert kernel._sizes("forward", q, v, tiles) == "measured"
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert kernel._sizes("forward", q, v, tiles) == fixed_sizes(16, 16, torch.float32)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    for asked, expected in ((False, "measured"), (True, fixed_sizes(16, 16, torch.float32))):
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda asked=asked: asked)
+        assert kernel._sizes("forward", q, v, tiles) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from ..comm.scalars import real
 from ..kernels import choose
 from ..kernels.contract import DTYPES, Kernel, accumulation_dtype, wire_dtype
 from ..plan.assignment import TRAVELS
@@ -28,19 +30,21 @@ class Call:
     kernel: Kernel
 
 
-def check_types(q: Any, k: Any, v: Any, scale: Any, travels: Any, kernel: Any) -> None:
-    """Raise TypeError or ValueError for what an operator's schema can't hold."""
+def check_types(q: Any, k: Any, v: Any, scale: Any, travels: Any, kernel: Any) -> float | None:
+    """The scale as a float; raise TypeError or ValueError for what an operator's schema can't hold."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}, not a tensor")
-    if scale is not None and (
-        isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale <= sys.float_info.max
-    ):
+        if isinstance(x, DTensor):
+            raise TypeError(f"{name} is a DTensor; pass this rank's shard of the sequence as a plain tensor")
+    number = None if scale is None else real(scale)
+    if scale is not None and (number is None or not 0 < number <= sys.float_info.max):
         raise ValueError(f"scale={scale!r} must be a positive, finite number, or None for 1 / sqrt(head dim)")
     if travels != "auto" and travels not in TRAVELS:
         raise ValueError(f"travels={travels!r} is unknown; choose one of auto, {', '.join(TRAVELS)}")
     if not isinstance(kernel, str):
         raise ValueError(f"kernel={kernel!r} must be a kernel's name, or auto")
+    return None if number is None else float(number)
 
 
 def kernel_for(

@@ -7,6 +7,7 @@ from typing import Literal, overload
 from torch import Tensor
 
 from .checks import check_types
+from .derivatives import check_transforms
 from .operator import FORMULA, attend, wanted_bits
 from .plan import Plan
 
@@ -53,7 +54,7 @@ def burst_attention(
         k: [B, Hkv, S_local, D], Hq divisible by Hkv.
         v: [B, Hkv, S_local, Dv].
         plan: from :func:`burst_attention.make_plan`; it says which positions are here and what a query sees.
-        scale: of the scores; 1 / sqrt(D) if None.
+        scale: of the scores, any real number (numpy's and 0-d tensors too); 1 / sqrt(D) if None.
         travels: what moves in the backward: ``query`` (arXiv 2403.09347, algorithm 2), ``key-value`` (RingAttention),
             ``either``, or ``auto``: either if that leaves the busiest rank less to compute, else the one with fewer
             bytes. With ``either`` each pair is computed at that end which is ahead by less than half a ring, forward
@@ -70,15 +71,16 @@ def burst_attention(
     Raises:
         TypeError, ValueError: an argument can't be used, here or on another rank, or the ranks disagree: the same
             class on every rank, before anything moves.
+        PeerError: another rank failed on its way into the call, with an error of its own; nothing was moved.
         ExchangeError: a peer is gone or stuck.
+
+    A call without a plan, or with a plan that is gone, can be told to nobody: it raises on this rank alone.
     """
     if not isinstance(plan, Plan):
         raise TypeError(f"plan={plan!r} must come from make_plan(seqlen, ...)")
-    try:
-        check_types(q, k, v, scale, travels, kernel)
-    except (TypeError, ValueError) as error:
-        plan.refuse(error)
-    scale = None if scale is None else float(scale)
-    wanted = wanted_bits(q, k, v)
-    out, lse, _ = attend(q, k, v, plan.handle, scale, travels, kernel, wanted, bool(return_lse), FORMULA)
+    with plan.agreement.entering("burst_attention"):
+        number = check_types(q, k, v, scale, travels, kernel)
+        check_transforms("burst_attention", q=q, k=k, v=v)
+        wanted = wanted_bits(q, k, v)
+    out, lse, _ = attend(q, k, v, plan.handle, number, travels, kernel, wanted, bool(return_lse), FORMULA)
     return (out, lse) if return_lse else out

@@ -18,6 +18,7 @@ from ..kernels.contract import accumulation_dtype
 from ..kernels.merge import row_dot
 from ..plan.rows import Side
 from .checks import resolve, shared_fields
+from .derivatives import check_transforms, refuse_second
 from .passes import Backward, Forward
 from .plan import plan_of
 from .sweep import sweep
@@ -62,16 +63,16 @@ def attend(
     """
     found = plan_of(plan)
     wants = [bool(wanted & bit) for bit in (QUERY, KEY, VALUE)]
-    try:
+    with found.agreement.entering("burst_attention"):
         call = resolve(q, k, v, found, scale=scale, travels=travels, kernel=kernel)
-    except (TypeError, ValueError) as error:
-        found.refuse(error)
-    found.agreement.agree("burst_attention", {**shared_fields(q, k, v, call, wants), "return_lse": lse})
+        fields = {**shared_fields(q, k, v, call, wants), "return_lse": lse}
+        work = Forward(_dense_rows(q), _dense_rows(k), _dense_rows(v), call.scale, call.kernel)
+        program = found.schedule.program(call.travels, work.direction)
+    found.agreement.agree("burst_attention", fields)
     # Alone there is nobody to mistake a backward of.
     number = found.transport.health.next_call() if found.world > 1 else 0
-    work = Forward(_dense_rows(q), _dense_rows(k), _dense_rows(v), call.scale, call.kernel)
     with torch.autocast(q.device.type, enabled=False):
-        sums = sweep(found.schedule.program(call.travels, work.direction), found.transport, work)
+        sums = sweep(program, found.transport, work)
     out, log_sum = sums[Side.QUERY]
     return out.to(q.dtype).contiguous(), log_sum.contiguous(), torch.tensor(number)
 
@@ -101,17 +102,20 @@ def attend_backward(
     round   sums in fp32 (fp64 for fp64); once to the io dtype when a partial is sent, once at the end
     """
     found = plan_of(plan)
-    call = resolve(q, k, v, found, scale=scale, travels=travels, kernel=kernel)
+    with found.agreement.entering("the backward of burst_attention"):
+        call = resolve(q, k, v, found, scale=scale, travels=travels, kernel=kernel)
+        fields = {"call number": int(number)}
+        delta = row_dot(dout, out, lse.dtype)
+        if dlse is not None:
+            delta = delta - dlse
+        dout, q, k, v = map(_dense_rows, (dout, q, k, v))
+        stats = torch.stack((lse, delta), -1)
+        work = Backward(dout, q, k, v, stats, call.scale, call.kernel, alone=found.world == 1)
+        program = found.schedule.program(call.travels, work.direction)
     # Ranks that run the backwards of several calls in different orders would add up each other's.
-    found.agreement.agree("the backward of burst_attention", {"call number": int(number)})
-    delta = row_dot(dout, out, lse.dtype)
-    if dlse is not None:
-        delta = delta - dlse
-    dout, q, k, v = map(_dense_rows, (dout, q, k, v))
-    stats = torch.stack((lse, delta), -1)
-    work = Backward(dout, q, k, v, stats, call.scale, call.kernel, alone=found.world == 1)
+    found.agreement.agree("the backward of burst_attention", fields)
     with torch.autocast(q.device.type, enabled=False):
-        sums = sweep(found.schedule.program(call.travels, work.direction), found.transport, work)
+        sums = sweep(program, found.transport, work)
     grads = [*sums.pop(Side.QUERY), *sums.pop(Side.KEY)]
     for n, grad in enumerate(grads):  # one by one, so that a sum is free once it is rounded
         grads[n] = grad.to(q.dtype).contiguous()
@@ -140,6 +144,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tuple[Any, ...]:
+    if ctx.plan is not None:
+        with ctx.plan.agreement.entering("the backward of burst_attention"):
+            given = {name: x for name, x in (("dout", dout), ("dlse", dlse)) if x is not None}
+            check_transforms("the backward of burst_attention", **given)
     q, k, v, out, lse, number = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
     grads = attend_backward(dout, dlse, q, k, v, out, lse, number, *ctx.settings)
@@ -147,7 +155,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -
 
 
 def _refuse(ctx: Any, *grads: Tensor) -> None:
-    raise RuntimeError("burst_attention can be differentiated once: the gradients that it gives have none of their own")
+    refuse_second("burst_attention")
 
 
 attend.register_autograd(_differentiate, setup_context=_save)

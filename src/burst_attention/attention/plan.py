@@ -6,9 +6,8 @@ import itertools
 import socket
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, NoReturn
 
 import numpy as np
@@ -25,9 +24,11 @@ from ..plan.cost import Shape, Traffic
 from ..plan.mask import Mask
 from ..plan.schedule import Schedule, make_schedule
 from . import unshard as resharding
+from .usage import Usage
 
 # An operator of torch takes numbers, no plans. The one registry of the library, kept weakly: a plan is its caller's.
 _PLANS: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
+_HANDLES = itertools.count(1)
 
 
 def plan_of(handle: int) -> Plan:
@@ -44,20 +45,42 @@ def plan_of(handle: int) -> Plan:
     return plan
 
 
-@dataclass(frozen=True, eq=False)
 class Plan:
     """One sequence over the ranks of a group: who holds which tokens, who sees whom, and the wires between them.
 
     Made by :func:`make_plan`; immutable. Use one plan for all layers and steps of one sequence length and mask.
+
+    In a world of one a plan is a value: it can be pickled and copied. Over a group it is tied to this process's place
+    in the group and refuses to be pickled or deep-copied; ``copy.copy`` gives another plan over the same group. It is
+    no dataclass, for what casts a module's inputs (FSDP2's mixed precision) takes those apart and makes them anew.
     """
 
     schedule: Schedule
     transport: Transport
     agreement: Agreement
-    handle: int = field(init=False, repr=False, default_factory=itertools.count(1).__next__)
+    usage: Usage  # one for the plans derived by with_mask
+    handle: int  # of this very object in this process: copies have their own
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self, schedule: Schedule, transport: Transport, agreement: Agreement, *, usage: Usage | None = None
+    ) -> None:
+        vars(self).update(schedule=schedule, transport=transport, agreement=agreement, usage=usage or Usage())
+        vars(self).update(handle=next(_HANDLES))
         _PLANS[self.handle] = self
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise AttributeError(f"{name} can't be set: a plan does not change. Make another by make_plan or with_mask")
+
+    def __copy__(self) -> Plan:
+        return Plan(self.schedule, self.transport, self.agreement, usage=self.usage)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.world > 1:
+            raise TypeError(
+                f"a plan over {self.world} ranks can't be pickled or deep-copied, it is tied to this process's group: "
+                "make it on each rank with make_plan, or send its mask and use plan.with_mask(mask) there"
+            )
+        return partial(lone_plan, self.seqlen, mask=self.mask, layout=self.layout, route=self.route), ()
 
     @property
     def rank(self) -> int:
@@ -115,7 +138,7 @@ class Plan:
 
     def with_mask(self, mask: Mask) -> Plan:
         """The same layout, route and group under another mask; nothing is exchanged."""
-        return replace(self, schedule=self.schedule.with_mask(mask))
+        return Plan(self.schedule.with_mask(mask), self.transport, self.agreement, usage=self.usage)
 
     def shard(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part of a global tensor: S entries along ``dim`` become S_local. Moves nothing."""
@@ -198,7 +221,9 @@ class Plan:
 
     def exchange_small(self, values: Sequence[float]) -> list[list[float]]:
         """Every rank's few numbers on every rank, by rank, exactly. Every rank must call it."""
-        return self.agreement.agree("exchange_small", {"count": len(values)}, [float(value) for value in values])
+        with self.agreement.entering("exchange_small"):
+            own = [float(value) for value in values]
+        return self.agreement.agree("exchange_small", {"count": len(own)}, own)
 
     def refuse(self, error: Exception) -> NoReturn:
         """Raise ``error`` here and an error of its class on the other ranks, which are about to make the same call."""
@@ -227,12 +252,18 @@ def shape_of(
     )
 
 
-def lone_plan(seqlen: int, *, mask: Mask | None = None) -> Plan:
+def lone_plan(
+    seqlen: int,
+    *,
+    mask: Mask | None = None,
+    layout: str = "contiguous",
+    route: str = "direct",
+    usage: Usage | None = None,
+) -> Plan:
     """The plan of a world of one, which holds the whole sequence; no process group is asked, nothing exchanged."""
-    schedule = make_schedule(
-        seqlen, mask=Mask() if mask is None else mask, layout="contiguous", route="direct", rank=0, world=1
-    )
-    return Plan(schedule, Transport(None), Agreement(Transport(None)))
+    mask = Mask() if mask is None else mask
+    schedule = make_schedule(seqlen, mask=mask, layout=layout, route=route, rank=0, world=1)
+    return Plan(schedule, Transport(None), Agreement(Transport(None)), usage=usage)
 
 
 def make_plan(
@@ -262,15 +293,15 @@ def make_plan(
     """
     resolved = resolve_group(group)
     transport, agreement = connect(resolved, None)
-    mask, rank, world = Mask() if mask is None else mask, transport.rank, transport.world
-    try:
+    rank, world = transport.rank, transport.world
+    with agreement.entering("make_plan"):
         if isinstance(seqlen, bool) or not isinstance(seqlen, int):
             raise TypeError(f"seqlen={seqlen!r} must be an int")
         transport.timeout = agreement.transport.timeout = resolve_timeout(timeout)
+        mask = Mask() if mask is None else mask
         schedule = make_schedule(seqlen, mask=mask, layout=layout, route=route, rank=rank, world=world)
-    except (TypeError, ValueError) as error:
-        agreement.refuse(error)
-    names = agreement.agree("make_plan", {**schedule.told, "route": route}, socket.gethostname())
+        host, fields = socket.gethostname(), {**schedule.told, "route": route}
+    names = agreement.agree("make_plan", fields, host)
     hosts = [names.index(name) for name in names]
     schedule = make_schedule(seqlen, mask=mask, layout=layout, route=route, rank=rank, world=world, hosts=hosts)
     return Plan(schedule, transport, agreement)

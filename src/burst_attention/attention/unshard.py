@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..comm.agreement import Agreement
 from ..comm.transport import Transport
 from ..kernels.contract import accumulation_dtype
 from ..plan.layout import Layout
+from .derivatives import check_batches, check_transforms, differentiable_once
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,9 +36,10 @@ class _Reshard:
 def unshard(x: Tensor, dim: int, grad: str, layout: Layout, transport: Transport, agreement: Agreement) -> Tensor:
     """See :meth:`burst_attention.Plan.unshard`."""
     length = layout.lengths[transport.rank]
-    try:
+    with agreement.entering("unshard"):
         if not isinstance(x, Tensor):
             raise TypeError(f"x is a {type(x).__name__}, not a tensor")
+        check_transforms("unshard", x=x)
         transport.check_device(x.device)
         if grad not in ("slice", "sum"):
             raise ValueError(f"grad={grad!r} is unknown; choose slice or sum")
@@ -46,13 +47,17 @@ def unshard(x: Tensor, dim: int, grad: str, layout: Layout, transport: Transport
             raise ValueError(f"dim={dim} is outside of x's {x.ndim} dims")
         if x.shape[dim] != length:
             raise ValueError(f"x has shape {list(x.shape)}: dim {dim} must be this rank's {length} tokens")
-    except (TypeError, ValueError) as error:
-        agreement.refuse(error)
-    dim %= x.ndim
-    others = [*x.shape[:dim], *x.shape[dim + 1 :]]
-    wanted = x.requires_grad and torch.is_grad_enabled()
-    fields = {"other dims": others, "dim": dim, "dtype": str(x.dtype), "grad": grad, "gradient wanted": wanted}
-    agreement.agree("unshard", {**fields, "seqlen": layout.seqlen, "layout": layout.name})
+        dim %= x.ndim
+        fields = {
+            "other dims": [*x.shape[:dim], *x.shape[dim + 1 :]],
+            "dim": dim,
+            "dtype": str(x.dtype),
+            "grad": grad,
+            "gradient wanted": x.requires_grad and torch.is_grad_enabled(),
+            "seqlen": layout.seqlen,
+            "layout": layout.name,
+        }
+    agreement.agree("unshard", fields)
     return _Unshard.apply(x, _Reshard(layout, transport, agreement, dim, grad, transport.health.next_call()))
 
 
@@ -73,16 +78,20 @@ class _Unshard(torch.autograd.Function):
         return torch.cat(shards).index_select(0, order).movedim(0, call.dim).contiguous()
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+    @differentiable_once("unshard")
+    def backward(ctx: Any, saved: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, None]:
         call: _Reshard = ctx.call
         rank, world = call.transport.rank, call.transport.world
         positions = [torch.from_numpy(call.layout.positions(r)).to(dy.device) for r in range(world)]
         if call.grad == "slice":
             return dy.index_select(call.dim, positions[rank]), None
-        call.agreement.agree("the backward of unshard", {"call number": call.number})
-        rows = dy.movedim(call.dim, 0)
-        parts = [rows.index_select(0, at) for at in positions]
+        name = "the backward of unshard"
+        with call.agreement.entering(name):
+            check_transforms(name, dy=dy)
+            check_batches(name, dy)
+            rows = dy.movedim(call.dim, 0)
+            parts = [rows.index_select(0, at) for at in positions]
+        call.agreement.agree(name, {"call number": call.number})
         arrived = call.all_to_all(parts, [call.layout.lengths[rank]] * world, phase="backward")
         total = torch.zeros_like(arrived[0], dtype=accumulation_dtype(dy.dtype))
         for part in arrived:

@@ -14,10 +14,12 @@ from rich.table import Table
 from burst_attention import Mask
 from burst_attention.kernels import KERNELS
 from burst_attention.testing import Case, Report, check
+from burst_attention.training.flags import check_counts, check_lists, check_ranks, check_seconds
 
 from ..launch import local as launch
 
 COMMAND = "burst check"
+MOST_SIZE = 65_536  # the oracle takes memory in the square of the tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +53,12 @@ class Arguments:
 
     def check(self) -> None:
         """Raise ValueError for what can't be."""
-        for name in ("seq_len", "q_heads", "kv_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1")
-        if self.ranks is not None and self.ranks < 1:
-            raise ValueError(f"--ranks {self.ranks} must be at least 1")
+        sizes = ("seq_len", "q_heads", "kv_heads", "head_dim", "v_head_dim")
+        check_counts({name: getattr(self, name) for name in sizes}, most=MOST_SIZE)
+        check_counts({"seed": self.seed}, least=0)
+        check_ranks("ranks", self.ranks)
+        check_lists({name: getattr(self, name) for name in ("masks", "layouts", "dtypes", "travels")})
+        check_seconds({"timeout": self.timeout})
         if self.q_heads % self.kv_heads:
             raise ValueError(f"--q-heads {self.q_heads} must be a multiple of --kv-heads {self.kv_heads}")
         halves = {"bfloat16", "float16"} & set(self.dtypes)
@@ -66,8 +69,6 @@ class Arguments:
             )
         if self.kernel not in ("auto", *KERNELS):
             raise ValueError(f"--kernel {self.kernel} is unknown; choose one of auto, {', '.join(KERNELS)}")
-        if not self.timeout > 0:
-            raise ValueError(f"--timeout {self.timeout} must be positive")
 
 
 def cases(arguments: Arguments, device: str) -> list[Case]:

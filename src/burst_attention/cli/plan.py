@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +17,7 @@ from burst_attention.attention.plan import shape_of
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.estimate import RankCost, estimate
 from burst_attention.plan.schedule import make_schedule
+from burst_attention.training.flags import check_counts, check_ranks, each, require
 
 from ..launch import local as launch
 
@@ -56,20 +58,21 @@ class Arguments:
 
     def check(self) -> None:
         """Raise ValueError for what can't be."""
-        for name in ("seq_len", "ranks", "layers", "batch", "q_heads", "kv_heads", "head_dim", "documents"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1")
-        for name in ("tflops", "gbytes_per_second"):
-            if getattr(self, name) is not None and not getattr(self, name) > 0:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} must be positive")
+        counts = ("seq_len", "layers", "batch", "q_heads", "kv_heads", "head_dim", "v_head_dim", "documents", "window")
+        check_counts({name: getattr(self, name) for name in counts})
+        check_ranks("ranks", self.ranks)
+        rates = {"tflops": self.tflops, "gbytes_per_second": self.gbytes_per_second}
+        given = {name: rate for name, rate in rates.items() if rate is not None}
+        each(given, lambda rate: 0 < rate < math.inf, "must be a number above 0")
+        require(self.documents <= self.seq_len, "documents", self.documents, f"is more than --seq-len {self.seq_len}")
+        require(self.causal or self.window is None, "window", self.window, "looks back only; leave --no-causal out")
         if self.q_heads % self.kv_heads:
             raise ValueError(f"--q-heads {self.q_heads} must be a multiple of --kv-heads {self.kv_heads}")
 
     def shape(self) -> Shape:
         """What moves per row."""
-        heads = {"batch": self.batch, "q_heads": self.q_heads, "kv_heads": self.kv_heads}
-        dims = {"head_dim": self.head_dim, "v_head_dim": self.v_head_dim or self.head_dim}
-        return shape_of(getattr(torch, self.dtype), **heads, **dims)
+        heads = {"batch": self.batch, "q_heads": self.q_heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim}
+        return shape_of(getattr(torch, self.dtype), **heads, v_head_dim=self.v_head_dim)
 
     def mask(self) -> Mask:
         """What a query sees."""

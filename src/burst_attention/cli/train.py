@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import tyro
 
+from burst_attention.training.claim import check_inputs
 from burst_attention.training.config import TrainConfig, read_toml
+from burst_attention.training.metrics import claim_run
 from burst_attention.training.preflight import check_run
 
 from ..launch import local as launch
@@ -34,28 +37,35 @@ def parse(arguments: list[str]) -> TrainConfig:
     Raises:
         ValueError: the file can't be read or has an unknown setting.
     """
-    parsed = _parse(arguments)
-    return parsed.train if parsed.config is None else _parse([*read_toml(parsed.config), *arguments]).train
+    return _parse(arguments).train
 
 
 def _parse(arguments: list[str]) -> Arguments:
-    return tyro.cli(Arguments, prog=COMMAND, args=arguments)
+    parsed = tyro.cli(Arguments, prog=COMMAND, args=arguments)
+    if parsed.config is None:
+        return parsed
+    return tyro.cli(Arguments, prog=COMMAND, args=[*read_toml(parsed.config), *arguments])
 
 
 def main(arguments: list[str]) -> int:
     """Run ``burst train``; returns the exit status."""
-    try:
-        config = parse(arguments)
-        config.check()
-        under_torchrun = launch.started_by_torchrun()
-        config = resolve(config, launch.found_ranks(config.parallel.ranks) if under_torchrun else None)
-        check_run(config, config.parallel.ranks or 1)
-    except ValueError as error:
-        return launch.refuse(COMMAND, error)
-    if under_torchrun:
-        launch.recorded(_train, config)
-        return 0
-    return launch.launch(COMMAND, _train, config, ranks=config.parallel.ranks or 1)
+    with ExitStack() as held:
+        try:
+            given = _parse(arguments)
+            given.train.check()
+            under_torchrun = launch.started_by_torchrun()
+            config = resolve(given.train, launch.found_ranks(given.train.parallel.ranks) if under_torchrun else None)
+            read = {"--config": None if given.config is None else str(given.config)}
+            check_inputs(config.run.out, config.inputs | read)
+            if launch.is_first():  # one process holds the folder for all ranks
+                held.enter_context(claim_run(config))
+            check_run(config, config.parallel.ranks or 1)
+        except ValueError as error:
+            return launch.refuse(COMMAND, error)
+        if under_torchrun:
+            launch.recorded(_train, config)
+            return 0
+        return launch.launch(COMMAND, _train, config, ranks=config.parallel.ranks or 1)
 
 
 def resolve(config: TrainConfig, found: tuple[int, int] | None) -> TrainConfig:
@@ -88,4 +98,4 @@ def _train(config: TrainConfig) -> None:
     from .screen import Screen
 
     quieten_transformers()
-    train(config, [Screen()])
+    train(config, [Screen()], held=True)

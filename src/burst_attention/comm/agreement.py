@@ -1,22 +1,25 @@
 """All ranks or none: one small exchange by which the ranks of a group agree on a call before any of its bytes move.
 
-Each rank sends one fixed-size record to every other: the call, fields that must be equal, values of its own, or a
-refusal. Every rank so sees the same records and comes to the same verdict. Point to point, not a collective: a rank
-that is gone is named by everyone who waits for it.
+Each rank sends one fixed-size record to every other: the call, fields that must be equal, values of its own, or what
+kept it from the call: a refusal, or another error. Every rank so sees the same records and comes to the same verdict.
+Point to point, not a collective: a rank that is gone is named by everyone who waits for it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NoReturn
 
 import torch
 
-from .transport import Receive, Send, Transport
+from .transport import ExchangeError, Receive, Send, Transport
 
 RECORD_BYTES = 2048
+TEXT_BYTES = RECORD_BYTES - 64  # of a refusal's or a failure's text
 _REFUSALS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": ValueError}
 
 
@@ -24,11 +27,37 @@ class DisagreementError(ValueError):
     """The ranks of one group made different calls, or the same call with different arguments."""
 
 
+class PeerError(RuntimeError):
+    """Another rank failed on its way into a call: it ran out of memory, say, and has an error of its own.
+
+    The ranks had not agreed on the call yet: nothing was moved, and the group is as good as before.
+    """
+
+
 @dataclass(frozen=True, eq=False)
 class Agreement:
     """Exchanges records over ``transport``, whose group must take CPU tensors."""
 
     transport: Transport
+
+    @contextmanager
+    def entering(self, call: str) -> Iterator[None]:
+        """What a rank does by itself before it agrees on ``call``. What is raised within, the others hear of at once.
+
+        Call :meth:`agree` after it, never within: what that raises is known to all ranks.
+
+        Raises:
+            TypeError, ValueError: raised within, or refused by another rank: the same class on every rank.
+            Exception: any other that was raised within, here; on the other ranks it is a PeerError.
+        """
+        try:
+            yield
+        except (TypeError, ValueError) as error:
+            self.refuse(error)
+        except Exception as error:
+            if self.transport.world > 1:
+                self._tell({"failed": _shortened(f"{call}: {type(error).__name__}: {_text(error)}")}, error)
+            raise
 
     def agree(self, call: str, fields: Mapping[str, Any], own: Any = None) -> list[Any]:
         """Check that every rank makes ``call`` with equal ``fields``; return every rank's ``own`` by rank.
@@ -38,8 +67,13 @@ class Agreement:
         Raises:
             DisagreementError: on every rank, naming the fields, their values and the odd rank.
             TypeError, ValueError: another rank refused the call (:meth:`refuse`); the same class on every rank.
+            PeerError: another rank failed before it came here (:meth:`entering`).
         """
-        records = self._exchange({"call": call, "fields": dict(fields), "own": own})
+        if self.transport.world == 1:
+            return [own]
+        with self.entering(call):
+            encoded = _encoded({"call": call, "fields": dict(fields), "own": own})
+        records = self._exchange(encoded, f"the agreement on {call}")
         _raise_refusal(records, self.transport.rank)
         calls = [record["call"] for record in records]
         if len(set(calls)) > 1:
@@ -62,43 +96,68 @@ class Agreement:
         if self.transport.world == 1:
             raise error
         name = next((n for n, kind in _REFUSALS.items() if isinstance(error, kind)), "ValueError")
-        # A character takes at most six bytes in JSON.
-        records = self._exchange({"refused": [name, str(error)[: RECORD_BYTES // 8]]})
+        records = self._tell({"refused": [name, _shortened(_text(error))]}, error)
         _raise_refusal(records, self.transport.rank, error)
         raise error
 
-    def _exchange(self, record: dict[str, Any]) -> list[dict[str, Any]]:
+    def _tell(self, record: dict[str, Any], error: Exception) -> list[dict[str, Any]]:
+        """Exchange what became of the call here; ``error`` is raised if that can't be done, too."""
+        try:
+            return self._exchange(_encoded(record), "the agreement on a refused call")
+        except ExchangeError as unreachable:
+            error.add_note(f"The other ranks could not be told: {unreachable}")
+            raise error from unreachable
+
+    def _exchange(self, encoded: bytes, label: str) -> list[dict[str, Any]]:
         transport = self.transport
-        if transport.world == 1:
-            return [record]
-        encoded = json.dumps(record).encode()
-        if len(encoded) > RECORD_BYTES:
-            # Told like any refusal, for the others wait for a record.
-            self.refuse(ValueError(f"{record['call']} has {len(encoded)} bytes to agree on, more than {RECORD_BYTES}"))
-        mine = torch.frombuffer(bytearray(encoded.ljust(RECORD_BYTES)), dtype=torch.uint8)
+        mine = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         peers = [rank for rank in range(transport.world) if rank != transport.rank]
         theirs = {rank: torch.empty_like(mine) for rank in peers}
-        label = f"the agreement on {record.get('call', 'a refused call')}"
         sends, receives = [Send(rank, mine) for rank in peers], [Receive(*item) for item in theirs.items()]
         pending = transport.post(sends, receives, label=label)
         transport.wait(pending)
-        return [
-            record if rank == transport.rank else json.loads(theirs[rank].numpy().tobytes())
-            for rank in range(transport.world)
-        ]
+        return [json.loads(theirs.get(rank, mine).numpy().tobytes()) for rank in range(transport.world)]
+
+
+def _encoded(record: dict[str, Any]) -> bytes:
+    """The record in JSON, RECORD_BYTES of it.
+
+    Raises:
+        TypeError, ValueError: it is not JSON's, or longer.
+    """
+    encoded = json.dumps(record).encode()
+    if len(encoded) > RECORD_BYTES:
+        raise ValueError(f"{record['call']} has {len(encoded)} bytes to agree on, more than {RECORD_BYTES}")
+    return encoded.ljust(RECORD_BYTES)
+
+
+def _text(error: Exception | None) -> str:
+    try:
+        return str(error)
+    except Exception:  # an error that can't tell itself must not keep the others waiting
+        return "(it has no text)"
+
+
+def _shortened(text: str) -> str:
+    """As much of it as leaves a record room for the rest: a character takes one to twelve bytes in JSON."""
+    sizes = accumulate(len(json.dumps(character)) - 2 for character in text[:TEXT_BYTES])
+    return text[: sum(size <= TEXT_BYTES for size in sizes)]
 
 
 def _raise_refusal(records: list[dict[str, Any]], rank: int, error: Exception | None = None) -> None:
     refusals = {n: record["refused"] for n, record in enumerate(records) if "refused" in record}
     if not refusals:
+        failed = next((n for n, record in enumerate(records) if "failed" in record), None)
+        if failed is not None:
+            raise PeerError(f"rank {failed} failed before the call: {records[failed]['failed']}")
         return
     first = min(refusals)
     kind = _REFUSALS[refusals[first][0]]
     if error is not None and isinstance(error, kind):
         raise error
     if first == rank:
-        raise kind(str(error)) from error
-    own = "" if error is None else f"; this rank refused it too: {error}"
+        raise kind(_text(error)) from error
+    own = "" if error is None else f"; this rank refused it too: {_text(error)}"
     raise kind(f"rank {first} refused the call: {refusals[first][1]}{own}") from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+from burst_attention.comm.scalars import real
 
 from .agreement import Agreement
 from .local import LocalGroup, LocalTransport
@@ -38,9 +41,10 @@ def resolve_timeout(timeout: float | timedelta | None) -> float | None:
     if timeout is None:
         return None
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
+    number = real(seconds)
+    if number is None or not 0 < number <= threading.TIMEOUT_MAX:
         raise ValueError(f"timeout={timeout!r} must be a positive number of seconds, a timedelta or None")
-    return float(seconds)
+    return float(number)
 
 
 def connect(group: dist.ProcessGroup | LocalGroup | None, timeout: float | None) -> tuple[Transport, Agreement]:

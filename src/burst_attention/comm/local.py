@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -122,6 +122,9 @@ class LocalGroup:
     own_rank: int
     timeout: float
     health: Health = field(default_factory=Health)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a local group is one thread's place in this process: it can't be pickled or deep-copied")
 
     def rank(self) -> int:
         return self.own_rank

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from burst_attention.attention.plan import Plan
+from burst_attention.loss import Head
 
 Plans = Mapping[int | None, Plan]  # by a layer's sliding window
 
@@ -83,8 +84,8 @@ class Engine(Protocol):
         """Hidden states after the last norm [B, S_local, E], of the tokens that the plan gives this rank."""
         ...
 
-    def head(self, model: Any) -> Tensor:
-        """The whole weight of the language-model head [V, E]; gradients of it are summed over ranks."""
+    def head(self, head: Head) -> Head:
+        """The model's head as its loss takes it: weight and bias whole; gradients of them are summed over ranks."""
         ...
 
     def sent(self, plans: Sequence[Plan], heads: Heads, *, batch: int, dtype: torch.dtype) -> tuple[int, int]:

@@ -20,13 +20,8 @@ def shard_parameters(wrapper: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -
         mesh: one axis.
         dtype: of the computation.
     """
-    # Inputs are left alone: the cast rebuilds every dataclass among them, the plan too, and all are in dtype already.
     halved = dtype in (torch.bfloat16, torch.float16)
-    policy = MixedPrecisionPolicy(
-        param_dtype=dtype if halved else None,
-        reduce_dtype=torch.float32 if halved else None,
-        cast_forward_inputs=False,
-    )
+    policy = MixedPrecisionPolicy(param_dtype=dtype if halved else None, reduce_dtype=torch.float32 if halved else None)
     layers: nn.ModuleList = wrapper.get_submodule("model.model.layers")  # type: ignore[assignment]
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from burst_attention.attention.entry import burst_attention
 from burst_attention.attention.plan import Plan, make_plan
 from burst_attention.integrations import hf
+from burst_attention.loss import Head
 
 from .contract import Attend, Heads, Plans
 from .parameters import shard_parameters
@@ -70,8 +71,8 @@ class SequenceEngine:
             attend=self.attend,
         ).last_hidden_state
 
-    def head(self, model: Any) -> Tensor:
-        return model.lm_head.weight
+    def head(self, head: Head) -> Head:
+        return head
 
     def sent(self, plans: Sequence[Plan], heads: Heads, *, batch: int, dtype: torch.dtype) -> tuple[int, int]:
         counted = {id(plan): self.count(plan, heads, batch, dtype) for plan in plans}

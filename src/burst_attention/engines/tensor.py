@@ -9,7 +9,7 @@ here, so that nothing of the vocabulary's width is exchanged. Embeddings, norms 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from burst_attention.attention.plan import Plan, lone_plan, make_plan
 from burst_attention.integrations import hf
 from burst_attention.launch.mesh import CONTEXT, DATA
+from burst_attention.loss import Head
 
 from .contract import Heads, Plans
 from .parameters import shard_parameters
@@ -122,7 +123,7 @@ class TensorEngine:
             input_ids=shard["input_ids"],
             position_ids=shard["position_ids"],
             use_cache=False,
-            plan={window: lone_plan(plan.seqlen, mask=plan.mask) for window, plan in plans.items()},
+            plan={window: _alone(plan) for window, plan in plans.items()},
             attend=whole_attention,
         ).last_hidden_state
         if self.sequence:
@@ -130,14 +131,24 @@ class TensorEngine:
         whole = DTensor.from_local(hidden, _mesh_of(model), [Replicate()], run_check=False)
         return whole.redistribute(placements=[Shard(1)]).to_local()
 
-    def head(self, model: Any) -> Tensor:
-        return model.lm_head.weight.to_local(grad_placements=[Partial()])  # of the loss of some tokens each
+    def head(self, head: Head) -> Head:
+        return replace(head, weight=_partial(head.weight), bias=None if head.bias is None else _partial(head.bias))
 
     def sent(self, plans: Sequence[Plan], heads: Heads, *, batch: int, dtype: torch.dtype) -> tuple[int, int]:
         plan = plans[0]
         one = (plan.world - 1) * batch * plan.length * heads.hidden * dtype.itemsize  # a gather, a scatter, half a sum
         # Per layer two sums and, going backward, two more; plainly, the last hidden states' gradients are gathered too.
         return len(plans) * 4 * one, len(plans) * 4 * one + (0 if self.sequence else one)
+
+
+def _partial(parameter: Any) -> Tensor:
+    """A replicated parameter's own tensor, whose gradient is of the loss of this rank's tokens alone."""
+    return parameter.to_local(grad_placements=[Partial()])
+
+
+def _alone(plan: Plan) -> Plan:
+    """The plan of one rank with all tokens; what takes it has seen what the given plan cut into shards."""
+    return lone_plan(plan.seqlen, mask=plan.mask, usage=plan.usage)
 
 
 def _mesh_of(model: Any) -> DeviceMesh:

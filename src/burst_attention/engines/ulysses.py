@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from burst_attention.attention.derivatives import check_batches, check_transforms, differentiable_once
 from burst_attention.attention.plan import Plan, lone_plan
 
 from .contract import Heads
@@ -32,7 +32,8 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: flo
     Raises:
         ValueError: the heads don't divide by the ranks, the layout is another, or the ranks disagree: on all of them.
     """
-    try:
+    with plan.agreement.entering("ulysses_attention"):
+        check_transforms("ulysses_attention", q=q, k=k, v=v)
         for name, x in (("q", q), ("k", k), ("v", v)):
             if x.ndim != 4 or x.shape[2] != plan.length:
                 right = f"[batch, heads, {plan.length}, head dim], with this rank's tokens in dim 2"
@@ -41,10 +42,9 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: flo
         check_ulysses(sizes, plan.world)
         if plan.layout != "contiguous" and plan.world > 1:
             raise ValueError(f"ulysses_attention wants layout='contiguous', the plan has {plan.layout!r}")
-    except ValueError as error:
-        plan.refuse(error)
-    fields = {name: [*x.shape[:2], x.shape[3]] for name, x in (("q", q), ("k", k), ("v", v))}
-    plan.agreement.agree("ulysses_attention", {**plan.schedule.told, **fields, "dtype": str(q.dtype), "scale": scale})
+        shapes = {name: [*x.shape[:2], x.shape[3]] for name, x in (("q", q), ("k", k), ("v", v))}
+        fields = {**plan.schedule.told, **shapes, "dtype": str(q.dtype), "scale": scale}
+    plan.agreement.agree("ulysses_attention", fields)
     trade = _Trade(plan, plan.transport.health.next_call())
     q, k, v = _ToHeads.apply(trade, q, k, v)
     out = whole_attention(q, k, v, lone_plan(plan.seqlen, mask=plan.mask), scale=scale)
@@ -92,9 +92,13 @@ class _Trade:
         by_rank = (list(zip(*tensors, strict=True)) for tensors in (leaving, arriving))
         self.plan.transport.all_to_all(*by_rank, label=f"the all-to-all of ulysses' {phase}")
 
-    def agree(self) -> None:
+    def agree(self, *grads: Tensor) -> None:
         """Backwards in different orders on different ranks would trade one call's gradients for another's."""
-        self.plan.agreement.agree("the backward of ulysses_attention", {"call number": self.number})
+        name = "the backward of ulysses_attention"
+        with self.plan.agreement.entering(name):
+            check_transforms(name, **{f"gradient {n}": grad for n, grad in enumerate(grads)})
+            check_batches(name, *grads)
+        self.plan.agreement.agree(name, {"call number": self.number})
 
 
 class _ToHeads(torch.autograd.Function):
@@ -106,9 +110,9 @@ class _ToHeads(torch.autograd.Function):
         return trade.to_heads(tensors, "forward")
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.trade.agree()
+    @differentiable_once("ulysses_attention")
+    def backward(ctx: Any, saved: tuple[Tensor, ...], *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.trade.agree(*grads)
         return None, *ctx.trade.to_tokens(grads, "backward")
 
 
@@ -121,7 +125,7 @@ class _ToTokens(torch.autograd.Function):
         return trade.to_tokens([out], "forward")[0]
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        ctx.trade.agree()
+    @differentiable_once("ulysses_attention")
+    def backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[None, Tensor]:
+        ctx.trade.agree(grad)
         return None, ctx.trade.to_heads([grad], "backward")[0]

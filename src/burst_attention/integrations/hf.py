@@ -4,7 +4,7 @@
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="burst")
     shard = hf.shard_batch(batch, plan)
     out = model.model(input_ids=shard["input_ids"], position_ids=shard["position_ids"], plan=plan, use_cache=False)
-    loss = next_token_loss(out.last_hidden_state, model.lm_head.weight, shard["shift_labels"], plan)
+    loss = hf.next_token_loss(model, out.last_hidden_state, shard["shift_labels"], plan)
 
 The plan is a keyword of ``model(...)``: one Plan, or ``{None: full_plan, 4096: windowed_plan}`` keyed by the layer's
 sliding window for models that mix windowed and full layers (``windowed_plan = full_plan.with_mask(...)``). Its mask
@@ -25,10 +25,22 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from burst_attention.attention.entry import burst_attention
 from burst_attention.attention.plan import Plan
 
-from . import hf_checks
+from . import hf_checks, hf_models
 from .hf_checks import UNSTATED, MaskRequest, Plans
+from .hf_head import find_form, find_head, next_token_loss, next_token_nll
+from .hf_models import NAME, check_config, check_model
 
-NAME = "burst"
+__all__ = [
+    "NAME",
+    "check_config",
+    "check_model",
+    "find_form",
+    "find_head",
+    "next_token_loss",
+    "next_token_nll",
+    "register",
+    "shard_batch",
+]
 
 
 def register() -> None:
@@ -59,22 +71,23 @@ def shard_batch(batch: Mapping[str, Any], plan: Plans, *, ignore_index: int = -1
 
     Returns:
         ``input_ids`` and ``position_ids`` (restarting at each document) [B, S_local] and, when there are labels,
-        ``shift_labels`` [B, S_local], shifted over the whole sequence before sharding, as ``next_token_loss`` wants
-        them. (``model(labels=...)`` would shift them within the shard, and lose a token at every border.)
+        ``shift_labels`` [B, S_local], shifted over the whole sequence before sharding, as :func:`next_token_loss`
+        wants them. (``model(labels=...)`` would shift them within the shard, and lose a token at every border.)
 
     Raises:
-        TypeError, ValueError: naming the key; on the other ranks in their next call with this plan.
+        TypeError, ValueError: naming the key, or a sequence with fewer tokens than ranks; on the other ranks in their
+            next call with this plan.
     """
     one = hf_checks.any_plan(plan)
-    try:
+    with one.agreement.entering("shard_batch"):
+        hf_checks.check_tokens(one)
         _check_batch(batch, one)
-    except (TypeError, ValueError) as error:
-        one.refuse(error)
-    ids = batch["input_ids"]
-    positions = one.document_positions.to(ids.device)
-    shard = {"input_ids": one.shard(ids, 1), "position_ids": positions.repeat(ids.shape[0], 1)}
-    if batch.get("labels") is not None:
-        shard["shift_labels"] = one.shard_labels(batch["labels"], ignore_index=ignore_index)
+        ids = batch["input_ids"]
+        positions = one.document_positions.to(ids.device)
+        shard = {"input_ids": one.shard(ids, 1), "position_ids": positions.repeat(ids.shape[0], 1)}
+        if batch.get("labels") is not None:
+            shard["shift_labels"] = one.shard_labels(batch["labels"], ignore_index=ignore_index)
+        one.usage.give_out(shard["position_ids"], shard.get("shift_labels"))
     return shard
 
 
@@ -83,7 +96,8 @@ class _Attention:
     model wait for that comparison once and not each: on a GPU it drains the queue."""
 
     def __init__(self) -> None:
-        self._right: tuple[weakref.ref, int, list[weakref.ref]] | None = None
+        self._right: tuple[weakref.ref, int | None, list[weakref.ref]] | None = None
+        self._models = hf_models.Watch()
 
     def __call__(
         self,
@@ -107,7 +121,7 @@ class _Attention:
         ``attend`` computes it once all has been checked: called like :func:`burst_attention`.
         """
         speaker = hf_checks.any_plan(plan)
-        try:
+        with speaker.agreement.entering("burst_attention"):
             hf_checks.check_keywords(dropout, others)
             request = hf_checks.mask_request(attention_mask)
             chosen = hf_checks.choose(plan, hf_checks.stated_window(sliding_window, request))
@@ -115,10 +129,10 @@ class _Attention:
             hf_checks.check_causal(chosen, [causal] if request is None else [causal, request.causal])
             hf_checks.check_lengths(query, key, chosen)
             hf_checks.check_rope(getattr(module, "config", None))
+            self._models.check(module, chosen)
             self._check_positions(position_ids, query, chosen)
-        except (TypeError, ValueError) as error:
-            speaker.refuse(error)
-        query, key, value = _autocast(query, key, value)
+            query, key, value = _autocast(query, key, value)
+        hf_checks.note_use(plan, position_ids)
         out = attend(query, key, value, chosen, scale=scaling)
         return out.transpose(1, 2).contiguous(), None
 
@@ -126,7 +140,9 @@ class _Attention:
         remedy = "pass position_ids=plan.document_positions, one row for each sequence of the batch"
         if not isinstance(position_ids, torch.Tensor):
             raise ValueError(f"position_ids={position_ids!r} did not reach the attention; {remedy}")
-        version, known = position_ids._version, self._right
+        # An inference tensor tells nobody that it was written to: it is compared in every layer.
+        version = None if position_ids.is_inference() else position_ids._version
+        known = self._right
         if known is None or known[0]() is not position_ids or known[1] != version:
             known = (weakref.ref(position_ids), version, [])
         elif any(right() is plan for right in known[2]):
@@ -136,7 +152,8 @@ class _Attention:
         # Rotary angles depend on differences within a document only: restarting and global positions are both right.
         if not any(_rows_equal(position_ids, right) for right in (plan.document_positions, plan.positions)):
             raise ValueError(f"position_ids are not those of the plan's tokens on rank {plan.rank}; {remedy}")
-        self._right = (*known[:2], [*known[2], weakref.ref(plan)])
+        if version is not None:
+            self._right = (*known[:2], [*known[2], weakref.ref(plan)])
 
 
 def _rows_equal(rows: torch.Tensor, row: torch.Tensor) -> bool:
@@ -156,6 +173,9 @@ def _request_mask(
     *, mask_function: Callable, attention_mask: torch.Tensor | None = None, **_: Any
 ) -> MaskRequest | None:
     """The mask function that transformers calls in place of building a mask; None stands for plain causal."""
+    model = hf_models.running_model()
+    if model is not None:
+        hf_models.check_attention_is_ours(model)
     causal, window, foreign = False, None, []
     for kind, part in _mask_parts(mask_function):
         if kind == "causal_mask_function":

@@ -59,7 +59,10 @@ class MaskRequest:
 def any_plan(plan: Any) -> Plan:
     """A plan to refuse through: all plans of one call speak for the same ranks."""
     if plan is None:
-        raise ValueError("plan is missing: call model(..., plan=plan), with plan = make_plan(seqlen, ...)")
+        raise ValueError(
+            "plan is missing: call model(..., plan=plan), with plan = make_plan(seqlen, ...). "
+            "A model that does not hand keywords on to its attention can't be used"
+        )
     plans = list(plan.values()) if isinstance(plan, Mapping) else [plan]
     if not plans or not all(isinstance(each, Plan) for each in plans):
         raise TypeError(f"plan={plan!r} must be a Plan, or a mapping such as {{None: full_plan, 4096: windowed_plan}}")
@@ -150,6 +153,22 @@ def check_causal(plan: Plan, stated: list[bool]) -> None:
             f"is_causal={not plan.mask.causal} of the layer is not the causal={plan.mask.causal} of the plan's mask; "
             f"make the plan with Mask(causal={not plan.mask.causal})"
         )
+
+
+def check_tokens(plan: Plan) -> None:
+    """Refuse a plan by which some rank has no token: models of transformers can't run on an empty shard."""
+    if plan.seqlen < plan.world:
+        raise ValueError(
+            f"the sequence has {plan.seqlen} tokens for {plan.world} ranks, so some rank would have none, and models "
+            f"can't run on nothing; use at most {plan.seqlen} ranks, or pack short documents into one sequence"
+        )
+
+
+@torch.compiler.disable
+def note_use(plans: Any, position_ids: Any) -> None:
+    """Tell the plans of a call that an attention takes them."""
+    for each in plans.values() if isinstance(plans, Mapping) else [plans]:
+        each.usage.note(position_ids)
 
 
 def check_lengths(query: torch.Tensor, key: torch.Tensor, plan: Plan) -> None:

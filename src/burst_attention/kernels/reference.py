@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from ..plan.tile import Tile, Tiles
 from .contract import accumulation_dtype, band_seen
 from .merge import blank_output, merge_
+from .poison import contained_backward, contained_forward
 
 
 class Reference:
@@ -26,14 +28,7 @@ class Reference:
         """Nothing is refused."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse = blank_output(q, v, q.shape[2], accumulation_dtype(q.dtype))
-        for tile in tiles:
-            queries, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
-            scores = _scores(q[:, :, queries], k[:, :, keys], tile, scale)
-            tile_lse = torch.logsumexp(scores, -1)
-            part = torch.softmax(scores, -1) @ _grouped(v[:, :, keys])
-            merge_(out[:, :, queries], lse[:, :, queries], part.flatten(1, 2), tile_lse.flatten(1, 2))
-        return out, lse
+        return contained_forward(partial(_forward, tiles=tiles, scale=scale), q, k, v, tiles)
 
     def extend(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, out: Tensor, lse: Tensor) -> None:
         raise NotImplementedError("merge what forward gives")
@@ -51,18 +46,36 @@ class Reference:
         *,
         final: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        wide = accumulation_dtype(q.dtype)
-        dq, dk, dv = (torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in (q, k, v))
-        heads = (k.shape[1], q.shape[1] // k.shape[1])
-        for tile in tiles:
-            queries, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
-            row_lse, row_delta, d = (x[:, :, queries].to(wide).unflatten(1, heads) for x in (lse, delta, dout))
-            p = torch.exp(_scores(q[:, :, queries], k[:, :, keys], tile, scale) - row_lse.unsqueeze(-1))
-            ds = p * (d @ _grouped(v[:, :, keys]).mT - row_delta.unsqueeze(-1)) * scale
-            dq[:, :, queries] += (ds @ _grouped(k[:, :, keys])).flatten(1, 2)
-            dk[:, :, keys] += (ds.mT @ q[:, :, queries].to(wide).unflatten(1, heads)).sum(2)
-            dv[:, :, keys] += (p.mT @ d).sum(2)
-        return dq, dk, dv
+        run = partial(_backward, tiles=tiles, scale=scale)
+        return contained_backward(run, dout, q, k, v, lse, delta, tiles)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, *, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse = blank_output(q, v, q.shape[2], accumulation_dtype(q.dtype))
+    for tile in tiles:
+        queries, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
+        scores = _scores(q[:, :, queries], k[:, :, keys], tile, scale)
+        tile_lse = torch.logsumexp(scores, -1)
+        part = torch.softmax(scores, -1) @ _grouped(v[:, :, keys])
+        merge_(out[:, :, queries], lse[:, :, queries], part.flatten(1, 2), tile_lse.flatten(1, 2))
+    return out, lse
+
+
+def _backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, *, tiles: Tiles, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    wide = accumulation_dtype(q.dtype)
+    dq, dk, dv = (torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in (q, k, v))
+    heads = (k.shape[1], q.shape[1] // k.shape[1])
+    for tile in tiles:
+        queries, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
+        row_lse, row_delta, d = (x[:, :, queries].to(wide).unflatten(1, heads) for x in (lse, delta, dout))
+        p = torch.exp(_scores(q[:, :, queries], k[:, :, keys], tile, scale) - row_lse.unsqueeze(-1))
+        ds = p * (d @ _grouped(v[:, :, keys]).mT - row_delta.unsqueeze(-1)) * scale
+        dq[:, :, queries] += (ds @ _grouped(k[:, :, keys])).flatten(1, 2)
+        dk[:, :, keys] += (ds.mT @ q[:, :, queries].to(wide).unflatten(1, heads)).sum(2)
+        dv[:, :, keys] += (p.mT @ d).sum(2)
+    return dq, dk, dv
 
 
 def _grouped(x: Tensor) -> Tensor:

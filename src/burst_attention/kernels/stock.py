@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import ClassVar, Generic, TypeVar
 
 import torch
@@ -14,6 +14,7 @@ from ..plan.tile import Tile, Tiles
 from .contract import accumulation_dtype
 from .merge import blank_output, merge_
 from .pieces import Piece
+from .poison import contained_backward, contained_forward
 from .surrogate import Gradients, Share, shares
 from .widths import check_width, same_width
 
@@ -68,6 +69,9 @@ class Stock(ABC, Generic[Launch]):
         check_width(self.name, max(head_dims), self.widest)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
+        return contained_forward(partial(self._forward, tiles=tiles, scale=scale), q, k, v, tiles)
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, *, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
         launches = list(self.launches(tiles))
         value_dim = v.shape[-1]
         q, k, v = same_width(*(self.computed(x, backward=False) for x in (q, k, v)), multiple=self.multiple)
@@ -96,10 +100,23 @@ class Stock(ABC, Generic[Launch]):
         *,
         final: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        run = partial(self._backward, tiles=tiles, scale=scale)
+        return contained_backward(run, dout, q, k, v, lse, delta, tiles)
+
+    def _backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        *,
+        tiles: Tiles,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         launches = list(self.launches(tiles))
         dout, q, k, v = (self.computed(x, backward=True) for x in (dout, q, k, v))
-        # A row that no tile covers has lse -inf, and exp(-inf - -inf) is NaN; any finite lse gives it gradient 0.
-        lse = lse.masked_fill(lse == -math.inf, 0.0)
         calls = shares(dout, delta, widest=self.widest)
         if len(calls) == len(launches) == 1 and _covers(launches[0], q, k):
             grads = self.run_backward(launches[0], self._padded(calls[0], q, k, v), lse, scale)

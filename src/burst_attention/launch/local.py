@@ -1,16 +1,29 @@
-"""Local workers through torch's elastic launcher, or the ranks that torchrun started."""
+"""Local workers of our own, or the ranks that torchrun started."""
 
 from __future__ import annotations
 
-import logging
+import json
+import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+
+from burst_attention.testing.pool import end_with
+
+GRACE = 1.5  # seconds that ranks have to end by themselves after a failure, and again once they were told to
 
 
 def started_by_torchrun() -> bool:
@@ -55,62 +68,159 @@ def recorded(worker: Callable[..., Any], *arguments: Any) -> None:
 def launch(command: str, worker: Callable[..., Any], *arguments: Any, ranks: int) -> int:
     """Run ``worker(*arguments)`` in ``ranks`` processes of this machine and wait for them.
 
+    After the first failure the others have :data:`GRACE` seconds to end by themselves, and as long again once they were
+    told to; then they are killed, which ends a stopped one too.
+
     Args:
         worker: a function of a module; it finds its rank in torchrun's environment variables.
 
     Returns:
         The exit status: 0; 1 if a worker failed, whose error is shown; 130 after Ctrl-C, 143 after SIGTERM.
     """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed import TCPStore
 
-    # Workers that were told to stop and did not are ended after this many seconds.
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5")
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=f"burst-{os.getpid()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
-    # What the launcher would log of a failure, _show says better.
-    logging.disable(logging.CRITICAL)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    processes: list[BaseProcess] = []
+    with tempfile.TemporaryDirectory(prefix="burst-ranks-") as folder, _signals_raised():
+        try:
+            for rank in range(ranks):
+                given = (rank, ranks, store.port, Path(folder), os.getpid(), worker, arguments)
+                processes.append(context.Process(target=_worker, args=given, name=f"rank {rank}"))
+                processes[-1].start()
+            failures = _wait_for_all(processes, Path(folder))
+            if not failures:
+                return 0
+            killed = _end(processes, failures, Path(folder))
+            _show(command, min(failures.values(), key=Failure.order), killed)
+            return 1
+        except _Signalled as told:
+            return 128 + told.number
+        finally:
+            _end(processes, {}, Path(folder), patience=0.0)
+            # A worker that was ended in the middle of a progress bar left the cursor hidden.
+            Console().show_cursor(True)
+
+
+class _Signalled(BaseException):
+    """This process was told to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextmanager
+def _signals_raised() -> Iterator[None]:
+    """Within it what would end this process at once is raised instead, so that its ranks are ended first."""
+
+    def told(number: int, _: object) -> None:
+        for other in before:  # the same from the terminal and from a parent must not keep ranks from being ended
+            signal.signal(other, signal.SIG_IGN)
+        raise _Signalled(number)
+
+    asked = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    plain = (signal.SIG_DFL, signal.default_int_handler)  # not what nohup has set to be ignored
+    before = {number: handler for number in asked if (handler := signal.getsignal(number)) in plain}
+    for number in before:
+        signal.signal(number, told)
     try:
-        elastic_launch(config, _worker)(worker, arguments)
-    except ChildFailedError as error:
-        _show(command, error)
-        return 1
-    except SignalException as error:
-        return 128 + error.sigval
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+        yield
     finally:
-        logging.disable(logging.NOTSET)
-        # A worker that was ended in the middle of a progress bar left the cursor hidden.
-        Console().show_cursor(True)
-    return 0
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def _worker(worker: Callable[..., Any], arguments: tuple) -> None:
+@dataclass(frozen=True)
+class Failure:
+    """How a rank failed; ``seconds``: when, by the wall clock."""
+
+    rank: int
+    exitcode: int
+    seconds: float
+    message: str = ""
+    trace: str = ""
+
+    @classmethod
+    def of(cls, rank: int, exitcode: int, folder: Path) -> Failure:
+        """What the rank wrote down, if it could."""
+        told = folder / str(rank)
+        if exitcode > 0 and told.exists():
+            return cls(rank, exitcode, **json.loads(told.read_text("utf-8")))
+        message = f"exit code {exitcode}" if exitcode > 0 else f"killed by {signal.Signals(-exitcode).name}"
+        return cls(rank, exitcode, time.time(), message)
+
+    def order(self) -> tuple[bool, float]:
+        """The cause of the others comes first: a rank that was killed, else the one that raised first."""
+        return self.exitcode > 0, self.seconds
+
+
+def _wait_for_all(processes: Sequence[BaseProcess], folder: Path) -> dict[int, Failure]:
+    """Wait until all ended well, or some failed: the failures by rank."""
+    waiting = {process.sentinel: rank for rank, process in enumerate(processes)}
+    failures: dict[int, Failure] = {}
+    while waiting and not failures:
+        for sentinel in wait(list(waiting)):
+            rank = waiting.pop(sentinel)  # type: ignore[arg-type]  # a number, as they went in
+            processes[rank].join()
+            if code := processes[rank].exitcode:
+                failures[rank] = Failure.of(rank, code, folder)
+    return failures
+
+
+def _end(
+    processes: Sequence[BaseProcess], failures: dict[int, Failure], folder: Path, *, patience: float = GRACE
+) -> list[int]:
+    """End what still runs; the ranks that had to be killed. Those that fail by themselves are added to ``failures``."""
+    _join(processes, patience)
+    for rank, process in enumerate(processes):
+        if process.exitcode and rank not in failures:
+            failures[rank] = Failure.of(rank, process.exitcode, folder)
+        elif process.is_alive():
+            process.terminate()
+    _join(processes, GRACE)
+    killed = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    for rank in killed:
+        processes[rank].kill()
+    _join(processes, GRACE)  # one in the kernel's hands may not even be killed: it is left
+    return killed
+
+
+def _join(processes: Sequence[BaseProcess], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        if process.is_alive():
+            process.join(max(0.0, deadline - time.monotonic()))
+
+
+def _worker(
+    rank: int, ranks: int, port: int, folder: Path, parent: int, worker: Callable[..., Any], arguments: tuple
+) -> None:
+    """What a rank's process runs: as torchrun would have it, its error in a file of ``folder``."""
     # Python's own handler waits for the call at hand, which may be an exchange with a rank that is gone.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    worker(*arguments)
+    end_with(parent)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    # The launcher holds the store that the ranks meet in, as torchrun's does.
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    try:
+        worker(*arguments)
+    except Exception as error:
+        told = {"message": f"{type(error).__name__}: {error}", "trace": traceback.format_exc(), "seconds": time.time()}
+        (folder / str(rank)).write_text(json.dumps(told), "utf-8")
+        # At once: a process group that waits for a peer would keep this process.
+        sys.stdout.flush()
+        os._exit(1)
 
 
-def _show(command: str, failed: Any) -> None:
+def _show(command: str, failure: Failure, killed: Sequence[int]) -> None:
     """The first failure's traceback and, as the last line, which rank failed of what."""
-    rank, failure = failed.get_first_failure()
-    told = failure.error_file_data.get("message") if isinstance(failure.error_file_data, dict) else None
-    message, trace = f"exit code {failure.exitcode}", ""
-    if isinstance(told, dict):
-        message, trace = told.get("message", message), told.get("extraInfo", {}).get("py_callstack", "")
-    elif failure.exitcode < 0:
-        message = f"killed by {signal.Signals(-failure.exitcode).name}"
-    sys.stderr.write(trace if trace.endswith("\n") or not trace else trace + "\n")
+    sys.stderr.write(failure.trace)
+    stuck = f"; {_ranks(killed)} did not end when told to: stopped, or hung" if killed else ""
     Console(stderr=True, soft_wrap=True).print(
-        f"[bold red]{command}:[/] rank {rank} failed: {escape(message)}", highlight=False
+        f"[bold red]{command}:[/] rank {failure.rank} failed: {escape(failure.message)}{stuck}", highlight=False
     )
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

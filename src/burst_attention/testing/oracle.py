@@ -45,7 +45,7 @@ def dense_attention(
     seen = torch.from_numpy(mask.dense(q.shape[2])).to(q.device)
     blind = ~seen.any(-1)
     scores = (q @ k.mT * scale).masked_fill(~seen, -math.inf).masked_fill(blind.unsqueeze(-1), 0.0)
-    lse = torch.logsumexp(scores, -1) if q.shape[2] else scores.new_zeros(scores.shape[:3])
+    lse = torch.logsumexp(scores, -1) if q.shape[2] else scores.sum(-1)  # no tokens: [B, Hq, 0], differentiable
     p = torch.exp(scores - lse.unsqueeze(-1)).masked_fill(blind.unsqueeze(-1), 0.0)
     return p @ v, lse.masked_fill(blind, -math.inf)
 
@@ -97,5 +97,5 @@ def _with_gradients(
         loss = loss + (lse.masked_fill(lse == -math.inf, 0.0) * dlse.to(lse.dtype)).sum()
     if dout is None and dlse is None:
         return Gradients(out.detach(), None if lse is None else lse.detach())
-    dq, dk, dv = torch.autograd.grad(loss, (q, k, v))
+    dq, dk, dv = torch.autograd.grad(loss, (q, k, v), materialize_grads=True)  # the lse knows no values
     return Gradients(out.detach(), None if lse is None else lse.detach(), dq, dk, dv)

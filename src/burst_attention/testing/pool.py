@@ -166,7 +166,7 @@ def _serve(
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank wherever it is, without a traceback of its own
     if tied is not None:
-        _end_with(tied)
+        end_with(tied)
     init_method = entry if isinstance(entry, str) else entry()
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(world)
     torch.set_num_threads(threads)
@@ -194,7 +194,7 @@ def _serve(
     dist.destroy_process_group()
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """Have Linux kill this process when its parent is gone: a rank in the middle of a call would not notice."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -6,11 +6,11 @@ import dataclasses
 import json
 import math
 import tomllib
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from .flags import check_counts, check_names, check_ranks, check_seconds, each, require
 from .presets import PRESETS
 
 if TYPE_CHECKING:
@@ -140,23 +140,30 @@ class TrainConfig:
         """Sequences that one optimizer step reads, over all groups."""
         return self.parallel.data_parallel * self.optim.accumulate * self.optim.batch
 
+    @property
+    def inputs(self) -> dict[str, str | None]:
+        """What is read, by flag: paths, or names of something else."""
+        return {"--model": self.model.model, "--tokenizer": self.data.tokenizer, "--data": self.data.data}
+
     def check(self) -> None:
         """Raise ValueError naming the first flag whose value can't be."""
         run, data, parallel, optim = self.run, self.data, self.parallel, self.optim
-        counts: dict[str, float] = {"steps": run.steps, "batch": optim.batch, "accumulate": optim.accumulate}
+        check_names({"--out": run.out, **self.inputs})
+        counts = {"steps": run.steps, "batch": optim.batch, "accumulate": optim.accumulate}
         counts |= {"data_parallel": parallel.data_parallel, "held_out_sequences": data.held_out_sequences}
-        _each(counts, lambda value: value >= 1, "must be at least 1")
-        _require(data.seq_len >= 2, "seq_len", data.seq_len, "must be at least 2: a target is the token that follows")
-        _require(parallel.ranks is None or parallel.ranks >= 1, "ranks", parallel.ranks, "must be at least 1")
-        positive = {"lr": self.peak_lr, "eps": optim.eps, "timeout": parallel.timeout}
-        _each(positive, lambda value: 0 < value < math.inf, "must be a number above 0")
-        rest = {"seed": run.seed, "warmup": optim.warmup, "weight_decay": optim.weight_decay, "clip": optim.clip}
-        _each(rest, lambda value: 0 <= value < math.inf, "must be a number of at least 0")
+        check_counts(counts)
+        check_counts({"seq_len": data.seq_len}, least=2)  # a target is the token that follows
+        check_counts({"seed": run.seed, "warmup": optim.warmup}, least=0)
+        check_ranks("ranks", parallel.ranks)
+        check_seconds({"timeout": parallel.timeout})
+        each({"lr": self.peak_lr, "eps": optim.eps}, lambda value: 0 < value < math.inf, "must be a number above 0")
+        rest = {"weight_decay": optim.weight_decay, "clip": optim.clip}
+        each(rest, lambda value: 0 <= value < math.inf, "must be a number of at least 0")
         shares = {"held_out": data.held_out, "beta1": optim.beta1, "beta2": optim.beta2}
-        _each(shares, lambda value: 0 <= value < 1, "must be at least 0 and below 1")
-        _require(0 <= optim.min_lr <= 1, "min_lr", optim.min_lr, "must be a share of --lr, from 0 to 1")
+        each(shares, lambda value: 0 <= value < 1, "must be at least 0 and below 1")
+        require(0 <= optim.min_lr <= 1, "min_lr", optim.min_lr, "must be a share of --lr, from 0 to 1")
         single = "needs --pack none, as packed sequences differ in their masks; use --accumulate instead"
-        _require(not self.packed or optim.batch == 1, "batch", optim.batch, single)
+        require(not self.packed or optim.batch == 1, "batch", optim.batch, single)
 
     def check_world(self, world: int) -> None:
         """Raise ValueError if ``world`` ranks can't run this."""
@@ -168,16 +175,6 @@ class TrainConfig:
                 f"--seq-len {self.data.seq_len} is shorter than the {world // groups} ranks that share a sequence: "
                 "every rank of a training run needs a token; raise --seq-len or lower --ranks"
             )
-
-
-def _require(holds: bool, name: str, value: object, rule: str) -> None:
-    if not holds:
-        raise ValueError(f"--{name.replace('_', '-')} {value} {rule}")
-
-
-def _each(values: Mapping[str, float], holds: Callable[[float], bool], rule: str) -> None:
-    for name, value in values.items():
-        _require(holds(value), name, value, rule)
 
 
 def flag_names() -> dict[str, str]:

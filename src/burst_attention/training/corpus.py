@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
+import itertools
 import json
+import os
+import reprlib
+import stat
 import sysconfig
 import zlib
 from collections.abc import Iterator
@@ -51,35 +56,61 @@ def open_corpus(data: str) -> Corpus:
             (every such file and every text file below it), or any other file: one document.
 
     Raises:
-        ValueError: there is no such file, or the directory holds no file.
+        ValueError: there is no such file, the directory holds no file or one can't be listed.
     """
     if data == STANDARD_LIBRARY:
         return Files(*_standard_library())
     if data.startswith(HUB):
         return Hub(data[len(HUB) :])
-    path = Path(data).expanduser()
-    if path.is_dir():
-        return Files(path, _below(path, "*"), strict=False)
-    if path.is_file():
+    path, found = _found(data)
+    if stat.S_ISDIR(found.st_mode):
+        return Files(path, _below(path), strict=False)
+    if stat.S_ISREG(found.st_mode):
         return Files(path.parent, [path])
     raise ValueError(
-        f"--data {data!r}: no such file or directory (give a file, a directory, {STANDARD_LIBRARY} or {HUB}NAME)"
+        f"--data {data!r} is neither a file nor a directory, and a pipe or a device can't be read again and again; "
+        "write what it holds to a file"
     )
 
 
-def _below(root: Path, pattern: str, *, without: frozenset[str] = frozenset()) -> list[Path]:
-    """Files below ``root``, in one order on every machine; not the hidden ones, nor those in folders of ``without``."""
+def _found(data: str) -> tuple[Path, os.stat_result]:
+    why = "no such file or directory"
+    try:
+        if data:
+            return (path := Path(data).expanduser()), path.stat()
+    except OSError as error:
+        why = (error.strerror or why).lower()
+    except (RuntimeError, ValueError):  # the home of a user who isn't there, a NUL in a name
+        pass
+    raise ValueError(f"--data {data!r}: {why} (give a file, a directory, {STANDARD_LIBRARY} or {HUB}NAME)")
+
+
+def _below(root: Path, suffix: str = "", *, without: frozenset[str] = frozenset()) -> list[Path]:
+    """Files below ``root``, in one order on every machine; not the hidden ones, nor those in folders of ``without``.
+
+    Links to files are read, links to folders aren't followed.
+
+    Raises:
+        ValueError: a folder can't be listed.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise ValueError(f"--data {str(error.filename)!r}: {error.strerror}") from None
+
     found = []
-    for path in root.rglob(pattern):
-        parts = path.relative_to(root).parts
-        if path.is_file() and not any(part.startswith(".") or part in without for part in parts):
-            found.append((parts, path))
-    return [path for _, path in sorted(found)]
+    for folder, folders, names in os.walk(root, onerror=refuse):
+        folders[:] = [name for name in folders if not (name.startswith(".") or name in without)]
+        paths = [Path(folder, name) for name in names if name.endswith(suffix) and not name.startswith(".")]
+        try:
+            found += [path for path in paths if path.is_file()]
+        except OSError as error:
+            refuse(error)
+    return sorted(found, key=lambda path: path.relative_to(root).parts)
 
 
 def _standard_library() -> tuple[Path, list[Path], bool]:
     root = Path(sysconfig.get_paths()["stdlib"])
-    return root, _below(root, "*.py", without=frozenset({"site-packages", "dist-packages", "__pycache__"})), False
+    return root, _below(root, ".py", without=frozenset({"site-packages", "dist-packages", "__pycache__"})), False
 
 
 class Files:
@@ -97,15 +128,23 @@ class Files:
         self.root, self.files, self.strict, self.skipped = root, files, strict, 0
 
     def documents(self, order: np.random.Generator | None = None) -> Iterator[Document]:
-        self.skipped = 0
+        self.skipped, empty = 0, True
         chosen = range(len(self.files)) if order is None else order.permutation(len(self.files))
         for index in chosen:
-            path = self.files[index]
-            name = path.relative_to(self.root).as_posix()
-            if path.name.endswith((".jsonl", ".jsonl.gz")):
-                yield from _json_lines(path, name)
-            elif (text := self._read(path)) is not None and text:
-                yield Document(name, text)
+            for document in self._documents_of(self.files[index]):
+                empty = False
+                yield document
+        if empty:
+            where = str(self.files[0] if self.strict else self.root)
+            passed = f"; {self.skipped} of its files are not UTF-8 text" if self.skipped else ""
+            raise ValueError(f"--data {where!r} holds no text{passed}")
+
+    def _documents_of(self, path: Path) -> Iterator[Document]:
+        name = path.relative_to(self.root).as_posix()
+        if path.name.endswith((".jsonl", ".jsonl.gz")):
+            yield from _json_lines(path, name)
+        elif text := self._read(path):
+            yield Document(name, text)
 
     def _read(self, path: Path) -> str | None:
         try:
@@ -122,22 +161,26 @@ class Files:
 
 def _json_lines(path: Path, name: str) -> Iterator[Document]:
     number = 0
+    shown = repr(str(path))[1:-1]  # file names may hold what can't be printed
     try:
         with _open_bytes(path) as lines:
             for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                text = _text_field(json.loads(line))
-                if text:
+                if text := _text_of(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line):
                     yield Document(f"{name}:{number}", text)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"--data {path}:{number + 1}: broken gzip data ({error})") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"--data {path}:{number}: not JSON ({error})") from None
+        raise ValueError(f"--data {shown}:{number + 1}: broken gzip data ({error})") from None
+    except RecursionError:
+        raise ValueError(f"--data {shown}:{number}: not JSON that can be read (it is nested too deeply)") from None
+    except ValueError as error:  # not UTF-8, not JSON, or an integer of more digits than Python reads
+        raise ValueError(f"--data {shown}:{number}: not JSON that can be read ({error})") from None
     except TypeError as error:
-        raise ValueError(f"--data {path}:{number}: {error}") from None
+        raise ValueError(f"--data {shown}:{number}: {error}") from None
     except OSError as error:
         raise ValueError(f"--data {str(path)!r}: {error.strerror}") from None
+
+
+def _text_of(line: bytes) -> str:
+    return _text_field(json.loads(line.decode("utf-8"))) if line.strip() else ""
 
 
 def _open_bytes(path: Path) -> IO[bytes]:
@@ -148,7 +191,7 @@ def _text_field(row: Any) -> str:
     if not isinstance(row, dict):
         raise TypeError(f"expected an object with a 'text' field, found {type(row).__name__}")
     if "text" not in row:
-        raise TypeError(f"no 'text' field among {sorted(map(str, row))}")
+        raise TypeError(f"no 'text' field among {reprlib.repr(sorted(row))}")
     if not isinstance(row["text"], str):
         raise TypeError(f"the 'text' field holds {type(row['text']).__name__}, not a string")
     # JSON can spell lone surrogates, which no tokenizer takes.
@@ -173,11 +216,16 @@ class Hub:
 
     def documents(self, order: np.random.Generator | None = None) -> Iterator[Document]:
         """In source order whatever ``order`` says: a stream has no other."""
-        for index, row in enumerate(self._load()):
+        rows = iter(self._load())
+        for index in itertools.count():
             try:
-                text = _text_field(row)
+                text = _text_field(next(rows))
+            except StopIteration:
+                return
             except TypeError as error:
                 raise ValueError(f"--data {HUB}{self.name}: row {index}: {error}") from None
+            except Exception as error:  # anything, from broken files to a lost connection
+                raise ValueError(f"--data {HUB}{self.name}: row {index} can't be read: {first_line(error)}") from error
             if text:
                 yield Document(f"{self.name}#{index}", text)
 

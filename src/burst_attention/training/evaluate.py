@@ -119,7 +119,7 @@ class _Work:
             raise nothing_to_evaluate(config)
         self.length = len(self.sequences[0].tokens)
         self.dtype = config.computing.compute_dtype(place.device.type)
-        self.model_config = model_config(config.model, tokenizer, config.seq_len)
+        self.model_config = model_config(config.model, tokenizer, config.seq_len, training=False)
         self.windows = layer_windows(self.model_config)
         self.reference: dict[int, Tensor] | None = None
 

@@ -6,11 +6,13 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Literal
 
 from burst_attention.engines import ENGINES
 
-from .config import DataConfig, ModelConfig, ParallelConfig, _each, _require
+from .config import DataConfig, ModelConfig, ParallelConfig
+from .flags import check_counts, check_lists, check_names, check_ranks, check_seconds, require
 
 EngineName = Literal["burst", "ring", "ulysses", "tensor", "tensor-sequence", "single"]
 
@@ -51,19 +53,26 @@ class EvalConfig:
     """Seconds a rank waits for another before it gives up."""
     json: Path | None = None
     """Where to write the table as JSON too."""
+    overwrite: bool = False
+    """Replace what an earlier `burst eval` wrote to --json."""
 
     def check(self) -> None:
         """Raise ValueError naming the first flag whose value can't be."""
-        _require(bool(self.engines), "engines", "", f"needs a name: {', '.join(ENGINES)}")
-        _require(self.seq_len >= 2, "seq_len", self.seq_len, "must be at least 2: a target is the token that follows")
-        _each({"sequences": self.sequences}, lambda value: value >= 1, "must be at least 1")
-        _require(self.ranks is None or self.ranks >= 1, "ranks", self.ranks, "must be at least 1")
-        _require(0 < self.held_out <= 1, "held_out", self.held_out, "must be above 0 and at most 1: 1 evaluates all")
-        _require(self.seed >= 0, "seed", self.seed, "must be at least 0")
-        _require(0 < self.timeout < math.inf, "timeout", self.timeout, "must be a number above 0")
+        check_names({"--model": self.model, "--data": self.data, "--tokenizer": self.tokenizer})
+        check_lists({"engines": self.engines})
+        check_counts({"seq_len": self.seq_len}, least=2)  # a target is the token that follows
+        check_counts({"sequences": self.sequences})
+        check_ranks("ranks", self.ranks)
+        require(0 < self.held_out <= 1, "held_out", self.held_out, "must be above 0 and at most 1: 1 evaluates all")
+        check_counts({"seed": self.seed}, least=0)
+        check_seconds({"timeout": self.timeout})
         if self.json is not None:
-            _require(not self.json.is_dir(), "json", self.json, "is a directory; name a file")
-            _require(self.json.parent.is_dir(), "json", self.json, "is in no directory that exists; make it first")
+            require(not self.json.is_dir(), "json", self.json, "is a directory; name a file")
+            require(self.json.parent.is_dir(), "json", self.json, "is in no directory that exists; make it first")
+            require(_can_hold(self.json.parent), "json", self.json, "is in a directory that can't be written to")
+            if self.json.exists():
+                require(self.overwrite, "json", self.json, "is there already; name another file or add --overwrite")
+                require(_is_evaluation(self.json), "json", self.json, "is no evaluation: it is not written over")
 
     @property
     def reading(self) -> DataConfig:
@@ -134,7 +143,7 @@ class Evaluation:
     def of(cls, config: EvalConfig, results: list[EngineResult]) -> Evaluation:
         """Of a finished :func:`burst_attention.training.evaluate.evaluate`."""
         setting = asdict(config)
-        del setting["json"]
+        del setting["json"], setting["overwrite"]
         return cls(setting=setting | {"engines": list(config.engines)}, results=results)
 
     def write(self, path: Path) -> None:
@@ -149,3 +158,19 @@ class Evaluation:
         for row in content["results"]:
             del row["perplexity"]
         return cls(setting=content["setting"], results=[EngineResult(**row) for row in content["results"]])
+
+
+def _can_hold(folder: Path) -> bool:
+    try:
+        with TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def _is_evaluation(path: Path) -> bool:
+    try:
+        Evaluation.read(path)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return True

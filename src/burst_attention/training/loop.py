@@ -6,6 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -15,33 +16,38 @@ from burst_attention.engines import Heads, choose
 
 from ..launch.join import Place, join
 from .checkpoint import save_checkpoint
+from .claim import check_inputs
 from .config import TrainConfig
 from .data import TokenSequence, digest_of, open_sequences
 from .evaluate import token_losses
-from .metrics import MODEL, Reporter, RunFolder, Setting, StepRecord, Summary
+from .metrics import MODEL, UNFINISHED, Reporter, RunFolder, Setting, StepRecord, Summary, claim_run
 from .model import batch_of, build_model, layer_windows, model_config, plans_for
 from .optim import clip_by_global_norm, learning_rate, make_optimizer
 
 
-def train(config: TrainConfig, reporters: Sequence[Reporter] = ()) -> Summary:
+def train(config: TrainConfig, reporters: Sequence[Reporter] = (), *, held: bool = False) -> Summary:
     """Train, evaluate, save. Every rank of the job must call it with the same ``config``.
 
     Args:
         reporters: what rank 0 tells besides the run's folder; ignored on other ranks.
+        held: whether the caller holds the run's folder, by :func:`burst_attention.training.metrics.claim_run`.
 
     Returns:
         The same summary on every rank.
 
     Raises:
-        ValueError: a setting can't be; names the flag.
+        ValueError: a setting can't be, or the run's folder is not to be written to; names the flag.
         FloatingPointError: the loss is no longer a number.
     """
     config.check()
     parallel = config.parallel
-    with join(device=parallel.device, timeout=parallel.timeout, data_parallel=parallel.data_parallel) as place:
+    with (
+        join(device=parallel.device, timeout=parallel.timeout, data_parallel=parallel.data_parallel) as place,
+        _folder(config, place, held=held) as folder,
+    ):
         config.check_world(place.world)
         trainer = Trainer(config, place)
-        told: list[Reporter] = [RunFolder(config.run.out), *reporters] if place.rank == 0 else []
+        told: list[Reporter] = [folder, *reporters] if folder else []
         for reporter in told:
             reporter.start(config, trainer.setting())
         records = []
@@ -49,11 +55,29 @@ def train(config: TrainConfig, reporters: Sequence[Reporter] = ()) -> Summary:
             records.append(record)
             for reporter in told:
                 reporter.step(record)
-        save_checkpoint(trainer.model, trainer.tokenizer, Path(config.run.out) / MODEL, rank=place.rank)
+        save_checkpoint(trainer.model, trainer.tokenizer, Path(config.run.out) / UNFINISHED, rank=place.rank)
+        if folder:
+            folder.marker.move(UNFINISHED, MODEL)
         summary = trainer.summarise(records)
         for reporter in told:
             reporter.finish(summary)
     return summary
+
+
+@contextmanager
+def _folder(config: TrainConfig, place: Place, *, held: bool) -> Iterator[RunFolder | None]:
+    """Rank 0's folder of the run, held for it; None on other ranks. Every rank raises if it is not to be had."""
+    refused = None
+    with ExitStack() as stack:
+        if place.rank == 0 and not held:
+            try:
+                check_inputs(config.run.out, config.inputs)
+                stack.enter_context(claim_run(config))
+            except ValueError as error:
+                refused = str(error)
+        if (told := place.collect(refused)[0]) is not None:
+            raise ValueError(told)
+        yield RunFolder(config.run.out) if place.rank == 0 else None
 
 
 class Trainer:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from .claim import Marker, claimed
 from .config import TrainConfig, write_toml
 
 CONFIG, METRICS, SUMMARY, CURVE = "config.toml", "metrics.jsonl", "summary.json", "loss.png"
-EVENTS, MODEL = "tensorboard", "model"
+EVENTS, MODEL, UNFINISHED = "tensorboard", "model", "model.unfinished"
+# What a model is loaded from must not be another's; what else lies beside it may stay.
+LOADED = ("*.safetensors", "*.bin", "*.json", "*.model", "*.jinja", "*.py", "merges.txt", "vocab.txt")
+WRITES = (CONFIG, METRICS, SUMMARY, CURVE, f"{EVENTS}/events.*", UNFINISHED, *(f"{MODEL}/{name}" for name in LOADED))
 
 
 @dataclass(frozen=True)
@@ -90,36 +94,34 @@ class Reporter(Protocol):
     def finish(self, summary: Summary) -> None: ...
 
 
-def check_out(out: str, *, overwrite: bool) -> None:
-    """Raise ValueError if ``out`` holds a run that ``--overwrite`` does not give up, or can't be a folder."""
-    folder = Path(out)
-    blocked = next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None)
-    if blocked is not None:
-        raise ValueError(f"--out {out!r}: {str(blocked)!r} is a file")
-    if not overwrite and (folder / METRICS).exists():
-        raise ValueError(f"--out {out!r} already holds a run; choose another folder or add --overwrite")
+def claim_run(config: TrainConfig) -> AbstractContextManager[Marker]:
+    """Hold ``--out`` for this run: see :func:`burst_attention.training.claim.claimed`."""
+    return claimed(config.run.out, by="burst train", overwrite=config.run.overwrite, writes=WRITES)
 
 
 class RunFolder:
-    """A Reporter that writes everything down as it comes. What an earlier run left in the folder is removed."""
+    """A Reporter that writes everything down as it comes, into a folder that is held for it.
+
+    What an earlier run wrote there is removed when this one starts; what no run wrote stays.
+    """
 
     def __init__(self, out: str) -> None:
-        self.path = Path(out)
+        self.path, self.marker = Path(out), Marker(Path(out))
         self._losses: list[float] = []
 
     def start(self, config: TrainConfig, setting: Setting) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.path.mkdir(parents=True, exist_ok=True)
-        for name in (METRICS, SUMMARY, CURVE):
-            (self.path / name).unlink(missing_ok=True)
-        for name in (EVENTS, MODEL):
-            shutil.rmtree(self.path / name, ignore_errors=True)
+        self.marker.remove_old()
+        self.marker.add(CONFIG, METRICS, f"{UNFINISHED}/")
         # A later run from this file must not overwrite this one unasked.
         kept = replace(config, run=replace(config.run, overwrite=False))
         (self.path / CONFIG).write_text(write_toml(kept), "utf-8")
         self._lines = (self.path / METRICS).open("w", encoding="utf-8", buffering=1)
+        theirs = set(self.path.glob(f"{EVENTS}/*"))
         self._events: Any = SummaryWriter(str(self.path / EVENTS))
+        ours = set(self.path.glob(f"{EVENTS}/*")) - theirs
+        self.marker.add(*(path.relative_to(self.path).as_posix() for path in ours))
 
     def step(self, record: StepRecord) -> None:
         self._losses.append(record.loss)
@@ -132,6 +134,7 @@ class RunFolder:
             self._events.add_scalar("held_out_loss", summary.held_out_loss, summary.steps)
         self._events.close()
         self._lines.close()
+        self.marker.add(SUMMARY, CURVE)
         written = asdict(summary) | {"perplexity": summary.perplexity}
         (self.path / SUMMARY).write_text(json.dumps(written, indent=2) + "\n", "utf-8")
         draw_losses(self._losses, summary.held_out_loss, self.path / CURVE)

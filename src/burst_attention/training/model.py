@@ -20,18 +20,21 @@ from transformers.utils import logging as transformers_logging
 from burst_attention import Mask, Plan
 from burst_attention.engines import Engine
 from burst_attention.integrations import hf
-from burst_attention.loss import next_token_loss, next_token_nll
+from burst_attention.loss import Head, next_token_loss, next_token_nll
 
 from .data import TokenSequence
 from .presets import PRESETS
 from .tokenizer import Tokenizer, first_line
 
-# Their logits are hidden states times the head's weight and nothing else, which is what the loss computes.
+# Those whose parts every engine knows how to spread.
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 
-def model_config(model: str, tokenizer: Tokenizer, seq_len: int) -> PreTrainedConfig:
+def model_config(model: str, tokenizer: Tokenizer, seq_len: int, *, training: bool = True) -> PreTrainedConfig:
     """The configuration of the model that ``--model`` names.
+
+    Args:
+        training: False allows dropout, which evaluation switches off.
 
     Raises:
         ValueError: as :func:`load_config`, or its vocabulary is smaller than the tokenizer's.
@@ -46,7 +49,7 @@ def model_config(model: str, tokenizer: Tokenizer, seq_len: int) -> PreTrainedCo
         }
         config: PreTrainedConfig = LlamaConfig(**(preset | own))
     else:
-        config = load_config(model)
+        config = load_config(model, training=training)
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(
             f"--tokenizer has {tokenizer.vocab_size} ids, but --model {model!r} only {config.vocab_size} embeddings"
@@ -62,11 +65,15 @@ def quieten_transformers() -> None:
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
-def load_config(model: str) -> PreTrainedConfig:
+def load_config(model: str, *, training: bool = True) -> PreTrainedConfig:
     """The configuration of a model in a folder or on the hub.
 
+    Args:
+        training: False allows dropout, which evaluation switches off.
+
     Raises:
-        ValueError: it can't be loaded, or its architecture is not one of :data:`ARCHITECTURES`.
+        ValueError: it can't be loaded, its architecture is not one of :data:`ARCHITECTURES`, or it can't be spread over
+            ranks (:func:`burst_attention.integrations.hf.check_config`).
     """
     if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
         raise ValueError(f"--model {model!r}: the folder holds no config.json")
@@ -78,6 +85,10 @@ def load_config(model: str) -> PreTrainedConfig:
         ) from error
     if config.model_type not in ARCHITECTURES:
         raise ValueError(f"--model {model!r} is a {config.model_type}; supported are {', '.join(ARCHITECTURES)}")
+    try:
+        hf.check_config(config, training=training)
+    except ValueError as error:
+        raise ValueError(f"--model {model!r}: {error}") from error
     return config
 
 
@@ -108,6 +119,7 @@ class NextTokenModel(nn.Module):
         super().__init__()
         self.model = model
         self.engine = engine
+        self.form = hf.find_form(model)
 
     def forward(
         self,
@@ -121,18 +133,21 @@ class NextTokenModel(nn.Module):
 
         ``per_token``: in its place what it sums, by :func:`burst_attention.loss.next_token_nll`: [B, S_local].
         """
-        hidden, head = self.engine.hidden(self.model, shard, plans), self.engine.head(self.model)
+        hidden, head = self.engine.hidden(self.model, shard, plans), self._head()
         plan, labels = next(iter(plans.values())), shard["shift_labels"]
         if per_token:
-            return next_token_nll(hidden, head, labels, plan)
-        return next_token_loss(hidden, head, labels, plan, num_valid=num_valid)
+            return next_token_nll(hidden, head.weight, labels, plan, **head.options)
+        return next_token_loss(hidden, head.weight, labels, plan, **head.options, num_valid=num_valid)
+
+    def _head(self) -> Head:
+        return self.engine.head(hf.find_head(self.model, self.form))
 
     def last_logits(self, shard: dict[str, torch.Tensor], plans: dict[int | None, Plan]) -> torch.Tensor | None:
         """Logits of what follows the sequence [B, V], on the rank that holds its last token; None elsewhere."""
         hidden = self.engine.hidden(self.model, shard, plans)
         plan = next(iter(plans.values()))
         here = (plan.positions == plan.seqlen - 1).nonzero()
-        return hidden[:, here[0, 0]] @ self.engine.head(self.model).T if len(here) else None
+        return self._head().logits(hidden[:, here[0, 0]]) if len(here) else None
 
 
 def build_model(

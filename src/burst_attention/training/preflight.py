@@ -7,7 +7,6 @@ import importlib.util
 from .config import TrainConfig
 from .data import open_data, open_sequences
 from .evaluation import EvalConfig
-from .metrics import check_out
 from .presets import PRESETS
 from .tokenizer import ByteTokenizer, Tokenizer
 
@@ -23,7 +22,6 @@ def check_run(config: TrainConfig, world: int) -> None:
     _check_installed((*NEEDED, *DRAWING))
     config.check()
     config.check_world(world)
-    check_out(config.run.out, overwrite=config.run.overwrite)
     if config.model.model not in PRESETS:
         from .model import load_config
 
@@ -74,9 +72,9 @@ def check_evaluation(config: EvalConfig, world: int) -> None:
     from .model import load_config, model_config
 
     if config.model not in PRESETS:
-        load_config(config.model)
+        load_config(config.model, training=False)
     reader, tokenizer = open_data(config.reading, config.model, seed=config.seed)
-    heads = Heads.of(model_config(config.model, tokenizer, config.seq_len))
+    heads = Heads.of(model_config(config.model, tokenizer, config.seq_len, training=False))
     first = next(reader.held_out(), None)
     if first is None or not first.valid_tokens:
         raise nothing_to_evaluate(config)

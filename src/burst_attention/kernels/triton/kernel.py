@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +19,8 @@ from .blocks import BlockTables
 from .tuning import Sizes, Tuner, fixed_sizes
 
 MOST_HEADS = 65535
+# Triton's interpreter keeps the program that it is in, and patches its language, for all threads alike.
+_INTERPRETING = threading.Lock()
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -110,7 +114,7 @@ class Triton:
         strides = [n for x in inputs for n in x.stride()[:3]]
         tail = (found.tiles, found.offsets, found.ids, scale, heads, q.shape[1] // k.shape[1], length, *strides)
         program = programs.backward_keys if keys else programs.backward_queries
-        with on_device_of(q):
+        with on_device_of(q), _alone():
             program[grid_of(length, block, batch, heads)](*inputs, *outputs, *tail, **constants(q, v, sizes))
 
     def run_forward(
@@ -130,7 +134,7 @@ class Triton:
         strides = [n for x in (*inputs, *outputs) for n in x.stride()[:3]]
         tail = (found.tiles, found.offsets, found.ids, scale, heads, heads // k.shape[1], length, *strides)
         grid = grid_of(length, sizes.m, batch, heads)
-        with on_device_of(q):
+        with on_device_of(q), _alone():
             programs.forward[grid](*inputs, *outputs, *tail, CARRY=carry, **constants(q, v, sizes))
 
     def _sizes(self, program: str, q: Tensor, v: Tensor, tiles: Tiles) -> Sizes:
@@ -171,6 +175,11 @@ def constants(q: Tensor, v: Tensor, sizes: Sizes) -> dict[str, Any]:
 def power_of_two(width: int) -> int:
     """The least power of two that holds ``width``, and at least what a matrix unit takes."""
     return max(16, 1 << (width - 1).bit_length())
+
+
+def _alone() -> AbstractContextManager[Any]:
+    """Within it no other thread is in Triton's interpreter; compiled programs need no such thing."""
+    return _INTERPRETING if interpreted() else nullcontext()
 
 
 def interpreted() -> bool:

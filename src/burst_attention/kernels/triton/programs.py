@@ -45,6 +45,13 @@ def _tile(Tiles, Ids, n):
 
 
 @triton.jit
+def _whole(x):
+    """[rows, DIM] with 0 in the rows that hold a NaN or an infinity, and which these are."""
+    lost = tl.max((x - x != 0).to(tl.int32), 1) != 0
+    return tl.where(lost[:, None], 0.0, x), lost
+
+
+@triton.jit
 def _attend(
     acc, top, total, q, K, V, batch, head, kb, kh, ks, vb, vh, vs, i, inside, k0, first, stop, columns, lo, hi, sharp,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, N: tl.constexpr,
@@ -66,8 +73,11 @@ def _attend(
         p = tl.exp2(scores - level[:, None])
         shrink = tl.exp2(top - level)
         v = _rows(V, batch, head, vb, vh, vs, k0 + j, e, held, E)
-        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
         total = total * shrink + tl.sum(p, 1)
+        if MASKED:  # some rows don't see some keys, and 0 * NaN would be NaN
+            v, lost = _whole(v)
+            p = tl.where(seen & lost[None, :], float("nan"), p)
+        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
         top = highest
     return acc, top, total
 
@@ -122,7 +132,7 @@ def forward(
             acc, top, total, q, K, V, batch, head // group, kb, kh, ks, vb, vh, vs, i, inside, k0, right, stop,
             columns, lo, hi, sharp, D, E, BLOCK_D, BLOCK_E, N, True, PRECISION,
         )  # fmt: skip
-    some = total > 0
+    some = total != 0  # NaN is something
     out = acc / tl.where(some, total, 1.0)[:, None]
     lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * LN_2, float("-inf"))
     start = Out + batch.to(tl.int64) * ob + head.to(tl.int64) * oh
@@ -167,6 +177,9 @@ def backward_queries(
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2_E)
             p = tl.where(seen, tl.exp2(scores - lse[:, None]), 0.0)
             ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - delta[:, None])
+            # What is not seen is 0 whatever it is: 0 * NaN would be NaN. A NaN that is seen is in lse or delta.
+            ds = tl.where(seen, ds, 0.0)
+            k, _ = _whole(k)
             dq += tl.dot(ds.to(k.dtype), k, input_precision=PRECISION)
     _store(dQ, batch, head, heads, length, rows, d, exists, dq * scale, D)
 
@@ -209,8 +222,13 @@ def backward_keys(
                 seen = inside[:, None] & held[None, :] & (apart >= lo) & (apart <= hi)
                 scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * LOG2_E)
                 p = tl.where(seen, tl.exp2(scores - lse[None, :]), 0.0)
-                dv += tl.dot(p.to(dout.dtype), dout, input_precision=PRECISION)
                 ds = p * (tl.dot(v, tl.trans(dout), input_precision=PRECISION) - delta[None, :])
+                # As for dQ; dV knows neither delta nor, where it is not seen, dO.
+                ds = tl.where(seen, ds, 0.0)
+                q, _ = _whole(q)
+                dout, lost = _whole(dout)
+                p = tl.where(seen & lost[None, :], float("nan"), p)
+                dv += tl.dot(p.to(dout.dtype), dout, input_precision=PRECISION)
                 dk += tl.dot(ds.to(q.dtype), q, input_precision=PRECISION)
     _store(dK, batch, head, heads, length, columns, d, exists, dk * scale, D)
     _store(dV, batch, head, heads, length, columns, e, exists, dv, E)

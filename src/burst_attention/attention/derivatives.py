@@ -1,0 +1,69 @@
+"""Which derivatives there are: a backward, once. All others are refused by name; torch would give zeros for some.
+
+An operator drops forward-mode tangents without a word, and a function marked ``once_differentiable`` is cut off from
+the graph of its gradients: ``torch.autograd.functional.jvp``, which differentiates twice, takes that for zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+
+def check_transforms(call: str, **tensors: Tensor | None) -> None:
+    """Raise ValueError inside of torch.func's transforms, and for tensors with a forward-mode tangent."""
+    remedy = "use backward() or torch.autograd.grad"
+    if torch._C._are_functorch_transforms_active():
+        raise ValueError(f"{call} can't be transformed by torch.func (grad, jacrev, jvp, jacfwd, vmap, ...); {remedy}")
+    for name, x in tensors.items():
+        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+            raise ValueError(f"{name} has a tangent, but {call} has no forward-mode derivative; {remedy}")
+
+
+def check_batches(call: str, *grads: Tensor) -> None:
+    """Raise ValueError for gradients that torch batches (``is_grads_batched``, ``vectorize``)."""
+    if any(torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads):
+        raise ValueError(f"{call} takes no batches of gradients; leave out is_grads_batched and vectorize")
+
+
+def differentiable_once(call: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates the backward of an autograd Function: what it gives can't be differentiated again, by whatever tensor.
+
+    The backward is called with (ctx, saved, *grads); ``saved`` is ``ctx.saved_tensors``, which may be read once only.
+    """
+
+    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
+        def once(ctx: Any, *grads: Tensor) -> Any:
+            saved = ctx.saved_tensors
+            with torch.no_grad():
+                results = backward(ctx, saved, *grads)
+            sources = [x for x in (*grads, *saved) if x is not None and x.requires_grad]
+            if not torch.is_grad_enabled() or not sources:
+                return results
+            return tuple(None if x is None else _Refused.apply(call, x, *sources) for x in results)
+
+        return once
+
+    return decorate
+
+
+class _Refused(torch.autograd.Function):
+    """Ledger. in a gradient and all that it depends on; out the same gradient; back an error."""
+
+    @staticmethod
+    def forward(ctx: Any, call: str, gradient: Tensor, *sources: Tensor) -> Tensor:
+        ctx.call = call
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        refuse_second(ctx.call)
+
+
+def refuse_second(call: str) -> NoReturn:
+    """Raise RuntimeError: a gradient of ``call`` is differentiated."""
+    raise RuntimeError(f"{call} can be differentiated once: the gradients that it gives have none of their own")

@@ -1,0 +1,117 @@
+"""What the loss over shards refuses of its arguments. Each check raises TypeError or ValueError."""
+
+from __future__ import annotations
+
+import math
+import sys
+from types import NoneType
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ..attention.plan import Plan
+from ..comm.scalars import real
+
+
+def divisor_of(num_valid: Any) -> float | None:
+    """``num_valid`` as a float, None for None."""
+    if num_valid is None:
+        return None
+    if isinstance(num_valid, torch.Tensor) and num_valid.numel() == 1:
+        num_valid = num_valid.item()
+    count = real(num_valid)
+    if count is None:
+        raise TypeError(f"num_valid={num_valid!r} must be a number, a tensor of one number, or None")
+    if not 0 <= count <= sys.float_info.max:
+        raise ValueError(f"num_valid={num_valid} must be a count of tokens: finite and not negative")
+    return float(count)
+
+
+def check_plan(plan: Any) -> None:
+    """Refuse what is not one plan; there is none yet to refuse it through."""
+    if not isinstance(plan, Plan):
+        raise TypeError(
+            f"plan={plan!r} must come from make_plan(seqlen, ...); of a mapping by window pass any one plan"
+        )
+
+
+def check_arguments(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    plan: Plan,
+    ignore_index: int,
+    chunk_tokens: int | None,
+) -> None:
+    """Refuse what the product of the head and the labels can't be."""
+    _check_tensors(hidden=hidden, lm_head_weight=weight, labels=labels)
+    _check_dtypes(hidden, weight, labels)
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise TypeError(f"ignore_index={ignore_index!r} must be an integer")
+    if chunk_tokens is not None and (type(chunk_tokens) is not int or chunk_tokens < 1):
+        raise ValueError(f"chunk_tokens={chunk_tokens!r} must be a positive integer, or None")
+    if hidden.dim() != 3:
+        raise ValueError(f"hidden has shape {list(hidden.shape)}; pass [batch, local tokens, width]")
+    if hidden.shape[1] != plan.length:
+        raise ValueError(
+            f"hidden has {hidden.shape[1]} tokens, the plan gives this rank {plan.length} of {plan.seqlen}; "
+            "pass the shard that plan.shard gave"
+        )
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[2]:
+        raise ValueError(f"lm_head_weight has shape {list(weight.shape)}; pass [vocabulary, {hidden.shape[2]}]")
+    if labels.shape != hidden.shape[:2]:
+        raise ValueError(
+            f"labels has shape {list(labels.shape)}, not hidden's {list(hidden.shape[:2])}; pass plan.shard_labels"
+        )
+    wrong = (labels != ignore_index) & ((labels < 0) | (labels >= weight.shape[0]))
+    if wrong.any():
+        raise ValueError(
+            f"labels holds {labels[wrong][0].item()}, neither in [0, {weight.shape[0]}) nor ignore_index={ignore_index}"
+        )
+    if plan.world > 1:
+        plan.usage.check(labels)
+
+
+def check_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: Any, factor: Any, softcap: Any) -> None:
+    """Refuse what can't follow the product of the head; ``hidden`` and ``weight`` have been checked."""
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)):
+        raise TypeError(f"factor={factor!r} must be a number")
+    if isinstance(softcap, bool) or not isinstance(softcap, (int, float, NoneType)):
+        raise TypeError(f"softcap={softcap!r} must be a number, or None for no cap")
+    if not math.isfinite(factor) or factor == 0:
+        raise ValueError(f"factor={factor} must be finite and not 0; logits are multiplied by it")
+    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
+        raise ValueError(f"softcap={softcap} must be finite and greater than 0, or None for no cap")
+    if bias is None:
+        return
+    _check_tensors(hidden=hidden, bias=bias)
+    if bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias has shape {list(bias.shape)}; pass [{weight.shape[0]}], one number for each logit")
+    if bias.dtype != hidden.dtype:
+        raise TypeError(f"bias has dtype {bias.dtype}, hidden {hidden.dtype}; cast one of them")
+
+
+def _check_tensors(*, hidden: torch.Tensor, **others: torch.Tensor) -> None:
+    for name, tensor in {"hidden": hidden, **others}.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}; pass a tensor")
+        if isinstance(tensor, DTensor):
+            raise TypeError(
+                f"{name} is a DTensor, a part of the whole; under FSDP call next_token_loss inside the root module's "
+                "forward, where parameters are whole, and elsewhere pass full_tensor()"
+            )
+        if tensor.device != hidden.device:
+            raise ValueError(f"{name} is on {tensor.device}, hidden on {hidden.device}; put them on one device")
+
+
+def _check_dtypes(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> None:
+    if hidden.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(f"hidden has dtype {hidden.dtype}; pass fp64, fp32, bf16 or fp16")
+    if weight.dtype != hidden.dtype:
+        raise TypeError(
+            f"lm_head_weight has dtype {weight.dtype}, hidden {hidden.dtype}; cast one of them, so that the precision "
+            "of the logits is your choice"
+        )
+    if labels.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"labels has dtype {labels.dtype}; pass int64 or int32, as plan.shard_labels gives them")

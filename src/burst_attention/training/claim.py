@@ -1,0 +1,224 @@
+"""Which folder a command may write to, and what of it is its own: a marker in the folder says so.
+
+The marker is JSON: ``{"format": 1, "by": "burst train", "process": 123, "host": "...", "wrote": [...]}``. ``wrote``
+lists files relative to the folder, and folders that are the run's as a whole, with a slash at the end. What is not
+listed is never removed and never written over. Who writes holds a lock on the marker, which ends with its process.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import IO
+
+MARKER, FORMAT = ".burst-run.json", 1  # hidden: a corpus passes it over
+
+
+class Marker:
+    """What the marker of ``folder`` says was written; for the one who holds the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def add(self, *names: str) -> None:
+        """List what is about to be written."""
+        content = read_marker(self.folder)
+        self._write(content | {"wrote": list(dict.fromkeys([*content["wrote"], *names]))})
+
+    def move(self, source: str, target: str) -> None:
+        """Move the files of the listed folder ``source`` to the folder ``target``, and list them there."""
+        files = [path for path in sorted((self.folder / source).rglob("*")) if path.is_file()]
+        names = {path: f"{target}/{path.relative_to(self.folder / source).as_posix()}" for path in files}
+        self.add(*names.values())
+        for path, name in names.items():
+            (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            path.rename(self.folder / name)
+        shutil.rmtree(self.folder / source)
+        content = read_marker(self.folder)
+        self._write(content | {"wrote": [name for name in content["wrote"] if name != f"{source}/"]})
+
+    def remove_old(self) -> None:
+        """Remove all that is listed, and the folders that this leaves empty."""
+        content = read_marker(self.folder)
+        for name in content["wrote"]:
+            path = self.folder / name
+            if not _is_own(self.folder, name):
+                continue
+            if name.endswith("/"):
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+            _remove_empty([parent for parent in path.parents if self.folder in parent.parents])
+        self._write(content | {"wrote": []})
+
+    def _write(self, content: dict) -> None:
+        # In place, for the lock is on this very file.
+        with (self.folder / MARKER).open("r+b") as file:
+            _fill(file, content)
+
+
+def read_marker(folder: Path) -> dict:
+    """What the marker says; that nothing was written where it is empty, its writer having been killed.
+
+    Raises:
+        ValueError: it is no marker of ours.
+    """
+    text = (folder / MARKER).read_bytes()
+    try:
+        content = json.loads(text or b'{"format": 1, "wrote": []}')
+        known = content["format"] == FORMAT and all(_is_inside(name) for name in content["wrote"])
+    except (ValueError, KeyError, TypeError):
+        known = False
+    if not known:
+        raise ValueError(
+            f"has a {MARKER} that is not of format {FORMAT}, so what a run wrote there is not known; "
+            "choose another folder"
+        )
+    return content
+
+
+@contextmanager
+def claimed(out: str, *, by: str, overwrite: bool, writes: Sequence[str]) -> Iterator[Marker]:
+    """Within it ``out`` is this process's to write to, and nobody else's.
+
+    The folder is made if it is not there, and removed again if nothing was written. Nothing else is touched.
+
+    Args:
+        by: the command, for the marker.
+        overwrite: may what an earlier run wrote be replaced? By :meth:`Marker.remove_old`, not here.
+        writes: patterns of what will be written, relative to the folder: none of it may be there by another hand.
+
+    Raises:
+        ValueError: ``out`` can't be written to, another process writes to it, it holds a run, or what no run wrote.
+    """
+    folder = Path(out)
+    try:
+        made = [path for path in (folder, *folder.parents) if not path.exists()]
+        with _locked(folder) as file:
+            _enter(file, folder, by=by, overwrite=overwrite, writes=writes)
+            held = os.dup(file.fileno())  # the lock is as long as any copy is open
+    except OSError as error:
+        raise ValueError(
+            f"--out {out!r} can't be written to: {error.strerror or error}; choose another folder"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"--out {out!r} {error}") from None
+    try:
+        yield Marker(folder)
+    finally:
+        _leave(folder, made)
+        os.close(held)
+
+
+def check_inputs(out: str, inputs: Mapping[str, str | None]) -> None:
+    """Raise ValueError if an input lies in the folder that is written to, links followed.
+
+    Args:
+        inputs: what each flag names: a path, or something else, which is then no file's name.
+    """
+    folder = Path(out).resolve()
+    for flag, given in inputs.items():
+        path = Path(given).expanduser() if given else None
+        if path is None or not path.exists():
+            continue
+        # A model's files may be links themselves.
+        files = [one for one in path.iterdir() if one.is_file()] if path.is_dir() else []
+        if any(folder in (one.resolve(), *one.resolve().parents) for one in (path, *files)):
+            raise ValueError(
+                f"{flag} {given!r} lies in --out {out!r}, where the run would write over it; choose another folder"
+            )
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[IO[bytes]]:
+    """The marker, made if there is none, locked for this process."""
+    blocked = next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None)
+    if blocked is not None:
+        raise ValueError(f"can't be a folder: {str(blocked)!r} is a file")
+    for _ in range(3):  # the one before us may be removing its empty folder at this moment
+        if not (folder / MARKER).exists() and folder.is_dir() and any(folder.iterdir()):
+            raise ValueError(
+                "holds files, and no marker says that a run wrote them, so nothing is written there; "
+                "choose a folder that is new or empty"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(os.open(folder / MARKER, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "r+b") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(f"is being written to by {_holder(folder)}; choose another folder") from None
+            if (folder / MARKER).exists() and os.path.samestat(os.fstat(file.fileno()), (folder / MARKER).stat()):
+                yield file
+                return
+    raise ValueError("is being written to by other runs; choose another folder")
+
+
+def _holder(folder: Path) -> str:
+    try:
+        content = read_marker(folder)
+        return f"{content['by']}, process {content['process']} on {content['host']}"
+    except (OSError, ValueError, KeyError):  # it has not signed yet, or has just gone
+        return "another run"
+
+
+def _enter(file: IO[bytes], folder: Path, *, by: str, overwrite: bool, writes: Sequence[str]) -> None:
+    """Sign the marker, unless the folder holds what must stay."""
+    wrote = read_marker(folder)["wrote"]
+    if not overwrite and any((folder / name).exists() for name in wrote):
+        raise ValueError("already holds a run; choose another folder or add --overwrite")
+    theirs = [path for pattern in writes for path in sorted(folder.glob(pattern))]
+    folders = [folder / part for name in writes for part in _folders(name)]
+    theirs += [path for path in folders if path.is_symlink() or (path.exists() and not path.is_dir())]
+    for path in theirs:
+        name = path.relative_to(folder).as_posix()
+        listed = next((one for one in wrote if one.rstrip("/") == name), None)
+        if listed is None or not _is_own(folder, listed):
+            raise ValueError(f"holds {name!r}, which no run wrote and this one would replace; move it away")
+    _fill(file, {"format": FORMAT, "by": by, "process": os.getpid(), "host": socket.gethostname(), "wrote": wrote})
+
+
+def _leave(folder: Path, made: Sequence[Path]) -> None:
+    """Leave no trace where nothing was written."""
+    if folder.is_dir() and set(os.listdir(folder)) == {MARKER}:
+        (folder / MARKER).unlink()
+        _remove_empty(made)
+
+
+def _fill(file: IO[bytes], content: dict) -> None:
+    """In one call, for a marker must not be left half written."""
+    text = json.dumps(content).encode()
+    os.pwrite(file.fileno(), text, 0)
+    os.ftruncate(file.fileno(), len(text))
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    """Remove folders, the innermost first, up to one that holds something."""
+    for folder in folders:
+        try:
+            folder.rmdir()
+        except OSError:
+            break
+
+
+def _folders(name: str) -> list[str]:
+    """The folders on the way to ``name``, outermost first."""
+    return [parent.as_posix() for parent in reversed(PurePosixPath(name).parents) if parent != PurePosixPath(".")]
+
+
+def _is_inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+
+
+def _is_own(folder: Path, name: str) -> bool:
+    """Whether what is there under a listed name can be what was written: no link leads elsewhere."""
+    path = folder / name
+    if any((folder / part).is_symlink() for part in (*_folders(name), name.rstrip("/"))):
+        return False
+    return path.is_dir() if name.endswith("/") else path.is_file()

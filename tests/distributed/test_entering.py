@@ -1,0 +1,172 @@
+"""What keeps one rank from a call is heard by the others at once, and the group is as good as before."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+import burst_attention
+from burst_attention import PeerError, make_plan
+from burst_attention.comm.agreement import RECORD_BYTES
+from burst_attention.engines.ulysses import ulysses_attention
+from burst_attention.integrations import hf
+from burst_attention.loss import next_token_loss, next_token_nll
+from burst_attention.testing import local_world
+
+SEQLEN = 12
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("an error that can't tell itself")
+
+
+def inputs(plan, count=3):
+    make = torch.Generator().manual_seed(plan.rank)
+    return [torch.randn(1, 2, plan.length, 4, generator=make).requires_grad_() for _ in range(count)]
+
+
+def attention(plan):
+    return burst_attention.burst_attention(*inputs(plan), plan)
+
+
+def unshard(plan):
+    return plan.unshard(inputs(plan, 1)[0], 2, grad="sum")
+
+
+def loss(plan, function=next_token_loss):
+    hidden = torch.randn(1, plan.length, 4, generator=torch.Generator().manual_seed(plan.rank)).requires_grad_()
+    return function(hidden, torch.ones(7, 4), torch.zeros(1, plan.length, dtype=torch.int64), plan)
+
+
+def model(plan):
+    return hf._Attention()(torch.nn.Module(), *inputs(plan), None, plan=plan, position_ids=plan.positions[None])[0]
+
+
+CALLS = {  # of each call, what it does by itself first: made to fail on one rank
+    "burst_attention": ("attention.check_types", attention),
+    "burst_attention as an operator": ("op.resolve", attention),
+    "the backward of burst_attention": ("op.row_dot", lambda plan: attention(plan).sum().backward()),
+    "make_plan": ("planning.make_schedule", lambda plan: make_plan(SEQLEN, group=plan.group)),
+    "unshard": ("resharding.check_transforms", unshard),
+    "the backward of unshard": ("resharding.check_batches", lambda plan: unshard(plan).sum().backward()),
+    "next_token_loss": ("loss._check", loss),
+    "next_token_loss's logits": ("loss._likelihoods", loss),
+    "next_token_nll, told in the next call": (
+        "loss._likelihoods",
+        lambda plan: plan.exchange_small([loss(plan, next_token_nll).sum().item()]),
+    ),
+    "exchange_small": ("planning.float", lambda plan: plan.exchange_small([1.0])),
+    "an agreement itself": ("comm.agreement.dict", lambda plan: plan.exchange_small([1.0])),
+    "a model": ("integrations.hf_checks.check_rope", model),
+    "ulysses_attention": ("engines.ulysses.check_ulysses", lambda plan: ulysses_attention(*inputs(plan), plan)),
+}
+
+
+def results_of(call, layout="contiguous", world=3):
+    """(what ``call(plan)`` raised, seconds, what a call raised afterwards) of each rank."""
+
+    def rank(group):
+        plan, told = make_plan(SEQLEN, layout=layout, group=group), []
+        for made in (call, attention):
+            started = time.monotonic()
+            try:
+                made(plan)
+                told.append(None)
+            except Exception as error:
+                told.append(error)
+            told.append(time.monotonic() - started)
+        return told
+
+    with local_world(world, timeout=3) as ranks:
+        return ranks.run(rank)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_rank_that_fails_on_its_way_into_a_call_is_heard_at_once(monkeypatch, name) -> None:
+    target, call = CALLS[name]
+    module, function = target.rsplit(".", 1)
+    module = __import__(f"burst_attention.{module}", fromlist=["_"])
+    real, failures = getattr(module, function, {"float": float, "dict": dict}.get(function)), []
+
+    def fails_once(*arguments, **options):
+        if threading.current_thread().name == "rank 1" and armed.is_set() and not failures:
+            failures.append(True)
+            raise MemoryError("no room")
+        return real(*arguments, **options)
+
+    armed = threading.Event()
+    monkeypatch.setattr(module, function, fails_once, raising=False)
+
+    def armed_call(plan):
+        plan.exchange_small([0.0])  # all plans are made
+        armed.set()
+        return call(plan)
+
+    for rank, (error, seconds, afterwards, _) in enumerate(results_of(armed_call, world=2)):
+        assert afterwards is None and seconds < 2
+        assert type(error) is (MemoryError if rank == 1 else PeerError), repr(error)
+        assert "no room" in str(error) and (rank == 1 or "MemoryError" in str(error))
+        assert rank == 1 or "rank 1 failed before the call" in str(error)
+
+
+def fails(error):
+    """A call that only rank 1 does not reach the agreement of."""
+
+    def call(plan):
+        with plan.agreement.entering("a call"):
+            if plan.rank == 1:
+                raise error
+        plan.agreement.agree("a call", {})
+
+    return call
+
+
+TEXTS = {
+    "ascii": "x" * 3000,
+    "astral": "\U0001f600" * 3000,
+    "lone surrogates": "\ud83d" * 3000,
+    "control characters": "\x01" * 3000,
+    "mixed": "a\U0001f600\ud83dü" * 1000,
+}
+
+
+@pytest.mark.parametrize("kind", [TypeError, ValueError, RuntimeError])
+@pytest.mark.parametrize("text", list(TEXTS.values()), ids=list(TEXTS))
+def test_any_text_fits_its_record(kind, text) -> None:
+    results = results_of(fails(kind(text)))
+    for rank, (error, seconds, afterwards, _) in enumerate(results):
+        assert afterwards is None and seconds < 2
+        assert type(error) is (kind if rank == 1 or kind is not RuntimeError else PeerError)
+        assert text[: RECORD_BYTES // 12 - 20] in str(error)
+
+
+def test_an_error_without_a_text_is_told_by_its_class() -> None:
+    (first, *_), (own, *_), _ = results_of(fails(Mute()))
+    assert type(own) is Mute and type(first) is PeerError and "Mute" in str(first)
+
+
+def test_the_lowest_rank_that_refuses_decides_the_class_and_a_failure_stays_its_own() -> None:
+    def call(plan):
+        with plan.agreement.entering("a call"):
+            raise [MemoryError("no room"), TypeError("no type"), ValueError("no value")][plan.rank]
+
+    errors = [error for error, *_ in results_of(call)]
+    assert [type(error) for error in errors] == [MemoryError, TypeError, TypeError]
+    assert "rank 1 refused the call: no type; this rank refused it too: no value" in str(errors[2])
+
+
+def test_a_rank_keeps_its_error_where_nobody_can_be_told() -> None:
+    def call(group):
+        plan = make_plan(SEQLEN, group=group)
+        if plan.rank == 1:
+            with pytest.raises(ValueError, match="no value") as raised:
+                fails(ValueError("no value"))(plan)
+            return raised.value.__notes__[0]
+        return None
+
+    with local_world(2, timeout=0.5) as ranks:
+        assert "The other ranks could not be told: rank 1 could not" in ranks.run(call)[1]

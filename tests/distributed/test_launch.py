@@ -1,0 +1,96 @@
+"""How local ranks end: well, by an error, by a signal, or because the launcher ends them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from burst_attention.launch.join import join
+from burst_attention.launch.local import launch
+from burst_attention.training.config import ParallelConfig
+
+TIMEOUT = 1.0
+
+
+def act(folder, ways):
+    """Meet the other ranks, then end in the way that is this rank's."""
+    with join(ParallelConfig(device="cpu", timeout=TIMEOUT)) as place:
+        numbers = place.collect(place.rank)
+        (Path(folder) / str(place.rank)).write_text(f"{os.getpid()} {time.time()} {numbers}")
+        way = ways[place.rank]
+        if way == "stops":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif way == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif way == "raises":
+            raise LookupError("no [bold]such[/] thing")
+        elif way == "gives up":
+            raise SystemExit(1)
+        elif way == "waits":
+            dist.recv(torch.zeros(1), 1)
+        elif way == "sleeps":
+            time.sleep(60)
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("ways", "status", "told"),
+    [
+        (("waits", "stops"), 1, "rank 1 did not end when told to: stopped, or hung"),
+        (("waits", "is killed"), 1, "burst x: rank 1 failed: killed by SIGKILL"),
+        (("raises", "sleeps"), 1, "burst x: rank 0 failed: LookupError: no [bold]such[/] thing"),
+        (("sleeps", "gives up"), 1, "burst x: rank 1 failed: exit code 1"),
+    ],
+    ids=lambda value: " and ".join(value) if isinstance(value, tuple) else "",
+)
+def test_ranks_end_soon_and_the_first_that_failed_is_named(tmp_path, capfd, ways, status, told):
+    assert launch("burst x", act, str(tmp_path), ways, ranks=2) == status
+    notes = [(tmp_path / str(rank)).read_text().split(maxsplit=2) for rank in range(2)]
+    assert [numbers for *_, numbers in notes] == ["[0, 1]"] * 2
+    assert not any(is_alive(int(pid)) for pid, *_ in notes)
+    allowed = TIMEOUT + 5 if "waits" in ways else 5
+    assert time.time() - max(float(when) for _, when, _ in notes) < allowed
+    error = capfd.readouterr().err
+    if told:
+        assert told in error.splitlines()[-1]
+    assert ("Traceback" in error) == bool({"raises", "stops"} & set(ways))
+
+
+def test_a_rank_that_fails_after_another_is_not_the_one_named(tmp_path, capfd):
+    assert launch("burst x", fail_by_rank, ranks=3) == 1
+    assert capfd.readouterr().err.splitlines()[-1].startswith("burst x: rank 1 failed: ValueError: 1")
+
+
+def fail_by_rank():
+    rank = int(os.environ["RANK"])
+    with join(ParallelConfig(device="cpu", timeout=20)) as place:
+        place.collect(None)
+        time.sleep({1: 0, 2: 0.3, 0: 0.6}[rank])
+        raise ValueError(rank)
+
+
+def tell_the_launcher(number):
+    for _ in range(20):
+        os.kill(os.getppid(), number)
+        time.sleep(0.05)
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_that_come_again_do_not_keep_ranks_from_being_ended(capfd, number):
+    handler = signal.getsignal(number)
+    assert launch("burst x", tell_the_launcher, number, ranks=1) == 128 + number
+    assert signal.getsignal(number) == handler
+    assert "Traceback" not in capfd.readouterr().err

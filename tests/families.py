@@ -1,0 +1,418 @@
+"""Every causal language model of the installed transformers, tiny and random, over three ranks: equal or refused?
+
+    python tests/families.py [MODEL_TYPE ...]        writes docs/models.md when no model type is given
+
+A model that comes out "different" (plausible wrong numbers) or "error" (no refusal by name) is a bug of ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging as transformers_logging
+
+from burst_attention import Mask, burst_attention, make_plan
+from burst_attention.integrations import hf, hf_models
+from burst_attention.loss import next_token_loss
+from burst_attention.testing import WorkerError, local_world
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
+WORLD, SEQLEN, WINDOW, VOCABULARY = 3, 37, 5, 97
+LARGEST = 20_000_000  # parameters of a model that is run; of larger ones only the parts are looked at
+# Relative L2. Models in fp64 round to fp32 in their norms and rotary angles.
+BOUND, GRADIENT_BOUND = 1e-5, 1e-4
+# Settings that make a model small, each taken where the configuration has it.
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+}
+# These only where it is not None.
+SMALL = {
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "rotary_dim": 8,
+    "n_embd": 64,
+    "n_inner": 96,
+    "n_positions": 128,
+    "n_ctx": 128,
+    "d_model": 64,
+    "n_layer": 4,
+    "n_layers": 4,
+    "num_layers": 4,
+    "decoder_layers": 4,
+    "encoder_layers": 2,
+    "n_head": 4,
+    "n_heads": 4,
+    "num_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_attention_heads": 4,
+    "ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "encoder_ffn_dim": 96,
+    "max_seq_len": 128,
+    "embedding_size": 64,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 8,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_d_ssm": 128,
+    "mamba_d_state": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 32,
+    "ssm_state_size": 16,
+    "mamba_chunk_size": 16,
+    "chunk_size": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+LATENT = {"head_dim": 8, "num_key_value_heads": 4}  # of latent attention it is the part that is turned
+_MIXED = ["sliding_attention", "full_attention"] * 2
+_LINEAR = ["linear_attention", "full_attention"] * 2
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+OWN: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "cohere_compass_text": {
+        "layer_types": _MIXED,
+        "rope_parameters": {"sliding_attention": _ROPE, "full_attention": _ROPE},
+    },
+    "cpmant": {"dim_head": 16, "dim_ff": 96},
+    "dbrx": {
+        "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8},
+        "ffn_config": {"moe_num_experts": 4, "moe_top_k": 2, "ffn_hidden_size": 96},
+    },
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
+    "gemma3_text": {"layer_types": _MIXED},
+    "gemma3n_text": {"num_kv_shared_layers": 0, "layer_types": _MIXED, "activation_sparsity_pattern": [0.0] * 4},
+    "gemma4_text": {"global_head_dim": 16},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "granitemoehybrid": {"layer_types": _LINEAR},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": {"num_experts": 16},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "mamba2": {"num_heads": 4, "head_dim": 32},
+    "reformer": {"is_decoder": True, "axial_pos_embds": False},
+    "xmod": {"default_language": "en_XX"},
+    "zamba2": {"layer_types": ["linear_attention", "hybrid"] * 2},
+    "zaya": {"num_experts_per_tok": 1},
+}
+
+
+@dataclass
+class Verdict:
+    """``told``: the refusal's or the error's text; the differences are relative to one process's eager attention."""
+
+    model_type: str
+    kind: str  # equal, refused, different, error, not built
+    told: str = ""
+    hidden: float = 0.0
+    gradients: float = 0.0
+    worst: str = ""
+    windows: set[int | None] = field(default_factory=set)
+    logits: str = ""
+
+
+def judge(model_type: str) -> Verdict:
+    """What becomes of the model over ``WORLD`` ranks when its attention is ours, with a plan for each window."""
+    hf.register()
+    try:
+        config, parts = built(model_type)
+    except Exception as error:
+        return Verdict(model_type, "not built", first_line(error))
+    if sum(parameter.numel() for parameter in parts.parameters()) > LARGEST:
+        return _by_parts(model_type, parts, "larger than is run here")
+    try:
+        return _by_running(model_type, config)
+    except WorkerError as error:
+        own = [error.errors.get(rank) for rank in range(WORLD)]
+        if all(type(each) in (TypeError, ValueError) and _is_ours(each) for each in own):
+            return Verdict(model_type, "refused", str(own[0]))
+        return _by_parts(model_type, parts, first_line(next(each for each in own if each)), kind="error")
+    except Exception as error:
+        return _by_parts(model_type, parts, first_line(error))
+
+
+def _by_running(model_type: str, config: PreTrainedConfig) -> Verdict:
+    models = [model_of(model_type, config, "burst")]
+    models += [copy.deepcopy(models[0]) for _ in range(WORLD - 1)]
+    width = torch.randn(VOCABULARY, 1, generator=_generator(2), dtype=torch.float64)
+    windows: set[int | None] = set()
+
+    def rank(group: Any) -> tuple[torch.Tensor, float]:
+        full = make_plan(SEQLEN, group=group)
+        plan = {None: full, WINDOW: full.with_mask(Mask(window=WINDOW))}
+        shard = hf.shard_batch(batch(), plan)
+        hidden = hidden_of(
+            models[full.rank],
+            shard["input_ids"],
+            shard["position_ids"],
+            plan=plan,
+            attend=partial(_noting, windows),
+        )
+        loss = next_token_loss(hidden, head_of(hidden, width), shard["shift_labels"], full)
+        loss.backward()
+        return full.unshard(hidden.detach(), 1), loss.item()
+
+    with local_world(WORLD, timeout=30) as ranks:
+        hidden, loss = ranks.run(rank)[0]
+    verdict = _compared(model_type, config, models, hidden, loss, width)
+    verdict.windows = windows
+    told = _told_by_the_checks(models, config)
+    if told:
+        verdict.kind, verdict.told = "error", f"{verdict.kind}, but told by the checks: {told}"
+    return verdict
+
+
+def _compared(
+    model_type: str, config: PreTrainedConfig, models: list[Any], hidden: torch.Tensor, loss: float, width: torch.Tensor
+) -> Verdict:
+    alone = model_of(model_type, config, "eager")
+    ids = batch()["input_ids"]
+    expected = hidden_of(alone, ids, torch.arange(SEQLEN).repeat(len(ids), 1))
+    head = head_of(expected, width)
+    targets = F.pad(ids[:, 1:], (0, 1), value=-100)
+    expected_loss = F.cross_entropy((expected @ head.T).flatten(0, 1), targets.flatten())
+    expected_loss.backward()
+    apart = {"hidden": relative(hidden, expected.detach()), "loss": abs(loss / expected_loss.item() - 1)}
+    gradients = {name: parameter.grad for name, parameter in alone.named_parameters() if parameter.grad is not None}
+    # A gradient that is nothing but rounding has no digits to compare.
+    floor = 1e-5 * max(gradient.norm().item() for gradient in gradients.values())
+    ours = [dict(model.named_parameters()) for model in models]
+    for name, gradient in gradients.items():
+        total = sum(mine[name].grad for mine in ours if mine[name].grad is not None)
+        apart[name] = ((total - gradient).norm() / max(gradient.norm().item(), floor)).item()
+    worst = max(gradients, key=lambda name: apart[name])
+    right = max(apart["hidden"], apart["loss"]) <= BOUND and apart[worst] <= GRADIENT_BOUND
+    return Verdict(
+        model_type,
+        "equal" if right else "different",
+        "" if right else f"{worst} by {apart[worst]:.0e}",
+        max(apart["hidden"], apart["loss"]),
+        apart[worst],
+        worst,
+        logits=_after_the_product(alone, ids, expected),
+    )
+
+
+def _told_by_the_checks(models: list[Any], config: PreTrainedConfig) -> str:
+    """What ``hf.check_model`` or ``hf.check_config`` refuses."""
+
+    def rank(group: Any) -> None:
+        full = make_plan(SEQLEN, group=group)
+        hf.check_model(models[full.rank], {None: full, WINDOW: full.with_mask(Mask(window=WINDOW))})
+
+    try:
+        hf.check_config(config, training=False)
+        with local_world(WORLD, timeout=30) as ranks:
+            ranks.run(rank)
+    except (ValueError, WorkerError) as error:
+        return str(error)
+    return ""
+
+
+def _after_the_product(model: Any, ids: torch.Tensor, hidden: torch.Tensor) -> str:
+    """Whether the model's logits are its hidden states times its head's weight and nothing else."""
+    head = model.get_output_embeddings()
+    if head is None or head.weight.shape[1] != hidden.shape[2]:
+        return "no plain head"
+    with torch.no_grad():
+        product = hidden @ head.weight.T
+        logits = model(ids, use_cache=False).logits
+    return "" if logits.shape == product.shape and relative(logits, product) <= BOUND else "changed after the product"
+
+
+def _by_parts(model_type: str, parts: torch.nn.Module, otherwise: str, kind: str = "not built") -> Verdict:
+    """The verdict of ``hf.check_model`` on a model that can't be run here, by its parts alone."""
+    try:
+        hf_models.check_layers(parts.config)
+        hf_models.check_structure(parts)
+    except ValueError as error:
+        return Verdict(model_type, "refused", str(error))
+    return Verdict(model_type, kind, otherwise)
+
+
+def built(model_type: str) -> tuple[PreTrainedConfig, Any]:
+    """A small configuration with which the class can be built, and the model without memory for its weights."""
+    config = tiny_config(model_type)
+    try:
+        with torch.device("meta"):
+            return config, model_class(model_type)(copy.deepcopy(config))
+    except AttributeError:  # some classes are of a model's text alone, and can't take the whole model's configuration
+        text = config.get_text_config(decoder=True)
+        if text is config:
+            raise
+        config = tiny_config(text.model_type)
+        with torch.device("meta"):
+            return config, model_class(model_type)(copy.deepcopy(config))
+
+
+def tiny_config(model_type: str) -> PreTrainedConfig:
+    """The default configuration made small; that of a model with several parts stays as it is."""
+    kind = CONFIG_MAPPING[model_type]
+    known = kind().to_dict()
+    names = known | dict.fromkeys(getattr(kind, "attribute_map", {}))
+    changes = {name: value for name, value in SIZES.items() if name in names}
+    changes |= {name: value for name, value in SMALL.items() if name in names and known.get(name, 0) is not None}
+    if "qk_rope_head_dim" in known:
+        changes |= LATENT
+    if known.get("sliding_window"):
+        changes["sliding_window"] = WINDOW
+    for name in ("attention_dropout", "attn_pdrop"):
+        if name in known:
+            changes[name] = 0.0
+    return kind(**changes | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2} | OWN.get(model_type, {}))
+
+
+def model_class(model_type: str) -> Callable[..., Any]:
+    """The class that ``AutoModelForCausalLM`` takes."""
+    return getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+
+
+def model_of(model_type: str, config: PreTrainedConfig, implementation: str) -> Any:
+    """The same random weights under every attention; larger than at a first step, so that every part shows."""
+    config = copy.deepcopy(config)
+    config._attn_implementation = implementation
+    config._experts_implementation = "eager"  # the fused one knows no fp64
+    torch.manual_seed(0)
+    model = model_class(model_type)(config).double().eval()
+    generator = _generator(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+    return model
+
+
+def hidden_of(model: Any, ids: torch.Tensor, positions: torch.Tensor, **options: Any) -> torch.Tensor:
+    return model.base_model(input_ids=ids, position_ids=positions, use_cache=False, **options)[0]
+
+
+def head_of(hidden: torch.Tensor, width: torch.Tensor) -> torch.Tensor:
+    """A head for any width: what a family's own does to the logits is another question."""
+    return (width * torch.linspace(-1, 1, hidden.shape[-1], dtype=width.dtype)).sin().to(hidden.dtype)
+
+
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, VOCABULARY, (2, SEQLEN), generator=_generator(1))
+    return {"input_ids": ids, "labels": ids}
+
+
+def relative(x: torch.Tensor, y: torch.Tensor) -> float:
+    return ((x - y).norm() / y.norm()).item()
+
+
+def first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[-1].strip()[:160] if text else ''}"
+
+
+def _noting(windows: set[int | None], q: Any, k: Any, v: Any, plan: Any, **options: Any) -> torch.Tensor:
+    windows.add(plan.mask.window)
+    return burst_attention(q, k, v, plan, **options)
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether the library raised it, and not something in a model that fell over what it was given."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and "burst_attention" in trace.tb_frame.f_code.co_filename
+
+
+def page(verdicts: list[Verdict]) -> str:
+    """docs/models.md."""
+    counts = Counter(verdict.kind for verdict in verdicts)
+    lines = [
+        "# Models",
+        "",
+        f"Every causal language model of transformers {transformers.__version__} ({len(verdicts)} model types), each",
+        f"with tiny random weights, over {WORLD} ranks: {SEQLEN} tokens, fp64 (norms and rotary angles are fp32 in the",
+        "models themselves), compared with eager attention in one process: hidden states, loss, and each gradient.",
+        "Written by `python tests/families.py`.",
+        "",
+        ", ".join(f"{kind}: {count}" for kind, count in sorted(counts.items())) + ".",
+        "",
+        "- **equal**: the largest relative difference of hidden states and loss, and of gradients. *Windows* are the",
+        "  keys of `plan={...}` that its layers asked for. *Logits*: with the settings of its default configuration",
+        "  the family changes them after the product with the head's weight (a factor, a soft cap, a bias).",
+        "- **refused**: on all ranks, in these words, by the attention, by the loss or by `hf.check_model`.",
+        "- **not built**: no small configuration of it is made here, and its parts alone tell nothing against it.",
+        "",
+        "| model type | verdict | hidden, loss | gradients | windows | logits | what is told |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for verdict in sorted(verdicts, key=lambda each: (each.kind, each.model_type)):
+        figures = [f"{verdict.hidden:.0e}", f"{verdict.gradients:.0e}"] if verdict.worst else ["", ""]
+        windows = ", ".join(sorted(str(window) for window in verdict.windows))
+        told = verdict.told.replace("|", "\\|").replace("\n", " ")
+        lines.append(
+            f"| {verdict.model_type} | {verdict.kind} | {' | '.join(figures)} | {windows} | {verdict.logits} | {told} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model_type", nargs="*", help="only these; docs/models.md is left as it is")
+    chosen = parser.parse_args().model_type
+    transformers_logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    verdicts = []
+    for model_type in chosen or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        verdicts.append(judge(model_type))
+        found = verdicts[-1]
+        print(
+            f"{found.kind:10} {model_type:26} {found.hidden:.0e} {found.gradients:.0e} {found.logits} {found.told}",
+            flush=True,
+        )
+    if not chosen:
+        PAGE.write_text(page(verdicts))
+    return int(any(verdict.kind in ("different", "error") for verdict in verdicts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""Every flag of every command with values that can't be: exit status 2 and one sentence that names the flag."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from burst_attention import cli
+from burst_attention.cli import bench, launch
+
+HUGE = "99999999999999999999"
+GIVEN = {
+    "plan": "--seq-len 64 --ranks 2",
+    "check": "--device cpu",
+    "bench": "attention --out out",
+    "eval": "--model tiny --data text.txt --seq-len 16 --device cpu --ranks 1",
+    "train": "--data text.txt --seq-len 16 --device cpu --ranks 1 --out out",
+}
+# A command, its flag, and the values that are refused; "": an empty string, (): no value at all.
+BAD = [
+    ("plan", "--seq-len", "0", "-3", HUGE, "nan", "1e3", ""),
+    ("plan", "--ranks", "0", HUGE),
+    ("plan", "--layers", "0", HUGE),
+    ("plan", "--batch", "-1"),
+    ("plan", "--q-heads", "0", "3"),
+    ("plan", "--kv-heads", "0", HUGE),
+    ("plan", "--head-dim", "0"),
+    ("plan", "--v-head-dim", "0", "-3", HUGE),
+    ("plan", "--documents", "0", "65"),
+    ("plan", "--window", "0", "5 --no-causal"),
+    ("plan", "--tflops", "0", "nan", "inf", "-1"),
+    ("plan", "--gbytes-per-second", "0", "nan", "inf"),
+    ("plan", "--layout", "zickzack", ""),
+    ("plan", "--dtype", "fp8"),
+    ("check", "--masks", (), "causal causal", "ring"),
+    ("check", "--layouts", (), "zigzag zigzag"),
+    ("check", "--dtypes", (), "float32 float32"),
+    ("check", "--travels", (), "query query"),
+    ("check", "--seq-len", "0", HUGE, "100000"),
+    ("check", "--ranks", "0", "-1", HUGE),
+    ("check", "--q-heads", "0", "3"),
+    ("check", "--kv-heads", "0", HUGE),
+    ("check", "--head-dim", "0", HUGE),
+    ("check", "--v-head-dim", "0", "-3", HUGE),
+    ("check", "--seed", "-1", HUGE),
+    ("check", "--timeout", "0", "nan", "inf", "1e300"),
+    ("check", "--kernel", "", "größer"),
+    ("bench", "--engines", (), "burst burst", "", "größer"),
+    ("bench", "--seq-lens", (), "0", "64 64", HUGE),
+    ("bench", "--worlds", (), "0", "2 2", HUGE),
+    ("bench", "--link", (), "", "nan", "none none", "-5mbit"),
+    ("bench", "--cluster", "", "0x1", "2x" + HUGE, "2x2000"),
+    ("bench", "--rounds", "0", HUGE),
+    ("bench", "--layers", "-1", HUGE),
+    ("bench", "--heads", "0", HUGE),
+    ("bench", "--kv-heads", "0"),
+    ("bench", "--head-dim", "0", HUGE),
+    ("bench", "--vocabulary", "0", HUGE),
+    ("bench", "--out", "", "text.txt", "theirs", "/sys/out"),
+    ("eval", "--engines", (), "burst burst", "größer"),
+    ("eval", "--model", "", "theirs", "text.txt"),
+    ("eval", "--data", "", "nowhere", "\udcff"),
+    ("eval", "--tokenizer", "", "theirs"),
+    ("eval", "--seq-len", "1", HUGE),
+    ("eval", "--sequences", "0", HUGE),
+    ("eval", "--held-out", "0", "1.5", "nan", "inf"),
+    ("eval", "--ranks", "0", HUGE),
+    ("eval", "--seed", "-1", HUGE),
+    ("eval", "--timeout", "0", "nan", "inf"),
+    ("eval", "--json", "", "theirs", "text.txt", "text.txt --overwrite", "theirs/no/x.json", "/sys/x.json"),
+    ("train", "--steps", "0", HUGE),
+    ("train", "--seed", "-1", HUGE),
+    ("train", "--out", "", "theirs", "text.txt", ".", "\udcff"),
+    ("train", "--config", "", "theirs", "text.txt"),
+    ("train", "--model", "", "theirs", "größer/größer"),
+    ("train", "--data", "", "theirs/no"),
+    ("train", "--tokenizer", "", "theirs"),
+    ("train", "--seq-len", "1", "-5", HUGE),
+    ("train", "--held-out", "-1", "1", "nan"),
+    ("train", "--held-out-sequences", "0", HUGE),
+    ("train", "--ranks", "0", HUGE),
+    ("train", "--data-parallel", "0", HUGE),
+    ("train", "--timeout", "0", "nan", "inf", "1e300"),
+    ("train", "--lr", "0", "-1", "nan", "inf", "1e-400"),
+    ("train", "--min-lr", "-1", "2", "nan"),
+    ("train", "--warmup", "-1", HUGE),
+    ("train", "--weight-decay", "-1", "nan", "inf"),
+    ("train", "--beta1", "1", "-1", "nan"),
+    ("train", "--beta2", "1", "nan"),
+    ("train", "--eps", "0", "inf", "nan"),
+    ("train", "--clip", "-1", "nan", "inf"),
+    ("train", "--batch", "0", HUGE),
+    ("train", "--accumulate", "0", HUGE),
+]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with somebody's files, and nothing that starts a rank."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "launch", lambda *_, **__: pytest.fail("ranks were started"))
+    monkeypatch.setattr(bench, "_run", lambda *_: pytest.fail("ranks were started"))
+    (tmp_path / "text.txt").write_text("0123456789" * 50)
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "notes.json").write_text(json.dumps({"mine": True}))
+    return tmp_path
+
+
+def outcome(arguments):
+    try:
+        return cli.main(arguments)
+    except SystemExit as stopped:  # the parser's own way
+        return stopped.code
+
+
+@pytest.mark.parametrize(("command", "flag", "values"), [(row[0], row[1], row[2:]) for row in BAD])
+def test_values_that_can_not_be(folder, capsys, command, flag, values):
+    for value in values:
+        words = [] if value == () else [""] if value == "" else value.split()
+        assert outcome([command, *GIVEN[command].split(), flag, *words]) == 2, value
+        told = capsys.readouterr()
+        assert flag in told.err + told.out, (value, told)
+        assert "Traceback" not in told.err
+        if told.err.startswith(f"burst {command}: "):
+            assert told.err.count("\n") == 1, told.err
+        left = {path.name for path in folder.iterdir()}
+        assert left == {"text.txt", "theirs"}, value
+
+
+def test_every_flag_that_takes_a_value_is_tried(capsys):
+    named = {"timeline", "overwrite", "causal"}  # yes or no
+    named |= {"help", "nproc-per-node"}
+    choices = {"pack", "dtype", "engine", "layout", "route", "device", "travels"}  # one of a list, by the parser
+    for command in GIVEN:
+        outcome([command, *(["attention"] if command == "bench" else []), "--help"])
+        flags = set(re.findall(r"--[a-z][a-z0-9-]*", capsys.readouterr().out))
+        tried = {row[1] for row in BAD if row[0] == command}
+        missing = {flag[2:].removeprefix("no-") for flag in flags - tried} - named - choices
+        assert len(flags) > 5
+        assert not missing, (command, missing)

@@ -1,0 +1,55 @@
+"""``burst check`` finds what is wrong, in each tensor, and says so by its exit status."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from burst_attention.cli import check as command
+from burst_attention.testing import Case
+from burst_attention.testing import check as run_check
+
+SOUND = run_check.__globals__["distributed_call"]
+
+
+def spoiled(name, by):
+    """The call with one tensor a little off."""
+
+    def call(*arguments):
+        found = SOUND(*arguments)
+        return replace(found, **{name: getattr(found, name) * (1 + by)})
+
+    return call
+
+
+@pytest.mark.parametrize(("dtype", "by"), [(torch.float64, 1e-11), (torch.float32, 1e-4), (torch.bfloat16, 0.1)])
+def test_each_tensor_is_compared(monkeypatch, dtype, by):
+    case = Case(dtype=dtype, seqlen=256)
+    assert run_check(case).passed
+    for name in ("out", "lse", "dq", "dk", "dv"):
+        monkeypatch.setitem(run_check.__globals__, "distributed_call", spoiled(name, by))
+        report = run_check(case)
+        assert {row.tensor for row in report.rows if not row.passed} == {name}
+        assert not report.passed
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_command_fails_where_a_tensor_is_wrong(monkeypatch, capsys, wrong):
+    @contextmanager
+    def alone(_):
+        yield SimpleNamespace(device=torch.device("cpu"), rank=0)
+
+    monkeypatch.setattr("burst_attention.launch.join.join", alone)
+    asked = command.Arguments(seq_len=64, masks=("causal",), layouts=("zigzag",), dtypes=("float64",))
+    if wrong:
+        monkeypatch.setitem(run_check.__globals__, "distributed_call", spoiled("dk", 1e-9))
+        with pytest.raises(SystemExit) as ended:
+            command._check(asked)
+        assert ended.value.code == 1
+    else:
+        command._check(asked)
+    assert ("WRONG" in capsys.readouterr().out) == wrong

@@ -1,0 +1,222 @@
+"""The loss of a Hugging Face model's own logits, whatever it makes of its head's product."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    LlamaForCausalLM,
+    MiniCPM3Config,
+    MiniCPM3ForCausalLM,
+)
+
+from burst_attention import make_plan
+from burst_attention.engines import choose
+from burst_attention.integrations import hf
+from burst_attention.loss import LogitForm
+from burst_attention.training.model import NextTokenModel
+from tests.hf_models import HEADS, MODELS, SEQLEN, SMALL, errors_against_the_model, make_batch, make_model, make_plans
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_loss_and_gradients_equal_the_models_own(name):
+    errors, from_plain = errors_against_the_model(name, make_plans(name))
+    assert max(errors.values()) <= 2e-6, errors
+    assert from_plain > 1e-3, "the product alone would do"
+
+
+FORMS = {
+    **dict.fromkeys(MODELS, LogitForm()),
+    "granite": LogitForm(factor=1 / 3),
+    "cohere": LogitForm(factor=0.25),
+    "cohere2": LogitForm(factor=0.375),
+    "gemma2": LogitForm(softcap=2.5),
+    "gemma3 capped": LogitForm(softcap=2.0),
+    "phi": LogitForm(),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", FORMS)
+def test_the_form_is_found_exactly(name, dtype):
+    model = make_model(name, dtype=dtype)
+    head = hf.find_head(model)
+    assert head.form == FORMS[name]
+    assert head.weight is model.lm_head.weight
+    assert head.bias is model.lm_head.bias
+    assert hf.find_head(model, LogitForm(factor=3.0)).form.factor == 3.0
+
+
+def test_a_factor_beside_the_head_is_found():
+    """Falcon-H1 keeps it in the body."""
+    with torch.device("meta"):
+        model = FalconH1ForCausalLM(FalconH1Config(lm_head_multiplier=0.039, num_hidden_layers=1, vocab_size=7))
+    assert hf.find_form(model) == LogitForm(factor=0.039)
+
+
+def test_the_model_is_left_as_it_is():
+    model = make_model("granite")
+    before = dict(model._modules)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    hf.find_form(model)
+    assert model._modules == before
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Changed(LlamaForCausalLM):
+    """Next year's model: it does to its logits what no model of today does."""
+
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        out.logits = self.change(out.logits)
+        return out
+
+
+def changed(change):
+    config = make_model("llama").config
+    kind = type("NextYearsForCausalLM", (Changed,), {"change": staticmethod(change)})
+    return kind(config).double()
+
+
+@pytest.mark.parametrize(
+    ("change", "form"),
+    [
+        (lambda z: 0.3 * z, LogitForm(factor=0.3)),
+        (lambda z: -z, LogitForm(factor=-1.0)),
+        (lambda z: 20 * torch.tanh(z / 20), LogitForm(softcap=20.0)),
+        (lambda z: 5 * torch.tanh(z.float() / 5), LogitForm(softcap=5.0)),
+        (lambda z: z.float(), LogitForm()),
+    ],
+)
+def test_a_form_under_any_name_is_found(change, form):
+    assert hf.find_form(changed(change)) == form
+
+
+def test_a_factor_before_the_cap_is_found():
+    form = hf.find_form(changed(lambda z: 30 * torch.tanh(0.7 * z / 30)))
+    assert form.softcap == 30.0
+    assert abs(form.factor - 0.7) <= 1e-15
+
+
+def masked(z):
+    """Chameleon's: some tokens are never to be drawn."""
+    z = z.clone()
+    z[..., 5:9] = torch.finfo(z.dtype).min
+    return z
+
+
+STRANGE = {
+    "a bias of its own": (lambda z: z + torch.linspace(-1, 1, z.shape[-1]), "neither a factor"),
+    "a factor for each token id": (lambda z: z * torch.linspace(1, 2, z.shape[-1]), "neither a factor"),
+    "masked token ids": (masked, "for token id 5"),
+    "another saturation": (lambda z: z.clamp(-30, 30), "neither a factor"),
+    "softmax": (lambda z: z.log_softmax(-1), "neither a factor"),
+    "nothing left": (lambda z: 0 * z, "neither a factor"),
+    "not a number": (lambda z: z * float("nan"), "neither a factor"),
+    "a shorter vocabulary": (lambda z: z[..., :-1], r"makes torch.float64 \[1, 3, 63\] of a product"),
+    "half precision": (lambda z: z.bfloat16(), "makes torch.bfloat16"),
+    "an error": (lambda z: z.nothing, "AttributeError: 'Tensor' object has no attribute 'nothing'"),
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_a_form_that_the_loss_can_not_compute_is_refused_by_name(name):
+    change, message = STRANGE[name]
+    model, plan = changed(change), make_plan(SEQLEN)
+    shard = hf.shard_batch(make_batch(), plan)
+    hidden = torch.zeros(2, SEQLEN, SMALL["hidden_size"], dtype=torch.float64)
+    for call in (hf.next_token_loss, hf.next_token_nll):
+        with pytest.raises(ValueError, match=message) as raised:
+            call(model, hidden, shard["shift_labels"], plan)
+        assert "NextYearsForCausalLM" in str(raised.value)
+
+
+def test_hidden_states_changed_before_the_head_are_refused():
+    with torch.device("meta"):
+        model = MiniCPM3ForCausalLM(MiniCPM3Config(vocab_size=7, num_hidden_layers=1))
+    assert model.config.logits_scaling != 1
+    with pytest.raises(ValueError, match="MiniCPM3ForCausalLM does not give its lm_head the hidden states"):
+        hf.find_form(model)
+
+
+def with_adapter():
+    """A head to whose product something is added, as LoRA does."""
+
+    class Adapted(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    model = make_model("llama")
+    model.lm_head = Adapted(SMALL["hidden_size"], 64)
+    return model
+
+
+WRONG = {
+    "model is a ModuleDict": lambda: nn.ModuleDict({"module": make_model("llama")}),
+    "model is a LlamaModel": lambda: make_model("llama").model,
+    "model is a NoneType": lambda: None,
+    "lm_head is a Adapted, not a plain linear layer": with_adapter,
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_what_has_no_plain_head_is_refused(message):
+    with pytest.raises(TypeError, match=message):
+        hf.find_head(WRONG[message]())
+
+
+@pytest.mark.parametrize("name", ["granite", "phi", "gemma3 capped"])
+def test_nll_is_the_models_own(name):
+    plan = make_plans(name)
+    one = plan[None] if isinstance(plan, dict) else plan
+    shard, model = hf.shard_batch(make_batch(), plan), make_model(name)
+    hidden = model.model(shard["input_ids"], position_ids=shard["position_ids"], plan=plan, use_cache=False)[0]
+    nll = hf.next_token_nll(model, hidden, shard["shift_labels"], plan, chunk_tokens=11)
+    logits = model(shard["input_ids"], position_ids=shard["position_ids"], plan=plan, use_cache=False).logits
+    expected = nn.functional.cross_entropy(logits.flatten(0, 1), shard["shift_labels"].flatten(), reduction="none")
+    assert (nll.flatten() - expected).abs().max() <= 1e-12
+    assert one.world == 1
+
+
+@pytest.mark.parametrize("name", ["granite", "phi", "gemma3 capped"])
+def test_the_trainers_model_computes_the_same(name):
+    """Its loss, its evaluation and its last logits."""
+    plan = make_plans(name)
+    plans = plan if isinstance(plan, dict) else {None: plan}
+    shard = hf.shard_batch(make_batch(), plan)
+    model = make_model(name).eval()
+    trained = NextTokenModel(model, choose("burst"))
+    out = model(shard["input_ids"], position_ids=shard["position_ids"], plan=plan, use_cache=False)
+    labels = shard["shift_labels"]
+    expected = nn.functional.cross_entropy(out.logits.flatten(0, 1), labels.flatten())
+    assert abs(trained(shard, plans) - expected) <= 1e-12
+    nll = trained(shard, plans, per_token=True)
+    assert abs(nll.sum() / (labels != -100).sum() - expected) <= 1e-12
+    assert (trained.last_logits(shard, plans) - out.logits[:, -1]).abs().max() <= 1e-12
+
+
+def readme_block(containing):
+    """The README's Python block, but for the lines about the process group, which it says to leave out on one rank."""
+    [block] = [b for b in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL) if containing in b]
+    return "\n".join(line for line in block.splitlines() if not line.startswith("dist."))
+
+
+def test_the_readmes_block_stands_by_itself_and_gives_the_models_loss(capsys):
+    names = {}
+    exec(readme_block("hf.register()"), names)
+    config = type(names["model"].config)(**names["model"].config.to_dict())
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    model.load_state_dict(names["model"].state_dict())
+    expected = model(names["ids"], labels=names["ids"]).loss
+    assert abs(names["loss"] - expected) <= 1e-6 * expected
+    assert all(parameter.grad.isfinite().all() for parameter in names["model"].parameters())

@@ -1,0 +1,243 @@
+"""What a model over several ranks is refused for by its parts, and how its batches are watched."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    Cohere2Config,
+    Gemma2Config,
+    GPT2Config,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    LlamaConfig,
+    Qwen3NextConfig,
+    T5Config,
+)
+
+from burst_attention import Mask, make_plan
+from burst_attention.integrations import hf
+from burst_attention.loss import next_token_loss, next_token_nll
+from burst_attention.testing import WorkerError, local_world
+from burst_attention.training.model import model_config
+from burst_attention.training.tokenizer import ByteTokenizer
+from tests.hf_models import MIXED, SEQLEN, SMALL, WINDOW, make_batch, make_model
+
+
+def over_ranks(call, world=2):
+    """Every rank's error of ``call(plan)``, by rank; all must raise the same class."""
+    with pytest.raises(WorkerError) as caught, local_world(world, timeout=20) as ranks:
+        ranks.run(lambda group: call(make_plan(SEQLEN, group=group)))
+    assert len(caught.value.errors) == world
+    assert {type(error) for error in caught.value.errors.values()} == {ValueError}
+    return str(caught.value.errors[0])
+
+
+class Shift(nn.Module):
+    """Adds to each token the one before it: a part that no name gives away but by not being known."""
+
+    def forward(self, x):
+        return x + x.roll(1, 1)
+
+
+class ShiftLayer(Shift):
+    """The same under a name that parts which only hold others have."""
+
+
+def with_part(part):
+    """A model whose first layer's feed-forward is followed by ``part``."""
+    model = make_model("llama")
+    model.model.layers[0].mlp = nn.Sequential(model.model.layers[0].mlp, part)
+    return model
+
+
+def forward(model, plan, plans=None):
+    shard = hf.shard_batch(make_batch(), plan)
+    arguments = {"position_ids": shard["position_ids"], "plan": plans or plan, "use_cache": False}
+    return model.model(shard["input_ids"], **arguments)[0], shard
+
+
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        (Shift(), "layers.0.mlp.1 (Shift) is not known to treat each token by itself"),
+        (nn.Conv1d(SEQLEN // 2, SEQLEN // 2, 1).double(), "(Conv1d) is not known to treat each token by itself"),
+    ],
+)
+def test_a_part_that_is_not_known_is_refused_by_the_attention(part, name):
+    model = with_part(part)
+    assert name in over_ranks(lambda plan: forward(model, plan))
+
+
+def test_one_rank_takes_any_part():
+    assert forward(with_part(Shift()), make_plan(SEQLEN))[0].isfinite().all()
+    hf.check_model(with_part(Shift()), make_plan(SEQLEN))
+
+
+def test_a_hybrid_is_refused_by_its_layers_attention_alone():
+    config = Lfm2Config(**SMALL, layer_types=["conv", "full_attention"], attn_implementation="burst", pad_token_id=0)
+    hf.register()
+    model = Lfm2ForCausalLM(config).double()
+    assert "layer_types of the configuration has 'conv'" in over_ranks(lambda plan: forward(model, plan))
+    assert forward(model, make_plan(SEQLEN))[0].isfinite().all()
+
+
+def test_what_names_do_not_tell_is_measured():
+    model = with_part(ShiftLayer())
+    told = over_ranks(lambda plan: hf.check_model(model, plan))
+    assert "hidden states of LlamaForCausalLM depend on other tokens" in told
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_right_model_passes_the_measure_and_keeps_its_mode(name):
+    model = make_model(name).train()
+    model.model.norm.eval()
+
+    def check(group):
+        full = make_plan(SEQLEN, group=group)
+        hf.check_model(model, full if name == "llama" else {None: full, WINDOW: full.with_mask(Mask(window=WINDOW))})
+
+    with local_world(1) as ranks:
+        ranks.run(check)
+    with local_world(2, timeout=20) as ranks:
+        ranks.run(check)
+    assert model.model.layers[0].training
+    assert not model.model.norm.training
+
+
+def test_a_switched_model_is_refused_by_check_model():
+    model = make_model("llama", "sdpa")
+    assert "attn_implementation='sdpa' of layers of LlamaForCausalLM" in over_ranks(
+        lambda plan: hf.check_model(model, plan)
+    )
+
+
+def test_a_switched_layer_is_refused_by_the_others():
+    model, other = make_model("llama"), make_model("llama", "sdpa")
+    model.model.layers[1].self_attn.config = other.config
+    assert "attn_implementation='sdpa' of layers of LlamaModel" in over_ranks(lambda plan: forward(model, plan))
+
+
+@pytest.mark.parametrize("loss", [next_token_loss, next_token_nll])
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_switched_model_is_refused_by_the_loss(loss, moved):
+    """Also where the labels are copies, as after a move to a device."""
+    model = make_model("llama", "sdpa")
+
+    def call(plan):
+        hidden, shard = forward(model, plan)
+        labels = shard["shift_labels"].clone() if moved else shard["shift_labels"]
+        loss(hidden, model.lm_head.weight, labels, plan)
+
+    assert "no attention has taken the plan for this batch" in over_ranks(call)
+
+
+def test_a_model_that_is_switched_between_batches_is_refused_by_the_loss():
+    ours, switched = make_model("llama"), make_model("llama", "sdpa")
+
+    def call(plan):
+        for model in (ours, switched):
+            hidden, shard = forward(model, plan)
+            next_token_loss(hidden, model.lm_head.weight, shard["shift_labels"], plan)
+
+    assert "no attention has taken the plan for this batch" in over_ranks(call)
+
+
+def test_an_attention_counts_for_its_own_batch():
+    ours, switched = make_model("llama"), make_model("llama", "sdpa")
+
+    def call(plan):
+        first, second = (hf.shard_batch(make_batch(), plan) for _ in range(2))
+        for model, shard in ((ours, first), (switched, second)):
+            out = model.model(shard["input_ids"], position_ids=shard["position_ids"], plan=plan, use_cache=False)[0]
+        next_token_loss(out, ours.lm_head.weight, first["shift_labels"], plan)
+        next_token_loss(out, ours.lm_head.weight, second["shift_labels"], plan)
+
+    assert "no attention has taken the plan for this batch" in over_ranks(call)
+
+
+def test_batches_cut_ahead_and_copies_of_positions_are_no_mistake():
+    model = make_model("llama")
+
+    def call(group):
+        plan = make_plan(SEQLEN, group=group)
+        shards = [hf.shard_batch(make_batch(), plan) for _ in range(3)]
+        for copied, shard in zip((False, True, False), shards, strict=True):
+            positions = shard["position_ids"].clone() if copied else shard["position_ids"]
+            hidden = model.model(shard["input_ids"], position_ids=positions, plan=plan, use_cache=False)[0]
+            for _ in range(2):
+                next_token_loss(hidden, model.lm_head.weight, shard["shift_labels"], plan)
+
+    with local_world(2, timeout=20) as ranks:
+        ranks.run(call)
+
+
+def test_fewer_tokens_than_ranks():
+    model = make_model("llama")
+
+    def call(group):
+        plan = make_plan(2, group=group)
+        model(**hf.shard_batch(make_batch(seqlen=2), plan), plan=plan, use_cache=False)
+
+    with pytest.raises(WorkerError) as caught, local_world(3, timeout=20) as ranks:
+        ranks.run(call)
+    assert len(caught.value.errors) == 3
+    for error in caught.value.errors.values():
+        assert isinstance(error, ValueError)
+        assert "the sequence has 2 tokens for 3 ranks" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (LlamaConfig(**SMALL | {"attention_dropout": 0.1}), "attention_dropout=0.1 of the configuration"),
+        (GPT2Config(n_embd=32, n_layer=2, n_head=4), "attn_pdrop=0.1 of the configuration"),
+        (
+            LlamaConfig(**SMALL, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+            "rope_parameters has rope type 'dynamic'",
+        ),
+        (Gemma2Config(**SMALL | MIXED), "attn_logit_softcapping=50.0 of the configuration"),
+        (Qwen3NextConfig(**SMALL), "layer_types of the configuration has 'linear_attention'"),
+        (T5Config(), "is_encoder_decoder=True of the configuration"),
+    ],
+)
+def test_refused_configurations(config, message):
+    with pytest.raises(ValueError) as caught:
+        hf.check_config(config)
+    assert message in str(caught.value)
+
+
+def test_configurations_that_are_fine():
+    hf.check_config(LlamaConfig(**SMALL))
+    hf.check_config(LlamaConfig(**SMALL | {"attention_dropout": 0.1}), training=False)
+    hf.check_config(Cohere2Config(**SMALL | MIXED))
+
+
+def test_plans_made_apart_are_watched_together():
+    """A batch may be cut by one of the plans that the model takes."""
+    model = make_model("qwen3")
+
+    def call(group):
+        plans = {WINDOW: make_plan(SEQLEN, mask=Mask(window=WINDOW), group=group), None: make_plan(SEQLEN, group=group)}
+        hidden, shard = forward(model, plans[None], plans)
+        next_token_loss(hidden, model.lm_head.weight, shard["shift_labels"], plans[None])
+
+    with local_world(2, timeout=20) as ranks:
+        ranks.run(call)
+
+
+def test_a_model_with_its_own_attention_is_refused_with_one_rank_too():
+    """It would get no mask, and look ahead."""
+    hf.register()
+    config = BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4, attn_implementation="burst")
+    with pytest.raises(ValueError, match=r"BloomAttention\) computes its attention itself"):
+        BloomForCausalLM(config)(make_batch()["input_ids"], use_cache=False)
+
+
+def test_training_asks_a_loaded_configuration(tmp_path):
+    LlamaConfig(**SMALL | {"attention_dropout": 0.1, "vocab_size": 300}).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"--model .*: attention_dropout=0\.1 of the configuration"):
+        model_config(str(tmp_path), ByteTokenizer(), SEQLEN)
+    assert model_config(str(tmp_path), ByteTokenizer(), SEQLEN, training=False).attention_dropout == 0.1

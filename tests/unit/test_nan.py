@@ -1,0 +1,155 @@
+"""NaN in, NaN out, in the rows that see it and in no other: out, lse and every gradient, kernel by kernel."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from burst_attention import Mask, burst_attention, make_plan
+from burst_attention.kernels import choose
+from burst_attention.plan.tile import Tiles
+from burst_attention.testing import local_world
+from tests.unit.test_kernels import tiles_of
+from tests.unit.test_stock_kernels import STOCK, installed, kernel_over  # noqa: F401  # a fixture
+
+CPU = torch.device("cpu")
+LENGTH = 80
+INPUTS, RESULTS = ("q", "k", "v", "dout"), ("out", "lse", "dq", "dk", "dv")
+MASKS = {
+    "documents": Mask(cu_seqlens=[0, 7, 8, 30, 31, 70, 79, 80]),
+    "causal": Mask(),
+    "window": Mask(window=9),
+    "full documents": Mask(causal=False, cu_seqlens=[0, 3, 40, 41, 80]),
+    "one key each": Mask(window=1),
+}
+
+
+def tensors(dtype: torch.dtype) -> dict[str, Tensor]:
+    make = torch.Generator().manual_seed(3)
+    shapes = {"q": (2, 16), "k": (1, 16), "v": (1, 8), "dout": (2, 8)}
+    return {name: torch.randn(1, h, LENGTH, d, generator=make).to(dtype) for name, (h, d) in shapes.items()}
+
+
+def spoiled(given: dict[str, Tensor], name: str, at: int, what: float = math.nan) -> dict[str, Tensor]:
+    """With one number of the first head of ``name`` another."""
+    copy = given[name].clone()
+    copy[0, 0, at, -1] = what
+    return given | {name: copy}
+
+
+def reached(mask: Mask, name: str, at: int) -> dict[str, Tensor]:
+    """bool [heads, rows]: what a dense attention, written out in seen pairs alone, makes of a NaN in the first head."""
+    seen = torch.from_numpy(mask.dense(LENGTH))
+    row, key = torch.zeros(2, LENGTH, dtype=torch.bool), torch.zeros(1, LENGTH, dtype=torch.bool)
+    queries, keys = row.clone(), key.clone()
+    (queries if name in ("q", "dout") else keys)[0, at] = True
+    sees = queries | ((keys.float() @ seen.T.float()) > 0).repeat_interleave(2, 0)
+
+    def keys_of(rows: Tensor) -> Tensor:
+        return ((rows.float() @ seen.float()) > 0).any(0, keepdim=True)
+
+    return {
+        "out": row if name == "dout" else sees,
+        "lse": sees if name in ("q", "k") else row,
+        "dq": sees,
+        "dk": keys_of(sees),
+        "dv": key if name == "v" else keys_of(sees),
+    }
+
+
+def compare(mine: dict[str, Tensor], clean: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name in RESULTS:
+        actual, without = (x[name][0].float().reshape(*x[name].shape[1:3], -1) for x in (mine, clean))
+        assert torch.equal(actual.isnan().any(-1), expected[name]), name
+        torch.testing.assert_close(actual[~expected[name]], without[~expected[name]], rtol=0, atol=1e-6, msg=name)
+
+
+def through_kernel(kernel, given: dict[str, Tensor], mask: Mask) -> dict[str, Tensor]:
+    q, k, v, dout = (given[name] for name in INPUTS)
+    tiles = tiles_of(mask, LENGTH)
+    out, lse = kernel.forward(q, k, v, tiles, 0.25)
+    delta = (out.float() * dout.float()).sum(-1)
+    return dict(zip(RESULTS, (out, lse, *kernel.backward(dout, q, k, v, lse, delta, tiles, 0.25)), strict=True))
+
+
+def judge(kernel, dtype: torch.dtype, mask: Mask, places=(0, 7, 50, 79)) -> None:
+    given = tensors(dtype)
+    clean = through_kernel(kernel, given, mask)
+    for name in INPUTS:
+        for at in places:
+            compare(through_kernel(kernel, spoiled(given, name, at), mask), clean, reached(mask, name, at))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("kernel", ["reference", "aten", "aten-fp32"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_nan_reaches_what_sees_it_and_nothing_else(kernel: str, dtype: torch.dtype, mask: str) -> None:
+    judge(choose(kernel, device=CPU, dtype=dtype), dtype, MASKS[mask])
+
+
+@pytest.mark.parametrize("mask", ["documents", "causal"])
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+def test_a_nan_in_our_triton_kernel(mask: str) -> None:
+    pytest.importorskip("triton")
+    judge(choose("triton", device=CPU, dtype=torch.float32), torch.float32, MASKS[mask], (50,))
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_a_nan_in_stock_kernels_of_gpus(name: str, installed, monkeypatch) -> None:  # noqa: F811
+    judge(kernel_over(name, installed, monkeypatch), torch.float32, MASKS["documents"], (7, 50))
+
+
+@pytest.mark.parametrize("kernel", ["reference", "aten"])
+def test_an_infinity_counts_as_a_nan(kernel: str) -> None:
+    chosen, mask, given = choose(kernel, device=CPU, dtype=torch.float32), MASKS["documents"], tensors(torch.float32)
+    clean = through_kernel(chosen, given, mask)
+    for name in INPUTS:
+        for what in (math.inf, -math.inf):
+            compare(through_kernel(chosen, spoiled(given, name, 50, what), mask), clean, reached(mask, name, 50))
+
+
+@pytest.mark.parametrize("kernel", ["reference", "aten"])
+def test_sums_that_overflow_make_no_nan(kernel: str) -> None:
+    """All numbers are finite, their sum is not: that alone tells nothing."""
+    given = tensors(torch.float32)
+    given["v"][:] = 1e37
+    q, k, v, _ = (given[name] for name in INPUTS)
+    chosen, tiles = choose(kernel, device=CPU, dtype=torch.float32), tiles_of(MASKS["documents"], LENGTH)
+    out, lse = chosen.forward(q, k, v, tiles, 0.25)
+    torch.testing.assert_close(out, torch.full_like(out, 1e37))
+    assert lse.isfinite().all()
+
+
+@pytest.mark.parametrize("travels", ["query", "key-value", "either"])
+@pytest.mark.parametrize(("world", "layout"), [(1, "contiguous"), (2, "zigzag"), (3, "striped")])
+def test_a_nan_on_any_number_of_ranks(world: int, layout: str, travels: str) -> None:
+    mask, given = MASKS["documents"], tensors(torch.float32)
+
+    def call(group, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        plan = make_plan(LENGTH, mask=mask, layout=layout, group=group)
+        q, k, v, dout = (plan.shard(given[name], 2) for name in INPUTS)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out, lse = burst_attention(*leaves, plan, return_lse=True, travels=travels, kernel="aten")
+        results = (out, lse, *torch.autograd.grad(out, leaves, dout))
+        return {name: plan.unshard(x.detach(), 2) for name, x in zip(RESULTS, results, strict=True)}
+
+    with local_world(world) as ranks:
+        clean = ranks.run(call, given)[0]
+        for name in INPUTS:
+            for mine in ranks.run(call, spoiled(given, name, 50)):
+                compare(mine, clean, reached(mask, name, 50))
+
+
+def test_a_query_that_sees_nothing_stays_blank() -> None:
+    given = spoiled(tensors(torch.float32), "q", 5)
+    q, k, v, dout = (given[name] for name in INPUTS)
+    for kernel in ("reference", "aten"):
+        chosen, tiles = choose(kernel, device=CPU, dtype=torch.float32), Tiles(np.array([(6, 80, 0, 80, -79, 73)]))
+        out, lse = chosen.forward(q, k, v, tiles, 0.25)
+        assert (out[:, :, :6] == 0).all() and (lse[:, :, :6] == -math.inf).all() and out.isfinite().all()
+        grads = chosen.backward(dout, q, k, v, lse, (out * dout).sum(-1), tiles, 0.25)
+        assert (grads[0][:, :, :6] == 0).all() and all(x.isfinite().all() for x in grads)
