@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -51,7 +51,8 @@ class Variant:
         if self.transport is None:
             return plan
         wires = plan.transport
-        return replace(plan, transport=self.transport(wires.group, wires.timeout, wires.tag, wires.health))
+        transport = self.transport(wires.group, wires.timeout, wires.tag, wires.health)
+        return Plan(plan.schedule, transport, plan.agreement)
 
     def begin(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, Callable[[], Tensors]]:
         """The forward: (out, what gives (dq, dk, dv)), all [1, H, S_local, D]. Every rank must call it, then that."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import replace
 from functools import cached_property
 from itertools import product
 
@@ -15,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from burst_attention import Mask, burst_attention, make_plan
+from burst_attention import Mask, Plan, burst_attention, make_plan
 from burst_attention.attention.passes import Backward, Forward
 from burst_attention.attention.sweep import sweep
 from burst_attention.kernels import choose
@@ -228,7 +227,7 @@ def rows_that_see_nothing(kernel: str, travels: str, route: str) -> None:
     mask = Mask(cu_seqlens=[0, 13, 20, 21, 40, 48])
     plan = make_plan(48, mask=mask, route=route)
     gapped = Gapped(plan.schedule.layout, mask, plan.schedule.route, plan.rank)
-    plan = replace(plan, schedule=gapped)
+    plan = Plan(gapped, plan.transport, plan.agreement)
     case = Case(seqlen=48, mask=mask, kv_heads=2)
     inputs = case.inputs()
     q, k, v, dout, dlse = (plan.shard(x, 2) for x in inputs.values())
