@@ -1,8 +1,7 @@
-"""``burst bench``: the engines side by side, on local ranks or on an emulated cluster."""
+"""``burst bench``: the engines side by side on local ranks; and the same on an emulated cluster."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shlex
 from dataclasses import dataclass
@@ -18,12 +17,12 @@ from burst_attention.launch import local as launch
 from burst_attention.testing import WorkerError
 
 from .cluster import ClusterError, parse_cluster, parse_rate
-from .report.figures import bytes_text, link_text, number_text
-from .results import TASKS, Results, Row
+from .harness.results import TASKS, Results, Row
+from .texts import bytes_text, link_text, number_text, spread
 
-COMMAND = "burst bench"
-NEEDED = ("transformers", "matplotlib", "plotly")
-EVERY = ("burst", "ring", "ring:contiguous", "ulysses", "tensor", "tensor-sequence", "single")
+# All that share a sequence: `single` gives each a rank of its own, and can be asked for with --worlds 1.
+EVERY = ("burst", "ring", "ring:contiguous", "ulysses", "tensor", "tensor-sequence")
+CLUSTER = "python -m burst_bench.cluster"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +37,7 @@ class Arguments:
     seq_lens: tuple[int, ...] = (1024, 2048, 4096)
     """Tokens of the sequence, over all ranks."""
     worlds: tuple[int, ...] | None = None
-    """Numbers of local ranks, 2 if not given; not with --cluster."""
-    cluster: str | None = None
-    """NODESxRANKS, such as 8x1: a network namespace for each node, joined by a bridge. Needs root and iproute2."""
-    link: tuple[str, ...] = ("none",)
-    """Rates of the nodes' links, such as 100mbit; none for no limit. Needs --cluster."""
+    """Numbers of local ranks, 2 if not given."""
     rounds: int = 3
     """Timed calls of each engine."""
     layers: int = 1
@@ -60,32 +55,22 @@ class Arguments:
 
     def check(self) -> None:
         """Raise ValueError for what can't be."""
-        missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-        if missing:
-            raise ValueError(f"{', '.join(missing)} not installed: pip install -e '.[train,bench]' in the checkout")
-        from .job import engine_of
+        from .harness.workload import engine_of
 
-        counts = {"rounds": self.rounds, "layers": self.layers, "heads": self.heads, "head_dim": self.head_dim}
-        counts |= {"kv_heads": self.own_kv_heads, "vocabulary": self.vocabulary}
-        lists = {"seq_lens": self.seq_lens, "worlds": self.local_worlds}
-        for name, value in (*counts.items(), *((name, n) for name, values in lists.items() for n in values)):
-            if value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
-        for name, values in ("engines", self.engines), ("seq_lens", self.seq_lens), ("worlds", self.local_worlds):
-            if not values:
-                raise ValueError(f"--{name.replace('_', '-')} is empty; give at least one")
+        single = ("rounds", "layers", "heads", "own_kv_heads", "head_dim", "vocabulary")
+        values = {name.removeprefix("own_"): (getattr(self, name),) for name in single}
+        values |= {"engines": self.engines, "seq_lens": self.seq_lens, "worlds": self.local_worlds}
+        for name, given in values.items():
+            flag = f"--{name.replace('_', '-')}"
+            if not given:
+                raise ValueError(f"{flag} is empty; give at least one")
+            for value in given:
+                if isinstance(value, int) and value < 1:
+                    raise ValueError(f"{flag} {value} must be at least 1")
         if self.heads % self.own_kv_heads:
             raise ValueError(f"--heads {self.heads} must be a multiple of --kv-heads {self.kv_heads}")
         for spec in self.engines:
             engine_of(spec)
-        if self.cluster is None and any(rate is not None for rate in self.rates()):
-            raise ValueError(
-                f"--link {' '.join(self.link)} needs --cluster NODESxRANKS: this machine's own is not touched"
-            )
-        if self.cluster is not None and self.worlds is not None:
-            raise ValueError(
-                f"--worlds can't be given with --cluster {self.cluster}, which says how many ranks there are"
-            )
         shortest, most = min(self.seq_lens), max(self.ranks())
         if shortest < most:
             raise ValueError(f"--seq-lens {shortest} is shorter than the {most} ranks: every rank needs a token")
@@ -108,40 +93,77 @@ class Arguments:
     def local_worlds(self) -> tuple[int, ...]:
         return (2,) if self.worlds is None else self.worlds
 
-    def rates(self) -> list[float | None]:
-        """``--link`` in bits per second."""
-        return [parse_rate(text) for text in self.link]
-
-    def ranks(self) -> list[int]:
+    def ranks(self) -> tuple[int, ...]:
         """How many there will be."""
-        if self.cluster is None:
-            return list(self.local_worlds)
-        nodes, each = parse_cluster(self.cluster)
-        return [nodes * each]
+        return self.local_worlds
+
+    @property
+    def nodes(self) -> tuple[int, int] | None:
+        """(nodes, ranks of each) of an emulated cluster."""
+        return None
+
+    def rates(self) -> list[float | None]:
+        """Of the nodes' links, in bits per second."""
+        return [None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterArguments(Arguments):
+    __doc__ = f"{Arguments.__doc__}\n\nThe nodes are network namespaces joined by a bridge: needs root and iproute2."
+    cluster: str = "8x1"
+    """NODESxRANKS: so many nodes with so many ranks on each; --worlds is not taken."""
+    link: tuple[str, ...] = ("none",)
+    """Rates of the nodes' links, such as 100mbit; none for no limit."""
+
+    def check(self) -> None:
+        if self.worlds is not None:
+            raise ValueError(
+                f"--worlds can't be given with --cluster {self.cluster}, which says how many ranks there are"
+            )
+        self.rates()
+        super().check()
+
+    def ranks(self) -> tuple[int, ...]:
+        nodes, each = self.nodes
+        return (nodes * each,)
+
+    @property
+    def nodes(self) -> tuple[int, int]:
+        return parse_cluster(self.cluster)
+
+    def rates(self) -> list[float | None]:
+        return [parse_rate(text) for text in self.link]
 
 
 def main(arguments: list[str]) -> int:
     """Run ``burst bench``; returns the exit status: 1 if an engine was wrong or a rank failed, 2 if none could run."""
+    flags = [flag for flag in ("--cluster", "--link") if any(given.split("=")[0] == flag for given in arguments)]
+    if flags:
+        error = f"{' and '.join(flags)} needs --cluster of `{CLUSTER}`: this machine's own network is not touched"
+        return launch.refuse("burst bench", ValueError(error))
+    return compare("burst bench", Arguments, arguments)
+
+
+def compare(name: str, kind: type[Arguments], arguments: list[str]) -> int:
+    """:func:`main` of a command called ``name`` that takes ``kind``."""
     if not arguments or arguments[0] not in TASKS:
         given = arguments[0] if arguments else "nothing"
         if given in ("-h", "--help"):
-            Console().print(
-                f"usage: {COMMAND} {{{','.join(TASKS)}}} [OPTIONS]; --help after the task lists the options"
-            )
+            Console().print(f"usage: {name} {{{','.join(TASKS)}}} [OPTIONS]; --help after the task lists the options")
             return 0
-        return launch.refuse(COMMAND, ValueError(f"give what to compare, {', '.join(TASKS)}, not {given}"))
+        return launch.refuse(name, ValueError(f"give what to compare, {', '.join(TASKS)}, not {given}"))
     task, rest = arguments[0], launch.spelled_out(arguments[1:])
-    parsed = tyro.cli(Arguments, prog=f"{COMMAND} {task}", args=rest)
+    parsed = tyro.cli(kind, prog=f"{name} {task}", args=rest)
     try:
         if launch.started_by_torchrun():
             raise ValueError("starts its own ranks; run it without torchrun")
         parsed.check()
-        results = _run(task, parsed, shlex.join(["burst", "bench", *arguments]))
+        results = _run(task, parsed, f"{name} {shlex.join(arguments)}")
     except WorkerError as error:
-        Console(stderr=True, soft_wrap=True).print(f"[bold red]{COMMAND}:[/] {escape(str(error))}", highlight=False)
+        Console(stderr=True, soft_wrap=True).print(f"[bold red]{name}:[/] {escape(str(error))}", highlight=False)
         return 1
     except (ValueError, ClusterError) as error:
-        return launch.refuse(COMMAND, error)
+        return launch.refuse(name, error)
     except KeyboardInterrupt:
         return 130
     if all(row.refused for row in results.rows):
@@ -150,61 +172,66 @@ def main(arguments: list[str]) -> int:
 
 
 def _run(task: str, arguments: Arguments, command: str) -> Results:
-    from .job import Job
+    from .harness.run import World, results_of
+    from .harness.workload import Workload
+    from .report.trace_events import write_traces
     from .report.write import write_report
-    from .run import Bench
 
     console = Console()
     if not console.is_terminal:
-        console = Console(width=160)  # a file has no width of its own
-    job = Job(
-        task=task,
-        engines=arguments.engines,
-        seq_len=0,
-        rounds=arguments.rounds,
-        timeline=arguments.timeline,
-        layers=arguments.layers,
-        heads=arguments.heads,
-        kv_heads=arguments.own_kv_heads,
-        head_dim=arguments.head_dim,
-        vocabulary=arguments.vocabulary,
-        dtype=arguments.dtype,
-    )
-    bench = Bench(
-        job=job,
-        seq_lens=arguments.seq_lens,
-        worlds=arguments.local_worlds,
-        cluster=None if arguments.cluster is None else parse_cluster(arguments.cluster),
-        links=arguments.rates(),
-    )
-    results = bench.run(command=command, say=lambda text: console.print(f"[dim]{text}[/]", highlight=False))
+        console = Console(width=175)  # a file has no width of its own
+    shared = ("engines", "rounds", "timeline", "layers", "heads", "head_dim", "vocabulary", "dtype")
+    sizes = {name: getattr(arguments, name) for name in shared}
+    workload = Workload(task=task, seq_len=0, kv_heads=arguments.own_kv_heads, **sizes)
+
+    def say(text: str) -> None:
+        console.print(f"[dim]{text}[/]", highlight=False)
+
+    rows: list[Row] = []
+    for ranks in arguments.ranks():
+        with World.of(
+            ranks, arguments.nodes, say=lambda text: console.print(f"[dim]{text}[/]", highlight=False)
+        ) as world:
+            rows += world.rows(workload, arguments.seq_lens, arguments.rates())
+    results = results_of(workload, rows, command=command, cluster=arguments.nodes)
     _show(results, console)
     results.write(arguments.out / "results.json")
-    written = write_report(results, arguments.out)
-    console.print(
-        f"results.json, {', '.join(path.name for path in written[:1])} and pictures: [bold]{arguments.out}[/]"
-    )
+    written = [*write_report(results, arguments.out)[:1], *write_traces(results, arguments.out)]
+    console.print(f"results.json, {written[0].name}, pictures and {len(written) - 1} traces: [bold]{arguments.out}[/]")
     return results
 
 
 def _show(results: Results, console: Console) -> None:
-    columns = ("engine", "tokens", "ranks", "link", "s", "tokens/s", "GFLOP/s", "sent", "predicted", "on the wire")
+    columns = (
+        "engine",
+        "tokens",
+        "ranks",
+        "link",
+        "s",
+        "/ first's, by round",
+        "tokens/s",
+        "GFLOP/s",
+        "sent",
+        "predicted",
+    )
     title = f"{results.task}, {results.setting['dtype']}; median and spread of the rounds, bytes of each rank"
-    table = Table(*columns, "uncounted", "peak memory", "error", title=title)
+    table = Table(*columns, "predicted", "on the wire", "uncounted", "peak memory", "error", title=title)
     for row in results.rows:
         if not row.refused:
-            link = link_text(row.link)
-            table.add_row(row.engine, f"{row.seq_len:,}", str(row.world), link, *_figures(row))
+            place = (row.engine, f"{row.seq_len:,}", str(row.world), link_text(row.link))
+            table.add_row(*place, *_figures(row, results.ratios_to_first(row)))
     console.print(table)
-    for told in dict.fromkeys(f"{row.engine}, {row.world} ranks: {row.refused}" for row in results.rows if row.refused):
-        console.print(f"left out: {escape(told)}", highlight=False)
+    for reason in dict.fromkeys(
+        f"{row.engine}, {row.world} ranks: {row.refused}" for row in results.rows if row.refused
+    ):
+        console.print(f"left out: {escape(reason)}", highlight=False)
 
 
-def _figures(row: Row) -> list[str]:
+def _figures(row: Row, by_round: list[float]) -> list[str]:
     error = f"{row.error:.1e}"
     if not row.passed:
-        return ["[red]WRONG[/]", *[""] * 7, f"{error} > {row.bound:.1e}"]
+        return ["[red]WRONG[/]", *[""] * 8, f"{error} > {row.bound:.1e}"]
     sizes = (row.bytes_counted, row.bytes_predicted, row.bytes_wire, row.bytes_uncounted, row.peak_memory)
     speeds = (number_text(row.tokens_per_second), number_text((row.flops_per_second or 0.0) / 1e9))
     seconds = f"{row.median:.3g} ({min(row.seconds):.3g}-{max(row.seconds):.3g})"
-    return [seconds, *speeds, *map(bytes_text, sizes), error]
+    return [seconds, spread(by_round), *speeds, *map(bytes_text, sizes), error]

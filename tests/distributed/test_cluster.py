@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from burst_bench.cluster import NETWORK, Cluster, ClusterError, parse_cluster, parse_rate, remove_leftovers
-from burst_bench.namespaces import inside
+from burst_bench.cluster.namespaces import inside
 
 from burst_attention.testing import WorkerPool
 

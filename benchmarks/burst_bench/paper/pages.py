@@ -1,4 +1,4 @@
-"""Figures to Markdown: a page of docs/results for each JSON of benchmarks/paper.py, and an index with every target."""
+"""Measurement to Markdown: a page of docs/results for each JSON of benchmarks/paper.py, and an index with every target."""
 
 from __future__ import annotations
 

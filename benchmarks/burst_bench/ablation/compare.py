@@ -1,0 +1,255 @@
+"""One causal attention, forward and backward, over W ranks: ours, and each time one thing about it undone.
+
+The variants take turns, round by round, on the same ranks and cores, 1 thread a rank. Before that each one's out, dq,
+dk, dv are compared with fp64 at a length where that fits. What errs more than 3 times as much as torch's own kernel in
+the same dtype is shown as WRONG, without a time; io-dtype accumulation, whose error is the point, may err 6 times as
+much. Peak memory is of each rank's resident memory in one call above that before its inputs were made; it is measured
+in processes of its own, in which glibc gives freed tensors back at once. The last column is of the (query, key) pairs
+in the forward and in the backward: with more ranks than cores the wall time does not show how they are shared out.
+
+    python benchmarks/ablation.py [--world 4] [--seq-len 8192] [--heads 8] [--head-dim 32] [--rounds 5] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ablation_variants import VARIANTS, Variant
+from burst_bench.memory import resident
+from paper_markdown import spread
+from rich.console import Console
+from rich.table import Column, Table
+from torch import Tensor
+
+from burst_attention.plan.program import Visit
+from burst_attention.testing import Case, WorkerPool, attend
+from burst_attention.testing.check import relative_l2
+from burst_attention.testing.oracle import torch_attention
+
+NAMES = ("out", "dq", "dk", "dv")
+COUNTED = ("bytes_forward", "bytes_backward", "scores_forward", "scores_backward")
+WEIGHED = ("peak_forward", "peak")
+CHECK_LEN = 2048
+Shape = tuple[int, int, int, torch.dtype]  # tokens, heads, head dim, dtype
+
+
+def compare(
+    world: int,
+    *,
+    seq_len: int,
+    heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    rounds: int,
+    entries: Sequence[Callable[[], str]] | None = None,
+    check_len: int = CHECK_LEN,
+    variants: Sequence[Variant] = VARIANTS,
+    timeout: float = 1800.0,
+) -> list[dict[str, Any]]:
+    """Check every variant; count, time and weigh those that are right; a dict for each, in the order given.
+
+    Args:
+        rounds: timed ones, at least 1.
+        entries: for :class:`burst_attention.testing.WorkerPool`: where the ranks run that are checked, counted and
+            timed; None for plain processes. Memory is always measured in plain ones: it doesn't depend on the links.
+        check_len: tokens of the comparison with fp64, at most; it takes memory for 10 squares of them.
+        variants: the first is what the others are compared with.
+        timeout: seconds that all rounds together may take.
+
+    Returns:
+        ``name``, ``differs``; ``errors`` and ``bounds``: relative L2 against fp64 by tensor, over all ranks, at
+        ``check_len`` tokens; ``correct``. Empty where not correct: ``seconds``: of each round, the slowest rank's;
+        ``ratios``: by round, to the first variant's (above 1: that is faster); ``bytes_forward``,
+        ``bytes_backward``: sent by each rank, as its transport counted; ``scores_forward``, ``scores_backward``:
+        (query, key) pairs that each rank computes, of one head; ``peak_forward``, ``peak``: bytes of memory of each
+        rank, by the end of the forward and of the backward, q, k, v, out, dout, dq, dk and dv included.
+    """
+    if rounds < 1:
+        raise ValueError(f"rounds={rounds} must be at least 1")
+    case = Case(seqlen=min(seq_len, check_len), q_heads=heads, kv_heads=heads, head_dim=head_dim, dtype=dtype)
+    expected, stock = reference(case)
+    shape = (seq_len, heads, head_dim, dtype)
+    options = {} if entries is None else {"entries": entries}
+    with WorkerPool(world, timeout=timeout, **options) as pool:
+        squares = pool.run(checked, variants, case, expected, timeout=timeout)
+        rows = [_row(variant, [s[n] for s in squares], expected, stock) for n, variant in enumerate(variants)]
+        right = [(variant, row) for variant, row in zip(variants, rows, strict=True) if row["correct"]]
+        chosen = [variant for variant, _ in right]
+        times = pool.run(timed, chosen, shape, rounds, timeout=timeout)
+    with freed_at_once(), WorkerPool(world, timeout=timeout) as pool:
+        peaks = pool.run(weighed, chosen, shape, timeout=timeout)
+    for n, (_, row) in enumerate(right):
+        row["seconds"] = [max(ranks) for ranks in zip(*(rank[n]["seconds"] for rank in times), strict=True)]
+        for key in COUNTED:
+            row[key] = [rank[n][key] for rank in times]
+        for key in WEIGHED:
+            row[key] = [rank[n][key] for rank in peaks]
+        if rows[0]["correct"]:  # whose figures are filled in first
+            row["ratios"] = [theirs / first for theirs, first in zip(row["seconds"], rows[0]["seconds"], strict=True)]
+    return rows
+
+
+def reference(case: Case) -> tuple[list[Tensor], list[float]]:
+    """Global out, dq, dk, dv in fp64, and the relative L2 error of torch's own kernel in the case's dtype."""
+    inputs = case.inputs()
+    by_head: dict[Callable[..., Any], list[list[Tensor]]] = {attend: [], torch_attention: []}
+    for head in range(case.q_heads):  # fp64 scores of one head at a time
+        q, k, v, dout = (inputs[name][:, head : head + 1] for name in ("q", "k", "v", "dout"))
+        for function, found in by_head.items():
+            results = dict(function(q, k, v, case.mask, dout=dout).items())
+            found.append([results[name] for name in NAMES])
+    expected, plain = ([torch.cat(heads, 1) for heads in zip(*found, strict=True)] for found in by_head.values())
+    return expected, [relative_l2(x, y) for x, y in zip(plain, expected, strict=True)]
+
+
+def _row(variant: Variant, squares: list[list[float]], expected: list[Tensor], stock: list[float]) -> dict[str, Any]:
+    """``squares``: by rank and tensor."""
+    totals = [math.fsum(column) for column in zip(*squares, strict=True)]
+    errors = [math.sqrt(total) / x.norm().item() for total, x in zip(totals, expected, strict=True)]
+    bounds = [variant.tolerance * error for error in stock]
+    return {
+        "name": variant.name,
+        "differs": variant.differs,
+        "errors": dict(zip(NAMES, errors, strict=True)),
+        "bounds": dict(zip(NAMES, bounds, strict=True)),
+        "correct": all(error <= bound for error, bound in zip(errors, bounds, strict=True)),  # NaN is not
+        **{key: [] for key in ("seconds", "ratios", *COUNTED, *WEIGHED)},
+    }
+
+
+def checked(variants: Sequence[Variant], case: Case, expected: list[Tensor]) -> list[list[float]]:
+    """On a rank: for each variant, ||out, dq, dk, dv - expected||² of this rank's rows."""
+    found, inputs = [], case.inputs()
+    for variant in variants:
+        plan = variant.plan(case.seqlen)
+        out, backward = variant.begin(plan, *(plan.shard(inputs[name], 2) for name in ("q", "k", "v", "dout")))
+        pairs = zip((out, *backward()), expected, strict=True)
+        found.append([(x.double() - plan.shard(y, 2)).square().sum().item() for x, y in pairs])
+    return found
+
+
+def timed(variants: Sequence[Variant], shape: Shape, rounds: int) -> list[dict[str, Any]]:
+    """On a rank: for each variant, what one call sends and computes, and the seconds of each of ``rounds`` more."""
+    plans = [variant.plan(shape[0]) for variant in variants]
+    inputs = [_local_inputs(plan.length, shape) for plan in plans]
+    found: list[dict[str, Any]] = []
+    for variant, plan, tensors in zip(variants, plans, inputs, strict=True):
+        out, backward = variant.begin(plan, *tensors)
+        forward = plan.transport.sent
+        backward()
+        programs = plan.schedule.forward(variant.travels), plan.schedule.backward(variant.travels)
+        scores = (sum(op.tiles.area for op in program.ops if isinstance(op, Visit)) for program in programs)
+        counted = (forward, plan.transport.sent - forward, *scores)
+        found.append({**dict(zip(COUNTED, counted, strict=True)), "seconds": []})
+        del out, backward
+    for _ in range(rounds):
+        for variant, plan, tensors, figures in zip(variants, plans, inputs, found, strict=True):
+            dist.barrier()
+            started = time.perf_counter()
+            variant.begin(plan, *tensors)[1]()
+            figures["seconds"].append(time.perf_counter() - started)
+    return found
+
+
+def weighed(variants: Sequence[Variant], shape: Shape) -> list[dict[str, int]]:
+    """On a rank: for each variant, peak resident memory above the start by the end of the forward and of all."""
+    found = []
+    for variant in variants:
+        plan = variant.plan(shape[0])
+        for _ in range(2):  # the first call also leaves what libraries allocate for good
+            dist.barrier()
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+            before = resident()
+            tensors = _local_inputs(plan.length, shape)
+            out, backward = variant.begin(plan, *tensors)
+            after_forward = resident("VmHWM") - before
+            grads = backward()
+            peaks = after_forward, resident("VmHWM") - before
+            del tensors, out, backward, grads
+        found.append(dict(zip(WEIGHED, peaks, strict=True)))
+    return found
+
+
+def _local_inputs(length: int, shape: Shape) -> list[Tensor]:
+    """q, k, v, dout [1, H, S_local, D]."""
+    _, heads, head_dim, dtype = shape
+    return [torch.randn(1, heads, length, head_dim, dtype=dtype) for _ in range(4)]
+
+
+@contextmanager
+def freed_at_once() -> Iterator[None]:
+    """Processes started meanwhile give freed tensors back at once, so that a peak is of live ones."""
+    name = "MALLOC_MMAP_THRESHOLD_"
+    before = os.environ.get(name)
+    os.environ[name] = "65536"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def tables(rows: list[dict[str, Any]], title: str, check_title: str) -> list[Table]:
+    """What it costs, and how far it is from fp64."""
+    headings = ["", "seconds, median (range)", "/ ours, by round", "MB sent\na rank", "busiest\nrank"]
+    headings += ["peak MiB,\nforward", "peak MiB", "work, busiest\n/ mean rank"]
+    costs = Table(*(Column(heading, no_wrap=True) for heading in headings), title=title)
+    exactness = Table("", "differs from ours by", *NAMES, "bounds", title=check_title)
+    for row in rows:
+        costs.add_row(row["name"], *(_figures(row) if row["correct"] else ["[red]WRONG[/]"]))
+        errors = [(row["errors"][name], row["bounds"][name]) for name in NAMES]
+        cells = [f"{error:.2e}" if error <= bound else f"[red]{error:.2e}[/]" for error, bound in errors]
+        bounds = [bound for _, bound in errors]
+        exactness.add_row(row["name"], row["differs"], *cells, f"{min(bounds):.0e} to {max(bounds):.0e}")
+    return [costs, exactness]
+
+
+def _figures(row: dict[str, Any]) -> list[str]:
+    sent = [sum(both) / 1e6 for both in zip(row["bytes_forward"], row["bytes_backward"], strict=True)]
+    peaks = [f"{max(row[key]) / 2**20:.1f}" for key in WEIGHED]
+    shares = [max(row[key]) / statistics.fmean(row[key]) for key in ("scores_forward", "scores_backward")]
+    return [
+        spread(row["seconds"], ".3f"),
+        spread(row["ratios"], ".3f"),
+        f"{statistics.fmean(sent):.2f}",
+        f"{max(sent):.2f}",
+        *peaks,
+        " and ".join(f"{share:.2f}" for share in shares),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world", type=int, default=4)
+    parser.add_argument("--seq-len", type=int, default=8192)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=32)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", help="also write the figures to this file")
+    a = parser.parse_args()
+    sizes = {"seq_len": a.seq_len, "heads": a.heads, "head_dim": a.head_dim}
+    rows = compare(a.world, **sizes, dtype=getattr(torch, a.dtype), rounds=a.rounds)
+    title = f"causal, {a.dtype}, S={a.seq_len}, H={a.heads}, D={a.head_dim}, {a.world} ranks x 1 thread"
+    console = Console()
+    for table in tables(rows, title, f"relative L2 error against fp64, S={min(a.seq_len, CHECK_LEN)}"):
+        Console(width=max(console.width, 140)).print(table)
+    if a.json:
+        Path(a.json).write_text(json.dumps({"options": vars(a), "rows": rows}, indent=1) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Attention, forward and backward: W ranks x 1 thread against one process x W threads of torch's own kernel.
+
+The two take turns in one run, round by round, on the same cores; printed is the ratio per round (theirs / ours, above 1
+is faster), its median and its spread. Before the clock starts the result is checked against the stock kernel's.
+
+    python benchmarks/attention.py [--world 2] [--seq-len 8192] [--heads 8] [--head-dim 128] [--rounds 9]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from burst_attention import burst_attention, make_plan
+from burst_attention.testing import WorkerPool
+from burst_attention.testing.check import relative_l2
+
+_kept: dict[str, tuple] = {}  # on a rank: the inputs of the timed call, between two messages from the parent
+
+
+def make_inputs(seqlen: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> list[Tensor]:
+    """Global q, k, v, dout, the same in every process."""
+    make = torch.Generator().manual_seed(0)
+    return [torch.randn(1, h, seqlen, dim, generator=make, dtype=dtype) for h in (heads, kv_heads, kv_heads, heads)]
+
+
+def prepare(options: dict, shape: tuple, kernel: str) -> None:
+    plan = make_plan(shape[0], **options)
+    local = [plan.shard(x, 2) for x in make_inputs(*shape)]
+    _kept["call"] = plan, [x.requires_grad_() for x in local[:3]], local[3], kernel
+
+
+def ours() -> tuple[float, tuple[Tensor, ...]]:
+    """Seconds of one forward and backward here, and what came of it."""
+    plan, inputs, dout, kernel = _kept["call"]
+    started = time.perf_counter()
+    out = burst_attention(*inputs, plan, kernel=kernel)
+    grads = torch.autograd.grad(out, inputs, dout)
+    return time.perf_counter() - started, (out.detach(), *grads)
+
+
+def timed() -> float:
+    return ours()[0]
+
+
+def global_results() -> list[Tensor]:
+    plan = _kept["call"][0]
+    return [plan.unshard(x, 2) for x in ours()[1]]
+
+
+def stock_call(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Callable[[], tuple[float, tuple[Tensor, ...]]]:
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+
+    def run() -> tuple[float, tuple[Tensor, ...]]:
+        started = time.perf_counter()
+        out = scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        grads = torch.autograd.grad(out, inputs, dout)
+        return time.perf_counter() - started, (out.detach(), *grads)
+
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world", type=int, default=2)
+    parser.add_argument("--seq-len", type=int, default=8192)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--kv-heads", type=int)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--layout", default="zigzag")
+    parser.add_argument("--route", default="auto")
+    parser.add_argument("--kernel", default="auto")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", help="also write the figures to this file")
+    a = parser.parse_args()
+    console = Console()
+    torch.set_num_threads(a.world)
+    shape = (a.seq_len, a.heads, a.kv_heads or a.heads, a.head_dim, getattr(torch, a.dtype))
+    stock = stock_call(*make_inputs(*shape))
+    with WorkerPool(a.world, timeout=300) as pool:
+        pool.run(prepare, {"layout": a.layout, "route": a.route}, shape, a.kernel)
+        expected, actual = stock()[1], pool.run(global_results)[0]
+        errors = [relative_l2(x, y) for x, y in zip(actual, expected, strict=True)]
+        if not max(errors) < 2e-2:
+            raise SystemExit(f"the results differ, so no time is reported: relative L2 of out, dq, dk, dv {errors}")
+        seconds = [(stock()[0], max(pool.run(timed))) for _ in range(a.rounds)]
+    ratios = [theirs / mine for theirs, mine in seconds]
+    table = Table("", "median s", "min", "max", title=f"causal, {a.dtype}, S={a.seq_len}, H={a.heads}, D={a.head_dim}")
+    for name, column in ((f"torch, 1 x {a.world} threads", 0), (f"burst, {a.world} x 1 thread", 1)):
+        values = [row[column] for row in seconds]
+        table.add_row(name, *(f"{x:.3f}" for x in (statistics.median(values), min(values), max(values))))
+    table.add_row("ratio, per round", *(f"{x:.3f}" for x in (statistics.median(ratios), min(ratios), max(ratios))))
+    console.print(table)
+    if a.json:
+        with open(a.json, "w") as file:
+            json.dump({"options": vars(a), "seconds": seconds, "median_ratio": statistics.median(ratios)}, file)
+
+
+if __name__ == "__main__":
+    main()

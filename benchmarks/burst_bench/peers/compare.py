@@ -1,0 +1,241 @@
+"""One causal attention, forward and backward: ours against the packages that people would use instead, in one run.
+
+All take turns, round by round, on the same ranks and cores, 1 thread a rank, over the same flash kernels: on CPU
+torch's, which flash_attn_stand_in.py gives the packages under flash_attn's names. Each result is first compared with
+one device's in fp32; a variant whose result is wrong is shown with its error and without a time. Variants that have
+only a forward are compared with our forward alone. ring-attention-pytorch's ring has a loop of its own for CPUs.
+
+    python benchmarks/peers.py [--world 2] [--seq-len 8192] [--heads 8] [--head-dim 128] [--rounds 5] [--json FILE]
+
+The packages are the extra ``peers``; without them ours are shown, and what to install. With --device cuda the same file
+runs one rank per GPU on NCCL and the real flash_attn; that was written but has never been run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from burst_bench.measure import rotated
+from paper_markdown import spread
+from peer_ranks import NAMES, Problem, checked, make_inputs, prepare, timed
+from peer_variants import (
+    OURS,
+    OURS_FORWARD,
+    STRONGEST,
+    VARIANTS,
+    Size,
+    Variant,
+    package_version,
+    refusal,
+)
+from rich.console import Console
+from rich.table import Column, Table
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from burst_attention.testing import WorkerPool
+from burst_attention.testing.pool import WorkerError
+
+# Times the relative L2 error of torch's own kernel in the same dtype. Over flash kernels a right result is at 0.7 to
+# 1.3, in ring-attention-pytorch's ring, whose scores and accumulator are bf16, at 2.5; a tile that is left out, doubled
+# or rescaled is far above.
+TOLERANCE = 5.0
+
+
+def compare(
+    world: int,
+    seq_len: int,
+    heads: int,
+    head_dim: int,
+    rounds: int,
+    entries: Any = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cpu",
+    names: Sequence[str] | None = None,
+    timeout: float = 600.0,
+) -> list[dict[str, Any]]:
+    """Check, count and time every variant; a dict for each, in the order of ``VARIANTS``.
+
+    Args:
+        rounds: timed ones; with 0 results are checked and bytes counted only.
+        entries: for :class:`burst_attention.testing.WorkerPool`, where the ranks run; None for plain processes.
+        dtype: in fp32 ring-flash-attn's gradients are wrong (its accumulators alias its buffers).
+        names: of the variants wanted; None for all. Ours are always among them.
+        timeout: seconds that one call may take.
+
+    Returns:
+        ``name``, ``package``, ``version``, ``passes`` (``forward`` or ``forward and backward``), ``detail``;
+        ``refused``: why there is no result, or None; ``errors`` and ``bounds``: relative L2 by tensor; ``correct``;
+        ``bytes``: sent by each rank in one call, as handed to the process group; ``transport_bytes``: by the plan's own
+        count, without the records by which ranks agree on a call (None for others); ``seconds``: of each round, the
+        slowest rank's; ``copying``: how many of them the stand-in spent on copies; ``ratios``: by round, to ours of the
+        same passes (above 1: ours is faster); ``ratios_without_copies``: as if those copies cost nothing.
+    """
+    if world < 2:
+        raise ValueError(f"world={world} must be at least 2: the packages' rings can't send to themselves")
+    unknown = sorted(set(names or ()) - {v.name for v in VARIANTS})
+    if unknown:
+        raise ValueError(f"names has {unknown}; choose from {', '.join(v.name for v in VARIANTS)}")
+    size = Size(world, seq_len, heads, head_dim)
+    chosen = [v for v in VARIANTS if names is None or v.is_ours or v.name in names]
+    rows = [_row(variant, refusal(variant, size, device)) for variant in chosen]
+    options = {} if entries is None else {"entries": entries}
+    with tempfile.TemporaryDirectory(prefix="burst-peers-") as folder:
+        problem = Problem(size, dtype, device, str(Path(folder) / "reference.pt"))
+        stock = _write_reference(problem)
+        with WorkerPool(world, threads=1, timeout=timeout, **options) as pool:
+            pool.run(prepare, problem, str(Path(folder) / "meeting"), timeout=timeout)
+            for variant, row in zip(chosen, rows, strict=True):
+                if row["refused"] is None:
+                    _check(pool, problem, variant, row, stock, timeout)
+            runnable = [row for row in rows if row["correct"]]
+            # One before the first: TorchScript, which peers use, compiles in the second call.
+            for n in range(-1, rounds) if rounds else ():
+                for row in rotated(runnable, n):
+                    seconds, copying = max(pool.run(timed, problem, row["name"], timeout=timeout))
+                    if n >= 0:
+                        row["seconds"].append(seconds)
+                        row["copying"].append(copying)
+    _add_ratios(rows)
+    return rows
+
+
+def _row(variant: Variant, refused: str | None) -> dict[str, Any]:
+    installed = refused is None or not refused.startswith("not installed")
+    return {
+        "name": variant.name,
+        "package": variant.package,
+        "version": package_version(variant.package) if installed else None,
+        "passes": "forward and backward" if variant.backward else "forward",
+        "detail": "",
+        "refused": refused,
+        "errors": {},
+        "bounds": {},
+        "correct": False,
+        "bytes": None,
+        "transport_bytes": None,
+        "seconds": [],
+        "copying": [],
+        "ratios": [],
+        "ratios_without_copies": [],
+    }
+
+
+def _check(
+    pool: WorkerPool, problem: Problem, variant: Variant, row: dict[str, Any], stock: dict[str, float], timeout: float
+) -> None:
+    """Fill in the row's result of one checked and counted call."""
+    try:
+        answers = pool.run(checked, problem, variant.name, timeout=timeout)
+    except WorkerError as error:
+        if pool.broken:  # a rank is lost or out of step: nothing more can be compared
+            raise
+        row["refused"] = str(error.errors[0]).strip().splitlines()[0] or type(error.errors[0]).__name__
+        return
+    for name in answers[0]["squares"]:
+        difference, whole = (sum(answer["squares"][name][n] for answer in answers) for n in (0, 1))
+        row["errors"][name] = math.sqrt(difference / whole)
+        row["bounds"][name] = TOLERANCE * stock[name]
+    row["correct"] = all(error <= row["bounds"][name] for name, error in row["errors"].items())
+    row["detail"] = answers[0]["detail"]
+    for what in ("bytes", "transport_bytes"):
+        values = [answer[what] for answer in answers]
+        row[what] = None if None in values else values
+
+
+def _add_ratios(rows: list[dict[str, Any]]) -> None:
+    ours = {row["passes"]: row["seconds"] for row in rows if row["name"] in (OURS, OURS_FORWARD)}
+    for row in rows:
+        mine = ours[row["passes"]]
+        if row["seconds"] and mine:
+            row["ratios"] = [theirs / own for theirs, own in zip(row["seconds"], mine, strict=True)]
+            alone = [total - copies for total, copies in zip(row["seconds"], row["copying"], strict=True)]
+            row["ratios_without_copies"] = [theirs / own for theirs, own in zip(alone, mine, strict=True)]
+
+
+def _write_reference(problem: Problem) -> dict[str, float]:
+    """Write what one device gives in fp32 (fp64 for fp32 inputs); return its error in the inputs' dtype by tensor."""
+    inputs = make_inputs(problem)
+    wide = torch.float64 if problem.dtype == torch.float32 else torch.float32
+    right, plain = (_one_device([x.to(dtype) for x in inputs]) for dtype in (wide, problem.dtype))
+    torch.save(right, problem.reference)
+    return {n: ((x.to(wide) - y).norm() / y.norm()).item() for n, x, y in zip(NAMES, plain, right, strict=True)}
+
+
+def _one_device(tensors: list[Tensor]) -> list[Tensor]:
+    *inputs, dout = [x.detach().requires_grad_() for x in tensors]
+    out = scaled_dot_product_attention(*inputs, is_causal=True)
+    return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
+
+
+def show(console: Console, rows: list[dict[str, Any]], title: str) -> None:
+    """Fingerprint ``compare``'s rows: a table, and under it why some have no figures."""
+    columns = (
+        "",
+        "seconds, median (range)",
+        "/ ours, by round",
+        "without the\nstand-in's copies",
+        "MB sent\na rank",
+        "/ " + STRONGEST.replace(" ", "\n") + "'s",
+    )
+    table = Table(*(Column(heading, no_wrap=True) for heading in columns), title=title)
+    strongest = next((row["bytes"] for row in rows if row["name"] == STRONGEST and row["correct"]), None)
+    notes = []
+    for row in rows:
+        name = f"{row['name']} {row['version'] or ''}".strip()
+        if row["refused"]:
+            table.add_row(name, "[yellow]not run")
+            notes.append(f"{row['name']}: {row['refused']}")
+        elif not row["correct"]:
+            worst = max(row["errors"], key=lambda n, row=row: row["errors"][n] / row["bounds"][n])
+            table.add_row(name, f"[red]WRONG {worst} {row['errors'][worst]:.1e}")
+            notes.append(f"{row['name']}: relative L2 of {worst} may be {row['bounds'][worst]:.1e}")
+        else:
+            table.add_row(name, *_figures(row, strongest))
+    console.print(table)
+    for note in notes:
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
+
+
+def _figures(row: dict[str, Any], strongest: list[int] | None) -> list[str]:
+    bytes_sent, share = "", ""
+    if row["bytes"] is not None:
+        bytes_sent = f"{statistics.fmean(row['bytes']) / 1e6:.2f}"
+        if strongest and row["passes"] != "forward":
+            share = f"{statistics.fmean(row['bytes']) / statistics.fmean(strongest):.3f}"
+    told = [spread(row[name], ".3f") for name in ("seconds", "ratios", "ratios_without_copies")]
+    return [*told, bytes_sent, share]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world", type=int, default=2)
+    parser.add_argument("--seq-len", type=int, default=8192)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=5, help="0: check the results and count the bytes only")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--only", nargs="*", metavar="NAME", help="of the others, such as 'yunchang zigzag'")
+    parser.add_argument("--json", help="also write the figures to this file")
+    a = parser.parse_args()
+    dtype = getattr(torch, a.dtype)
+    rows = compare(a.world, a.seq_len, a.heads, a.head_dim, a.rounds, dtype=dtype, device=a.device, names=a.only)
+    title = f"causal, {a.dtype}, S={a.seq_len}, H={a.heads}, D={a.head_dim}, {a.world} ranks x 1 thread"
+    console = Console()
+    show(Console(width=max(console.width, 130)), rows, title)
+    if a.json:
+        Path(a.json).write_text(json.dumps({"options": vars(a), "rows": rows}, indent=1) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()
