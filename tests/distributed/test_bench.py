@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from burst_bench.command import main
+from burst_bench.command import CLUSTER, ClusterArguments, compare, main
 from burst_bench.harness.judge import judge, sampled_error
 from burst_bench.harness.measure import Measurement, measure
 from burst_bench.harness.memory import give_back, peak_during, resident
@@ -270,9 +270,14 @@ def test_the_command_writes_results_and_report(tmp_path, capsys):
         assert row.flops_per_second == pytest.approx(replace(SMALL, seq_len=row.seq_len).flops() / row.median)
         assert len(row.timeline) == 2
     assert "burst bench train" in results.command
+    assert results.revision and results.versions["torch"] == torch.__version__
+    assert "/ first's" in told
     page = (out / "report.html").read_text()
     assert "tensor" in page
     assert {"seconds.png", "memory.png", "bytes.png"} <= {path.name for path in out.iterdir()}
+    assert len(list(out.glob("*.trace.json"))) == 4
+    lines = (out / "results.json").read_text().splitlines()
+    assert sum('"engine": "burst"' in line for line in lines) == 2 and len(lines) < 40, "a line for each row"
     assert main([*arguments, "--out", str(out)]) == 2
     assert "--overwrite" in capsys.readouterr().err
 
@@ -307,10 +312,7 @@ def left_namespaces(pid):
         (["train", "--engines", "megatron"], "'megatron' is unknown"),
         (["train", "--engines", "ring:striped"], "--layout striped"),
         (["train", "--link", "10mbit"], "needs --cluster"),
-        (["train", "--cluster", "8by1"], "'8by1'"),
-        (["train", "--cluster", "2x1", "--link", "fast"], "'fast'"),
         (["train", "--seq-lens", "3", "--worlds", "4"], "--seq-lens 3 is shorter than the 4 ranks"),
-        (["train", "--cluster", "2x1", "--worlds", "4"], "--worlds can't be given with --cluster 2x1"),
         (["train", "--kv-heads", "0"], "--kv-heads 0 must be at least 1"),
         (["train", "--rounds", "0"], "--rounds 0 must be at least 1"),
         (["train", "--heads", "8", "--kv-heads", "3"], "--heads 8 must be a multiple of --kv-heads 3"),
@@ -322,6 +324,24 @@ def test_what_can_not_be_asked_is_refused_in_a_line(arguments, told, capsys):
     assert told in message
     assert message.startswith("burst bench: ")
     assert message.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["train", "--cluster", "8by1"], "'8by1'"),
+        (["train", "--cluster", "2x1", "--link", "fast"], "'fast'"),
+        (["train", "--cluster", "2x1", "--worlds", "4"], "--worlds can't be given with --cluster 2x1"),
+    ],
+)
+def test_what_no_cluster_can_do_is_refused_in_a_line(arguments, told, capsys):
+    assert compare(CLUSTER, ClusterArguments, arguments) == 2
+    message = capsys.readouterr().err
+    assert told in message
+    assert message.startswith("python -m burst_bench.cluster: ")
+    assert message.count("\n") == 1
+    assert main(arguments) == 2
+    assert "needs --cluster of `python -m burst_bench.cluster`" in capsys.readouterr().err
 
 
 @NAMESPACES

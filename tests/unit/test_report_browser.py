@@ -133,6 +133,8 @@ def test_browser_keeps_title_legend_and_toolbar_apart(browser: Any, report: Path
         for (one, a), (other, b) in combinations(boxes.items(), 2):
             apart = a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
             assert apart, (plot, one, a, other, b)
+    buttons = opened.inner.evaluate("[...document.querySelectorAll('.modebar-btn')].map(b => b.dataset.title)")
+    assert set(buttons) == {"Download plot as a PNG", "Zoom", "Pan", "Reset axes"}, "none that needs a network"
 
 
 def test_browser_draws_what_a_real_run_wrote(browser: Any, tmp_path: Path) -> None:

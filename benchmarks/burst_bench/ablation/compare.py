@@ -15,31 +15,33 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from ablation_variants import VARIANTS, Variant
-from burst_bench.memory import resident
-from paper_markdown import spread
 from rich.console import Console
 from rich.table import Column, Table
 from torch import Tensor
 
+from burst_attention import Plan
 from burst_attention.plan.program import Visit
 from burst_attention.testing import Case, WorkerPool, attend
 from burst_attention.testing.check import relative_l2
 from burst_attention.testing.oracle import torch_attention
 
+from ..harness.measure import rotated
+from ..harness.memory import give_back, peak_during, resident
+from ..texts import spread
+from .variants import VARIANTS, Variant
+
 NAMES = ("out", "dq", "dk", "dv")
 COUNTED = ("bytes_forward", "bytes_backward", "scores_forward", "scores_backward")
-WEIGHED = ("peak_forward", "peak")
+PEAKS = ("peak_forward", "peak")
 CHECK_LEN = 2048
 Shape = tuple[int, int, int, torch.dtype]  # tokens, heads, head dim, dtype
 
@@ -57,7 +59,7 @@ def compare(
     variants: Sequence[Variant] = VARIANTS,
     timeout: float = 1800.0,
 ) -> list[dict[str, Any]]:
-    """Check every variant; count, time and weigh those that are right; a dict for each, in the order given.
+    """Check every variant; count, time and watch the memory of those that are right; a dict for each, in their order.
 
     Args:
         rounds: timed ones, at least 1.
@@ -87,13 +89,13 @@ def compare(
         right = [(variant, row) for variant, row in zip(variants, rows, strict=True) if row["correct"]]
         chosen = [variant for variant, _ in right]
         times = pool.run(timed, chosen, shape, rounds, timeout=timeout)
-    with freed_at_once(), WorkerPool(world, timeout=timeout) as pool:
-        peaks = pool.run(weighed, chosen, shape, timeout=timeout)
+    with WorkerPool(world, timeout=timeout) as pool:
+        peaks = pool.run(memory_peaks, chosen, shape, timeout=timeout)
     for n, (_, row) in enumerate(right):
         row["seconds"] = [max(ranks) for ranks in zip(*(rank[n]["seconds"] for rank in times), strict=True)]
         for key in COUNTED:
             row[key] = [rank[n][key] for rank in times]
-        for key in WEIGHED:
+        for key in PEAKS:
             row[key] = [rank[n][key] for rank in peaks]
         if rows[0]["correct"]:  # whose figures are filled in first
             row["ratios"] = [theirs / first for theirs, first in zip(row["seconds"], rows[0]["seconds"], strict=True)]
@@ -106,10 +108,10 @@ def reference(case: Case) -> tuple[list[Tensor], list[float]]:
     by_head: dict[Callable[..., Any], list[list[Tensor]]] = {attend: [], torch_attention: []}
     for head in range(case.q_heads):  # fp64 scores of one head at a time
         q, k, v, dout = (inputs[name][:, head : head + 1] for name in ("q", "k", "v", "dout"))
-        for function, found in by_head.items():
+        for function, heads in by_head.items():
             results = dict(function(q, k, v, case.mask, dout=dout).items())
-            found.append([results[name] for name in NAMES])
-    expected, plain = ([torch.cat(heads, 1) for heads in zip(*found, strict=True)] for found in by_head.values())
+            heads.append([results[name] for name in NAMES])
+    expected, plain = ([torch.cat(x, 1) for x in zip(*heads, strict=True)] for heads in by_head.values())
     return expected, [relative_l2(x, y) for x, y in zip(plain, expected, strict=True)]
 
 
@@ -124,26 +126,26 @@ def _row(variant: Variant, squares: list[list[float]], expected: list[Tensor], s
         "errors": dict(zip(NAMES, errors, strict=True)),
         "bounds": dict(zip(NAMES, bounds, strict=True)),
         "correct": all(error <= bound for error, bound in zip(errors, bounds, strict=True)),  # NaN is not
-        **{key: [] for key in ("seconds", "ratios", *COUNTED, *WEIGHED)},
+        **{key: [] for key in ("seconds", "ratios", *COUNTED, *PEAKS)},
     }
 
 
 def checked(variants: Sequence[Variant], case: Case, expected: list[Tensor]) -> list[list[float]]:
     """On a rank: for each variant, ||out, dq, dk, dv - expected||² of this rank's rows."""
-    found, inputs = [], case.inputs()
+    squares, inputs = [], case.inputs()
     for variant in variants:
         plan = variant.plan(case.seqlen)
         out, backward = variant.begin(plan, *(plan.shard(inputs[name], 2) for name in ("q", "k", "v", "dout")))
         pairs = zip((out, *backward()), expected, strict=True)
-        found.append([(x.double() - plan.shard(y, 2)).square().sum().item() for x, y in pairs])
-    return found
+        squares.append([(x.double() - plan.shard(y, 2)).square().sum().item() for x, y in pairs])
+    return squares
 
 
 def timed(variants: Sequence[Variant], shape: Shape, rounds: int) -> list[dict[str, Any]]:
     """On a rank: for each variant, what one call sends and computes, and the seconds of each of ``rounds`` more."""
     plans = [variant.plan(shape[0]) for variant in variants]
     inputs = [_local_inputs(plan.length, shape) for plan in plans]
-    found: list[dict[str, Any]] = []
+    figures: list[dict[str, Any]] = []
     for variant, plan, tensors in zip(variants, plans, inputs, strict=True):
         out, backward = variant.begin(plan, *tensors)
         forward = plan.transport.sent
@@ -151,55 +153,44 @@ def timed(variants: Sequence[Variant], shape: Shape, rounds: int) -> list[dict[s
         programs = plan.schedule.forward(variant.travels), plan.schedule.backward(variant.travels)
         scores = (sum(op.tiles.area for op in program.ops if isinstance(op, Visit)) for program in programs)
         counted = (forward, plan.transport.sent - forward, *scores)
-        found.append({**dict(zip(COUNTED, counted, strict=True)), "seconds": []})
+        figures.append({**dict(zip(COUNTED, counted, strict=True)), "seconds": []})
         del out, backward
-    for _ in range(rounds):
-        for variant, plan, tensors, figures in zip(variants, plans, inputs, found, strict=True):
+    takers = list(zip(variants, plans, inputs, figures, strict=True))
+    for n in range(rounds):
+        for variant, plan, tensors, own in rotated(takers, n):
             dist.barrier()
             started = time.perf_counter()
             variant.begin(plan, *tensors)[1]()
-            figures["seconds"].append(time.perf_counter() - started)
-    return found
+            own["seconds"].append(time.perf_counter() - started)
+    return figures
 
 
-def weighed(variants: Sequence[Variant], shape: Shape) -> list[dict[str, int]]:
+def memory_peaks(variants: Sequence[Variant], shape: Shape) -> list[dict[str, int]]:
     """On a rank: for each variant, peak resident memory above the start by the end of the forward and of all."""
-    found = []
+    by_variant = []
     for variant in variants:
         plan = variant.plan(shape[0])
         for _ in range(2):  # the first call also leaves what libraries allocate for good
             dist.barrier()
-            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+            give_back()
             before = resident()
-            tensors = _local_inputs(plan.length, shape)
-            out, backward = variant.begin(plan, *tensors)
-            after_forward = resident("VmHWM") - before
-            grads = backward()
-            peaks = after_forward, resident("VmHWM") - before
+            (tensors, out, backward), after_forward = peak_during(partial(_forward, variant, plan, shape))
+            grads, after_backward = peak_during(backward)
             del tensors, out, backward, grads
-        found.append(dict(zip(WEIGHED, peaks, strict=True)))
-    return found
+        peaks = after_forward - before, max(after_forward, after_backward) - before
+        by_variant.append(dict(zip(PEAKS, peaks, strict=True)))
+    return by_variant
+
+
+def _forward(variant: Variant, plan: Plan, shape: Shape) -> tuple[list[Tensor], Tensor, Callable[[], Any]]:
+    tensors = _local_inputs(plan.length, shape)
+    return tensors, *variant.begin(plan, *tensors)
 
 
 def _local_inputs(length: int, shape: Shape) -> list[Tensor]:
     """q, k, v, dout [1, H, S_local, D]."""
     _, heads, head_dim, dtype = shape
     return [torch.randn(1, heads, length, head_dim, dtype=dtype) for _ in range(4)]
-
-
-@contextmanager
-def freed_at_once() -> Iterator[None]:
-    """Processes started meanwhile give freed tensors back at once, so that a peak is of live ones."""
-    name = "MALLOC_MMAP_THRESHOLD_"
-    before = os.environ.get(name)
-    os.environ[name] = "65536"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def tables(rows: list[dict[str, Any]], title: str, check_title: str) -> list[Table]:
@@ -219,7 +210,7 @@ def tables(rows: list[dict[str, Any]], title: str, check_title: str) -> list[Tab
 
 def _figures(row: dict[str, Any]) -> list[str]:
     sent = [sum(both) / 1e6 for both in zip(row["bytes_forward"], row["bytes_backward"], strict=True)]
-    peaks = [f"{max(row[key]) / 2**20:.1f}" for key in WEIGHED]
+    peaks = [f"{max(row[key]) / 2**20:.1f}" for key in PEAKS]
     shares = [max(row[key]) / statistics.fmean(row[key]) for key in ("scores_forward", "scores_backward")]
     return [
         spread(row["seconds"], ".3f"),
@@ -249,7 +240,3 @@ def main() -> None:
         Console(width=max(console.width, 140)).print(table)
     if a.json:
         Path(a.json).write_text(json.dumps({"options": vars(a), "rows": rows}, indent=1) + "\n", "utf-8")
-
-
-if __name__ == "__main__":
-    main()

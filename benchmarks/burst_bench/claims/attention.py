@@ -4,15 +4,18 @@ The two take turns in one run, round by round, on the same cores; printed is the
 is faster), its median and its spread. Before the clock starts the result is checked against the stock kernel's.
 
     python benchmarks/attention.py [--world 2] [--seq-len 8192] [--heads 8] [--head-dim 128] [--rounds 9]
+        [--json docs/results/attention.json]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -24,7 +27,10 @@ from burst_attention import burst_attention, make_plan
 from burst_attention.testing import WorkerPool
 from burst_attention.testing.check import relative_l2
 
-_kept: dict[str, tuple] = {}  # on a rank: the inputs of the timed call, between two messages from the parent
+from ..harness.origin import origin
+from ..harness.results import write_json
+
+_inputs: dict[str, tuple] = {}  # on a rank: the inputs of the timed call, between two messages from the parent
 
 
 def make_inputs(seqlen: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> list[Tensor]:
@@ -36,12 +42,12 @@ def make_inputs(seqlen: int, heads: int, kv_heads: int, dim: int, dtype: torch.d
 def prepare(options: dict, shape: tuple, kernel: str) -> None:
     plan = make_plan(shape[0], **options)
     local = [plan.shard(x, 2) for x in make_inputs(*shape)]
-    _kept["call"] = plan, [x.requires_grad_() for x in local[:3]], local[3], kernel
+    _inputs["call"] = plan, [x.requires_grad_() for x in local[:3]], local[3], kernel
 
 
 def ours() -> tuple[float, tuple[Tensor, ...]]:
     """Seconds of one forward and backward here, and what came of it."""
-    plan, inputs, dout, kernel = _kept["call"]
+    plan, inputs, dout, kernel = _inputs["call"]
     started = time.perf_counter()
     out = burst_attention(*inputs, plan, kernel=kernel)
     grads = torch.autograd.grad(out, inputs, dout)
@@ -53,7 +59,7 @@ def timed() -> float:
 
 
 def global_results() -> list[Tensor]:
-    plan = _kept["call"][0]
+    plan = _inputs["call"][0]
     return [plan.unshard(x, 2) for x in ours()[1]]
 
 
@@ -81,7 +87,7 @@ def main() -> None:
     parser.add_argument("--route", default="auto")
     parser.add_argument("--kernel", default="auto")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", help="also write the figures to this file")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     a = parser.parse_args()
     console = Console()
     torch.set_num_threads(a.world)
@@ -95,16 +101,14 @@ def main() -> None:
             raise SystemExit(f"the results differ, so no time is reported: relative L2 of out, dq, dk, dv {errors}")
         seconds = [(stock()[0], max(pool.run(timed))) for _ in range(a.rounds)]
     ratios = [theirs / mine for theirs, mine in seconds]
+    ratio = {"median": statistics.median(ratios), "least": min(ratios), "greatest": max(ratios)}
     table = Table("", "median s", "min", "max", title=f"causal, {a.dtype}, S={a.seq_len}, H={a.heads}, D={a.head_dim}")
     for name, column in ((f"torch, 1 x {a.world} threads", 0), (f"burst, {a.world} x 1 thread", 1)):
         values = [row[column] for row in seconds]
         table.add_row(name, *(f"{x:.3f}" for x in (statistics.median(values), min(values), max(values))))
-    table.add_row("ratio, per round", *(f"{x:.3f}" for x in (statistics.median(ratios), min(ratios), max(ratios))))
+    table.add_row("ratio, per round", *(f"{x:.3f}" for x in ratio.values()))
     console.print(table)
     if a.json:
-        with open(a.json, "w") as file:
-            json.dump({"options": vars(a), "seconds": seconds, "median_ratio": statistics.median(ratios)}, file)
-
-
-if __name__ == "__main__":
-    main()
+        size = {name: getattr(a, name) for name in ("world", "seq_len", "heads", "head_dim", "dtype")}
+        figures = {"size": size, "rounds": a.rounds, "ratio": ratio, "seconds": seconds}
+        write_json(a.json, figures | origin(shlex.join(["python", "benchmarks/attention.py", *sys.argv[1:]])))

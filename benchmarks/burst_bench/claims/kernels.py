@@ -263,7 +263,3 @@ def main() -> None:
     print(page)
     if a.out:
         a.out.write_text(page, "utf-8")
-
-
-if __name__ == "__main__":
-    main()

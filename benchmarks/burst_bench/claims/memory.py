@@ -1,18 +1,18 @@
 """Peak memory of the attention per rank, forward and backward, against world size: it falls as 1 / world.
 
 Measured in each rank as the peak of its resident memory during the call above that before its inputs were made, so
-inputs, outputs and gradients are in it; beside it, what those alone take, and what the plan foretells. glibc is told to
+inputs, outputs and gradients are in it; beside it, what those alone take, and what the plan predicts. glibc is told to
 give freed tensors back at once, so that the peak is of live ones.
 
-    python benchmarks/memory.py [--seq-len 32768] [--worlds 1 2 4]
+    python benchmarks/memory.py [--seq-len 32768] [--worlds 1 2 4] [--json docs/results/memory-by-world.json]
 """
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import torch
-from burst_bench.memory import give_back, peak_during, resident
 from rich.console import Console
 from rich.table import Table
 
@@ -21,6 +21,10 @@ from burst_attention.attention.plan import shape_of
 from burst_attention.plan.estimate import peak_memory
 from burst_attention.plan.schedule import make_schedule
 from burst_attention.testing import WorkerPool
+
+from ..harness.memory import give_back, peak_during, resident
+from ..harness.origin import origin
+from ..harness.results import write_json
 
 
 def measure(seqlen: int, heads: int, dim: int, dtype: torch.dtype, kernel: str) -> tuple[int, int]:
@@ -40,7 +44,7 @@ def measure(seqlen: int, heads: int, dim: int, dtype: torch.dtype, kernel: str) 
     return peak - before, size
 
 
-def foretold(world: int, seqlen: int, heads: int, dim: int, dtype: torch.dtype) -> int:
+def predicted(world: int, seqlen: int, heads: int, dim: int, dtype: torch.dtype) -> int:
     """The same peak by the plan."""
     schedule = make_schedule(seqlen, mask=Mask(), layout="zigzag", route="direct", rank=0, world=world)
     shape = shape_of(dtype, batch=1, q_heads=heads, kv_heads=heads, head_dim=dim)
@@ -55,22 +59,24 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--kernel", default="auto")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     a = parser.parse_args()
-    title = f"causal zigzag, {a.dtype}, S={a.seq_len}, H={a.heads}, D={a.head_dim}"
-    columns = ("world", "peak per rank, MiB", "foretold", "x world / that of world 1", "in and out alone, MiB")
-    table = Table(*columns, title=title)
-    first = 0.0
+    arguments = (a.seq_len, a.heads, a.head_dim, getattr(torch, a.dtype))
+    rows = []
     for world in a.worlds:
         with WorkerPool(world, timeout=1800) as pool:
-            arguments = (a.seq_len, a.heads, a.head_dim, getattr(torch, a.dtype), a.kernel)
-            figures = pool.run(measure, *arguments, timeout=3600)
-        peak = max(peak for peak, _ in figures)
-        first = first or peak * world
-        sizes = [peak, foretold(world, *arguments[:4]), max(n for _, n in figures)]
-        peak_told, plan_told, alone = (f"{size / 2**20:.0f}" for size in sizes)
-        table.add_row(str(world), peak_told, plan_told, f"{peak * world / first:.2f}", alone)
+            by_rank = pool.run(measure, *arguments, a.kernel, timeout=3600)
+        peak, alone = (max(sizes) for sizes in zip(*by_rank, strict=True))
+        rows.append({"world": world, "peak": peak, "predicted": predicted(world, *arguments), "alone": alone})
+    title = f"causal zigzag, {a.dtype}, S={a.seq_len}, H={a.heads}, D={a.head_dim}"
+    columns = ("world", "peak per rank, MiB", "predicted", "in and out alone, MiB", "x world / that of the first")
+    table = Table(*columns, title=title)
+    first = rows[0]["peak"] * rows[0]["world"]
+    for row in rows:
+        sizes = (f"{row[name] / 2**20:.0f}" for name in ("peak", "predicted", "alone"))
+        table.add_row(str(row["world"]), *sizes, f"{row['peak'] * row['world'] / first:.2f}")
     Console().print(table)
-
-
-if __name__ == "__main__":
-    main()
+    if a.json:
+        command = f"python benchmarks/memory.py --seq-len {a.seq_len} --worlds {' '.join(map(str, a.worlds))}"
+        size = {"seq_len": a.seq_len, "heads": a.heads, "head_dim": a.head_dim, "dtype": a.dtype}
+        write_json(a.json, {"size": size, "rows": rows} | origin(command))

@@ -11,12 +11,13 @@ from __future__ import annotations
 import argparse
 
 import torch
-from burst_bench.numerics import relative_errors, stock_errors
 from rich.console import Console
 from rich.table import Table
 
 from burst_attention import Mask
 from burst_attention.testing import Case, WorkerPool
+
+from ..harness.numerics import relative_errors, stock_errors
 
 
 def main() -> None:
@@ -44,7 +45,3 @@ def main() -> None:
         console.print(table)
     for pool in pools.values():
         pool.close()
-
-
-if __name__ == "__main__":
-    main()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -151,10 +151,6 @@ class Results:
             fields["bytes_uncounted"] = row.bytes_uncounted
         write_json(path, content)
 
-    def without_timelines(self) -> Results:
-        """The same figures without what each rank did when, which takes most of the room."""
-        return replace(self, rows=[replace(row, timeline=[]) for row in self.rows])
-
     @classmethod
     def read(cls, path: Path) -> Results:
         """What :meth:`write` wrote."""
@@ -166,5 +162,7 @@ class Results:
         content, rows = dict(content), []
         for row in content.pop("rows"):
             row = {name: value for name, value in row.items() if name != "bytes_uncounted"}  # follows from the others
-            rows.append(Row(**row | {"timeline": [[Span(**span) for span in rank] for rank in row["timeline"]]}))
+            rows.append(
+                Row(**row | {"timeline": [[Span(**span) for span in rank] for rank in row.get("timeline", ())]})
+            )
         return cls(rows=rows, **content)

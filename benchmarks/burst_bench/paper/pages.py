@@ -1,4 +1,4 @@
-"""Measurement to Markdown: a page of docs/results for each JSON of benchmarks/paper.py, and an index with every target."""
+"""Figures to Markdown: a page of docs/results for each JSON of benchmarks/paper.py, and an index with every target."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from burst_bench.report.figures import bytes_text, link_text, number_text
-from burst_bench.results import Results, Row
-from paper_markdown import REFERENCE, Page, find, mebibytes, outcome, sizes_of, speeds, spread, table
-from paper_targets import PEER, targets
+from ..harness.results import Results, Row
+from ..texts import bytes_text, link_text, mebibytes, spread
+from .markdown import REFERENCE, Page, find, gflops, outcome, sizes_of, speeds, table
+from .readme import draw_readme
+from .targets import PEER, targets
 
 GIB = 2**30
 
 
-def draw(folder: Path) -> list[Path]:
-    """Write a page for each section's figures, and the index; returns what was written."""
+def draw(folder: Path, readme: Path | None = None) -> list[Path]:
+    """Write a page for each section's figures, the index, and the table of ``readme``; returns what was written."""
     written = []
     for name, pages in PAGES.items():
         if (folder / f"{name}.json").exists():
@@ -24,13 +25,16 @@ def draw(folder: Path) -> list[Path]:
                 (folder / f"{page}.md").write_text(make(Page.read(folder / f"{name}.json")), "utf-8")
                 written.append(folder / f"{page}.md")
     (folder / "README.md").write_text(index(folder, written), "utf-8")
-    return [*written, folder / "README.md"]
+    if readme is not None:
+        draw_readme(readme, folder)
+    return [*written, folder / "README.md", *([] if readme is None else [readme])]
 
 
 def index(folder: Path, written: Sequence[Path]) -> str:
     """Targets, pages and how long they took."""
     titles = [(path, path.read_text("utf-8").splitlines()[0].removeprefix("# ")) for path in written]
-    minutes = {name: Page.read(folder / f"{name}.json").raw.get("minutes") for name in PAGES if _has(folder, name)}
+    sections = [name for name in PAGES if (folder / f"{name}.json").exists()]
+    minutes = {name: Page.read(folder / f"{name}.json").raw.get("minutes") for name in sections}
     known = {name: took for name, took in minutes.items() if took is not None}
     text = (
         "# Results\n\nEvery figure here is measured by `python benchmarks/paper.py` on one machine; each page names it. "
@@ -43,10 +47,6 @@ def index(folder: Path, written: Sequence[Path]) -> str:
     took = ", ".join(f"{name} {minutes:.0f}" for name, minutes in known.items())
     text += f"\nMinutes that the sections took: {took}; {sum(known.values()):.0f} in all"
     return text + (", of 90 that they may take.\n" if set(known) == set(PAGES) else ".\n")
-
-
-def _has(folder: Path, name: str) -> bool:
-    return (folder / f"{name}.json").exists()
 
 
 def training(page: Page) -> str:
@@ -80,8 +80,10 @@ def _links(rows: Sequence[Row]) -> str:
             limited = find(rows, engine=REFERENCE, seq_len=length, link=link)
             if free and limited:
                 share = 1 - (free.median or 0) / (limited.median or 1)
-                lines.append([f"{length:,}", link_text(round(link, -5)), f"{100 * share:.0f} %"])
-    return table(("tokens", "link of each node", f"share of {REFERENCE}'s step that is exchange"), lines)
+                cells = (f"{length:,}", link_text(round(link, -5)), f"{100 * share:.0f} %")
+                columns = ("tokens", "link of each node", f"share of {REFERENCE}'s step that is exchange")
+                lines.append(dict(zip(columns, cells, strict=True)))
+    return table(lines)
 
 
 def prefill(page: Page) -> str:
@@ -99,28 +101,28 @@ def memory(page: Page) -> str:
         "is built; each engine by itself. `fits in 2 GiB` is read off the least-squares line through the points, not "
         "run: with the time of attention in the square of the length, the whole column would take this machine hours."
     )
-    rows = [row for row in (*results.rows, *alone.rows) if row.peak_memory is not None]
-    lengths = sorted({row.seq_len for row in rows})
+    peaks: dict[tuple[str, int], dict[int, int]] = {}
+    for row in (*results.rows, *alone.rows):
+        if row.peak_memory is not None:
+            peaks.setdefault((row.engine, row.world), {})[row.seq_len] = row.peak_memory
+    lengths = sorted({length for points in peaks.values() for length in points})
     lines = []
-    for engine, world in dict.fromkeys((row.engine, row.world) for row in rows):
-        points = {row.seq_len: row.peak_memory or 0 for row in rows if (row.engine, row.world) == (engine, world)}
-        lines.append([engine, str(world), *(mebibytes(points.get(n)) for n in lengths), *_line(points)])
-    lines += [[row.engine, str(row.world), why] for row in (*results.rows, *alone.rows) if (why := outcome(row))]
-    columns = (
-        "engine",
-        "ranks",
-        *(f"{n:,} tokens" for n in lengths),
-        "bytes per token and rank",
-        "fits in 2 GiB per rank",
-    )
-    return page.head("Memory", about, sizes_of(results)) + table(columns, lines)
+    for (engine, world), points in peaks.items():
+        by_length = {f"{length:,} tokens": mebibytes(points.get(length)) for length in lengths}
+        lines.append({"engine": engine, "ranks": str(world)} | by_length | _line(points))
+    for row in (*results.rows, *alone.rows):
+        if why := outcome(row):
+            lines.append({"engine": row.engine, "ranks": str(row.world), f"{row.seq_len:,} tokens": why})
+    return page.head("Memory", about, sizes_of(results)) + table(lines)
 
 
-def _line(points: dict[int, int]) -> list[str]:
-    if len(points) < 2:
-        return ["-", "-"]
-    slope, start = statistics.linear_regression(list(points), list(points.values()))
-    return [f"{slope:,.0f}", f"{(2 * GIB - start) / slope:,.0f} tokens" if slope > 0 else "-"]
+def _line(points: dict[int, int]) -> dict[str, str]:
+    slope, fits = "-", "-"
+    if len(points) > 1:
+        per_token, start = statistics.linear_regression(list(points), list(points.values()))
+        slope = f"{per_token:,.0f}"
+        fits = f"{(2 * GIB - start) / per_token:,.0f} tokens" if per_token > 0 else "-"
+    return {"bytes per token and rank": slope, "fits in 2 GiB per rank": fits}
 
 
 def _contiguous(world: int) -> int:
@@ -158,23 +160,27 @@ def sent(page: Page) -> str:
     wires = {(engine, length): size for engine, length, size in page.raw["wire"]}
     lines = []
     for row in results.rows:
+        place = {"engine": row.engine, "tokens": f"{row.seq_len:,}"}
         if why := outcome(row):
-            lines.append([row.engine, f"{row.seq_len:,}", why])
+            lines.append(place | {"formula": why})
             continue
-        told, formula = FORMULAS[row.engine]
+        in_words, formula = FORMULAS[row.engine]
         n = row.seq_len / row.world * setting["width"]
         closed = setting["layers"] * formula(row.world, n, 2 if setting["dtype"] == "bfloat16" else 4)
         wire, reference = (wires.get((engine, row.seq_len)) for engine in (row.engine, REFERENCE))
-        share = f"{wire / reference:.2f}" if wire and reference else "-"
         uncounted = None if wire is None or row.bytes_counted is None else wire - row.bytes_counted
-        figures = (closed, row.bytes_counted, row.bytes_predicted, wire, uncounted)
-        lines.append([row.engine, f"{row.seq_len:,}", told, *map(bytes_text, figures), share])
-    columns = ("engine", "tokens", "formula", "by the formula", "counted", "predicted", "on the wire", "uncounted")
-    text = page.head("Bytes per rank and step", about, sizes_of(results))
-    text += table((*columns, f"of {REFERENCE}'s wire"), lines)
-    return (
-        text + "\n## The attention alone, beside the packages\n\n" + _peer_bytes(page.raw["counted"], page.raw["size"])
-    )
+        sizes = {
+            "by the formula": closed,
+            "counted": row.bytes_counted,
+            "predicted": row.bytes_predicted,
+            "on the wire": wire,
+            "uncounted": uncounted,
+        }
+        share = {f"of {REFERENCE}'s wire": f"{wire / reference:.2f}" if wire and reference else "-"}
+        lines.append(place | {"formula": in_words} | {name: bytes_text(size) for name, size in sizes.items()} | share)
+    text = page.head("Bytes per rank and step", about, sizes_of(results)) + table(lines)
+    packages = _peer_bytes(page.raw["counted"], page.raw["size"])
+    return f"{text}\n## The attention alone, beside the packages\n\n{packages}"
 
 
 def _peer_bytes(rows: list[dict[str, Any]], size: Sequence[int]) -> str:
@@ -185,16 +191,18 @@ def _peer_bytes(rows: list[dict[str, Any]], size: Sequence[int]) -> str:
     base = next((row for row in rows if row["name"] == PEER and row["correct"] and row["bytes"]), None)
     lines = []
     for row in rows:
+        name = {"variant": row["name"], "passes": row["passes"]}
         if not row["correct"] or not row["bytes"]:
             why = row["refused"] or ("WRONG" if not row["correct"] else "not counted")
-            lines.append([row["name"], row["passes"], why, "", ""])
+            lines.append(name | {"per rank, mean": why})
             continue
         mean, most = statistics.fmean(row["bytes"]), max(row["bytes"])
         shares = ["-", "-"]
         if base and row["passes"] == base["passes"]:
             shares = [f"{x / statistics.fmean(base['bytes']):.2f}" for x in (mean, most)]
-        lines.append([row["name"], row["passes"], bytes_text(mean), *shares])
-    return text + table(("variant", "passes", "per rank, mean", f"of {PEER}'s", "the busiest rank's"), lines)
+        cells = {"per rank, mean": bytes_text(mean), f"of {PEER}'s": shares[0], "the busiest rank's": shares[1]}
+        lines.append(name | cells)
+    return text + table(lines)
 
 
 def perplexity(page: Page) -> str:
@@ -208,12 +216,13 @@ def perplexity(page: Page) -> str:
     lines = []
     for row in page.raw["engines"]:
         if row["refused"]:
-            lines.append([row["engine"], row["refused"], *[""] * 4])
+            lines.append({"engine": row["engine"], "loss": row["refused"]})
             continue
         apart = "reference" if row["engine"] == row["reference"] else f"{row['greatest_difference']:.1e}"
-        figures = (f"{row['loss']:.7f}", f"{row['perplexity']:.6f}", f"{row['sequences']:,}", f"{row['tokens']:,}")
-        lines.append([row["engine"], *figures, apart])
-    return text + table(("engine", "loss", "perplexity", "sequences", "tokens", "greatest difference"), lines)
+        figures = {"loss": f"{row['loss']:.7f}", "perplexity": f"{row['perplexity']:.6f}"}
+        counts = {name: f"{row[name]:,}" for name in ("sequences", "tokens")}
+        lines.append({"engine": row["engine"]} | figures | counts | {"greatest difference": apart})
+    return text + table(lines)
 
 
 def ablation(page: Page) -> str:
@@ -225,26 +234,31 @@ def ablation(page: Page) -> str:
         "ranks that share cores don't feel it, ranks with a core each wait for it."
     )
     size = page.raw["sizes"]
-    told = f"{size['ranks']} emulated nodes, {size['seq_len']:,} tokens, H = {size['heads']}, D = {size['head_dim']}, bf16, "
-    text = page.head("Ablation", about, told + f"link {link_text(round(size['link'], -5))}")
+    sizes = (
+        f"{size['ranks']} emulated nodes, {size['seq_len']:,} tokens, H = {size['heads']}, D = {size['head_dim']}, bf16"
+    )
+    text = page.head("Ablation", about, f"{sizes}, link {link_text(round(size['link'], -5))}")
     lines = []
     for row in page.raw["rows"]:
-        error = f"{max(row['errors'].values()):.1e}"
+        name = {"variant": row["name"], "what differs": row["differs"]}
+        error = {"error": f"{max(row['errors'].values()):.1e}"}
         if not row["correct"]:
-            lines.append([row["name"], row["differs"], "WRONG", *[""] * 5, error])
+            lines.append(name | {"s": "WRONG"} | error)
             continue
         both, work = (
-            [a + b for a, b in zip(row[f"{name}_forward"], row[f"{name}_backward"], strict=True)]
-            for name in ("bytes", "scores")
+            [a + b for a, b in zip(row[f"{kind}_forward"], row[f"{kind}_backward"], strict=True)]
+            for kind in ("bytes", "scores")
         )
-        peaks = (mebibytes(max(row[name]), 1) for name in ("peak_forward", "peak"))
-        sizes = (bytes_text(statistics.fmean(both)), *peaks)
-        busiest = f"{max(work) / statistics.fmean(work):.2f}"
-        lines.append(
-            [row["name"], row["differs"], spread(row["seconds"]), spread(row["ratios"]), *sizes, busiest, error]
-        )
-    columns = ("variant", "what differs", "s", "ratio", "sent per rank", "forward's memory", "memory", "work", "error")
-    return text + table(columns, lines)
+        figures = {
+            "s": spread(row["seconds"]),
+            "ratio": spread(row["ratios"]),
+            "sent per rank": bytes_text(statistics.fmean(both)),
+            "forward's memory": mebibytes(max(row["peak_forward"]), 1),
+            "memory": mebibytes(max(row["peak"]), 1),
+            "work": f"{max(work) / statistics.fmean(work):.2f}",
+        }
+        lines.append(name | figures | error)
+    return text + table(lines)
 
 
 def scaling(page: Page) -> str:
@@ -263,15 +277,14 @@ def scaling(page: Page) -> str:
 
 
 def _scaling(results: Results) -> str:
-    lines = []
-    for row in sorted(results.rows, key=lambda row: (row.engine, row.world)):
-        place = [row.engine, str(row.world), f"{row.seq_len:,}"]
+    def cells(row: Row) -> dict[str, str]:
+        place = {"engine": row.engine, "ranks": str(row.world), "tokens": f"{row.seq_len:,}"}
         if why := outcome(row):
-            lines.append([*place, why, "", ""])
-            continue
-        speed = number_text((row.flops_per_second or 0) / 1e9)
-        lines.append([*place, spread(row.seconds), speed, mebibytes(row.peak_memory)])
-    return table(("engine", "ranks", "tokens", "s", "GFLOP/s", "peak memory per rank"), lines)
+            return place | {"s": why}
+        figures = {"GFLOP/s": gflops(row), "peak memory per rank": mebibytes(row.peak_memory)}
+        return place | {"s": spread(row.seconds)} | figures
+
+    return table(map(cells, sorted(results.rows, key=lambda row: (row.engine, row.world))))
 
 
 def long(page: Page) -> str:
@@ -283,19 +296,17 @@ def long(page: Page) -> str:
         "rows drawn at random at this length, of dk and dv by what their sums must be, and of all results at 512 tokens."
     )
     text = page.head(f"{row.seq_len:,} tokens through one layer", about, sizes_of(results))
-    lines = [
-        ["ranks", str(row.world)],
-        ["seconds, of the one call, with its memory watched", outcome(row) or spread(row.seconds, ".1f")],
-        ["GFLOP/s", number_text((row.flops_per_second or 0) / 1e9)],
-        ["sent per rank, counted and predicted", f"{bytes_text(row.bytes_counted)}, {bytes_text(row.bytes_predicted)}"],
-        ["peak memory of the highest rank, above what was resident before", mebibytes(row.peak_memory)],
-        [
-            "all ranks, with all that is resident, at most",
-            mebibytes(row.peak_resident and row.peak_resident * row.world),
-        ],
-        ["error", "-" if row.error is None else f"{row.error:.1e}"],
-    ]
-    return text + table(("", ""), lines)
+    most = mebibytes(row.peak_resident and row.peak_resident * row.world)
+    figures = {
+        "ranks": str(row.world),
+        "seconds, of the one call, with its memory watched": outcome(row) or spread(row.seconds, ".1f"),
+        "GFLOP/s": gflops(row),
+        "sent per rank, counted and predicted": f"{bytes_text(row.bytes_counted)}, {bytes_text(row.bytes_predicted)}",
+        "peak memory of the highest rank, above what was resident before": mebibytes(row.peak_memory),
+        "all ranks, with all that is resident, at most": most,
+        "error": "-" if row.error is None else f"{row.error:.1e}",
+    }
+    return text + table({"what": what, "measured": figure} for what, figure in figures.items())
 
 
 def peers(page: Page) -> str:
@@ -310,16 +321,18 @@ def peers(page: Page) -> str:
     sizes = f"{world} ranks x 1 thread, {length:,} tokens, H = {heads}, D = {dim}, bf16, no limit"
     lines = []
     for row in page.raw["rows"]:
-        name = f"{row['name']} {row['version'] or ''}".strip()
+        name = {"variant": f"{row['name']} {row['version'] or ''}".strip(), "passes": row["passes"]}
         if not row["seconds"]:
-            why = row["refused"] or ("not timed" if row["correct"] else "WRONG")
-            lines.append([name, row["passes"], why, "", "", ""])
+            lines.append(name | {"s": row["refused"] or ("not timed" if row["correct"] else "WRONG")})
             continue
-        sent_bytes = bytes_text(statistics.fmean(row["bytes"])) if row["bytes"] else "-"
-        by_round = (spread(row.get(key, ()), ".3f") for key in ("ratios", "ratios_without_copies"))
-        lines.append([name, row["passes"], spread(row["seconds"]), *by_round, sent_bytes])
-    text = page.head("Beside the packages", about, sizes)
-    return text + table(("variant", "passes", "s", "ratio", "without copies", "sent per rank"), lines)
+        figures = {
+            "s": spread(row["seconds"]),
+            "ratio": spread(row["ratios"], ".3f"),
+            "without copies": spread(row["ratios_without_copies"], ".3f"),
+            "sent per rank": bytes_text(statistics.fmean(row["bytes"])) if row["bytes"] else "-",
+        }
+        lines.append(name | figures)
+    return page.head("Beside the packages", about, sizes) + table(lines)
 
 
 # section -> its pages

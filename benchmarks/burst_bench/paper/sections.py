@@ -1,46 +1,32 @@
-"""The paper's tables at this machine's scale: every engine, measured, as docs/results/*.md beside the raw figures.
-
-    python benchmarks/paper.py [--out docs/results] [--only training prefill ...] [--quick]
-
-Each section leaves its figures as JSON; the pages are drawn from those, so a section can be run again by itself.
-
-BurstAttention's claims (arXiv 2403.09347, section 4) are relative, so are these: each is a ratio of two engines that
-took turns in one run. The cluster is emulated: a network namespace for each node, and three link rates, chosen so that
-tensor parallelism with sequence parallelism spends none, half and most of its step communicating. It needs root and
-iproute2. docs/results/README.md tells how many minutes a full run took; --quick shrinks everything to a few.
-"""
+"""The sections of the paper's tables: each measures, and gives its figures as they go into its JSON."""
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import shlex
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ablation
-import paper_tables as tables
-import peers
 import torch
-from burst_bench.cluster import Cluster, ClusterError
-from burst_bench.results import Results, Row
-from burst_bench.run import World, machine, results_of
-from burst_bench.workload import Workload
-from paper_markdown import MADE_UP, Page
 from rich.console import Console
+
+from ..ablation import compare as ablation
+from ..cluster import Cluster
+from ..harness.results import Row
+from ..harness.run import World, setting
+from ..harness.workload import Workload
+from ..peers import compare as peers
+from .markdown import GLOO_WASTE, REFERENCE, Page
 
 ENGINES = ("burst", "ring", "ulysses", "tensor", "tensor-sequence")
 TRAINED = (*ENGINES, "burst:contiguous")
-REFERENCE = "tensor-sequence"
 HALF, TRIES = 0.03, 3  # how far from a half the reference's share may be, and how often its rate is corrected
 PEERS = ("ring-flash-attn zigzag", "yunchang ulysses")
 
@@ -106,21 +92,14 @@ QUICK = Scale(
 
 
 class Paper:
-    """A run over some of the tables."""
+    """A run over some of the sections; ``out``: where the figures of those that ran before lie."""
 
-    def __init__(self, scale: Scale, out: Path, command: str, console: Console) -> None:
-        self.scale, self.out, self.command, self.console = scale, out, command, console
+    def __init__(self, scale: Scale, out: Path, console: Console) -> None:
+        self.scale, self.out, self.console = scale, out, console
         self.cluster = (scale.nodes, 1)
 
     def say(self, text: str) -> None:
         self.console.print(f"[dim]{time.strftime('%H:%M:%S')} {text}[/]", highlight=False)
-
-    def keep(self, name: str, **raw: Any) -> None:
-        """The figures of a section as ``NAME.json``; the pages are made of these alone."""
-        told = {key: asdict(x.without_timelines()) if isinstance(x, Results) else x for key, x in raw.items()}
-        told |= {"machine": machine(), "date": datetime.now(UTC).isoformat(timespec="seconds"), "command": self.command}
-        (self.out / f"{name}.json").write_text(json.dumps(told, indent=1) + "\n", "utf-8")
-        self.say(f"wrote {self.out / name}.json")
 
     def links(self, world: World) -> list[float | None]:
         """No limit, the middle rate and a quarter of it: the training table's in this folder, if it is there."""
@@ -136,7 +115,7 @@ class Paper:
         Found from a step without a limit and its bytes, then corrected by pairs of steps until the share is a half
         within :data:`HALF`.
         """
-        workload = replace(self.scale.workload, engines=(REFERENCE,), rounds=1, weigh=False)
+        workload = replace(self.scale.workload, engines=(REFERENCE,), rounds=1, resources=False)
         longest = [self.scale.train[-1][0]]
         (free,) = world.rows(workload, longest)
         rate = 8 * free.bytes_wire / free.median
@@ -150,13 +129,15 @@ class Paper:
             rate *= min(max((limited.median - free.median) / free.median, 0.5), 2.0)
         return [None, rate, rate / 4]
 
-    def results(self, workload: Workload, rows: Sequence[Row], cluster: tuple[int, int] | None) -> Results:
-        return results_of(workload, rows, command=self.command, cluster=cluster)
+    def results(self, workload: Workload, rows: list[Row], cluster: tuple[int, int] | None) -> dict[str, Any]:
+        """Rows of one task as :meth:`Page.results` reads them; timelines would take most of the room."""
+        content = [{name: value for name, value in vars(row).items() if name != "timeline"} for row in rows]
+        return {"task": workload.task, "setting": setting(workload, cluster), "rows": content}
 
-    def training(self) -> None:
+    def training(self) -> dict[str, Any]:
         """Table 1: time and bytes of a training step."""
         lens = [length for length, *_ in self.scale.train]
-        workload = replace(self.scale.workload, engines=TRAINED, weigh=False)
+        workload = replace(self.scale.workload, engines=TRAINED, resources=False)
         with World.of(self.scale.nodes, self.cluster, say=self.say) as world:
             links = self.find_links(world)
             rows = [
@@ -166,14 +147,14 @@ class Paper:
                 for row in world.rows(replace(workload, rounds=some), [length], at)
             ]
             # Gloo's reduce-scatter sends twice what it needs to: on links faster by that, what a better one would do.
-            faster = [MADE_UP * link for link in links if link is not None]
+            faster = [GLOO_WASTE * link for link in links if link is not None]
             rows += world.rows(replace(workload, engines=(REFERENCE,), rounds=1), lens[-1:], faster)
             results = self.results(workload, rows, self.cluster)
         with World.of(1, say=self.say) as world:
             alone = self.results(workload, world.rows(replace(workload, engines=("single",), rounds=1), lens), None)
-        self.keep("training", results=results, alone=alone)
+        return {"results": results, "alone": alone}
 
-    def memory(self) -> None:
+    def memory(self) -> dict[str, Any]:
         """Tables 3 and 4: memory and bytes of a training step, each engine by itself."""
         lens = [length for length, *_ in self.scale.train]
         workload = replace(self.scale.workload, engines=TRAINED, rounds=0)
@@ -183,7 +164,7 @@ class Paper:
             alone = self.results(workload, world.rows(replace(workload, engines=("single",)), lens), None)
         size = (self.scale.nodes, self.scale.count_len, 8, 128)
         counted = peers.compare(*size, 0)
-        self.keep("memory", results=results, alone=alone, counted=counted, size=size, wire=self.wire())
+        return {"results": results, "alone": alone, "counted": counted, "size": size, "wire": self.wire()}
 
     def wire(self) -> list[tuple[str, int, float]]:
         """(engine, tokens, bytes on the wire by the interfaces) of the training table's steps without a limit."""
@@ -191,9 +172,9 @@ class Paper:
         rows = Page.read(known).results("results").rows if known.exists() else []
         return [(row.engine, row.seq_len, row.bytes_wire) for row in rows if row.link is None and row.bytes_wire]
 
-    def prefill(self) -> None:
+    def prefill(self) -> dict[str, Any]:
         """Table 2: the first token's latency."""
-        workload = replace(self.scale.workload, task="prefill", weigh=False)
+        workload = replace(self.scale.workload, task="prefill", resources=False)
         with World.of(self.scale.nodes, self.cluster, say=self.say) as world:
             middle = self.links(world)[1]
             rows = [
@@ -201,25 +182,25 @@ class Paper:
                 for length, rounds in self.scale.prefill
                 for row in world.rows(replace(workload, rounds=rounds), [length], [middle])
             ]
-        self.keep("prefill", results=self.results(workload, rows, self.cluster))
+        return {"results": self.results(workload, rows, self.cluster)}
 
-    def perplexity(self) -> None:
+    def perplexity(self) -> dict[str, Any]:
         """Table 5: every engine on one trained model."""
         scale = self.scale
         with tempfile.TemporaryDirectory(prefix="burst-paper-") as folder:
-            told = Path(folder) / "eval.json"
+            evaluated = Path(folder) / "eval.json"
             sizes = f"--seq-len {scale.eval_len} --ranks 2 --device cpu --data stdlib --held-out 0.05"
             train = f"train {sizes} --steps {scale.train_steps} --held-out-sequences 1 --out {folder}/run"
-            evaluate = f"eval {sizes} --model {folder}/run/model --sequences {scale.eval_sequences} --json {told}"
+            evaluate = f"eval {sizes} --model {folder}/run/model --sequences {scale.eval_sequences} --json {evaluated}"
             for command in (train, evaluate):
                 self.say(f"burst {command}")
                 burst = [sys.executable, "-m", "burst_attention.cli"]
                 subprocess.run([*burst, *shlex.split(command)], check=True, stdout=subprocess.DEVNULL)
-            raw = json.loads(told.read_text())
+            raw = json.loads(evaluated.read_text())
         commands = [f"burst {text}".replace(folder, "runs/paper") for text in (train, evaluate)]
-        self.keep("perplexity", engines=raw["results"], commands=commands)
+        return {"engines": raw["results"], "commands": commands}
 
-    def ablation(self) -> None:
+    def ablation(self) -> dict[str, Any]:
         """Table 6: what each part is worth."""
         scale, workload = self.scale, self.scale.workload
         with World.of(scale.nodes, self.cluster, say=self.say) as world:
@@ -229,9 +210,9 @@ class Paper:
             sizes = {"seq_len": scale.ablation_len, "heads": workload.heads, "head_dim": workload.head_dim}
             options = {"dtype": torch.bfloat16, "rounds": scale.rounds, "entries": made.entries()}
             rows = ablation.compare(scale.nodes, **sizes, **options)
-        self.keep("ablation", rows=rows, sizes={**sizes, "ranks": scale.nodes, "link": middle})
+        return {"rows": rows, "sizes": {**sizes, "ranks": scale.nodes, "link": middle}}
 
-    def scaling(self) -> None:
+    def scaling(self) -> dict[str, Any]:
         """Table 7: more ranks, at a fixed length and at a fixed length per rank."""
         workload = replace(self.scale.workload, rounds=self.scale.scaling_rounds)
         strong: list[Row] = []
@@ -241,71 +222,34 @@ class Paper:
             with World.of(n, say=self.say) as world:
                 strong += world.rows(replace(workload, engines=engines), [self.scale.fixed_len])
                 weak += world.rows(replace(workload, engines=engines), [self.scale.per_rank * n])
-        self.keep("scaling", strong=self.results(workload, strong, None), weak=self.results(workload, weak, None))
+        return {"strong": self.results(workload, strong, None), "weak": self.results(workload, weak, None)}
 
-    def long(self) -> None:
+    def long(self) -> dict[str, Any]:
         """128K tokens through one attention layer, forward and backward."""
         sizes = {"heads": 4, "kv_heads": 4, "head_dim": 64}
         workload = replace(self.scale.workload, task="attention", engines=("burst",), rounds=0, **sizes)
         with World.of(self.scale.long_ranks, say=self.say) as world:
             results = self.results(workload, world.rows(workload, [self.scale.long_len]), None)
-        self.keep("long", results=results)
+        return {"results": results}
 
-    def peers(self) -> None:
+    def peers(self) -> dict[str, Any]:
         """Ours against the packages themselves."""
         scale = self.scale
         self.say(f"peers at {scale.peer_len:,} tokens")
         size = (2, scale.peer_len, 8, 128)
-        self.keep("peers", rows=peers.compare(*size, scale.peer_rounds, names=PEERS), size=size)
+        return {"rows": peers.compare(*size, scale.peer_rounds, names=PEERS), "size": size}
 
 
-SECTIONS: dict[str, Callable[[Paper], None]] = {
-    "training": Paper.training,
-    "memory": Paper.memory,
-    "prefill": Paper.prefill,
-    "perplexity": Paper.perplexity,
-    "ablation": Paper.ablation,
-    "scaling": Paper.scaling,
-    "long": Paper.long,
-    "peers": Paper.peers,
+SECTIONS: dict[str, Callable[[Paper], dict[str, Any]]] = {
+    method.__name__: method
+    for method in (
+        Paper.training,
+        Paper.memory,
+        Paper.prefill,
+        Paper.perplexity,
+        Paper.ablation,
+        Paper.scaling,
+        Paper.long,
+        Paper.peers,
+    )
 }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="docs/results; with --quick runs/paper-quick")
-    parser.add_argument(
-        "--only", nargs="*", choices=list(SECTIONS), default=list(SECTIONS), help="none: draw the pages"
-    )
-    parser.add_argument(
-        "--rounds", type=int, help="at most so many of everything; fewer than full ones leave no spread"
-    )
-    parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything runs")
-    a = parser.parse_args()
-    a.out = a.out or Path("runs/paper-quick" if a.quick else "docs/results")
-    a.out.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # ranks in namespaces have no addresses by name, and say so
-    scale = QUICK if a.quick else Scale()
-    command = "python benchmarks/paper.py" + " --quick" * a.quick
-    if a.rounds is not None:
-        scale, command = scale.at_most(a.rounds), f"{command} --rounds {a.rounds}"
-    if a.only != list(SECTIONS):
-        command += " --only " + " ".join(a.only)
-    paper = Paper(scale, a.out, command, Console())
-    for name in a.only:
-        began = time.monotonic()
-        try:
-            SECTIONS[name](paper)
-        except ClusterError as error:
-            raise SystemExit(f"paper.py: {name}: {error}") from None
-        paper.say(f"{name}: {(time.monotonic() - began) / 60:.1f} minutes")
-        note = json.loads((a.out / f"{name}.json").read_text())
-        (a.out / f"{name}.json").write_text(
-            json.dumps(note | {"minutes": (time.monotonic() - began) / 60}, indent=1) + "\n"
-        )
-    for path in tables.draw(a.out):
-        paper.say(f"wrote {path}")
-
-
-if __name__ == "__main__":
-    main()

@@ -23,19 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from burst_bench.measure import rotated
-from paper_markdown import spread
-from peer_ranks import NAMES, Problem, checked, make_inputs, prepare, timed
-from peer_variants import (
-    OURS,
-    OURS_FORWARD,
-    STRONGEST,
-    VARIANTS,
-    Size,
-    Variant,
-    package_version,
-    refusal,
-)
 from rich.console import Console
 from rich.table import Column, Table
 from torch import Tensor
@@ -43,6 +30,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from burst_attention.testing import WorkerPool
 from burst_attention.testing.pool import WorkerError
+
+from ..harness.measure import rotated
+from ..texts import spread
+from .ranks import NAMES, Problem, checked, make_inputs, prepare, timed
+from .variants import OURS, OURS_FORWARD, STRONGEST, VARIANTS, Size, Variant, package_version, refusal
 
 # Times the relative L2 error of torch's own kernel in the same dtype. Over flash kernels a right result is at 0.7 to
 # 1.3, in ring-attention-pytorch's ring, whose scores and accumulator are bf16, at 2.5; a tile that is left out, doubled
@@ -235,7 +227,3 @@ def main() -> None:
     show(Console(width=max(console.width, 130)), rows, title)
     if a.json:
         Path(a.json).write_text(json.dumps({"options": vars(a), "rows": rows}, indent=1) + "\n", "utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -4,10 +4,8 @@
 (async () => {
   const figures = JSON.parse(document.getElementById("figures").textContent);
   const boxes = [...document.querySelectorAll("#filter input")];
-  const config = {
-    responsive: true, displaylogo: false,
-    modeBarButtonsToRemove: ["zoomIn2d", "zoomOut2d", "autoScale2d", "select2d", "lasso2d"],
-  };
+  const buttons = ["toImage", "zoom2d", "pan2d", "resetScale2d"]; // none that sends anything anywhere
+  const config = { responsive: true, displaylogo: false, modeBarButtons: [buttons] };
   const chosen = () => boxes.filter((box) => box.checked).map((box) => box.dataset.engine);
 
   // "ring" stands for "ring:contiguous" too.
