@@ -12,10 +12,10 @@ in the forward and in the backward: with more ranks than cores the wall time doe
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import tyro
 from rich.console import Console
 from rich.table import Column, Table
 from torch import Tensor
@@ -36,6 +37,8 @@ from burst_attention.testing.oracle import torch_attention
 
 from ..harness.measure import rotated
 from ..harness.memory import give_back, peak_during, resident
+from ..harness.origin import origin
+from ..harness.results import write_json
 from ..texts import spread
 from .variants import VARIANTS, Variant
 
@@ -222,21 +225,25 @@ def _figures(row: dict[str, Any]) -> list[str]:
     ]
 
 
+def run(
+    *,
+    world: int = 4,
+    seq_len: int = 8192,
+    heads: int = 8,
+    head_dim: int = 32,
+    dtype: str = "bfloat16",
+    rounds: int = 5,
+    json: Path | None = None,
+) -> None:
+    """Compare and print; ``json``: also write the figures to this file."""
+    sizes = {"seq_len": seq_len, "heads": heads, "head_dim": head_dim}
+    rows = compare(world, **sizes, dtype=getattr(torch, dtype), rounds=rounds)
+    title = f"causal, {dtype}, S={seq_len}, H={heads}, D={head_dim}, {world} ranks x 1 thread"
+    for table in tables(rows, title, f"relative L2 error against fp64, S={min(seq_len, CHECK_LEN)}"):
+        Console(width=max(Console().width, 140)).print(table)
+    if json:
+        write_json(json, {"rows": rows} | origin(shlex.join(["python", "benchmarks/ablation.py", *sys.argv[1:]])))
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--world", type=int, default=4)
-    parser.add_argument("--seq-len", type=int, default=8192)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=32)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", help="also write the figures to this file")
-    a = parser.parse_args()
-    sizes = {"seq_len": a.seq_len, "heads": a.heads, "head_dim": a.head_dim}
-    rows = compare(a.world, **sizes, dtype=getattr(torch, a.dtype), rounds=a.rounds)
-    title = f"causal, {a.dtype}, S={a.seq_len}, H={a.heads}, D={a.head_dim}, {a.world} ranks x 1 thread"
-    console = Console()
-    for table in tables(rows, title, f"relative L2 error against fp64, S={min(a.seq_len, CHECK_LEN)}"):
-        Console(width=max(console.width, 140)).print(table)
-    if a.json:
-        Path(a.json).write_text(json.dumps({"options": vars(a), "rows": rows}, indent=1) + "\n", "utf-8")
+    tyro.cli(run, description=__doc__)

@@ -9,7 +9,6 @@ is faster), its median and its spread. Before the clock starts the result is che
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import statistics
 import sys
@@ -18,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import tyro
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -75,40 +75,45 @@ def stock_call(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Callable[[], tu
     return run
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--world", type=int, default=2)
-    parser.add_argument("--seq-len", type=int, default=8192)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--kv-heads", type=int)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--layout", default="zigzag")
-    parser.add_argument("--route", default="auto")
-    parser.add_argument("--kernel", default="auto")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    a = parser.parse_args()
+def run(
+    *,
+    world: int = 2,
+    seq_len: int = 8192,
+    heads: int = 8,
+    kv_heads: int | None = None,
+    head_dim: int = 128,
+    dtype: str = "bfloat16",
+    layout: str = "zigzag",
+    route: str = "auto",
+    kernel: str = "auto",
+    rounds: int = 9,
+    json: Path | None = None,
+) -> None:
+    """Measure and print; ``json``: also write the figures to this file."""
     console = Console()
-    torch.set_num_threads(a.world)
-    shape = (a.seq_len, a.heads, a.kv_heads or a.heads, a.head_dim, getattr(torch, a.dtype))
+    torch.set_num_threads(world)
+    shape = (seq_len, heads, kv_heads or heads, head_dim, getattr(torch, dtype))
     stock = stock_call(*make_inputs(*shape))
-    with WorkerPool(a.world, timeout=300) as pool:
-        pool.run(prepare, {"layout": a.layout, "route": a.route}, shape, a.kernel)
+    with WorkerPool(world, timeout=300) as pool:
+        pool.run(prepare, {"layout": layout, "route": route}, shape, kernel)
         expected, actual = stock()[1], pool.run(global_results)[0]
         errors = [relative_l2(x, y) for x, y in zip(actual, expected, strict=True)]
         if not max(errors) < 2e-2:
             raise SystemExit(f"the results differ, so no time is reported: relative L2 of out, dq, dk, dv {errors}")
-        seconds = [(stock()[0], max(pool.run(timed))) for _ in range(a.rounds)]
+        seconds = [(stock()[0], max(pool.run(timed))) for _ in range(rounds)]
     ratios = [theirs / mine for theirs, mine in seconds]
     ratio = {"median": statistics.median(ratios), "least": min(ratios), "greatest": max(ratios)}
-    table = Table("", "median s", "min", "max", title=f"causal, {a.dtype}, S={a.seq_len}, H={a.heads}, D={a.head_dim}")
-    for name, column in ((f"torch, 1 x {a.world} threads", 0), (f"burst, {a.world} x 1 thread", 1)):
+    table = Table("", "median s", "min", "max", title=f"causal, {dtype}, S={seq_len}, H={heads}, D={head_dim}")
+    for name, column in ((f"torch, 1 x {world} threads", 0), (f"burst, {world} x 1 thread", 1)):
         values = [row[column] for row in seconds]
         table.add_row(name, *(f"{x:.3f}" for x in (statistics.median(values), min(values), max(values))))
     table.add_row("ratio, per round", *(f"{x:.3f}" for x in ratio.values()))
     console.print(table)
-    if a.json:
-        size = {name: getattr(a, name) for name in ("world", "seq_len", "heads", "head_dim", "dtype")}
-        figures = {"size": size, "rounds": a.rounds, "ratio": ratio, "seconds": seconds}
-        write_json(a.json, figures | origin(shlex.join(["python", "benchmarks/attention.py", *sys.argv[1:]])))
+    if json:
+        size = {"world": world, "seq_len": seq_len, "heads": heads, "head_dim": head_dim, "dtype": dtype}
+        figures = {"size": size, "rounds": rounds, "ratio": ratio, "seconds": seconds}
+        write_json(json, figures | origin(shlex.join(["python", "benchmarks/attention.py", *sys.argv[1:]])))
+
+
+def main() -> None:
+    tyro.cli(run, description=__doc__)

@@ -9,7 +9,6 @@ for each (query, key) and head.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import tyro
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -32,6 +32,9 @@ from burst_attention.plan.estimate import peak_memory
 from burst_attention.plan.layout import Layout
 from burst_attention.plan.tile import Tiles, pair_tiles
 from burst_attention.testing import local_world
+
+from ..paper.markdown import table
+from ..texts import spread
 
 WINDOW = 4096
 MASKS = {"full": Mask(causal=False), "causal": Mask(), f"window {WINDOW}": Mask(window=WINDOW)}
@@ -56,7 +59,7 @@ def tiles_of(mask: Mask, seqlen: int) -> Tiles:
 
 def subjects(names: list[str], q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> tuple[list[Subject], list[str]]:
     """Those that can be had here and prove right, and why the others can't."""
-    found, refused, scale, dout = [], [], q.shape[3] ** -0.5, torch.randn_like(q)
+    able, refused, scale, dout = [], [], q.shape[3] ** -0.5, torch.randn_like(q)
     for name in names:
         try:
             kernel = choose(name, device=DEVICE, dtype=q.dtype)
@@ -68,8 +71,8 @@ def subjects(names: list[str], q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) ->
             refused.append(f"{name}: {error}")
             continue
         delta = (out.float() * dout.float()).sum(-1)
-        found.append(_subject(name, kernel, (q, k, v, dout, lse, delta), tiles, scale))
-    return found, refused
+        able.append(_subject(name, kernel, (q, k, v, dout, lse, delta), tiles, scale))
+    return able, refused
 
 
 def _subject(name: str, kernel: Kernel, tensors: tuple[Tensor, ...], tiles: Tiles, scale: float) -> Subject:
@@ -85,7 +88,7 @@ def stock(mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> list[Subject]:
     """PyTorch's own, where it has the mask."""
     if mask.window is not None:
         return []
-    found, dout = [], torch.randn_like(q)
+    able, dout = [], torch.randn_like(q)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     for name, backend in STOCK.items():
 
@@ -98,8 +101,8 @@ def stock(mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> list[Subject]:
         except RuntimeError as error:
             print(f"left out: {name}: {error}")
             continue
-        found.append(Subject(name, forward, partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)))
-    return found
+        able.append(Subject(name, forward, partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)))
+    return able
 
 
 def seconds(call: Callable[[], Any]) -> float:
@@ -129,35 +132,43 @@ def against(mine: list[float], theirs: list[float]) -> float:
     return statistics.median(b / a for a, b in zip(mine, theirs, strict=True))
 
 
-def compare(seqlen: int, dim: int, mask_name: str, rounds: int) -> list[list[str]]:
+def compare(seqlen: int, dim: int, mask_name: str, rounds: int) -> list[dict[str, str]]:
     """A row for each kernel and pass."""
     heads = 2048 // dim
     tiles = tiles_of(MASKS[mask_name], seqlen)
     q, k, v = (torch.randn(1, heads, seqlen, dim, dtype=torch.bfloat16, device=DEVICE) for _ in "qkv")
     names = [name for name in KERNELS if name not in ("reference", "aten", "aten-fp32")]
-    found, refused = subjects(names, q, k, v, tiles)
-    found = [*stock(MASKS[mask_name], q, k, v), *found]
+    able, refused = subjects(names, q, k, v, tiles)
+    able = [*stock(MASKS[mask_name], q, k, v), *able]
     auto = choose("auto", device=DEVICE, dtype=q.dtype, head_dims=(dim, dim)).name
     a = torch.randn(8192, 8192, dtype=torch.bfloat16, device=DEVICE)
     rows = []
     for direction, each in (("forward", 4), ("backward", 10)):
-        calls = {s.name: getattr(s, direction) for s in found} | {"matmul": lambda: a @ a}
+        calls = {s.name: getattr(s, direction) for s in able} | {"matmul": lambda: a @ a}
         taken = interleaved(calls, rounds)
         best = min((n for n in taken if n in STOCK), key=lambda n: statistics.median(taken[n]), default=None)
         peak = 2 * 8192**3 / statistics.median(taken["matmul"]) / 1e12
-        for name in (s.name for s in found):
+        for name in (s.name for s in able):
             speed = each * dim * heads * tiles.area / statistics.median(taken[name]) / 1e12
             ratio = f"{against(taken[name], taken[best]):.2f} of {best}" if best else "-"
-            told = f"{name} (auto)" if name == auto else name
             rows.append(
-                [f"{seqlen:,}", str(dim), mask_name, direction, told, f"{speed:.0f}", ratio, f"{speed / peak:.2f}"]
+                {
+                    "tokens": f"{seqlen:,}",
+                    "D": str(dim),
+                    "mask": mask_name,
+                    "pass": direction,
+                    "kernel": f"{name} (auto)" if name == auto else name,
+                    "TFLOP/s": f"{speed:.0f}",
+                    "of the best stock kernel": ratio,
+                    "of a matrix product": f"{speed / peak:.2f}",
+                }
             )
-    for told in refused:
-        print(f"left out: {told.splitlines()[0]}")
+    for reason in refused:
+        print(f"left out: {reason.splitlines()[0]}")
     return rows
 
 
-def distribution(world: int, seqlen: int, dim: int, rounds: int) -> list[str]:
+def distribution(world: int, seqlen: int, dim: int, rounds: int) -> dict[str, str]:
     """Device time of all kernels of ``world`` ranks (tiles, merges, casts; no copies) by that of one rank's call."""
     shape = (1, 2048 // dim, seqlen, dim)
     whole = [torch.randn(shape, dtype=torch.bfloat16, device=DEVICE) for _ in range(4)]
@@ -185,16 +196,12 @@ def distribution(world: int, seqlen: int, dim: int, rounds: int) -> list[str]:
             took.append(sum(e.device_time_total for e in kernels if "Memcpy" not in e.name))
         if n:  # the first compiles
             ratios.append(took[0] / took[1])
-    return [
-        f"{world}",
-        f"{seqlen:,}",
-        str(dim),
-        f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})",
-    ]
+    sizes = {"ranks": str(world), "tokens": f"{seqlen:,}", "D": str(dim)}
+    return sizes | {"ratio": spread(ratios, ".3f")}
 
 
-def memory(seqlen: int, heads: int, dim: int, world: int) -> list[str]:
-    """Peak of a forward and backward, of all ranks, by inputs + outputs + gradients; beside what the plan foretells."""
+def memory(seqlen: int, heads: int, dim: int, world: int) -> dict[str, str]:
+    """Peak of a forward and backward, of all ranks, by inputs + outputs + gradients; beside what the plan predicts."""
     tensor = seqlen * heads * dim * 2
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -214,52 +221,43 @@ def memory(seqlen: int, heads: int, dim: int, world: int) -> list[str]:
         schedule = ranks.run(call)[0]
     peak = (torch.cuda.max_memory_allocated() - before) / world
     shape = shape_of(torch.bfloat16, batch=1, q_heads=heads, kv_heads=heads, head_dim=dim)
-    foretold = peak_memory(schedule, shape, schedule.choose_travels(shape), exact_parts=True)
-    share = peak * world / (8 * tensor)
-    return [str(world), f"{seqlen:,}", f"{peak / 2**30:.2f} GiB", f"{foretold / 2**30:.2f} GiB", f"{share:.2f}"]
+    predicted = peak_memory(schedule, shape, schedule.choose_travels(shape), exact_parts=True)
+    return {
+        "ranks": str(world),
+        "tokens": f"{seqlen:,}",
+        "all ranks' peak / ranks": f"{peak / 2**30:.2f} GiB",
+        "predicted of one": f"{predicted / 2**30:.2f} GiB",
+        "all ranks' by inputs, outputs, gradients": f"{peak * world / (8 * tensor):.2f}",
+    }
 
 
-def table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seq-lens", type=int, nargs="+", default=[8192, 16384, 32768, 65536])
-    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--out", type=Path, help="write the page there too")
-    a = parser.parse_args()
+def run(
+    *,
+    seq_lens: tuple[int, ...] = (8192, 16384, 32768, 65536),
+    head_dims: tuple[int, ...] = (64, 128),
+    rounds: int = 9,
+    out: Path | None = None,
+) -> None:
+    """Measure and print; ``out``: write the page there too."""
     if not torch.cuda.is_available():
-        parser.error("needs a GPU: torch.cuda.is_available() is False here")
-    rows = [
-        row
-        for dim in a.head_dims
-        for seqlen in a.seq_lens
-        for mask in MASKS
-        for row in compare(seqlen, dim, mask, a.rounds)
-    ]
-    header = ["tokens", "D", "mask", "pass", "kernel", "TFLOP/s", "of the best stock kernel", "of a matrix product"]
-    longest = max(a.seq_lens)
+        raise SystemExit("kernels.py: needs a GPU: torch.cuda.is_available() is False here")
+    sizes = [(seqlen, dim, mask) for dim in head_dims for seqlen in seq_lens for mask in MASKS]
+    rows = [row for size in sizes for row in compare(*size, rounds)]
     page = (
         "# Kernels on a GPU\n\n"
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {datetime.now(UTC):%Y-%m-%d}. "
-        f"Command: `python benchmarks/kernels.py --rounds {a.rounds}`. bf16, batch 1, heads · D = 2,048.\n\n"
-        f"`auto`:\n\n```\n{explain(device=DEVICE, dtype=torch.bfloat16)}\n```\n\n" + table(header, rows)
+        f"Command: `python benchmarks/kernels.py --rounds {rounds}`. bf16, batch 1, heads · D = 2,048.\n\n"
+        f"`auto`:\n\n```\n{explain(device=DEVICE, dtype=torch.bfloat16)}\n```\n\n" + table(rows)
     )
-    told = [distribution(8, longest, dim, 3) for dim in a.head_dims]
     page += "\n## What distribution costs apart from the network\n\nOne rank's kernels by those of all ranks, "
-    page += "zigzag, causal, forward and backward:\n\n" + table(["ranks", "tokens", "D", "ratio"], told)
-    weighed = [memory(131072, 32, 128, world) for world in (1, 8)]
-    header = [
-        "ranks",
-        "tokens",
-        "all ranks' peak / ranks",
-        "foretold of one",
-        "all ranks' by inputs, outputs, gradients",
-    ]
-    page += "\n## Memory\n\nH = 32, D = 128, forward and backward, the Triton kernel:\n\n" + table(header, weighed)
+    page += "zigzag, causal, forward and backward:\n\n"
+    page += table(distribution(8, max(seq_lens), dim, 3) for dim in head_dims)
+    page += "\n## Memory\n\nH = 32, D = 128, forward and backward, the Triton kernel:\n\n"
+    page += table(memory(131072, 32, 128, world) for world in (1, 8))
     print(page)
-    if a.out:
-        a.out.write_text(page, "utf-8")
+    if out:
+        out.write_text(page, "utf-8")
+
+
+def main() -> None:
+    tyro.cli(run, description=__doc__)

@@ -9,10 +9,10 @@ give freed tensors back at once, so that the peak is of live ones.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import torch
+import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -51,24 +51,25 @@ def predicted(world: int, seqlen: int, heads: int, dim: int, dtype: torch.dtype)
     return peak_memory(schedule, shape, schedule.choose_travels(shape))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seq-len", type=int, default=32768)
-    parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--kernel", default="auto")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    a = parser.parse_args()
-    arguments = (a.seq_len, a.heads, a.head_dim, getattr(torch, a.dtype))
+def run(
+    *,
+    seq_len: int = 32768,
+    worlds: tuple[int, ...] = (1, 2, 4),
+    heads: int = 8,
+    head_dim: int = 64,
+    dtype: str = "bfloat16",
+    kernel: str = "auto",
+    json: Path | None = None,
+) -> None:
+    """Measure and print; ``json``: also write the figures to this file."""
+    arguments = (seq_len, heads, head_dim, getattr(torch, dtype))
     rows = []
-    for world in a.worlds:
+    for world in worlds:
         with WorkerPool(world, timeout=1800) as pool:
-            by_rank = pool.run(measure, *arguments, a.kernel, timeout=3600)
+            by_rank = pool.run(measure, *arguments, kernel, timeout=3600)
         peak, alone = (max(sizes) for sizes in zip(*by_rank, strict=True))
         rows.append({"world": world, "peak": peak, "predicted": predicted(world, *arguments), "alone": alone})
-    title = f"causal zigzag, {a.dtype}, S={a.seq_len}, H={a.heads}, D={a.head_dim}"
+    title = f"causal zigzag, {dtype}, S={seq_len}, H={heads}, D={head_dim}"
     columns = ("world", "peak per rank, MiB", "predicted", "in and out alone, MiB", "x world / that of the first")
     table = Table(*columns, title=title)
     first = rows[0]["peak"] * rows[0]["world"]
@@ -76,7 +77,11 @@ def main() -> None:
         sizes = (f"{row[name] / 2**20:.0f}" for name in ("peak", "predicted", "alone"))
         table.add_row(str(row["world"]), *sizes, f"{row['peak'] * row['world'] / first:.2f}")
     Console().print(table)
-    if a.json:
-        command = f"python benchmarks/memory.py --seq-len {a.seq_len} --worlds {' '.join(map(str, a.worlds))}"
-        size = {"seq_len": a.seq_len, "heads": a.heads, "head_dim": a.head_dim, "dtype": a.dtype}
-        write_json(a.json, {"size": size, "rows": rows} | origin(command))
+    if json:
+        command = f"python benchmarks/memory.py --seq-len {seq_len} --worlds {' '.join(map(str, worlds))}"
+        size = {"seq_len": seq_len, "heads": heads, "head_dim": head_dim, "dtype": dtype}
+        write_json(json, {"size": size, "rows": rows} | origin(command))
+
+
+def main() -> None:
+    tyro.cli(run, description=__doc__)

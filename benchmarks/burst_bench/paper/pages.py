@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import statistics
+import tomllib
 from collections.abc import Callable, Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from .readme import draw_readme
 from .targets import PEER, targets
 
 GIB = 2**30
+# What each page says of its figures: a paragraph for each of the functions below.
+PROSE = tomllib.loads(resources.files(__package__).joinpath("prose.toml").read_text("utf-8"))
 
 
 def draw(folder: Path, readme: Path | None = None) -> list[Path]:
@@ -36,12 +40,7 @@ def index(folder: Path, written: Sequence[Path]) -> str:
     sections = [name for name in PAGES if (folder / f"{name}.json").exists()]
     minutes = {name: Page.read(folder / f"{name}.json").raw.get("minutes") for name in sections}
     known = {name: took for name, took in minutes.items() if took is not None}
-    text = (
-        "# Results\n\nEvery figure here is measured by `python benchmarks/paper.py` on one machine; each page names it. "
-        "The engines train, or compute, the same thing and take turns; one whose result is wrong gets no figures. One "
-        "layer with H = 8, D = 32: what this machine can compute in the time. Beside each page lie its raw figures as "
-        "JSON.\n\n## Targets\n\n"
-    )
+    text = f"# Results\n\n{PROSE['index']}\n\n## Targets\n\n"
     text += targets(folder, PAGES) + "\n## Pages\n\n"
     text += "".join(f"- [{title}]({path.name})\n" for path, title in titles)
     took = ", ".join(f"{name} {minutes:.0f}" for name, minutes in known.items())
@@ -52,20 +51,7 @@ def index(folder: Path, written: Sequence[Path]) -> str:
 def training(page: Page) -> str:
     """Table 1."""
     results, alone = page.results("results"), page.results("alone")
-    about = (
-        "One optimizer step of a small Llama; every engine trains the same model to the same loss. The nodes are "
-        "network namespaces of one machine, so all ranks share its cores: with more nodes than cores nothing computes "
-        "faster than a single rank, and what differs is what the engines exchange and how much of it hides behind "
-        "computing. `its time / burst's` is the median over rounds, each ratio from one round (above 1: burst is faster); "
-        "a round begins with another engine than the last. The optimizer's rate is 0, so that every call can be compared. "
-        "`error` is the gradients' distance from fp64 at 512 tokens, which may be three times a single "
-        "rank's; at the timed length the engines are compared with each other. An engine that fails either is not timed. "
-        "`burst` is the default, zigzag with queries travelling in the backward; `burst:contiguous` lets either side "
-        "travel: fewer bytes, but its busiest rank computes 1 / ranks more of the attention than the mean, which ranks "
-        "that share cores don't feel. Tensor parallelism's collectives are gloo's own, whose reduce-scatter sends twice "
-        "what it need; the parameters' gradients of the others go by all-to-all."
-    )
-    text = page.head("Training step, by engine, length and link", about, sizes_of(results))
+    text = page.head("Training step, by engine, length and link", PROSE["training"], sizes_of(results))
     text += _links(results.rows) + "\n" + speeds(results)
     return text + "\nOne rank alone with all cores, PyTorch's own attention:\n\n" + speeds(alone)
 
@@ -89,18 +75,12 @@ def _links(rows: Sequence[Row]) -> str:
 def prefill(page: Page) -> str:
     """Table 2."""
     results = page.results("results")
-    about = "The forward alone, up to the logits of the token that follows the sequence, at the training table's middle rate."
-    return page.head("First-token latency", about, sizes_of(results)) + speeds(results)
+    return page.head("First-token latency", PROSE["prefill"], sizes_of(results)) + speeds(results)
 
 
 def memory(page: Page) -> str:
     """Table 3: the peak against length, and the length that two GiB hold, by the line through the points."""
     results, alone = page.results("results"), page.results("alone")
-    about = (
-        "Peak resident memory of a training step, of the highest rank, above what is resident before the engine's model "
-        "is built; each engine by itself. `fits in 2 GiB` is read off the least-squares line through the points, not "
-        "run: with the time of attention in the square of the length, the whole column would take this machine hours."
-    )
     peaks: dict[tuple[str, int], dict[int, int]] = {}
     for row in (*results.rows, *alone.rows):
         if row.peak_memory is not None:
@@ -113,7 +93,7 @@ def memory(page: Page) -> str:
     for row in (*results.rows, *alone.rows):
         if why := outcome(row):
             lines.append({"engine": row.engine, "ranks": str(row.world), f"{row.seq_len:,} tokens": why})
-    return page.head("Memory", about, sizes_of(results)) + table(lines)
+    return page.head("Memory", PROSE["memory"], sizes_of(results)) + table(lines)
 
 
 def _line(points: dict[int, int]) -> dict[str, str]:
@@ -147,15 +127,6 @@ FORMULAS: dict[str, tuple[str, Callable[[int, float, float], float]]] = {
 def sent(page: Page) -> str:
     """Table 4."""
     results = page.results("results")
-    about = (
-        "Bytes that a rank sends in one training step, mean over ranks. `counted` is what the transport was given (of "
-        "tensor parallelism: what its collectives send by the ring algorithm), `predicted` what the engine foretold; "
-        "`on the wire` is the interface's counter in the training table, which has everything in it; `uncounted` is the difference: "
-        "parameters, their gradients, protocol headers, and, most of it where tensor parallelism scatters, what gloo "
-        "sends beyond the ring algorithm: its reduce-scatter is a whole all-reduce. The formulas are of activations, per "
-        "layer: W ranks, n = (tokens / W) · width elements, b bytes each; burst's leave out (lse, D), some hundredths; "
-        "ring's is RingAttention's as published, here rows that nobody needs are not sent."
-    )
     setting = results.setting
     wires = {(engine, length): size for engine, length, size in page.raw["wire"]}
     lines = []
@@ -178,7 +149,7 @@ def sent(page: Page) -> str:
         }
         share = {f"of {REFERENCE}'s wire": f"{wire / reference:.2f}" if wire and reference else "-"}
         lines.append(place | {"formula": in_words} | {name: bytes_text(size) for name, size in sizes.items()} | share)
-    text = page.head("Bytes per rank and step", about, sizes_of(results)) + table(lines)
+    text = page.head("Bytes per rank and step", PROSE["sent"], sizes_of(results)) + table(lines)
     packages = _peer_bytes(page.raw["counted"], page.raw["size"])
     return f"{text}\n## The attention alone, beside the packages\n\n{packages}"
 
@@ -207,11 +178,9 @@ def _peer_bytes(rows: list[dict[str, Any]], size: Sequence[int]) -> str:
 
 def perplexity(page: Page) -> str:
     """Table 5."""
-    about = (
-        "One model, trained by `burst`, evaluated by every engine on the same held-out sequences. The last column is the "
-        "greatest difference of any token's log-likelihood from the reference engine's."
+    text = page.head(
+        "Perplexity", PROSE["perplexity"], "the preset `tiny`: 2 layers, width 256, 4 heads, 2 key-value heads; fp32"
     )
-    text = page.head("Perplexity", about, "the preset `tiny`: 2 layers, width 256, 4 heads, 2 key-value heads; fp32")
     text += "".join(f"- `{each}`\n" for each in page.raw["commands"]) + "\n"
     lines = []
     for row in page.raw["engines"]:
@@ -227,17 +196,11 @@ def perplexity(page: Page) -> str:
 
 def ablation(page: Page) -> str:
     """Table 6."""
-    about = (
-        "One causal attention, forward and backward, changed in one thing at a time. `ratio` is its time by ours, round "
-        "by round; `error` the worst relative L2 error of out, dq, dk, dv against fp64 at 2,048 tokens or fewer; bytes "
-        "are the mean rank's, memory (of the forward; of all) the highest's; `work` is the busiest rank's share of what all compute, by the mean: "
-        "ranks that share cores don't feel it, ranks with a core each wait for it."
-    )
     size = page.raw["sizes"]
     sizes = (
         f"{size['ranks']} emulated nodes, {size['seq_len']:,} tokens, H = {size['heads']}, D = {size['head_dim']}, bf16"
     )
-    text = page.head("Ablation", about, f"{sizes}, link {link_text(round(size['link'], -5))}")
+    text = page.head("Ablation", PROSE["ablation"], f"{sizes}, link {link_text(round(size['link'], -5))}")
     lines = []
     for row in page.raw["rows"]:
         name = {"variant": row["name"], "what differs": row["differs"]}
@@ -264,13 +227,7 @@ def ablation(page: Page) -> str:
 def scaling(page: Page) -> str:
     """Table 7."""
     strong, weak = page.results("strong"), page.results("weak")
-    about = (
-        "Training step on local ranks, links without a limit. The ranks share this machine's cores (a rank alone has "
-        "them all), so time can't fall with ranks here: at a fixed length, constant time means that spreading costs "
-        "nothing; at a fixed length per rank, attention's work grows with the square of the ranks. GFLOP/s tells both: "
-        "it should not fall. Memory per rank does."
-    )
-    text = page.head("Scaling", about, sizes_of(strong))
+    text = page.head("Scaling", PROSE["scaling"], sizes_of(strong))
     for title, results in (("Fixed length", strong), ("Fixed length per rank", weak)):
         text += f"## {title}\n\n" + _scaling(results) + "\n"
     return text
@@ -291,11 +248,7 @@ def long(page: Page) -> str:
     """128K tokens."""
     results = page.results("results")
     (row,) = results.rows
-    about = (
-        "One attention layer, forward and backward, over one long sequence. `error` is against fp64: of out and dq in "
-        "rows drawn at random at this length, of dk and dv by what their sums must be, and of all results at 512 tokens."
-    )
-    text = page.head(f"{row.seq_len:,} tokens through one layer", about, sizes_of(results))
+    text = page.head(f"{row.seq_len:,} tokens through one layer", PROSE["long"], sizes_of(results))
     most = mebibytes(row.peak_resident and row.peak_resident * row.world)
     figures = {
         "ranks": str(row.world),
@@ -311,12 +264,6 @@ def long(page: Page) -> str:
 
 def peers(page: Page) -> str:
     """Ours beside the packages."""
-    about = (
-        "One causal attention, forward and backward, all taking turns on the same ranks, over torch's CPU flash kernels. "
-        "`ratio` is the package's time by ours, round by round. The packages call flash_attn, whose [B, S, H, D] layout "
-        "costs them a few copies on these kernels; on a GPU it would not: `without copies` is the ratio with the time of "
-        "those copies taken off."
-    )
     world, length, heads, dim = page.raw["size"]
     sizes = f"{world} ranks x 1 thread, {length:,} tokens, H = {heads}, D = {dim}, bf16, no limit"
     lines = []
@@ -332,7 +279,7 @@ def peers(page: Page) -> str:
             "sent per rank": bytes_text(statistics.fmean(row["bytes"])) if row["bytes"] else "-",
         }
         lines.append(name | figures)
-    return page.head("Beside the packages", about, sizes) + table(lines)
+    return page.head("Beside the packages", PROSE["peers"], sizes) + table(lines)
 
 
 # section -> its pages

@@ -13,16 +13,17 @@ runs one rank per GPU on NCCL and the real flash_attn; that was written but has 
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
+import shlex
 import statistics
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import tyro
 from rich.console import Console
 from rich.table import Column, Table
 from torch import Tensor
@@ -32,6 +33,8 @@ from burst_attention.testing import WorkerPool
 from burst_attention.testing.pool import WorkerError
 
 from ..harness.measure import rotated
+from ..harness.origin import origin
+from ..harness.results import write_json
 from ..texts import spread
 from .ranks import NAMES, Problem, checked, make_inputs, prepare, timed
 from .variants import OURS, OURS_FORWARD, STRONGEST, VARIANTS, Size, Variant, package_version, refusal
@@ -208,22 +211,32 @@ def _figures(row: dict[str, Any], strongest: list[int] | None) -> list[str]:
     return [*told, bytes_sent, share]
 
 
+def run(
+    *,
+    world: int = 2,
+    seq_len: int = 8192,
+    heads: int = 8,
+    head_dim: int = 128,
+    dtype: str = "bfloat16",
+    rounds: int = 5,
+    device: Literal["cpu", "cuda"] = "cpu",
+    only: tuple[str, ...] | None = None,
+    json: Path | None = None,
+) -> None:
+    """Compare and print.
+
+    Args:
+        rounds: 0 to check the results and count the bytes only.
+        only: names of the others, such as "yunchang zigzag".
+        json: also write the figures to this file.
+    """
+    names = {"dtype": getattr(torch, dtype), "device": device, "names": only}
+    rows = compare(world, seq_len, heads, head_dim, rounds, **names)
+    title = f"causal, {dtype}, S={seq_len}, H={heads}, D={head_dim}, {world} ranks x 1 thread"
+    show(Console(width=max(Console().width, 130)), rows, title)
+    if json:
+        write_json(json, {"rows": rows} | origin(shlex.join(["python", "benchmarks/peers.py", *sys.argv[1:]])))
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--world", type=int, default=2)
-    parser.add_argument("--seq-len", type=int, default=8192)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--rounds", type=int, default=5, help="0: check the results and count the bytes only")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--only", nargs="*", metavar="NAME", help="of the others, such as 'yunchang zigzag'")
-    parser.add_argument("--json", help="also write the figures to this file")
-    a = parser.parse_args()
-    dtype = getattr(torch, a.dtype)
-    rows = compare(a.world, a.seq_len, a.heads, a.head_dim, a.rounds, dtype=dtype, device=a.device, names=a.only)
-    title = f"causal, {a.dtype}, S={a.seq_len}, H={a.heads}, D={a.head_dim}, {a.world} ranks x 1 thread"
-    console = Console()
-    show(Console(width=max(console.width, 130)), rows, title)
-    if a.json:
-        Path(a.json).write_text(json.dumps({"options": vars(a), "rows": rows}, indent=1) + "\n", "utf-8")
+    tyro.cli(run, description=__doc__)
