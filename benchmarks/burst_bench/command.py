@@ -18,7 +18,6 @@ from burst_attention.testing import WorkerError
 
 from .cluster import ClusterError, parse_cluster, parse_rate
 from .harness.results import TASKS, Results, Row
-from .texts import bytes_text, link_text, number_text, spread
 
 # All that share a sequence: `single` gives each a rank of its own, and can be asked for with --worlds 1.
 EVERY = ("burst", "ring", "ring:contiguous", "ulysses", "tensor", "tensor-sequence")
@@ -137,10 +136,10 @@ class ClusterArguments(Arguments):
 
 def main(arguments: list[str]) -> int:
     """Run ``burst bench``; returns the exit status: 1 if an engine was wrong or a rank failed, 2 if none could run."""
-    flags = [flag for flag in ("--cluster", "--link") if any(given.split("=")[0] == flag for given in arguments)]
-    if flags:
-        error = f"{' and '.join(flags)} needs --cluster of `{CLUSTER}`: this machine's own network is not touched"
-        return launch.refuse("burst bench", ValueError(error))
+    flags = {given.partition("=")[0] for given in arguments}
+    if "--cluster" in flags or "--link" in flags:
+        what = "--cluster is an option" if "--cluster" in flags else "--link needs --cluster, an option"
+        return launch.refuse("burst bench", ValueError(f"{what} of `{CLUSTER}`: this machine's own is not touched"))
     return compare("burst bench", Arguments, arguments)
 
 
@@ -179,7 +178,7 @@ def _run(task: str, arguments: Arguments, command: str) -> Results:
 
     console = Console()
     if not console.is_terminal:
-        console = Console(width=175)  # a file has no width of its own
+        console = Console(width=200)  # a file has no width of its own
     shared = ("engines", "rounds", "timeline", "layers", "heads", "head_dim", "vocabulary", "dtype")
     sizes = {name: getattr(arguments, name) for name in shared}
     workload = Workload(task=task, seq_len=0, kv_heads=arguments.own_kv_heads, **sizes)
@@ -202,36 +201,17 @@ def _run(task: str, arguments: Arguments, command: str) -> Results:
 
 
 def _show(results: Results, console: Console) -> None:
-    columns = (
-        "engine",
-        "tokens",
-        "ranks",
-        "link",
-        "s",
-        "/ first's, by round",
-        "tokens/s",
-        "GFLOP/s",
-        "sent",
-        "predicted",
-    )
+    from .report.table import CHECK, PLACE, cells, measured
+
+    columns = measured(results)
     title = f"{results.task}, {results.setting['dtype']}; median and spread of the rounds, bytes of each rank"
-    table = Table(*columns, "predicted", "on the wire", "uncounted", "peak memory", "error", title=title)
+    table = Table(*(column.header for column in (*PLACE, *columns, *CHECK)), title=title)
     for row in results.rows:
         if not row.refused:
-            place = (row.engine, f"{row.seq_len:,}", str(row.world), link_text(row.link))
-            table.add_row(*place, *_figures(row, results.ratios_to_first(row)))
+            style = None if row.passed else "red"
+            texts = (part for text, width in cells(row, columns) for part in (text, *[""] * (width - 1)))
+            table.add_row(*texts, style=style)
     console.print(table)
-    for reason in dict.fromkeys(
-        f"{row.engine}, {row.world} ranks: {row.refused}" for row in results.rows if row.refused
-    ):
+    refused = [row for row in results.rows if row.refused]
+    for reason in dict.fromkeys(f"{row.engine}, {row.world} ranks: {row.refused}" for row in refused):
         console.print(f"left out: {escape(reason)}", highlight=False)
-
-
-def _figures(row: Row, by_round: list[float]) -> list[str]:
-    error = f"{row.error:.1e}"
-    if not row.passed:
-        return ["[red]WRONG[/]", *[""] * 8, f"{error} > {row.bound:.1e}"]
-    sizes = (row.bytes_counted, row.bytes_predicted, row.bytes_wire, row.bytes_uncounted, row.peak_memory)
-    speeds = (number_text(row.tokens_per_second), number_text((row.flops_per_second or 0.0) / 1e9))
-    seconds = f"{row.median:.3g} ({min(row.seconds):.3g}-{max(row.seconds):.3g})"
-    return [seconds, spread(by_round), *speeds, *map(bytes_text, sizes), error]

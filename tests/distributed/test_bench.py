@@ -342,7 +342,7 @@ def test_what_no_cluster_can_do_is_refused_in_a_line(arguments, told, capsys):
     assert message.startswith("python -m burst_bench.cluster: ")
     assert message.count("\n") == 1
     assert main(arguments) == 2
-    assert "needs --cluster of `python -m burst_bench.cluster`" in capsys.readouterr().err
+    assert "--cluster is an option of `python -m burst_bench.cluster`" in capsys.readouterr().err
 
 
 @NAMESPACES

@@ -13,18 +13,14 @@ in the forward and in the backward: with more ranks than cores the wall time doe
 from __future__ import annotations
 
 import math
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import tyro
 from rich.console import Console
 from rich.table import Column, Table
 from torch import Tensor
@@ -35,10 +31,9 @@ from burst_attention.testing import Case, WorkerPool, attend
 from burst_attention.testing.check import relative_l2
 from burst_attention.testing.oracle import torch_attention
 
+from ..arguments import TimedArguments, asked
 from ..harness.measure import rotated
 from ..harness.memory import give_back, peak_during, resident
-from ..harness.origin import origin
-from ..harness.results import write_json
 from ..texts import spread
 from .variants import VARIANTS, Variant
 
@@ -225,25 +220,11 @@ def _figures(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def run(
-    *,
-    world: int = 4,
-    seq_len: int = 8192,
-    heads: int = 8,
-    head_dim: int = 32,
-    dtype: str = "bfloat16",
-    rounds: int = 5,
-    json: Path | None = None,
-) -> None:
-    """Compare and print; ``json``: also write the figures to this file."""
-    sizes = {"seq_len": seq_len, "heads": heads, "head_dim": head_dim}
-    rows = compare(world, **sizes, dtype=getattr(torch, dtype), rounds=rounds)
-    title = f"causal, {dtype}, S={seq_len}, H={heads}, D={head_dim}, {world} ranks x 1 thread"
-    for table in tables(rows, title, f"relative L2 error against fp64, S={min(seq_len, CHECK_LEN)}"):
-        Console(width=max(Console().width, 140)).print(table)
-    if json:
-        write_json(json, {"rows": rows} | origin(shlex.join(["python", "benchmarks/ablation.py", *sys.argv[1:]])))
-
-
 def main() -> None:
-    tyro.cli(run, description=__doc__)
+    a = asked(TimedArguments(world=4, head_dim=32, rounds=5), __doc__)
+    sizes = {"seq_len": a.seq_len, "heads": a.heads, "head_dim": a.head_dim}
+    rows = compare(a.world, **sizes, dtype=a.torch_dtype, rounds=a.rounds)
+    exactness = f"relative L2 error against fp64, S={min(a.seq_len, CHECK_LEN)}"
+    for table in tables(rows, f"{a.title}, {a.world} ranks x 1 thread", exactness):
+        Console(width=max(Console().width, 140)).print(table)
+    a.write("ablation", rows=rows)

@@ -9,15 +9,12 @@ is faster), its median and its spread. Before the clock starts the result is che
 
 from __future__ import annotations
 
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
-import tyro
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -27,8 +24,7 @@ from burst_attention import burst_attention, make_plan
 from burst_attention.testing import WorkerPool
 from burst_attention.testing.check import relative_l2
 
-from ..harness.origin import origin
-from ..harness.results import write_json
+from ..arguments import TimedArguments, asked
 
 _inputs: dict[str, tuple] = {}  # on a rank: the inputs of the timed call, between two messages from the parent
 
@@ -75,45 +71,32 @@ def stock_call(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Callable[[], tu
     return run
 
 
-def run(
-    *,
-    world: int = 2,
-    seq_len: int = 8192,
-    heads: int = 8,
-    kv_heads: int | None = None,
-    head_dim: int = 128,
-    dtype: str = "bfloat16",
-    layout: str = "zigzag",
-    route: str = "auto",
-    kernel: str = "auto",
-    rounds: int = 9,
-    json: Path | None = None,
-) -> None:
-    """Measure and print; ``json``: also write the figures to this file."""
-    console = Console()
-    torch.set_num_threads(world)
-    shape = (seq_len, heads, kv_heads or heads, head_dim, getattr(torch, dtype))
+@dataclass(frozen=True, kw_only=True)
+class Arguments(TimedArguments):
+    kv_heads: int | None = None
+    layout: str = "zigzag"
+    route: str = "auto"
+    kernel: str = "auto"
+
+
+def main() -> None:
+    a = asked(Arguments(), __doc__)
+    torch.set_num_threads(a.world)
+    shape = (a.seq_len, a.heads, a.kv_heads or a.heads, a.head_dim, a.torch_dtype)
     stock = stock_call(*make_inputs(*shape))
-    with WorkerPool(world, timeout=300) as pool:
-        pool.run(prepare, {"layout": layout, "route": route}, shape, kernel)
+    with WorkerPool(a.world, timeout=300) as pool:
+        pool.run(prepare, {"layout": a.layout, "route": a.route}, shape, a.kernel)
         expected, actual = stock()[1], pool.run(global_results)[0]
         errors = [relative_l2(x, y) for x, y in zip(actual, expected, strict=True)]
         if not max(errors) < 2e-2:
             raise SystemExit(f"the results differ, so no time is reported: relative L2 of out, dq, dk, dv {errors}")
-        seconds = [(stock()[0], max(pool.run(timed))) for _ in range(rounds)]
+        seconds = [(stock()[0], max(pool.run(timed))) for _ in range(a.rounds)]
+    table = Table("", "median s", "min", "max", title=a.title)
     ratios = [theirs / mine for theirs, mine in seconds]
-    ratio = {"median": statistics.median(ratios), "least": min(ratios), "greatest": max(ratios)}
-    table = Table("", "median s", "min", "max", title=f"causal, {dtype}, S={seq_len}, H={heads}, D={head_dim}")
-    for name, column in ((f"torch, 1 x {world} threads", 0), (f"burst, {world} x 1 thread", 1)):
-        values = [row[column] for row in seconds]
+    rows = {f"torch, 1 x {a.world} threads": [theirs for theirs, _ in seconds]}
+    rows |= {f"burst, {a.world} x 1 thread": [mine for _, mine in seconds], "ratio, per round": ratios}
+    for name, values in rows.items():
         table.add_row(name, *(f"{x:.3f}" for x in (statistics.median(values), min(values), max(values))))
-    table.add_row("ratio, per round", *(f"{x:.3f}" for x in ratio.values()))
-    console.print(table)
-    if json:
-        size = {"world": world, "seq_len": seq_len, "heads": heads, "head_dim": head_dim, "dtype": dtype}
-        figures = {"size": size, "rounds": rounds, "ratio": ratio, "seconds": seconds}
-        write_json(json, figures | origin(shlex.join(["python", "benchmarks/attention.py", *sys.argv[1:]])))
-
-
-def main() -> None:
-    tyro.cli(run, description=__doc__)
+    Console().print(table)
+    ratio = {"median": statistics.median(ratios), "least": min(ratios), "greatest": max(ratios)}
+    a.write("attention", rounds=a.rounds, ratio=ratio, seconds=seconds)

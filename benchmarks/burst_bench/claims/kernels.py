@@ -41,6 +41,8 @@ MASKS = {"full": Mask(causal=False), "causal": Mask(), f"window {WINDOW}": Mask(
 # PyTorch's own calls, with nothing of ours around them: what the others are measured against.
 STOCK = {"torch cuDNN": SDPBackend.CUDNN_ATTENTION, "torch flash": SDPBackend.FLASH_ATTENTION}
 DEVICE = torch.device("cuda")
+PLACE = ("tokens", "D", "mask", "pass", "kernel")
+COLUMNS = (*PLACE, "TFLOP/s", "of the best stock kernel", "of a matrix product")
 
 
 @dataclass(frozen=True)
@@ -151,18 +153,8 @@ def compare(seqlen: int, dim: int, mask_name: str, rounds: int) -> list[dict[str
         for name in (s.name for s in able):
             speed = each * dim * heads * tiles.area / statistics.median(taken[name]) / 1e12
             ratio = f"{against(taken[name], taken[best]):.2f} of {best}" if best else "-"
-            rows.append(
-                {
-                    "tokens": f"{seqlen:,}",
-                    "D": str(dim),
-                    "mask": mask_name,
-                    "pass": direction,
-                    "kernel": f"{name} (auto)" if name == auto else name,
-                    "TFLOP/s": f"{speed:.0f}",
-                    "of the best stock kernel": ratio,
-                    "of a matrix product": f"{speed / peak:.2f}",
-                }
-            )
+            place = (f"{seqlen:,}", str(dim), mask_name, direction, f"{name} (auto)" if name == auto else name)
+            rows.append(dict(zip(COLUMNS, (*place, f"{speed:.0f}", ratio, f"{speed / peak:.2f}"), strict=True)))
     for reason in refused:
         print(f"left out: {reason.splitlines()[0]}")
     return rows

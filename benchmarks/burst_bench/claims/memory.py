@@ -9,10 +9,9 @@ give freed tensors back at once, so that the peak is of live ones.
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
-import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -22,9 +21,8 @@ from burst_attention.plan.estimate import peak_memory
 from burst_attention.plan.schedule import make_schedule
 from burst_attention.testing import WorkerPool
 
+from ..arguments import CallArguments, asked
 from ..harness.memory import give_back, peak_during, resident
-from ..harness.origin import origin
-from ..harness.results import write_json
 
 
 def measure(seqlen: int, heads: int, dim: int, dtype: torch.dtype, kernel: str) -> tuple[int, int]:
@@ -51,37 +49,26 @@ def predicted(world: int, seqlen: int, heads: int, dim: int, dtype: torch.dtype)
     return peak_memory(schedule, shape, schedule.choose_travels(shape))
 
 
-def run(
-    *,
-    seq_len: int = 32768,
-    worlds: tuple[int, ...] = (1, 2, 4),
-    heads: int = 8,
-    head_dim: int = 64,
-    dtype: str = "bfloat16",
-    kernel: str = "auto",
-    json: Path | None = None,
-) -> None:
-    """Measure and print; ``json``: also write the figures to this file."""
-    arguments = (seq_len, heads, head_dim, getattr(torch, dtype))
-    rows = []
-    for world in worlds:
-        with WorkerPool(world, timeout=1800) as pool:
-            by_rank = pool.run(measure, *arguments, kernel, timeout=3600)
-        peak, alone = (max(sizes) for sizes in zip(*by_rank, strict=True))
-        rows.append({"world": world, "peak": peak, "predicted": predicted(world, *arguments), "alone": alone})
-    title = f"causal zigzag, {dtype}, S={seq_len}, H={heads}, D={head_dim}"
-    columns = ("world", "peak per rank, MiB", "predicted", "in and out alone, MiB", "x world / that of the first")
-    table = Table(*columns, title=title)
-    first = rows[0]["peak"] * rows[0]["world"]
-    for row in rows:
-        sizes = (f"{row[name] / 2**20:.0f}" for name in ("peak", "predicted", "alone"))
-        table.add_row(str(row["world"]), *sizes, f"{row['peak'] * row['world'] / first:.2f}")
-    Console().print(table)
-    if json:
-        command = f"python benchmarks/memory.py --seq-len {seq_len} --worlds {' '.join(map(str, worlds))}"
-        size = {"seq_len": seq_len, "heads": heads, "head_dim": head_dim, "dtype": dtype}
-        write_json(json, {"size": size, "rows": rows} | origin(command))
+@dataclass(frozen=True, kw_only=True)
+class Arguments(CallArguments):
+    worlds: tuple[int, ...] = (1, 2, 4)
+    kernel: str = "auto"
 
 
 def main() -> None:
-    tyro.cli(run, description=__doc__)
+    a = asked(Arguments(seq_len=32768, head_dim=64), __doc__)
+    sizes = (a.seq_len, a.heads, a.head_dim, a.torch_dtype)
+    rows = []
+    for world in a.worlds:
+        with WorkerPool(world, timeout=1800) as pool:
+            by_rank = pool.run(measure, *sizes, a.kernel, timeout=3600)
+        peak, alone = (max(each) for each in zip(*by_rank, strict=True))
+        rows.append({"world": world, "peak": peak, "predicted": predicted(world, *sizes), "alone": alone})
+    columns = ("world", "peak per rank, MiB", "predicted", "in and out alone, MiB", "x world / that of the first")
+    table = Table(*columns, title=f"{a.title}, zigzag")
+    first = rows[0]["peak"] * rows[0]["world"]
+    for row in rows:
+        mebibytes = (f"{row[name] / 2**20:.0f}" for name in ("peak", "predicted", "alone"))
+        table.add_row(str(row["world"]), *mebibytes, f"{row['peak'] * row['world'] / first:.2f}")
+    Console().print(table)
+    a.write("memory", rows=rows)

@@ -240,16 +240,5 @@ class Paper:
         return {"rows": peers.compare(*size, scale.peer_rounds, names=PEERS), "size": size}
 
 
-SECTIONS: dict[str, Callable[[Paper], dict[str, Any]]] = {
-    method.__name__: method
-    for method in (
-        Paper.training,
-        Paper.memory,
-        Paper.prefill,
-        Paper.perplexity,
-        Paper.ablation,
-        Paper.scaling,
-        Paper.long,
-        Paper.peers,
-    )
-}
+NAMES = ("training", "memory", "prefill", "perplexity", "ablation", "scaling", "long", "peers")
+SECTIONS: dict[str, Callable[[Paper], dict[str, Any]]] = {name: getattr(Paper, name) for name in NAMES}

@@ -14,16 +14,14 @@ runs one rank per GPU on NCCL and the real flash_attn; that was written but has 
 from __future__ import annotations
 
 import math
-import shlex
 import statistics
-import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import tyro
 from rich.console import Console
 from rich.table import Column, Table
 from torch import Tensor
@@ -32,9 +30,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from burst_attention.testing import WorkerPool
 from burst_attention.testing.pool import WorkerError
 
+from ..arguments import TimedArguments, asked
 from ..harness.measure import rotated
-from ..harness.origin import origin
-from ..harness.results import write_json
 from ..texts import spread
 from .ranks import NAMES, Problem, checked, make_inputs, prepare, timed
 from .variants import OURS, OURS_FORWARD, STRONGEST, VARIANTS, Size, Variant, package_version, refusal
@@ -211,32 +208,18 @@ def _figures(row: dict[str, Any], strongest: list[int] | None) -> list[str]:
     return [*told, bytes_sent, share]
 
 
-def run(
-    *,
-    world: int = 2,
-    seq_len: int = 8192,
-    heads: int = 8,
-    head_dim: int = 128,
-    dtype: str = "bfloat16",
-    rounds: int = 5,
-    device: Literal["cpu", "cuda"] = "cpu",
-    only: tuple[str, ...] | None = None,
-    json: Path | None = None,
-) -> None:
-    """Compare and print.
-
-    Args:
-        rounds: 0 to check the results and count the bytes only.
-        only: names of the others, such as "yunchang zigzag".
-        json: also write the figures to this file.
-    """
-    names = {"dtype": getattr(torch, dtype), "device": device, "names": only}
-    rows = compare(world, seq_len, heads, head_dim, rounds, **names)
-    title = f"causal, {dtype}, S={seq_len}, H={heads}, D={head_dim}, {world} ranks x 1 thread"
-    show(Console(width=max(Console().width, 130)), rows, title)
-    if json:
-        write_json(json, {"rows": rows} | origin(shlex.join(["python", "benchmarks/peers.py", *sys.argv[1:]])))
+@dataclass(frozen=True, kw_only=True)
+class Arguments(TimedArguments):
+    rounds: int = 5
+    """0: check the results and count the bytes only."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    only: tuple[str, ...] | None = None
+    """Of the others, such as "yunchang zigzag"."""
 
 
 def main() -> None:
-    tyro.cli(run, description=__doc__)
+    a = asked(Arguments(), __doc__)
+    options = {"dtype": a.torch_dtype, "device": a.device, "names": a.only}
+    rows = compare(a.world, a.seq_len, a.heads, a.head_dim, a.rounds, **options)
+    show(Console(width=max(Console().width, 130)), rows, f"{a.title}, {a.world} ranks x 1 thread")
+    a.write("peers", rows=rows)

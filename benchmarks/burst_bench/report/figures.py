@@ -97,28 +97,13 @@ class Chart:
         return list(dict.fromkeys(row.engine for row in shown if self.value(row) == 0))
 
 
+SECONDS = "seconds per call: median, with least and greatest round"
+PEAK = "peak resident memory, highest rank, above that before the engine was built"
+SENT = "bytes sent per rank and call, as the transport counted"
 CHARTS = (
-    Chart(
-        key="seconds",
-        title="Time",
-        axis="seconds per call: median, with least and greatest round",
-        unit="s",
-        value=lambda row: row.median,
-    ),
-    Chart(
-        key="memory",
-        title="Memory",
-        axis="peak resident memory, highest rank, above that before the engine was built",
-        unit="B",
-        value=lambda row: row.peak_memory,
-    ),
-    Chart(
-        key="bytes",
-        title="Bytes",
-        axis="bytes sent per rank and call, as the transport counted",
-        unit="B",
-        value=lambda row: row.bytes_counted,
-    ),
+    Chart(key="seconds", title="Time", axis=SECONDS, unit="s", value=lambda row: row.median),
+    Chart(key="memory", title="Memory", axis=PEAK, unit="B", value=lambda row: row.peak_memory),
+    Chart(key="bytes", title="Bytes", axis=SENT, unit="B", value=lambda row: row.bytes_counted),
 )
 
 

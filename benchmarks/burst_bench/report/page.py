@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from html import escape
 from importlib import resources
-from typing import NamedTuple
 
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
@@ -15,91 +13,12 @@ from plotly.offline import get_plotlyjs
 from plotly.utils import PlotlyJSONEncoder
 
 from ..harness.results import KINDS, Results, Row
-from ..texts import bytes_text, link_text, number_text, spread
-from .figures import (
-    CHARTS,
-    KIND_COLOURS,
-    Chart,
-    colours,
-    row_text,
-    tick_text,
-    timeline_ends,
-    timeline_rows,
-    y_scale,
-)
+from .figures import CHARTS, KIND_COLOURS, Chart, colours, row_text, tick_text, timeline_ends, timeline_rows, y_scale
+from .table import CHECK, PLACE, cells, measured, state
 
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star")
 SIZE = {"template": "plotly_white", "font": {"family": "system-ui, sans-serif", "size": 12, "color": "#1c2430"}}
-
-
-class Column(NamedTuple):
-    """Of the table: its header, what it means, and a row's text."""
-
-    header: str
-    meaning: str
-    text: Callable[[Row], str]
-
-
-PLACE = (
-    Column("engine", "", lambda row: row.engine),
-    Column("tokens", "of the sequence, over all ranks", lambda row: f"{row.seq_len:,}"),
-    Column("ranks", "", lambda row: str(row.world)),
-    Column("link", "rate of each node's link", lambda row: link_text(row.link)),
-)
-CHECK = (
-    Column(
-        "error",
-        "against fp64, of the tensor closest to its bound: at 512 tokens; of attention in rows at this length, too",
-        lambda row: "-" if row.error is None else f"{row.error:.2e}",
-    ),
-    Column("bound", "what the error may be", lambda row: "-" if row.bound is None else f"{row.bound:.2e}"),
-)
-
-
-def measured(results: Results) -> tuple[Column, ...]:
-    """The columns of what was measured; ratios are to the first engine's, round by round."""
-
-    def gflops(row: Row) -> float | None:
-        return None if row.flops_per_second is None else row.flops_per_second / 1e9
-
-    wire = "on the wire beyond the counted: parameters, their gradients, protocol headers, what gloo sends too much"
-    return (
-        Column("median s", "wall time of the median round, the slowest rank's", lambda row: number_text(row.median)),
-        Column(
-            "min to max s",
-            "least and greatest round",
-            lambda row: " to ".join(number_text(end(row.seconds)) for end in (min, max)) if row.seconds else "-",
-        ),
-        Column(
-            "/ first's",
-            "time by the first engine's, each ratio from one round: median and range",
-            lambda row: spread(results.ratios_to_first(row)),
-        ),
-        Column("tokens/s", "by the median round", lambda row: number_text(row.tokens_per_second)),
-        Column(
-            "GFLOP/s",
-            "of the model, by the median round; work done twice counts once",
-            lambda row: number_text(gflops(row)),
-        ),
-        Column(
-            "bytes counted",
-            "sent per rank and call as the transport counted: activations",
-            lambda row: bytes_text(row.bytes_counted),
-        ),
-        Column("bytes predicted", "the same, predicted before the run", lambda row: bytes_text(row.bytes_predicted)),
-        Column(
-            "bytes on the wire",
-            "on the interfaces of the emulated cluster, per rank",
-            lambda row: bytes_text(row.bytes_wire),
-        ),
-        Column("bytes uncounted", wire, lambda row: bytes_text(row.bytes_uncounted)),
-        Column(
-            "peak memory",
-            "highest rank's, above what was resident before the engine was built",
-            lambda row: bytes_text(row.peak_memory),
-        ),
-    )
 
 
 def page(results: Results) -> str:
@@ -130,28 +49,6 @@ def page(results: Results) -> str:
         plotly=Markup(get_plotlyjs()),
         asset=lambda name: Markup(resources.files(__package__).joinpath(name).read_text("utf-8")),
     )
-
-
-def state(row: Row) -> str:
-    """``right``, ``wrong``, ``refused`` or ``unchecked``."""
-    if row.refused is not None:
-        return "refused"
-    if row.error is None or row.bound is None:
-        return "unchecked"
-    return "right" if row.passed else "wrong"
-
-
-def cells(row: Row, columns: tuple[Column, ...]) -> list[tuple[str, int]]:
-    """(text, columns that it takes) from left to right."""
-    place, check = ([(column.text(row), 1) for column in some] for some in (PLACE, CHECK))
-    match state(row):
-        case "right":
-            return [*place, *((column.text(row), 1) for column in columns), *check]
-        case "refused":
-            return [*place, (f"refused: {row.refused}", len(columns) + len(CHECK))]
-        case "wrong":
-            return [*place, ("WRONG", len(columns)), *check]
-    return [*place, ("not checked, so no figure is told", len(columns)), *check]
 
 
 def chart_figure(chart: Chart, results: Results) -> graph_objects.Figure:
