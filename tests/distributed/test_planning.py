@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from burst_bench.harness.numerics import relative_errors, stock_errors
+from burst_bench.claims.numerics import relative_errors, stock_errors
 from torch.distributed.device_mesh import init_device_mesh
 
 from burst_attention import Mask, burst_attention, make_plan

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..harness.results import Results, Row
+from ..peers.compare import cells
 from ..texts import bytes_text, link_text, mebibytes, spread
 from .markdown import REFERENCE, Page, find, gflops, outcome, sizes_of, speeds, table
 from .readme import draw_readme
@@ -266,20 +267,8 @@ def peers(page: Page) -> str:
     """Ours beside the packages."""
     world, length, heads, dim = page.raw["size"]
     sizes = f"{world} ranks x 1 thread, {length:,} tokens, H = {heads}, D = {dim}, bf16, no limit"
-    lines = []
-    for row in page.raw["rows"]:
-        name = {"variant": f"{row['name']} {row['version'] or ''}".strip(), "passes": row["passes"]}
-        if not row["seconds"]:
-            lines.append(name | {"s": row["refused"] or ("not timed" if row["correct"] else "WRONG")})
-            continue
-        figures = {
-            "s": spread(row["seconds"]),
-            "ratio": spread(row["ratios"], ".3f"),
-            "without copies": spread(row["ratios_without_copies"], ".3f"),
-            "sent per rank": bytes_text(statistics.fmean(row["bytes"])) if row["bytes"] else "-",
-        }
-        lines.append(name | figures)
-    return page.head("Beside the packages", PROSE["peers"], sizes) + table(lines)
+    rows = map(cells, page.raw["rows"])
+    return page.head("Beside the packages", PROSE["peers"], sizes) + table(rows)
 
 
 # section -> its pages

@@ -1,4 +1,4 @@
-"""The targets: each is computed from the figures and always told, with the reason where it was missed."""
+"""The targets: each is computed from the figures and always shown, with the reason where it was missed."""
 
 from __future__ import annotations
 

@@ -23,7 +23,8 @@ from typing import Any, Literal
 
 import torch
 from rich.console import Console
-from rich.table import Column, Table
+from rich.markup import escape
+from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -32,7 +33,7 @@ from burst_attention.testing.pool import WorkerError
 
 from ..arguments import TimedArguments, asked
 from ..harness.measure import rotated
-from ..texts import spread
+from ..texts import bytes_text, spread
 from .ranks import NAMES, Problem, checked, make_inputs, prepare, timed
 from .variants import OURS, OURS_FORWARD, STRONGEST, VARIANTS, Size, Variant, package_version, refusal
 
@@ -169,43 +170,35 @@ def _one_device(tensors: list[Tensor]) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
 
 
+def cells(row: dict[str, Any]) -> dict[str, str]:
+    """One of ``compare``'s rows, as the terminal and the page show it."""
+    name = {"variant": f"{row['name']} {row['version'] or ''}".strip(), "passes": row["passes"]}
+    if not row["correct"]:
+        return name | {"s": row["refused"] or "WRONG"}
+    return name | {
+        "s": spread(row["seconds"]),
+        "ratio": spread(row["ratios"], ".3f"),
+        "without copies": spread(row["ratios_without_copies"], ".3f"),
+        "sent per rank": bytes_text(statistics.fmean(row["bytes"])) if row["bytes"] else "-",
+    }
+
+
 def show(console: Console, rows: list[dict[str, Any]], title: str) -> None:
-    """Fingerprint ``compare``'s rows: a table, and under it why some have no figures."""
-    columns = (
-        "",
-        "seconds, median (range)",
-        "/ ours, by round",
-        "without the\nstand-in's copies",
-        "MB sent\na rank",
-        "/ " + STRONGEST.replace(" ", "\n") + "'s",
-    )
-    table = Table(*(Column(heading, no_wrap=True) for heading in columns), title=title)
+    """Print ``compare``'s rows: a table, and under it how wrong a wrong one is."""
+    share = f"of {STRONGEST}'s"
     strongest = next((row["bytes"] for row in rows if row["name"] == STRONGEST and row["correct"]), None)
-    notes = []
+    table = Table("variant", "passes", "s", "ratio", "without copies", "sent per rank", share, title=title)
     for row in rows:
-        name = f"{row['name']} {row['version'] or ''}".strip()
-        if row["refused"]:
-            table.add_row(name, "[yellow]not run")
-            notes.append(f"{row['name']}: {row['refused']}")
-        elif not row["correct"]:
-            worst = max(row["errors"], key=lambda n, row=row: row["errors"][n] / row["bounds"][n])
-            table.add_row(name, f"[red]WRONG {worst} {row['errors'][worst]:.1e}")
-            notes.append(f"{row['name']}: relative L2 of {worst} may be {row['bounds'][worst]:.1e}")
-        else:
-            table.add_row(name, *_figures(row, strongest))
+        shown = cells(row)
+        if strongest and row["bytes"] and row["passes"] != "forward":
+            shown[share] = f"{statistics.fmean(row['bytes']) / statistics.fmean(strongest):.3f}"
+        table.add_row(*(escape(shown.get(str(column.header), "")) for column in table.columns))
     console.print(table)
-    for note in notes:
-        console.print(note, markup=False, highlight=False, soft_wrap=True)
-
-
-def _figures(row: dict[str, Any], strongest: list[int] | None) -> list[str]:
-    bytes_sent, share = "", ""
-    if row["bytes"] is not None:
-        bytes_sent = f"{statistics.fmean(row['bytes']) / 1e6:.2f}"
-        if strongest and row["passes"] != "forward":
-            share = f"{statistics.fmean(row['bytes']) / statistics.fmean(strongest):.3f}"
-    told = [spread(row[name], ".3f") for name in ("seconds", "ratios", "ratios_without_copies")]
-    return [*told, bytes_sent, share]
+    for row in rows:
+        for name, error in row["errors"].items():
+            if not error <= row["bounds"][name]:
+                reason = f"{row['name']}: relative L2 of {name} is {error:.1e} and may be {row['bounds'][name]:.1e}"
+                console.print(reason, markup=False, highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True, kw_only=True)
