@@ -188,9 +188,7 @@ def _run(task: str, arguments: Arguments, command: str) -> Results:
 
     rows: list[Row] = []
     for ranks in arguments.ranks():
-        with World.of(
-            ranks, arguments.nodes, say=lambda text: console.print(f"[dim]{text}[/]", highlight=False)
-        ) as world:
+        with World.of(ranks, arguments.nodes, say=say) as world:
             rows += world.rows(workload, arguments.seq_lens, arguments.rates())
     results = results_of(workload, rows, command=command, cluster=arguments.nodes)
     _show(results, console)

@@ -23,7 +23,6 @@ from typing import Any, Literal
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -184,21 +183,24 @@ def cells(row: dict[str, Any]) -> dict[str, str]:
 
 
 def show(console: Console, rows: list[dict[str, Any]], title: str) -> None:
-    """Print ``compare``'s rows: a table, and under it how wrong a wrong one is."""
-    share = f"of {STRONGEST}'s"
+    """Print ``compare``'s rows: a table, and under it why some have no figures."""
+    share, notes = f"of {STRONGEST}'s", []
     strongest = next((row["bytes"] for row in rows if row["name"] == STRONGEST and row["correct"]), None)
     table = Table("variant", "passes", "s", "ratio", "without copies", "sent per rank", share, title=title)
     for row in rows:
         shown = cells(row)
-        if strongest and row["bytes"] and row["passes"] != "forward":
+        if row["refused"]:
+            shown["s"] = "not run"
+            notes.append(f"{row['name']}: {row['refused']}")
+        elif strongest and row["bytes"] and row["passes"] != "forward":
             shown[share] = f"{statistics.fmean(row['bytes']) / statistics.fmean(strongest):.3f}"
-        table.add_row(*(escape(shown.get(str(column.header), "")) for column in table.columns))
+        table.add_row(*(shown.get(str(column.header), "") for column in table.columns))
+        wrong = {name: error for name, error in row["errors"].items() if not error <= row["bounds"][name]}
+        for name, error in wrong.items():
+            notes.append(f"{row['name']}: relative L2 of {name} is {error:.1e} and may be {row['bounds'][name]:.1e}")
     console.print(table)
-    for row in rows:
-        for name, error in row["errors"].items():
-            if not error <= row["bounds"][name]:
-                reason = f"{row['name']}: relative L2 of {name} is {error:.1e} and may be {row['bounds'][name]:.1e}"
-                console.print(reason, markup=False, highlight=False, soft_wrap=True)
+    for note in notes:
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True, kw_only=True)
