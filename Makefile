@@ -6,10 +6,10 @@ READY := $(VENV)/.ready
 
 .PHONY: demo test test-all check mutation clean
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml benchmarks/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,bench,test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,bench,test]' -e benchmarks
 	touch $@
 
 demo: $(READY)  ## train a small Llama on real long documents over 2 local ranks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from burst_bench.results import Results, Row, Span
+from burst_bench.harness.results import Results, Row, Span
 
 TIMELINE = tuple(
     (

@@ -54,7 +54,10 @@ CLAIM = "tests/unit/test_claim.py"
 
 @dataclass(frozen=True)
 class Fault:
-    """``old`` becomes ``new`` in ``file``; ``tests`` (a pytest file and, optionally, a -k expression) must fail."""
+    """``old`` becomes ``new`` in ``file``; ``tests`` (a pytest file and, optionally, a -k expression) must fail.
+
+    ``file`` is one of the package, or begins with ``benchmarks/``.
+    """
 
     name: str
     file: str
@@ -508,7 +511,7 @@ SEEDED = [
     ),
     Fault(
         "a wrong engine is timed all the same",
-        "bench/run.py",
+        "benchmarks/burst_bench/harness/run.py",
         "if not error <= bound:",
         "if error < 0:",
         BENCH,
@@ -516,7 +519,7 @@ SEEDED = [
     ),
     Fault(
         "engines that disagree at the timed length are timed all the same",
-        "bench/run.py",
+        "benchmarks/burst_bench/harness/run.py",
         "return apart, agreement",
         "return error, bound",
         BENCH,
@@ -524,7 +527,7 @@ SEEDED = [
     ),
     Fault(
         "an all-reduce is counted as a gather",
-        "bench/trace.py",
+        "benchmarks/burst_bench/harness/trace.py",
         '"all_reduce": 2',
         '"all_reduce": 1',
         BENCH,
@@ -628,11 +631,35 @@ SEEDED = [
     ),
     Fault(
         "a rank draws other inputs than the positions that it holds",
-        "bench/subjects.py",
+        "benchmarks/burst_bench/harness/subjects.py",
         "block[positions[first:last] - start]",
         "block[: last - first]",
         BENCH,
         "drawn_for_some_positions",
+    ),
+    Fault(
+        "times are compared with another engine than the first",
+        "benchmarks/burst_bench/harness/results.py",
+        "return ratios(first, row) if",
+        "return ratios(row, row) if",
+        "tests/unit/test_report.py",
+        "round_by_round",
+    ),
+    Fault(
+        "all ranks of a trace are one process",
+        "benchmarks/burst_bench/report/trace_events.py",
+        '"cat": span.kind, "pid": rank}',
+        '"cat": span.kind, "pid": 0}',
+        "tests/unit/test_report.py",
+        "trace_events",
+    ),
+    Fault(
+        "the README's ratios are of the medians",
+        "benchmarks/burst_bench/paper/readme.py",
+        "statistics.median(ratios(_one(rows, engine, link), _one(rows, other, link)))",
+        "_one(rows, other, link).median / _one(rows, engine, link).median",
+        "tests/unit/test_results_pages.py",
+        "what_the_figures_draw",
     ),
     Fault(
         "keys beyond a block's last are taken for seen by all rows",
@@ -1062,16 +1089,18 @@ def try_fault(fault: Fault) -> tuple[Fault, str, float]:
     """'caught', or what is wrong, and the seconds it took."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="burst-mutation-") as folder:
-        copy = Path(folder) / "src"
-        shutil.copytree(ROOT / "src", copy, ignore=shutil.ignore_patterns("__pycache__"))
-        target = copy / "burst_attention" / fault.file
+        copies = [Path(folder) / name for name in ("src", "benchmarks")]
+        for copy in copies:
+            shutil.copytree(ROOT / copy.name, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        home = copies[0] / "burst_attention" if not fault.file.startswith("benchmarks/") else Path(folder)
+        target = home / fault.file
         text = target.read_text()
         if text.count(fault.old) != 1:
             return fault, f"its text stands {text.count(fault.old)} times in {fault.file}", 0.0
         target.write_text(text.replace(fault.old, fault.new))
         command = [sys.executable, "-m", "pytest", *fault.tests.split(), "-x", "-q", "-p", "no:cacheprovider"]
         command += ["-k", fault.only] if fault.only else []
-        environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, copies)), "PYTHONDONTWRITEBYTECODE": "1"}
         result = subprocess.run(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )

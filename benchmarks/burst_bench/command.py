@@ -1,8 +1,7 @@
-"""``burst bench``: the engines side by side, on local ranks or on an emulated cluster."""
+"""``burst bench``: the engines side by side on local ranks; and the same on an emulated cluster."""
 
 from __future__ import annotations
 
-import importlib.util
 import shlex
 from dataclasses import dataclass
 from typing import Literal
@@ -18,13 +17,12 @@ from burst_attention.training.claim import Marker, claimed
 from burst_attention.training.flags import MOST_RANKS, check_counts, check_lists, check_names, check_ranks
 
 from .cluster import ClusterError, parse_cluster, parse_rate
-from .report.figures import bytes_text, link_text, number_text
-from .results import TASKS, Results, Row
+from .harness.results import TASKS, Results, Row
 
-COMMAND = "burst bench"
-NEEDED = ("transformers", "matplotlib", "plotly")
-WRITES = ("results.json", "report.html", "*.png")
-EVERY = ("burst", "ring", "ring:contiguous", "ulysses", "tensor", "tensor-sequence", "single")
+# All that share a sequence: `single` gives each a rank of its own, and can be asked for with --worlds 1.
+EVERY = ("burst", "ring", "ring:contiguous", "ulysses", "tensor", "tensor-sequence")
+CLUSTER = "python -m burst_bench.cluster"
+WRITES = ("results.json", "report.html", "*.png", "*.trace.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +37,7 @@ class Arguments:
     seq_lens: tuple[int, ...] = (1024, 2048, 4096)
     """Tokens of the sequence, over all ranks."""
     worlds: tuple[int, ...] | None = None
-    """Numbers of local ranks, 2 if not given; not with --cluster."""
-    cluster: str | None = None
-    """NODESxRANKS, such as 8x1: a network namespace for each node, joined by a bridge. Needs root and iproute2."""
-    link: tuple[str, ...] = ("none",)
-    """Rates of the nodes' links, such as 100mbit; none for no limit. Needs --cluster."""
+    """Numbers of local ranks, 2 if not given."""
     rounds: int = 3
     """Timed calls of each engine."""
     layers: int = 1
@@ -61,17 +55,12 @@ class Arguments:
 
     def check(self) -> None:
         """Raise ValueError for what can't be."""
-        missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-        if missing:
-            raise ValueError(f"{', '.join(missing)} not installed: pip install -e '.[train,bench]' in the checkout")
-        from .job import engine_of
+        from .harness.workload import engine_of
 
         counts = {"rounds": self.rounds, "layers": self.layers, "heads": self.heads, "head_dim": self.head_dim}
-        counts |= {"kv_heads": self.own_kv_heads, "vocabulary": self.vocabulary}
-        check_counts(counts)
+        check_counts(counts | {"kv_heads": self.own_kv_heads, "vocabulary": self.vocabulary})
         check_names({"--out": self.out})
-        lists = {"engines": self.engines, "seq_lens": self.seq_lens, "worlds": self.local_worlds, "link": self.link}
-        check_lists(lists)
+        check_lists({"engines": self.engines, "seq_lens": self.seq_lens, "worlds": self.local_worlds})
         for length in self.seq_lens:
             check_counts({"seq_lens": length})
         for world in self.local_worlds:
@@ -83,17 +72,7 @@ class Arguments:
                 engine_of(spec)
             except ValueError as error:
                 raise ValueError(f"--engines {spec!r}: {error}") from None
-        if self.cluster is None and any(rate is not None for rate in self.rates()):
-            raise ValueError(
-                f"--link {' '.join(self.link)} needs --cluster NODESxRANKS: this machine's own is not touched"
-            )
-        if self.cluster is not None and self.worlds is not None:
-            raise ValueError(
-                f"--worlds can't be given with --cluster {self.cluster}, which says how many ranks there are"
-            )
         shortest, most = min(self.seq_lens), max(self.ranks())
-        if self.cluster is not None and most > MOST_RANKS:
-            raise ValueError(f"--cluster {self.cluster} has {most} ranks; give at most {MOST_RANKS:,}")
         if shortest < most:
             raise ValueError(f"--seq-lens {shortest} is shorter than the {most} ranks: every rank needs a token")
 
@@ -105,41 +84,81 @@ class Arguments:
     def local_worlds(self) -> tuple[int, ...]:
         return (2,) if self.worlds is None else self.worlds
 
-    def rates(self) -> list[float | None]:
-        """``--link`` in bits per second."""
-        return [parse_rate(text) for text in self.link]
-
-    def ranks(self) -> list[int]:
+    def ranks(self) -> tuple[int, ...]:
         """How many there will be."""
-        if self.cluster is None:
-            return list(self.local_worlds)
-        nodes, each = parse_cluster(self.cluster)
-        return [nodes * each]
+        return self.local_worlds
+
+    @property
+    def nodes(self) -> tuple[int, int] | None:
+        """(nodes, ranks of each) of an emulated cluster."""
+        return None
+
+    def rates(self) -> list[float | None]:
+        """Of the nodes' links, in bits per second."""
+        return [None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterArguments(Arguments):
+    __doc__ = f"{Arguments.__doc__}\n\nThe nodes are network namespaces joined by a bridge: needs root and iproute2."
+    cluster: str = "8x1"
+    """NODESxRANKS: so many nodes with so many ranks on each; --worlds is not taken."""
+    link: tuple[str, ...] = ("none",)
+    """Rates of the nodes' links, such as 100mbit; none for no limit."""
+
+    def check(self) -> None:
+        if self.worlds is not None:
+            raise ValueError(
+                f"--worlds can't be given with --cluster {self.cluster}, which says how many ranks there are"
+            )
+        check_lists({"link": self.link})
+        self.rates()
+        if max(self.ranks()) > MOST_RANKS:
+            raise ValueError(f"--cluster {self.cluster} has {max(self.ranks())} ranks; give at most {MOST_RANKS:,}")
+        super().check()
+
+    def ranks(self) -> tuple[int, ...]:
+        nodes, each = self.nodes
+        return (nodes * each,)
+
+    @property
+    def nodes(self) -> tuple[int, int]:
+        return parse_cluster(self.cluster)
+
+    def rates(self) -> list[float | None]:
+        return [parse_rate(text) for text in self.link]
 
 
 def main(arguments: list[str]) -> int:
     """Run ``burst bench``; returns the exit status: 1 if an engine was wrong or a rank failed, 2 if none could run."""
+    flags = {given.partition("=")[0] for given in arguments}
+    if "--cluster" in flags or "--link" in flags:
+        what = "--cluster is an option" if "--cluster" in flags else "--link needs --cluster, an option"
+        return launch.refuse("burst bench", ValueError(f"{what} of `{CLUSTER}`: this machine's own is not touched"))
+    return compare("burst bench", Arguments, arguments)
+
+
+def compare(name: str, kind: type[Arguments], arguments: list[str]) -> int:
+    """:func:`main` of a command called ``name`` that takes ``kind``."""
     if not arguments or arguments[0] not in TASKS:
         given = arguments[0] if arguments else "nothing"
         if given in ("-h", "--help"):
-            Console().print(
-                f"usage: {COMMAND} {{{','.join(TASKS)}}} [OPTIONS]; --help after the task lists the options"
-            )
+            Console().print(f"usage: {name} {{{','.join(TASKS)}}} [OPTIONS]; --help after the task lists the options")
             return 0
-        return launch.refuse(COMMAND, ValueError(f"give what to compare, {', '.join(TASKS)}, not {given}"))
+        return launch.refuse(name, ValueError(f"give what to compare, {', '.join(TASKS)}, not {given}"))
     task, rest = arguments[0], launch.spelled_out(arguments[1:])
-    parsed = tyro.cli(Arguments, prog=f"{COMMAND} {task}", args=rest)
+    parsed = tyro.cli(kind, prog=f"{name} {task}", args=rest)
     try:
         if launch.started_by_torchrun():
             raise ValueError("starts its own ranks; run it without torchrun")
         parsed.check()
-        with claimed(parsed.out, by=COMMAND, overwrite=parsed.overwrite, writes=WRITES) as marker:
-            results = _run(task, parsed, shlex.join(["burst", "bench", *arguments]), marker)
+        with claimed(parsed.out, by=name, overwrite=parsed.overwrite, writes=WRITES) as marker:
+            results = _run(task, parsed, f"{name} {shlex.join(arguments)}", marker)
     except WorkerError as error:
-        Console(stderr=True, soft_wrap=True).print(f"[bold red]{COMMAND}:[/] {escape(str(error))}", highlight=False)
+        Console(stderr=True, soft_wrap=True).print(f"[bold red]{name}:[/] {escape(str(error))}", highlight=False)
         return 1
     except (ValueError, ClusterError) as error:
-        return launch.refuse(COMMAND, error)
+        return launch.refuse(name, error)
     except KeyboardInterrupt:
         return 130
     if all(row.refused for row in results.rows):
@@ -148,64 +167,49 @@ def main(arguments: list[str]) -> int:
 
 
 def _run(task: str, arguments: Arguments, command: str, marker: Marker) -> Results:
-    from .job import Job
+    from .harness.run import World, results_of
+    from .harness.workload import Workload
+    from .report.trace_events import write_traces
     from .report.write import write_report
-    from .run import Bench
 
     console = Console()
     if not console.is_terminal:
-        console = Console(width=160)  # a file has no width of its own
-    job = Job(
-        task=task,
-        engines=arguments.engines,
-        seq_len=0,
-        rounds=arguments.rounds,
-        timeline=arguments.timeline,
-        layers=arguments.layers,
-        heads=arguments.heads,
-        kv_heads=arguments.own_kv_heads,
-        head_dim=arguments.head_dim,
-        vocabulary=arguments.vocabulary,
-        dtype=arguments.dtype,
-    )
-    bench = Bench(
-        job=job,
-        seq_lens=arguments.seq_lens,
-        worlds=arguments.local_worlds,
-        cluster=None if arguments.cluster is None else parse_cluster(arguments.cluster),
-        links=arguments.rates(),
-    )
-    results = bench.run(command=command, say=lambda text: console.print(f"[dim]{text}[/]", highlight=False))
+        console = Console(width=200)  # a file has no width of its own
+    shared = ("engines", "rounds", "timeline", "layers", "heads", "head_dim", "vocabulary", "dtype")
+    sizes = {name: getattr(arguments, name) for name in shared}
+    workload = Workload(task=task, seq_len=0, kv_heads=arguments.own_kv_heads, **sizes)
+
+    def say(text: str) -> None:
+        console.print(f"[dim]{text}[/]", highlight=False)
+
+    rows: list[Row] = []
+    for ranks in arguments.ranks():
+        with World.of(ranks, arguments.nodes, say=say) as world:
+            rows += world.rows(workload, arguments.seq_lens, arguments.rates())
+    results = results_of(workload, rows, command=command, cluster=arguments.nodes)
     _show(results, console)
     marker.remove_old()
     marker.add("results.json")
     results.write(marker.folder / "results.json")
-    written = write_report(results, marker.folder)
-    marker.add(*(path.name for path in written))
-    console.print(
-        f"results.json, {', '.join(path.name for path in written[:1])} and pictures: [bold]{escape(arguments.out)}[/]"
-    )
+    written, traces = write_report(results, marker.folder), write_traces(results, marker.folder)
+    marker.add(*(path.name for path in (*written, *traces)))
+    told = f"results.json, {written[0].name}, pictures and {len(traces)} traces"
+    console.print(f"{told}: [bold]{escape(arguments.out)}[/]")
     return results
 
 
 def _show(results: Results, console: Console) -> None:
-    columns = ("engine", "tokens", "ranks", "link", "s", "tokens/s", "GFLOP/s", "sent", "predicted", "on the wire")
+    from .report.table import CHECK, PLACE, cells, measured
+
+    columns = measured(results)
     title = f"{results.task}, {results.setting['dtype']}; median and spread of the rounds, bytes of each rank"
-    table = Table(*columns, "uncounted", "peak memory", "error", title=title)
+    table = Table(*(column.header for column in (*PLACE, *columns, *CHECK)), title=title)
     for row in results.rows:
         if not row.refused:
-            link = link_text(row.link)
-            table.add_row(row.engine, f"{row.seq_len:,}", str(row.world), link, *_figures(row))
+            style = None if row.passed else "red"
+            texts = (part for text, width in cells(row, columns) for part in (text, *[""] * (width - 1)))
+            table.add_row(*texts, style=style)
     console.print(table)
-    for told in dict.fromkeys(f"{row.engine}, {row.world} ranks: {row.refused}" for row in results.rows if row.refused):
-        console.print(f"left out: {escape(told)}", highlight=False)
-
-
-def _figures(row: Row) -> list[str]:
-    error = f"{row.error:.1e}"
-    if not row.passed:
-        return ["[red]WRONG[/]", *[""] * 7, f"{error} > {row.bound:.1e}"]
-    sizes = (row.bytes_counted, row.bytes_predicted, row.bytes_wire, row.bytes_uncounted, row.peak_memory)
-    speeds = (number_text(row.tokens_per_second), number_text((row.flops_per_second or 0.0) / 1e9))
-    seconds = f"{row.median:.3g} ({min(row.seconds):.3g}-{max(row.seconds):.3g})"
-    return [seconds, *speeds, *map(bytes_text, sizes), error]
+    refused = [row for row in results.rows if row.refused]
+    for reason in dict.fromkeys(f"{row.engine}, {row.world} ranks: {row.refused}" for row in refused):
+        console.print(f"left out: {escape(reason)}", highlight=False)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from burst_bench.ablation import compare
 
 from burst_attention.attention.passes import Backward, Forward, Tensors
 from burst_attention.plan.rows import Side
 
 Rows = dict[str, dict[str, Any]]
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SIZES = {"seq_len": 1024, "heads": 4, "head_dim": 64, "dtype": torch.bfloat16}
 
 
@@ -35,10 +32,8 @@ class Same(Backward):
 
 
 @pytest.fixture(scope="module")
-def ablation() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))  # the ranks inherit it
-        yield importlib.import_module("ablation")
+def ablation() -> ModuleType:
+    return compare
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +59,7 @@ def test_every_variant_is_right_and_has_all_its_figures(ablation: ModuleType, ro
         assert len(row["seconds"]) == len(row["ratios"]) == 1
         assert math.isfinite(row["seconds"][0]) and row["seconds"][0] > 0
         assert row["ratios"] == [row["seconds"][0] / rows["ours"]["seconds"][0]]
-        for key in (*ablation.COUNTED, *ablation.WEIGHED):
+        for key in (*ablation.COUNTED, *ablation.PEAKS):
             assert len(row[key]) == 2
 
 
@@ -82,7 +77,7 @@ def test_a_wrong_variant_is_named_wrong_and_has_no_time(ablation: ModuleType, ro
     row = rows["forgetful"]
     assert not row["correct"]
     assert row["errors"]["out"] > row["bounds"]["out"]
-    assert all(row[key] == [] for key in ("seconds", "ratios", *ablation.COUNTED, *ablation.WEIGHED))
+    assert all(row[key] == [] for key in ("seconds", "ratios", *ablation.COUNTED, *ablation.PEAKS))
     costs, _ = ablation.tables(list(rows.values()), "", "")
     shown = dict(zip(costs.columns[0]._cells, costs.columns[1]._cells, strict=True))
     assert shown["forgetful"] == "[red]WRONG[/]"

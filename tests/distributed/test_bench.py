@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,20 +15,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from burst_bench.command import main
-from burst_bench.job import Job, engine_of
-from burst_bench.judge import judge, sampled_error
-from burst_bench.measure import Figures, measure
-from burst_bench.memory import give_back, peak_during, resident
-from burst_bench.results import Results, Span
-from burst_bench.run import World
-from burst_bench.subjects import AttentionSubject, ModelSubject, Print, random_qkv
-from burst_bench.trace import Trace
+from burst_bench.command import CLUSTER, ClusterArguments, compare, main
+from burst_bench.harness.judge import judge, sampled_error
+from burst_bench.harness.measure import Measurement, measure
+from burst_bench.harness.memory import give_back, peak_during, resident
+from burst_bench.harness.results import Results, Span
+from burst_bench.harness.run import World
+from burst_bench.harness.subjects import AttentionSubject, Fingerprint, ModelSubject, random_qkv
+from burst_bench.harness.trace import Trace
+from burst_bench.harness.workload import Workload, engine_of
 
 from burst_attention.plan.layout import Layout
 
 EVERY = ("burst", "ring", "ring:contiguous", "ulysses", "tensor", "tensor-sequence")
-SMALL = Job(task="train", engines=EVERY, seq_len=64, rounds=1, heads=4, kv_heads=4, head_dim=8, vocabulary=64)
+SMALL = Workload(task="train", engines=EVERY, seq_len=64, rounds=1, heads=4, kv_heads=4, head_dim=8, vocabulary=64)
 ROOT = Path(__file__).parents[2]
 NAMESPACES = pytest.mark.skipif(
     os.name != "posix" or os.geteuid() != 0 or not (shutil.which("ip") or Path("/usr/sbin/ip").exists()),
@@ -41,7 +42,7 @@ def test_what_is_counted_is_what_was_predicted(pools, task):
     ranks = pools(2).run(measure, job)
     told = {figures[0].engine: figures for figures in zip(*ranks, strict=True)}
     assert list(told) == list(EVERY)
-    prints = []
+    fingerprints = []
     for engine, figures in told.items():
         if task == "attention" and engine.startswith("tensor"):
             assert f"--engine {engine} exchanges around the attention" in figures[0].refused
@@ -58,10 +59,10 @@ def test_what_is_counted_is_what_was_predicted(pools, task):
             assert any(span.kind == "exchange" for span in rank.spans)
             assert waits + compute == pytest.approx(max(span.end for span in rank.spans), rel=1e-6)
         assert sum(rank.counted for rank in figures) > 0, engine
-        prints.append(figures[0].prints)
-    assert prints[0]
-    for told in prints:
-        assert all(abs(x.value - y.value) < 1e-3 * y.size for x, y in zip(told, prints[0], strict=True))
+        fingerprints.append(figures[0].fingerprints)
+    assert fingerprints[0]
+    for told in fingerprints:
+        assert all(abs(x.value - y.value) < 1e-3 * y.size for x, y in zip(told, fingerprints[0], strict=True))
         assert all(y.size > 0 for y in told)
 
 
@@ -135,9 +136,9 @@ class Scripted:
 
 
 def figures_of(engine, **changes):
-    prints = [Print(6.0, 6.0), Print(2.0, 1.0)]
-    right = {"seconds": [1.0], "wire": [0], "counted": 10, "predicted": 10, "peak": 100, "prints": prints}
-    return Figures(engine, **(right | changes))
+    fingerprints = [Fingerprint(6.0, 6.0), Fingerprint(2.0, 1.0)]
+    right = {"seconds": [1.0], "wire": [0], "counted": 10, "predicted": 10, "peak": 100, "fingerprints": fingerprints}
+    return Measurement(engine, **(right | changes))
 
 
 def rows_of(judged, *figures):
@@ -153,9 +154,9 @@ def test_no_figure_is_told_of_an_engine_that_is_wrong():
         ((math.nan, 1e-5), {}),
         (good, {"sampled": 1e-3}),
         (good, {"sampled": math.nan}),
-        (good, {"prints": [Print(6.0, 6.0), Print(2.01, 1.0)]}),
-        (good, {"prints": [Print(math.nan, 6.0), Print(2.0, 1.0)]}),
-        (good, {"prints": [Print(6.0, 6.0), Print(math.nan, math.nan)]}),
+        (good, {"fingerprints": [Fingerprint(6.0, 6.0), Fingerprint(2.01, 1.0)]}),
+        (good, {"fingerprints": [Fingerprint(math.nan, 6.0), Fingerprint(2.0, 1.0)]}),
+        (good, {"fingerprints": [Fingerprint(6.0, 6.0), Fingerprint(math.nan, math.nan)]}),
     ):
         judged = {"burst": good, "ring": bad, "ulysses": good}
         rows = rows_of(judged, figures_of("burst"), figures_of("ring", **changes), figures_of("ulysses"))
@@ -171,14 +172,14 @@ def test_an_engine_by_itself_is_held_to_what_several_agreed_on():
     world = World(scripted, None, 1, lambda text: None)
     job = replace(SMALL, engines=("burst", "ring"), dtype="bfloat16")
     assert all(row.passed for row in world.rows(job, [64]))
-    for prints, passes in (
-        ([Print(6.0, 6.0), Print(2.05, 1.0)], True),
-        ([Print(6.0, 6.0), Print(2.2, 1.0)], False),
-        ([Print(6.03, 6.0), Print(2.0, 1.0)], False),
+    for fingerprints, passes in (
+        ([Fingerprint(6.0, 6.0), Fingerprint(2.05, 1.0)], True),
+        ([Fingerprint(6.0, 6.0), Fingerprint(2.2, 1.0)], False),
+        ([Fingerprint(6.03, 6.0), Fingerprint(2.0, 1.0)], False),
     ):
-        scripted.figures = [[figures_of("ring", prints=prints)]] * 2
+        scripted.figures = [[figures_of("ring", fingerprints=fingerprints)]] * 2
         (row,) = world.rows(replace(job, engines=("ring",), rounds=2), [64])
-        assert row.passed == passes, prints
+        assert row.passed == passes, fingerprints
 
 
 def test_nothing_is_timed_where_every_engine_is_refused(pools):
@@ -270,9 +271,14 @@ def test_the_command_writes_results_and_report(tmp_path, capsys):
         assert row.flops_per_second == pytest.approx(replace(SMALL, seq_len=row.seq_len).flops() / row.median)
         assert len(row.timeline) == 2
     assert "burst bench train" in results.command
+    assert results.revision and results.versions["torch"] == torch.__version__
+    assert "/ first's" in told
     page = (out / "report.html").read_text()
     assert "tensor" in page
     assert {"seconds.png", "memory.png", "bytes.png"} <= {path.name for path in out.iterdir()}
+    assert len(list(out.glob("*.trace.json"))) == 4
+    lines = (out / "results.json").read_text().splitlines()
+    assert sum('"engine": "burst"' in line for line in lines) == 2 and len(lines) < 40, "a line for each row"
     assert main([*arguments, "--out", str(out)]) == 2
     assert "--overwrite" in capsys.readouterr().err
 
@@ -307,10 +313,7 @@ def left_namespaces(pid):
         (["train", "--engines", "megatron"], "'megatron' is unknown"),
         (["train", "--engines", "ring:striped"], "--layout striped"),
         (["train", "--link", "10mbit"], "needs --cluster"),
-        (["train", "--cluster", "8by1"], "'8by1'"),
-        (["train", "--cluster", "2x1", "--link", "fast"], "'fast'"),
         (["train", "--seq-lens", "3", "--worlds", "4"], "--seq-lens 3 is shorter than the 4 ranks"),
-        (["train", "--cluster", "2x1", "--worlds", "4"], "--worlds can't be given with --cluster 2x1"),
         (["train", "--kv-heads", "0"], "--kv-heads 0 must be at least 1"),
         (["train", "--rounds", "0"], "--rounds 0 must be at least 1"),
         (["train", "--heads", "8", "--kv-heads", "3"], "--heads 8 must be a multiple of --kv-heads 3"),
@@ -324,6 +327,24 @@ def test_what_can_not_be_asked_is_refused_in_a_line(arguments, told, capsys):
     assert message.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["train", "--cluster", "8by1"], "'8by1'"),
+        (["train", "--cluster", "2x1", "--link", "fast"], "'fast'"),
+        (["train", "--cluster", "2x1", "--worlds", "4"], "--worlds can't be given with --cluster 2x1"),
+    ],
+)
+def test_what_no_cluster_can_do_is_refused_in_a_line(arguments, told, capsys):
+    assert compare(CLUSTER, ClusterArguments, arguments) == 2
+    message = capsys.readouterr().err
+    assert told in message
+    assert message.startswith("python -m burst_bench.cluster: ")
+    assert message.count("\n") == 1
+    assert main(arguments) == 2
+    assert "--cluster is an option of `python -m burst_bench.cluster`" in capsys.readouterr().err
+
+
 @NAMESPACES
 def test_the_papers_tables_are_written_by_one_command(tmp_path):
     command = [sys.executable, "benchmarks/paper.py", "--quick", "--out", str(tmp_path)]
@@ -334,15 +355,17 @@ def test_the_papers_tables_are_written_by_one_command(tmp_path):
             done.kill()
             raise
     assert done.returncode == 0, told
-    pages = {path.stem: path.read_text() for path in tmp_path.glob("*.md")}
+    pages = {path.stem: re.sub(r" +", " ", path.read_text()) for path in tmp_path.glob("*.md")}  # columns are padded
     expected = ("training", "memory", "bytes", "prefill", "perplexity", "ablation", "scaling", "long", "peers")
     assert set(pages) >= set(expected)
     for name in expected:
         assert "WRONG" not in pages[name], pages[name]
-        assert "| ---" in pages[name], name
+        assert "|---" in pages[name], name
         assert "Command: `python benchmarks/paper.py --quick`" in pages[name], name
     for section in set(expected) - {"bytes"}:  # whose figures are memory's
-        assert json.loads((tmp_path / f"{section}.json").read_text())["minutes"] > 0
+        recorded = json.loads((tmp_path / f"{section}.json").read_text())
+        assert recorded["minutes"] > 0
+        assert recorded["revision"] and recorded["versions"]["torch"] == torch.__version__
     for engine in ("burst", "ring", "ulysses", "tensor", "tensor-sequence", "single"):
         assert f"| {engine} |" in pages["training"]
         assert f"| {engine} |" in pages["perplexity"]

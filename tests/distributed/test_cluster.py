@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from burst_bench.cluster import NETWORK, Cluster, ClusterError, parse_cluster, parse_rate, remove_leftovers
-from burst_bench.namespaces import inside
+from burst_bench.cluster.namespaces import inside
 
 from burst_attention.testing import WorkerPool
 
@@ -257,8 +257,12 @@ def alive(group: int) -> list[str]:
 def test_a_bench_in_a_cluster_ends_with_control_c(tmp_path: Path) -> None:
     """As from a terminal: the signal goes to the command and to its ranks, which are in the middle of a call."""
     sizes = ["--cluster", "2x1", "--link", "20mbit", "--seq-lens", "8192", "--engines", "burst", "--out", str(tmp_path)]
-    code = f"{HEEDS}; import sys; from burst_attention.cli import main; sys.exit(main({['bench', 'train', *sizes]}))"
-    command = [sys.executable, "-c", code]
+    code = f"{HEEDS}; import runpy, sys; sys.argv[1:] = {['train', *sizes]}; runpy.run_module('burst_bench.cluster')"
+    command = [
+        sys.executable,
+        "-c",
+        code.replace("'burst_bench.cluster'", "'burst_bench.cluster', run_name='__main__'"),
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as child:
         assert child.stdout is not None and child.stderr is not None
         while b"8,192 tokens" not in child.stdout.readline():

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import io
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,18 +11,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from burst_bench.peers import compare
+from burst_bench.peers.traffic_meter import TrafficMeter
 
 from burst_attention.testing import WorkerPool
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SIZE = {"world": 2, "seq_len": 256, "heads": 4, "head_dim": 32}
 
 
 @pytest.fixture(scope="module")
-def peers() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))  # the ranks inherit it
-        yield importlib.import_module("peers")
+def peers() -> ModuleType:
+    return compare
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +97,6 @@ def test_arguments_are_refused_by_name(peers: ModuleType, name: str, value: Any)
 
 def move_and_count() -> dict[str, tuple[int, int]]:
     """For each kind of traffic: the meter's count and what the process wrote into its sockets."""
-    from traffic_meter import TrafficMeter
-
     rank, world = dist.get_rank(), dist.get_world_size()
     x, rows = torch.zeros(world, 1 << 18), [torch.empty(1 << 18) for _ in range(world)]
 
@@ -136,8 +130,7 @@ def written() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="reads /proc/self/io, which only Linux has")
 @pytest.mark.parametrize("world", [2, 3])
-def test_the_meter_counts_what_the_sockets_carry(peers: ModuleType, world: int) -> None:
-    assert str(BENCHMARKS) in sys.path
+def test_the_meter_counts_what_the_sockets_carry(world: int) -> None:
     with WorkerPool(world) as pool:
         for counts in pool.run(move_and_count):
             assert counts.pop("all reduce")[0] is None, "what can't be counted isn't guessed"

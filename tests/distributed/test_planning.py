@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from burst_bench.numerics import relative_errors, stock_errors
+from burst_bench.claims.numerics import relative_errors, stock_errors
 from torch.distributed.device_mesh import init_device_mesh
 
 from burst_attention import Mask, burst_attention, make_plan

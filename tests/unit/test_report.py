@@ -15,10 +15,12 @@ import pytest
 pytest.importorskip("plotly")
 pytest.importorskip("matplotlib")
 
+from burst_bench.harness.results import Span
 from burst_bench.report import figures as report_figures
 from burst_bench.report.page import page
+from burst_bench.report.trace_events import write_traces
 from burst_bench.report.write import timeline_names, write_report
-from burst_bench.results import Span
+from burst_bench.texts import bytes_text, link_text
 
 from tests.bench_results import ENGINES, REFUSED, RESULTS, TIMELINE, WRONG, right
 
@@ -79,6 +81,7 @@ def test_every_figure_stands_under_its_header(text: str) -> None:
         "link": "200 Mbit/s",
         "median s": "0.819",
         "min to max s": "0.737 to 1.06",
+        "/ first's": "-",
         "tokens/s": "10,000",
         "GFLOP/s": "1.25",
         "bytes counted": "8.00 MB",
@@ -90,14 +93,24 @@ def test_every_figure_stands_under_its_header(text: str) -> None:
         "bound": "1.00e-05",
     }
     assert rows[0][3] == "no limit"
-    assert rows[0][10:12] == ["-", "-"], "no emulated cluster, so nothing is known of the wire"
+    assert rows[0][11:13] == ["-", "-"], "no emulated cluster, so nothing is known of the wire"
+
+
+def test_times_are_compared_with_the_first_engines_round_by_round() -> None:
+    """The machine grew slower by half from round to round: the ratio of the medians would be 1.5, of rounds it is 2."""
+    rows = [right("burst", 64, seconds=(1.0, 2.0, 3.0)), right("ring", 64, seconds=(2.0, 3.0, 9.0))]
+    header, *cells = Table(page(replace(RESULTS, rows=rows))).rows
+    assert [row[header.index("/ first's")] for row in cells] == ["-", "2.00 (1.50 to 3.00)"]
+    wrong = replace(rows[0], error=1.0)
+    header, *cells = Table(page(replace(RESULTS, rows=[wrong, rows[1]]))).rows
+    assert cells[1][header.index("/ first's")] == "-", "nothing is compared with what was wrong"
 
 
 def test_a_wrong_row_tells_its_error_and_nothing_else(text: str) -> None:
     rows = Table(text).rows
     assert rows[7] == ["tensor", "4,096", "2", "no limit", "WRONG", "2.50e-01", "1.00e-05"]
     assert rows[8] == ["ulysses", "4,096", "2", "no limit", "refused: needs Hkv >= world: 1 < 2 </script>"]
-    assert rows[9] == ["bare", "4,096", "2", "no limit", *["-"] * 9, "0.00e+00", "1.00e-05"]
+    assert rows[9] == ["bare", "4,096", "2", "no limit", *["-"] * 10, "0.00e+00", "1.00e-05"]
 
 
 @pytest.mark.parametrize("error", [None, float("nan")])
@@ -220,6 +233,32 @@ def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not (tmp_path / "new").exists()
 
 
+def test_timelines_are_trace_events_with_a_process_for_each_rank(tmp_path: Path) -> None:
+    """The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU."""
+    written = write_traces(RESULTS, tmp_path)
+    assert [path.name for path in written] == [
+        "timeline-burst-4096-nolimit.trace.json",
+        "timeline-burst-8192-200Mbit.trace.json",
+        "timeline-ring-zig-i-zag-i-4096-nolimit.trace.json",
+    ]
+    events = json.loads(written[0].read_text("utf-8"))["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {0: "rank 0", 1: "rank 1"}
+    for rank, spans in enumerate(TIMELINE):
+        own = [event for event in events if event["pid"] == rank]
+        complete = [(e["cat"], e["name"], e["ts"], e["ts"] + e["dur"]) for e in own if e["ph"] == "X"]
+        begun = {e["id"]: e for e in own if e["ph"] == "b"}
+        ended = {e["id"]: e for e in own if e["ph"] == "e"}
+        assert begun.keys() == ended.keys()
+        complete += [(e["cat"], e["name"], e["ts"], ended[n]["ts"]) for n, e in begun.items()]
+        expected = [
+            (s.kind, s.label or s.kind, pytest.approx(1e6 * s.start), pytest.approx(1e6 * s.end)) for s in spans
+        ]
+        assert sorted(complete) == sorted(expected, key=lambda span: span[:2])
+        assert {event["ph"] for event in own} == {"M", "X", "b", "e"}
+    assert len({event["id"] for event in events if event["ph"] == "b"}) == 2, "ranks' exchanges are told apart"
+
+
 def test_rows_that_share_a_name_get_a_picture_each() -> None:
     made = [right("a/b", 64, world=world) for world in (2, 4, 4)]
     assert timeline_names([*made, right("../c", 64, link=1.5e9)]) == [
@@ -254,9 +293,9 @@ def test_an_axis_holds_its_points_and_two_ticks(values: tuple[float, ...]) -> No
 def test_numbers_as_text() -> None:
     texts = [report_figures.tick_text(value, "s") for value in (5e-5, 0.002, 0.5, 1.0, 2e6)]
     assert texts == ["50 µs", "2 ms", "500 ms", "1 s", "2 Ms"]
-    assert [report_figures.bytes_text(count) for count in (None, 0, 999, 1500, 2.5e9, 3e13)] == [
+    assert [bytes_text(count) for count in (None, 0, 999, 1500, 2.5e9, 3e13)] == [
         *("-", "0 B", "999 B", "1.50 kB", "2.50 GB", "30,000 GB")
     ]
-    assert [report_figures.link_text(link) for link in (None, 4.5e8, 1e9, 300)] == [
+    assert [link_text(link) for link in (None, 4.5e8, 1e9, 300)] == [
         *("no limit", "450 Mbit/s", "1 Gbit/s", "300 bit/s")
     ]

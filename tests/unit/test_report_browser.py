@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,29 @@ def test_browser_draws_every_plot(browser: Any, report: Path) -> None:
     titles = opened.inner.locator("#timeline-2 .gtitle").text_content()
     assert titles == "ring:zig<i>zag</i>, 4,096 tokens, 2 ranks, no limit"
     assert opened.complaints == []
+
+
+@pytest.mark.parametrize("width", [1366, 620])
+def test_browser_keeps_title_legend_and_toolbar_apart(browser: Any, report: Path, width: int) -> None:
+    opened = Page(browser, report)
+    opened.inner.set_viewport_size({"width": width, "height": 768})
+    opened.inner.reload()
+    opened.settle(ENGINES)
+    parts = opened.inner.evaluate(
+        """() => Object.fromEntries([...document.querySelectorAll(".plot")].map(plot => [plot.id, Object.fromEntries(
+          [".gtitle", ".legend", ".modebar", ".bglayer"].filter(part => plot.querySelector(part)).map(part => {
+            const {left, top, right, bottom} = plot.querySelector(part).getBoundingClientRect();
+            return [part, [left, top, right, bottom]];
+          }))]))"""
+    )
+    assert len(parts) == 6
+    for plot, boxes in parts.items():
+        assert set(boxes) == {".legend", ".modebar", ".bglayer"} | ({".gtitle"} if "timeline" in plot else set())
+        for (one, a), (other, b) in combinations(boxes.items(), 2):
+            apart = a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
+            assert apart, (plot, one, a, other, b)
+    buttons = opened.inner.evaluate("[...document.querySelectorAll('.modebar-btn')].map(b => b.dataset.title)")
+    assert set(buttons) == {"Download plot as a PNG", "Zoom", "Pan", "Reset axes"}, "none that needs a network"
 
 
 def test_browser_draws_what_a_real_run_wrote(browser: Any, tmp_path: Path) -> None:

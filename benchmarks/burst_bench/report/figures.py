@@ -7,10 +7,12 @@ shown to be right, gives nothing here.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ..results import Results, Row
+from ..harness.results import Results, Row
+from ..texts import link_text, ranks_text
 
 # Okabe and Ito's colours, which people with any common colour blindness can tell apart; without the yellow, which is
 # too faint on white, and with a grey.
@@ -59,13 +61,13 @@ class Chart:
 
     def lines(self, results: Results) -> list[Line]:
         """One per engine × world × link that has a point; in the order of the rows."""
-        told = [row for row in results.rows if row.passed and row.refused is None]
-        links = list(dict.fromkeys(row.link for row in told))
-        worlds = list(dict.fromkeys(row.world for row in told))
-        found: dict[tuple[str, int, float | None], list[Point]] = {}
-        for row in told:
+        shown = [row for row in results.rows if row.passed and row.refused is None]
+        links = list(dict.fromkeys(row.link for row in shown))
+        worlds = list(dict.fromkeys(row.world for row in shown))
+        by_line: dict[tuple[str, int, float | None], list[Point]] = {}
+        for row in shown:
             if (point := self.point(row)) is not None:
-                found.setdefault((row.engine, row.world, row.link), []).append(point)
+                by_line.setdefault((row.engine, row.world, row.link), []).append(point)
         return [
             Line(
                 engine=engine,
@@ -76,7 +78,7 @@ class Chart:
                 dash=links.index(link),
                 symbol=worlds.index(world),
             )
-            for (engine, world, link), points in found.items()
+            for (engine, world, link), points in by_line.items()
         ]
 
     def point(self, row: Row) -> Point | None:
@@ -91,32 +93,17 @@ class Chart:
 
     def zeros(self, results: Results) -> list[str]:
         """The engines with a figure of zero, which the chart can't show and must say."""
-        told = (row for row in results.rows if row.passed and row.refused is None)
-        return list(dict.fromkeys(row.engine for row in told if self.value(row) == 0))
+        shown = (row for row in results.rows if row.passed and row.refused is None)
+        return list(dict.fromkeys(row.engine for row in shown if self.value(row) == 0))
 
 
+SECONDS = "seconds per call: median, with least and greatest round"
+PEAK = "peak resident memory, highest rank, above that before the engine was built"
+SENT = "bytes sent per rank and call, as the transport counted"
 CHARTS = (
-    Chart(
-        key="seconds",
-        title="Time",
-        axis="seconds per call: median, with least and greatest round",
-        unit="s",
-        value=lambda row: row.median,
-    ),
-    Chart(
-        key="memory",
-        title="Memory",
-        axis="peak resident memory, highest rank, above that before the engine was built",
-        unit="B",
-        value=lambda row: row.peak_memory,
-    ),
-    Chart(
-        key="bytes",
-        title="Bytes",
-        axis="bytes sent per rank and call, as the transport counted",
-        unit="B",
-        value=lambda row: row.bytes_counted,
-    ),
+    Chart(key="seconds", title="Time", axis=SECONDS, unit="s", value=lambda row: row.median),
+    Chart(key="memory", title="Memory", axis=PEAK, unit="B", value=lambda row: row.peak_memory),
+    Chart(key="bytes", title="Bytes", axis=SENT, unit="B", value=lambda row: row.bytes_counted),
 )
 
 
@@ -148,7 +135,7 @@ def tick_text(value: float, unit: str) -> str:
 
 
 def timeline_rows(results: Results) -> list[Row]:
-    """The rows whose timeline may be told."""
+    """The rows that have a timeline and were right."""
     return [row for row in results.rows if row.passed and row.refused is None and any(row.timeline)]
 
 
@@ -161,38 +148,25 @@ def timeline_ends(rows: Iterable[Row]) -> dict[tuple[int, int, float | None], fl
     return ends
 
 
+def timeline_names(rows: Sequence[Row]) -> list[str]:
+    """``timeline-<engine>-<seq_len>-<link or nolimit>.png`` for each row, in characters that any file system takes.
+
+    Rows that would share a name get their ranks in it, and then a number.
+    """
+    plain = [f"timeline-{row.engine}-{row.seq_len}-{_file_link(row)}" for row in rows]
+    plain = [re.sub(r"[^A-Za-z0-9.]+", "-", name) for name in plain]
+    names: list[str] = []
+    for row, name in zip(rows, plain, strict=True):
+        own = name if plain.count(name) == 1 else f"{name}-{row.world}ranks"
+        tries = [own, *(f"{own}-{i}" for i in range(2, len(rows) + 1))]
+        names.append(next(text for text in tries if text not in names))
+    return [f"{name}.png" for name in names]
+
+
+def _file_link(row: Row) -> str:
+    return "nolimit" if row.link is None else link_text(row.link).removesuffix("/s").replace(" ", "")
+
+
 def row_text(row: Row) -> str:
     """What a timeline's title says."""
     return f"{row.engine}, {row.seq_len:,} tokens, {ranks_text(row.world)}, {link_text(row.link)}"
-
-
-def ranks_text(world: int) -> str:
-    """Such as ``8 ranks``."""
-    return f"{world} rank" + "s" * (world != 1)
-
-
-def link_text(link: float | None) -> str:
-    """A rate in bits per second, such as ``200 Mbit/s``; or ``no limit``."""
-    if link is None:
-        return "no limit"
-    for size, unit in ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):
-        if link >= size:
-            return f"{link / size:.6g} {unit}"
-    return f"{link:.6g} bit/s"
-
-
-def bytes_text(count: float | None) -> str:
-    """Bytes in decimal units, such as ``12.3 MB``; a dash for None."""
-    if count is None:
-        return "-"
-    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if abs(count) >= size:
-            return f"{number_text(count / size)} {unit}"
-    return f"{count:.0f} B"
-
-
-def number_text(value: float | None) -> str:
-    """Three significant digits, thousands apart; a dash for None."""
-    if value is None:
-        return "-"
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:#.3g}"

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..results import KINDS, Results, Row
+from ..harness.results import KINDS, Results, Row
 from .figures import (
     CHARTS,
     KIND_COLOURS,
     Chart,
     colours,
-    link_text,
     row_text,
     tick_text,
     timeline_ends,
+    timeline_names,
     timeline_rows,
     y_scale,
 )
@@ -59,25 +57,6 @@ def write_report(results: Results, folder: Path) -> list[Path]:
         written.append(folder / name)
         _save(_draw_timeline(row, ends[row.seq_len, row.world, row.link]), written[-1])
     return written
-
-
-def timeline_names(rows: Sequence[Row]) -> list[str]:
-    """``timeline-<engine>-<seq_len>-<link or nolimit>.png`` for each row, in characters that any file system takes.
-
-    Rows that would share a name get their ranks in it, and then a number.
-    """
-    plain = [f"timeline-{row.engine}-{row.seq_len}-{_file_link(row)}" for row in rows]
-    plain = [re.sub(r"[^A-Za-z0-9.]+", "-", name) for name in plain]
-    names: list[str] = []
-    for row, name in zip(rows, plain, strict=True):
-        own = name if plain.count(name) == 1 else f"{name}-{row.world}ranks"
-        tries = [own, *(f"{own}-{i}" for i in range(2, len(rows) + 1))]
-        names.append(next(text for text in tries if text not in names))
-    return [f"{name}.png" for name in names]
-
-
-def _file_link(row: Row) -> str:
-    return "nolimit" if row.link is None else link_text(row.link).removesuffix("/s").replace(" ", "")
 
 
 def _draw_chart(chart: Chart, results: Results) -> Figure:

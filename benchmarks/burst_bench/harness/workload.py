@@ -11,15 +11,16 @@ from burst_attention.engines import Engine, Heads, choose
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Workload:
     """Engines at one sequence length over the ranks at hand.
 
     Attributes:
         task: ``attention`` (one call, forward and backward), ``train`` (an optimizer step) or ``prefill`` (the forward
             up to the logits of the next token).
         engines: names, each with ``:LAYOUT`` where it is not the engine's best.
-        rounds: timed calls of each engine, taking turns; 0 takes the time of the weighed one, which is a little longer.
-        weigh: first run each engine once by itself, to count its bytes and see its peak memory.
+        rounds: timed calls of each engine, taking turns; 0 takes the time of the one by itself, which is a little
+            longer.
+        resources: first run each engine once by itself, to count its bytes and see its peak memory.
         timeline: write down what each rank does in one more call.
         interface: of the emulated cluster, whose counter is read around each call; None without one.
         dtype: of the computation.
@@ -30,7 +31,7 @@ class Job:
     engines: tuple[str, ...]
     seq_len: int
     rounds: int = 3
-    weigh: bool = True
+    resources: bool = True
     timeline: bool = False
     interface: str | None = None
     layers: int = 1
@@ -66,7 +67,7 @@ class Job:
             intermediate=self.intermediate,
         )
 
-    def at(self, seq_len: int, **changes: Any) -> Job:
+    def at(self, seq_len: int, **changes: Any) -> Workload:
         return replace(self, seq_len=seq_len, **changes)
 
     def flops(self) -> float:

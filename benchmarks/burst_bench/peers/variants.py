@@ -184,18 +184,6 @@ def _ring_attention_pytorch_zigzag(size: Size) -> Call:
     return Call(attention)
 
 
-def _one(_: Size) -> int:
-    return 1
-
-
-def _two(_: Size) -> int:
-    return 2
-
-
-def _all(size: Size) -> int:
-    return size.world
-
-
 def _ours(name: str, **options: Any) -> Variant:
     backward = options.pop("backward", True)
     return Variant(
@@ -219,11 +207,11 @@ VARIANTS = (
     _theirs("ring-flash-attn basic", _ring_flash_attn("ring_flash_attn_func")),
     _theirs(STRONGEST, _ring_flash_attn("zigzag_ring_flash_attn_func"), order="zigzag"),
     _theirs("ring-flash-attn stripe", _ring_flash_attn("stripe_flash_attn_func"), order="striped"),
-    _theirs("yunchang basic", _yunchang("basic", _one)),
-    _theirs("yunchang zigzag", _yunchang("zigzag", _one), order="zigzag"),
-    _theirs("yunchang stripe", _yunchang("strip", _one), order="striped"),
-    _theirs("yunchang ulysses", _yunchang_ulysses, ulysses=_all, order="contiguous"),
-    _theirs("yunchang hybrid zigzag", _yunchang("zigzag", _two), ulysses=_two, order="zigzag"),
+    _theirs("yunchang basic", _yunchang("basic", lambda size: 1)),
+    _theirs("yunchang zigzag", _yunchang("zigzag", lambda size: 1), order="zigzag"),
+    _theirs("yunchang stripe", _yunchang("strip", lambda size: 1), order="striped"),
+    _theirs("yunchang ulysses", _yunchang_ulysses, ulysses=lambda size: size.world, order="contiguous"),
+    _theirs("yunchang hybrid zigzag", _yunchang("zigzag", lambda size: 2), ulysses=lambda size: 2, order="zigzag"),
     _ours(OURS_FORWARD, backward=False),
     _theirs("ring-attention-pytorch ring", _ring_attention_pytorch, backward=False),
     _theirs(

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import flash_attn_stand_in
 import torch
 import torch.distributed as dist
-from peer_variants import VARIANTS, Call, Size, Variant, positions
 from torch import Tensor
-from traffic_meter import TrafficMeter
+
+from . import flash_attn_stand_in
+from .traffic_meter import TrafficMeter
+from .variants import VARIANTS, Call, Size, Variant, positions
 
 NAMES = ("out", "dq", "dk", "dv")
 

@@ -15,9 +15,9 @@ from burst_attention.testing.check import relative_l2
 from burst_attention.testing.oracle import Gradients, attend, torch_attention
 from burst_attention.training.model import quieten_transformers
 
-from .job import Job, engine_of
 from .subjects import AttentionSubject, ModelSubject, make_subject, random_qkv, refusal, whole_logits
 from .trace import Trace
+from .workload import Workload, engine_of
 
 FLOOR = {"float64": 1e-11, "float32": 1e-5, "bfloat16": 1e-3, "float16": 1e-3}
 # Where rounding may add up: between engines, and of sums over all tokens; by a tensor's size.
@@ -25,26 +25,26 @@ AGREEMENT = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
 FACTOR = 3.0  # times the error of a single rank in the same dtype
 
 
-def judge(job: Job) -> dict[str, tuple[float, float]]:
-    """For each engine that can do ``job``: (relative L2 error against fp64, what it may be), of the worst tensor.
+def judge(workload: Workload) -> dict[str, tuple[float, float]]:
+    """For each engine that can do ``workload``: (relative L2 error against fp64, what it may be), of the worst tensor.
 
     The tensors are out, dq, dk and dv; each parameter's gradient; or the logits. What an error may be is ``FACTOR``
     times that of a single rank in the same dtype. Every rank must call it, at a ``seq_len`` of which fp64 is
     affordable, and gets the same figures.
     """
     quieten_transformers()
-    able = [spec for spec in job.engines if refusal(job, engine_of(spec)) is None]
-    if job.task == "attention":
-        q, k, v, dout = random_qkv(job)
-        exact = _four(attend(q, k, v, Mask(), dout=dout))
-        stock = _errors(_four(torch_attention(q, k, v, Mask(), dout=dout)), exact)
-        told = {spec: _attention_errors(job, spec, exact) for spec in able}
+    able = [spec for spec in workload.engines if refusal(workload, engine_of(spec)) is None]
+    if workload.task == "attention":
+        q, k, v, dout = random_qkv(workload)
+        exact = _without_lse(attend(q, k, v, Mask(), dout=dout))
+        stock = _errors(_without_lse(torch_attention(q, k, v, Mask(), dout=dout)), exact)
+        errors = {spec: _attention_errors(workload, spec, exact) for spec in able}
     else:
-        exact = _reference(job, "float64")
-        stock = _errors(_reference(job, job.dtype), exact)
-        told = {spec: _model_errors(job, spec, exact) for spec in able}
-    bounds = [max(FACTOR * error, FLOOR[job.dtype]) for error in stock]
-    return {spec: _worst(errors, bounds) for spec, errors in told.items()}
+        exact = _reference(workload, "float64")
+        stock = _errors(_reference(workload, workload.dtype), exact)
+        errors = {spec: _model_errors(workload, spec, exact) for spec in able}
+    bounds = [max(FACTOR * error, FLOOR[workload.dtype]) for error in stock]
+    return {spec: _worst(own, bounds) for spec, own in errors.items()}
 
 
 def _worst(errors: list[float], bounds: list[float]) -> tuple[float, float]:
@@ -54,7 +54,7 @@ def _worst(errors: list[float], bounds: list[float]) -> tuple[float, float]:
     )
 
 
-def sampled_error(job: Job, subject: Any, rows: int = 32) -> float | None:
+def sampled_error(workload: Workload, subject: Any, rows: int = 32) -> float | None:
     """Of an attention subject's last call: the error of out and dq against fp64 in a few rows of each rank.
 
     This is what can be afforded at any length; of dK and dV two sums that they must have, which tell if they are more
@@ -62,9 +62,9 @@ def sampled_error(job: Job, subject: Any, rows: int = 32) -> float | None:
     """
     if not isinstance(subject, AttentionSubject):
         return None
-    q, k, v, dout = random_qkv(job)
+    q, k, v, dout = random_qkv(workload)
     positions = subject.plan.positions
-    picked = torch.randperm(len(positions), generator=torch.Generator().manual_seed(job.seed))[:rows]
+    picked = torch.randperm(len(positions), generator=torch.Generator().manual_seed(workload.seed))[:rows]
     squares = torch.zeros(2, 2, dtype=torch.float64)
     for local in picked.tolist():
         at = int(positions[local])
@@ -74,7 +74,7 @@ def sampled_error(job: Job, subject: Any, rows: int = 32) -> float | None:
             squares[n] += torch.stack([(actual - right).square().sum(), right.square().sum()])
     dist.all_reduce(squares)
     sampled, off = (squares[:, 0] / squares[:, 1]).sqrt().max(), _off_balance(subject)  # NaN if one is
-    return (sampled if off <= AGREEMENT[job.dtype] else torch.maximum(sampled, off)).item()
+    return (sampled if off <= AGREEMENT[workload.dtype] else torch.maximum(sampled, off)).item()
 
 
 def _off_balance(subject: AttentionSubject) -> Tensor:
@@ -82,9 +82,9 @@ def _off_balance(subject: AttentionSubject) -> Tensor:
     out, *grads = subject.results
     q, k, v, dout = subject.inputs
     products = [x.double() * y.double() for x, y in zip((dout, *grads), (out, q, k, v), strict=True)]
-    told = torch.stack([torch.stack([x.sum(), x.square().sum()]) for x in products])
-    dist.all_reduce(told)
-    sums, weights = told.unbind(1)  # of dO * O, dQ * Q, dK * K, dV * V
+    totals = torch.stack([torch.stack([x.sum(), x.square().sum()]) for x in products])
+    dist.all_reduce(totals)
+    sums, weights = totals.unbind(1)  # of dO * O, dQ * Q, dK * K, dV * V
     return ((sums[[3, 2]] - sums[:2]).abs() / (weights[[3, 2]] + weights[:2]).sqrt()).max()
 
 
@@ -100,8 +100,8 @@ def _one_row(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, Ten
     return out, scale * torch.einsum("hs,hsd->hd", ds, k)
 
 
-def _attention_errors(job: Job, spec: str, exact: list[Tensor]) -> list[float]:
-    subject = make_subject(job, engine_of(spec), Trace())
+def _attention_errors(workload: Workload, spec: str, exact: list[Tensor]) -> list[float]:
+    subject = make_subject(workload, engine_of(spec), Trace())
     assert isinstance(subject, AttentionSubject)
     subject.run()
     squares = []
@@ -113,25 +113,25 @@ def _attention_errors(job: Job, spec: str, exact: list[Tensor]) -> list[float]:
     return [(wrong / size).sqrt().item() for wrong, size in total]
 
 
-def _four(gradients: Gradients) -> list[Tensor]:
+def _without_lse(gradients: Gradients) -> list[Tensor]:
     return [x for name, x in gradients.items() if name != "lse"]
 
 
-def _model_errors(job: Job, spec: str, exact: list[Tensor]) -> list[float]:
-    subject = make_subject(job, engine_of(spec), Trace())
+def _model_errors(workload: Workload, spec: str, exact: list[Tensor]) -> list[float]:
+    subject = make_subject(workload, engine_of(spec), Trace())
     assert isinstance(subject, ModelSubject)
-    return _errors(_told(subject), exact)
+    return _errors(_gradients_or_logits(subject), exact)
 
 
-def _reference(job: Job, dtype: str) -> list[Tensor]:
+def _reference(workload: Workload, dtype: str) -> list[Tensor]:
     """What a rank that has the sequence to itself gives in ``dtype``; every rank does the same."""
-    alone = job.at(job.seq_len, dtype=dtype)
-    return _told(ModelSubject(alone, choose("single"), Trace(), groups=dist.get_world_size()))
+    alone = workload.at(workload.seq_len, dtype=dtype)
+    return _gradients_or_logits(ModelSubject(alone, choose("single"), Trace(), groups=dist.get_world_size()))
 
 
-def _told(subject: ModelSubject) -> list[Tensor]:
+def _gradients_or_logits(subject: ModelSubject) -> list[Tensor]:
     """The gradient of each parameter, or the logits, on every rank."""
-    if subject.job.task == "prefill":
+    if subject.workload.task == "prefill":
         return [whole_logits(subject.logits())]
     subject.backward()
     grads: list[Any] = [p.grad for p in subject.model.parameters()]

@@ -1,4 +1,4 @@
-"""The targets: each is computed from the figures and always told, with the reason where it was missed."""
+"""The targets: each is computed from the figures and always shown, with the reason where it was missed."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Collection
 from pathlib import Path
 
-from burst_bench.report.figures import bytes_text, link_text
-from burst_bench.results import Row
-from paper_markdown import MADE_UP, REFERENCE, Page, find, ratios, spread, table
+from ..harness.results import Row, ratios
+from ..texts import bytes_text, link_text, spread
+from .markdown import GLOO_WASTE, REFERENCE, Page, find, table
 
 PEER = "ring-flash-attn zigzag"
 MINE = ("burst", "burst:contiguous")
@@ -21,18 +21,18 @@ def targets(folder: Path, sections: Collection[str]) -> str:
     pages = {path.stem: Page.read(path) for path in folder.glob("*.json")}
     lines = [*_training(pages.get("training")), _attention_bytes(pages.get("memory")), _peers(pages.get("peers"))]
     lines += [_long(pages.get("long")), _minutes([pages.get(name) for name in sections])]
-    told = []
-    for what, target, measured, met, why in lines:
-        verdict = {True: "met", False: f"**not met**: {why}", None: "not measured"}[met]
-        told.append([what, target, measured, verdict])
-    text = table(("what", "target", "measured", "verdict"), told)
-    return text + "\n" + _information(pages.get("training"))
+    verdicts = {True: "met", None: "not measured"}
+    rows = [
+        {"what": what, "target": target, "measured": measured, "verdict": verdicts.get(met, f"**not met**: {why}")}
+        for what, target, measured, met, why in lines
+    ]
+    return table(rows) + "\n" + _information(pages.get("training"))
 
 
 def _training(page: Page | None) -> list[Line]:
     rows = page.results("results").rows if page else []
     length = max((row.seq_len for row in rows), default=32768)
-    middle, slow = _links(rows)
+    middle, slow = limits(rows)
     lines = [
         _speed(rows, length, link, name, mine, engine, target)
         for mine in MINE
@@ -50,7 +50,8 @@ def _training(page: Page | None) -> list[Line]:
     return [*lines, (what, "≤ 0.60", f"{share:.2f}", share <= 0.60, "parameters weigh more the shorter the sequence")]
 
 
-def _links(rows: list[Row]) -> tuple[float | None, float | None]:
+def limits(rows: list[Row]) -> tuple[float | None, float | None]:
+    """The middle and the slow rate."""
     links = sorted({row.link for row in rows if row.engine == "burst" and row.link is not None}, reverse=True)
     return (links[0], links[1]) if len(links) == 2 else (None, None)
 
@@ -80,8 +81,8 @@ def _attention_bytes(page: Page | None) -> Line:
         return what, "≤ 0.60", "-", None, ""
     mine, theirs = (statistics.fmean(rows[name]["bytes"]) for name in ("burst", PEER))
     most = max(rows["burst"]["bytes"]) / theirs
-    told = f"{mine / theirs:.2f}, the busiest rank {most:.2f}"
-    return what, "≤ 0.60", told, mine / theirs <= 0.60, "few tokens: records of agreement weigh"
+    measured = f"{mine / theirs:.2f}, the busiest rank {most:.2f}"
+    return what, "≤ 0.60", measured, mine / theirs <= 0.60, "few tokens: records of agreement weigh"
 
 
 def _peers(page: Page | None) -> Line:
@@ -93,8 +94,9 @@ def _peers(page: Page | None) -> Line:
     values = row.get("ratios")
     if not values:
         return what, "≥ 1.05×", "-", None, ""
-    told = f"{spread(values, '.3f')}×; {spread(row.get('ratios_without_copies', ()), '.3f')}× without the stand-in's copies"
-    return what, "≥ 1.05×", told, statistics.median(values) >= 1.05, LOCAL
+    bare = spread(row["ratios_without_copies"], ".3f")
+    measured = f"{spread(values, '.3f')}×; {bare}× without the stand-in's copies"
+    return what, "≥ 1.05×", measured, statistics.median(values) >= 1.05, LOCAL
 
 
 def _long(page: Page | None) -> Line:
@@ -106,8 +108,8 @@ def _long(page: Page | None) -> Line:
     if page is None or row is None or not row.passed or row.peak_resident is None:
         return what, target, "-", None, ""
     total = row.peak_resident * row.world
-    told = f"{row.seq_len:,} tokens in {total / 2**30:.2f} GiB"
-    return what, target, told, row.seq_len >= 131072 and total <= 24 * 2**30, "a shorter sequence was run"
+    measured = f"{row.seq_len:,} tokens in {total / 2**30:.2f} GiB"
+    return what, target, measured, row.seq_len >= 131072 and total <= 24 * 2**30, "a shorter sequence was run"
 
 
 def _minutes(pages: list[Page | None]) -> Line:
@@ -123,20 +125,16 @@ def _information(page: Page | None) -> str:
     rows = page.results("results").rows if page else []
     length = max((row.seq_len for row in rows), default=0)
     text = (
-        f"Gloo's reduce-scatter sends a whole all-reduce, so {REFERENCE} here sends {MADE_UP} times what it would over a "
+        f"Gloo's reduce-scatter sends a whole all-reduce, so {REFERENCE} here sends {GLOO_WASTE} times what it would over a "
         "library that does not. (The gradients of sharded parameters, in burst and ring, go by all-to-all.) To see what that is worth, "
-        f"{REFERENCE} also ran on links {MADE_UP} times as fast, by itself:\n\n"
+        f"{REFERENCE} also ran on links {GLOO_WASTE} times as fast, by itself:\n\n"
     )
     lines = []
-    for link in (x for x in _links(rows) if x is not None):
-        mine = find(rows, engine="burst", seq_len=length, link=link)
-        theirs = find(rows, engine=REFERENCE, seq_len=length, link=MADE_UP * link)
-        if mine and theirs:
-            ratio = f"{(theirs.median or 0) / (mine.median or 1):.2f}×"
-            lines.append([f"{length:,}", link_text(link), link_text(theirs.link), ratio])
+    for link, theirs, ratio in relieved(rows, "burst"):
+        rates = {"burst's link": link_text(link), f"{REFERENCE}'s link": link_text(theirs)}
+        lines.append({"tokens": f"{length:,}"} | rates | {"its time / burst's": f"{ratio:.2f}×"})
     if not lines:
         return ""
-    columns = ("tokens", "burst's link", f"{REFERENCE}'s link", "its time / burst's")
     mine, theirs = (find(rows, engine=e, seq_len=length, link=None) for e in ("burst", REFERENCE))
     ideal = ""
     if mine and theirs and mine.bytes_wire and theirs.bytes_predicted:
@@ -145,4 +143,16 @@ def _information(page: Page | None) -> str:
             f"{bytes_text(theirs.bytes_predicted)} of activations alone: a share of "
             f"{mine.bytes_wire / theirs.bytes_predicted:.2f}.\n"
         )
-    return text + table(columns, lines) + ideal
+    return text + table(lines) + ideal
+
+
+def relieved(rows: list[Row], engine: str) -> list[tuple[float, float, float]]:
+    """At the greatest length, by rate: (link, the reference's faster link, its time there by ``engine``'s)."""
+    length = max((row.seq_len for row in rows), default=0)
+    ratios_by_link = []
+    for link in (x for x in limits(rows) if x is not None):
+        mine = find(rows, engine=engine, seq_len=length, link=link)
+        theirs = find(rows, engine=REFERENCE, seq_len=length, link=GLOO_WASTE * link)
+        if mine and theirs:
+            ratios_by_link.append((link, GLOO_WASTE * link, (theirs.median or 0) / (mine.median or 1)))
+    return ratios_by_link

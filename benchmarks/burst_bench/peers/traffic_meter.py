@@ -19,17 +19,8 @@ _COUNTED: dict[str, Callable[..., int]] = {
     "recv": lambda *_: 0,
 }
 _OTHERS = (
-    "all_gather_single",
-    "allgather_coalesced",
-    "allreduce",
-    "allreduce_coalesced",
-    "alltoall",
-    "broadcast",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "scatter",
+    *("all_gather_single", "allgather_coalesced", "allreduce", "allreduce_coalesced", "alltoall", "broadcast"),
+    *("gather", "reduce", "reduce_scatter", "reduce_scatter_single", "scatter"),
 )
 
 

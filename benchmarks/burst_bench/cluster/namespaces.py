@@ -58,15 +58,15 @@ def remove(prefix: str, ip: str) -> list[str]:
 def tools() -> dict[str, str]:
     """Where ``ip`` and ``tc`` are."""
     path = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
-    found = {name: shutil.which(name, path=path) for name in ("ip", "tc")}
-    missing = " and ".join(name for name, where in found.items() if where is None)
+    places = {name: shutil.which(name, path=path) for name in ("ip", "tc")}
+    missing = " and ".join(name for name, where in places.items() if where is None)
     if missing:
         raise ClusterError(f"an emulated cluster needs {missing} of iproute2: install it (apt-get install iproute2)")
     if os.geteuid() != 0:
         raise ClusterError(
             "an emulated cluster needs root, to make network namespaces: run as root, or without a cluster"
         )
-    return {name: where for name, where in found.items() if where is not None}
+    return {name: where for name, where in places.items() if where is not None}
 
 
 def call(command: list[str], text: str | None = None) -> None:
@@ -107,6 +107,12 @@ def inside(namespace: str) -> Iterator[None]:
             yield
         finally:
             _set_namespace(home.fileno())
+
+
+def interface_bytes(table: str) -> dict[str, tuple[int, int]]:
+    """(received, sent) so far by each interface, of the text of a ``/proc/.../net/dev``."""
+    lines = (line.partition(":") for line in table.splitlines()[2:])
+    return {name.strip(): (int(counts.split()[0]), int(counts.split()[8])) for name, _, counts in lines}
 
 
 def _set_namespace(descriptor: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,26 @@ class Row:
         return self.bytes_wire - self.bytes_counted
 
 
+def ratios(mine: Row, theirs: Row) -> list[float]:
+    """By round: how many times as long theirs took. Rounds are paired, for the machine's speed drifts."""
+    return [b / a for a, b in zip(mine.seconds, theirs.seconds, strict=True)]
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """As JSON with a line for each row of each table: what changed can be read in a diff."""
+
+    def lines(value: Any, depth: int) -> str:
+        inner, outer = "\n" + " " * (depth + 1), "\n" + " " * depth
+        if isinstance(value, dict) and depth < 2:
+            entries = (f"{json.dumps(key)}: {lines(each, depth + 1)}" for key, each in value.items())
+            return "{" + inner + f",{inner}".join(entries) + outer + "}"
+        if isinstance(value, list) and value and isinstance(value[0], dict | list | tuple):
+            return "[" + inner + f",{inner}".join(map(json.dumps, value)) + outer + "]"
+        return json.dumps(value)
+
+    path.write_text(lines(content, 0) + "\n", "utf-8")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Results:
     """A run of ``burst bench``.
@@ -101,6 +121,8 @@ class Results:
         command: that makes it again.
         date: ISO 8601.
         machine: what it ran on, in a line.
+        revision: of the code, as git names it.
+        versions: of the libraries, by name.
         setting: sizes that all rows share, such as ``{"layers": 1, "heads": 8, "head_dim": 32, "dtype": "bfloat16"}``.
     """
 
@@ -110,17 +132,24 @@ class Results:
     machine: str
     setting: dict[str, Any]
     rows: list[Row] = field(default_factory=list)
+    revision: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def ratios_to_first(self, row: Row) -> list[float]:
+        """By round: ``row``'s time by the first engine's at the same length, ranks and link.
+
+        Empty for the first engine itself, where that one was wrong or refused, and without rounds.
+        """
+        place = (row.seq_len, row.world, row.link)
+        first = next(other for other in self.rows if (other.seq_len, other.world, other.link) == place)
+        return ratios(first, row) if first is not row and first.passed and row.seconds else []
 
     def write(self, path: Path) -> None:
         """As JSON."""
         content = asdict(self)
-        for told, row in zip(content["rows"], self.rows, strict=True):
-            told["bytes_uncounted"] = row.bytes_uncounted
-        path.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
-
-    def without_timelines(self) -> Results:
-        """The same figures without what each rank did when, which takes most of the room."""
-        return replace(self, rows=[replace(row, timeline=[]) for row in self.rows])
+        for fields, row in zip(content["rows"], self.rows, strict=True):
+            fields["bytes_uncounted"] = row.bytes_uncounted
+        write_json(path, content)
 
     @classmethod
     def read(cls, path: Path) -> Results:
@@ -133,5 +162,7 @@ class Results:
         content, rows = dict(content), []
         for row in content.pop("rows"):
             row = {name: value for name, value in row.items() if name != "bytes_uncounted"}  # follows from the others
-            rows.append(Row(**row | {"timeline": [[Span(**span) for span in rank] for rank in row["timeline"]]}))
+            rows.append(
+                Row(**row | {"timeline": [[Span(**span) for span in rank] for rank in row.get("timeline", ())]})
+            )
         return cls(rows=rows, **content)

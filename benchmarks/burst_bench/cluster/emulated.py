@@ -17,9 +17,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from .namespaces import ClusterError, call, enter, exit_on_sigterm, inside, name_host, remove, remove_leftovers, tools
-
-__all__ = ["Cluster", "ClusterError", "Entry", "parse_cluster", "parse_rate", "remove_leftovers"]
+from .namespaces import (
+    ClusterError,
+    call,
+    enter,
+    exit_on_sigterm,
+    inside,
+    interface_bytes,
+    name_host,
+    remove,
+    remove_leftovers,
+    tools,
+)
 
 NETWORK = ipaddress.ip_network("198.18.0.0/15")  # for benchmarks of networks (RFC 2544): nobody's address
 MOST_NODES = 250
@@ -166,12 +175,9 @@ class Cluster:
         if self._counters is None or self._counters.closed:
             raise ClusterError("this cluster is closed; make a new one")
         self._counters.seek(0)
-        found: dict[str, tuple[int, int]] = {}
-        for line in self._counters.read().splitlines()[2:]:
-            name, _, figures = line.partition(":")
-            received, sent = (int(figures.split()[column]) for column in (0, 8))
-            found[name.strip()] = (received, sent)  # what the switch's port received is what its node sent
-        return [found[f"node{k}"] for k in range(self.nodes)]
+        received_and_sent = interface_bytes(self._counters.read())
+        # What the switch's port received is what its node sent.
+        return [received_and_sent[f"node{k}"] for k in range(self.nodes)]
 
     def close(self) -> None:
         """Remove everything. Processes inside lose their links."""

@@ -17,13 +17,13 @@ from burst_attention.launch.mesh import CONTEXT, make_mesh
 from burst_attention.plan.assignment import TRAVELS
 from burst_attention.training.model import build_model, plans_for
 
-from .job import Job
 from .trace import Trace, traced
+from .workload import Workload
 
 BLOCK = 4096  # positions
 
 
-class Print(NamedTuple):
+class Fingerprint(NamedTuple):
     """A tensor's product with a random one, the same for every engine, and the size that its error is measured by."""
 
     value: float
@@ -41,7 +41,7 @@ class Subject(Protocol):
         """Make what is made on first use, without a whole call."""
         ...
 
-    def prints(self) -> list[Print]:
+    def fingerprints(self) -> list[Fingerprint]:
         """Of the last call's results, alike for every engine that is right. Every rank must call it."""
         ...
 
@@ -56,37 +56,41 @@ class Subject(Protocol):
         ...
 
 
-def refusal(job: Job, engine: Engine) -> str | None:
-    """Why ``engine`` can't do ``job`` over the ranks at hand; None if it can."""
+def refusal(workload: Workload, engine: Engine) -> str | None:
+    """Why ``engine`` can't do ``workload`` over the ranks at hand; None if it can."""
     try:
-        engine.check(job.sizes, job.seq_len, dist.get_world_size())
+        engine.check(workload.sizes, workload.seq_len, dist.get_world_size())
     except ValueError as error:
         return str(error)
-    if job.task == "attention" and not engine.posts:
+    if workload.task == "attention" and not engine.posts:
         return f"--engine {engine.name} exchanges around the attention, not in it: see train and prefill"
     return None
 
 
-def make_subject(job: Job, engine: Engine, trace: Trace) -> Subject:
-    """The subject of ``job`` on ``engine``, which can do it. Every rank must call it."""
-    return AttentionSubject(job, engine, trace) if job.task == "attention" else ModelSubject(job, engine, trace)
+def make_subject(workload: Workload, engine: Engine, trace: Trace) -> Subject:
+    """The subject of ``workload`` on ``engine``, which can do it. Every rank must call it."""
+    return (
+        AttentionSubject(workload, engine, trace)
+        if workload.task == "attention"
+        else ModelSubject(workload, engine, trace)
+    )
 
 
-def random_qkv(job: Job, positions: Tensor | None = None) -> list[Tensor]:
+def random_qkv(workload: Workload, positions: Tensor | None = None) -> list[Tensor]:
     """q, k, v, dout [1, heads, S, D] at these (ascending) positions, all if None; the same whoever asks.
 
     Drawn block by block: a rank's peak memory must not be that of drawing what others hold.
     """
-    make = torch.Generator().manual_seed(job.seed)
-    positions = torch.arange(job.seq_len) if positions is None else positions
-    starts = range(0, job.seq_len, BLOCK)
-    cuts = torch.searchsorted(positions, torch.tensor([*starts, job.seq_len])).tolist()  # where each block's lie
+    make = torch.Generator().manual_seed(workload.seed)
+    positions = torch.arange(workload.seq_len) if positions is None else positions
+    starts = range(0, workload.seq_len, BLOCK)
+    cuts = torch.searchsorted(positions, torch.tensor([*starts, workload.seq_len])).tolist()  # where each block's lie
     inputs = []
-    for heads in (job.heads, job.kv_heads, job.kv_heads, job.heads):
-        x = torch.empty(1, heads, len(positions), job.head_dim, dtype=job.torch_dtype)
+    for heads in (workload.heads, workload.kv_heads, workload.kv_heads, workload.heads):
+        x = torch.empty(1, heads, len(positions), workload.head_dim, dtype=workload.torch_dtype)
         for head in range(heads):
             for start, first, last in zip(starts, cuts[:-1], cuts[1:], strict=True):
-                block = torch.randn(min(BLOCK, job.seq_len - start), job.head_dim, generator=make)
+                block = torch.randn(min(BLOCK, workload.seq_len - start), workload.head_dim, generator=make)
                 x[0, head, first:last] = block[positions[first:last] - start]
         inputs.append(x)
     return inputs
@@ -95,11 +99,11 @@ def random_qkv(job: Job, positions: Tensor | None = None) -> list[Tensor]:
 class AttentionSubject:
     """Causal attention over shards, forward and backward."""
 
-    def __init__(self, job: Job, engine: Engine, trace: Trace) -> None:
-        self.plan = traced(engine.plan(job.seq_len, group=None, timeout=job.timeout), trace)
-        self.inputs = random_qkv(job, self.plan.positions)
+    def __init__(self, workload: Workload, engine: Engine, trace: Trace) -> None:
+        self.plan = traced(engine.plan(workload.seq_len, group=None, timeout=workload.timeout), trace)
+        self.inputs = random_qkv(workload, self.plan.positions)
         self.attend = getattr(engine, "attend", whole_attention)
-        self.predicted = sum(engine.sent([self.plan], job.sizes, batch=1, dtype=job.torch_dtype))
+        self.predicted = sum(engine.sent([self.plan], workload.sizes, batch=1, dtype=workload.torch_dtype))
         self.results: list[Tensor] = []
 
     def run(self) -> None:
@@ -112,17 +116,17 @@ class AttentionSubject:
         for travels in TRAVELS:  # the programs of all, for it is the attention that chooses
             assert self.plan.schedule.forward(travels) and self.plan.schedule.backward(travels)
 
-    def prints(self) -> list[Print]:
+    def fingerprints(self) -> list[Fingerprint]:
         positions = self.plan.positions
-        found = torch.zeros(len(self.results), 2, dtype=torch.float64)
+        totals = torch.zeros(len(self.results), 2, dtype=torch.float64)
         for n, result in enumerate(self.results):
             make = torch.Generator().manual_seed(n)
             by_position = torch.randn(self.plan.seqlen, generator=make, dtype=torch.float64)[positions]
             by_number = torch.randn(result.shape[1], result.shape[3], generator=make, dtype=torch.float64)
-            weighed = torch.einsum("bhsd,s,hd->", result.double(), by_position, by_number)
-            found[n] = torch.stack([weighed, result.double().square().sum()])
-        dist.all_reduce(found)
-        return [Print(value.item(), size.sqrt().item()) for value, size in found]
+            product = torch.einsum("bhsd,s,hd->", result.double(), by_position, by_number)
+            totals[n] = torch.stack([product, result.double().square().sum()])
+        dist.all_reduce(totals)
+        return [Fingerprint(value.item(), size.sqrt().item()) for value, size in totals]
 
     @property
     def sent(self) -> int:
@@ -130,7 +134,7 @@ class AttentionSubject:
 
 
 class ModelSubject:
-    """A Llama of ``job``'s size: an optimizer step on random tokens, or a forward to the next token's logits.
+    """A Llama of ``workload``'s size: an optimizer step on random tokens, or a forward to the next token's logits.
 
     The step is of rate 0: all of it is computed, and every call's loss and gradients can be compared.
 
@@ -138,25 +142,31 @@ class ModelSubject:
         groups: how many groups of ranks each do the same; more than one for the engine that is a rank's own.
     """
 
-    def __init__(self, job: Job, engine: Engine, trace: Trace, *, groups: int = 1) -> None:
-        self.job, self.groups = job, groups
+    def __init__(self, workload: Workload, engine: Engine, trace: Trace, *, groups: int = 1) -> None:
+        self.workload, self.groups = workload, groups
         mesh, everyone = _meshes(groups)
         self.model = build_model(
-            "tiny", llama_config(job), engine, dtype=job.torch_dtype, mesh=mesh, everyone=everyone, seed=job.seed
+            "tiny",
+            llama_config(workload),
+            engine,
+            dtype=workload.torch_dtype,
+            mesh=mesh,
+            everyone=everyone,
+            seed=workload.seed,
         )
-        plan = traced(engine.plan(job.seq_len, group=mesh[CONTEXT], timeout=job.timeout), trace)
+        plan = traced(engine.plan(workload.seq_len, group=mesh[CONTEXT], timeout=workload.timeout), trace)
         self.plans = plans_for(plan, [None], None)
-        ids = random_ids(job)
+        ids = random_ids(workload)
         self.shard = engine.shard({"input_ids": ids, "labels": ids}, self.plans)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0)
-        sent = engine.sent([self.plans[None]] * job.layers, job.sizes, batch=1, dtype=job.torch_dtype)
-        self.predicted = sum(sent) if job.task == "train" else sent[0]
+        sent = engine.sent([self.plans[None]] * workload.layers, workload.sizes, batch=1, dtype=workload.torch_dtype)
+        self.predicted = sum(sent) if workload.task == "train" else sent[0]
         self._engine, self._mesh = engine, mesh
         self._loss = 0.0
         self._logits: Tensor | None = None
 
     def run(self) -> None:
-        if self.job.task == "prefill":
+        if self.workload.task == "prefill":
             self._logits = self.logits()
             return
         self.optimizer.zero_grad(set_to_none=True)  # first, so that the gradients are there to be looked at
@@ -165,16 +175,16 @@ class ModelSubject:
 
     def warm_up(self) -> None:
         """A step, or a forward, on a few tokens: FSDP and AdamW make their states on first use."""
-        few = min(self.job.seq_len, 32 * dist.get_world_size())
-        kept = self.job, self.plans, self.shard
-        self.job = self.job.at(few)
+        few = min(self.workload.seq_len, 32 * dist.get_world_size())
+        full = self.workload, self.plans, self.shard
+        self.workload = self.workload.at(few)
         self.plans = plans_for(
-            self._engine.plan(few, group=self._mesh[CONTEXT], timeout=self.job.timeout), [None], None
+            self._engine.plan(few, group=self._mesh[CONTEXT], timeout=self.workload.timeout), [None], None
         )
-        ids = random_ids(self.job)
+        ids = random_ids(self.workload)
         self.shard = self._engine.shard({"input_ids": ids, "labels": ids}, self.plans)
         self.run()
-        self.job, self.plans, self.shard = kept
+        self.workload, self.plans, self.shard = full
 
     @torch.no_grad()
     def logits(self) -> Tensor | None:
@@ -184,15 +194,18 @@ class ModelSubject:
 
     def backward(self) -> float:
         """The gradients of the mean loss; returns it."""
-        loss = self.model(self.shard, self.plans, (self.job.seq_len - 1) * self.groups)
+        loss = self.model(self.shard, self.plans, (self.workload.seq_len - 1) * self.groups)
         loss.backward()
         return loss.item()
 
-    def prints(self) -> list[Print]:
-        if self.job.task == "prefill":
-            return [_print(whole_logits(self._logits), 0)]
+    def fingerprints(self) -> list[Fingerprint]:
+        if self.workload.task == "prefill":
+            return [_fingerprint(whole_logits(self._logits), 0)]
         grads: list[Any] = [parameter.grad for parameter in self.model.parameters()]
-        return [Print(self._loss, self._loss), *(_print(grad.full_tensor(), n) for n, grad in enumerate(grads))]
+        return [
+            Fingerprint(self._loss, self._loss),
+            *(_fingerprint(grad.full_tensor(), n) for n, grad in enumerate(grads)),
+        ]
 
     @property
     def sent(self) -> int:
@@ -205,22 +218,22 @@ def _meshes(groups: int) -> tuple[DeviceMesh, DeviceMesh]:
     return make_mesh("cpu", data_parallel=groups), init_device_mesh("cpu", (dist.get_world_size(),))
 
 
-def random_ids(job: Job) -> Tensor:
+def random_ids(workload: Workload) -> Tensor:
     """int64 [1, S], the same on every rank."""
-    make = torch.Generator().manual_seed(job.seed)
-    return torch.randint(0, job.vocabulary, (1, job.seq_len), generator=make)
+    make = torch.Generator().manual_seed(workload.seed)
+    return torch.randint(0, workload.vocabulary, (1, workload.seq_len), generator=make)
 
 
-def llama_config(job: Job) -> LlamaConfig:
-    """A Llama of ``job``'s sizes."""
+def llama_config(workload: Workload) -> LlamaConfig:
+    """A Llama of ``workload``'s sizes."""
     return LlamaConfig(
-        vocab_size=job.vocabulary,
-        hidden_size=job.hidden,
-        intermediate_size=job.intermediate,
-        num_hidden_layers=job.layers,
-        num_attention_heads=job.heads,
-        num_key_value_heads=job.kv_heads,
-        head_dim=job.head_dim,
+        vocab_size=workload.vocabulary,
+        hidden_size=workload.hidden,
+        intermediate_size=workload.intermediate,
+        num_hidden_layers=workload.layers,
+        num_attention_heads=workload.heads,
+        num_key_value_heads=workload.kv_heads,
+        head_dim=workload.head_dim,
         max_position_embeddings=2**20,
         initializer_range=0.0625,
     )
@@ -228,12 +241,12 @@ def llama_config(job: Job) -> LlamaConfig:
 
 def whole_logits(logits: Tensor | None) -> Tensor:
     """On every rank what the rank that holds the last token has."""
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, logits)
-    return next(x for x in told if x is not None)
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, logits)
+    return next(x for x in by_rank if x is not None)
 
 
-def _print(tensor: Tensor, seed: int) -> Print:
+def _fingerprint(tensor: Tensor, seed: int) -> Fingerprint:
     make = torch.Generator().manual_seed(seed)
     direction = torch.randn(tensor.shape, generator=make, dtype=torch.float64)
-    return Print((tensor.double() * direction).sum().item(), tensor.double().norm().item())
+    return Fingerprint((tensor.double() * direction).sum().item(), tensor.double().norm().item())

@@ -1,0 +1,1 @@
+"""What each part is worth: our attention, each time with one thing undone."""

@@ -1,0 +1,59 @@
+"""What the commands that measure one attention call over some ranks are asked, and where their figures go."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import tyro
+
+from .harness.origin import origin
+from .harness.results import write_json
+
+A = TypeVar("A")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallArguments:
+    """The sizes of one causal attention call."""
+
+    seq_len: int = 8192
+    heads: int = 8
+    head_dim: int = 128
+    dtype: str = "bfloat16"
+    json: Path | None = None
+    """Also write the figures to this file."""
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def title(self) -> str:
+        return f"causal, {self.dtype}, S={self.seq_len}, H={self.heads}, D={self.head_dim}"
+
+    def write(self, script: str, **figures: Any) -> None:
+        """To ``json``, if it was given, with the sizes and where they come from."""
+        if self.json is not None:
+            names = ("world", "seq_len", "heads", "head_dim", "dtype")
+            size = {name: getattr(self, name) for name in names if hasattr(self, name)}
+            command = shlex.join(["python", f"benchmarks/{script}.py", *sys.argv[1:]])
+            command = command.replace(f" --json {shlex.quote(str(self.json))}", "")
+            write_json(self.json, {"size": size, **figures} | origin(command))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedArguments(CallArguments):
+    """How many ranks take it, and how often it is timed."""
+
+    world: int = 2
+    rounds: int = 9
+
+
+def asked(default: A, description: str | None) -> A:
+    """The command line's arguments in place of ``default``'s."""
+    return tyro.cli(type(default), default=default, description=description)

@@ -1,0 +1,255 @@
+"""Tile kernels on a GPU: TFLOP/s beside the stock kernels and a matrix product, and what distribution itself costs.
+
+    python benchmarks/kernels.py [--seq-lens 8192 ... --head-dims 64 128] [--rounds 9] [--out docs/results/gpu.md]
+
+A kernel is timed only after small results of it agree with the reference's. All take turns, round by round; a figure is
+the median, its ratio the median of the rounds' ratios. FLOPs: of what the mask leaves, 4 D forward and 10 D backward
+for each (query, key) and head.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from burst_attention import Mask, burst_attention, make_plan
+from burst_attention.attention.plan import shape_of
+from burst_attention.kernels import KERNELS, choose, explain
+from burst_attention.kernels.contract import Kernel
+from burst_attention.kernels.prove import proven
+from burst_attention.plan.estimate import peak_memory
+from burst_attention.plan.layout import Layout
+from burst_attention.plan.tile import Tiles, pair_tiles
+from burst_attention.testing import local_world
+
+from ..paper.markdown import table
+from ..texts import spread
+
+WINDOW = 4096
+MASKS = {"full": Mask(causal=False), "causal": Mask(), f"window {WINDOW}": Mask(window=WINDOW)}
+# PyTorch's own calls, with nothing of ours around them: what the others are measured against.
+STOCK = {"torch cuDNN": SDPBackend.CUDNN_ATTENTION, "torch flash": SDPBackend.FLASH_ATTENTION}
+DEVICE = torch.device("cuda")
+PLACE = ("tokens", "D", "mask", "pass", "kernel")
+COLUMNS = (*PLACE, "TFLOP/s", "of the best stock kernel", "of a matrix product")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A kernel's forward and backward over one sequence."""
+
+    name: str
+    forward: Callable[[], Any]
+    backward: Callable[[], Any]
+
+
+def tiles_of(mask: Mask, seqlen: int) -> Tiles:
+    layout = Layout("contiguous", seqlen, 1)
+    return pair_tiles(layout, layout, mask.regions(seqlen), [0], [0])[0, 0]
+
+
+def subjects(names: list[str], q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> tuple[list[Subject], list[str]]:
+    """Those that can be had here and prove right, and why the others can't."""
+    able, refused, scale, dout = [], [], q.shape[3] ** -0.5, torch.randn_like(q)
+    for name in names:
+        try:
+            kernel = choose(name, device=DEVICE, dtype=q.dtype)
+            # torch's own add up in any order: they are compared, but `auto` takes none.
+            fixed_order = not name.startswith("aten")
+            proven(kernel, DEVICE, q.dtype, (q.shape[3], v.shape[3]), fixed_order=fixed_order)
+            out, lse = kernel.forward(q, k, v, tiles, scale)
+        except Exception as error:  # whatever a package may say
+            refused.append(f"{name}: {error}")
+            continue
+        delta = (out.float() * dout.float()).sum(-1)
+        able.append(_subject(name, kernel, (q, k, v, dout, lse, delta), tiles, scale))
+    return able, refused
+
+
+def _subject(name: str, kernel: Kernel, tensors: tuple[Tensor, ...], tiles: Tiles, scale: float) -> Subject:
+    q, k, v, dout, lse, delta = tensors
+    return Subject(
+        name,
+        lambda: kernel.forward(q, k, v, tiles, scale),
+        lambda: kernel.backward(dout, q, k, v, lse, delta, tiles, scale, final=True),
+    )
+
+
+def stock(mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> list[Subject]:
+    """PyTorch's own, where it has the mask."""
+    if mask.window is not None:
+        return []
+    able, dout = [], torch.randn_like(q)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    for name, backend in STOCK.items():
+
+        def forward(backend: SDPBackend = backend) -> Tensor:
+            with sdpa_kernel(backend):
+                return scaled_dot_product_attention(*leaves, is_causal=mask.causal)
+
+        try:
+            out = forward()
+        except RuntimeError as error:
+            print(f"left out: {name}: {error}")
+            continue
+        able.append(Subject(name, forward, partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)))
+    return able
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    """On the device, of one call."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) / 1e3
+
+
+def interleaved(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each, taking turns."""
+    for call in calls.values():
+        call()
+        call()
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            taken[name].append(seconds(call))
+    return taken
+
+
+def against(mine: list[float], theirs: list[float]) -> float:
+    """How fast mine is by theirs."""
+    return statistics.median(b / a for a, b in zip(mine, theirs, strict=True))
+
+
+def compare(seqlen: int, dim: int, mask_name: str, rounds: int) -> list[dict[str, str]]:
+    """A row for each kernel and pass."""
+    heads = 2048 // dim
+    tiles = tiles_of(MASKS[mask_name], seqlen)
+    q, k, v = (torch.randn(1, heads, seqlen, dim, dtype=torch.bfloat16, device=DEVICE) for _ in "qkv")
+    names = [name for name in KERNELS if name not in ("reference", "aten", "aten-fp32")]
+    able, refused = subjects(names, q, k, v, tiles)
+    able = [*stock(MASKS[mask_name], q, k, v), *able]
+    auto = choose("auto", device=DEVICE, dtype=q.dtype, head_dims=(dim, dim)).name
+    a = torch.randn(8192, 8192, dtype=torch.bfloat16, device=DEVICE)
+    rows = []
+    for direction, each in (("forward", 4), ("backward", 10)):
+        calls = {s.name: getattr(s, direction) for s in able} | {"matmul": lambda: a @ a}
+        taken = interleaved(calls, rounds)
+        best = min((n for n in taken if n in STOCK), key=lambda n: statistics.median(taken[n]), default=None)
+        peak = 2 * 8192**3 / statistics.median(taken["matmul"]) / 1e12
+        for name in (s.name for s in able):
+            speed = each * dim * heads * tiles.area / statistics.median(taken[name]) / 1e12
+            ratio = f"{against(taken[name], taken[best]):.2f} of {best}" if best else "-"
+            place = (f"{seqlen:,}", str(dim), mask_name, direction, f"{name} (auto)" if name == auto else name)
+            rows.append(dict(zip(COLUMNS, (*place, f"{speed:.0f}", ratio, f"{speed / peak:.2f}"), strict=True)))
+    for reason in refused:
+        print(f"left out: {reason.splitlines()[0]}")
+    return rows
+
+
+def distribution(world: int, seqlen: int, dim: int, rounds: int) -> dict[str, str]:
+    """Device time of all kernels of ``world`` ranks (tiles, merges, casts; no copies) by that of one rank's call."""
+    shape = (1, 2048 // dim, seqlen, dim)
+    whole = [torch.randn(shape, dtype=torch.bfloat16, device=DEVICE) for _ in range(4)]
+
+    def prepare(group: Any) -> tuple[Any, list[Tensor]]:
+        plan = make_plan(seqlen, group=group)
+        return plan, [plan.shard(x, 2).requires_grad_() for x in whole]
+
+    def call(group: Any, prepared: list[tuple[Any, list[Tensor]]]) -> None:
+        plan, (q, k, v, dout) = prepared[group.rank()]
+        out = burst_attention(q, k, v, plan, kernel="triton")
+        torch.autograd.grad(out, (q, k, v), dout)
+
+    ratios, activity = [], torch.profiler.ProfilerActivity.CUDA
+    for n in range(rounds + 1):
+        took = []
+        for ranks in (1, world):
+            with local_world(ranks) as group:
+                prepared = group.run(prepare)
+                torch.cuda.synchronize()
+                with torch.profiler.profile(activities=[activity]) as profile:
+                    group.run(call, prepared)
+                    torch.cuda.synchronize()
+            kernels = (e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA)
+            took.append(sum(e.device_time_total for e in kernels if "Memcpy" not in e.name))
+        if n:  # the first compiles
+            ratios.append(took[0] / took[1])
+    sizes = {"ranks": str(world), "tokens": f"{seqlen:,}", "D": str(dim)}
+    return sizes | {"ratio": spread(ratios, ".3f")}
+
+
+def memory(seqlen: int, heads: int, dim: int, world: int) -> dict[str, str]:
+    """Peak of a forward and backward, of all ranks, by inputs + outputs + gradients; beside what the plan predicts."""
+    tensor = seqlen * heads * dim * 2
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+
+    def call(group: Any) -> Any:
+        plan = make_plan(seqlen, group=group)
+        q, k, v = (
+            torch.randn(1, heads, plan.length, dim, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
+            for _ in "qkv"
+        )
+        out = burst_attention(q, k, v, plan, kernel="triton")
+        out.backward(torch.ones_like(out))
+        return plan.schedule
+
+    with local_world(world) as ranks:
+        schedule = ranks.run(call)[0]
+    peak = (torch.cuda.max_memory_allocated() - before) / world
+    shape = shape_of(torch.bfloat16, batch=1, q_heads=heads, kv_heads=heads, head_dim=dim)
+    predicted = peak_memory(schedule, shape, schedule.choose_travels(shape), exact_parts=True)
+    return {
+        "ranks": str(world),
+        "tokens": f"{seqlen:,}",
+        "all ranks' peak / ranks": f"{peak / 2**30:.2f} GiB",
+        "predicted of one": f"{predicted / 2**30:.2f} GiB",
+        "all ranks' by inputs, outputs, gradients": f"{peak * world / (8 * tensor):.2f}",
+    }
+
+
+def run(
+    *,
+    seq_lens: tuple[int, ...] = (8192, 16384, 32768, 65536),
+    head_dims: tuple[int, ...] = (64, 128),
+    rounds: int = 9,
+    out: Path | None = None,
+) -> None:
+    """Measure and print; ``out``: write the page there too."""
+    if not torch.cuda.is_available():
+        raise SystemExit("kernels.py: needs a GPU: torch.cuda.is_available() is False here")
+    sizes = [(seqlen, dim, mask) for dim in head_dims for seqlen in seq_lens for mask in MASKS]
+    rows = [row for size in sizes for row in compare(*size, rounds)]
+    page = (
+        "# Kernels on a GPU\n\n"
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {datetime.now(UTC):%Y-%m-%d}. "
+        f"Command: `python benchmarks/kernels.py --rounds {rounds}`. bf16, batch 1, heads · D = 2,048.\n\n"
+        f"`auto`:\n\n```\n{explain(device=DEVICE, dtype=torch.bfloat16)}\n```\n\n" + table(rows)
+    )
+    page += "\n## What distribution costs apart from the network\n\nOne rank's kernels by those of all ranks, "
+    page += "zigzag, causal, forward and backward:\n\n"
+    page += table(distribution(8, max(seq_lens), dim, 3) for dim in head_dims)
+    page += "\n## Memory\n\nH = 32, D = 128, forward and backward, the Triton kernel:\n\n"
+    page += table(memory(131072, 32, 128, world) for world in (1, 8))
+    print(page)
+    if out:
+        out.write_text(page, "utf-8")
+
+
+def main() -> None:
+    tyro.cli(run, description=__doc__)

@@ -1,0 +1,1 @@
+"""One measurement: what runs on the ranks, who judges it, and the rows that come of it."""

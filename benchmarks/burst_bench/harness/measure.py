@@ -1,0 +1,116 @@
+"""What each rank does of a measurement: engines taking turns, each call begun together and timed by itself."""
+
+from __future__ import annotations
+
+import gc
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from burst_attention.engines import Engine
+
+from ..cluster.namespaces import interface_bytes
+from .judge import sampled_error
+from .memory import give_back, peak_during, resident
+from .results import Span
+from .subjects import Fingerprint, Subject, make_subject, refusal
+from .trace import Collectives, Trace
+from .workload import Workload, engine_of
+
+T = TypeVar("T")
+
+
+@dataclass
+class Measurement:
+    """Of one engine on one rank. Bytes are this rank's (``wire``: its node's, one number for each round)."""
+
+    engine: str
+    refused: str | None = None
+    seconds: list[float] = field(default_factory=list)
+    wire: list[int] = field(default_factory=list)
+    counted: int | None = None
+    predicted: int | None = None
+    peak: int | None = None
+    resident: int | None = None
+    sampled: float | None = None
+    fingerprints: list[Fingerprint] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+
+
+def measure(workload: Workload) -> list[Measurement]:
+    """What every engine of ``workload`` takes on this rank. Every rank must call it."""
+    measured = [Measurement(spec, refused=refusal(workload, engine_of(spec))) for spec in workload.engines]
+    able = [(own, engine_of(own.engine)) for own in measured if own.refused is None]
+    if workload.resources:
+        # What libraries allocate on first use is nobody's memory: a short call of each goes before.
+        short = workload.at(min(workload.seq_len, 32 * dist.get_world_size()))
+        for at in (short, workload):
+            for own, engine in able:
+                _measure_resources(at, own, engine)
+    if workload.rounds:
+        _measure_time(workload, able)
+    return measured
+
+
+def _measure_resources(workload: Workload, own: Measurement, engine: Engine) -> None:
+    """One engine by itself: the peak of its memory, its bytes, and its results against the others' and fp64."""
+    give_back()
+    before, trace = resident(), Trace()
+    collectives = Collectives(trace, dist.get_world_size())
+    dist.barrier()
+    start = time.perf_counter()
+    subject, peak = peak_during(lambda: _run_once(workload, engine, trace, collectives))
+    if not workload.rounds:  # too long to run twice
+        own.seconds = [time.perf_counter() - start]
+    own.peak, own.resident = peak - before, peak
+    own.predicted, own.counted = subject.predicted, subject.sent + collectives.activations
+    own.fingerprints, own.sampled = subject.fingerprints(), sampled_error(workload, subject)
+    del subject
+    gc.collect()  # a spread model is in cycles
+
+
+def _run_once(workload: Workload, engine: Engine, trace: Trace, collectives: Collectives) -> Subject:
+    subject = make_subject(workload, engine, trace)
+    with collectives:
+        subject.run()
+    return subject
+
+
+def _measure_time(workload: Workload, able: list[tuple[Measurement, Engine]]) -> None:
+    """All engines in turn, round by round; then, if asked, once more with what each rank does written down."""
+    trace = Trace()
+    subjects = [(own, make_subject(workload, engine, trace)) for own, engine in able]
+    for _, subject in subjects:
+        subject.warm_up()
+    for n in range(workload.rounds):
+        for own, subject in rotated(subjects, n):
+            before = _sent_by_interface(workload.interface)
+            dist.barrier()
+            start = time.perf_counter()
+            subject.run()
+            own.seconds.append(time.perf_counter() - start)
+            dist.barrier()
+            own.wire.append(_sent_by_interface(workload.interface) - before)
+    for own, subject in subjects if workload.timeline else []:
+        dist.barrier()
+        trace.clear()
+        with Collectives(trace, dist.get_world_size()):
+            subject.run()
+        own.spans = trace.finish()
+    for own, subject in subjects:
+        own.fingerprints = subject.fingerprints()
+        own.predicted = subject.predicted
+
+
+def rotated(items: list[T], n: int) -> list[T]:
+    """For round ``n``: each begins with another than the last, so none is always the one that runs after a pause."""
+    first = n % max(1, len(items))
+    return items[first:] + items[:first]
+
+
+def _sent_by_interface(interface: str | None) -> int:
+    """Bytes that ever left by an interface of this process's network namespace; 0 for None."""
+    return 0 if interface is None else interface_bytes(Path("/proc/thread-self/net/dev").read_text())[interface][1]

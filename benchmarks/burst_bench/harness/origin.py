@@ -1,0 +1,53 @@
+"""Where figures come from: the command, the moment, the machine and the code."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from burst_attention.launch.join import cores
+
+LIBRARIES = ("burst-attention", "torch", "numpy", "transformers")
+
+
+def origin(command: str) -> dict[str, Any]:
+    """``command``, ``date``, ``machine``, ``revision`` and ``versions`` of what is measured now."""
+    return {
+        "command": command,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "revision": revision(),
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in LIBRARIES}},
+    }
+
+
+def machine() -> str:
+    """This machine in a line."""
+    info = Path("/proc/cpuinfo")
+    names = [x.partition(":")[2].strip() for x in info.read_text().splitlines() if x.startswith("model name")]
+    kind = names[0] if names else platform.machine()
+    system = f"{platform.system()}, Python {platform.python_version()}, torch {torch.__version__}"
+    return f"{cores()} cores of {kind}, {system}"
+
+
+def revision() -> str:
+    """Of this checkout, with ``-dirty`` where it has changes of its own; ``unknown`` without git or a checkout."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip()
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:  # run from its sources
+        return "not installed"

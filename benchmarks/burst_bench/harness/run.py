@@ -1,0 +1,188 @@
+"""Ranks that measure: links and lengths in turn, engines side by side, rows of figures at the end."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from burst_attention.launch.join import cores
+from burst_attention.testing import WorkerPool
+
+from ..cluster import INTERFACE, Cluster
+from ..texts import link_text
+from .judge import AGREEMENT, judge
+from .measure import Measurement, measure
+from .origin import origin
+from .results import Results, Row
+from .workload import Workload
+
+CHECKED_TOKENS = 512
+LOSS_AGREEMENT = 1e-3  # of a mean over all tokens
+PATIENCE = 6 * 3600.0
+STRAGGLE = 120.0  # seconds between the first rank that answers and the last
+
+
+def results_of(workload: Workload, rows: Sequence[Row], *, command: str, cluster: tuple[int, int] | None) -> Results:
+    """Rows of one task with what tells where they come from."""
+    return Results(task=workload.task, setting=setting(workload, cluster), rows=list(rows), **origin(command))
+
+
+class World:
+    """A group of ranks that measures, on this machine or in an emulated cluster."""
+
+    def __init__(self, pool: WorkerPool, cluster: Cluster | None, per_node: int, say: Callable[[str], None]) -> None:
+        self.pool, self.cluster, self.per_node, self.say = pool, cluster, per_node, say
+        self._judged: dict[Workload, dict[str, tuple[float, float]]] = {}
+        self._typical: dict[Workload, list[float]] = {}  # what the engines agreed on, by what they computed
+
+    @classmethod
+    @contextmanager
+    def of(
+        cls, world: int, cluster: tuple[int, int] | None = None, *, say: Callable[[str], None] = lambda text: None
+    ) -> Iterator[World]:
+        """Start ``world`` ranks; with ``cluster`` (nodes, ranks of each), each in its node."""
+        threads = max(1, cores() // world)
+        if cluster is None:
+            with WorkerPool(world, threads=threads, timeout=1800) as pool:
+                yield cls(pool, None, 1, say)
+            return
+        with (
+            Cluster(*cluster) as made,
+            WorkerPool(world, threads=threads, timeout=1800, entries=made.entries()) as pool,
+        ):
+            yield cls(pool, made, cluster[1], say)
+
+    def rows(self, workload: Workload, seq_lens: Sequence[int], links: Sequence[float | None] = (None,)) -> list[Row]:
+        """One for each length, link and engine of ``workload``."""
+        return [row for seq_len in seq_lens for row in self._at(workload, seq_len, links)]
+
+    def judge(self, workload: Workload) -> dict[str, tuple[float, float]]:
+        """(error against fp64, what it may be) of each engine; done once for each kind of workload."""
+        key = workload.at(CHECKED_TOKENS, rounds=1, resources=True, timeline=False)
+        if key not in self._judged:
+            self.say(f"{self.pool.world} ranks, {workload.task}: checking against fp64 at {CHECKED_TOKENS} tokens")
+            self._judged[key] = self._run(judge, key)[0]
+        return self._judged[key]
+
+    def _run(self, function: Callable[..., Any], workload: Workload) -> list[Any]:
+        """On all ranks; one that fails is not waited for by the others' deadlines."""
+        return self.pool.run(function, workload, timeout=PATIENCE, patience=STRAGGLE)
+
+    def _at(self, workload: Workload, seq_len: int, links: Sequence[float | None]) -> Iterator[Row]:
+        judged = self.judge(workload)
+        resources: dict[str, list[Measurement]] = {}  # of the first link: the same at every one
+        for n, link in enumerate(links):
+            if self.cluster is not None:
+                self.cluster.set_rate(link)
+            elif link is not None:
+                raise ValueError(f"links={links} need a cluster: this machine's own is not touched")
+            self.say(f"{self.pool.world} ranks, {workload.task}, {seq_len:,} tokens, {link_text(link)}")
+            interface = None if self.cluster is None else INTERFACE
+            at = workload.at(seq_len, resources=workload.resources and n == 0, interface=interface)
+            by_rank = self._run(measure, at)
+            by_engine = {ranks[0].engine: list(ranks) for ranks in zip(*by_rank, strict=True)}
+            resources = resources or by_engine
+            typical = self._agreed(workload.at(seq_len), by_engine)
+            for spec, ranks in by_engine.items():
+                yield self._row(workload.at(seq_len), link, ranks, resources[spec], typical, judged.get(spec))
+        if self.cluster is not None:
+            self.cluster.set_rate(None)
+
+    def _agreed(self, workload: Workload, by_engine: dict[str, list[Measurement]]) -> list[float]:
+        """The median over engines of each of their results; one by itself is held to what several agreed on before."""
+        key = replace(workload, engines=(), rounds=1, resources=False, timeline=False)
+        fingerprints = [ranks[0].fingerprints for ranks in by_engine.values() if ranks[0].fingerprints]
+        if len(fingerprints) > 1 or not self._typical.get(key):
+            self._typical[key] = [_median([p.value for p in column]) for column in zip(*fingerprints, strict=True)]
+        return self._typical[key]
+
+    def _wire(self, ranks: list[Measurement]) -> float | None:
+        """Bytes by the interfaces, per rank and round."""
+        counted = [n for each in ranks for n in each.wire]
+        return statistics.fmean(counted) / self.per_node if self.cluster is not None and counted else None
+
+    def _row(
+        self,
+        workload: Workload,
+        link: float | None,
+        ranks: list[Measurement],
+        resources: list[Measurement],
+        typical: list[float],
+        judged: tuple[float, float] | None,
+    ) -> Row:
+        spec = ranks[0].engine
+        row = Row(engine=spec, seq_len=workload.seq_len, world=self.pool.world, link=link)
+        if ranks[0].refused or judged is None:
+            return replace(row, refused=ranks[0].refused or f"can't do {CHECKED_TOKENS} tokens, so it was not checked")
+        error, bound = _worst(workload, ranks[0], resources[0].sampled, typical, judged)
+        if not error <= bound:
+            return replace(row, error=error, bound=bound)
+        seconds = [max(each) for each in zip(*(rank.seconds for rank in ranks), strict=True)]
+        median = statistics.median(seconds)
+        return replace(
+            row,
+            error=error,
+            bound=bound,
+            seconds=seconds,
+            tokens_per_second=workload.seq_len / median,
+            flops_per_second=workload.flops() / median,
+            bytes_counted=_mean([rank.counted for rank in resources]),
+            bytes_predicted=_mean([rank.predicted for rank in resources]),
+            bytes_wire=self._wire(ranks),
+            nodes=None if self.cluster is None else self.cluster.nodes,
+            peak_memory=max((rank.peak for rank in resources if rank.peak is not None), default=None),
+            peak_resident=max((rank.resident for rank in resources if rank.resident is not None), default=None),
+            timeline=[rank.spans for rank in ranks] if ranks[0].spans else [],
+        )
+
+
+def _worst(
+    workload: Workload, measured: Measurement, sampled: float | None, typical: list[float], judged: tuple[float, float]
+) -> tuple[float, float]:
+    """Of: fp64 at a short length, fp64 in some rows at this one, the other engines at this one; with its bound."""
+    error, bound = judged
+    if sampled is not None and not sampled <= error:
+        error = sampled
+    for n, (own, value) in enumerate(zip(measured.fingerprints, typical, strict=True)):
+        agreement = AGREEMENT[workload.dtype]
+        if workload.task == "train" and n == 0:
+            agreement = min(agreement, LOSS_AGREEMENT)
+        apart = abs(own.value - value) / (own.size or 1.0)
+        if not apart <= agreement:  # NaN too
+            return apart, agreement
+    return error, bound
+
+
+def _median(values: list[float]) -> float:
+    """Of those that are numbers."""
+    return statistics.median([value for value in values if math.isfinite(value)] or [math.nan])
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """None if some rank does not know."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if len(known) == len(values) else None
+
+
+def setting(workload: Workload, cluster: tuple[int, int] | None) -> dict[str, Any]:
+    """The sizes that all rows share."""
+    sizes: dict[str, Any] = {
+        "heads": workload.heads,
+        "key-value heads": workload.kv_heads,
+        "head dim": workload.head_dim,
+        "dtype": workload.dtype,
+    }
+    if workload.task != "attention":
+        sizes |= {
+            "layers": workload.layers,
+            "width": workload.hidden,
+            "feed-forward": workload.intermediate,
+            "vocabulary": workload.vocabulary,
+        }
+    if cluster is not None:
+        sizes["cluster"] = f"{cluster[0]} nodes x {cluster[1]} ranks, emulated"
+    return sizes

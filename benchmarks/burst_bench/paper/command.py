@@ -1,0 +1,66 @@
+"""The paper's tables at this machine's scale: every engine, measured, as docs/results/*.md beside the raw figures.
+
+    python benchmarks/paper.py [--out docs/results] [--only training prefill ...] [--quick]
+    python benchmarks/paper.py --draw
+
+Each section leaves its figures as JSON; the pages, and the README's table, are drawn from those, so a section can be
+run again by itself, and --draw draws all again and measures nothing.
+
+BurstAttention's claims (arXiv 2403.09347, section 4) are relative, so are these: each is a ratio of two engines that
+took turns in one run. The cluster is emulated: a network namespace for each node, and three link rates, chosen so that
+tensor parallelism with sequence parallelism spends none, half and most of its step communicating. It needs root and
+iproute2. docs/results/README.md tells how many minutes a full run took; --quick, small sizes, to see that everything runs, took 10 on 2 busy
+cores (5 of processor time).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from ..cluster import ClusterError
+from ..harness.origin import origin
+from ..harness.results import write_json
+from .pages import draw
+from .sections import QUICK, SECTIONS, Paper, Scale
+
+RESULTS, README = Path("docs/results"), Path("README.md")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="docs/results; with --quick runs/paper-quick")
+    parser.add_argument("--only", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
+    parser.add_argument(
+        "--rounds", type=int, help="at most so many of everything; fewer than full ones leave no spread"
+    )
+    parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything runs")
+    parser.add_argument(
+        "--draw", action="store_const", dest="only", const=[], help="only draw what was measured before"
+    )
+    a = parser.parse_args()
+    out = a.out or (Path("runs/paper-quick") if a.quick else RESULTS)
+    out.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # ranks in namespaces have no addresses by name, and say so
+    scale = QUICK if a.quick else Scale()
+    command = "python benchmarks/paper.py" + " --quick" * a.quick
+    if a.rounds is not None:
+        scale, command = scale.at_most(a.rounds), f"{command} --rounds {a.rounds}"
+    if a.only != list(SECTIONS):
+        command += " --only " + " ".join(a.only)
+    paper = Paper(scale, out, Console())
+    for name in a.only:
+        began = time.monotonic()
+        try:
+            figures = SECTIONS[name](paper)
+        except ClusterError as error:
+            raise SystemExit(f"paper.py: {name}: {error}") from None
+        minutes = (time.monotonic() - began) / 60
+        write_json(out / f"{name}.json", figures | origin(command) | {"minutes": minutes})
+        paper.say(f"{name}: {minutes:.1f} minutes; wrote {out / name}.json")
+    for path in draw(out, README if out == RESULTS else None):
+        paper.say(f"wrote {path}")

@@ -1,0 +1,94 @@
+"""What the pages of docs/results share: their raw figures, what they begin with, tables of rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas
+
+from ..harness.results import Results, Row, ratios
+from ..texts import bytes_text, link_text, number_text, spread
+
+REFERENCE = "tensor-sequence"
+# What gloo sends for four gathers and four scatters, by what a ring sends: its reduce-scatter is a whole all-reduce.
+GLOO_WASTE = 1.5
+ORIGIN = ("command", "date", "machine", "revision", "versions")
+
+
+@dataclass(frozen=True)
+class Page:
+    """The figures of one section: what it measured, minutes, and where it comes from (:func:`..harness.origin`)."""
+
+    raw: dict[str, Any]
+
+    @classmethod
+    def read(cls, path: Path) -> Page:
+        return cls(json.loads(path.read_text("utf-8")))
+
+    def results(self, key: str) -> Results:
+        return Results.of(self.raw[key] | {name: self.raw[name] for name in ORIGIN})
+
+    def head(self, title: str, about: str, sizes: str) -> str:
+        """What every page begins with."""
+        versions = ", ".join(f"{name} {version}" for name, version in self.raw["versions"].items())
+        code = f"revision `{self.raw['revision']}`, {versions}"
+        origin = {"Machine": self.raw["machine"], "Date": self.raw["date"], "Code": code, "Sizes": sizes}
+        lines = "".join(f"- {name}: {text}.\n" for name, text in origin.items())
+        return f"# {title}\n\n{about}\n\n{lines}- Command: `{self.raw['command']}`\n\n"
+
+
+def sizes_of(results: Results) -> str:
+    """The sizes that all rows share."""
+    return ", ".join(f"{name} {value}" for name, value in results.setting.items())
+
+
+def table(rows: Iterable[Mapping[str, str]]) -> str:
+    """A Markdown table; a row may leave columns out."""
+    frame = pandas.DataFrame(list(rows)).fillna("")
+    return frame.to_markdown(index=False, tablefmt="github", disable_numparse=True) + "\n" if len(frame) else ""
+
+
+def find(rows: Iterable[Row], **wanted: Any) -> Row | None:
+    """The right row with these attributes, if there is one."""
+    return next((r for r in rows if r.passed and all(getattr(r, k) == v for k, v in wanted.items())), None)
+
+
+def outcome(row: Row) -> str | None:
+    """Why a row has no figures; None if it has."""
+    if row.refused:
+        return row.refused
+    return None if row.passed else f"WRONG: error {row.error:.1e}, bound {row.bound:.1e}"
+
+
+def gflops(row: Row) -> str:
+    """GFLOP/s."""
+    return number_text((row.flops_per_second or 0) / 1e9)
+
+
+def speeds(results: Results) -> str:
+    """Times of every row, and its ratio to burst's by round."""
+
+    def cells(row: Row) -> dict[str, str]:
+        place = {
+            "engine": row.engine,
+            "tokens": f"{row.seq_len:,}",
+            "ranks": str(row.world),
+            "link": link_text(row.link),
+        }
+        if why := outcome(row):
+            return place | {"s, median (rounds)": why}
+        ours = find(results.rows, engine="burst", seq_len=row.seq_len, world=row.world, link=row.link)
+        return place | {
+            "s, median (rounds)": spread(row.seconds),
+            "its time / burst's": spread(ratios(ours, row)) if ours is not None and row.engine != "burst" else "-",
+            "tokens/s": number_text(row.tokens_per_second),
+            "GFLOP/s": gflops(row),
+            "on the wire, per rank": bytes_text(row.bytes_wire),
+            "error": f"{row.error:.1e}",
+        }
+
+    return table(map(cells, results.rows))

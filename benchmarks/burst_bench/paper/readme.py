@@ -1,0 +1,72 @@
+"""The README's table of what was measured, drawn from the figures of docs/results."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from ..harness.results import Row, ratios
+from .markdown import GLOO_WASTE, REFERENCE, Page, find
+from .targets import PEER, limits, relieved
+
+BEGIN, END = "<!-- measured: drawn by python benchmarks/paper.py --draw -->\n", "<!-- measured: end -->"
+
+
+def draw_readme(readme: Path, folder: Path) -> None:
+    """Replace what stands between the two marks of ``readme``.
+
+    Raises:
+        ValueError: the marks aren't there, once each; or a row that the table needs was not measured.
+    """
+    text = readme.read_text("utf-8")
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise ValueError(f"{readme} must have {BEGIN.strip()!r} and {END!r}, once each")
+    before, rest = text.split(BEGIN)
+    readme.write_text(before + BEGIN + measured(folder) + "\n" + END + rest.split(END)[1], "utf-8")
+
+
+def measured(folder: Path) -> str:
+    """The table."""
+    pages = {path.stem.replace("-", "_"): Page.read(path) for path in folder.glob("*.json")}
+    rows = pages["training"].results("results").rows
+    length = max(row.seq_len for row in rows)
+    rows = [row for row in rows if row.seq_len == length]
+    free = [row.engine for row in rows if row.link is None and row.engine != "burst" and ":" not in row.engine]
+    unlimited = [_ratio(rows, "burst", engine, None) for engine in free]
+    reference, middle = _one(rows, REFERENCE, limits(rows)[0]), limits(rows)[0]
+    ideal = (_one(rows, "burst", None).bytes_wire or 0) / (_one(rows, REFERENCE, None).bytes_predicted or 1)
+    by_peer = {row["name"]: row for row in pages["memory"].raw["counted"]}
+    mine, theirs = (statistics.fmean(by_peer[name]["bytes"]) for name in ("burst", PEER))
+    by_round = next(row["ratios"] for row in pages["peers"].raw["rows"] if row["name"] == PEER)
+    spread = (
+        f"{statistics.median(by_round):.2f}× ({min(by_round):.2f} to {max(by_round):.2f} over {len(by_round)} rounds)"
+    )
+    environment = Environment(loader=PackageLoader(__package__, "."), undefined=StrictUndefined)
+    return environment.get_template("readme.md").render(
+        {name: page.raw for name, page in pages.items()},
+        tokens=f"{length:,}",
+        nodes=rows[0].nodes,
+        reference=REFERENCE,
+        waste=GLOO_WASTE,
+        peer=PEER,
+        both=lambda *engines: " and ".join(f"{_ratio(rows, *engines, link):.2f}×" for link in limits(rows)),
+        without_waste=" and ".join(f"{ratio:.2f}×" for *_, ratio in relieved(rows, "burst")),
+        unlimited=f"{min(unlimited):.2f}× to {max(unlimited):.2f}×",
+        share=lambda engine: f"{(_one(rows, engine, middle).bytes_wire or 0) / (reference.bytes_wire or 1):.2f}",
+        ideal_share=f"{ideal:.2f}",
+        peer_share=f"{mine / theirs:.2f}",
+        peer_ratio=spread,
+    )
+
+
+def _ratio(rows: list[Row], engine: str, other: str, link: float | None) -> float:
+    return statistics.median(ratios(_one(rows, engine, link), _one(rows, other, link)))
+
+
+def _one(rows: list[Row], engine: str, link: float | None) -> Row:
+    row = find(rows, engine=engine, link=link)
+    if row is None:
+        raise ValueError(f"no right row of {engine} at link={link}: measure the section again before drawing")
+    return row

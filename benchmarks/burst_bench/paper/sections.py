@@ -1,0 +1,244 @@
+"""The sections of the paper's tables: each measures, and gives its figures as they go into its JSON."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from ..ablation import compare as ablation
+from ..cluster import Cluster
+from ..harness.results import Row
+from ..harness.run import World, setting
+from ..harness.workload import Workload
+from ..peers import compare as peers
+from .markdown import GLOO_WASTE, REFERENCE, Page
+
+ENGINES = ("burst", "ring", "ulysses", "tensor", "tensor-sequence")
+TRAINED = (*ENGINES, "burst:contiguous")
+HALF, TRIES = 0.03, 3  # how far from a half the reference's share may be, and how often its rate is corrected
+PEERS = ("ring-flash-attn zigzag", "yunchang ulysses")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """How large everything is. ``prefill``: (tokens, rounds); ``train``: (tokens, rounds, rounds at the slow rate).
+
+    Slow steps take long, and vary least.
+    """
+
+    nodes: int = 8
+    train: tuple[tuple[int, int, int], ...] = ((8192, 2, 1), (16384, 1, 1), (32768, 3, 2))
+    prefill: tuple[tuple[int, int], ...] = ((16384, 2), (32768, 1), (65536, 1), (131072, 1))
+    rounds: int = 3
+    worlds: tuple[int, ...] = (1, 2, 4, 8)
+    scaling_rounds: int = 1
+    fixed_len: int = 16384
+    per_rank: int = 4096
+    ablation_len: int = 8192
+    peer_len: int = 8192
+    peer_rounds: int = 9
+    count_len: int = 2048
+    train_steps: int = 60
+    eval_len: int = 2048
+    eval_sequences: int = 100
+    long_len: int = 131072
+    long_ranks: int = 4
+    workload: Workload = field(default_factory=partial(Workload, task="train", engines=ENGINES, seq_len=0))
+
+    def at_most(self, rounds: int) -> Scale:
+        """The same with no more than ``rounds`` of anything."""
+        return replace(
+            self,
+            train=tuple((length, min(n, rounds), min(slow, rounds)) for length, n, slow in self.train),
+            prefill=tuple((length, min(n, rounds)) for length, n in self.prefill),
+            rounds=min(self.rounds, rounds),
+            scaling_rounds=min(self.scaling_rounds, rounds),
+            peer_rounds=min(self.peer_rounds, 3 * rounds),
+        )
+
+
+QUICK = Scale(
+    nodes=2,
+    train=((256, 1, 1), (512, 1, 1)),
+    rounds=1,
+    prefill=((256, 1), (512, 1)),
+    worlds=(1, 2),
+    scaling_rounds=1,
+    fixed_len=256,
+    per_rank=128,
+    ablation_len=256,
+    peer_len=256,
+    peer_rounds=1,
+    count_len=256,
+    train_steps=2,
+    eval_len=256,
+    eval_sequences=3,
+    long_len=1024,
+    long_ranks=2,
+    workload=Workload(task="train", engines=ENGINES, seq_len=0, heads=4, kv_heads=4, head_dim=16),
+)
+
+
+class Paper:
+    """A run over some of the sections; ``out``: where the figures of those that ran before lie."""
+
+    def __init__(self, scale: Scale, out: Path, console: Console) -> None:
+        self.scale, self.out, self.console = scale, out, console
+        self.cluster = (scale.nodes, 1)
+
+    def say(self, text: str) -> None:
+        self.console.print(f"[dim]{time.strftime('%H:%M:%S')} {text}[/]", highlight=False)
+
+    def links(self, world: World) -> list[float | None]:
+        """No limit, the middle rate and a quarter of it: the training table's in this folder, if it is there."""
+        known = self.out / "training.json"
+        if not known.exists():
+            return self.find_links(world)
+        rows = Page.read(known).results("results").rows
+        return [None, *sorted({row.link for row in rows if row.engine == "burst" and row.link}, reverse=True)]
+
+    def find_links(self, world: World) -> list[float | None]:
+        """The middle rate: at which the reference exchanges for half of its step at the greatest length.
+
+        Found from a step without a limit and its bytes, then corrected by pairs of steps until the share is a half
+        within :data:`HALF`.
+        """
+        workload = replace(self.scale.workload, engines=(REFERENCE,), rounds=1, resources=False)
+        longest = [self.scale.train[-1][0]]
+        (free,) = world.rows(workload, longest)
+        rate = 8 * free.bytes_wire / free.median
+        for _ in range(TRIES):
+            free, limited = world.rows(workload, longest, [None, rate])
+            share = 1 - free.median / limited.median
+            self.say(f"link {rate / 1e6:.1f} Mbit/s: {100 * share:.0f} % of {REFERENCE}'s step is exchange")
+            if abs(share - 0.5) <= HALF:
+                break
+            # Within what noise leaves of it: on a busy machine two steps can't tell.
+            rate *= min(max((limited.median - free.median) / free.median, 0.5), 2.0)
+        return [None, rate, rate / 4]
+
+    def results(self, workload: Workload, rows: list[Row], cluster: tuple[int, int] | None) -> dict[str, Any]:
+        """Rows of one task as :meth:`Page.results` reads them; timelines would take most of the room."""
+        content = [{name: value for name, value in vars(row).items() if name != "timeline"} for row in rows]
+        return {"task": workload.task, "setting": setting(workload, cluster), "rows": content}
+
+    def training(self) -> dict[str, Any]:
+        """Table 1: time and bytes of a training step."""
+        lens = [length for length, *_ in self.scale.train]
+        workload = replace(self.scale.workload, engines=TRAINED, resources=False)
+        with World.of(self.scale.nodes, self.cluster, say=self.say) as world:
+            links = self.find_links(world)
+            rows = [
+                row
+                for length, rounds, slow_rounds in self.scale.train
+                for some, at in ((rounds, links[:-1]), (slow_rounds, links[-1:]))
+                for row in world.rows(replace(workload, rounds=some), [length], at)
+            ]
+            # Gloo's reduce-scatter sends twice what it needs to: on links faster by that, what a better one would do.
+            faster = [GLOO_WASTE * link for link in links if link is not None]
+            rows += world.rows(replace(workload, engines=(REFERENCE,), rounds=1), lens[-1:], faster)
+            results = self.results(workload, rows, self.cluster)
+        with World.of(1, say=self.say) as world:
+            alone = self.results(workload, world.rows(replace(workload, engines=("single",), rounds=1), lens), None)
+        return {"results": results, "alone": alone}
+
+    def memory(self) -> dict[str, Any]:
+        """Tables 3 and 4: memory and bytes of a training step, each engine by itself."""
+        lens = [length for length, *_ in self.scale.train]
+        workload = replace(self.scale.workload, engines=TRAINED, rounds=0)
+        with World.of(self.scale.nodes, self.cluster, say=self.say) as world:
+            results = self.results(workload, world.rows(workload, lens), self.cluster)
+        with World.of(1, say=self.say) as world:
+            alone = self.results(workload, world.rows(replace(workload, engines=("single",)), lens), None)
+        size = (self.scale.nodes, self.scale.count_len, 8, 128)
+        counted = peers.compare(*size, 0)
+        return {"results": results, "alone": alone, "counted": counted, "size": size, "wire": self.wire()}
+
+    def wire(self) -> list[tuple[str, int, float]]:
+        """(engine, tokens, bytes on the wire by the interfaces) of the training table's steps without a limit."""
+        known = self.out / "training.json"
+        rows = Page.read(known).results("results").rows if known.exists() else []
+        return [(row.engine, row.seq_len, row.bytes_wire) for row in rows if row.link is None and row.bytes_wire]
+
+    def prefill(self) -> dict[str, Any]:
+        """Table 2: the first token's latency."""
+        workload = replace(self.scale.workload, task="prefill", resources=False)
+        with World.of(self.scale.nodes, self.cluster, say=self.say) as world:
+            middle = self.links(world)[1]
+            rows = [
+                row
+                for length, rounds in self.scale.prefill
+                for row in world.rows(replace(workload, rounds=rounds), [length], [middle])
+            ]
+        return {"results": self.results(workload, rows, self.cluster)}
+
+    def perplexity(self) -> dict[str, Any]:
+        """Table 5: every engine on one trained model."""
+        scale = self.scale
+        with tempfile.TemporaryDirectory(prefix="burst-paper-") as folder:
+            evaluated = Path(folder) / "eval.json"
+            sizes = f"--seq-len {scale.eval_len} --ranks 2 --device cpu --data stdlib --held-out 0.05"
+            train = f"train {sizes} --steps {scale.train_steps} --held-out-sequences 1 --out {folder}/run"
+            evaluate = f"eval {sizes} --model {folder}/run/model --sequences {scale.eval_sequences} --json {evaluated}"
+            for command in (train, evaluate):
+                self.say(f"burst {command}")
+                burst = [sys.executable, "-m", "burst_attention.cli"]
+                subprocess.run([*burst, *shlex.split(command)], check=True, stdout=subprocess.DEVNULL)
+            raw = json.loads(evaluated.read_text())
+        commands = [f"burst {text}".replace(folder, "runs/paper") for text in (train, evaluate)]
+        return {"engines": raw["results"], "commands": commands}
+
+    def ablation(self) -> dict[str, Any]:
+        """Table 6: what each part is worth."""
+        scale, workload = self.scale, self.scale.workload
+        with World.of(scale.nodes, self.cluster, say=self.say) as world:
+            middle = self.links(world)[1]
+        with Cluster(*self.cluster, rate=middle) as made:
+            self.say(f"ablation at {scale.ablation_len:,} tokens")
+            sizes = {"seq_len": scale.ablation_len, "heads": workload.heads, "head_dim": workload.head_dim}
+            options = {"dtype": torch.bfloat16, "rounds": scale.rounds, "entries": made.entries()}
+            rows = ablation.compare(scale.nodes, **sizes, **options)
+        return {"rows": rows, "sizes": {**sizes, "ranks": scale.nodes, "link": middle}}
+
+    def scaling(self) -> dict[str, Any]:
+        """Table 7: more ranks, at a fixed length and at a fixed length per rank."""
+        workload = replace(self.scale.workload, rounds=self.scale.scaling_rounds)
+        strong: list[Row] = []
+        weak: list[Row] = []
+        for n in self.scale.worlds:
+            engines = (*ENGINES, "single") if n == 1 else ENGINES
+            with World.of(n, say=self.say) as world:
+                strong += world.rows(replace(workload, engines=engines), [self.scale.fixed_len])
+                weak += world.rows(replace(workload, engines=engines), [self.scale.per_rank * n])
+        return {"strong": self.results(workload, strong, None), "weak": self.results(workload, weak, None)}
+
+    def long(self) -> dict[str, Any]:
+        """128K tokens through one attention layer, forward and backward."""
+        sizes = {"heads": 4, "kv_heads": 4, "head_dim": 64}
+        workload = replace(self.scale.workload, task="attention", engines=("burst",), rounds=0, **sizes)
+        with World.of(self.scale.long_ranks, say=self.say) as world:
+            results = self.results(workload, world.rows(workload, [self.scale.long_len]), None)
+        return {"results": results}
+
+    def peers(self) -> dict[str, Any]:
+        """Ours against the packages themselves."""
+        scale = self.scale
+        self.say(f"peers at {scale.peer_len:,} tokens")
+        size = (2, scale.peer_len, 8, 128)
+        return {"rows": peers.compare(*size, scale.peer_rounds, names=PEERS), "size": size}
+
+
+NAMES = ("training", "memory", "prefill", "perplexity", "ablation", "scaling", "long", "peers")
+SECTIONS: dict[str, Callable[[Paper], dict[str, Any]]] = {name: getattr(Paper, name) for name in NAMES}

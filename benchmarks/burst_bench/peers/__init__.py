@@ -1,0 +1,1 @@
+"""Ours beside the packages that people would use instead."""

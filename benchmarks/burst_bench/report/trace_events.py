@@ -1,0 +1,44 @@
+"""Timelines as trace events, the JSON that Chrome's tracing and https://ui.perfetto.dev open."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..harness.results import Results, Row
+from .figures import row_text, timeline_names, timeline_rows
+
+COMPUTING, EXCHANGING = 0, 1  # a rank's threads, as the viewer calls them
+
+
+def write_traces(results: Results, folder: Path) -> list[Path]:
+    """Write ``timeline-….trace.json`` for each row that has a timeline and was right; returns what was written."""
+    written, rows = [], timeline_rows(results)
+    for row, name in zip(rows, timeline_names(rows), strict=True):
+        written.append((folder / name).with_suffix(".trace.json"))
+        content = {"traceEvents": list(trace_events(row)), "otherData": {"title": row_text(row)}}
+        written[-1].write_text(json.dumps(content) + "\n", "utf-8")
+    return written
+
+
+def trace_events(row: Row) -> Iterator[dict[str, Any]]:
+    """A process for each rank: its time on one thread; on another its exchanges, which may overlap each other."""
+    for rank, spans in enumerate(row.timeline):
+        yield _name("process_name", f"rank {rank}", rank, COMPUTING)
+        yield _name("thread_name", "compute and wait", rank, COMPUTING)
+        yield _name("thread_name", "exchange", rank, EXCHANGING)
+        for number, span in enumerate(spans):
+            event = {"name": span.label or span.kind, "cat": span.kind, "pid": rank}
+            start, end = 1e6 * span.start, 1e6 * span.end  # microseconds
+            if span.kind == "exchange":
+                event |= {"tid": EXCHANGING, "id": f"{rank}.{number}"}
+                yield event | {"ph": "b", "ts": start}
+                yield event | {"ph": "e", "ts": end}
+            else:
+                yield event | {"ph": "X", "ts": start, "dur": end - start, "tid": COMPUTING}
+
+
+def _name(what: str, name: str, rank: int, thread: int) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": rank, "tid": thread, "args": {"name": name}}

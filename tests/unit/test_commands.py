@@ -1,0 +1,39 @@
+"""The ``burst`` command finds commands of other distributions, and says in a line what to install for its own."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from burst_attention import cli
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but burst-attention-bench, by the entry points that its pyproject.toml names."""
+    groups = tomllib.loads((BENCHMARKS / "pyproject.toml").read_text("utf-8"))["project"]["entry-points"]
+    folder = tmp_path / "burst_attention_bench-0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: burst-attention-bench\nVersion: 0\n", "utf-8")
+    sections = (f"[{g}]\n" + "".join(f"{name} = {value}\n" for name, value in own.items()) for g, own in groups.items())
+    (folder / "entry_points.txt").write_text("\n".join(sections), "utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def test_bench_is_found_where_its_distribution_is(installed: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "--help"]) == 0
+    assert "usage: burst bench {attention,train,prefill}" in capsys.readouterr().out
+
+
+def test_bench_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(cli, "entry_points", lambda **_: [])
+    assert cli.main(["bench", "train"]) == 2
+    assert capsys.readouterr().err == "burst bench: not installed: pip install 'burst-attention[bench]'\n"
+    assert cli.main(["--help"]) == 0
+    assert "\n  bench      compare engines" in capsys.readouterr().out
+    assert cli.main(["bnech"]) == 2
+    assert "unknown command 'bnech'" in capsys.readouterr().err
