@@ -86,7 +86,7 @@ SEEDED = [
     ),
     Fault(
         "stale keys: a relay forwards its own shard",
-        "sweep.py",
+        "attention/sweep.py",
         "tensors = self._indices.take(self.held[edge.side, edge.owner], message.where)",
         "tensors = self._indices.take(self.held[edge.side, self._transport.rank], message.where)",
         ATTENTION,
@@ -94,7 +94,7 @@ SEEDED = [
     ),
     Fault(
         "stale keys in the backward: the first shard that came is used for all",
-        "sweep.py",
+        "attention/sweep.py",
         "self.held[edge.side, edge.owner] = tensors",
         "self.held[edge.side, edge.owner] = self.held.setdefault((edge.side, -1), tensors)",
         ATTENTION,
@@ -102,7 +102,7 @@ SEEDED = [
     ),
     Fault(
         "dQ from the wrong owner's queries",
-        "sweep.py",
+        "attention/sweep.py",
         "self._indices.take(self.held[side, op.owner(side)], op.held[side])",
         "self._indices.take(self.held[side, self._transport.rank], op.held[side])",
         ATTENTION,
@@ -146,7 +146,7 @@ SEEDED = [
     ),
     Fault(
         "partial results rounded to bf16 at every hop",
-        "sweep.py",
+        "attention/sweep.py",
         "wide = self._work.wire_dtypes(side, exact=True)",
         "wide = self._work.wire_dtypes(side, exact=False)",
         PLANNING,
@@ -154,7 +154,7 @@ SEEDED = [
     ),
     Fault(
         "rounded on the wire where the route is exact",
-        "sweep.py",
+        "attention/sweep.py",
         "dtype = accumulation_dtype(self.q.dtype) if exact else wire_dtype(self.q.dtype)",
         "dtype = wire_dtype(self.q.dtype)",
         ATTENTION,
@@ -162,7 +162,7 @@ SEEDED = [
     ),
     Fault(
         "backwards are not told apart",
-        "op.py",
+        "attention/operator.py",
         '{"call number": int(number)}',
         "{}",
         FAULTS,
@@ -170,7 +170,7 @@ SEEDED = [
     ),
     Fault(
         "kernels are given what is not dense",
-        "op.py",
+        "attention/operator.py",
         "return x if x.stride(-1) == 1 else x.contiguous()",
         "return x",
         ATTENTION,
@@ -178,7 +178,7 @@ SEEDED = [
     ),
     Fault(
         "the gradient of lse with the wrong sign",
-        "op.py",
+        "attention/operator.py",
         "delta = delta - dlse",
         "delta = delta + dlse",
         ATTENTION,
@@ -226,7 +226,7 @@ SEEDED = [
     ),
     Fault(
         "the scale from the wrong head dim",
-        "call.py",
+        "attention/checks.py",
         "scale = 1 / math.sqrt(q.shape[3])",
         "scale = 1 / math.sqrt(v.shape[3])",
         ATTENTION,
@@ -234,7 +234,7 @@ SEEDED = [
     ),
     Fault(
         "masks are not agreed on",
-        "call.py",
+        "attention/checks.py",
         "**call.plan.schedule.told,",
         '"seqlen": call.plan.seqlen,',
         FAULTS,
@@ -266,7 +266,7 @@ SEEDED = [
     ),
     Fault(
         "a document's last token keeps a target",
-        "planning.py",
+        "attention/plan.py",
         "targets[:, ends.to(labels.device)] = ignore_index",
         "targets[:, -1:] = ignore_index",
         PLANNING,
@@ -282,7 +282,7 @@ SEEDED = [
     ),
     Fault(
         "a gradient slice that is not summed",
-        "resharding.py",
+        "attention/unshard.py",
         "        for part in arrived:\n            total += part",
         "        total += arrived[rank]",
         PLANNING,
@@ -290,21 +290,21 @@ SEEDED = [
     ),
     Fault(
         "loss scaled by the world",
-        "loss.py",
+        "loss/next_token.py",
         "value, ctx.divisor = _mean(settings, local, len(rows))",
         "value, ctx.divisor = _mean(settings, local, len(rows))\n        ctx.divisor /= settings.plan.world",
         LOSS,
     ),
     Fault(
         "each rank's loss divided by its own tokens",
-        "loss.py",
+        "loss/next_token.py",
         "divisor = count if settings.num_valid is None else",
         "divisor = float(local_count) or 1.0 if settings.num_valid is None else",
         LOSS,
     ),
     Fault(
         "the logits' factor is dropped in the backward",
-        "loss.py",
+        "loss/next_token.py",
         "scale = grad * ctx.form.factor / ctx.divisor",
         "scale = grad / ctx.divisor",
         LOSS,
@@ -312,7 +312,7 @@ SEEDED = [
     ),
     Fault(
         "the derivative of the logits' cap is dropped",
-        "loss.py",
+        "loss/next_token.py",
         "return dlogits if slope is None else dlogits.mul_(slope)",
         "return dlogits",
         LOSS,
@@ -320,7 +320,7 @@ SEEDED = [
     ),
     Fault(
         "the bias of a head gets the gradient of one chunk of tokens",
-        "loss.py",
+        "loss/next_token.py",
         "dbias += dproduct.sum(0)",
         "dbias.copy_(dproduct.sum(0))",
         LOSS,
@@ -328,7 +328,7 @@ SEEDED = [
     ),
     Fault(
         "the bias of a head gets no gradient",
-        "loss.py",
+        "loss/next_token.py",
         "_rounded(dbias, bias)",
         "_rounded(dbias.mul_(0) if dbias is not None else None, bias)",
         LOSS,
@@ -336,7 +336,7 @@ SEEDED = [
     ),
     Fault(
         "ranks with other factors of their logits are not noticed",
-        "loss.py",
+        "loss/next_token.py",
         '"factor": settings.form.factor,',
         '"factor": 1.0,',
         LOSS,
@@ -432,7 +432,7 @@ SEEDED = [
     ),
     Fault(
         "a plan that was ignored is not noticed",
-        "planning.py",
+        "attention/plan.py",
         "        if not attended:",
         "        if False:",
         HF_MODELS,
@@ -440,7 +440,7 @@ SEEDED = [
     ),
     Fault(
         "an attention counts for every batch",
-        "planning.py",
+        "attention/plan.py",
         "for batch in [self._batches[positions]] if known else self._batches.values():",
         "for batch in self._batches.values():",
         HF_MODELS,
@@ -511,7 +511,7 @@ SEEDED = [
     ),
     Fault(
         "a wrong engine is timed all the same",
-        "benchmarks/burst_bench/harness/run.py",
+        "benchmarks/src/burst_bench/harness/run.py",
         "if not error <= bound:",
         "if error < 0:",
         BENCH,
@@ -519,7 +519,7 @@ SEEDED = [
     ),
     Fault(
         "engines that disagree at the timed length are timed all the same",
-        "benchmarks/burst_bench/harness/run.py",
+        "benchmarks/src/burst_bench/harness/run.py",
         "return apart, agreement",
         "return error, bound",
         BENCH,
@@ -527,7 +527,7 @@ SEEDED = [
     ),
     Fault(
         "an all-reduce is counted as a gather",
-        "benchmarks/burst_bench/harness/trace.py",
+        "benchmarks/src/burst_bench/harness/trace.py",
         '"all_reduce": 2',
         '"all_reduce": 1',
         BENCH,
@@ -607,7 +607,7 @@ SEEDED = [
     ),
     Fault(
         "what arrives is held until all of it is folded in",
-        "sweep.py",
+        "attention/sweep.py",
         "message, tensors = arriving.pop(0)",
         "message, tensors = arriving.pop(0); self.kept = getattr(self, 'kept', []); self.kept.append(tensors)",
         FOOTPRINT,
@@ -623,7 +623,7 @@ SEEDED = [
     ),
     Fault(
         "a graph on disk of another formula may be run",
-        "op.py",
+        "attention/operator.py",
         "FORMULA = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]",
         'FORMULA = "1"',
         "tests/distributed/test_operator.py",
@@ -631,7 +631,7 @@ SEEDED = [
     ),
     Fault(
         "a rank draws other inputs than the positions that it holds",
-        "benchmarks/burst_bench/harness/subjects.py",
+        "benchmarks/src/burst_bench/harness/subjects.py",
         "block[positions[first:last] - start]",
         "block[: last - first]",
         BENCH,
@@ -639,7 +639,7 @@ SEEDED = [
     ),
     Fault(
         "times are compared with another engine than the first",
-        "benchmarks/burst_bench/harness/results.py",
+        "benchmarks/src/burst_bench/harness/results.py",
         "return ratios(first, row) if",
         "return ratios(row, row) if",
         "tests/unit/test_report.py",
@@ -647,7 +647,7 @@ SEEDED = [
     ),
     Fault(
         "all ranks of a trace are one process",
-        "benchmarks/burst_bench/report/trace_events.py",
+        "benchmarks/src/burst_bench/report/trace_events.py",
         '"cat": span.kind, "pid": rank}',
         '"cat": span.kind, "pid": 0}',
         "tests/unit/test_report.py",
@@ -655,7 +655,7 @@ SEEDED = [
     ),
     Fault(
         "the README's ratios are of the medians",
-        "benchmarks/burst_bench/paper/readme.py",
+        "benchmarks/src/burst_bench/paper/readme.py",
         "statistics.median(ratios(_one(rows, engine, link), _one(rows, other, link)))",
         "_one(rows, other, link).median / _one(rows, engine, link).median",
         "tests/unit/test_results_pages.py",
@@ -915,7 +915,7 @@ SEEDED = [
         EVAL,
         "greatest_difference_of_one",
         "a plan read elsewhere keeps the number of the plan that was written",
-        "planning.py",
+        "attention/plan.py",
         "return partial(lone_plan, self.seqlen, mask=self.mask, layout=self.layout, route=self.route), ()",
         "return object.__new__, (Plan,), vars(self)",
         "tests/distributed/test_plan_values.py",
@@ -939,7 +939,7 @@ SEEDED = [
     ),
     Fault(
         "forward-mode tangents are dropped",
-        "derivatives.py",
+        "attention/derivatives.py",
         "if forward_ad.unpack_dual(x).tangent is not None:",
         "if False:",
         DERIVATIVES,
@@ -947,7 +947,7 @@ SEEDED = [
     ),
     Fault(
         "gradients of the loss pass for constants",
-        "derivatives.py",
+        "attention/derivatives.py",
         "sources = [x for x in (*grads, *saved) if x is not None and x.requires_grad]",
         "sources = []",
         DERIVATIVES,
@@ -1007,7 +1007,7 @@ SEEDED = [
     ),
     Fault(
         "groups of ranks read each other's sequences",
-        "training/place.py",
+        "launch/join.py",
         "return self.mesh.get_local_rank(DATA)",
         "return 0",
         TRAIN,
@@ -1039,7 +1039,7 @@ SEEDED = [
     ),
     Fault(
         "a rank that failed is no failure",
-        "cli/launch.py",
+        "launch/local.py",
         "killed)\n            return 1",
         "killed)\n            return 0",
         LAUNCH,
@@ -1047,7 +1047,7 @@ SEEDED = [
     ),
     Fault(
         "a stopped rank is waited for",
-        "cli/launch.py",
+        "launch/local.py",
         "        processes[rank].kill()",
         "        processes[rank].join(30)",
         LAUNCH,
@@ -1100,7 +1100,10 @@ def try_fault(fault: Fault) -> tuple[Fault, str, float]:
         target.write_text(text.replace(fault.old, fault.new))
         command = [sys.executable, "-m", "pytest", *fault.tests.split(), "-x", "-q", "-p", "no:cacheprovider"]
         command += ["-k", fault.only] if fault.only else []
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, copies)), "PYTHONDONTWRITEBYTECODE": "1"}
+        environment = os.environ | {
+            "PYTHONPATH": f"{copies[0]}{os.pathsep}{copies[1]}/src",
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
         result = subprocess.run(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )

@@ -8,13 +8,15 @@ import re
 import pytest
 
 from burst_attention import cli
-from burst_attention.cli import bench, launch
+from burst_attention.launch import local as launch
+from burst_bench import command as bench
 
 HUGE = "99999999999999999999"
 GIVEN = {
     "plan": "--seq-len 64 --ranks 2",
     "check": "--device cpu",
     "bench": "attention --out out",
+    "cluster": "attention --out out",
     "eval": "--model tiny --data text.txt --seq-len 16 --device cpu --ranks 1",
     "train": "--data text.txt --seq-len 16 --device cpu --ranks 1 --out out",
 }
@@ -50,8 +52,8 @@ BAD = [
     ("bench", "--engines", (), "burst burst", "", "größer"),
     ("bench", "--seq-lens", (), "0", "64 64", HUGE),
     ("bench", "--worlds", (), "0", "2 2", HUGE),
-    ("bench", "--link", (), "", "nan", "none none", "-5mbit"),
-    ("bench", "--cluster", "", "0x1", "2x" + HUGE, "2x2000"),
+    ("cluster", "--link", (), "", "nan", "none none", "-5mbit"),
+    ("cluster", "--cluster", "", "0x1", "2x" + HUGE, "2x2000"),
     ("bench", "--rounds", "0", HUGE),
     ("bench", "--layers", "-1", HUGE),
     ("bench", "--heads", "0", HUGE),
@@ -113,6 +115,8 @@ def folder(tmp_path, monkeypatch):
 
 def outcome(arguments):
     try:
+        if arguments[0] == "cluster":
+            return bench.compare(bench.CLUSTER, bench.ClusterArguments, arguments[1:])
         return cli.main(arguments)
     except SystemExit as stopped:  # the parser's own way
         return stopped.code
@@ -126,7 +130,7 @@ def test_values_that_can_not_be(folder, capsys, command, flag, values):
         told = capsys.readouterr()
         assert flag in told.err + told.out, (value, told)
         assert "Traceback" not in told.err
-        if told.err.startswith(f"burst {command}: "):
+        if told.err.startswith((f"burst {command}: ", f"{bench.CLUSTER}: ")):
             assert told.err.count("\n") == 1, told.err
         left = {path.name for path in folder.iterdir()}
         assert left == {"text.txt", "theirs"}, value
@@ -137,9 +141,9 @@ def test_every_flag_that_takes_a_value_is_tried(capsys):
     named |= {"help", "nproc-per-node"}
     choices = {"pack", "dtype", "engine", "layout", "route", "device", "travels"}  # one of a list, by the parser
     for command in GIVEN:
-        outcome([command, *(["attention"] if command == "bench" else []), "--help"])
+        outcome([command, *(["attention"] if command in ("bench", "cluster") else []), "--help"])
         flags = set(re.findall(r"--[a-z][a-z0-9-]*", capsys.readouterr().out))
-        tried = {row[1] for row in BAD if row[0] == command}
+        tried = {row[1] for row in BAD if row[0] == command or (command, row[0]) == ("cluster", "bench")}
         missing = {flag[2:].removeprefix("no-") for flag in flags - tried} - named - choices
         assert len(flags) > 5
         assert not missing, (command, missing)

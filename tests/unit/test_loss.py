@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from burst_attention import make_plan
-from burst_attention.loss import Head, LogitForm, _chunk_tokens, next_token_loss, next_token_nll
+from burst_attention.loss import Head, LogitForm, next_token_loss, next_token_nll
+from burst_attention.loss.next_token import _chunk_tokens
 
 BATCH, SEQLEN, WIDTH, VOCABULARY = 2, 37, 12, 29
 

@@ -15,6 +15,7 @@ from burst_attention.engines import Engine
 from burst_attention.engines.whole import whole_attention
 from burst_attention.launch.mesh import CONTEXT, make_mesh
 from burst_attention.plan.assignment import TRAVELS
+from burst_attention.plan.rows import Direction
 from burst_attention.training.model import build_model, plans_for
 
 from .trace import Trace, traced
@@ -114,7 +115,7 @@ class AttentionSubject:
 
     def warm_up(self) -> None:
         for travels in TRAVELS:  # the programs of all, for it is the attention that chooses
-            assert self.plan.schedule.forward(travels) and self.plan.schedule.backward(travels)
+            assert all(self.plan.schedule.program(travels, direction) for direction in Direction)
 
     def fingerprints(self) -> list[Fingerprint]:
         positions = self.plan.positions

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from burst_attention import Mask, burst_attention, make_plan
+from burst_attention.attention.footprint import peak_memory
 from burst_attention.attention.plan import shape_of
-from burst_attention.plan.estimate import peak_memory
 from burst_attention.plan.schedule import make_schedule
 from burst_attention.testing import WorkerPool
 
@@ -46,7 +46,7 @@ def predicted(world: int, seqlen: int, heads: int, dim: int, dtype: torch.dtype)
     """The same peak by the plan."""
     schedule = make_schedule(seqlen, mask=Mask(), layout="zigzag", route="direct", rank=0, world=world)
     shape = shape_of(dtype, batch=1, q_heads=heads, kv_heads=heads, head_dim=dim)
-    return peak_memory(schedule, shape, schedule.choose_travels(shape))
+    return peak_memory(schedule, shape, dtype, schedule.choose_travels(shape))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from burst_attention.attention.plan import Plan
 from burst_attention.comm.agreement import Agreement
-from burst_attention.comm.transport import Message, Pending, Transport
+from burst_attention.comm.transport import Pending, Receive, Send, Transport
 
 from .results import Span
 
@@ -52,7 +52,7 @@ class TracedTransport(Transport):
     trace: Trace
     posted: dict[int, float] = field(default_factory=dict)
 
-    def post(self, sends: Sequence[Message], receives: Sequence[Message], *, label: str) -> Pending:
+    def post(self, sends: Sequence[Send], receives: Sequence[Receive], *, label: str) -> Pending:
         start = time.perf_counter()
         pending = super().post(sends, receives, label=label)
         self.posted[id(pending)] = start

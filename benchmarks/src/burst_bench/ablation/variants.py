@@ -1,7 +1,7 @@
 """What ``ablation.py`` compares: our attention, and each time one thing about it undone.
 
 Most differ by a value that the library takes. The others are a
-:class:`burst_attention.attention.sweep.Pass` or a transport of their own, run by the library's sweep.
+:class:`burst_attention.attention.passes.Pass` or a transport of their own, run by the library's sweep.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from burst_attention import Plan, burst_attention, make_plan
-from burst_attention.attention.sweep import Backward, Forward, Tensors, sweep
-from burst_attention.comm.transport import Message, Pending, Transport
+from burst_attention.attention.passes import Backward, Forward, Tensors
+from burst_attention.attention.sweep import sweep
+from burst_attention.comm.transport import Pending, Receive, Send, Transport
 from burst_attention.kernels import choose
 from burst_attention.kernels.merge import merge_, row_dot
-from burst_attention.plan.rows import Side
+from burst_attention.plan.rows import Direction, Side
 
 STRICT, LOOSE = 3.0, 6.0  # of a result's error, in multiples of that of torch's own kernel in the same dtype
 
@@ -76,7 +77,7 @@ def swept(
         plan.agreement.agree("an ablation's backward", {"variant": variant.name})
         stats = torch.stack((lse, row_dot(dout, out, lse.dtype)), -1)
         work = variant.backward(dout, q, k, v, stats, scale, kernel)
-        sums = sweep(plan.schedule.backward(variant.travels), plan.transport, work, phase="backward")
+        sums = sweep(plan.schedule.program(variant.travels, Direction.BACKWARD), plan.transport, work)
         grads = [*sums.pop(Side.QUERY), *sums.pop(Side.KEY)]
         for n, grad in enumerate(grads):  # one by one, so that a sum is free once it is rounded
             grads[n] = grad.to(q.dtype).contiguous()
@@ -86,7 +87,7 @@ def swept(
 
 
 def _forward(work: Forward, plan: Plan) -> tuple[Tensor, Tensor]:
-    out, lse = sweep(plan.schedule.forward("query"), plan.transport, work, phase="forward")[Side.QUERY]
+    out, lse = sweep(plan.schedule.program("query", Direction.FORWARD), plan.transport, work)[Side.QUERY]
     if isinstance(work, LateMerge):
         work.merge()
     return out.to(work.q.dtype).contiguous(), lse
@@ -143,7 +144,7 @@ class NarrowBackward(Backward):
 class Waiting(Transport):
     """A transport that finishes each exchange before it goes on: nothing is computed while it is on the wire."""
 
-    def post(self, sends: Sequence[Message], receives: Sequence[Message], *, label: str) -> Pending:
+    def post(self, sends: Sequence[Send], receives: Sequence[Receive], *, label: str) -> Pending:
         pending = super().post(sends, receives, label=label)
         self.wait(pending)
         return pending

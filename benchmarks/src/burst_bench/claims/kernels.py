@@ -24,11 +24,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from burst_attention import Mask, burst_attention, make_plan
+from burst_attention.attention.footprint import peak_memory
 from burst_attention.attention.plan import shape_of
 from burst_attention.kernels import KERNELS, choose, explain
 from burst_attention.kernels.contract import Kernel
 from burst_attention.kernels.prove import proven
-from burst_attention.plan.estimate import peak_memory
 from burst_attention.plan.layout import Layout
 from burst_attention.plan.tile import Tiles, pair_tiles
 from burst_attention.testing import local_world
@@ -213,7 +213,7 @@ def memory(seqlen: int, heads: int, dim: int, world: int) -> dict[str, str]:
         schedule = ranks.run(call)[0]
     peak = (torch.cuda.max_memory_allocated() - before) / world
     shape = shape_of(torch.bfloat16, batch=1, q_heads=heads, kv_heads=heads, head_dim=dim)
-    predicted = peak_memory(schedule, shape, schedule.choose_travels(shape), exact_parts=True)
+    predicted = peak_memory(schedule, shape, torch.bfloat16, schedule.choose_travels(shape), exact_partials=True)
     return {
         "ranks": str(world),
         "tokens": f"{seqlen:,}",

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from burst_attention import Plan
 from burst_attention.plan.program import Visit
+from burst_attention.plan.rows import Direction
 from burst_attention.testing import Case, WorkerPool, attend
 from burst_attention.testing.check import relative_l2
 from burst_attention.testing.oracle import torch_attention
@@ -148,7 +149,7 @@ def timed(variants: Sequence[Variant], shape: Shape, rounds: int) -> list[dict[s
         out, backward = variant.begin(plan, *tensors)
         forward = plan.transport.sent
         backward()
-        programs = plan.schedule.forward(variant.travels), plan.schedule.backward(variant.travels)
+        programs = [plan.schedule.program(variant.travels, direction) for direction in Direction]
         scores = (sum(op.tiles.area for op in program.ops if isinstance(op, Visit)) for program in programs)
         counted = (forward, plan.transport.sent - forward, *scores)
         figures.append({**dict(zip(COUNTED, counted, strict=True)), "seconds": []})
