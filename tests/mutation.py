@@ -429,7 +429,7 @@ SEEDED = [
     ),
     Fault(
         "a plan that was ignored is not noticed",
-        "planning.py",
+        "usage.py",
         "        if not attended:",
         "        if False:",
         HF_MODELS,
@@ -437,7 +437,7 @@ SEEDED = [
     ),
     Fault(
         "an attention counts for every batch",
-        "planning.py",
+        "usage.py",
         "for batch in [self._batches[positions]] if known else self._batches.values():",
         "for batch in self._batches.values():",
         HF_MODELS,
@@ -729,6 +729,8 @@ SEEDED = [
         "rows, d, exists & (tl.sum(tl.abs(dq), 1) > 0), dq * scale, D)",
         TRITON,
         "every_band",
+    ),
+    Fault(
         "the first held-out character is trained on",
         "training/data.py",
         "document.text[: self._cut(document)]",
@@ -887,6 +889,8 @@ SEEDED = [
         "(loss - self.reference[index]).abs().mean().item()",
         EVAL,
         "greatest_difference_of_one",
+    ),
+    Fault(
         "a plan read elsewhere keeps the number of the plan that was written",
         "planning.py",
         "return partial(lone_plan, self.seqlen, mask=self.mask, layout=self.layout, route=self.route), ()",
@@ -913,7 +917,7 @@ SEEDED = [
     Fault(
         "forward-mode tangents are dropped",
         "derivatives.py",
-        "if forward_ad.unpack_dual(x).tangent is not None:",
+        "if x is not None and forward_ad.unpack_dual(x).tangent is not None:",
         "if False:",
         DERIVATIVES,
         "burst_attention and forward",
@@ -933,6 +937,8 @@ SEEDED = [
         "version = 0 if position_ids.is_inference() else position_ids._version",
         "tests/unit/test_hf.py",
         "inference",
+    ),
+    Fault(
         "the learning rate is set after the update",
         "training/loop.py",
         """        for group in self.optimizer.param_groups:
