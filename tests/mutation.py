@@ -154,7 +154,7 @@ SEEDED = [
     ),
     Fault(
         "rounded on the wire where the route is exact",
-        "attention/sweep.py",
+        "attention/passes.py",
         "dtype = accumulation_dtype(self.q.dtype) if exact else wire_dtype(self.q.dtype)",
         "dtype = wire_dtype(self.q.dtype)",
         ATTENTION,
@@ -432,7 +432,7 @@ SEEDED = [
     ),
     Fault(
         "a plan that was ignored is not noticed",
-        "attention/plan.py",
+        "attention/usage.py",
         "        if not attended:",
         "        if False:",
         HF_MODELS,
@@ -440,7 +440,7 @@ SEEDED = [
     ),
     Fault(
         "an attention counts for every batch",
-        "attention/plan.py",
+        "attention/usage.py",
         "for batch in [self._batches[positions]] if known else self._batches.values():",
         "for batch in self._batches.values():",
         HF_MODELS,
@@ -614,12 +614,19 @@ SEEDED = [
         "query",
     ),
     Fault(
-        "copies of what is sent are not foretold",
-        "plan/footprint.py",
-        "elif edge.owner == self._rank or not _is_all(message.where, self._held[key][0]):",
-        "elif False:",
+        "what a kernel gives is not foretold",
+        "attention/footprint.py",
+        "return out, blank_output(q[..., :0], v[..., :0], q.shape[2], wide)[1]",
+        "return out[..., :0].expand_as(out[..., :0]), blank_output(q[..., :0], v[..., :0], q.shape[2], wide)[1]",
         FOOTPRINT,
-        "query",
+    ),
+    Fault(
+        "what is made anew at a known address is not counted",
+        "attention/footprint.py",
+        "self._now += x.untyped_storage().nbytes()",
+        "self._now += 0",
+        "tests/unit/test_estimate.py",
+        "live_bytes",
     ),
     Fault(
         "a graph on disk of another formula may be run",
@@ -636,30 +643,6 @@ SEEDED = [
         "block[: last - first]",
         BENCH,
         "drawn_for_some_positions",
-    ),
-    Fault(
-        "times are compared with another engine than the first",
-        "benchmarks/src/burst_bench/harness/results.py",
-        "return ratios(first, row) if",
-        "return ratios(row, row) if",
-        "tests/unit/test_report.py",
-        "round_by_round",
-    ),
-    Fault(
-        "all ranks of a trace are one process",
-        "benchmarks/src/burst_bench/report/trace_events.py",
-        '"cat": span.kind, "pid": rank}',
-        '"cat": span.kind, "pid": 0}',
-        "tests/unit/test_report.py",
-        "trace_events",
-    ),
-    Fault(
-        "the README's ratios are of the medians",
-        "benchmarks/src/burst_bench/paper/readme.py",
-        "statistics.median(ratios(_one(rows, engine, link), _one(rows, other, link)))",
-        "_one(rows, other, link).median / _one(rows, engine, link).median",
-        "tests/unit/test_results_pages.py",
-        "what_the_figures_draw",
     ),
     Fault(
         "keys beyond a block's last are taken for seen by all rows",
@@ -756,6 +739,8 @@ SEEDED = [
         "rows, d, exists & (tl.sum(tl.abs(dq), 1) > 0), dq * scale, D)",
         TRITON,
         "every_band",
+    ),
+    Fault(
         "the first held-out character is trained on",
         "training/data.py",
         "document.text[: self._cut(document)]",
@@ -914,6 +899,8 @@ SEEDED = [
         "(loss - self.reference[index]).abs().mean().item()",
         EVAL,
         "greatest_difference_of_one",
+    ),
+    Fault(
         "a plan read elsewhere keeps the number of the plan that was written",
         "attention/plan.py",
         "return partial(lone_plan, self.seqlen, mask=self.mask, layout=self.layout, route=self.route), ()",
@@ -940,7 +927,7 @@ SEEDED = [
     Fault(
         "forward-mode tangents are dropped",
         "attention/derivatives.py",
-        "if forward_ad.unpack_dual(x).tangent is not None:",
+        "if x is not None and forward_ad.unpack_dual(x).tangent is not None:",
         "if False:",
         DERIVATIVES,
         "burst_attention and forward",
@@ -960,6 +947,8 @@ SEEDED = [
         "version = 0 if position_ids.is_inference() else position_ids._version",
         "tests/unit/test_hf.py",
         "inference",
+    ),
+    Fault(
         "the learning rate is set after the update",
         "training/loop.py",
         """        for group in self.optimizer.param_groups:
@@ -1082,6 +1071,30 @@ SEEDED = [
         "tests/unit/test_bad_values.py",
         "values_that",
     ),
+    Fault(
+        "times are compared with another engine than the first",
+        "benchmarks/src/burst_bench/harness/results.py",
+        "return ratios(first, row) if",
+        "return ratios(row, row) if",
+        "tests/unit/test_report.py",
+        "round_by_round",
+    ),
+    Fault(
+        "all ranks of a trace are one process",
+        "benchmarks/src/burst_bench/report/trace_events.py",
+        '"cat": span.kind, "pid": rank}',
+        '"cat": span.kind, "pid": 0}',
+        "tests/unit/test_report.py",
+        "trace_events",
+    ),
+    Fault(
+        "the README's ratios are of the medians",
+        "benchmarks/src/burst_bench/paper/readme.py",
+        "statistics.median(ratios(_one(rows, engine, link), _one(rows, other, link)))",
+        "_one(rows, other, link).median / _one(rows, engine, link).median",
+        "tests/unit/test_results_pages.py",
+        "what_the_figures_draw",
+    ),
 ]
 
 
@@ -1100,10 +1113,8 @@ def try_fault(fault: Fault) -> tuple[Fault, str, float]:
         target.write_text(text.replace(fault.old, fault.new))
         command = [sys.executable, "-m", "pytest", *fault.tests.split(), "-x", "-q", "-p", "no:cacheprovider"]
         command += ["-k", fault.only] if fault.only else []
-        environment = os.environ | {
-            "PYTHONPATH": f"{copies[0]}{os.pathsep}{copies[1]}/src",
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
+        paths = f"{copies[0]}{os.pathsep}{copies[1] / 'src'}"
+        environment = os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
         result = subprocess.run(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )

@@ -6,10 +6,10 @@ import json
 import re
 
 import pytest
+from burst_bench import command as bench
 
 from burst_attention import cli
 from burst_attention.launch import local as launch
-from burst_bench import command as bench
 
 HUGE = "99999999999999999999"
 GIVEN = {

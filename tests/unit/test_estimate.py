@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from burst_attention.attention.footprint import peak_memory
+from burst_attention.attention.footprint import LiveBytes, peak_memory
 from burst_attention.cli import main
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.estimate import estimate
@@ -30,6 +30,22 @@ def test_estimates_are_what_runs(route: str, travels: str, layout: str) -> None:
     seen = int(mask.dense(50).sum())
     assert sum(c.forward_flops for c in costs) == 2 * 2 * 4 * (8 + 12) * seen
     assert sum(c.backward_flops for c in costs) == 2 * 2 * 4 * (3 * 8 + 2 * 12) * seen
+
+
+def test_live_bytes_are_those_alive_at_once() -> None:
+    known = torch.zeros(10, device="meta")
+    with LiveBytes(known) as live:
+        a = torch.zeros(1000, device="meta")
+        view = a[:10]
+        del a
+        assert live.most == 4040  # a view keeps its storage
+        del view
+        for _ in range(5):  # one after the other, at whatever address
+            b = torch.zeros(1000, device="meta")
+            del b
+        assert live.most == 4040
+        c, d = (torch.zeros(600, device="meta") for _ in range(2))
+        assert live.most == 4840 and len(c) == len(d)
 
 
 def test_memory_falls_with_the_world() -> None:
