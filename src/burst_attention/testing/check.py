@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from ..attention.checks import call_shape, kernel_for
@@ -16,6 +15,9 @@ from ..attention.plan import Plan, make_plan
 from ..kernels.contract import Kernel
 from ..plan.mask import Mask
 from .oracle import Gradients, attend, torch_attention
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +85,8 @@ class Report:
 
     def table(self) -> Table:
         """For a rich console: the worst rank of each tensor."""
+        from rich.table import Table
+
         table = Table("tensor", "measure", "worst rank", "error", "bound", "", title=self.title)
         for name in dict.fromkeys(row.tensor for row in self.rows):
             worst = max((r for r in self.rows if r.tensor == name), key=lambda r: (not r.passed, r.error))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 from .config import TrainConfig
 from .data import open_data, open_sequences
 from .evaluation import EvalConfig
@@ -11,16 +9,12 @@ from .metrics import check_out
 from .presets import PRESETS
 from .tokenizer import ByteTokenizer, Tokenizer
 
-NEEDED = ("transformers", "safetensors")
-DRAWING = ("matplotlib", "tensorboard")
-
 
 def check_run(config: TrainConfig, world: int) -> None:
     """Raise ValueError naming the first flag that keeps ``config`` from being trained by ``world`` ranks.
 
     Reads as much of the data as the first training sequence and the first held-out one need.
     """
-    _check_installed((*NEEDED, *DRAWING))
     config.check()
     config.check_world(world)
     check_out(config.run.out, overwrite=config.run.overwrite)
@@ -66,7 +60,6 @@ def check_evaluation(config: EvalConfig, world: int) -> None:
 
     One engine that can run is enough. Reads as much of the data as the first sequence needs.
     """
-    _check_installed(NEEDED)
     config.check()
     from burst_attention.engines import Heads
 
@@ -83,9 +76,3 @@ def check_evaluation(config: EvalConfig, world: int) -> None:
     refused = [refusal(name, heads, len(first.tokens), world) for name in config.engines]
     if all(refused):
         raise ValueError(f"none of --engines {' '.join(config.engines)} can run: {'; '.join(map(str, refused))}")
-
-
-def _check_installed(names: tuple[str, ...]) -> None:
-    missing = [name for name in names if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(f"{', '.join(missing)} not installed: pip install -e '.[train]' in the checkout")

@@ -1,0 +1,94 @@
+"""The package as it is installed: its version, what importing it needs, and what a command says of a missing extra."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import burst_attention
+from burst_attention import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+OPTIONAL = [name for command in cli.COMMANDS.values() for name in command.needs]
+BLOCK = (
+    f"import sys\nfor name in {['rich', 'tyro', 'datasets', 'triton', *OPTIONAL]!r}:\n    sys.modules[name] = None\n"
+)
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
+
+
+def test_the_version_is_the_installed_packages(capsys):
+    assert burst_attention.__version__ == version("burst-attention")
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith(f"burst-attention {burst_attention.__version__}, torch ")
+
+
+def test_the_library_and_its_testing_need_torch_and_numpy_alone():
+    """A fresh interpreter with all else blocked still computes, and checks what it computes."""
+    done = python(
+        BLOCK + "import torch\n"
+        "from burst_attention import Mask, burst_attention, loss, make_plan, testing\n"
+        "q = torch.randn(1, 2, 9, 4, requires_grad=True)\n"
+        "burst_attention(q, q, q, make_plan(9, mask=Mask(window=3))).sum().backward()\n"
+        "assert q.grad.isfinite().all()\n"
+        "assert testing.check(testing.Case(seqlen=9)).passed\n"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", [name for name, command in cli.COMMANDS.items() if command.needs])
+def test_a_command_says_in_one_line_which_extra_it_needs(name, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert cli.main([name, "--help"]) == 2
+    told = capsys.readouterr().err
+    extras = cli.COMMANDS[name].extras
+    assert told == f"burst {name}: transformers not installed: pip install 'burst-attention[{extras}]'\n"
+    assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
+
+
+def test_an_extra_brings_what_its_commands_need():
+    for command in cli.COMMANDS.values():
+        extras = [extra for extra in command.extras.split(",") if extra]
+        brought = [line for extra in extras for line in PROJECT["optional-dependencies"][extra]]
+        assert {line.split(">")[0] for line in brought} >= set(command.needs)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_wheel_in_an_empty_environment_checks_itself_and_names_the_extra_of_the_rest(tmp_path):
+    """Needs pip's index: it installs the wheel, and torch at the tested version, with nothing else beside them."""
+    pip, pins = ("-m", "pip", "--disable-pip-version-check", "--quiet"), ("-c", str(ROOT / "constraints.txt"))
+
+    def run(*words: str, status: int = 0, where: Path = tmp_path) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=1200, cwd=where, env=environment)
+        assert done.returncode == status, done.stdout + done.stderr
+        return done
+
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    run(sys.executable, *pip, "wheel", "--no-deps", "-w", str(tmp_path), str(ROOT))
+    (wheel,) = tmp_path.glob("burst_attention-*.whl")
+    held = {Path(name).parts[0] for name in zipfile.ZipFile(wheel).namelist()}
+    assert held == {"burst_attention", f"burst_attention-{PROJECT['version']}.dist-info"}
+    run(sys.executable, "-m", "venv", str(tmp_path / "bare"))
+    bare = tmp_path / "bare" / "bin"
+    run(str(bare / "python"), *pip, "install", *pins, "torch", str(wheel))
+    told = run(str(bare / "burst"), "--version").stdout
+    assert told.startswith(f"burst-attention {PROJECT['version']}, torch ")
+    run(str(bare / "burst"), "check", "--ranks", "2", "--device", "cpu")
+    run(str(bare / "burst"), "plan", "--seq-len", "1000000", "--ranks", "32")
+    for name, command in cli.COMMANDS.items():
+        if command.needs:
+            refused = run(str(bare / "burst"), name, status=2)
+            assert refused.stdout == ""
+            assert refused.stderr.count("\n") == 1
+            assert refused.stderr.endswith(f"pip install 'burst-attention[{command.extras}]'\n")
