@@ -1,4 +1,4 @@
-"""What the documentation site does besides Markdown: pages that lie at the repository's root, and a check of every link."""
+"""What the documentation site does besides Markdown: the pages of the repository's root, and a check of every link."""
 
 from __future__ import annotations
 
@@ -30,8 +30,13 @@ def on_page_content(html: str, **_: Any) -> str:
     return re.sub(r":(?:func|meth|class|data|attr|mod|exc):(?=<code)", "", html)
 
 
+def on_post_page(output: str, **_: Any) -> str:
+    """Without the theme's one script from elsewhere, a stand-in for workers, which pages of a file system can't start."""
+    return re.sub(r'<script src="https://unpkg.com/iframe-worker/shim"></script>', "", output)
+
+
 def on_post_build(config: Any) -> None:
-    """Fail for a link that leads nowhere within the site, and for anything that a reader's browser would fetch elsewhere."""
+    """Fail for a link that leads nowhere within the site, and for what a browser would fetch from elsewhere."""
     site = Path(config.site_dir)
     pages = {path: Page(path.read_text("utf-8")) for path in site.rglob("*.html") if path.name != "404.html"}
     wrong = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +15,6 @@ from ..attention.plan import Plan, make_plan
 from ..kernels.contract import Kernel
 from ..plan.mask import Mask
 from .oracle import Gradients, attend, torch_attention
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +80,8 @@ class Report:
     def passed(self) -> bool:
         return all(row.passed for row in self.rows)
 
-    def table(self) -> Table:
-        """For a rich console: the worst rank of each tensor."""
+    def table(self) -> Any:
+        """A ``rich.table.Table`` for a rich console: the worst rank of each tensor."""
         from rich.table import Table
 
         table = Table("tensor", "measure", "worst rank", "error", "bound", "", title=self.title)
