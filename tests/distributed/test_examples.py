@@ -16,7 +16,12 @@ from transformers import AutoModelForCausalLM
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = {path.name: path for path in sorted((ROOT / "examples").glob("*.py"))}
 AS_RANKS = ROOT / "tests" / "as_ranks.py"
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text("utf-8"), re.M | re.S)
+BLOCKS = {
+    f"{page.stem} {n}": block
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    for n, block in enumerate(re.findall(r"^```python\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S))
+    if "--8<--" not in block  # the site puts an example there
+}
 
 
 def run(*words: str | Path, cwd: Path) -> str:
@@ -71,13 +76,13 @@ def test_fine_tuning_from_a_folder_saves_a_better_model_whatever_the_ranks(tmp_p
 
 
 def test_the_readmes_ten_lines_are_the_example():
-    assert EXAMPLES["attention.py"].read_text("utf-8").endswith(f'"""\n\n{BLOCKS[0]}')
+    assert EXAMPLES["attention.py"].read_text("utf-8").endswith(f'"""\n\n{BLOCKS["README 0"]}')
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
-def test_the_readmes_code_stands_by_itself(block, tmp_path):
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
+def test_code_in_the_pages_stands_by_itself(block, tmp_path):
     script = tmp_path / "block.py"
     script.write_text(block, "utf-8")
     ranks = 2 if "init_process_group" in block else 1
     printed = run(*([AS_RANKS, ranks] if ranks > 1 else []), script, cwd=tmp_path)
-    assert printed.count("Plan(rank") == (ranks if "print(plan" in block else 0)
+    assert printed.count("Plan(rank") == (ranks if re.search(r"print\(plan[,)]", block) else 0)

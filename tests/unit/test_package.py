@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from importlib.metadata import version
+from importlib.metadata import EntryPoint, EntryPoints, version
 from pathlib import Path
 
 import pytest
@@ -29,16 +29,27 @@ def test_the_version_is_the_installed_packages(capsys):
 def test_a_command_says_in_one_line_which_extra_it_needs(name, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert cli.main([name, "--help"]) == 2
-    told = capsys.readouterr().err
-    extras = cli.COMMANDS[name].extras
-    assert told == f"burst {name}: transformers not installed: pip install 'burst-attention[{extras}]'\n"
-    assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
+    assert capsys.readouterr() == (
+        "",
+        f"burst {name}: transformers not installed: pip install 'burst-attention[train]'\n",
+    )
+
+
+def test_a_command_of_another_distribution(monkeypatch, capsys):
+    mine = EntryPoint("bench", "operator:length_hint", cli.GROUP)
+    for entries, status, told in (
+        (EntryPoints(), 2, "burst bench: not installed: pip install 'burst-attention[bench]'\n"),
+        (EntryPoints([mine]), 3, ""),
+    ):
+        monkeypatch.setattr(cli, "entry_points", entries.select)
+        assert cli.main(["bench", "a", "b", "c"]) == status
+        assert capsys.readouterr() == ("", told)
 
 
 def test_an_extra_brings_what_its_commands_need():
+    assert set(cli.OF_EXTRAS) <= set(PROJECT["optional-dependencies"])
     for command in cli.COMMANDS.values():
-        extras = [extra for extra in command.extras.split(",") if extra]
-        brought = [line for extra in extras for line in PROJECT["optional-dependencies"][extra]]
+        brought = PROJECT["optional-dependencies"][command.extra] if command.extra else []
         assert {line.split(">")[0] for line in brought} >= set(command.needs)
 
 
@@ -65,9 +76,8 @@ def test_a_wheel_in_an_empty_environment_checks_itself_and_names_the_extra_of_th
     assert told.startswith(f"burst-attention {PROJECT['version']}, torch ")
     run(str(bare / "burst"), "check", "--ranks", "2", "--device", "cpu")
     run(str(bare / "burst"), "plan", "--seq-len", "1000000", "--ranks", "32")
-    for name, command in cli.COMMANDS.items():
-        if command.needs:
-            refused = run(str(bare / "burst"), name, status=2)
-            assert refused.stdout == ""
-            assert refused.stderr.count("\n") == 1
-            assert refused.stderr.endswith(f"pip install 'burst-attention[{command.extras}]'\n")
+    for name, extra in {"train": "train", "eval": "train", **{name: name for name in cli.OF_EXTRAS}}.items():
+        refused = run(str(bare / "burst"), name, status=2)
+        assert refused.stdout == ""
+        assert refused.stderr.count("\n") == 1
+        assert refused.stderr.endswith(f"not installed: pip install 'burst-attention[{extra}]'\n")

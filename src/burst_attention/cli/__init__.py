@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 
 import torch
 
@@ -15,11 +16,11 @@ from burst_attention import __version__
 
 @dataclass(frozen=True)
 class Command:
-    """What a command does, the packages that it needs beyond the library's own, and the extras that bring them."""
+    """What a command does, the packages that it needs beyond the library's own, and the extra that brings them."""
 
     does: str
     needs: tuple[str, ...] = ()
-    extras: str = ""
+    extra: str = ""
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -29,11 +30,6 @@ class Command:
 
 # Each module has ``main(arguments: list[str]) -> int`` and is imported only when its command is called.
 COMMANDS = {
-    "bench": Command(
-        "compare engines: time, bytes and memory of burst, ring, Ulysses and tensor parallelism",
-        ("transformers", "matplotlib", "plotly"),
-        "train,bench",
-    ),
     "check": Command("compare distributed attention with fp64, gradients included, over the ranks at hand"),
     "eval": Command(
         "measure a model's perplexity with every engine, and how far they are apart token by token",
@@ -47,6 +43,10 @@ COMMANDS = {
         "train",
     ),
 }
+# Commands of other distributions, by name of an entry point of this group, which is their ``main``.
+GROUP = "burst_attention.commands"
+# Those that an extra of ours, of the same name, brings; they are listed without it, too.
+OF_EXTRAS = {"bench": "compare engines: time, bytes and memory of burst, ring, Ulysses and tensor parallelism"}
 
 USAGE = """usage: burst COMMAND [OPTIONS]
 
@@ -62,19 +62,38 @@ commands:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 1 if it failed, 2 if it was asked for what can't be."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    usage = USAGE.format(commands="\n".join(f"  {name:10} {command.does}" for name, command in COMMANDS.items()))
+    listed = {entry.name: f"a command of {entry.value.split('.')[0]}" for entry in entry_points(group=GROUP)}
+    listed |= OF_EXTRAS | {name: command.does for name, command in COMMANDS.items()}
+    usage = USAGE.format(commands="\n".join(f"  {name:10} {does}" for name, does in sorted(listed.items())))
     if not given or given[0] in ("-h", "--help"):
         sys.stdout.write(usage)
         return 0 if given else 2
     if given[0] == "--version":
         sys.stdout.write(f"burst-attention {__version__}, torch {torch.__version__}\n")
         return 0
-    if given[0] not in COMMANDS:
+    if given[0] not in listed:
         sys.stderr.write(f"burst: unknown command {given[0]!r}\n\n{usage}")
         return 2
-    command = COMMANDS[given[0]]
-    if command.missing:
-        told = f"{', '.join(command.missing)} not installed: pip install 'burst-attention[{command.extras}]'"
-        sys.stderr.write(f"burst {given[0]}: {told}\n")
+    missing = lacks(given[0])
+    if missing:
+        sys.stderr.write(f"burst {given[0]}: {missing}\n")
         return 2
-    return importlib.import_module(f"{__name__}.{given[0]}").main(given[1:])
+    return find(given[0])(given[1:])
+
+
+def lacks(name: str) -> str:
+    """What keeps a command from running here, and what to install; empty if nothing does."""
+    if name not in COMMANDS:
+        found = entry_points(group=GROUP, name=name)
+        return "" if found else f"not installed: pip install 'burst-attention[{name}]'"
+    command = COMMANDS[name]
+    if not command.missing:
+        return ""
+    return f"{', '.join(command.missing)} not installed: pip install 'burst-attention[{command.extra}]'"
+
+
+def find(name: str) -> Callable[[list[str]], int]:
+    """The ``main`` of a command that lacks nothing, ours or another distribution's."""
+    if name in COMMANDS:
+        return importlib.import_module(f"{__name__}.{name}").main
+    return next(iter(entry_points(group=GROUP, name=name))).load()
