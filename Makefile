@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-all check mutation docs wheel-check clean
+.PHONY: demo fast test test-all check mutation docs wheel-check clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -14,6 +14,9 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)  ## train a small Llama on real long documents over 2 local ranks
 	$(BIN)/burst train --ranks 2 --out runs/demo --overwrite
+
+fast: $(READY)  ## what to run after every edit: under two minutes
+	$(BIN)/python -m pytest -q tests/unit --ignore tests/unit/test_triton.py --ignore tests/unit/test_report_browser.py
 
 test: $(READY)  ## the whole everyday suite
 	$(BIN)/python -m pytest

@@ -103,6 +103,22 @@ SEEDED = [
         "causal mask off by one", "plan/mask.py", "lo = 0 if self.causal", "lo = 1 if self.causal", PLAN, "tiles_cover"
     ),
     Fault(
+        "ranks may differ in a mask's last field",
+        "plan/mask.py",
+        "for field in fields(self)}",
+        "for field in fields(self)[:-1]}",
+        PLAN,
+        "agree_on",
+    ),
+    Fault(
+        "a missing extra is found by a traceback",
+        "cli/__init__.py",
+        "if importlib.util.find_spec(name) is None)",
+        "if importlib.util.find_spec(name) is None and False)",
+        "tests/unit/test_package.py",
+        "one_line",
+    ),
+    Fault(
         "tiles joined that do not belong together",
         "plan/tile.py",
         "if band_area(q1 - q0, k1 - k0, lo, hi) == area else None",
