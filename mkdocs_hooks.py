@@ -31,7 +31,7 @@ def on_page_content(html: str, **_: Any) -> str:
 
 
 def on_post_page(output: str, **_: Any) -> str:
-    """Without the theme's one script from elsewhere, a stand-in for workers, which pages of a file system can't start."""
+    """Without the theme's one script from elsewhere: a stand-in for workers, which a file's page can't start."""
     return re.sub(r'<script src="https://unpkg.com/iframe-worker/shim"></script>', "", output)
 
 

@@ -20,7 +20,6 @@ BLOCKS = {
     f"{page.stem} {n}": block
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
     for n, block in enumerate(re.findall(r"^```python\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S))
-    if "--8<--" not in block  # the site puts an example there
 }
 
 
