@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import Counter, defaultdict, deque
 
@@ -428,3 +429,11 @@ def test_masks_are_values() -> None:
     assert Mask(cu_seqlens=[0, 3, 8]) == Mask(cu_seqlens=torch.tensor([0, 3, 8])) == Mask(cu_seqlens=(0, 3, 8))
     assert hash(Mask(window=4)) == hash(Mask(window=4)) != hash(Mask(window=5))
     assert len(repr(Mask(cu_seqlens=range(5000)))) < 120
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Mask)])
+def test_ranks_agree_on_every_field_of_a_mask(field: str) -> None:
+    """A field that ranks could differ in unnoticed would be a wrong result on some of them."""
+    other = Mask(**{field: {"causal": False, "window": 3, "cu_seqlens": [0, 3, 8], "prefix": 2}[field]})
+    told = [make_schedule(8, mask=m, layout="zigzag", route="direct", rank=0, world=2).told for m in (Mask(), other)]
+    assert told[0]["mask"] != told[1]["mask"]

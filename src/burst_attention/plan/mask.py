@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
 
@@ -118,11 +118,11 @@ class Mask:
         return positions - borders[np.searchsorted(borders, positions, side="right") - 1]
 
     def __repr__(self) -> str:
-        shown = [f"causal={self.causal}"]
-        shown += [f"{name}={getattr(self, name)}" for name in ("window", "prefix") if getattr(self, name) is not None]
+        """Every field that is set: it is also what ranks agree on."""
+        said = {field.name: getattr(self, field.name) for field in fields(self)}
         if self.cu_seqlens is not None:
-            shown.append(f"cu_seqlens={_short(tuple(self.cu_seqlens))}")
-        return f"Mask({', '.join(shown)})"
+            said["cu_seqlens"] = _short(tuple(self.cu_seqlens))
+        return f"Mask({', '.join(f'{name}={value}' for name, value in said.items() if value is not None)})"
 
 
 def _short(borders: tuple[int, ...]) -> str:

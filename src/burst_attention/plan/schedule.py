@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -41,8 +41,7 @@ class Schedule:
     @cached_property
     def told(self) -> dict[str, object]:
         """What must be equal on all ranks, in words: short, yet equal on two ranks iff it is the same schedule."""
-        mask = (self.mask.causal, self.mask.window, self.mask.cu_seqlens, self.mask.prefix)
-        digest = hashlib.blake2b(repr(mask).encode(), digest_size=8).hexdigest()
+        digest = hashlib.blake2b(repr(astuple(self.mask)).encode(), digest_size=8).hexdigest()
         return {
             "seqlen": self.layout.seqlen,
             "layout": self.layout.name,

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from ..attention.checks import call_shape, kernel_for
@@ -81,8 +80,10 @@ class Report:
     def passed(self) -> bool:
         return all(row.passed for row in self.rows)
 
-    def table(self) -> Table:
-        """For a rich console: the worst rank of each tensor."""
+    def table(self) -> Any:
+        """A ``rich.table.Table`` for a rich console: the worst rank of each tensor."""
+        from rich.table import Table
+
         table = Table("tensor", "measure", "worst rank", "error", "bound", "", title=self.title)
         for name in dict.fromkeys(row.tensor for row in self.rows):
             worst = max((r for r in self.rows if r.tensor == name), key=lambda r: (not r.passed, r.error))

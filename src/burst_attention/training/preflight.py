@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 from .config import TrainConfig
 from .data import open_data, open_sequences
 from .evaluation import EvalConfig
 from .presets import PRESETS
 from .tokenizer import ByteTokenizer, Tokenizer
-
-NEEDED = ("transformers", "safetensors")
-DRAWING = ("matplotlib", "tensorboard")
 
 
 def check_run(config: TrainConfig, world: int) -> None:
@@ -19,7 +14,6 @@ def check_run(config: TrainConfig, world: int) -> None:
 
     Reads as much of the data as the first training sequence and the first held-out one need.
     """
-    _check_installed((*NEEDED, *DRAWING))
     config.check()
     config.check_world(world)
     if config.model.model not in PRESETS:
@@ -64,7 +58,6 @@ def check_evaluation(config: EvalConfig, world: int) -> None:
 
     One engine that can run is enough. Reads as much of the data as the first sequence needs.
     """
-    _check_installed(NEEDED)
     config.check()
     from burst_attention.engines import Heads
 
@@ -81,9 +74,3 @@ def check_evaluation(config: EvalConfig, world: int) -> None:
     refused = [refusal(name, heads, len(first.tokens), world) for name in config.engines]
     if all(refused):
         raise ValueError(f"none of --engines {' '.join(config.engines)} can run: {'; '.join(map(str, refused))}")
-
-
-def _check_installed(names: tuple[str, ...]) -> None:
-    missing = [name for name in names if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(f"{', '.join(missing)} not installed: pip install -e '.[train]' in the checkout")

@@ -1,0 +1,87 @@
+"""The examples and the README's code, as a reader runs them."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = {path.name: path for path in sorted((ROOT / "examples").glob("*.py"))}
+AS_RANKS = ROOT / "tests" / "as_ranks.py"
+BLOCKS = {
+    f"{page.stem} {n}": block
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    for n, block in enumerate(re.findall(r"^```python\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S))
+}
+
+
+def run(*words: str | Path, cwd: Path) -> str:
+    """What a Python that is no rank of anything prints; it must succeed."""
+    job = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONUNBUFFERED")
+    environment = {name: value for name, value in os.environ.items() if name not in job}
+    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, *map(str, words)]
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def losses(printed: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)", printed, re.M)]
+
+
+@pytest.mark.parametrize("path", EXAMPLES.values(), ids=EXAMPLES)
+def test_an_example_is_short_and_says_how_to_run_it(path):
+    text = path.read_text("utf-8")
+    assert len(text.splitlines()) < 80
+    assert f"examples/{path.name}" in text.split('"""')[1]
+
+
+def test_the_ring_in_plain_torch_is_dense_attention(tmp_path):
+    source = EXAMPLES["ring_in_60_lines.py"].read_text("utf-8")
+    assert "burst_attention" not in source
+    assert sum(bool(line.strip()) for line in source.split('"""', 2)[2].splitlines()) <= 60
+    printed = run(EXAMPLES["ring_in_60_lines.py"], cwd=tmp_path)
+    told = re.findall(r"^rank (\d) of 4: (\S+) from dense attention$", printed, re.M)
+    assert sorted(rank for rank, _ in told) == ["0", "1", "2", "3"]
+    assert all(float(error) < 1e-14 for _, error in told)
+
+
+def test_a_loop_of_ones_own_starts_from_one_ranks_loss_and_learns(tmp_path):
+    told = losses(run(EXAMPLES["train_loop.py"], cwd=tmp_path))
+    assert len(told) == 10
+    assert told[-1] < told[0] / 10
+
+
+def test_fine_tuning_from_a_folder_saves_a_better_model_whatever_the_ranks(tmp_path):
+    script = EXAMPLES["finetune_hf.py"]
+    folder = runpy.run_path(str(script))["tiny_llama"](tmp_path / "folder")
+    alone = losses(run(script, "--out", tmp_path / "alone", "--steps", "3", cwd=tmp_path))
+    given = ("--model", folder, "--out", tmp_path / "two", "--steps", "3")
+    assert losses(run(AS_RANKS, "2", script, *given, cwd=tmp_path)) == pytest.approx(alone, abs=2e-3)
+    assert len(alone) == 3
+    assert alone[0] > alone[1] > alone[2]
+    first, one, two = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("folder", "alone", "two"))
+    assert (one.lm_head.weight - first.lm_head.weight).abs().max() > 1e-3  # three steps of 1e-3
+    torch.testing.assert_close(one.lm_head.weight, two.lm_head.weight, rtol=0, atol=2e-4)
+
+
+def test_the_readmes_ten_lines_are_the_example():
+    assert EXAMPLES["attention.py"].read_text("utf-8").endswith(f'"""\n\n{BLOCKS["README 0"]}')
+
+
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
+def test_code_in_the_pages_stands_by_itself(block, tmp_path):
+    script = tmp_path / "block.py"
+    script.write_text(block, "utf-8")
+    ranks = 2 if "init_process_group" in block else 1
+    printed = run(*([AS_RANKS, ranks] if ranks > 1 else []), script, cwd=tmp_path)
+    assert printed.count("Plan(rank") == (ranks if re.search(r"print\(plan[,)]", block) else 0)

@@ -1,0 +1,83 @@
+"""The package as it is installed: its version, its wheel, and what a command says of a missing extra."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib.metadata import EntryPoint, EntryPoints, version
+from pathlib import Path
+
+import pytest
+
+import burst_attention
+from burst_attention import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+
+
+def test_the_version_is_the_installed_packages(capsys):
+    assert burst_attention.__version__ == version("burst-attention")
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith(f"burst-attention {burst_attention.__version__}, torch ")
+
+
+@pytest.mark.parametrize("name", [name for name, command in cli.COMMANDS.items() if command.needs])
+def test_a_command_says_in_one_line_which_extra_it_needs(name, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert cli.main([name, "--help"]) == 2
+    assert capsys.readouterr() == (
+        "",
+        f"burst {name}: transformers not installed: pip install 'burst-attention[train]'\n",
+    )
+
+
+def test_a_command_of_another_distribution(monkeypatch, capsys):
+    mine = EntryPoint("bench", "operator:length_hint", cli.GROUP)
+    for entries, status, told in (
+        (EntryPoints(), 2, "burst bench: not installed: pip install 'burst-attention[bench]'\n"),
+        (EntryPoints([mine]), 3, ""),
+    ):
+        monkeypatch.setattr(cli, "entry_points", entries.select)
+        assert cli.main(["bench", "a", "b", "c"]) == status
+        assert capsys.readouterr() == ("", told)
+
+
+def test_an_extra_brings_what_its_commands_need():
+    assert set(cli.OF_EXTRAS) <= set(PROJECT["optional-dependencies"])
+    for command in cli.COMMANDS.values():
+        brought = PROJECT["optional-dependencies"][command.extra] if command.extra else []
+        assert {line.split(">")[0] for line in brought} >= set(command.needs)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_wheel_in_an_empty_environment_checks_itself_and_names_the_extra_of_the_rest(tmp_path):
+    """Needs pip's index: it installs the wheel, and torch at the tested version, with nothing else beside them."""
+    pip, pins = ("-m", "pip", "--disable-pip-version-check", "--quiet"), ("-c", str(ROOT / "constraints.txt"))
+
+    def run(*words: str, status: int = 0, where: Path = tmp_path) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=1200, cwd=where, env=environment)
+        assert done.returncode == status, done.stdout + done.stderr
+        return done
+
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    run(sys.executable, *pip, "wheel", "--no-deps", "-w", str(tmp_path), str(ROOT))
+    (wheel,) = tmp_path.glob("burst_attention-*.whl")
+    held = {Path(name).parts[0] for name in zipfile.ZipFile(wheel).namelist()}
+    assert held == {"burst_attention", f"burst_attention-{PROJECT['version']}.dist-info"}
+    run(sys.executable, "-m", "venv", str(tmp_path / "bare"))
+    bare = tmp_path / "bare" / "bin"
+    run(str(bare / "python"), *pip, "install", *pins, "torch", str(wheel))
+    told = run(str(bare / "burst"), "--version").stdout
+    assert told.startswith(f"burst-attention {PROJECT['version']}, torch ")
+    run(str(bare / "burst"), "check", "--ranks", "2", "--device", "cpu")
+    run(str(bare / "burst"), "plan", "--seq-len", "1000000", "--ranks", "32")
+    for name, extra in {"train": "train", "eval": "train", **{name: name for name in cli.OF_EXTRAS}}.items():
+        refused = run(str(bare / "burst"), name, status=2)
+        assert refused.stdout == ""
+        assert refused.stderr.count("\n") == 1
+        assert refused.stderr.endswith(f"not installed: pip install 'burst-attention[{extra}]'\n")
