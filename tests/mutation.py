@@ -472,9 +472,9 @@ SEEDED = [
     ),
     Fault(
         "a batch of fewer tokens than ranks is cut",
-        "integrations/hf.py",
-        "hf_checks.check_tokens(one)",
-        "pass",
+        "attention/batch.py",
+        "        check_tokens(one)",
+        "        pass",
         HF_MODELS,
         "fewer",
     ),

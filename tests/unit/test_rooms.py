@@ -24,12 +24,12 @@ ROOMS: dict[str, set[str]] = {
     "launch": set(),
     "kernels": {"plan"},
     "attention": {"plan", "comm", "kernels"},
-    "loss": {"attention"},
-    "testing": {"attention", "plan", "comm", "kernels"},
-    "engines": {"attention", "plan", "launch"},
+    "loss": {"attention", "comm"},
+    "testing": {"attention", "plan", "comm", "kernels", "launch"},
+    "engines": {"attention", "plan", "loss", "launch"},
     "integrations": {"attention", "loss"},
     "training": {"attention", "plan", "loss", "engines", "integrations", "launch"},
-    "cli": {"plan", "attention", "kernels", "engines", "training", "launch", "testing"},
+    "cli": {"", "plan", "attention", "kernels", "engines", "training", "launch", "testing"},
 }
 # Narrower: of ``plan`` a kernel knows its tiles; no kernel knows another, nor does a trainer know any.
 ONLY = {"kernels": {"plan": {"plan.tile"}}}
@@ -40,6 +40,7 @@ THIRD_PARTIES: dict[str, set[str]] = {
     "kernels/triton": {"triton"},
     "integrations": {"transformers"},
     "launch": {"rich"},
+    "testing": {"*rich"},
     "training": {"transformers", "*tokenizers", "*datasets", "*matplotlib", "*safetensors"},
     "cli": {"rich", "tyro"},
 }
@@ -60,11 +61,14 @@ def imports(path: Path, root: Path = ROOT) -> Iterator[tuple[str, bool]]:
 
 
 def room_of(name: str, root: Path = ROOT) -> str:
-    """``plan`` for ``burst_attention.plan.tile.Tile``; of a name that the package itself gives, where it comes from."""
+    """``plan`` for ``burst_attention.plan.tile.Tile``; of a name that the package itself gives, where it comes from.
+
+    Empty for what is the package's own, its version.
+    """
     first = name.split(".")[1]
     if (root / first).is_dir() or (root / f"{first}.py").is_file():
         return first
-    return getattr(burst_attention, first).__module__.split(".")[1]
+    return "".join(getattr(getattr(burst_attention, first), "__module__", NAME).split(".")[1:2])
 
 
 def crossings(root: Path, rooms: Mapping[str, set[str]]) -> list[str]:
@@ -92,7 +96,7 @@ def levels(rooms: Mapping[str, set[str]]) -> dict[str, int]:
     """The floor of each room: one above the highest that it imports. RecursionError if they import in a circle."""
 
     def level(room: str) -> int:
-        return 1 + max((level(other) for other in rooms[room]), default=0)
+        return 1 + max((level(other) for other in rooms[room] if other), default=0)
 
     return {room: level(room) for room in rooms}
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from burst_attention.attention.plan import Plan
 from burst_attention.loss import Head
 
-Plans = Mapping[int | None, Plan]  # by a layer's sliding window
+PlansByWindow = Mapping[int | None, Plan]
 
 
 class Attend(Protocol):
@@ -76,11 +76,11 @@ class Engine(Protocol):
         """
         ...
 
-    def shard(self, batch: Mapping[str, Tensor], plans: Plans) -> dict[str, Tensor]:
+    def shard(self, batch: Mapping[str, Tensor], plans: PlansByWindow) -> dict[str, Tensor]:
         """What :meth:`hidden` takes of a global batch of ``input_ids`` and ``labels`` [B, S], and ``shift_labels``."""
         ...
 
-    def hidden(self, model: Any, shard: Mapping[str, Tensor], plans: Plans) -> Tensor:
+    def hidden(self, model: Any, shard: Mapping[str, Tensor], plans: PlansByWindow) -> Tensor:
         """Hidden states after the last norm [B, S_local, E], of the tokens that the plan gives this rank."""
         ...
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from burst_attention.attention.batch import shard_batch
 from burst_attention.attention.entry import burst_attention
 from burst_attention.attention.plan import Plan, make_plan
-from burst_attention.integrations import hf
 from burst_attention.loss import Head
 
-from .contract import Attend, Heads, Plans
+from .contract import Attend, Heads, PlansByWindow
 from .parameters import shard_parameters
 from .ulysses import check_ulysses, ulysses_attention, ulysses_sent
 from .whole import whole_attention
@@ -59,10 +59,10 @@ class SequenceEngine:
     def spread(self, wrapper: nn.Module, *, mesh: DeviceMesh, everyone: DeviceMesh, dtype: torch.dtype) -> None:
         shard_parameters(wrapper, everyone, dtype)
 
-    def shard(self, batch: Mapping[str, Tensor], plans: Plans) -> dict[str, Tensor]:
-        return hf.shard_batch(batch, plans)
+    def shard(self, batch: Mapping[str, Tensor], plans: PlansByWindow) -> dict[str, Tensor]:
+        return shard_batch(batch, plans)
 
-    def hidden(self, model: Any, shard: Mapping[str, Tensor], plans: Plans) -> Tensor:
+    def hidden(self, model: Any, shard: Mapping[str, Tensor], plans: PlansByWindow) -> Tensor:
         return model.model(
             input_ids=shard["input_ids"],
             position_ids=shard["position_ids"],

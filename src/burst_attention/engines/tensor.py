@@ -25,12 +25,12 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+from burst_attention.attention.batch import any_plan, shard_batch
 from burst_attention.attention.plan import Plan, lone_plan, make_plan
-from burst_attention.integrations import hf
 from burst_attention.launch.mesh import CONTEXT, DATA
 from burst_attention.loss import Head
 
-from .contract import Heads, Plans
+from .contract import Heads, PlansByWindow
 from .parameters import shard_parameters
 from .sequence import one_of
 from .whole import whole_attention
@@ -111,14 +111,14 @@ class TensorEngine:
         styles: dict[str, ParallelStyle] = {f"model.layers.*.{name}": style for name, style in layer.items()}
         return styles | {"model.embed_tokens": outside, "model.norm": outside, "lm_head": _Replicated()}
 
-    def shard(self, batch: Mapping[str, Tensor], plans: Plans) -> dict[str, Tensor]:
-        shard = hf.shard_batch(batch, plans)
-        plan = next(iter(plans.values()))
+    def shard(self, batch: Mapping[str, Tensor], plans: PlansByWindow) -> dict[str, Tensor]:
+        shard = shard_batch(batch, plans)
+        plan = any_plan(plans)
         positions = lone_plan(plan.seqlen, mask=plan.mask).document_positions.to(shard["input_ids"].device)
         shard["position_ids"] = positions.repeat(shard["input_ids"].shape[0], 1)  # attention is over all tokens
         return shard if self.sequence else shard | {"input_ids": batch["input_ids"]}
 
-    def hidden(self, model: Any, shard: Mapping[str, Tensor], plans: Plans) -> Tensor:
+    def hidden(self, model: Any, shard: Mapping[str, Tensor], plans: PlansByWindow) -> Tensor:
         hidden = model.model(
             input_ids=shard["input_ids"],
             position_ids=shard["position_ids"],

@@ -14,7 +14,7 @@ says what is seen. What a model asks for and the plan does not hold is refused b
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,11 +22,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from burst_attention.attention.batch import Plans, any_plan, shard_batch
 from burst_attention.attention.entry import burst_attention
 from burst_attention.attention.plan import Plan
 
 from . import hf_checks, hf_models
-from .hf_checks import UNSTATED, MaskRequest, Plans
+from .hf_checks import UNSTATED, MaskRequest
 from .hf_head import find_form, find_head, next_token_loss, next_token_nll
 from .hf_models import NAME, check_config, check_model
 
@@ -59,38 +60,6 @@ def register() -> None:
         AttentionMaskInterface.register(NAME, _request_mask)
 
 
-def shard_batch(batch: Mapping[str, Any], plan: Plans, *, ignore_index: int = -100) -> dict[str, torch.Tensor]:
-    """This rank's shard of a global batch.
-
-    Args:
-        batch: ``input_ids`` [B, S]; optionally ``labels`` [B, S], *not* shifted; optionally ``attention_mask``
-            [B, S] of ones only. It is left out of the result: it says nothing, and documents and windows are the
-            plan's. Any other key is refused, for nothing here knows how to shard it.
-        plan: as for ``model(..., plan=plan)``.
-        ignore_index: the label of a token without a target.
-
-    Returns:
-        ``input_ids`` and ``position_ids`` (restarting at each document) [B, S_local] and, when there are labels,
-        ``shift_labels`` [B, S_local], shifted over the whole sequence before sharding, as :func:`next_token_loss`
-        wants them. (``model(labels=...)`` would shift them within the shard, and lose a token at every border.)
-
-    Raises:
-        TypeError, ValueError: naming the key, or a sequence with fewer tokens than ranks; on the other ranks in their
-            next call with this plan.
-    """
-    one = hf_checks.any_plan(plan)
-    with one.agreement.entering("shard_batch"):
-        hf_checks.check_tokens(one)
-        _check_batch(batch, one)
-        ids = batch["input_ids"]
-        positions = one.document_positions.to(ids.device)
-        shard = {"input_ids": one.shard(ids, 1), "position_ids": positions.repeat(ids.shape[0], 1)}
-        if batch.get("labels") is not None:
-            shard["shift_labels"] = one.shard_labels(batch["labels"], ignore_index=ignore_index)
-        one.usage.give_out(shard["position_ids"], shard.get("shift_labels"))
-    return shard
-
-
 class _Attention:
     """The function that every layer calls. It remembers which position ids it found right, so that the layers of a
     model wait for that comparison once and not each: on a GPU it drains the queue."""
@@ -120,7 +89,7 @@ class _Attention:
 
         ``attend`` computes it once all has been checked: called like :func:`burst_attention`.
         """
-        speaker = hf_checks.any_plan(plan)
+        speaker = any_plan(plan)
         with speaker.agreement.entering("burst_attention"):
             hf_checks.check_keywords(dropout, others)
             request = hf_checks.mask_request(attention_mask)
@@ -209,29 +178,3 @@ def _mask_parts(function: Callable) -> Iterator[tuple[str, Callable]]:
 def _closure(function: Any) -> dict[str, Any]:
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     return {name: cell.cell_contents for name, cell in cells}
-
-
-def _check_batch(batch: Any, plan: Plan) -> None:
-    if not isinstance(batch, Mapping):
-        raise TypeError(f"batch is a {type(batch).__name__}; pass a mapping with input_ids")
-    unknown = [key for key in batch if key not in ("input_ids", "labels", "attention_mask")]
-    if unknown:
-        raise ValueError(
-            f"batch has {unknown}, which can't be sharded here; pass input_ids, labels (not shifted) and at most an "
-            "attention_mask of ones. Positions are the plan's"
-        )
-    if batch.get("input_ids") is None:
-        raise ValueError("batch has no input_ids; pass token ids [batch, sequence]")
-    for key, value in batch.items():
-        if value is not None:
-            _check_entry(key, value, len(batch["input_ids"]), plan.seqlen)
-    hf_checks.mask_request(batch.get("attention_mask"))
-
-
-def _check_entry(key: str, value: Any, rows: int, seqlen: int) -> None:
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{key} is a {type(value).__name__}; pass a tensor [batch, sequence]")
-    if value.dim() != 2 or value.shape[1] != seqlen:
-        raise ValueError(f"{key} has shape {list(value.shape)}; pass [batch, {seqlen}], the plan's whole sequence")
-    if value.shape[0] != rows:
-        raise ValueError(f"{key} has {value.shape[0]} rows, input_ids {rows}; pass as many")

@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
+from burst_attention.attention.batch import PADDING, any_plan, mask_refusal
 from burst_attention.attention.plan import Plan
-
-Plans: TypeAlias = Plan | Mapping[int | None, Plan]
 
 UNSTATED: Any = object()
 
@@ -54,19 +53,6 @@ class MaskRequest:
     causal: bool
     window: int | None
     foreign: tuple[str, ...]
-
-
-def any_plan(plan: Any) -> Plan:
-    """A plan to refuse through: all plans of one call speak for the same ranks."""
-    if plan is None:
-        raise ValueError(
-            "plan is missing: call model(..., plan=plan), with plan = make_plan(seqlen, ...). "
-            "A model that does not hand keywords on to its attention can't be used"
-        )
-    plans = list(plan.values()) if isinstance(plan, Mapping) else [plan]
-    if not plans or not all(isinstance(each, Plan) for each in plans):
-        raise TypeError(f"plan={plan!r} must be a Plan, or a mapping such as {{None: full_plan, 4096: windowed_plan}}")
-    return plans[0]
 
 
 def choose(plan: Any, window: Any) -> Plan:
@@ -118,11 +104,8 @@ def mask_request(attention_mask: Any) -> MaskRequest | None:
     if isinstance(attention_mask, MaskRequest):
         what = " and ".join(attention_mask.foreign)
     elif isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
-        what = "a padding mask (zeros in attention_mask)"
-    raise ValueError(
-        f"attention_mask: {what} is not supported; what is seen is the plan's mask. "
-        "Pack documents with Mask(cu_seqlens=...) instead of padding them, and leave attention_mask out"
-    )
+        what = PADDING
+    raise mask_refusal(what)
 
 
 def stated_window(sliding_window: Any, request: MaskRequest | None) -> Any:
@@ -152,15 +135,6 @@ def check_causal(plan: Plan, stated: list[bool]) -> None:
         raise ValueError(
             f"is_causal={not plan.mask.causal} of the layer is not the causal={plan.mask.causal} of the plan's mask; "
             f"make the plan with Mask(causal={not plan.mask.causal})"
-        )
-
-
-def check_tokens(plan: Plan) -> None:
-    """Refuse a plan by which some rank has no token: models of transformers can't run on an empty shard."""
-    if plan.seqlen < plan.world:
-        raise ValueError(
-            f"the sequence has {plan.seqlen} tokens for {plan.world} ranks, so some rank would have none, and models "
-            f"can't run on nothing; use at most {plan.seqlen} ranks, or pack short documents into one sequence"
         )
 
 

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from burst_attention import loss
+from burst_attention.attention.batch import Plans, any_plan
 from burst_attention.attention.plan import Plan
 from burst_attention.loss import Head, LogitForm
-
-from .hf_checks import Plans, any_plan
 
 # What the stand-in for the head gives: next to nothing, far more than any cap, and between.
 _SMALL, _GREAT = 2.0**-30, 1e30

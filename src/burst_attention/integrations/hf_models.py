@@ -21,9 +21,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from burst_attention.attention.batch import Plans, any_plan
 from burst_attention.attention.plan import Plan, lone_plan
 
-from .hf_checks import Plans, any_plan, check_rope
+from .hf_checks import check_rope
 
 NAME = "burst"
 

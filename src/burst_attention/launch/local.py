@@ -21,7 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from burst_attention.testing.pool import end_with
+from .processes import end_with
 
 GRACE = 1.5  # seconds that ranks have to end by themselves after a failure, and again once they were told to
 

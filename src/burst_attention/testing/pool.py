@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -22,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_PR_SET_PDEATHSIG = 1
+from ..launch.processes import end_with
 
 
 class WorkerError(RuntimeError):
@@ -192,14 +190,6 @@ def _serve(
         except Exception as error:  # a result that can't be pickled
             pipe.send(("error", _portable(error)))
     dist.destroy_process_group()
-
-
-def end_with(parent: int) -> None:
-    """Have Linux kill this process when its parent is gone: a rank in the middle of a call would not notice."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
 
 
 def _portable(error: BaseException) -> BaseException:

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 from transformers.utils import logging as transformers_logging
 
 from burst_attention import Mask, Plan
+from burst_attention.attention.batch import any_plan
 from burst_attention.engines import Engine
 from burst_attention.integrations import hf
 from burst_attention.loss import Head, next_token_loss, next_token_nll
@@ -134,7 +135,7 @@ class NextTokenModel(nn.Module):
         ``per_token``: in its place what it sums, by :func:`burst_attention.loss.next_token_nll`: [B, S_local].
         """
         hidden, head = self.engine.hidden(self.model, shard, plans), self._head()
-        plan, labels = next(iter(plans.values())), shard["shift_labels"]
+        plan, labels = any_plan(plans), shard["shift_labels"]
         if per_token:
             return next_token_nll(hidden, head.weight, labels, plan, **head.options)
         return next_token_loss(hidden, head.weight, labels, plan, **head.options, num_valid=num_valid)
@@ -145,7 +146,7 @@ class NextTokenModel(nn.Module):
     def last_logits(self, shard: dict[str, torch.Tensor], plans: dict[int | None, Plan]) -> torch.Tensor | None:
         """Logits of what follows the sequence [B, V], on the rank that holds its last token; None elsewhere."""
         hidden = self.engine.hidden(self.model, shard, plans)
-        plan = next(iter(plans.values()))
+        plan = any_plan(plans)
         here = (plan.positions == plan.seqlen - 1).nonzero()
         return self._head().logits(hidden[:, here[0, 0]]) if len(here) else None
 

@@ -1,0 +1,103 @@
+"""A whole batch in, this rank's shard out; and the plans of one call, by the window of the layers that take them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import torch
+
+from .plan import Plan
+
+Plans: TypeAlias = Plan | Mapping[int | None, Plan]  # one for all layers, or by a layer's sliding window
+
+PADDING = "a padding mask (zeros in attention_mask)"
+
+
+def any_plan(plan: Any) -> Plan:
+    """A plan to refuse through: all plans of one call speak for the same ranks."""
+    if plan is None:
+        raise ValueError(
+            "plan is missing: call model(..., plan=plan), with plan = make_plan(seqlen, ...). "
+            "A model that does not hand keywords on to its attention can't be used"
+        )
+    plans = list(plan.values()) if isinstance(plan, Mapping) else [plan]
+    if not plans or not all(isinstance(each, Plan) for each in plans):
+        raise TypeError(f"plan={plan!r} must be a Plan, or a mapping such as {{None: full_plan, 4096: windowed_plan}}")
+    return plans[0]
+
+
+def shard_batch(batch: Mapping[str, Any], plan: Plans, *, ignore_index: int = -100) -> dict[str, torch.Tensor]:
+    """This rank's shard of a global batch.
+
+    Args:
+        batch: ``input_ids`` [B, S]; optionally ``labels`` [B, S], *not* shifted; optionally ``attention_mask``
+            [B, S] of ones only. It is left out of the result: it says nothing, and documents and windows are the
+            plan's. Any other key is refused, for nothing here knows how to shard it.
+        plan: as for ``model(..., plan=plan)``.
+        ignore_index: the label of a token without a target.
+
+    Returns:
+        ``input_ids`` and ``position_ids`` (restarting at each document) [B, S_local] and, when there are labels,
+        ``shift_labels`` [B, S_local], shifted over the whole sequence before sharding, as the loss wants
+        them. (``model(labels=...)`` would shift them within the shard, and lose a token at every border.)
+
+    Raises:
+        TypeError, ValueError: naming the key, or a sequence with fewer tokens than ranks; on the other ranks in their
+            next call with this plan.
+    """
+    one = any_plan(plan)
+    with one.agreement.entering("shard_batch"):
+        check_tokens(one)
+        _check_batch(batch, one)
+        ids = batch["input_ids"]
+        positions = one.document_positions.to(ids.device)
+        shard = {"input_ids": one.shard(ids, 1), "position_ids": positions.repeat(ids.shape[0], 1)}
+        if batch.get("labels") is not None:
+            shard["shift_labels"] = one.shard_labels(batch["labels"], ignore_index=ignore_index)
+        one.usage.give_out(shard["position_ids"], shard.get("shift_labels"))
+    return shard
+
+
+def check_tokens(plan: Plan) -> None:
+    """Refuse a plan by which some rank has no token: models of transformers can't run on an empty shard."""
+    if plan.seqlen < plan.world:
+        raise ValueError(
+            f"the sequence has {plan.seqlen} tokens for {plan.world} ranks, so some rank would have none, and models "
+            f"can't run on nothing; use at most {plan.seqlen} ranks, or pack short documents into one sequence"
+        )
+
+
+def mask_refusal(what: str) -> ValueError:
+    """The error for a mask that a plan's can't hold."""
+    return ValueError(
+        f"attention_mask: {what} is not supported; what is seen is the plan's mask. "
+        "Pack documents with Mask(cu_seqlens=...) instead of padding them, and leave attention_mask out"
+    )
+
+
+def _check_batch(batch: Any, plan: Plan) -> None:
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"batch is a {type(batch).__name__}; pass a mapping with input_ids")
+    unknown = [key for key in batch if key not in ("input_ids", "labels", "attention_mask")]
+    if unknown:
+        raise ValueError(
+            f"batch has {unknown}, which can't be sharded here; pass input_ids, labels (not shifted) and at most an "
+            "attention_mask of ones. Positions are the plan's"
+        )
+    if batch.get("input_ids") is None:
+        raise ValueError("batch has no input_ids; pass token ids [batch, sequence]")
+    for key, value in batch.items():
+        if value is not None:
+            _check_entry(key, value, len(batch["input_ids"]), plan.seqlen)
+    if batch.get("attention_mask") is not None and not batch["attention_mask"].all():
+        raise mask_refusal(PADDING)
+
+
+def _check_entry(key: str, value: Any, rows: int, seqlen: int) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{key} is a {type(value).__name__}; pass a tensor [batch, sequence]")
+    if value.dim() != 2 or value.shape[1] != seqlen:
+        raise ValueError(f"{key} has shape {list(value.shape)}; pass [batch, {seqlen}], the plan's whole sequence")
+    if value.shape[0] != rows:
+        raise ValueError(f"{key} has {value.shape[0]} rows, input_ids {rows}; pass as many")
