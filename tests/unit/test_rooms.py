@@ -29,7 +29,7 @@ ROOMS: dict[str, set[str]] = {
     "engines": {"attention", "plan", "loss", "launch"},
     "integrations": {"attention", "loss"},
     "training": {"attention", "plan", "loss", "engines", "integrations", "launch"},
-    "cli": {"", "plan", "attention", "kernels", "engines", "training", "launch", "testing"},
+    "cli": {"", "plan", "attention", "kernels", "training", "launch", "testing"},
 }
 # Narrower: of ``plan`` a kernel knows its tiles; no kernel knows another, nor does a trainer know any.
 ONLY = {"kernels": {"plan": {"plan.tile"}}}
