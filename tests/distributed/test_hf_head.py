@@ -45,15 +45,15 @@ def odd_model(name):
 def odd_model_on_rank_1(name):
     """The text of what each rank raised, and the loss of a good call after it."""
     plan = make_plan(SEQLEN, timeout=10)
-    shard, good = hf.shard_batch(make_batch(), plan), make_model("llama")
+    labels, good = plan.shard_labels(make_batch()["labels"]), make_model("llama")
     hidden = torch.ones(2, plan.length, 32, dtype=torch.float64)
     dist.barrier()
     try:
-        hf.next_token_loss(odd_model(name) if plan.rank == 1 else good, hidden, shard["shift_labels"], plan)
+        hf.next_token_loss(odd_model(name) if plan.rank == 1 else good, hidden, labels, plan)
         told = "nothing was raised"
     except ValueError as error:
         told = str(error)
-    return told, hf.next_token_loss(good, hidden, shard["shift_labels"], plan).isfinite().item()
+    return told, hf.next_token_loss(good, hidden, labels, plan).isfinite().item()
 
 
 @pytest.mark.parametrize(
