@@ -1,4 +1,4 @@
-from burst_bench.paper.command import main
-
 if __name__ == "__main__":
+    from burst_bench.paper.command import main
+
     main()

@@ -1,4 +1,4 @@
-from burst_bench.peers.compare import main
-
 if __name__ == "__main__":
+    from burst_bench.peers.compare import main
+
     main()
