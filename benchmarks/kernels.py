@@ -1,4 +1,4 @@
-from burst_bench.claims.kernels import main
-
 if __name__ == "__main__":
+    from burst_bench.claims.kernels import main
+
     main()

@@ -1,8 +1,4 @@
-import sys
-
-sys.path.pop(0)  # this folder has a kernels.py, and transformers looks for a package of that name
-
-from burst_bench.paper.command import main
-
 if __name__ == "__main__":
+    from burst_bench.paper.command import main
+
     main()

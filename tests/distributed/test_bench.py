@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from burst_bench.command import CLUSTER, ClusterArguments, compare, main
+from burst_bench.command import CLUSTER, Arguments, ClusterArguments, compare, main
 from burst_bench.harness.judge import judge, sampled_error
 from burst_bench.harness.measure import Measurement, measure
 from burst_bench.harness.memory import give_back, peak_during, resident
@@ -281,6 +281,11 @@ def test_the_command_writes_results_and_report(tmp_path, capsys):
     assert sum('"engine": "burst"' in line for line in lines) == 2 and len(lines) < 40, "a line for each row"
     assert main([*arguments, "--out", str(out)]) == 2
     assert "--overwrite" in capsys.readouterr().err
+
+
+def test_engines_taken_by_default_can_all_train_over_several_ranks():
+    for spec in Arguments().engines:
+        engine_of(spec).check(SMALL.sizes, SMALL.seq_len, 2)  # ValueError if not
 
 
 @NAMESPACES

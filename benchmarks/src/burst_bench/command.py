@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import tyro
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -201,9 +202,15 @@ def _run(task: str, arguments: Arguments, command: str, marker: Marker) -> Resul
 def _show(results: Results, console: Console) -> None:
     from .report.table import CHECK, PLACE, cells, measured
 
-    columns = measured(results)
-    title = f"{results.task}, {results.setting['dtype']}; median and spread of the rounds, bytes of each rank"
-    table = Table(*(column.header for column in (*PLACE, *columns, *CHECK)), title=title)
+    right = [row for row in results.rows if row.passed]
+    # A terminal has little room: the page has the rest.
+    shown = (c for c in measured(results) if c.header not in ("min to max s", "bytes uncounted"))
+    columns = tuple(c for c in shown if any(c.text(row) != "-" for row in right))
+    title = f"{results.task}, {results.setting['dtype']}; median of the rounds, bytes of each rank"
+    headers = (column.header for column in (*PLACE, *columns, *CHECK))
+    table = Table(*headers, title=title, box=SIMPLE_HEAD, pad_edge=False)
+    for column in table.columns:
+        column.no_wrap, column.overflow = column.header in ("engine", "link", "/ first's"), "fold"
     for row in results.rows:
         if not row.refused:
             style = None if row.passed else "red"

@@ -9,8 +9,8 @@ run again by itself, and --draw draws all again and measures nothing.
 BurstAttention's claims (arXiv 2403.09347, section 4) are relative, so are these: each is a ratio of two engines that
 took turns in one run. The cluster is emulated: a network namespace for each node, and three link rates, chosen so that
 tensor parallelism with sequence parallelism spends none, half and most of its step communicating. It needs root and
-iproute2. docs/results/README.md tells how many minutes a full run took; --quick, small sizes, to see that everything runs, took 10 on 2 busy
-cores (5 of processor time).
+iproute2. docs/results/README.md tells how many minutes a full run took. --quick is to see that everything runs; it took
+10 minutes on 2 busy cores, and 5 of processor time.
 """
 
 from __future__ import annotations
