@@ -1,0 +1,42 @@
+"""Triton's programs compiled, down to machine code, for GPUs that need not be here: the interpreter knows no types."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+COMPILE = """
+import sys
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from burst_attention.kernels.triton import programs
+
+capability, io, carry = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "carry"
+constants = {"D": 72, "E": 64, "BLOCK_D": 128, "BLOCK_E": 64, "M": 64, "N": 32, "CARRY": carry}
+constants["PRECISION"] = "ieee" if io == "fp32" else "tf32"
+types = dict.fromkeys(("Q", "K", "V", "dOut"), f"*{io}") | dict.fromkeys(("Tiles", "Offsets", "Ids"), "*i64")
+types |= dict.fromkeys(("Out", "Lse", "Delta", "dQ", "dK", "dV"), "*fp32") | {"scale": "fp32"}
+for name in ("forward", "backward_queries", "backward_keys"):
+    program = getattr(programs, name)
+    signature = {n: "constexpr" if n in constants else types.get(n, "i64") for n in program.arg_names}
+    given = {(k,): constants[n] for k, n in enumerate(program.arg_names) if n in constants}
+    target = GPUTarget("cuda", capability, 32)
+    made = compile(ASTSource(program, signature, given), target=target, options={"num_warps": 4, "num_stages": 2})
+    assert made.asm["cubin"], name
+    print(name, len(made.asm["cubin"]))
+"""
+
+
+@pytest.mark.parametrize(("capability", "io", "carry"), [("80", "fp16", "carry"), ("90", "bf16", "blank")])
+def test_programs_compile(tmp_path, capability, io, carry) -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-W", "ignore", "-c", COMPILE, capability, io, carry]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 3
