@@ -155,6 +155,7 @@ class Watch:
         _check_implementations(model, self._right[model])
 
 
+@torch.compiler.disable
 def running_model() -> PreTrainedModel | None:
     """The outermost model of transformers whose forward is under way in this thread."""
     found, frame = None, inspect.currentframe()
