@@ -16,7 +16,7 @@ from ..plan.tile import Tile, Tiles
 class BackwardInputs:
     """What a backward computes from: the pair of the forward, and its rows' dO, lse and D = rowsum(dO * out).
 
-    dout [B, Hq, Sq, Dv]; q, k and v as in the forward; lse and delta [B, Hq, Sq] of the whole row, fp32 or fp64.
+    dout [B, Hq, Sq, Dv]; lse and delta [B, Hq, Sq], fp32 or fp64, belong to the whole row; the rest as in the forward.
     ``final``: nothing will be added to the gradients, so they may be rounded to the io dtype already, once.
     """
 
