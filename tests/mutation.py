@@ -727,7 +727,7 @@ SEEDED = [
     Fault(
         "a kernel is taken whose carried state was never tried",
         "kernels/prove.py",
-        "if kernel.continues:",
+        "if isinstance(kernel, Continuing):",
         "if False:",
         STOCK,
         "must_prove_right",

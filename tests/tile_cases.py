@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from burst_attention.kernels.contract import Kernel
+from burst_attention.kernels.contract import BackwardInputs, Kernel
 from burst_attention.kernels.reference import Reference
 from burst_attention.plan.tile import Tiles
 from burst_attention.testing.check import relative_l2
@@ -85,9 +85,13 @@ def compare(
     judge, scale = Reference(), 0.7 / dim**0.5
     out, lse = judge.forward(q.double(), k.double(), v.double(), tiles, scale)
     delta = (out * dout.double()).sum(-1) - float(dlse)
-    right = (out, lse, *judge.backward(dout.double(), q.double(), k.double(), v.double(), lse, delta, tiles, scale))
+    wide = (x.double() for x in (dout, q, k, v))
+    right = (out, lse, *judge.backward(BackwardInputs(*wide, lse, delta, tiles, scale)))
     stats = torch.stack((lse, delta), -1).float().unbind(-1)  # strided, as the sweep gives them
-    mine = (*kernel.forward(q, k, v, tiles, scale), *kernel.backward(dout, q, k, v, *stats, tiles, scale))
+    mine = (
+        *kernel.forward(q, k, v, tiles, scale),
+        *kernel.backward(BackwardInputs(dout, q, k, v, *stats, tiles, scale)),
+    )
     # Where a gradient is 0 by cancellation (one key has all the weight) rounding is measured by what cancels.
     floor = 0.05 * (q if dlse else dout).double().norm().item()
     bound = BOUNDS[dtype] * (1 if kernel.exact_partials(dtype) else 3)

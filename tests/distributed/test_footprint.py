@@ -11,6 +11,7 @@ from torch import Tensor
 from burst_attention import Mask, make_plan
 from burst_attention.attention.footprint import LiveBytes, example, peak_of
 from burst_attention.attention.sweep import sweep
+from burst_attention.kernels.contract import BackwardInputs
 from burst_attention.kernels.merge import blank_output
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.rows import Direction
@@ -22,15 +23,15 @@ HEADS, KV_HEADS, DIM, V_DIM = 8, 4, 32, 48
 class Idle:
     """Allocates what a stock kernel does, and computes nothing."""
 
-    name, continues = "idle", False
+    name = "idle"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
         out, _ = blank_output(q, v, q.shape[2], q.dtype)
         return out, blank_output(q[..., :0], v[..., :0], q.shape[2], torch.float32)[1]
 
-    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, final: bool = False) -> Any:
-        surrogate = torch.zeros_like(dout)  # noqa: F841
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    def backward(self, inputs: BackwardInputs) -> Any:
+        surrogate = torch.zeros_like(inputs.dout)  # noqa: F841
+        return torch.zeros_like(inputs.q), torch.zeros_like(inputs.k), torch.zeros_like(inputs.v)
 
 
 def live_and_foretold(layout: str, route: str, travels: str, mask: Mask) -> list[tuple[int, int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 
 import numpy as np
@@ -11,7 +10,8 @@ import torch
 
 from burst_attention import Mask, burst_attention, make_plan
 from burst_attention.kernels import KERNELS, choose, explain
-from burst_attention.kernels.prove import proven
+from burst_attention.kernels.contract import BackwardInputs, Measuring
+from burst_attention.kernels.prove import check_against_reference
 from burst_attention.kernels.triton.tuning import Trial, Tuner, alike, candidates
 from burst_attention.plan.layout import Layout
 from burst_attention.plan.tile import Tile, Tiles, pair_tiles
@@ -35,7 +35,7 @@ def chosen(name, dtype):
         kernel = choose(name, device=torch.device("cuda"), dtype=dtype)
     except ValueError as error:
         pytest.skip(str(error))
-    return dataclasses.replace(kernel, tuned=False) if name == "triton" else kernel
+    return kernel.untuned() if isinstance(kernel, Measuring) else kernel
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -56,7 +56,7 @@ def test_shards_that_came_over_a_wire(dlse, name, dtype):
 @pytest.mark.parametrize("name", FIXED_ORDER)
 def test_what_auto_would_prove(name):
     for dtype in (torch.bfloat16, torch.float16):
-        proven(chosen(name, dtype), torch.device("cuda"), dtype, (128, 64))
+        check_against_reference(chosen(name, dtype), torch.device("cuda"), dtype, (128, 64))
 
 
 def test_every_size_that_is_measured_gives_the_same(tmp_path):
@@ -110,9 +110,8 @@ def test_two_runs_give_the_same_bits(name):
     kernel, tiles = chosen(name, torch.bfloat16), Tiles(np.array([Tile(0, 3000, 0, 3000, 0, 2999)]))
     q, k, v, dout = inputs(3000, 3000, 64, 64, torch.bfloat16, device="cuda")
     lse, delta = torch.full((2, 2, 4, 3000), 5.0, device="cuda")
-    runs = [
-        (*kernel.forward(q, k, v, tiles, 0.1), *kernel.backward(dout, q, k, v, lse, delta, tiles, 0.1)) for _ in "ab"
-    ]
+    given = BackwardInputs(dout, q, k, v, lse, delta, tiles, 0.1)
+    runs = [(*kernel.forward(q, k, v, tiles, 0.1), *kernel.backward(given)) for _ in "ab"]
     assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True))
 
 

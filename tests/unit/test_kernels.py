@@ -11,6 +11,7 @@ from hypothesis import given, settings
 
 from burst_attention import Mask
 from burst_attention.kernels import choose
+from burst_attention.kernels.contract import BackwardInputs
 from burst_attention.kernels.merge import blank_output, merge_
 from burst_attention.kernels.pieces import SMALL, cut
 from burst_attention.kernels.surrogate import appended_columns, surrogate_output
@@ -119,7 +120,7 @@ def test_kernels_against_the_oracle(kernel: str, name: str, dtype: torch.dtype) 
     wide = torch.promote_types(dtype, torch.float32)
     assert lse.dtype == wide
     delta = (oracle.out * dout.double()).sum(-1).to(wide)
-    grads = chosen.backward(dout, q, k, v, oracle.lse.to(wide), delta, tiles, scale)
+    grads = chosen.backward(BackwardInputs(dout, q, k, v, oracle.lse.to(wide), delta, tiles, scale))
     exact = chosen.exact_partials(dtype)
     if exact:
         assert {x.dtype for x in (out, *grads)} == {wide}
@@ -139,7 +140,7 @@ def test_rows_that_no_tile_covers(kernel: str) -> None:
     assert (out[:, :, 10:30] == 0).all() and (lse[:, :, 10:30] == -math.inf).all()
     assert lse[:, :, :10].isfinite().all() and lse[:, :, 30:].isfinite().all()
     delta = (out * dout).sum(-1)
-    dq, dk, dv = chosen.backward(dout, q, k, v, lse, delta, tiles, 0.2)
+    dq, dk, dv = chosen.backward(BackwardInputs(dout, q, k, v, lse, delta, tiles, 0.2))
     assert (dq[:, :, 10:30] == 0).all() and (dk[:, :, 12:] == 0).all() and (dv[:, :, 12:] == 0).all()
     assert all(x.isfinite().all() for x in (dq, dk, dv))
 
@@ -153,7 +154,7 @@ def test_kernels_write_to_nothing_they_are_given(kernel: str) -> None:
     delta = (out * dout).sum(-1)
     tensors += [lse, delta]
     copies = [x.clone() for x in tensors]
-    chosen.backward(dout, q, k, v, lse, delta, tiles, 0.2)
+    chosen.backward(BackwardInputs(dout, q, k, v, lse, delta, tiles, 0.2))
     assert all(torch.equal(a, b) for a, b in zip(tensors, copies, strict=True))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from burst_attention import Mask, burst_attention, make_plan
 from burst_attention.kernels import choose
+from burst_attention.kernels.contract import BackwardInputs
 from burst_attention.plan.tile import Tiles
 from burst_attention.testing import local_world
 from tests.unit.test_kernels import tiles_of
@@ -73,7 +74,8 @@ def through_kernel(kernel, given: dict[str, Tensor], mask: Mask) -> dict[str, Te
     tiles = tiles_of(mask, LENGTH)
     out, lse = kernel.forward(q, k, v, tiles, 0.25)
     delta = (out.float() * dout.float()).sum(-1)
-    return dict(zip(RESULTS, (out, lse, *kernel.backward(dout, q, k, v, lse, delta, tiles, 0.25)), strict=True))
+    grads = kernel.backward(BackwardInputs(dout, q, k, v, lse, delta, tiles, 0.25))
+    return dict(zip(RESULTS, (out, lse, *grads), strict=True))
 
 
 def judge(kernel, dtype: torch.dtype, mask: Mask, places=(0, 7, 50, 79)) -> None:
@@ -151,5 +153,5 @@ def test_a_query_that_sees_nothing_stays_blank() -> None:
         chosen, tiles = choose(kernel, device=CPU, dtype=torch.float32), Tiles(np.array([(6, 80, 0, 80, -79, 73)]))
         out, lse = chosen.forward(q, k, v, tiles, 0.25)
         assert (out[:, :, :6] == 0).all() and (lse[:, :, :6] == -math.inf).all() and out.isfinite().all()
-        grads = chosen.backward(dout, q, k, v, lse, (out * dout).sum(-1), tiles, 0.25)
+        grads = chosen.backward(BackwardInputs(dout, q, k, v, lse, (out * dout).sum(-1), tiles, 0.25))
         assert (grads[0][:, :, :6] == 0).all() and all(x.isfinite().all() for x in grads)

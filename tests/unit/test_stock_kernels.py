@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from burst_attention import kernels
 from burst_attention.kernels import aten, aten_ops, choose, explain, flash
-from burst_attention.kernels.prove import proven
+from burst_attention.kernels.prove import check_against_reference
 from burst_attention.kernels.reference import Reference
 from burst_attention.kernels.surrogate import surrogate_output
 from burst_attention.kernels.windowed import Window, Windowed, launches_of, window_of
@@ -381,7 +382,7 @@ def test_halves_carry_their_own_d():
 
 def test_a_right_kernel_proves_right_and_a_wrong_one_does_not(installed):
     installed(4, FLASH[4])
-    proven(Windowed(flash.flash_ops(4)), CPU, torch.float32, (24, 16))
+    check_against_reference(Windowed(flash.flash_ops(4)), CPU, torch.float32, (24, 16))
 
     def off_by_one(q, k, v, softmax_scale=None, window_size_left=None, window_size_right=None, return_lse=False):
         shifted = None if window_size_right is None else window_size_right + 1
@@ -390,7 +391,7 @@ def test_a_right_kernel_proves_right_and_a_wrong_one_does_not(installed):
     installed(4, {**FLASH[4], "_flash_attn_fwd": off_by_one})
     flash.flash_ops.cache_clear()
     with pytest.raises(ArithmeticError, match="its out is wrong on this device: relative L2"):
-        proven(Windowed(flash.flash_ops(4)), CPU, torch.float32, (24, 16))
+        check_against_reference(Windowed(flash.flash_ops(4)), CPU, torch.float32, (24, 16))
 
     def top_left(q, k, v, softmax_scale=None, window_size_left=None, window_size_right=None, return_lse=False):
         d = k.shape[1] - q.shape[1]
@@ -401,7 +402,7 @@ def test_a_right_kernel_proves_right_and_a_wrong_one_does_not(installed):
     installed(4, {**FLASH[4], "_flash_attn_fwd": top_left})
     flash.flash_ops.cache_clear()
     with pytest.raises(ArithmeticError, match="its out is wrong"):
-        proven(Windowed(flash.flash_ops(4)), CPU, torch.float32, (24, 16))
+        check_against_reference(Windowed(flash.flash_ops(4)), CPU, torch.float32, (24, 16))
 
 
 def test_a_kernel_whose_bits_change_from_run_to_run_proves_wrong():
@@ -414,12 +415,12 @@ def test_a_kernel_whose_bits_change_from_run_to_run_proves_wrong():
             return out * (1 + self.runs * 1e-6), lse
 
     with pytest.raises(ArithmeticError, match="its out differs from run to run"):
-        proven(Wavering(), CPU, torch.float32, (16, 16))
+        check_against_reference(Wavering(), CPU, torch.float32, (16, 16))
 
 
 class GradientsWrong(Reference):
-    def backward(self, *args, **options):
-        dq, dk, dv = super().backward(*args, **options)
+    def backward(self, inputs):
+        dq, dk, dv = super().backward(inputs)
         return dq, dk, dv * 1.1
 
 
@@ -432,13 +433,11 @@ class BlindRowsWrong(Reference):
 class LostWithoutDo(Reference):
     """D comes of dO and out alone, as in a kernel that takes no D."""
 
-    def backward(self, dout, q, k, v, lse, delta, *args, **options):
-        return super().backward(dout, q, k, v, lse, delta * dout.any(-1), *args, **options)
+    def backward(self, inputs):
+        return super().backward(replace(inputs, delta=inputs.delta * inputs.dout.any(-1)))
 
 
 class CarriedWrong(Reference):
-    continues = True
-
     def extend(self, q, k, v, tiles, scale, out, lse):
         out.copy_(self.forward(q, k, v, tiles, scale)[0])
 
@@ -454,18 +453,19 @@ class CarriedWrong(Reference):
 )
 def test_whatever_a_kernel_gives_must_prove_right(kernel, told):
     with pytest.raises(ArithmeticError, match=told):
-        proven(kernel(), CPU, torch.float32, (16, 16))
+        check_against_reference(kernel(), CPU, torch.float32, (16, 16))
 
 
 @pytest.fixture
 def fresh():
-    kernels._picked.cache_clear()
+    kernels._choose_auto.cache_clear()
     yield
-    kernels._picked.cache_clear()
+    kernels._choose_auto.cache_clear()
 
 
 def test_auto_takes_the_first_that_can_be_used_and_tells_why_not_the_others(fresh):
     assert explain(device=CPU, dtype=torch.bfloat16) == "aten: taken for torch.bfloat16 on cpu"
+    assert explain(device="cpu", dtype=torch.bfloat16) == explain(device=CPU, dtype=torch.bfloat16)
     if torch.cuda.is_available():
         pytest.skip("the rest is about a machine without a GPU")
     told = explain(device=torch.device("cuda"), dtype=torch.bfloat16).splitlines()
@@ -484,7 +484,11 @@ def test_auto_passes_over_a_kernel_that_proves_wrong(fresh, monkeypatch):
     monkeypatch.setitem(kernels._MAKERS, "triton", Wrong)
     monkeypatch.setattr(kernels, "candidates", lambda *_, **__: ("triton", "reference"))
     device = torch.device("meta")  # not the CPU, whose kernels are not proven anew
-    monkeypatch.setattr(kernels, "proven", lambda kernel, _, dtype, dims: proven(kernel, CPU, dtype, dims))
+    monkeypatch.setattr(
+        kernels,
+        "check_against_reference",
+        lambda kernel, _, dtype, dims: check_against_reference(kernel, CPU, dtype, dims),
+    )
     assert choose("auto", device=device, dtype=torch.float32).name == "reference"
     assert "triton: no, its out is wrong" in explain(device=device, dtype=torch.float32)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from burst_attention import Mask
 from burst_attention.kernels import choose
+from burst_attention.kernels.contract import BackwardInputs
 from burst_attention.kernels.merge import blank_output, merge_
 from burst_attention.kernels.reference import Reference
 from burst_attention.plan.tile import Tile, Tiles
@@ -59,11 +61,12 @@ def test_any_tile_in_blocks_of_any_size(seed):
     kernel.run_forward((q, k, v), mine, tiles, 0.3, size)
     lse_there = torch.where(lse == -torch.inf, torch.tensor(0.0).double(), lse)
     delta = (out * dout.double()).sum(-1)
-    right = (out, lse, *judge.backward(dout.double(), q.double(), k.double(), v.double(), lse_there, delta, tiles, 0.3))
+    wide = (x.double() for x in (dout, q, k, v))
+    right = (out, lse, *judge.backward(BackwardInputs(*wide, lse_there, delta, tiles, 0.3)))
     grads = [torch.empty(x.shape) for x in (q, k, v)]
-    given = (q, k, v, dout, lse_there.float(), delta.float())
-    kernel.run_backward(given, tuple(grads[:1]), tiles, 0.3, size, keys=False)
-    kernel.run_backward(given, tuple(grads[1:]), tiles, 0.3, size, keys=True)
+    given = BackwardInputs(dout, q, k, v, lse_there.float(), delta.float(), tiles, 0.3)
+    kernel.run_backward(given, tuple(grads[:1]), size, keys=False)
+    kernel.run_backward(given, tuple(grads[1:]), size, keys=True)
     floor = 0.05 * dout.double().norm().item()
     for name, actual, expected in zip(("out", "lse", "dq", "dk", "dv"), (*mine, *grads), right, strict=True):
         assert relative_l2(actual, expected, floor=floor) < 1e-5, (name, tile, size)
@@ -118,9 +121,8 @@ def test_two_runs_give_the_same_bits():
     tiles = Tiles(np.array(BANDS["several"]))
     q, k, v, dout = inputs(50, 70, 16, 16, torch.float16)
     kernel, stats = kernel_module.Triton(tuned=False), torch.ones(2, 4, 50)
-    runs = [
-        (*kernel.forward(q, k, v, tiles, 0.3), *kernel.backward(dout, q, k, v, stats, stats, tiles, 0.3)) for _ in "ab"
-    ]
+    given = BackwardInputs(dout, q, k, v, stats, stats, tiles, 0.3)
+    runs = [(*kernel.forward(q, k, v, tiles, 0.3), *kernel.backward(given)) for _ in "ab"]
     assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True))
 
 
@@ -170,7 +172,7 @@ def test_a_size_whose_results_are_others_is_told_apart(program):
     right = trial.results(Sizes(16, 16, 4, 1))
     assert len(right) == {"forward": 4, "backward_queries": 1, "backward_keys": 2}[program]
     assert alike(trial.results(Sizes(32, 16, 4, 1)), right)
-    trial.tiles = Tiles(np.array([[0, 48, 0, 48, -5, 47]]))
+    trial.inputs = replace(trial.inputs, tiles=Tiles(np.array([[0, 48, 0, 48, -5, 47]])))
     assert not alike(trial.results(Sizes(16, 16, 4, 1)), right)
     assert not alike([x * float("nan") for x in right], right)
 

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from ..comm.scalars import real
 from ..kernels import choose
-from ..kernels.contract import DTYPES, Kernel, accumulation_dtype, wire_dtype
+from ..kernels.contract import Kernel
+from ..kernels.precision import DTYPES, accumulation_dtype, wire_dtype
 from ..plan.assignment import TRAVELS
 from ..plan.cost import Shape
 from ..plan.mask import Mask

@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..comm.transport import Operation, Transport
-from ..kernels.contract import accumulation_dtype
+from ..kernels.contract import BackwardInputs
 from ..kernels.merge import blank_output
+from ..kernels.precision import accumulation_dtype
 from ..plan.cost import Shape
 from ..plan.rows import Direction
 from ..plan.schedule import Schedule
@@ -131,16 +132,16 @@ class _Allocating:
 
     exact: bool
     name: ClassVar[str] = "allocating"
-    continues: ClassVar[bool] = False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
         wide = accumulation_dtype(q.dtype)
         out, _ = blank_output(q, v, q.shape[2], wide if self.exact else q.dtype)
         return out, blank_output(q[..., :0], v[..., :0], q.shape[2], wide)[1]
 
-    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, final: bool = False) -> tuple[Any, ...]:
-        surrogate = None if self.exact else torch.zeros_like(dout)
-        dtype = accumulation_dtype(q.dtype) if self.exact and not final else q.dtype
-        grads = tuple(torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
+    def backward(self, inputs: BackwardInputs) -> tuple[Tensor, ...]:
+        io = inputs.q.dtype
+        surrogate = None if self.exact else torch.zeros_like(inputs.dout)
+        dtype = accumulation_dtype(io) if self.exact and not inputs.final else io
+        grads = tuple(torch.zeros_like(x, dtype=dtype) for x in (inputs.q, inputs.k, inputs.v))
         del surrogate
         return grads

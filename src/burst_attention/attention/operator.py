@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.contract import accumulation_dtype
 from ..kernels.merge import row_dot
+from ..kernels.precision import accumulation_dtype
 from ..plan.rows import Side
 from .checks import resolve, shared_fields
 from .derivatives import check_transforms, refuse_second

@@ -6,19 +6,21 @@ on the wire.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from ..kernels.contract import Kernel, accumulation_dtype, wire_dtype
+from ..kernels.contract import BackwardInputs, Continuing, Kernel
 from ..kernels.merge import add_, blank_output, merge_
+from ..kernels.precision import accumulation_dtype, wire_dtype
 from ..plan.rows import Direction, Side
 from ..plan.tile import Tiles
 
 Tensors = tuple[Tensor, ...]  # dim 2 of each is the rows of a shard: [B, H, rows, ...] or [B, H, rows]
+Running = Callable[[], Tensors | None]
 
 
 class Pass(Protocol):
@@ -34,17 +36,12 @@ class Pass(Protocol):
         """What this rank holds of each side, and what travels of it."""
         ...
 
-    def visit(self, query: Tensors, key: Tensors, tiles: Tiles) -> Mapping[Side, Tensors]:
-        """Partial results of one pair, for the sides that get any."""
-        ...
+    def visit(self, query: Tensors, key: Tensors, tiles: Tiles, running: Running) -> Mapping[Side, Tensors]:
+        """Partial results of one pair, for the sides that get any.
 
-    def extend(self, query: Tensors, key: Tensors, tiles: Tiles, total: Tensors) -> None:
-        """Fold one pair into the query side's running total in place, with no partial result in between."""
-        ...
-
-    @property
-    def extends(self) -> bool:
-        """Can :meth:`extend` take the place of :meth:`visit` and :meth:`combine`?"""
+        ``running()``: the query side's total so far, its rows of this pair, in the accumulation dtype; None if there is
+        none. What is folded into it in place is no partial result.
+        """
         ...
 
     def blank(self, side: Side, rows: int) -> Tensors:
@@ -76,17 +73,12 @@ class Forward:
     def own(self) -> Mapping[Side, Tensors]:
         return {Side.QUERY: (self.q,), Side.KEY: (self.k, self.v)}
 
-    def visit(self, query: Tensors, key: Tensors, tiles: Tiles) -> Mapping[Side, Tensors]:
+    def visit(self, query: Tensors, key: Tensors, tiles: Tiles, running: Running) -> Mapping[Side, Tensors]:
         (q,), (k, v) = query, key
+        if isinstance(self.kernel, Continuing) and (total := running()):
+            self.kernel.extend(q, k, v, tiles, self.scale, *total)
+            return {}
         return {Side.QUERY: self.kernel.forward(q, k, v, tiles, self.scale)}
-
-    @property
-    def extends(self) -> bool:
-        return self.kernel.continues
-
-    def extend(self, query: Tensors, key: Tensors, tiles: Tiles, total: Tensors) -> None:
-        (q,), (k, v), (out, lse) = query, key, total
-        self.kernel.extend(q, k, v, tiles, self.scale, out, lse)
 
     def blank(self, side: Side, rows: int) -> Tensors:
         return blank_output(self.q, self.v, rows, accumulation_dtype(self.q.dtype))
@@ -118,16 +110,11 @@ class Backward:
     def own(self) -> Mapping[Side, Tensors]:
         return {Side.QUERY: (self.dout, self.q, self.stats), Side.KEY: (self.k, self.v)}
 
-    def visit(self, query: Tensors, key: Tensors, tiles: Tiles) -> Mapping[Side, Tensors]:
+    def visit(self, query: Tensors, key: Tensors, tiles: Tiles, running: Running) -> Mapping[Side, Tensors]:
         (dout, q, stats), (k, v) = query, key
         lse, delta = stats.unbind(-1)
-        dq, dk, dv = self.kernel.backward(dout, q, k, v, lse, delta, tiles, self.scale, final=self.alone)
+        dq, dk, dv = self.kernel.backward(BackwardInputs(dout, q, k, v, lse, delta, tiles, self.scale, self.alone))
         return {Side.QUERY: (dq,), Side.KEY: (dk, dv)}
-
-    extends: ClassVar[bool] = False
-
-    def extend(self, query: Tensors, key: Tensors, tiles: Tiles, total: Tensors) -> None:
-        raise NotImplementedError("gradients are added up")
 
     def blank(self, side: Side, rows: int) -> Tensors:
         like = (self.q,) if side is Side.QUERY else (self.k, self.v)

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..comm.agreement import Agreement
 from ..comm.link import connect, resolve_group, resolve_timeout
 from ..comm.transport import Transport
-from ..kernels.contract import DTYPES, accumulation_dtype, wire_dtype
+from ..kernels.precision import DTYPES, accumulation_dtype, wire_dtype
 from ..plan.assignment import TRAVELS
 from ..plan.cost import Shape, Traffic
 from ..plan.mask import Mask

@@ -21,6 +21,8 @@ messages differ in the program and in the
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -73,10 +75,8 @@ class _Run:
     def visit(self, op: Visit) -> None:
         """Compute a pair and fold in what it gives."""
         query, key = (self._indices.take(self.held[side, op.owner(side)], op.held[side]) for side in Side)
-        if self._work.extends and (total := self.sums.running(Side.QUERY, op.query_owner, op.into[Side.QUERY])):
-            self._work.extend(query, key, op.tiles, total)
-            return
-        parts = dict(self._work.visit(query, key, op.tiles))
+        running = partial(self.sums.running, Side.QUERY, op.query_owner, op.into[Side.QUERY])
+        parts = dict(self._work.visit(query, key, op.tiles, running))
         del query, key  # rows that were gathered are free, and so is each part once it is folded in
         for side in tuple(parts):
             self.sums.add(side, op.owner(side), op.into[side], parts.pop(side))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..comm.agreement import Agreement
 from ..comm.transport import Transport
-from ..kernels.contract import accumulation_dtype
+from ..kernels.precision import accumulation_dtype
 from ..plan.layout import Layout
 from .derivatives import check_batches, check_transforms, differentiable_once
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 
 import torch
 
-from .contract import Kernel, capturing
-from .prove import proven
-from .widths import HALVES
+from .contract import Kernel, Measuring, capturing
+from .precision import HALVES
+from .prove import check_against_reference
 
-MANY = 64  # documents of a sequence from which on a launch for each tile is too many
+MANY_DOCUMENTS = 64  # documents of a sequence from which on a launch for each tile is too many
 
 
 def _reference() -> Kernel:
@@ -82,7 +81,7 @@ def choose(
         ValueError: the name is unknown, or the kernel can't do what is asked.
     """
     if name == "auto":
-        return _picked(device, dtype, head_dims, documents >= MANY)[0]
+        return _choose_auto(device, dtype, head_dims, documents >= MANY_DOCUMENTS)[0]
     if name not in _MAKERS:
         raise ValueError(f"kernel={name!r} is unknown; choose one of auto, {', '.join(KERNELS)}")
     kernel = _MAKERS[name]()
@@ -104,36 +103,31 @@ def candidates(device: torch.device, dtype: torch.dtype, *, many: bool = False) 
 
 
 def explain(
-    *, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int] = (64, 64), documents: int = 1
+    *, device: torch.device | str | int, dtype: torch.dtype, head_dims: tuple[int, int] = (64, 64), documents: int = 1
 ) -> str:
     """What ``kernel="auto"`` picks for such a call, and why: a line for each candidate up to the one taken."""
-    return "\n".join(_picked(device, dtype, head_dims, documents >= MANY)[1])
+    return "\n".join(_choose_auto(torch.device(device), dtype, head_dims, documents >= MANY_DOCUMENTS)[1])
 
 
 @functools.cache
-def _picked(
+def _choose_auto(
     device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], many: bool
 ) -> tuple[Kernel, tuple[str, ...]]:
     if capturing():
         raise RuntimeError("kernel='auto' must be called once before a CUDA graph's capture: it proves what it takes")
-    told = []
+    refused = []
     for name in candidates(device, dtype, many=many):
         try:
             kernel = choose(name, device=device, dtype=dtype, head_dims=head_dims)
             # On CPU our tests prove them; GPUs, drivers and packages are too many for that.
             if device.type != "cpu" and name != "reference":
-                proven(_untuned(kernel), device, dtype, head_dims)
+                # With block sizes that need no measuring, while other ranks wait.
+                fixed = kernel.untuned() if isinstance(kernel, Measuring) else kernel
+                check_against_reference(fixed, device, dtype, head_dims)
         except torch.OutOfMemoryError:
             raise  # says nothing of the kernel
         except Exception as error:  # a package may fail in any way; what is taken in its place is told
-            told.append(f"{name}: no, {str(error).strip().partition(chr(10))[0]}")
+            refused.append(f"{name}: no, {str(error).strip().partition(chr(10))[0]}")
             continue
-        return kernel, (*told, f"{name}: taken for {dtype} on {device}")
-    raise ValueError(f"no kernel for {dtype} on {device}: {'; '.join(told)}")
-
-
-def _untuned(kernel: Kernel) -> Kernel:
-    """With block sizes that need no measuring, while other ranks wait."""
-    if hasattr(kernel, "tuned") and dataclasses.is_dataclass(kernel):
-        return dataclasses.replace(kernel, tuned=False)
-    return kernel
+        return kernel, (*refused, f"{name}: taken for {dtype} on {device}")
+    raise ValueError(f"no kernel for {dtype} on {device}: {'; '.join(refused)}")

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ..plan.tile import Tiles
-from .aten_ops import AtenOps, Form
-from .contract import accumulation_dtype, band_seen
+from .aten_ops import AtenOps, MaskAndScale
+from .contract import band_seen
 from .pieces import Piece, cut
+from .precision import accumulation_dtype
 from .stock import Stock
 
 
@@ -60,7 +61,7 @@ class Aten(Stock[Piece]):
         q = _slice(q, launch.q_start, launch.q_stop, launch.reverse)
         k, v = (_slice(x, launch.k_start, launch.k_stop, launch.reverse) for x in (k, v))
         mask = _additive_mask(launch, q)
-        out, lse = self.ops.forward(q, k, v, Form(mask, launch.causal, scale))
+        out, lse = self.ops.forward(q, k, v, MaskAndScale(mask, launch.causal, scale))
         if mask is not None:  # what a row that sees nothing here gets differs from kernel to kernel
             blind = (mask == -math.inf).all(-1)
             out, lse = out.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, -math.inf)
@@ -71,7 +72,7 @@ class Aten(Stock[Piece]):
         dout, q, out, lse = (_slice(x, launch.q_start, launch.q_stop, launch.reverse) for x in (dout, q, out, lse))
         k, v = (_slice(x, launch.k_start, launch.k_stop, launch.reverse) for x in (k, v))
         mask = _additive_mask(launch, q)
-        grads = self.ops.backward(dout, q, k, v, out, lse, Form(mask, launch.causal, scale))
+        grads = self.ops.backward(dout, q, k, v, out, lse, MaskAndScale(mask, launch.causal, scale))
         return tuple(x.flip(2) for x in grads) if launch.reverse else grads
 
 

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .contract import DTYPES
+from .precision import DTYPES
 from .widths import WIDEST, check_gpu
 from .windowed import Window
 
 _aten = torch.ops.aten
 
 
-class Form(NamedTuple):
+class MaskAndScale(NamedTuple):
     """What is seen, and how it is scaled: all, a triangle aligned to the top left, or [1, 1, rows, columns] added."""
 
     mask: Tensor | None
@@ -52,12 +52,12 @@ class AtenOps(Protocol):
         """Raise ValueError for what it can't do."""
         ...
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: MaskAndScale) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
         ...
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, form: Form
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: MaskAndScale
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv)."""
         ...
@@ -79,17 +79,17 @@ class CpuFlash:
         if dtype not in DTYPES:
             raise ValueError(f"kernel='aten' does not take {dtype}; use one of {', '.join(map(str, DTYPES))}")
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: MaskAndScale) -> tuple[Tensor, Tensor]:
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, form.causal, attn_mask=form.mask, scale=form.scale
+            q, k, v, 0.0, seen.causal, attn_mask=seen.mask, scale=seen.scale
         )
         return out, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, form: Form
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: MaskAndScale
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, q, k, v, out, lse, 0.0, form.causal, attn_mask=form.mask, scale=form.scale
+            dout, q, k, v, out, lse, 0.0, seen.causal, attn_mask=seen.mask, scale=seen.scale
         )
         return dq, dk, dv
 
@@ -109,27 +109,27 @@ class Cudnn:
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
         check_gpu(self.name, device, dtype, range(8, 13))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: MaskAndScale) -> tuple[Tensor, Tensor]:
         if min(q.shape[2], k.shape[2]) == 1:
-            return Efficient().forward(q, k, v, form)
+            return Efficient().forward(q, k, v, seen)
         k, v = (_repeated(x, q) for x in (k, v))
-        mask = _aligned(form.mask, q, heads=1)
+        mask = _aligned(seen.mask, q, heads=1)
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
-            q, k, v, mask, True, 0.0, form.causal, False, scale=form.scale
+            q, k, v, mask, True, 0.0, seen.causal, False, scale=seen.scale
         )
         return out, lse.squeeze(-1) if lse.ndim == 4 else lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, form: Form
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: MaskAndScale
     ) -> tuple[Tensor, Tensor, Tensor]:
         if min(q.shape[2], k.shape[2]) == 1:
-            return Efficient().backward(dout, q, k, v, out, lse, form)
-        heads, mask = k.shape[1], _aligned(form.mask, q, heads=1)
+            return Efficient().backward(dout, q, k, v, out, lse, seen)
+        heads, mask = k.shape[1], _aligned(seen.mask, q, heads=1)
         dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous().unsqueeze(-1)
         inputs = (dout, q, _repeated(k, q), _repeated(v, q), out, lse)
         lengths = (None, None, q.shape[2], k.shape[2])
         dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
-            *inputs, *_no_dropout(q), mask, *lengths, 0.0, form.causal, scale=form.scale
+            *inputs, *_no_dropout(q), mask, *lengths, 0.0, seen.causal, scale=seen.scale
         )
         return dq, _summed(dk, heads), _summed(dv, heads)
 
@@ -149,23 +149,23 @@ class Efficient:
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
         check_gpu(self.name, device, torch.float16 if dtype == torch.float32 else dtype, range(8, 13))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: MaskAndScale) -> tuple[Tensor, Tensor]:
         k, v = (_repeated(x, q) for x in (k, v))
-        mask = _aligned(form.mask, q, heads=q.shape[1])
+        mask = _aligned(seen.mask, q, heads=q.shape[1])
         out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
-            q, k, v, mask, True, 0.0, form.causal, scale=form.scale
+            q, k, v, mask, True, 0.0, seen.causal, scale=seen.scale
         )
         return out, lse[..., : q.shape[2]]
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, form: Form
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: MaskAndScale
     ) -> tuple[Tensor, Tensor, Tensor]:
-        heads, mask = k.shape[1], _aligned(form.mask, q, heads=q.shape[1])
+        heads, mask = k.shape[1], _aligned(seen.mask, q, heads=q.shape[1])
         padded = pad(lse, (0, -lse.shape[-1] % 32), value=math.inf).contiguous()  # P = 0 in rows that don't exist
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
-        tail = (*_no_dropout(q), 0.0, [True, True, True, False], form.causal)
+        tail = (*_no_dropout(q), 0.0, [True, True, True, False], seen.causal)
         dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
-            dout, q, _repeated(k, q), _repeated(v, q), mask, out, padded, *tail, scale=form.scale
+            dout, q, _repeated(k, q), _repeated(v, q), mask, out, padded, *tail, scale=seen.scale
         )
         return dq, _summed(dk, heads), _summed(dv, heads)
 

@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from ..plan.tile import Tile, Tiles
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+@dataclass(frozen=True, eq=False)
+class BackwardInputs:
+    """What a backward computes from: the pair of the forward, and its rows' dO, lse and D = rowsum(dO * out).
+
+    dout [B, Hq, Sq, Dv]; lse and delta [B, Hq, Sq], fp32 or fp64, belong to the whole row; the rest as in the forward.
+    ``final``: nothing will be added to the gradients, so they may be rounded to the io dtype already, once.
+    """
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lse: Tensor
+    delta: Tensor
+    tiles: Tiles
+    scale: float
+    final: bool = False
 
 
 class Kernel(Protocol):
@@ -22,11 +40,6 @@ class Kernel(Protocol):
 
     @property
     def name(self) -> str: ...
-
-    @property
-    def continues(self) -> bool:
-        """Can :meth:`extend` be called?"""
-        ...
 
     def exact_partials(self, dtype: torch.dtype) -> bool:
         """Are the results for inputs of ``dtype`` accumulated and returned in fp32 (fp64 for fp64)?"""
@@ -40,6 +53,19 @@ class Kernel(Protocol):
         """(out [B, Hq, Sq, Dv], lse [B, Hq, Sq] fp32 or fp64); out 0 and lse -inf where no tile covers a row."""
         ...
 
+    def backward(self, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv) of these tiles alone, in the shapes of q, k, v.
+
+        P = exp(scale q k' - lse), dV = P' dO, dS = P * (dO v' - delta), dQ = scale dS k, dK = scale dS' q
+        (FlashAttention-2, arXiv 2307.08691, algorithm 2).
+        """
+        ...
+
+
+@runtime_checkable
+class Continuing(Kernel, Protocol):
+    """A kernel that can go on with what it gave for other tiles of the same rows."""
+
     def extend(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, out: Tensor, lse: Tensor) -> None:
         """Fold these tiles into the running (out, lse) of their rows, in place and in the accumulation dtype.
 
@@ -48,25 +74,13 @@ class Kernel(Protocol):
         """
         ...
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        tiles: Tiles,
-        scale: float,
-        *,
-        final: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv) of these tiles alone, in the shapes of q, k, v.
 
-        ``lse`` and ``delta`` [B, Hq, Sq] belong to the whole row: P = exp(scale q k' - lse), dV = P' dO,
-        dS = P * (dO v' - delta), dQ = scale dS k, dK = scale dS' q (FlashAttention-2, arXiv 2307.08691, algorithm 2).
-        ``final``: nothing will be added to them, so they may be rounded to the io dtype already, once.
-        """
+@runtime_checkable
+class Measuring(Kernel, Protocol):
+    """A kernel that measures on first use which of its programs is the fastest."""
+
+    def untuned(self) -> Kernel:
+        """The same with one fixed choice."""
         ...
 
 
@@ -84,16 +98,3 @@ def band_seen(tile: Tile, device: torch.device) -> Tensor:
     """bool [rows, columns]: what of a tile is seen."""
     distance = torch.arange(tile.rows, device=device).unsqueeze(1) - torch.arange(tile.columns, device=device)
     return (distance >= tile.lo) & (distance <= tile.hi)
-
-
-def wire_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What a partial result of ``dtype`` inputs is rounded to before it is sent.
-
-    fp16 stays in fp32: a part of a sum may overflow where the sum does not.
-    """
-    return torch.float32 if dtype == torch.float16 else dtype
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums of ``dtype`` are kept in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

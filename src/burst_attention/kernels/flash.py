@@ -123,16 +123,16 @@ def flash_ops(generation: int) -> FlashOps:
     Raises:
         ValueError: it is not installed, or is a version that is not known here.
     """
-    found = GENERATIONS[generation]
+    source = GENERATIONS[generation]
     try:
-        module = importlib.import_module(found.module)
+        module = importlib.import_module(source.module)
     except Exception as error:  # not there, or of another CUDA, or of another of its own dependencies
         raise ValueError(
-            f"kernel='flash{generation}' needs {found.module} ({type(error).__name__}: {error}): pip install "
-            f"{found.package}, or use kernel='triton'"
+            f"kernel='flash{generation}' needs {source.module} ({type(error).__name__}: {error}): pip install "
+            f"{source.package}, or use kernel='triton'"
         ) from None
-    forward = _known(found, getattr(module, found.forward, None), found.forward, FORWARD, {"return_lse"})
-    backward = _known(found, getattr(module, found.backward, None), found.backward, BACKWARD, LSE)
+    forward = _called_by_name(source, getattr(module, source.forward, None), source.forward, FORWARD, {"return_lse"})
+    backward = _called_by_name(source, getattr(module, source.backward, None), source.backward, BACKWARD, LSE)
     return FlashOps(generation, forward, backward)
 
 
@@ -144,21 +144,23 @@ def version_of(package: str) -> str:
         return "unknown"
 
 
-def _known(
-    found: Generation, function: Any, name: str, needed: set[str], others: set[str]
+def _called_by_name(
+    source: Generation, function: Any, name: str, needed: set[str], others: set[str]
 ) -> Callable[[Mapping[str, Any]], Any]:
     """``function`` as one of a mapping, from which it is given what it takes: all that is ``needed``, a window, and
     perhaps ``others``."""
-    told = f"{found.package} {version_of(found.package)}"
+    version = f"{source.package} {version_of(source.package)}"
     if function is None:
-        raise ValueError(f"{told}: {found.module} has no {name}; install a version that has, or use kernel='triton'")
+        raise ValueError(
+            f"{version}: {source.module} has no {name}; install a version that has, or use kernel='triton'"
+        )
     takes = _parameters(function)
     lacking = needed - set(takes)
     strange = {n for n, optional in takes.items() if not optional} - needed - others - WINDOWS - set(SETTINGS)
     if lacking or strange or not WINDOWS & set(takes):
         raise ValueError(
-            f"{told}: {name}({', '.join(takes)}) is not a form of it that is known here; install another version, or "
-            "use kernel='triton'"
+            f"{version}: {name}({', '.join(takes)}) is not a form of it that is known here; install another version, "
+            "or use kernel='triton'"
         )
 
     def call(values: Mapping[str, Any]) -> Any:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..plan.tile import Tiles
+from .contract import BackwardInputs
 
-Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+RunForward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+RunBackward = Callable[[BackwardInputs], tuple[Tensor, Tensor, Tensor]]
 
 
 def suspected(*tensors: Tensor) -> bool:
@@ -31,7 +33,7 @@ def suspected(*tensors: Tensor) -> bool:
     )
 
 
-def contained_forward(run: Forward, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> tuple[Tensor, Tensor]:
+def contained_forward(run: RunForward, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> tuple[Tensor, Tensor]:
     """(out, lse) of ``run(q, k, v)``: lse NaN in rows of such a query or that see such a key, out also of such a value.
 
     Other rows are as if what they don't see were 0.
@@ -45,23 +47,23 @@ def contained_forward(run: Forward, q: Tensor, k: Tensor, v: Tensor, tiles: Tile
     return out, lse.masked_fill(lost, math.nan)
 
 
-def contained_backward(
-    run: Backward, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, tiles: Tiles
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of ``run(dout, q, k, v, lse, delta)``, NaN where rows with a NaN have a share in them.
+def contained_backward(run: RunBackward, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of ``run(inputs)``, NaN where rows with a NaN have a share in them.
 
     A row whose probabilities or dO are lost has its part in dq, dk and dv; one that only D is lost of, as it is if a
     value is NaN, not in dv.
     """
     # A row that no tile covers has lse -inf, and exp(-inf - -inf) is NaN; any finite lse gives it gradient 0.
-    lse = lse.masked_fill(lse == -math.inf, 0.0)
-    if not suspected(dout, q, k, v, lse, delta):
-        return run(dout, q, k, v, lse, delta)
-    (dout, bad_dout), (q, bad_q), (k, bad_k), (v, bad_v) = (_cleaned(x) for x in (dout, q, k, v))
+    lse, delta, tiles = inputs.lse.masked_fill(inputs.lse == -math.inf, 0.0), inputs.delta, inputs.tiles
+    tensors = (inputs.dout, inputs.q, inputs.k, inputs.v)
+    if not suspected(*tensors, lse, delta):
+        return run(replace(inputs, lse=lse))
+    (dout, bad_dout), (q, bad_q), (k, bad_k), (v, bad_v) = (_cleaned(x) for x in tensors)
     lost = bad_dout | bad_q | ~lse.isfinite() | rows_that_see(bad_k, tiles, like=bad_q)
     no_delta = lost | ~delta.isfinite() | rows_that_see(bad_v, tiles, like=bad_q)
     dout, q = (x.masked_fill(lost.unsqueeze(-1), 0.0) for x in (dout, q))
-    dq, dk, dv = run(dout, q, k, v, lse.masked_fill(lost, 0.0), delta.masked_fill(no_delta, 0.0))
+    lse, delta = lse.masked_fill(lost, 0.0), delta.masked_fill(no_delta, 0.0)
+    dq, dk, dv = run(replace(inputs, dout=dout, q=q, k=k, v=v, lse=lse, delta=delta))
     everything = torch.ones_like(bad_k)
     dq = dq.masked_fill((no_delta & rows_that_see(everything, tiles, like=bad_q)).unsqueeze(-1), math.nan)
     dk = dk.masked_fill(keys_seen_by(no_delta, tiles, like=bad_k).unsqueeze(-1), math.nan)
@@ -71,24 +73,24 @@ def contained_backward(
 
 def rows_that_see(keys: Tensor, tiles: Tiles, *, like: Tensor) -> Tensor:
     """bool [B, Hq, Sq] as ``like``: which rows see one of the ``keys``, bool [B, Hkv, Sk]."""
-    keys, found = keys.repeat_interleave(like.shape[1] // keys.shape[1], 1), torch.zeros_like(like)
+    keys, reached = keys.repeat_interleave(like.shape[1] // keys.shape[1], 1), torch.zeros_like(like)
     if keys.any():
         for tile in tiles:
             rows = torch.arange(tile.rows, device=keys.device)
             hit = _any_within(keys[:, :, tile.k_start : tile.k_stop], rows - tile.hi, rows - tile.lo)
-            found[:, :, tile.q_start : tile.q_stop] |= hit
-    return found
+            reached[:, :, tile.q_start : tile.q_stop] |= hit
+    return reached
 
 
 def keys_seen_by(rows: Tensor, tiles: Tiles, *, like: Tensor) -> Tensor:
     """bool [B, Hkv, Sk] as ``like``: which keys one of the ``rows``, bool [B, Hq, Sq], sees."""
-    rows, found = rows.unflatten(1, (like.shape[1], -1)).any(2), torch.zeros_like(like)
+    rows, reached = rows.unflatten(1, (like.shape[1], -1)).any(2), torch.zeros_like(like)
     if rows.any():
         for tile in tiles:
             columns = torch.arange(tile.columns, device=rows.device)
             hit = _any_within(rows[:, :, tile.q_start : tile.q_stop], columns + tile.lo, columns + tile.hi)
-            found[:, :, tile.k_start : tile.k_stop] |= hit
-    return found
+            reached[:, :, tile.k_start : tile.k_stop] |= hit
+    return reached
 
 
 def _any_within(flags: Tensor, first: Tensor, last: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..plan.tile import Tile, Tiles
-from .contract import Kernel
+from .contract import BackwardInputs, Continuing, Kernel
 from .merge import row_dot
 from .reference import Reference
 
@@ -29,7 +29,7 @@ ROWS, COLUMNS = 1034, 337
 BOUNDS = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}  # relative L2
 
 
-def proven(
+def check_against_reference(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], *, fixed_order: bool = True
 ) -> None:
     """Raise ArithmeticError unless small calls of ``kernel`` come out right, with ``fixed_order`` the same twice.
@@ -44,30 +44,28 @@ def proven(
         for heads, rows, dim in shapes
     )
     with torch.autocast("cpu", enabled=False), torch.autocast(device.type, enabled=False):
-        _prove(kernel, device, (dout, q, k, v), 0.0, fixed_order)
+        _check(kernel, device, (dout, q, k, v), 0.0, fixed_order)
         # Rows whose D comes of the lse's gradient alone: no column of dO can carry it.
         dout[:, :, 100:200] = 0
-        _prove(kernel, device, (dout, q, k, v), 1.0, fixed_order)
+        _check(kernel, device, (dout, q, k, v), 1.0, fixed_order)
 
 
-def _prove(kernel: Kernel, device: torch.device, tensors: tuple[Tensor, ...], dlse: float, fixed_order: bool) -> None:
+def _check(kernel: Kernel, device: torch.device, tensors: tuple[Tensor, ...], dlse: float, fixed_order: bool) -> None:
     dtype, scale, judge = tensors[0].dtype, tensors[1].shape[3] ** -0.5, Reference()
     dout, q, k, v = (x.double() for x in tensors)
     out, lse = judge.forward(q, k, v, TILES, scale)
     delta = row_dot(dout, out, torch.float64) - dlse
-    expected = (out, lse, *judge.backward(dout, q, k, v, lse, delta, TILES, scale))
+    expected = (out, lse, *judge.backward(BackwardInputs(dout, q, k, v, lse, delta, TILES, scale)))
     dout, q, k, v = (x.to(device) for x in tensors)
     lse, delta = torch.stack((lse, delta), -1).to(device, torch.float32).unbind(-1)  # strided, as the sweep gives them
     names = ("out", "lse", "dq", "dk", "dv")
-    runs = [
-        (*kernel.forward(q, k, v, TILES, scale), *kernel.backward(dout, q, k, v, lse, delta, TILES, scale))
-        for _ in range(2)
-    ]
-    told = [*zip(names, runs[0], expected, strict=True)]
-    if kernel.continues:
-        total = _carried(kernel, q, k, v, scale)
-        told += zip(("out carried on", "lse carried on"), total, expected[:2], strict=True)
-    for name, mine, right in told:
+    inputs = BackwardInputs(dout, q, k, v, lse, delta, TILES, scale)
+    runs = [(*kernel.forward(q, k, v, TILES, scale), *kernel.backward(inputs)) for _ in range(2)]
+    results = [*zip(names, runs[0], expected, strict=True)]
+    if isinstance(kernel, Continuing):
+        total = _continued(kernel, q, k, v, scale)
+        results += zip(("out carried on", "lse carried on"), total, expected[:2], strict=True)
+    for name, mine, right in results:
         error = _distance(mine.cpu(), right)
         if not error <= BOUNDS[dtype]:
             raise ArithmeticError(
@@ -78,7 +76,7 @@ def _prove(kernel: Kernel, device: torch.device, tensors: tuple[Tensor, ...], dl
             raise ArithmeticError(f"its {name} differs from run to run on this device")
 
 
-def _carried(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _continued(kernel: Continuing, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """(out, lse) of the tiles by halves of their columns, one folded into the other, in the midst of larger buffers."""
     first, second = (
         Tiles(np.array([part for tile in TILES if (part := _half(tile, n)) is not None], np.int64)) for n in range(2)

@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 
 from ..plan.tile import Tile, Tiles
-from .contract import accumulation_dtype, band_seen
+from .contract import BackwardInputs, band_seen
 from .merge import blank_output, merge_
 from .poison import contained_backward, contained_forward
+from .precision import accumulation_dtype
 
 
 class Reference:
     """Kernel that writes out each tile's probabilities."""
 
     name = "reference"
-
-    continues = False
 
     def exact_partials(self, dtype: torch.dtype) -> bool:
         return True
@@ -30,24 +29,8 @@ class Reference:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
         return contained_forward(partial(_forward, tiles=tiles, scale=scale), q, k, v, tiles)
 
-    def extend(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, out: Tensor, lse: Tensor) -> None:
-        raise NotImplementedError("merge what forward gives")
-
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        tiles: Tiles,
-        scale: float,
-        *,
-        final: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        run = partial(_backward, tiles=tiles, scale=scale)
-        return contained_backward(run, dout, q, k, v, lse, delta, tiles)
+    def backward(self, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+        return contained_backward(_backward, inputs)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
@@ -61,17 +44,17 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *, tiles: Tiles, scale: float) -> 
     return out, lse
 
 
-def _backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, *, tiles: Tiles, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, scale = inputs.q, inputs.k, inputs.v, inputs.scale
     wide = accumulation_dtype(q.dtype)
     dq, dk, dv = (torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in (q, k, v))
     heads = (k.shape[1], q.shape[1] // k.shape[1])
-    for tile in tiles:
+    for tile in inputs.tiles:
         queries, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
-        row_lse, row_delta, d = (x[:, :, queries].to(wide).unflatten(1, heads) for x in (lse, delta, dout))
-        p = torch.exp(_scores(q[:, :, queries], k[:, :, keys], tile, scale) - row_lse.unsqueeze(-1))
-        ds = p * (d @ _grouped(v[:, :, keys]).mT - row_delta.unsqueeze(-1)) * scale
+        of_rows = (inputs.lse, inputs.delta, inputs.dout)
+        lse, delta, d = (x[:, :, queries].to(wide).unflatten(1, heads) for x in of_rows)
+        p = torch.exp(_scores(q[:, :, queries], k[:, :, keys], tile, scale) - lse.unsqueeze(-1))
+        ds = p * (d @ _grouped(v[:, :, keys]).mT - delta.unsqueeze(-1)) * scale
         dq[:, :, queries] += (ds @ _grouped(k[:, :, keys])).flatten(1, 2)
         dk[:, :, keys] += (ds.mT @ q[:, :, queries].to(wide).unflatten(1, heads)).sum(2)
         dv[:, :, keys] += (p.mT @ d).sum(2)

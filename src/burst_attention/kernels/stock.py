@@ -5,17 +5,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import ClassVar, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..plan.tile import Tile, Tiles
-from .contract import accumulation_dtype
+from .contract import BackwardInputs
 from .merge import blank_output, merge_
 from .pieces import Piece
 from .poison import contained_backward, contained_forward
-from .surrogate import Gradients, Share, shares
+from .precision import accumulation_dtype
+from .surrogate import BackwardCall, GradientSums, backward_calls
 from .widths import check_width, same_width
 
 Launch = TypeVar("Launch", Tile, Piece)  # rows [q_start, q_stop) x columns [k_start, k_stop)
@@ -23,8 +24,6 @@ Launch = TypeVar("Launch", Tile, Piece)  # rows [q_start, q_stop) x columns [k_s
 
 class Stock(ABC, Generic[Launch]):
     """A kernel that cuts tiles into launches; the tensors of each have one head dim, a multiple of something."""
-
-    continues: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -84,56 +83,29 @@ class Stock(ABC, Generic[Launch]):
             merge_(out[:, :, rows], lse[:, :, rows], *self.run_forward(launch, q, k, v, scale))
         return out[..., :value_dim], lse
 
-    def extend(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, out: Tensor, lse: Tensor) -> None:
-        raise NotImplementedError("merge what forward gives")
+    def backward(self, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+        return contained_backward(self._backward, inputs)
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        tiles: Tiles,
-        scale: float,
-        *,
-        final: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        run = partial(self._backward, tiles=tiles, scale=scale)
-        return contained_backward(run, dout, q, k, v, lse, delta, tiles)
-
-    def _backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        *,
-        tiles: Tiles,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        launches = list(self.launches(tiles))
-        dout, q, k, v = (self.computed(x, backward=True) for x in (dout, q, k, v))
-        calls = shares(dout, delta, widest=self.widest)
+    def _backward(self, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+        lse, scale, launches = inputs.lse, inputs.scale, list(self.launches(inputs.tiles))
+        dout, q, k, v = (self.computed(x, backward=True) for x in (inputs.dout, inputs.q, inputs.k, inputs.v))
+        calls = backward_calls(dout, inputs.delta, widest=self.widest)
         if len(calls) == len(launches) == 1 and _covers(launches[0], q, k):
             grads = self.run_backward(launches[0], self._padded(calls[0], q, k, v), lse, scale)
             dq, dk, dv = (grad[..., : x.shape[-1]] for grad, x in zip(grads, (q, k, v), strict=True))
             return dq, dk, dv
-        sums = Gradients(q, k, v)
-        for share in calls:
-            inputs = self._padded(share, q, k, v)
+        sums = GradientSums(q, k, v)
+        for call in calls:
+            tensors = self._padded(call, q, k, v)
             for launch in launches:
                 rows, columns = slice(launch.q_start, launch.q_stop), slice(launch.k_start, launch.k_stop)
-                sums.add(self.run_backward(launch, inputs, lse, scale), rows, columns, share)
+                sums.add(self.run_backward(launch, tensors, lse, scale), rows, columns, call)
         return sums.dq, sums.dk, sums.dv
 
-    def _padded(self, share: Share, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    def _padded(self, call: BackwardCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """dout, q, k, v, out."""
-        values = v if share.values else torch.zeros_like(v)
-        return same_width(share.dout, q, k, values, share.out, multiple=self.multiple)
+        values = v if call.values else torch.zeros_like(v)
+        return same_width(call.dout, q, k, values, call.out, multiple=self.multiple)
 
 
 def _covers(launch: Tile | Piece, q: Tensor, k: Tensor) -> bool:

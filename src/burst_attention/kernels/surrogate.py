@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .contract import accumulation_dtype
+from .precision import accumulation_dtype
 
 
 def surrogate_output(dout: Tensor, delta: Tensor) -> Tensor | None:
@@ -49,8 +49,8 @@ def _fill(out: Tensor, dout: Tensor, delta: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Share:
-    """A call of a stock backward: its gradients, summed over the shares, are the ones wanted.
+class BackwardCall:
+    """A call of a stock backward: its gradients, summed over the calls, are the ones wanted.
 
     ``values``: with v; else with zeros in its place, and dV is dropped.
     """
@@ -60,7 +60,7 @@ class Share:
     values: bool = True
 
 
-def shares(dout: Tensor, delta: Tensor, *, widest: int | None) -> tuple[Share, ...]:
+def backward_calls(dout: Tensor, delta: Tensor, *, widest: int | None) -> tuple[BackwardCall, ...]:
     """What to call a stock backward with, so that it computes with D = ``delta``.
 
     One call, unless dO can't carry D and the columns that would make its head dim exceed ``widest``: then one with
@@ -68,27 +68,27 @@ def shares(dout: Tensor, delta: Tensor, *, widest: int | None) -> tuple[Share, .
     """
     out = surrogate_output(dout, delta)
     if out is not None:
-        return (Share(dout, out),)
+        return (BackwardCall(dout, out),)
     wide, columns = appended_columns(dout, delta)
     if widest is None or wide.shape[-1] <= widest:
-        return (Share(wide, columns),)
+        return (BackwardCall(wide, columns),)
     ones, carried = torch.zeros_like(dout), torch.zeros_like(dout)
     ones[..., :PARTS], carried[..., :PARTS] = 1, columns[..., -PARTS:]
-    return Share(dout, torch.zeros_like(dout)), Share(ones, carried, values=False)
+    return BackwardCall(dout, torch.zeros_like(dout)), BackwardCall(ones, carried, values=False)
 
 
-class Gradients:
-    """dq, dk, dv under accumulation, over launches and shares; in the accumulation dtype."""
+class GradientSums:
+    """dq, dk, dv under accumulation, over launches and calls; in the accumulation dtype."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.dq, self.dk, self.dv = (
             torch.zeros(x.shape, dtype=accumulation_dtype(x.dtype), device=x.device) for x in (q, k, v)
         )
 
-    def add(self, parts: Sequence[Tensor], rows: slice, columns: slice, share: Share) -> None:
+    def add(self, parts: Sequence[Tensor], rows: slice, columns: slice, call: BackwardCall) -> None:
         """A launch's results, padded or not, for these rows and columns."""
         for total, part, where in zip((self.dq, self.dk, self.dv), parts, (rows, columns, columns), strict=True):
-            if total is not self.dv or share.values:
+            if total is not self.dv or call.values:
                 total[:, :, where] += part[..., : total.shape[-1]]
 
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-HALVES = (torch.bfloat16, torch.float16)
+from .precision import HALVES
+
 WIDEST = 256  # head dim of GPU kernels
 
 

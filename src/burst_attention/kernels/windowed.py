@@ -122,9 +122,9 @@ class Windowed(Stock[Tile]):
         out, lse = self.ops.forward(queries, keys, values, window_of(launch), scale)
         expected = (q.shape[0], q.shape[1], launch.rows)
         if lse is None or tuple(lse.shape) != expected or lse.dtype != torch.float32:
-            told = "no lse" if lse is None else f"an lse of shape {list(lse.shape)} in {lse.dtype}"
+            given = "no lse" if lse is None else f"an lse of shape {list(lse.shape)} in {lse.dtype}"
             raise RuntimeError(
-                f"kernel={self.name!r} gave {told}, not {list(expected)} in torch.float32: this version of it is not "
+                f"kernel={self.name!r} gave {given}, not {list(expected)} in torch.float32: this version of it is not "
                 "known here; choose another kernel"
             )
         return out.transpose(1, 2), lse

@@ -27,8 +27,8 @@ from burst_attention import Mask, burst_attention, make_plan
 from burst_attention.attention.footprint import peak_memory
 from burst_attention.attention.plan import shape_of
 from burst_attention.kernels import KERNELS, choose, explain
-from burst_attention.kernels.contract import Kernel
-from burst_attention.kernels.prove import proven
+from burst_attention.kernels.contract import BackwardInputs, Kernel
+from burst_attention.kernels.prove import check_against_reference
 from burst_attention.plan.layout import Layout
 from burst_attention.plan.tile import Tiles, pair_tiles
 from burst_attention.testing import local_world
@@ -67,23 +67,18 @@ def subjects(names: list[str], q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) ->
             kernel = choose(name, device=DEVICE, dtype=q.dtype)
             # torch's own add up in any order: they are compared, but `auto` takes none.
             fixed_order = not name.startswith("aten")
-            proven(kernel, DEVICE, q.dtype, (q.shape[3], v.shape[3]), fixed_order=fixed_order)
+            check_against_reference(kernel, DEVICE, q.dtype, (q.shape[3], v.shape[3]), fixed_order=fixed_order)
             out, lse = kernel.forward(q, k, v, tiles, scale)
         except Exception as error:  # whatever a package may say
             refused.append(f"{name}: {error}")
             continue
         delta = (out.float() * dout.float()).sum(-1)
-        able.append(_subject(name, kernel, (q, k, v, dout, lse, delta), tiles, scale))
+        able.append(_subject(name, kernel, BackwardInputs(dout, q, k, v, lse, delta, tiles, scale, final=True)))
     return able, refused
 
 
-def _subject(name: str, kernel: Kernel, tensors: tuple[Tensor, ...], tiles: Tiles, scale: float) -> Subject:
-    q, k, v, dout, lse, delta = tensors
-    return Subject(
-        name,
-        lambda: kernel.forward(q, k, v, tiles, scale),
-        lambda: kernel.backward(dout, q, k, v, lse, delta, tiles, scale, final=True),
-    )
+def _subject(name: str, kernel: Kernel, x: BackwardInputs) -> Subject:
+    return Subject(name, lambda: kernel.forward(x.q, x.k, x.v, x.tiles, x.scale), lambda: kernel.backward(x))
 
 
 def stock(mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> list[Subject]:

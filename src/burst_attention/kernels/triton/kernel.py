@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...plan.tile import Tiles
-from ..contract import on_device_of
+from ..contract import BackwardInputs, on_device_of
 from ..merge import blank_output
 from ..widths import WIDEST, check_width
 from . import programs
@@ -44,9 +44,8 @@ class Triton:
     def name(self) -> str:
         return "triton"
 
-    @property
-    def continues(self) -> bool:
-        return True
+    def untuned(self) -> Triton:
+        return replace(self, tuned=False)
 
     def exact_partials(self, dtype: torch.dtype) -> bool:
         return True
@@ -74,48 +73,28 @@ class Triton:
     def extend(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, out: Tensor, lse: Tensor) -> None:
         self.run_forward((q, k, v), (out, lse), tiles, scale, self._sizes("forward", q, v, tiles), carry=True)
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        tiles: Tiles,
-        scale: float,
-        *,
-        final: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = inputs.q, inputs.k, inputs.v
         dq, dk, dv = (
-            torch.empty(x.shape, dtype=x.dtype if final else torch.float32, device=x.device) for x in (q, k, v)
+            torch.empty(x.shape, dtype=x.dtype if inputs.final else torch.float32, device=x.device) for x in (q, k, v)
         )
-        inputs = (q, k, v, dout, lse, delta)
         for keys, outputs in ((False, (dq,)), (True, (dk, dv))):
-            sizes = self._sizes("backward_keys" if keys else "backward_queries", q, v, tiles)
-            self.run_backward(inputs, outputs, tiles, scale, sizes, keys=keys)
+            sizes = self._sizes("backward_keys" if keys else "backward_queries", q, v, inputs.tiles)
+            self.run_backward(inputs, outputs, sizes, keys=keys)
         return dq, dk, dv
 
-    def run_backward(
-        self,
-        inputs: tuple[Tensor, ...],
-        outputs: tuple[Tensor, ...],
-        tiles: Tiles,
-        scale: float,
-        sizes: Sizes,
-        *,
-        keys: bool,
-    ) -> None:
-        """Write (dq), or with ``keys`` (dk, dv), of (q, k, v, dout, lse, delta)."""
-        q, k, v = inputs[:3]
+    def run_backward(self, inputs: BackwardInputs, outputs: tuple[Tensor, ...], sizes: Sizes, *, keys: bool) -> None:
+        """Write (dq), or with ``keys`` (dk, dv)."""
+        q, k, v, tiles = inputs.q, inputs.k, inputs.v, inputs.tiles
         block = sizes.n if keys else sizes.m
         batch, heads, length = (k if keys else q).shape[:3]
-        found = self.tables.get(tiles, keys=keys, size=block, length=length, device=q.device)
-        strides = [n for x in inputs for n in x.stride()[:3]]
-        tail = (found.tiles, found.offsets, found.ids, scale, heads, q.shape[1] // k.shape[1], length, *strides)
+        table = self.tables.get(tiles, keys=keys, size=block, length=length, device=q.device)
+        tensors = (q, k, v, inputs.dout, inputs.lse, inputs.delta)
+        strides = [n for x in tensors for n in x.stride()[:3]]
+        tail = (table.tiles, table.offsets, table.ids, inputs.scale, heads, q.shape[1] // k.shape[1], length, *strides)
         program = programs.backward_keys if keys else programs.backward_queries
         with on_device_of(q), _alone():
-            program[grid_of(length, block, batch, heads)](*inputs, *outputs, *tail, **constants(q, v, sizes))
+            program[grid_of(length, block, batch, heads)](*tensors, *outputs, *tail, **constants(q, v, sizes))
 
     def run_forward(
         self,
@@ -130,9 +109,9 @@ class Triton:
         """Write fp32 (out, lse) of (q, k, v), or with ``carry`` go on with them; their last dims are dense."""
         q, k, v = inputs
         batch, heads, length = q.shape[:3]
-        found = self.tables.get(tiles, keys=False, size=sizes.m, length=length, device=q.device)
+        table = self.tables.get(tiles, keys=False, size=sizes.m, length=length, device=q.device)
         strides = [n for x in (*inputs, *outputs) for n in x.stride()[:3]]
-        tail = (found.tiles, found.offsets, found.ids, scale, heads, heads // k.shape[1], length, *strides)
+        tail = (table.tiles, table.offsets, table.ids, scale, heads, heads // k.shape[1], length, *strides)
         grid = grid_of(length, sizes.m, batch, heads)
         with on_device_of(q), _alone():
             programs.forward[grid](*inputs, *outputs, *tail, CARRY=carry, **constants(q, v, sizes))

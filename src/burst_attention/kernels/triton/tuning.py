@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...plan.tile import Tile, Tiles
-from ..contract import capturing, on_device_of
+from ..contract import BackwardInputs, capturing, on_device_of
 
 _MEASURING = threading.Lock()  # ranks may be threads of one device: they would measure each other
 
@@ -149,10 +149,9 @@ class Trial:
             torch.empty(1, 8, rows, x.shape[3], dtype=x.dtype, device=q.device).normal_(generator=make)
             for x in (q, q, v, v)
         )
-        self._kernel, self._program, self.tiles = kernel, program, _tiles(kind, rows)
-        self._scale = q.shape[3] ** -0.5
-        numbers = torch.zeros(2, 1, 8, rows, device=q.device)  # lse and D
-        self._inputs = (query, key, value) if program == "forward" else (query, key, value, dout, *numbers)
+        self._kernel, self._program = kernel, program
+        lse, delta = torch.zeros(2, 1, 8, rows, device=q.device)
+        self.inputs = BackwardInputs(dout, query, key, value, lse, delta, _tiles(kind, rows), q.shape[3] ** -0.5)
         like = {"forward": (value,), "backward_queries": (query,), "backward_keys": (key, value)}[program]
         self._outputs = [torch.empty(x.shape, device=q.device) for x in like]
         if program == "forward":
@@ -160,19 +159,20 @@ class Trial:
 
     def run(self, sizes: Sizes, *, carry: bool = False) -> None:
         if self._program == "forward":
-            self._kernel.run_forward(self._inputs, tuple(self._outputs), self.tiles, self._scale, sizes, carry=carry)
+            x = self.inputs
+            self._kernel.run_forward((x.q, x.k, x.v), tuple(self._outputs), x.tiles, x.scale, sizes, carry=carry)
             return
         keys = self._program == "backward_keys"
-        self._kernel.run_backward(self._inputs, tuple(self._outputs), self.tiles, self._scale, sizes, keys=keys)
+        self._kernel.run_backward(self.inputs, tuple(self._outputs), sizes, keys=keys)
 
     def results(self, sizes: Sizes) -> list[Tensor]:
         """Of a call; of a forward also of one that goes on with what another gave."""
         self.run(sizes)
-        told = [x.clone() for x in self._outputs]
+        results = [x.clone() for x in self._outputs]
         if self._program == "forward":
             self.run(sizes, carry=True)
-            told += [x.clone() for x in self._outputs]
-        return told
+            results += [x.clone() for x in self._outputs]
+        return results
 
 
 def alike(results: list[Tensor], right: list[Tensor]) -> bool:
