@@ -351,6 +351,7 @@ def test_what_no_cluster_can_do_is_refused_in_a_line(arguments, told, capsys):
 
 
 @NAMESPACES
+@pytest.mark.slow
 def test_the_papers_tables_are_written_by_one_command(tmp_path):
     command = [sys.executable, "benchmarks/paper.py", "--quick", "--out", str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as done:

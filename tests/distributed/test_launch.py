@@ -13,14 +13,13 @@ import torch.distributed as dist
 
 from burst_attention.launch.join import join
 from burst_attention.launch.local import launch
-from burst_attention.training.config import ParallelConfig
 
 TIMEOUT = 1.0
 
 
 def act(folder, ways):
     """Meet the other ranks, then end in the way that is this rank's."""
-    with join(ParallelConfig(device="cpu", timeout=TIMEOUT)) as place:
+    with join(device="cpu", timeout=TIMEOUT) as place:
         numbers = place.collect(place.rank)
         (Path(folder) / str(place.rank)).write_text(f"{os.getpid()} {time.time()} {numbers}")
         way = ways[place.rank]
@@ -75,7 +74,7 @@ def test_a_rank_that_fails_after_another_is_not_the_one_named(tmp_path, capfd):
 
 def fail_by_rank():
     rank = int(os.environ["RANK"])
-    with join(ParallelConfig(device="cpu", timeout=20)) as place:
+    with join(device="cpu", timeout=20) as place:
         place.collect(None)
         time.sleep({1: 0, 2: 0.3, 0: 0.6}[rank])
         raise ValueError(rank)

@@ -42,7 +42,7 @@ def whole_weights(model):
 
 def trained(config):
     """(weights before, weights after so many steps, (rate, norm) of each) as the trainer has them."""
-    with join(config.parallel) as place:
+    with join(device="cpu", timeout=60) as place:
         trainer = Trainer(config, place)
         before = whole_weights(trainer.model)
         told = [(record.lr, record.grad_norm) for record in itertools.islice(trainer.steps(), STEPS)]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from burst_attention.cli import check as command
+from burst_attention.launch import join
 from burst_attention.testing import Case
 from burst_attention.testing import check as run_check
 
@@ -40,10 +41,10 @@ def test_each_tensor_is_compared(monkeypatch, dtype, by):
 @pytest.mark.parametrize("wrong", [False, True])
 def test_the_command_fails_where_a_tensor_is_wrong(monkeypatch, capsys, wrong):
     @contextmanager
-    def alone(_):
+    def alone(**_):
         yield SimpleNamespace(device=torch.device("cpu"), rank=0)
 
-    monkeypatch.setattr("burst_attention.launch.join.join", alone)
+    monkeypatch.setattr(join, "join", alone)
     asked = command.Arguments(seq_len=64, masks=("causal",), layouts=("zigzag",), dtypes=("float64",))
     if wrong:
         monkeypatch.setitem(run_check.__globals__, "distributed_call", spoiled("dk", 1e-9))
