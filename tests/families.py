@@ -166,7 +166,7 @@ def judge(model_type: str) -> Verdict:
         return _by_running(model_type, config)
     except WorkerError as error:
         own = [error.errors.get(rank) for rank in range(WORLD)]
-        if all(type(each) in (TypeError, ValueError) and _is_ours(each) for each in own):
+        if all(type(each) in (TypeError, ValueError) and is_ours(each) for each in own):
             return Verdict(model_type, "refused", str(own[0]))
         return _by_parts(model_type, parts, first_line(next(each for each in own if each)), kind="error")
     except Exception as error:
@@ -355,7 +355,7 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def _is_ours(error: BaseException) -> bool:
+def is_ours(error: BaseException) -> bool:
     """Whether the library raised it, and not something in a model that fell over what it was given."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
@@ -379,7 +379,8 @@ def page(verdicts: list[Verdict]) -> str:
         "- **equal**: the largest relative difference of hidden states and loss, and of gradients. *Windows* are the",
         "  keys of `plan={...}` that its layers asked for. *Logits*: with the settings of its default configuration",
         "  the family changes them after the product with the head's weight (a factor, a soft cap, a bias).",
-        "- **refused**: on all ranks, in these words, by the attention, by the loss or by `hf.check_model`.",
+        "- **refused**: on all ranks, in these words, by the attention, by the loss or by `hf.check_model`",
+        "  ([what else is refused, and why](refusals.md)).",
         "- **not built**: no small configuration of it is made here, and its parts alone tell nothing against it.",
         "",
         "| model type | verdict | hidden, loss | gradients | windows | logits | what is told |",

@@ -1,0 +1,25 @@
+"""docs/refusals.md: every text on it is what the library says today."""
+
+from __future__ import annotations
+
+import pytest
+
+from burst_attention import Mask, make_plan
+from tests import refusals
+
+
+def test_the_page_is_what_is_told_today() -> None:
+    found = refusals.provoke()
+    assert sum(map(len, found.values())) >= 60
+    assert all(each.text and each.why for area in found.values() for each in area)
+    assert refusals.page(found) == refusals.PAGE.read_text("utf-8"), "python tests/refusals.py"
+
+
+def test_what_is_not_refused_is_no_case() -> None:
+    known = {"make_plan": make_plan, "Mask": Mask}
+    with pytest.raises(AssertionError, match="is not refused"):
+        refusals.told("make_plan(8)", known)
+    with pytest.raises(NameError):  # a slip in the case itself
+        refusals.told("make_plan(eight)", known)
+    with pytest.raises(AssertionError, match="exit status 0"):
+        refusals.told("burst --version", known)
