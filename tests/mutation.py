@@ -179,7 +179,7 @@ SEEDED = [
     Fault(
         "backwards are not told apart",
         "attention/operator.py",
-        '{"call number": int(number)}',
+        '{"call number": forward.number}',
         "{}",
         FAULTS,
         "different_orders",
@@ -251,7 +251,7 @@ SEEDED = [
     Fault(
         "masks are not agreed on",
         "attention/checks.py",
-        "**call.plan.schedule.told,",
+        "**call.plan.schedule.description,",
         '"seqlen": call.plan.seqlen,',
         FAULTS,
         "disagreement_raises and mask",
@@ -646,11 +646,27 @@ SEEDED = [
     ),
     Fault(
         "a graph on disk of another formula may be run",
-        "attention/operator.py",
-        "FORMULA = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]",
-        'FORMULA = "1"',
+        "attention/entry.py",
+        "formula_version=FORMULA_VERSION",
+        "formula_version=0",
         "tests/distributed/test_operator.py",
         "names_the_formula",
+    ),
+    Fault(
+        "a formula is changed under its old version",
+        "attention/operator.py",
+        "row_dot(dout, out, lse.dtype)",
+        "row_dot(out, dout, lse.dtype)",
+        "tests/distributed/test_operator.py",
+        "version_of_its_own",
+    ),
+    Fault(
+        "the backward takes another scale than the forward",
+        "attention/operator.py",
+        "scale=forward.scale",
+        "scale=None",
+        ATTENTION,
+        "extreme_logits",
     ),
     Fault(
         "a rank draws other inputs than the positions that it holds",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import hashlib
 from pathlib import Path
@@ -11,8 +12,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from burst_attention import Mask, burst_attention, make_plan
-from burst_attention.attention import operator as op
-from burst_attention.attention.operator import FORMULA, attend, attend_backward
+from burst_attention.attention import operator
+from burst_attention.attention.operator import FORMULA_VERSION, Settled, attend, attend_backward
 from burst_attention.attention.remat import keep_attention
 from burst_attention.testing import local_world
 
@@ -33,15 +34,15 @@ def shards(plan, *, dtype=torch.float64, kv_heads=2, grad=True):
 def test_opcheck(mask, dtype):
     plan = make_plan(33, mask=mask)
     q, k, v = shards(plan, dtype=dtype)
-    torch.library.opcheck(attend, (q, k, v, plan.handle, None, "auto", "auto", 7, True, FORMULA))
-    out, lse, number = attend(q, k, v, plan.handle, 0.5, "auto", "auto", 7, True, FORMULA)
-    saved = [x.detach() for x in (q, k, v, out, lse, number)]
+    torch.library.opcheck(attend, (q, k, v, plan.handle, None, "auto", "auto", 7, True, FORMULA_VERSION))
+    out, lse, settled = attend(q, k, v, plan.handle, 0.5, "auto", "auto", 7, True, FORMULA_VERSION)
+    assert Settled.unpack(settled) == Settled(0, 0.5, "query", "aten")
+    saved = [x.detach() for x in (q, k, v, out, lse, settled)]
     dout, dlse = torch.randn_like(saved[3]), torch.randn_like(saved[4])
-    settings = (plan.handle, 0.5, "auto", "auto")
     # The gradients have none of their own: second derivatives are not supported.
     without = ("test_schema", "test_faketensor")
-    torch.library.opcheck(attend_backward, (dout, dlse, *saved, *settings), test_utils=without)
-    torch.library.opcheck(attend_backward, (dout, None, *saved, *settings), test_utils=without)
+    torch.library.opcheck(attend_backward, (dout, dlse, *saved, plan.handle), test_utils=without)
+    torch.library.opcheck(attend_backward, (dout, None, *saved, plan.handle), test_utils=without)
 
 
 def layer(q, k, v, plan, **options):
@@ -80,11 +81,27 @@ def test_a_compiled_graph_names_the_formula_so_that_one_on_disk_is_not_run_after
     named = []
 
     def backend(graph, _):
-        named.extend(node.args[-1] for node in graph.graph.nodes if "attend" in str(node.target))
+        named.extend(node.kwargs["formula_version"] for node in graph.graph.nodes if "attend" in str(node.target))
         return graph
 
     torch.compile(layer, fullgraph=True, backend=backend)(*shards(make_plan(33)), make_plan(33))
-    assert named == [hashlib.sha256(Path(op.__file__).read_bytes()).hexdigest()[:12]]
+    assert named == [FORMULA_VERSION]
+
+
+# The version, and the digest of the source of what a graph on disk may hold, as of the last change.
+LAST = (1, "e890e31f47da")
+
+
+def test_a_formula_that_changed_has_a_version_of_its_own():
+    source = Path(operator.__file__).read_text("utf-8")
+    functions = ("attend", "attend_backward", "_save", "_differentiate")
+    texts = [ast.get_source_segment(source, x) for x in ast.parse(source).body if getattr(x, "name", "") in functions]
+    assert len(texts) == len(functions)
+    digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12]
+    assert (FORMULA_VERSION, digest) == LAST, (
+        f"one of {', '.join(functions)} in attention/operator.py changed: add one to FORMULA_VERSION there, so that no "
+        f"compiled graph that torch kept on disk from before is run, and set LAST here to that version and {digest!r}"
+    )
 
 
 def test_compiled_over_ranks(pools):
@@ -109,7 +126,7 @@ def test_a_graph_keeps_its_plan_and_a_lost_one_is_named():
     handle = make_plan(33).handle
     gc.collect()
     with pytest.raises(ValueError, match=f"plan handle {handle} is of no plan any more"):
-        attend(*inputs, handle, None, "auto", "auto", 7, True, FORMULA)
+        attend(*inputs, handle, None, "auto", "auto", 7, True, FORMULA_VERSION)
 
 
 def checkpointed(group=None, keep=True):

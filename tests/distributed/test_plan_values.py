@@ -6,7 +6,9 @@ import copy
 import gc
 import io
 import pickle
+import weakref
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,6 +22,17 @@ from burst_attention.attention.plan import plan_of
 from burst_attention.testing import attend, local_world
 
 MASKS = [Mask(), Mask(window=3), Mask(causal=False), Mask(cu_seqlens=[0, 4, 4, 10]), Mask(prefix=4)]
+
+
+def test_indices_are_copied_to_a_device_once():
+    plan, device = make_plan(10), torch.device("meta")
+    index = np.array([1, 3])
+    copied, alive = plan.indices.on_device(index, device), weakref.ref(index)
+    assert plan.indices.on_device(index, device) is copied
+    assert copy.copy(plan).indices is plan.indices
+    del index
+    gc.collect()
+    assert alive() is not None  # or another array at its address would be taken for it
 
 
 def saved_and_loaded(plan):
@@ -46,11 +59,11 @@ def test_a_plan_of_one_rank_is_a_value(how) -> None:
     plans = [make_plan(10, mask=mask, layout=layout) for mask in MASKS for layout in ("zigzag", "striped")]
     copies = [COPIES[how](plan) for plan in plans]
     assert len({plan.handle for plan in [*plans, *copies]}) == 2 * len(plans)
-    told = [(plan.schedule.told, plan.layout, plan.positions.tolist()) for plan in plans]
+    told = [(plan.schedule.description, plan.layout, plan.positions.tolist()) for plan in plans]
     del plans
     gc.collect()
     for before, plan in zip(told, copies, strict=True):
-        assert (plan.schedule.told, plan.layout, plan.positions.tolist()) == before
+        assert (plan.schedule.description, plan.layout, plan.positions.tolist()) == before
         assert plan_of(plan.handle) is plan and error_of(plan) < 1e-14
 
 

@@ -1,18 +1,22 @@
-"""Every command offers every layout, route, kernel, engine and what travels: a new one is named where it is made."""
+"""Every command offers every layout, route, dtype, engine and what travels: a new one is named where it is made."""
 
 from __future__ import annotations
 
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
+from burst_bench import command as bench
 
+from burst_attention.attention.checks import DTYPES
 from burst_attention.cli import check, plan
-from burst_attention.engines import ENGINES
+from burst_attention.engines import ENGINES, choose
 from burst_attention.plan.assignment import TRAVELS
 from burst_attention.plan.layout import LAYOUTS
 from burst_attention.plan.route import ROUTES
 from burst_attention.training.config import ParallelConfig
 from burst_attention.training.evaluation import EvalConfig
+
+DTYPE_NAMES = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
 
 
 def offered(settings: type, field: str) -> set[str]:
@@ -35,9 +39,23 @@ def offered(settings: type, field: str) -> set[str]:
         (ParallelConfig, "route", ROUTES),
         (check.Arguments, "travels", TRAVELS),
         (plan.Arguments, "travels", TRAVELS),
+        (check.Arguments, "masks", check.MASKS),
+        (check.Arguments, "dtypes", DTYPE_NAMES),
+        (plan.Arguments, "dtype", DTYPE_NAMES),
+        (bench.Arguments, "dtype", DTYPE_NAMES),
         (ParallelConfig, "engine", ENGINES),
         (EvalConfig, "engines", ENGINES),
     ],
 )
 def test_a_command_offers_all_there_are(settings, field, made):
     assert offered(settings, field) == set(made)
+
+
+def test_what_is_run_unasked_is_all_there_is():
+    assert check.Arguments().layouts == tuple(LAYOUTS) and check.Arguments().travels == tuple(TRAVELS)
+    assert {spec.partition(":")[0] for spec in bench.EVERY} == set(ENGINES) - {"single"}
+
+
+def test_engines_are_called_by_their_names_and_a_rank_alone_holds_any_layout():
+    assert [choose(name).name for name in ENGINES] == list(ENGINES)
+    assert [choose("single", layout=layout).layout for layout in LAYOUTS] == list(LAYOUTS)

@@ -435,5 +435,7 @@ def test_masks_are_values() -> None:
 def test_ranks_agree_on_every_field_of_a_mask(field: str) -> None:
     """A field that ranks could differ in unnoticed would be a wrong result on some of them."""
     other = Mask(**{field: {"causal": False, "window": 3, "cu_seqlens": [0, 3, 8], "prefix": 2}[field]})
-    told = [make_schedule(8, mask=m, layout="zigzag", route="direct", rank=0, world=2).told for m in (Mask(), other)]
+    told = [
+        make_schedule(8, mask=m, layout="zigzag", route="direct", rank=0, world=2).description for m in (Mask(), other)
+    ]
     assert told[0]["mask"] != told[1]["mask"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
-from typing import Literal
 
 import tyro
 from rich.box import SIMPLE_HEAD
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from burst_attention.attention.checks import DtypeName
 from burst_attention.launch import local as launch
 from burst_attention.testing import WorkerError
 from burst_attention.training.claim import Marker, claimed
@@ -47,7 +47,7 @@ class Arguments:
     """--heads if not given."""
     head_dim: int = 32
     vocabulary: int = 512
-    dtype: Literal["float64", "float32", "bfloat16", "float16"] = "bfloat16"
+    dtype: DtypeName = "bfloat16"
     timeline: bool = True
     """Also draw what each rank does in one more call."""
     out: str = "runs/bench"

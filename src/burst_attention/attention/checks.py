@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,11 +14,15 @@ from torch.distributed.tensor import DTensor
 from ..comm.scalars import real
 from ..kernels import choose
 from ..kernels.contract import Kernel
-from ..kernels.precision import DTYPES, accumulation_dtype, wire_dtype
+from ..kernels.precision import DTYPES
 from ..plan.assignment import TRAVELS
-from ..plan.cost import Shape
 from ..plan.mask import Mask
-from .plan import Plan
+from .plan import Plan, shape_of
+
+if TYPE_CHECKING:
+    DtypeName: TypeAlias = str
+else:  # what command lines take
+    DtypeName = Literal[*(str(dtype).removeprefix("torch.") for dtype in DTYPES)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +71,9 @@ def resolve(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None,
     head_dims = q.shape[3], v.shape[3]
     chosen = kernel_for(kernel, plan.mask, device=q.device, dtype=q.dtype, head_dims=head_dims)
     if travels == "auto":
-        travels = plan.schedule.choose_travels(call_shape(q, k, v))
+        sizes = {"batch": q.shape[0], "q_heads": q.shape[1], "kv_heads": k.shape[1]}
+        shape = shape_of(q.dtype, **sizes, head_dim=head_dims[0], v_head_dim=head_dims[1])
+        travels = plan.schedule.choose_travels(shape)
     if scale is None:
         scale = 1 / math.sqrt(q.shape[3])
     return Call(plan, scale, travels, chosen)
@@ -76,7 +82,7 @@ def resolve(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None,
 def shared_fields(q: Tensor, k: Tensor, v: Tensor, call: Call, wanted: list[bool]) -> dict[str, Any]:
     """What all ranks must pass alike."""
     return {
-        **call.plan.schedule.told,
+        **call.plan.schedule.description,
         "batch": q.shape[0],
         "query heads": q.shape[1],
         "key-value heads": k.shape[1],
@@ -114,17 +120,3 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, length: int) -> None:
         raise ValueError(f"k has {k.shape[1]} heads, v has {v.shape[1]}; they must be equal")
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"q has {q.shape[1]} heads, not a multiple of the {k.shape[1]} heads of k and v")
-
-
-def call_shape(q: Tensor, k: Tensor, v: Tensor) -> Shape:
-    """What a call moves per row, from its tensors."""
-    return Shape(
-        batch=q.shape[0],
-        q_heads=q.shape[1],
-        kv_heads=k.shape[1],
-        head_dim=q.shape[3],
-        v_head_dim=v.shape[3],
-        io=q.element_size(),
-        partial=wire_dtype(q.dtype).itemsize,
-        accumulate=accumulation_dtype(q.dtype).itemsize,
-    )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .checks import check_types
 from .derivatives import check_transforms
-from .operator import FORMULA, attend, wanted_bits
+from .operator import FORMULA_VERSION, attend, gradients_wanted
 from .plan import Plan
 
 
@@ -55,11 +55,13 @@ def burst_attention(
         v: [B, Hkv, S_local, Dv].
         plan: from :func:`burst_attention.make_plan`; it says which positions are here and what a query sees.
         scale: of the scores, any real number (numpy's and 0-d tensors too); 1 / sqrt(D) if None.
-        travels: what moves in the backward: ``query`` (arXiv 2403.09347, algorithm 2), ``key-value`` (RingAttention),
-            ``either``, or ``auto``: either if that leaves the busiest rank less to compute, else the one with fewer
-            bytes. With ``either`` each pair is computed at that end which is ahead by less than half a ring, forward
-            too: a contiguous layout under a causal mask is balanced then, within 1 / world, with a quarter fewer bytes
-            than zigzag (without grouped queries); partial results of the forward come home over the wire.
+        travels: which tensors are sent from rank to rank. ``query``: keys and values in the forward; in the backward
+            queries and what belongs to them, and dQ comes home (arXiv 2403.09347, algorithm 2). ``key-value``: keys
+            and values in both; in the backward dK and dV come home (RingAttention). ``either``: of each pair of shards
+            the one whose way to the other is less than half a ring, in both; partial results of the forward come home
+            over the wire, too. A contiguous layout under a causal mask is balanced then, within 1 / world, with a
+            quarter fewer bytes than zigzag (without grouped queries). ``auto``: ``either`` if that leaves the busiest
+            rank less to compute, else that of the other two whose backward sends fewer bytes.
         kernel: ``auto``, or a name of :data:`burst_attention.kernels.KERNELS`;
             :func:`burst_attention.kernels.explain` tells what ``auto`` takes, and why.
         return_lse: also return the log-sum-exp of each row's scores.
@@ -81,6 +83,17 @@ def burst_attention(
     with plan.agreement.entering("burst_attention"):
         number = check_types(q, k, v, scale, travels, kernel)
         check_transforms("burst_attention", q=q, k=k, v=v)
-        wanted = wanted_bits(q, k, v)
-    out, lse, _ = attend(q, k, v, plan.handle, number, travels, kernel, wanted, bool(return_lse), FORMULA)
+        wanted = gradients_wanted(q, k, v)
+    out, lse, _ = attend(
+        q,
+        k,
+        v,
+        handle=plan.handle,
+        scale=number,
+        travels=travels,
+        kernel=kernel,
+        wanted=wanted,
+        return_lse=bool(return_lse),
+        formula_version=FORMULA_VERSION,
+    )
     return (out, lse) if return_lse else out

@@ -1,21 +1,22 @@
 """The attention as an operator of torch: what compilers and checkpointing see of it.
 
-``burst_attention::attend`` gives (out, lse, number); ``burst_attention::attend_backward`` the gradients. Their bodies
-are what no compiler looks into: agreements, exchanges, tiles. A plan is no type of an operator's schema, so it travels
-as its handle.
+``burst_attention::attend`` gives (out, lse, settled); ``burst_attention::attend_backward`` the gradients. Their bodies
+are what no compiler looks into: agreements, exchanges, tiles. A plan is no type of an operator's schema, so its handle
+is passed.
 """
 
 from __future__ import annotations
 
-import hashlib
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..kernels import KERNELS
 from ..kernels.merge import row_dot
 from ..kernels.precision import accumulation_dtype
+from ..plan.assignment import TRAVELS
 from ..plan.rows import Side
 from .checks import resolve, shared_fields
 from .derivatives import check_transforms, refuse_second
@@ -26,12 +27,37 @@ from .sweep import sweep
 QUERY, KEY, VALUE = 1, 2, 4  # bits of ``wanted``
 
 # torch keeps compiled graphs on disk, the backward that it traced among them, under the operator's name and arguments
-# alone. As one of the arguments, this keeps a graph that another version of this file left there from being run.
-FORMULA = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+# alone. As one of the arguments, this keeps a graph of another formula from being run: add one to it with each change
+# of this file that a graph may hold; a test goes red until it is done.
+FORMULA_VERSION = 1
 
 
-def wanted_bits(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """Which of them want a gradient."""
+@dataclass(frozen=True)
+class Settled:
+    """What the forward settled, for its backward: the call's number, and what ``None`` and ``auto`` came to.
+
+    As an output of the operator it is a tensor, the one thing that reaches the backward of a compiled graph, too.
+    """
+
+    number: int
+    scale: float
+    travels: str
+    kernel: str
+
+    def pack(self) -> Tensor:
+        """float64 [4], on CPU."""
+        names = tuple(TRAVELS).index(self.travels), KERNELS.index(self.kernel)
+        return torch.tensor((self.number, self.scale, *names), dtype=torch.float64)
+
+    @classmethod
+    def unpack(cls, packed: Tensor) -> Settled:
+        """Of what :meth:`pack` gave."""
+        number, scale, travels, kernel = packed.tolist()
+        return cls(int(number), scale, tuple(TRAVELS)[int(travels)], KERNELS[int(kernel)])
+
+
+def gradients_wanted(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """Which of them want a gradient, as bits."""
     if not torch.is_grad_enabled():
         return 0
     return QUERY * q.requires_grad + KEY * k.requires_grad + VALUE * v.requires_grad
@@ -42,39 +68,40 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    plan: int,
+    handle: int,
     scale: float | None,
     travels: str,
     kernel: str,
     wanted: int,
-    lse: bool,
-    formula: str,
+    return_lse: bool,
+    formula_version: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Ledger.
 
-    in      q [B, Hq, S_local, D], k [B, Hkv, S_local, D], v [B, Hkv, S_local, Dv]: this rank's shards; ``plan``: its
-            handle; ``wanted``: bits of what wants a gradient; ``lse``: whether the caller asked for it; ``formula``:
-            :data:`FORMULA`
-    out     O = softmax(scale Q K' + mask) V over all shards, L = logsumexp(scale Q K' + mask), and the call's number
-    saved   q, k, v, O, L; nothing of other ranks: the backward fetches again what it needs
+    in      q [B, Hq, S_local, D], k [B, Hkv, S_local, D], v [B, Hkv, S_local, Dv]: this rank's shards; ``handle``:
+            the plan's; ``wanted``: :func:`gradients_wanted`; ``return_lse``: whether the caller asked for it;
+            ``formula_version``: :data:`FORMULA_VERSION`
+    out     O = softmax(scale Q K' + mask) V over all shards, L = logsumexp(scale Q K' + mask), and :class:`Settled`
+    saved   q, k, v, O, L, and what was settled; nothing of other ranks: the backward fetches again what it needs
     merge   L = logaddexp(L1, L2), O = O1 e^(L1 - L) + O2 e^(L2 - L); (0, -inf) is its identity
     wire    K, V; or Q out and (O, L) home where either may travel
     round   tiles and sums in fp32 (fp64 for fp64) where the kernel gives it; once, at the end
     """
-    found = plan_of(plan)
+    plan = plan_of(handle)
     wants = [bool(wanted & bit) for bit in (QUERY, KEY, VALUE)]
-    with found.agreement.entering("burst_attention"):
-        call = resolve(q, k, v, found, scale=scale, travels=travels, kernel=kernel)
-        fields = {**shared_fields(q, k, v, call, wants), "return_lse": lse}
+    with plan.agreement.entering("burst_attention"):
+        call = resolve(q, k, v, plan, scale=scale, travels=travels, kernel=kernel)
+        fields = {**shared_fields(q, k, v, call, wants), "return_lse": return_lse}
         work = Forward(_dense_rows(q), _dense_rows(k), _dense_rows(v), call.scale, call.kernel)
-        program = found.schedule.program(call.travels, work.direction)
-    found.agreement.agree("burst_attention", fields)
+        program = plan.schedule.program(call.travels, work.direction)
+    plan.agreement.agree("burst_attention", fields)
     # Alone there is nobody to mistake a backward of.
-    number = found.transport.health.next_call() if found.world > 1 else 0
+    number = plan.transport.health.next_call() if plan.world > 1 else 0
     with torch.autocast(q.device.type, enabled=False):
-        sums = sweep(program, found.transport, work)
+        sums = sweep(program, plan.transport, work, plan.indices)
     out, log_sum = sums[Side.QUERY]
-    return out.to(q.dtype).contiguous(), log_sum.contiguous(), torch.tensor(number)
+    settled = Settled(number, call.scale, call.travels, call.kernel.name)
+    return out.to(q.dtype).contiguous(), log_sum.contiguous(), settled.pack()
 
 
 @torch.library.custom_op("burst_attention::attend_backward", mutates_args=())
@@ -86,36 +113,33 @@ def attend_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    number: Tensor,
-    plan: int,
-    scale: float | None,
-    travels: str,
-    kernel: str,
+    settled: Tensor,
+    handle: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Ledger.
 
-    in      dO, dL, and what the forward saved
+    in      dO, dL, what the forward saved, and the plan's handle
     out     dQ, dK, dV of this rank's shards
     back    D = rowsum(dO * O) - dL, at home, before anything travels
             P = e^(scale Q K' - L), dV = P' dO, dS = P * (dO V' - D), dQ = scale dS K, dK = scale dS' Q per tile
     wire    (Q, dO, L, D) out and dQ home, or K, V out and dK, dV home; or one or the other, pair by pair
     round   sums in fp32 (fp64 for fp64); once to the io dtype when a partial is sent, once at the end
     """
-    found = plan_of(plan)
-    with found.agreement.entering("the backward of burst_attention"):
-        call = resolve(q, k, v, found, scale=scale, travels=travels, kernel=kernel)
-        fields = {"call number": int(number)}
+    plan, forward = plan_of(handle), Settled.unpack(settled)
+    with plan.agreement.entering("the backward of burst_attention"):
+        call = resolve(q, k, v, plan, scale=forward.scale, travels=forward.travels, kernel=forward.kernel)
+        fields = {"call number": forward.number}
         delta = row_dot(dout, out, lse.dtype)
         if dlse is not None:
             delta = delta - dlse
         dout, q, k, v = map(_dense_rows, (dout, q, k, v))
         stats = torch.stack((lse, delta), -1)
-        work = Backward(dout, q, k, v, stats, call.scale, call.kernel, alone=found.world == 1)
-        program = found.schedule.program(call.travels, work.direction)
+        work = Backward(dout, q, k, v, stats, call.scale, call.kernel, alone=plan.world == 1)
+        program = plan.schedule.program(call.travels, work.direction)
     # Ranks that run the backwards of several calls in different orders would add up each other's.
-    found.agreement.agree("the backward of burst_attention", fields)
+    plan.agreement.agree("the backward of burst_attention", fields)
     with torch.autocast(q.device.type, enabled=False):
-        sums = sweep(program, found.transport, work)
+        sums = sweep(program, plan.transport, work, plan.indices)
     grads = [*sums.pop(Side.QUERY), *sums.pop(Side.KEY)]
     for n, grad in enumerate(grads):  # one by one, so that a sum is free once it is rounded
         grads[n] = grad.to(q.dtype).contiguous()
@@ -126,7 +150,7 @@ def attend_backward(
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     out = q.new_empty((*q.shape[:3], v.shape[3]))
     lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
-    return out, lse, torch.empty((), dtype=torch.int64)
+    return out, lse, torch.empty(4, dtype=torch.float64)
 
 
 @attend_backward.register_fake
@@ -135,9 +159,9 @@ def _(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: An
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, *ctx.settings, _, _, _ = inputs
+    q, k, v, ctx.handle, *_ = inputs
     # A graph must not lose its plan. A compiler's tracing has no number yet: there the caller keeps it.
-    ctx.plan = plan_of(inputs[3]) if isinstance(inputs[3], int) else None
+    ctx.plan = plan_of(ctx.handle) if isinstance(ctx.handle, int) else None
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[2])
     ctx.save_for_backward(q, k, v, *output)
@@ -148,10 +172,10 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -
         with ctx.plan.agreement.entering("the backward of burst_attention"):
             given = {name: x for name, x in (("dout", dout), ("dlse", dlse)) if x is not None}
             check_transforms("the backward of burst_attention", **given)
-    q, k, v, out, lse, number = ctx.saved_tensors
+    q, k, v, out, lse, settled = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
-    grads = attend_backward(dout, dlse, q, k, v, out, lse, number, *ctx.settings)
-    return (*grads, *[None] * 7)
+    grads = attend_backward(dout, dlse, q, k, v, out, lse, settled, ctx.handle)
+    return (*grads, *(None for _ in ctx.needs_input_grad[3:]))  # a setting has none
 
 
 def _refuse(ctx: Any, *grads: Tensor) -> None:

@@ -24,6 +24,7 @@ from ..plan.cost import Shape, Traffic
 from ..plan.mask import Mask
 from ..plan.schedule import Schedule, make_schedule
 from . import unshard as resharding
+from .sweep import DeviceIndices
 from .usage import Usage
 
 # An operator of torch takes numbers, no plans. The one registry of the library, kept weakly: a plan is its caller's.
@@ -59,20 +60,27 @@ class Plan:
     transport: Transport
     agreement: Agreement
     usage: Usage  # one for the plans derived by with_mask
+    indices: DeviceIndices  # of the schedule's programs
     handle: int  # of this very object in this process: copies have their own
 
     def __init__(
-        self, schedule: Schedule, transport: Transport, agreement: Agreement, *, usage: Usage | None = None
+        self,
+        schedule: Schedule,
+        transport: Transport,
+        agreement: Agreement,
+        *,
+        usage: Usage | None = None,
+        indices: DeviceIndices | None = None,
     ) -> None:
         vars(self).update(schedule=schedule, transport=transport, agreement=agreement, usage=usage or Usage())
-        vars(self).update(handle=next(_HANDLES))
+        vars(self).update(indices=indices or DeviceIndices(), handle=next(_HANDLES))
         _PLANS[self.handle] = self
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(f"{name} can't be set: a plan does not change. Make another by make_plan or with_mask")
 
     def __copy__(self) -> Plan:
-        return Plan(self.schedule, self.transport, self.agreement, usage=self.usage)
+        return Plan(self.schedule, self.transport, self.agreement, usage=self.usage, indices=self.indices)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.world > 1:
@@ -300,7 +308,7 @@ def make_plan(
         transport.timeout = agreement.transport.timeout = resolve_timeout(timeout)
         mask = Mask() if mask is None else mask
         schedule = make_schedule(seqlen, mask=mask, layout=layout, route=route, rank=rank, world=world)
-        host, fields = socket.gethostname(), {**schedule.told, "route": route}
+        host, fields = socket.gethostname(), {**schedule.description, "route": route}
     names = agreement.agree("make_plan", fields, host)
     hosts = [names.index(name) for name in names]
     schedule = make_schedule(seqlen, mask=mask, layout=layout, route=route, rank=rank, world=world, hosts=hosts)

@@ -35,13 +35,18 @@ from ..plan.rows import Side, Where
 from .passes import Pass, Tensors
 
 
-def sweep(program: Program, transport: Transport, work: Pass) -> dict[Side, Tensors]:
+def sweep(
+    program: Program, transport: Transport, work: Pass, indices: DeviceIndices | None = None
+) -> dict[Side, Tensors]:
     """Execute one rank's program and return its own results, by side, unrounded.
 
     Nothing that the caller owns is written to. A partial result is folded in when its turn comes in the program, never
     when it arrives: two runs give the same bits.
+
+    Args:
+        indices: what keeps the program's index arrays on devices from call to call; None to copy them anew.
     """
-    run = _Run(program, transport, work)
+    run = _Run(program, transport, work, DeviceIndices() if indices is None else indices)
     try:
         for op in program.ops:
             match op:
@@ -65,10 +70,10 @@ def sweep(program: Program, transport: Transport, work: Pass) -> dict[Side, Tens
 class _Run:
     """A sweep under way. A method for each operation, so that no buffer outlives its use as a loop's variable."""
 
-    def __init__(self, program: Program, transport: Transport, work: Pass) -> None:
+    def __init__(self, program: Program, transport: Transport, work: Pass, indices: DeviceIndices) -> None:
         self.held = {(side, program.rank): tensors for side, tensors in work.own.items()}
-        self._indices = _Indices(program)
-        self.sums = _Sums(program, work, self._indices)
+        self._indices = indices
+        self.sums = _Sums(program, work, indices)
         self._transport, self._work = transport, work
         self._on_wire: dict[int, tuple[Pending, list[tuple[Message, Tensors]]]] = {}
 
@@ -113,7 +118,7 @@ class _Run:
 class _Sums:
     """Partial results under accumulation, per side and owner."""
 
-    def __init__(self, program: Program, work: Pass, indices: _Indices) -> None:
+    def __init__(self, program: Program, work: Pass, indices: DeviceIndices) -> None:
         self._rows = program.sum_rows
         self._work, self._indices = work, indices
         self._totals: dict[tuple[Side, int], Tensors] = {}
@@ -155,11 +160,11 @@ class _Sums:
         return total if dtypes is None else tuple(x.to(dtype) for x, dtype in zip(total, dtypes, strict=True))
 
 
-class _Indices:
-    """A program's index arrays on the device, kept with it: a copy there makes the host wait, each time anew."""
+class DeviceIndices:
+    """Programs' index arrays on devices, each copied once: a copy there makes the host wait."""
 
-    def __init__(self, program: Program) -> None:
-        self._kept = program.kept
+    def __init__(self) -> None:
+        self._copies: dict[tuple[int, torch.device], tuple[np.ndarray, Tensor]] = {}
 
     def take(self, tensors: Tensors, where: Where) -> Tensors:
         """Rows of a shard: a view where they are consecutive."""
@@ -171,12 +176,12 @@ class _Indices:
     def on_device(self, where: np.ndarray, device: torch.device) -> Tensor:
         if device.type == "cpu":
             return torch.from_numpy(where)
-        key = id(where), device  # the program keeps the array, so its id stays its own
-        if key not in self._kept:
+        key = id(where), device  # the array is kept beside its copy, so its id stays its own
+        if key not in self._copies:
             if capturing():
                 raise RuntimeError("this plan must be used once before a CUDA graph's capture: its indices are copied")
-            self._kept[key] = torch.from_numpy(where).to(device)
-        return self._kept[key]
+            self._copies[key] = where, torch.from_numpy(where).to(device)
+        return self._copies[key][1]
 
 
 def _empty(edge: Edge, work: Pass) -> Tensors:

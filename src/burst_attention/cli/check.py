@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 import tyro
@@ -12,14 +13,33 @@ from rich.console import Console
 from rich.table import Table
 
 from burst_attention import Mask
+from burst_attention.attention.checks import DtypeName
 from burst_attention.kernels import KERNELS
+from burst_attention.plan.assignment import TRAVELS
+from burst_attention.plan.layout import LAYOUTS, LayoutName
+from burst_attention.plan.route import RouteOrAuto
 from burst_attention.testing import Case, Report, check
+from burst_attention.training.config import DeviceOrAuto
 from burst_attention.training.flags import check_counts, check_lists, check_ranks, check_seconds
 
 from ..launch import local as launch
 
 COMMAND = "burst check"
 MOST_SIZE = 65_536  # the oracle takes memory in the square of the tokens
+MASKS: dict[str, Callable[[int], Mask]] = {
+    "full": lambda s: Mask(causal=False),
+    "causal": lambda s: Mask(),
+    "window": lambda s: Mask(window=max(1, s // 7)),
+    "documents": lambda s: Mask(cu_seqlens=[0, s // 9, s // 9, s // 2, s]),
+    "prefix": lambda s: Mask(prefix=s // 5),
+}
+
+if TYPE_CHECKING:
+    MaskName: TypeAlias = str
+    TravelsName: TypeAlias = str
+else:
+    MaskName = Literal[*MASKS]
+    TravelsName = Literal[*TRAVELS, "auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +55,11 @@ class Arguments:
     """Local workers; one per GPU, else one per core, if not given."""
     seq_len: int = 512
     """Tokens; the oracle takes memory in its square."""
-    masks: tuple[Literal["full", "causal", "window", "documents", "prefix"], ...] = ("causal", "documents")
-    layouts: tuple[Literal["contiguous", "zigzag", "striped"], ...] = ("contiguous", "zigzag", "striped")
-    dtypes: tuple[Literal["float64", "float32", "bfloat16", "float16"], ...] = ("float64", "bfloat16")
-    travels: tuple[Literal["query", "key-value", "either", "auto"], ...] = ("query", "key-value", "either")
-    route: Literal["auto", "direct", "ring", "ring-attention"] = "auto"
+    masks: tuple[MaskName, ...] = ("causal", "documents")
+    layouts: tuple[LayoutName, ...] = tuple(LAYOUTS)
+    dtypes: tuple[DtypeName, ...] = ("float64", "bfloat16")
+    travels: tuple[TravelsName, ...] = tuple(TRAVELS)
+    route: RouteOrAuto = "auto"
     kernel: str = "auto"
     """A name of burst_attention.kernels.KERNELS, or auto."""
     q_heads: int = 4
@@ -47,7 +67,7 @@ class Arguments:
     head_dim: int = 32
     v_head_dim: int | None = None
     seed: int = 0
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: DeviceOrAuto = "auto"
     timeout: float = 60.0
     """Seconds that an exchange may take before it is an error."""
 
@@ -74,18 +94,11 @@ class Arguments:
 def cases(arguments: Arguments, device: str) -> list[Case]:
     """One for each combination."""
     s = arguments.seq_len
-    masks = {
-        "full": Mask(causal=False),
-        "causal": Mask(),
-        "window": Mask(window=max(1, s // 7)),
-        "documents": Mask(cu_seqlens=[0, s // 9, s // 9, s // 2, s]),
-        "prefix": Mask(prefix=s // 5),
-    }
     same = ("route", "kernel", "q_heads", "kv_heads", "head_dim", "v_head_dim", "seed")
     shape = {name: getattr(arguments, name) for name in same} | {"seqlen": s, "device": device}
     combinations = itertools.product(arguments.masks, arguments.layouts, arguments.dtypes, arguments.travels)
     return [
-        Case(mask=masks[mask], layout=layout, dtype=getattr(torch, dtype), travels=travels, **shape)
+        Case(mask=MASKS[mask](s), layout=layout, dtype=getattr(torch, dtype), travels=travels, **shape)
         for mask, layout, dtype, travels in combinations
     ]
 

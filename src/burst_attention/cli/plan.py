@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import tyro
@@ -12,10 +11,14 @@ from rich.console import Console
 from rich.table import Table
 
 from burst_attention import Mask
+from burst_attention.attention.checks import DtypeName
 from burst_attention.attention.footprint import peak_memory
 from burst_attention.attention.plan import shape_of
+from burst_attention.plan.assignment import TravelsOrAuto
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.estimate import RankCost, estimate
+from burst_attention.plan.layout import LayoutName
+from burst_attention.plan.route import RouteName
 from burst_attention.plan.schedule import make_schedule
 from burst_attention.training.flags import check_counts, check_ranks, each, require
 
@@ -42,15 +45,15 @@ class Arguments:
     head_dim: int = 128
     v_head_dim: int | None = None
     """--head-dim if not given."""
-    dtype: Literal["float64", "float32", "bfloat16", "float16"] = "bfloat16"
+    dtype: DtypeName = "bfloat16"
     causal: bool = True
     window: int | None = None
     """Keys that a query sees."""
     documents: int = 1
     """Pack this many equal documents."""
-    layout: Literal["contiguous", "zigzag", "striped"] = "zigzag"
-    route: Literal["direct", "ring", "ring-attention"] = "direct"
-    travels: Literal["auto", "query", "key-value", "either"] = "auto"
+    layout: LayoutName = "zigzag"
+    route: RouteName = "direct"
+    travels: TravelsOrAuto = "auto"
     tflops: float | None = None
     """What a rank's kernels reach, in 10^12 operations a second; with it, compute time is told."""
     gbytes_per_second: float | None = None

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
 from .contract import Attend, Engine, Heads
 from .sequence import SequenceEngine, burst, ring, single, ulysses
 from .tensor import TensorEngine
 
-ENGINES = ("burst", "ring", "ulysses", "tensor", "tensor-sequence", "single")
+_MAKERS: dict[str, Callable[[str, str], Engine]] = {  # from (layout, route)
+    "burst": burst,
+    "ring": ring,
+    "ulysses": ulysses,
+    "tensor": partial(TensorEngine.named, "tensor"),
+    "tensor-sequence": partial(TensorEngine.named, "tensor-sequence"),
+    "single": single,
+}
+ENGINES = tuple(_MAKERS)
 
-__all__ = ["ENGINES", "Attend", "Engine", "Heads", "SequenceEngine", "TensorEngine", "choose"]
+if TYPE_CHECKING:
+    EngineName: TypeAlias = str
+else:  # what command lines and configurations take
+    EngineName = Literal[ENGINES]
+
+__all__ = ["ENGINES", "Attend", "Engine", "EngineName", "Heads", "SequenceEngine", "TensorEngine", "choose"]
 
 
 def choose(name: str, *, layout: str = "auto", route: str = "auto") -> Engine:
@@ -24,15 +41,6 @@ def choose(name: str, *, layout: str = "auto", route: str = "auto") -> Engine:
     Raises:
         ValueError: the name is unknown, or the engine does not come in that layout or route.
     """
-    match name:
-        case "burst":
-            return burst(layout, route)
-        case "ring":
-            return ring(layout, route)
-        case "ulysses":
-            return ulysses(layout, route)
-        case "single":
-            return single(layout, route)
-        case "tensor" | "tensor-sequence":
-            return TensorEngine.named(name, layout, route)
-    raise ValueError(f"engine {name!r} is unknown; choose one of {', '.join(ENGINES)}")
+    if name not in _MAKERS:
+        raise ValueError(f"engine {name!r} is unknown; choose one of {', '.join(ENGINES)}")
+    return _MAKERS[name](layout, route)

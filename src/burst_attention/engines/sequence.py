@@ -15,6 +15,7 @@ from burst_attention.attention.batch import shard_batch
 from burst_attention.attention.entry import burst_attention
 from burst_attention.attention.plan import Plan, make_plan
 from burst_attention.loss import Head
+from burst_attention.plan.layout import LAYOUTS
 
 from .contract import Attend, Heads, PlansByWindow
 from .parameters import shard_parameters
@@ -135,7 +136,7 @@ def single(layout: str = "auto", route: str = "auto") -> SequenceEngine:
     """One rank holds the whole sequence; PyTorch's own attention."""
     return SequenceEngine(
         name="single",
-        layout=one_of("single", "layout", layout, ("contiguous", "zigzag", "striped")),
+        layout=one_of("single", "layout", layout, tuple(LAYOUTS)),
         route=one_of("single", "route", route, ("direct",)),
         attend=whole_attention,
         count=lambda *_: (0, 0),

@@ -43,7 +43,7 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: flo
         if plan.layout != "contiguous" and plan.world > 1:
             raise ValueError(f"ulysses_attention wants layout='contiguous', the plan has {plan.layout!r}")
         shapes = {name: [*x.shape[:2], x.shape[3]] for name, x in (("q", q), ("k", k), ("v", v))}
-        fields = {**plan.schedule.told, **shapes, "dtype": str(q.dtype), "scale": scale}
+        fields = {**plan.schedule.description, **shapes, "dtype": str(q.dtype), "scale": scale}
     plan.agreement.agree("ulysses_attention", fields)
     trade = _Trade(plan, plan.transport.health.next_call())
     q, k, v = _ToHeads.apply(trade, q, k, v)

@@ -6,6 +6,7 @@ An assignment is a function of two broadcastable integer arrays, query owners i 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
@@ -44,6 +45,11 @@ TRAVELS: dict[str, Callable[[int], Mapping[Direction, Assignment]]] = {
     "key-value": lambda world: dict.fromkeys(Direction, rows),
     "either": lambda world: dict.fromkeys(Direction, nearest(world)),
 }
+
+if TYPE_CHECKING:
+    TravelsOrAuto: TypeAlias = str
+else:  # what command lines take
+    TravelsOrAuto = Literal["auto", *TRAVELS]
 
 
 def table(ranks: np.ndarray) -> Assignment:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
@@ -44,6 +45,13 @@ LAYOUTS: dict[str, Callable[[int, int, int], Segments]] = {
     "zigzag": _zigzag,
     "striped": _striped,
 }
+
+if TYPE_CHECKING:
+    LayoutName: TypeAlias = str
+    LayoutOrAuto: TypeAlias = str
+else:  # what command lines and configurations take
+    LayoutName = Literal[*LAYOUTS]
+    LayoutOrAuto = Literal["auto", *LAYOUTS]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -77,13 +76,11 @@ class Program:
 
     Attributes:
         sum_rows: the rows that it accumulates, per side and owner.
-        kept: whoever executes it may keep copies of its index arrays on devices here, for as long as it lives.
     """
 
     rank: int
     ops: tuple[Op, ...]
     sum_rows: Mapping[Key, Rows]
-    kept: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
     def edges(self) -> list[Edge]:
@@ -109,20 +106,20 @@ def touched_pairs(assignment: Assignment, route: Route, rank: int, world: int) -
 
 def find_uses(pairs: Pairs, assignment: Assignment, world: int) -> _Uses:
     """Who computes each pair, at which step (when the later of its two sides arrives), and so who needs which rows."""
-    found = _Uses()
+    uses = _Uses()
     needs: dict[Key, dict[int, list[tuple[Rows, int]]]] = defaultdict(lambda: defaultdict(list))
     for (i, j), tiles in pairs.items():
         rank = int(assignment(np.array(i), np.array(j)))
         step = max((rank - i) % world, (rank - j) % world)
-        found.ranks[i, j], found.steps[i, j] = rank, step
+        uses.ranks[i, j], uses.steps[i, j] = rank, step
         needs[Side.QUERY, i][rank].append((tiles.q_rows, step))
         needs[Side.KEY, j][rank].append((tiles.k_rows, step))
     for key, users in needs.items():
-        found.by_key[key] = {
-            rank: Use(Rows.union(rows for rows, _ in uses), max(step for _, step in uses))
-            for rank, uses in users.items()
+        uses.by_key[key] = {
+            rank: Use(Rows.union(rows for rows, _ in visits), max(step for _, step in visits))
+            for rank, visits in users.items()
         }
-    return found
+    return uses
 
 
 def all_edges(pairs: Pairs, assignment: Assignment, route: Route, direction: Direction, layout: Layout) -> list[Edge]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from .rows import Rows, Side
 
@@ -97,3 +98,10 @@ ROUTES: dict[str, Route] = {
     "ring": Route("ring", "path", "star"),
     "ring-attention": Route("ring-attention", "path", "path", exact=True),
 }
+
+if TYPE_CHECKING:
+    RouteName: TypeAlias = str
+    RouteOrAuto: TypeAlias = str
+else:  # what command lines and configurations take
+    RouteName = Literal[*ROUTES]
+    RouteOrAuto = Literal["auto", *ROUTES]

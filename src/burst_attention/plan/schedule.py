@@ -39,7 +39,7 @@ class Schedule:
         return replace(self, mask=mask)
 
     @cached_property
-    def told(self) -> dict[str, object]:
+    def description(self) -> dict[str, object]:
         """What must be equal on all ranks, in words: short, yet equal on two ranks iff it is the same schedule."""
         digest = hashlib.blake2b(repr(astuple(self.mask)).encode(), digest_size=8).hexdigest()
         return {
@@ -61,10 +61,10 @@ class Schedule:
         owners: dict[tuple[int, ...], list[int]] = {}  # key owners wanted -> the query owners that want just those
         for i in ranks:
             owners.setdefault(tuple(wanted[wanted[:, 0] == i, 1].tolist()), []).append(i)
-        found: dict[tuple[int, int], Tiles] = {}
+        tiles: dict[tuple[int, int], Tiles] = {}
         for k_owners, q_owners in owners.items():
-            found |= pair_tiles(self.layout, self.layout, self.regions, q_owners, k_owners)
-        return found
+            tiles |= pair_tiles(self.layout, self.layout, self.regions, q_owners, k_owners)
+        return tiles
 
     def program(self, travels: str, direction: Direction) -> Program:
         """This rank's program for one pass of a call in whose backward ``travels``, of :data:`TRAVELS`, moves."""

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention.checks import call_shape, kernel_for
+from ..attention.checks import kernel_for
 from ..attention.entry import burst_attention
-from ..attention.plan import Plan, make_plan
+from ..attention.plan import Plan, make_plan, shape_of
 from ..kernels.contract import Kernel
 from ..plan.mask import Mask
 from .oracle import Gradients, attend, torch_attention
@@ -185,8 +185,8 @@ def _rounded_on_wire(case: Case, plan: Plan) -> tuple[str, ...]:
         return ()
     travels = case.travels
     if travels == "auto":
-        inputs = case.inputs()
-        travels = plan.schedule.choose_travels(call_shape(inputs["q"], inputs["k"], inputs["v"]))
+        sizes = {name: getattr(case, name) for name in ("batch", "q_heads", "kv_heads", "head_dim", "v_head_dim")}
+        travels = plan.schedule.choose_travels(shape_of(case.dtype, **sizes))
     return {"query": ("dq",), "key-value": ("dk", "dv"), "either": ("out", "dq", "dk", "dv")}[travels]
 
 

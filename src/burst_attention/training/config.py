@@ -10,11 +10,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from burst_attention.engines import EngineName
+from burst_attention.plan.layout import LayoutOrAuto
+from burst_attention.plan.route import RouteOrAuto
+
 from .flags import check_counts, check_names, check_ranks, check_seconds, each, require
 from .presets import PRESETS
 
 if TYPE_CHECKING:
     import torch
+
+PackName = Literal["documents", "none"]
+DtypeOrAuto = Literal["auto", "float32", "bfloat16", "float64", "fp32", "bf16", "fp64"]
+DeviceOrAuto = Literal["auto", "cpu", "cuda"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +49,7 @@ class DataConfig:
     """bytes, or a Hugging Face tokenizer's path or name. Default: the loaded model's own, else bytes."""
     seq_len: int = 4096
     """Tokens of a sequence, over all ranks that share it."""
-    pack: Literal["documents", "none"] = "documents"
+    pack: PackName = "documents"
     """documents: fill sequences with documents, masked from each other. none: cut each from one long document."""
     held_out: float = 0.05
     """Share of the documents kept for evaluation and never trained on; 0 to skip the evaluation."""
@@ -55,7 +63,7 @@ class ModelConfig:
 
     model: str = "tiny"
     """A preset (tiny, llama-7b, llama-13b, llama-3-8b), or the folder or hub name of a model to load."""
-    dtype: Literal["auto", "float32", "bfloat16", "float64", "fp32", "bf16", "fp64"] = "auto"
+    dtype: DtypeOrAuto = "auto"
     """Of the computation; weights are kept in fp32 (fp64). auto: float32 on CPU, bfloat16 on GPU."""
 
     def compute_dtype(self, device_type: str) -> torch.dtype:
@@ -75,13 +83,13 @@ class ParallelConfig:
     """Local workers to launch. Default: one per GPU, else one per core."""
     data_parallel: int = 1
     """Groups of ranks that read sequences of their own; the ranks of a group share each sequence."""
-    engine: Literal["burst", "ring", "ulysses", "tensor", "tensor-sequence", "single"] = "burst"
+    engine: EngineName = "burst"
     """How a sequence is shared: ours, or one to compare it with. All give the same loss."""
-    layout: Literal["auto", "contiguous", "zigzag", "striped"] = "auto"
+    layout: LayoutOrAuto = "auto"
     """Which tokens of a sequence each rank holds. auto: the engine's best; zigzag for burst and ring."""
-    route: Literal["auto", "direct", "ring", "ring-attention"] = "auto"
+    route: RouteOrAuto = "auto"
     """How shards travel, for --engine burst."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: DeviceOrAuto = "auto"
     """auto: a GPU for every rank if the machine has as many, else the CPU."""
     timeout: float = 600.0
     """Seconds a rank waits for another before it gives up."""

@@ -7,14 +7,12 @@ import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, Literal
+from typing import Any
 
-from burst_attention.engines import ENGINES
+from burst_attention.engines import ENGINES, EngineName
 
-from .config import DataConfig, ModelConfig, ParallelConfig
+from .config import DataConfig, DeviceOrAuto, DtypeOrAuto, ModelConfig, PackName, ParallelConfig
 from .flags import check_counts, check_lists, check_names, check_ranks, check_seconds, require
-
-EngineName = Literal["burst", "ring", "ulysses", "tensor", "tensor-sequence", "single"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +27,7 @@ class EvalConfig:
     """The folder or hub name of a model, as `burst train` writes one, or a preset with random weights."""
     data: str
     """FILE.txt, a directory, *.jsonl, *.jsonl.gz, hf:NAME[:CONFIG][@SPLIT], or stdlib: Python's own source files."""
-    engines: tuple[EngineName, ...] = ENGINES  # type: ignore[assignment]  # the same names
+    engines: tuple[EngineName, ...] = ENGINES
     """Which to run; single, or else the first that can run, is what the others are compared with."""
     seq_len: int = 4096
     """Tokens of a sequence."""
@@ -37,17 +35,17 @@ class EvalConfig:
     """At most this many are evaluated."""
     held_out: float = 1.0
     """Share of the documents: 1 for all, else those that `burst train --held-out` with the same share left out."""
-    pack: Literal["documents", "none"] = "documents"
+    pack: PackName = "documents"
     """documents: fill sequences with documents, masked from each other. none: cut each from one long document."""
     tokenizer: str | None = None
     """bytes, or a Hugging Face tokenizer's path or name. Default: the model's own, else bytes."""
-    dtype: Literal["auto", "float32", "bfloat16", "float64", "fp32", "bf16", "fp64"] = "auto"
+    dtype: DtypeOrAuto = "auto"
     """Of the computation; weights are kept in fp32 (fp64). auto: float32 on CPU, bfloat16 on GPU."""
     ranks: int | None = None
     """Local workers to launch: one engine's ranks share each sequence. Default: one per GPU, else one per core."""
     seed: int = 0
     """Of a preset's random weights."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: DeviceOrAuto = "auto"
     """auto: a GPU for every rank if the machine has as many, else the CPU."""
     timeout: float = 600.0
     """Seconds a rank waits for another before it gives up."""
