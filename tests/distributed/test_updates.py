@@ -40,9 +40,14 @@ def whole_weights(model):
     return {key.removeprefix("model."): p.full_tensor().detach().clone() for key, p in model.named_parameters()}
 
 
+def joined(config):
+    parallel = config.parallel
+    return join(device=parallel.device, timeout=parallel.timeout, data_parallel=parallel.data_parallel)
+
+
 def trained(config):
     """(weights before, weights after so many steps, (rate, norm) of each) as the trainer has them."""
-    with join(device="cpu", timeout=60) as place:
+    with joined(config) as place:
         trainer = Trainer(config, place)
         before = whole_weights(trainer.model)
         told = [(record.lr, record.grad_norm) for record in itertools.islice(trainer.steps(), STEPS)]
@@ -92,7 +97,7 @@ def summed(config):
         seen.add((input_tensor.dtype, output_tensor.dtype))
         return whole(self, output_tensor, input_tensor, group, op, async_op)
 
-    with join(config.parallel) as place, patch.object(SumByRank, "__call__", watched):
+    with joined(config) as place, patch.object(SumByRank, "__call__", watched):
         trainer = Trainer(config, place)
         trainer.backward(list(itertools.islice(trainer.reader.training(), 1)))
         grads = torch.cat([p.grad.full_tensor().flatten() for p in trainer.model.parameters()])
