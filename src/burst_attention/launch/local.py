@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.markup import escape
@@ -208,9 +208,18 @@ def _worker(
     except Exception as error:
         told = {"message": f"{type(error).__name__}: {error}", "trace": traceback.format_exc(), "seconds": time.time()}
         (folder / str(rank)).write_text(json.dumps(told), "utf-8")
-        # At once: a process group that waits for a peer would keep this process.
-        sys.stdout.flush()
-        os._exit(1)
+        _leave(1)
+    except SystemExit as ended:
+        if isinstance(ended.code, str):
+            sys.stderr.write(f"{ended.code}\n")
+        _leave(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
+
+
+def _leave(status: int) -> NoReturn:
+    """End this process at once: a group that waits for a peer would keep it, or have it abort on its way out."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _show(command: str, failure: Failure, killed: Sequence[int]) -> None:
