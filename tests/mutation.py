@@ -449,7 +449,7 @@ SEEDED = [
     Fault(
         "a plan that was ignored is not noticed",
         "attention/usage.py",
-        "        if not attended:",
+        "        if not self._batch_of(labels)[0]:",
         "        if False:",
         HF_MODELS,
         "loss",
@@ -1126,6 +1126,38 @@ SEEDED = [
         "_one(rows, other, link).median / _one(rows, engine, link).median",
         "tests/unit/test_results_pages.py",
         "what_the_figures_draw",
+    ),
+    Fault(
+        "copied labels are of the latest batch",
+        "attention/usage.py",
+        "for given, batch in reversed(list(self._batches.items())):",
+        "for given, batch in ():",
+        HF_MODELS,
+        "copied_labels_are",
+    ),
+    Fault(
+        "what was added to a head is not noticed",
+        "integrations/hf_head.py",
+        'if added or "forward" in vars(head):',
+        "if False:",
+        HEADS,
+        "added_to",
+    ),
+    Fault(
+        "plans of other documents are taken for one call",
+        "integrations/hf_checks.py",
+        "if len({(each.mask.cu_seqlens, each.mask.prefix) for each in plans.values()}) > 1:",
+        "if False:",
+        HF_MODELS,
+        "other_documents",
+    ),
+    Fault(
+        "a rank that lost what it saved keeps it to itself",
+        "attention/operator.py",
+        "with nullcontext() if ctx.plan is None else ctx.plan.agreement.entering(name):",
+        "with nullcontext():",
+        ENTERING,
+        "lost_what_it_saved",
     ),
 ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -170,3 +171,26 @@ def test_a_rank_keeps_its_error_where_nobody_can_be_told() -> None:
 
     with local_world(2, timeout=0.5) as ranks:
         assert "The other ranks could not be told: rank 1 could not" in ranks.run(call)[1]
+
+
+@pytest.mark.parametrize("what", ["q was written to", "a saved tensor can't be had again"])
+def test_a_rank_that_has_lost_what_it_saved_is_heard_at_once(what):
+    def call(plan):
+        q, k, v = inputs(plan)
+
+        def unpack(x):
+            if plan.rank == 1 and what.startswith("a saved"):
+                raise MemoryError("no room")
+            return x
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack)
+        with hooks if what.startswith("a saved") else nullcontext():
+            out = burst_attention.burst_attention(q, k, v, plan)
+        if plan.rank == 1 and what.startswith("q"):
+            with torch.no_grad():
+                q.add_(1)
+        out.sum().backward()
+
+    for rank, (error, seconds, afterwards, _) in enumerate(results_of(call, world=2)):
+        assert afterwards is None and seconds < 2
+        assert isinstance(error, RuntimeError | MemoryError) if rank == 1 else type(error) is PeerError, repr(error)

@@ -200,3 +200,10 @@ def test_what_is_no_scale_is_refused(scale) -> None:
     q = torch.zeros(1, 2, 10, 4)
     with pytest.raises(ValueError, match=r"scale=.* must be a positive, finite number"):
         burst_attention(q, q, q, make_plan(10), scale=scale)
+
+
+def test_lengths_that_are_numbers():
+    assert make_plan(np.int64(7)).seqlen == 7
+    for seqlen in (10**20, 2**31 + 1):
+        with pytest.raises(ValueError, match="tokens whose pairs can be counted"):
+            make_plan(seqlen)

@@ -151,3 +151,37 @@ def test_inputs_inside_the_output_are_refused_through_links(tmp_path):
             with pytest.raises(ValueError, match=f"^--model '.*{given}' lies in --out "):
                 check_inputs(str(folder), {"--data": "stdlib", "--model": str(tmp_path / given)})
     check_inputs(str(out), {"--data": str(tmp_path), "--model": str(tmp_path / "nothing"), "--tokenizer": None})
+
+
+def test_a_way_through_a_folder_that_is_yet_to_be_made_leads_where_it_says(tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(ValueError, match="leads back out"), claim(tmp_path / "new" / ".."):
+        pytest.fail("it was given away")
+    assert files(tmp_path) == {"mine.txt": "mine"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"format": 1, "wrote": "ab"}',
+        '{"format": 1, "wrote": {"a": 1}}',
+        '{"format": true, "wrote": ["a"]}',
+        '{"format": 1, "wrote": [".burst-run.json"]}',
+        "[" * 100_000,
+    ],
+)
+def test_a_marker_that_was_edited_removes_nothing(tmp_path, text):
+    for name in ("a", "b"):
+        (tmp_path / name).write_text("mine")
+    (tmp_path / MARKER).write_text(text)
+    with pytest.raises(ValueError, match="not of format 1"), claim(tmp_path, overwrite=True) as marker:
+        marker.remove_old()
+    assert files(tmp_path) == {"a": "mine", "b": "mine", MARKER: text}
+
+
+def test_a_name_too_long_for_a_file_is_passed_over(tmp_path):
+    (tmp_path / MARKER).write_text(json.dumps({"format": 1, "wrote": ["x" * 5000]}))
+    with pytest.raises(ValueError, match="can't be written to"), claim(tmp_path):
+        pytest.fail("it was given away")
+    with claim(tmp_path, overwrite=True) as marker:
+        marker.remove_old()

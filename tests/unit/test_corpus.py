@@ -118,3 +118,12 @@ def test_what_is_not_there_is_refused(tmp_path):
         list(open_corpus(f"hf:{tmp_path / 'nothing'}").documents())
     with pytest.raises(ValueError, match="holds no file"):
         Files(tmp_path, [])
+
+
+def test_what_a_run_wrote_is_no_text_to_train_on(tmp_path):
+    run = tmp_path / "runs" / "first"
+    run.mkdir(parents=True)
+    (run / ".burst-run.json").write_text("{}")
+    (run / "metrics.jsonl").write_text('{"loss": 1}\n')
+    (tmp_path / "runs" / "notes.txt").write_text("text")
+    assert [document.name for document in open_corpus(str(tmp_path)).documents()] == ["runs/notes.txt"]

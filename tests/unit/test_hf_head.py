@@ -220,3 +220,16 @@ def test_the_readmes_block_stands_by_itself_and_gives_the_models_loss(capsys):
     expected = model(names["ids"], labels=names["ids"]).loss
     assert abs(names["loss"] - expected) <= 1e-6 * expected
     assert all(parameter.grad.isfinite().all() for parameter in names["model"].parameters())
+
+
+@pytest.mark.parametrize("how", ["hook", "pre-hook", "forward"])
+def test_a_head_that_something_was_added_to_is_refused(how):
+    model = make_model("llama")
+    if how == "hook":
+        model.lm_head.register_forward_hook(lambda module, given, out: out * 0.5)
+    elif how == "pre-hook":
+        model.lm_head.register_forward_pre_hook(lambda module, given: (given[0] * 0.5,))
+    else:
+        model.lm_head.forward = lambda x: x
+    with pytest.raises(TypeError, match=r"lm_head has a (hook|forward of its own)"):
+        hf.find_head(model)

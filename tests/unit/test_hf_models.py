@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 from transformers import (
     BloomConfig,
@@ -17,8 +18,8 @@ from transformers import (
     T5Config,
 )
 
-from burst_attention import Mask, make_plan
-from burst_attention.integrations import hf
+from burst_attention import Mask, burst_attention, make_plan
+from burst_attention.integrations import hf, hf_checks
 from burst_attention.loss import next_token_loss, next_token_nll
 from burst_attention.testing import WorkerError, local_world
 from burst_attention.training.model import model_config
@@ -241,3 +242,53 @@ def test_training_asks_a_loaded_configuration(tmp_path):
     with pytest.raises(ValueError, match=r"--model .*: attention_dropout=0\.1 of the configuration"):
         model_config(str(tmp_path), ByteTokenizer(), SEQLEN)
     assert model_config(str(tmp_path), ByteTokenizer(), SEQLEN, training=False).attention_dropout == 0.1
+
+
+def test_copied_labels_of_a_batch_that_nobody_attended_to_are_noticed():
+    model, switched = make_model("llama"), make_model("llama", "sdpa")
+
+    def call(plan):
+        for one, labels in ((model, lambda x: x), (switched, torch.clone)):
+            shard = hf.shard_batch(make_batch(), plan)
+            out = one.model(shard["input_ids"], position_ids=shard["position_ids"], plan=plan, use_cache=False)[0]
+            next_token_loss(out, model.lm_head.weight, labels(shard["shift_labels"]), plan)
+
+    assert "no attention has taken the plan for this batch" in over_ranks(call)
+
+
+def test_an_attention_of_ones_own_counts():
+    """Without a model of transformers: the plan is taken by burst_attention itself."""
+
+    def call(group):
+        plan = make_plan(SEQLEN, group=group)
+        for copied in (False, True):
+            shard = hf.shard_batch(make_batch(), plan)
+            x = torch.randn(2, 1, plan.length, 8)
+            hidden = burst_attention(x, x, x, plan)[:, 0]
+            labels = shard["shift_labels"].clone() if copied else shard["shift_labels"]
+            next_token_loss(hidden, torch.randn(64, 8), labels, plan)
+
+    with local_world(2, timeout=20) as ranks:
+        ranks.run(call)
+
+
+def test_plans_of_other_documents_are_refused():
+    plan = make_plan(SEQLEN)
+    other = plan.with_mask(Mask(window=7, cu_seqlens=(0, 5, SEQLEN)))
+    with pytest.raises(ValueError, match="masks of different documents or prefixes"):
+        hf_checks.choose({None: plan, 7: other}, 7)
+
+
+def test_copied_labels_are_those_of_their_own_batch_though_others_were_cut_since():
+    model = make_model("llama")
+
+    def call(group):
+        plan, batch = make_plan(SEQLEN, group=group), make_batch()
+        shards = [hf.shard_batch({name: x.roll(n, 1) for name, x in batch.items()}, plan) for n in range(3)]
+        for shard in shards:
+            positions = shard["position_ids"]
+            hidden = model.model(shard["input_ids"], position_ids=positions, plan=plan, use_cache=False)[0]
+            next_token_loss(hidden, model.lm_head.weight, shard["shift_labels"].clone(), plan)
+
+    with local_world(2, timeout=20) as ranks:
+        ranks.run(call)

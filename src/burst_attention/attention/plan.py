@@ -30,6 +30,7 @@ from .usage import Usage
 # An operator of torch takes numbers, no plans. The one registry of the library, kept weakly: a plan is its caller's.
 _PLANS: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
 _HANDLES = itertools.count(1)
+MOST_TOKENS = 2**31  # of which the square is an int64
 
 
 def plan_of(handle: int) -> Plan:
@@ -303,8 +304,11 @@ def make_plan(
     transport, agreement = connect(resolved, None)
     rank, world = transport.rank, transport.world
     with agreement.entering("make_plan"):
-        if isinstance(seqlen, bool) or not isinstance(seqlen, int):
+        if isinstance(seqlen, bool) or not isinstance(seqlen, (int, np.integer)):
             raise TypeError(f"seqlen={seqlen!r} must be an int")
+        seqlen = int(seqlen)
+        if seqlen > MOST_TOKENS:
+            raise ValueError(f"seqlen={seqlen} is more than the {MOST_TOKENS:,} tokens whose pairs can be counted")
         transport.timeout = agreement.transport.timeout = resolve_timeout(timeout)
         mask = Mask() if mask is None else mask
         schedule = make_schedule(seqlen, mask=mask, layout=layout, route=route, rank=rank, world=world)

@@ -92,6 +92,11 @@ def _check_same_layout(plans: Mapping[Any, Plan]) -> None:
             f"plan holds plans of different (seqlen, layout, world, rank) {sorted(shapes)}; "
             "make one and derive the others by plan.with_mask"
         )
+    if len({(each.mask.cu_seqlens, each.mask.prefix) for each in plans.values()}) > 1:
+        told = ", ".join(f"{window}: {each.mask!r}" for window, each in plans.items())
+        raise ValueError(
+            f"plan holds masks of different documents or prefixes ({told}); layers may differ in their window alone"
+        )
 
 
 def mask_request(attention_mask: Any) -> MaskRequest | None:

@@ -116,6 +116,13 @@ def find_form(model: nn.Module) -> LogitForm:
             logit or what else is in the way.
     """
     name, head = _linear_of(model)
+    added = [hook for hooks in (head._forward_hooks, head._forward_pre_hooks) for hook in hooks.values()]
+    if added or "forward" in vars(head):
+        what = f"hook {getattr(added[0], '__qualname__', added[0])}" if added else "forward of its own"
+        raise TypeError(
+            f"model's {name} has a {what}, which may change its logits and is not looked into; remove it for training "
+            "over shards"
+        )
     product = _probe(head.weight.shape[0])
     logits = _logits_of(model, name, head, product)
     return _form(type(model).__name__, product, logits)
@@ -125,7 +132,7 @@ def _linear_of(model: Any) -> tuple[str, Any]:
     """(attribute, module) of the head."""
     kind, find = type(model).__name__, getattr(model, "get_output_embeddings", None)
     children = dict(model.named_children()) if isinstance(model, nn.Module) and callable(find) else {}
-    head = find() if children and find else None
+    head: Any = find() if children and find else None
     name = next((name for name, child in children.items() if child is head), None)
     if name is None or getattr(model, "base_model_prefix", None) not in children:
         raise TypeError(

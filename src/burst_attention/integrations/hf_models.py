@@ -83,11 +83,19 @@ def check_config(config: PreTrainedConfig, *, training: bool = True) -> None:
                 f"{name}={getattr(text, name)} of the configuration: attention logits are not capped here; "
                 "use a model without a soft cap"
             )
+    window = getattr(text, "sliding_window", None)
+    if window is not None and window < 1:
+        raise ValueError(f"sliding_window={window} of the configuration must be at least 1, or null for none")
     check_rope(text)
     check_layers(text)
     if type(config) in AutoModelForCausalLM._model_mapping:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        try:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        except Exception as error:
+            raise ValueError(
+                f"no model can be made of the configuration: {type(error).__name__}: {error}; correct its config.json"
+            ) from error
         check_structure(model)
 
 

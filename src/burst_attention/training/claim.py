@@ -72,8 +72,10 @@ def read_marker(folder: Path) -> dict:
     text = (folder / MARKER).read_bytes()
     try:
         content = json.loads(text or b'{"format": 1, "wrote": []}')
-        known = content["format"] == FORMAT and all(_is_inside(name) for name in content["wrote"])
-    except (ValueError, KeyError, TypeError):
+        wrote = content["wrote"]
+        known = type(content["format"]) is int and content["format"] == FORMAT and isinstance(wrote, list)
+        known = known and all(isinstance(name, str) and _is_inside(name) for name in wrote)
+    except (ValueError, KeyError, TypeError, RecursionError):
         known = False
     if not known:
         raise ValueError(
@@ -141,6 +143,8 @@ def _locked(folder: Path) -> Iterator[IO[bytes]]:
     blocked = next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None)
     if blocked is not None:
         raise ValueError(f"can't be a folder: {str(blocked)!r} is a file")
+    if ".." in folder.parts and not folder.exists():  # once "new" is made, "theirs/new/.." is theirs
+        raise ValueError("leads back out of a folder that is not there; name the folder without '..'")
     for _ in range(3):  # the one before us may be removing its empty folder at this moment
         if not (folder / MARKER).exists() and folder.is_dir() and any(folder.iterdir()):
             raise ValueError(
@@ -213,12 +217,14 @@ def _folders(name: str) -> list[str]:
 
 def _is_inside(name: str) -> bool:
     path = PurePosixPath(name)
-    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and path.parts[0] != MARKER
 
 
 def _is_own(folder: Path, name: str) -> bool:
     """Whether what is there under a listed name can be what was written: no link leads elsewhere."""
     path = folder / name
+    if len(os.fsencode(name)) > 1024:  # no file of ours is called so
+        return False
     if any((folder / part).is_symlink() for part in (*_folders(name), name.rstrip("/"))):
         return False
     return path.is_dir() if name.endswith("/") else path.is_file()

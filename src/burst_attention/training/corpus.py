@@ -18,6 +18,7 @@ from typing import IO, Any, Protocol
 
 import numpy as np
 
+from .claim import MARKER
 from .tokenizer import first_line
 
 STANDARD_LIBRARY = "stdlib"
@@ -99,7 +100,9 @@ def _below(root: Path, suffix: str = "", *, without: frozenset[str] = frozenset(
 
     found = []
     for folder, folders, names in os.walk(root, onerror=refuse):
-        folders[:] = [name for name in folders if not (name.startswith(".") or name in without)]
+        # What a run of ours wrote is no text to train on.
+        marked = {name for name in folders if (Path(folder) / name / MARKER).exists()}
+        folders[:] = [name for name in folders if not (name.startswith(".") or name in without or name in marked)]
         paths = [Path(folder, name) for name in names if name.endswith(suffix) and not name.startswith(".")]
         try:
             found += [path for path in paths if path.is_file()]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from .config import TrainConfig
 from .data import open_data, open_sequences
 from .evaluation import EvalConfig
@@ -38,6 +40,7 @@ def check_run(config: TrainConfig, world: int) -> None:
             )
     if config.parallel.engine != "burst":
         _check_engine(config, tokenizer, lengths, sharing)
+    _check_weights(config.model.model)
 
 
 def _check_engine(config: TrainConfig, tokenizer: Tokenizer, lengths: set[int], sharing: int) -> None:
@@ -74,3 +77,11 @@ def check_evaluation(config: EvalConfig, world: int) -> None:
     refused = [refusal(name, heads, len(first.tokens), world) for name in config.engines]
     if all(refused):
         raise ValueError(f"none of --engines {' '.join(config.engines)} can run: {'; '.join(map(str, refused))}")
+    _check_weights(config.model)
+
+
+def _check_weights(model: str) -> None:
+    """Raise ValueError for a model's folder that holds none; those of the hub are told of by the hub."""
+    folder = Path(model)
+    if folder.is_dir() and not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
+        raise ValueError(f"--model {model!r}: the folder holds no weights (*.safetensors or *.bin)")
