@@ -1069,8 +1069,8 @@ SEEDED = [
     Fault(
         "a stopped rank is waited for",
         "launch/local.py",
-        "        processes[rank].kill()",
-        "        processes[rank].join(30)",
+        "GRACE = 1.5",
+        "GRACE = 20.0",
         LAUNCH,
         "stops",
     ),
