@@ -626,8 +626,8 @@ SEEDED = [
         "attention/sweep.py",
         "message, tensors = arriving.pop(0)",
         "message, tensors = arriving.pop(0); self.kept = getattr(self, 'kept', []); self.kept.append(tensors)",
-        FOOTPRINT,
-        "query",
+        "tests/unit/test_estimate.py",
+        "holds_no_more",
     ),
     Fault(
         "what a kernel gives is foretold in another dtype",

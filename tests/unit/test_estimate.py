@@ -48,6 +48,17 @@ def test_live_bytes_are_those_alive_at_once() -> None:
         assert live.most == 4840 and len(c) == len(d)
 
 
+@pytest.mark.parametrize(
+    ("travels", "units"), [("query", (9.1, 16.2, 20.3, 22.8)), ("key-value", (9.1, 15.1, 20.1, 26.1))]
+)
+def test_a_sweep_holds_no_more_than_it_did(travels: str, units: tuple[float, ...]) -> None:
+    """In tensors of a shard: what is foretold is the sweep's own, so a sweep that held more would foretell more."""
+    shape = Shape(batch=1, q_heads=8, kv_heads=8, head_dim=64, v_head_dim=64, io=2, partial=2, accumulate=4)
+    for world, most in zip((1, 2, 4, 8), units, strict=True):
+        schedule = Schedule(Layout("zigzag", 512 * world, world), Mask(), ROUTES["direct"], 0)
+        assert peak_memory(schedule, shape, torch.bfloat16, travels) <= 1.02 * most * 512 * 8 * 64 * 2
+
+
 def test_memory_falls_with_the_world() -> None:
     def memory(world: int) -> int:
         schedule = Schedule(Layout("zigzag", 4096, world), Mask(), ROUTES["direct"], 0)
