@@ -192,13 +192,11 @@ def check_model(model: PreTrainedModel, plan: Plans) -> None:
     one = any_plan(plan)
     if one.world == 1:
         return
-    try:
+    with one.agreement.entering("check_model"):
         check_layers(model.config)
         check_structure(model)
         _check_implementations(model, _configs(model))
         _check_by_measure(model, plan)
-    except (TypeError, ValueError) as error:
-        one.refuse(error)
     one.exchange_small([])
 
 

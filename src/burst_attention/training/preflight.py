@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from .config import TrainConfig
 from .data import open_data, open_sequences
 from .evaluation import EvalConfig
 from .presets import PRESETS
-from .tokenizer import ByteTokenizer, Tokenizer
+from .tokenizer import ByteTokenizer
 
 
 def check_run(config: TrainConfig, world: int) -> None:
@@ -23,10 +24,11 @@ def check_run(config: TrainConfig, world: int) -> None:
 
         load_config(config.model.model)
     reader, tokenizer = open_sequences(config)
-    if config.model.model not in PRESETS or not isinstance(tokenizer, ByteTokenizer):
+    compared = config.parallel.engine != "burst"
+    if compared or config.model.model not in PRESETS or not isinstance(tokenizer, ByteTokenizer):
         from .model import model_config
 
-        model_config(config.model.model, tokenizer, config.data.seq_len)
+        model = model_config(config.model.model, tokenizer, config.data.seq_len)
     sharing = world // config.parallel.data_parallel
     lengths = {config.data.seq_len}
     next(reader.training())
@@ -38,20 +40,18 @@ def check_run(config: TrainConfig, world: int) -> None:
                 f"--held-out {config.data.held_out} of --data {config.data.data!r} leaves {length} tokens to evaluate, "
                 f"fewer than the {sharing} ranks that share them; raise it, or give 0 to skip the evaluation"
             )
-    if config.parallel.engine != "burst":
-        _check_engine(config, tokenizer, lengths, sharing)
+    if compared:
+        _check_engine(config, model, lengths, sharing)
     _check_weights(config.model.model)
 
 
-def _check_engine(config: TrainConfig, tokenizer: Tokenizer, lengths: set[int], sharing: int) -> None:
-    """Raise ValueError if the engine can't share every sequence among ``sharing`` ranks."""
+def _check_engine(config: TrainConfig, model: Any, lengths: set[int], sharing: int) -> None:
+    """Raise ValueError if the engine can't share every sequence of a model, by its configuration, among the ranks."""
     from burst_attention.engines import Heads, choose
-
-    from .model import model_config
 
     parallel = config.parallel
     engine = choose(parallel.engine, layout=parallel.layout, route=parallel.route)
-    heads = Heads.of(model_config(config.model.model, tokenizer, config.data.seq_len))
+    heads = Heads.of(model)
     for length in lengths:
         engine.check(heads, length, sharing)
 
