@@ -55,9 +55,9 @@ CALLS = {  # of each call, what it does by itself first: made to fail on one ran
     "unshard": ("attention.unshard.check_transforms", unshard),
     "the backward of unshard": ("attention.unshard.check_batches", lambda plan: unshard(plan).sum().backward()),
     "next_token_loss": ("loss.next_token.check_arguments", loss),
-    "next_token_loss's logits": ("loss.next_token._likelihoods", loss),
+    "next_token_loss's logits": ("loss.next_token.measure", loss),
     "next_token_nll, told in the next call": (
-        "loss.next_token._likelihoods",
+        "loss.next_token.measure",
         lambda plan: plan.exchange_small([loss(plan, next_token_nll).sum().item()]),
     ),
     "exchange_small": ("attention.plan.float", lambda plan: plan.exchange_small([1.0])),

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from burst_attention import make_plan
 from burst_attention.loss import Head, LogitForm, next_token_loss, next_token_nll
-from burst_attention.loss.next_token import _chunk_tokens
+from burst_attention.loss.head import default_chunk
 
 BATCH, SEQLEN, WIDTH, VOCABULARY = 2, 37, 12, 29
 
@@ -272,7 +272,7 @@ def test_nothing_of_the_size_of_logits_is_saved():
 @pytest.mark.parametrize("vocabulary", [1, 256, 128256])
 @pytest.mark.parametrize("width", [8, 4096])
 def test_default_chunk(tokens, vocabulary, width):
-    chunk = _chunk_tokens(tokens, vocabulary, width)
+    chunk = default_chunk(tokens, vocabulary, width)
     assert 1 <= chunk <= -(-tokens // 4)
     assert chunk == 1 or chunk * vocabulary <= max(2**22, tokens * width)
 

@@ -28,7 +28,7 @@ from burst_attention.attention.plan import Plan
 
 from . import hf_checks, hf_models
 from .hf_checks import UNSTATED, MaskRequest
-from .hf_head import find_form, find_head, next_token_loss, next_token_nll
+from .hf_head import find_form, find_head, next_token_loss, next_token_nll, token_log_probs
 from .hf_models import NAME, check_config, check_model
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "next_token_nll",
     "register",
     "shard_batch",
+    "token_log_probs",
 ]
 
 

@@ -7,6 +7,7 @@ give known numbers, and what comes out is compared with every form that the loss
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from burst_attention import loss
 from burst_attention.attention.batch import Plans, any_plan
 from burst_attention.attention.plan import Plan
-from burst_attention.loss import Head, LogitForm
+from burst_attention.loss import Head, LogitForm, TokenLogProbs
 
 # What the stand-in for the head gives: next to nothing, far more than any cap, and between.
 _SMALL, _GREAT = 2.0**-30, 1e30
@@ -86,9 +87,47 @@ def next_token_nll(
     )
 
 
-def _head_for(model: nn.Module, plan: Plan) -> Head:
+def token_log_probs(
+    model: nn.Module,
+    hidden: Tensor,
+    shift_labels: Tensor,
+    plan: Plans,
+    *,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    outputs: Sequence[str] = ("log_probs", "entropy"),
+    chunk_tokens: int | None = None,
+) -> TokenLogProbs:
+    """What the logits that ``model`` makes of ``hidden`` say of each label of the whole sequence.
+
+    Args:
+        model, hidden, shift_labels, plan: as for :func:`next_token_loss`.
+        temperature, ignore_index, outputs, chunk_tokens: as for :func:`burst_attention.loss.token_log_probs`.
+
+    Returns:
+        What :func:`burst_attention.loss.token_log_probs` gives: fields [B, S - 1], the same on every rank.
+
+    Raises:
+        TypeError, ValueError: as :func:`burst_attention.loss.token_log_probs` and :func:`find_head`, on every rank.
+    """
+    one = any_plan(plan)
+    head = _head_for(model, one, "token_log_probs")
+    return loss.token_log_probs(
+        hidden,
+        head.weight,
+        shift_labels,
+        one,
+        **head.options,
+        temperature=temperature,
+        ignore_index=ignore_index,
+        outputs=outputs,
+        chunk_tokens=chunk_tokens,
+    )
+
+
+def _head_for(model: nn.Module, plan: Plan, call: str = "next_token_loss") -> Head:
     """The model's head; a refusal of it reaches the other ranks."""
-    with plan.agreement.entering("next_token_loss"):
+    with plan.agreement.entering(call):
         return find_head(model)
 
 

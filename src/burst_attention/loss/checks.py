@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence, Set
 from types import NoneType
 from typing import Any
 
@@ -90,6 +91,24 @@ def check_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: Any, factor: 
         raise ValueError(f"bias has shape {list(bias.shape)}; pass [{weight.shape[0]}], one number for each logit")
     if bias.dtype != hidden.dtype:
         raise TypeError(f"bias has dtype {bias.dtype}, hidden {hidden.dtype}; cast one of them")
+
+
+def check_temperature(temperature: Any) -> None:
+    """Refuse what logits can't be divided by."""
+    if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
+        raise TypeError(f"temperature={temperature!r} must be a number")
+    if not (math.isfinite(temperature) and temperature > 0):
+        raise ValueError(f"temperature={temperature} must be finite and greater than 0; logits are divided by it")
+
+
+def check_outputs(outputs: Any, known: tuple[str, ...]) -> tuple[str, ...]:
+    """``outputs`` in the order of ``known``, each once, and the first of those in any case."""
+    if isinstance(outputs, str) or not isinstance(outputs, (Sequence, Set)):
+        raise TypeError(f"outputs={outputs!r} must be a sequence of names out of {', '.join(known)}")
+    unknown = [name for name in outputs if name not in known]
+    if unknown:
+        raise ValueError(f"outputs holds {unknown[0]!r}, which is unknown; choose from {', '.join(known)}")
+    return tuple(name for name in known if name in outputs or name == known[0])
 
 
 def _check_tensors(*, hidden: torch.Tensor, **others: torch.Tensor) -> None:

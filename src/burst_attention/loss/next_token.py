@@ -7,61 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from ..attention.derivatives import check_batches, check_transforms, differentiable_once
 from ..attention.plan import Plan
 from .checks import check_arguments, check_logits, check_plan, divisor_of
-
-CHUNK_ELEMENTS = 2**22
-
-
-@dataclass(frozen=True)
-class LogitForm:
-    """What a model makes of its head's product: ``factor * product``, with a cap softcap * tanh(that / softcap).
-
-    Attributes:
-        factor: 1.0 for none.
-        softcap: what no logit passes; None for no cap.
-    """
-
-    factor: float = 1.0
-    softcap: float | None = None
-
-    def apply_(self, product: torch.Tensor) -> torch.Tensor:
-        """Logits of the product, in its place."""
-        if self.factor != 1.0:
-            product.mul_(self.factor)
-        return product if self.softcap is None else product.div_(self.softcap).tanh_().mul_(self.softcap)
-
-
-@dataclass(frozen=True, eq=False)
-class Head:
-    """How a model makes logits [..., V] of hidden states [..., E]: ``form`` of ``hidden @ weight.T + bias``.
-
-    Attributes:
-        weight: [V, E].
-        bias: [V]; None for none.
-    """
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None = None
-    form: LogitForm = LogitForm()
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """All but the weight, as keywords of :func:`next_token_loss` and :func:`next_token_nll`."""
-        return {"bias": self.bias, "factor": self.form.factor, "softcap": self.form.softcap}
-
-    @torch.no_grad()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., V] of hidden [..., E] in its dtype, all at once and without a gradient: for a few tokens."""
-        return self.form.apply_(F.linear(hidden, self.weight, self.bias))
-
-    def chunk(self, hidden: torch.Tensor, weight: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
-        """[n, V] in the compute dtype, of hidden [n, E] and the weight as ``_product`` takes them."""
-        product = _product(hidden, weight.T, compute)
-        return self.form.apply_(product if self.bias is None else product.add_(self.bias))
+from .head import Head, LogitForm
+from .tokens import Measurement, measure
 
 
 @dataclass(frozen=True)
@@ -69,9 +20,7 @@ class _Settings:
     plan: Plan
     form: LogitForm
     bias_length: int | None
-    ignore_index: int
     num_valid: float | None
-    chunk_tokens: int | None
 
 
 def next_token_loss(
@@ -124,15 +73,11 @@ def next_token_loss(
         check_arguments(hidden, lm_head_weight, labels, plan, ignore_index, chunk_tokens)
         check_logits(hidden, lm_head_weight, bias, factor, softcap)
         check_transforms("next_token_loss", hidden=hidden, lm_head_weight=lm_head_weight, bias=bias)
-    settings = _Settings(
-        plan=plan,
-        form=LogitForm(factor, softcap),
-        bias_length=None if bias is None else len(bias),
-        ignore_index=ignore_index,
-        num_valid=divisor,
-        chunk_tokens=chunk_tokens,
-    )
-    return _NextTokenLoss.apply(hidden, lm_head_weight, bias, labels, settings)
+        head = Head(lm_head_weight, bias, LogitForm(factor, softcap))
+        measurement = Measurement("next_token_loss", head.form, chunk_tokens=chunk_tokens)
+        _, log_probs = measure(hidden, head, labels, ignore_index, measurement)
+    bias_length = None if bias is None else len(bias)
+    return _Mean.apply(log_probs, _Settings(plan, head.form, bias_length, divisor))
 
 
 @torch.no_grad()
@@ -168,114 +113,35 @@ def next_token_nll(
         check_logits(hidden, lm_head_weight, bias, factor, softcap)
         check_transforms("next_token_nll", hidden=hidden, lm_head_weight=lm_head_weight, bias=bias)
         head = Head(lm_head_weight, bias, LogitForm(factor, softcap))
-        rows, _, lse, picked, _ = _likelihoods(hidden, head, labels, ignore_index, chunk_tokens)
-        nll = torch.zeros(labels.numel(), dtype=lse.dtype, device=lse.device)
-        nll[rows] = lse - picked
+        measurement = Measurement("next_token_nll", head.form, chunk_tokens=chunk_tokens)
+        rows, log_probs = measure(hidden, head, labels, ignore_index, measurement)
+        nll = torch.zeros(labels.numel(), dtype=log_probs.dtype, device=log_probs.device)
+        nll[rows] = -log_probs[0]
     return nll.view(labels.shape)
 
 
-def _likelihoods(
-    hidden: torch.Tensor, head: Head, labels: torch.Tensor, ignore_index: int, chunk_tokens: int | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    """(rows, target, lse, picked, chunk): of the n valid tokens, where they are, their labels, the log-sum-exp of their
-    logits and the logit of their label, each [n], computed ``chunk`` tokens at a time."""
-    compute = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    flat, label = hidden.flatten(0, 1), labels.flatten()
-    rows = (label != ignore_index).nonzero().squeeze(1)
-    target = label[rows].long()
-    lse = torch.empty(rows.shape, dtype=compute, device=hidden.device)
-    picked = torch.empty_like(lse)
-    chunk = chunk_tokens or _chunk_tokens(len(rows), *head.weight.shape)
-    with torch.autocast(hidden.device.type, enabled=False):
-        w = _operand(head.weight, compute)
-        for start in range(0, len(rows), chunk):
-            part = slice(start, start + chunk)
-            logits = head.chunk(_operand(flat[rows[part]], compute), w, compute)
-            lse[part] = torch.logsumexp(logits, 1)
-            picked[part] = logits.gather(1, target[part, None]).squeeze(1)
-    return rows, target, lse, picked, chunk
+class _Mean(torch.autograd.Function):
+    """Ledger. in l, the log-probability of each of this rank's n labels; c = 1 / num_valid.
 
+    forward   value = -c * sum over ranks of sum(l)        backward  dl_n = -c * the gradient of the value
 
-class _NextTokenLoss(torch.autograd.Function):
-    """Ledger, for the n valid tokens of this rank (N = B * S_local tokens in all), chunk by chunk of them:
-
-    h_nE = hidden[rows], W_VE, b_V = bias or 0, t_n = labels[rows]; f = factor, k = softcap; c = 1 / num_valid
-      forward   y_nV = f (h W^T + b)                       z_nV = k tanh(y / k), y without a cap
-                lse_n = logsumexp(z)                       value = c * sum over ranks of sum(lse - z[t])
-      backward  dz_nV = e^(z - lse) - onehot(t)            dy_nV = dz (1 - (z / k)^2), dz without a cap
-                g = the gradient of the value              dh_nE = g c f dy W  (0 in the other rows)
-                dW_VE = g c f dy^T h                       db_V = g c f sum over n of dy
-
-    Saved: hidden, W and b (as given), rows, t and lse (n numbers each). z is computed again in the backward: it is
-    the one tensor that would not fit. dW and db are summed over chunks in fp32 and rounded once. c and f are applied
-    after the products, or c would flush dy to zero in fp16.
+    Saved: nothing but c. The ranks exchange their sums in the forward; the backward moves nothing.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        labels: torch.Tensor,
-        settings: _Settings,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, log_probs: torch.Tensor, settings: _Settings) -> torch.Tensor:
         with settings.plan.agreement.entering("next_token_loss"):
-            head = Head(weight, bias, settings.form)
-            rows, target, lse, picked, ctx.chunk = _likelihoods(
-                hidden, head, labels, settings.ignore_index, settings.chunk_tokens
-            )
-            local = (lse - picked).sum(dtype=torch.float64).item()
-        value, ctx.divisor = _mean(settings, local, len(rows))
-        ctx.form = settings.form
-        ctx.save_for_backward(hidden, weight, bias, rows, target, lse)
-        return torch.tensor(value, dtype=lse.dtype, device=hidden.device)
+            local = -log_probs.sum(dtype=torch.float64).item()
+        value, ctx.divisor = _mean(settings, local, log_probs.numel())
+        ctx.shape = log_probs.shape
+        return torch.tensor(value, dtype=log_probs.dtype, device=log_probs.device)
 
     @staticmethod
     @differentiable_once("next_token_loss")
-    def backward(ctx: Any, saved: tuple[torch.Tensor, ...], grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, saved: tuple[torch.Tensor, ...], grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         check_transforms("the backward of next_token_loss", grad=grad)
         check_batches("the backward of next_token_loss", grad)
-        hidden, weight, bias, rows, target, lse = saved
-        compute, flat = lse.dtype, hidden.flatten(0, 1)
-        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        dhidden = torch.zeros(flat.shape, dtype=flat.dtype, device=flat.device) if wants_hidden else None
-        dweight = torch.zeros(weight.shape, dtype=compute, device=weight.device) if wants_weight else None
-        dbias = torch.zeros(bias.shape, dtype=compute, device=bias.device) if wants_bias else None
-        scale = grad * ctx.form.factor / ctx.divisor if ctx.divisor else torch.zeros_like(grad)
-        head = Head(weight, bias, ctx.form)
-        with torch.autocast(hidden.device.type, enabled=False):
-            w = _operand(weight, compute)
-            for start in range(0, len(rows), ctx.chunk):
-                part = slice(start, start + ctx.chunk)
-                h = _operand(flat[rows[part]], compute)
-                dproduct = _dproduct(ctx.form.softcap, head.chunk(h, w, compute), lse[part], target[part])
-                if dbias is not None:
-                    dbias += dproduct.sum(0)
-                dproduct = dproduct.to(w.dtype)
-                if dhidden is not None:
-                    dhidden[rows[part]] = (_product(dproduct, w, compute) * scale).to(dhidden.dtype)
-                if dweight is not None:
-                    dweight += _product(dproduct.T, h, compute)
-        if dhidden is not None:
-            dhidden = dhidden.view(hidden.shape)
-        # A rank without a valid token contributes exactly 0, also where the scale is not finite.
-        for total in (dweight, dbias):
-            if total is not None and len(rows):
-                total.mul_(scale)
-        return dhidden, _rounded(dweight, weight), _rounded(dbias, bias), None, None
-
-
-def _dproduct(softcap: float | None, logits: torch.Tensor, lse: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The ledger's dy [n, V] of z [n, V], which it overwrites."""
-    slope = None if softcap is None else (logits / softcap).square_().neg_().add_(1)
-    dlogits = logits.sub_(lse[:, None]).exp_()
-    dlogits[torch.arange(len(target), device=target.device), target] -= 1
-    return dlogits if slope is None else dlogits.mul_(slope)
-
-
-def _rounded(total: torch.Tensor | None, like: torch.Tensor | None) -> torch.Tensor | None:
-    return None if total is None or like is None else total.to(like.dtype)
+        return -(grad / ctx.divisor).expand(ctx.shape), None
 
 
 def _mean(settings: _Settings, local_sum: float, local_count: int) -> tuple[float, float]:
@@ -298,18 +164,3 @@ def _mean(settings: _Settings, local_sum: float, local_count: int) -> tuple[floa
     if count and not divisor:
         raise ValueError(f"num_valid=0, but the group holds {count:.0f} valid tokens; pass their count, or None")
     return (total / divisor if count else 0.0), divisor
-
-
-def _operand(x: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
-    """x as the products take it: as it is on CUDA (see ``_product``), else in the compute dtype."""
-    return x if x.is_cuda else x.to(compute)
-
-
-def _product(a: torch.Tensor, b: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
-    """a @ b in the compute dtype. Products of two halves are exact in fp32, and CUDA sums and returns them in it."""
-    return a @ b if a.dtype == compute else torch.mm(a, b, out_dtype=compute)
-
-
-def _chunk_tokens(tokens: int, vocabulary: int, width: int) -> int:
-    elements = max(CHUNK_ELEMENTS, tokens * width)
-    return max(1, min(elements // max(vocabulary, 1), math.ceil(tokens / 4)))

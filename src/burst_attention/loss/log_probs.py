@@ -1,0 +1,122 @@
+"""Log-probabilities and entropies of a whole sequence's tokens, for losses that are more than their mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+
+from ..attention.derivatives import check_transforms
+from ..attention.plan import Plan
+from .checks import check_arguments, check_logits, check_outputs, check_plan, check_temperature
+from .head import Head, LogitForm
+from .tokens import MEASURES, Measurement, measure
+
+
+@dataclass(frozen=True)
+class TokenLogProbs:
+    """What the logits of a whole sequence say of each token, the same on every rank.
+
+    Every field is [B, S - 1], in the order of the sequence: column i is of the logits at position i, and of the token
+    at i + 1 as their label. It is 0, or False, where there is no label. Fields are fp32 (fp64 for fp64), None if not
+    asked for. z are the logits divided by the temperature, p is their softmax over the vocabulary.
+
+    Attributes:
+        log_probs: log p of the label. Differentiable.
+        entropy: -sum of p log p. Differentiable.
+        mean_logits: the mean of z.
+        is_top1: bool, whether no other token has a greater z than the label.
+        log_sum_sq_probs: the logarithm of the sum of p^2.
+    """
+
+    log_probs: torch.Tensor
+    entropy: torch.Tensor | None = None
+    mean_logits: torch.Tensor | None = None
+    is_top1: torch.Tensor | None = None
+    log_sum_sq_probs: torch.Tensor | None = None
+
+
+def token_log_probs(
+    hidden: torch.Tensor,
+    lm_head_weight: torch.Tensor,
+    labels: torch.Tensor,
+    plan: Plan,
+    *,
+    temperature: float = 1.0,
+    bias: torch.Tensor | None = None,
+    factor: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    outputs: Sequence[str] = ("log_probs", "entropy"),
+    chunk_tokens: int | None = None,
+) -> TokenLogProbs:
+    """What a head's logits say of each label, of the tokens of all ranks of ``plan``, in the order of the sequence.
+
+    For preference and policy-gradient losses: every rank computes the same scalar from the whole result and calls its
+    backward, which moves nothing and gives this rank's share. *Summed* over ranks the gradients are the one-device
+    gradient. The logits of all tokens never exist at once.
+
+        ours = token_log_probs(hidden, lm_head_weight, plan.shard_labels(ids), plan)
+        loss = -(advantages * ours.log_probs).mean() - 0.01 * ours.entropy.mean()
+        loss.backward()
+
+    Args:
+        hidden, lm_head_weight, labels: this rank's, as for :func:`next_token_loss`. The batch size is the same on all
+            ranks. The last position of the sequence has no label, and no column in the result.
+        temperature: what the logits are divided by, after ``factor`` and ``softcap``: finite, greater than 0, the same
+            on all ranks.
+        bias, factor, softcap: how logits are made, as for :func:`next_token_loss`.
+        ignore_index: the label of a token without a target.
+        outputs: names of the fields of :class:`TokenLogProbs` to compute, the same on all ranks. ``log_probs``, which
+            costs nothing more, is always among them.
+        chunk_tokens: how many tokens' logits exist at once, as for :func:`next_token_loss`. A cap holds as many numbers
+            again in the backward, and so do the entropy and ``log_sum_sq_probs``.
+
+    Returns:
+        The fields that were asked for, of all S - 1 positions. Logits, their softmax and the sums are fp32 (fp64 for
+        fp64), autocast or not. A rank without a label gets gradients of zeros.
+
+    Raises:
+        TypeError, ValueError: a bad argument, on every rank if it is bad on one; ranks that differ in ``temperature``,
+            ``outputs``, ``factor``, ``softcap``, or the shape of the head or of its bias.
+    """
+    check_plan(plan)
+    with plan.agreement.entering("token_log_probs"):
+        check_arguments(hidden, lm_head_weight, labels, plan, ignore_index, chunk_tokens)
+        check_logits(hidden, lm_head_weight, bias, factor, softcap)
+        check_temperature(temperature)
+        measures = check_outputs(outputs, MEASURES)
+        _check_last(labels, plan, ignore_index)
+        check_transforms("token_log_probs", hidden=hidden, lm_head_weight=lm_head_weight, bias=bias)
+        head = Head(lm_head_weight, bias, LogitForm(factor, softcap))
+    same = {"temperature": temperature, "outputs": list(measures), **head.options}
+    same |= {"bias": None if bias is None else list(bias.shape), "lm_head_weight": list(lm_head_weight.shape)}
+    plan.agreement.agree("token_log_probs", same)
+    with plan.agreement.entering("token_log_probs"):
+        measurement = Measurement("token_log_probs", head.form, temperature, measures, chunk_tokens)
+        rows, table = measure(hidden, head, labels, ignore_index, measurement)
+        local = table.new_zeros(len(measures), labels.numel()).index_copy(1, rows, table)
+    whole = plan.unshard(local.view(len(measures), *labels.shape), 2, grad="slice")
+    return _of_table(whole[..., : max(plan.seqlen - 1, 0)], measures)
+
+
+def _of_table(whole: torch.Tensor, measures: tuple[str, ...]) -> TokenLogProbs:
+    """The fields of a table [measures, B, S - 1]."""
+    given = dict(zip(measures, whole.unbind(0), strict=True))
+    for field in fields(TokenLogProbs):
+        if field.name in given and field.name not in ("log_probs", "entropy"):
+            given[field.name] = given[field.name].detach()
+    if "is_top1" in given:
+        given["is_top1"] = given["is_top1"].bool()
+    return TokenLogProbs(**given)
+
+
+def _check_last(labels: torch.Tensor, plan: Plan, ignore_index: int) -> None:
+    """Refuse a label of the sequence's last position, which has no column in the result."""
+    last = (plan.positions == plan.seqlen - 1).to(labels.device)
+    if (labels[:, last] != ignore_index).any():
+        raise ValueError(
+            f"labels has a label at the last position of the sequence, {plan.seqlen - 1}, which no token follows; "
+            "pass plan.shard_labels"
+        )

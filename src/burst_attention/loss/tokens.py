@@ -1,0 +1,247 @@
+"""What the logits of each token say of its label, without the logits of all: the one loop of every loss over shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..attention.derivatives import check_batches, check_transforms, differentiable_once
+from .head import Head, LogitForm, default_chunk, operand, product
+
+MEASURES = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What is measured of each token.
+
+    Attributes:
+        call: the public function that it is for, which errors name.
+        form: what the head makes of its product.
+        temperature: what the logits are divided by.
+        measures: names out of ``MEASURES``, ``log_probs`` first; that and ``entropy`` have gradients.
+        chunk_tokens: how many tokens' logits exist at once; None for the default.
+    """
+
+    call: str
+    form: LogitForm
+    temperature: float = 1.0
+    measures: tuple[str, ...] = ("log_probs",)
+    chunk_tokens: int | None = None
+
+
+def measure(
+    hidden: torch.Tensor, head: Head, labels: torch.Tensor, ignore_index: int, measurement: Measurement
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows, table): int64 [n], where in the flattened ``labels`` a label is, and a row [n] for each measure.
+
+    The table is in fp32 (fp64 for fp64); what is true or false is 1 or 0 in it. It exchanges nothing.
+
+    Args:
+        hidden: [B, S_local, E].
+        labels: [B, S_local] in [0, V), or ``ignore_index``.
+    """
+    label = labels.flatten()
+    rows = (label != ignore_index).nonzero().squeeze(1)
+    return rows, _Measure.apply(hidden, head.weight, head.bias, rows, label[rows].long(), measurement)
+
+
+class _Measure(torch.autograd.Function):
+    """Ledger, for the n tokens of this rank that have a label (N = B * S_local in all), chunk by chunk of them:
+
+    h_nE = hidden[rows], W_VE, b_V = bias or 0, t_n = target; f = factor, k = softcap, T = temperature
+      forward   y_nV = f (h W^T + b)                       z_nV = k tanh(y / k) / T, y / T without a cap
+                lse_n = logsumexp(z)                       log p_nV = z - lse
+                log_probs l_n = z[t] - lse                 entropy H_n = -sum over V of p log p
+                mean_logits = mean over V of z             is_top1 = (z[t] = max over V of z)
+                log_sum_sq_probs = log of the sum over V of p^2
+      backward  dl_n, dH_n given, r_n = max(|dl|, |dH|), u = max over n of r; without an entropy r = -dl
+                dz_nV = (dl (onehot(t) - p) - dH p (log p + H)) / r
+                dy_nV = dz (1 - (T z / k)^2), dz without a cap
+                dh_nE = r (f / T) dy W (0 in the other rows)
+                dW_VE = u (f / T) ((r / u) dy)^T h         db_V = u (f / T) sum over n of (r / u) dy
+
+    Saved: hidden, W and b (as given), rows, t, lse and H (n numbers each). z is computed again in the backward: it is
+    the one tensor that would not fit. dW and db are summed over chunks in fp32 and rounded once. r, u and f / T are
+    applied after the products: a mean's 1 / n would flush dy to zero in fp16.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        rows: torch.Tensor,
+        target: torch.Tensor,
+        measurement: Measurement,
+    ) -> torch.Tensor:
+        compute, flat = torch.float64 if hidden.dtype == torch.float64 else torch.float32, hidden.flatten(0, 1)
+        head, measures = Head(weight, bias, measurement.form), measurement.measures
+        table = torch.empty(len(measures), len(rows), dtype=compute, device=hidden.device)
+        lse = torch.empty(len(rows), dtype=compute, device=hidden.device)
+        ctx.chunk, ctx.measurement = measurement.chunk_tokens or default_chunk(len(rows), *weight.shape), measurement
+        with torch.autocast(hidden.device.type, enabled=False):
+            w = operand(weight, compute)
+            for part in _parts(len(rows), ctx.chunk):
+                logits = head.chunk(operand(flat[rows[part]], compute), w, compute)
+                logits = _divided_(logits, measurement.temperature)
+                lse[part] = torch.logsumexp(logits, 1)
+                table[:, part] = _measured(measures, logits, lse[part], target[part])
+        entropy = table[measures.index("entropy")].clone() if "entropy" in measures else None
+        ctx.save_for_backward(hidden, weight, bias, rows, target, lse, entropy)
+        return table
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return differentiable_once(ctx.measurement.call)(_backward)(ctx, grad)
+
+
+def _measured(measures: tuple[str, ...], logits: torch.Tensor, lse: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The ledger's [measures, n] of z [n, V], which it overwrites."""
+    label = logits.gather(1, target[:, None]).squeeze(1)
+    given = {"log_probs": label - lse}
+    if "mean_logits" in measures:
+        given["mean_logits"] = logits.mean(1)
+    if "is_top1" in measures:
+        given["is_top1"] = (label >= logits.amax(1)).to(lse.dtype)
+    if "entropy" in measures or "log_sum_sq_probs" in measures:
+        log_p = _log_p_(logits, lse)
+        p = log_p.exp()
+        if "log_sum_sq_probs" in measures:  # the sum is at least 1 / V
+            given["log_sum_sq_probs"] = 2 * torch.linalg.vector_norm(p, dim=1).log()
+        if "entropy" in measures:
+            given["entropy"] = -p.mul_(log_p).sum(1)
+    return torch.stack([given[name] for name in measures])
+
+
+def _backward(ctx: Any, saved: tuple[torch.Tensor, ...], grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """The ledger's backward, of a table's gradient."""
+    measurement: Measurement = ctx.measurement
+    check_transforms(f"the backward of {measurement.call}", grad=grad)
+    check_batches(f"the backward of {measurement.call}", grad)
+    hidden, weight, bias, rows, target, lse, entropy = saved
+    compute, flat = lse.dtype, hidden.flatten(0, 1)
+    wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+    dhidden = torch.zeros(flat.shape, dtype=flat.dtype, device=flat.device) if wants_hidden else None
+    dweight = torch.zeros(weight.shape, dtype=compute, device=weight.device) if wants_weight else None
+    dbias = torch.zeros(bias.shape, dtype=compute, device=bias.device) if wants_bias else None
+    shares = _Shares.of(measurement.measures, grad, entropy)
+    form = measurement.form.factor / measurement.temperature
+    head = Head(weight, bias, measurement.form)
+    with torch.autocast(hidden.device.type, enabled=False):
+        w = operand(weight, compute)
+        for part in _parts(len(rows), ctx.chunk):
+            h = operand(flat[rows[part]], compute)
+            dproduct = _dproduct(measurement, head.chunk(h, w, compute), lse[part], target[part], shares.part(part))
+            narrow = dproduct.to(w.dtype)
+            if dhidden is not None:
+                scale = (shares.row[part] * form)[:, None]
+                dhidden[rows[part]] = (product(narrow, w, compute) * scale).to(dhidden.dtype)
+            if shares.of_unit is not None:
+                narrow = dproduct.mul_(shares.of_unit[part, None]).to(w.dtype)
+            if dbias is not None:
+                dbias += dproduct.sum(0)
+            if dweight is not None:
+                dweight += product(narrow.T, h, compute)
+    if dhidden is not None:
+        dhidden = dhidden.view(hidden.shape)
+    # A rank without a label contributes exactly 0, whatever the gradient.
+    for total in (dweight, dbias):
+        if total is not None and len(rows):
+            total.mul_(shares.unit * form)
+    return dhidden, _rounded(dweight, weight), _rounded(dbias, bias), None, None, None
+
+
+@dataclass(frozen=True, eq=False)
+class _Shares:
+    """How a table's gradient is spread over the factors of the ledger's backward. Tensors are [n].
+
+    Attributes:
+        row: r.
+        unit: u, of magnitudes.
+        of_unit: r / u; None where it is 1 for all.
+        of_label: -dl / r; None without an entropy, where it is 1.
+        of_entropy: dH / r; None without an entropy.
+        entropy: H, None without.
+    """
+
+    row: torch.Tensor
+    unit: float
+    of_unit: torch.Tensor | None
+    of_label: torch.Tensor | None = None
+    of_entropy: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+
+    @staticmethod
+    def of(measures: tuple[str, ...], grad: torch.Tensor, entropy: torch.Tensor | None) -> _Shares:
+        """The shares of a gradient [measures, n]."""
+        dlog_probs = grad[measures.index("log_probs")]
+        if entropy is None:
+            return _Shares(-dlog_probs, *_unit(-dlog_probs))
+        dentropy = grad[measures.index("entropy")]
+        row = torch.maximum(dlog_probs.abs(), dentropy.abs())
+        # A row whose gradient is 0 or not finite takes that from r alone.
+        divides = (row > 0) & row.isfinite()
+        of_label = torch.where(divides, -dlog_probs / row, 1)
+        of_entropy = torch.where(divides, dentropy / row, 0)
+        return _Shares(row, *_unit(row), of_label, of_entropy, entropy)
+
+    def part(self, part: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """Columns [rows of the part, 1]: of_label, of_entropy and H. None without an entropy."""
+        if self.of_label is None or self.of_entropy is None or self.entropy is None:
+            return None
+        return self.of_label[part, None], self.of_entropy[part, None], self.entropy[part, None]
+
+
+def _unit(row: torch.Tensor) -> tuple[float, torch.Tensor | None]:
+    """(u, r / u), the latter None where it is 1 for all, and where u can't divide: the sums take u alone then."""
+    unit = row.abs().max().item() if len(row) else 0.0
+    if not 0 < unit < float("inf"):
+        return unit, None
+    of_unit = row / unit
+    return unit, None if (of_unit == 1).all() else of_unit
+
+
+def _dproduct(
+    measurement: Measurement,
+    logits: torch.Tensor,
+    lse: torch.Tensor,
+    target: torch.Tensor,
+    shares: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+) -> torch.Tensor:
+    """The ledger's dy [n, V] of T z [n, V], which it overwrites."""
+    softcap = measurement.form.softcap
+    slope = None if softcap is None else (logits / softcap).square_().neg_().add_(1)
+    logits = _divided_(logits, measurement.temperature)
+    label = torch.arange(len(target), device=target.device), target
+    if shares is None:
+        dlogits = logits.sub_(lse[:, None]).exp_()
+        dlogits[label] -= 1
+    else:
+        of_label, of_entropy, entropy = shares
+        log_p = _log_p_(logits, lse)
+        p = log_p.exp()
+        dlogits = log_p.add_(entropy).mul_(-of_entropy).add_(of_label).mul_(p)
+        dlogits[label] -= of_label.squeeze(1)
+    return dlogits if slope is None else dlogits.mul_(slope)
+
+
+def _parts(tokens: int, chunk: int) -> Iterator[slice]:
+    return (slice(start, start + chunk) for start in range(0, tokens, chunk))
+
+
+def _divided_(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    return logits if temperature == 1 else logits.div_(temperature)
+
+
+def _log_p_(logits: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """log p in place of z, and of minus infinity the least number, which a probability of 0 can be multiplied by."""
+    return logits.sub_(lse[:, None]).clamp_(min=torch.finfo(lse.dtype).min)
+
+
+def _rounded(total: torch.Tensor | None, like: torch.Tensor | None) -> torch.Tensor | None:
+    return None if total is None or like is None else total.to(like.dtype)
