@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from burst_attention import Mask, make_plan
-from burst_attention.loss import TokenLogProbs, token_log_probs
+from burst_attention.loss import TokenLogProbs, next_token_loss, next_token_nll, token_log_probs
+from tests.unit.test_loss import Largest
 
 BATCH, SEQLEN, WIDTH, VOCABULARY = 2, 37, 12, 29
 ALL = tuple(field.name for field in fields(TokenLogProbs))
@@ -137,3 +139,225 @@ def test_gradcheck():
         return result.log_probs, result.entropy
 
     assert torch.autograd.gradcheck(fields, leaves)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_low_precision_rounds_only_at_the_end(dtype):
+    weights = weights_of("both")
+    ours, theirs = both("all", dtype=dtype, exact=True, chunk_tokens=13)
+    for field in ALL:
+        if field != "is_top1":
+            assert ours[0][field].dtype == torch.float32
+            assert relative(ours[0][field], theirs[0][field]) <= 2e-6
+    for x, y in zip(gradients(ours, weights), gradients(theirs, weights), strict=True):
+        assert x.dtype == dtype
+        # One rounding to the dtype, and fp32 sums before it.
+        bound = torch.finfo(dtype).eps / 2 * y.abs() + torch.finfo(dtype).smallest_normal + 1e-5 * y.abs().max()
+        assert ((x.double() - y).abs() <= bound).all()
+
+
+def test_the_least_gradients_of_tokens_lose_no_digits():
+    """Those of a mean over many tokens are small: multiplied by probabilities they would be lost in a low precision."""
+    sizes, form, results = (1.0, 2.0**-126), {"factor": 2.0**30, "temperature": 0.5}, []
+    for size in sizes:
+        leaves, ids = make_inputs(torch.float32, biased=False)
+        with torch.no_grad():
+            for x in leaves:
+                x *= 2.0**-16
+        plan = make_plan(SEQLEN)
+        result = token_log_probs(*leaves, plan.shard_labels(ids), plan, **form)
+        given = (1 + torch.rand(2, BATCH, SEQLEN - 1, generator=torch.Generator().manual_seed(4))) * size
+        results.append(torch.autograd.grad((result.log_probs, result.entropy), leaves, given.unbind(0)))
+    for usual, least in zip(*results, strict=True):
+        assert usual.any()
+        assert torch.equal(least.double() / sizes[1], usual.double())
+
+
+def test_the_loss_and_each_nll_are_of_the_same_numbers():
+    (hidden, weight, bias), ids = make_inputs(torch.bfloat16)
+    plan = make_plan(SEQLEN, mask=MASK)
+    labels, form = plan.shard_labels(ids), {"bias": bias, "factor": 0.5, "softcap": 3.0}
+    ours = token_log_probs(hidden, weight, labels, plan, **form).log_probs
+    assert torch.equal(next_token_nll(hidden, weight, labels, plan, **form)[:, :-1], -ours.detach())
+    count = (labels != -100).sum()
+    expected = torch.autograd.grad(next_token_loss(hidden, weight, labels, plan, **form), (hidden, weight, bias))
+    mean = torch.autograd.grad(-ours.sum() / count, (hidden, weight, bias))
+    assert all(torch.equal(x, y) for x, y in zip(mean, expected, strict=True))
+
+
+def test_only_what_is_asked_for():
+    (hidden, weight, _), ids = make_inputs()
+    plan = make_plan(SEQLEN)
+    labels = plan.shard_labels(ids)
+    everything = token_log_probs(hidden, weight, labels, plan, outputs=ALL)
+    for outputs in ((), *((name,) for name in ALL), ("is_top1", "entropy"), {"mean_logits"}, ["entropy"] * 2):
+        given = token_log_probs(hidden, weight, labels, plan, outputs=outputs)
+        for name in ALL:
+            field = getattr(given, name)
+            if name in outputs or name == "log_probs":
+                assert torch.equal(field, getattr(everything, name))
+                assert field.requires_grad == (name in DIFFERENTIABLE)
+            else:
+                assert field is None
+
+
+@pytest.mark.parametrize("wanted", [(True, False), (False, True), (False, False)])
+def test_only_the_gradients_that_are_wanted(wanted):
+    plan, sides = make_plan(SEQLEN), []
+    for wants in ((True, True), wanted):
+        leaves, ids = make_inputs(biased=False)
+        leaves = [x.detach().requires_grad_(want) for x, want in zip(leaves, wants, strict=True)]
+        result = token_log_probs(*leaves, plan.shard_labels(ids), plan)
+        assert result.log_probs.requires_grad == any(wants)
+        if any(wants):
+            (result.log_probs * result.entropy).sum().backward()
+        sides.append([x.grad for x in leaves])
+    for x, y, wants in zip(sides[1], sides[0], wanted, strict=True):
+        assert torch.equal(x, y) if wants else x is None
+
+
+def run_twice_with(dtype):
+    weights = weights_of("both", dtype)
+    (fields, leaves), _ = both("all", dtype=dtype, chunk_tokens=5)
+    before = [x.detach().clone() for x in leaves]
+    results = [fields[name].detach() for name in ALL] + gradients((fields, leaves), weights)
+    assert all(torch.equal(x, y) for x, y in zip(leaves, before, strict=True)), "an input was written to"
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_two_runs_are_bit_equal(dtype):
+    assert all(torch.equal(x, y) for x, y in zip(run_twice_with(dtype), run_twice_with(dtype), strict=True))
+
+
+def test_autocast_changes_nothing():
+    plain = run_twice_with(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        under = run_twice_with(torch.float32)
+    assert all(torch.equal(x, y) for x, y in zip(plain, under, strict=True))
+
+
+def test_one_rows_infinity_stays_in_its_row_of_hidden():
+    (hidden, weight), ids = make_inputs(biased=False)
+    plan = make_plan(SEQLEN)
+    result = token_log_probs(hidden, weight, plan.shard_labels(ids), plan)
+    given = torch.ones_like(result.log_probs)
+    given[1, 5] = float("inf")
+    dhidden, dweight = torch.autograd.grad((result.log_probs, result.entropy), (hidden, weight), (given, given))
+    assert not dhidden[1, 5].isfinite().any()
+    assert dhidden.isfinite().all(-1).sum() == dhidden[..., 0].numel() - 1
+    assert not dweight.isfinite().any()
+
+
+def test_a_token_that_a_bias_rules_out_has_probability_zero():
+    (hidden, weight, bias), ids = make_inputs()
+    keeps = [v for v in range(VOCABULARY) if v != 7]
+    ids[ids == 7] = 8
+    with torch.no_grad():
+        bias[7] = -float("inf")
+    plan = make_plan(SEQLEN)
+    result = token_log_probs(hidden, weight, plan.shard_labels(ids), plan, bias=bias, outputs=ALL)
+    (result.log_probs + result.entropy).sum().backward()
+    ours = hidden.grad.clone(), weight.grad[keeps], bias.grad[keeps]
+    assert not weight.grad[7].any()
+    assert not bias.grad[7].any()
+    part = [weight.detach()[keeps].requires_grad_(), bias.detach()[keeps].requires_grad_()]
+    hidden.grad = None
+    expected = dense(hidden, *part, ids - (ids > 7).long())
+    (expected["log_probs"] + expected["entropy"]).sum().backward()
+    for name in ("log_probs", "entropy", "log_sum_sq_probs"):
+        assert relative(getattr(result, name), expected[name]) <= 1e-12
+    for x, y in zip(ours, (hidden.grad, part[0].grad, part[1].grad), strict=True):
+        assert relative(x, y) <= 1e-12
+
+
+def test_of_equal_logits_the_label_is_one_of_the_greatest():
+    weight = torch.zeros(3, 4)
+    weight[0] = -1
+    plan = make_plan(5)
+    ids = torch.tensor([[0, 0, 1, 2, 0]])
+    result = token_log_probs(torch.ones(1, 5, 4), weight, plan.shard_labels(ids), plan, outputs=["is_top1"])
+    assert result.is_top1.tolist() == [[False, True, True, False]]
+
+
+@pytest.mark.parametrize(("seqlen", "columns"), [(0, 0), (1, 0), (2, 1)])
+def test_short_sequences(seqlen, columns):
+    leaves, ids = make_inputs(torch.float32, seqlen=seqlen)
+    plan = make_plan(seqlen)
+    result = token_log_probs(*leaves[:2], plan.shard_labels(ids), plan, bias=leaves[2], outputs=ALL)
+    assert all(getattr(result, name).shape == (BATCH, columns) for name in ALL)
+    (result.log_probs.sum() + result.entropy.sum()).backward()
+    assert all(x.grad.isfinite().all() for x in leaves)
+    assert bool(leaves[1].grad.any()) == bool(columns)
+
+
+def test_without_a_label_gradients_are_zeros_and_hidden_is_not_read():
+    leaves, _ = make_inputs()
+    with torch.no_grad():
+        leaves[0].fill_(float("nan"))
+    labels = torch.full((BATCH, SEQLEN), -100)
+    result = token_log_probs(*leaves[:2], labels, make_plan(SEQLEN), bias=leaves[2], outputs=ALL)
+    assert not any(getattr(result, name).any() for name in ALL)
+    (result.log_probs.sum() * float("inf") + result.entropy.sum()).backward()
+    assert not any(x.grad.any() for x in leaves)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("chunk_tokens", [None, 16])
+def test_logits_of_the_shard_never_exist_at_once(chunk_tokens, softcap):
+    (hidden, weight), ids = make_inputs(torch.float32, seqlen=401, vocabulary=600, width=8, biased=False)
+    plan = make_plan(401)
+    labels = plan.shard_labels(ids)
+    options = {"chunk_tokens": chunk_tokens, "softcap": softcap, "temperature": 0.5, "outputs": ALL}
+    with Largest(hidden, weight) as largest:
+        result = token_log_probs(hidden, weight, labels, plan, **options)
+        (result.log_probs * result.entropy).sum().backward()
+    assert largest.numel == (BATCH * 100 if chunk_tokens is None else chunk_tokens) * 600
+
+
+def test_nothing_of_the_size_of_logits_is_saved():
+    (hidden, weight), ids = make_inputs(torch.float32, seqlen=400, vocabulary=600, width=8, biased=False)
+    plan, saved = make_plan(400), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        token_log_probs(hidden, weight, plan.shard_labels(ids), plan, outputs=ALL)
+    assert sum(x.numel() for x in saved) <= hidden.numel() + weight.numel() + 6 * ids.numel()
+
+
+REFUSED = {
+    "plan={None:": lambda a: a | {"plan": {None: a["plan"]}},
+    "hidden has shape": lambda a: a | {"hidden": a["hidden"][0]},
+    "labels holds 29, neither": lambda a: a | {"labels": a["labels"].index_fill(1, torch.tensor([3]), 29)},
+    "labels has a label at the last position of the sequence, 36": lambda a: (
+        a | {"labels": a["labels"].index_fill(1, torch.tensor([36]), 4)}
+    ),
+    "temperature='1' must be a number": lambda a: a | {"temperature": "1"},
+    "temperature=True must be a number": lambda a: a | {"temperature": True},
+    "temperature=0 must be finite and greater than 0": lambda a: a | {"temperature": 0},
+    "temperature=-0.5 must be finite and greater than 0": lambda a: a | {"temperature": -0.5},
+    "temperature=inf must be finite and greater than 0": lambda a: a | {"temperature": float("inf")},
+    "temperature=nan must be finite and greater than 0": lambda a: a | {"temperature": float("nan")},
+    "outputs='entropy' must be a sequence of names out of log_probs, entropy": lambda a: a | {"outputs": "entropy"},
+    "outputs=None must be a sequence": lambda a: a | {"outputs": None},
+    "outputs holds 'kl', which is unknown; choose from log_probs, entropy": lambda a: a | {"outputs": ["kl"]},
+    "outputs holds 3, which is unknown": lambda a: a | {"outputs": ["entropy", 3]},
+    "softcap=0 must be finite and greater than 0": lambda a: a | {"softcap": 0},
+    "factor=0.0 must be finite and not 0": lambda a: a | {"factor": 0.0},
+    "bias has shape [28]; pass [29]": lambda a: a | {"bias": a["lm_head_weight"][1:, 0]},
+    "chunk_tokens=0": lambda a: a | {"chunk_tokens": 0},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_refusals_name_argument_and_value(message):
+    (hidden, weight, _), ids = make_inputs()
+    plan = make_plan(SEQLEN)
+    arguments = {"hidden": hidden, "lm_head_weight": weight, "labels": plan.shard_labels(ids), "plan": plan}
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        token_log_probs(**REFUSED[message](arguments))
+
+
+def test_options_are_keyword_only():
+    (hidden, weight, _), ids = make_inputs()
+    plan = make_plan(SEQLEN)
+    with pytest.raises(TypeError, match="positional"):
+        token_log_probs(hidden, weight, plan.shard_labels(ids), plan, 1.0)

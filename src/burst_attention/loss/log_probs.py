@@ -96,7 +96,8 @@ def token_log_probs(
     with plan.agreement.entering("token_log_probs"):
         measurement = Measurement("token_log_probs", head.form, temperature, measures, chunk_tokens)
         rows, table = measure(hidden, head, labels, ignore_index, measurement)
-        local = table.new_zeros(len(measures), labels.numel()).index_copy(1, rows, table)
+        local = table.new_zeros(len(measures), labels.numel())
+        local[:, rows] = table
     whole = plan.unshard(local.view(len(measures), *labels.shape), 2, grad="slice")
     return _of_table(whole[..., : max(plan.seqlen - 1, 0)], measures)
 
