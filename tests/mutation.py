@@ -384,7 +384,7 @@ SEEDED = [
     ),
     Fault(
         "forgotten positions are not noticed",
-        "integrations/hf.py",
+        "integrations/hf_attention.py",
         "self._check_positions(position_ids, query, chosen)",
         "pass",
         "tests/unit/test_hf_refusals.py tests/distributed/test_hf.py",
@@ -408,7 +408,7 @@ SEEDED = [
     ),
     Fault(
         "a part that mixes tokens is not noticed by the attention",
-        "integrations/hf.py",
+        "integrations/hf_attention.py",
         "self._models.check(module, chosen)",
         "pass",
         HF_MODELS,
@@ -974,7 +974,7 @@ SEEDED = [
     ),
     Fault(
         "in inference mode positions are compared once",
-        "integrations/hf.py",
+        "integrations/hf_attention.py",
         "version = None if position_ids.is_inference() else position_ids._version",
         "version = 0 if position_ids.is_inference() else position_ids._version",
         "tests/unit/test_hf.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -12,6 +13,10 @@ from .plan import Plan
 Plans: TypeAlias = Plan | Mapping[int | None, Plan]  # one for all layers, or by a layer's sliding window
 
 PADDING = "a padding mask (zeros in attention_mask)"
+SAME_BATCH = (
+    "Every rank of a group must hold the same whole batch: give their samplers one seed, and their loader one share of "
+    "the data for the group, not one for each rank"
+)
 
 
 def any_plan(plan: Any) -> Plan:
@@ -42,21 +47,45 @@ def shard_batch(batch: Mapping[str, Any], plan: Plans, *, ignore_index: int = -1
         ``shift_labels`` [B, S_local], shifted over the whole sequence before sharding, as the loss wants
         them. (``model(labels=...)`` would shift them within the shard, and lose a token at every border.)
 
+    Every rank of the group must call it, with the same batch: digests of it are compared.
+
     Raises:
-        TypeError, ValueError: naming the key, or a sequence with fewer tokens than ranks; on the other ranks in their
-            next call with this plan.
+        DisagreementError: on every rank, if their batches, or their documents, differ.
+        TypeError, ValueError: naming the key, or a sequence with fewer tokens than ranks; on every rank.
     """
     one = any_plan(plan)
     with one.agreement.entering("shard_batch"):
         check_tokens(one)
         _check_batch(batch, one)
-        ids = batch["input_ids"]
-        positions = one.document_positions.to(ids.device)
-        shard = {"input_ids": one.shard(ids, 1), "position_ids": positions.repeat(ids.shape[0], 1)}
-        if batch.get("labels") is not None:
-            shard["shift_labels"] = one.shard_labels(batch["labels"], ignore_index=ignore_index)
-        one.usage.give_out(shard["position_ids"], shard.get("shift_labels"))
+        ids, labels = batch["input_ids"], batch.get("labels")
+        targets = None if labels is None else one.shift_labels(labels, ignore_index=ignore_index)
+        fields = batch_fields(one, input_ids=ids, labels=targets)
+    one.agreement.agree("shard_batch", fields, remedy=SAME_BATCH)
+    return cut(ids, targets, one)
+
+
+def cut(ids: torch.Tensor, targets: torch.Tensor | None, plan: Plan) -> dict[str, torch.Tensor]:
+    """What :func:`shard_batch` returns, of ids and shifted labels [B, S] that all ranks have alike."""
+    positions = plan.document_positions.to(ids.device)
+    shard = {"input_ids": plan.shard(ids, 1), "position_ids": positions.repeat(ids.shape[0], 1)}
+    if targets is not None:
+        shard["shift_labels"] = plan.shard(targets, 1)
+    plan.usage.give_out(shard["position_ids"], shard.get("shift_labels"))
     return shard
+
+
+def batch_fields(plan: Plan, **tensors: torch.Tensor | None) -> dict[str, Any]:
+    """What ranks compare before they compute on one batch: its documents, and a digest of each tensor."""
+    fields = {f"the digest of {name}": None if x is None else _digest(x) for name, x in tensors.items()}
+    return {"documents": plan.schedule.description["mask"], **(fields if plan.world > 1 else {})}
+
+
+def _digest(x: torch.Tensor) -> str:
+    """Of integers by their values, whatever their dtype and device; of other numbers as they are."""
+    values = x.detach().cpu()
+    values = values if values.is_floating_point() else values.long()
+    number = hashlib.blake2b(values.contiguous().view(torch.uint8).numpy(), digest_size=8).hexdigest()
+    return f"{number} {list(x.shape)}"
 
 
 def check_tokens(plan: Plan) -> None:

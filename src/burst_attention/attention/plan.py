@@ -145,9 +145,15 @@ class Plan:
     def _positions(self) -> np.ndarray:
         return self.schedule.layout.positions(self.rank)
 
-    def with_mask(self, mask: Mask) -> Plan:
-        """The same layout, route and group under another mask; nothing is exchanged."""
-        return Plan(self.schedule.with_mask(mask), self.transport, self.agreement, usage=self.usage)
+    def with_mask(self, mask: Mask, *, seqlen: int | None = None) -> Plan:
+        """The same layout, route and group under another mask; nothing is exchanged.
+
+        Args:
+            mask: what a query sees.
+            seqlen: tokens of the whole sequence, if not as many as this plan has.
+        """
+        schedule = self.schedule.with_mask(mask, seqlen=None if seqlen is None else check_seqlen(seqlen))
+        return Plan(schedule, self.transport, self.agreement, usage=self.usage)
 
     def shard(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part of a global tensor: S entries along ``dim`` become S_local. Moves nothing."""
@@ -169,7 +175,11 @@ class Plan:
         return resharding.unshard(x, dim, grad, self.schedule.layout, self.transport, self.agreement)
 
     def shard_labels(self, labels: Tensor, *, ignore_index: int = -100) -> Tensor:
-        """[B, S] token ids, unshifted -> [B, S_local] targets: at each position the next token, shifted globally.
+        """[B, S] token ids, unshifted -> [B, S_local] targets: this rank's part of what :meth:`shift_labels` gives."""
+        return self.shard(self.shift_labels(labels, ignore_index=ignore_index), 1)
+
+    def shift_labels(self, labels: Tensor, *, ignore_index: int = -100) -> Tensor:
+        """[B, S] token ids, unshifted -> [B, S] targets: at each position the next token.
 
         The sequence's last position and the last token of each document have no target: ``ignore_index``.
         """
@@ -179,7 +189,7 @@ class Plan:
         targets[:, :-1] = labels[:, 1:]
         ends = torch.tensor([b - 1 for b in self.mask.cu_seqlens or () if b > 0], dtype=torch.int64)
         targets[:, ends.to(labels.device)] = ignore_index
-        return self.shard(targets, 1)
+        return targets
 
     def bytes(
         self,
@@ -245,6 +255,19 @@ class Plan:
         )
 
 
+def check_seqlen(seqlen: Any) -> int:
+    """``seqlen`` as an int.
+
+    Raises:
+        TypeError, ValueError: it is none, or too large. That it is not negative is the layout's to check.
+    """
+    if isinstance(seqlen, bool) or not isinstance(seqlen, (int, np.integer)):
+        raise TypeError(f"seqlen={seqlen!r} must be an int")
+    if seqlen > MOST_TOKENS:
+        raise ValueError(f"seqlen={seqlen} is more than the {MOST_TOKENS:,} tokens whose pairs can be counted")
+    return int(seqlen)
+
+
 def shape_of(
     dtype: torch.dtype, *, batch: int, q_heads: int, kv_heads: int, head_dim: int, v_head_dim: int | None = None
 ) -> Shape:
@@ -304,11 +327,7 @@ def make_plan(
     transport, agreement = connect(resolved, None)
     rank, world = transport.rank, transport.world
     with agreement.entering("make_plan"):
-        if isinstance(seqlen, bool) or not isinstance(seqlen, (int, np.integer)):
-            raise TypeError(f"seqlen={seqlen!r} must be an int")
-        seqlen = int(seqlen)
-        if seqlen > MOST_TOKENS:
-            raise ValueError(f"seqlen={seqlen} is more than the {MOST_TOKENS:,} tokens whose pairs can be counted")
+        seqlen = check_seqlen(seqlen)
         transport.timeout = agreement.transport.timeout = resolve_timeout(timeout)
         mask = Mask() if mask is None else mask
         schedule = make_schedule(seqlen, mask=mask, layout=layout, route=route, rank=rank, world=world)

@@ -59,10 +59,17 @@ class Agreement:
                 self._tell({"failed": _shortened(f"{call}: {type(error).__name__}: {_text(error)}")}, error)
             raise
 
-    def agree(self, call: str, fields: Mapping[str, Any], own: Any = None) -> list[Any]:
+    def agree(
+        self,
+        call: str,
+        fields: Mapping[str, Any],
+        own: Any = None,
+        *,
+        remedy: str = "Pass the same on every rank of the group",
+    ) -> list[Any]:
         """Check that every rank makes ``call`` with equal ``fields``; return every rank's ``own`` by rank.
 
-        All values must be JSON's. Floats arrive exactly.
+        All values must be JSON's. Floats arrive exactly. ``remedy`` ends the text of a disagreement.
 
         Raises:
             DisagreementError: on every rank, naming the fields, their values and the odd rank.
@@ -85,7 +92,7 @@ class Agreement:
         }
         if odd:
             told = "; ".join(f"{name}: {_by_value(values)}" for name, values in odd.items())
-            raise DisagreementError(f"{call}: the ranks disagree on {told}. Pass the same on every rank of the group")
+            raise DisagreementError(f"{call}: the ranks disagree on {told}. {remedy}")
         return [record["own"] for record in records]
 
     def refuse(self, error: Exception) -> NoReturn:

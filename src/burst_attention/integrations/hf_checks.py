@@ -93,9 +93,9 @@ def _check_same_layout(plans: Mapping[Any, Plan]) -> None:
             "make one and derive the others by plan.with_mask"
         )
     if len({(each.mask.cu_seqlens, each.mask.prefix) for each in plans.values()}) > 1:
-        told = ", ".join(f"{window}: {each.mask!r}" for window, each in plans.items())
+        listed = ", ".join(f"{window}: {each.mask!r}" for window, each in plans.items())
         raise ValueError(
-            f"plan holds masks of different documents or prefixes ({told}); layers may differ in their window alone"
+            f"plan holds masks of different documents or prefixes ({listed}); layers may differ in their window alone"
         )
 
 
@@ -105,7 +105,7 @@ def mask_request(attention_mask: Any) -> MaskRequest | None:
         return None
     if attention_mask is None or (isinstance(attention_mask, MaskRequest) and not attention_mask.foreign):
         return attention_mask
-    what = f"a mask {told(attention_mask)}"
+    what = f"a mask {shown(attention_mask)}"
     if isinstance(attention_mask, MaskRequest):
         what = " and ".join(attention_mask.foreign)
     elif isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
@@ -131,7 +131,7 @@ def check_keywords(dropout: float, others: Mapping[str, Any]) -> None:
         if value is None or name in _BENIGN or (name == "output_attentions" and not value):
             continue
         remedy = _REFUSED.get(name, "what it does to the attention is not known here; leave it out")
-        raise ValueError(f"{name}={told(value)} is refused: {remedy}")
+        raise ValueError(f"{name}={shown(value)} is refused: {remedy}")
 
 
 def check_causal(plan: Plan, stated: list[bool]) -> None:
@@ -184,6 +184,6 @@ def _rope_types(parameters: Any) -> Iterator[str]:
             yield from _rope_types(nested)
 
 
-def told(value: Any) -> str:
+def shown(value: Any) -> str:
     """A value for an error message; tensors by their shape."""
     return f"{type(value).__name__} {list(value.shape)}" if hasattr(value, "shape") else repr(value)

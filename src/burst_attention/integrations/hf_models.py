@@ -138,6 +138,15 @@ def check_attention_is_ours(model: nn.Module) -> None:
         )
 
 
+def layer_windows(config: Any) -> list[int | None]:
+    """How many keys a query of each layer sees; None for all of them."""
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", True) is False:
+        window = None
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
 class Watch:
     """Remembers which models it found right, weakly, so that each is looked at once and not in every layer."""
 

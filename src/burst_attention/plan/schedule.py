@@ -35,8 +35,10 @@ class Schedule:
             raise ValueError(f"rank={self.rank} is outside of world={self.layout.world}")
         self.mask.check(self.layout.seqlen)
 
-    def with_mask(self, mask: Mask) -> Schedule:
-        return replace(self, mask=mask)
+    def with_mask(self, mask: Mask, *, seqlen: int | None = None) -> Schedule:
+        """The same layout and route under another mask, of another length if told."""
+        same = seqlen is None or seqlen == self.layout.seqlen
+        return replace(self, mask=mask, layout=self.layout if same else replace(self.layout, seqlen=seqlen))
 
     @cached_property
     def description(self) -> dict[str, object]:
