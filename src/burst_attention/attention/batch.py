@@ -33,7 +33,7 @@ def any_plan(plan: Any) -> Plan:
 
 
 def shard_batch(batch: Mapping[str, Any], plan: Plans, *, ignore_index: int = -100) -> dict[str, torch.Tensor]:
-    """This rank's shard of a global batch.
+    """This rank's shard of a global batch. Every rank must call it with the same batch: digests of it are compared.
 
     Args:
         batch: ``input_ids`` [B, S]; optionally ``labels`` [B, S], *not* shifted; optionally ``attention_mask``
@@ -46,8 +46,6 @@ def shard_batch(batch: Mapping[str, Any], plan: Plans, *, ignore_index: int = -1
         ``input_ids`` and ``position_ids`` (restarting at each document) [B, S_local] and, when there are labels,
         ``shift_labels`` [B, S_local], shifted over the whole sequence before sharding, as the loss wants
         them. (``model(labels=...)`` would shift them within the shard, and lose a token at every border.)
-
-    Every rank of the group must call it, with the same batch: digests of it are compared.
 
     Raises:
         DisagreementError: on every rank, if their batches, or their documents, differ.

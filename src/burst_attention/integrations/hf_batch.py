@@ -167,8 +167,8 @@ def _targets(batch: Mapping[str, Any], ids: torch.Tensor, real: torch.Tensor | N
         return None
     if real is not None and (targets[~real] != IGNORED).any():
         raise ValueError(
-            f"labels has targets for tokens of padding (zeros in attention_mask); set the labels of padding, and of the "
-            f"first token behind padding, to {IGNORED}: nothing meaningful foretells them"
+            f"labels has targets for tokens of padding (zeros in attention_mask); set the labels of padding, and of "
+            f"the first token behind padding, to {IGNORED}: nothing meaningful foretells them"
         )
     return targets
 
@@ -203,7 +203,7 @@ def _starts(batch: Mapping[str, Any], ids: torch.Tensor, real: torch.Tensor | No
     if batch.get("attention_mask") is not None and names[0] == "position_ids":
         raise ValueError(
             "position_ids restart and there is an attention_mask: with a mask transformers lets the documents of a row "
-            "see each other, and without it not. Leave attention_mask out for packed documents, or let positions count on"
+            "see each other, without one not. Leave attention_mask out for packed documents, or let positions count on"
         )
     return starts[0]
 
@@ -215,8 +215,8 @@ def _restarts(positions: torch.Tensor, real: torch.Tensor | None) -> torch.Tenso
     if (positions[restart] != 0).any():
         row, place = (restart & (positions != 0)).nonzero()[0].tolist()
         raise ValueError(
-            f"position_ids goes from {positions[row, place - 1]} to {positions[row, place]} in row {row}; positions must "
-            "count on by one, or restart at 0 where a document begins"
+            f"position_ids goes from {positions[row, place - 1]} to {positions[row, place]} in row {row}; positions "
+            "must count on by one, or restart at 0 where a document begins"
         )
     return restart
 

@@ -126,6 +126,7 @@ def parallelize(
     plan.agreement.agree("parallelize", {"layout": layout, "gradients": gradients, "temperature": temperature})
     register()
     own = base.config._attn_implementation
+    alone = "sdpa" if own == hf_models.NAME else own
     base.set_attn_implementation(hf_models.NAME)
     windows = hf_models.layer_windows(base.config.get_text_config(decoder=True))
     state = _Context(
