@@ -29,6 +29,8 @@ PLAN = "tests/unit/test_plan.py"
 FAULTS = "tests/distributed/test_faults.py"
 PLANNING = "tests/distributed/test_planning.py"
 LOSS = "tests/distributed/test_loss.py"
+TOKENS = "tests/distributed/test_token_log_probs.py"
+TOKENS_OF_ONE = "tests/unit/test_token_log_probs.py"
 HF = "tests/unit/test_hf_refusals.py"
 HEADS = "tests/unit/test_hf_head.py"
 HF_MODELS = "tests/unit/test_hf_models.py"
@@ -307,8 +309,8 @@ SEEDED = [
     Fault(
         "loss scaled by the world",
         "loss/next_token.py",
-        "value, ctx.divisor = _mean(settings, local, len(rows))",
-        "value, ctx.divisor = _mean(settings, local, len(rows))\n        ctx.divisor /= settings.plan.world",
+        "value, ctx.divisor = _mean(settings, local, log_probs.numel())",
+        "value, ctx.divisor = _mean(settings, local, log_probs.numel())\n        ctx.divisor /= settings.plan.world",
         LOSS,
     ),
     Fault(
@@ -320,15 +322,15 @@ SEEDED = [
     ),
     Fault(
         "the logits' factor is dropped in the backward",
-        "loss/next_token.py",
-        "scale = grad * ctx.form.factor / ctx.divisor",
-        "scale = grad / ctx.divisor",
+        "loss/tokens.py",
+        "form = measurement.form.factor / measurement.temperature",
+        "form = 1 / measurement.temperature",
         LOSS,
         "one_device_gradient and factor",
     ),
     Fault(
         "the derivative of the logits' cap is dropped",
-        "loss/next_token.py",
+        "loss/tokens.py",
         "return dlogits if slope is None else dlogits.mul_(slope)",
         "return dlogits",
         LOSS,
@@ -336,7 +338,7 @@ SEEDED = [
     ),
     Fault(
         "the bias of a head gets the gradient of one chunk of tokens",
-        "loss/next_token.py",
+        "loss/tokens.py",
         "dbias += dproduct.sum(0)",
         "dbias.copy_(dproduct.sum(0))",
         LOSS,
@@ -344,7 +346,7 @@ SEEDED = [
     ),
     Fault(
         "the bias of a head gets no gradient",
-        "loss/next_token.py",
+        "loss/tokens.py",
         "_rounded(dbias, bias)",
         "_rounded(dbias.mul_(0) if dbias is not None else None, bias)",
         LOSS,
@@ -357,6 +359,87 @@ SEEDED = [
         '"factor": 1.0,',
         LOSS,
         "refused_on_all and factor",
+    ),
+    Fault(
+        "the gradient of an entropy has the other sign",
+        "loss/tokens.py",
+        "of_entropy = torch.where(divides, dentropy / row, 0)",
+        "of_entropy = torch.where(divides, -dentropy / row, 0)",
+        TOKENS,
+        "one_device_gradient and entropy",
+    ),
+    Fault(
+        "the gradient of an entropy knows no entropy",
+        "loss/tokens.py",
+        "dlogits = log_p.add_(entropy).mul_(-of_entropy)",
+        "dlogits = log_p.mul_(-of_entropy)",
+        TOKENS,
+        "one_device_gradient and entropy",
+    ),
+    Fault(
+        "logits are divided by a temperature before they are capped",
+        "loss/tokens.py",
+        "logits = head.chunk(operand(flat[rows[part]], compute), w, compute)\n"
+        "                logits = _divided_(logits, measurement.temperature)",
+        "logits = head.chunk(operand(flat[rows[part]], compute) / measurement.temperature, w, compute)",
+        TOKENS,
+        "one_device_gradient and softcap",
+    ),
+    Fault(
+        "a temperature is forgotten in the backward",
+        "loss/tokens.py",
+        "form = measurement.form.factor / measurement.temperature",
+        "form = measurement.form.factor",
+        TOKENS,
+        "one_device_gradient and temperature",
+    ),
+    Fault(
+        "results have a column for the last position",
+        "loss/log_probs.py",
+        "return _of_table(whole[..., : max(plan.seqlen - 1, 0)], measures)",
+        "return _of_table(whole, measures)",
+        TOKENS,
+        "one_device_gradient and zigzag",
+    ),
+    Fault(
+        "sums over tokens of small and great gradients take each as the greatest",
+        "loss/tokens.py",
+        "return unit, None if (of_unit == 1).all() else of_unit",
+        "return unit, None",
+        TOKENS,
+        "one_device_gradient and striped",
+    ),
+    Fault(
+        "tokens' shares of a gradient are multiplied by probabilities before the products",
+        "loss/tokens.py",
+        "of_label = torch.where(divides, -dlog_probs / row, 1)",
+        "row, of_label = torch.ones_like(row), -dlog_probs",
+        TOKENS_OF_ONE,
+        "lose_no_digits",
+    ),
+    Fault(
+        "results are summed over ranks in the backward",
+        "loss/log_probs.py",
+        '2, grad="slice")',
+        '2, grad="sum")',
+        TOKENS,
+        "one_device_gradient and zigzag",
+    ),
+    Fault(
+        "ranks with other temperatures are not noticed",
+        "loss/log_probs.py",
+        'same = {"temperature": temperature, "outputs"',
+        'same = {"temperature": 1.0, "outputs"',
+        TOKENS,
+        "refused_on_all and temperature",
+    ),
+    Fault(
+        "gradients of the mean of a chunk of tokens alone",
+        "loss/tokens.py",
+        "dweight += product(narrow.T, h, compute)",
+        "dweight.copy_(product(narrow.T, h, compute))",
+        TOKENS,
+        "one_device_gradient and zigzag",
     ),
     Fault(
         "what a model does to its logits is not looked at",

@@ -18,7 +18,7 @@ from burst_attention import Mask, burst_attention, engines, kernels, make_plan
 from burst_attention.engines.ulysses import ulysses_attention
 from burst_attention.engines.whole import whole_attention
 from burst_attention.integrations import hf
-from burst_attention.loss import next_token_loss
+from burst_attention.loss import next_token_loss, token_log_probs
 from burst_attention.training.claim import claimed
 from burst_attention.training.corpus import open_corpus
 from tests import families
@@ -90,6 +90,10 @@ DIFFER: Cases = [
         "next_token_loss(hidden, weight, labels, plan, num_valid=[4, 5][rank])",
         "each rank would divide by another count",
     ),
+    (
+        "token_log_probs(hidden, weight, shifted, plan, temperature=[1.0, 0.5][rank])",
+        "one result would be of two temperatures",
+    ),
     ("pickle.dumps(plan)", "a process group is of one process"),
 ]
 LOSS: Cases = [
@@ -107,6 +111,10 @@ LOSS: Cases = [
     ("next_token_loss(hidden, weight, labels, plan, factor=0)", "all logits would be the same"),
     ("next_token_loss(hidden, weight, labels, plan, softcap=0.0)", "the cap divides by it"),
     ("next_token_loss(hidden, weight, labels, plan, bias=torch.zeros(3))", "each logit has one bias"),
+    ("token_log_probs(hidden, weight, labels, plan)", "its log-probability would have no place in the result"),
+    ("token_log_probs(hidden, weight, labels, plan, temperature=0)", "in that limit all labels but one have probability 0"),
+    ("token_log_probs(hidden, weight, labels, plan, outputs='entropy')", "each letter would be a name"),
+    ("token_log_probs(hidden, weight, labels, plan, outputs=['perplexity'])", "nothing of that name is known"),
 ]
 HF: Cases = [
     ("hf.shard_batch([1, 2], plan)", "nothing says what the numbers are"),
@@ -223,6 +231,7 @@ def attention_names(group: Any) -> dict[str, Any]:
     wanted, x, dtype = q.clone().requires_grad_(), torch.randn(1, plan.length, 4), [torch.float32, torch.float64][rank]
     hidden, weight = torch.randn(1, plan.length, 4), torch.randn(11, 4)
     labels = torch.zeros(1, plan.length, dtype=torch.int64)
+    shifted = plan.shard_labels(torch.zeros(1, 8, dtype=torch.int64))
     heads = engines.Heads(q_heads=6, kv_heads=2, head_dim=16, hidden=96, intermediate=96)
     meta = torch.device("meta")
     return COMMON | locals()
@@ -314,7 +323,7 @@ def file_names(_: Any) -> dict[str, Any]:
 COMMON = {
     each.__name__: each for each in (Mask, burst_attention, make_plan, next_token_loss, make_model, config, tangent)
 }
-COMMON |= {each.__name__: each for each in (whole_attention, ulysses_attention, grad)}
+COMMON |= {each.__name__: each for each in (whole_attention, ulysses_attention, grad, token_log_probs)}
 COMMON |= {"torch": torch, "pickle": pickle, "engines": engines, "kernels": kernels, "hf": hf}
 # area: (cases, the names that they use, ranks)
 AREAS = {

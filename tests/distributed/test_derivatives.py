@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from burst_attention import burst_attention, make_plan
 from burst_attention.engines.ulysses import ulysses_attention
-from burst_attention.loss import next_token_loss
+from burst_attention.loss import next_token_loss, token_log_probs
 from burst_attention.testing import local_world
 
 SEQLEN = 8
@@ -33,10 +33,16 @@ def loss_of(plan):
     return lambda hidden: next_token_loss(hidden.flatten(0, 1)[:1], weight, labels, plan)
 
 
+def log_probs_of(plan):
+    weight, labels = tensor(plan, 7, 4), plan.shard_labels(torch.zeros(1, SEQLEN, dtype=torch.int64))
+    return lambda hidden: token_log_probs(hidden.flatten(0, 1)[:1], weight, labels, plan).log_probs
+
+
 CALLS = {
     "burst_attention": attention_of(burst_attention),
     "ulysses_attention": attention_of(ulysses_attention),
     "next_token_loss": loss_of,
+    "token_log_probs": log_probs_of,
     "unshard": lambda plan: lambda x: plan.unshard(x, 2, grad="sum"),
 }
 
@@ -112,7 +118,7 @@ def test_batches_of_gradients_are_right_or_refused() -> None:
     x = tensor(plan, 1, 2, SEQLEN, 4)
     jacobian, function = torch.autograd.functional.jacobian, CALLS["burst_attention"](plan)
     assert torch.equal(jacobian(function, x, vectorize=True), jacobian(function, x))
-    for call in ("next_token_loss", "unshard"):
+    for call in ("next_token_loss", "token_log_probs", "unshard"):
         with pytest.raises(ValueError, match=f"the backward of {call} takes no batches of gradients"):
             jacobian(CALLS[call](plan), x, vectorize=True)
 

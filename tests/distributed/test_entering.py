@@ -14,7 +14,7 @@ from burst_attention import PeerError, make_plan
 from burst_attention.comm.agreement import RECORD_BYTES
 from burst_attention.engines.ulysses import ulysses_attention
 from burst_attention.integrations import hf
-from burst_attention.loss import next_token_loss, next_token_nll
+from burst_attention.loss import next_token_loss, next_token_nll, token_log_probs
 from burst_attention.testing import local_world
 
 SEQLEN = 12
@@ -43,6 +43,11 @@ def loss(plan, function=next_token_loss):
     return function(hidden, torch.ones(7, 4), torch.zeros(1, plan.length, dtype=torch.int64), plan)
 
 
+def log_probs(plan):
+    hidden, labels = torch.ones(1, plan.length, 4), torch.zeros(1, SEQLEN, dtype=torch.int64)
+    return token_log_probs(hidden, torch.ones(7, 4), plan.shard_labels(labels), plan)
+
+
 def model(plan):
     return hf._Attention()(torch.nn.Module(), *inputs(plan), None, plan=plan, position_ids=plan.positions[None])[0]
 
@@ -60,6 +65,8 @@ CALLS = {  # of each call, what it does by itself first: made to fail on one ran
         "loss.next_token.measure",
         lambda plan: plan.exchange_small([loss(plan, next_token_nll).sum().item()]),
     ),
+    "token_log_probs": ("loss.log_probs.check_arguments", log_probs),
+    "token_log_probs' logits": ("loss.log_probs.measure", log_probs),
     "exchange_small": ("attention.plan.float", lambda plan: plan.exchange_small([1.0])),
     "an agreement itself": ("comm.agreement.dict", lambda plan: plan.exchange_small([1.0])),
     "a model": ("integrations.hf_checks.check_rope", model),

@@ -45,12 +45,12 @@ def dense(hidden, weight, bias, ids, *, temperature=1.0, factor=1.0, softcap=Non
     log_p, labels = logits.log_softmax(-1), ids[:, 1:, None]
     given = {
         "log_probs": log_p.gather(-1, labels).squeeze(-1),
-        "entropy": torch.distributions.Categorical(logits=logits).entropy(),
+        "entropy": torch.distributions.Categorical(logits=logits, validate_args=False).entropy(),
         "mean_logits": logits.mean(-1),
         "is_top1": logits.argmax(-1) == labels.squeeze(-1),
         "log_sum_sq_probs": (2 * log_p).logsumexp(-1),
     }
-    keeps = torch.tensor([position not in ends for position in range(ids.shape[1] - 1)])
+    keeps = torch.tensor([position not in ends for position in range(ids.shape[1] - 1)], dtype=torch.bool)
     return {name: torch.where(keeps, x, torch.zeros((), dtype=x.dtype)) for name, x in given.items()}
 
 
