@@ -82,7 +82,7 @@ def _digest(x: torch.Tensor) -> str:
     """Of integers by their values, whatever their dtype and device; of other numbers as they are."""
     values = x.detach().cpu()
     values = values if values.is_floating_point() else values.long()
-    number = hashlib.blake2b(values.contiguous().view(torch.uint8).numpy(), digest_size=8).hexdigest()
+    number = hashlib.blake2b(values.contiguous().view(torch.uint8).numpy().data, digest_size=8).hexdigest()
     return f"{number} {list(x.shape)}"
 
 

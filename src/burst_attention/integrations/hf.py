@@ -18,10 +18,11 @@ says what is seen. What a model asks for and the plan does not hold is refused b
 
 from burst_attention.attention.batch import shard_batch
 
+from .hf_answer import ParallelOutput
 from .hf_attention import register
 from .hf_head import find_form, find_head, next_token_loss, next_token_nll, token_log_probs
 from .hf_models import NAME, check_config, check_model, layer_windows
-from .hf_parallel import ParallelOutput, parallelize
+from .hf_parallel import parallelize
 
 __all__ = [
     "NAME",

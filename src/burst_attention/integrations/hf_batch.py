@@ -75,16 +75,19 @@ def rows_of(batch: Mapping[str, Any], *, ranks: int) -> Rows:
     real, padding = _padding(batch, ids)
     targets = _targets(batch, ids, real)
     starts = _starts(batch, ids, real)
-    if padding is not None:
-        ids, targets, starts = (None if x is None else _rolled(x, -padding) for x in (ids, targets, starts))
-    shape = tuple(ids.shape)
-    rows, cu_seqlens = _one_mask(starts, shape)
-    ids, targets = (None if x is None else x.reshape(rows, -1) for x in (ids, targets))
-    short = ranks - ids.shape[1]
-    if short > 0:
-        ids, targets = F.pad(ids, (0, short)), None if targets is None else F.pad(targets, (0, short), value=IGNORED)
-        cu_seqlens = None if cu_seqlens is None else (*cu_seqlens, ids.shape[1])
-    return Rows(ids, targets, cu_seqlens, shape, padding)
+    batch_size, length = ids.shape
+    starts = _in_front(starts, padding)
+    rows, cu_seqlens = _one_mask(starts, (batch_size, length))
+    tokens = batch_size * length // rows
+    more = max(0, ranks - tokens)
+
+    def arranged(x: torch.Tensor, filler: int) -> torch.Tensor:
+        return F.pad(_in_front(x, padding).reshape(rows, tokens), (0, more), value=filler)
+
+    if more and cu_seqlens is not None:
+        cu_seqlens = (*cu_seqlens, tokens + more)
+    targets = None if targets is None else arranged(targets, IGNORED)
+    return Rows(arranged(ids, 0), targets, cu_seqlens, (batch_size, length), padding)
 
 
 class Plans:
@@ -231,7 +234,7 @@ def _inside(between: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
 
 def _at(borders: torch.Tensor, name: str, ids: torch.Tensor) -> torch.Tensor:
     """bool [B, S], where the documents of cumulative lengths begin; a row's first token is not told."""
-    whole = Mask(cu_seqlens=borders.flatten())
+    whole = Mask(cu_seqlens=borders.flatten().tolist())
     try:
         whole.check(ids.numel())
     except ValueError as error:
@@ -256,6 +259,11 @@ def _one_mask(starts: torch.Tensor | None, shape: tuple[int, int]) -> tuple[int,
         begins = begins.reshape(-1)
     begins[0] = True
     return rows, (*np.flatnonzero(begins).tolist(), len(begins))
+
+
+def _in_front(x: Any, padding: torch.Tensor | None) -> Any:
+    """Rows [B, S] with the padding before them moved behind; None stays None."""
+    return x if x is None or padding is None else _rolled(x, -padding)
 
 
 def _rolled(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:

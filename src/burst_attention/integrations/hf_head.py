@@ -18,6 +18,8 @@ from burst_attention.attention.batch import Plans, any_plan
 from burst_attention.attention.plan import Plan
 from burst_attention.loss import Head, LogitForm, TokenLogProbs
 
+from .hf_twin import twin_of
+
 # What the stand-in for the head gives: next to nothing, far more than any cap, and between.
 _SMALL, _GREAT = 2.0**-30, 1e30
 _PROBES = (0.0, _SMALL, _GREAT, -_GREAT, 1.0, -3.0, 11.0, -37.0, 120.0, -4000.0)
@@ -200,13 +202,10 @@ def _logits_of(model: Any, name: str, head: Any, product: Tensor) -> Tensor:
     # Exact in every dtype that a model may cast it to.
     hidden = (torch.arange(tokens * head.weight.shape[1], device="cpu").view(1, tokens, -1) % 7 - 3).double() / 4
     instead = _Product(head, product)
-    # A second object of the same class; the model itself is not touched, nor are hooks of the modules replaced run.
-    twin = object.__new__(type(model))
-    twin.__dict__.update(model.__dict__)
     body = model.base_model_prefix
-    twin.__dict__["_modules"] = model._modules | {body: _Body(model._modules[body], hidden), name: instead}
+    twin = twin_of(model, {body: _Body(model._modules[body], hidden), name: instead})
     try:
-        out = type(model).forward(twin, input_ids=torch.zeros(1, tokens, dtype=torch.long, device="cpu"))
+        out = twin.forward(input_ids=torch.zeros(1, tokens, dtype=torch.long, device="cpu"))
         logits = out[0] if isinstance(out, tuple) else out.logits
     except Exception as error:
         raise ValueError(

@@ -211,6 +211,8 @@ def check_model(model: PreTrainedModel, plan: Plans) -> None:
 
 def _reason(module: nn.Module) -> str | None:
     """Why a module may let tokens see each other, or place them wrongly; its children are asked by themselves."""
+    if hasattr(module, "stock_class"):
+        return None  # parallelized: its forward is ours, which runs its body over shards
     if _own_attention(module):
         return "computes its attention itself"
     if _is(module, "CrossAttention") or getattr(module, "is_cross_attention", False):

@@ -37,8 +37,8 @@ class Schedule:
 
     def with_mask(self, mask: Mask, *, seqlen: int | None = None) -> Schedule:
         """The same layout and route under another mask, of another length if told."""
-        same = seqlen is None or seqlen == self.layout.seqlen
-        return replace(self, mask=mask, layout=self.layout if same else replace(self.layout, seqlen=seqlen))
+        layout = self.layout if seqlen in (None, self.layout.seqlen) else replace(self.layout, seqlen=int(seqlen or 0))
+        return replace(self, mask=mask, layout=layout)
 
     @cached_property
     def description(self) -> dict[str, object]:

@@ -1,0 +1,181 @@
+"""A parallelized model under what people wrap models in: DDP, FSDP2, PEFT, a compiler; and one that classifies."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
+
+from burst_attention.integrations import hf
+from tests.distributed.test_hf_parallel import BATCHES, gradients, model_of, plain, stock_loss
+from tests.hf_models import SMALL, make_model
+
+CASE = "packed by row"
+
+
+def norm(model, largest=1.0):
+    whole = torch.nn.utils.clip_grad_norm_(model.parameters(), largest)
+    return getattr(whole, "full_tensor", lambda: whole)().item()
+
+
+def of_one_device(name="llama"):
+    """(loss, gradient norm) of the stock model."""
+    one = model_of(name)
+    loss = stock_loss(one, BATCHES[CASE]())
+    loss.backward()
+    return loss.item(), norm(one)
+
+
+def wrapped(how, gradients):
+    """(loss, gradient norm) and those of one device."""
+    model = hf.parallelize(model_of("llama"), gradients=gradients, timeout=30)
+    if how == "DDP":
+        model = DistributedDataParallel(model)
+    else:
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        if gradients == "sum":
+            for part in (*model.model.layers, model):
+                part.set_gradient_divide_factor(1.0)
+                part.set_force_sum_reduction_for_comms(True)
+    loss = model(**BATCHES[CASE]()).loss
+    loss.backward()
+    return (loss.item(), norm(model)), of_one_device()
+
+
+@pytest.mark.parametrize(("how", "reduction"), [("DDP", "mean"), ("FSDP2", "mean"), ("FSDP2", "sum")])
+def test_wrappers_defaults_give_the_one_device_norm(pools, how, reduction):
+    for got, wanted in pools(2).run(wrapped, how, reduction):
+        assert got == pytest.approx(wanted, rel=2e-6)
+
+
+def mixed_precision():
+    """The loss in bf16 under FSDP2's mixed precision, which casts what goes in and what comes out, and in fp32."""
+    expected = stock_loss(make_model("llama", "sdpa", dtype=torch.float32), BATCHES[CASE]())
+    model = hf.parallelize(make_model("llama", "sdpa", dtype=torch.float32), timeout=30)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, output_dtype=torch.bfloat16)
+    for part in (*model.model.layers, model):
+        fully_shard(part, mp_policy=policy)
+    out = model(**BATCHES[CASE]())
+    out.loss.backward()
+    return out.loss.dtype, out.loss.item(), norm(model), expected.item()
+
+
+def test_mixed_precision_of_fsdp(pools):
+    for dtype, loss, norm_, expected in pools(2).run(mixed_precision):
+        assert dtype == torch.bfloat16  # as it was told
+        assert loss == pytest.approx(expected, rel=4e-3)
+        assert 0 < norm_ < 10
+
+
+LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False}
+
+
+def adapted(model):
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(**LORA)).double()
+
+
+def peft(first):
+    """(loss, gradients' relative error) of an adapted model that was parallelized before or after it was adapted."""
+    one, batch = adapted(model_of("llama")), BATCHES[CASE]()
+    inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
+    logits = one(**inputs, use_cache=False).logits
+    labels = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    wanted = gradients(one, expected)
+    if first == "parallelize":
+        model = adapted(hf.parallelize(model_of("llama"), timeout=30))
+    else:
+        model = hf.parallelize(adapted(model_of("llama")), timeout=30)
+    loss = model(**batch).loss
+    got = gradients(model, loss)
+    worst = 0.0
+    for name, gradient in got.items():
+        dist.all_reduce(gradient)
+        if "lora" in name:
+            worst = max(worst, ((gradient / dist.get_world_size() - wanted[name]).norm() / wanted[name].norm()).item())
+    return loss.item() / expected.item() - 1, worst
+
+
+@pytest.mark.parametrize("first", ["parallelize", "adapt"])
+def test_adapters(pools, first):
+    for loss, gradient in pools(2).run(peft, first):
+        assert abs(loss) <= 1e-8
+        assert 0 < gradient <= 2e-6
+
+
+def compiled():
+    one = of_one_device()
+    model = hf.parallelize(model_of("llama"), timeout=60)
+    runs = torch.compile(model, backend="aot_eager")
+    losses = []
+    for case in (CASE, "plain", CASE):
+        model.zero_grad()
+        loss = runs(**BATCHES[case]()).loss
+        loss.backward()
+        losses.append(loss.item())
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+    return (losses[0], norm(model)), one, losses[0] == losses[2]
+
+
+def test_compiled(pools):
+    for got, wanted, same in pools(2).run(compiled):
+        assert got == pytest.approx(wanted, rel=2e-6)
+        assert same
+
+
+def classifier():
+    torch.manual_seed(0)
+    config = LlamaConfig(**SMALL, num_labels=1, pad_token_id=0, attn_implementation="sdpa")
+    return LlamaForSequenceClassification(config).double()
+
+
+def classify(case, reduction):
+    batch, one, model = BATCHES[case](), classifier(), classifier()
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
+    if "attention_mask" in inputs:
+        inputs["input_ids"] = inputs["input_ids"] * inputs["attention_mask"]  # padding is what has the padding's id
+    scores = one(**inputs).logits
+    wanted = gradients(one, (scores * torch.tensor([[1.0], [-2.0]])).sum())
+    hf.parallelize(model, gradients=reduction, timeout=30)
+    got_scores = model(**inputs).logits
+    got = gradients(model, (got_scores * torch.tensor([[1.0], [-2.0]])).sum())
+    for gradient in got.values():
+        dist.all_reduce(gradient)
+        gradient /= dist.get_world_size() if reduction == "mean" else 1
+    torch.testing.assert_close(got_scores, scores, rtol=2e-6, atol=2e-6)
+    return max(((got[n] - w).norm() / w.norm().clamp(min=1e-9)).item() for n, w in wanted.items())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("case", ["plain", "padded on both sides"])
+def test_models_that_classify_sequences(pools, case, reduction):
+    assert max(pools(3).run(classify, case, reduction)) <= 5e-6
+
+
+def saved(folder):
+    """A folder as the stock model's own, which loads as one; a copy of the model that is as parallel."""
+    model = hf.parallelize(model_of("llama"), timeout=30)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder)
+    dist.barrier()
+    again = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    batch = plain()
+    assert again.config.architectures == ["LlamaForCausalLM"]
+    assert again(**batch).loss.item() == pytest.approx(model(**batch).loss.item(), rel=1e-6)
+    assert copy.deepcopy(model)(**batch).loss.item() == model(**batch).loss.item()
+    return type(model).__name__
+
+
+def test_saved_as_the_stock_model(pools, tmp_path):
+    assert pools(2).run(saved, str(tmp_path)) == ["LlamaForCausalLM"] * 2
