@@ -93,7 +93,7 @@ def _results(model: Any, hidden: Tensor, call: Call) -> ParallelOutput:
     given, rows, plan = call.given, call.rows, call.plan
     if rows.targets is None:
         return ParallelOutput()
-    state: _Context = model._burst
+    state = model._burst
     head = hf_head.find_head(model, state.form)
     items, labels = given.get("num_items_in_batch"), call.shard["shift_labels"]
     if not given.get("fused_lm_head"):
@@ -141,7 +141,7 @@ def _last_logits(model: Any, hidden: Tensor, call: Call) -> Tensor:
 
 def _add_router_loss(model: Any, body: Any, out: ParallelOutput, call: Call) -> None:
     """The loss of a mixture's router over the tokens of all ranks, as the model's own forward makes it, added once."""
-    state: _Context = model._burst
+    state = model._burst
     rows = call.rows
     layers = [call.plan.unshard(logits.unflatten(0, (len(rows.input_ids), -1)), 1) for logits in body.router_logits]
     whole = tuple(rows.restore(logits).flatten(0, 1) for logits in layers)
