@@ -981,16 +981,10 @@ SEEDED = [
         "inference",
     ),
     Fault(
-        "the learning rate is set after the update",
+        "the learning rate is that of the next step",
         "training/loop.py",
-        """        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-""",
-        """        self.optimizer.step()
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-""",
+        "        self.optimizer.step()\n        self.schedule.step()\n",
+        "        self.schedule.step()\n        self.optimizer.step()\n",
         UPDATES,
         "adamws",
     ),

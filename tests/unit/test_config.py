@@ -7,6 +7,7 @@ import itertools
 import tomllib
 
 import pytest
+import torch
 
 from burst_attention import cli
 from burst_attention.cli.train import parse, resolve
@@ -25,7 +26,7 @@ from burst_attention.training.config import (
 )
 from burst_attention.training.evaluation import EvalConfig, Evaluation
 from burst_attention.training.metrics import METRICS
-from burst_attention.training.optim import learning_rate
+from burst_attention.training.optim import make_optimizer, make_schedule
 from burst_attention.training.presets import PRESETS
 
 
@@ -257,19 +258,31 @@ def test_the_command_names_its_commands(capsys):
     assert "unknown command 'trian'" in capsys.readouterr().err
 
 
+def rates_of(config):
+    """Of every step of a run, of both groups of parameters."""
+    model, rates = torch.nn.LayerNorm(3), []
+    optimizer = make_optimizer(model, config)
+    schedule = make_schedule(optimizer, config)
+    for _ in range(config.run.steps):
+        (rate,) = {group["lr"] for group in optimizer.param_groups}
+        rates.append(rate)
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
 def test_the_learning_rate_rises_then_falls_by_a_cosine():
     config = TrainConfig(run=RunConfig(steps=110), optim=OptimConfig(lr=2.0, warmup=10, min_lr=0.25))
-    rates = [learning_rate(step, config) for step in range(1, 111)]
+    rates = rates_of(config)
     assert rates[:10] == pytest.approx([0.2 * step for step in range(1, 11)])
     assert rates[59] == pytest.approx((2.0 + 0.5) / 2)
     assert rates[-1] == pytest.approx(0.5)
     assert all(before > after for before, after in itertools.pairwise(rates[9:]))
     no_warmup = TrainConfig(run=RunConfig(steps=1), optim=OptimConfig(lr=1.0, warmup=0))
-    assert learning_rate(1, no_warmup) == pytest.approx(0.1)
+    assert rates_of(no_warmup) == pytest.approx([0.1])
 
 
 def test_presets_have_the_sizes_that_they_are_named_for():
-    import torch
     from transformers import AutoModelForCausalLM
 
     from burst_attention.training.model import model_config

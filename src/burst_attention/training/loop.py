@@ -22,7 +22,7 @@ from .data import TokenSequence, digest_of, open_sequences
 from .evaluate import token_losses
 from .metrics import MODEL, UNFINISHED, Reporter, RunFolder, Setting, StepRecord, Summary, claim_run
 from .model import batch_of, build_model, layer_windows, model_config, plans_for
-from .optim import clip_by_global_norm, learning_rate, make_optimizer
+from .optim import clip_by_global_norm, make_optimizer, make_schedule
 
 
 def train(config: TrainConfig, reporters: Sequence[Reporter] = (), *, held: bool = False) -> Summary:
@@ -103,6 +103,7 @@ class Trainer:
             seed=config.run.seed,
         )
         self.optimizer = make_optimizer(self.model, config)
+        self.schedule = make_schedule(self.optimizer, config)
         self.plan = self._make_plan(config.data.seq_len)
 
     def setting(self) -> Setting:
@@ -123,9 +124,9 @@ class Trainer:
         per_step = self.config.sequences_per_step
         for step in range(1, self.config.run.steps + 1):
             start, sent = time.perf_counter(), self._sent()
-            lr = learning_rate(step, self.config)
+            lr = float(self.schedule.get_last_lr()[0])
             loss, predicted = self.backward(list(itertools.islice(sequences, per_step)))
-            norm = self.update(lr)
+            norm = self.update()
             if not math.isfinite(loss) or not math.isfinite(norm):
                 raise FloatingPointError(f"step {step}: loss {loss}, gradient norm {norm}; lower --lr")
             seconds = time.perf_counter() - start
@@ -163,12 +164,11 @@ class Trainer:
             predicted += self._predict_sent(plans)
         return self.place.sum_over_groups(loss), predicted
 
-    def update(self, lr: float) -> float:
+    def update(self) -> float:
         """Clip the gradient, take an optimizer step, forget the gradient; returns its norm before clipping."""
         norm = clip_by_global_norm(self.model, self.config.optim.clip)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
         self.optimizer.step()
+        self.schedule.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
