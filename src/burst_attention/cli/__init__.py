@@ -39,7 +39,7 @@ COMMANDS = {
     "plan": Command("tell what a sequence over so many ranks will cost, before anything is rented"),
     "train": Command(
         "train a model on long documents, each sequence spread over several ranks",
-        ("transformers", "safetensors", "matplotlib", "tensorboard"),
+        ("transformers", "safetensors", "matplotlib", "tensorboard", "tomli_w"),
         "train",
     ),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import tomllib
 from dataclasses import dataclass, field
@@ -230,12 +229,9 @@ def _as_flags(path: Path, name: str, value: object) -> list[str]:
 
 
 def write_toml(config: TrainConfig) -> str:
-    """The configuration as :func:`read_toml` reads it back; what is left to its default of None is a comment."""
-    lines = []
-    for section, settings in dataclasses.asdict(config).items():
-        lines.append(f"[{section}]")
-        for name, value in settings.items():
-            # A JSON string, number or boolean is a TOML one.
-            lines.append(f"# {name} is not set" if value is None else f"{name} = {json.dumps(value)}")
-        lines.append("")
-    return "\n".join(lines)
+    """The configuration as :func:`read_toml` reads it back; what is left to its default of None is left out."""
+    import tomli_w
+
+    sections = dataclasses.asdict(config).items()
+    given = {section: {name: value for name, value in held.items() if value is not None} for section, held in sections}
+    return tomli_w.dumps(given)
