@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import tomllib
+from unittest import mock
 
 import pytest
 import torch
@@ -199,6 +200,22 @@ def test_a_model_that_asks_what_the_attention_can_not_give_starts_no_rank(tmp_pa
     if "attention_dropout" not in asks:  # which an evaluation does not apply
         assert cli.main(["eval", *shared]) == 2
         assert told in capsys.readouterr().err
+
+
+def test_a_model_is_gone_through_once_before_the_ranks(tmp_path, plain_start):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from burst_attention.integrations import hf
+
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 258}
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("0123456789" * 50)
+    plain_start.setattr(launch, "launch", lambda *_, **__: 0)
+    shared = ["--model", f"{tmp_path}/model", "--data", f"{tmp_path}/text.txt", "--device", "cpu", "--seq-len", "16"]
+    for command in (["train", "--engine", "ring", "--out", f"{tmp_path}/out"], ["eval"]):
+        with mock.patch.object(hf, "check_config", wraps=hf.check_config) as asked:
+            assert cli.main([*command, *shared, "--ranks", "2"]) == 0
+        assert asked.call_count == 1
 
 
 def test_an_evaluation_replaces_an_evaluation_only(tmp_path):
