@@ -903,8 +903,8 @@ SEEDED = [
     Fault(
         "files are read in the order of the disk",
         "training/corpus.py",
-        "return sorted(found, key=lambda path: path.relative_to(root).parts)",
-        "return found[::-1]",
+        "return sorted(files, key=lambda path: path.relative_to(root).parts)",
+        "return files[::-1]",
         CORPUS,
         "one_order",
     ),

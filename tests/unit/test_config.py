@@ -262,9 +262,9 @@ def test_ranks_that_contradict_torchrun_are_refused(plain_start):
     plain_start.setenv("WORLD_SIZE", "4")
     plain_start.setenv("LOCAL_WORLD_SIZE", "2")
     assert launch.started_by_torchrun()
-    assert launch.found_ranks(None) == launch.found_ranks(4) == (4, 2)
+    assert launch.torchrun_ranks(None) == launch.torchrun_ranks(4) == (4, 2)
     with pytest.raises(ValueError, match=r"--ranks 2, but torchrun started 4"):
-        launch.found_ranks(2)
+        launch.torchrun_ranks(2)
 
 
 def test_the_command_names_its_commands(capsys):

@@ -105,11 +105,11 @@ def main(arguments: list[str]) -> int:
         parsed.check()
         under_torchrun = launch.started_by_torchrun()
         if under_torchrun:
-            launch.found_ranks(parsed.ranks)
+            launch.torchrun_ranks(parsed.ranks)
     except ValueError as error:
         return launch.refuse(COMMAND, error)
     if under_torchrun:
-        launch.recorded(_check, parsed)
+        launch.run_under_torchrun(_check, parsed)
         return 0
     from burst_attention.launch.join import default_ranks
 
@@ -119,10 +119,10 @@ def main(arguments: list[str]) -> int:
 def _check(arguments: Arguments) -> None:
     from burst_attention.launch.join import join
 
-    with join(device=arguments.device, timeout=arguments.timeout) as place:
-        todo = cases(arguments, place.device.type)
+    with join(device=arguments.device, timeout=arguments.timeout) as context:
+        todo = cases(arguments, context.device.type)
         reports = [check(case, timeout=arguments.timeout) for case in todo]
-        if place.rank == 0:
+        if context.rank == 0:
             _show(todo, reports)
     if not all(report.passed for report in reports):
         raise SystemExit(1)

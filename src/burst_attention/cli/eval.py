@@ -24,30 +24,30 @@ def main(arguments: list[str]) -> int:
     try:
         config.check()
         under_torchrun = launch.started_by_torchrun()
-        config = resolve(config, launch.found_ranks(config.ranks) if under_torchrun else None)
+        config = resolve(config, launch.torchrun_ranks(config.ranks) if under_torchrun else None)
         check_evaluation(config, config.ranks or 1)
     except ValueError as error:
         return launch.refuse(COMMAND, error)
     if under_torchrun:
-        launch.recorded(_evaluate, config)
+        launch.run_under_torchrun(_evaluate, config)
         return 0
     return launch.launch(COMMAND, _evaluate, config, ranks=config.ranks or 1)
 
 
-def resolve(config: EvalConfig, found: tuple[int, int] | None) -> EvalConfig:
+def resolve(config: EvalConfig, running: tuple[int, int] | None) -> EvalConfig:
     """The configuration with what the machine decides filled in.
 
     Args:
-        found: (all ranks, those on this machine), if they run already.
+        running: (all ranks, those on this machine), if they run already.
 
     Raises:
         ValueError: there is not a GPU for every rank of ``--device cuda``.
     """
     from burst_attention.launch.join import default_ranks, pick_device
 
-    ranks, local_ranks = found or (config.ranks or default_ranks(config.device),) * 2
+    ranks, local_ranks = running or (config.ranks or default_ranks(config.device),) * 2
     device = pick_device(config.device, local_ranks)
-    dtype = str(config.computing.compute_dtype(device)).removeprefix("torch.")
+    dtype = str(config.model_config.compute_dtype(device)).removeprefix("torch.")
     return replace(config, ranks=ranks, device=device, dtype=dtype)  # type: ignore[arg-type]  # names of its choices
 
 
@@ -60,7 +60,7 @@ def _evaluate(config: EvalConfig) -> None:
     if not console.is_terminal:
         console = Console(highlight=False, width=PIPED_WIDTH)
     results = evaluate(config, lambda result: console.print(f"{result.engine}: {result.seconds:,.1f} s"))
-    if launch.is_first():
+    if launch.is_rank_0():
         console.print(table(config, results))
         if config.json is not None:
             Evaluation.of(config, results).write(config.json)

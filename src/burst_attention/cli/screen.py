@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from burst_attention.training.config import TrainConfig
-from burst_attention.training.metrics import Setting, StepRecord, Summary
+from burst_attention.training.metrics import RunInfo, StepRecord, Summary
 
 
 class Screen:
@@ -22,15 +22,15 @@ class Screen:
         self._bar: Progress | None = None
         self._task = TaskID(0)
 
-    def start(self, config: TrainConfig, setting: Setting) -> None:
+    def start(self, config: TrainConfig, info: RunInfo) -> None:
         self.config, self._began = config, time.monotonic()
         self.console.print(
-            f"[bold]{escape(config.model.model)}[/], {setting.parameters / 1e6:,.1f} M parameters in {setting.dtype}, "
-            f"on {setting.ranks} {setting.device} ranks x {setting.threads} threads"
-            + (f" in {setting.groups} groups" if setting.groups > 1 else "")
+            f"[bold]{escape(config.model.model)}[/], {info.parameters / 1e6:,.1f} M parameters in {info.dtype}, "
+            f"on {info.ranks} {info.device} ranks x {info.threads} threads"
+            + (f" in {info.groups} groups" if info.groups > 1 else "")
         )
         self.console.print(
-            f"{escape(config.data.data)}: {setting.sequences_per_step} x {config.data.seq_len:,} tokens a step, "
+            f"{escape(config.data.data)}: {info.sequences_per_step} x {config.data.seq_len:,} tokens a step, "
             f"engine {config.parallel.engine}, to {escape(config.run.out)}"
         )
         if self.console.is_terminal:
@@ -72,8 +72,8 @@ def _table(summary: Summary) -> Table:
     table.add_row("first loss", f"{summary.first_loss:.4f}")
     table.add_row("last loss", f"{summary.last_loss:.4f}")
     if summary.held_out_loss is not None:
-        told = f"{summary.held_out_loss:.4f} (perplexity {summary.perplexity:.2f}, {summary.held_out_tokens:,} tokens)"
-        table.add_row("held-out loss", told)
+        text = f"{summary.held_out_loss:.4f} (perplexity {summary.perplexity:.2f}, {summary.held_out_tokens:,} tokens)"
+        table.add_row("held-out loss", text)
     table.add_row("tokens/s", f"{summary.tokens_per_second:,.0f}")
     table.add_row("peak memory per rank", ", ".join(_size(size) for size in summary.peak_memory))
     sent = [("-" if size is None else _size(size)) for size in summary.bytes_sent]

@@ -63,10 +63,10 @@ def open_corpus(data: str) -> Corpus:
         return Files(*_standard_library())
     if data.startswith(HUB):
         return Hub(data[len(HUB) :])
-    path, found = _found(data)
-    if stat.S_ISDIR(found.st_mode):
+    path, status = _stat(data)
+    if stat.S_ISDIR(status.st_mode):
         return Files(path, _below(path), strict=False)
-    if stat.S_ISREG(found.st_mode):
+    if stat.S_ISREG(status.st_mode):
         return Files(path.parent, [path])
     raise ValueError(
         f"--data {data!r} is neither a file nor a directory, and a pipe or a device can't be read again and again; "
@@ -74,7 +74,7 @@ def open_corpus(data: str) -> Corpus:
     )
 
 
-def _found(data: str) -> tuple[Path, os.stat_result]:
+def _stat(data: str) -> tuple[Path, os.stat_result]:
     why = "no such file or directory"
     try:
         if data:
@@ -98,17 +98,17 @@ def _below(root: Path, suffix: str = "", *, without: frozenset[str] = frozenset(
     def refuse(error: OSError) -> None:
         raise ValueError(f"--data {str(error.filename)!r}: {error.strerror}") from None
 
-    found = []
+    files = []
     for folder, folders, names in os.walk(root, onerror=refuse):
         # What a run of ours wrote is no text to train on.
         marked = {name for name in folders if (Path(folder) / name / MARKER).exists()}
         folders[:] = [name for name in folders if not (name.startswith(".") or name in without or name in marked)]
         paths = [Path(folder, name) for name in names if name.endswith(suffix) and not name.startswith(".")]
         try:
-            found += [path for path in paths if path.is_file()]
+            files += [path for path in paths if path.is_file()]
         except OSError as error:
             refuse(error)
-    return sorted(found, key=lambda path: path.relative_to(root).parts)
+    return sorted(files, key=lambda path: path.relative_to(root).parts)
 
 
 def _standard_library() -> tuple[Path, list[Path], bool]:
@@ -240,5 +240,5 @@ class Hub:
         try:
             return datasets.load_dataset(self.name, self.configuration or None, split=self.split, streaming=True)
         except Exception as error:
-            told = " ".join(str(error).split("\n")[:2]) or first_line(error)  # the second lists configurations
-            raise ValueError(f"--data {HUB}{self.name}: {told}") from error
+            message = " ".join(str(error).split("\n")[:2]) or first_line(error)  # the second lists configurations
+            raise ValueError(f"--data {HUB}{self.name}: {message}") from error

@@ -66,14 +66,14 @@ class Split:
 
     def _holds_out(self, document: Document) -> bool:
         digest = _digest(document)
-        return digest == self.only if self.only else _share(digest) < self.fraction
+        return digest == self.only if self.only else _hash_fraction(digest) < self.fraction
 
 
 def _digest(document: Document) -> bytes:
     return hashlib.blake2b(document.text.encode(), digest_size=8).digest()
 
 
-def _share(digest: bytes) -> float:
+def _hash_fraction(digest: bytes) -> float:
     return int.from_bytes(digest, "big") / 2**64
 
 
@@ -88,7 +88,7 @@ def make_split(documents: Iterable[Document], fraction: float) -> Split:
     sides: set[bool] = set()
     for document in documents:
         seen.add(digest := _digest(document))
-        sides.add(_share(digest) < fraction)
+        sides.add(_hash_fraction(digest) < fraction)
         if fraction in (0, 1) or len(sides) == 2:
             return Split(fraction)
     return Split(fraction, tail=True) if len(seen) == 1 else Split(fraction, only=min(seen, default=None))
@@ -183,11 +183,11 @@ class SequenceReader:
     def _usable(self, documents: Iterable[Document]) -> Iterator[Document]:
         return (doc for doc in documents if self.packed or self._long_enough(self.tokenizer.encode(doc.text)))
 
-    def _parts(self, part: Callable[[Document], Document | None], order: np.random.Generator) -> Iterator[Document]:
+    def _parts(self, select: Callable[[Document], Document | None], order: np.random.Generator) -> Iterator[Document]:
         documents = self.corpus.documents(order)
         for document in self._usable(documents) if self.split.tail else documents:
-            if (kept := part(document)) is not None and kept.text:
-                yield kept
+            if (part := select(document)) is not None and part.text:
+                yield part
 
     def _training_documents(self) -> Iterator[np.ndarray]:
         for epoch in itertools.count():

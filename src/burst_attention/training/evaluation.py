@@ -14,7 +14,7 @@ from burst_attention.engines import ENGINES, EngineName
 from .config import DataConfig, DeviceOrAuto, DtypeOrAuto, ModelConfig, PackName, ParallelConfig
 from .flags import Count, Length, Name, Natural, Ranks, Seconds, check_settings, distinct, number, require
 
-Share = Annotated[float, number(lambda value: 0 < value <= 1, "must be above 0 and at most 1: 1 evaluates all")]
+HeldOut = Annotated[float, number(lambda value: 0 < value <= 1, "must be above 0 and at most 1: 1 evaluates all")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class EvalConfig:
     """Tokens of a sequence."""
     sequences: Count = 100
     """At most this many are evaluated."""
-    held_out: Share = 1.0
+    held_out: HeldOut = 1.0
     """Share of the documents: 1 for all, else those that `burst train --held-out` with the same share left out."""
     pack: PackName = "documents"
     """documents: fill sequences with documents, masked from each other. none: cut each from one long document."""
@@ -68,7 +68,7 @@ class EvalConfig:
                 require(_is_evaluation(self.json), "json", self.json, "is no evaluation: it is not written over")
 
     @property
-    def reading(self) -> DataConfig:
+    def data_config(self) -> DataConfig:
         """What is read, as a training run would say it."""
         return DataConfig(
             data=self.data,
@@ -80,7 +80,7 @@ class EvalConfig:
         )
 
     @property
-    def computing(self) -> ModelConfig:
+    def model_config(self) -> ModelConfig:
         """What computes, as a training run would say it."""
         return ModelConfig(model=self.model, dtype=self.dtype)
 

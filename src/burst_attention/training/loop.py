@@ -14,13 +14,13 @@ import torch
 from burst_attention import Plan
 from burst_attention.engines import Heads, choose
 
-from ..launch.join import Place, join
+from ..launch.join import RankContext, join
 from .checkpoint import save_checkpoint
 from .claim import check_inputs
 from .config import TrainConfig
 from .data import TokenSequence, digest_of, open_sequences
 from .evaluate import token_losses
-from .metrics import MODEL, UNFINISHED, Reporter, RunFolder, Setting, StepRecord, Summary, claim_run
+from .metrics import MODEL, UNFINISHED, Reporter, RunFolder, RunInfo, StepRecord, Summary, claim_run
 from .model import batch_of, build_model, layer_windows, model_config, plans_for
 from .optim import clip_by_global_norm, make_optimizer, make_schedule
 
@@ -42,75 +42,75 @@ def train(config: TrainConfig, reporters: Sequence[Reporter] = (), *, held: bool
     config.check()
     parallel = config.parallel
     with (
-        join(device=parallel.device, timeout=parallel.timeout, data_parallel=parallel.data_parallel) as place,
-        _folder(config, place, held=held) as folder,
+        join(device=parallel.device, timeout=parallel.timeout, data_parallel=parallel.data_parallel) as context,
+        _folder(config, context, held=held) as folder,
     ):
-        config.check_world(place.world)
-        trainer = Trainer(config, place)
-        told: list[Reporter] = [folder, *reporters] if folder else []
-        for reporter in told:
-            reporter.start(config, trainer.setting())
+        config.check_world(context.world)
+        trainer = Trainer(config, context)
+        reporters = [folder, *reporters] if folder else []
+        for reporter in reporters:
+            reporter.start(config, trainer.info())
         records = []
         for record in trainer.steps():
             records.append(record)
-            for reporter in told:
+            for reporter in reporters:
                 reporter.step(record)
-        save_checkpoint(trainer.model, trainer.tokenizer, Path(config.run.out) / UNFINISHED, rank=place.rank)
+        save_checkpoint(trainer.model, trainer.tokenizer, Path(config.run.out) / UNFINISHED, rank=context.rank)
         if folder:
             folder.marker.move(UNFINISHED, MODEL)
         summary = trainer.summarise(records)
-        for reporter in told:
+        for reporter in reporters:
             reporter.finish(summary)
     return summary
 
 
 @contextmanager
-def _folder(config: TrainConfig, place: Place, *, held: bool) -> Iterator[RunFolder | None]:
+def _folder(config: TrainConfig, context: RankContext, *, held: bool) -> Iterator[RunFolder | None]:
     """Rank 0's folder of the run, held for it; None on other ranks. Every rank raises if it is not to be had."""
-    refused = None
+    refusal = None
     with ExitStack() as stack:
-        if place.rank == 0 and not held:
+        if context.rank == 0 and not held:
             try:
                 check_inputs(config.run.out, config.inputs)
                 stack.enter_context(claim_run(config))
             except ValueError as error:
-                refused = str(error)
-        if (told := place.collect(refused)[0]) is not None:
-            raise ValueError(told)
-        yield RunFolder(config.run.out) if place.rank == 0 else None
+                refusal = str(error)
+        if (refusal := context.collect(refusal)[0]) is not None:
+            raise ValueError(refusal)
+        yield RunFolder(config.run.out) if context.rank == 0 else None
 
 
 class Trainer:
     """One rank of a training run."""
 
-    def __init__(self, config: TrainConfig, place: Place) -> None:
-        self.config, self.place = config, place
+    def __init__(self, config: TrainConfig, context: RankContext) -> None:
+        self.config, self.context = config, context
         self.reader, self.tokenizer = open_sequences(config)
-        self.dtype = config.model.compute_dtype(place.device.type)
+        self.dtype = config.model.compute_dtype(context.device.type)
         self.model_config = model_config(config.model.model, self.tokenizer, config.data.seq_len)
         self.windows = layer_windows(self.model_config)
         parallel = config.parallel
         self.engine = choose(parallel.engine, layout=parallel.layout, route=parallel.route)
         self.heads = Heads.of(self.model_config)
-        self.engine.check(self.heads, config.data.seq_len, place.world // parallel.data_parallel)
+        self.engine.check(self.heads, config.data.seq_len, context.world // parallel.data_parallel)
         self.model = build_model(
             config.model.model,
             self.model_config,
             self.engine,
             dtype=self.dtype,
-            mesh=place.mesh,
-            everyone=place.everyone,
+            mesh=context.mesh,
+            everyone=context.everyone,
             seed=config.run.seed,
         )
         self.optimizer = make_optimizer(self.model, config)
         self.schedule = make_schedule(self.optimizer, config)
         self.plan = self._make_plan(config.data.seq_len)
 
-    def setting(self) -> Setting:
+    def info(self) -> RunInfo:
         """What is about to run."""
-        return Setting(
-            device=self.place.device.type,
-            ranks=self.place.world,
+        return RunInfo(
+            device=self.context.device.type,
+            ranks=self.context.world,
             groups=self.config.parallel.data_parallel,
             threads=torch.get_num_threads(),
             dtype=str(self.dtype).removeprefix("torch."),
@@ -156,13 +156,13 @@ class Trainer:
         # Known to every rank without a word: all of them read all sequences.
         num_valid = sum(sequence.valid_tokens for sequence in sequences)
         loss, predicted = 0.0, 0
-        for share in self._shares(sequences):
-            plans = plans_for(self.plan, self.windows, share[0].cu_seqlens)
-            part = self.model(self._shard(share, plans), plans, max(num_valid, 1))
-            part.backward()
-            loss += part.item()
+        for batch in self._micro_batches(sequences):
+            plans = plans_for(self.plan, self.windows, batch[0].cu_seqlens)
+            part_loss = self.model(self._shard(batch, plans), plans, max(num_valid, 1))
+            part_loss.backward()
+            loss += part_loss.item()
             predicted += self._predict_sent(plans)
-        return self.place.sum_over_groups(loss), predicted
+        return self.context.sum_over_groups(loss), predicted
 
     def update(self) -> float:
         """Clip the gradient, take an optimizer step, forget the gradient; returns its norm before clipping."""
@@ -182,10 +182,10 @@ class Trainer:
         length = len(sequences[0].tokens)
         plan = self.plan if length == self.plan.seqlen else self._make_plan(length)
         self.model.eval()
-        losses = token_losses(self.model, sequences, plan=plan, windows=self.windows, place=self.place)
+        losses = token_losses(self.model, sequences, plan=plan, windows=self.windows, context=self.context)
         mine = sum(loss.sum(dtype=torch.float64).item() for _, loss in losses)
         self.model.train()
-        return sum(self.place.collect(mine)) / tokens, tokens
+        return sum(self.context.collect(mine)) / tokens, tokens
 
     def summarise(self, records: list[StepRecord]) -> Summary:
         """Evaluate, and collect what the ranks have to tell."""
@@ -194,8 +194,8 @@ class Trainer:
         sent = sum(counted) / len(counted) if counted else None
         predicted = sum(record.bytes_predicted for record in records) / len(records)
         seconds = sum(record.seconds for record in records)
-        told = self.place.collect((self.place.peak_memory(), sent, predicted, seconds))
-        peak_memory, bytes_sent, bytes_predicted, durations = (list(column) for column in zip(*told, strict=True))
+        by_rank = self.context.collect((self.context.peak_memory(), sent, predicted, seconds))
+        peak_memory, bytes_sent, bytes_predicted, durations = (list(column) for column in zip(*by_rank, strict=True))
         return Summary(
             steps=len(records),
             first_loss=records[0].loss,
@@ -215,17 +215,17 @@ class Trainer:
         self.plan.agreement.agree("the sequences to train on", told)
 
     def _make_plan(self, seqlen: int) -> Plan:
-        self.engine.check(self.heads, seqlen, self.place.context.size())
-        return self.engine.plan(seqlen, group=self.place.context, timeout=self.config.parallel.timeout)
+        self.engine.check(self.heads, seqlen, self.context.context_mesh.size())
+        return self.engine.plan(seqlen, group=self.context.context_mesh, timeout=self.config.parallel.timeout)
 
-    def _shares(self, sequences: list[TokenSequence]) -> Iterator[list[TokenSequence]]:
+    def _micro_batches(self, sequences: list[TokenSequence]) -> Iterator[list[TokenSequence]]:
         """This group's sequences, one batch for each accumulation step."""
         batch, groups = self.config.optim.batch, self.config.parallel.data_parallel
-        for start in range(self.place.group_index * batch, len(sequences), groups * batch):
+        for start in range(self.context.group_index * batch, len(sequences), groups * batch):
             yield sequences[start : start + batch]
 
     def _shard(self, sequences: list[TokenSequence], plans: dict[int | None, Plan]) -> dict[str, torch.Tensor]:
-        return self.engine.shard(batch_of(sequences, self.place.device), plans)
+        return self.engine.shard(batch_of(sequences, self.context.device), plans)
 
     def _sent(self) -> int:
         return self.plan.transport.sent

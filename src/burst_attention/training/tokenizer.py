@@ -140,8 +140,8 @@ def _reads_the_same(tokenizer: Any, folder: Path) -> bool:
 
     if (own := getattr(tokenizer, "backend_tokenizer", None)) is None:
         return True
-    found = getattr(AutoTokenizer.from_pretrained(folder), "backend_tokenizer", None)
-    return found is not None and bool(found.to_str() == own.to_str())
+    read = getattr(AutoTokenizer.from_pretrained(folder), "backend_tokenizer", None)
+    return read is not None and bool(read.to_str() == own.to_str())
 
 
 def as_utf8(text: str) -> bytes:
