@@ -21,7 +21,7 @@ from burst_attention.cli import main
 from burst_attention.engines import ENGINES
 from burst_attention.loss import next_token_loss, next_token_nll
 from burst_attention.testing import WorkerError
-from burst_attention.training.data import open_data
+from burst_attention.training.data import open_sequences
 from burst_attention.training.evaluate import _Evaluator, evaluate
 from burst_attention.training.evaluation import EvalConfig, Evaluation
 from burst_attention.training.loop import train
@@ -66,7 +66,7 @@ def asked(run, documents):
 
 def by_transformers(config):
     """(mean loss, tokens) of the same sequences by transformers alone, one document at a time."""
-    reader, _ = open_data(config.data_config, config.model, seed=0)
+    reader, _ = open_sequences(config.as_training)
     model = AutoModelForCausalLM.from_pretrained(config.model, attn_implementation="sdpa", dtype=torch.float32)
     total, count = 0.0, 0
     for sequence, _ in zip(reader.held_out(), range(config.sequences), strict=False):

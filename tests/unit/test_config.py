@@ -258,6 +258,7 @@ def test_a_gpu_for_every_rank_or_the_cpu(monkeypatch):
 
 
 def test_ranks_that_contradict_torchrun_are_refused(plain_start):
+    assert launch.torchrun_ranks(2) is None
     plain_start.setenv("RANK", "0")
     plain_start.setenv("WORLD_SIZE", "4")
     plain_start.setenv("LOCAL_WORLD_SIZE", "2")

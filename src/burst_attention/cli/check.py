@@ -103,17 +103,13 @@ def main(arguments: list[str]) -> int:
     parsed = tyro.cli(Arguments, prog=COMMAND, args=arguments)
     try:
         parsed.check()
-        under_torchrun = launch.started_by_torchrun()
-        if under_torchrun:
-            launch.torchrun_ranks(parsed.ranks)
+        running = launch.torchrun_ranks(parsed.ranks)
     except ValueError as error:
         return launch.refuse(COMMAND, error)
-    if under_torchrun:
-        launch.run_under_torchrun(_check, parsed)
-        return 0
     from burst_attention.launch.join import default_ranks
 
-    return launch.launch(COMMAND, _check, parsed, ranks=parsed.ranks or default_ranks(parsed.device))
+    ranks = running[0] if running else parsed.ranks or default_ranks(parsed.device)
+    return launch.start(COMMAND, _check, parsed, ranks=ranks)
 
 
 def _check(arguments: Arguments) -> None:

@@ -5,33 +5,34 @@ from __future__ import annotations
 import sys
 import time
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from burst_attention.training.config import TrainConfig
-from burst_attention.training.metrics import RunInfo, StepRecord, Summary
+from burst_attention.training.metrics import StepRecord, Summary
 
 
 class Screen:
-    """A Reporter for a terminal; where there is none, one line a step."""
+    """A Reporter for a terminal, of a run whose ``auto`` is decided; where there is no terminal, one line a step."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
         self._bar: Progress | None = None
         self._task = TaskID(0)
 
-    def start(self, config: TrainConfig, info: RunInfo) -> None:
-        self.config, self._began = config, time.monotonic()
+    def start(self, config: TrainConfig, parameters: int) -> None:
+        self.config, self._began, parallel = config, time.monotonic(), config.parallel
         self.console.print(
-            f"[bold]{escape(config.model.model)}[/], {info.parameters / 1e6:,.1f} M parameters in {info.dtype}, "
-            f"on {info.ranks} {info.device} ranks x {info.threads} threads"
-            + (f" in {info.groups} groups" if info.groups > 1 else "")
+            f"[bold]{escape(config.model.model)}[/], {parameters / 1e6:,.1f} M parameters in {config.model.dtype}, "
+            f"on {parallel.ranks} {parallel.device} ranks x {torch.get_num_threads()} threads"
+            + (f" in {parallel.data_parallel} groups" if parallel.data_parallel > 1 else "")
         )
         self.console.print(
-            f"{escape(config.data.data)}: {info.sequences_per_step} x {config.data.seq_len:,} tokens a step, "
-            f"engine {config.parallel.engine}, to {escape(config.run.out)}"
+            f"{escape(config.data.data)}: {config.sequences_per_step} x {config.data.seq_len:,} tokens a step, "
+            f"engine {parallel.engine}, to {escape(config.run.out)}"
         )
         if self.console.is_terminal:
             self._bar = Progress(

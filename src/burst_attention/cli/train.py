@@ -53,8 +53,7 @@ def main(arguments: list[str]) -> int:
         try:
             given = _parse(arguments)
             given.train.check()
-            under_torchrun = launch.started_by_torchrun()
-            config = resolve(given.train, launch.torchrun_ranks(given.train.parallel.ranks) if under_torchrun else None)
+            config = resolve(given.train, launch.torchrun_ranks(given.train.parallel.ranks))
             read = {"--config": None if given.config is None else str(given.config)}
             check_inputs(config.run.out, config.inputs | read)
             if launch.is_rank_0():  # one process holds the folder for all ranks
@@ -62,10 +61,7 @@ def main(arguments: list[str]) -> int:
             check_run(config, config.parallel.ranks or 1)
         except ValueError as error:
             return launch.refuse(COMMAND, error)
-        if under_torchrun:
-            launch.run_under_torchrun(_train, config)
-            return 0
-        return launch.launch(COMMAND, _train, config, ranks=config.parallel.ranks or 1)
+        return launch.start(COMMAND, _train, config, ranks=config.parallel.ranks or 1)
 
 
 def resolve(config: TrainConfig, running: tuple[int, int] | None) -> TrainConfig:

@@ -43,8 +43,14 @@ def is_rank_0() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
-def torchrun_ranks(asked: int | None) -> tuple[int, int]:
-    """(all ranks, those on this machine) that torchrun started; ValueError if ``--ranks`` asked for another number."""
+def torchrun_ranks(asked: int | None) -> tuple[int, int] | None:
+    """(all ranks, those on this machine) that torchrun started; None without it.
+
+    Raises:
+        ValueError: ``--ranks`` asked for another number.
+    """
+    if not started_by_torchrun():
+        return None
     world = int(os.environ["WORLD_SIZE"])
     if asked is not None and asked != world:
         raise ValueError(f"--ranks {asked}, but torchrun started {world} (WORLD_SIZE); leave --ranks out")
@@ -58,11 +64,14 @@ def refuse(command: str, error: Exception) -> int:
     return 2
 
 
-def run_under_torchrun(worker: Callable[..., Any], *arguments: Any) -> None:
-    """Run ``worker`` as the rank that this process is, and tell torchrun of what it raises."""
+def start(command: str, worker: Callable[[Any], Any], argument: Any, *, ranks: int) -> int:
+    """Run ``worker`` as the rank that torchrun made of this process, and tell it of errors; else :func:`launch`."""
+    if not started_by_torchrun():
+        return launch(command, worker, argument, ranks=ranks)
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    record(worker)(*arguments)
+    record(worker)(argument)
+    return 0
 
 
 def launch(command: str, worker: Callable[..., Any], *arguments: Any, ranks: int) -> int:

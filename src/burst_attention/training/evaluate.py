@@ -17,7 +17,7 @@ from burst_attention.engines import Heads, choose
 from burst_attention.launch.mesh import make_mesh
 
 from ..launch.join import RankContext, join
-from .data import TokenSequence, digest_of, open_data
+from .data import TokenSequence, digest_of, open_sequences
 from .evaluation import EngineResult, EvalConfig
 from .model import NextTokenModel, batch_of, build_model, layer_windows, model_config, plans_for
 
@@ -110,7 +110,7 @@ class _Evaluator:
 
     def __init__(self, config: EvalConfig, context: RankContext) -> None:
         self.config, self.context = config, context
-        reader, tokenizer = open_data(config.data_config, config.model, seed=config.seed)
+        reader, tokenizer = open_sequences(config.as_training)
         self.sequences = list(itertools.islice(reader.held_out(), config.sequences))
         agreement = make_plan(config.seq_len, group=context.everyone, timeout=config.timeout).agreement
         agreement.agree("the sequences to evaluate", {"digest of tokens and borders": digest_of(self.sequences)})
@@ -118,7 +118,7 @@ class _Evaluator:
         if not self.tokens:
             raise nothing_to_evaluate(config)
         self.length = len(self.sequences[0].tokens)
-        self.dtype = config.model_config.compute_dtype(context.device.type)
+        self.dtype = config.as_training.model.compute_dtype(context.device.type)
         self.model_config = model_config(config.model, tokenizer, config.seq_len, training=False)
         self.windows = layer_windows(self.model_config)
         self.reference: dict[int, Tensor] | None = None

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from burst_attention.engines import ENGINES, EngineName
 
-from .config import DataConfig, DeviceOrAuto, DtypeOrAuto, ModelConfig, PackName, ParallelConfig
+from .config import DataConfig, DeviceOrAuto, DtypeOrAuto, ModelConfig, PackName, ParallelConfig, RunConfig, TrainConfig
 from .flags import Count, Length, Name, Natural, Ranks, Seconds, check_settings, distinct, number, require
 
 HeldOut = Annotated[float, number(lambda value: 0 < value <= 1, "must be above 0 and at most 1: 1 evaluates all")]
@@ -68,25 +68,21 @@ class EvalConfig:
                 require(_is_evaluation(self.json), "json", self.json, "is no evaluation: it is not written over")
 
     @property
-    def data_config(self) -> DataConfig:
-        """What is read, as a training run would say it."""
-        return DataConfig(
-            data=self.data,
-            tokenizer=self.tokenizer,
-            seq_len=self.seq_len,
-            pack=self.pack,
-            held_out=self.held_out,
-            held_out_sequences=self.sequences,
+    def as_training(self) -> TrainConfig:
+        """What is read, and what computes it where, as a training run would say it."""
+        return TrainConfig(
+            run=RunConfig(seed=self.seed),
+            data=DataConfig(
+                data=self.data,
+                tokenizer=self.tokenizer,
+                seq_len=self.seq_len,
+                pack=self.pack,
+                held_out=self.held_out,
+                held_out_sequences=self.sequences,
+            ),
+            model=ModelConfig(model=self.model, dtype=self.dtype),
+            parallel=ParallelConfig(ranks=self.ranks, device=self.device, timeout=self.timeout),
         )
-
-    @property
-    def model_config(self) -> ModelConfig:
-        """What computes, as a training run would say it."""
-        return ModelConfig(model=self.model, dtype=self.dtype)
-
-    def sharing(self, data_parallel: int = 1) -> ParallelConfig:
-        """Who computes what, in so many groups that have sequences of their own."""
-        return ParallelConfig(ranks=self.ranks, data_parallel=data_parallel, device=self.device, timeout=self.timeout)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from .claim import check_inputs
 from .config import TrainConfig
 from .data import TokenSequence, digest_of, open_sequences
 from .evaluate import token_losses
-from .metrics import MODEL, UNFINISHED, Reporter, RunFolder, RunInfo, StepRecord, Summary, claim_run
+from .metrics import MODEL, UNFINISHED, Reporter, RunFolder, StepRecord, Summary, claim_run
 from .model import batch_of, build_model, layer_windows, model_config, plans_for
 from .optim import clip_by_global_norm, make_optimizer, make_schedule
 
@@ -49,7 +49,7 @@ def train(config: TrainConfig, reporters: Sequence[Reporter] = (), *, held: bool
         trainer = Trainer(config, context)
         reporters = [folder, *reporters] if folder else []
         for reporter in reporters:
-            reporter.start(config, trainer.info())
+            reporter.start(config, sum(parameter.numel() for parameter in trainer.model.parameters()))
         records = []
         for record in trainer.steps():
             records.append(record)
@@ -92,7 +92,7 @@ class Trainer:
         parallel = config.parallel
         self.engine = choose(parallel.engine, layout=parallel.layout, route=parallel.route)
         self.heads = Heads.of(self.model_config)
-        self.engine.check(self.heads, config.data.seq_len, context.world // parallel.data_parallel)
+        self.plan = self._make_plan(config.data.seq_len)
         self.model = build_model(
             config.model.model,
             self.model_config,
@@ -104,26 +104,13 @@ class Trainer:
         )
         self.optimizer = make_optimizer(self.model, config)
         self.schedule = make_schedule(self.optimizer, config)
-        self.plan = self._make_plan(config.data.seq_len)
-
-    def info(self) -> RunInfo:
-        """What is about to run."""
-        return RunInfo(
-            device=self.context.device.type,
-            ranks=self.context.world,
-            groups=self.config.parallel.data_parallel,
-            threads=torch.get_num_threads(),
-            dtype=str(self.dtype).removeprefix("torch."),
-            parameters=sum(parameter.numel() for parameter in self.model.parameters()),
-            sequences_per_step=self.config.sequences_per_step,
-        )
 
     def steps(self) -> Iterator[StepRecord]:
         """Run the optimizer steps one by one."""
         sequences = self.reader.training()
         per_step = self.config.sequences_per_step
         for step in range(1, self.config.run.steps + 1):
-            start, sent = time.perf_counter(), self._sent()
+            start, sent = time.perf_counter(), self.plan.transport.sent
             lr = float(self.schedule.get_last_lr()[0])
             loss, predicted = self.backward(list(itertools.islice(sequences, per_step)))
             norm = self.update()
@@ -139,7 +126,7 @@ class Trainer:
                 tokens_per_second=tokens / seconds,
                 seconds=seconds,
                 tokens=step * tokens,
-                bytes_sent=self._sent() - sent if self.engine.posts else None,
+                bytes_sent=self.plan.transport.sent - sent if self.engine.posts else None,
                 bytes_predicted=predicted,
             )
 
@@ -158,7 +145,8 @@ class Trainer:
         loss, predicted = 0.0, 0
         for batch in self._micro_batches(sequences):
             plans = plans_for(self.plan, self.windows, batch[0].cu_seqlens)
-            part_loss = self.model(self._shard(batch, plans), plans, max(num_valid, 1))
+            shard = self.engine.shard(batch_of(batch, self.context.device), plans)
+            part_loss = self.model(shard, plans, max(num_valid, 1))
             part_loss.backward()
             loss += part_loss.item()
             predicted += self._predict_sent(plans)
@@ -223,12 +211,6 @@ class Trainer:
         batch, groups = self.config.optim.batch, self.config.parallel.data_parallel
         for start in range(self.context.group_index * batch, len(sequences), groups * batch):
             yield sequences[start : start + batch]
-
-    def _shard(self, sequences: list[TokenSequence], plans: dict[int | None, Plan]) -> dict[str, torch.Tensor]:
-        return self.engine.shard(batch_of(sequences, self.context.device), plans)
-
-    def _sent(self) -> int:
-        return self.plan.transport.sent
 
     def _predict_sent(self, plans: dict[int | None, Plan]) -> int:
         """Bytes that this rank's attention sends in one forward and backward of all layers."""

@@ -71,23 +71,10 @@ class Summary:
         return None if self.held_out_loss is None else math.exp(min(self.held_out_loss, 700.0))
 
 
-@dataclass(frozen=True)
-class RunInfo:
-    """What is about to run, for the screen."""
-
-    device: str
-    ranks: int
-    groups: int
-    threads: int
-    dtype: str
-    parameters: int
-    sequences_per_step: int
-
-
 class Reporter(Protocol):
-    """Rank 0 tells it what happens."""
+    """Rank 0 tells it what happens; ``parameters``: the model's, counted over all ranks."""
 
-    def start(self, config: TrainConfig, info: RunInfo) -> None: ...
+    def start(self, config: TrainConfig, parameters: int) -> None: ...
 
     def step(self, record: StepRecord) -> None: ...
 
@@ -109,7 +96,7 @@ class RunFolder:
         self.path, self.marker = Path(out), Marker(Path(out))
         self._losses: list[float] = []
 
-    def start(self, config: TrainConfig, info: RunInfo) -> None:
+    def start(self, config: TrainConfig, parameters: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self.marker.remove_old()

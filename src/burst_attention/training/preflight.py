@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .config import TrainConfig
-from .data import open_data, open_sequences
+from .data import open_sequences
 from .evaluation import EvalConfig
 from .presets import PRESETS
 from .tokenizer import ByteTokenizer
@@ -62,7 +62,7 @@ def check_evaluation(config: EvalConfig, world: int) -> None:
     from .model import model_config
 
     loaded = _load(config.model, training=False)
-    reader, tokenizer = open_data(config.data_config, config.model, seed=config.seed)
+    reader, tokenizer = open_sequences(config.as_training)
     heads = Heads.of(model_config(config.model, tokenizer, config.seq_len, training=False, loaded=loaded))
     first = next(reader.held_out(), None)
     if first is None or not first.valid_tokens:
