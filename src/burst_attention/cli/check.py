@@ -20,7 +20,7 @@ from burst_attention.plan.layout import LAYOUTS, LayoutName
 from burst_attention.plan.route import RouteOrAuto
 from burst_attention.testing import Case, Report, check
 from burst_attention.training.config import DeviceOrAuto
-from burst_attention.training.flags import Natural, Ranks, Seconds, check_settings, distinct, whole
+from burst_attention.training.flags import Natural, Ranks, Seconds, check_settings, distinct, require, whole
 
 from ..launch import local as launch
 
@@ -74,16 +74,16 @@ class Arguments:
     def check(self) -> None:
         """Raise ValueError for what can't be."""
         check_settings(self)
-        if self.q_heads % self.kv_heads:
-            raise ValueError(f"--q-heads {self.q_heads} must be a multiple of --kv-heads {self.kv_heads}")
+        multiple = f"must be a multiple of --kv-heads {self.kv_heads}"
+        require(self.q_heads % self.kv_heads == 0, "q_heads", self.q_heads, multiple)
         halves = {"bfloat16", "float16"} & set(self.dtypes)
         if halves and (self.seq_len < 256 or min(self.head_dim, self.v_head_dim or self.head_dim) < 16):
             raise ValueError(
                 f"--dtypes {' '.join(sorted(halves))} need --seq-len of at least 256 and head dims of at least 16: "
                 f"they are judged by PyTorch's own error in that dtype, which is no measure on a few numbers"
             )
-        if self.kernel not in ("auto", *KERNELS):
-            raise ValueError(f"--kernel {self.kernel} is unknown; choose one of auto, {', '.join(KERNELS)}")
+        known = ("auto", *KERNELS)
+        require(self.kernel in known, "kernel", self.kernel, f"is unknown; choose one of {', '.join(known)}")
 
 
 def cases(arguments: Arguments, device: str) -> list[Case]:

@@ -63,8 +63,8 @@ class Arguments:
         check_settings(self)
         require(self.documents <= self.seq_len, "documents", self.documents, f"is more than --seq-len {self.seq_len}")
         require(self.causal or self.window is None, "window", self.window, "looks back only; leave --no-causal out")
-        if self.q_heads % self.kv_heads:
-            raise ValueError(f"--q-heads {self.q_heads} must be a multiple of --kv-heads {self.kv_heads}")
+        multiple = f"must be a multiple of --kv-heads {self.kv_heads}"
+        require(self.q_heads % self.kv_heads == 0, "q_heads", self.q_heads, multiple)
 
     def shape(self) -> Shape:
         """What moves per row."""
@@ -96,17 +96,12 @@ def main(arguments: list[str]) -> int:
 
 def _costs(arguments: Arguments, route: str, travels: str) -> tuple[str, list[str]]:
     """(what travels, the column's figures)."""
-    world = arguments.ranks
-    schedule = make_schedule(
-        arguments.seq_len, mask=arguments.mask(), layout=arguments.layout, route=route, rank=0, world=world
-    )
-    chosen = schedule.choose_travels(arguments.shape()) if travels == "auto" else travels
+    mask, world = arguments.mask(), arguments.ranks
+    schedule = make_schedule(arguments.seq_len, mask=mask, layout=arguments.layout, route=route, rank=0, world=world)
     shape = arguments.shape()
-    costs, memory = (
-        estimate(schedule, shape, chosen),
-        peak_memory(schedule, shape, getattr(torch, arguments.dtype), chosen),
-    )
-    return chosen, _figures(arguments, costs, memory)
+    chosen = schedule.choose_travels(shape) if travels == "auto" else travels
+    memory = peak_memory(schedule, shape, getattr(torch, arguments.dtype), chosen)
+    return chosen, _figures(arguments, estimate(schedule, shape, chosen), memory)
 
 
 _NAMES = (

@@ -176,13 +176,10 @@ class TrainConfig:
     def check_world(self, world: int) -> None:
         """Raise ValueError if ``world`` ranks can't run this."""
         groups = self.parallel.data_parallel
-        if world % groups:
-            raise ValueError(f"--data-parallel {groups} must divide the number of ranks, {world}")
-        if self.data.seq_len < world // groups:
-            raise ValueError(
-                f"--seq-len {self.data.seq_len} is shorter than the {world // groups} ranks that share a sequence: "
-                "every rank of a training run needs a token; raise --seq-len or lower --ranks"
-            )
+        require(world % groups == 0, "data_parallel", groups, f"must divide the number of ranks, {world}")
+        short = f"is shorter than the {world // groups} ranks that share a sequence: every rank of a training run needs"
+        short += " a token; raise --seq-len or lower --ranks"
+        require(self.data.seq_len >= world // groups, "seq_len", self.data.seq_len, short)
 
 
 def flag_names() -> dict[str, str]:

@@ -127,7 +127,8 @@ class _Evaluator:
         return refusal(name, Heads.of(self.model_config), self.length, self.context.world)
 
     def run(self, name: str) -> EngineResult:
-        engine, context = choose(name), self._context_of(name)
+        engine, groups = choose(name), self.context.world if name == ALONE else 1
+        context = replace(self.context, mesh=make_mesh(self.context.device.type, data_parallel=groups))
         model = build_model(
             self.config.model,
             self.model_config,
@@ -142,10 +143,6 @@ class _Evaluator:
         began = time.perf_counter()
         losses = dict(token_losses(model, self.sequences, plan=plan, windows=self.windows, context=context))
         return self._result(name, losses, time.perf_counter() - began)
-
-    def _context_of(self, name: str) -> RankContext:
-        groups = self.context.world if name == ALONE else 1
-        return replace(self.context, mesh=make_mesh(self.context.device.type, data_parallel=groups))
 
     def _result(self, name: str, losses: dict[int, Tensor], seconds: float) -> EngineResult:
         """Join what the ranks found in the sequences that each answers for: the same ones with every engine."""

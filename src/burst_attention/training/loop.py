@@ -199,8 +199,8 @@ class Trainer:
 
     def _agree_on(self, sequences: list[TokenSequence]) -> None:
         """Raise DisagreementError if ranks that share a sequence read other tokens, as from another copy of a file."""
-        told = {"digest of tokens and borders": digest_of(sequences)}
-        self.plan.agreement.agree("the sequences to train on", told)
+        record = {"digest of tokens and borders": digest_of(sequences)}
+        self.plan.agreement.agree("the sequences to train on", record)
 
     def _make_plan(self, seqlen: int) -> Plan:
         self.engine.check(self.heads, seqlen, self.context.context_mesh.size())
