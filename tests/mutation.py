@@ -986,8 +986,8 @@ SEEDED = [
     Fault(
         "files are read in the order of the disk",
         "training/corpus.py",
-        "return sorted(found, key=lambda path: path.relative_to(root).parts)",
-        "return found[::-1]",
+        "return sorted(files, key=lambda path: path.relative_to(root).parts)",
+        "return files[::-1]",
         CORPUS,
         "one_order",
     ),
@@ -1064,16 +1064,10 @@ SEEDED = [
         "inference",
     ),
     Fault(
-        "the learning rate is set after the update",
+        "the learning rate is that of the next step",
         "training/loop.py",
-        """        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-""",
-        """        self.optimizer.step()
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-""",
+        "        self.optimizer.step()\n        self.schedule.step()\n",
+        "        self.schedule.step()\n        self.optimizer.step()\n",
         UPDATES,
         "adamws",
     ),
@@ -1181,8 +1175,8 @@ SEEDED = [
     Fault(
         "a number that nothing can hold is taken",
         "training/flags.py",
-        'require(value <= most, name, value, f"must be at most {most:,}")',
-        "pass",
+        "if value > most else",
+        "if False else",
         "tests/unit/test_bad_values.py",
         "values_that",
     ),

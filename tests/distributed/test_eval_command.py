@@ -21,8 +21,8 @@ from burst_attention.cli import main
 from burst_attention.engines import ENGINES
 from burst_attention.loss import next_token_loss, next_token_nll
 from burst_attention.testing import WorkerError
-from burst_attention.training.data import open_data
-from burst_attention.training.evaluate import _Work, evaluate
+from burst_attention.training.data import open_sequences
+from burst_attention.training.evaluate import _Evaluator, evaluate
 from burst_attention.training.evaluation import EvalConfig, Evaluation
 from burst_attention.training.loop import train
 from burst_attention.training.preflight import check_evaluation
@@ -66,7 +66,7 @@ def asked(run, documents):
 
 def by_transformers(config):
     """(mean loss, tokens) of the same sequences by transformers alone, one document at a time."""
-    reader, _ = open_data(config.reading, config.model, seed=0)
+    reader, _ = open_sequences(config.as_training)
     model = AutoModelForCausalLM.from_pretrained(config.model, attn_implementation="sdpa", dtype=torch.float32)
     total, count = 0.0, 0
     for sequence, _ in zip(reader.held_out(), range(config.sequences), strict=False):
@@ -103,17 +103,17 @@ def test_half_precision_shows_in_the_greatest_difference(pools, asked):
 
 
 class TwoRanks:
-    """A place where the other rank answers for sequence 1, in which it found a difference of 0.25."""
+    """A context in which the other rank answers for sequence 1, in which it found a difference of 0.25."""
 
     def collect(self, value):
         return [value, ({1: 3.0}, 0.25, 5.0)]
 
 
 def test_a_result_is_of_all_tokens_and_its_greatest_difference_of_one():
-    work = object.__new__(_Work)
-    work.place, work.sequences, work.tokens = TwoRanks(), [None] * 2, 8
-    work.reference = {0: torch.tensor([1.0, 1.0, 1.0, 0.0])}
-    result = work._judge("burst", {0: torch.tensor([1.0, 0.5, 1.25, 0.0])}, 4.0)
+    evaluator = object.__new__(_Evaluator)
+    evaluator.context, evaluator.sequences, evaluator.tokens = TwoRanks(), [None] * 2, 8
+    evaluator.reference = {0: torch.tensor([1.0, 1.0, 1.0, 0.0])}
+    result = evaluator._result("burst", {0: torch.tensor([1.0, 0.5, 1.25, 0.0])}, 4.0)
     assert result.greatest_difference == 0.5
     assert result.loss == (2.75 + 3.0) / 8
     assert result.seconds == 5.0

@@ -19,10 +19,10 @@ TIMEOUT = 1.0
 
 def act(folder, ways):
     """Meet the other ranks, then end in the way that is this rank's."""
-    with join(device="cpu", timeout=TIMEOUT) as place:
-        numbers = place.collect(place.rank)
-        (Path(folder) / str(place.rank)).write_text(f"{os.getpid()} {time.time()} {numbers}")
-        way = ways[place.rank]
+    with join(device="cpu", timeout=TIMEOUT) as context:
+        numbers = context.collect(context.rank)
+        (Path(folder) / str(context.rank)).write_text(f"{os.getpid()} {time.time()} {numbers}")
+        way = ways[context.rank]
         if way == "stops":
             os.kill(os.getpid(), signal.SIGSTOP)
         elif way == "is killed":
@@ -74,8 +74,8 @@ def test_a_rank_that_fails_after_another_is_not_the_one_named(tmp_path, capfd):
 
 def fail_by_rank():
     rank = int(os.environ["RANK"])
-    with join(device="cpu", timeout=20) as place:
-        place.collect(None)
+    with join(device="cpu", timeout=20) as context:
+        context.collect(None)
         time.sleep({1: 0, 2: 0.3, 0: 0.6}[rank])
         raise ValueError(rank)
 

@@ -86,8 +86,8 @@ def test_groups_equal_accumulation_steps(pools, corpus, tmp_path, pack):
 def gradients(config):
     """(loss, whole gradients by name, initial weights) of the first step."""
     parallel = config.parallel
-    with join(device=parallel.device, timeout=parallel.timeout, data_parallel=parallel.data_parallel) as place:
-        trainer = Trainer(config, place)
+    with join(device=parallel.device, timeout=parallel.timeout, data_parallel=parallel.data_parallel) as context:
+        trainer = Trainer(config, context)
         before = {key: p.full_tensor().detach().clone() for key, p in trainer.model.named_parameters()}
         sequences = list(itertools.islice(trainer.reader.training(), config.sequences_per_step))
         loss, _ = trainer.backward(sequences)

@@ -47,8 +47,8 @@ def joined(config):
 
 def trained(config):
     """(weights before, weights after so many steps, (rate, norm) of each) as the trainer has them."""
-    with joined(config) as place:
-        trainer = Trainer(config, place)
+    with joined(config) as context:
+        trainer = Trainer(config, context)
         before = whole_weights(trainer.model)
         told = [(record.lr, record.grad_norm) for record in itertools.islice(trainer.steps(), STEPS)]
         return before, whole_weights(trainer.model), told
@@ -97,8 +97,8 @@ def summed(config):
         seen.add((input_tensor.dtype, output_tensor.dtype))
         return whole(self, output_tensor, input_tensor, group, op, async_op)
 
-    with joined(config) as place, patch.object(SumByRank, "__call__", watched):
-        trainer = Trainer(config, place)
+    with joined(config) as context, patch.object(SumByRank, "__call__", watched):
+        trainer = Trainer(config, context)
         trainer.backward(list(itertools.islice(trainer.reader.training(), 1)))
         grads = torch.cat([p.grad.full_tensor().flatten() for p in trainer.model.parameters()])
     grads = grads[grads != 0]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import tomllib
+from unittest import mock
 
 import pytest
+import torch
 
 from burst_attention import cli
 from burst_attention.cli.train import parse, resolve
@@ -25,7 +27,7 @@ from burst_attention.training.config import (
 )
 from burst_attention.training.evaluation import EvalConfig, Evaluation
 from burst_attention.training.metrics import METRICS
-from burst_attention.training.optim import learning_rate
+from burst_attention.training.optim import make_optimizer, make_schedule
 from burst_attention.training.presets import PRESETS
 
 
@@ -200,6 +202,22 @@ def test_a_model_that_asks_what_the_attention_can_not_give_starts_no_rank(tmp_pa
         assert told in capsys.readouterr().err
 
 
+def test_a_model_is_gone_through_once_before_the_ranks(tmp_path, plain_start):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from burst_attention.integrations import hf
+
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 258}
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("0123456789" * 50)
+    plain_start.setattr(launch, "launch", lambda *_, **__: 0)
+    shared = ["--model", f"{tmp_path}/model", "--data", f"{tmp_path}/text.txt", "--device", "cpu", "--seq-len", "16"]
+    for command in (["train", "--engine", "ring", "--out", f"{tmp_path}/out"], ["eval"]):
+        with mock.patch.object(hf, "check_config", wraps=hf.check_config) as asked:
+            assert cli.main([*command, *shared, "--ranks", "2"]) == 0
+        assert asked.call_count == 1
+
+
 def test_an_evaluation_replaces_an_evaluation_only(tmp_path):
     path = tmp_path / "told.json"
     config = EvalConfig(model="tiny", data="stdlib", json=path)
@@ -240,13 +258,14 @@ def test_a_gpu_for_every_rank_or_the_cpu(monkeypatch):
 
 
 def test_ranks_that_contradict_torchrun_are_refused(plain_start):
+    assert launch.torchrun_ranks(2) is None
     plain_start.setenv("RANK", "0")
     plain_start.setenv("WORLD_SIZE", "4")
     plain_start.setenv("LOCAL_WORLD_SIZE", "2")
     assert launch.started_by_torchrun()
-    assert launch.found_ranks(None) == launch.found_ranks(4) == (4, 2)
+    assert launch.torchrun_ranks(None) == launch.torchrun_ranks(4) == (4, 2)
     with pytest.raises(ValueError, match=r"--ranks 2, but torchrun started 4"):
-        launch.found_ranks(2)
+        launch.torchrun_ranks(2)
 
 
 def test_the_command_names_its_commands(capsys):
@@ -257,19 +276,31 @@ def test_the_command_names_its_commands(capsys):
     assert "unknown command 'trian'" in capsys.readouterr().err
 
 
+def rates_of(config):
+    """Of every step of a run, of both groups of parameters."""
+    model, rates = torch.nn.LayerNorm(3), []
+    optimizer = make_optimizer(model, config)
+    schedule = make_schedule(optimizer, config)
+    for _ in range(config.run.steps):
+        (rate,) = {group["lr"] for group in optimizer.param_groups}
+        rates.append(rate)
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
 def test_the_learning_rate_rises_then_falls_by_a_cosine():
     config = TrainConfig(run=RunConfig(steps=110), optim=OptimConfig(lr=2.0, warmup=10, min_lr=0.25))
-    rates = [learning_rate(step, config) for step in range(1, 111)]
+    rates = rates_of(config)
     assert rates[:10] == pytest.approx([0.2 * step for step in range(1, 11)])
     assert rates[59] == pytest.approx((2.0 + 0.5) / 2)
     assert rates[-1] == pytest.approx(0.5)
     assert all(before > after for before, after in itertools.pairwise(rates[9:]))
     no_warmup = TrainConfig(run=RunConfig(steps=1), optim=OptimConfig(lr=1.0, warmup=0))
-    assert learning_rate(1, no_warmup) == pytest.approx(0.1)
+    assert rates_of(no_warmup) == pytest.approx([0.1])
 
 
 def test_presets_have_the_sizes_that_they_are_named_for():
-    import torch
     from transformers import AutoModelForCausalLM
 
     from burst_attention.training.model import model_config

@@ -41,7 +41,7 @@ THIRD_PARTIES: dict[str, set[str]] = {
     "integrations": {"transformers"},
     "launch": {"rich"},
     "testing": {"*rich"},
-    "training": {"transformers", "*tokenizers", "*datasets", "*matplotlib", "*safetensors"},
+    "training": {"transformers", "*tokenizers", "*datasets", "*matplotlib", "*safetensors", "*tomli_w"},
     "cli": {"rich", "tyro"},
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
+from typing import Annotated
 
 import tyro
 from rich.box import SIMPLE_HEAD
@@ -15,7 +16,7 @@ from burst_attention.attention.checks import DtypeName
 from burst_attention.launch import local as launch
 from burst_attention.testing import WorkerError
 from burst_attention.training.claim import Marker, claimed
-from burst_attention.training.flags import MOST_RANKS, check_counts, check_lists, check_names, check_ranks
+from burst_attention.training.flags import MOST_RANKS, Count, Name, Ranks, check_settings, distinct
 
 from .cluster import ClusterError, parse_cluster, parse_rate
 from .harness.results import TASKS, Results, Row
@@ -33,24 +34,24 @@ class Arguments:
     Runs on this machine's CPU over gloo. Writes results.json, report.html and pictures to --out.
     """
 
-    engines: tuple[str, ...] = EVERY
+    engines: Annotated[tuple[str, ...], distinct] = EVERY
     """burst, ring, ulysses, tensor, tensor-sequence or single, with :LAYOUT where it is not the engine's best."""
-    seq_lens: tuple[int, ...] = (1024, 2048, 4096)
+    seq_lens: Annotated[tuple[Count, ...], distinct] = (1024, 2048, 4096)
     """Tokens of the sequence, over all ranks."""
-    worlds: tuple[int, ...] | None = None
+    worlds: Annotated[tuple[Ranks, ...], distinct] | None = None
     """Numbers of local ranks, 2 if not given."""
-    rounds: int = 3
+    rounds: Count = 3
     """Timed calls of each engine."""
-    layers: int = 1
-    heads: int = 8
-    kv_heads: int | None = None
+    layers: Count = 1
+    heads: Count = 8
+    kv_heads: Count | None = None
     """--heads if not given."""
-    head_dim: int = 32
-    vocabulary: int = 512
+    head_dim: Count = 32
+    vocabulary: Count = 512
     dtype: DtypeName = "bfloat16"
     timeline: bool = True
     """Also draw what each rank does in one more call."""
-    out: str = "runs/bench"
+    out: Name = "runs/bench"
     overwrite: bool = False
     """Replace the results that --out already holds."""
 
@@ -58,14 +59,7 @@ class Arguments:
         """Raise ValueError for what can't be."""
         from .harness.workload import engine_of
 
-        counts = {"rounds": self.rounds, "layers": self.layers, "heads": self.heads, "head_dim": self.head_dim}
-        check_counts(counts | {"kv_heads": self.own_kv_heads, "vocabulary": self.vocabulary})
-        check_names({"--out": self.out})
-        check_lists({"engines": self.engines, "seq_lens": self.seq_lens, "worlds": self.local_worlds})
-        for length in self.seq_lens:
-            check_counts({"seq_lens": length})
-        for world in self.local_worlds:
-            check_ranks("worlds", world)
+        check_settings(self)
         if self.heads % self.own_kv_heads:
             raise ValueError(f"--heads {self.heads} must be a multiple of --kv-heads {self.kv_heads}")
         for spec in self.engines:
@@ -104,7 +98,7 @@ class ClusterArguments(Arguments):
     __doc__ = f"{Arguments.__doc__}\n\nThe nodes are network namespaces joined by a bridge: needs root and iproute2."
     cluster: str = "8x1"
     """NODESxRANKS: so many nodes with so many ranks on each; --worlds is not taken."""
-    link: tuple[str, ...] = ("none",)
+    link: Annotated[tuple[str, ...], distinct] = ("none",)
     """Rates of the nodes' links, such as 100mbit; none for no limit."""
 
     def check(self) -> None:
@@ -112,7 +106,7 @@ class ClusterArguments(Arguments):
             raise ValueError(
                 f"--worlds can't be given with --cluster {self.cluster}, which says how many ranks there are"
             )
-        check_lists({"link": self.link})
+        check_settings(self)
         self.rates()
         if max(self.ranks()) > MOST_RANKS:
             raise ValueError(f"--cluster {self.cluster} has {max(self.ranks())} ranks; give at most {MOST_RANKS:,}")

@@ -18,7 +18,7 @@ from burst_attention import __version__
 class Command:
     """What a command does, the packages that it needs beyond the library's own, and the extra that brings them."""
 
-    does: str
+    summary: str
     needs: tuple[str, ...] = ()
     extra: str = ""
 
@@ -39,7 +39,7 @@ COMMANDS = {
     "plan": Command("tell what a sequence over so many ranks will cost, before anything is rented"),
     "train": Command(
         "train a model on long documents, each sequence spread over several ranks",
-        ("transformers", "safetensors", "matplotlib", "tensorboard"),
+        ("transformers", "safetensors", "matplotlib", "tensorboard", "tomli_w"),
         "train",
     ),
 }
@@ -63,8 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 1 if it failed, 2 if it was asked for what can't be."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     listed = {entry.name: f"a command of {entry.value.split('.')[0]}" for entry in entry_points(group=GROUP)}
-    listed |= OF_EXTRAS | {name: command.does for name, command in COMMANDS.items()}
-    usage = USAGE.format(commands="\n".join(f"  {name:10} {does}" for name, does in sorted(listed.items())))
+    listed |= OF_EXTRAS | {name: command.summary for name, command in COMMANDS.items()}
+    usage = USAGE.format(commands="\n".join(f"  {name:10} {summary}" for name, summary in sorted(listed.items())))
     if not given or given[0] in ("-h", "--help"):
         sys.stdout.write(usage)
         return 0 if given else 2
@@ -74,25 +74,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given[0] not in listed:
         sys.stderr.write(f"burst: unknown command {given[0]!r}\n\n{usage}")
         return 2
-    missing = lacks(given[0])
+    missing = missing_packages(given[0])
     if missing:
         sys.stderr.write(f"burst {given[0]}: {missing}\n")
         return 2
-    return find(given[0])(given[1:])
+    return load_command(given[0])(given[1:])
 
 
-def lacks(name: str) -> str:
+def missing_packages(name: str) -> str:
     """What keeps a command from running here, and what to install; empty if nothing does."""
     if name not in COMMANDS:
-        found = entry_points(group=GROUP, name=name)
-        return "" if found else f"not installed: pip install 'burst-attention[{name}]'"
+        installed = entry_points(group=GROUP, name=name)
+        return "" if installed else f"not installed: pip install 'burst-attention[{name}]'"
     command = COMMANDS[name]
     if not command.missing:
         return ""
     return f"{', '.join(command.missing)} not installed: pip install 'burst-attention[{command.extra}]'"
 
 
-def find(name: str) -> Callable[[list[str]], int]:
+def load_command(name: str) -> Callable[[list[str]], int]:
     """The ``main`` of a command that lacks nothing, ours or another distribution's."""
     if name in COMMANDS:
         return importlib.import_module(f"{__name__}.{name}").main

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import torch
 import tyro
@@ -20,12 +20,12 @@ from burst_attention.plan.layout import LAYOUTS, LayoutName
 from burst_attention.plan.route import RouteOrAuto
 from burst_attention.testing import Case, Report, check
 from burst_attention.training.config import DeviceOrAuto
-from burst_attention.training.flags import check_counts, check_lists, check_ranks, check_seconds
+from burst_attention.training.flags import Natural, Ranks, Seconds, check_settings, distinct, require, whole
 
 from ..launch import local as launch
 
 COMMAND = "burst check"
-MOST_SIZE = 65_536  # the oracle takes memory in the square of the tokens
+Size = Annotated[int, whole(most=65_536)]  # the oracle takes memory in the square of the tokens
 MASKS: dict[str, Callable[[int], Mask]] = {
     "full": lambda s: Mask(causal=False),
     "causal": lambda s: Mask(),
@@ -51,44 +51,39 @@ class Arguments:
     torchrun --nproc-per-node 2 -m burst_attention.cli check [OPTIONS].
     """
 
-    ranks: int | None = None
+    ranks: Ranks | None = None
     """Local workers; one per GPU, else one per core, if not given."""
-    seq_len: int = 512
+    seq_len: Size = 512
     """Tokens; the oracle takes memory in its square."""
-    masks: tuple[MaskName, ...] = ("causal", "documents")
-    layouts: tuple[LayoutName, ...] = tuple(LAYOUTS)
-    dtypes: tuple[DtypeName, ...] = ("float64", "bfloat16")
-    travels: tuple[TravelsName, ...] = tuple(TRAVELS)
+    masks: Annotated[tuple[MaskName, ...], distinct] = ("causal", "documents")
+    layouts: Annotated[tuple[LayoutName, ...], distinct] = tuple(LAYOUTS)
+    dtypes: Annotated[tuple[DtypeName, ...], distinct] = ("float64", "bfloat16")
+    travels: Annotated[tuple[TravelsName, ...], distinct] = tuple(TRAVELS)
     route: RouteOrAuto = "auto"
     kernel: str = "auto"
     """A name of burst_attention.kernels.KERNELS, or auto."""
-    q_heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 32
-    v_head_dim: int | None = None
-    seed: int = 0
+    q_heads: Size = 4
+    kv_heads: Size = 2
+    head_dim: Size = 32
+    v_head_dim: Size | None = None
+    seed: Natural = 0
     device: DeviceOrAuto = "auto"
-    timeout: float = 60.0
+    timeout: Seconds = 60.0
     """Seconds that an exchange may take before it is an error."""
 
     def check(self) -> None:
         """Raise ValueError for what can't be."""
-        sizes = ("seq_len", "q_heads", "kv_heads", "head_dim", "v_head_dim")
-        check_counts({name: getattr(self, name) for name in sizes}, most=MOST_SIZE)
-        check_counts({"seed": self.seed}, least=0)
-        check_ranks("ranks", self.ranks)
-        check_lists({name: getattr(self, name) for name in ("masks", "layouts", "dtypes", "travels")})
-        check_seconds({"timeout": self.timeout})
-        if self.q_heads % self.kv_heads:
-            raise ValueError(f"--q-heads {self.q_heads} must be a multiple of --kv-heads {self.kv_heads}")
+        check_settings(self)
+        multiple = f"must be a multiple of --kv-heads {self.kv_heads}"
+        require(self.q_heads % self.kv_heads == 0, "q_heads", self.q_heads, multiple)
         halves = {"bfloat16", "float16"} & set(self.dtypes)
         if halves and (self.seq_len < 256 or min(self.head_dim, self.v_head_dim or self.head_dim) < 16):
             raise ValueError(
                 f"--dtypes {' '.join(sorted(halves))} need --seq-len of at least 256 and head dims of at least 16: "
                 f"they are judged by PyTorch's own error in that dtype, which is no measure on a few numbers"
             )
-        if self.kernel not in ("auto", *KERNELS):
-            raise ValueError(f"--kernel {self.kernel} is unknown; choose one of auto, {', '.join(KERNELS)}")
+        known = ("auto", *KERNELS)
+        require(self.kernel in known, "kernel", self.kernel, f"is unknown; choose one of {', '.join(known)}")
 
 
 def cases(arguments: Arguments, device: str) -> list[Case]:
@@ -108,26 +103,22 @@ def main(arguments: list[str]) -> int:
     parsed = tyro.cli(Arguments, prog=COMMAND, args=arguments)
     try:
         parsed.check()
-        under_torchrun = launch.started_by_torchrun()
-        if under_torchrun:
-            launch.found_ranks(parsed.ranks)
+        running = launch.torchrun_ranks(parsed.ranks)
     except ValueError as error:
         return launch.refuse(COMMAND, error)
-    if under_torchrun:
-        launch.recorded(_check, parsed)
-        return 0
     from burst_attention.launch.join import default_ranks
 
-    return launch.launch(COMMAND, _check, parsed, ranks=parsed.ranks or default_ranks(parsed.device))
+    ranks = running[0] if running else parsed.ranks or default_ranks(parsed.device)
+    return launch.start(COMMAND, _check, parsed, ranks=ranks)
 
 
 def _check(arguments: Arguments) -> None:
     from burst_attention.launch.join import join
 
-    with join(device=arguments.device, timeout=arguments.timeout) as place:
-        todo = cases(arguments, place.device.type)
+    with join(device=arguments.device, timeout=arguments.timeout) as context:
+        todo = cases(arguments, context.device.type)
         reports = [check(case, timeout=arguments.timeout) for case in todo]
-        if place.rank == 0:
+        if context.rank == 0:
             _show(todo, reports)
     if not all(report.passed for report in reports):
         raise SystemExit(1)

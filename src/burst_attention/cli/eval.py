@@ -13,6 +13,7 @@ from burst_attention.training.evaluation import EngineResult, EvalConfig, Evalua
 from burst_attention.training.preflight import check_evaluation
 
 from ..launch import local as launch
+from . import train
 
 COMMAND = "burst eval"
 PIPED_WIDTH = 160  # columns of a table that no terminal shows
@@ -23,32 +24,17 @@ def main(arguments: list[str]) -> int:
     config = tyro.cli(EvalConfig, prog=COMMAND, args=launch.spelled_out(arguments))
     try:
         config.check()
-        under_torchrun = launch.started_by_torchrun()
-        config = resolve(config, launch.found_ranks(config.ranks) if under_torchrun else None)
+        config = resolve(config, launch.torchrun_ranks(config.ranks))
         check_evaluation(config, config.ranks or 1)
     except ValueError as error:
         return launch.refuse(COMMAND, error)
-    if under_torchrun:
-        launch.recorded(_evaluate, config)
-        return 0
-    return launch.launch(COMMAND, _evaluate, config, ranks=config.ranks or 1)
+    return launch.start(COMMAND, _evaluate, config, ranks=config.ranks or 1)
 
 
-def resolve(config: EvalConfig, found: tuple[int, int] | None) -> EvalConfig:
-    """The configuration with what the machine decides filled in.
-
-    Args:
-        found: (all ranks, those on this machine), if they run already.
-
-    Raises:
-        ValueError: there is not a GPU for every rank of ``--device cuda``.
-    """
-    from burst_attention.launch.join import default_ranks, pick_device
-
-    ranks, local_ranks = found or (config.ranks or default_ranks(config.device),) * 2
-    device = pick_device(config.device, local_ranks)
-    dtype = str(config.computing.compute_dtype(device)).removeprefix("torch.")
-    return replace(config, ranks=ranks, device=device, dtype=dtype)  # type: ignore[arg-type]  # names of its choices
+def resolve(config: EvalConfig, running: tuple[int, int] | None) -> EvalConfig:
+    """As :func:`burst_attention.cli.train.resolve`."""
+    resolved = train.resolve(config.as_training, running)
+    return replace(config, ranks=resolved.parallel.ranks, device=resolved.parallel.device, dtype=resolved.model.dtype)
 
 
 def _evaluate(config: EvalConfig) -> None:
@@ -60,7 +46,7 @@ def _evaluate(config: EvalConfig) -> None:
     if not console.is_terminal:
         console = Console(highlight=False, width=PIPED_WIDTH)
     results = evaluate(config, lambda result: console.print(f"{result.engine}: {result.seconds:,.1f} s"))
-    if launch.is_first():
+    if launch.is_rank_0():
         console.print(table(config, results))
         if config.json is not None:
             Evaluation.of(config, results).write(config.json)

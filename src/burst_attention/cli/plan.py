@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +19,7 @@ from burst_attention.plan.estimate import RankCost, estimate
 from burst_attention.plan.layout import LayoutName
 from burst_attention.plan.route import RouteName
 from burst_attention.plan.schedule import make_schedule
-from burst_attention.training.flags import check_counts, check_ranks, each, require
+from burst_attention.training.flags import Count, Positive, Ranks, check_settings, require
 
 from ..launch import local as launch
 
@@ -34,43 +33,38 @@ class Arguments:
     Nothing is launched. Defaults are Llama 3 8B's heads.
     """
 
-    seq_len: int
+    seq_len: Count
     """Tokens of the sequence."""
-    ranks: int
+    ranks: Ranks
     """Ranks that share it."""
-    layers: int = 32
-    batch: int = 1
-    q_heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    v_head_dim: int | None = None
+    layers: Count = 32
+    batch: Count = 1
+    q_heads: Count = 32
+    kv_heads: Count = 8
+    head_dim: Count = 128
+    v_head_dim: Count | None = None
     """--head-dim if not given."""
     dtype: DtypeName = "bfloat16"
     causal: bool = True
-    window: int | None = None
+    window: Count | None = None
     """Keys that a query sees."""
-    documents: int = 1
+    documents: Count = 1
     """Pack this many equal documents."""
     layout: LayoutName = "zigzag"
     route: RouteName = "direct"
     travels: TravelsOrAuto = "auto"
-    tflops: float | None = None
+    tflops: Positive | None = None
     """What a rank's kernels reach, in 10^12 operations a second; with it, compute time is told."""
-    gbytes_per_second: float | None = None
+    gbytes_per_second: Positive | None = None
     """What a rank's link carries each way, in 10^9 bytes a second; with it, time on the wire is told."""
 
     def check(self) -> None:
         """Raise ValueError for what can't be."""
-        counts = ("seq_len", "layers", "batch", "q_heads", "kv_heads", "head_dim", "v_head_dim", "documents", "window")
-        check_counts({name: getattr(self, name) for name in counts})
-        check_ranks("ranks", self.ranks)
-        rates = {"tflops": self.tflops, "gbytes_per_second": self.gbytes_per_second}
-        given = {name: rate for name, rate in rates.items() if rate is not None}
-        each(given, lambda rate: 0 < rate < math.inf, "must be a number above 0")
+        check_settings(self)
         require(self.documents <= self.seq_len, "documents", self.documents, f"is more than --seq-len {self.seq_len}")
         require(self.causal or self.window is None, "window", self.window, "looks back only; leave --no-causal out")
-        if self.q_heads % self.kv_heads:
-            raise ValueError(f"--q-heads {self.q_heads} must be a multiple of --kv-heads {self.kv_heads}")
+        multiple = f"must be a multiple of --kv-heads {self.kv_heads}"
+        require(self.q_heads % self.kv_heads == 0, "q_heads", self.q_heads, multiple)
 
     def shape(self) -> Shape:
         """What moves per row."""
@@ -102,17 +96,12 @@ def main(arguments: list[str]) -> int:
 
 def _costs(arguments: Arguments, route: str, travels: str) -> tuple[str, list[str]]:
     """(what travels, the column's figures)."""
-    world = arguments.ranks
-    schedule = make_schedule(
-        arguments.seq_len, mask=arguments.mask(), layout=arguments.layout, route=route, rank=0, world=world
-    )
-    chosen = schedule.choose_travels(arguments.shape()) if travels == "auto" else travels
+    mask, world = arguments.mask(), arguments.ranks
+    schedule = make_schedule(arguments.seq_len, mask=mask, layout=arguments.layout, route=route, rank=0, world=world)
     shape = arguments.shape()
-    costs, memory = (
-        estimate(schedule, shape, chosen),
-        peak_memory(schedule, shape, getattr(torch, arguments.dtype), chosen),
-    )
-    return chosen, _figures(arguments, costs, memory)
+    chosen = schedule.choose_travels(shape) if travels == "auto" else travels
+    memory = peak_memory(schedule, shape, getattr(torch, arguments.dtype), chosen)
+    return chosen, _figures(arguments, estimate(schedule, shape, chosen), memory)
 
 
 _NAMES = (

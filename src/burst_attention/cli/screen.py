@@ -5,33 +5,34 @@ from __future__ import annotations
 import sys
 import time
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from burst_attention.training.config import TrainConfig
-from burst_attention.training.metrics import Setting, StepRecord, Summary
+from burst_attention.training.metrics import StepRecord, Summary
 
 
 class Screen:
-    """A Reporter for a terminal; where there is none, one line a step."""
+    """A Reporter for a terminal, of a run whose ``auto`` is decided; where there is no terminal, one line a step."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
         self._bar: Progress | None = None
         self._task = TaskID(0)
 
-    def start(self, config: TrainConfig, setting: Setting) -> None:
-        self.config, self._began = config, time.monotonic()
+    def start(self, config: TrainConfig, parameters: int) -> None:
+        self.config, self._began, parallel = config, time.monotonic(), config.parallel
         self.console.print(
-            f"[bold]{escape(config.model.model)}[/], {setting.parameters / 1e6:,.1f} M parameters in {setting.dtype}, "
-            f"on {setting.ranks} {setting.device} ranks x {setting.threads} threads"
-            + (f" in {setting.groups} groups" if setting.groups > 1 else "")
+            f"[bold]{escape(config.model.model)}[/], {parameters / 1e6:,.1f} M parameters in {config.model.dtype}, "
+            f"on {parallel.ranks} {parallel.device} ranks x {torch.get_num_threads()} threads"
+            + (f" in {parallel.data_parallel} groups" if parallel.data_parallel > 1 else "")
         )
         self.console.print(
-            f"{escape(config.data.data)}: {setting.sequences_per_step} x {config.data.seq_len:,} tokens a step, "
-            f"engine {config.parallel.engine}, to {escape(config.run.out)}"
+            f"{escape(config.data.data)}: {config.sequences_per_step} x {config.data.seq_len:,} tokens a step, "
+            f"engine {parallel.engine}, to {escape(config.run.out)}"
         )
         if self.console.is_terminal:
             self._bar = Progress(
@@ -72,8 +73,8 @@ def _table(summary: Summary) -> Table:
     table.add_row("first loss", f"{summary.first_loss:.4f}")
     table.add_row("last loss", f"{summary.last_loss:.4f}")
     if summary.held_out_loss is not None:
-        told = f"{summary.held_out_loss:.4f} (perplexity {summary.perplexity:.2f}, {summary.held_out_tokens:,} tokens)"
-        table.add_row("held-out loss", told)
+        text = f"{summary.held_out_loss:.4f} (perplexity {summary.perplexity:.2f}, {summary.held_out_tokens:,} tokens)"
+        table.add_row("held-out loss", text)
     table.add_row("tokens/s", f"{summary.tokens_per_second:,.0f}")
     table.add_row("peak memory per rank", ", ".join(_size(size) for size in summary.peak_memory))
     sent = [("-" if size is None else _size(size)) for size in summary.bytes_sent]

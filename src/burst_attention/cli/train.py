@@ -49,30 +49,26 @@ def _parse(arguments: list[str]) -> Arguments:
 
 def main(arguments: list[str]) -> int:
     """Run ``burst train``; returns the exit status."""
-    with ExitStack() as held:
+    with ExitStack() as stack:
         try:
             given = _parse(arguments)
             given.train.check()
-            under_torchrun = launch.started_by_torchrun()
-            config = resolve(given.train, launch.found_ranks(given.train.parallel.ranks) if under_torchrun else None)
+            config = resolve(given.train, launch.torchrun_ranks(given.train.parallel.ranks))
             read = {"--config": None if given.config is None else str(given.config)}
             check_inputs(config.run.out, config.inputs | read)
-            if launch.is_first():  # one process holds the folder for all ranks
-                held.enter_context(claim_run(config))
+            if launch.is_rank_0():  # one process holds the folder for all ranks
+                stack.enter_context(claim_run(config))
             check_run(config, config.parallel.ranks or 1)
         except ValueError as error:
             return launch.refuse(COMMAND, error)
-        if under_torchrun:
-            launch.recorded(_train, config)
-            return 0
-        return launch.launch(COMMAND, _train, config, ranks=config.parallel.ranks or 1)
+        return launch.start(COMMAND, _train, config, ranks=config.parallel.ranks or 1)
 
 
-def resolve(config: TrainConfig, found: tuple[int, int] | None) -> TrainConfig:
+def resolve(config: TrainConfig, running: tuple[int, int] | None) -> TrainConfig:
     """The configuration with what the machine decides filled in.
 
     Args:
-        found: (all ranks, those on this machine), if they run already.
+        running: (all ranks, those on this machine), if they run already.
 
     Raises:
         ValueError: there is not a GPU for every rank of ``--device cuda``.
@@ -80,7 +76,7 @@ def resolve(config: TrainConfig, found: tuple[int, int] | None) -> TrainConfig:
     from burst_attention.launch.join import default_ranks, pick_device
 
     parallel = config.parallel
-    ranks, local_ranks = found or (parallel.ranks or default_ranks(parallel.device),) * 2
+    ranks, local_ranks = running or (parallel.ranks or default_ranks(parallel.device),) * 2
     device = pick_device(parallel.device, local_ranks)
     dtype = str(config.model.compute_dtype(device)).removeprefix("torch.")
     return replace(

@@ -43,7 +43,7 @@ def pick_device(device: str, local_ranks: int) -> Literal["cpu", "cuda"]:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankContext:
     """One rank of a job.
 
     Attributes:
@@ -70,7 +70,7 @@ class Place:
         return self.mesh.get_local_rank(DATA)
 
     @property
-    def context(self) -> DeviceMesh:
+    def context_mesh(self) -> DeviceMesh:
         """The ranks that share this rank's sequences."""
         return self.mesh[CONTEXT]
 
@@ -98,8 +98,8 @@ class Place:
 
 
 @contextmanager
-def join(*, device: str, timeout: float, data_parallel: int = 1) -> Iterator[Place]:
-    """This rank's place among the ranks that torchrun's environment names, or of the process group that there is.
+def join(*, device: str, timeout: float, data_parallel: int = 1) -> Iterator[RankContext]:
+    """This rank's context among the ranks that torchrun's environment names, or of the process group that there is.
 
     Args:
         device: ``cpu``, ``cuda``, or ``auto``: a GPU for each rank where there are as many.
@@ -124,7 +124,7 @@ def join(*, device: str, timeout: float, data_parallel: int = 1) -> Iterator[Pla
         )
     mesh = make_mesh(device_type, data_parallel=data_parallel)
     everyone = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("ranks",))
-    yield Place(own_device, mesh, everyone)
+    yield RankContext(own_device, mesh, everyone)
     # Only here: after an error the other ranks may be waiting, and leaving the group would wait for them.
     if not joined:
         dist.destroy_process_group()

@@ -38,13 +38,19 @@ def spelled_out(arguments: list[str]) -> list[str]:
     ]
 
 
-def is_first() -> bool:
+def is_rank_0() -> bool:
     """Whether this process is the one that speaks."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
-def found_ranks(asked: int | None) -> tuple[int, int]:
-    """(all ranks, those on this machine) that torchrun started; ValueError if ``--ranks`` asked for another number."""
+def torchrun_ranks(asked: int | None) -> tuple[int, int] | None:
+    """(all ranks, those on this machine) that torchrun started; None without it.
+
+    Raises:
+        ValueError: ``--ranks`` asked for another number.
+    """
+    if not started_by_torchrun():
+        return None
     world = int(os.environ["WORLD_SIZE"])
     if asked is not None and asked != world:
         raise ValueError(f"--ranks {asked}, but torchrun started {world} (WORLD_SIZE); leave --ranks out")
@@ -53,16 +59,19 @@ def found_ranks(asked: int | None) -> tuple[int, int]:
 
 def refuse(command: str, error: Exception) -> int:
     """Say in one line what can't be; the exit status."""
-    if is_first():
+    if is_rank_0():
         Console(stderr=True, soft_wrap=True).print(f"[bold red]{command}:[/] {escape(str(error))}", highlight=False)
     return 2
 
 
-def recorded(worker: Callable[..., Any], *arguments: Any) -> None:
-    """Run ``worker`` as the rank that this process is, and tell torchrun of what it raises."""
+def start(command: str, worker: Callable[[Any], Any], argument: Any, *, ranks: int) -> int:
+    """Run ``worker`` as the rank that torchrun made of this process, and tell it of errors; else :func:`launch`."""
+    if not started_by_torchrun():
+        return launch(command, worker, argument, ranks=ranks)
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    record(worker)(*arguments)
+    record(worker)(argument)
+    return 0
 
 
 def launch(command: str, worker: Callable[..., Any], *arguments: Any, ranks: int) -> int:
@@ -94,8 +103,8 @@ def launch(command: str, worker: Callable[..., Any], *arguments: Any, ranks: int
             killed = _end(processes, failures, Path(folder))
             _show(command, min(failures.values(), key=Failure.order), killed)
             return 1
-        except _Signalled as told:
-            return 128 + told.number
+        except _Signalled as signalled:
+            return 128 + signalled.number
         finally:
             _end(processes, {}, Path(folder), patience=0.0)
             # A worker that was ended in the middle of a progress bar left the cursor hidden.
@@ -114,7 +123,7 @@ class _Signalled(BaseException):
 def _signals_raised() -> Iterator[None]:
     """Within it what would end this process at once is raised instead, so that its ranks are ended first."""
 
-    def told(number: int, _: object) -> None:
+    def raise_signal(number: int, _: object) -> None:
         for other in before:  # the same from the terminal and from a parent must not keep ranks from being ended
             signal.signal(other, signal.SIG_IGN)
         raise _Signalled(number)
@@ -123,7 +132,7 @@ def _signals_raised() -> Iterator[None]:
     plain = (signal.SIG_DFL, signal.default_int_handler)  # not what nohup has set to be ignored
     before = {number: handler for number in asked if (handler := signal.getsignal(number)) in plain}
     for number in before:
-        signal.signal(number, told)
+        signal.signal(number, raise_signal)
     try:
         yield
     finally:
@@ -144,9 +153,9 @@ class Failure:
     @classmethod
     def of(cls, rank: int, exitcode: int, folder: Path) -> Failure:
         """What the rank wrote down, if it could."""
-        told = folder / str(rank)
-        if exitcode > 0 and told.exists():
-            return cls(rank, exitcode, **json.loads(told.read_text("utf-8")))
+        report = folder / str(rank)
+        if exitcode > 0 and report.exists():
+            return cls(rank, exitcode, **json.loads(report.read_text("utf-8")))
         message = f"exit code {exitcode}" if exitcode > 0 else f"killed by {signal.Signals(-exitcode).name}"
         return cls(rank, exitcode, time.time(), message)
 
@@ -206,8 +215,12 @@ def _worker(
     try:
         worker(*arguments)
     except Exception as error:
-        told = {"message": f"{type(error).__name__}: {error}", "trace": traceback.format_exc(), "seconds": time.time()}
-        (folder / str(rank)).write_text(json.dumps(told), "utf-8")
+        report = {
+            "message": f"{type(error).__name__}: {error}",
+            "trace": traceback.format_exc(),
+            "seconds": time.time(),
+        }
+        (folder / str(rank)).write_text(json.dumps(report), "utf-8")
         _leave(1)
     except SystemExit as ended:
         if isinstance(ended.code, str):

@@ -114,7 +114,9 @@ def claimed(out: str, *, by: str, overwrite: bool, writes: Sequence[str]) -> Ite
     try:
         yield Marker(folder)
     finally:
-        _leave(folder, made)
+        if folder.is_dir() and set(os.listdir(folder)) == {MARKER}:  # nothing was written: no trace is left
+            (folder / MARKER).unlink()
+            _remove_empty(made)
         os.close(held)
 
 
@@ -185,13 +187,6 @@ def _enter(file: IO[bytes], folder: Path, *, by: str, overwrite: bool, writes: S
         if listed is None or not _is_own(folder, listed):
             raise ValueError(f"holds {name!r}, which no run wrote and this one would replace; move it away")
     _fill(file, {"format": FORMAT, "by": by, "process": os.getpid(), "host": socket.gethostname(), "wrote": wrote})
-
-
-def _leave(folder: Path, made: Sequence[Path]) -> None:
-    """Leave no trace where nothing was written."""
-    if folder.is_dir() and set(os.listdir(folder)) == {MARKER}:
-        (folder / MARKER).unlink()
-        _remove_empty(made)
 
 
 def _fill(file: IO[bytes], content: dict) -> None:

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from burst_attention.engines import EngineName
 from burst_attention.plan.layout import LayoutOrAuto
 from burst_attention.plan.route import RouteOrAuto
 
-from .flags import check_counts, check_names, check_ranks, check_seconds, each, require
+from .flags import (
+    Count,
+    Fraction,
+    Length,
+    Name,
+    Natural,
+    NonNegative,
+    Positive,
+    Ranks,
+    Seconds,
+    check_settings,
+    flag,
+    number,
+    require,
+)
 from .presets import PRESETS
 
 if TYPE_CHECKING:
@@ -23,17 +35,18 @@ if TYPE_CHECKING:
 PackName = Literal["documents", "none"]
 DtypeOrAuto = Literal["auto", "float32", "bfloat16", "float64", "fp32", "bf16", "fp64"]
 DeviceOrAuto = Literal["auto", "cpu", "cuda"]
+LastRate = Annotated[float, number(lambda value: 0 <= value <= 1, "must be a share of --lr, from 0 to 1")]
 
 
 @dataclass(frozen=True)
 class RunConfig:
     """What is run, and where its results go."""
 
-    steps: int = 100
+    steps: Count = 100
     """Optimizer steps."""
-    out: str = "runs/train"
+    out: Name = "runs/train"
     """Folder of the run: config, metrics, curve and the trained model."""
-    seed: int = 0
+    seed: Natural = 0
     """Of the model's first weights and of the order of the documents."""
     overwrite: bool = False
     """Replace the run that --out already holds."""
@@ -43,17 +56,17 @@ class RunConfig:
 class DataConfig:
     """What is read, and how it becomes sequences."""
 
-    data: str = "stdlib"
+    data: Name = "stdlib"
     """FILE.txt, a directory, *.jsonl, *.jsonl.gz, hf:NAME[:CONFIG][@SPLIT], or stdlib: Python's own source files."""
-    tokenizer: str | None = None
+    tokenizer: Name | None = None
     """bytes, or a Hugging Face tokenizer's path or name. Default: the loaded model's own, else bytes."""
-    seq_len: int = 4096
+    seq_len: Length = 4096
     """Tokens of a sequence, over all ranks that share it."""
     pack: PackName = "documents"
     """documents: fill sequences with documents, masked from each other. none: cut each from one long document."""
-    held_out: float = 0.05
+    held_out: Fraction = 0.05
     """Share of the documents kept for evaluation and never trained on; 0 to skip the evaluation."""
-    held_out_sequences: int = 8
+    held_out_sequences: Count = 8
     """At most this many held-out sequences are evaluated."""
 
 
@@ -61,7 +74,7 @@ class DataConfig:
 class ModelConfig:
     """What is trained."""
 
-    model: str = "tiny"
+    model: Name = "tiny"
     """A preset (tiny, llama-7b, llama-13b, llama-3-8b), or the folder or hub name of a model to load."""
     dtype: DtypeOrAuto = "auto"
     """Of the computation; weights are kept in fp32 (fp64). auto: float32 on CPU, bfloat16 on GPU."""
@@ -79,9 +92,9 @@ class ModelConfig:
 class ParallelConfig:
     """Who computes what."""
 
-    ranks: int | None = None
+    ranks: Ranks | None = None
     """Local workers to launch. Default: one per GPU, else one per core."""
-    data_parallel: int = 1
+    data_parallel: Count = 1
     """Groups of ranks that read sequences of their own; the ranks of a group share each sequence."""
     engine: EngineName = "burst"
     """How a sequence is shared: ours, or one to compare it with. All give the same loss."""
@@ -91,7 +104,7 @@ class ParallelConfig:
     """How shards travel, for --engine burst."""
     device: DeviceOrAuto = "auto"
     """auto: a GPU for every rank if the machine has as many, else the CPU."""
-    timeout: float = 600.0
+    timeout: Seconds = 600.0
     """Seconds a rank waits for another before it gives up."""
 
 
@@ -99,25 +112,25 @@ class ParallelConfig:
 class OptimConfig:
     """How it is trained: AdamW, warm-up and cosine decay."""
 
-    lr: float | None = None
+    lr: Positive | None = None
     """Highest learning rate. Default: 2e-3 for tiny, 3e-4 for the other presets, 2e-5 for a loaded model."""
-    min_lr: float = 0.1
+    min_lr: LastRate = 0.1
     """Last learning rate, as a share of --lr."""
-    warmup: int = 10
+    warmup: Natural = 10
     """Steps of linear warm-up."""
-    weight_decay: float = 0.1
+    weight_decay: NonNegative = 0.1
     """Of matrices; norms and biases have none."""
-    beta1: float = 0.9
+    beta1: Fraction = 0.9
     """AdamW's memory of the gradient."""
-    beta2: float = 0.95
+    beta2: Fraction = 0.95
     """AdamW's memory of its square."""
-    eps: float = 1e-8
+    eps: Positive = 1e-8
     """Added to the root of AdamW's second moment."""
-    clip: float = 1.0
+    clip: NonNegative = 1.0
     """Largest global norm of the gradient; 0 to leave it alone."""
-    batch: int = 1
+    batch: Count = 1
     """Sequences that a group computes at once; more than one needs --pack none."""
-    accumulate: int = 1
+    accumulate: Count = 1
     """Micro-steps whose gradients are summed before an optimizer step."""
 
 
@@ -155,34 +168,18 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raise ValueError naming the first flag whose value can't be."""
-        run, data, parallel, optim = self.run, self.data, self.parallel, self.optim
-        check_names({"--out": run.out, **self.inputs})
-        counts = {"steps": run.steps, "batch": optim.batch, "accumulate": optim.accumulate}
-        counts |= {"data_parallel": parallel.data_parallel, "held_out_sequences": data.held_out_sequences}
-        check_counts(counts)
-        check_counts({"seq_len": data.seq_len}, least=2)  # a target is the token that follows
-        check_counts({"seed": run.seed, "warmup": optim.warmup}, least=0)
-        check_ranks("ranks", parallel.ranks)
-        check_seconds({"timeout": parallel.timeout})
-        each({"lr": self.peak_lr, "eps": optim.eps}, lambda value: 0 < value < math.inf, "must be a number above 0")
-        rest = {"weight_decay": optim.weight_decay, "clip": optim.clip}
-        each(rest, lambda value: 0 <= value < math.inf, "must be a number of at least 0")
-        shares = {"held_out": data.held_out, "beta1": optim.beta1, "beta2": optim.beta2}
-        each(shares, lambda value: 0 <= value < 1, "must be at least 0 and below 1")
-        require(0 <= optim.min_lr <= 1, "min_lr", optim.min_lr, "must be a share of --lr, from 0 to 1")
+        for section in dataclasses.fields(self):
+            check_settings(getattr(self, section.name))
         single = "needs --pack none, as packed sequences differ in their masks; use --accumulate instead"
-        require(not self.packed or optim.batch == 1, "batch", optim.batch, single)
+        require(not self.packed or self.optim.batch == 1, "batch", self.optim.batch, single)
 
     def check_world(self, world: int) -> None:
         """Raise ValueError if ``world`` ranks can't run this."""
         groups = self.parallel.data_parallel
-        if world % groups:
-            raise ValueError(f"--data-parallel {groups} must divide the number of ranks, {world}")
-        if self.data.seq_len < world // groups:
-            raise ValueError(
-                f"--seq-len {self.data.seq_len} is shorter than the {world // groups} ranks that share a sequence: "
-                "every rank of a training run needs a token; raise --seq-len or lower --ranks"
-            )
+        require(world % groups == 0, "data_parallel", groups, f"must divide the number of ranks, {world}")
+        short = f"is shorter than the {world // groups} ranks that share a sequence: every rank of a training run needs"
+        short += " a token; raise --seq-len or lower --ranks"
+        require(self.data.seq_len >= world // groups, "seq_len", self.data.seq_len, short)
 
 
 def flag_names() -> dict[str, str]:
@@ -221,21 +218,17 @@ def read_toml(path: Path) -> list[str]:
 
 
 def _as_flags(path: Path, name: str, value: object) -> list[str]:
-    flag = "--" + name.replace("_", "-")
     if isinstance(value, bool):
-        return [flag if value else flag.replace("--", "--no-", 1)]
+        return [flag(name if value else f"no_{name}")]
     if isinstance(value, (int, float, str)):
-        return [f"{flag}={value}"]
+        return [f"{flag(name)}={value}"]
     raise ValueError(f"--config {path}: {name} must be a string, a number or a boolean, not {value!r}")
 
 
 def write_toml(config: TrainConfig) -> str:
-    """The configuration as :func:`read_toml` reads it back; what is left to its default of None is a comment."""
-    lines = []
-    for section, settings in dataclasses.asdict(config).items():
-        lines.append(f"[{section}]")
-        for name, value in settings.items():
-            # A JSON string, number or boolean is a TOML one.
-            lines.append(f"# {name} is not set" if value is None else f"{name} = {json.dumps(value)}")
-        lines.append("")
-    return "\n".join(lines)
+    """The configuration as :func:`read_toml` reads it back; what is left to its default of None is left out."""
+    import tomli_w
+
+    sections = dataclasses.asdict(config).items()
+    given = {section: {name: value for name, value in held.items() if value is not None} for section, held in sections}
+    return tomli_w.dumps(given)

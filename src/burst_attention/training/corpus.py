@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -60,13 +60,15 @@ def open_corpus(data: str) -> Corpus:
         ValueError: there is no such file, the directory holds no file or one can't be listed.
     """
     if data == STANDARD_LIBRARY:
-        return Files(*_standard_library())
+        root = Path(sysconfig.get_paths()["stdlib"])
+        files = _below(root, ".py", without=frozenset({"site-packages", "dist-packages", "__pycache__"}))
+        return Files(root, files, strict=False)
     if data.startswith(HUB):
         return Hub(data[len(HUB) :])
-    path, found = _found(data)
-    if stat.S_ISDIR(found.st_mode):
+    path, status = _stat(data)
+    if stat.S_ISDIR(status.st_mode):
         return Files(path, _below(path), strict=False)
-    if stat.S_ISREG(found.st_mode):
+    if stat.S_ISREG(status.st_mode):
         return Files(path.parent, [path])
     raise ValueError(
         f"--data {data!r} is neither a file nor a directory, and a pipe or a device can't be read again and again; "
@@ -74,7 +76,7 @@ def open_corpus(data: str) -> Corpus:
     )
 
 
-def _found(data: str) -> tuple[Path, os.stat_result]:
+def _stat(data: str) -> tuple[Path, os.stat_result]:
     why = "no such file or directory"
     try:
         if data:
@@ -98,22 +100,17 @@ def _below(root: Path, suffix: str = "", *, without: frozenset[str] = frozenset(
     def refuse(error: OSError) -> None:
         raise ValueError(f"--data {str(error.filename)!r}: {error.strerror}") from None
 
-    found = []
+    files = []
     for folder, folders, names in os.walk(root, onerror=refuse):
         # What a run of ours wrote is no text to train on.
         marked = {name for name in folders if (Path(folder) / name / MARKER).exists()}
         folders[:] = [name for name in folders if not (name.startswith(".") or name in without or name in marked)]
         paths = [Path(folder, name) for name in names if name.endswith(suffix) and not name.startswith(".")]
         try:
-            found += [path for path in paths if path.is_file()]
+            files += [path for path in paths if path.is_file()]
         except OSError as error:
             refuse(error)
-    return sorted(found, key=lambda path: path.relative_to(root).parts)
-
-
-def _standard_library() -> tuple[Path, list[Path], bool]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    return root, _below(root, ".py", without=frozenset({"site-packages", "dist-packages", "__pycache__"})), False
+    return sorted(files, key=lambda path: path.relative_to(root).parts)
 
 
 class Files:
@@ -166,9 +163,10 @@ def _json_lines(path: Path, name: str) -> Iterator[Document]:
     number = 0
     shown = repr(str(path))[1:-1]  # file names may hold what can't be printed
     try:
-        with _open_bytes(path) as lines:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
-                if text := _text_of(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line):
+                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                if line.strip() and (text := _text_field(json.loads(line.decode("utf-8")))):
                     yield Document(f"{name}:{number}", text)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"--data {shown}:{number + 1}: broken gzip data ({error})") from None
@@ -180,14 +178,6 @@ def _json_lines(path: Path, name: str) -> Iterator[Document]:
         raise ValueError(f"--data {shown}:{number}: {error}") from None
     except OSError as error:
         raise ValueError(f"--data {str(path)!r}: {error.strerror}") from None
-
-
-def _text_of(line: bytes) -> str:
-    return _text_field(json.loads(line.decode("utf-8"))) if line.strip() else ""
-
-
-def _open_bytes(path: Path) -> IO[bytes]:
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
 
 
 def _text_field(row: Any) -> str:
@@ -240,5 +230,5 @@ class Hub:
         try:
             return datasets.load_dataset(self.name, self.configuration or None, split=self.split, streaming=True)
         except Exception as error:
-            told = " ".join(str(error).split("\n")[:2]) or first_line(error)  # the second lists configurations
-            raise ValueError(f"--data {HUB}{self.name}: {told}") from error
+            message = " ".join(str(error).split("\n")[:2]) or first_line(error)  # the second lists configurations
+            raise ValueError(f"--data {HUB}{self.name}: {message}") from error

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .config import DataConfig, TrainConfig
+from .config import TrainConfig
 from .corpus import Corpus, Document, open_corpus
 from .tokenizer import Tokenizer, open_tokenizer
 
@@ -66,14 +66,14 @@ class Split:
 
     def _holds_out(self, document: Document) -> bool:
         digest = _digest(document)
-        return digest == self.only if self.only else _share(digest) < self.fraction
+        return digest == self.only if self.only else _hash_fraction(digest) < self.fraction
 
 
 def _digest(document: Document) -> bytes:
     return hashlib.blake2b(document.text.encode(), digest_size=8).digest()
 
 
-def _share(digest: bytes) -> float:
+def _hash_fraction(digest: bytes) -> float:
     return int.from_bytes(digest, "big") / 2**64
 
 
@@ -88,7 +88,7 @@ def make_split(documents: Iterable[Document], fraction: float) -> Split:
     sides: set[bool] = set()
     for document in documents:
         seen.add(digest := _digest(document))
-        sides.add(_share(digest) < fraction)
+        sides.add(_hash_fraction(digest) < fraction)
         if fraction in (0, 1) or len(sides) == 2:
             return Split(fraction)
     return Split(fraction, tail=True) if len(seen) == 1 else Split(fraction, only=min(seen, default=None))
@@ -154,8 +154,7 @@ class SequenceReader:
 
     def training(self) -> Iterator[TokenSequence]:
         """Sequences without end, for documents are read again and again, each time in another order."""
-        documents = self._training_documents()
-        sequences = pack(documents, self.seq_len) if self.packed else cut(documents, self.seq_len)
+        sequences = self._sequences(self._training_documents())
         return shuffled(sequences, max(SHUFFLED_TOKENS // self.seq_len, 1), np.random.default_rng([self.seed, 0, 1]))
 
     def held_out(self) -> Iterator[TokenSequence]:
@@ -166,35 +165,31 @@ class SequenceReader:
         if self.split.fraction == 0:
             return
         documents = self._encoded(self._parts(self.split.held_out, np.random.default_rng(0)))
-        if self.packed:
-            sequences = pack(documents, self.seq_len)
-        else:
-            sequences = cut(documents, self.seq_len, keep_rest=self.split.tail)
-        for index, sequence in enumerate(sequences):
+        for index, sequence in enumerate(self._sequences(documents, keep_rest=self.split.tail)):
             if index == 0 or len(sequence.tokens) == self.seq_len:
                 yield sequence
 
-    def _long_enough(self, tokens: np.ndarray) -> bool:
-        return self.packed or len(tokens) >= self.seq_len
+    def _sequences(self, documents: Iterable[np.ndarray], *, keep_rest: bool = False) -> Iterator[TokenSequence]:
+        return pack(documents, self.seq_len) if self.packed else cut(documents, self.seq_len, keep_rest=keep_rest)
 
     def _encoded(self, documents: Iterable[Document]) -> Iterator[np.ndarray]:
         return (self.tokenizer.encode(document.text) for document in documents)
 
     def _usable(self, documents: Iterable[Document]) -> Iterator[Document]:
-        return (doc for doc in documents if self.packed or self._long_enough(self.tokenizer.encode(doc.text)))
+        return (doc for doc in documents if self.packed or len(self.tokenizer.encode(doc.text)) >= self.seq_len)
 
-    def _parts(self, part: Callable[[Document], Document | None], order: np.random.Generator) -> Iterator[Document]:
+    def _parts(self, select: Callable[[Document], Document | None], order: np.random.Generator) -> Iterator[Document]:
         documents = self.corpus.documents(order)
         for document in self._usable(documents) if self.split.tail else documents:
-            if (kept := part(document)) is not None and kept.text:
-                yield kept
+            if (part := select(document)) is not None and part.text:
+                yield part
 
     def _training_documents(self) -> Iterator[np.ndarray]:
         for epoch in itertools.count():
             order = np.random.default_rng([self.seed, epoch, 0])
             empty = True
             for tokens in self._encoded(self._parts(self.split.training, order)):
-                if self._long_enough(tokens):
+                if self.packed or len(tokens) >= self.seq_len:
                     empty = False
                     yield tokens
             if empty:
@@ -208,19 +203,15 @@ def open_sequences(config: TrainConfig) -> tuple[SequenceReader, Tokenizer]:
     Raises:
         ValueError: naming the flag whose value can't be used.
     """
-    return open_data(config.data, config.model.model, seed=config.run.seed)
-
-
-def open_data(data: DataConfig, model: str, *, seed: int) -> tuple[SequenceReader, Tokenizer]:
-    """As :func:`open_sequences`, for ``--model`` and ``--seed`` of any command."""
-    tokenizer = open_tokenizer(data.tokenizer, model)
+    data = config.data
+    tokenizer = open_tokenizer(data.tokenizer, config.model.model)
     reader = SequenceReader(
         open_corpus(data.data),
         tokenizer,
         seq_len=data.seq_len,
-        packed=data.pack == "documents",
+        packed=config.packed,
         held_out=data.held_out,
-        seed=seed,
+        seed=config.run.seed,
     )
     return reader, tokenizer
 

@@ -16,8 +16,8 @@ from burst_attention import Plan, make_plan
 from burst_attention.engines import Heads, choose
 from burst_attention.launch.mesh import make_mesh
 
-from ..launch.join import Place, join
-from .data import TokenSequence, digest_of, open_data
+from ..launch.join import RankContext, join
+from .data import TokenSequence, digest_of, open_sequences
 from .evaluation import EngineResult, EvalConfig
 from .model import NextTokenModel, batch_of, build_model, layer_windows, model_config, plans_for
 
@@ -31,7 +31,7 @@ def token_losses(
     *,
     plan: Plan,
     windows: list[int | None],
-    place: Place,
+    context: RankContext,
 ) -> Iterator[tuple[int, Tensor]]:
     """The loss of every token. Every rank must call it and exhaust it; sequences are dealt out to the groups of ranks.
 
@@ -44,15 +44,15 @@ def token_losses(
         (index, fp32 or fp64 [S] on the CPU in global order, 0 where there is no target) of the sequences that this
         rank answers for. Each has one such rank.
     """
-    groups = place.world // plan.world
+    groups = context.world // plan.world
     for start in range(0, len(sequences), groups):
         # Every group takes part in every round, for the parameters are gathered from all ranks.
-        index = min(start + place.group_index, len(sequences) - 1)
+        index = min(start + context.group_index, len(sequences) - 1)
         sequence = sequences[index]
         plans = plans_for(plan, windows, sequence.cu_seqlens)
-        shard = model.engine.shard(batch_of([sequence], place.device), plans)
+        shard = model.engine.shard(batch_of([sequence], context.device), plans)
         loss = plan.unshard(model(shard, plans, per_token=True), 1)[0]
-        if start + place.group_index < len(sequences) and start // groups % plan.world == plan.rank:
+        if start + context.group_index < len(sequences) and start // groups % plan.world == plan.rank:
             yield index, loss.cpu()
 
 
@@ -75,13 +75,13 @@ def nothing_to_evaluate(config: EvalConfig) -> ValueError:
     return ValueError(f"{share}--data {config.data!r} leaves no token to evaluate; it needs {least}")
 
 
-def evaluate(config: EvalConfig, tell: Callable[[EngineResult], None] | None = None) -> list[EngineResult]:
+def evaluate(config: EvalConfig, report: Callable[[EngineResult], None] | None = None) -> list[EngineResult]:
     """Evaluate every engine. Every rank of the job must call it with the same ``config``.
 
     It runs under torchrun's environment variables, or in the process group that there is already.
 
     Args:
-        tell: what rank 0 calls with the result of each engine that ran, as it comes; ignored on other ranks.
+        report: what rank 0 calls with the result of each engine that ran, as it comes; ignored on other ranks.
 
     Returns:
         For each of ``config.engines``, in that order, the same on every rank.
@@ -92,69 +92,66 @@ def evaluate(config: EvalConfig, tell: Callable[[EngineResult], None] | None = N
         FloatingPointError: a loss is not a number.
     """
     config.check()
-    with join(device=config.device, timeout=config.timeout) as place:
-        work = _Work(config, place)
-        results = {name: EngineResult(engine=name, refused=work.refused(name)) for name in config.engines}
+    with join(device=config.device, timeout=config.timeout) as context:
+        evaluator = _Evaluator(config, context)
+        results = {name: EngineResult(engine=name, refused=evaluator.refused(name)) for name in config.engines}
         able = [name for name, result in results.items() if result.refused is None]
         reference = ALONE if ALONE in able else next(iter(able), None)
         for name in sorted(able, key=lambda name: name != reference):  # the reference first
-            results[name] = replace(work.run(name), reference=reference)
-            if tell and place.rank == 0:
-                tell(results[name])
+            results[name] = replace(evaluator.run(name), reference=reference)
+            if report and context.rank == 0:
+                report(results[name])
             gc.collect()  # a spread model is in cycles, and the next one needs its room
     return list(results.values())
 
 
-class _Work:
+class _Evaluator:
     """What the engines share on one rank; the first that runs is the reference of the others."""
 
-    def __init__(self, config: EvalConfig, place: Place) -> None:
-        self.config, self.place = config, place
-        reader, tokenizer = open_data(config.reading, config.model, seed=config.seed)
+    def __init__(self, config: EvalConfig, context: RankContext) -> None:
+        self.config, self.context = config, context
+        reader, tokenizer = open_sequences(config.as_training)
         self.sequences = list(itertools.islice(reader.held_out(), config.sequences))
-        agreement = make_plan(config.seq_len, group=place.everyone, timeout=config.timeout).agreement
+        agreement = make_plan(config.seq_len, group=context.everyone, timeout=config.timeout).agreement
         agreement.agree("the sequences to evaluate", {"digest of tokens and borders": digest_of(self.sequences)})
         self.tokens = sum(sequence.valid_tokens for sequence in self.sequences)
         if not self.tokens:
             raise nothing_to_evaluate(config)
         self.length = len(self.sequences[0].tokens)
-        self.dtype = config.computing.compute_dtype(place.device.type)
+        self.dtype = config.as_training.model.compute_dtype(context.device.type)
         self.model_config = model_config(config.model, tokenizer, config.seq_len, training=False)
         self.windows = layer_windows(self.model_config)
         self.reference: dict[int, Tensor] | None = None
 
     def refused(self, name: str) -> str | None:
-        return refusal(name, Heads.of(self.model_config), self.length, self.place.world)
+        return refusal(name, Heads.of(self.model_config), self.length, self.context.world)
 
     def run(self, name: str) -> EngineResult:
-        engine, place = choose(name), self._place(name)
+        engine, groups = choose(name), self.context.world if name == ALONE else 1
+        context = replace(self.context, mesh=make_mesh(self.context.device.type, data_parallel=groups))
         model = build_model(
             self.config.model,
             self.model_config,
             engine,
             dtype=self.dtype,
-            mesh=place.mesh,
-            everyone=place.everyone,
+            mesh=context.mesh,
+            everyone=context.everyone,
             seed=self.config.seed,
         ).eval()
-        plan = engine.plan(self.length, group=place.context, timeout=self.config.timeout)
-        place.collect(None)  # all start together
+        plan = engine.plan(self.length, group=context.context_mesh, timeout=self.config.timeout)
+        context.collect(None)  # all start together
         began = time.perf_counter()
-        losses = dict(token_losses(model, self.sequences, plan=plan, windows=self.windows, place=place))
-        return self._judge(name, losses, time.perf_counter() - began)
+        losses = dict(token_losses(model, self.sequences, plan=plan, windows=self.windows, context=context))
+        return self._result(name, losses, time.perf_counter() - began)
 
-    def _place(self, name: str) -> Place:
-        groups = self.place.world if name == ALONE else 1
-        return replace(self.place, mesh=make_mesh(self.place.device.type, data_parallel=groups))
-
-    def _judge(self, name: str, losses: dict[int, Tensor], seconds: float) -> EngineResult:
+    def _result(self, name: str, losses: dict[int, Tensor], seconds: float) -> EngineResult:
         """Join what the ranks found in the sequences that each answers for: the same ones with every engine."""
         if self.reference is None:
             self.reference = losses
         sums = {index: loss.sum(dtype=torch.float64).item() for index, loss in losses.items()}
-        apart = [(loss - self.reference[index]).abs().max().item() for index, loss in losses.items()]
-        told = self.place.collect((sums, max(apart, default=0.0), seconds))
-        by_index = {index: value for rank in told for index, value in rank[0].items()}
+        differences = [(loss - self.reference[index]).abs().max().item() for index, loss in losses.items()]
+        by_rank = self.context.collect((sums, max(differences, default=0.0), seconds))
+        by_index = {index: value for rank in by_rank for index, value in rank[0].items()}
         loss = math.fsum(by_index[index] for index in range(len(self.sequences))) / self.tokens
         if not math.isfinite(loss):
             raise FloatingPointError(f"--engines {name}: loss {loss}; the model's weights or --dtype are to blame")
@@ -163,6 +160,6 @@ class _Work:
             loss=loss,
             tokens=self.tokens,
             sequences=len(self.sequences),
-            seconds=max(rank[2] for rank in told),
-            greatest_difference=max(rank[1] for rank in told),
+            seconds=max(rank[2] for rank in by_rank),
+            greatest_difference=max(rank[1] for rank in by_rank),
         )

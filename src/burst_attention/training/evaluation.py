@@ -7,12 +7,14 @@ import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
+from typing import Annotated, Any
 
 from burst_attention.engines import ENGINES, EngineName
 
-from .config import DataConfig, DeviceOrAuto, DtypeOrAuto, ModelConfig, PackName, ParallelConfig
-from .flags import check_counts, check_lists, check_names, check_ranks, check_seconds, require
+from .config import DataConfig, DeviceOrAuto, DtypeOrAuto, ModelConfig, PackName, ParallelConfig, RunConfig, TrainConfig
+from .flags import Count, Length, Name, Natural, Ranks, Seconds, check_settings, distinct, number, require
+
+HeldOut = Annotated[float, number(lambda value: 0 < value <= 1, "must be above 0 and at most 1: 1 evaluates all")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,31 +25,31 @@ class EvalConfig:
     torchrun --nproc-per-node 2 -m burst_attention.cli eval [OPTIONS].
     """
 
-    model: str
+    model: Name
     """The folder or hub name of a model, as `burst train` writes one, or a preset with random weights."""
-    data: str
+    data: Name
     """FILE.txt, a directory, *.jsonl, *.jsonl.gz, hf:NAME[:CONFIG][@SPLIT], or stdlib: Python's own source files."""
-    engines: tuple[EngineName, ...] = ENGINES
+    engines: Annotated[tuple[EngineName, ...], distinct] = ENGINES
     """Which to run; single, or else the first that can run, is what the others are compared with."""
-    seq_len: int = 4096
+    seq_len: Length = 4096
     """Tokens of a sequence."""
-    sequences: int = 100
+    sequences: Count = 100
     """At most this many are evaluated."""
-    held_out: float = 1.0
+    held_out: HeldOut = 1.0
     """Share of the documents: 1 for all, else those that `burst train --held-out` with the same share left out."""
     pack: PackName = "documents"
     """documents: fill sequences with documents, masked from each other. none: cut each from one long document."""
-    tokenizer: str | None = None
+    tokenizer: Name | None = None
     """bytes, or a Hugging Face tokenizer's path or name. Default: the model's own, else bytes."""
     dtype: DtypeOrAuto = "auto"
     """Of the computation; weights are kept in fp32 (fp64). auto: float32 on CPU, bfloat16 on GPU."""
-    ranks: int | None = None
+    ranks: Ranks | None = None
     """Local workers to launch: one engine's ranks share each sequence. Default: one per GPU, else one per core."""
-    seed: int = 0
+    seed: Natural = 0
     """Of a preset's random weights."""
     device: DeviceOrAuto = "auto"
     """auto: a GPU for every rank if the machine has as many, else the CPU."""
-    timeout: float = 600.0
+    timeout: Seconds = 600.0
     """Seconds a rank waits for another before it gives up."""
     json: Path | None = None
     """Where to write the table as JSON too."""
@@ -56,14 +58,7 @@ class EvalConfig:
 
     def check(self) -> None:
         """Raise ValueError naming the first flag whose value can't be."""
-        check_names({"--model": self.model, "--data": self.data, "--tokenizer": self.tokenizer})
-        check_lists({"engines": self.engines})
-        check_counts({"seq_len": self.seq_len}, least=2)  # a target is the token that follows
-        check_counts({"sequences": self.sequences})
-        check_ranks("ranks", self.ranks)
-        require(0 < self.held_out <= 1, "held_out", self.held_out, "must be above 0 and at most 1: 1 evaluates all")
-        check_counts({"seed": self.seed}, least=0)
-        check_seconds({"timeout": self.timeout})
+        check_settings(self)
         if self.json is not None:
             require(not self.json.is_dir(), "json", self.json, "is a directory; name a file")
             require(self.json.parent.is_dir(), "json", self.json, "is in no directory that exists; make it first")
@@ -73,25 +68,21 @@ class EvalConfig:
                 require(_is_evaluation(self.json), "json", self.json, "is no evaluation: it is not written over")
 
     @property
-    def reading(self) -> DataConfig:
-        """What is read, as a training run would say it."""
-        return DataConfig(
-            data=self.data,
-            tokenizer=self.tokenizer,
-            seq_len=self.seq_len,
-            pack=self.pack,
-            held_out=self.held_out,
-            held_out_sequences=self.sequences,
+    def as_training(self) -> TrainConfig:
+        """What is read, and what computes it where, as a training run would say it."""
+        return TrainConfig(
+            run=RunConfig(seed=self.seed),
+            data=DataConfig(
+                data=self.data,
+                tokenizer=self.tokenizer,
+                seq_len=self.seq_len,
+                pack=self.pack,
+                held_out=self.held_out,
+                held_out_sequences=self.sequences,
+            ),
+            model=ModelConfig(model=self.model, dtype=self.dtype),
+            parallel=ParallelConfig(ranks=self.ranks, device=self.device, timeout=self.timeout),
         )
-
-    @property
-    def computing(self) -> ModelConfig:
-        """What computes, as a training run would say it."""
-        return ModelConfig(model=self.model, dtype=self.dtype)
-
-    def sharing(self, data_parallel: int = 1) -> ParallelConfig:
-        """Who computes what, in so many groups that have sequences of their own."""
-        return ParallelConfig(ranks=self.ranks, data_parallel=data_parallel, device=self.device, timeout=self.timeout)
 
 
 @dataclass(frozen=True, kw_only=True)

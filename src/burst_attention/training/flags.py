@@ -1,63 +1,91 @@
-"""What the values of flags must be, so that a wrong one is refused in a sentence that names it."""
+"""What the values of flags must be: rules in the settings' annotations, which one loop holds them to."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, TypeAlias, get_args, get_origin, get_type_hints
 
 MOST = 2**31  # of any count: its square is an int64 yet, as areas of masks are
 MOST_RANKS = 1024
 MOST_SECONDS = 1e9
 
+# What is wrong with a value, to be said after the flag's name; empty if nothing is.
+Rule: TypeAlias = Callable[[Any], str]
+
+
+def whole(least: int = 1, most: int = MOST) -> Rule:
+    """From ``least`` to ``most``."""
+
+    def rule(value: int) -> str:
+        if value < least:
+            return f"{value} must be at least {least}"
+        return f"{value} must be at most {most:,}" if value > most else ""
+
+    return rule
+
+
+def number(holds: Callable[[float], bool], text: str) -> Rule:
+    """What ``holds`` takes; ``text`` says what that is."""
+    return lambda value: "" if holds(value) else f"{value} {text}"
+
+
+def distinct(values: Sequence[object]) -> str:
+    """At least one, none of them twice."""
+    twice = next((value for n, value in enumerate(values) if value in values[:n]), None)
+    if twice is not None:
+        return f"names {twice} twice; give it once"
+    return "" if values else "is empty; give at least one"
+
+
+def text(value: str) -> str:
+    """Not empty, and such that a path and TOML can hold it."""
+    if "\0" in value or value.encode("utf-8", "replace").decode("utf-8") != value:
+        return f"{value!r} is not UTF-8 text without zero bytes; rename it"
+    return "" if value else "'' is empty; give a name"
+
+
+Count = Annotated[int, whole()]
+Length = Annotated[int, whole(2)]  # of a sequence: a target is the token that follows
+Natural = Annotated[int, whole(0)]
+Ranks = Annotated[int, whole(most=MOST_RANKS)]
+Name = Annotated[str, text]
+Positive = Annotated[float, number(lambda value: 0 < value < math.inf, "must be a number above 0")]
+NonNegative = Annotated[float, number(lambda value: 0 <= value < math.inf, "must be a number of at least 0")]
+Fraction = Annotated[float, number(lambda value: 0 <= value < 1, "must be at least 0 and below 1")]
+Seconds = Annotated[Positive, number(lambda value: value <= MOST_SECONDS, f"must be at most {MOST_SECONDS:.0e}")]
+
+
+def check_settings(settings: object) -> None:
+    """Raise ValueError naming the first flag whose value breaks a rule of its annotation; None is not given.
+
+    Args:
+        settings: a dataclass whose fields are called like their flags.
+    """
+    for name, annotation in get_type_hints(type(settings), include_extras=True).items():
+        for complaint in filter(None, _complaints(annotation, getattr(settings, name))):
+            raise ValueError(f"{flag(name)} {complaint}")
+
+
+def _complaints(annotation: Any, value: Any) -> Iterator[str]:
+    """What each rule says of a value, or of each of several, as far as the annotation goes."""
+    if get_origin(annotation) is Annotated:
+        annotation, *rules = get_args(annotation)
+        yield from (rule(value) for rule in rules)
+    if get_origin(annotation) is tuple:
+        for each in value:
+            yield from _complaints(get_args(annotation)[0], each)
+    elif value is not None:
+        for choice in get_args(annotation):
+            yield from _complaints(choice, value)
+
 
 def require(holds: bool, name: str, value: object, rule: str) -> None:
     """Raise ValueError unless ``holds``: the flag of the setting ``name``, its value, the rule that it breaks."""
     if not holds:
-        raise ValueError(f"--{name.replace('_', '-')} {value} {rule}")
+        raise ValueError(f"{flag(name)} {value} {rule}")
 
 
-def each(values: Mapping[str, float], holds: Callable[[float], bool], rule: str) -> None:
-    """:func:`require` of several settings."""
-    for name, value in values.items():
-        require(holds(value), name, value, rule)
-
-
-def check_counts(values: Mapping[str, int | None], *, least: int = 1, most: int = MOST) -> None:
-    """Raise ValueError for a number below ``least`` or above ``most``; None is not given."""
-    for name, value in values.items():
-        if value is not None:
-            require(value >= least, name, value, f"must be at least {least}")
-            require(value <= most, name, value, f"must be at most {most:,}")
-
-
-def check_ranks(name: str, ranks: int | None) -> None:
-    """Raise ValueError for a number of ranks that can't be; None is not given."""
-    check_counts({name: ranks}, most=MOST_RANKS)
-
-
-def check_seconds(values: Mapping[str, float]) -> None:
-    """Raise ValueError for what is no span of time above 0."""
-    each(values, lambda value: 0 < value < math.inf, "must be a number above 0")
-    each(values, lambda value: value <= MOST_SECONDS, f"must be at most {MOST_SECONDS:.0e}")
-
-
-def check_lists(values: Mapping[str, Sequence[object]]) -> None:
-    """Raise ValueError for a list that is empty or names something twice."""
-    for name, given in values.items():
-        flag = f"--{name.replace('_', '-')}"
-        if not given:
-            raise ValueError(f"{flag} is empty; give at least one")
-        twice = next((value for n, value in enumerate(given) if value in given[:n]), None)
-        if twice is not None:
-            raise ValueError(f"{flag} names {twice} twice; give it once")
-
-
-def check_names(names: Mapping[str, str | None]) -> None:
-    """Raise ValueError if what a flag names is empty, or is not text that a path and TOML can hold."""
-    for flag, given in names.items():
-        if given is None:
-            continue
-        if not given:
-            raise ValueError(f"{flag} '' is empty; give a name")
-        if "\0" in given or given.encode("utf-8", "replace").decode("utf-8") != given:
-            raise ValueError(f"{flag} {given!r} is not UTF-8 text without zero bytes; rename it")
+def flag(name: str) -> str:
+    """The flag of a setting."""
+    return f"--{name.replace('_', '-')}"

@@ -14,15 +14,15 @@ import torch
 from burst_attention import Plan
 from burst_attention.engines import Heads, choose
 
-from ..launch.join import Place, join
+from ..launch.join import RankContext, join
 from .checkpoint import save_checkpoint
 from .claim import check_inputs
 from .config import TrainConfig
 from .data import TokenSequence, digest_of, open_sequences
 from .evaluate import token_losses
-from .metrics import MODEL, UNFINISHED, Reporter, RunFolder, Setting, StepRecord, Summary, claim_run
+from .metrics import MODEL, UNFINISHED, Reporter, RunFolder, StepRecord, Summary, claim_run
 from .model import batch_of, build_model, layer_windows, model_config, plans_for
-from .optim import clip_by_global_norm, learning_rate, make_optimizer
+from .optim import clip_by_global_norm, make_optimizer, make_schedule
 
 
 def train(config: TrainConfig, reporters: Sequence[Reporter] = (), *, held: bool = False) -> Summary:
@@ -42,90 +42,78 @@ def train(config: TrainConfig, reporters: Sequence[Reporter] = (), *, held: bool
     config.check()
     parallel = config.parallel
     with (
-        join(device=parallel.device, timeout=parallel.timeout, data_parallel=parallel.data_parallel) as place,
-        _folder(config, place, held=held) as folder,
+        join(device=parallel.device, timeout=parallel.timeout, data_parallel=parallel.data_parallel) as context,
+        _folder(config, context, held=held) as folder,
     ):
-        config.check_world(place.world)
-        trainer = Trainer(config, place)
-        told: list[Reporter] = [folder, *reporters] if folder else []
-        for reporter in told:
-            reporter.start(config, trainer.setting())
+        config.check_world(context.world)
+        trainer = Trainer(config, context)
+        reporters = [folder, *reporters] if folder else []
+        for reporter in reporters:
+            reporter.start(config, sum(parameter.numel() for parameter in trainer.model.parameters()))
         records = []
         for record in trainer.steps():
             records.append(record)
-            for reporter in told:
+            for reporter in reporters:
                 reporter.step(record)
-        save_checkpoint(trainer.model, trainer.tokenizer, Path(config.run.out) / UNFINISHED, rank=place.rank)
+        save_checkpoint(trainer.model, trainer.tokenizer, Path(config.run.out) / UNFINISHED, rank=context.rank)
         if folder:
             folder.marker.move(UNFINISHED, MODEL)
         summary = trainer.summarise(records)
-        for reporter in told:
+        for reporter in reporters:
             reporter.finish(summary)
     return summary
 
 
 @contextmanager
-def _folder(config: TrainConfig, place: Place, *, held: bool) -> Iterator[RunFolder | None]:
+def _folder(config: TrainConfig, context: RankContext, *, held: bool) -> Iterator[RunFolder | None]:
     """Rank 0's folder of the run, held for it; None on other ranks. Every rank raises if it is not to be had."""
-    refused = None
+    refusal = None
     with ExitStack() as stack:
-        if place.rank == 0 and not held:
+        if context.rank == 0 and not held:
             try:
                 check_inputs(config.run.out, config.inputs)
                 stack.enter_context(claim_run(config))
             except ValueError as error:
-                refused = str(error)
-        if (told := place.collect(refused)[0]) is not None:
-            raise ValueError(told)
-        yield RunFolder(config.run.out) if place.rank == 0 else None
+                refusal = str(error)
+        if (refusal := context.collect(refusal)[0]) is not None:
+            raise ValueError(refusal)
+        yield RunFolder(config.run.out) if context.rank == 0 else None
 
 
 class Trainer:
     """One rank of a training run."""
 
-    def __init__(self, config: TrainConfig, place: Place) -> None:
-        self.config, self.place = config, place
+    def __init__(self, config: TrainConfig, context: RankContext) -> None:
+        self.config, self.context = config, context
         self.reader, self.tokenizer = open_sequences(config)
-        self.dtype = config.model.compute_dtype(place.device.type)
+        self.dtype = config.model.compute_dtype(context.device.type)
         self.model_config = model_config(config.model.model, self.tokenizer, config.data.seq_len)
         self.windows = layer_windows(self.model_config)
         parallel = config.parallel
         self.engine = choose(parallel.engine, layout=parallel.layout, route=parallel.route)
         self.heads = Heads.of(self.model_config)
-        self.engine.check(self.heads, config.data.seq_len, place.world // parallel.data_parallel)
+        self.plan = self._make_plan(config.data.seq_len)
         self.model = build_model(
             config.model.model,
             self.model_config,
             self.engine,
             dtype=self.dtype,
-            mesh=place.mesh,
-            everyone=place.everyone,
+            mesh=context.mesh,
+            everyone=context.everyone,
             seed=config.run.seed,
         )
         self.optimizer = make_optimizer(self.model, config)
-        self.plan = self._make_plan(config.data.seq_len)
-
-    def setting(self) -> Setting:
-        """What is about to run."""
-        return Setting(
-            device=self.place.device.type,
-            ranks=self.place.world,
-            groups=self.config.parallel.data_parallel,
-            threads=torch.get_num_threads(),
-            dtype=str(self.dtype).removeprefix("torch."),
-            parameters=sum(parameter.numel() for parameter in self.model.parameters()),
-            sequences_per_step=self.config.sequences_per_step,
-        )
+        self.schedule = make_schedule(self.optimizer, config)
 
     def steps(self) -> Iterator[StepRecord]:
         """Run the optimizer steps one by one."""
         sequences = self.reader.training()
         per_step = self.config.sequences_per_step
         for step in range(1, self.config.run.steps + 1):
-            start, sent = time.perf_counter(), self._sent()
-            lr = learning_rate(step, self.config)
+            start, sent = time.perf_counter(), self.plan.transport.sent
+            lr = float(self.schedule.get_last_lr()[0])
             loss, predicted = self.backward(list(itertools.islice(sequences, per_step)))
-            norm = self.update(lr)
+            norm = self.update()
             if not math.isfinite(loss) or not math.isfinite(norm):
                 raise FloatingPointError(f"step {step}: loss {loss}, gradient norm {norm}; lower --lr")
             seconds = time.perf_counter() - start
@@ -138,7 +126,7 @@ class Trainer:
                 tokens_per_second=tokens / seconds,
                 seconds=seconds,
                 tokens=step * tokens,
-                bytes_sent=self._sent() - sent if self.engine.posts else None,
+                bytes_sent=self.plan.transport.sent - sent if self.engine.posts else None,
                 bytes_predicted=predicted,
             )
 
@@ -155,20 +143,20 @@ class Trainer:
         # Known to every rank without a word: all of them read all sequences.
         num_valid = sum(sequence.valid_tokens for sequence in sequences)
         loss, predicted = 0.0, 0
-        for share in self._shares(sequences):
-            plans = plans_for(self.plan, self.windows, share[0].cu_seqlens)
-            part = self.model(self._shard(share, plans), plans, max(num_valid, 1))
-            part.backward()
-            loss += part.item()
+        for batch in self._micro_batches(sequences):
+            plans = plans_for(self.plan, self.windows, batch[0].cu_seqlens)
+            shard = self.engine.shard(batch_of(batch, self.context.device), plans)
+            part_loss = self.model(shard, plans, max(num_valid, 1))
+            part_loss.backward()
+            loss += part_loss.item()
             predicted += self._predict_sent(plans)
-        return self.place.sum_over_groups(loss), predicted
+        return self.context.sum_over_groups(loss), predicted
 
-    def update(self, lr: float) -> float:
+    def update(self) -> float:
         """Clip the gradient, take an optimizer step, forget the gradient; returns its norm before clipping."""
         norm = clip_by_global_norm(self.model, self.config.optim.clip)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
         self.optimizer.step()
+        self.schedule.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
@@ -182,10 +170,10 @@ class Trainer:
         length = len(sequences[0].tokens)
         plan = self.plan if length == self.plan.seqlen else self._make_plan(length)
         self.model.eval()
-        losses = token_losses(self.model, sequences, plan=plan, windows=self.windows, place=self.place)
+        losses = token_losses(self.model, sequences, plan=plan, windows=self.windows, context=self.context)
         mine = sum(loss.sum(dtype=torch.float64).item() for _, loss in losses)
         self.model.train()
-        return sum(self.place.collect(mine)) / tokens, tokens
+        return sum(self.context.collect(mine)) / tokens, tokens
 
     def summarise(self, records: list[StepRecord]) -> Summary:
         """Evaluate, and collect what the ranks have to tell."""
@@ -194,8 +182,8 @@ class Trainer:
         sent = sum(counted) / len(counted) if counted else None
         predicted = sum(record.bytes_predicted for record in records) / len(records)
         seconds = sum(record.seconds for record in records)
-        told = self.place.collect((self.place.peak_memory(), sent, predicted, seconds))
-        peak_memory, bytes_sent, bytes_predicted, durations = (list(column) for column in zip(*told, strict=True))
+        by_rank = self.context.collect((self.context.peak_memory(), sent, predicted, seconds))
+        peak_memory, bytes_sent, bytes_predicted, durations = (list(column) for column in zip(*by_rank, strict=True))
         return Summary(
             steps=len(records),
             first_loss=records[0].loss,
@@ -211,24 +199,18 @@ class Trainer:
 
     def _agree_on(self, sequences: list[TokenSequence]) -> None:
         """Raise DisagreementError if ranks that share a sequence read other tokens, as from another copy of a file."""
-        told = {"digest of tokens and borders": digest_of(sequences)}
-        self.plan.agreement.agree("the sequences to train on", told)
+        record = {"digest of tokens and borders": digest_of(sequences)}
+        self.plan.agreement.agree("the sequences to train on", record)
 
     def _make_plan(self, seqlen: int) -> Plan:
-        self.engine.check(self.heads, seqlen, self.place.context.size())
-        return self.engine.plan(seqlen, group=self.place.context, timeout=self.config.parallel.timeout)
+        self.engine.check(self.heads, seqlen, self.context.context_mesh.size())
+        return self.engine.plan(seqlen, group=self.context.context_mesh, timeout=self.config.parallel.timeout)
 
-    def _shares(self, sequences: list[TokenSequence]) -> Iterator[list[TokenSequence]]:
+    def _micro_batches(self, sequences: list[TokenSequence]) -> Iterator[list[TokenSequence]]:
         """This group's sequences, one batch for each accumulation step."""
         batch, groups = self.config.optim.batch, self.config.parallel.data_parallel
-        for start in range(self.place.group_index * batch, len(sequences), groups * batch):
+        for start in range(self.context.group_index * batch, len(sequences), groups * batch):
             yield sequences[start : start + batch]
-
-    def _shard(self, sequences: list[TokenSequence], plans: dict[int | None, Plan]) -> dict[str, torch.Tensor]:
-        return self.engine.shard(batch_of(sequences, self.place.device), plans)
-
-    def _sent(self) -> int:
-        return self.plan.transport.sent
 
     def _predict_sent(self, plans: dict[int | None, Plan]) -> int:
         """Bytes that this rank's attention sends in one forward and backward of all layers."""

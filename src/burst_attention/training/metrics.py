@@ -71,23 +71,10 @@ class Summary:
         return None if self.held_out_loss is None else math.exp(min(self.held_out_loss, 700.0))
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What is about to run, for the screen."""
-
-    device: str
-    ranks: int
-    groups: int
-    threads: int
-    dtype: str
-    parameters: int
-    sequences_per_step: int
-
-
 class Reporter(Protocol):
-    """Rank 0 tells it what happens."""
+    """Rank 0 tells it what happens; ``parameters``: the model's, counted over all ranks."""
 
-    def start(self, config: TrainConfig, setting: Setting) -> None: ...
+    def start(self, config: TrainConfig, parameters: int) -> None: ...
 
     def step(self, record: StepRecord) -> None: ...
 
@@ -109,19 +96,19 @@ class RunFolder:
         self.path, self.marker = Path(out), Marker(Path(out))
         self._losses: list[float] = []
 
-    def start(self, config: TrainConfig, setting: Setting) -> None:
+    def start(self, config: TrainConfig, parameters: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self.marker.remove_old()
         self.marker.add(CONFIG, METRICS, f"{UNFINISHED}/")
         # A later run from this file must not overwrite this one unasked.
-        kept = replace(config, run=replace(config.run, overwrite=False))
-        (self.path / CONFIG).write_text(write_toml(kept), "utf-8")
+        reusable = replace(config, run=replace(config.run, overwrite=False))
+        (self.path / CONFIG).write_text(write_toml(reusable), "utf-8")
         self._lines = (self.path / METRICS).open("w", encoding="utf-8", buffering=1)
-        theirs = set(self.path.glob(f"{EVENTS}/*"))
+        earlier = set(self.path.glob(f"{EVENTS}/*"))
         self._events: Any = SummaryWriter(str(self.path / EVENTS))
-        ours = set(self.path.glob(f"{EVENTS}/*")) - theirs
-        self.marker.add(*(path.relative_to(self.path).as_posix() for path in ours))
+        added = set(self.path.glob(f"{EVENTS}/*")) - earlier
+        self.marker.add(*(path.relative_to(self.path).as_posix() for path in added))
 
     def step(self, record: StepRecord) -> None:
         self._losses.append(record.loss)

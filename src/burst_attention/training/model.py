@@ -31,11 +31,14 @@ from .tokenizer import Tokenizer, first_line
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 
-def model_config(model: str, tokenizer: Tokenizer, seq_len: int, *, training: bool = True) -> PreTrainedConfig:
+def model_config(
+    model: str, tokenizer: Tokenizer, seq_len: int, *, training: bool = True, loaded: PreTrainedConfig | None = None
+) -> PreTrainedConfig:
     """The configuration of the model that ``--model`` names.
 
     Args:
         training: False allows dropout, which evaluation switches off.
+        loaded: what :func:`load_config` gave, if it was asked already.
 
     Raises:
         ValueError: as :func:`load_config`, or its vocabulary is smaller than the tokenizer's.
@@ -50,7 +53,7 @@ def model_config(model: str, tokenizer: Tokenizer, seq_len: int, *, training: bo
         }
         config: PreTrainedConfig = LlamaConfig(**(preset | own))
     else:
-        config = load_config(model, training=training)
+        config = loaded or load_config(model, training=training)
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(
             f"--tokenizer has {tokenizer.vocab_size} ids, but --model {model!r} only {config.vocab_size} embeddings"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import get_cosine_with_min_lr_schedule_with_warmup
 
 from .config import TrainConfig
 
@@ -22,13 +22,14 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=config.peak_lr, betas=(optim.beta1, optim.beta2), eps=optim.eps)
 
 
-def learning_rate(step: int, config: TrainConfig) -> float:
-    """Of step 1 to ``steps``: a linear rise over the warm-up, then half a cosine from ``lr`` to ``min_lr * lr``."""
-    warmup, last = config.optim.warmup, config.optim.min_lr
-    if step <= warmup:
-        return config.peak_lr * step / warmup
-    done = (step - warmup) / max(config.run.steps - warmup, 1)
-    return config.peak_lr * (last + (1 - last) * (1 + math.cos(math.pi * done)) / 2)
+def make_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig) -> LRScheduler:
+    """A linear rise over the warm-up, then half a cosine from ``lr`` to ``min_lr * lr``, reached at the last step."""
+    for group in optimizer.param_groups:
+        group["initial_lr"] = config.peak_lr
+    # It counts from 0, where the rate is 0 and nothing would be learnt: the first step is its step 1.
+    return get_cosine_with_min_lr_schedule_with_warmup(
+        optimizer, config.optim.warmup, config.run.steps, min_lr_rate=config.optim.min_lr, last_epoch=0
+    )
 
 
 def clip_by_global_norm(model: nn.Module, largest: float) -> float:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from .config import TrainConfig
-from .data import open_data, open_sequences
+from .data import open_sequences
 from .evaluation import EvalConfig
 from .presets import PRESETS
 from .tokenizer import ByteTokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 def check_run(config: TrainConfig, world: int) -> None:
@@ -19,41 +22,32 @@ def check_run(config: TrainConfig, world: int) -> None:
     """
     config.check()
     config.check_world(world)
-    if config.model.model not in PRESETS:
-        from .model import load_config
-
-        load_config(config.model.model)
+    name, data, parallel = config.model.model, config.data, config.parallel
+    loaded = _load(name)
     reader, tokenizer = open_sequences(config)
-    compared = config.parallel.engine != "burst"
-    if compared or config.model.model not in PRESETS or not isinstance(tokenizer, ByteTokenizer):
+    model = None
+    if loaded is not None or parallel.engine != "burst" or not isinstance(tokenizer, ByteTokenizer):
         from .model import model_config
 
-        model = model_config(config.model.model, tokenizer, config.data.seq_len)
-    sharing = world // config.parallel.data_parallel
-    lengths = {config.data.seq_len}
+        model = model_config(name, tokenizer, data.seq_len, loaded=loaded)
+    sharing = world // parallel.data_parallel
+    lengths = {data.seq_len}
     next(reader.training())
-    if config.data.held_out:
+    if data.held_out:
         length = len(first.tokens) if (first := next(reader.held_out(), None)) else 0
         lengths.add(length)
         if length < sharing:
             raise ValueError(
-                f"--held-out {config.data.held_out} of --data {config.data.data!r} leaves {length} tokens to evaluate, "
+                f"--held-out {data.held_out} of --data {data.data!r} leaves {length} tokens to evaluate, "
                 f"fewer than the {sharing} ranks that share them; raise it, or give 0 to skip the evaluation"
             )
-    if compared:
-        _check_engine(config, model, lengths, sharing)
-    _check_weights(config.model.model)
+    if model is not None:
+        from burst_attention.engines import Heads, choose
 
-
-def _check_engine(config: TrainConfig, model: Any, lengths: set[int], sharing: int) -> None:
-    """Raise ValueError if the engine can't share every sequence of a model, by its configuration, among the ranks."""
-    from burst_attention.engines import Heads, choose
-
-    parallel = config.parallel
-    engine = choose(parallel.engine, layout=parallel.layout, route=parallel.route)
-    heads = Heads.of(model)
-    for length in lengths:
-        engine.check(heads, length, sharing)
+        engine = choose(parallel.engine, layout=parallel.layout, route=parallel.route)
+        for length in lengths:
+            engine.check(Heads.of(model), length, sharing)
+    _check_weights(name)
 
 
 def check_evaluation(config: EvalConfig, world: int) -> None:
@@ -65,12 +59,11 @@ def check_evaluation(config: EvalConfig, world: int) -> None:
     from burst_attention.engines import Heads
 
     from .evaluate import nothing_to_evaluate, refusal
-    from .model import load_config, model_config
+    from .model import model_config
 
-    if config.model not in PRESETS:
-        load_config(config.model, training=False)
-    reader, tokenizer = open_data(config.reading, config.model, seed=config.seed)
-    heads = Heads.of(model_config(config.model, tokenizer, config.seq_len, training=False))
+    loaded = _load(config.model, training=False)
+    reader, tokenizer = open_sequences(config.as_training)
+    heads = Heads.of(model_config(config.model, tokenizer, config.seq_len, training=False, loaded=loaded))
     first = next(reader.held_out(), None)
     if first is None or not first.valid_tokens:
         raise nothing_to_evaluate(config)
@@ -78,6 +71,15 @@ def check_evaluation(config: EvalConfig, world: int) -> None:
     if all(refused):
         raise ValueError(f"none of --engines {' '.join(config.engines)} can run: {'; '.join(map(str, refused))}")
     _check_weights(config.model)
+
+
+def _load(model: str, *, training: bool = True) -> PreTrainedConfig | None:
+    """A loaded model's configuration, before its tokenizer is looked for; None for a preset."""
+    if model in PRESETS:
+        return None
+    from .model import load_config  # here, for a preset is checked without transformers
+
+    return load_config(model, training=training)
 
 
 def _check_weights(model: str) -> None:

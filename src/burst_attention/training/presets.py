@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 _LLAMA = {"vocab_size": 32000, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
+_LLAMA_7B = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
+_LLAMA_13B = {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40}
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {
         "hidden_size": 256,
@@ -14,20 +16,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "initializer_range": 0.0625,
     },
-    "llama-7b": _LLAMA
-    | {
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-    },
-    "llama-13b": _LLAMA
-    | {
-        "hidden_size": 5120,
-        "intermediate_size": 13824,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 40,
-    },
+    "llama-7b": _LLAMA | _LLAMA_7B,
+    "llama-13b": _LLAMA | _LLAMA_13B,
     "llama-3-8b": {
         "vocab_size": 128256,
         "hidden_size": 4096,

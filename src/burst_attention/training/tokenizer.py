@@ -59,8 +59,9 @@ class ByteTokenizer:
         """
         import tokenizers
         from transformers import PreTrainedTokenizerFast
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-        vocab = {_shown(byte): byte for byte in range(256)} | {"<s>": OPENS, "</s>": CLOSES}
+        vocab = {character: byte for byte, character in bytes_to_unicode().items()} | {"<s>": OPENS, "</s>": CLOSES}
         raw = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
         raw.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         raw.decoder = tokenizers.decoders.ByteLevel()
@@ -68,14 +69,6 @@ class ByteTokenizer:
             single="<s> $A", special_tokens=[("<s>", OPENS), ("</s>", CLOSES)]
         )
         _save(PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>"), folder)
-
-
-def _shown(byte: int) -> str:
-    """The character that byte-level BPE writes for a byte: itself if printable Latin-1, else one from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    if byte in printable:
-        return chr(byte)
-    return chr(0x100 + sum(other not in printable for other in range(byte)))
 
 
 class HubTokenizer:
@@ -140,8 +133,8 @@ def _reads_the_same(tokenizer: Any, folder: Path) -> bool:
 
     if (own := getattr(tokenizer, "backend_tokenizer", None)) is None:
         return True
-    found = getattr(AutoTokenizer.from_pretrained(folder), "backend_tokenizer", None)
-    return found is not None and bool(found.to_str() == own.to_str())
+    read = getattr(AutoTokenizer.from_pretrained(folder), "backend_tokenizer", None)
+    return read is not None and bool(read.to_str() == own.to_str())
 
 
 def as_utf8(text: str) -> bytes:
@@ -165,12 +158,6 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
 
 
-def has_tokenizer(model: str) -> bool:
-    """Whether a local model folder brings a tokenizer along."""
-    files = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-    return any((Path(model) / file).is_file() for file in files)
-
-
 def open_tokenizer(tokenizer: str | None, model: str) -> Tokenizer:
     """The tokenizer that was asked for; by default the model's own, and bytes for presets and folders without one.
 
@@ -182,6 +169,7 @@ def open_tokenizer(tokenizer: str | None, model: str) -> Tokenizer:
         ValueError: the tokenizer can't be loaded.
     """
     if tokenizer is None:
-        own = model not in PRESETS and (has_tokenizer(model) or not Path(model).is_dir())
-        tokenizer = model if own else BYTES
+        files = [Path(model) / name for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")]
+        own = any(file.is_file() for file in files) or not Path(model).is_dir()
+        tokenizer = model if own and model not in PRESETS else BYTES
     return ByteTokenizer() if tokenizer == BYTES else HubTokenizer(tokenizer)
