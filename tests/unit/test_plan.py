@@ -116,7 +116,9 @@ def test_layouts_per_document_cut_each_document_by_itself(name: str, world: int)
     np.testing.assert_array_equal(np.concatenate(held)[layout.gather_order], np.arange(41))
     for rank in range(world):
         alone = [Layout(name, stop - start, world).positions(rank) + start for start, stop in pairwise(borders)]
-        np.testing.assert_array_equal(held[rank], np.sort(np.concatenate(alone)) if world == 1 else np.concatenate(alone))
+        np.testing.assert_array_equal(
+            held[rank], np.sort(np.concatenate(alone)) if world == 1 else np.concatenate(alone)
+        )
 
 
 def test_zigzag_per_document_is_balanced_whatever_the_documents() -> None:
@@ -124,7 +126,9 @@ def test_zigzag_per_document_is_balanced_whatever_the_documents() -> None:
         640, mask=Mask(cu_seqlens=[0, 16, 560, 640]), layout="zigzag-per-document", route="direct", rank=0, world=8
     )
     ranks = range(8)
-    areas = [sum(x.area for x in pair_tiles(*[schedule.layout] * 2, schedule.regions, [r], ranks).values()) for r in ranks]
+    areas = [
+        sum(x.area for x in pair_tiles(*[schedule.layout] * 2, schedule.regions, [r], ranks).values()) for r in ranks
+    ]
     assert max(areas) == min(areas) == sum(n * (n + 1) // 2 for n in (16, 544, 80)) // 8
 
 

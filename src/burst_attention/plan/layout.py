@@ -41,8 +41,8 @@ def _striped(seqlen: int, world: int, rank: int) -> Segments:
     return (range(min(rank, seqlen), seqlen, world),)
 
 
-# What a name of LAYOUTS may end with: each document is cut over the ranks by itself. Commands don't offer it, for they plan
-# once for all batches, and here the documents decide who holds which tokens.
+# What a name of LAYOUTS may end with: each document is cut over the ranks by itself. Commands don't offer it, for they
+# plan once for all batches, and here the documents decide who holds which tokens.
 PER_DOCUMENT = "-per-document"
 
 LAYOUTS: dict[str, Callable[[int, int, int], Segments]] = {

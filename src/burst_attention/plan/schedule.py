@@ -141,8 +141,8 @@ def make_schedule(
     if route != "auto" and route not in ROUTES:
         raise ValueError(f"route={route!r} is unknown; choose one of auto, {', '.join(ROUTES)}")
     shape = Layout(layout, seqlen, world)
-    if shape.per_document and isinstance(mask, Mask):
-        shape = replace(shape, documents=mask.cu_seqlens)
+    if shape.per_document and isinstance(mask, Mask) and mask.cu_seqlens is not None:
+        shape = replace(shape, documents=tuple(mask.cu_seqlens))
     direct = Schedule(shape, mask, ROUTES["direct"], rank)
     if route != "auto":
         return replace(direct, route=ROUTES[route])
