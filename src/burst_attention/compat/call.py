@@ -38,6 +38,7 @@ class Options:
     deterministic: bool = False  # two runs are bit-equal here whatever it says
     return_attn_probs: bool = False
     group: Any = None
+    softcap: float = 0.0
 
     def mask(self, documents: tuple[int, ...] | None) -> Mask:
         """What a query sees, of ``documents`` with these borders.
@@ -52,6 +53,8 @@ class Options:
                 "alibi_slopes: no bias is added to the scores here; pass alibi_slopes=None and place tokens by rotary "
                 "embeddings"
             )
+        if self.softcap:
+            raise ValueError(f"softcap={self.softcap}: scores are not capped here; use a model without a soft cap")
         if not isinstance(self.window_size, (tuple, list)) or len(self.window_size) != 2:
             raise TypeError(f"window_size={self.window_size!r} must be (left, right), such as (-1, -1) for no window")
         left, right = self.window_size
@@ -125,9 +128,8 @@ def _unpacked(tensors: tuple[Any, ...], *, packed_dim: int) -> list[Any]:
         return [*tensors]
     if not isinstance(last, Tensor) or last.ndim != packed_dim + 3 or last.shape[packed_dim] != count:
         shape = list(last.shape) if isinstance(last, Tensor) else type(last).__name__
-        raise ValueError(
-            f"{'kv' if single else 'qkv'} is {shape}; dim {packed_dim} of {packed_dim + 3} must be {count}"
-        )
+        name = "kv" if single else "qkv"
+        raise ValueError(f"{name} is {shape}; it must have {packed_dim + 3} dims, of which dim {packed_dim} is {count}")
     return [*single, *last.unbind(packed_dim)]
 
 

@@ -24,19 +24,19 @@ class _Watch(hf_models.Watch):
 
     @torch.compiler.disable
     def check(self, module: torch.nn.Module, plan: Plan) -> None:
-        model = hf_models.running_model()
-        if plan.world == 1 or model is None or model in self._right:
+        if plan.world == 1:
             return
-        hf_models.check_layers(model.config)
-        hf_models.check_structure(model)
-        for part in model.modules():
-            name = getattr(getattr(part, "config", None), "_attn_implementation", FLASH)
-            if name not in (FLASH, hf.NAME):
+        hf_models.check_layers(getattr(module, "config", None))
+        model = hf_models.running_model()
+        if model is not None and model not in self._right:
+            hf_models.check_structure(model)
+            self._right[model] = hf_models._configs(model)
+        for config in self._right[model] if model is not None else ():
+            if config._attn_implementation not in (FLASH, hf.NAME):
                 raise ValueError(
-                    f"attn_implementation={name!r} of {type(part).__name__}: its attention would see each rank's shard "
-                    f"alone; load the model with attn_implementation={FLASH!r} or {hf.NAME!r}"
+                    f"attn_implementation={config._attn_implementation!r} of layers of {type(model).__name__}: their "
+                    f"attention would see each rank's shard alone; load the model with attn_implementation={FLASH!r}"
                 )
-        self._right[model] = []
 
 
 class _Substitute(hf._Attention):

@@ -109,7 +109,7 @@ def _functions(prefix: str, layout: str, run: Callable[..., Any] = _batch) -> li
     made = []
     for packing, tensors in (("", ("q", "k", "v")), ("kvpacked_", ("q", "kv")), ("qkvpacked_", ("qkv",))):
         parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in (*tensors, *own)]
-        for field in fields(Options):
+        for field in fields(Options)[:-1]:  # no function has softcap
             parameters.append(Parameter(field.name, Parameter.POSITIONAL_OR_KEYWORD, default=field.default))
         made.append(_function(f"{prefix}_{packing}func", layout, len(tensors), len(own), Signature(parameters), run))
     return made
