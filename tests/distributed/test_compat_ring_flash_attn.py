@@ -116,6 +116,8 @@ def test_every_function_is_dense_attention(pools, world: int) -> None:
     for name, packing, (causal, window) in product(
         (*BATCH, *VARLEN), PACKINGS, ((True, (-1, -1)), (False, (-1, -1)), (True, (4, 0)), (False, (5, 0)))
     ):
+        if packing != "func" and (causal, window) != (True, (-1, -1)):
+            continue  # packing is unpacked before anything looks at the mask
         borders = small(world, name)
         heads = (4, 4) if packing == "qkvpacked_func" else (4, 2)
         tensors = inputs(borders[-1], heads, 8, torch.float64, batch=1 if name in VARLEN else 2)
@@ -125,7 +127,7 @@ def test_every_function_is_dense_attention(pools, world: int) -> None:
             cu_seqlens=borders if name in VARLEN else None,
         )
         cases[name, packing, causal, window] = tensors, borders, expected(tensors, mask)
-    assert len(cases) == 72
+    assert len(cases) == 6 * (4 + 2)
     for found in pools(world).run(every_small, cases):
         assert max(found.values()) <= 1e-12, {case: error for case, error in found.items() if error > 1e-12}
 
@@ -141,7 +143,13 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        each if each.startswith("zigzag_ring_flash_attn_v") else pytest.param(each, marks=pytest.mark.slow)
+        for each in PUBLISHED
+    ],
+)
 def test_published_inputs(pools, name: str) -> None:
     borders, dim = PUBLISHED[name]
     tensors = inputs(borders[-1], (5, 5), dim, torch.float32)
