@@ -49,6 +49,7 @@ CORPUS = "tests/unit/test_corpus.py"
 ODD_CORPORA = "tests/unit/test_odd_corpora.py"
 EVAL = "tests/distributed/test_eval_command.py"
 UPDATES = "tests/distributed/test_updates.py"
+COMPAT = "tests/distributed/test_compat_ring_flash_attn.py"
 LAUNCH = "tests/distributed/test_launch.py"
 CHECK = "tests/unit/test_check.py"
 CLAIM = "tests/unit/test_claim.py"
@@ -1203,6 +1204,46 @@ SEEDED = [
         "_one(rows, other, link).median / _one(rows, engine, link).median",
         "tests/unit/test_results_pages.py",
         "what_the_figures_draw",
+    ),
+    Fault(
+        "each document's chunks are those of the whole sequence",
+        "plan/layout.py",
+        "apart = self.per_document and self.documents and self.world > 1",
+        "apart = None",
+        PLAN,
+        "cut_each_document or whatever_the_documents",
+    ),
+    Fault(
+        "segments that begin before a region are not met",
+        "plan/tile.py",
+        "low = np.searchsorted(np.maximum.accumulate(last[order]), start)",
+        "low = np.searchsorted(first[order], start)",
+        PLAN,
+        "tiles_cover",
+    ),
+    Fault(
+        "flash-attn's window counts the query itself",
+        "compat/call.py",
+        "window=left + 1 if left >= 0 else None",
+        "window=left if left > 0 else None",
+        COMPAT,
+        "every_function and 2",
+    ),
+    Fault(
+        "a rank's first document always begins with its tokens",
+        "compat/ring_flash_attn.py",
+        "begins[:1] = local_k_slice.start == transport.rank * length",
+        "begins[:1] = 1",
+        COMPAT,
+        "every_function and 2",
+    ),
+    Fault(
+        "a model's attention takes the documents told first",
+        "compat/hf.py",
+        'self._plans = {None: plan_for(total, mask, "contiguous", group)}',
+        'self._plans = self._plans or {None: plan_for(total, mask, "contiguous", group)}',
+        COMPAT,
+        "trains_the_same",
     ),
     Fault(
         "copied labels are of the latest batch",

@@ -15,6 +15,8 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from burst_attention import Mask, burst_attention, engines, kernels, make_plan
+from burst_attention.compat import ring_flash_attn
+from burst_attention.compat.yunchang import LongContextAttention
 from burst_attention.engines.ulysses import ulysses_attention
 from burst_attention.engines.whole import whole_attention
 from burst_attention.integrations import hf
@@ -170,6 +172,28 @@ KERNELS: Cases = [
         "torch's CPU kernel is for the CPU",
     ),
 ]
+COMPAT: Cases = [
+    ("ring_flash_attn.ring_flash_attn_func(x, x, x, dropout_p=0.1)", "ranks would have to draw the same dropout"),
+    ("ring_flash_attn.ring_flash_attn_func(x, x, x, alibi_slopes=slopes)", "no kernel here adds a bias"),
+    ("ring_flash_attn.ring_flash_attn_func(x, x, x, window_size=(2, 2))", "a mask's windows look back"),
+    ("ring_flash_attn.stripe_flash_attn_qkvpacked_func(x)", "which dim is packed would be a guess"),
+    (
+        "ring_flash_attn.zigzag_ring_flash_attn_func(odd, odd, odd, group=group)",
+        "halves of an odd part are two guesses",
+    ),
+    (
+        "ring_flash_attn.ring_flash_attn_varlen_func(x[0], x[0], x[0], [0, 8], 8, group=group)",
+        "borders are the rank's own",
+    ),
+    (
+        "ring_flash_attn.llama3_flash_attn_varlen_func(x[0], x[0], x[0], [0, 4], [0, 4], 4, 4, 1, slice(0, 4), "
+        "group=group)",
+        "the second rank's keys begin elsewhere",
+    ),
+    ("ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 7]), True, 0, 2)", "parts are equal there"),
+    ("LongContextAttention(ring_impl_type='zigzag', ulysses_degree=2)", "its shards are cut once more"),
+    ("LongContextAttention(ulysses_degree=1)(x, x, x, softcap=30.0)", "no kernel here caps scores"),
+]
 ENGINES: Cases = [
     ("engines.choose('turbo')", "no such engine is known"),
     ("engines.choose('ulysses', layout='zigzag')", "its exchange puts contiguous shards together"),
@@ -238,6 +262,16 @@ def attention_names(group: Any) -> dict[str, Any]:
     heads = engines.Heads(q_heads=6, kv_heads=2, head_dim=16, hidden=96, intermediate=96)
     meta = torch.device("meta")
     return COMMON | locals()
+
+
+def compat_names(group: Any) -> dict[str, Any]:
+    """Four and three tokens on each of two ranks, in flash-attn's order of dims."""
+    return COMMON | {
+        "group": group,
+        "x": torch.randn(1, 4, 2, 8),
+        "odd": torch.randn(1, 3, 2, 8),
+        "slopes": torch.ones(2),
+    }
 
 
 def grad(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -327,6 +361,7 @@ COMMON = {
     each.__name__: each for each in (Mask, burst_attention, make_plan, next_token_loss, make_model, config, tangent)
 }
 COMMON |= {each.__name__: each for each in (whole_attention, ulysses_attention, grad, token_log_probs)}
+COMMON |= {"ring_flash_attn": ring_flash_attn, "LongContextAttention": LongContextAttention}
 COMMON |= {"torch": torch, "pickle": pickle, "engines": engines, "kernels": kernels, "hf": hf}
 # area: (cases, the names that they use, ranks)
 AREAS = {
@@ -336,6 +371,7 @@ AREAS = {
     "The loss": (LOSS, attention_names, 1),
     "A Hugging Face call": (HF, model_names, 1),
     "Models": (MODELS, model_names, 2),
+    "Other packages' names": (COMPAT, compat_names, 2),
     "Kernels": (KERNELS, attention_names, 1),
     "Engines": (ENGINES, attention_names, 2),
     "Commands and their flags": (COMMANDS, file_names, 1),

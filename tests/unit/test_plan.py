@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter, defaultdict, deque
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from burst_attention.plan.assignment import TRAVELS, columns, nearest, rows, table
 from burst_attention.plan.cost import Shape
-from burst_attention.plan.layout import LAYOUTS, Layout
+from burst_attention.plan.layout import LAYOUTS, PER_DOCUMENT, Layout
 from burst_attention.plan.mask import Mask
 from burst_attention.plan.program import Drop, Post, Visit, Wait
 from burst_attention.plan.route import ROUTES
@@ -39,8 +40,12 @@ def masks(draw, seqlen: int) -> Mask:
 @st.composite
 def worlds(draw, most_tokens: int = 48, most_ranks: int = 6) -> tuple[Layout, Mask]:
     seqlen = draw(st.integers(0, most_tokens))
-    layout = Layout(draw(st.sampled_from(sorted(LAYOUTS))), seqlen, draw(st.integers(1, most_ranks)))
-    return layout, draw(masks(seqlen))
+    name, mask = draw(st.sampled_from(sorted(LAYOUTS))), draw(masks(seqlen))
+    documents = None
+    if draw(st.booleans()):  # mostly the mask's, as a plan's are; a mask derived later may have others
+        name += PER_DOCUMENT
+        documents = draw(st.sampled_from([mask.cu_seqlens, draw(masks(seqlen)).cu_seqlens]))
+    return Layout(name, seqlen, draw(st.integers(1, most_ranks)), documents), mask
 
 
 def seen_by_tile(tile) -> np.ndarray:
@@ -99,6 +104,46 @@ def test_layouts_partition_evenly(name: str, world: int) -> None:
         assert max(layout.lengths) - min(layout.lengths) <= 1
         joined = np.concatenate(held)
         np.testing.assert_array_equal(joined[layout.gather_order], np.arange(seqlen))
+
+
+@pytest.mark.parametrize("name", sorted(LAYOUTS))
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_layouts_per_document_cut_each_document_by_itself(name: str, world: int) -> None:
+    borders = (0, 0, 4, 4, 5, 36, 41, 41)
+    layout = Layout(name + PER_DOCUMENT, 41, world, borders)
+    held = [layout.positions(rank) for rank in range(world)]
+    assert sorted(np.concatenate(held).tolist()) == list(range(41))
+    np.testing.assert_array_equal(np.concatenate(held)[layout.gather_order], np.arange(41))
+    for rank in range(world):
+        alone = [Layout(name, stop - start, world).positions(rank) + start for start, stop in pairwise(borders)]
+        np.testing.assert_array_equal(
+            held[rank], np.sort(np.concatenate(alone)) if world == 1 else np.concatenate(alone)
+        )
+
+
+def test_zigzag_per_document_is_balanced_whatever_the_documents() -> None:
+    schedule = make_schedule(
+        640, mask=Mask(cu_seqlens=[0, 16, 560, 640]), layout="zigzag-per-document", route="direct", rank=0, world=8
+    )
+    ranks = range(8)
+    areas = [
+        sum(x.area for x in pair_tiles(*[schedule.layout] * 2, schedule.regions, [r], ranks).values()) for r in ranks
+    ]
+    assert max(areas) == min(areas) == sum(n * (n + 1) // 2 for n in (16, 544, 80)) // 8
+
+
+def test_a_layout_per_document_without_documents_cuts_the_sequence() -> None:
+    one = make_schedule(40, mask=Mask(), layout="zigzag-per-document", route="direct", rank=1, world=3)
+    assert one.layout.segments(1) == Layout("zigzag", 40, 3).segments(1)
+
+
+def test_layouts_of_other_documents_are_told_apart() -> None:
+    one, other = (
+        make_schedule(40, mask=Mask(cu_seqlens=c), layout="zigzag-per-document", route="direct", rank=0, world=2)
+        for c in ([0, 8, 40], [0, 16, 40])
+    )
+    assert one.with_mask(Mask()).description != other.with_mask(Mask()).description
+    assert one.with_mask(other.mask).layout == one.layout
 
 
 def test_zigzag_is_balanced_under_a_causal_mask() -> None:

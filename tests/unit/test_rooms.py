@@ -28,6 +28,7 @@ ROOMS: dict[str, set[str]] = {
     "testing": {"attention", "plan", "comm", "kernels", "launch"},
     "engines": {"attention", "plan", "loss", "launch"},
     "integrations": {"attention", "loss"},
+    "compat": {"attention", "plan", "comm", "integrations"},
     "training": {"attention", "plan", "loss", "engines", "integrations", "launch"},
     "cli": {"", "plan", "attention", "kernels", "training", "launch", "testing"},
 }
@@ -39,6 +40,7 @@ THIRD_PARTIES: dict[str, set[str]] = {
     "kernels": {"*triton", "*flash_attn", "*flash_attn_interface"},
     "kernels/triton": {"triton"},
     "integrations": {"transformers"},
+    "compat": {"transformers"},
     "launch": {"rich"},
     "testing": {"*rich"},
     "training": {"transformers", "*tokenizers", "*datasets", "*matplotlib", "*safetensors", "*tomli_w"},
@@ -204,6 +206,7 @@ def test_the_library_needs_torch_and_numpy_only() -> None:
         "import torch\n"
         "from burst_attention import Mask, burst_attention, make_plan\n"
         "from burst_attention import loss, testing\n"
+        "from burst_attention.compat import ring_flash_attn, yunchang\n"
         "q = torch.randn(1, 2, 9, 4, requires_grad=True)\n"
         "burst_attention(q, q, q, make_plan(9, mask=Mask(window=3))).sum().backward()\n"
         "assert q.grad.isfinite().all()\n"

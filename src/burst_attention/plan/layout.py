@@ -7,8 +7,9 @@ equality and a hash. A new layout is one function here; masks, routes and kernel
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
@@ -40,6 +41,10 @@ def _striped(seqlen: int, world: int, rank: int) -> Segments:
     return (range(min(rank, seqlen), seqlen, world),)
 
 
+# What a name of LAYOUTS may end with: each document is cut over the ranks by itself. Commands don't offer it, for they
+# plan once for all batches, and here the documents decide who holds which tokens.
+PER_DOCUMENT = "-per-document"
+
 LAYOUTS: dict[str, Callable[[int, int, int], Segments]] = {
     "contiguous": _contiguous,
     "zigzag": _zigzag,
@@ -56,21 +61,51 @@ else:  # what command lines and configurations take
 
 @dataclass(frozen=True)
 class Layout:
-    """``seqlen`` positions over ``world`` ranks, by one of :data:`LAYOUTS`."""
+    """``seqlen`` positions over ``world`` ranks, by one of :data:`LAYOUTS`.
+
+    With ``-per-document`` after its name a layout cuts each of the documents with the borders ``documents`` over all
+    ranks, and a rank holds its parts of them one after another. Under a causal mask ``zigzag-per-document`` gives every
+    rank the same work whatever the documents' lengths; shards differ by at most one token for each document.
+    """
 
     name: str
     seqlen: int
     world: int
+    documents: tuple[int, ...] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if self.name not in LAYOUTS:
-            raise ValueError(f"layout={self.name!r} is unknown; choose one of {', '.join(LAYOUTS)}")
+        if self._plain not in LAYOUTS:
+            raise ValueError(
+                f"layout={self.name!r} is unknown; choose one of {', '.join(LAYOUTS)}, with {PER_DOCUMENT} after it to "
+                "cut each document by itself"
+            )
         if self.seqlen < 0 or self.world < 1:
             raise ValueError(f"seqlen={self.seqlen} must be at least 0 and world={self.world} at least 1")
 
     def segments(self, rank: int) -> Segments:
         """The positions of ``rank`` in local order; empty segments are kept out."""
-        return tuple(s for s in LAYOUTS[self.name](self.seqlen, self.world, rank) if len(s))
+        cut = LAYOUTS[self._plain]
+        return tuple(
+            range(start + s.start, start + s.stop, s.step)
+            for start, stop in pairwise(self._parts)
+            for s in cut(stop - start, self.world, rank)
+            if len(s)
+        )
+
+    @property
+    def per_document(self) -> bool:
+        """Is each document cut by itself?"""
+        return self._plain != self.name
+
+    @property
+    def _plain(self) -> str:
+        return self.name.removesuffix(PER_DOCUMENT) if isinstance(self.name, str) else self.name
+
+    @property
+    def _parts(self) -> tuple[int, ...]:
+        """Borders of what is cut by itself; a rank alone holds everything in order, whatever is cut."""
+        apart = self.per_document and self.documents and self.world > 1
+        return self.documents if apart else (0, self.seqlen)  # type: ignore[return-value]
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:

@@ -43,12 +43,11 @@ class Schedule:
     @cached_property
     def description(self) -> dict[str, object]:
         """What must be equal on all ranks, in words: short, yet equal on two ranks iff it is the same schedule."""
-        digest = hashlib.blake2b(repr(astuple(self.mask)).encode(), digest_size=8).hexdigest()
         return {
             "seqlen": self.layout.seqlen,
-            "layout": self.layout.name,
+            "layout": self.layout.name + (f" (digest {_digest(self.layout)})" if self.layout.documents else ""),
             "route": self.route.name,
-            "mask": f"{self.mask!r}" + (f" (digest {digest})" if self.mask.cu_seqlens else ""),
+            "mask": f"{self.mask!r}" + (f" (digest {_digest(self.mask)})" if self.mask.cu_seqlens else ""),
         }
 
     @cached_property
@@ -144,6 +143,8 @@ def make_schedule(
     if route != "auto" and route not in ROUTES:
         raise ValueError(f"route={route!r} is unknown; choose one of auto, {', '.join(ROUTES)}")
     shape = Layout(layout, seqlen, world)
+    if shape.per_document and isinstance(mask, Mask) and mask.cu_seqlens is not None:
+        shape = replace(shape, documents=tuple(mask.cu_seqlens))
     direct = Schedule(shape, mask, ROUTES["direct"], rank)
     if route != "auto":
         return replace(direct, route=ROUTES[route])
@@ -151,6 +152,10 @@ def make_schedule(
         return direct
     candidates = [direct, replace(direct, route=ROUTES["ring"])]
     return min(candidates, key=lambda schedule: _busiest_link(schedule, hosts))
+
+
+def _digest(part: Layout | Mask) -> str:
+    return hashlib.blake2b(repr(astuple(part)).encode(), digest_size=8).hexdigest()
 
 
 def _busiest_link(schedule: Schedule, hosts: Sequence[int]) -> int:

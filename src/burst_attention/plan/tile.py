@@ -193,30 +193,40 @@ def _ceil(a: np.ndarray, b: int) -> np.ndarray:
 
 
 def _clip(segments: np.ndarray, start: np.ndarray, stop: np.ndarray, stride: int) -> tuple[np.ndarray, np.ndarray]:
-    """Local index range of each segment inside positions [start, stop); broadcasts."""
-    first, count = segments[..., 2], segments[..., 3]
+    """Local index range of each segment inside its interval [start, stop) of positions."""
+    first, count = segments[:, 2], segments[:, 3]
     return np.maximum(0, _ceil(start - first, stride)), np.minimum(count, _ceil(stop - first, stride))
+
+
+def _meeting(segments: np.ndarray, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(interval, segment) numbers of all that may share a position, for N segments and M intervals [start, stop).
+
+    Not all N x M: thousands of documents, each cut over the ranks by itself, are thousands of both.
+    """
+    first, last = segments[:, 2], segments[:, 2] + (segments[:, 3] - 1) * segments[:, 4]
+    order = np.argsort(first, kind="stable")
+    low = np.searchsorted(np.maximum.accumulate(last[order]), start)
+    count = np.maximum(0, np.searchsorted(first[order], stop) - low)
+    before = np.repeat(np.cumsum(count) - count - low, count)
+    return np.repeat(np.arange(len(start)), count), order[np.arange(count.sum()) - before]
 
 
 def _intersect(q_segments: np.ndarray, k_segments: np.ndarray, regions: np.ndarray, stride: int) -> np.ndarray:
     """int64 [T, 9]: query owner, key owner, region, then a tile, for every segment x segment x region not empty."""
-    i0, i1 = _clip(q_segments[:, None], regions[None, :, 0], regions[None, :, 1], stride)
-    q_at, region = np.nonzero(i1 > i0)  # first narrow by the query side: few regions meet few segments
-    i0, i1, q, bands = i0[q_at, region], i1[q_at, region], q_segments[q_at], regions[region]
-    j0, j1 = _clip(k_segments[None], bands[:, None, 2], bands[:, None, 3], stride)
-    shift = q[:, None, 2] - k_segments[None, :, 2]
-    lo = _ceil(bands[:, None, 4] - shift, stride) - i0[:, None] + j0  # counted from the rectangle's corner
-    hi = (bands[:, None, 5] - shift) // stride - i0[:, None] + j0
-    rows, columns = (i1 - i0)[:, None], j1 - j0
-    seen = hi >= lo
-    top, bottom, left, right, lo, hi = tighten(rows, columns, lo, hi)
-    at, k_at = np.nonzero(seen & (bottom > top) & (right > left))
-    pick = (at, k_at)
-    top, bottom, left, right = top[pick], bottom[pick], left[pick], right[pick]
-    q, k = q[at], k_segments[k_at]
-    q_base, k_base = q[:, 1] + i0[at], k[:, 1] + j0[pick]
-    tile = (q_base + top, q_base + bottom, k_base + left, k_base + right, lo[pick], hi[pick])
-    return np.stack([q[:, 0], k[:, 0], region[at], *tile], axis=1)
+    region, q_at = _meeting(q_segments, regions[:, 0], regions[:, 1])
+    at, k_at = _meeting(k_segments, regions[region, 2], regions[region, 3])
+    region, q, k = region[at], q_segments[q_at[at]], k_segments[k_at]
+    bands = regions[region]
+    i0, i1 = _clip(q, bands[:, 0], bands[:, 1], stride)
+    j0, j1 = _clip(k, bands[:, 2], bands[:, 3], stride)
+    shift = q[:, 2] - k[:, 2]
+    lo = _ceil(bands[:, 4] - shift, stride) - i0 + j0  # counted from the rectangle's corner
+    hi = (bands[:, 5] - shift) // stride - i0 + j0
+    seen = (hi >= lo) & (i1 > i0) & (j1 > j0)
+    top, bottom, left, right, lo, hi = tighten(i1 - i0, j1 - j0, lo, hi)
+    q_base, k_base = q[:, 1] + i0, k[:, 1] + j0
+    tile = (q_base + top, q_base + bottom, k_base + left, k_base + right, lo, hi)
+    return np.stack([q[:, 0], k[:, 0], region, *tile], axis=1)[seen & (bottom > top) & (right > left)]
 
 
 def _coalesce(table: np.ndarray) -> np.ndarray:
