@@ -13,11 +13,12 @@ from burst_attention.attention.plan import lone_plan
 from burst_attention.engines import ENGINES, Heads, choose
 from burst_attention.engines.ulysses import ulysses_attention
 from burst_attention.engines.whole import whole_attention
+from burst_attention.integrations import hf
 from burst_attention.launch.mesh import make_mesh
 from burst_attention.testing import attend
 from burst_attention.testing.check import relative_l2
 from burst_attention.training.loop import train
-from burst_attention.training.model import build_model, layer_windows, plans_for
+from burst_attention.training.model import build_model, plans_for
 from tests.training import config_of, losses, norms, write_corpus
 
 STEPS = 20
@@ -95,7 +96,7 @@ def parameter_gradients(engine_name, layout, kind="llama"):
     dtype = torch.float64
     model = build_model("tiny", config, engine, dtype=dtype, mesh=mesh, everyone=everyone, seed=3)
     ids = torch.randint(0, 200, (1, 64), generator=torch.Generator().manual_seed(5))
-    plans = plans_for(engine.plan(64, group=mesh["context"]), layer_windows(config), (0, 11, 40, 64))
+    plans = plans_for(engine.plan(64, group=mesh["context"]), hf.layer_windows(config), (0, 11, 40, 64))
     with CommDebugMode() as counter:
         loss = model(engine.shard({"input_ids": ids, "labels": ids}, plans), plans, None)
         forward = dict(counter.get_comm_counts())
@@ -138,7 +139,7 @@ def assert_same(rank, own_loss, grads, loss, expected):
 def test_other_models_gradients_are_the_single_ranks_too(pools, engine, kind):
     ((loss, expected, _),) = pools(1).run(parameter_gradients, "single", "auto", kind)
     if kind == "biases and windows":
-        assert len(set(layer_windows(MODELS[kind]()))) == 2
+        assert len(set(hf.layer_windows(MODELS[kind]()))) == 2
     for rank, (own_loss, grads, _) in enumerate(pools(2).run(parameter_gradients, engine, "auto", kind)):
         assert_same(rank, own_loss, grads, loss, expected)
 

@@ -150,7 +150,7 @@ class Plan:
 
         Args:
             mask: what a query sees.
-            seqlen: tokens of the whole sequence, if not as many as this plan has.
+            seqlen: tokens of the whole sequence, which are then cut over the ranks anew. Default: as they are.
         """
         schedule = self.schedule.with_mask(mask, seqlen=None if seqlen is None else check_seqlen(seqlen))
         return Plan(schedule, self.transport, self.agreement, usage=self.usage)
@@ -312,7 +312,8 @@ def make_plan(
     Args:
         seqlen: tokens of the whole sequence, at least 0; need not divide by anything.
         mask: what a query sees; causal if None.
-        layout: ``zigzag`` (balanced for causal masks), ``contiguous`` or ``striped``.
+        layout: ``zigzag`` (balanced for causal masks), ``contiguous`` or ``striped``; with ``-per-document`` after it
+            each document of the mask is cut by itself.
         route: ``direct`` (owner to user), ``ring`` (round the ring, partial results straight home), ``ring-attention``
             (both round the ring), or ``auto``: direct unless several hosts have several ranks each and the ring loads
             their links less.

@@ -55,7 +55,7 @@ def unshard(x: Tensor, dim: int, grad: str, layout: Layout, transport: Transport
             "grad": grad,
             "gradient wanted": x.requires_grad and torch.is_grad_enabled(),
             "seqlen": layout.seqlen,
-            "layout": layout.name,
+            "layout": layout.description,
         }
     agreement.agree("unshard", fields)
     return _Unshard.apply(x, _Reshard(layout, transport, agreement, dim, grad, transport.health.next_call()))

@@ -12,39 +12,19 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..attention.batch import Plans
 from ..attention.plan import Plan
 from ..comm.link import connect, resolve_group
-from ..integrations import hf, hf_models
+from ..integrations import hf
+from ..integrations.hf_attention import Attention
 from ..plan.mask import Mask
 from .call import plan_for
 
 FLASH = "flash_attention_2"
 
 
-class _Watch(hf_models.Watch):
-    """Looks at models as ever, but takes either name for ours."""
-
-    @torch.compiler.disable
-    def check(self, module: torch.nn.Module, plan: Plan) -> None:
-        if plan.world == 1:
-            return
-        hf_models.check_layers(getattr(module, "config", None))
-        model = hf_models.running_model()
-        if model is not None and model not in self._right:
-            hf_models.check_structure(model)
-            self._right[model] = hf_models._configs(model)
-        for config in self._right[model] if model is not None else ():
-            if config._attn_implementation not in (FLASH, hf.NAME):
-                raise ValueError(
-                    f"attn_implementation={config._attn_implementation!r} of layers of {type(model).__name__}: their "
-                    f"attention would see each rank's shard alone; load the model with attn_implementation={FLASH!r}"
-                )
-
-
-class _Substitute(hf._Attention):
+class _Substitute(Attention):
     """The function that every layer calls. The documents are kept in it, and it in transformers' registry."""
 
     def __init__(self, group: Any) -> None:
-        super().__init__()
-        self._models = _Watch()
+        super().__init__((FLASH, hf.NAME))
         self._group = group
         self._plans: dict[int | None, Plan] = {}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,21 +28,21 @@ def register() -> None:
     """
     registered = ALL_ATTENTION_FUNCTIONS.get(NAME)
     if registered is None:
-        AttentionInterface.register(NAME, _Attention())
-    elif not isinstance(registered, _Attention):
+        AttentionInterface.register(NAME, Attention())
+    elif not isinstance(registered, Attention):
         raise ValueError(f"the attention name {NAME!r} is taken in transformers by {registered!r}; don't register that")
     # Without a mask function transformers drops a padding mask without a word.
     if NAME not in ALL_MASK_ATTENTION_FUNCTIONS:
         AttentionMaskInterface.register(NAME, _request_mask)
 
 
-class _Attention:
+class Attention:
     """The function that every layer calls. It remembers which position ids it found right, so that the layers of a
     model wait for that comparison once and not each: on a GPU it drains the queue."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Sequence[str] = (NAME,)) -> None:
         self._right: tuple[weakref.ref, int | None, list[weakref.ref]] | None = None
-        self._models = hf_models.Watch()
+        self._models = hf_models.Watch(names)
 
     def __call__(
         self,
@@ -65,8 +65,7 @@ class _Attention:
 
         ``attend`` computes it once all has been checked: called like :func:`burst_attention`.
         """
-        speaker = any_plan(plan)
-        with speaker.agreement.entering("burst_attention"):
+        with any_plan(plan).agreement.entering("burst_attention"):
             hf_checks.check_keywords(dropout, others)
             request = hf_checks.mask_request(attention_mask)
             chosen = hf_checks.choose(plan, hf_checks.stated_window(sliding_window, request))

@@ -112,9 +112,9 @@ class Plans:
         """The plans, by window, of sequences of ``seqlen`` tokens with these documents. Nothing is exchanged."""
         key = seqlen, cu_seqlens
         if key not in self._plans:
+            first = self.base.with_mask(Mask(cu_seqlens=cu_seqlens), seqlen=seqlen)
             self._plans[key] = {
-                window: self.base.with_mask(Mask(window=window, cu_seqlens=cu_seqlens), seqlen=seqlen)
-                for window in self._windows
+                window: first.with_mask(Mask(window=window, cu_seqlens=cu_seqlens)) for window in self._windows
             }
         self._plans.move_to_end(key)
         while len(self._plans) > self._kept:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import CodeType
 from typing import Any
@@ -148,9 +148,14 @@ def layer_windows(config: Any) -> list[int | None]:
 
 
 class Watch:
-    """Remembers which models it found right, weakly, so that each is looked at once and not in every layer."""
+    """Remembers which models it found right, weakly, so that each is looked at once and not in every layer.
 
-    def __init__(self) -> None:
+    Args:
+        names: under which our attention is registered; a model must have it by one of them.
+    """
+
+    def __init__(self, names: Sequence[str] = (NAME,)) -> None:
+        self._names = names
         self._right: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
 
     @torch.compiler.disable
@@ -169,7 +174,7 @@ class Watch:
         if model not in self._right:
             check_structure(model)
             self._right[model] = _configs(model)
-        _check_implementations(model, self._right[model])
+        _check_implementations(model, self._right[model], self._names)
 
 
 @torch.compiler.disable
@@ -274,12 +279,12 @@ def _configs(model: nn.Module) -> list[Any]:
     return list({id(config): config for config in every if config is not None}.values())
 
 
-def _check_implementations(model: nn.Module, configs: list[Any]) -> None:
+def _check_implementations(model: nn.Module, configs: list[Any], names: Sequence[str] = (NAME,)) -> None:
     for config in configs:
-        if config._attn_implementation != NAME:
+        if config._attn_implementation not in names:
             raise ValueError(
                 f"attn_implementation={config._attn_implementation!r} of layers of {type(model).__name__}: their "
-                f"attention would see each rank's shard alone; call model.set_attn_implementation({NAME!r})"
+                f"attention would see each rank's shard alone; call model.set_attn_implementation({names[0]!r})"
             )
 
 

@@ -6,11 +6,12 @@ equality and a hash. A new layout is one function here; masks, routes and kernel
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -59,6 +60,11 @@ else:  # what command lines and configurations take
     LayoutOrAuto = Literal["auto", *LAYOUTS]
 
 
+def digest(part: Any) -> str:
+    """Of a dataclass's fields: equal on two ranks iff they are."""
+    return hashlib.blake2b(repr(astuple(part)).encode(), digest_size=8).hexdigest()
+
+
 @dataclass(frozen=True)
 class Layout:
     """``seqlen`` positions over ``world`` ranks, by one of :data:`LAYOUTS`.
@@ -91,6 +97,11 @@ class Layout:
             for s in cut(stop - start, self.world, rank)
             if len(s)
         )
+
+    @property
+    def description(self) -> str:
+        """In words: equal on two ranks iff each holds the same tokens by both."""
+        return self.name + (f" (digest {digest(self)})" if self.documents else "")
 
     @property
     def per_document(self) -> bool:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from . import cost
 from .assignment import TRAVELS, Assignment, rows
-from .layout import Layout
+from .layout import Layout, digest
 from .mask import Mask
 from .program import Pairs, Program, all_edges, build_program, touched_pairs
 from .route import ROUTES, Route
@@ -36,18 +35,20 @@ class Schedule:
         self.mask.check(self.layout.seqlen)
 
     def with_mask(self, mask: Mask, *, seqlen: int | None = None) -> Schedule:
-        """The same layout and route under another mask, of another length if told."""
-        layout = self.layout if seqlen in (None, self.layout.seqlen) else replace(self.layout, seqlen=int(seqlen or 0))
-        return replace(self, mask=mask, layout=layout)
+        """The same layout and route under another mask; with ``seqlen`` the tokens are cut anew, over so many."""
+        if seqlen is None:
+            return replace(self, mask=mask)
+        documents = tuple(mask.cu_seqlens) if self.layout.per_document and mask.cu_seqlens else None
+        return replace(self, mask=mask, layout=replace(self.layout, seqlen=seqlen, documents=documents))
 
     @cached_property
     def description(self) -> dict[str, object]:
         """What must be equal on all ranks, in words: short, yet equal on two ranks iff it is the same schedule."""
         return {
             "seqlen": self.layout.seqlen,
-            "layout": self.layout.name + (f" (digest {_digest(self.layout)})" if self.layout.documents else ""),
+            "layout": self.layout.description,
             "route": self.route.name,
-            "mask": f"{self.mask!r}" + (f" (digest {_digest(self.mask)})" if self.mask.cu_seqlens else ""),
+            "mask": f"{self.mask!r}" + (f" (digest {digest(self.mask)})" if self.mask.cu_seqlens else ""),
         }
 
     @cached_property
@@ -152,10 +153,6 @@ def make_schedule(
         return direct
     candidates = [direct, replace(direct, route=ROUTES["ring"])]
     return min(candidates, key=lambda schedule: _busiest_link(schedule, hosts))
-
-
-def _digest(part: Layout | Mask) -> str:
-    return hashlib.blake2b(repr(astuple(part)).encode(), digest_size=8).hexdigest()
 
 
 def _busiest_link(schedule: Schedule, hosts: Sequence[int]) -> int:

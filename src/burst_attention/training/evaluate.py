@@ -14,12 +14,13 @@ from torch import Tensor
 
 from burst_attention import Plan, make_plan
 from burst_attention.engines import Heads, choose
+from burst_attention.integrations import hf
 from burst_attention.launch.mesh import make_mesh
 
 from ..launch.join import RankContext, join
 from .data import TokenSequence, digest_of, open_sequences
 from .evaluation import EngineResult, EvalConfig
-from .model import NextTokenModel, batch_of, build_model, layer_windows, model_config, plans_for
+from .model import NextTokenModel, batch_of, build_model, model_config, plans_for
 
 ALONE = "single"  # has a rank for each sequence
 
@@ -38,7 +39,7 @@ def token_losses(
     Args:
         sequences: all of them, of ``plan.seqlen`` tokens each.
         plan: of this rank's group, from the model's engine.
-        windows: the layers', from :func:`layer_windows`.
+        windows: the layers', from :func:`~burst_attention.integrations.hf.layer_windows`.
 
     Yields:
         (index, fp32 or fp64 [S] on the CPU in global order, 0 where there is no target) of the sequences that this
@@ -120,7 +121,7 @@ class _Evaluator:
         self.length = len(self.sequences[0].tokens)
         self.dtype = config.as_training.model.compute_dtype(context.device.type)
         self.model_config = model_config(config.model, tokenizer, config.seq_len, training=False)
-        self.windows = layer_windows(self.model_config)
+        self.windows = hf.layer_windows(self.model_config)
         self.reference: dict[int, Tensor] | None = None
 
     def refused(self, name: str) -> str | None:

@@ -13,6 +13,7 @@ import torch
 
 from burst_attention import Plan
 from burst_attention.engines import Heads, choose
+from burst_attention.integrations import hf
 
 from ..launch.join import RankContext, join
 from .checkpoint import save_checkpoint
@@ -21,7 +22,7 @@ from .config import TrainConfig
 from .data import TokenSequence, digest_of, open_sequences
 from .evaluate import token_losses
 from .metrics import MODEL, UNFINISHED, Reporter, RunFolder, StepRecord, Summary, claim_run
-from .model import batch_of, build_model, layer_windows, model_config, plans_for
+from .model import batch_of, build_model, model_config, plans_for
 from .optim import clip_by_global_norm, make_optimizer, make_schedule
 
 
@@ -88,7 +89,7 @@ class Trainer:
         self.reader, self.tokenizer = open_sequences(config)
         self.dtype = config.model.compute_dtype(context.device.type)
         self.model_config = model_config(config.model.model, self.tokenizer, config.data.seq_len)
-        self.windows = layer_windows(self.model_config)
+        self.windows = hf.layer_windows(self.model_config)
         parallel = config.parallel
         self.engine = choose(parallel.engine, layout=parallel.layout, route=parallel.route)
         self.heads = Heads.of(self.model_config)

@@ -96,15 +96,6 @@ def load_config(model: str, *, training: bool = True) -> PreTrainedConfig:
     return config
 
 
-def layer_windows(config: PreTrainedConfig) -> list[int | None]:
-    """How many keys a query of each layer sees; None for all of them."""
-    window = getattr(config, "sliding_window", None)
-    if getattr(config, "use_sliding_window", True) is False:
-        window = None
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    return [window if kind == "sliding_attention" else None for kind in kinds]
-
-
 def plans_for(plan: Plan, windows: list[int | None], cu_seqlens: tuple[int, ...] | None) -> dict[int | None, Plan]:
     """The plan of each distinct window, for one sequence's documents."""
     return {window: plan.with_mask(Mask(window=window, cu_seqlens=cu_seqlens)) for window in dict.fromkeys(windows)}
