@@ -517,7 +517,7 @@ SEEDED = [
     Fault(
         "layers with another attention are not noticed",
         "integrations/hf_models.py",
-        "if config._attn_implementation != NAME:",
+        "if config._attn_implementation not in names:",
         "if False:",
         HF_MODELS,
         "switched",

@@ -13,6 +13,7 @@ import burst_attention
 from burst_attention import PeerError, make_plan
 from burst_attention.comm.agreement import RECORD_BYTES
 from burst_attention.engines.ulysses import ulysses_attention
+from burst_attention.integrations.hf_attention import Attention
 from burst_attention.loss import next_token_loss, next_token_nll, token_log_probs
 from burst_attention.testing import local_world
 
@@ -48,9 +49,7 @@ def log_probs(plan):
 
 
 def model(plan):
-    return hf_attention.Attention()(
-        torch.nn.Module(), *inputs(plan), None, plan=plan, position_ids=plan.positions[None]
-    )[0]
+    return Attention()(torch.nn.Module(), *inputs(plan), None, plan=plan, position_ids=plan.positions[None])[0]
 
 
 CALLS = {  # of each call, what it does by itself first: made to fail on one rank

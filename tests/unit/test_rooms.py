@@ -27,7 +27,7 @@ ROOMS: dict[str, set[str]] = {
     "loss": {"attention", "comm"},
     "testing": {"attention", "plan", "comm", "kernels", "launch"},
     "engines": {"attention", "plan", "loss", "launch"},
-    "integrations": {"attention", "loss"},
+    "integrations": {"attention", "loss", "plan"},
     "compat": {"attention", "plan", "comm", "integrations"},
     "training": {"attention", "plan", "loss", "engines", "integrations", "launch"},
     "cli": {"", "plan", "attention", "kernels", "training", "launch", "testing"},
@@ -39,7 +39,7 @@ ONLY = {"kernels": {"plan": {"plan.tile"}}}
 THIRD_PARTIES: dict[str, set[str]] = {
     "kernels": {"*triton", "*flash_attn", "*flash_attn_interface"},
     "kernels/triton": {"triton"},
-    "integrations": {"transformers"},
+    "integrations": {"transformers", "accelerate"},
     "compat": {"transformers"},
     "launch": {"rich"},
     "testing": {"*rich"},

@@ -43,14 +43,14 @@ class Rows:
     def of(cls, starts: np.ndarray, stops: np.ndarray) -> Rows:
         """The union of intervals, given in any order."""
         keep = stops > starts
-        order = np.argsort(starts[keep], kind="stable")
-        starts, stops = starts[keep][order], stops[keep][order]
-        if not len(starts):
+        starts, stops = starts[keep], stops[keep]
+        if len(starts) < 2:
             return cls(starts, stops)
+        order = np.argsort(starts, kind="stable")
+        starts, stops = starts[order], stops[order]
         reach = np.maximum.accumulate(stops)
-        first = np.r_[True, starts[1:] > reach[:-1]]
-        last = np.r_[first[1:], True]
-        return cls(starts[first], reach[last])
+        apart = starts[1:] > reach[:-1]  # from the interval before
+        return cls(np.concatenate([starts[:1], starts[1:][apart]]), np.concatenate([reach[:-1][apart], reach[-1:]]))
 
     @classmethod
     def all(cls, count: int) -> Rows:
@@ -67,7 +67,9 @@ class Rows:
 
     @cached_property
     def _offsets(self) -> np.ndarray:
-        return np.r_[0, np.cumsum(self.stops - self.starts)]
+        offsets = np.zeros(len(self.starts) + 1, np.int64)
+        np.cumsum(self.stops - self.starts, out=offsets[1:])
+        return offsets
 
     @property
     def count(self) -> int:

@@ -1,0 +1,143 @@
+"""How a batch's documents and padding are read, and the way back to its order."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from burst_attention import Mask, make_plan
+from burst_attention.integrations.hf_batch import Plans, rows_of
+from burst_attention.plan.cost import Shape
+from burst_attention.plan.rows import Direction
+from burst_attention.plan.schedule import make_schedule
+
+IDS = torch.arange(1, 13).view(2, 6)
+
+
+def batch(**entries):
+    return {"input_ids": IDS, "labels": IDS} | entries
+
+
+def ones(*, left=0, right=0):
+    mask = torch.ones(2, 6, dtype=torch.long)
+    mask[1, :left] = 0
+    mask[1, 6 - right :] = 0
+    return mask
+
+
+def labels(*, ignored):
+    out = IDS.clone()
+    out[1, list(ignored)] = -100
+    return out
+
+
+def test_rows_of_one_document_stay_as_they_are():
+    rows = rows_of(batch(), ranks=2)
+    assert rows.cu_seqlens is None
+    assert rows.padding is None
+    assert torch.equal(rows.input_ids, IDS)
+    assert rows.targets.tolist() == [[2, 3, 4, 5, 6, -100], [8, 9, 10, 11, 12, -100]]
+    assert torch.equal(rows.restore(rows.input_ids), IDS)
+
+
+def test_padding_in_front_goes_behind():
+    given = batch(attention_mask=ones(left=2), labels=labels(ignored=(0, 1, 2)))
+    rows = rows_of(given, ranks=2)
+    assert rows.input_ids[1].tolist() == [9, 10, 11, 12, 7, 8]
+    assert rows.targets[1].tolist() == [10, 11, 12, -100, -100, -100]
+    assert torch.equal(rows.restore(rows.input_ids), IDS)
+
+
+def test_rows_with_documents_of_their_own_are_laid_end_to_end():
+    places = torch.tensor([[0, 1, 2, 3, 4, 5], [0, 1, 0, 1, 2, 3]])
+    rows = rows_of(batch(position_ids=places), ranks=2)
+    assert rows.cu_seqlens == (0, 6, 8, 12)
+    assert rows.input_ids.shape == (1, 12)
+    assert rows.targets[0, 5] == -100  # no row foretells the next
+    assert torch.equal(rows.restore(rows.input_ids), IDS)
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1]])},
+        {"seq_idx": torch.tensor([[0, 0, 0, 0, 1, 1]] * 2)},
+        {"sequence_ids": torch.tensor([[7, 7, 7, 7, 3, 3]] * 2), "attention_mask": ones()},
+        {"cu_seq_lens_q": torch.tensor([0, 4, 6, 10, 12])},
+        {"cu_seq_lens_q": torch.tensor([0, 4, 6, 10, 12]), "position_ids": torch.arange(6)[None]},
+        {"cu_seq_lens_q": torch.tensor([0, 4, 6, 10, 12]), "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1]])},
+    ],
+)
+def test_every_spelling_of_documents(entries):
+    rows = rows_of(batch(**entries), ranks=2)
+    assert rows.cu_seqlens == (0, 4, 6)
+    assert rows.input_ids.shape == (2, 6)
+
+
+def test_a_batch_shorter_than_its_ranks_is_lengthened():
+    rows = rows_of(batch(), ranks=9)
+    assert rows.input_ids.shape == (2, 9)
+    assert (rows.targets[:, 6:] == -100).all()
+    assert torch.equal(rows.restore(rows.input_ids), IDS)
+    assert torch.equal(rows.restore(rows.input_ids[..., None])[..., 0], IDS)
+
+
+@pytest.mark.parametrize(
+    ("entries", "error", "message"),
+    [
+        ({"input_ids": None}, ValueError, "input_ids are missing"),
+        ({"input_ids": IDS.float()}, TypeError, "pass a tensor of integers"),
+        ({"labels": IDS[:, :5]}, ValueError, r"labels has shape \[2, 5\], input_ids \[2, 6\]"),
+        ({"attention_mask": torch.ones(2, 1, 6, 6)}, ValueError, r"a mask of shape \[2, 1, 6, 6\]"),
+        ({"attention_mask": torch.tensor([[1, 0, 1, 1, 1, 1]] * 2)}, ValueError, "zeros between tokens"),
+        ({"attention_mask": ones(right=2)}, ValueError, "labels has targets for tokens of padding"),
+        ({"attention_mask": ones(left=2), "labels": labels(ignored=(0, 1))}, ValueError, "first token behind padding"),
+        ({"position_ids": torch.tensor([[0, 1, 2, 4, 5, 6]])}, ValueError, "goes from 2 to 4 in row 0"),
+        ({"position_ids": torch.zeros(3, 2, 6).long()}, ValueError, r"position_ids has shape \[3, 2, 6\]"),
+        (
+            {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]]), "attention_mask": ones()},
+            ValueError,
+            "Leave attention_mask out for packed documents",
+        ),
+        ({"cu_seq_lens_q": torch.tensor([0, 4, 8, 12])}, ValueError, "reaches over the end of a row"),
+        ({"cu_seq_lens_q": torch.tensor([0, 4, 6])}, ValueError, "cu_seq_lens_q: cu_seqlens ends at 6"),
+        (
+            {"cu_seq_lens_q": torch.tensor([0, 4, 6, 10, 12]), "cu_seq_lens_k": torch.tensor([0, 3, 6, 10, 12])},
+            ValueError,
+            "cu_seq_lens_q and cu_seq_lens_k tell of different documents",
+        ),
+    ],
+)
+def test_what_can_not_be_is_refused(entries, error, message):
+    with pytest.raises(error, match=message):
+        rows_of(batch(**entries), ranks=2)
+
+
+def test_a_few_masks_plans_are_kept():
+    plans = Plans(make_plan(1), [None, 7, None], kept=3)
+    for length in range(10, 20):
+        kept = plans.get(length, (0, 4, length))
+        assert {window: plan.mask for window, plan in kept.items()} == {
+            None: Mask(cu_seqlens=(0, 4, length)),
+            7: Mask(window=7, cu_seqlens=(0, 4, length)),
+        }
+        assert all(plan.seqlen == length for plan in kept.values())
+    assert len(plans) == 3
+    assert plans.get(19, (0, 4, 19)) is kept
+
+
+def test_a_new_mask_costs_milliseconds():
+    """Eight documents over four ranks, a mask never seen before: at most 5 ms in the quietest of many."""
+    base = make_schedule(1, mask=Mask(), layout="zigzag", route="direct", rank=1, world=4)
+    shape = Shape(batch=1, q_heads=8, kv_heads=8, head_dim=64, v_head_dim=64, io=2, partial=2, accumulate=4)
+    times = []
+    for n in range(40):
+        cuts = torch.randperm(32767, generator=torch.Generator().manual_seed(n))[:7].sort().values + 1
+        start = time.perf_counter()
+        schedule = base.with_mask(Mask(cu_seqlens=(0, *cuts.tolist(), 32768)), seqlen=32768)
+        for direction in Direction:
+            schedule.program(schedule.choose_travels(shape), direction)
+        times.append(time.perf_counter() - start)
+    assert min(times) <= 5e-3
