@@ -9,7 +9,6 @@ import tyro
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from burst_attention.attention.checks import DtypeName
 from burst_attention.launch import local as launch
@@ -201,22 +200,25 @@ def _run(task: str, arguments: Arguments, command: str, marker: Marker) -> Resul
 
 def _show(results: Results, console: Console) -> None:
     from .report.table import CHECK, PLACE, cells, measured
+    from .tables import terminal
 
     right = [row for row in results.rows if row.passed]
     # A terminal has little room: the page has the rest.
     shown = (c for c in measured(results) if c.header not in ("min to max s", "bytes uncounted"))
     columns = tuple(c for c in shown if any(c.text(row) != "-" for row in right))
-    title = f"{results.task}, {results.setting['dtype']}; median of the rounds, bytes of each rank"
-    headers = (column.header for column in (*PLACE, *columns, *CHECK))
-    table = Table(*headers, title=title, box=SIMPLE_HEAD, pad_edge=False)
-    for column in table.columns:
-        column.no_wrap, column.overflow = column.header in ("engine", "link", "/ first's"), "fold"
+    headers = [column.header for column in (*PLACE, *columns, *CHECK)]
+    rows = []
     for row in results.rows:
         if not row.refused:
-            style = None if row.passed else "red"
             texts = (part for text, width in cells(row, columns) for part in (text, *[""] * (width - 1)))
-            table.add_row(*texts, style=style)
+            told = texts if row.passed else (f"[red]{text}[/]" for text in texts)
+            rows.append(dict(zip(headers, told, strict=True)))
+    title = f"{results.task}, {results.setting['dtype']}; median of the rounds, bytes of each rank"
+    table = terminal(rows, title=title, box=SIMPLE_HEAD, pad_edge=False)
+    for column in table.columns:
+        column.no_wrap, column.overflow = column.header in ("engine", "link", "/ first's"), "fold"
     console.print(table)
-    refused = [row for row in results.rows if row.refused]
-    for reason in dict.fromkeys(f"{row.engine}, {row.world} ranks: {row.refused}" for row in refused):
+    for reason in dict.fromkeys(
+        f"{row.engine}, {row.world} ranks: {row.refused}" for row in results.rows if row.refused
+    ):
         console.print(f"left out: {escape(reason)}", highlight=False)

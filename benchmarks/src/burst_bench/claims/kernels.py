@@ -33,7 +33,8 @@ from burst_attention.plan.layout import Layout
 from burst_attention.plan.tile import Tiles, pair_tiles
 from burst_attention.testing import local_world
 
-from ..paper.markdown import table
+from ..harness.turns import ratios, take_turns
+from ..tables import markdown
 from ..texts import spread
 
 WINDOW = 4096
@@ -112,23 +113,6 @@ def seconds(call: Callable[[], Any]) -> float:
     return start.elapsed_time(stop) / 1e3
 
 
-def interleaved(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each, taking turns."""
-    for call in calls.values():
-        call()
-        call()
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            taken[name].append(seconds(call))
-    return taken
-
-
-def against(mine: list[float], theirs: list[float]) -> float:
-    """How fast mine is by theirs."""
-    return statistics.median(b / a for a, b in zip(mine, theirs, strict=True))
-
-
 def compare(seqlen: int, dim: int, mask_name: str, rounds: int) -> list[dict[str, str]]:
     """A row for each kernel and pass."""
     heads = 2048 // dim
@@ -142,12 +126,15 @@ def compare(seqlen: int, dim: int, mask_name: str, rounds: int) -> list[dict[str
     rows = []
     for direction, each in (("forward", 4), ("backward", 10)):
         calls = {s.name: getattr(s, direction) for s in able} | {"matmul": lambda: a @ a}
-        taken = interleaved(calls, rounds)
+        for call in (*calls.values(), *calls.values()):  # what is compiled is compiled by the second
+            call()
+        turns = take_turns([partial(seconds, call) for call in calls.values()], rounds)
+        taken = dict(zip(calls, turns, strict=True))
         best = min((n for n in taken if n in STOCK), key=lambda n: statistics.median(taken[n]), default=None)
         peak = 2 * 8192**3 / statistics.median(taken["matmul"]) / 1e12
         for name in (s.name for s in able):
             speed = each * dim * heads * tiles.area / statistics.median(taken[name]) / 1e12
-            ratio = f"{against(taken[name], taken[best]):.2f} of {best}" if best else "-"
+            ratio = f"{statistics.median(ratios(taken[name], taken[best])):.2f} of {best}" if best else "-"
             place = (f"{seqlen:,}", str(dim), mask_name, direction, f"{name} (auto)" if name == auto else name)
             rows.append(dict(zip(COLUMNS, (*place, f"{speed:.0f}", ratio, f"{speed / peak:.2f}"), strict=True)))
     for reason in refused:
@@ -234,13 +221,13 @@ def run(
         "# Kernels on a GPU\n\n"
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {datetime.now(UTC):%Y-%m-%d}. "
         f"Command: `python benchmarks/kernels.py --rounds {rounds}`. bf16, batch 1, heads · D = 2,048.\n\n"
-        f"`auto`:\n\n```\n{explain(device=DEVICE, dtype=torch.bfloat16)}\n```\n\n" + table(rows)
+        f"`auto`:\n\n```\n{explain(device=DEVICE, dtype=torch.bfloat16)}\n```\n\n" + markdown(rows)
     )
     page += "\n## What distribution costs apart from the network\n\nOne rank's kernels by those of all ranks, "
     page += "zigzag, causal, forward and backward:\n\n"
-    page += table(distribution(8, max(seq_lens), dim, 3) for dim in head_dims)
+    page += markdown(distribution(8, max(seq_lens), dim, 3) for dim in head_dims)
     page += "\n## Memory\n\nH = 32, D = 128, forward and backward, the Triton kernel:\n\n"
-    page += table(memory(131072, 32, 128, world) for world in (1, 8))
+    page += markdown(memory(131072, 32, 128, world) for world in (1, 8))
     print(page)
     if out:
         out.write_text(page, "utf-8")

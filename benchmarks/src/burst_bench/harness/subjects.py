@@ -19,9 +19,7 @@ from burst_attention.plan.rows import Direction
 from burst_attention.training.model import build_model, plans_for
 
 from .trace import Trace, traced
-from .workload import Workload
-
-BLOCK = 4096  # positions
+from .workload import Workload, random_qkv
 
 
 class Fingerprint(NamedTuple):
@@ -75,26 +73,6 @@ def make_subject(workload: Workload, engine: Engine, trace: Trace) -> Subject:
         if workload.task == "attention"
         else ModelSubject(workload, engine, trace)
     )
-
-
-def random_qkv(workload: Workload, positions: Tensor | None = None) -> list[Tensor]:
-    """q, k, v, dout [1, heads, S, D] at these (ascending) positions, all if None; the same whoever asks.
-
-    Drawn block by block: a rank's peak memory must not be that of drawing what others hold.
-    """
-    make = torch.Generator().manual_seed(workload.seed)
-    positions = torch.arange(workload.seq_len) if positions is None else positions
-    starts = range(0, workload.seq_len, BLOCK)
-    cuts = torch.searchsorted(positions, torch.tensor([*starts, workload.seq_len])).tolist()  # where each block's lie
-    inputs = []
-    for heads in (workload.heads, workload.kv_heads, workload.kv_heads, workload.heads):
-        x = torch.empty(1, heads, len(positions), workload.head_dim, dtype=workload.torch_dtype)
-        for head in range(heads):
-            for start, first, last in zip(starts, cuts[:-1], cuts[1:], strict=True):
-                block = torch.randn(min(BLOCK, workload.seq_len - start), workload.head_dim, generator=make)
-                x[0, head, first:last] = block[positions[first:last] - start]
-        inputs.append(x)
-    return inputs
 
 
 class AttentionSubject:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from ..harness.results import Row, ratios
+from ..harness.results import Row
+from ..harness.turns import ratios
 from .markdown import GLOO_WASTE, REFERENCE, Page, find
 from .targets import PEER, limits, relieved
 
@@ -62,7 +63,7 @@ def measured(folder: Path) -> str:
 
 
 def _ratio(rows: list[Row], engine: str, other: str, link: float | None) -> float:
-    return statistics.median(ratios(_one(rows, engine, link), _one(rows, other, link)))
+    return statistics.median(ratios(*(_one(rows, name, link).seconds for name in (engine, other))))
 
 
 def _one(rows: list[Row], engine: str, link: float | None) -> Row:

@@ -8,13 +8,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from ..ablation import compare as ablation
@@ -162,9 +161,14 @@ class Paper:
             results = self.results(workload, world.rows(workload, lens), self.cluster)
         with World.of(1, say=self.say) as world:
             alone = self.results(workload, world.rows(replace(workload, engines=("single",)), lens), None)
-        size = (self.scale.nodes, self.scale.count_len, 8, 128)
-        counted = peers.compare(*size, 0)
-        return {"results": results, "alone": alone, "counted": counted, "size": size, "wire": self.wire()}
+        counted = self.beside_packages(self.scale.nodes, self.scale.count_len, rounds=0)
+        return {
+            "results": results,
+            "alone": alone,
+            "counted": counted["rows"],
+            "size": counted["size"],
+            "wire": self.wire(),
+        }
 
     def wire(self) -> list[tuple[str, int, float]]:
         """(engine, tokens, bytes on the wire by the interfaces) of the training table's steps without a limit."""
@@ -208,8 +212,8 @@ class Paper:
         with Cluster(*self.cluster, rate=middle) as made:
             self.say(f"ablation at {scale.ablation_len:,} tokens")
             sizes = {"seq_len": scale.ablation_len, "heads": workload.heads, "head_dim": workload.head_dim}
-            options = {"dtype": torch.bfloat16, "rounds": scale.rounds, "entries": made.entries()}
-            rows = ablation.compare(scale.nodes, **sizes, **options)
+            at = Workload(**sizes, kv_heads=workload.heads)
+            rows = ablation.compare(scale.nodes, at, scale.rounds, entries=made.entries())
         return {"rows": rows, "sizes": {**sizes, "ranks": scale.nodes, "link": middle}}
 
     def scaling(self) -> dict[str, Any]:
@@ -234,10 +238,15 @@ class Paper:
 
     def peers(self) -> dict[str, Any]:
         """Ours against the packages themselves."""
-        scale = self.scale
-        self.say(f"peers at {scale.peer_len:,} tokens")
-        size = (2, scale.peer_len, 8, 128)
-        return {"rows": peers.compare(*size, scale.peer_rounds, names=PEERS), "size": size}
+        return self.beside_packages(2, self.scale.peer_len, rounds=self.scale.peer_rounds, names=PEERS)
+
+    def beside_packages(
+        self, world: int, seq_len: int, *, rounds: int, names: Sequence[str] | None = None
+    ) -> dict[str, Any]:
+        self.say(f"peers at {seq_len:,} tokens")
+        workload = Workload(seq_len=seq_len, heads=8, kv_heads=8, head_dim=128)
+        rows = peers.compare(world, workload, rounds, names=names)
+        return {"rows": rows, "size": (world, seq_len, workload.heads, workload.head_dim)}
 
 
 NAMES = ("training", "memory", "prefill", "perplexity", "ablation", "scaling", "long", "peers")

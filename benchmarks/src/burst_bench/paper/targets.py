@@ -6,9 +6,11 @@ import statistics
 from collections.abc import Collection
 from pathlib import Path
 
-from ..harness.results import Row, ratios
+from ..harness.results import Row
+from ..harness.turns import ratios
+from ..tables import markdown
 from ..texts import bytes_text, link_text, spread
-from .markdown import GLOO_WASTE, REFERENCE, Page, find, table
+from .markdown import GLOO_WASTE, REFERENCE, Page, find
 
 PEER = "ring-flash-attn zigzag"
 MINE = ("burst", "burst:contiguous")
@@ -26,7 +28,7 @@ def targets(folder: Path, sections: Collection[str]) -> str:
         {"what": what, "target": target, "measured": measured, "verdict": verdicts.get(met, f"**not met**: {why}")}
         for what, target, measured, met, why in lines
     ]
-    return table(rows) + "\n" + _information(pages.get("training"))
+    return markdown(rows) + "\n" + _information(pages.get("training"))
 
 
 def _training(page: Page | None) -> list[Line]:
@@ -62,11 +64,11 @@ def _speed(rows: list[Row], length: int, link: float | None, name: str, own: str
     mine, theirs = (find(rows, engine=e, seq_len=length, link=link) for e in (own, engine))
     if link is None or not mine or not theirs:
         return what, f"≥ {target}×", "-", None, ""
-    values, slower = ratios(mine, theirs), []
+    values, slower = ratios(mine.seconds, theirs.seconds), []
     free = [find(rows, engine=row.engine, seq_len=length, link=None) for row in (mine, theirs)]
     for row, unlimited in zip((mine, theirs), free, strict=True):
         slower.append(f"{(row.median or 0) / (unlimited.median or 1):.2f}" if unlimited else "?")
-    alike = spread(ratios(*free)) if all(free) else "?"
+    alike = spread(ratios(*(row.seconds for row in free))) if all(free) else "?"
     why = (
         f"without a limit the ratio is {alike}; this rate makes {own}'s step {slower[0]} times as long, {engine}'s "
         f"{slower[1]} times: what an engine exchanges behind its computing costs it nothing"
@@ -143,7 +145,7 @@ def _information(page: Page | None) -> str:
             f"{bytes_text(theirs.bytes_predicted)} of activations alone: a share of "
             f"{mine.bytes_wire / theirs.bytes_predicted:.2f}.\n"
         )
-    return text + table(lines) + ideal
+    return text + markdown(lines) + ideal
 
 
 def relieved(rows: list[Row], engine: str) -> list[tuple[float, float, float]]:
