@@ -169,8 +169,7 @@ def compare(name: str, kind: type[Arguments], arguments: list[str]) -> int:
 def _run(task: str, arguments: Arguments, command: str, marker: Marker) -> Results:
     from .harness.run import World, results_of
     from .harness.workload import Workload
-    from .report.trace_events import write_traces
-    from .report.write import write_report
+    from .report.write import write_report, write_traces
 
     console = Console()
     if not console.is_terminal:
