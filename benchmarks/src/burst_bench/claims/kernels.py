@@ -24,8 +24,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from burst_attention import Mask, burst_attention, make_plan
-from burst_attention.attention.footprint import peak_memory
-from burst_attention.attention.plan import shape_of
 from burst_attention.kernels import KERNELS, choose, explain
 from burst_attention.kernels.contract import BackwardInputs, Kernel
 from burst_attention.kernels.prove import check_against_reference
@@ -34,8 +32,10 @@ from burst_attention.plan.tile import Tiles, pair_tiles
 from burst_attention.testing import local_world
 
 from ..harness.turns import ratios, take_turns
+from ..harness.workload import Workload
 from ..tables import markdown
 from ..texts import spread
+from .memory import predicted
 
 WINDOW = 4096
 MASKS = {"full": Mask(causal=False), "causal": Mask(), f"window {WINDOW}": Mask(window=WINDOW)}
@@ -181,7 +181,7 @@ def memory(seqlen: int, heads: int, dim: int, world: int) -> dict[str, str]:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
 
-    def call(group: Any) -> Any:
+    def call(group: Any) -> None:
         plan = make_plan(seqlen, group=group)
         q, k, v = (
             torch.randn(1, heads, plan.length, dim, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
@@ -189,18 +189,16 @@ def memory(seqlen: int, heads: int, dim: int, world: int) -> dict[str, str]:
         )
         out = burst_attention(q, k, v, plan, kernel="triton")
         out.backward(torch.ones_like(out))
-        return plan.schedule
 
     with local_world(world) as ranks:
-        schedule = ranks.run(call)[0]
+        ranks.run(call)
     peak = (torch.cuda.max_memory_allocated() - before) / world
-    shape = shape_of(torch.bfloat16, batch=1, q_heads=heads, kv_heads=heads, head_dim=dim)
-    predicted = peak_memory(schedule, shape, torch.bfloat16, schedule.choose_travels(shape), exact_partials=True)
+    workload = Workload(seq_len=seqlen, heads=heads, kv_heads=heads, head_dim=dim)
     return {
         "ranks": str(world),
         "tokens": f"{seqlen:,}",
         "all ranks' peak / ranks": f"{peak / 2**30:.2f} GiB",
-        "predicted of one": f"{predicted / 2**30:.2f} GiB",
+        "predicted of one": f"{predicted(world, workload, exact_partials=True) / 2**30:.2f} GiB",
         "all ranks' by inputs, outputs, gradients": f"{peak * world / (8 * tensor):.2f}",
     }
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 
@@ -26,13 +27,13 @@ from ..harness.workload import Workload
 from ..tables import terminal
 
 
-def predicted(world: int, workload: Workload) -> int:
+def predicted(world: int, workload: Workload, **options: Any) -> int:
     """The same peak by the plan."""
     layout = {"mask": Mask(), "layout": "zigzag", "route": "direct"}
     schedule = make_schedule(workload.seq_len, **layout, rank=0, world=world)
     sizes = {"q_heads": workload.heads, "kv_heads": workload.kv_heads, "head_dim": workload.head_dim}
     shape = shape_of(workload.torch_dtype, batch=1, **sizes)
-    return peak_memory(schedule, shape, workload.torch_dtype, schedule.choose_travels(shape))
+    return peak_memory(schedule, shape, workload.torch_dtype, schedule.choose_travels(shape), **options)
 
 
 @dataclass(frozen=True, kw_only=True)
