@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from dataclasses import dataclass
 
@@ -60,10 +61,10 @@ class Arguments:
         counts = {"rounds": self.rounds, "layers": self.layers, "heads": self.heads, "head_dim": self.head_dim}
         check_counts(counts | {"kv_heads": self.own_kv_heads, "vocabulary": self.vocabulary})
         check_names({"--out": self.out})
-        check_lists({"engines": self.engines, "seq_lens": self.seq_lens, "worlds": self.local_worlds})
+        check_lists({"engines": self.engines, "seq_lens": self.seq_lens, "worlds": self.ranks()})
         for length in self.seq_lens:
             check_counts({"seq_lens": length})
-        for world in self.local_worlds:
+        for world in self.worlds or ():
             check_ranks("worlds", world)
         if self.heads % self.own_kv_heads:
             raise ValueError(f"--heads {self.heads} must be a multiple of --kv-heads {self.kv_heads}")
@@ -80,13 +81,9 @@ class Arguments:
     def own_kv_heads(self) -> int:
         return self.heads if self.kv_heads is None else self.kv_heads
 
-    @property
-    def local_worlds(self) -> tuple[int, ...]:
-        return (2,) if self.worlds is None else self.worlds
-
     def ranks(self) -> tuple[int, ...]:
         """How many there will be."""
-        return self.local_worlds
+        return (2,) if self.worlds is None else self.worlds
 
     @property
     def nodes(self) -> tuple[int, int] | None:
@@ -118,8 +115,7 @@ class ClusterArguments(Arguments):
         super().check()
 
     def ranks(self) -> tuple[int, ...]:
-        nodes, each = self.nodes
-        return (nodes * each,)
+        return (math.prod(self.nodes),)
 
     @property
     def nodes(self) -> tuple[int, int]:

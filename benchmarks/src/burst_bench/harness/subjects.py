@@ -122,27 +122,23 @@ class ModelSubject:
     """
 
     def __init__(self, workload: Workload, engine: Engine, trace: Trace, *, groups: int = 1) -> None:
-        self.workload, self.groups = workload, groups
-        mesh, everyone = _meshes(groups)
-        self.model = build_model(
-            "tiny",
-            llama_config(workload),
-            engine,
-            dtype=workload.torch_dtype,
-            mesh=mesh,
-            everyone=everyone,
-            seed=workload.seed,
-        )
-        plan = traced(engine.plan(workload.seq_len, group=mesh[CONTEXT], timeout=workload.timeout), trace)
-        self.plans = plans_for(plan, [None], None)
-        ids = random_ids(workload)
-        self.shard = engine.shard({"input_ids": ids, "labels": ids}, self.plans)
+        self.groups = groups
+        self._engine, self._trace, self._mesh, everyone = engine, trace, *_meshes(groups)
+        options = {"dtype": workload.torch_dtype, "mesh": self._mesh, "everyone": everyone, "seed": workload.seed}
+        self.model = build_model("tiny", llama_config(workload), engine, **options)
+        self._take(workload)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0)
         sent = engine.sent([self.plans[None]] * workload.layers, workload.sizes, batch=1, dtype=workload.torch_dtype)
         self.predicted = sum(sent) if workload.task == "train" else sent[0]
-        self._engine, self._mesh = engine, mesh
         self._loss = 0.0
         self._logits: Tensor | None = None
+
+    def _take(self, workload: Workload) -> None:
+        """Compute these tokens from now on."""
+        plan = self._engine.plan(workload.seq_len, group=self._mesh[CONTEXT], timeout=workload.timeout)
+        self.workload, self.plans = workload, plans_for(traced(plan, self._trace), [None], None)
+        ids = random_ids(workload)
+        self.shard = self._engine.shard({"input_ids": ids, "labels": ids}, self.plans)
 
     def run(self) -> None:
         if self.workload.task == "prefill":
@@ -154,22 +150,15 @@ class ModelSubject:
 
     def warm_up(self) -> None:
         """A step, or a forward, on a few tokens: FSDP and AdamW make their states on first use."""
-        few = min(self.workload.seq_len, 32 * dist.get_world_size())
         full = self.workload, self.plans, self.shard
-        self.workload = self.workload.at(few)
-        self.plans = plans_for(
-            self._engine.plan(few, group=self._mesh[CONTEXT], timeout=self.workload.timeout), [None], None
-        )
-        ids = random_ids(self.workload)
-        self.shard = self._engine.shard({"input_ids": ids, "labels": ids}, self.plans)
+        self._take(self.workload.at(min(self.workload.seq_len, 32 * dist.get_world_size())))
         self.run()
         self.workload, self.plans, self.shard = full
 
     @torch.no_grad()
     def logits(self) -> Tensor | None:
         """Of the next token [1, V], on the rank that holds the last one."""
-        logits = self.model.last_logits
-        return logits(self.shard, self.plans)
+        return self.model.last_logits(self.shard, self.plans)
 
     def backward(self) -> float:
         """The gradients of the mean loss; returns it."""

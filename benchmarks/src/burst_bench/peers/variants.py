@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from burst_attention.plan.layout import Layout
+
 from ..harness.calls import Call, Ours, by_autograd
 from ..harness.workload import Workload
 from . import flash_attn_stand_in
@@ -67,18 +69,8 @@ class Theirs:
 
 def positions(order: str, seq_len: int, world: int, ulysses: int, rank: int) -> Tensor:
     """int64 [S / W]: the global positions of ``rank``'s tokens, in the order in which it holds them."""
-    ring, member, part = world // ulysses, rank // ulysses, rank % ulysses
-    everything = torch.arange(seq_len)
-    if order == "contiguous":
-        shard = everything.chunk(ring)[member]
-    elif order == "zigzag":
-        chunks = everything.chunk(2 * ring)
-        shard = torch.cat([chunks[member], chunks[2 * ring - 1 - member]])
-    elif order == "striped":
-        shard = everything[member::ring]
-    else:
-        raise ValueError(f"order={order!r} is unknown; choose one of contiguous, zigzag, striped")
-    return shard.chunk(ulysses)[part].contiguous()
+    ring = Layout(order, seq_len, world // ulysses)
+    return torch.from_numpy(ring.positions(rank // ulysses)).chunk(ulysses)[rank % ulysses]
 
 
 def refusal(variant: Ours | Theirs, world: int, workload: Workload) -> str | None:
