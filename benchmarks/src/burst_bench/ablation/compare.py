@@ -66,22 +66,21 @@ def compare(
     if rounds < 1:
         raise ValueError(f"rounds={rounds} must be at least 1")
     check = workload.at(min(workload.seq_len, check_len))
-    entrants = [(variant, _row(variant)) for variant in variants]
     with WorkerPool(world, timeout=timeout, entries=entries) as pool:
-        right = contest(pool, entrants, workload, rounds, check=check, timeout=timeout)
-        for variant, row in right:
-            by_rank = pool.run(scores, variant, workload)
-            row["scores_forward"], row["scores_backward"] = ([*each] for each in zip(*by_rank, strict=True))
+        outcomes = contest(pool, variants, workload, rounds, check=check, timeout=timeout)
+        right = [own.variant for own in outcomes if own.correct]
+        work = {variant.name: pool.run(scores, variant, workload) for variant in right}
     with WorkerPool(world, timeout=timeout) as pool:
-        for variant, row in right:
-            by_rank = pool.run(memory_peaks, variant, workload, timeout=timeout)
-            row["peak_forward"], row["peak"] = ([*each] for each in zip(*by_rank, strict=True))
-    return [row for _, row in entrants]
-
-
-def _row(variant: Variant) -> dict[str, Any]:
-    told = {"name": variant.name, "differs": variant.differs, "errors": {}, "bounds": {}, "correct": False}
-    return told | {key: [] for key in ("seconds", "ratios", *COUNTED, *PEAKS)}
+        peaks = {variant.name: pool.run(memory_peaks, variant, workload, timeout=timeout) for variant in right}
+    rows = []
+    for own in outcomes:
+        name = own.variant.name
+        row = {"name": name, "differs": own.variant.differs, "errors": own.errors, "bounds": own.bounds}
+        row |= {"correct": own.correct, "seconds": own.seconds, "ratios": own.ratios}
+        for keys, by_rank in ((COUNTED[2:], work), (PEAKS, peaks)):
+            own.counts |= {key: [each[n] for each in by_rank.get(name, ())] for n, key in enumerate(keys)}
+        rows.append(row | {key: own.counts.get(key, []) for key in (*COUNTED, *PEAKS)})
+    return rows
 
 
 def scores(variant: Variant, workload: Workload) -> list[int]:

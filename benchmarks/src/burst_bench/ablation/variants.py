@@ -23,6 +23,7 @@ from burst_attention.kernels.merge import merge_, row_dot
 from burst_attention.plan.rows import Direction, Side
 
 from ..harness.calls import Begin, Ours
+from ..harness.trace import over
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +45,7 @@ class Variant(Ours):
 
     def plan(self, seq_len: int) -> Plan:
         plan = super().plan(seq_len)
-        if self.transport is None:
-            return plan
-        wires = plan.transport
-        transport = self.transport(wires.group, wires.timeout, wires.tag, wires.health)
-        return Plan(plan.schedule, transport, plan.agreement)
+        return plan if self.transport is None else over(plan, self.transport)
 
     def begin(self, plan: Plan) -> Begin:
         library = (self.forward, self.backward) == (Forward, Backward)

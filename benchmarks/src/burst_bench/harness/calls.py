@@ -5,8 +5,8 @@ What runs on a rank finds its variant by :func:`ready`; :func:`contest` is what 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Protocol
 
@@ -54,6 +54,9 @@ class Variant(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def has_backward(self) -> bool: ...
 
     @property
     def tolerance(self) -> float:
@@ -217,66 +220,73 @@ def reference(workload: Workload, *, dense: bool) -> tuple[list[Tensor], dict[st
     return exact, {name: relative_l2(x, y) for name, x, y in zip(NAMES, stock, exact, strict=True)}
 
 
+@dataclass
+class Outcome:
+    """What came of a variant; figures only where its results were right.
+
+    Attributes:
+        refused: why there is no result.
+        errors, bounds: relative L2 over all ranks, by tensor.
+        counts: :func:`counted`'s by rank; None where some rank could not tell.
+        seconds: of each round, the slowest rank's; ``aside``: how many of them were :attr:`Call.aside`.
+        ratios: of ``seconds`` by round, to those of the first variant that has as many passes.
+    """
+
+    variant: Variant
+    refused: str | None = None
+    errors: dict[str, float] = field(default_factory=dict)
+    bounds: dict[str, float] = field(default_factory=dict)
+    detail: str = ""
+    counts: dict[str, list[int] | None] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)
+    aside: list[float] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)
+
+    @property
+    def correct(self) -> bool:
+        return bool(self.errors) and all(error <= self.bounds[name] for name, error in self.errors.items())  # NaN: no
+
+
 def contest(
     pool: WorkerPool,
-    entrants: Sequence[tuple[Variant, dict[str, Any]]],
+    variants: Sequence[Variant],
     workload: Workload,
     rounds: int,
     *,
+    refused: Mapping[str, str | None] | None = None,
     check: Workload | None = None,
     timeout: float = 1800.0,
-) -> list[tuple[Variant, dict[str, Any]]]:
-    """Check every variant, then count and time those that are right; their figures go into their rows.
+) -> list[Outcome]:
+    """Check every variant, then count and time those that are right; an outcome for each, in their order.
 
     Args:
-        entrants: variants with rows, of which ``errors``, ``bounds``, ``correct``, ``seconds`` and ``ratios``, and
-            what a row has of :func:`counted`, by rank, and of ``refused``, ``detail`` and ``copying``, are filled in.
-            A variant that raises is refused where its row has room for the reason. ``ratios`` are to the first row of
-            the same ``passes``.
         rounds: timed calls of each; they begin when each has been called twice, by which all is compiled.
+        refused: why variants of these names can't run; one that raises is then refused, too. None: it is an error.
         check: the sizes at which results are compared with fp64; None: with fp32 at ``workload``'s own.
         timeout: seconds that one call may take.
-
-    Returns:
-        Those that are right.
     """
     at = workload if check is None else check
     expected, stock = reference(at, dense=check is not None)
-    for variant, row in entrants:
-        if not row.get("refused"):
-            _check(pool, variant, row, at, expected, stock, timeout)
-    right = [(variant, row) for variant, row in entrants if row["correct"]]
-    for variant, row in right:
-        (detail, counts), *others = pool.run(counted, variant, workload, timeout=timeout)
-        by_rank = {key: [count, *(own[key] for _, own in others)] for key, count in counts.items()}
-        figures = {key: None if None in counts else counts for key, counts in by_rank.items()} | {"detail": detail}
-        row.update({key: figure for key, figure in figures.items() if key in row})
-    turns = take_turns([partial(slowest, pool, variant, workload, timeout) for variant, _ in right], rounds)
-    for (_, row), took in zip(right, turns, strict=True):
-        row["seconds"] = [seconds for seconds, _ in took]
-        if "copying" in row:
-            row["copying"] = [aside for _, aside in took]
-        first = next(other for _, other in entrants if other.get("passes") == row.get("passes"))
-        if first["correct"]:  # whose figures are filled in first
-            row["ratios"] = ratios(first["seconds"], row["seconds"])
-    return right
-
-
-def _check(
-    pool: WorkerPool,
-    variant: Variant,
-    row: dict[str, Any],
-    workload: Workload,
-    expected: list[Tensor],
-    stock: dict[str, float],
-    timeout: float,
-) -> None:
-    try:
-        row["errors"] = pool.run(checked, variant, workload, expected, timeout=timeout)[0]
-    except WorkerError as error:
-        if pool.broken or "refused" not in row:  # a rank is lost or out of step: nothing more can be compared
-            raise
-        row["refused"] = str(error.errors[0]).strip().splitlines()[0] or type(error.errors[0]).__name__
-        return
-    row["bounds"] = {name: variant.tolerance * stock[name] for name in row["errors"]}
-    row["correct"] = all(error <= row["bounds"][name] for name, error in row["errors"].items())  # NaN is not
+    outcomes = [Outcome(variant, (refused or {}).get(variant.name)) for variant in variants]
+    for own in outcomes:
+        if own.refused is not None:
+            continue
+        try:
+            own.errors = pool.run(checked, own.variant, at, expected, timeout=timeout)[0]
+        except WorkerError as error:
+            if pool.broken or refused is None:  # a rank is lost or out of step: nothing more can be compared
+                raise
+            own.refused = str(error.errors[0]).strip().splitlines()[0] or type(error.errors[0]).__name__
+        own.bounds = {name: own.variant.tolerance * stock[name] for name in own.errors}
+    right = [own for own in outcomes if own.correct]
+    for own in right:
+        (own.detail, first), *others = pool.run(counted, own.variant, workload, timeout=timeout)
+        by_rank = {key: [count, *(counts[key] for _, counts in others)] for key, count in first.items()}
+        own.counts = {key: None if None in counts else counts for key, counts in by_rank.items()}
+    turns = take_turns([partial(slowest, pool, own.variant, workload, timeout) for own in right], rounds)
+    for own, took in zip(right, turns, strict=True):
+        own.seconds, own.aside = [seconds for seconds, _ in took], [aside for _, aside in took]
+        base = next(other for other in outcomes if other.variant.has_backward == own.variant.has_backward)
+        if base.correct:  # whose seconds are known by now
+            own.ratios = ratios(base.seconds, own.seconds)
+    return outcomes

@@ -27,8 +27,7 @@ from rich.console import Console
 from burst_attention.testing import WorkerPool
 
 from ..arguments import TimedArguments, asked
-from ..harness.calls import Ours, contest
-from ..harness.turns import ratios
+from ..harness.calls import Ours, Outcome, contest
 from ..harness.workload import Workload
 from ..tables import terminal
 from ..texts import bytes_text, spread
@@ -61,38 +60,37 @@ def compare(
     if unknown:
         raise ValueError(f"names has {unknown}; choose from {', '.join(v.name for v in VARIANTS)}")
     chosen = [v for v in VARIANTS if names is None or isinstance(v, Ours) or v.name in names]
-    entrants = [(variant, _row(variant, refusal(variant, world, workload))) for variant in chosen]
+    refused = {variant.name: refusal(variant, world, workload) for variant in chosen}
     with (
         tempfile.TemporaryDirectory(prefix="burst-peers-") as folder,
         WorkerPool(world, threads=1, timeout=timeout) as pool,
     ):
         pool.run(prepare, workload.device, str(Path(folder) / "meeting"), timeout=timeout)
-        right = contest(pool, entrants, workload, rounds, timeout=timeout)
-    ours = {row["passes"]: row["seconds"] for _, row in reversed(right) if row["package"] == "burst_attention"}
-    for _, row in right:
-        alone = [total - copies for total, copies in zip(row["seconds"], row["copying"], strict=True)]
-        row["ratios_without_copies"] = ratios(ours[row["passes"]], alone) if row["ratios"] else []
-    return [row for _, row in entrants]
+        outcomes = contest(pool, chosen, workload, rounds, refused=refused, timeout=timeout)
+    return [_row(own) for own in outcomes]
 
 
-def _row(variant: Ours | Theirs, refused: str | None) -> dict[str, Any]:
-    installed = refused is None or not refused.startswith("not installed")
+def _row(own: Outcome) -> dict[str, Any]:
+    variant = own.variant
+    installed = own.refused is None or not own.refused.startswith("not installed")
+    # A ratio has all of a round's time above the line: without copies it is less by their share.
+    rest = [1 - copies / seconds for copies, seconds in zip(own.aside, own.seconds, strict=True)]
     return {
         "name": variant.name,
         "package": variant.package if isinstance(variant, Theirs) else "burst_attention",
         "version": package_version(variant) if installed else None,
         "passes": "forward and backward" if variant.has_backward else "forward",
-        "detail": "",
-        "refused": refused,
-        "errors": {},
-        "bounds": {},
-        "correct": False,
-        "bytes": None,
-        "transport_bytes": None,
-        "seconds": [],
-        "copying": [],
-        "ratios": [],
-        "ratios_without_copies": [],
+        "detail": own.detail,
+        "refused": own.refused,
+        "errors": own.errors,
+        "bounds": own.bounds,
+        "correct": own.correct,
+        "bytes": own.counts.get("bytes"),
+        "transport_bytes": own.counts.get("transport_bytes"),
+        "seconds": own.seconds,
+        "copying": own.aside,
+        "ratios": own.ratios,
+        "ratios_without_copies": [ratio * share for ratio, share in zip(own.ratios, rest, strict=False)],
     }
 
 
