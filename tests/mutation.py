@@ -754,7 +754,7 @@ SEEDED = [
     ),
     Fault(
         "a rank draws other inputs than the positions that it holds",
-        "benchmarks/src/burst_bench/harness/subjects.py",
+        "benchmarks/src/burst_bench/harness/workload.py",
         "block[positions[first:last] - start]",
         "block[: last - first]",
         BENCH,
@@ -1184,8 +1184,8 @@ SEEDED = [
     Fault(
         "times are compared with another engine than the first",
         "benchmarks/src/burst_bench/harness/results.py",
-        "return ratios(first, row) if",
-        "return ratios(row, row) if",
+        "return ratios(first.seconds, row.seconds) if",
+        "return ratios(row.seconds, row.seconds) if",
         "tests/unit/test_report.py",
         "round_by_round",
     ),
@@ -1200,7 +1200,7 @@ SEEDED = [
     Fault(
         "the README's ratios are of the medians",
         "benchmarks/src/burst_bench/paper/readme.py",
-        "statistics.median(ratios(_one(rows, engine, link), _one(rows, other, link)))",
+        "statistics.median(ratios(*(_one(rows, name, link).seconds for name in (engine, other))))",
         "_one(rows, other, link).median / _one(rows, engine, link).median",
         "tests/unit/test_results_pages.py",
         "what_the_figures_draw",

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from burst_bench.ablation import compare
+from burst_bench.harness.workload import Workload
 
 from burst_attention.attention.passes import Backward, Forward, Tensors
 from burst_attention.plan.rows import Side
 
 Rows = dict[str, dict[str, Any]]
-SIZES = {"seq_len": 1024, "heads": 4, "head_dim": 64, "dtype": torch.bfloat16}
+SIZE = Workload(seq_len=1024, heads=4, kv_heads=4, head_dim=64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +48,7 @@ def rows(ablation: ModuleType) -> Rows:
         replace(ours, name="own assembly", backward=Same),
         replace(ours, name="forgetful", forward=Forgetful),
     ]
-    found = ablation.compare(2, **SIZES, rounds=1, variants=variants)
+    found = ablation.compare(2, SIZE, 1, variants=variants)
     return {row["name"]: row for row in found}
 
 
@@ -64,7 +65,7 @@ def test_every_variant_is_right_and_has_all_its_figures(ablation: ModuleType, ro
 
 
 def test_peak_memory_holds_the_inputs_and_grows_with_eager_tiles(rows: Rows) -> None:
-    inputs = 4 * SIZES["heads"] * SIZES["seq_len"] // 2 * SIZES["head_dim"] * 2  # bf16 on one of two ranks
+    inputs = 4 * SIZE.heads * SIZE.seq_len // 2 * SIZE.head_dim * 2  # bf16 on one of two ranks
     for row in rows.values():
         if row["correct"]:
             assert all(peak >= forward for forward, peak in zip(row["peak_forward"], row["peak"], strict=True))
@@ -102,7 +103,7 @@ def test_bytes_are_in_the_order_that_the_methods_promise(rows: Rows) -> None:
 
 
 def test_only_the_contiguous_layout_leaves_ranks_with_unequal_work(rows: Rows) -> None:
-    whole = SIZES["seq_len"] * (SIZES["seq_len"] + 1) // 2
+    whole = SIZE.seq_len * (SIZE.seq_len + 1) // 2
     for name, row in rows.items():
         if row["correct"]:
             forward, backward = row["scores_forward"], row["scores_backward"]
@@ -125,7 +126,7 @@ def test_the_late_merge_is_ours_bit_for_bit_and_so_is_the_own_assembly(rows: Row
 
 def test_no_round_is_refused(ablation: ModuleType) -> None:
     with pytest.raises(ValueError, match="rounds=0 must be at least 1"):
-        ablation.compare(2, **SIZES, rounds=0)
+        ablation.compare(2, SIZE, 0)
 
 
 def test_without_overlap_an_exchange_is_over_when_it_was_posted(ablation: ModuleType, monkeypatch) -> None:

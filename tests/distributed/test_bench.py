@@ -21,9 +21,9 @@ from burst_bench.harness.measure import Measurement, measure
 from burst_bench.harness.memory import give_back, peak_during, resident
 from burst_bench.harness.results import Results, Span
 from burst_bench.harness.run import World
-from burst_bench.harness.subjects import AttentionSubject, Fingerprint, ModelSubject, random_qkv
+from burst_bench.harness.subjects import AttentionSubject, Fingerprint, ModelSubject
 from burst_bench.harness.trace import Trace
-from burst_bench.harness.workload import Workload, engine_of
+from burst_bench.harness.workload import Workload, engine_of, random_qkv
 
 from burst_attention.plan.layout import Layout
 

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from burst_bench.harness.traffic_meter import TrafficMeter
+from burst_bench.harness.workload import Workload
 from burst_bench.peers import compare
-from burst_bench.peers.traffic_meter import TrafficMeter
 
 from burst_attention.testing import WorkerPool
 
-SIZE = {"world": 2, "seq_len": 256, "heads": 4, "head_dim": 32}
+WORLD = 2
+SIZE = Workload(seq_len=256, heads=4, kv_heads=4, head_dim=32)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +29,7 @@ def peers() -> ModuleType:
 @pytest.fixture(scope="module")
 def rows(peers: ModuleType) -> dict[str, dict[str, Any]]:
     need("ring_flash_attn", "yunchang", "ring_attention_pytorch")
-    return {row["name"]: row for row in peers.compare(**SIZE, rounds=2)}
+    return {row["name"]: row for row in peers.compare(WORLD, SIZE, 2)}
 
 
 def need(*packages: str) -> None:
@@ -50,7 +52,7 @@ def test_every_variant_is_right_and_timed(rows: dict[str, dict[str, Any]]) -> No
 
 
 def test_bytes_are_those_of_the_closed_formulas(rows: dict[str, dict[str, Any]]) -> None:
-    world, n = SIZE["world"], SIZE["seq_len"] // SIZE["world"] * SIZE["heads"] * SIZE["head_dim"]
+    world, n = WORLD, SIZE.seq_len // WORLD * SIZE.heads * SIZE.head_dim
     ring = 2 * n * (world - 1) * 2 + 2 * n * (world - 1) * 2 + 2 * n * world * 4  # K, V twice; dK, dV in fp32
     for name in ("ring-flash-attn basic", "ring-flash-attn zigzag", "ring-flash-attn stripe", "yunchang zigzag"):
         assert rows[name]["bytes"] == [ring] * world, name
@@ -64,7 +66,7 @@ def test_bytes_are_those_of_the_closed_formulas(rows: dict[str, dict[str, Any]])
 def test_a_wrong_result_gets_no_time(peers: ModuleType) -> None:
     need("ring_flash_attn")
     name = "ring-flash-attn zigzag"  # whose fp32 accumulators alias its buffers if the inputs are fp32
-    rows = {row["name"]: row for row in peers.compare(**SIZE, rounds=1, dtype=torch.float32, names=[name])}
+    rows = {row["name"]: row for row in peers.compare(WORLD, SIZE.at(256, dtype="float32"), 1, names=[name])}
     wrong, ours = rows[name], rows["burst"]
     assert wrong["errors"]["dq"] > 0.05 > wrong["bounds"]["dq"]
     assert not wrong["correct"]
@@ -81,7 +83,7 @@ def test_what_is_not_installed_is_named(peers: ModuleType, monkeypatch: pytest.M
     real = importlib.util.find_spec
     missing = ("ring_flash_attn", "yunchang", "ring_attention_pytorch")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name in missing else real(name))
-    rows = peers.compare(**SIZE, rounds=0)
+    rows = peers.compare(WORLD, SIZE, 0)
     for row in rows:
         if row["package"] == "burst_attention":
             assert row["correct"], row
@@ -89,10 +91,10 @@ def test_what_is_not_installed_is_named(peers: ModuleType, monkeypatch: pytest.M
             assert row["refused"].startswith(f"not installed: pip install {row['package'].replace('_', '-')}=="), row
 
 
-@pytest.mark.parametrize(("name", "value"), [("world", 1), ("names", ["nobody's"])])
-def test_arguments_are_refused_by_name(peers: ModuleType, name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=name):
-        peers.compare(**SIZE | {"rounds": 0, name: value})
+@pytest.mark.parametrize(("world", "names", "told"), [(1, None, "world=1"), (2, ["nobody's"], "names has")])
+def test_arguments_are_refused_by_name(peers: ModuleType, world: int, names: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        peers.compare(world, SIZE, 0, names=names)
 
 
 def move_and_count() -> dict[str, tuple[int, int]]:

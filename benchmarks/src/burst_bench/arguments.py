@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 import tyro
 
 from .harness.origin import origin
 from .harness.results import write_json
+from .harness.workload import Workload
 
 A = TypeVar("A")
 
@@ -29,8 +29,10 @@ class CallArguments:
     """Also write the figures to this file."""
 
     @property
-    def torch_dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype)
+    def workload(self) -> Workload:
+        """One attention call of these sizes."""
+        sizes = {"heads": self.heads, "kv_heads": self.heads, "head_dim": self.head_dim, "dtype": self.dtype}
+        return Workload(seq_len=self.seq_len, **sizes)
 
     @property
     def title(self) -> str:

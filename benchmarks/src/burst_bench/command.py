@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from dataclasses import dataclass
 from typing import Annotated
@@ -10,7 +11,6 @@ import tyro
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from burst_attention.attention.checks import DtypeName
 from burst_attention.launch import local as launch
@@ -75,13 +75,9 @@ class Arguments:
     def own_kv_heads(self) -> int:
         return self.heads if self.kv_heads is None else self.kv_heads
 
-    @property
-    def local_worlds(self) -> tuple[int, ...]:
-        return (2,) if self.worlds is None else self.worlds
-
     def ranks(self) -> tuple[int, ...]:
         """How many there will be."""
-        return self.local_worlds
+        return (2,) if self.worlds is None else self.worlds
 
     @property
     def nodes(self) -> tuple[int, int] | None:
@@ -113,8 +109,7 @@ class ClusterArguments(Arguments):
         super().check()
 
     def ranks(self) -> tuple[int, ...]:
-        nodes, each = self.nodes
-        return (nodes * each,)
+        return (math.prod(self.nodes),)
 
     @property
     def nodes(self) -> tuple[int, int]:
@@ -164,8 +159,7 @@ def compare(name: str, kind: type[Arguments], arguments: list[str]) -> int:
 def _run(task: str, arguments: Arguments, command: str, marker: Marker) -> Results:
     from .harness.run import World, results_of
     from .harness.workload import Workload
-    from .report.trace_events import write_traces
-    from .report.write import write_report
+    from .report.write import write_report, write_traces
 
     console = Console()
     if not console.is_terminal:
@@ -195,22 +189,25 @@ def _run(task: str, arguments: Arguments, command: str, marker: Marker) -> Resul
 
 def _show(results: Results, console: Console) -> None:
     from .report.table import CHECK, PLACE, cells, measured
+    from .tables import terminal
 
     right = [row for row in results.rows if row.passed]
     # A terminal has little room: the page has the rest.
     shown = (c for c in measured(results) if c.header not in ("min to max s", "bytes uncounted"))
     columns = tuple(c for c in shown if any(c.text(row) != "-" for row in right))
-    title = f"{results.task}, {results.setting['dtype']}; median of the rounds, bytes of each rank"
-    headers = (column.header for column in (*PLACE, *columns, *CHECK))
-    table = Table(*headers, title=title, box=SIMPLE_HEAD, pad_edge=False)
-    for column in table.columns:
-        column.no_wrap, column.overflow = column.header in ("engine", "link", "/ first's"), "fold"
+    headers = [column.header for column in (*PLACE, *columns, *CHECK)]
+    rows = []
     for row in results.rows:
         if not row.refused:
-            style = None if row.passed else "red"
             texts = (part for text, width in cells(row, columns) for part in (text, *[""] * (width - 1)))
-            table.add_row(*texts, style=style)
+            told = texts if row.passed else (f"[red]{text}[/]" for text in texts)
+            rows.append(dict(zip(headers, told, strict=True)))
+    title = f"{results.task}, {results.setting['dtype']}; median of the rounds, bytes of each rank"
+    table = terminal(rows, title=title, box=SIMPLE_HEAD, pad_edge=False)
+    for column in table.columns:
+        column.no_wrap, column.overflow = column.header in ("engine", "link", "/ first's"), "fold"
     console.print(table)
-    refused = [row for row in results.rows if row.refused]
-    for reason in dict.fromkeys(f"{row.engine}, {row.world} ranks: {row.refused}" for row in refused):
+    for reason in dict.fromkeys(
+        f"{row.engine}, {row.world} ranks: {row.refused}" for row in results.rows if row.refused
+    ):
         console.print(f"left out: {escape(reason)}", highlight=False)

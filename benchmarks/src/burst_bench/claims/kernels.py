@@ -24,8 +24,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from burst_attention import Mask, burst_attention, make_plan
-from burst_attention.attention.footprint import peak_memory
-from burst_attention.attention.plan import shape_of
 from burst_attention.kernels import KERNELS, choose, explain
 from burst_attention.kernels.contract import BackwardInputs, Kernel
 from burst_attention.kernels.prove import check_against_reference
@@ -33,8 +31,11 @@ from burst_attention.plan.layout import Layout
 from burst_attention.plan.tile import Tiles, pair_tiles
 from burst_attention.testing import local_world
 
-from ..paper.markdown import table
+from ..harness.turns import ratios, take_turns
+from ..harness.workload import Workload
+from ..tables import markdown
 from ..texts import spread
+from .memory import predicted
 
 WINDOW = 4096
 MASKS = {"full": Mask(causal=False), "causal": Mask(), f"window {WINDOW}": Mask(window=WINDOW)}
@@ -112,23 +113,6 @@ def seconds(call: Callable[[], Any]) -> float:
     return start.elapsed_time(stop) / 1e3
 
 
-def interleaved(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each, taking turns."""
-    for call in calls.values():
-        call()
-        call()
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            taken[name].append(seconds(call))
-    return taken
-
-
-def against(mine: list[float], theirs: list[float]) -> float:
-    """How fast mine is by theirs."""
-    return statistics.median(b / a for a, b in zip(mine, theirs, strict=True))
-
-
 def compare(seqlen: int, dim: int, mask_name: str, rounds: int) -> list[dict[str, str]]:
     """A row for each kernel and pass."""
     heads = 2048 // dim
@@ -142,12 +126,15 @@ def compare(seqlen: int, dim: int, mask_name: str, rounds: int) -> list[dict[str
     rows = []
     for direction, each in (("forward", 4), ("backward", 10)):
         calls = {s.name: getattr(s, direction) for s in able} | {"matmul": lambda: a @ a}
-        taken = interleaved(calls, rounds)
+        for call in (*calls.values(), *calls.values()):  # what is compiled is compiled by the second
+            call()
+        turns = take_turns([partial(seconds, call) for call in calls.values()], rounds)
+        taken = dict(zip(calls, turns, strict=True))
         best = min((n for n in taken if n in STOCK), key=lambda n: statistics.median(taken[n]), default=None)
         peak = 2 * 8192**3 / statistics.median(taken["matmul"]) / 1e12
         for name in (s.name for s in able):
             speed = each * dim * heads * tiles.area / statistics.median(taken[name]) / 1e12
-            ratio = f"{against(taken[name], taken[best]):.2f} of {best}" if best else "-"
+            ratio = f"{statistics.median(ratios(taken[name], taken[best])):.2f} of {best}" if best else "-"
             place = (f"{seqlen:,}", str(dim), mask_name, direction, f"{name} (auto)" if name == auto else name)
             rows.append(dict(zip(COLUMNS, (*place, f"{speed:.0f}", ratio, f"{speed / peak:.2f}"), strict=True)))
     for reason in refused:
@@ -194,7 +181,7 @@ def memory(seqlen: int, heads: int, dim: int, world: int) -> dict[str, str]:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
 
-    def call(group: Any) -> Any:
+    def call(group: Any) -> None:
         plan = make_plan(seqlen, group=group)
         q, k, v = (
             torch.randn(1, heads, plan.length, dim, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
@@ -202,18 +189,16 @@ def memory(seqlen: int, heads: int, dim: int, world: int) -> dict[str, str]:
         )
         out = burst_attention(q, k, v, plan, kernel="triton")
         out.backward(torch.ones_like(out))
-        return plan.schedule
 
     with local_world(world) as ranks:
-        schedule = ranks.run(call)[0]
+        ranks.run(call)
     peak = (torch.cuda.max_memory_allocated() - before) / world
-    shape = shape_of(torch.bfloat16, batch=1, q_heads=heads, kv_heads=heads, head_dim=dim)
-    predicted = peak_memory(schedule, shape, torch.bfloat16, schedule.choose_travels(shape), exact_partials=True)
+    workload = Workload(seq_len=seqlen, heads=heads, kv_heads=heads, head_dim=dim)
     return {
         "ranks": str(world),
         "tokens": f"{seqlen:,}",
         "all ranks' peak / ranks": f"{peak / 2**30:.2f} GiB",
-        "predicted of one": f"{predicted / 2**30:.2f} GiB",
+        "predicted of one": f"{predicted(world, workload, exact_partials=True) / 2**30:.2f} GiB",
         "all ranks' by inputs, outputs, gradients": f"{peak * world / (8 * tensor):.2f}",
     }
 
@@ -234,13 +219,13 @@ def run(
         "# Kernels on a GPU\n\n"
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {datetime.now(UTC):%Y-%m-%d}. "
         f"Command: `python benchmarks/kernels.py --rounds {rounds}`. bf16, batch 1, heads · D = 2,048.\n\n"
-        f"`auto`:\n\n```\n{explain(device=DEVICE, dtype=torch.bfloat16)}\n```\n\n" + table(rows)
+        f"`auto`:\n\n```\n{explain(device=DEVICE, dtype=torch.bfloat16)}\n```\n\n" + markdown(rows)
     )
     page += "\n## What distribution costs apart from the network\n\nOne rank's kernels by those of all ranks, "
     page += "zigzag, causal, forward and backward:\n\n"
-    page += table(distribution(8, max(seq_lens), dim, 3) for dim in head_dims)
+    page += markdown(distribution(8, max(seq_lens), dim, 3) for dim in head_dims)
     page += "\n## Memory\n\nH = 32, D = 128, forward and backward, the Triton kernel:\n\n"
-    page += table(memory(131072, 32, 128, world) for world in (1, 8))
+    page += markdown(memory(131072, 32, 128, world) for world in (1, 8))
     print(page)
     if out:
         out.write_text(page, "utf-8")

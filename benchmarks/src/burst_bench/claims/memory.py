@@ -9,44 +9,31 @@ give freed tensors back at once, so that the peak is of live ones.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 from rich.console import Console
-from rich.table import Table
 
-from burst_attention import Mask, burst_attention, make_plan
+from burst_attention import Mask
 from burst_attention.attention.footprint import peak_memory
 from burst_attention.attention.plan import shape_of
 from burst_attention.plan.schedule import make_schedule
 from burst_attention.testing import WorkerPool
 
 from ..arguments import CallArguments, asked
-from ..harness.memory import give_back, peak_during, resident
+from ..harness.calls import Ours, memory_peaks
+from ..harness.workload import Workload
+from ..tables import terminal
 
 
-def measure(seqlen: int, heads: int, dim: int, dtype: torch.dtype, kernel: str) -> tuple[int, int]:
-    """(peak above the start, bytes of q, k, v, out, dout, dq, dk, dv) on this rank, in the second of two calls."""
-    plan = make_plan(seqlen)
-
-    def call() -> int:
-        inputs = [torch.randn(1, heads, plan.length, dim, dtype=dtype, requires_grad=True) for _ in range(3)]
-        dout = torch.randn(1, heads, plan.length, dim, dtype=dtype)
-        burst_attention(*inputs, plan, kernel=kernel).backward(dout)
-        return 8 * dout.nbytes
-
-    for _ in range(2):  # the first call also leaves what libraries allocate for good
-        give_back()
-        before = resident()
-        size, peak = peak_during(call)
-    return peak - before, size
-
-
-def predicted(world: int, seqlen: int, heads: int, dim: int, dtype: torch.dtype) -> int:
+def predicted(world: int, workload: Workload, **options: Any) -> int:
     """The same peak by the plan."""
-    schedule = make_schedule(seqlen, mask=Mask(), layout="zigzag", route="direct", rank=0, world=world)
-    shape = shape_of(dtype, batch=1, q_heads=heads, kv_heads=heads, head_dim=dim)
-    return peak_memory(schedule, shape, dtype, schedule.choose_travels(shape))
+    layout = {"mask": Mask(), "layout": "zigzag", "route": "direct"}
+    schedule = make_schedule(workload.seq_len, **layout, rank=0, world=world)
+    sizes = {"q_heads": workload.heads, "kv_heads": workload.kv_heads, "head_dim": workload.head_dim}
+    shape = shape_of(workload.torch_dtype, batch=1, **sizes)
+    return peak_memory(schedule, shape, workload.torch_dtype, schedule.choose_travels(shape), **options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,18 +44,20 @@ class Arguments(CallArguments):
 
 def main() -> None:
     a = asked(Arguments(seq_len=32768, head_dim=64), __doc__)
-    sizes = (a.seq_len, a.heads, a.head_dim, a.torch_dtype)
+    token = 8 * a.heads * a.head_dim * a.workload.torch_dtype.itemsize  # of q, k, v, out, dout, dq, dk and dv
     rows = []
     for world in a.worlds:
         with WorkerPool(world, timeout=1800) as pool:
-            by_rank = pool.run(measure, *sizes, a.kernel, timeout=3600)
-        peak, alone = (max(each) for each in zip(*by_rank, strict=True))
-        rows.append({"world": world, "peak": peak, "predicted": predicted(world, *sizes), "alone": alone})
-    columns = ("world", "peak per rank, MiB", "predicted", "in and out alone, MiB", "x world / that of the first")
-    table = Table(*columns, title=f"{a.title}, zigzag")
+            by_rank = pool.run(memory_peaks, Ours(kernel=a.kernel), a.workload, timeout=3600)
+        figures = {"peak": max(peak for _, peak in by_rank), "predicted": predicted(world, a.workload)}
+        rows.append({"world": world, **figures, "alone": token * math.ceil(a.seq_len / world)})
     first = rows[0]["peak"] * rows[0]["world"]
-    for row in rows:
-        mebibytes = (f"{row[name] / 2**20:.0f}" for name in ("peak", "predicted", "alone"))
-        table.add_row(str(row["world"]), *mebibytes, f"{row['peak'] * row['world'] / first:.2f}")
-    Console().print(table)
+    named = {"peak": "peak per rank, MiB", "predicted": "predicted", "alone": "in and out alone, MiB"}
+    lines = (
+        {"world": str(row["world"])}
+        | {text: f"{row[name] / 2**20:.0f}" for name, text in named.items()}
+        | {"x world / that of the first": f"{row['peak'] * row['world'] / first:.2f}"}
+        for row in rows
+    )
+    Console().print(terminal(lines, title=f"{a.title}, zigzag"))
     a.write("memory", rows=rows)

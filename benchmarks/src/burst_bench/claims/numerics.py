@@ -8,13 +8,14 @@ device. docs/numerics.md says what the bounds are.
 
 from __future__ import annotations
 
-import math
-from typing import Any, Literal
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import product
+from typing import Literal
 
 import torch
 import tyro
 from rich.console import Console
-from rich.table import Table
 
 from burst_attention import Mask
 from burst_attention.attention.plan import make_plan
@@ -22,20 +23,20 @@ from burst_attention.testing import Case, WorkerPool
 from burst_attention.testing.check import distributed_call, relative_l2
 from burst_attention.testing.oracle import attend, torch_attention
 
+from ..harness.calls import NAMES, errors_over_ranks
+from ..tables import terminal
 
-def relative_errors(case: Case, *, group: Any = None) -> dict[str, float]:
+
+def relative_errors(case: Case) -> dict[str, float]:
     """Relative L2 error of out, dq, dk and dv over all ranks; every rank must call it and gets the same figures."""
-    plan = make_plan(case.seqlen, mask=case.mask, layout=case.layout, route=case.route, group=group)
+    plan = make_plan(case.seqlen, mask=case.mask, layout=case.layout, route=case.route)
     inputs = case.inputs()
     actual = dict(distributed_call(case, plan, inputs).items())
     dlse = inputs["dlse"] if case.dlse else None
     oracle = attend(inputs["q"], inputs["k"], inputs["v"], plan.mask, dout=inputs["dout"], dlse=dlse)
-    expected = dict(oracle.items())
-    names = ("out", "dq", "dk", "dv")
-    squares = [(actual[name].double() - plan.shard(expected[name], 2)).square().sum().item() for name in names]
-    totals = [math.fsum(column) for column in zip(*plan.exchange_small(squares), strict=True)]
-    sizes = (expected[name].norm().item() for name in names)
-    return {name: math.sqrt(total) / size for name, total, size in zip(names, totals, sizes, strict=True)}
+    expected = {name: plan.shard(x, 2) for name, x in oracle.items()}
+    errors = errors_over_ranks([actual[name] for name in NAMES], [expected[name] for name in NAMES])
+    return dict(zip(NAMES, errors, strict=True))
 
 
 def stock_errors(case: Case) -> dict[str, float]:
@@ -44,7 +45,7 @@ def stock_errors(case: Case) -> dict[str, float]:
     arguments = inputs["q"], inputs["k"], inputs["v"], case.mask
     theirs = dict(torch_attention(*arguments, dout=inputs["dout"]).items())
     expected = dict(attend(*arguments, dout=inputs["dout"]).items())
-    return {name: relative_l2(theirs[name], expected[name]) for name in ("out", "dq", "dk", "dv")}
+    return {name: relative_l2(theirs[name], expected[name]) for name in NAMES}
 
 
 def run(
@@ -58,21 +59,19 @@ def run(
     """Compute and print."""
     base = {"seqlen": seq_len, "mask": Mask(causal=mask == "causal"), "q_heads": 8, "kv_heads": 8}
     shape = base | {"head_dim": 64, "dlse": False}
-    console = Console()
-    pools = {world: WorkerPool(world) for world in worlds}
-    for dtype in dtypes:
-        table = Table("kernel", "travels", "world", "out", "dq", "dk", "dv", title=f"{dtype}, {mask}, S={seq_len}")
-        case = Case(**shape, dtype=getattr(torch, dtype))
-        table.add_row("torch, one device", "", "1", *(f"{x:.2e}" for x in stock_errors(case).values()))
-        for kernel in ("reference", "aten", "aten-fp32"):
-            for side in travels:
-                for world, pool in pools.items():
-                    case = Case(**shape, dtype=getattr(torch, dtype), kernel=kernel, travels=side)
-                    errors = pool.run(relative_errors, case)[0]
-                    table.add_row(kernel, side, str(world), *(f"{x:.2e}" for x in errors.values()))
-        console.print(table)
-    for pool in pools.values():
-        pool.close()
+    with ExitStack() as stack:
+        pools = {world: stack.enter_context(WorkerPool(world)) for world in worlds}
+        for dtype in dtypes:
+            case = Case(**shape, dtype=getattr(torch, dtype))
+            rows = [{"kernel": "torch, one device", "travels": "", "world": "1"} | _cells(stock_errors(case))]
+            for kernel, side, (world, pool) in product(("reference", "aten", "aten-fp32"), travels, pools.items()):
+                errors = pool.run(relative_errors, replace(case, kernel=kernel, travels=side))[0]
+                rows.append({"kernel": kernel, "travels": side, "world": str(world)} | _cells(errors))
+            Console().print(terminal(rows, title=f"{dtype}, {mask}, S={seq_len}"))
+
+
+def _cells(errors: dict[str, float]) -> dict[str, str]:
+    return {name: f"{error:.2e}" for name, error in errors.items()}
 
 
 def main() -> None:

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
 from .namespaces import (
     ClusterError,
@@ -23,7 +22,6 @@ from .namespaces import (
     enter,
     exit_on_sigterm,
     inside,
-    interface_bytes,
     name_host,
     remove,
     remove_leftovers,
@@ -47,36 +45,36 @@ _SETTINGS = {  # of each namespace, under /proc/sys/net
 _UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
-def parse_cluster(text: str, *, flag: str = "--cluster") -> tuple[int, int]:
+def parse_cluster(text: str) -> tuple[int, int]:
     """``"8x1"``: (nodes, ranks of each node).
 
     Raises:
-        ValueError: another form, or a number out of range; it names ``flag``.
+        ValueError: another form, or a number out of range.
     """
     match = re.fullmatch(r"(\d+)x(\d+)", text.strip().lower())
     if match is None:
-        raise ValueError(f"{flag} {text!r}: give NODESxRANKS, such as 8x1 for 8 nodes with a rank each")
+        raise ValueError(f"--cluster {text!r}: give NODESxRANKS, such as 8x1 for 8 nodes with a rank each")
     nodes, ranks = int(match[1]), int(match[2])
     if not 1 <= nodes <= MOST_NODES or ranks < 1:
-        raise ValueError(f"{flag} {text!r}: give 1 to {MOST_NODES} nodes and at least one rank on each")
+        raise ValueError(f"--cluster {text!r}: give 1 to {MOST_NODES} nodes and at least one rank on each")
     return nodes, ranks
 
 
-def parse_rate(text: str, *, flag: str = "--link") -> float | None:
+def parse_rate(text: str) -> float | None:
     """``"100mbit"``, ``"1.5gbit"``: bits per second; ``"none"``: None, no limit.
 
     Raises:
-        ValueError: another form, or not more than nothing; it names ``flag``.
+        ValueError: another form, or too little.
     """
     lowered = text.strip().lower()
     if lowered == "none":
         return None
     match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*([kmg]?bit)", lowered)
     if match is None:
-        raise ValueError(f"{flag} {text!r}: give a number with kbit, mbit or gbit, such as 100mbit, or none")
+        raise ValueError(f"--link {text!r}: give a number with kbit, mbit or gbit, such as 100mbit, or none")
     rate = float(match[1]) * _UNITS[match[2]]
     if rate < 1e4:
-        raise ValueError(f"{flag} {text!r}: give at least 10kbit, or none for no limit")
+        raise ValueError(f"--link {text!r}: give at least 10kbit, or none for no limit")
     return rate
 
 
@@ -130,7 +128,6 @@ class Cluster:
         self._switch = f"{self._prefix}switch"
         self._port = FIRST_PORT
         self._handlers = ExitStack()
-        self._counters: TextIO | None = None
         remove_leftovers()
         atexit.register(self.close)
         try:
@@ -170,21 +167,10 @@ class Cluster:
             self._batch("tc", self._node(k), [f"qdisc replace dev {INTERFACE} root {kind}"])
         self.rate = rate
 
-    def counters(self) -> list[tuple[int, int]]:
-        """Bytes that each node has (sent, received) since the cluster was made, Ethernet headers included."""
-        if self._counters is None or self._counters.closed:
-            raise ClusterError("this cluster is closed; make a new one")
-        self._counters.seek(0)
-        received_and_sent = interface_bytes(self._counters.read())
-        # What the switch's port received is what its node sent.
-        return [received_and_sent[f"node{k}"] for k in range(self.nodes)]
-
     def close(self) -> None:
         """Remove everything. Processes inside lose their links."""
         if os.getpid() != self._owner:  # a fork's copy: it isn't its to remove
             return
-        if self._counters is not None:
-            self._counters.close()
         remove(self._prefix, self._tools["ip"])
         self._handlers.close()
         atexit.unregister(self.close)
@@ -199,7 +185,7 @@ class Cluster:
         return f"{self._prefix}{k}"
 
     def _make(self) -> None:
-        """Namespaces, bridge and links; open the counters of the switch's ports."""
+        """Namespaces, bridge and links."""
         ip, names = self._tools["ip"], [self._switch, *map(self._node, range(self.nodes))]
         for name in names:
             call([ip, "netns", "add", name])
@@ -216,9 +202,6 @@ class Cluster:
             up = f"link set {INTERFACE} gso_max_size {_PACKET} up"
             lines = ["link set lo up", f"address add {address} dev {INTERFACE}", up]
             self._batch("ip", self._node(k), lines)
-        with inside(self._switch):
-            # An open file goes on reading the namespace in which it was opened, without a process or a call to ip.
-            self._counters = open("/proc/thread-self/net/dev", encoding="ascii")  # noqa: SIM115 (until close)
 
     def _bucket(self, rate: float) -> str:
         """The token bucket. What it lets pass at once is a packet with its headers, or a millisecond of a fast link.

@@ -9,15 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_attention import Mask
 from burst_attention.engines import choose
 from burst_attention.testing.check import relative_l2
-from burst_attention.testing.oracle import Gradients, attend, torch_attention
 from burst_attention.training.model import quieten_transformers
 
-from .subjects import AttentionSubject, ModelSubject, make_subject, random_qkv, refusal, whole_logits
+from .calls import errors_over_ranks, reference
+from .subjects import AttentionSubject, ModelSubject, make_subject, refusal, whole_logits
 from .trace import Trace
-from .workload import Workload, engine_of
+from .workload import Workload, engine_of, random_qkv
 
 FLOOR = {"float64": 1e-11, "float32": 1e-5, "bfloat16": 1e-3, "float16": 1e-3}
 # Where rounding may add up: between engines, and of sums over all tokens; by a tensor's size.
@@ -35,9 +34,8 @@ def judge(workload: Workload) -> dict[str, tuple[float, float]]:
     quieten_transformers()
     able = [spec for spec in workload.engines if refusal(workload, engine_of(spec)) is None]
     if workload.task == "attention":
-        q, k, v, dout = random_qkv(workload)
-        exact = _without_lse(attend(q, k, v, Mask(), dout=dout))
-        stock = _errors(_without_lse(torch_attention(q, k, v, Mask(), dout=dout)), exact)
+        exact, by_name = reference(workload, dense=True)
+        stock = list(by_name.values())
         errors = {spec: _attention_errors(workload, spec, exact) for spec in able}
     else:
         exact = _reference(workload, "float64")
@@ -104,17 +102,7 @@ def _attention_errors(workload: Workload, spec: str, exact: list[Tensor]) -> lis
     subject = make_subject(workload, engine_of(spec), Trace())
     assert isinstance(subject, AttentionSubject)
     subject.run()
-    squares = []
-    for actual, whole in zip(subject.results, exact, strict=True):
-        expected = subject.plan.shard(whole, 2)
-        squares.append(torch.stack([(actual.double() - expected).square().sum(), expected.square().sum()]))
-    total = torch.stack(squares)
-    dist.all_reduce(total)
-    return [(wrong / size).sqrt().item() for wrong, size in total]
-
-
-def _without_lse(gradients: Gradients) -> list[Tensor]:
-    return [x for name, x in gradients.items() if name != "lse"]
+    return errors_over_ranks(subject.results, [subject.plan.shard(whole, 2) for whole in exact])
 
 
 def _model_errors(workload: Workload, spec: str, exact: list[Tensor]) -> list[float]:

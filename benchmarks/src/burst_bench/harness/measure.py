@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -18,9 +18,8 @@ from .memory import give_back, peak_during, resident
 from .results import Span
 from .subjects import Fingerprint, Subject, make_subject, refusal
 from .trace import Collectives, Trace
+from .turns import seconds_of, take_turns
 from .workload import Workload, engine_of
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -85,15 +84,9 @@ def _measure_time(workload: Workload, able: list[tuple[Measurement, Engine]]) ->
     subjects = [(own, make_subject(workload, engine, trace)) for own, engine in able]
     for _, subject in subjects:
         subject.warm_up()
-    for n in range(workload.rounds):
-        for own, subject in rotated(subjects, n):
-            before = _sent_by_interface(workload.interface)
-            dist.barrier()
-            start = time.perf_counter()
-            subject.run()
-            own.seconds.append(time.perf_counter() - start)
-            dist.barrier()
-            own.wire.append(_sent_by_interface(workload.interface) - before)
+    turns = take_turns([partial(_one_round, workload, subject) for _, subject in subjects], workload.rounds)
+    for (own, _), taken in zip(subjects, turns, strict=True):
+        own.seconds, own.wire = ([*each] for each in zip(*taken, strict=True))
     for own, subject in subjects if workload.timeline else []:
         dist.barrier()
         trace.clear()
@@ -105,10 +98,12 @@ def _measure_time(workload: Workload, able: list[tuple[Measurement, Engine]]) ->
         own.predicted = subject.predicted
 
 
-def rotated(items: list[T], n: int) -> list[T]:
-    """For round ``n``: each begins with another than the last, so none is always the one that runs after a pause."""
-    first = n % max(1, len(items))
-    return items[first:] + items[:first]
+def _one_round(workload: Workload, subject: Subject) -> tuple[float, int]:
+    """Seconds of a call, and the bytes that left this rank's node until all ranks were done with it."""
+    before = _sent_by_interface(workload.interface)
+    seconds = seconds_of(subject.run)
+    dist.barrier()
+    return seconds, _sent_by_interface(workload.interface) - before
 
 
 def _sent_by_interface(interface: str | None) -> int:

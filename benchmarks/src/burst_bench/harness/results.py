@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .turns import ratios
+
 TASKS = ("attention", "train", "prefill")
 KINDS = ("compute", "wait", "exchange")
 
@@ -92,11 +94,6 @@ class Row:
         return self.bytes_wire - self.bytes_counted
 
 
-def ratios(mine: Row, theirs: Row) -> list[float]:
-    """By round: how many times as long theirs took. Rounds are paired, for the machine's speed drifts."""
-    return [b / a for a, b in zip(mine.seconds, theirs.seconds, strict=True)]
-
-
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """As JSON with a line for each row of each table: what changed can be read in a diff."""
 
@@ -142,7 +139,7 @@ class Results:
         """
         place = (row.seq_len, row.world, row.link)
         first = next(other for other in self.rows if (other.seq_len, other.world, other.link) == place)
-        return ratios(first, row) if first is not row and first.passed and row.seconds else []
+        return ratios(first.seconds, row.seconds) if first is not row and first.passed and row.seconds else []
 
     def write(self, path: Path) -> None:
         """As JSON."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -45,16 +45,11 @@ class World:
         cls, world: int, cluster: tuple[int, int] | None = None, *, say: Callable[[str], None] = lambda text: None
     ) -> Iterator[World]:
         """Start ``world`` ranks; with ``cluster`` (nodes, ranks of each), each in its node."""
-        threads = max(1, cores() // world)
-        if cluster is None:
-            with WorkerPool(world, threads=threads, timeout=1800) as pool:
-                yield cls(pool, None, 1, say)
-            return
-        with (
-            Cluster(*cluster) as made,
-            WorkerPool(world, threads=threads, timeout=1800, entries=made.entries()) as pool,
-        ):
-            yield cls(pool, made, cluster[1], say)
+        with ExitStack() as stack:
+            made = None if cluster is None else stack.enter_context(Cluster(*cluster))
+            options = {"threads": max(1, cores() // world), "entries": None if made is None else made.entries()}
+            pool = stack.enter_context(WorkerPool(world, timeout=1800, **options))
+            yield cls(pool, made, 1 if cluster is None else cluster[1], say)
 
     def rows(self, workload: Workload, seq_lens: Sequence[int], links: Sequence[float | None] = (None,)) -> list[Row]:
         """One for each length, link and engine of ``workload``."""
@@ -130,12 +125,12 @@ class World:
             seconds=seconds,
             tokens_per_second=workload.seq_len / median,
             flops_per_second=workload.flops() / median,
-            bytes_counted=_mean([rank.counted for rank in resources]),
-            bytes_predicted=_mean([rank.predicted for rank in resources]),
+            bytes_counted=_of_all(statistics.fmean, [rank.counted for rank in resources]),
+            bytes_predicted=_of_all(statistics.fmean, [rank.predicted for rank in resources]),
             bytes_wire=self._wire(ranks),
             nodes=None if self.cluster is None else self.cluster.nodes,
-            peak_memory=max((rank.peak for rank in resources if rank.peak is not None), default=None),
-            peak_resident=max((rank.resident for rank in resources if rank.resident is not None), default=None),
+            peak_memory=_of_all(max, [rank.peak for rank in resources]),
+            peak_resident=_of_all(max, [rank.resident for rank in resources]),
             timeline=[rank.spans for rank in ranks] if ranks[0].spans else [],
         )
 
@@ -162,27 +157,17 @@ def _median(values: list[float]) -> float:
     return statistics.median([value for value in values if math.isfinite(value)] or [math.nan])
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
+def _of_all(join: Callable[..., Any], values: Sequence[float | None]) -> Any:
     """None if some rank does not know."""
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if len(known) == len(values) else None
+    return None if None in values else join(values)
 
 
 def setting(workload: Workload, cluster: tuple[int, int] | None) -> dict[str, Any]:
     """The sizes that all rows share."""
-    sizes: dict[str, Any] = {
-        "heads": workload.heads,
-        "key-value heads": workload.kv_heads,
-        "head dim": workload.head_dim,
-        "dtype": workload.dtype,
-    }
+    names = {"heads": "heads", "key-value heads": "kv_heads", "head dim": "head_dim", "dtype": "dtype"}
     if workload.task != "attention":
-        sizes |= {
-            "layers": workload.layers,
-            "width": workload.hidden,
-            "feed-forward": workload.intermediate,
-            "vocabulary": workload.vocabulary,
-        }
+        names |= {"layers": "layers", "width": "hidden", "feed-forward": "intermediate", "vocabulary": "vocabulary"}
+    sizes = {text: getattr(workload, name) for text, name in names.items()}
     if cluster is not None:
         sizes["cluster"] = f"{cluster[0]} nodes x {cluster[1]} ranks, emulated"
     return sizes

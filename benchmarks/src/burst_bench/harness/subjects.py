@@ -19,9 +19,7 @@ from burst_attention.plan.rows import Direction
 from burst_attention.training.model import build_model, plans_for
 
 from .trace import Trace, traced
-from .workload import Workload
-
-BLOCK = 4096  # positions
+from .workload import Workload, random_qkv
 
 
 class Fingerprint(NamedTuple):
@@ -77,26 +75,6 @@ def make_subject(workload: Workload, engine: Engine, trace: Trace) -> Subject:
     )
 
 
-def random_qkv(workload: Workload, positions: Tensor | None = None) -> list[Tensor]:
-    """q, k, v, dout [1, heads, S, D] at these (ascending) positions, all if None; the same whoever asks.
-
-    Drawn block by block: a rank's peak memory must not be that of drawing what others hold.
-    """
-    make = torch.Generator().manual_seed(workload.seed)
-    positions = torch.arange(workload.seq_len) if positions is None else positions
-    starts = range(0, workload.seq_len, BLOCK)
-    cuts = torch.searchsorted(positions, torch.tensor([*starts, workload.seq_len])).tolist()  # where each block's lie
-    inputs = []
-    for heads in (workload.heads, workload.kv_heads, workload.kv_heads, workload.heads):
-        x = torch.empty(1, heads, len(positions), workload.head_dim, dtype=workload.torch_dtype)
-        for head in range(heads):
-            for start, first, last in zip(starts, cuts[:-1], cuts[1:], strict=True):
-                block = torch.randn(min(BLOCK, workload.seq_len - start), workload.head_dim, generator=make)
-                x[0, head, first:last] = block[positions[first:last] - start]
-        inputs.append(x)
-    return inputs
-
-
 class AttentionSubject:
     """Causal attention over shards, forward and backward."""
 
@@ -144,27 +122,23 @@ class ModelSubject:
     """
 
     def __init__(self, workload: Workload, engine: Engine, trace: Trace, *, groups: int = 1) -> None:
-        self.workload, self.groups = workload, groups
-        mesh, everyone = _meshes(groups)
-        self.model = build_model(
-            "tiny",
-            llama_config(workload),
-            engine,
-            dtype=workload.torch_dtype,
-            mesh=mesh,
-            everyone=everyone,
-            seed=workload.seed,
-        )
-        plan = traced(engine.plan(workload.seq_len, group=mesh[CONTEXT], timeout=workload.timeout), trace)
-        self.plans = plans_for(plan, [None], None)
-        ids = random_ids(workload)
-        self.shard = engine.shard({"input_ids": ids, "labels": ids}, self.plans)
+        self.groups = groups
+        self._engine, self._trace, self._mesh, everyone = engine, trace, *_meshes(groups)
+        options = {"dtype": workload.torch_dtype, "mesh": self._mesh, "everyone": everyone, "seed": workload.seed}
+        self.model = build_model("tiny", llama_config(workload), engine, **options)
+        self._take(workload)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0)
         sent = engine.sent([self.plans[None]] * workload.layers, workload.sizes, batch=1, dtype=workload.torch_dtype)
         self.predicted = sum(sent) if workload.task == "train" else sent[0]
-        self._engine, self._mesh = engine, mesh
         self._loss = 0.0
         self._logits: Tensor | None = None
+
+    def _take(self, workload: Workload) -> None:
+        """Compute these tokens from now on."""
+        plan = self._engine.plan(workload.seq_len, group=self._mesh[CONTEXT], timeout=workload.timeout)
+        self.workload, self.plans = workload, plans_for(traced(plan, self._trace), [None], None)
+        ids = random_ids(workload)
+        self.shard = self._engine.shard({"input_ids": ids, "labels": ids}, self.plans)
 
     def run(self) -> None:
         if self.workload.task == "prefill":
@@ -176,22 +150,15 @@ class ModelSubject:
 
     def warm_up(self) -> None:
         """A step, or a forward, on a few tokens: FSDP and AdamW make their states on first use."""
-        few = min(self.workload.seq_len, 32 * dist.get_world_size())
         full = self.workload, self.plans, self.shard
-        self.workload = self.workload.at(few)
-        self.plans = plans_for(
-            self._engine.plan(few, group=self._mesh[CONTEXT], timeout=self.workload.timeout), [None], None
-        )
-        ids = random_ids(self.workload)
-        self.shard = self._engine.shard({"input_ids": ids, "labels": ids}, self.plans)
+        self._take(self.workload.at(min(self.workload.seq_len, 32 * dist.get_world_size())))
         self.run()
         self.workload, self.plans, self.shard = full
 
     @torch.no_grad()
     def logits(self) -> Tensor | None:
         """Of the next token [1, V], on the rank that holds the last one."""
-        logits = self.model.last_logits
-        return logits(self.shard, self.plans)
+        return self.model.last_logits(self.shard, self.plans)
 
     def backward(self) -> float:
         """The gradients of the mean loss; returns it."""

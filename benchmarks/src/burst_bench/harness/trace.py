@@ -68,19 +68,16 @@ class TracedTransport(Transport):
 
 def traced(plan: Plan, trace: Trace) -> Plan:
     """The same plan; what its calls exchange is written down in ``trace``."""
+    return over(plan, TracedTransport, trace=trace)
 
-    def over(transport: Transport) -> TracedTransport:
-        return TracedTransport(
-            transport.group,
-            transport.timeout,
-            transport.tag,
-            transport.health,
-            transport.sent,
-            transport.received,
-            trace=trace,
-        )
 
-    return Plan(plan.schedule, over(plan.transport), Agreement(over(plan.agreement.transport)))
+def over(plan: Plan, kind: type[Transport], **options: Any) -> Plan:
+    """The same plan; its messages go by a transport of this kind."""
+
+    def remade(old: Transport) -> Transport:
+        return kind(old.group, old.timeout, old.tag, old.health, old.sent, old.received, **options)
+
+    return Plan(plan.schedule, remade(plan.transport), Agreement(remade(plan.agreement.transport)))
 
 
 class Collectives(TorchDispatchMode):

@@ -6,8 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from burst_attention.engines import Engine, Heads, choose
+
+BLOCK = 4096  # positions that are drawn together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,11 +27,12 @@ class Workload:
         timeline: write down what each rank does in one more call.
         interface: of the emulated cluster, whose counter is read around each call; None without one.
         dtype: of the computation.
+        device: of an attention call beside other packages' (cpu or cuda); all else is on the CPU.
         timeout: seconds that an exchange may take.
     """
 
-    task: str
-    engines: tuple[str, ...]
+    task: str = "attention"
+    engines: tuple[str, ...] = ()
     seq_len: int
     rounds: int = 3
     resources: bool = True
@@ -40,6 +44,7 @@ class Workload:
     head_dim: int = 32
     vocabulary: int = 512
     dtype: str = "bfloat16"
+    device: str = "cpu"
     seed: int = 0
     timeout: float = 1800.0
 
@@ -91,3 +96,23 @@ def engine_of(spec: str) -> Engine:
     """``ring`` or ``ring:contiguous``."""
     name, _, layout = spec.partition(":")
     return choose(name, layout=layout or "auto")
+
+
+def random_qkv(workload: Workload, positions: Tensor | None = None) -> list[Tensor]:
+    """q, k, v, dout [1, heads, S, D] at these (ascending) positions, all if None; the same whoever asks.
+
+    Drawn block by block: a rank's peak memory must not be that of drawing what others hold.
+    """
+    make = torch.Generator().manual_seed(workload.seed)
+    positions = torch.arange(workload.seq_len) if positions is None else positions
+    starts = range(0, workload.seq_len, BLOCK)
+    cuts = torch.searchsorted(positions, torch.tensor([*starts, workload.seq_len])).tolist()  # where each block's lie
+    inputs = []
+    for heads in (workload.heads, workload.kv_heads, workload.kv_heads, workload.heads):
+        x = torch.empty(1, heads, len(positions), workload.head_dim, dtype=workload.torch_dtype)
+        for head in range(heads):
+            for start, first, last in zip(starts, cuts[:-1], cuts[1:], strict=True):
+                block = torch.randn(min(BLOCK, workload.seq_len - start), workload.head_dim, generator=make)
+                x[0, head, first:last] = block[positions[first:last] - start]
+        inputs.append(x)
+    return inputs

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pandas
-
-from ..harness.results import Results, Row, ratios
+from ..harness.results import Results, Row
+from ..harness.turns import ratios
+from ..tables import markdown
 from ..texts import bytes_text, link_text, number_text, spread
 
 REFERENCE = "tensor-sequence"
@@ -46,12 +46,6 @@ def sizes_of(results: Results) -> str:
     return ", ".join(f"{name} {value}" for name, value in results.setting.items())
 
 
-def table(rows: Iterable[Mapping[str, str]]) -> str:
-    """A Markdown table; a row may leave columns out."""
-    frame = pandas.DataFrame(list(rows)).fillna("")
-    return frame.to_markdown(index=False, tablefmt="github", disable_numparse=True) + "\n" if len(frame) else ""
-
-
 def find(rows: Iterable[Row], **wanted: Any) -> Row | None:
     """The right row with these attributes, if there is one."""
     return next((r for r in rows if r.passed and all(getattr(r, k) == v for k, v in wanted.items())), None)
@@ -84,11 +78,13 @@ def speeds(results: Results) -> str:
         ours = find(results.rows, engine="burst", seq_len=row.seq_len, world=row.world, link=row.link)
         return place | {
             "s, median (rounds)": spread(row.seconds),
-            "its time / burst's": spread(ratios(ours, row)) if ours is not None and row.engine != "burst" else "-",
+            "its time / burst's": spread(ratios(ours.seconds, row.seconds))
+            if ours is not None and row.engine != "burst"
+            else "-",
             "tokens/s": number_text(row.tokens_per_second),
             "GFLOP/s": gflops(row),
             "on the wire, per rank": bytes_text(row.bytes_wire),
             "error": f"{row.error:.1e}",
         }
 
-    return table(map(cells, results.rows))
+    return markdown(map(cells, results.rows))

@@ -11,8 +11,9 @@ from typing import Any
 
 from ..harness.results import Results, Row
 from ..peers.compare import cells
+from ..tables import markdown
 from ..texts import bytes_text, link_text, mebibytes, spread
-from .markdown import REFERENCE, Page, find, gflops, outcome, sizes_of, speeds, table
+from .markdown import REFERENCE, Page, find, gflops, outcome, sizes_of, speeds
 from .readme import draw_readme
 from .targets import PEER, targets
 
@@ -70,7 +71,7 @@ def _links(rows: Sequence[Row]) -> str:
                 cells = (f"{length:,}", link_text(round(link, -5)), f"{100 * share:.0f} %")
                 columns = ("tokens", "link of each node", f"share of {REFERENCE}'s step that is exchange")
                 lines.append(dict(zip(columns, cells, strict=True)))
-    return table(lines)
+    return markdown(lines)
 
 
 def prefill(page: Page) -> str:
@@ -94,7 +95,7 @@ def memory(page: Page) -> str:
     for row in (*results.rows, *alone.rows):
         if why := outcome(row):
             lines.append({"engine": row.engine, "ranks": str(row.world), f"{row.seq_len:,} tokens": why})
-    return page.head("Memory", PROSE["memory"], sizes_of(results)) + table(lines)
+    return page.head("Memory", PROSE["memory"], sizes_of(results)) + markdown(lines)
 
 
 def _line(points: dict[int, int]) -> dict[str, str]:
@@ -150,7 +151,7 @@ def sent(page: Page) -> str:
         }
         share = {f"of {REFERENCE}'s wire": f"{wire / reference:.2f}" if wire and reference else "-"}
         lines.append(place | {"formula": in_words} | {name: bytes_text(size) for name, size in sizes.items()} | share)
-    text = page.head("Bytes per rank and step", PROSE["sent"], sizes_of(results)) + table(lines)
+    text = page.head("Bytes per rank and step", PROSE["sent"], sizes_of(results)) + markdown(lines)
     packages = _peer_bytes(page.raw["counted"], page.raw["size"])
     return f"{text}\n## The attention alone, beside the packages\n\n{packages}"
 
@@ -174,7 +175,7 @@ def _peer_bytes(rows: list[dict[str, Any]], size: Sequence[int]) -> str:
             shares = [f"{x / statistics.fmean(base['bytes']):.2f}" for x in (mean, most)]
         cells = {"per rank, mean": bytes_text(mean), f"of {PEER}'s": shares[0], "the busiest rank's": shares[1]}
         lines.append(name | cells)
-    return text + table(lines)
+    return text + markdown(lines)
 
 
 def perplexity(page: Page) -> str:
@@ -192,7 +193,7 @@ def perplexity(page: Page) -> str:
         figures = {"loss": f"{row['loss']:.7f}", "perplexity": f"{row['perplexity']:.6f}"}
         counts = {name: f"{row[name]:,}" for name in ("sequences", "tokens")}
         lines.append({"engine": row["engine"]} | figures | counts | {"greatest difference": apart})
-    return text + table(lines)
+    return text + markdown(lines)
 
 
 def ablation(page: Page) -> str:
@@ -222,7 +223,7 @@ def ablation(page: Page) -> str:
             "work": f"{max(work) / statistics.fmean(work):.2f}",
         }
         lines.append(name | figures | error)
-    return text + table(lines)
+    return text + markdown(lines)
 
 
 def scaling(page: Page) -> str:
@@ -242,7 +243,7 @@ def _scaling(results: Results) -> str:
         figures = {"GFLOP/s": gflops(row), "peak memory per rank": mebibytes(row.peak_memory)}
         return place | {"s": spread(row.seconds)} | figures
 
-    return table(map(cells, sorted(results.rows, key=lambda row: (row.engine, row.world))))
+    return markdown(map(cells, sorted(results.rows, key=lambda row: (row.engine, row.world))))
 
 
 def long(page: Page) -> str:
@@ -260,7 +261,7 @@ def long(page: Page) -> str:
         "all ranks, with all that is resident, at most": most,
         "error": "-" if row.error is None else f"{row.error:.1e}",
     }
-    return text + table({"what": what, "measured": figure} for what, figure in figures.items())
+    return text + markdown({"what": what, "measured": figure} for what, figure in figures.items())
 
 
 def peers(page: Page) -> str:
@@ -268,7 +269,7 @@ def peers(page: Page) -> str:
     world, length, heads, dim = page.raw["size"]
     sizes = f"{world} ranks x 1 thread, {length:,} tokens, H = {heads}, D = {dim}, bf16, no limit"
     rows = map(cells, page.raw["rows"])
-    return page.head("Beside the packages", PROSE["peers"], sizes) + table(rows)
+    return page.head("Beside the packages", PROSE["peers"], sizes) + markdown(rows)
 
 
 # section -> its pages

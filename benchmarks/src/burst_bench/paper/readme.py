@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from ..harness.results import Row, ratios
+from ..harness.results import Row
+from ..harness.turns import ratios
 from .markdown import GLOO_WASTE, REFERENCE, Page, find
-from .targets import PEER, limits, relieved
+from .targets import PEER, attention_shares, limits, longest, relieved
 
 BEGIN, END = "<!-- measured: drawn by python benchmarks/paper.py --draw -->\n", "<!-- measured: end -->"
 
@@ -31,18 +33,14 @@ def measured(folder: Path) -> str:
     """The table."""
     pages = {path.stem.replace("-", "_"): Page.read(path) for path in folder.glob("*.json")}
     rows = pages["training"].results("results").rows
-    length = max(row.seq_len for row in rows)
+    length = longest(rows)
     rows = [row for row in rows if row.seq_len == length]
     free = [row.engine for row in rows if row.link is None and row.engine != "burst" and ":" not in row.engine]
     unlimited = [_ratio(rows, "burst", engine, None) for engine in free]
     reference, middle = _one(rows, REFERENCE, limits(rows)[0]), limits(rows)[0]
     ideal = (_one(rows, "burst", None).bytes_wire or 0) / (_one(rows, REFERENCE, None).bytes_predicted or 1)
-    by_peer = {row["name"]: row for row in pages["memory"].raw["counted"]}
-    mine, theirs = (statistics.fmean(by_peer[name]["bytes"]) for name in ("burst", PEER))
     by_round = next(row["ratios"] for row in pages["peers"].raw["rows"] if row["name"] == PEER)
-    spread = (
-        f"{statistics.median(by_round):.2f}× ({min(by_round):.2f} to {max(by_round):.2f} over {len(by_round)} rounds)"
-    )
+    ends = f"{min(by_round):.2f} to {max(by_round):.2f} over {len(by_round)} rounds"
     environment = Environment(loader=PackageLoader(__package__, "."), undefined=StrictUndefined)
     return environment.get_template("readme.md").render(
         {name: page.raw for name, page in pages.items()},
@@ -56,13 +54,13 @@ def measured(folder: Path) -> str:
         unlimited=f"{min(unlimited):.2f}× to {max(unlimited):.2f}×",
         share=lambda engine: f"{(_one(rows, engine, middle).bytes_wire or 0) / (reference.bytes_wire or 1):.2f}",
         ideal_share=f"{ideal:.2f}",
-        peer_share=f"{mine / theirs:.2f}",
-        peer_ratio=spread,
+        peer_share=f"{(attention_shares(pages['memory'].raw['counted']) or [math.nan])[0]:.2f}",
+        peer_ratio=f"{statistics.median(by_round):.2f}× ({ends})",
     )
 
 
 def _ratio(rows: list[Row], engine: str, other: str, link: float | None) -> float:
-    return statistics.median(ratios(_one(rows, engine, link), _one(rows, other, link)))
+    return statistics.median(ratios(*(_one(rows, name, link).seconds for name in (engine, other))))
 
 
 def _one(rows: list[Row], engine: str, link: float | None) -> Row:

@@ -8,13 +8,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from ..ablation import compare as ablation
@@ -24,6 +24,7 @@ from ..harness.run import World, setting
 from ..harness.workload import Workload
 from ..peers import compare as peers
 from .markdown import GLOO_WASTE, REFERENCE, Page
+from .targets import limits
 
 ENGINES = ("burst", "ring", "ulysses", "tensor", "tensor-sequence")
 TRAINED = (*ENGINES, "burst:contiguous")
@@ -43,7 +44,6 @@ class Scale:
     prefill: tuple[tuple[int, int], ...] = ((16384, 2), (32768, 1), (65536, 1), (131072, 1))
     rounds: int = 3
     worlds: tuple[int, ...] = (1, 2, 4, 8)
-    scaling_rounds: int = 1
     fixed_len: int = 16384
     per_rank: int = 4096
     ablation_len: int = 8192
@@ -64,7 +64,6 @@ class Scale:
             train=tuple((length, min(n, rounds), min(slow, rounds)) for length, n, slow in self.train),
             prefill=tuple((length, min(n, rounds)) for length, n in self.prefill),
             rounds=min(self.rounds, rounds),
-            scaling_rounds=min(self.scaling_rounds, rounds),
             peer_rounds=min(self.peer_rounds, 3 * rounds),
         )
 
@@ -75,7 +74,6 @@ QUICK = Scale(
     rounds=1,
     prefill=((256, 1), (512, 1)),
     worlds=(1, 2),
-    scaling_rounds=1,
     fixed_len=256,
     per_rank=128,
     ablation_len=256,
@@ -103,11 +101,8 @@ class Paper:
 
     def links(self, world: World) -> list[float | None]:
         """No limit, the middle rate and a quarter of it: the training table's in this folder, if it is there."""
-        known = self.out / "training.json"
-        if not known.exists():
-            return self.find_links(world)
-        rows = Page.read(known).results("results").rows
-        return [None, *sorted({row.link for row in rows if row.engine == "burst" and row.link}, reverse=True)]
+        links = limits(self.trained())
+        return self.find_links(world) if None in links else [None, *links]
 
     def find_links(self, world: World) -> list[float | None]:
         """The middle rate: at which the reference exchanges for half of its step at the greatest length.
@@ -129,16 +124,28 @@ class Paper:
             rate *= min(max((limited.median - free.median) / free.median, 0.5), 2.0)
         return [None, rate, rate / 4]
 
-    def results(self, workload: Workload, rows: list[Row], cluster: tuple[int, int] | None) -> dict[str, Any]:
+    @contextmanager
+    def world(self, ranks: int | None = None) -> Iterator[World]:
+        """So many local ranks; the cluster's for None."""
+        cluster = self.cluster if ranks is None else None
+        with World.of(ranks or self.scale.nodes, cluster, say=self.say) as world:
+            yield world
+
+    def results(self, workload: Workload, rows: list[Row], cluster: tuple[int, int] | None = None) -> dict[str, Any]:
         """Rows of one task as :meth:`Page.results` reads them; timelines would take most of the room."""
         content = [{name: value for name, value in vars(row).items() if name != "timeline"} for row in rows]
         return {"task": workload.task, "setting": setting(workload, cluster), "rows": content}
 
+    def alone(self, workload: Workload) -> dict[str, Any]:
+        """The training table's lengths by one rank that has all cores."""
+        with self.world(1) as world:
+            at = replace(workload, engines=("single",))
+            return self.results(workload, world.rows(at, [length for length, *_ in self.scale.train]))
+
     def training(self) -> dict[str, Any]:
         """Table 1: time and bytes of a training step."""
-        lens = [length for length, *_ in self.scale.train]
         workload = replace(self.scale.workload, engines=TRAINED, resources=False)
-        with World.of(self.scale.nodes, self.cluster, say=self.say) as world:
+        with self.world() as world:
             links = self.find_links(world)
             rows = [
                 row
@@ -148,34 +155,35 @@ class Paper:
             ]
             # Gloo's reduce-scatter sends twice what it needs to: on links faster by that, what a better one would do.
             faster = [GLOO_WASTE * link for link in links if link is not None]
-            rows += world.rows(replace(workload, engines=(REFERENCE,), rounds=1), lens[-1:], faster)
-            results = self.results(workload, rows, self.cluster)
-        with World.of(1, say=self.say) as world:
-            alone = self.results(workload, world.rows(replace(workload, engines=("single",), rounds=1), lens), None)
-        return {"results": results, "alone": alone}
+            longest = [self.scale.train[-1][0]]
+            rows += world.rows(replace(workload, engines=(REFERENCE,), rounds=1), longest, faster)
+        results = self.results(workload, rows, self.cluster)
+        return {"results": results, "alone": self.alone(replace(workload, rounds=1))}
 
     def memory(self) -> dict[str, Any]:
         """Tables 3 and 4: memory and bytes of a training step, each engine by itself."""
-        lens = [length for length, *_ in self.scale.train]
         workload = replace(self.scale.workload, engines=TRAINED, rounds=0)
-        with World.of(self.scale.nodes, self.cluster, say=self.say) as world:
-            results = self.results(workload, world.rows(workload, lens), self.cluster)
-        with World.of(1, say=self.say) as world:
-            alone = self.results(workload, world.rows(replace(workload, engines=("single",)), lens), None)
-        size = (self.scale.nodes, self.scale.count_len, 8, 128)
-        counted = peers.compare(*size, 0)
-        return {"results": results, "alone": alone, "counted": counted, "size": size, "wire": self.wire()}
+        with self.world() as world:
+            rows = world.rows(workload, [length for length, *_ in self.scale.train])
+        results, alone = self.results(workload, rows, self.cluster), self.alone(workload)
+        packages = self.beside_packages(self.scale.nodes, self.scale.count_len, rounds=0)
+        counted = {"counted": packages["rows"], "size": packages["size"]}
+        return {"results": results, "alone": alone, **counted, "wire": self.wire()}
+
+    def trained(self) -> list[Row]:
+        """The training table's rows in this folder, if it is there."""
+        known = self.out / "training.json"
+        return Page.read(known).results("results").rows if known.exists() else []
 
     def wire(self) -> list[tuple[str, int, float]]:
         """(engine, tokens, bytes on the wire by the interfaces) of the training table's steps without a limit."""
-        known = self.out / "training.json"
-        rows = Page.read(known).results("results").rows if known.exists() else []
-        return [(row.engine, row.seq_len, row.bytes_wire) for row in rows if row.link is None and row.bytes_wire]
+        free = (row for row in self.trained() if row.link is None and row.bytes_wire)
+        return [(row.engine, row.seq_len, row.bytes_wire) for row in free]
 
     def prefill(self) -> dict[str, Any]:
         """Table 2: the first token's latency."""
         workload = replace(self.scale.workload, task="prefill", resources=False)
-        with World.of(self.scale.nodes, self.cluster, say=self.say) as world:
+        with self.world() as world:
             middle = self.links(world)[1]
             rows = [
                 row
@@ -203,41 +211,45 @@ class Paper:
     def ablation(self) -> dict[str, Any]:
         """Table 6: what each part is worth."""
         scale, workload = self.scale, self.scale.workload
-        with World.of(scale.nodes, self.cluster, say=self.say) as world:
+        with self.world() as world:
             middle = self.links(world)[1]
         with Cluster(*self.cluster, rate=middle) as made:
             self.say(f"ablation at {scale.ablation_len:,} tokens")
             sizes = {"seq_len": scale.ablation_len, "heads": workload.heads, "head_dim": workload.head_dim}
-            options = {"dtype": torch.bfloat16, "rounds": scale.rounds, "entries": made.entries()}
-            rows = ablation.compare(scale.nodes, **sizes, **options)
+            at = Workload(**sizes, kv_heads=workload.heads)
+            rows = ablation.compare(scale.nodes, at, scale.rounds, entries=made.entries())
         return {"rows": rows, "sizes": {**sizes, "ranks": scale.nodes, "link": middle}}
 
     def scaling(self) -> dict[str, Any]:
         """Table 7: more ranks, at a fixed length and at a fixed length per rank."""
-        workload = replace(self.scale.workload, rounds=self.scale.scaling_rounds)
+        base = replace(self.scale.workload, rounds=1)
         strong: list[Row] = []
         weak: list[Row] = []
         for n in self.scale.worlds:
-            engines = (*ENGINES, "single") if n == 1 else ENGINES
-            with World.of(n, say=self.say) as world:
-                strong += world.rows(replace(workload, engines=engines), [self.scale.fixed_len])
-                weak += world.rows(replace(workload, engines=engines), [self.scale.per_rank * n])
-        return {"strong": self.results(workload, strong, None), "weak": self.results(workload, weak, None)}
+            workload = replace(base, engines=(*ENGINES, "single") if n == 1 else ENGINES)
+            with self.world(n) as world:
+                strong += world.rows(workload, [self.scale.fixed_len])
+                weak += world.rows(workload, [self.scale.per_rank * n])
+        return {"strong": self.results(base, strong), "weak": self.results(base, weak)}
 
     def long(self) -> dict[str, Any]:
         """128K tokens through one attention layer, forward and backward."""
         sizes = {"heads": 4, "kv_heads": 4, "head_dim": 64}
         workload = replace(self.scale.workload, task="attention", engines=("burst",), rounds=0, **sizes)
-        with World.of(self.scale.long_ranks, say=self.say) as world:
-            results = self.results(workload, world.rows(workload, [self.scale.long_len]), None)
-        return {"results": results}
+        with self.world(self.scale.long_ranks) as world:
+            return {"results": self.results(workload, world.rows(workload, [self.scale.long_len]))}
 
     def peers(self) -> dict[str, Any]:
         """Ours against the packages themselves."""
-        scale = self.scale
-        self.say(f"peers at {scale.peer_len:,} tokens")
-        size = (2, scale.peer_len, 8, 128)
-        return {"rows": peers.compare(*size, scale.peer_rounds, names=PEERS), "size": size}
+        return self.beside_packages(2, self.scale.peer_len, rounds=self.scale.peer_rounds, names=PEERS)
+
+    def beside_packages(
+        self, world: int, seq_len: int, *, rounds: int, names: Sequence[str] | None = None
+    ) -> dict[str, Any]:
+        self.say(f"peers at {seq_len:,} tokens")
+        workload = Workload(seq_len=seq_len, heads=8, kv_heads=8, head_dim=128)
+        rows = peers.compare(world, workload, rounds, names=names)
+        return {"rows": rows, "size": (world, seq_len, workload.heads, workload.head_dim)}
 
 
 NAMES = ("training", "memory", "prefill", "perplexity", "ablation", "scaling", "long", "peers")

@@ -5,49 +5,63 @@ from __future__ import annotations
 import statistics
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from ..harness.results import Row, ratios
+from ..harness.results import Row
+from ..harness.turns import ratios
+from ..tables import markdown
 from ..texts import bytes_text, link_text, spread
-from .markdown import GLOO_WASTE, REFERENCE, Page, find, table
+from .markdown import GLOO_WASTE, REFERENCE, Page, find
 
 PEER = "ring-flash-attn zigzag"
 MINE = ("burst", "burst:contiguous")
 LOCAL = "without a limit there is nothing to hide, and both run the same kernels on the same cores"
-Line = tuple[str, str, str, bool | None, str]  # what, target, measured, met (None: not measured), why not
+
+
+class Line(NamedTuple):
+    """One target; ``met``: None if it was not measured; ``why``: what is told where it was missed."""
+
+    what: str
+    target: str
+    measured: str = "-"
+    met: bool | None = None
+    why: str = ""
+
+    def cells(self) -> dict[str, str]:
+        verdict = {True: "met", None: "not measured"}.get(self.met, f"**not met**: {self.why}")
+        return {"what": self.what, "target": self.target, "measured": self.measured, "verdict": verdict}
 
 
 def targets(folder: Path, sections: Collection[str]) -> str:
     """One row for each target; ``sections``: all that there are."""
     pages = {path.stem: Page.read(path) for path in folder.glob("*.json")}
-    lines = [*_training(pages.get("training")), _attention_bytes(pages.get("memory")), _peers(pages.get("peers"))]
+    rows = pages["training"].results("results").rows if "training" in pages else []
+    lines = [*_training(rows), _attention_bytes(pages.get("memory")), _peers(pages.get("peers"))]
     lines += [_long(pages.get("long")), _minutes([pages.get(name) for name in sections])]
-    verdicts = {True: "met", None: "not measured"}
-    rows = [
-        {"what": what, "target": target, "measured": measured, "verdict": verdicts.get(met, f"**not met**: {why}")}
-        for what, target, measured, met, why in lines
-    ]
-    return table(rows) + "\n" + _information(pages.get("training"))
+    return markdown(line.cells() for line in lines) + "\n" + _information(rows)
 
 
-def _training(page: Page | None) -> list[Line]:
-    rows = page.results("results").rows if page else []
-    length = max((row.seq_len for row in rows), default=32768)
+def _training(rows: list[Row]) -> list[Line]:
+    length = longest(rows) or 32768
     middle, slow = limits(rows)
+    asked = ((middle, "middle", ((REFERENCE, 1.7), ("ring", 1.3))), (slow, "slow", ((REFERENCE, 2.2), ("ring", 1.5))))
     lines = [
         _speed(rows, length, link, name, mine, engine, target)
         for mine in MINE
-        for link, name, pairs in (
-            (middle, "middle", ((REFERENCE, 1.7), ("ring", 1.3))),
-            (slow, "slow", ((REFERENCE, 2.2), ("ring", 1.5))),
-        )
+        for link, name, pairs in asked
         for engine, target in pairs
     ]
     what = f"burst's bytes on the wire, parameters included, as a share of {REFERENCE}'s; {length:,} tokens"
     mine, theirs = (find(rows, engine=e, seq_len=length, link=middle) for e in ("burst", REFERENCE))
     if not (mine and theirs and mine.bytes_wire and theirs.bytes_wire):
-        return [*lines, (what, "≤ 0.60", "-", None, "")]
-    share = mine.bytes_wire / theirs.bytes_wire
-    return [*lines, (what, "≤ 0.60", f"{share:.2f}", share <= 0.60, "parameters weigh more the shorter the sequence")]
+        return [*lines, Line(what, "≤ 0.60")]
+    share, why = mine.bytes_wire / theirs.bytes_wire, "parameters weigh more the shorter the sequence"
+    return [*lines, Line(what, "≤ 0.60", f"{share:.2f}", share <= 0.60, why)]
+
+
+def longest(rows: list[Row]) -> int:
+    """The greatest length; 0 for no rows."""
+    return max((row.seq_len for row in rows), default=0)
 
 
 def limits(rows: list[Row]) -> tuple[float | None, float | None]:
@@ -61,69 +75,70 @@ def _speed(rows: list[Row], length: int, link: float | None, name: str, own: str
     what = f"{own}'s training step{unfelt} against {engine}'s at {length:,} tokens, {name} rate"
     mine, theirs = (find(rows, engine=e, seq_len=length, link=link) for e in (own, engine))
     if link is None or not mine or not theirs:
-        return what, f"≥ {target}×", "-", None, ""
-    values, slower = ratios(mine, theirs), []
+        return Line(what, f"≥ {target}×")
     free = [find(rows, engine=row.engine, seq_len=length, link=None) for row in (mine, theirs)]
-    for row, unlimited in zip((mine, theirs), free, strict=True):
-        slower.append(f"{(row.median or 0) / (unlimited.median or 1):.2f}" if unlimited else "?")
-    alike = spread(ratios(*free)) if all(free) else "?"
+    slower, alike = ["?", "?"], "?"
+    if all(free):
+        slower = [f"{row.median / first.median:.2f}" for row, first in zip((mine, theirs), free, strict=True)]
+        alike = spread(ratios(*(row.seconds for row in free)))
     why = (
         f"without a limit the ratio is {alike}; this rate makes {own}'s step {slower[0]} times as long, {engine}'s "
         f"{slower[1]} times: what an engine exchanges behind its computing costs it nothing"
     )
-    return what, f"≥ {target}×", f"{spread(values)}×", statistics.median(values) >= target, why
+    values = ratios(mine.seconds, theirs.seconds)
+    return Line(what, f"≥ {target}×", f"{spread(values)}×", statistics.median(values) >= target, why)
 
 
 def _attention_bytes(page: Page | None) -> Line:
     what = f"burst's attention: bytes as a share of {PEER}'s, 8 ranks"
-    rows = {row["name"]: row for row in page.raw["counted"] if row["correct"] and row["bytes"]} if page else {}
-    if "burst" not in rows or PEER not in rows:
-        return what, "≤ 0.60", "-", None, ""
-    mine, theirs = (statistics.fmean(rows[name]["bytes"]) for name in ("burst", PEER))
-    most = max(rows["burst"]["bytes"]) / theirs
-    measured = f"{mine / theirs:.2f}, the busiest rank {most:.2f}"
-    return what, "≤ 0.60", measured, mine / theirs <= 0.60, "few tokens: records of agreement weigh"
+    if (shares := attention_shares(page.raw["counted"] if page else [])) is None:
+        return Line(what, "≤ 0.60")
+    mean, most = shares
+    why = "few tokens: records of agreement weigh"
+    return Line(what, "≤ 0.60", f"{mean:.2f}, the busiest rank {most:.2f}", mean <= 0.60, why)
+
+
+def attention_shares(counted: list[dict[str, Any]]) -> tuple[float, float] | None:
+    """Bytes of our attention's mean and busiest rank by the mean of :data:`PEER`'s; None if one was not counted."""
+    rows = {row["name"]: row["bytes"] for row in counted if row["correct"] and row["bytes"]}
+    if not {"burst", PEER} <= rows.keys():
+        return None
+    theirs = statistics.fmean(rows[PEER])
+    return statistics.fmean(rows["burst"]) / theirs, max(rows["burst"]) / theirs
 
 
 def _peers(page: Page | None) -> Line:
-    rows = {row["name"]: row for row in page.raw["rows"]} if page else {}
-    what = (
-        f"burst's attention against {PEER}'s, no limit, bf16, 2 ranks, {page.raw['size'][1] if page else 8192:,} tokens"
-    )
-    row = rows.get(PEER, {})
-    values = row.get("ratios")
-    if not values:
-        return what, "≥ 1.05×", "-", None, ""
+    length = page.raw["size"][1] if page else 8192
+    what = f"burst's attention against {PEER}'s, no limit, bf16, 2 ranks, {length:,} tokens"
+    row = next((row for row in (page.raw["rows"] if page else []) if row["name"] == PEER and row["ratios"]), None)
+    if row is None:
+        return Line(what, "≥ 1.05×")
     bare = spread(row["ratios_without_copies"], ".3f")
-    measured = f"{spread(values, '.3f')}×; {bare}× without the stand-in's copies"
-    return what, "≥ 1.05×", measured, statistics.median(values) >= 1.05, LOCAL
+    measured = f"{spread(row['ratios'], '.3f')}×; {bare}× without the stand-in's copies"
+    return Line(what, "≥ 1.05×", measured, statistics.median(row["ratios"]) >= 1.05, LOCAL)
 
 
 def _long(page: Page | None) -> Line:
-    what, target = (
-        "burst: one layer forward and backward, H = 4, D = 64, 4 ranks: memory of all",
-        "128K tokens in 24 GiB",
-    )
+    what = "burst: one layer forward and backward, H = 4, D = 64, 4 ranks: memory of all"
     row = page.results("results").rows[0] if page else None
-    if page is None or row is None or not row.passed or row.peak_resident is None:
-        return what, target, "-", None, ""
+    if row is None or not row.passed or row.peak_resident is None:
+        return Line(what, "128K tokens in 24 GiB")
     total = row.peak_resident * row.world
-    measured = f"{row.seq_len:,} tokens in {total / 2**30:.2f} GiB"
-    return what, target, measured, row.seq_len >= 131072 and total <= 24 * 2**30, "a shorter sequence was run"
+    measured, met = f"{row.seq_len:,} tokens in {total / 2**30:.2f} GiB", total <= 24 * 2**30
+    return Line(what, "128K tokens in 24 GiB", measured, row.seq_len >= 131072 and met, "a shorter sequence was run")
 
 
 def _minutes(pages: list[Page | None]) -> Line:
     what, target = "burst's tables: all of them by one command, on 2 cores", "under 90 minutes"
     whole = [page.raw.get("minutes") if page and "--" not in page.raw["command"] else None for page in pages]
     if None in whole:
-        return what, target, "-", None, ""
-    return what, target, f"{sum(whole):.0f} minutes", sum(whole) < 90, "the machine was slower than it can be"
+        return Line(what, target)
+    return Line(what, target, f"{sum(whole):.0f} minutes", sum(whole) < 90, "the machine was slower than it can be")
 
 
-def _information(page: Page | None) -> str:
+def _information(rows: list[Row]) -> str:
     """What a collective library better than gloo would make of the reference."""
-    rows = page.results("results").rows if page else []
-    length = max((row.seq_len for row in rows), default=0)
+    length = longest(rows)
     text = (
         f"Gloo's reduce-scatter sends a whole all-reduce, so {REFERENCE} here sends {GLOO_WASTE} times what it would over a "
         "library that does not. (The gradients of sharded parameters, in burst and ring, go by all-to-all.) To see what that is worth, "
@@ -143,12 +158,12 @@ def _information(page: Page | None) -> str:
             f"{bytes_text(theirs.bytes_predicted)} of activations alone: a share of "
             f"{mine.bytes_wire / theirs.bytes_predicted:.2f}.\n"
         )
-    return text + table(lines) + ideal
+    return text + markdown(lines) + ideal
 
 
 def relieved(rows: list[Row], engine: str) -> list[tuple[float, float, float]]:
     """At the greatest length, by rate: (link, the reference's faster link, its time there by ``engine``'s)."""
-    length = max((row.seq_len for row in rows), default=0)
+    length = longest(rows)
     ratios_by_link = []
     for link in (x for x in limits(rows) if x is not None):
         mine = find(rows, engine=engine, seq_len=length, link=link)

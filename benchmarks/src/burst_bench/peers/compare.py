@@ -13,7 +13,6 @@ runs one rank per GPU on NCCL and the real flash_attn; that was written but has 
 
 from __future__ import annotations
 
-import math
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -22,45 +21,28 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
-from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from burst_attention.testing import WorkerPool
-from burst_attention.testing.pool import WorkerError
 
 from ..arguments import TimedArguments, asked
-from ..harness.measure import rotated
+from ..harness.calls import Ours, Outcome, contest
+from ..harness.workload import Workload
+from ..tables import terminal
 from ..texts import bytes_text, spread
-from .ranks import NAMES, Problem, checked, make_inputs, prepare, timed
-from .variants import OURS, OURS_FORWARD, STRONGEST, VARIANTS, Size, Variant, package_version, refusal
-
-# Times the relative L2 error of torch's own kernel in the same dtype. Over flash kernels a right result is at 0.7 to
-# 1.3, in ring-attention-pytorch's ring, whose scores and accumulator are bf16, at 2.5; a tile that is left out, doubled
-# or rescaled is far above.
-TOLERANCE = 5.0
+from . import flash_attn_stand_in
+from .variants import STRONGEST, VARIANTS, Theirs, package_version, refusal
 
 
 def compare(
-    world: int,
-    seq_len: int,
-    heads: int,
-    head_dim: int,
-    rounds: int,
-    entries: Any = None,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    device: str = "cpu",
-    names: Sequence[str] | None = None,
-    timeout: float = 600.0,
+    world: int, workload: Workload, rounds: int, *, names: Sequence[str] | None = None, timeout: float = 600.0
 ) -> list[dict[str, Any]]:
     """Check, count and time every variant; a dict for each, in the order of ``VARIANTS``.
 
     Args:
+        workload: the sizes; in fp32 ring-flash-attn's gradients are wrong (its accumulators alias its buffers).
         rounds: timed ones; with 0 results are checked and bytes counted only.
-        entries: for :class:`burst_attention.testing.WorkerPool`, where the ranks run; None for plain processes.
-        dtype: in fp32 ring-flash-attn's gradients are wrong (its accumulators alias its buffers).
         names: of the variants wanted; None for all. Ours are always among them.
         timeout: seconds that one call may take.
 
@@ -77,96 +59,53 @@ def compare(
     unknown = sorted(set(names or ()) - {v.name for v in VARIANTS})
     if unknown:
         raise ValueError(f"names has {unknown}; choose from {', '.join(v.name for v in VARIANTS)}")
-    size = Size(world, seq_len, heads, head_dim)
-    chosen = [v for v in VARIANTS if names is None or v.is_ours or v.name in names]
-    rows = [_row(variant, refusal(variant, size, device)) for variant in chosen]
-    options = {} if entries is None else {"entries": entries}
-    with tempfile.TemporaryDirectory(prefix="burst-peers-") as folder:
-        problem = Problem(size, dtype, device, str(Path(folder) / "reference.pt"))
-        stock = _write_reference(problem)
-        with WorkerPool(world, threads=1, timeout=timeout, **options) as pool:
-            pool.run(prepare, problem, str(Path(folder) / "meeting"), timeout=timeout)
-            for variant, row in zip(chosen, rows, strict=True):
-                if row["refused"] is None:
-                    _check(pool, problem, variant, row, stock, timeout)
-            runnable = [row for row in rows if row["correct"]]
-            # One before the first: TorchScript, which peers use, compiles in the second call.
-            for n in range(-1, rounds) if rounds else ():
-                for row in rotated(runnable, n):
-                    seconds, copying = max(pool.run(timed, problem, row["name"], timeout=timeout))
-                    if n >= 0:
-                        row["seconds"].append(seconds)
-                        row["copying"].append(copying)
-    _add_ratios(rows)
-    return rows
+    chosen = [v for v in VARIANTS if names is None or isinstance(v, Ours) or v.name in names]
+    refused = {variant.name: refusal(variant, world, workload) for variant in chosen}
+    with (
+        tempfile.TemporaryDirectory(prefix="burst-peers-") as folder,
+        WorkerPool(world, threads=1, timeout=timeout) as pool,
+    ):
+        pool.run(prepare, workload.device, str(Path(folder) / "meeting"), timeout=timeout)
+        outcomes = contest(pool, chosen, workload, rounds, refused=refused, timeout=timeout)
+    return [_row(own) for own in outcomes]
 
 
-def _row(variant: Variant, refused: str | None) -> dict[str, Any]:
-    installed = refused is None or not refused.startswith("not installed")
+def _row(own: Outcome) -> dict[str, Any]:
+    variant = own.variant
+    installed = own.refused is None or not own.refused.startswith("not installed")
+    # A ratio has all of a round's time above the line: without copies it is less by their share.
+    rest = [1 - copies / seconds for copies, seconds in zip(own.aside, own.seconds, strict=True)]
     return {
         "name": variant.name,
-        "package": variant.package,
-        "version": package_version(variant.package) if installed else None,
-        "passes": "forward and backward" if variant.backward else "forward",
-        "detail": "",
-        "refused": refused,
-        "errors": {},
-        "bounds": {},
-        "correct": False,
-        "bytes": None,
-        "transport_bytes": None,
-        "seconds": [],
-        "copying": [],
-        "ratios": [],
-        "ratios_without_copies": [],
+        "package": variant.package if isinstance(variant, Theirs) else "burst_attention",
+        "version": package_version(variant) if installed else None,
+        "passes": "forward and backward" if variant.has_backward else "forward",
+        "detail": own.detail,
+        "refused": own.refused,
+        "errors": own.errors,
+        "bounds": own.bounds,
+        "correct": own.correct,
+        "bytes": own.counts.get("bytes"),
+        "transport_bytes": own.counts.get("transport_bytes"),
+        "seconds": own.seconds,
+        "copying": own.aside,
+        "ratios": own.ratios,
+        "ratios_without_copies": [ratio * share for ratio, share in zip(own.ratios, rest, strict=False)],
     }
 
 
-def _check(
-    pool: WorkerPool, problem: Problem, variant: Variant, row: dict[str, Any], stock: dict[str, float], timeout: float
-) -> None:
-    """Fill in the row's result of one checked and counted call."""
-    try:
-        answers = pool.run(checked, problem, variant.name, timeout=timeout)
-    except WorkerError as error:
-        if pool.broken:  # a rank is lost or out of step: nothing more can be compared
-            raise
-        row["refused"] = str(error.errors[0]).strip().splitlines()[0] or type(error.errors[0]).__name__
+def prepare(device: str, meeting: str) -> None:
+    """Once on each rank, before anything else: the stand-ins, or the GPU."""
+    flash_attn_stand_in.install_adapters()
+    if device == "cpu":
+        flash_attn_stand_in.install()
         return
-    for name in answers[0]["squares"]:
-        difference, whole = (sum(answer["squares"][name][n] for answer in answers) for n in (0, 1))
-        row["errors"][name] = math.sqrt(difference / whole)
-        row["bounds"][name] = TOLERANCE * stock[name]
-    row["correct"] = all(error <= row["bounds"][name] for name, error in row["errors"].items())
-    row["detail"] = answers[0]["detail"]
-    for what in ("bytes", "transport_bytes"):
-        values = [answer[what] for answer in answers]
-        row[what] = None if None in values else values
-
-
-def _add_ratios(rows: list[dict[str, Any]]) -> None:
-    ours = {row["passes"]: row["seconds"] for row in rows if row["name"] in (OURS, OURS_FORWARD)}
-    for row in rows:
-        mine = ours[row["passes"]]
-        if row["seconds"] and mine:
-            row["ratios"] = [theirs / own for theirs, own in zip(row["seconds"], mine, strict=True)]
-            alone = [total - copies for total, copies in zip(row["seconds"], row["copying"], strict=True)]
-            row["ratios_without_copies"] = [theirs / own for theirs, own in zip(alone, mine, strict=True)]
-
-
-def _write_reference(problem: Problem) -> dict[str, float]:
-    """Write what one device gives in fp32 (fp64 for fp32 inputs); return its error in the inputs' dtype by tensor."""
-    inputs = make_inputs(problem)
-    wide = torch.float64 if problem.dtype == torch.float32 else torch.float32
-    right, plain = (_one_device([x.to(dtype) for x in inputs]) for dtype in (wide, problem.dtype))
-    torch.save(right, problem.reference)
-    return {n: ((x.to(wide) - y).norm() / y.norm()).item() for n, x, y in zip(NAMES, plain, right, strict=True)}
-
-
-def _one_device(tensors: list[Tensor]) -> list[Tensor]:
-    *inputs, dout = [x.detach().requires_grad_() for x in tensors]
-    out = scaled_dot_product_attention(*inputs, is_causal=True)
-    return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if world > torch.cuda.device_count():
+        raise ValueError(f"world={world}, but there are {torch.cuda.device_count()} GPUs; take one rank per GPU")
+    torch.cuda.set_device(rank)
+    dist.destroy_process_group()  # the pool's, which is gloo's alone
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{meeting}", rank=rank, world_size=world)
 
 
 def cells(row: dict[str, Any]) -> dict[str, str]:
@@ -184,21 +123,19 @@ def cells(row: dict[str, Any]) -> dict[str, str]:
 
 def show(console: Console, rows: list[dict[str, Any]], title: str) -> None:
     """Print ``compare``'s rows: a table, and under it why some have no figures."""
-    share, notes = f"of {STRONGEST}'s", []
     strongest = next((row["bytes"] for row in rows if row["name"] == STRONGEST and row["correct"]), None)
-    table = Table("variant", "passes", "s", "ratio", "without copies", "sent per rank", share, title=title)
+    lines, notes = [], []
     for row in rows:
-        shown = cells(row)
+        lines.append(cells(row))
         if row["refused"]:
-            shown["s"] = "not run"
+            lines[-1]["s"] = "not run"
             notes.append(f"{row['name']}: {row['refused']}")
         elif strongest and row["bytes"] and row["passes"] != "forward":
-            shown[share] = f"{statistics.fmean(row['bytes']) / statistics.fmean(strongest):.3f}"
-        table.add_row(*(shown.get(str(column.header), "") for column in table.columns))
+            lines[-1][f"of {STRONGEST}'s"] = f"{statistics.fmean(row['bytes']) / statistics.fmean(strongest):.3f}"
         wrong = {name: error for name, error in row["errors"].items() if not error <= row["bounds"][name]}
         for name, error in wrong.items():
             notes.append(f"{row['name']}: relative L2 of {name} is {error:.1e} and may be {row['bounds'][name]:.1e}")
-    console.print(table)
+    console.print(terminal(lines, title=title))
     for note in notes:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
 
@@ -214,7 +151,6 @@ class Arguments(TimedArguments):
 
 def main() -> None:
     a = asked(Arguments(), __doc__)
-    options = {"dtype": a.torch_dtype, "device": a.device, "names": a.only}
-    rows = compare(a.world, a.seq_len, a.heads, a.head_dim, a.rounds, **options)
+    rows = compare(a.world, a.workload.at(a.seq_len, device=a.device), a.rounds, names=a.only)
     show(Console(width=max(Console().width, 130)), rows, f"{a.title}, {a.world} ranks x 1 thread")
     a.write("peers", rows=rows)

@@ -23,26 +23,18 @@ from torch.nn.functional import scaled_dot_product_attention
 
 VERSION = "2.8.3"  # whose signatures these are
 
+# What flash_attn's backward takes after ``causal``, in its order.
+_REST = ("window_size_left", "window_size_right", "softcap", "alibi_slopes", "deterministic", "rng_state")
 _copied = [0.0]  # seconds, in this process
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def flash_attn_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    return_softmax: bool,
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float, causal: bool, **others: Any
 ) -> tuple[Tensor, Tensor, None, None]:
     """(out [B, Sq, H, D], lse [B, H, Sq] in fp32, nothing, nothing) of q [B, Sq, H, D] and k, v [B, Sk, H, D]."""
-    _check(q, k, causal, dropout_p, (window_size_left, window_size_right), softcap, alibi_slopes)
+    _check(q, k, causal, dropout_p=dropout_p, **others)
     q, k, v = (_heads_first(x) for x in (q, k, v))
     out, lse = _forward(q, k, v, 0.0, causal, scale=softmax_scale)
     return out.transpose(1, 2), lse, None, None
@@ -61,15 +53,11 @@ def flash_attn_backward(
     dropout_p: float,
     softmax_scale: float,
     causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    rng_state: Tensor | None = None,
+    *rest: Any,
+    **others: Any,
 ) -> None:
     """Write the gradients into dq, dk and dv. The real one also returns rowsum(dout * out), which no caller reads."""
-    _check(q, k, causal, dropout_p, (window_size_left, window_size_right), softcap, alibi_slopes)
+    _check(q, k, causal, dropout_p=dropout_p, **dict(zip(_REST, rest, strict=False)), **others)
     dout, q, k, v = (_heads_first(x) for x in (dout, q, k, v))
     grads = _backward(dout, q, k, v, out.transpose(1, 2), softmax_lse, 0.0, causal, scale=softmax_scale)
     with _watched():
@@ -84,16 +72,10 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    **others: Any,
 ) -> Tensor:
     """The public, differentiable one: out [B, S, H, D]."""
-    _check(q, k, causal, dropout_p, window_size, softcap, alibi_slopes)
-    if return_attn_probs:
-        raise NotImplementedError("flash_attn_func's return_attn_probs has no stand-in")
+    _check(q, k, causal, dropout_p=dropout_p, **others)
     q, k, v = (_heads_first(x) for x in (q, k, v))
     return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=softmax_scale).transpose(1, 2)
 
@@ -101,14 +83,9 @@ def flash_attn_func(
 def install() -> None:
     """Make ``import flash_attn`` and ``flash_attn.flash_attn_interface`` find these functions, in this process."""
     package, interface = (_module(name) for name in ("flash_attn", "flash_attn.flash_attn_interface"))
-    functions = {
-        "_flash_attn_forward": flash_attn_forward,
-        "_flash_attn_backward": flash_attn_backward,
-        "_flash_attn_varlen_forward": _refused("_flash_attn_varlen_forward"),
-        "_flash_attn_varlen_backward": _refused("_flash_attn_varlen_backward"),
-        "flash_attn_func": flash_attn_func,
-    }
-    vars(interface).update(functions)
+    functions = {"_flash_attn_forward": flash_attn_forward, "_flash_attn_backward": flash_attn_backward}
+    refused = {name: _refused(name) for name in ("_flash_attn_varlen_forward", "_flash_attn_varlen_backward")}
+    vars(interface).update(functions, **refused, flash_attn_func=flash_attn_func)
     vars(package).update(__version__=VERSION, flash_attn_func=flash_attn_func, flash_attn_interface=interface)
     package.__path__ = []  # a package, or its submodule can't be imported
 
@@ -153,17 +130,10 @@ def _refused(name: str) -> Any:
     return refuse
 
 
-def _check(
-    q: Tensor,
-    k: Tensor,
-    causal: bool,
-    dropout_p: float,
-    window_size: tuple[int, int],
-    softcap: float | None,
-    alibi_slopes: Tensor | None,
-) -> None:
-    if dropout_p or tuple(window_size) != (-1, -1) or softcap or alibi_slopes is not None:
-        raise NotImplementedError("the stand-in for flash_attn has no dropout, window, softcap or alibi_slopes")
+def _check(q: Tensor, k: Tensor, causal: bool, **others: Any) -> None:
+    wanted = {name: x for name, x in others.items() if isinstance(x, Tensor) or x not in (None, 0, -1, (-1, -1))}
+    if wanted := sorted(wanted.keys() - {"deterministic", "rng_state", "return_softmax"}):
+        raise NotImplementedError(f"the stand-in for flash_attn has no {', '.join(wanted)}")
     if not q.shape[1] or not k.shape[1]:
         raise ValueError("torch's CPU flash kernel ends the process on an empty q or k; use a longer sequence")
     if causal and q.shape[1] != k.shape[1]:  # flash_attn aligns the mask at the bottom right, torch at the top left

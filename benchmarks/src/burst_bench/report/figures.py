@@ -1,7 +1,6 @@
-"""What a report draws, before any plotting library: the lines, the timelines, their names and their colours.
+"""What a report draws: each chart and each timeline as one Plotly figure, for the page and for the pictures.
 
-The page and the pictures are both made from these, so they can't differ. A row that was refused, or whose result wasn't
-shown to be right, gives nothing here.
+A row that was refused, or whose result wasn't shown to be right, gives nothing here.
 """
 
 from __future__ import annotations
@@ -9,9 +8,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from html import escape
+from typing import NamedTuple
 
-from ..harness.results import Results, Row
+from plotly import graph_objects
+
+from ..harness.results import KINDS, Results, Row
 from ..texts import link_text, ranks_text
 
 # Okabe and Ito's colours, which people with any common colour blindness can tell apart; without the yellow, which is
@@ -19,31 +21,17 @@ from ..texts import link_text, ranks_text
 ENGINE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
 # Paul Tol's high-contrast set: three colours that stay apart in grey too.
 KIND_COLOURS = {"compute": "#004488", "wait": "#DDAA33", "exchange": "#BB5566"}
+DASHES = ("solid", "dash", "dot", "dashdot")  # by link
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star")  # by world
+LAYOUT = {
+    "template": "plotly_white",
+    "font": {"family": "system-ui, sans-serif", "size": 12, "color": "#1c2430"},
+    "hovermode": "closest",
+    "showlegend": True,
+}
 
 
-@dataclass(frozen=True)
-class Point:
-    """One row's place in a chart; ``low`` and ``high`` are the least and the greatest round, or y without rounds."""
-
-    seq_len: int
-    y: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Line:
-    """The points of one engine × world × link, by sequence length."""
-
-    engine: str
-    name: str
-    points: Sequence[Point]
-    dash: int  # the link's place among all links of the run
-    symbol: int  # the world's place among all worlds of the run
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chart:
+class Chart(NamedTuple):
     """One figure of every row against sequence length.
 
     Attributes:
@@ -59,52 +47,69 @@ class Chart:
     unit: str
     value: Callable[[Row], float | None]
 
-    def lines(self, results: Results) -> list[Line]:
-        """One per engine × world × link that has a point; in the order of the rows."""
-        shown = [row for row in results.rows if row.passed and row.refused is None]
-        links = list(dict.fromkeys(row.link for row in shown))
-        worlds = list(dict.fromkeys(row.world for row in shown))
-        by_line: dict[tuple[str, int, float | None], list[Point]] = {}
-        for row in shown:
-            if (point := self.point(row)) is not None:
-                by_line.setdefault((row.engine, row.world, row.link), []).append(point)
-        return [
-            Line(
-                engine=engine,
-                name=", ".join(
-                    [engine, *[ranks_text(world)] * (len(worlds) > 1), *[link_text(link)] * (len(links) > 1)]
-                ),
-                points=sorted(points, key=lambda point: point.seq_len),
-                dash=links.index(link),
-                symbol=worlds.index(world),
-            )
-            for (engine, world, link), points in by_line.items()
-        ]
+    def figure(self, results: Results) -> graph_objects.Figure:
+        """A line per engine × world × link that has a point, in the order of the rows; without data where none has."""
+        shown = right(results)
+        links, worlds = ([*dict.fromkeys(getattr(row, name) for row in shown)] for name in ("link", "world"))
+        by_line: dict[tuple[str, int, float | None], list[Row]] = {}
+        for row in sorted(shown, key=lambda row: row.seq_len):
+            if self.has_point(row):
+                by_line.setdefault((row.engine, row.world, row.link), []).append(row)
+        figure = graph_objects.Figure(layout=LAYOUT)
+        for engine, world, link in dict.fromkeys((row.engine, row.world, row.link) for row in shown):
+            if rows := by_line.get((engine, world, link)):
+                where = [*[ranks_text(world)] * (len(worlds) > 1), *[link_text(link)] * (len(links) > 1)]
+                self._add(figure, rows, ", ".join([engine, *where]), colours(results)[engine])
+                figure.data[-1].line.dash = DASHES[links.index(link) % len(DASHES)]
+                figure.data[-1].marker.symbol = SYMBOLS[worlds.index(world) % len(SYMBOLS)]
+        lengths = sorted({length for line in figure.data for length in line.x})
+        ticks = {"tickvals": lengths, "ticktext": [f"{n:,}" for n in lengths]}
+        figure.update_xaxes(type="log", title="tokens of the sequence", **ticks)
+        figure.update_yaxes(type="log", tickformat="~s", ticksuffix=self.unit)
+        height = max(440, 130 + 19 * len(figure.data))  # the legend needs no scrolling
+        return figure.update_layout(height=height, margin={"l": 70, "r": 20, "t": 40, "b": 50})
 
-    def point(self, row: Row) -> Point | None:
-        """Where ``row`` stands; None where it has no figure or one that a logarithmic axis can't show."""
-        y = self.value(row)
-        if y is None:
-            return None
-        rounds = row.seconds if self.key == "seconds" else (y,)
-        if not all(math.isfinite(value) and value > 0 for value in (y, *rounds)):
-            return None
-        return Point(row.seq_len, y, min(rounds), max(rounds))
+    def _add(self, figure: graph_objects.Figure, rows: Sequence[Row], name: str, colour: str) -> None:
+        values = [self.value(row) or math.nan for row in rows]
+        spread = {}
+        if self.key == "seconds":  # from the least to the greatest round
+            ends = [(max(row.seconds) - y, y - min(row.seconds)) for row, y in zip(rows, values, strict=True)]
+            spread = dict(zip(("array", "arrayminus"), zip(*ends, strict=True), strict=True))
+        figure.add_scatter(
+            mode="lines+markers",
+            name=escape(name, quote=False),
+            meta={"engine": rows[0].engine},
+            x=[row.seq_len for row in rows],
+            y=values,
+            error_y={"visible": bool(spread), "type": "data", "symmetric": False, "thickness": 1.2, **spread},
+            line={"color": colour, "width": 2},
+            marker_size=8,
+            hovertemplate=f"%{{x:,}} tokens: %{{y:.3s}}{self.unit}",
+        )
+
+    def has_point(self, row: Row) -> bool:
+        """Whether it has a figure that a logarithmic axis can show."""
+        values = [self.value(row), *(row.seconds if self.key == "seconds" else ())]
+        return all(value is not None and math.isfinite(value) and value > 0 for value in values)
 
     def zeros(self, results: Results) -> list[str]:
         """The engines with a figure of zero, which the chart can't show and must say."""
-        shown = (row for row in results.rows if row.passed and row.refused is None)
-        return list(dict.fromkeys(row.engine for row in shown if self.value(row) == 0))
+        return list(dict.fromkeys(row.engine for row in right(results) if self.value(row) == 0))
 
 
 SECONDS = "seconds per call: median, with least and greatest round"
 PEAK = "peak resident memory, highest rank, above that before the engine was built"
 SENT = "bytes sent per rank and call, as the transport counted"
 CHARTS = (
-    Chart(key="seconds", title="Time", axis=SECONDS, unit="s", value=lambda row: row.median),
-    Chart(key="memory", title="Memory", axis=PEAK, unit="B", value=lambda row: row.peak_memory),
-    Chart(key="bytes", title="Bytes", axis=SENT, unit="B", value=lambda row: row.bytes_counted),
+    Chart("seconds", "Time", SECONDS, "s", lambda row: row.median),
+    Chart("memory", "Memory", PEAK, "B", lambda row: row.peak_memory),
+    Chart("bytes", "Bytes", SENT, "B", lambda row: row.bytes_counted),
 )
+
+
+def right(results: Results) -> list[Row]:
+    """The rows of which figures may be told."""
+    return [row for row in results.rows if row.passed and row.refused is None]
 
 
 def colours(results: Results) -> dict[str, str]:
@@ -113,58 +118,70 @@ def colours(results: Results) -> dict[str, str]:
     return {engine: ENGINE_COLOURS[i % len(ENGINE_COLOURS)] for i, engine in enumerate(engines)}
 
 
-def y_scale(lines: Sequence[Line]) -> tuple[list[float], float, float]:
-    """The logarithmic y axis over ``lines``: its ticks, at least two of them, and the values at its two ends."""
-    low = min(point.low for line in lines for point in line.points) / 1.15
-    high = max(point.high for line in lines for point in line.points) * 1.15
-    steps = (1, 1.5, 2, 3, 5, 7) if high / low < 5 else (1, 2, 5) if high / low < 1e3 else (1,)
-    powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
-    marks = [step * 10.0**power for power in powers for step in steps]
-    if sum(low <= mark <= high for mark in marks) < 2:
-        low = 0.99 * max(mark for mark in marks if mark <= low)
-        high = 1.01 * min(mark for mark in marks if mark >= high)
-    return [mark for mark in marks if low <= mark <= high], low, high
-
-
-def tick_text(value: float, unit: str) -> str:
-    """Such as ``500 ms`` or ``2 GB``."""
-    for size, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""), (1e-3, "m")):
-        if value >= size * (1 - 1e-9):
-            return f"{value / size:g} {prefix}{unit}"
-    return f"{value * 1e6:g} µ{unit}"
-
-
 def timeline_rows(results: Results) -> list[Row]:
     """The rows that have a timeline and were right."""
-    return [row for row in results.rows if row.passed and row.refused is None and any(row.timeline)]
+    return [row for row in right(results) if any(row.timeline)]
 
 
-def timeline_ends(rows: Iterable[Row]) -> dict[tuple[int, int, float | None], float]:
-    """The latest end, in seconds, for each (seq_len, world, link): engines side by side share one scale."""
-    ends: dict[tuple[int, int, float | None], float] = {}
+def timelines(results: Results) -> list[graph_objects.Figure]:
+    """What each rank did in one call, a figure per row; engines side by side share one scale."""
+    rows, ends = timeline_rows(results), {}
     for row in rows:
-        key = (row.seq_len, row.world, row.link)
-        ends[key] = max(ends.get(key, 0.0), *(span.end for rank in row.timeline for span in rank))
-    return ends
+        place = row.seq_len, row.world, row.link
+        ends[place] = max(ends.get(place, 0.0), *(span.end for rank in row.timeline for span in rank))
+    return [_timeline(row, ends[row.seq_len, row.world, row.link]) for row in rows]
 
 
-def timeline_names(rows: Sequence[Row]) -> list[str]:
-    """``timeline-<engine>-<seq_len>-<link or nolimit>.png`` for each row, in characters that any file system takes.
+def _timeline(row: Row, end: float) -> graph_objects.Figure:
+    """A lane per rank and kind, on an axis from 0 to ``end`` seconds."""
+    height, ranks = len(KINDS) + 1, range(len(row.timeline))
+    figure = graph_objects.Figure(
+        layout=LAYOUT,
+        layout_height=150 + 34 * len(ranks),
+        # Three storeys above the plot: the title beside the toolbar, then the legend.
+        layout_margin={"l": 70, "r": 20, "t": 84, "b": 50},
+        layout_title={"text": escape(row_text(row), quote=False), "font_size": 14, "x": 0.01, "y": 1, "yanchor": "top"},
+        layout_title_pad_t=30,
+        layout_legend={"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"},
+        layout_barmode="overlay",
+    )
+    figure.update_xaxes(title="seconds", range=[0, 1.01 * end])
+    figure.update_yaxes(range=[height * len(ranks) - 1, -1], showgrid=False)
+    figure.update_yaxes(tickvals=[height * rank + 1 for rank in ranks], ticktext=[f"rank {rank}" for rank in ranks])
+    for lane, kind in enumerate(KINDS):
+        spans = [(rank, span) for rank, own in enumerate(row.timeline) for span in own if span.kind == kind]
+        if spans:
+            figure.add_bar(
+                orientation="h",
+                name=kind,
+                base=[span.start for _, span in spans],
+                x=[span.end - span.start for _, span in spans],
+                y=[height * rank + lane for rank, _ in spans],
+                width=0.9,
+                marker={"color": KIND_COLOURS[kind], "line": {"width": 0.5, "color": "#ffffff"}},
+                customdata=[[rank, s.start, s.end, escape(s.label, quote=False)] for rank, s in spans],
+                hovertemplate="rank %{customdata[0]}: %{customdata[1]:.4s}s to %{customdata[2]:.4s}s"
+                "<br>%{customdata[3]}",
+            )
+    return figure
+
+
+def timeline_names(rows: Iterable[Row]) -> list[str]:
+    """``timeline-<engine>-<seq_len>-<link or nolimit>`` for each row, in characters that any file system takes.
 
     Rows that would share a name get their ranks in it, and then a number.
     """
-    plain = [f"timeline-{row.engine}-{row.seq_len}-{_file_link(row)}" for row in rows]
-    plain = [re.sub(r"[^A-Za-z0-9.]+", "-", name) for name in plain]
+    plain = []
+    for row in rows:
+        link = "nolimit" if row.link is None else link_text(row.link).removesuffix("/s").replace(" ", "")
+        plain.append((re.sub(r"[^A-Za-z0-9.]+", "-", f"timeline-{row.engine}-{row.seq_len}-{link}"), row.world))
+    taken = [name for name, _ in plain]
     names: list[str] = []
-    for row, name in zip(rows, plain, strict=True):
-        own = name if plain.count(name) == 1 else f"{name}-{row.world}ranks"
-        tries = [own, *(f"{own}-{i}" for i in range(2, len(rows) + 1))]
+    for name, world in plain:
+        own = name if taken.count(name) == 1 else f"{name}-{world}ranks"
+        tries = [own, *(f"{own}-{i}" for i in range(2, len(plain) + 1))]
         names.append(next(text for text in tries if text not in names))
-    return [f"{name}.png" for name in names]
-
-
-def _file_link(row: Row) -> str:
-    return "nolimit" if row.link is None else link_text(row.link).removesuffix("/s").replace(" ", "")
+    return names
 
 
 def row_text(row: Row) -> str:

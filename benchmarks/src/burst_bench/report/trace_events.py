@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from ..harness.results import Results, Row
-from .figures import row_text, timeline_names, timeline_rows
+from ..harness.results import Row
 
 COMPUTING, EXCHANGING = 0, 1  # a rank's threads, as the viewer calls them
-
-
-def write_traces(results: Results, folder: Path) -> list[Path]:
-    """Write ``timeline-….trace.json`` for each row that has a timeline and was right; returns what was written."""
-    written, rows = [], timeline_rows(results)
-    for row, name in zip(rows, timeline_names(rows), strict=True):
-        written.append((folder / name).with_suffix(".trace.json"))
-        content = {"traceEvents": list(trace_events(row)), "otherData": {"title": row_text(row)}}
-        written[-1].write_text(json.dumps(content) + "\n", "utf-8")
-    return written
 
 
 def trace_events(row: Row) -> Iterator[dict[str, Any]]:

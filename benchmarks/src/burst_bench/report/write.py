@@ -1,32 +1,22 @@
-"""The report of a run of ``burst bench``: one HTML page and its plots as pictures, made from the results alone."""
+"""The report of a run of ``burst bench``: a page, its figures as pictures and traces, made from the results alone."""
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+import json
+from html import unescape
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from ..harness.results import KINDS, Results, Row
-from .figures import (
-    CHARTS,
-    KIND_COLOURS,
-    Chart,
-    colours,
-    row_text,
-    tick_text,
-    timeline_ends,
-    timeline_names,
-    timeline_rows,
-    y_scale,
-)
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
+
+from ..harness.results import Results
+from .figures import CHARTS, row_text, timeline_names, timeline_rows, timelines
 from .page import page
+from .trace_events import trace_events
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-NEEDED = ("matplotlib", "plotly")
-DASHES = ("-", "--", ":", "-.")
-MARKERS = ("o", "s", "D", "^", "X", "*")
+DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
+MARKERS = {"circle": "o", "square": "s", "diamond": "D", "triangle-up": "^", "x": "X", "star": "*"}
 
 
 def write_report(results: Results, folder: Path) -> list[Path]:
@@ -38,95 +28,73 @@ def write_report(results: Results, folder: Path) -> list[Path]:
 
     Returns:
         The files written, the page first.
-
-    Raises:
-        ImportError: plotly or matplotlib isn't installed.
     """
-    missing = [name for name in NEEDED if find_spec(name) is None]
-    if missing:
-        raise ImportError(f"the report needs {' and '.join(missing)}: pip install {' '.join(missing)}")
     folder.mkdir(parents=True, exist_ok=True)
     written = [folder / "report.html"]
     written[0].write_text(page(results), "utf-8")
-    for chart in CHARTS:
-        written.append(folder / f"{chart.key}.png")
-        _save(_draw_chart(chart, results), written[-1])
+    pictures = {
+        chart.key: chart_picture(chart.figure(results), chart.title, chart.axis, chart.unit) for chart in CHARTS
+    }
     rows = timeline_rows(results)
-    ends = timeline_ends(rows)
-    for row, name in zip(rows, timeline_names(rows), strict=True):
-        written.append(folder / name)
-        _save(_draw_timeline(row, ends[row.seq_len, row.world, row.link]), written[-1])
+    for name, row, figure in zip(timeline_names(rows), rows, timelines(results), strict=True):
+        pictures[name] = timeline_picture(figure, row_text(row))
+    for name, picture in pictures.items():
+        written.append(folder / f"{name}.png")
+        picture.savefig(written[-1], dpi=120)
     return written
 
 
-def _draw_chart(chart: Chart, results: Results) -> Figure:
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FixedLocator, NullLocator
+def write_traces(results: Results, folder: Path) -> list[Path]:
+    """Write ``timeline-….trace.json`` for each row that has a timeline and was right; returns what was written."""
+    rows = timeline_rows(results)
+    written = [folder / f"{name}.trace.json" for name in timeline_names(rows)]
+    for row, path in zip(rows, written, strict=True):
+        content = {"traceEvents": list(trace_events(row)), "otherData": {"title": row_text(row)}}
+        path.write_text(json.dumps(content) + "\n", "utf-8")
+    return written
 
-    figure = Figure(figsize=(10, 5), layout="constrained")
-    axes = figure.add_subplot()
-    lines = chart.lines(results)
-    if not lines:
+
+def chart_picture(figure: Any, title: str, says: str, unit: str) -> Figure:
+    """A chart of Plotly's, drawn by matplotlib."""
+    picture = Figure(figsize=(10, 5), layout="constrained")
+    axes = picture.add_subplot()
+    if not figure.data:
         axes.set_axis_off()
-        axes.text(0.5, 0.5, f"{chart.title}: no row has a figure here.", ha="center", va="center", fontsize=14)
-        return figure
-    colour = colours(results)
-    for line in lines:
-        spread = [[point.y - point.low for point in line.points], [point.high - point.y for point in line.points]]
-        axes.errorbar(
-            [point.seq_len for point in line.points],
-            [point.y for point in line.points],
-            yerr=spread if chart.key == "seconds" else None,
-            label=_plain(line.name),
-            color=colour[line.engine],
-            linestyle=DASHES[line.dash % len(DASHES)],
-            marker=MARKERS[line.symbol % len(MARKERS)],
-            capsize=3,
-        )
-    axes.set(xscale="log", yscale="log", xlabel="tokens of the sequence", title=chart.axis)
-    axes.title.set_fontsize(11)
-    lengths = sorted({point.seq_len for line in lines for point in line.points})
-    axes.xaxis.set_major_locator(FixedLocator(lengths))
+        axes.text(0.5, 0.5, f"{title}: no row has a figure here.", ha="center", va="center", fontsize=14)
+        return picture
+    for line in figure.data:
+        spread = [line.error_y.arrayminus, line.error_y.array] if line.error_y.visible else None
+        style = {"color": line.line.color, "linestyle": DASHES[line.line.dash], "marker": MARKERS[line.marker.symbol]}
+        axes.errorbar(line.x, line.y, yerr=spread, label=_plain(unescape(line.name)), capsize=3, **style)
+    axes.set(xscale="log", yscale="log", xlabel=figure.layout.xaxis.title.text)
+    axes.set_title(says, fontsize=11)
+    axes.set_xticks(figure.layout.xaxis.tickvals, figure.layout.xaxis.ticktext)
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(lambda length, _: f"{length:,.0f}")
-    marks, low, high = y_scale(lines)
-    axes.set_ylim(low, high)
-    axes.yaxis.set_major_locator(FixedLocator(marks))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(EngFormatter(unit))
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(lambda value, _: tick_text(value, chart.unit))
     axes.grid(color="#e3e7ee")
-    figure.legend(loc="outside right upper", fontsize=9)
-    return figure
+    picture.legend(loc="outside right upper", fontsize=9)
+    return picture
 
 
-def _draw_timeline(row: Row, end: float) -> Figure:
-    from matplotlib.figure import Figure
-
-    height = len(KINDS) + 1
-    ranks = range(len(row.timeline))
-    figure = Figure(figsize=(11, 1.6 + 0.5 * len(ranks)), layout="constrained")
-    axes = figure.add_subplot()
-    for lane, kind in enumerate(KINDS):
-        label = kind
-        for rank in ranks:
-            spans = [(span.start, span.end - span.start) for span in row.timeline[rank] if span.kind == kind]
-            if spans:
-                place = (height * rank + lane - 0.45, 0.9)
-                axes.broken_barh(spans, place, color=KIND_COLOURS[kind], edgecolor="white", linewidth=0.5, label=label)
-                label = "_"  # one entry per kind in the legend
-    axes.set_title(_plain(row_text(row)), loc="left", fontsize=11)
-    axes.set(xlabel="seconds", xlim=(0, 1.01 * end or None), ylim=(height * len(ranks) - 1, -1))
-    axes.set_yticks([height * rank + 1 for rank in ranks], [f"rank {rank}" for rank in ranks])
+def timeline_picture(figure: Any, title: str) -> Figure:
+    """A timeline of Plotly's, drawn by matplotlib."""
+    across, down = figure.layout.xaxis, figure.layout.yaxis
+    picture = Figure(figsize=(11, 1.6 + 0.5 * len(down.tickvals)), layout="constrained")
+    axes = picture.add_subplot()
+    for bars in figure.data:
+        style = {"color": bars.marker.color, "edgecolor": "white", "linewidth": 0.5}
+        axes.barh(bars.y, bars.x, bars.width, bars.base, label=bars.name, **style)
+    axes.set_title(_plain(title), loc="left", fontsize=11)
+    axes.set(xlabel=across.title.text, xlim=(0, across.range[1] or None), ylim=down.range)
+    axes.set_yticks(down.tickvals, down.ticktext)
     axes.grid(axis="x", color="#e3e7ee")
     axes.set_axisbelow(True)
-    figure.legend(loc="outside right upper", fontsize=9)
-    return figure
+    picture.legend(loc="outside right upper", fontsize=9)
+    return picture
 
 
 def _plain(text: str) -> str:
     # A pair of dollar signs would begin a formula.
     return text.replace("$", r"\$")
-
-
-def _save(figure: Figure, path: Path) -> None:
-    figure.savefig(path, dpi=120)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 
@@ -24,28 +25,20 @@ _OTHERS = (
 )
 
 
-class TrafficMeter:
+class TrafficMeter(ExitStack):
     """A context in which what this process sends is counted, whichever package and group it goes through.
 
     ``sent``: payload bytes so far; None after a call of a kind that can't be counted.
     """
 
-    def __init__(self) -> None:
-        self.sent: int | None = 0
-        self._originals: dict[str, Any] = {}
+    sent: int | None = 0
 
     def __enter__(self) -> TrafficMeter:
         for name in (*_COUNTED, *_OTHERS):
             if name in vars(dist.ProcessGroup):
-                self._originals[name] = vars(dist.ProcessGroup)[name]
-                setattr(dist.ProcessGroup, name, self._wrapped(name, getattr(dist.ProcessGroup, name)))
+                counted = self._wrapped(name, getattr(dist.ProcessGroup, name))
+                self.enter_context(patch.object(dist.ProcessGroup, name, counted))
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for name, original in self._originals.items():
-            setattr(dist.ProcessGroup, name, original)
 
     def _wrapped(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         count = _COUNTED.get(name)
