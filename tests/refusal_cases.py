@@ -114,10 +114,7 @@ LOSS: Cases = [
     ("next_token_loss(hidden, weight, labels, plan, softcap=0.0)", "the cap divides by it"),
     ("next_token_loss(hidden, weight, labels, plan, bias=torch.zeros(3))", "each logit has one bias"),
     ("token_log_probs(hidden, weight, labels, plan)", "its log-probability would have no place in the result"),
-    (
-        "token_log_probs(hidden, weight, labels, plan, temperature=0)",
-        "in that limit all labels but one have probability 0",
-    ),
+    ("token_log_probs(hidden, weight, labels, plan, temperature=0)", "in that limit there is one token and no choice"),
     ("token_log_probs(hidden, weight, labels, plan, outputs='entropy')", "each letter would be a name"),
     ("token_log_probs(hidden, weight, labels, plan, outputs=['perplexity'])", "nothing of that name is known"),
 ]

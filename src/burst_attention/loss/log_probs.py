@@ -90,7 +90,7 @@ def token_log_probs(
         _check_last(labels, plan, ignore_index)
         check_transforms("token_log_probs", hidden=hidden, lm_head_weight=lm_head_weight, bias=bias)
         head = Head(lm_head_weight, bias, LogitForm(factor, softcap))
-    same = {"temperature": temperature, "outputs": list(measures), **head.options}
+    same = {"temperature": temperature, "outputs": list(measures), "factor": factor, "softcap": softcap}
     same |= {"bias": None if bias is None else list(bias.shape), "lm_head_weight": list(lm_head_weight.shape)}
     plan.agreement.agree("token_log_probs", same)
     with plan.agreement.entering("token_log_probs"):
