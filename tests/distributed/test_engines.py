@@ -9,6 +9,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from burst_attention import Mask, make_plan
+from burst_attention.attention.batch import Plans
 from burst_attention.attention.plan import lone_plan
 from burst_attention.engines import ENGINES, Heads, choose
 from burst_attention.engines.ulysses import ulysses_attention
@@ -18,7 +19,7 @@ from burst_attention.launch.mesh import make_mesh
 from burst_attention.testing import attend
 from burst_attention.testing.check import relative_l2
 from burst_attention.training.loop import train
-from burst_attention.training.model import build_model, plans_for
+from burst_attention.training.model import build_model
 from tests.training import config_of, losses, norms, write_corpus
 
 STEPS = 20
@@ -96,7 +97,7 @@ def parameter_gradients(engine_name, layout, kind="llama"):
     dtype = torch.float64
     model = build_model("tiny", config, engine, dtype=dtype, mesh=mesh, everyone=everyone, seed=3)
     ids = torch.randint(0, 200, (1, 64), generator=torch.Generator().manual_seed(5))
-    plans = plans_for(engine.plan(64, group=mesh["context"]), hf.layer_windows(config), (0, 11, 40, 64))
+    plans = Plans.by_windows(engine.plan(64, group=mesh["context"]), hf.layer_windows(config), (0, 11, 40, 64))
     with CommDebugMode() as counter:
         loss = model(engine.shard({"input_ids": ids, "labels": ids}, plans), plans, None)
         forward = dict(counter.get_comm_counts())

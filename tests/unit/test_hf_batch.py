@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from burst_attention import Mask, make_plan
-from burst_attention.integrations.hf_batch import Plans, rows_of
+from burst_attention.integrations.hf_batch import PlanCache, rows_of
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.rows import Direction
 from burst_attention.plan.schedule import make_schedule
@@ -116,7 +116,7 @@ def test_what_can_not_be_is_refused(entries, error, message):
 
 
 def test_a_few_masks_plans_are_kept():
-    plans = Plans(make_plan(1), [None, 7, None], kept=3)
+    plans = PlanCache(make_plan(1), [None, 7, None], kept=3)
     for length in range(10, 20):
         kept = plans.get(length, (0, 4, length))
         assert {window: plan.mask for window, plan in kept.items()} == {

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 
+from ..plan.mask import Mask
 from .plan import Plan
 
-Plans: TypeAlias = Plan | Mapping[int | None, Plan]  # one for all layers, or by a layer's sliding window
+PlanArgument: TypeAlias = Plan | Mapping[int | None, Plan]  # one for all layers, or by a layer's sliding window
 
 PADDING = "a padding mask (zeros in attention_mask)"
 SAME_BATCH = (
@@ -19,20 +20,59 @@ SAME_BATCH = (
 )
 
 
-def any_plan(plan: Any) -> Plan:
-    """A plan to refuse through: all plans of one call speak for the same ranks."""
-    if plan is None:
-        raise ValueError(
-            "plan is missing: call model(..., plan=plan), with plan = make_plan(seqlen, ...). "
-            "A model that does not hand keywords on to its attention can't be used"
-        )
-    plans = list(plan.values()) if isinstance(plan, Mapping) else [plan]
-    if not plans or not all(isinstance(each, Plan) for each in plans):
-        raise TypeError(f"plan={plan!r} must be a Plan, or a mapping such as {{None: full_plan, 4096: windowed_plan}}")
-    return plans[0]
+class Plans(Mapping[int | None, Plan]):
+    """The plans of one call, by the window of the layers that take them.
+
+    Args:
+        by_window: at least one; they speak for the same ranks and differ in their masks' windows alone.
+    """
+
+    def __init__(self, by_window: Mapping[int | None, Plan]) -> None:
+        self._by_window = dict(by_window)
+
+    @classmethod
+    def of(cls, plan: Any) -> Plans:
+        """What a caller passes as ``plan``: one for all layers, or a mapping.
+
+        Raises:
+            TypeError, ValueError: it is neither; there is no plan yet to refuse it through.
+        """
+        if isinstance(plan, Plans):
+            return plan
+        if plan is None:
+            raise ValueError(
+                "plan is missing: call model(..., plan=plan), with plan = make_plan(seqlen, ...). "
+                "A model that does not hand keywords on to its attention can't be used"
+            )
+        plans = plan if isinstance(plan, Mapping) else {None: plan}
+        if not plans or not all(isinstance(each, Plan) for each in plans.values()):
+            raise TypeError(
+                f"plan={plan!r} must be a Plan, or a mapping such as {{None: full_plan, 4096: windowed_plan}}"
+            )
+        return cls(plans)
+
+    @classmethod
+    def by_windows(cls, plan: Plan, windows: Iterable[int | None], cu_seqlens: Sequence[int] | None) -> Plans:
+        """``plan`` under each of the windows and these documents; nothing is exchanged."""
+        distinct = dict.fromkeys(windows)
+        return cls({window: plan.with_mask(Mask(window=window, cu_seqlens=cu_seqlens)) for window in distinct})
+
+    @property
+    def one(self) -> Plan:
+        """Any of them: to shard with, to refuse through."""
+        return next(iter(self._by_window.values()))
+
+    def __getitem__(self, window: int | None) -> Plan:
+        return self._by_window[window]
+
+    def __iter__(self) -> Iterator[int | None]:
+        return iter(self._by_window)
+
+    def __len__(self) -> int:
+        return len(self._by_window)
 
 
-def shard_batch(batch: Mapping[str, Any], plan: Plans, *, ignore_index: int = -100) -> dict[str, torch.Tensor]:
+def shard_batch(batch: Mapping[str, Any], plan: PlanArgument, *, ignore_index: int = -100) -> dict[str, torch.Tensor]:
     """This rank's shard of a global batch. Every rank must call it with the same batch: digests of it are compared.
 
     Args:
@@ -51,7 +91,7 @@ def shard_batch(batch: Mapping[str, Any], plan: Plans, *, ignore_index: int = -1
         DisagreementError: on every rank, if their batches, or their documents, differ.
         TypeError, ValueError: naming the key, or a sequence with fewer tokens than ranks; on every rank.
     """
-    one = any_plan(plan)
+    one = Plans.of(plan).one
     with one.agreement.entering("shard_batch"):
         check_tokens(one)
         _check_batch(batch, one)

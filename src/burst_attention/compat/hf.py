@@ -9,7 +9,7 @@ import torch
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..attention.batch import Plans
+from ..attention.batch import PlanArgument
 from ..attention.plan import Plan
 from ..comm.link import connect, resolve_group
 from ..integrations import hf
@@ -43,7 +43,7 @@ class _Substitute(Attention):
                 )
         self._plans = {None: plan_for(total, mask, "contiguous", group)}
 
-    def __call__(self, *tensors: Any, plan: Plans | None = None, **keywords: Any) -> tuple[torch.Tensor, None]:
+    def __call__(self, *tensors: Any, plan: PlanArgument | None = None, **keywords: Any) -> tuple[torch.Tensor, None]:
         if plan is None:
             plan = self._told(keywords.get("sliding_window"))
         return super().__call__(*tensors, plan=plan, **keywords)

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from burst_attention.attention.batch import any_plan, shard_batch
+from burst_attention.attention.batch import Plans, shard_batch
 from burst_attention.attention.plan import Plan, lone_plan, make_plan
 from burst_attention.launch.mesh import CONTEXT, DATA
 from burst_attention.loss import Head
@@ -113,7 +113,7 @@ class TensorEngine:
 
     def shard(self, batch: Mapping[str, Tensor], plans: PlansByWindow) -> dict[str, Tensor]:
         shard = shard_batch(batch, plans)
-        plan = any_plan(plans)
+        plan = Plans.of(plans).one
         positions = lone_plan(plan.seqlen, mask=plan.mask).document_positions.to(shard["input_ids"].device)
         shard["position_ids"] = positions.repeat(shard["input_ids"].shape[0], 1)  # attention is over all tokens
         return shard if self.sequence else shard | {"input_ids": batch["input_ids"]}

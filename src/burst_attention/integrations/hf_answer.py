@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
+from burst_attention.attention.batch import Plans
 from burst_attention.attention.plan import Plan
 from burst_attention.loss import TokenLogProbs
 from burst_attention.loss import next_token_loss as loss_of
@@ -56,7 +57,7 @@ class Call:
     given: Mapping[str, Any]
     rows: Rows
     keep: int  # logits asked for, of each row
-    plans: dict[int | None, Plan]
+    plans: Plans
     plan: Plan  # any of them
     shard: dict[str, Tensor]
 

@@ -11,7 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from burst_attention.attention.batch import Plans, any_plan
+from burst_attention.attention.batch import PlanArgument, Plans
 from burst_attention.attention.entry import burst_attention
 from burst_attention.attention.plan import Plan
 
@@ -52,7 +52,7 @@ class Attention:
         value: torch.Tensor,
         attention_mask: Any,
         *,
-        plan: Plans | None = None,
+        plan: PlanArgument | None = None,
         attend: Callable[..., torch.Tensor] = burst_attention,
         position_ids: torch.Tensor | None = None,
         dropout: float = 0.0,
@@ -65,7 +65,7 @@ class Attention:
 
         ``attend`` computes it once all has been checked: called like :func:`burst_attention`.
         """
-        with any_plan(plan).agreement.entering("burst_attention"):
+        with Plans.of(plan).one.agreement.entering("burst_attention"):
             hf_checks.check_keywords(dropout, others)
             request = hf_checks.mask_request(attention_mask)
             chosen = hf_checks.choose(plan, hf_checks.stated_window(sliding_window, request))

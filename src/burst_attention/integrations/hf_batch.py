@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from burst_attention.attention.batch import mask_refusal
+from burst_attention.attention.batch import Plans, mask_refusal
 from burst_attention.attention.plan import Plan
 from burst_attention.plan.mask import Mask
 
@@ -90,7 +90,7 @@ def rows_of(batch: Mapping[str, Any], *, ranks: int) -> Rows:
     return Rows(arranged(ids, 0), targets, cu_seqlens, (batch_size, length), padding)
 
 
-class Plans:
+class PlanCache:
     """The plans of a model's layers for the batches that come, each by the layer's window; the last few are kept.
 
     Args:
@@ -103,19 +103,17 @@ class Plans:
         self.base = base
         self._windows = list(dict.fromkeys(windows))
         self._kept = kept
-        self._plans: OrderedDict[tuple[int, tuple[int, ...] | None], dict[int | None, Plan]] = OrderedDict()
+        self._plans: OrderedDict[tuple[int, tuple[int, ...] | None], Plans] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._plans)
 
-    def get(self, seqlen: int, cu_seqlens: tuple[int, ...] | None) -> dict[int | None, Plan]:
+    def get(self, seqlen: int, cu_seqlens: tuple[int, ...] | None) -> Plans:
         """The plans, by window, of sequences of ``seqlen`` tokens with these documents. Nothing is exchanged."""
         key = seqlen, cu_seqlens
         if key not in self._plans:
             first = self.base.with_mask(Mask(cu_seqlens=cu_seqlens), seqlen=seqlen)
-            self._plans[key] = {
-                window: first.with_mask(Mask(window=window, cu_seqlens=cu_seqlens)) for window in self._windows
-            }
+            self._plans[key] = Plans.by_windows(first, self._windows, cu_seqlens)
         self._plans.move_to_end(key)
         while len(self._plans) > self._kept:
             self._plans.popitem(last=False)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from burst_attention.attention.batch import PADDING, any_plan, mask_refusal
+from burst_attention.attention.batch import PADDING, Plans, mask_refusal
 from burst_attention.attention.plan import Plan
 
 UNSTATED: Any = object()
@@ -60,7 +60,7 @@ def choose(plan: Any, window: Any) -> Plan:
     if isinstance(plan, Mapping):
         _check_same_layout(plan)
         wanted = None if window is UNSTATED else window
-        if wanted not in plan and _reach(wanted, any_plan(plan)) is None:
+        if wanted not in plan and _reach(wanted, Plans.of(plan).one) is None:
             wanted = None
         if wanted not in plan:
             raise ValueError(
@@ -146,7 +146,7 @@ def check_causal(plan: Plan, stated: list[bool]) -> None:
 @torch.compiler.disable
 def note_use(plans: Any, position_ids: Any) -> None:
     """Tell the plans of a call that an attention takes them."""
-    for each in plans.values() if isinstance(plans, Mapping) else [plans]:
+    for each in Plans.of(plans).values():
         each.usage.note(position_ids)
 
 

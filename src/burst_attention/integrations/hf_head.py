@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from burst_attention import loss
-from burst_attention.attention.batch import Plans, any_plan
+from burst_attention.attention.batch import PlanArgument, Plans
 from burst_attention.attention.plan import Plan
 from burst_attention.loss import Head, LogitForm, TokenLogProbs
 
@@ -31,7 +31,7 @@ def next_token_loss(
     model: nn.Module,
     hidden: Tensor,
     shift_labels: Tensor,
-    plan: Plans,
+    plan: PlanArgument,
     *,
     ignore_index: int = -100,
     num_valid: float | Tensor | None = None,
@@ -54,7 +54,7 @@ def next_token_loss(
     Raises:
         TypeError, ValueError: as :func:`burst_attention.loss.next_token_loss` and :func:`find_head`, on every rank.
     """
-    one = any_plan(plan)
+    one = Plans.of(plan).one
     head = _head_for(model, one)
     return loss.next_token_loss(
         hidden,
@@ -72,7 +72,7 @@ def next_token_nll(
     model: nn.Module,
     hidden: Tensor,
     shift_labels: Tensor,
-    plan: Plans,
+    plan: PlanArgument,
     *,
     ignore_index: int = -100,
     chunk_tokens: int | None = None,
@@ -82,7 +82,7 @@ def next_token_nll(
     Raises:
         TypeError, ValueError: a bad argument; on the other ranks in their next call with this plan.
     """
-    one = any_plan(plan)
+    one = Plans.of(plan).one
     head = _head_for(model, one)
     return loss.next_token_nll(
         hidden, head.weight, shift_labels, one, **head.options, ignore_index=ignore_index, chunk_tokens=chunk_tokens
@@ -93,7 +93,7 @@ def token_log_probs(
     model: nn.Module,
     hidden: Tensor,
     shift_labels: Tensor,
-    plan: Plans,
+    plan: PlanArgument,
     *,
     temperature: float = 1.0,
     ignore_index: int = -100,
@@ -112,7 +112,7 @@ def token_log_probs(
     Raises:
         TypeError, ValueError: as :func:`burst_attention.loss.token_log_probs` and :func:`find_head`, on every rank.
     """
-    one = any_plan(plan)
+    one = Plans.of(plan).one
     head = _head_for(model, one, "token_log_probs")
     return loss.token_log_probs(
         hidden,

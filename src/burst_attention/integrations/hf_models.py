@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from burst_attention.attention.batch import Plans, any_plan
+from burst_attention.attention.batch import PlanArgument, Plans
 from burst_attention.attention.plan import Plan, lone_plan
 
 from .hf_checks import check_rope
@@ -189,7 +189,7 @@ def running_model() -> PreTrainedModel | None:
     return found
 
 
-def check_model(model: PreTrainedModel, plan: Plans) -> None:
+def check_model(model: PreTrainedModel, plan: PlanArgument) -> None:
     """Refuse a model that can't be spread over the plan's ranks, by its parts and by measuring it.
 
     Call it on all ranks. The attention refuses by the parts too, once it is called; this also finds a model that never
@@ -203,7 +203,7 @@ def check_model(model: PreTrainedModel, plan: Plans) -> None:
     Raises:
         ValueError: naming the part, on every rank.
     """
-    one = any_plan(plan)
+    one = Plans.of(plan).one
     if one.world == 1:
         return
     with one.agreement.entering("check_model"):
@@ -288,7 +288,7 @@ def _check_implementations(model: nn.Module, configs: list[Any], names: Sequence
             )
 
 
-def _check_by_measure(model: PreTrainedModel, plan: Plans) -> None:
+def _check_by_measure(model: PreTrainedModel, plan: PlanArgument) -> None:
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ValueError("the model's parameters are sharded already; call check_model before fully_shard")
     half, bound = 4, max(1e-4, torch.finfo(model.dtype).eps ** 0.5)
@@ -313,7 +313,7 @@ def _check_by_measure(model: PreTrainedModel, plan: Plans) -> None:
 
 
 def _tokens_apart(
-    model: PreTrainedModel, plan: Plans, half: int, reached: list[bool]
+    model: PreTrainedModel, plan: PlanArgument, half: int, reached: list[bool]
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """A function of (token ids, positions), each [2 half], that gives the hidden states [1, 2 half, E] of two documents
     in which each token sees itself alone."""

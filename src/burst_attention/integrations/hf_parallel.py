@@ -27,7 +27,7 @@ from burst_attention.loss import LogitForm
 from . import hf_head, hf_models
 from .hf_answer import Call, Scaled, answer
 from .hf_attention import register
-from .hf_batch import PACKING, Plans, Rows, rows_of
+from .hf_batch import PACKING, PlanCache, Rows, rows_of
 from .hf_checks import shown
 
 Gradients = Literal["mean", "sum"]
@@ -97,7 +97,7 @@ def parallelize(
     alone = "sdpa" if own == hf_models.NAME else own
     base.set_attn_implementation(hf_models.NAME)
     windows = hf_models.layer_windows(base.config.get_text_config(decoder=True))
-    state = _Context(Plans(plan, windows), form, gradients, temperature, alone)
+    state = _Context(PlanCache(plan, windows), form, gradients, temperature, alone)
     vars(base).pop("forward", None)  # of TRL's fused head, which our own answers for
     spread: Any = base
     spread._burst = state
@@ -114,7 +114,7 @@ def _classifies(model: Any) -> bool:
 class _Context:
     """What a parallelized model knows of its ranks."""
 
-    plans: Plans
+    plans: PlanCache
     form: LogitForm | None  # None: it classifies whole sequences
     gradients: Gradients
     temperature: float
@@ -204,7 +204,7 @@ def _agreed(model: Any, given: Mapping[str, Any]) -> Call:
                 "many last positions; generate with model.generate"
             )
         plans = state.plans.get(rows.input_ids.shape[1], rows.cu_seqlens)
-        plan = next(iter(plans.values()))
+        plan = plans.one
         fields = _fields(plan, rows, given, keep)
     base.agreement.agree("the model", fields, remedy=SAME_BATCH)
     return Call(given, rows, keep, plans, plan, cut(rows.input_ids, rows.targets, plan))

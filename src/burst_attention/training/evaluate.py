@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from burst_attention import Plan, make_plan
+from burst_attention.attention.batch import Plans
 from burst_attention.engines import Heads, choose
 from burst_attention.integrations import hf
 from burst_attention.launch.mesh import make_mesh
@@ -20,7 +21,7 @@ from burst_attention.launch.mesh import make_mesh
 from ..launch.join import RankContext, join
 from .data import TokenSequence, digest_of, open_sequences
 from .evaluation import EngineResult, EvalConfig
-from .model import NextTokenModel, batch_of, build_model, model_config, plans_for
+from .model import NextTokenModel, batch_of, build_model, model_config
 
 ALONE = "single"  # has a rank for each sequence
 
@@ -50,7 +51,7 @@ def token_losses(
         # Every group takes part in every round, for the parameters are gathered from all ranks.
         index = min(start + context.group_index, len(sequences) - 1)
         sequence = sequences[index]
-        plans = plans_for(plan, windows, sequence.cu_seqlens)
+        plans = Plans.by_windows(plan, windows, sequence.cu_seqlens)
         shard = model.engine.shard(batch_of([sequence], context.device), plans)
         loss = plan.unshard(model(shard, plans, per_token=True), 1)[0]
         if start + context.group_index < len(sequences) and start // groups % plan.world == plan.rank:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from burst_attention import Plan
+from burst_attention.attention.batch import Plans
 from burst_attention.engines import Heads, choose
 from burst_attention.integrations import hf
 
@@ -22,7 +23,7 @@ from .config import TrainConfig
 from .data import TokenSequence, digest_of, open_sequences
 from .evaluate import token_losses
 from .metrics import MODEL, UNFINISHED, Reporter, RunFolder, StepRecord, Summary, claim_run
-from .model import batch_of, build_model, model_config, plans_for
+from .model import batch_of, build_model, model_config
 from .optim import clip_by_global_norm, make_optimizer, make_schedule
 
 
@@ -145,7 +146,7 @@ class Trainer:
         num_valid = sum(sequence.valid_tokens for sequence in sequences)
         loss, predicted = 0.0, 0
         for batch in self._micro_batches(sequences):
-            plans = plans_for(self.plan, self.windows, batch[0].cu_seqlens)
+            plans = Plans.by_windows(self.plan, self.windows, batch[0].cu_seqlens)
             shard = self.engine.shard(batch_of(batch, self.context.device), plans)
             part_loss = self.model(shard, plans, max(num_valid, 1))
             part_loss.backward()
@@ -213,7 +214,7 @@ class Trainer:
         for start in range(self.context.group_index * batch, len(sequences), groups * batch):
             yield sequences[start : start + batch]
 
-    def _predict_sent(self, plans: dict[int | None, Plan]) -> int:
+    def _predict_sent(self, plans: Plans) -> int:
         """Bytes that this rank's attention sends in one forward and backward of all layers."""
         layers = [plans[window] for window in self.windows]
         return sum(self.engine.sent(layers, self.heads, batch=self.config.optim.batch, dtype=self.dtype))

@@ -17,8 +17,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from burst_attention import Mask, Plan
-from burst_attention.attention.batch import any_plan
+from burst_attention.attention.batch import Plans
 from burst_attention.engines import Engine
 from burst_attention.integrations import hf
 from burst_attention.loss import Head, next_token_loss, next_token_nll
@@ -96,11 +95,6 @@ def load_config(model: str, *, training: bool = True) -> PreTrainedConfig:
     return config
 
 
-def plans_for(plan: Plan, windows: list[int | None], cu_seqlens: tuple[int, ...] | None) -> dict[int | None, Plan]:
-    """The plan of each distinct window, for one sequence's documents."""
-    return {window: plan.with_mask(Mask(window=window, cu_seqlens=cu_seqlens)) for window in dict.fromkeys(windows)}
-
-
 def batch_of(sequences: Sequence[TokenSequence], device: torch.device) -> dict[str, torch.Tensor]:
     """The global batch that an engine shards: ``input_ids`` and, not shifted, ``labels``, both int64 [B, S]."""
     ids = torch.from_numpy(np.stack([sequence.tokens for sequence in sequences]).astype(np.int64)).to(device)
@@ -119,7 +113,7 @@ class NextTokenModel(nn.Module):
     def forward(
         self,
         shard: dict[str, torch.Tensor],
-        plans: dict[int | None, Plan],
+        plans: Plans,
         num_valid: int | None = None,
         *,
         per_token: bool = False,
@@ -129,7 +123,7 @@ class NextTokenModel(nn.Module):
         ``per_token``: in its place what it sums, by :func:`burst_attention.loss.next_token_nll`: [B, S_local].
         """
         hidden, head = self.engine.hidden(self.model, shard, plans), self._head()
-        plan, labels = any_plan(plans), shard["shift_labels"]
+        plan, labels = plans.one, shard["shift_labels"]
         if per_token:
             return next_token_nll(hidden, head.weight, labels, plan, **head.options)
         return next_token_loss(hidden, head.weight, labels, plan, **head.options, num_valid=num_valid)
@@ -137,10 +131,10 @@ class NextTokenModel(nn.Module):
     def _head(self) -> Head:
         return self.engine.head(hf.find_head(self.model, self.form))
 
-    def last_logits(self, shard: dict[str, torch.Tensor], plans: dict[int | None, Plan]) -> torch.Tensor | None:
+    def last_logits(self, shard: dict[str, torch.Tensor], plans: Plans) -> torch.Tensor | None:
         """Logits of what follows the sequence [B, V], on the rank that holds its last token; None elsewhere."""
         hidden = self.engine.hidden(self.model, shard, plans)
-        plan = any_plan(plans)
+        plan = plans.one
         here = (plan.positions == plan.seqlen - 1).nonzero()
         return self._head().logits(hidden[:, here[0, 0]]) if len(here) else None
 

@@ -16,7 +16,7 @@ from burst_attention.engines.whole import whole_attention
 from burst_attention.launch.mesh import CONTEXT, make_mesh
 from burst_attention.plan.assignment import TRAVELS
 from burst_attention.plan.rows import Direction
-from burst_attention.training.model import build_model, plans_for
+from burst_attention.training.model import build_model
 
 from .trace import Trace, traced
 from .workload import Workload, random_qkv
@@ -136,7 +136,7 @@ class ModelSubject:
     def _take(self, workload: Workload) -> None:
         """Compute these tokens from now on."""
         plan = self._engine.plan(workload.seq_len, group=self._mesh[CONTEXT], timeout=workload.timeout)
-        self.workload, self.plans = workload, plans_for(traced(plan, self._trace), [None], None)
+        self.workload, self.plans = workload(traced(plan, self._trace), [None], None)
         ids = random_ids(workload)
         self.shard = self._engine.shard({"input_ids": ids, "labels": ids}, self.plans)
 
