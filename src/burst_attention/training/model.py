@@ -123,7 +123,7 @@ class NextTokenModel(nn.Module):
         ``per_token``: in its place what it sums, by :func:`burst_attention.loss.next_token_nll`: [B, S_local].
         """
         hidden, head = self.engine.hidden(self.model, shard, plans), self._head()
-        plan, labels = plans.one, shard["shift_labels"]
+        plan, labels = Plans.of(plans).one, shard["shift_labels"]
         if per_token:
             return next_token_nll(hidden, head.weight, labels, plan, **head.options)
         return next_token_loss(hidden, head.weight, labels, plan, **head.options, num_valid=num_valid)
@@ -134,7 +134,7 @@ class NextTokenModel(nn.Module):
     def last_logits(self, shard: dict[str, torch.Tensor], plans: Plans) -> torch.Tensor | None:
         """Logits of what follows the sequence [B, V], on the rank that holds its last token; None elsewhere."""
         hidden = self.engine.hidden(self.model, shard, plans)
-        plan = plans.one
+        plan = Plans.of(plans).one
         here = (plan.positions == plan.seqlen - 1).nonzero()
         return self._head().logits(hidden[:, here[0, 0]]) if len(here) else None
 
