@@ -1,0 +1,304 @@
+"""What ``tests/trainers.py`` trains: tiny models, tokenizers and data sets made offline, and a trainer for each case."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from tests.hf_models import VOCABULARY, make_model
+
+STEPS, ACCUMULATED, BATCH = 10, 2, 4
+PLAIN = {"loss": 1e-6, "grad_norm": 5e-6}
+PREFERENCE = {"loss": 1e-5, "grad_norm": 1e-4}
+COMMON = {
+    "max_steps": STEPS,
+    "gradient_accumulation_steps": ACCUMULATED,
+    "logging_steps": 1,
+    "report_to": [],
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "max_grad_norm": 0.2,
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "constant",
+    "save_strategy": "no",
+    "eval_strategy": "steps",
+    "eval_steps": 5,
+    "bf16": False,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison: ``kind`` names the function below that makes the trainer, ``options`` are its arguments."""
+
+    name: str
+    kind: str
+    ranks: int = 2
+    context: int = 2
+    options: dict[str, Any] = field(default_factory=dict)
+    bounds: dict[str, float] = field(default_factory=lambda: PLAIN)
+
+    def holds(self, found: dict[str, float]) -> bool:
+        """Whether each difference is within its bound; metrics are held to that of the gradient norm."""
+        limits = {**self.bounds, "eval_loss": self.bounds["loss"], "metrics": self.bounds["grad_norm"]}
+        return all(found[name] <= limit for name, limit in limits.items())
+
+
+_ALL = (
+    Case("plain", "plain"),
+    Case("plain, 3 ranks", "plain", 3, 3),
+    Case("right-padded", "padded"),
+    Case("packed", "packed", 3, 3),
+    Case("checkpointing", "padded", options={"gradient_checkpointing": True}),
+    Case(
+        "checkpointing, reentrant",
+        "padded",
+        options={"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    ),
+    Case("iterable", "iterable"),
+    Case("data 2 × context 2", "padded", 4, 2),
+    Case("sft padded", "sft"),
+    Case("sft packed", "sft", 3, 3, {"packing": True, "max_length": 64}),
+    Case("sft, data 2 × context 2", "sft", 4, 2),
+    Case("sft LoRA", "sft", options={"lora": True}),
+    Case("dpo", "dpo", bounds=PREFERENCE),
+    Case("dpo LoRA", "dpo", options={"lora": True}, bounds=PREFERENCE),
+    Case("dpo, reference ahead", "dpo", options={"precompute_ref_log_probs": True}, bounds=PREFERENCE),
+    Case("kto", "kto", bounds=PREFERENCE),
+    Case("grpo", "grpo", bounds=PREFERENCE),
+)
+CASES = {case.name: case for case in _ALL}
+
+
+def run_case(name: str, folder: str, ours: bool) -> list[dict[str, float]]:
+    """What the trainer of a case logs."""
+    case = CASES[name]
+    with _as_started(case, ours):
+        trainer = globals()[f"make_{case.kind}"](case, ours, folder)
+        if hasattr(trainer, "fit"):
+            return trainer.fit()
+        trainer.train()
+    return trainer.state.log_history
+
+
+@contextlib.contextmanager
+def _as_started(case: Case, ours: bool) -> Iterator[None]:
+    """As if torchrun had just started this process, or nothing had."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    rank = str(dist.get_rank()) if ours else None
+    quiet = open(os.devnull, "w")  # noqa: SIM115  # what trainers print
+    with (
+        quiet,
+        contextlib.redirect_stdout(quiet),
+        warnings.catch_warnings(action="ignore"),
+        mock.patch.dict(os.environ, {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": str(case.ranks)} if rank else {}),
+    ):
+        torch.set_num_threads(1)
+        yield
+
+
+# The last logged of each run, which tells of all steps, and what tells of time.
+_UNTOLD = ("time", "runtime", "per_second", "total_flos", "train_loss", "epoch", "learning_rate", "step")
+
+
+def difference(stock: list[dict], ours: list[list[dict]]) -> dict[str, float]:
+    """The largest differences between what the stock trainer logged and what each rank's did."""
+    found = {"loss": 0.0, "grad_norm": 0.0, "eval_loss": 0.0, "metrics": 0.0}
+    assert sum("loss" in row for row in stock) == STEPS
+    for rank, log in enumerate(ours):
+        assert [set(row) for row in log] == [set(row) for row in stock], (log, stock)
+        for theirs, mine in zip(stock, log, strict=True):
+            for key in theirs:
+                if key.endswith(_UNTOLD) and key not in found:
+                    continue
+                kind = key if key in found else "metrics"
+                off = abs(float(theirs[key]) - float(mine[key]))
+                off /= max(1.0, abs(float(theirs[key]))) if kind == "metrics" else 1.0
+                found[kind] = max(found[kind], off if off == off else float("inf"))
+    return found
+
+
+def _train(case: Case, ours: bool, kind: type, arguments: type, folder: str, **given: Any) -> Any:
+    """A trainer of this kind, over contexts if it is ours, with as many samples in a step either way."""
+    contexts = case.ranks // case.context if ours else 1
+    model, more = given.pop("model", None), {"context_size": case.context} if ours else {}
+    own = {name: value for name, value in case.options.items() if name not in ("lora", "fsdp_mesh")}
+    settings = COMMON | {
+        "output_dir": folder,
+        "per_device_train_batch_size": BATCH // contexts,
+        "per_device_eval_batch_size": BATCH // contexts,
+    }
+    args = arguments(**(settings | given.pop("settings", {}) | own))
+    if case.options.get("lora"):
+        given["peft_config"] = _lora()
+    if ours:
+        kind = _over_contexts(kind)
+    model = make_model("llama", "sdpa", dtype=torch.float32) if model is None else model
+    return kind(model=model, args=args, **given, **more)
+
+
+def _over_contexts(kind: type) -> type:
+    from burst_attention.integrations.trainer import BurstMixin
+
+    return type(kind.__name__, (BurstMixin, kind), {})
+
+
+def _lora() -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=True)
+
+
+def _lengths(count: int, shortest: int, longest: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(shortest, longest + 1, (count,), generator=generator).tolist()
+
+
+def _ids(lengths: list[int], seed: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+
+
+def _samples(count: int, seed: int, *, equal: bool = False) -> list[dict[str, list[int]]]:
+    """Token ids and labels, of the first tokens none."""
+    lengths = [24] * count if equal else _lengths(count, 9, 27, seed)
+    return [{"input_ids": ids, "labels": ids if equal else [-100] * 3 + ids[3:]} for ids in _ids(lengths, seed)]
+
+
+def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """Rows padded on the right to the longest."""
+    longest = max(len(row["input_ids"]) for row in rows)
+    fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    rows = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in rows]
+    return {
+        key: torch.tensor([row[key] + [value] * (longest - len(row[key])) for row in rows])
+        for key, value in fill.items()
+    }
+
+
+def pack(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """Rows laid end to end in one, each a document: positions restart, first tokens have no label."""
+    ids = [i for row in rows for i in row["input_ids"]]
+    labels = [i for row in rows for i in (-100, *row["labels"][1:])]
+    places = [i for row in rows for i in range(len(row["input_ids"]))]
+    made = {"input_ids": ids, "labels": labels, "position_ids": places}
+    return {key: torch.tensor([value]) for key, value in made.items()}
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Samples one after the other, of which nobody knows how many there are."""
+
+    def __init__(self, samples: list[dict[str, list[int]]]) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        yield from self.samples
+
+
+def make_plain(case: Case, ours: bool, folder: str, *, equal: bool = True, **given: Any) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    data = {"train_dataset": _samples(80, 1, equal=equal), "eval_dataset": _samples(23, 2, equal=equal)}
+    return _train(case, ours, Trainer, TrainingArguments, folder, **(data | given))
+
+
+def make_padded(case: Case, ours: bool, folder: str, **given: Any) -> Any:
+    return make_plain(case, ours, folder, equal=False, data_collator=collate, **given)
+
+
+def make_packed(case: Case, ours: bool, folder: str) -> Any:
+    return make_plain(case, ours, folder, equal=False, data_collator=pack)
+
+
+def make_iterable(case: Case, ours: bool, folder: str) -> Any:
+    return make_padded(case, ours, folder, train_dataset=Stream(_samples(80, 1)))
+
+
+def tokenizer() -> Any:
+    """A word for each id of the vocabulary; of the first three, padding, the end and what is unknown."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{i}": i for i in range(3, VOCABULARY)}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def _text(ids: list[int]) -> str:
+    return " ".join(f"w{i}" for i in ids)
+
+
+def make_sft(case: Case, ours: bool, folder: str) -> Any:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    train, evaluated = (
+        Dataset.from_dict({"text": [_text(ids) for ids in _ids(_lengths(n, 9, 27, seed), seed)]})
+        for n, seed in ((200, 1), (23, 2))
+    )
+    return _train(
+        case,
+        ours,
+        SFTTrainer,
+        SFTConfig,
+        folder,
+        train_dataset=train,
+        eval_dataset=evaluated,
+        processing_class=tokenizer(),
+    )
+
+
+def _preferences(count: int, seed: int) -> dict[str, list[str]]:
+    parts = [[_text(ids) for ids in _ids(_lengths(count, 5, 15, seed + i), seed + i)] for i in range(3)]
+    return dict(zip(("prompt", "chosen", "rejected"), parts, strict=True))
+
+
+def make_dpo(case: Case, ours: bool, folder: str) -> Any:
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    train, evaluated = (Dataset.from_dict(_preferences(n, seed)) for n, seed in ((80, 1), (23, 7)))
+    data = {"train_dataset": train, "eval_dataset": evaluated, "processing_class": tokenizer()}
+    return _train(case, ours, DPOTrainer, DPOConfig, folder, settings={"max_grad_norm": 0.5}, **data)
+
+
+def make_kto(case: Case, ours: bool, folder: str) -> Any:
+    from datasets import Dataset
+    from trl import KTOConfig, KTOTrainer
+
+    def unpaired(count: int, seed: int) -> Dataset:
+        made = _preferences(count, seed)
+        return Dataset.from_dict(
+            {"prompt": made["prompt"], "completion": made["chosen"], "label": [i % 3 > 0 for i in range(count)]}
+        )
+
+    data = {"train_dataset": unpaired(80, 1), "eval_dataset": unpaired(23, 7), "processing_class": tokenizer()}
+    return _train(case, ours, KTOTrainer, KTOConfig, folder, **data)
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    """For even words, and short."""
+    words = [[int(word[1:]) for word in text.split() if word[1:].isdigit()] for text in completions]
+    return [sum(1.0 - i % 2 for i in each) - 0.1 * len(each) for each in words]
+
+
+def make_grpo(case: Case, ours: bool, folder: str) -> Any:
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    train, evaluated = (Dataset.from_dict({"prompt": _preferences(n, seed)["prompt"]}) for n, seed in ((80, 1), (6, 7)))
+    settings = {"num_generations": 2, "max_completion_length": 9, "beta": 0.1, "temperature": 0.9}
+    data = {"train_dataset": train, "eval_dataset": evaluated, "processing_class": tokenizer(), "reward_funcs": reward}
+    return _train(case, ours, GRPOTrainer, GRPOConfig, folder, settings=settings, **data)
