@@ -129,9 +129,7 @@ def parallelize(
     alone = "sdpa" if own == hf_models.NAME else own
     base.set_attn_implementation(hf_models.NAME)
     windows = hf_models.layer_windows(base.config.get_text_config(decoder=True))
-    state = _Context(
-        type(base), Plans(plan, windows), form, gradients, temperature, "sdpa" if own == hf_models.NAME else own
-    )
+    state = _Context(type(base), Plans(plan, windows), form, gradients, temperature, alone)
     vars(base).pop("forward", None)  # of TRL's fused head, which our own answers for
     base._burst = state
     base.__class__ = _parallel_class(type(base))
@@ -167,7 +165,7 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: int) -> Tensor:
         ctx.factor = factor
-        return x.view_as(x)
+        return x.clone()  # trainers scale a loss in place, which a view forbids
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
