@@ -1,4 +1,4 @@
-"""What ``tests/trainers.py`` trains: tiny models, tokenizers and data sets made offline, and a trainer for each case."""
+"""What ``tests/trainers.py`` trains: tiny models, tokenizers and data made offline, and a trainer for each case."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ _ALL = (
         options={"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
     ),
     Case("iterable", "iterable"),
-    Case("data 2 × context 2", "padded", 4, 2),
+    Case("data 2 x context 2", "padded", 4, 2),
     Case("sft padded", "sft"),
     Case("sft packed", "sft", 3, 3, {"packing": True, "max_length": 64}),
-    Case("sft, data 2 × context 2", "sft", 4, 2),
+    Case("sft, data 2 x context 2", "sft", 4, 2),
     Case("sft LoRA", "sft", options={"lora": True}),
     Case("dpo", "dpo", bounds=PREFERENCE),
     Case("dpo LoRA", "dpo", options={"lora": True}, bounds=PREFERENCE),
@@ -76,6 +76,11 @@ _ALL = (
     Case("grpo", "grpo", bounds=PREFERENCE),
 )
 CASES = {case.name: case for case in _ALL}
+
+
+def save_model(folder: str) -> None:
+    """The model of every case, for trainers that load it."""
+    make_model("llama", "sdpa", dtype=torch.float32).save_pretrained(folder)
 
 
 def run_case(name: str, folder: str, ours: bool) -> list[dict[str, float]]:
@@ -96,14 +101,15 @@ def _as_started(case: Case, ours: bool) -> Iterator[None]:
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    rank = str(dist.get_rank()) if ours else None
-    quiet = open(os.devnull, "w")  # noqa: SIM115  # what trainers print
-    with (
-        quiet,
-        contextlib.redirect_stdout(quiet),
-        warnings.catch_warnings(action="ignore"),
-        mock.patch.dict(os.environ, {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": str(case.ranks)} if rank else {}),
-    ):
+    around = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+    if ours:
+        around |= {"LOCAL_RANK": str(dist.get_rank()), "LOCAL_WORLD_SIZE": str(case.ranks)}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, around))
+        stack.enter_context(warnings.catch_warnings(action="ignore"))
+        nowhere = stack.enter_context(open(os.devnull, "w"))
+        stack.enter_context(contextlib.redirect_stdout(nowhere))
+        stack.enter_context(contextlib.redirect_stderr(nowhere))
         torch.set_num_threads(1)
         yield
 
@@ -116,7 +122,7 @@ def difference(stock: list[dict], ours: list[list[dict]]) -> dict[str, float]:
     """The largest differences between what the stock trainer logged and what each rank's did."""
     found = {"loss": 0.0, "grad_norm": 0.0, "eval_loss": 0.0, "metrics": 0.0}
     assert sum("loss" in row for row in stock) == STEPS
-    for rank, log in enumerate(ours):
+    for log in ours:
         assert [set(row) for row in log] == [set(row) for row in stock], (log, stock)
         for theirs, mine in zip(stock, log, strict=True):
             for key in theirs:
@@ -144,7 +150,12 @@ def _train(case: Case, ours: bool, kind: type, arguments: type, folder: str, **g
         given["peft_config"] = _lora()
     if ours:
         kind = _over_contexts(kind)
-    model = make_model("llama", "sdpa", dtype=torch.float32) if model is None else model
+    if model is None:
+        model = make_model("llama", "sdpa", dtype=torch.float32)
+    if hasattr(args, "beta") and not case.options.get("lora"):
+        # Given by its path: the reference is loaded from there again.
+        args.model_init_kwargs = {"attn_implementation": "sdpa", "dtype": "float32"}
+        model = f"{os.path.dirname(folder)}/model"
     return kind(model=model, args=args, **given, **more)
 
 
@@ -299,6 +310,13 @@ def make_grpo(case: Case, ours: bool, folder: str) -> Any:
     from trl import GRPOConfig, GRPOTrainer
 
     train, evaluated = (Dataset.from_dict({"prompt": _preferences(n, seed)["prompt"]}) for n, seed in ((80, 1), (6, 7)))
-    settings = {"num_generations": 2, "max_completion_length": 9, "beta": 0.1, "temperature": 0.9}
+    loaded = {"attn_implementation": "sdpa", "dtype": "float32"}
+    settings = {
+        "model_init_kwargs": loaded,
+        "num_generations": 2,
+        "max_completion_length": 9,
+        "beta": 0.1,
+        "temperature": 0.9,
+    }
     data = {"train_dataset": train, "eval_dataset": evaluated, "processing_class": tokenizer(), "reward_funcs": reward}
     return _train(case, ours, GRPOTrainer, GRPOConfig, folder, settings=settings, **data)

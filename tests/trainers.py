@@ -12,7 +12,6 @@ import argparse
 import multiprocessing
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.trainer_cases import CASES, Case, difference, run_case  # noqa: E402
+from tests.trainer_cases import CASES, Case, difference, run_case, save_model  # noqa: E402
 
 COLUMNS = ("case", "ranks", "context", "loss", "gradient norm", "evaluation", "metrics", "bounds", "ok")
 
@@ -36,6 +35,7 @@ class Sides:
     def compare(self, case: Case) -> dict[str, float]:
         """The largest differences over all steps and ranks."""
         with tempfile.TemporaryDirectory(prefix="trainers-") as folder:
+            save_model(f"{folder}/model")
             stock = self.alone.submit(run_case, case.name, f"{folder}/stock", False)
             ours = self.pools(case.ranks).run(run_case, case.name, f"{folder}/ours", True, timeout=300)
         return difference(stock.result(), ours)
@@ -67,10 +67,11 @@ def main() -> int:
         try:
             row = row_of(case, found := sides.compare(case))
             wrong += not case.holds(found)
-        except Exception:
+        except Exception as error:
             wrong += 1
             row = (name, str(case.ranks), str(case.context), "failed", "NO")
-            traceback.print_exc()
+            alive.pop(case.ranks).close()  # its ranks may be out of step
+            print("\n".join(str(error).strip().splitlines()[-12:]), file=sys.stderr)
         print(" | ".join(row), flush=True)
     for pool in alive.values():
         pool.close()
