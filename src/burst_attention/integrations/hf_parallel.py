@@ -287,6 +287,7 @@ def _results(
     state: _Context = model._burst
     head = hf_head.find_head(model, state.form)
     items, labels = given.get("num_items_in_batch"), shard["shift_labels"]
+    hidden = _for_head(hidden, head.weight)
     if not given.get("fused_lm_head"):
         loss = loss_of(hidden, head.weight, labels, plan, **head.options, num_valid=items)
         return ParallelOutput(loss=state.share(loss))
@@ -312,7 +313,13 @@ def _last_logits(model: Any, hidden: Tensor, plan: Plan, rows: Rows, keep: int) 
     """[B, keep, V] of each row's last positions."""
     with torch.no_grad():
         whole = rows.restore(plan.unshard(hidden.detach(), 1))[:, -keep:]
-        return hf_head.find_head(model, model._burst.form).logits(whole)
+        head = hf_head.find_head(model, model._burst.form)
+        return head.logits(_for_head(whole, head.weight))
+
+
+def _for_head(hidden: Tensor, weight: Tensor) -> Tensor:
+    """As mixed precision gives it to a head: FSDP may hold the weight in fewer bits than the body gave out."""
+    return hidden.to(weight.dtype) if weight.dtype.itemsize < hidden.dtype.itemsize else hidden
 
 
 def _add_router_loss(
