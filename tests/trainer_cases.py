@@ -12,12 +12,15 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import transformers
+from transformers import TrainerCallback
 
 from tests.hf_models import VOCABULARY, make_model
 
 STEPS, ACCUMULATED, BATCH = 10, 2, 4
 PLAIN = {"loss": 1e-6, "grad_norm": 5e-6}
 PREFERENCE = {"loss": 1e-5, "grad_norm": 1e-4}
+ROUNDED = {"loss": 2e-3, "grad_norm": 2e-2, "metrics": float("inf")}  # a sign may turn
 COMMON = {
     "max_steps": STEPS,
     "gradient_accumulation_steps": ACCUMULATED,
@@ -46,9 +49,13 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     bounds: dict[str, float] = field(default_factory=lambda: PLAIN)
 
+    @property
+    def fully_sharded(self) -> bool:
+        return self.kind == "fsdp2" or bool(self.options.get("fsdp"))
+
     def holds(self, found: dict[str, float]) -> bool:
         """Whether each difference is within its bound; metrics are held to that of the gradient norm."""
-        limits = {**self.bounds, "eval_loss": self.bounds["loss"], "metrics": self.bounds["grad_norm"]}
+        limits = {"eval_loss": self.bounds["loss"], "metrics": self.bounds["grad_norm"], **self.bounds}
         return all(found[name] <= limit for name, limit in limits.items())
 
 
@@ -71,6 +78,14 @@ _ALL = (
     Case("sft LoRA", "sft", options={"lora": True}),
     Case("dpo", "dpo", bounds=PREFERENCE),
     Case("dpo LoRA", "dpo", options={"lora": True}, bounds=PREFERENCE),
+    Case("resumed", "padded", options={"stopped_at": 5, "save_strategy": "steps", "save_steps": 5}),
+    Case("fsdp2", "fsdp2", options={"parallelism": {"cp_size": 2}}),
+    Case("fsdp2, shard 2 x context 2", "fsdp2", 4, 2, {"parallelism": {"dp_shard_size": 2, "cp_size": 2}}),
+    Case("fsdp2 in bf16", "fsdp2", options={"bf16": True, "parallelism": {"cp_size": 2}}, bounds=ROUNDED),
+    Case("fsdp2 sft in bf16", "sft", options={"bf16": True, "fsdp": True}, bounds=ROUNDED),
+    Case("bf16", "padded", options={"bf16": True}, bounds=ROUNDED),
+    Case("dpo in bf16", "dpo", options={"bf16": True}, bounds=ROUNDED),
+    Case("lightning", "lightning", bounds=PREFERENCE),
     Case("dpo, reference ahead", "dpo", options={"precompute_ref_log_probs": True}, bounds=PREFERENCE),
     Case("kto", "kto", bounds=PREFERENCE),
     Case("grpo", "grpo", bounds=PREFERENCE),
@@ -88,9 +103,14 @@ def run_case(name: str, folder: str, ours: bool) -> list[dict[str, float]]:
     case = CASES[name]
     with _as_started(case, ours):
         trainer = globals()[f"make_{case.kind}"](case, ours, folder)
-        if hasattr(trainer, "fit"):
-            return trainer.fit()
-        trainer.train()
+        if not hasattr(trainer, "state"):
+            return trainer.history()
+        stopped_at = case.options.get("stopped_at") if ours else None
+        if stopped_at:
+            trainer.train()
+            assert trainer.state.global_step == stopped_at
+            trainer = globals()[f"make_{case.kind}"](case, ours, folder, stop=False)
+        trainer.train(resume_from_checkpoint=bool(stopped_at))
     return trainer.state.log_history
 
 
@@ -105,12 +125,15 @@ def _as_started(case: Case, ours: bool) -> Iterator[None]:
     if ours:
         around |= {"LOCAL_RANK": str(dist.get_rank()), "LOCAL_WORLD_SIZE": str(case.ranks)}
     with contextlib.ExitStack() as stack:
+        if case.fully_sharded:
+            stack.enter_context(fully_sharded_on_cpu())
         stack.enter_context(mock.patch.dict(os.environ, around))
         stack.enter_context(warnings.catch_warnings(action="ignore"))
         nowhere = stack.enter_context(open(os.devnull, "w"))
         stack.enter_context(contextlib.redirect_stdout(nowhere))
         stack.enter_context(contextlib.redirect_stderr(nowhere))
         torch.set_num_threads(1)
+        transformers.logging.set_verbosity_error()
         yield
 
 
@@ -137,14 +160,24 @@ def difference(stock: list[dict], ours: list[list[dict]]) -> dict[str, float]:
 
 def _train(case: Case, ours: bool, kind: type, arguments: type, folder: str, **given: Any) -> Any:
     """A trainer of this kind, over contexts if it is ours, with as many samples in a step either way."""
+    from accelerate import ParallelismConfig
+
     contexts = case.ranks // case.context if ours else 1
     model, more = given.pop("model", None), {"context_size": case.context} if ours else {}
-    own = {name: value for name, value in case.options.items() if name not in ("lora", "fsdp_mesh")}
+    own = {name: value for name, value in case.options.items() if name not in ("lora", "parallelism", "stopped_at")}
     settings = COMMON | {
         "output_dir": folder,
         "per_device_train_batch_size": BATCH // contexts,
         "per_device_eval_batch_size": BATCH // contexts,
     }
+    if case.fully_sharded:
+        if not ours:
+            own.pop("fsdp", None)
+        else:
+            settings["fsdp"], settings["fsdp_config"] = True, {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
+            if "parallelism" in case.options:
+                more = {}
+                settings["parallelism_config"] = ParallelismConfig(**case.options["parallelism"])
     args = arguments(**(settings | given.pop("settings", {}) | own))
     if case.options.get("lora"):
         given["peft_config"] = _lora()
@@ -224,8 +257,42 @@ def make_plain(case: Case, ours: bool, folder: str, *, equal: bool = True, **giv
     return _train(case, ours, Trainer, TrainingArguments, folder, **(data | given))
 
 
-def make_padded(case: Case, ours: bool, folder: str, **given: Any) -> Any:
+class Stop(TrainerCallback):
+    """Ends a run at a step, as a job that is ended does."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step == self.step
+
+
+def make_padded(case: Case, ours: bool, folder: str, *, stop: bool = True, **given: Any) -> Any:
+    step = case.options.get("stopped_at")
+    given |= {"callbacks": [Stop(step)] if step and ours and stop else None}
     return make_plain(case, ours, folder, equal=False, data_collator=collate, **given)
+
+
+def make_fsdp2(case: Case, ours: bool, folder: str) -> Any:
+    return make_padded(case, ours, folder)
+
+
+@contextlib.contextmanager
+def fully_sharded_on_cpu() -> Iterator[None]:
+    """Stands in for accelerate's check of the device: with it FSDP is set up on CPU as accelerate does it on a GPU."""
+    from accelerate.state import AcceleratorState, DistributedType
+
+    made = AcceleratorState.__init__
+
+    def make(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        made(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+            if self._mixed_precision != "no":
+                fsdp_plugin.set_mixed_precision(self._mixed_precision)
+
+    with mock.patch.object(AcceleratorState, "__init__", make):
+        yield
 
 
 def make_packed(case: Case, ours: bool, folder: str) -> Any:
@@ -276,11 +343,23 @@ def _preferences(count: int, seed: int) -> dict[str, list[str]]:
     return dict(zip(("prompt", "chosen", "rejected"), parts, strict=True))
 
 
+def _on_disk(data: Any, folder: str, ours: bool) -> Any:
+    from datasets import load_from_disk
+
+    if not ours or dist.get_rank() == 0:
+        data.save_to_disk(folder)
+    if ours:
+        dist.barrier()
+    return load_from_disk(folder)
+
+
 def make_dpo(case: Case, ours: bool, folder: str) -> Any:
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
     train, evaluated = (Dataset.from_dict(_preferences(n, seed)) for n, seed in ((80, 1), (23, 7)))
+    if case.options.get("precompute_ref_log_probs"):  # one rank leaves what it made to the others in files
+        train, evaluated = (_on_disk(data, f"{folder}-{data.num_rows}", ours) for data in (train, evaluated))
     data = {"train_dataset": train, "eval_dataset": evaluated, "processing_class": tokenizer()}
     return _train(case, ours, DPOTrainer, DPOConfig, folder, settings={"max_grad_norm": 0.5}, **data)
 
@@ -320,3 +399,74 @@ def make_grpo(case: Case, ours: bool, folder: str) -> Any:
     }
     data = {"train_dataset": train, "eval_dataset": evaluated, "processing_class": tokenizer(), "reward_funcs": reward}
     return _train(case, ours, GRPOTrainer, GRPOConfig, folder, settings=settings, **data)
+
+
+class Fitted:
+    """A run of Lightning's trainer, as the others tell of theirs."""
+
+    def __init__(self, ours: bool, ranks: int, folder: str) -> None:
+        self.ours, self.ranks, self.folder = ours, ranks, folder
+
+    def history(self) -> list[dict[str, float]]:
+        import lightning
+
+        module = _lightning_module(self.ours)
+        train, evaluated = (
+            torch.utils.data.DataLoader(_samples(count, seed), batch_size=BATCH, collate_fn=collate)
+            for count, seed in ((80, 1), (23, 2))
+        )
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=self.ranks if self.ours else 1,
+            strategy="ddp" if self.ours else "auto",
+            use_distributed_sampler=False,
+            max_steps=STEPS,
+            accumulate_grad_batches=ACCUMULATED,
+            gradient_clip_val=0.2,
+            val_check_interval=10,
+            default_root_dir=self.folder,
+            **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+        )
+        trainer.fit(module, train, evaluated)
+        return module.told
+
+
+def _lightning_module(ours: bool) -> Any:
+    import lightning
+
+    from burst_attention.integrations import hf
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.told, self.losses = make_model("llama", "sdpa", dtype=torch.float32), [], []
+
+        def configure_model(self) -> None:
+            if ours:
+                hf.parallelize(self.model)
+
+        def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
+            loss = self.model(**batch).loss
+            self.losses.append(loss.item())
+            return loss
+
+        def validation_step(self, batch: dict[str, torch.Tensor], _: int) -> None:
+            self.log("eval_loss", self.model(**batch).loss, batch_size=len(batch["input_ids"]))
+
+        def on_validation_epoch_end(self) -> None:
+            if not self.trainer.sanity_checking:
+                self.told.append({"eval_loss": self.trainer.callback_metrics["eval_loss"].item()})
+
+        def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, **_: Any) -> None:
+            norm = torch.nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
+            self.told.append({"loss": sum(self.losses) / len(self.losses), "grad_norm": norm.item()})
+            self.losses.clear()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=COMMON["learning_rate"])
+
+    return Module()
+
+
+def make_lightning(case: Case, ours: bool, folder: str) -> Fitted:
+    return Fitted(ours, case.ranks, folder)

@@ -42,7 +42,7 @@ class Sides:
 
 
 def row_of(case: Case, found: dict[str, float]) -> tuple[str, ...]:
-    bounds = " ".join(f"{bound:.0e}" for bound in case.bounds.values())
+    bounds = f"{case.bounds['loss']:.0e} {case.bounds['grad_norm']:.0e}"
     figures = (f"{found[name]:.1e}" for name in ("loss", "grad_norm", "eval_loss", "metrics"))
     return (case.name, str(case.ranks), str(case.context), *figures, bounds, "yes" if case.holds(found) else "NO")
 
