@@ -36,9 +36,12 @@ class Sides:
         """The largest differences over all steps and ranks."""
         with tempfile.TemporaryDirectory(prefix="trainers-") as folder:
             save_model(f"{folder}/model")
-            stock = self.alone.submit(run_case, case.name, f"{folder}/stock", False)
+            if case.stock_ranks > 1:
+                (stock, *_) = self.pools(case.stock_ranks).run(run_case, case.name, f"{folder}/stock", False)
+            else:
+                stock = self.alone.submit(run_case, case.name, f"{folder}/stock", False).result()
             ours = self.pools(case.ranks).run(run_case, case.name, f"{folder}/ours", True, timeout=300)
-        return difference(stock.result(), ours)
+        return difference(stock, ours)
 
 
 def row_of(case: Case, found: dict[str, float]) -> tuple[str, ...]:

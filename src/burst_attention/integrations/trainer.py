@@ -13,78 +13,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections import deque
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.utils import recursively_apply, set_seed
-from torch.distributed.device_mesh import DeviceMesh
 
 from .hf_batch import IGNORED
 from .hf_parallel import parallelize
 from .trainer_checks import check_hooks, check_settings, check_trainer, context_size_of, without_context
+from .trainer_contexts import ContextAccelerator
+from .trainer_online import OneGeneration
 
 
-class ContextAccelerator(Accelerator):
-    """An accelerator to which the neighbouring ranks of a context are one process: one reads, counts and is counted.
-
-    Attributes:
-        contexts: mesh ("data", "context") over all ranks; set by :meth:`make_contexts`.
-    """
-
-    contexts: DeviceMesh
-
-    def make_contexts(self, size: int) -> None:
-        """Take each ``size`` neighbours for one context."""
-        ranks = torch.arange(self.state.num_processes).view(-1, size)
-        self.contexts = DeviceMesh(self.device.type, ranks, mesh_dim_names=("data", "context"))
-        # A dispatcher reads on one process and cuts its batch by ranks, not by contexts.
-        self.dataloader_config.dispatch_batches = False
-
-    @property
-    def num_processes(self) -> int:
-        """Of contexts."""
-        return self.contexts.shape[0]
-
-    @property
-    def process_index(self) -> int:
-        """Of the context that this rank is in."""
-        return self.state.process_index // self.contexts.shape[1]
-
-    def _prepare_device_mesh(self) -> None:
-        """What a data loader asks: no axis of a mesh tells more of who reads what than the two numbers above."""
-
-    def gather(self, tensor: Any) -> Any:
-        """As :class:`Accelerator` does it, from each context once."""
-        return recursively_apply(self._once, super().gather(tensor))
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As :class:`Accelerator` does it, from each context once, and cutting the last batch by what is left then."""
-        try:
-            recursively_apply(lambda x: x, input_data, error_on_other_type=True)
-        except TypeError:
-            use_gather_object = True
-        if use_gather_object:
-            raise ValueError("gather_for_metrics gathers tensors only over contexts; pass tensors")
-        return super().gather_for_metrics(input_data)
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """As :class:`Accelerator` does it, counting each context once."""
-        reduced = super().reduce(tensor, reduction, scale)
-        if reduction != "sum":
-            return reduced
-        size = self.contexts.shape[1]
-        return recursively_apply(lambda x: x / size if x.is_floating_point() else x // size, reduced)
-
-    def _once(self, gathered: torch.Tensor) -> torch.Tensor:
-        """Of each context's first rank, from [ranks * n, ...]."""
-        return gathered.unflatten(0, (*self.contexts.shape, -1))[:, 0].flatten(0, 1)
-
-
-class BurstMixin:
+class BurstMixin(OneGeneration):
     """Before a Trainer, SFTTrainer, DPOTrainer, KTOTrainer or GRPOTrainer: ``class Mine(BurstMixin, SFTTrainer)``.
+
+    What the arguments count for each device is for each context. (GRPO's ``generation_batch_size`` is made of it where
+    all ranks are counted; set ``steps_per_generation`` instead.)
 
     Args:
         context_size: how many neighbouring ranks hold one sequence together; it must divide their number. Default: the
@@ -97,6 +41,8 @@ class BurstMixin:
         RuntimeError: the installed transformers, accelerate or TRL is not one that this was written for.
     """
 
+    _shares_of_all = False
+
     def __init__(self, *args: Any, context_size: int | None = None, layout: str = "auto", **kwargs: Any) -> None:
         check_trainer(type(self))
         check_hooks(type(self), BurstMixin)
@@ -107,7 +53,7 @@ class BurstMixin:
         if self._context_size == 1:
             return
         if hasattr(trainer, "num_generations"):
-            _generate_by_context(trainer)
+            self._generate_by_context()
         temperature = getattr(trainer, "temperature", 1.0)
         group = trainer.accelerator.contexts["context"]
         spread = functools.partial(parallelize, group=group, layout=layout, gradients="mean", temperature=temperature)
@@ -205,71 +151,3 @@ class BurstMixin:
         weight = torch.ones_like(loss) if self._shares_of_all else tokens
         share, whole = accelerator.reduce(torch.stack([loss * weight, weight]), reduction="sum")
         return share / whole.clamp(min=1)
-
-    # Trainers that generate what they train on: one generation for each context.
-
-    def _generate(self, prompts: list) -> Any:
-        if self._context_size == 1:
-            return super()._generate(prompts)  # type: ignore[misc]
-        self._align_generators()
-        generated = self._from_first(super()._generate(prompts))  # type: ignore[misc]
-        self._align_generators()
-        return generated
-
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
-        """[contexts * n, functions]: of a context those of its first rank, for a function need not repeat itself."""
-        rewards = super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
-        if self._context_size == 1:
-            return rewards
-        self._align_generators()
-        return self.accelerator._once(rewards)  # type: ignore[attr-defined]
-
-    def _generate_and_score_completions(self, inputs: Any) -> Any:
-        trainer: Any = self
-        if self._context_size == 1:
-            return super()._generate_and_score_completions(inputs)  # type: ignore[misc]
-        logs = [trainer._logs["prompt"], trainer._logs["completion"]]
-        before = [list(log) for log in logs]
-        for log in logs:
-            log.clear()
-        scored = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
-        for log, old in zip(logs, before, strict=True):
-            _keep_one_of_each_context(log, old, trainer.accelerator)
-        return scored
-
-    def _align_generators(self) -> None:
-        """Give the context's ranks its first one's random state: shards of odd lengths draw differently."""
-        accelerator: Any = self.accelerator  # type: ignore[attr-defined]
-        cuda = accelerator.device.type == "cuda"
-        state, device_state = self._from_first((torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None))
-        torch.set_rng_state(state)
-        if cuda:
-            torch.cuda.set_rng_state(device_state)
-
-    def _from_first(self, value: Any) -> Any:
-        """What the context's first rank has."""
-        group = self.accelerator.contexts["context"].get_group()  # type: ignore[attr-defined]
-        box = [value]
-        dist.broadcast_object_list(box, group=group, group_src=0)
-        return box[0]
-
-
-def _keep_one_of_each_context(log: deque, old: list, accelerator: ContextAccelerator) -> None:
-    """Of what all ranks logged leave what the contexts' first ones did, behind what was logged before."""
-    contexts, size = accelerator.contexts.shape
-    new, rows = list(log), len(log) // (contexts * size)
-    log.clear()
-    log.extend(old + [new[(c * size) * rows + i] for c in range(contexts) for i in range(rows)])
-
-
-def _generate_by_context(trainer: Any) -> None:
-    """Sizes and seeds of a trainer that counts ranks, for contexts."""
-    args, accelerator = trainer.args, trainer.accelerator
-    args.generation_batch_size //= accelerator.contexts.shape[1]
-    if args.generation_batch_size % trainer.num_generations:
-        raise ValueError(
-            f"the {args.generation_batch_size} completions that {accelerator.num_processes} contexts generate together "
-            f"(per_device_train_batch_size * steps_per_generation * contexts) must be a multiple of "
-            f"num_generations={trainer.num_generations}"
-        )
-    set_seed(args.seed + accelerator.process_index)
