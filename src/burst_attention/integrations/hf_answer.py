@@ -68,7 +68,7 @@ class Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
         ctx.factor = factor
-        return x.view_as(x)
+        return x.clone()  # trainers scale a loss in place, which a view forbids
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -97,6 +97,7 @@ def _results(model: Any, hidden: Tensor, call: Call) -> ParallelOutput:
     state = model._burst
     head = hf_head.find_head(model, state.form)
     items, labels = given.get("num_items_in_batch"), call.shard["shift_labels"]
+    hidden = _for_head(hidden, head.weight)
     if not given.get("fused_lm_head"):
         loss = loss_of(hidden, head.weight, labels, plan, **head.options, num_valid=items)
         return ParallelOutput(loss=state.share(loss))
@@ -137,7 +138,13 @@ def _last_logits(model: Any, hidden: Tensor, call: Call) -> Tensor:
     """[B, keep, V] of each row's last positions."""
     with torch.no_grad():
         whole = call.rows.restore(call.plan.unshard(hidden.detach(), 1))[:, -call.keep :]
-        return hf_head.find_head(model, model._burst.form).logits(whole)
+        head = hf_head.find_head(model, model._burst.form)
+        return head.logits(_for_head(whole, head.weight))
+
+
+def _for_head(hidden: Tensor, weight: Tensor) -> Tensor:
+    """As mixed precision gives it to a head: FSDP may hold the weight in fewer bits than the body gave out."""
+    return hidden.to(weight.dtype) if weight.dtype.itemsize < hidden.dtype.itemsize else hidden
 
 
 def _add_router_loss(model: Any, body: Any, out: ParallelOutput, call: Call) -> None:
