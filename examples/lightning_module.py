@@ -3,8 +3,7 @@
     python examples/lightning_module.py                        # two ranks of this machine
     torchrun --nproc-per-node 2 examples/lightning_module.py   # or those that torchrun starts
 
-It prints each step's loss, and fails if one is not what one rank computes by itself. Lightning counts the ranks as
-replicas, which see different data: so every rank is given the same, and the sampler stays as it is.
+It prints each step's loss, and fails if one is not what one rank computes by itself.
 """
 
 import os
@@ -65,10 +64,10 @@ def losses_alone(model):
 
 
 def main():
-    expected = losses_alone(tiny_llama())
-    module = LanguageModel(tiny_llama())
+    expected, module = losses_alone(tiny_llama()), LanguageModel(tiny_llama())
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     ranks = {"accelerator": "cpu", "devices": int(os.environ["LOCAL_WORLD_SIZE"]), "strategy": "ddp"}
+    # To Lightning the ranks are replicas, and its sampler would give each other data: here all read the same.
     trainer = lightning.Trainer(max_steps=STEPS, gradient_clip_val=1.0, use_distributed_sampler=False, **ranks, **quiet)
     trainer.fit(module, batches())
     if trainer.global_rank == 0:
