@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 $(READY): pyproject.toml benchmarks/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,bench,test,docs]' -e benchmarks
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,trainer,bench,test,docs]' -e benchmarks
 	touch $@
 
 demo: $(READY)  ## train a small Llama on real long documents over 2 local ranks

@@ -3,7 +3,7 @@
     python examples/finetune_hf.py --out runs/finetuned                                        # a tiny random Llama
     torchrun --nproc-per-node 2 examples/finetune_hf.py --model FOLDER --text FILE --out runs/finetuned
 
-It prints the loss of each step, which falls. Every rank holds all parameters: see train_loop.py for FSDP2.
+It prints the loss of each step, which falls. Every rank holds all parameters; in fsdp2.py they are spread, too.
 """
 
 import argparse
@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from burst_attention import make_plan
 from burst_attention.integrations import hf
 
 
@@ -46,27 +46,22 @@ def token_ids(folder, text):
 def main():
     given, scratch = options(), tempfile.TemporaryDirectory()  # each rank has a scratch folder of its own
     folder = given.model or tiny_llama(Path(scratch.name))
-    if "RANK" in os.environ:  # under torchrun; else this process is a world of one
+    ranked = "RANK" in os.environ  # under torchrun; else this process is a world of one
+    if ranked:
         dist.init_process_group("gloo")
-    hf.register()  # makes attn_implementation="burst" known
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="burst", dtype=torch.float32).train()
-    ids = token_ids(folder, given.text.read_text("utf-8"))
-    plan = make_plan(ids.shape[1])  # causal; any length, it need not divide by the ranks
-    shard = hf.shard_batch({"input_ids": ids, "labels": ids}, plan)  # this rank's tokens, positions and shifted labels
-    optimizer = torch.optim.AdamW(model.parameters(), lr=given.lr)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    hf.parallelize(model)  # the ranks are one to whoever calls it: the whole text in, the loss of all its tokens out
+    ids = token_ids(folder, given.text.read_text("utf-8"))  # any length, it need not divide by the ranks
+    called = DistributedDataParallel(model) if ranked else model  # means gradients, and the mean is one device's
+    optimizer, first = torch.optim.AdamW(model.parameters(), lr=given.lr), not ranked or dist.get_rank() == 0
     for step in range(given.steps):
-        hidden = model.model(shard["input_ids"], position_ids=shard["position_ids"], plan=plan, use_cache=False)[0]
-        # Not model(labels=...): it would shift within the shard. The head's logits are computed in chunks.
-        loss = hf.next_token_loss(model, hidden, shard["shift_labels"], plan)
+        loss = called(input_ids=ids, labels=ids).loss
         loss.backward()
-        if plan.world > 1:  # each rank has its share of the gradient: the sum is what one device would have
-            for parameter in model.parameters():
-                dist.all_reduce(parameter.grad)
         optimizer.step()
         optimizer.zero_grad()
-        if plan.rank == 0:
+        if first:
             print(f"step {step}: loss {loss.item():.3f}", flush=True)
-    if plan.rank == 0:
+    if first:
         model.save_pretrained(given.out)
         print(f"saved to {given.out}", flush=True)
 

@@ -61,6 +61,17 @@ def test_a_loop_of_ones_own_starts_from_one_ranks_loss_and_learns(tmp_path):
     assert told[-1] < told[0] / 10
 
 
+@pytest.mark.parametrize("name", ["trainer.py", "sft_trl.py", "dpo_trl.py", "fsdp2.py", "lightning_module.py"])
+def test_a_trainers_losses_are_one_ranks_which_the_example_checks_and_fall(name, tmp_path):
+    told = losses(run(AS_RANKS, "2", EXAMPLES[name], cwd=tmp_path))
+    assert len(told) == 5
+    assert told[-1] < told[0] - 0.1
+
+
+def test_an_example_under_no_job_starts_its_own_ranks(tmp_path):
+    assert len(losses(run(EXAMPLES["fsdp2.py"], cwd=tmp_path))) == 5
+
+
 def test_fine_tuning_from_a_folder_saves_a_better_model_whatever_the_ranks(tmp_path):
     script = EXAMPLES["finetune_hf.py"]
     folder = runpy.run_path(str(script))["tiny_llama"](tmp_path / "folder")
@@ -82,6 +93,6 @@ def test_the_readmes_ten_lines_are_the_example():
 def test_code_in_the_pages_stands_by_itself(block, tmp_path):
     script = tmp_path / "block.py"
     script.write_text(block, "utf-8")
-    ranks = 2 if "init_process_group" in block else 1
+    ranks = 2 if "under torchrun" in block else 1
     printed = run(*([AS_RANKS, ranks] if ranks > 1 else []), script, cwd=tmp_path)
     assert printed.count("Plan(rank") == (ranks if re.search(r"print\(plan[,)]", block) else 0)

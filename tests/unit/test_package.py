@@ -14,6 +14,7 @@ import pytest
 
 import burst_attention
 from burst_attention import cli
+from tests.unit.test_rooms import imports
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
@@ -51,6 +52,14 @@ def test_an_extra_brings_what_its_commands_need():
     for command in cli.COMMANDS.values():
         brought = PROJECT["optional-dependencies"][command.extra] if command.extra else []
         assert {line.split(">")[0] for line in brought} >= set(command.needs)
+
+
+def test_the_trainers_extra_brings_what_their_bridge_imports():
+    room = Path(burst_attention.__file__).parent / "integrations"
+    tops = {name.split(".")[0] for path in room.glob("*.py") for name, _ in imports(path)}
+    needed = tops - {"burst_attention", "torch", "numpy", *sys.stdlib_module_names}
+    assert {"transformers", "accelerate"} <= needed
+    assert {line.split(">")[0] for line in PROJECT["optional-dependencies"]["trainer"]} >= needed
 
 
 @pytest.mark.slow
