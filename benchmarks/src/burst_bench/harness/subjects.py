@@ -136,7 +136,7 @@ class ModelSubject:
     def _take(self, workload: Workload) -> None:
         """Compute these tokens from now on."""
         plan = self._engine.plan(workload.seq_len, group=self._mesh[CONTEXT], timeout=workload.timeout)
-        self.workload, self.plans = workload(traced(plan, self._trace), [None], None)
+        self.workload, self.plans = workload, Plans.by_windows(traced(plan, self._trace), [None], None)
         ids = random_ids(workload)
         self.shard = self._engine.shard({"input_ids": ids, "labels": ids}, self.plans)
 
