@@ -115,6 +115,17 @@ def test_in_one_process_it_is_the_trainer_that_it_was(sides, tmp_path):
     assert ours[2] == 23
 
 
+def rounded(folder):
+    """How many of the losses that are logged are bf16's."""
+    log = trainer_cases.run_case("fsdp2 in bf16", folder, True)
+    losses = torch.tensor([row["loss"] for row in log if "loss" in row])
+    return (losses == losses.bfloat16()).sum().item()
+
+
+def test_losses_of_mixed_precision_are_logged_unrounded(pools, tmp_path):
+    assert all(equal <= 1 for equal in pools(2).run(rounded, str(tmp_path)))
+
+
 def reading(folder, contexts_of):
     """The samples of this rank's first batches, and what is counted, when so many ranks are one."""
     case = CASES["data 2 x context 2"]

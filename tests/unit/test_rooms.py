@@ -38,7 +38,7 @@ ONLY = {"kernels": {"plan": {"plan.tile"}}}
 THIRD_PARTIES: dict[str, set[str]] = {
     "kernels": {"*triton", "*flash_attn", "*flash_attn_interface"},
     "kernels/triton": {"triton"},
-    "integrations": {"transformers"},
+    "integrations": {"transformers", "accelerate"},
     "launch": {"rich"},
     "testing": {"*rich"},
     "training": {"transformers", "*tokenizers", "*datasets", "*matplotlib", "*safetensors"},
