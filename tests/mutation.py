@@ -53,6 +53,7 @@ COMPAT = "tests/distributed/test_compat_ring_flash_attn.py"
 LAUNCH = "tests/distributed/test_launch.py"
 CHECK = "tests/unit/test_check.py"
 CLAIM = "tests/unit/test_claim.py"
+TRAINERS = "tests/distributed/test_trainers.py"
 
 
 @dataclass(frozen=True)
@@ -1276,6 +1277,86 @@ SEEDED = [
         "with nullcontext():",
         ENTERING,
         "lost_what_it_saved",
+    ),
+    Fault(
+        "accelerate spreads contexts, too",
+        "integrations/trainer_checks.py",
+        "if config.cp_size == 1:",
+        "if True:",
+        TRAINERS,
+        "stock_trainers and fsdp2",
+    ),
+    Fault(
+        "ranks of a context read batches of their own",
+        "integrations/trainer_contexts.py",
+        "return self.state.process_index // self.contexts.shape[1]",
+        "return self.state.process_index",
+        TRAINERS,
+        "read_one_batch",
+    ),
+    Fault(
+        "a mesh of accelerate's says who reads what",
+        "integrations/trainer_contexts.py",
+        "def _prepare_device_mesh(self) -> None:",
+        "def _prepare_no_mesh(self) -> None:",
+        TRAINERS,
+        "stock_trainers and fsdp2",
+    ),
+    Fault(
+        "one process reads a stream for all",
+        "integrations/trainer_contexts.py",
+        "self.dataloader_config.dispatch_batches = False",
+        "pass",
+        TRAINERS,
+        "stock_trainers and iterable",
+    ),
+    Fault(
+        "each rank of a context counts",
+        "integrations/trainer_contexts.py",
+        "return recursively_apply(self.once, super().gather(tensor))",
+        "return super().gather(tensor)",
+        TRAINERS,
+        "stock_trainers and data",
+    ),
+    Fault(
+        "the whole batch counts once for each rank of a context",
+        "integrations/trainer.py",
+        "return total // (self._context_size or 1)",
+        "return total",
+        TRAINERS,
+        "stock_trainers and data",
+    ),
+    Fault(
+        "samples that fill up the last batch are evaluated again",
+        "integrations/trainer.py",
+        "labels[own:] = IGNORED",
+        "pass",
+        TRAINERS,
+        "stock_trainers and data",
+    ),
+    Fault(
+        "contexts have the seeds of ranks",
+        "integrations/trainer_online.py",
+        "set_seed(args.seed + accelerator.process_index)",
+        "pass",
+        TRAINERS,
+        "stock_trainers and grpo",
+    ),
+    Fault(
+        "each rank of a context generates for itself",
+        "integrations/trainer_online.py",
+        "generated = self._from_first(super()._generate(prompts))",
+        "generated = super()._generate(prompts)",
+        TRAINERS,
+        "stock_trainers and grpo",
+    ),
+    Fault(
+        "FSDP rounds the loss",
+        "integrations/trainer.py",
+        "output_dtype=torch.float32)",
+        "output_dtype=torch.bfloat16)",
+        TRAINERS,
+        "unrounded",
     ),
 ]
 

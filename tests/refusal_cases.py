@@ -25,6 +25,7 @@ from burst_attention.training.claim import claimed
 from burst_attention.training.corpus import open_corpus
 from tests import families
 from tests.hf_models import SEQLEN, cache_with_earlier_tokens, make_batch, make_model
+from tests.trainer_refusals import TRAINERS, trainer_names
 
 Cases = list[tuple[str, str]]
 
@@ -367,6 +368,7 @@ AREAS = {
     "Ranks that differ": (DIFFER, attention_names, 2),
     "The loss": (LOSS, attention_names, 1),
     "A Hugging Face call": (HF, model_names, 1),
+    "Trainers": (TRAINERS, trainer_names, 1),
     "Models": (MODELS, model_names, 2),
     "Other packages' names": (COMPAT, compat_names, 2),
     "Kernels": (KERNELS, attention_names, 1),

@@ -41,7 +41,7 @@ class Sides:
             else:
                 stock = self.alone.submit(run_case, case.name, f"{folder}/stock", False).result()
             ours = self.pools(case.ranks).run(run_case, case.name, f"{folder}/ours", True, timeout=300)
-        return difference(stock, ours)
+        return difference(case, stock, ours)
 
 
 def row_of(case: Case, found: dict[str, float]) -> tuple[str, ...]:

@@ -10,6 +10,8 @@ from typing import Any
 from accelerate import Accelerator
 from transformers import Trainer
 
+from .hf_checks import shown
+
 # What is overridden, or called with arguments of our own: (class, package, method, parameters that it must have).
 _HOOKS: list[tuple[type, str, str, tuple[str, ...]]] = [
     (Trainer, "transformers", "_build_accelerator_args", ("kwargs",)),
@@ -75,6 +77,7 @@ def check_settings(trainer: Any) -> None:
         "label_smoothing_factor": (args.label_smoothing_factor, _NEEDS_LOGITS),
         "use_liger_kernel": (args.use_liger_kernel, "replaces the model's forward; the loss is chunked here already"),
         "neftune_noise_alpha": (args.neftune_noise_alpha, "adds noise by the length of a rank's shard; leave it out"),
+        "torch_compile": (args.torch_compile, "compiles the exchange of ranks with the model; leave it out"),
         "dispatch_batches": (args.accelerator_config.dispatch_batches, "cuts batches by rank; leave it out"),
         "split_batches": (args.accelerator_config.split_batches, "cuts batches by rank; leave it out"),
         "eval_use_gather_object": (args.eval_use_gather_object, "gathers of each rank; leave it out"),
@@ -84,7 +87,7 @@ def check_settings(trainer: Any) -> None:
     }
     for name, (value, why) in refused.items():
         if value:
-            raise ValueError(f"{name}={value!r} {why}")
+            raise ValueError(f"{name}={shown(value)} {why}")
     if args.train_sampling_strategy == "batch_rebalance":
         raise ValueError("train_sampling_strategy='batch_rebalance' deals batches to ranks; choose 'group_by_length'")
     if trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version == 1:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import LlamaConfig
 
+from burst_attention.attention.batch import Plans
 from burst_attention.engines import Engine
 from burst_attention.engines.whole import whole_attention
 from burst_attention.launch.mesh import CONTEXT, make_mesh

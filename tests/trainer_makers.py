@@ -1,0 +1,355 @@
+"""The trainers that ``tests/trainers.py`` compares, with tiny tokenizers and data made offline."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from peft import get_peft_model
+from transformers import MixtralConfig, MixtralForCausalLM, TrainerCallback, TrainingArguments
+
+from tests.hf_models import SMALL, VOCABULARY, make_model
+
+if TYPE_CHECKING:
+    from tests.trainer_cases import Case
+
+STEPS, ACCUMULATED, BATCH = 10, 2, 4
+COMMON = {
+    "max_steps": STEPS,
+    "gradient_accumulation_steps": ACCUMULATED,
+    "logging_steps": 1,
+    "report_to": [],
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "max_grad_norm": 0.2,
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "constant",
+    "save_strategy": "no",
+    "eval_strategy": "steps",
+    "eval_steps": 5,
+    "bf16": False,
+}
+_OWN = ("lora", "parallelism", "stopped_at", "unlike", "samples", "mixture", "fsdp")  # options that are no arguments
+
+
+def arguments_of(case: Case, ours: bool, folder: str, kind: type = TrainingArguments, **settings: Any) -> Any:
+    """As many samples in a step however many ranks there are."""
+    from accelerate import ParallelismConfig
+
+    contexts = case.ranks // case.context if ours else 1
+    if not ours and case.stock_ranks > 1:
+        contexts = case.stock_ranks
+    own = {name: value for name, value in case.options.items() if name not in _OWN}
+    sizes = {f"per_device_{what}_batch_size": BATCH // contexts for what in ("train", "eval")}
+    if ours and case.fully_sharded:
+        sizes |= {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}}
+        if "parallelism" in case.options:
+            sizes["parallelism_config"] = ParallelismConfig(**case.options["parallelism"])
+    return kind(**(COMMON | {"output_dir": folder} | sizes | settings | own))
+
+
+def _train(case: Case, ours: bool, kind: type, arguments: type, folder: str, **given: Any) -> Any:
+    """A trainer of this kind, over contexts if it is ours."""
+    args = arguments_of(case, ours, folder, arguments, **given.pop("settings", {}))
+    more = {"context_size": case.context} if ours and "parallelism" not in case.options else {}
+    lora = case.options.get("lora")
+    if lora is True:
+        given["peft_config"] = _lora()
+    model = mixture() if case.options.get("mixture") else make_model("llama", "sdpa", dtype=torch.float32)
+    if lora == "wrapped":
+        torch.manual_seed(0)
+        model = get_peft_model(model, _lora())
+    if hasattr(args, "beta") and not lora:
+        # Given by its path: the reference is loaded from there again.
+        args.model_init_kwargs = {"attn_implementation": "sdpa", "dtype": "float32"}
+        model = f"{os.path.dirname(folder)}/model"
+    return (over_contexts(kind) if ours else kind)(model=model, args=args, **given, **more)
+
+
+def mixture() -> Any:
+    """A mixture of experts whose router has a loss of its own."""
+    torch.manual_seed(0)
+    own = {"num_local_experts": 4, "sliding_window": None, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+    config = MixtralConfig(**SMALL, **own, attn_implementation="sdpa", experts_implementation="eager", pad_token_id=0)
+    return MixtralForCausalLM(config)
+
+
+def over_contexts(kind: type) -> type:
+    """The kind with the mixin before it."""
+    from burst_attention.integrations.trainer import BurstMixin
+
+    return type(kind.__name__, (BurstMixin, kind), {})
+
+
+def _lora() -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=True)
+
+
+def _lengths(count: int, shortest: int, longest: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(shortest, longest + 1, (count,), generator=generator).tolist()
+
+
+def _ids(lengths: list[int], seed: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+
+
+def _samples(count: int, seed: int, *, equal: bool = False) -> list[dict[str, list[int]]]:
+    """Token ids and labels, of the first tokens none."""
+    lengths = [24] * count if equal else _lengths(count, 9, 27, seed)
+    return [{"input_ids": ids, "labels": ids if equal else [-100] * 3 + ids[3:]} for ids in _ids(lengths, seed)]
+
+
+def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """Rows padded on the right to the longest."""
+    longest = max(len(row["input_ids"]) for row in rows)
+    fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    rows = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in rows]
+    return {
+        key: torch.tensor([row[key] + [value] * (longest - len(row[key])) for row in rows])
+        for key, value in fill.items()
+    }
+
+
+def pack(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """Rows laid end to end in one, each a document: positions restart, first tokens have no label."""
+    ids = [i for row in rows for i in row["input_ids"]]
+    labels = [i for row in rows for i in (-100, *row["labels"][1:])]
+    places = [i for row in rows for i in range(len(row["input_ids"]))]
+    made = {"input_ids": ids, "labels": labels, "position_ids": places}
+    return {key: torch.tensor([value]) for key, value in made.items()}
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Samples one after the other, of which nobody knows how many there are."""
+
+    def __init__(self, samples: list[dict[str, list[int]]]) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        yield from self.samples
+
+
+def make_plain(case: Case, ours: bool, folder: str, *, equal: bool = True, **given: Any) -> Any:
+    from transformers import Trainer
+
+    data = {
+        "train_dataset": _samples(case.options.get("samples", 80), 1, equal=equal),
+        "eval_dataset": _samples(23, 2, equal=equal),
+    }
+    return _train(case, ours, Trainer, TrainingArguments, folder, **(data | given))
+
+
+class Stop(TrainerCallback):
+    """Ends a run at a step, as a job that is ended does."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step == self.step
+
+
+def make_padded(case: Case, ours: bool, folder: str, *, stop: bool = True, **given: Any) -> Any:
+    step = case.options.get("stopped_at")
+    given |= {"callbacks": [Stop(step)] if step and ours and stop else None}
+    return make_plain(case, ours, folder, equal=False, data_collator=collate, **given)
+
+
+def make_fsdp2(case: Case, ours: bool, folder: str) -> Any:
+    return make_padded(case, ours, folder)
+
+
+def make_packed(case: Case, ours: bool, folder: str) -> Any:
+    return make_plain(case, ours, folder, equal=False, data_collator=pack)
+
+
+def make_iterable(case: Case, ours: bool, folder: str) -> Any:
+    return make_padded(case, ours, folder, train_dataset=Stream(_samples(80, 1)))
+
+
+def tokenizer() -> Any:
+    """A word for each id of the vocabulary; of the first three, padding, the end and what is unknown."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{i}": i for i in range(3, VOCABULARY)}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def _text(ids: list[int]) -> str:
+    return " ".join(f"w{i}" for i in ids)
+
+
+def make_sft(case: Case, ours: bool, folder: str) -> Any:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    train, evaluated = (
+        Dataset.from_dict({"text": [_text(ids) for ids in _ids(_lengths(n, 9, 27, seed), seed)]})
+        for n, seed in ((200, 1), (23, 2))
+    )
+    return _train(
+        case,
+        ours,
+        SFTTrainer,
+        SFTConfig,
+        folder,
+        train_dataset=train,
+        eval_dataset=evaluated,
+        processing_class=tokenizer(),
+    )
+
+
+def _preferences(count: int, seed: int) -> dict[str, list[str]]:
+    parts = [[_text(ids) for ids in _ids(_lengths(count, 5, 15, seed + i), seed + i)] for i in range(3)]
+    return dict(zip(("prompt", "chosen", "rejected"), parts, strict=True))
+
+
+def _on_disk(data: Any, folder: str, ours: bool) -> Any:
+    from datasets import load_from_disk
+
+    if not ours or dist.get_rank() == 0:
+        data.save_to_disk(folder)
+    if ours:
+        dist.barrier()
+    return load_from_disk(folder)
+
+
+def make_dpo(case: Case, ours: bool, folder: str) -> Any:
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    train, evaluated = (Dataset.from_dict(_preferences(n, seed)) for n, seed in ((80, 1), (23, 7)))
+    if case.options.get("precompute_ref_log_probs"):  # one rank leaves what it made to the others in files
+        train, evaluated = (_on_disk(data, f"{folder}-{data.num_rows}", ours) for data in (train, evaluated))
+    data = {"train_dataset": train, "eval_dataset": evaluated, "processing_class": tokenizer()}
+    return _train(case, ours, DPOTrainer, DPOConfig, folder, settings={"max_grad_norm": 0.5}, **data)
+
+
+def make_kto(case: Case, ours: bool, folder: str) -> Any:
+    from datasets import Dataset
+    from trl import KTOConfig, KTOTrainer
+
+    def unpaired(count: int, seed: int) -> Dataset:
+        made = _preferences(count, seed)
+        return Dataset.from_dict(
+            {"prompt": made["prompt"], "completion": made["chosen"], "label": [i % 3 > 0 for i in range(count)]}
+        )
+
+    data = {"train_dataset": unpaired(80, 1), "eval_dataset": unpaired(23, 7), "processing_class": tokenizer()}
+    return _train(case, ours, KTOTrainer, KTOConfig, folder, **data)
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    """For even words, and short."""
+    words = [[int(word[1:]) for word in text.split() if word[1:].isdigit()] for text in completions]
+    return [sum(1.0 - i % 2 for i in each) - 0.1 * len(each) for each in words]
+
+
+def _generate_reversed(self: Any, prompts: list) -> Any:
+    """Completions that differ from those of other ranks, as those of a GPU's kernels may."""
+    from trl import GRPOTrainer
+
+    prompt_ids, completion_ids, *more = GRPOTrainer._generate(self, prompts)
+    return prompt_ids, [ids[::-1] for ids in completion_ids], *more
+
+
+def make_grpo(case: Case, ours: bool, folder: str) -> Any:
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    train, evaluated = (Dataset.from_dict({"prompt": _preferences(n, seed)["prompt"]}) for n, seed in ((80, 1), (6, 7)))
+    loaded = {"attn_implementation": "sdpa", "dtype": "float32"}
+    settings = {
+        "model_init_kwargs": loaded,
+        "num_generations": 2,
+        "max_completion_length": 9,
+        "beta": 0.1,
+        "temperature": 0.9,
+    }
+    data = {"train_dataset": train, "eval_dataset": evaluated, "processing_class": tokenizer(), "reward_funcs": reward}
+    if case.options.get("unlike") and ours and dist.get_rank() % case.context:
+        data["reward_funcs"] = lambda **given: [value + 1 for value in reward(**given)][::-1]
+        data["reward_funcs"].__name__ = reward.__name__
+        GRPOTrainer = type(GRPOTrainer.__name__, (GRPOTrainer,), {"_generate": _generate_reversed})
+    return _train(case, ours, GRPOTrainer, GRPOConfig, folder, settings=settings, **data)
+
+
+class Fitted:
+    """A run of Lightning's trainer, as the others tell of theirs."""
+
+    def __init__(self, ours: bool, ranks: int, folder: str) -> None:
+        self.ours, self.ranks, self.folder = ours, ranks, folder
+
+    def history(self) -> list[dict[str, float]]:
+        import lightning
+
+        module = _lightning_module(self.ours)
+        train, evaluated = (
+            torch.utils.data.DataLoader(_samples(count, seed), batch_size=BATCH, collate_fn=collate)
+            for count, seed in ((80, 1), (23, 2))
+        )
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=self.ranks if self.ours else 1,
+            strategy="ddp" if self.ours else "auto",
+            use_distributed_sampler=False,
+            max_steps=STEPS,
+            accumulate_grad_batches=ACCUMULATED,
+            gradient_clip_val=0.2,
+            val_check_interval=10,
+            default_root_dir=self.folder,
+            **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+        )
+        trainer.fit(module, train, evaluated)
+        return module.told
+
+
+def _lightning_module(ours: bool) -> Any:
+    import lightning
+
+    from burst_attention.integrations import hf
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.told, self.losses = make_model("llama", "sdpa", dtype=torch.float32), [], []
+
+        def configure_model(self) -> None:
+            if ours:
+                hf.parallelize(self.model)
+
+        def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
+            loss = self.model(**batch).loss
+            self.losses.append(loss.item())
+            return loss
+
+        def validation_step(self, batch: dict[str, torch.Tensor], _: int) -> None:
+            self.log("eval_loss", self.model(**batch).loss, batch_size=len(batch["input_ids"]))
+
+        def on_validation_epoch_end(self) -> None:
+            if not self.trainer.sanity_checking:
+                self.told.append({"eval_loss": self.trainer.callback_metrics["eval_loss"].item()})
+
+        def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, **_: Any) -> None:
+            norm = torch.nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
+            self.told.append({"loss": sum(self.losses) / len(self.losses), "grad_norm": norm.item()})
+            self.losses.clear()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=COMMON["learning_rate"])
+
+    return Module()
+
+
+def make_lightning(case: Case, ours: bool, folder: str) -> Fitted:
+    return Fitted(ours, case.ranks, folder)

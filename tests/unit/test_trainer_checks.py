@@ -1,0 +1,49 @@
+"""A trainer's packages are refused, with their versions, when something that the mixin takes hold of is not there."""
+
+from __future__ import annotations
+
+import accelerate
+import pytest
+import transformers
+from accelerate import Accelerator
+from transformers import Trainer
+
+from burst_attention.integrations import trainer_checks
+from burst_attention.integrations.trainer import BurstMixin
+
+
+class Mine(BurstMixin, Trainer):
+    pass
+
+
+@pytest.mark.parametrize(("holder", "package", "name", "parameters"), trainer_checks._HOOKS)
+def test_a_hook_that_is_gone_is_named(monkeypatch, holder, package, name, parameters):
+    monkeypatch.delattr(holder, name)
+    found = {"transformers": transformers, "accelerate": accelerate}[package].__version__
+    with pytest.raises(RuntimeError, match=f"{holder.__name__}.{name} is gone in {package} {found}"):
+        Mine()
+
+
+@pytest.mark.parametrize(
+    ("holder", "name", "first"), [(holder, name, given[0]) for holder, _, name, given in trainer_checks._HOOKS if given]
+)
+def test_a_hook_that_takes_other_arguments_is_named(monkeypatch, holder, name, first):
+    monkeypatch.setattr(holder, name, lambda self, other: other)
+    with pytest.raises(RuntimeError, match=f"{holder.__name__}.{name} lacks {first} in"):
+        Mine()
+
+
+def test_what_only_an_online_trainer_has_is_asked_of_those(monkeypatch):
+    class Online(Trainer):
+        def _generate(self, prompts):
+            raise NotImplementedError
+
+    kind = type("Mine", (BurstMixin, Online), {})
+    with pytest.raises(RuntimeError, match=r"Online\._calculate_rewards is gone in trl"):
+        kind()
+
+
+def test_the_installed_packages_have_every_hook(monkeypatch):
+    for kind in (Trainer, Accelerator):
+        assert any(holder is kind for holder, *_ in trainer_checks._HOOKS)
+    trainer_checks.check_hooks(Mine, BurstMixin)
