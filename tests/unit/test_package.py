@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -90,3 +91,10 @@ def test_a_wheel_in_an_empty_environment_checks_itself_and_names_the_extra_of_th
         assert refused.stdout == ""
         assert refused.stderr.count("\n") == 1
         assert refused.stderr.endswith(f"not installed: pip install 'burst-attention[{extra}]'\n")
+
+
+def test_the_trainers_bridge_says_in_one_line_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    monkeypatch.delitem(sys.modules, "burst_attention.integrations.trainer", raising=False)
+    with pytest.raises(ImportError, match=r"accelerate is not installed: pip install 'burst-attention\[trainer\]'"):
+        importlib.import_module("burst_attention.integrations.trainer")

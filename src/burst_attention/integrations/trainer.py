@@ -17,6 +17,12 @@ from typing import Any
 
 import torch
 
+try:
+    import accelerate  # noqa: F401
+    import transformers  # noqa: F401
+except ImportError as error:
+    raise ImportError(f"{error.name} is not installed: pip install 'burst-attention[trainer]'") from error
+
 from .hf_batch import IGNORED
 from .hf_parallel import parallelize
 from .trainer_checks import check_hooks, check_settings, check_trainer, context_size_of, without_context
