@@ -108,7 +108,7 @@ def test_a_run_that_goes_on_has_the_weights_of_one_that_was_never_interrupted(po
 
 
 def test_a_run_goes_on_over_other_ranks_layouts_engines_and_groups(pools, corpus, tmp_path):
-    shared = {"steps": STEPS, "global_batch": 2, "save_every": "1", "keep": 1}
+    shared = {"steps": STEPS, "global_batch": 2, "save_every": "1", "keep": 1, "seq_len": 96}
     pools(1).run(train, config_of(corpus, tmp_path / "whole", **shared))
     places = [
         (1, {"engine": "single"}),
@@ -161,7 +161,7 @@ def test_changed_data_is_told(pools, corpus, tmp_path, interrupted):
         path.write_text(path.read_text().replace("sense", "cents"))
     state = tmp_path / "run"
     config = config_of(str(other), state, steps=STEPS, global_batch=2, resume="newest")
-    with pytest.raises(WorkerError, match="--data .* is not what the checkpoint .* was made with"):
+    with pytest.raises(WorkerError, match=r"--data .* is not what the checkpoint .* was made with"):
         pools(2).run(train, config)
     for path in Path(corpus).iterdir():  # by the same name
         path.rename(path.with_suffix(".kept"))

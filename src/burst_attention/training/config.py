@@ -70,7 +70,7 @@ class DataConfig:
     data: Name = "stdlib"
     """FILE.txt, a directory, *.jsonl, *.jsonl.gz, hf:NAME[:CONFIG][@SPLIT], or stdlib: Python's own source files."""
     tokenizer: Name | None = None
-    """bytes, or a Hugging Face tokenizer's path or name. Default: the loaded model's own, else bytes."""
+    """bytes, or a Hugging Face tokenizer's path or name. Default: the loaded model's own; bytes for a preset."""
     seq_len: Length = 4096
     """Tokens of a sequence, over all ranks that share it."""
     pack: PackName = "documents"
@@ -88,7 +88,9 @@ class ModelConfig:
     model: Name = "tiny"
     """A preset (tiny, llama-7b, llama-13b, llama-3-8b), or the folder or hub name of a model to load."""
     dtype: DtypeOrAuto = "auto"
-    """Of the computation; weights are kept in fp32 (fp64). auto: float32 on CPU, bfloat16 on GPU."""
+    """Of the computation; weights are trained in fp32 (fp64), and a loaded model's are saved in their own dtype.
+
+    auto: float32 on CPU, bfloat16 on GPU."""
 
     def compute_dtype(self, device_type: str) -> torch.dtype:
         """What ``dtype`` means on a device of this type."""

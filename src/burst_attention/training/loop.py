@@ -20,7 +20,7 @@ from .claim import check_inputs
 from .config import TrainConfig
 from .data import TokenSequence, digest_of, open_sequences
 from .evaluate import token_losses
-from .export import save_model
+from .export import save_model, saved_dtype
 from .interrupt import InterruptedRunError, StopRequests
 from .metrics import MODEL, UNFINISHED, Reporter, RunFolder, StepRecord, Summary, claim_run
 from .model import batch_of, build_model, model_config, plans_for
@@ -91,7 +91,13 @@ def _run(trainer: Trainer, saver: Saver, reporters: Sequence[Reporter]) -> list[
 
 def _finish(trainer: Trainer, folder: RunFolder | None, records: list[StepRecord]) -> Summary:
     """Write the trained model, evaluate it."""
-    save_model(trainer.model, trainer.tokenizer, Path(trainer.config.run.out) / UNFINISHED, rank=trainer.context.rank)
+    save_model(
+        trainer.model,
+        trainer.tokenizer,
+        Path(trainer.config.run.out) / UNFINISHED,
+        rank=trainer.context.rank,
+        dtype=saved_dtype(trainer.model_config),
+    )
     if folder:
         folder.marker.move(UNFINISHED, MODEL)
     return trainer.summarise(records)
