@@ -91,6 +91,11 @@ def forge_header(folder, change):
     sealed_again(folder, SHARDS[0])
 
 
+def forge_place(folder, place):
+    told = json.dumps({"w": {"saved_offsets": place}})
+    forge_header(folder, lambda header: header["__metadata__"].update(DCP_SHARDING_INFO=told))
+
+
 DAMAGES = {
     "a bit of a tensor": (lambda f: flip(f / SHARDS[0], -3), f"{SHARDS[0]} is not what was saved: its SHA-256"),
     "a bit of a header": (lambda f: flip(f / SHARDS[1], 20), f"{SHARDS[1]} is not what was saved"),
@@ -127,11 +132,15 @@ DAMAGES = {
         "'bytes' must be of type int",
     ),
     "a forged place": (
-        lambda f: forge_header(f, lambda h: h["__metadata__"].update(DCP_SHARDING_INFO='{"w":{"saved_offsets":[2,0]}}')),
+        lambda f: forge_header(
+            f, lambda h: h["__metadata__"].update(DCP_SHARDING_INFO='{"w":{"saved_offsets":[2,0]}}')
+        ),
         "does not belong to it",
     ),
     "a forged place far away": (
-        lambda f: forge_header(f, lambda h: h["__metadata__"].update(DCP_SHARDING_INFO='{"w":{"saved_offsets":[9,0]}}')),
+        lambda f: forge_header(
+            f, lambda h: h["__metadata__"].update(DCP_SHARDING_INFO='{"w":{"saved_offsets":[9,0]}}')
+        ),
         "does not belong to it",
     ),
     "a forged shape": (
@@ -139,7 +148,10 @@ DAMAGES = {
         "are not the bytes of",
     ),
     "a forged name": (lambda f: forge_header(f, lambda h: h.update(x=h.pop("w"))), "'w' must be|'x' must be"),
-    "forged numbers": (lambda f: forge_header(f, lambda h: h["w"].update(shape=[-2, -2])), "must be some whole numbers"),
+    "forged numbers": (
+        lambda f: forge_header(f, lambda h: h["w"].update(shape=[-2, -2])),
+        "must be some whole numbers",
+    ),
     "forged sizes": (
         lambda f: forge_state(f, lambda s: s["tensors"]["w"].update(shape=[2**31, 2**31])),
         "of the tensor 'w' 6 of",
@@ -184,7 +196,7 @@ def test_whole_checkpoints_under_each_others_names_are_told(tmp_path):
     older.rename(tmp_path / "x")
     newer.rename(older)
     (tmp_path / "x").rename(newer)
-    with pytest.raises(ValueError, match="none of the 2 checkpoints in .* is whole; leave --resume out"):
+    with pytest.raises(ValueError, match=r"none of the 2 checkpoints in .* is whole; leave --resume out"):
         checkpoint.newest_whole(tmp_path, lambda _: None)
     shutil.rmtree(tmp_path / "checkpoints")
     with pytest.raises(ValueError, match="holds no checkpoint; leave --resume out"):
