@@ -60,7 +60,7 @@ def _parse(arguments: list[str]) -> Arguments:
 
 def _resume_spelled_out(arguments: list[str]) -> list[str]:
     """``--resume newest`` where ``--resume`` stands alone."""
-    following = [*arguments[1:], "--"]
+    following = [*arguments, "--"][1:]
     return [
         f"--resume={NEWEST}" if argument == "--resume" and after.startswith("--") else argument
         for argument, after in zip(arguments, following, strict=True)

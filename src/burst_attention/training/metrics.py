@@ -106,12 +106,11 @@ def goes_on_in(config: TrainConfig) -> bool:
 def how_to_go_on(config: TrainConfig) -> str:
     """What is told of a folder that holds a run already."""
     out = Path(config.run.out)
-    if (out / SUMMARY).exists():
+    found = list_checkpoints(out)
+    if not found or (out / SUMMARY).exists():
         return HELD
-    if found := list_checkpoints(out):
-        step = int(found[0].name.removeprefix("step-"))
-        return f"holds an unfinished run, saved after step {step}; add --resume to go on, or --overwrite to start anew"
-    return "already holds a run, unfinished and without a checkpoint; add --overwrite to start anew"
+    step = int(found[0].name.removeprefix("step-"))
+    return f"holds an unfinished run, saved after step {step}; add --resume to go on, or --overwrite to start anew"
 
 
 class RunFolder:
