@@ -54,6 +54,8 @@ LAUNCH = "tests/distributed/test_launch.py"
 CHECK = "tests/unit/test_check.py"
 CLAIM = "tests/unit/test_claim.py"
 TRAINERS = "tests/distributed/test_trainers.py"
+RESUME = "tests/distributed/test_resume.py"
+FILES = "tests/unit/test_checkpoint_files.py"
 
 
 @dataclass(frozen=True)
@@ -1101,7 +1103,7 @@ SEEDED = [
         "the mean over accumulation steps is taken twice",
         "training/loop.py",
         "plans, max(num_valid, 1))",
-        "plans, max(num_valid, 1) * self.config.optim.accumulate)",
+        "plans, max(num_valid, 1) * (self.config.optim.accumulate or 1))",
         TRAIN,
         "gradients_are_those and 1-1-3",
     ),
@@ -1357,6 +1359,78 @@ SEEDED = [
         "output_dtype=torch.bfloat16)",
         TRAINERS,
         "unrounded",
+    ),
+    Fault(
+        "a document's tokens are read again after a pause",
+        "training/data.py",
+        "used=self._length - self._open",
+        "used=0",
+        DATA,
+        "goes_on_anywhere",
+    ),
+    Fault(
+        "a stream that goes on draws as at its beginning",
+        "training/data.py",
+        "self._order.bit_generator.state = start.order",
+        "pass",
+        DATA,
+        "goes_on_anywhere",
+    ),
+    Fault(
+        "the schedule goes on a step too late",
+        "training/snapshot.py",
+        "schedule.last_epoch = last_epoch - 1",
+        "schedule.last_epoch = last_epoch",
+        RESUME,
+        "never_interrupted and 1",
+    ),
+    Fault(
+        "AdamW's steps are counted anew",
+        "training/snapshot.py",
+        '["step"].fill_(content.number("steps"))',
+        '["step"].fill_(0.0)',
+        RESUME,
+        "never_interrupted and 1",
+    ),
+    Fault(
+        "a file's hash is not looked at",
+        "training/manifest.py",
+        'if size == entry["bytes"] and (found := fingerprint(path)["sha256"]) == entry["sha256"]:',
+        'if size == entry["bytes"] and (found := fingerprint(path)["sha256"]):',
+        FILES,
+        "damage",
+    ),
+    Fault(
+        "foreign files are passed over",
+        "training/manifest.py",
+        "- {*entries, MANIFEST})",
+        "& {MANIFEST} - {MANIFEST})",
+        FILES,
+        "damage",
+    ),
+    Fault(
+        "what is no tensor is saved",
+        "training/checkpoint.py",
+        "if not isinstance(value, Tensor) or value.dtype not in DTYPES:",
+        "if isinstance(value, Tensor) and value.dtype not in DTYPES:",
+        RESUME,
+        "no_tensor",
+    ),
+    Fault(
+        "a rank that is asked to stop stops alone",
+        "launch/join.py",
+        "dist.all_reduce(numbers, dist.ReduceOp.MAX)",
+        "pass",
+        RESUME,
+        "another_run and seed",
+    ),
+    Fault(
+        "other data are gone on with",
+        "training/data.py",
+        "if part is None or _digest(part).hex() != start.digest:",
+        "if part is None:",
+        RESUME,
+        "changed_data",
     ),
 ]
 

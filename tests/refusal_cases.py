@@ -218,6 +218,9 @@ COMMANDS: Cases = [
     ("burst train --ranks 4 --seq-len 3", "a rank without a token can't run a model"),
     ("burst train --batch 2", "packed sequences have each their own documents, and a batch shares one mask"),
     ("burst train --ranks 2 --engine single", "seen before a rank is started"),
+    ("burst train --data-parallel 2 --global-batch 3", "every group computes as many sequences"),
+    ("burst train --global-batch 4 --accumulate 3", "the one number follows from the other"),
+    ("burst train --save-every 0", "neither steps nor minutes"),
     ("burst train --config stray.toml", "a setting that is not read must not seem to be"),
     ("burst train --config nowhere.toml", "nothing is taken silently from defaults"),
     ("burst train --model theirs", "there is nothing to load"),
@@ -241,6 +244,10 @@ OUT: Cases = [
     ("burst train --out theirs", "somebody else's files are there"),
     ("burst train --out theirs --overwrite", "it overwrites what a run wrote, and nothing else"),
     ("burst train --out run", "an earlier run would be lost"),
+    ("burst train --out halted", "a run that can go on would be lost"),
+    ("burst train --out theirs --resume", "there is nothing to go on from"),
+    ("burst train --resume half", "what is not whole is not read"),
+    ("burst export half model", "what is not whole is not read"),
     ("burst train --out tiny.txt", "a file is no folder"),
     ("burst train --out tiny.txt/run", "nor can one hold a folder"),
     ("burst train --out new --data new/tiny.txt", "the run would write beside, or over, what it reads"),
@@ -329,7 +336,7 @@ def model_names(group: Any) -> dict[str, Any]:
 
 def file_names(_: Any) -> dict[str, Any]:
     """The working folder with somebody's files in it, an earlier run, and a marker of another format."""
-    for folder in ("theirs", "empty", "run", "foreign", "new"):
+    for folder in ("theirs", "empty", "run", "foreign", "new", "half"):
         Path(folder).mkdir()
     Path("theirs/notes.txt").write_text("mine")
     for path in ("tiny.txt", "new/tiny.txt"):
@@ -337,6 +344,8 @@ def file_names(_: Any) -> dict[str, Any]:
     Path("stray.toml").write_text("seqlen = 3\n")
     Path("run/summary.json").write_text("{}")
     Path("run/.burst-run.json").write_text('{"format": 1, "wrote": ["summary.json"]}')
+    Path("halted/checkpoints/step-00000012").mkdir(parents=True)
+    Path("halted/.burst-run.json").write_text('{"format": 1, "wrote": ["checkpoints/"]}')
     Path("foreign/.burst-run.json").write_text('{"format": 9}')
 
     def read(name: str, content: bytes | None = None) -> None:

@@ -181,7 +181,7 @@ def test_a_model_is_loaded_from_a_folder_and_trained_with_its_window(pools, corp
         config = MistralConfig(**SMALL, head_dim=8, sliding_window=13, initializer_range=0.2, tie_word_embeddings=True)
         AutoModelForCausalLM.from_config(config).save_pretrained(source)
     # A learning rate that changes nothing: what is saved and evaluated is what was loaded.
-    config = config_of(corpus, tmp_path / "run", model=source, lr=1e-30, steps=2)
+    config = config_of(corpus, tmp_path / "run", model=source, tokenizer="bytes", lr=1e-30, steps=2)
     summary = pools(2).run(train, config)[0]
     reader, tokenizer = open_sequences(config)
     assert tokenizer.vocab_size == 258
@@ -204,7 +204,7 @@ def test_a_folder_that_lacks_weights_is_refused(pools, corpus, tmp_path, mistral
     with pytest.raises(
         WorkerError, match=r"no weights for model\.layers\.1\.mlp\.up_proj\.weight: they would be random"
     ):
-        pools(1).run(train, config_of(corpus, tmp_path / "run", model=str(tmp_path / "damaged")))
+        pools(1).run(train, config_of(corpus, tmp_path / "run", model=str(tmp_path / "damaged"), tokenizer="bytes"))
 
 
 def test_bf16_computes_in_bf16_and_keeps_fp32_weights(pools, corpus, tmp_path):

@@ -11,8 +11,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from burst_attention.cli.train import parse
+from burst_attention.training.export import export
 from burst_attention.training.loop import train
+from burst_attention.training.manifest import list_checkpoints
 from tests.training import config_of, losses, write_corpus
 
 
@@ -55,7 +61,7 @@ def test_the_command_and_torchrun_train_alike(pools, corpus, tmp_path):
     assert losses(tmp_path / "plain") == pytest.approx(losses(tmp_path / "pool"), abs=2e-5)
 
 
-@pytest.mark.parametrize(("signalled", "status"), [("worker", 1), ("launcher", 130)])
+@pytest.mark.parametrize(("signalled", "status"), [("worker", 1), ("launcher", 75)])
 def test_a_lost_worker_and_ctrl_c_end_the_run(corpus, tmp_path, signalled, status):
     process = start("-m", "burst_attention.cli", *command(corpus, tmp_path, "--ranks", "2", "--steps", "100000"))
     for line in process.stdout:
@@ -92,3 +98,36 @@ def is_alive(pid):
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_an_interrupted_command_goes_on_and_its_checkpoint_can_be_exported(pools, corpus, tmp_path):
+    shared = command(corpus, tmp_path / "run", "--ranks", "2", "--steps", "40", "--lr", "1e-3")
+    process = start("-m", "burst_attention.cli", *shared)
+    for line in process.stdout:
+        if line.startswith("step 2/"):
+            process.send_signal(signal.SIGTERM)
+            break
+    told, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, told
+    (saved,) = list_checkpoints(tmp_path / "run")
+    assert f"to go on: burst train --out {tmp_path}/run --resume" in told
+    again = start("-m", "burst_attention.cli", *shared)
+    told, _ = again.communicate(timeout=60)
+    assert again.returncode == 2 and "add --resume to go on, or --overwrite to start anew" in told
+    # What is not said again is as it was: the data, the rate.
+    step = int(saved.name.removeprefix("step-"))
+    settings = parse(["--out", str(tmp_path / "run"), "--resume", "--steps", str(step + 2)])
+    assert (settings.data.seq_len, settings.optim.lr, settings.optim.global_batch) == (97, 1e-3, 1)
+    pools(1).run(train, settings)
+    assert len(losses(tmp_path / "run")) == step + 2
+    export(saved, tmp_path / "exported")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    assert AutoTokenizer.from_pretrained(tmp_path / "exported")("ab")["input_ids"] == [256, 97, 98]
+    embedded = torch.cat([load_file(path)["weights.model.model.embed_tokens.weight"] for path in shards(saved)])
+    assert torch.equal(model.model.embed_tokens.weight, embedded)
+    with pytest.raises(ValueError, match="is there already and is not empty"):
+        export(saved, tmp_path / "exported")
+
+
+def shards(checkpoint):
+    return sorted(checkpoint.glob("shard-*"))

@@ -212,6 +212,7 @@ def test_a_model_is_gone_through_once_before_the_ranks(tmp_path, plain_start):
     (tmp_path / "text.txt").write_text("0123456789" * 50)
     plain_start.setattr(launch, "launch", lambda *_, **__: 0)
     shared = ["--model", f"{tmp_path}/model", "--data", f"{tmp_path}/text.txt", "--device", "cpu", "--seq-len", "16"]
+    shared += ["--tokenizer", "bytes"]
     for command in (["train", "--engine", "ring", "--out", f"{tmp_path}/out"], ["eval"]):
         with mock.patch.object(hf, "check_config", wraps=hf.check_config) as asked:
             assert cli.main([*command, *shared, "--ranks", "2"]) == 0
@@ -235,7 +236,7 @@ def test_a_good_start_launches_the_workers_it_was_asked_for(tmp_path, plain_star
     plain_start.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("0123456789" * 50)
     started = []
-    plain_start.setattr(launch, "launch", lambda *given, ranks: started.append((given[2], ranks)) or 0)
+    plain_start.setattr(launch, "launch", lambda *given, ranks, **_: started.append((given[2], ranks)) or 0)
     arguments = f"train --device cpu --ranks 3 --data {tmp_path}/text.txt --seq-len 16 --out new".split()
     assert cli.main(arguments) == 0, capsys.readouterr().err
     ((config, ranks),) = started

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from burst_attention.training import data
+from burst_attention.training.checked import parse_json
 from burst_attention.training.corpus import Document
+from burst_attention.training.cursor import Cursor
 from burst_attention.training.data import SequenceReader, TokenSequence, cut, make_split, pack, shuffled
 from burst_attention.training.tokenizer import ByteTokenizer
 
@@ -267,3 +271,20 @@ def test_a_corpus_without_a_usable_document_is_refused():
         next(reader_of(Texts()).training())
     with pytest.raises(ValueError, match="--pack none"):
         next(reader_of("short", "also short", packed=False).training())
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("buffer", [1, 3])
+def test_a_stream_goes_on_anywhere(monkeypatch, packed, buffer):
+    """Through JSON, and over the ends of documents and epochs."""
+    monkeypatch.setattr(data, "SHUFFLED_TOKENS", buffer * 16)
+    reader = reader_of(*[f"{n} " * (7 + 5 * n) for n in range(7)], seq_len=16, packed=packed, held_out=0.0)
+    whole = list(itertools.islice(reader.training(), 60))
+    for taken in range(1, 40):
+        stream = reader.training()
+        list(itertools.islice(stream, taken))
+        cursor = stream.cursor()
+        told = parse_json(json.dumps(cursor.as_json()).encode(), "state.json")
+        again = reader.training(Cursor.from_json(told, cursor.waiting))
+        for expected, got in zip(whole[taken:], again, strict=False):
+            assert np.array_equal(expected.tokens, got.tokens) and expected.cu_seqlens == got.cu_seqlens

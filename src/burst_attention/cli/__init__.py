@@ -36,6 +36,11 @@ COMMANDS = {
         ("transformers", "safetensors"),
         "train",
     ),
+    "export": Command(
+        "write the model of a training checkpoint as a Hugging Face folder",
+        ("transformers", "safetensors"),
+        "train",
+    ),
     "plan": Command("tell what a sequence over so many ranks will cost, before anything is rented"),
     "train": Command(
         "train a model on long documents, each sequence spread over several ranks",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 
@@ -12,6 +13,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from burst_attention.training.config import TrainConfig
+from burst_attention.training.interrupt import InterruptedRunError
 from burst_attention.training.metrics import StepRecord, Summary
 
 
@@ -23,7 +25,8 @@ class Screen:
         self._bar: Progress | None = None
         self._task = TaskID(0)
 
-    def start(self, config: TrainConfig, parameters: int) -> None:
+    def start(self, config: TrainConfig, parameters: int, done: int) -> None:
+        self._done = done
         self.config, self._began, parallel = config, time.monotonic(), config.parallel
         self.console.print(
             f"[bold]{escape(config.model.model)}[/], {parameters / 1e6:,.1f} M parameters in {config.model.dtype}, "
@@ -32,7 +35,7 @@ class Screen:
         )
         self.console.print(
             f"{escape(config.data.data)}: {config.sequences_per_step} x {config.data.seq_len:,} tokens a step, "
-            f"engine {parallel.engine}, to {escape(config.run.out)}"
+            f"engine {parallel.engine}, to {escape(config.run.out)}" + (f", going on after step {done}" if done else "")
         )
         if self.console.is_terminal:
             self._bar = Progress(
@@ -44,7 +47,7 @@ class Screen:
                 TimeRemainingColumn(),
                 console=self.console,
             )
-            self._task = self._bar.add_task("train", total=config.run.steps, loss="-", speed="-")
+            self._task = self._bar.add_task("train", total=config.run.steps, completed=done, loss="-", speed="-")
             self._bar.start()
 
     def step(self, record: StepRecord) -> None:
@@ -53,10 +56,25 @@ class Screen:
                 self._task, completed=record.step, loss=f"{record.loss:.4f}", speed=f"{record.tokens_per_second:,.0f}"
             )
             return
-        left = (time.monotonic() - self._began) / record.step * (self.config.run.steps - record.step)
+        left = (time.monotonic() - self._began) / (record.step - self._done) * (self.config.run.steps - record.step)
         self.console.print(
             f"step {record.step}/{self.config.run.steps}  loss {record.loss:.4f}  "
             f"{record.tokens_per_second:,.0f} tokens/s  ETA {time.strftime('%H:%M:%S', time.gmtime(left))}"
+        )
+
+    def note(self, text: str) -> None:
+        self.console.print(f"[bold yellow]burst train:[/] {escape(text)}")
+
+    def interrupt(self, interrupted: InterruptedRunError) -> None:
+        if self._bar:
+            self._bar.stop()
+        after = f"{interrupted.reason} after step {interrupted.step}/{self.config.run.steps}"
+        if interrupted.saved is None:
+            self.console.print(f"[bold red]burst train:[/] {after}; what came after the last checkpoint is lost")
+            return
+        self.console.print(
+            f"{after}: saved to [bold]{escape(str(interrupted.saved))}[/]; "
+            f"to go on: burst train --out {escape(shlex.quote(self.config.run.out))} --resume"
         )
 
     def finish(self, summary: Summary) -> None:

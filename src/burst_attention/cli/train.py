@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import tyro
 
-from burst_attention.training.claim import check_inputs
-from burst_attention.training.config import TrainConfig, read_toml
-from burst_attention.training.metrics import claim_run
+from burst_attention.training.claim import check_inputs, was_claimed_by_sibling
+from burst_attention.training.config import TrainConfig, as_flags, read_toml
+from burst_attention.training.manifest import FOLDER, STATE, list_checkpoints, read_state
+from burst_attention.training.metrics import NEWEST, SUMMARY, claim_run
 from burst_attention.training.preflight import check_run
 
 from ..launch import local as launch
@@ -24,6 +28,8 @@ class Arguments:
 
     Started plainly it launches its own local workers. Under torchrun it uses the ranks that it finds:
     torchrun --nproc-per-node 2 -m burst_attention.cli train [OPTIONS].
+
+    Ctrl-C, SIGTERM and --deadline have it finish its step and save: it ends with status 75, and --resume goes on.
     """
 
     train: tyro.conf.OmitArgPrefixes[TrainConfig]
@@ -41,10 +47,49 @@ def parse(arguments: list[str]) -> TrainConfig:
 
 
 def _parse(arguments: list[str]) -> Arguments:
+    arguments = _resume_spelled_out(arguments)
     parsed = tyro.cli(Arguments, prog=COMMAND, args=arguments)
-    if parsed.config is None:
+    if parsed.config is not None:
+        arguments = [*read_toml(parsed.config), *arguments]
+        parsed = tyro.cli(Arguments, prog=COMMAND, args=arguments)
+    if parsed.train.run.resume is None:
         return parsed
-    return tyro.cli(Arguments, prog=COMMAND, args=[*read_toml(parsed.config), *arguments])
+    saved = settings_of_checkpoint(parsed.train.run.resume, parsed.train.run.out)
+    return tyro.cli(Arguments, prog=COMMAND, args=[*saved, *arguments])
+
+
+def _resume_spelled_out(arguments: list[str]) -> list[str]:
+    """``--resume newest`` where ``--resume`` stands alone."""
+    following = [*arguments, "--"][1:]
+    return [
+        f"--resume={NEWEST}" if argument == "--resume" and after.startswith("--") else argument
+        for argument, after in zip(arguments, following, strict=True)
+    ]
+
+
+def settings_of_checkpoint(resumed: str, out: str) -> list[str]:
+    """The flags of the run that is gone on with; those that are given beat them.
+
+    Args:
+        resumed, out: the values of ``--resume`` and ``--out``.
+
+    Raises:
+        ValueError: there is no checkpoint that can be read.
+    """
+    from burst_attention.training.snapshot import settings_to_go_on
+
+    folders = list_checkpoints(Path(out)) if resumed == NEWEST else [Path(resumed)]
+    error = ValueError(f"--resume: {out!r} holds no checkpoint; leave --resume out to start anew")
+    for folder in folders:
+        try:
+            flags = as_flags(settings_to_go_on(read_state(folder)), folder / STATE)
+        except ValueError as its:  # the ranks go back to the one before it, and tell why
+            error = ValueError(f"--resume {its}")
+            continue
+        # A checkpoint in a run's folder is that run's, which goes on there.
+        inside = resumed != NEWEST and folder.resolve().parent.name == FOLDER
+        return [f"--out={folder.resolve().parent.parent}", *flags] if inside else flags
+    raise error
 
 
 def main(arguments: list[str]) -> int:
@@ -57,11 +102,27 @@ def main(arguments: list[str]) -> int:
             read = {"--config": None if given.config is None else str(given.config)}
             check_inputs(config.run.out, config.inputs | read)
             if launch.is_rank_0():  # one process holds the folder for all ranks
+                config = after_restart(config, os.environ)
                 stack.enter_context(claim_run(config))
             check_run(config, config.parallel.ranks or 1)
         except ValueError as error:
             return launch.refuse(COMMAND, error)
-        return launch.start(COMMAND, _train, config, ranks=config.parallel.ranks or 1)
+        return launch.start(COMMAND, _train, config, ranks=config.parallel.ranks or 1, patient=True)
+
+
+def after_restart(config: TrainConfig, environment: Mapping[str, str]) -> TrainConfig:
+    """What torchrun's restart of this run does: go on from its newest checkpoint, or begin again if there is none.
+
+    Args:
+        environment: of this process; ``TORCHELASTIC_RESTART_COUNT`` tells a restart.
+    """
+    out = Path(config.run.out)
+    restarted = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    if config.run.resume or not restarted or (out / SUMMARY).exists() or not was_claimed_by_sibling(out):
+        return config
+    if list_checkpoints(out):
+        return replace(config, run=replace(config.run, resume=NEWEST))
+    return replace(config, run=replace(config.run, overwrite=True))
 
 
 def resolve(config: TrainConfig, running: tuple[int, int] | None) -> TrainConfig:
@@ -88,10 +149,14 @@ def resolve(config: TrainConfig, running: tuple[int, int] | None) -> TrainConfig
 
 
 def _train(config: TrainConfig) -> None:
+    from burst_attention.training.interrupt import InterruptedRunError
     from burst_attention.training.loop import train
     from burst_attention.training.model import quieten_transformers
 
     from .screen import Screen
 
     quieten_transformers()
-    train(config, [Screen()], held=True)
+    try:
+        train(config, [Screen()], held=True)
+    except InterruptedRunError as interrupted:  # told by the screen
+        sys.exit(interrupted.status)

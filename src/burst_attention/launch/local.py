@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.markup import escape
 
-from .processes import end_with
+from .processes import INTERRUPTED, end_with
 
 GRACE = 1.5  # seconds that ranks have to end by themselves after a failure, and again once they were told to
 
@@ -64,17 +64,17 @@ def refuse(command: str, error: Exception) -> int:
     return 2
 
 
-def start(command: str, worker: Callable[[Any], Any], argument: Any, *, ranks: int) -> int:
+def start(command: str, worker: Callable[[Any], Any], argument: Any, *, ranks: int, patient: bool = False) -> int:
     """Run ``worker`` as the rank that torchrun made of this process, and tell it of errors; else :func:`launch`."""
     if not started_by_torchrun():
-        return launch(command, worker, argument, ranks=ranks)
+        return launch(command, worker, argument, ranks=ranks, patient=patient)
     from torch.distributed.elastic.multiprocessing.errors import record
 
     record(worker)(argument)
     return 0
 
 
-def launch(command: str, worker: Callable[..., Any], *arguments: Any, ranks: int) -> int:
+def launch(command: str, worker: Callable[..., Any], *arguments: Any, ranks: int, patient: bool = False) -> int:
     """Run ``worker(*arguments)`` in ``ranks`` processes of this machine and wait for them.
 
     After the first failure the others have :data:`GRACE` seconds to end by themselves, and as long again once they were
@@ -82,24 +82,40 @@ def launch(command: str, worker: Callable[..., Any], *arguments: Any, ranks: int
 
     Args:
         worker: a function of a module; it finds its rank in torchrun's environment variables.
+        patient: whether the first Ctrl-C or SIGTERM is told to the ranks, as SIGTERM, and they are left to end by
+            themselves. A second Ctrl-C ends them.
 
     Returns:
-        The exit status: 0; 1 if a worker failed, whose error is shown; 130 after Ctrl-C, 143 after SIGTERM.
+        The exit status: 0; 1 if a worker failed, whose error is shown; 130 after Ctrl-C, 143 after SIGTERM; 75 if the
+        ranks were asked to end, and did with that status.
     """
     from torch.distributed import TCPStore
 
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = []
-    with tempfile.TemporaryDirectory(prefix="burst-ranks-") as folder, _signals_raised():
+    told: list[int] = []
+
+    def pass_on(number: int) -> None:
+        told.append(number)
+        for process in processes:
+            if process.is_alive():
+                process.terminate()
+
+    with (
+        tempfile.TemporaryDirectory(prefix="burst-ranks-") as folder,
+        _signals_raised(first=pass_on if patient else None),
+    ):
         try:
             for rank in range(ranks):
-                given = (rank, ranks, store.port, Path(folder), os.getpid(), worker, arguments)
+                given = (rank, ranks, store.port, Path(folder), os.getpid(), worker, arguments, patient)
                 processes.append(context.Process(target=_worker, args=given, name=f"rank {rank}"))
                 processes[-1].start()
             failures = _wait_for_all(processes, Path(folder))
             if not failures:
-                return 0
+                return max(process.exitcode or 0 for process in processes)
+            if told and all(failure.exitcode == -signal.SIGTERM for failure in failures.values()):
+                return 128 + told[0]  # before they had anything to save
             killed = _end(processes, failures, Path(folder))
             _show(command, min(failures.values(), key=Failure.order), killed)
             return 1
@@ -120,10 +136,22 @@ class _Signalled(BaseException):
 
 
 @contextmanager
-def _signals_raised() -> Iterator[None]:
-    """Within it what would end this process at once is raised instead, so that its ranks are ended first."""
+def _signals_raised(*, first: Callable[[int], None] | None) -> Iterator[None]:
+    """Within it what would end this process at once is raised instead, so that its ranks are ended first.
+
+    ``first``: is called in place of that with the first Ctrl-C or SIGTERM. Of those that follow only Ctrl-C is raised.
+    """
+    asked_to_stop = False
 
     def raise_signal(number: int, _: object) -> None:
+        nonlocal asked_to_stop
+        if first and number in (signal.SIGINT, signal.SIGTERM):
+            if not asked_to_stop:
+                asked_to_stop = True
+                first(number)
+                return
+            if number == signal.SIGTERM:
+                return
         for other in before:  # the same from the terminal and from a parent must not keep ranks from being ended
             signal.signal(other, signal.SIG_IGN)
         raise _Signalled(number)
@@ -172,7 +200,7 @@ def _wait_for_all(processes: Sequence[BaseProcess], folder: Path) -> dict[int, F
         for sentinel in wait(list(waiting)):
             rank = waiting.pop(sentinel)  # type: ignore[arg-type]  # a number, as they went in
             processes[rank].join()
-            if code := processes[rank].exitcode:
+            if (code := processes[rank].exitcode) and code != INTERRUPTED:
                 failures[rank] = Failure.of(rank, code, folder)
     return failures
 
@@ -203,11 +231,19 @@ def _join(processes: Sequence[BaseProcess], seconds: float) -> None:
 
 
 def _worker(
-    rank: int, ranks: int, port: int, folder: Path, parent: int, worker: Callable[..., Any], arguments: tuple
+    rank: int,
+    ranks: int,
+    port: int,
+    folder: Path,
+    parent: int,
+    worker: Callable[..., Any],
+    arguments: tuple,
+    patient: bool,
 ) -> None:
     """What a rank's process runs: as torchrun would have it, its error in a file of ``folder``."""
-    # Python's own handler waits for the call at hand, which may be an exchange with a rank that is gone.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Python's own handler waits for the call at hand, which may be an exchange with a rank that is gone. A patient
+    # launcher tells its ranks in another way of the Ctrl-C that a terminal gives to all of them.
+    signal.signal(signal.SIGINT, signal.SIG_IGN if patient else signal.SIG_DFL)
     end_with(parent)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     # The launcher holds the store that the ranks meet in, as torchrun's does.

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 
+INTERRUPTED = 75  # exit status of a rank, and of its launcher, that was asked to stop and saved what it had
 _PR_SET_PDEATHSIG = 1
 
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import IO
 
+HELD = "already holds a run; choose another folder or add --overwrite"
 MARKER, FORMAT = ".burst-run.json", 1  # hidden: a corpus passes it over
 
 
@@ -63,6 +64,15 @@ class Marker:
             _fill(file, content)
 
 
+def was_claimed_by_sibling(folder: Path) -> bool:
+    """Whether the last one that wrote to a folder was started by the process that started this one."""
+    try:
+        content = read_marker(folder)
+    except (OSError, ValueError):
+        return False
+    return (content.get("parent"), content.get("host")) == (os.getppid(), socket.gethostname())
+
+
 def read_marker(folder: Path) -> dict:
     """What the marker says; that nothing was written where it is empty, its writer having been killed.
 
@@ -86,7 +96,7 @@ def read_marker(folder: Path) -> dict:
 
 
 @contextmanager
-def claimed(out: str, *, by: str, overwrite: bool, writes: Sequence[str]) -> Iterator[Marker]:
+def claimed(out: str, *, by: str, overwrite: bool, writes: Sequence[str], held: str = HELD) -> Iterator[Marker]:
     """Within it ``out`` is this process's to write to, and nobody else's.
 
     The folder is made if it is not there, and removed again if nothing was written. Nothing else is touched.
@@ -95,6 +105,7 @@ def claimed(out: str, *, by: str, overwrite: bool, writes: Sequence[str]) -> Ite
         by: the command, for the marker.
         overwrite: may what an earlier run wrote be replaced? By :meth:`Marker.remove_old`, not here.
         writes: patterns of what will be written, relative to the folder: none of it may be there by another hand.
+        held: what is told of a folder that holds what an earlier run wrote, and the remedy.
 
     Raises:
         ValueError: ``out`` can't be written to, another process writes to it, it holds a run, or what no run wrote.
@@ -103,8 +114,8 @@ def claimed(out: str, *, by: str, overwrite: bool, writes: Sequence[str]) -> Ite
     try:
         made = [path for path in (folder, *folder.parents) if not path.exists()]
         with _locked(folder) as file:
-            _enter(file, folder, by=by, overwrite=overwrite, writes=writes)
-            held = os.dup(file.fileno())  # the lock is as long as any copy is open
+            _enter(file, folder, by=by, overwrite=overwrite, writes=writes, held=held)
+            copy = os.dup(file.fileno())  # the lock is as long as any copy is open
     except OSError as error:
         raise ValueError(
             f"--out {out!r} can't be written to: {error.strerror or error}; choose another folder"
@@ -117,7 +128,7 @@ def claimed(out: str, *, by: str, overwrite: bool, writes: Sequence[str]) -> Ite
         if folder.is_dir() and set(os.listdir(folder)) == {MARKER}:  # nothing was written: no trace is left
             (folder / MARKER).unlink()
             _remove_empty(made)
-        os.close(held)
+        os.close(copy)
 
 
 def check_inputs(out: str, inputs: Mapping[str, str | None]) -> None:
@@ -173,11 +184,11 @@ def _holder(folder: Path) -> str:
         return "another run"
 
 
-def _enter(file: IO[bytes], folder: Path, *, by: str, overwrite: bool, writes: Sequence[str]) -> None:
+def _enter(file: IO[bytes], folder: Path, *, by: str, overwrite: bool, writes: Sequence[str], held: str) -> None:
     """Sign the marker, unless the folder holds what must stay."""
     wrote = read_marker(folder)["wrote"]
     if not overwrite and any((folder / name).exists() for name in wrote):
-        raise ValueError("already holds a run; choose another folder or add --overwrite")
+        raise ValueError(held)
     theirs = [path for pattern in writes for path in sorted(folder.glob(pattern))]
     folders = [folder / part for name in writes for part in _folders(name)]
     theirs += [path for path in folders if path.is_symlink() or (path.exists() and not path.is_dir())]
@@ -186,7 +197,9 @@ def _enter(file: IO[bytes], folder: Path, *, by: str, overwrite: bool, writes: S
         listed = next((one for one in wrote if one.rstrip("/") == name), None)
         if listed is None or not _is_own(folder, listed):
             raise ValueError(f"holds {name!r}, which no run wrote and this one would replace; move it away")
-    _fill(file, {"format": FORMAT, "by": by, "process": os.getpid(), "host": socket.gethostname(), "wrote": wrote})
+    # The parent tells a restart by the same launcher from another one's run.
+    process = {"process": os.getpid(), "parent": os.getppid(), "host": socket.gethostname()}
+    _fill(file, {"format": FORMAT, "by": by, "wrote": wrote} | process)
 
 
 def _fill(file: IO[bytes], content: dict) -> None:

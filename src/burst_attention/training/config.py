@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import tomllib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -15,6 +17,7 @@ from burst_attention.plan.route import RouteOrAuto
 from .flags import (
     Count,
     Fraction,
+    Interval,
     Length,
     Name,
     Natural,
@@ -50,6 +53,14 @@ class RunConfig:
     """Of the model's first weights and of the order of the documents."""
     overwrite: bool = False
     """Replace the run that --out already holds."""
+    save_every: Interval = "30m"
+    """Steps, or minutes with an m (30m), after which a checkpoint is written to --out."""
+    keep: Count = 2
+    """How many checkpoints are kept: the newest ones."""
+    resume: Name | None = None
+    """Go on from a checkpoint: its folder, or newest (alone, the same) for the newest whole one of --out."""
+    deadline: Seconds | None = None
+    """Seconds from the start after which the run must be over: before that it saves and ends with status 75."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +70,7 @@ class DataConfig:
     data: Name = "stdlib"
     """FILE.txt, a directory, *.jsonl, *.jsonl.gz, hf:NAME[:CONFIG][@SPLIT], or stdlib: Python's own source files."""
     tokenizer: Name | None = None
-    """bytes, or a Hugging Face tokenizer's path or name. Default: the loaded model's own, else bytes."""
+    """bytes, or a Hugging Face tokenizer's path or name. Default: the loaded model's own; bytes for a preset."""
     seq_len: Length = 4096
     """Tokens of a sequence, over all ranks that share it."""
     pack: PackName = "documents"
@@ -77,7 +88,9 @@ class ModelConfig:
     model: Name = "tiny"
     """A preset (tiny, llama-7b, llama-13b, llama-3-8b), or the folder or hub name of a model to load."""
     dtype: DtypeOrAuto = "auto"
-    """Of the computation; weights are kept in fp32 (fp64). auto: float32 on CPU, bfloat16 on GPU."""
+    """Of the computation; weights are trained in fp32 (fp64), and a loaded model's are saved in their own dtype.
+
+    auto: float32 on CPU, bfloat16 on GPU."""
 
     def compute_dtype(self, device_type: str) -> torch.dtype:
         """What ``dtype`` means on a device of this type."""
@@ -130,8 +143,10 @@ class OptimConfig:
     """Largest global norm of the gradient; 0 to leave it alone."""
     batch: Count = 1
     """Sequences that a group computes at once; more than one needs --pack none."""
-    accumulate: Count = 1
-    """Micro-steps whose gradients are summed before an optimizer step."""
+    accumulate: Count | None = None
+    """Micro-steps whose gradients are summed before an optimizer step. Default: what --global-batch leaves, else 1."""
+    global_batch: Count | None = None
+    """Sequences of an optimizer step, over all groups. Default: --data-parallel x --batch x --accumulate."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +174,7 @@ class TrainConfig:
     @property
     def sequences_per_step(self) -> int:
         """Sequences that one optimizer step reads, over all groups."""
-        return self.parallel.data_parallel * self.optim.accumulate * self.optim.batch
+        return self.optim.global_batch or self.parallel.data_parallel * self.optim.batch * (self.optim.accumulate or 1)
 
     @property
     def inputs(self) -> dict[str, str | None]:
@@ -172,6 +187,18 @@ class TrainConfig:
             check_settings(getattr(self, section.name))
         single = "needs --pack none, as packed sequences differ in their masks; use --accumulate instead"
         require(not self.packed or self.optim.batch == 1, "batch", self.optim.batch, single)
+        self._check_global_batch()
+
+    def _check_global_batch(self) -> None:
+        asked, accumulate = self.optim.global_batch, self.optim.accumulate
+        at_once = self.parallel.data_parallel * self.optim.batch
+        if asked is None:
+            return
+        parts = f"--data-parallel {self.parallel.data_parallel} x --batch {self.optim.batch}"
+        rule = f"must be a multiple of {parts}, the {at_once} sequences that are computed at once"
+        require(asked % at_once == 0, "global_batch", asked, rule)
+        rule = f"is not {parts} x --accumulate {accumulate}; leave --accumulate out, it follows"
+        require(accumulate is None or asked == at_once * accumulate, "global_batch", asked, rule)
 
     def check_world(self, world: int) -> None:
         """Raise ValueError if ``world`` ranks can't run this."""
@@ -212,9 +239,14 @@ def read_toml(path: Path) -> list[str]:
             name = name.replace("-", "_")
             if name not in known or (inner is not None and known[name] != key):
                 where = f" in [{key}]" if inner is not None else ""
-                raise ValueError(f"--config {path}: unknown setting {name!r}{where}")
+                raise ValueError(f"--config {path}: unknown setting {name!r}{where}{_closest(name, known)}")
             settings[name] = given
     return [part for name, value in settings.items() for part in _as_flags(path, name, value)]
+
+
+def _closest(name: str, known: Iterable[str]) -> str:
+    """The setting that may have been meant, as a question; empty if none is like it."""
+    return "".join(f"; did you mean {each!r}?" for each in difflib.get_close_matches(name, known, 1))
 
 
 def _as_flags(path: Path, name: str, value: object) -> list[str]:
@@ -223,6 +255,12 @@ def _as_flags(path: Path, name: str, value: object) -> list[str]:
     if isinstance(value, (int, float, str)):
         return [f"{flag(name)}={value}"]
     raise ValueError(f"--config {path}: {name} must be a string, a number or a boolean, not {value!r}")
+
+
+def as_flags(settings: Mapping[str, Mapping[str, Any]], where: Path) -> list[str]:
+    """The flags that stand for settings by section and name; ``where`` they were read, for errors."""
+    given = (pair for held in settings.values() for pair in held.items())
+    return [part for name, value in given if value is not None for part in _as_flags(where, name, value)]
 
 
 def write_toml(config: TrainConfig) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 
 from .config import TrainConfig
 from .corpus import Corpus, Document, open_corpus
+from .cursor import Cursor
 from .tokenizer import Tokenizer, open_tokenizer
 
 SHUFFLED_TOKENS = 2**20
@@ -122,13 +123,23 @@ def cut(documents: Iterable[np.ndarray], seq_len: int, *, keep_rest: bool = Fals
             yield TokenSequence(document[start : start + seq_len], None)
 
 
-def shuffled(sequences: Iterator[TokenSequence], buffer: int, order: np.random.Generator) -> Iterator[TokenSequence]:
-    """Each sequence drawn at random from the next ``buffer`` ones: those cut from one document lie side by side."""
-    waiting = list(itertools.islice(sequences, buffer))
+def shuffled(
+    sequences: Iterator[TokenSequence],
+    buffer: int,
+    order: np.random.Generator,
+    waiting: list[TokenSequence] | None = None,
+) -> Iterator[TokenSequence]:
+    """Each sequence drawn at random from the next ``buffer`` ones: those cut from one document lie side by side.
+
+    ``waiting``: those that are among the next already. It is filled in place, and whenever a sequence is given out it
+    holds those that are not yet: with the state of ``order`` it says how to go on.
+    """
+    waiting = [] if waiting is None else waiting
+    waiting.extend(itertools.islice(sequences, buffer - len(waiting)))
     for sequence in sequences:
         index = int(order.integers(len(waiting)))
-        yield waiting[index]
-        waiting[index] = sequence
+        drawn, waiting[index] = waiting[index], sequence
+        yield drawn
     yield from (waiting[index] for index in order.permutation(len(waiting)))
 
 
@@ -152,10 +163,13 @@ class SequenceReader:
         self.corpus, self.tokenizer, self.seq_len, self.packed, self.seed = corpus, tokenizer, seq_len, packed, seed
         self.split = make_split(self._usable(corpus.documents()), held_out)
 
-    def training(self) -> Iterator[TokenSequence]:
-        """Sequences without end, for documents are read again and again, each time in another order."""
-        sequences = self._sequences(self._training_documents())
-        return shuffled(sequences, max(SHUFFLED_TOKENS // self.seq_len, 1), np.random.default_rng([self.seed, 0, 1]))
+    def training(self, start: Cursor | None = None) -> TrainingStream:
+        """Sequences without end, for documents are read again and again, each time in another order.
+
+        Args:
+            start: where to go on; None: at the beginning.
+        """
+        return TrainingStream(self, start)
 
     def held_out(self) -> Iterator[TokenSequence]:
         """Held-out sequences, the same for every seed, once.
@@ -165,11 +179,12 @@ class SequenceReader:
         if self.split.fraction == 0:
             return
         documents = self._encoded(self._parts(self.split.held_out, np.random.default_rng(0)))
-        for index, sequence in enumerate(self._sequences(documents, keep_rest=self.split.tail)):
+        for index, sequence in enumerate(self.sequences(documents, keep_rest=self.split.tail)):
             if index == 0 or len(sequence.tokens) == self.seq_len:
                 yield sequence
 
-    def _sequences(self, documents: Iterable[np.ndarray], *, keep_rest: bool = False) -> Iterator[TokenSequence]:
+    def sequences(self, documents: Iterable[np.ndarray], *, keep_rest: bool = False) -> Iterator[TokenSequence]:
+        """Documents packed or cut, as the run asks for."""
         return pack(documents, self.seq_len) if self.packed else cut(documents, self.seq_len, keep_rest=keep_rest)
 
     def _encoded(self, documents: Iterable[Document]) -> Iterator[np.ndarray]:
@@ -184,17 +199,98 @@ class SequenceReader:
             if (part := select(document)) is not None and part.text:
                 yield part
 
-    def _training_documents(self) -> Iterator[np.ndarray]:
-        for epoch in itertools.count():
-            order = np.random.default_rng([self.seed, epoch, 0])
-            empty = True
-            for tokens in self._encoded(self._parts(self.split.training, order)):
-                if self.packed or len(tokens) >= self.seq_len:
+    def training_parts(self, epoch: int) -> Iterator[Document]:
+        """What is trained on, in the order of one epoch."""
+        return self._parts(self.split.training, np.random.default_rng([self.seed, epoch, 0]))
+
+
+class TrainingStream:
+    """A run's training sequences one by one, and the cursor from which another stream goes on in the same way.
+
+    Args:
+        reader: whose sequences they are.
+        start: where to go on; None: at the beginning.
+    """
+
+    def __init__(self, reader: SequenceReader, start: Cursor | None) -> None:
+        self._reader, self._start = reader, start
+        self._taken = start.taken if start else 0
+        self._order = np.random.default_rng([reader.seed, 0, 1])
+        self._waiting: list[TokenSequence] = []
+        # The document at hand: its epoch, its number there from 1, its tokens, those not yet in a sequence, its text's.
+        self._epoch, self._document, self._length, self._open, self._digest = 0, 0, 0, 0, ""
+        if start:
+            self._order.bit_generator.state = start.order
+            borders = (None if each is None else tuple(each) for each in start.borders)
+            self._waiting = [TokenSequence(*each) for each in zip(start.waiting, borders, strict=True)]
+        buffer = max(SHUFFLED_TOKENS // reader.seq_len, 1)
+        self._sequences = shuffled(self._counted(), buffer, self._order, self._waiting)
+
+    def __iter__(self) -> TrainingStream:
+        return self
+
+    def __next__(self) -> TokenSequence:
+        sequence = next(self._sequences)
+        self._taken += 1
+        return sequence
+
+    def cursor(self) -> Cursor:
+        """Where the stream is: what comes next is what a stream that starts there gives first."""
+        if not self._taken:
+            raise ValueError("a stream has no place before its first sequence was taken")
+        tokens = [sequence.tokens for sequence in self._waiting]
+        return Cursor(
+            taken=self._taken,
+            epoch=self._epoch,
+            document=self._document,
+            used=self._length - self._open,
+            digest=self._digest,
+            order=self._order.bit_generator.state,  # type: ignore[arg-type]  # a plain dict
+            waiting=np.stack(tokens).astype(np.int32),
+            borders=[None if (borders := each.cu_seqlens) is None else list(borders) for each in self._waiting],
+        )
+
+    def _counted(self) -> Iterator[TokenSequence]:
+        """Sequences in the order of the documents. When one is given out, what is open is of the document at hand."""
+        for sequence in self._reader.sequences(self._documents()):
+            self._open -= len(sequence.tokens)
+            yield sequence
+
+    def _documents(self) -> Iterator[np.ndarray]:
+        reader, start = self._reader, self._start
+        for epoch in itertools.count(start.epoch if start else 0):
+            parts, empty = enumerate(reader.training_parts(epoch), start=1), True
+            if start and epoch == start.epoch:
+                yield self._find(start, itertools.islice(parts, start.document - 1, None))
+                empty = False
+            for number, part in parts:
+                tokens = reader.tokenizer.encode(part.text)
+                if reader.packed or len(tokens) >= reader.seq_len:
                     empty = False
-                    yield tokens
+                    yield self._begin(epoch, number, part, tokens)
             if empty:
-                least = "any text" if self.packed else f"the {self.seq_len} tokens that --pack none --seq-len asks for"
+                least = (
+                    "any text" if reader.packed else f"the {reader.seq_len} tokens that --pack none --seq-len asks for"
+                )
                 raise ValueError(f"--data has no document to train on with {least}")
+
+    def _begin(self, epoch: int, number: int, part: Document, tokens: np.ndarray, used: int = 0) -> np.ndarray:
+        self._epoch, self._document, self._length = epoch, number, len(tokens)
+        self._digest = _digest(part).hex()
+        # Packed, what was open is in the sequence that this document goes on with; else the rest was dropped.
+        self._open = len(tokens) - used + (self._open if self._reader.packed else 0)
+        return tokens[used:]
+
+    def _find(self, start: Cursor, parts: Iterator[tuple[int, Document]]) -> np.ndarray:
+        """What ``start`` left of its document, which must be the one that it read."""
+        number, part = next(parts, (0, None))
+        if part is None or _digest(part).hex() != start.digest:
+            found = "is no longer there" if part is None else f"is now {part.name!r}, or its text was changed"
+            raise ValueError(
+                f"--data is not what the checkpoint was made with: document {start.document} of epoch {start.epoch} "
+                f"{found}; give the same data, or start anew with --overwrite"
+            )
+        return self._begin(start.epoch, number, part, self._reader.tokenizer.encode(part.text), start.used)
 
 
 def open_sequences(config: TrainConfig) -> tuple[SequenceReader, Tokenizer]:

@@ -40,7 +40,7 @@ class EvalConfig:
     pack: PackName = "documents"
     """documents: fill sequences with documents, masked from each other. none: cut each from one long document."""
     tokenizer: Name | None = None
-    """bytes, or a Hugging Face tokenizer's path or name. Default: the model's own, else bytes."""
+    """bytes, or a Hugging Face tokenizer's path or name. Default: the model's own; bytes for a preset."""
     dtype: DtypeOrAuto = "auto"
     """Of the computation; weights are kept in fp32 (fp64). auto: float32 on CPU, bfloat16 on GPU."""
     ranks: Ranks | None = None

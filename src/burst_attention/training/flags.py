@@ -45,11 +45,20 @@ def text(value: str) -> str:
     return "" if value else "'' is empty; give a name"
 
 
+def interval(value: str) -> str:
+    """Steps, or minutes with an m behind them."""
+    digits = value.removesuffix("m")
+    if digits.isascii() and digits.isdecimal() and 0 < int(digits[:12]) <= MOST:
+        return ""
+    return f"{value!r} must be steps, as in 500, or minutes, as in 30m"
+
+
 Count = Annotated[int, whole()]
 Length = Annotated[int, whole(2)]  # of a sequence: a target is the token that follows
 Natural = Annotated[int, whole(0)]
 Ranks = Annotated[int, whole(most=MOST_RANKS)]
 Name = Annotated[str, text]
+Interval = Annotated[str, interval]
 Positive = Annotated[float, number(lambda value: 0 < value < math.inf, "must be a number above 0")]
 NonNegative = Annotated[float, number(lambda value: 0 <= value < math.inf, "must be a number of at least 0")]
 Fraction = Annotated[float, number(lambda value: 0 <= value < 1, "must be at least 0 and below 1")]

@@ -17,14 +17,16 @@ from burst_attention.engines import Heads, choose
 from burst_attention.integrations import hf
 
 from ..launch.join import RankContext, join
-from .checkpoint import save_checkpoint
 from .claim import check_inputs
 from .config import TrainConfig
 from .data import TokenSequence, digest_of, open_sequences
 from .evaluate import token_losses
+from .export import save_model, saved_dtype
+from .interrupt import InterruptedRunError, StopRequests
 from .metrics import MODEL, UNFINISHED, Reporter, RunFolder, StepRecord, Summary, claim_run
 from .model import batch_of, build_model, model_config
 from .optim import clip_by_global_norm, make_optimizer, make_schedule
+from .saving import Saver, resume
 
 
 def train(config: TrainConfig, reporters: Sequence[Reporter] = (), *, held: bool = False) -> Summary:
@@ -40,30 +42,66 @@ def train(config: TrainConfig, reporters: Sequence[Reporter] = (), *, held: bool
     Raises:
         ValueError: a setting can't be, or the run's folder is not to be written to; names the flag.
         FloatingPointError: the loss is no longer a number.
+        InterruptedRunError: a rank was asked to stop before the last step; what there is was saved.
     """
     config.check()
-    parallel = config.parallel
+    parallel, summary = config.parallel, None
     with (
+        StopRequests(config.run.deadline).listening() as requests,
         join(device=parallel.device, timeout=parallel.timeout, data_parallel=parallel.data_parallel) as context,
         _folder(config, context, held=held) as folder,
     ):
         config.check_world(context.world)
         trainer = Trainer(config, context)
+        notes = trainer.go_on()
         reporters = [folder, *reporters] if folder else []
-        for reporter in reporters:
-            reporter.start(config, sum(parameter.numel() for parameter in trainer.model.parameters()))
-        records = []
-        for record in trainer.steps():
-            records.append(record)
+
+        def tell(note: str) -> None:
             for reporter in reporters:
-                reporter.step(record)
-        save_checkpoint(trainer.model, trainer.tokenizer, Path(config.run.out) / UNFINISHED, rank=context.rank)
-        if folder:
-            folder.marker.move(UNFINISHED, MODEL)
-        summary = trainer.summarise(records)
+                reporter.note(note)
+
         for reporter in reporters:
-            reporter.finish(summary)
+            reporter.start(config, sum(parameter.numel() for parameter in trainer.model.parameters()), trainer.step)
+        for note in notes:
+            tell(note)
+        try:
+            records = _run(trainer, Saver(trainer, requests, tell), reporters)
+        except InterruptedRunError as interrupted:
+            stopped = interrupted  # raised below, when the ranks have left their group
+            for reporter in reporters:
+                reporter.interrupt(stopped)
+        else:
+            summary = _finish(trainer, folder, records)
+            for reporter in reporters:
+                reporter.finish(summary)
+    if summary is None:
+        raise stopped
     return summary
+
+
+def _run(trainer: Trainer, saver: Saver, reporters: Sequence[Reporter]) -> list[StepRecord]:
+    """The steps that are left."""
+    records = []
+    for record in trainer.steps():
+        records.append(record)
+        for reporter in reporters:
+            reporter.step(record)
+        saver.after_step(record.seconds)
+    return records
+
+
+def _finish(trainer: Trainer, folder: RunFolder | None, records: list[StepRecord]) -> Summary:
+    """Write the trained model, evaluate it."""
+    save_model(
+        trainer.model,
+        trainer.tokenizer,
+        Path(trainer.config.run.out) / UNFINISHED,
+        rank=trainer.context.rank,
+        dtype=saved_dtype(trainer.model_config),
+    )
+    if folder:
+        folder.marker.move(UNFINISHED, MODEL)
+    return trainer.summarise(records)
 
 
 @contextmanager
@@ -106,20 +144,30 @@ class Trainer:
         )
         self.optimizer = make_optimizer(self.model, config)
         self.schedule = make_schedule(self.optimizer, config)
+        self.sequences = self.reader.training()
+        self.step, self.first_loss, self.last_loss = 0, math.nan, math.nan
+
+    def go_on(self) -> list[str]:
+        """Take over what ``--resume`` names, if rank 0 was told to; returns what is to be told about it."""
+        notes: list[str] = []
+        if resumed := self.context.collect(self.config.run.resume)[0]:
+            resume(self, resumed, notes.append)
+        return notes
 
     def steps(self) -> Iterator[StepRecord]:
-        """Run the optimizer steps one by one."""
-        sequences = self.reader.training()
+        """Run the optimizer steps that are left, one by one."""
         per_step = self.config.sequences_per_step
-        for step in range(1, self.config.run.steps + 1):
+        for step in range(self.step + 1, self.config.run.steps + 1):
             start, sent = time.perf_counter(), self.plan.transport.sent
             lr = float(self.schedule.get_last_lr()[0])
-            loss, predicted = self.backward(list(itertools.islice(sequences, per_step)))
+            loss, predicted = self.backward(list(itertools.islice(self.sequences, per_step)))
             norm = self.update()
             if not math.isfinite(loss) or not math.isfinite(norm):
                 raise FloatingPointError(f"step {step}: loss {loss}, gradient norm {norm}; lower --lr")
+            self.step, self.last_loss = step, loss
+            self.first_loss = loss if step == 1 else self.first_loss
             seconds = time.perf_counter() - start
-            tokens = per_step * self.config.data.seq_len
+            tokens = self.tokens_per_step
             yield StepRecord(
                 step=step,
                 loss=loss,
@@ -131,6 +179,10 @@ class Trainer:
                 bytes_sent=self.plan.transport.sent - sent if self.engine.posts else None,
                 bytes_predicted=predicted,
             )
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.sequences_per_step * self.config.data.seq_len
 
     def backward(self, sequences: list[TokenSequence]) -> tuple[float, int]:
         """Sum up the gradient of the mean loss over the sequences of one step.
@@ -182,17 +234,17 @@ class Trainer:
         held_out_loss, held_out_tokens = self.evaluate()
         counted = [record.bytes_sent for record in records if record.bytes_sent is not None]
         sent = sum(counted) / len(counted) if counted else None
-        predicted = sum(record.bytes_predicted for record in records) / len(records)
+        predicted = sum(record.bytes_predicted for record in records) / max(len(records), 1)
         seconds = sum(record.seconds for record in records)
         by_rank = self.context.collect((self.context.peak_memory(), sent, predicted, seconds))
         peak_memory, bytes_sent, bytes_predicted, durations = (list(column) for column in zip(*by_rank, strict=True))
         return Summary(
-            steps=len(records),
-            first_loss=records[0].loss,
-            last_loss=records[-1].loss,
+            steps=self.step,
+            first_loss=self.first_loss,
+            last_loss=self.last_loss,
             held_out_loss=held_out_loss,
             held_out_tokens=held_out_tokens,
-            tokens_per_second=records[-1].tokens / durations[0],
+            tokens_per_second=len(records) * self.tokens_per_step / durations[0] if records else 0.0,
             skipped_files=self.reader.corpus.skipped,
             peak_memory=peak_memory,
             bytes_sent=bytes_sent,

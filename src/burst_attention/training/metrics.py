@@ -10,14 +10,18 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from .claim import Marker, claimed
+from .claim import HELD, Marker, claimed
 from .config import TrainConfig, write_toml
+from .interrupt import InterruptedRunError
+from .manifest import FOLDER, list_checkpoints
 
 CONFIG, METRICS, SUMMARY, CURVE = "config.toml", "metrics.jsonl", "summary.json", "loss.png"
 EVENTS, MODEL, UNFINISHED = "tensorboard", "model", "model.unfinished"
+NEWEST = "newest"  # of --resume: the newest whole checkpoint of --out
 # What a model is loaded from must not be another's; what else lies beside it may stay.
 LOADED = ("*.safetensors", "*.bin", "*.json", "*.model", "*.jinja", "*.py", "merges.txt", "vocab.txt")
-WRITES = (CONFIG, METRICS, SUMMARY, CURVE, f"{EVENTS}/events.*", UNFINISHED, *(f"{MODEL}/{name}" for name in LOADED))
+FILES = (CONFIG, METRICS, SUMMARY, CURVE, f"{EVENTS}/events.*", UNFINISHED, FOLDER)
+WRITES = (*FILES, *(f"{MODEL}/{name}" for name in LOADED))
 
 
 @dataclass(frozen=True)
@@ -74,16 +78,39 @@ class Summary:
 class Reporter(Protocol):
     """Rank 0 tells it what happens; ``parameters``: the model's, counted over all ranks."""
 
-    def start(self, config: TrainConfig, parameters: int) -> None: ...
+    def start(self, config: TrainConfig, parameters: int, done: int) -> None: ...  # done: steps of an earlier start
 
     def step(self, record: StepRecord) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def interrupt(self, interrupted: InterruptedRunError) -> None: ...
 
     def finish(self, summary: Summary) -> None: ...
 
 
 def claim_run(config: TrainConfig) -> AbstractContextManager[Marker]:
     """Hold ``--out`` for this run: see :func:`burst_attention.training.claim.claimed`."""
-    return claimed(config.run.out, by="burst train", overwrite=config.run.overwrite, writes=WRITES)
+    overwrite, held = config.run.overwrite or goes_on_in(config), how_to_go_on(config)
+    return claimed(config.run.out, by="burst train", overwrite=overwrite, writes=WRITES, held=held)
+
+
+def goes_on_in(config: TrainConfig) -> bool:
+    """Whether the run goes on in the folder that holds what it goes on from."""
+    resumed = config.run.resume
+    if resumed is None or resumed == NEWEST:
+        return resumed == NEWEST
+    return Path(resumed).resolve().parent == (Path(config.run.out) / FOLDER).resolve()
+
+
+def how_to_go_on(config: TrainConfig) -> str:
+    """What is told of a folder that holds a run already."""
+    out = Path(config.run.out)
+    found = list_checkpoints(out)
+    if not found or (out / SUMMARY).exists():
+        return HELD
+    step = int(found[0].name.removeprefix("step-"))
+    return f"holds an unfinished run, saved after step {step}; add --resume to go on, or --overwrite to start anew"
 
 
 class RunFolder:
@@ -96,25 +123,44 @@ class RunFolder:
         self.path, self.marker = Path(out), Marker(Path(out))
         self._losses: list[float] = []
 
-    def start(self, config: TrainConfig, parameters: int) -> None:
+    def start(self, config: TrainConfig, parameters: int, done: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.marker.remove_old()
-        self.marker.add(CONFIG, METRICS, f"{UNFINISHED}/")
-        # A later run from this file must not overwrite this one unasked.
-        reusable = replace(config, run=replace(config.run, overwrite=False))
+        kept = self._lines_until(done) if goes_on_in(config) else []
+        if not goes_on_in(config):
+            self.marker.remove_old()
+        self.marker.add(CONFIG, METRICS, f"{UNFINISHED}/", f"{FOLDER}/")
+        # A later run from this file must not overwrite this one unasked, nor go on from another.
+        reusable = replace(config, run=replace(config.run, overwrite=False, resume=None))
         (self.path / CONFIG).write_text(write_toml(reusable), "utf-8")
-        self._lines = (self.path / METRICS).open("w", encoding="utf-8", buffering=1)
+        (self.path / METRICS).write_text("".join(kept), "utf-8")
+        self._losses = [json.loads(line)["loss"] for line in kept]
+        self._lines = (self.path / METRICS).open("a", encoding="utf-8", buffering=1)
         earlier = set(self.path.glob(f"{EVENTS}/*"))
-        self._events: Any = SummaryWriter(str(self.path / EVENTS))
+        self._events: Any = SummaryWriter(str(self.path / EVENTS), purge_step=done + 1 if kept else None)
         added = set(self.path.glob(f"{EVENTS}/*")) - earlier
         self.marker.add(*(path.relative_to(self.path).as_posix() for path in added))
+
+    def _lines_until(self, step: int) -> list[str]:
+        """What was measured up to a step; a line that was being written when the run ended is left out."""
+        try:
+            lines = (self.path / METRICS).read_text("utf-8").splitlines(keepends=True)
+            return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        except (OSError, ValueError, KeyError, TypeError):
+            return []
 
     def step(self, record: StepRecord) -> None:
         self._losses.append(record.loss)
         self._lines.write(json.dumps(asdict(record)) + "\n")
         for name in ("loss", "lr", "grad_norm", "tokens_per_second"):
             self._events.add_scalar(name, getattr(record, name), record.step)
+
+    def note(self, text: str) -> None:
+        self._events.add_text("notes", text, len(self._losses))
+
+    def interrupt(self, interrupted: InterruptedRunError) -> None:
+        self._events.close()
+        self._lines.close()
 
     def finish(self, summary: Summary) -> None:
         if summary.held_out_loss is not None:

@@ -40,7 +40,8 @@ def model_config(
         loaded: what :func:`load_config` gave, if it was asked already.
 
     Raises:
-        ValueError: as :func:`load_config`, or its vocabulary is smaller than the tokenizer's.
+        ValueError: as :func:`load_config`, its vocabulary is smaller than the tokenizer's, or a loaded model is trained
+            on sequences of more tokens than it has positions.
     """
     if model in PRESETS:
         preset = PRESETS[model]
@@ -53,6 +54,12 @@ def model_config(
         config: PreTrainedConfig = LlamaConfig(**(preset | own))
     else:
         config = loaded or load_config(model, training=training)
+        most = getattr(config, "max_position_embeddings", None) or seq_len
+        if training and seq_len > most:
+            raise ValueError(
+                f"--seq-len {seq_len} is beyond the {most} positions that --model {model!r} was made for; lower it, or "
+                "raise max_position_embeddings in the model's config.json, with the rope_parameters that this needs"
+            )
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(
             f"--tokenizer has {tokenizer.vocab_size} ids, but --model {model!r} only {config.vocab_size} embeddings"

@@ -159,17 +159,22 @@ def first_line(error: Exception) -> str:
 
 
 def open_tokenizer(tokenizer: str | None, model: str) -> Tokenizer:
-    """The tokenizer that was asked for; by default the model's own, and bytes for presets and folders without one.
+    """The tokenizer that was asked for; by default the model's own, and bytes for presets.
 
     Args:
         tokenizer: ``bytes``, a path or hub name, or None.
         model: the preset, folder or hub name of the model.
 
     Raises:
-        ValueError: the tokenizer can't be loaded.
+        ValueError: the tokenizer can't be loaded, or the model's folder has none and no other was asked for.
     """
     if tokenizer is None:
         files = [Path(model) / name for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")]
-        own = any(file.is_file() for file in files) or not Path(model).is_dir()
-        tokenizer = model if own and model not in PRESETS else BYTES
+        if model not in PRESETS and Path(model).is_dir() and not any(file.is_file() for file in files):
+            # Bytes would be taken for the ids of quite other tokens, and the loss only look high.
+            raise ValueError(
+                f"--model {model!r}: the folder holds no tokenizer; "
+                f"name the model's by --tokenizer, or say --tokenizer {BYTES} if it reads bytes"
+            )
+        tokenizer = BYTES if model in PRESETS else model
     return ByteTokenizer() if tokenizer == BYTES else HubTokenizer(tokenizer)

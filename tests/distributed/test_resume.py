@@ -1,0 +1,211 @@
+"""A run that was interrupted and goes on: the same bits on the same ranks, the same losses on any."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from burst_attention.testing import WorkerError
+from burst_attention.training import checkpoint
+from burst_attention.training.interrupt import InterruptedRunError, StopRequests
+from burst_attention.training.loop import train
+from burst_attention.training.manifest import discard, list_checkpoints
+from tests.training import config_of, losses, norms, weights, write_corpus
+
+STEPS = 7
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def changed(config, **changes):
+    """The configuration with settings of ``run`` replaced."""
+    return replace(config, run=replace(config.run, **changes))
+
+
+class Quiet:
+    """A reporter of nothing."""
+
+    def __init__(self, step=None):
+        self.at = step
+
+    def start(self, config, parameters, done):
+        pass
+
+    def step(self, record):
+        pass
+
+    def note(self, text):
+        pass
+
+    def finish(self, summary):
+        pass
+
+
+def train_told(config):
+    """What the run's reporters were told besides its steps."""
+    notes = []
+
+    class Notes(Quiet):
+        def note(self, text):
+            notes.append(text)
+
+    train(config, [Notes()])
+    return notes
+
+
+def end_at(pool, config, step):
+    """Have rank 0 alone asked to stop at a step: all ranks end after it, and save."""
+    _, errors, lost = pool.gather(train_asked_at, config, step)
+    assert not lost and {type(error) for error in errors.values()} == {InterruptedRunError}, errors
+
+
+class AskedAt(Quiet):
+    def step(self, record):
+        if record.step == self.at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def interrupt(self, interrupted):
+        assert interrupted.step == self.at
+
+
+def train_asked_at(config, step):
+    train(config, [AskedAt(step)])
+
+
+@pytest.mark.parametrize(
+    ("world", "changes"),
+    [(1, {}), (2, {}), (2, {"data_parallel": 2, "pack": "none"})],
+    ids=["1 rank", "2 ranks", "2 groups"],
+)
+def test_a_run_that_goes_on_has_the_weights_of_one_that_was_never_interrupted(pools, corpus, tmp_path, world, changes):
+    config = config_of(corpus, tmp_path / "whole", steps=STEPS, global_batch=2, **changes)
+    pools(world).run(train, config)
+    lost = changed(config, out=str(tmp_path / "lost"), save_every="2")
+    end_at(pools(world), lost, 5)
+    discard(list_checkpoints(tmp_path / "lost")[0])  # as if it had been killed there
+    assert [path.name for path in list_checkpoints(tmp_path / "lost")] == ["step-00000004"]
+    with pytest.raises(WorkerError, match="holds an unfinished run, saved after step 4; add --resume to go on"):
+        pools(world).run(train, lost)
+    pools(world).run(train, changed(lost, resume="newest"))
+    assert losses(tmp_path / "lost") == losses(tmp_path / "whole")
+    assert norms(tmp_path / "lost") == norms(tmp_path / "whole")
+    expected, got = weights(tmp_path / "whole"), weights(tmp_path / "lost")
+    assert expected.keys() == got.keys()
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+    first, second = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "lost"))
+    for key in ("steps", "first_loss", "last_loss", "held_out_loss"):
+        assert first[key] == second[key], key
+
+
+def test_a_run_goes_on_over_other_ranks_layouts_engines_and_groups(pools, corpus, tmp_path):
+    shared = {"steps": STEPS, "global_batch": 2, "save_every": "1", "keep": 1, "seq_len": 96}
+    pools(1).run(train, config_of(corpus, tmp_path / "whole", **shared))
+    places = [
+        (1, {"engine": "single"}),
+        (2, {"layout": "contiguous"}),
+        (4, {"data_parallel": 2}),
+        (3, {"layout": "striped"}),
+        (2, {"engine": "ulysses"}),
+        (2, {"engine": "tensor"}),
+        (4, {"engine": "tensor", "data_parallel": 2}),
+    ]
+    for step, (world, changes) in enumerate(places, start=1):
+        resume = "newest" if step > 1 else None
+        config = config_of(corpus, tmp_path / "moved", **shared, resume=resume, **changes)
+        if step < STEPS:
+            end_at(pools(world), config, step)
+        else:
+            pools(world).run(train, config)
+    assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "whole"), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"seq_len": 96}, "--seq-len 96 is not what the checkpoint .* was made with, 97"),
+        ({"dtype": "float64"}, "--dtype float64 is not what"),
+        ({"seed": 1}, "--seed 1 is not what"),
+        ({"global_batch": 4}, "--global-batch 4 is not what"),
+        ({"lr": 1.0}, "--lr 1.0 is not what"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_another_run_is_not_gone_on_with(pools, corpus, tmp_path, interrupted, changes, told):
+    config = config_of(corpus, interrupted, steps=STEPS, **({"global_batch": 2, "resume": "newest"} | changes))
+    with pytest.raises(WorkerError, match=told):
+        pools(2).run(train, config)
+
+
+@pytest.fixture(scope="module")
+def interrupted(pools, corpus, tmp_path_factory):
+    """A run over two ranks that was asked to stop after its second step, and saved after both."""
+    out = tmp_path_factory.mktemp("interrupted") / "run"
+    end_at(pools(2), config_of(corpus, out, steps=STEPS, global_batch=2, save_every="1"), 2)
+    return out
+
+
+def test_changed_data_is_told(pools, corpus, tmp_path, interrupted):
+    shutil.copytree(interrupted, tmp_path / "run")
+    other = Path(shutil.copytree(corpus, tmp_path / "corpus"))
+    for path in other.iterdir():
+        path.write_text(path.read_text().replace("sense", "cents"))
+    state = tmp_path / "run"
+    config = config_of(str(other), state, steps=STEPS, global_batch=2, resume="newest")
+    with pytest.raises(WorkerError, match=r"--data .* is not what the checkpoint .* was made with"):
+        pools(2).run(train, config)
+    for path in Path(corpus).iterdir():  # by the same name
+        path.rename(path.with_suffix(".kept"))
+    try:
+        for path in other.iterdir():
+            shutil.copy(path, Path(corpus) / path.name)
+        with pytest.raises(WorkerError, match="is not what the checkpoint was made with: document"):
+            pools(2).run(train, replace(config, data=replace(config.data, data=corpus)))
+    finally:
+        for path in Path(corpus).iterdir():
+            if path.suffix == ".kept":
+                path.rename(path.with_suffix(".txt"))
+
+
+def test_a_damaged_checkpoint_is_told_and_the_one_before_it_taken(pools, corpus, tmp_path, interrupted):
+    shutil.copytree(interrupted, tmp_path / "run")
+    file = next((tmp_path / "run" / "checkpoints" / "step-00000002").glob("shard-00002*"))
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+    config = config_of(corpus, tmp_path / "run", steps=STEPS, global_batch=2, resume="newest")
+    notes = pools(2).run(train_told, config)[0]
+    assert len(notes) == 1 and f"{file.name} is not what was saved" in notes[0] and "before it is tried" in notes[0]
+    assert len(losses(tmp_path / "run")) == STEPS
+
+
+def save_what_is_no_tensor(config):
+    from burst_attention.launch.join import join
+
+    with join(device="cpu", timeout=20) as context:
+        tensors = {"w": torch.zeros(3), "step": 3}
+        with pytest.raises(TypeError, match=r"tensors\['step'\] is a int; only tensors of F64, F32"):
+            checkpoint.save(Path(config.run.out), tensors, {}, step=1, context=context)
+    return list(Path(config.run.out).rglob("*"))
+
+
+def test_what_is_no_tensor_is_refused_before_anything_is_written(pools, corpus, tmp_path):
+    assert pools(1).run(save_what_is_no_tensor, config_of(corpus, tmp_path)) == [[]]
+
+
+def test_a_deadline_that_comes_near_is_seen_before_it_has_come():
+    now = [0.0]
+    requests = StopRequests(10.0, clock=lambda: now[0])
+    assert not requests.asked(reserve=3.0)
+    now[0] = 7.5
+    assert requests.asked(reserve=3.0) and not requests.asked(reserve=1.0)
+    assert not StopRequests(None).asked(reserve=1e9)

@@ -1,0 +1,254 @@
+"""What makes a checkpoint whole: every kind of damage is named, before anything of it is used."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import struct
+import tracemalloc
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from burst_attention.training import checkpoint
+from burst_attention.training.checked import read_json
+from burst_attention.training.manifest import (
+    DamagedError,
+    discard,
+    fingerprint,
+    list_checkpoints,
+    name_of,
+    read_header,
+    read_state,
+    seal,
+)
+
+SHARDS = ("shard-00001-model-00001-of-00001.safetensors", "shard-00002-model-00001-of-00001.safetensors")
+
+
+def write(out, step):
+    """A checkpoint as two ranks write it: ``w`` cut in two, ``v`` whole with the second."""
+    folder = out / "checkpoints" / f"{name_of(step)}.unfinished"
+    folder.mkdir(parents=True)
+    w = torch.arange(6.0).view(3, 2) + step
+    places = ({"w": [0, 0]}, {"w": [2, 0], "v": [0]})
+    pieces = ({"w": w[:2].clone()}, {"w": w[2:].clone(), "v": torch.arange(4, dtype=torch.int32)})
+    for name, tensors, offsets in zip(SHARDS, pieces, places, strict=True):
+        told = json.dumps({key: {"saved_offsets": at} for key, at in offsets.items()})
+        save_file(tensors, folder / name, metadata={"DCP_SHARDING_INFO": told, "format": "pt"})
+    table = {"w": {"dtype": "F32", "shape": [3, 2]}, "v": {"dtype": "I32", "shape": [4]}}
+    (folder / "state.json").write_text(json.dumps({"format": 1, "step": step, "tensors": table}))
+    seal(folder, step, {path.name: fingerprint(path) for path in folder.iterdir()})
+    return out / "checkpoints" / name_of(step)
+
+
+def flip(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def swap(one, other):
+    ours, theirs = one.read_bytes(), other.read_bytes()
+    one.write_bytes(theirs)
+    other.write_bytes(ours)
+
+
+def truncate(path, size):
+    with path.open("r+b") as file:
+        file.truncate(size)
+
+
+def rewrite(folder, change):
+    """The manifest as ``change`` leaves it."""
+    content = json.loads((folder / "manifest.json").read_text())
+    change(content)
+    (folder / "manifest.json").write_text(json.dumps(content))
+
+
+def sealed_again(folder, name):
+    """The file's own entry in the manifest, as one who forges it would write it."""
+    rewrite(folder, lambda content: content["files"].update({name: fingerprint(folder / name)}))
+
+
+def forge_state(folder, change):
+    content = json.loads((folder / "state.json").read_text())
+    change(content)
+    (folder / "state.json").write_text(json.dumps(content))
+    sealed_again(folder, "state.json")
+
+
+def forge_header(folder, change):
+    file = folder / SHARDS[0]
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+    sealed_again(folder, SHARDS[0])
+
+
+def forge_place(folder, place):
+    told = json.dumps({"w": {"saved_offsets": place}})
+    forge_header(folder, lambda header: header["__metadata__"].update(DCP_SHARDING_INFO=told))
+
+
+DAMAGES = {
+    "a bit of a tensor": (lambda f: flip(f / SHARDS[0], -3), f"{SHARDS[0]} is not what was saved: its SHA-256"),
+    "a bit of a header": (lambda f: flip(f / SHARDS[1], 20), f"{SHARDS[1]} is not what was saved"),
+    "a bit of the state": (lambda f: flip(f / "state.json", 9), "state.json is not what was saved"),
+    "truncated": (lambda f: truncate(f / SHARDS[0], 100), f"{SHARDS[0]} is truncated: 100 bytes, not "),
+    "empty": (lambda f: truncate(f / SHARDS[0], 0), f"{SHARDS[0]} is truncated: 0 bytes"),
+    "longer": (lambda f: (f / SHARDS[0]).open("ab").write(b"x"), f"{SHARDS[0]} is too long"),
+    "missing": (lambda f: (f / SHARDS[1]).unlink(), f"{SHARDS[1]} is missing"),
+    "the state missing": (lambda f: (f / "state.json").unlink(), "state.json is missing"),
+    "foreign": (lambda f: (f / "shard-00003.safetensors").write_bytes(b"x"), "shard-00003.safetensors is in no manif"),
+    "a foreign folder": (lambda f: (f / "more").mkdir(), "more is in no manifest: it is foreign"),
+    "a folder for a file": (lambda f: ((f / SHARDS[0]).unlink(), (f / SHARDS[0]).mkdir()), f"{SHARDS[0]} is no file"),
+    "a link for a file": (
+        lambda f: ((f / SHARDS[0]).rename(f.parent / "x"), (f / SHARDS[0]).symlink_to(f.parent / "x")),
+        f"{SHARDS[0]} is no file",
+    ),
+    "no manifest": (lambda f: (f / "manifest.json").unlink(), "there is no manifest.json, so this is no whole"),
+    "half a manifest": (lambda f: truncate(f / "manifest.json", 60), "manifest.json is not JSON that can be read"),
+    "an empty manifest": (lambda f: truncate(f / "manifest.json", 0), "manifest.json is not JSON"),
+    "a deep manifest": (lambda f: (f / "manifest.json").write_text("[" * 10**6), "it is nested too deeply"),
+    "a list for a manifest": (lambda f: (f / "manifest.json").write_text("[1]"), "holds no JSON object"),
+    "of another format": (lambda f: rewrite(f, lambda m: m.update(format=2)), "manifest.json: 'format' must be 1"),
+    "of another step": (lambda f: rewrite(f, lambda m: m.update(step=4)), "it is another checkpoint's"),
+    "a way out": (
+        lambda f: rewrite(f, lambda m: m["files"].update({"../x": m["files"]["state.json"]})),
+        "'../x' is no name of a file in the folder",
+    ),
+    "a wrong hash": (
+        lambda f: rewrite(f, lambda m: m["files"]["state.json"].update(sha256="x")),
+        "'state.json' must have its size and SHA-256",
+    ),
+    "a wrong size": (
+        lambda f: rewrite(f, lambda m: m["files"]["state.json"].update(bytes=True)),
+        "'bytes' must be of type int",
+    ),
+    "a forged place": (
+        lambda f: forge_header(
+            f, lambda h: h["__metadata__"].update(DCP_SHARDING_INFO='{"w":{"saved_offsets":[2,0]}}')
+        ),
+        "does not belong to it",
+    ),
+    "a forged place far away": (
+        lambda f: forge_header(
+            f, lambda h: h["__metadata__"].update(DCP_SHARDING_INFO='{"w":{"saved_offsets":[9,0]}}')
+        ),
+        "does not belong to it",
+    ),
+    "a forged shape": (
+        lambda f: forge_header(f, lambda h: h["w"].update(shape=[2**40, 2**40])),
+        "are not the bytes of",
+    ),
+    "a forged name": (lambda f: forge_header(f, lambda h: h.update(x=h.pop("w"))), "'w' must be|'x' must be"),
+    "forged numbers": (
+        lambda f: forge_header(f, lambda h: h["w"].update(shape=[-2, -2])),
+        "must be some whole numbers",
+    ),
+    "forged sizes": (
+        lambda f: forge_state(f, lambda s: s["tensors"]["w"].update(shape=[2**31, 2**31])),
+        "of the tensor 'w' 6 of",
+    ),
+    "a tensor too few": (
+        lambda f: forge_state(f, lambda s: s["tensors"].update(u={"dtype": "F32", "shape": [1]})),
+        "of the tensor 'u' 0 of 1",
+    ),
+    "a tensor too many": (lambda f: forge_state(f, lambda s: s["tensors"].pop("v")), "the tensor 'v' is foreign"),
+    "an odd state": (lambda f: forge_state(f, lambda s: s.update(tensors=[])), "'tensors' must be of type dict"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_named_and_the_checkpoint_before_it_taken(tmp_path, damage):
+    older, newer = write(tmp_path, 4), write(tmp_path, 8)
+    assert checkpoint.check(newer).natural("step") == 8
+    change, told = DAMAGES[damage]
+    change(newer)
+    with pytest.raises(DamagedError, match=told) as raised:
+        checkpoint.check(newer)
+    assert str(newer) in str(raised.value)
+    notes = []
+    assert checkpoint.newest_whole(tmp_path, notes.append) == older
+    assert len(notes) == 1 and str(newer) in notes[0]
+
+
+def test_swapped_files_are_named(tmp_path):
+    write(tmp_path, 4)
+    newer = write(tmp_path, 8)
+    swap(newer / "state.json", newer / SHARDS[0])
+    with pytest.raises(DamagedError, match=r"state\.json is too long|state\.json is truncated"):
+        checkpoint.check(newer)
+    swap(newer / "state.json", newer / SHARDS[0])
+    swap(newer / SHARDS[0], newer.with_name(name_of(4)) / SHARDS[0])  # of one size
+    with pytest.raises(DamagedError, match="is not what was saved"):
+        checkpoint.check(newer)
+
+
+def test_whole_checkpoints_under_each_others_names_are_told(tmp_path):
+    older, newer = write(tmp_path, 4), write(tmp_path, 8)
+    older.rename(tmp_path / "x")
+    newer.rename(older)
+    (tmp_path / "x").rename(newer)
+    with pytest.raises(ValueError, match=r"none of the 2 checkpoints in .* is whole; leave --resume out"):
+        checkpoint.newest_whole(tmp_path, lambda _: None)
+    shutil.rmtree(tmp_path / "checkpoints")
+    with pytest.raises(ValueError, match="holds no checkpoint; leave --resume out"):
+        checkpoint.newest_whole(tmp_path, lambda _: None)
+
+
+def test_what_is_being_written_or_removed_is_no_checkpoint(tmp_path):
+    newer = write(tmp_path, 8)
+    shutil.copytree(newer, newer.with_name(f"{name_of(12)}.unfinished"))
+    (newer.parent / "step-x").mkdir()
+    assert list_checkpoints(tmp_path) == [newer]
+    discard(newer)
+    assert not newer.exists()
+
+
+def test_a_checkpoint_is_written_over_what_was_damaged_at_its_step(tmp_path):
+    first = write(tmp_path, 8)
+    flip(first / SHARDS[0], -1)
+    assert write(tmp_path, 8) == first
+    assert checkpoint.check(first).natural("step") == 8
+
+
+def test_a_thousand_broken_headers_and_states_are_errors_and_take_no_memory(tmp_path):
+    newer = write(tmp_path, 8)
+    file, state = newer / SHARDS[0], newer / "state.json"
+    whole = {file: file.read_bytes(), state: state.read_bytes()}
+    drawn = random.Random(0)
+    tracemalloc.start()
+    for number in range(1000):
+        path = (file, state)[number % 2]
+        data = bytearray(whole[path])
+        for _ in range(drawn.randint(1, 4)):
+            data[drawn.randrange(min(len(data), 300))] = drawn.randrange(256)
+        data = data[: drawn.randint(0, len(data))] if drawn.random() < 0.3 else data
+        path.write_bytes(data)
+        if data != whole[path]:
+            with pytest.raises(DamagedError):
+                checkpoint.check(newer)
+        try:
+            read_header(file)  # what a hash would have kept from it
+            read_json(state)
+        except ValueError:
+            pass
+        path.write_bytes(whole[path])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 10e6
+    assert read_state(newer).natural("step") == 8
+
+
+def test_a_header_that_claims_to_be_huge_is_not_read(tmp_path):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(struct.pack("<Q", 2**62) + b"{}")
+    with pytest.raises(ValueError, match="its header is longer than the file"):
+        read_header(path)
