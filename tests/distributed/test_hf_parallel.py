@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
 from burst_attention.integrations import hf
 from tests.hf_models import SMALL, VOCABULARY, make_model
@@ -102,6 +102,11 @@ MODELS = {
 
 
 def model_of(name, implementation="sdpa"):
+    if name == "gpt2":
+        torch.manual_seed(0)
+        sizes = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+        none = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+        return GPT2LMHeadModel(GPT2Config(**sizes, **none, attn_implementation=implementation)).double()
     if name == "mixtral":
         torch.manual_seed(0)
         config = MixtralConfig(
@@ -312,3 +317,106 @@ def test_shard_batch_compares_batches(pools):
     for text in pools(2).run(shard_batch_differs):
         assert "the digest of input_ids" in text
         assert "give their samplers one seed" in text
+
+
+def refused(name, case, changes, calls):
+    """What each rank's call raises, and whether a good call works after it. ``changes``: on rank 1 alone or on all."""
+    model = hf.parallelize(model_of(name), timeout=10)
+    batch = BATCHES[case]()
+    good = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+    if calls == "all" or dist.get_rank() == 1:
+        batch |= changes
+    if batch.pop("switched", False):
+        model.set_attn_implementation("sdpa")
+    try:
+        model(**batch)
+        text = "nothing was raised"
+    except (TypeError, ValueError) as error:
+        text = str(error)
+    model.set_attn_implementation("burst")
+    return text, model(**good).loss.item() > 0
+
+
+FAR = ids_of(2)
+FAR[1, 30] = VOCABULARY
+BEHIND = torch.ones(2, LENGTH, dtype=torch.long)
+BEHIND[0, -2:] = 0
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "changes", "calls", "message"),
+    [
+        ("llama", "plain", {"switched": True, "labels": None, "logits_to_keep": 2}, "all", "call model.set_attn"),
+        ("llama", "plain", {"input_ids": FAR}, "one", f"input_ids holds {VOCABULARY}, outside of the model's"),
+        ("llama", "plain", {"num_items_in_batch": torch.tensor(0)}, "all", "num_items_in_batch=0, but"),
+        ("llama", "plain", {"num_items_in_batch": -5, "fused_lm_head": True}, "all", "not negative"),
+        ("llama", "plain", {"output_router_logits": True}, "all", "LlamaForCausalLM adds no loss of a router"),
+        ("llama", "plain", {"labels": None}, "all", "labels are missing"),
+        ("llama", "right padded", {"labels": None, "logits_to_keep": 2}, "all", "reaches into padding"),
+        ("llama", "plain", {"past_key_values": 1}, "all", "a cache holds whole sequences"),
+        ("llama", "plain", {"inputs_embeds": torch.zeros(2, 3)}, "one", "embeddings that are made outside"),
+        ("mixtral", "plain", {"output_router_logits": False}, "one", "output_router_logits"),
+        ("mixtral", "plain", {"attention_mask": BEHIND, "labels": None}, "one", "labels are missing"),
+        (
+            "gpt2",
+            "plain",
+            {"position_ids": torch.arange(5, 5 + LENGTH)[None]},
+            "all",
+            "first token at another position",
+        ),
+        ("gpt2", "left padded", {}, "all", "first token at another position"),
+    ],
+)
+def test_what_would_be_another_number_is_refused_on_all_ranks(pools, name, case, changes, calls, message):
+    for text, works in pools(2).run(refused, name, case, changes, calls):
+        assert message in text
+        assert works or name == "gpt2"
+
+
+def other_padding():
+    """Padding behind the tokens on rank 1 alone: the router's loss would be another there."""
+    model, batch = hf.parallelize(model_of("mixtral"), timeout=10), plain()
+    batch["labels"][0, -2:] = -100
+    try:
+        return model(**batch, attention_mask=BEHIND if dist.get_rank() else None).loss.item()
+    except ValueError as error:
+        return str(error)
+
+
+def test_padding_on_one_rank_alone(pools):
+    for text in pools(2).run(other_padding):
+        assert "the digest of attention_mask" in text
+
+
+def other_weights():
+    model = model_of("llama")
+    if dist.get_rank() == 1:
+        model.lm_head.weight.data *= 1.2
+    hf.parallelize(model, timeout=10)
+    try:
+        return model(**plain()).loss.item()
+    except ValueError as error:
+        return str(error)
+
+
+def test_ranks_with_other_weights(pools):
+    for text in pools(2).run(other_weights):
+        assert "a sample of the weights" in text
+
+
+def changed_after(what):
+    model = model_of("llama")
+    if what == "forward":
+        model.forward = functools.partial(type(model).forward, model)
+    try:
+        hf.parallelize(model, timeout=10)
+        model.lm_head.register_forward_hook(lambda module, args, out: 2 * out)
+        return model(**plain()).loss.item()
+    except (TypeError, ValueError) as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(("what", "message"), [("forward", "a forward of its own"), ("hook", "has a hook")])
+def test_what_is_put_over_a_model_is_refused(pools, what, message):
+    for text in pools(2).run(changed_after, what):
+        assert message in text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -56,10 +56,16 @@ class Call:
 
     given: Mapping[str, Any]
     rows: Rows
+    items: float | None  # num_items_in_batch
     keep: int  # logits asked for, of each row
+    router: bool  # whether the loss of a mixture's router is
     plans: Plans
-    plan: Plan  # any of them
-    shard: dict[str, Tensor]
+    shard: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def plan(self) -> Plan:
+        """Any of the plans."""
+        return self.plans.one
 
 
 class Scaled(torch.autograd.Function):
@@ -84,7 +90,7 @@ def answer(model: Any, body: Any, call: Call) -> Any:
     out = _results(model, body[0], call)
     if call.keep:
         out.logits = _last_logits(model, body[0], call)
-    if given.get("output_router_logits", getattr(model.config.get_text_config(), "output_router_logits", False)):
+    if call.router:
         _add_router_loss(model, body, out, call)
     return out if given.get("return_dict", True) else out.to_tuple()
 
@@ -96,7 +102,7 @@ def _results(model: Any, hidden: Tensor, call: Call) -> ParallelOutput:
         return ParallelOutput()
     state = model._burst
     head = hf_head.find_head(model, state.form)
-    items, labels = given.get("num_items_in_batch"), call.shard["shift_labels"]
+    items, labels = call.items, call.shard["shift_labels"]
     hidden = _for_head(hidden, head.weight)
     if not given.get("fused_lm_head"):
         loss = loss_of(hidden, head.weight, labels, plan, **head.options, num_valid=items)
@@ -114,7 +120,7 @@ def _results(model: Any, hidden: Tensor, call: Call) -> ParallelOutput:
     out = ParallelOutput(**{name: restored(getattr(tokens, name)) for name in fields})
     mask = restored((rows.targets != IGNORED)[:, :-1])
     log_probs, entropy = state.share(restored(tokens.log_probs)), state.share(out.entropy)
-    loss = -log_probs.sum() / (mask.sum().clamp(min=1) if items is None else items)
+    loss = -log_probs.sum() / (mask.sum().clamp(min=1) if items is None else items or 1.0)
     return replace(out, loss=loss, log_probs=log_probs, entropy=entropy, label_mask=mask)
 
 

@@ -36,6 +36,8 @@ class Rows:
         cu_seqlens: the documents of every row; None for one.
         shape: (B, S) of the batch as it was given.
         padding: int64 [B], tokens of padding before each row of the batch; None for none.
+        real: bool [B, S], where the batch has tokens and no padding; None if there is none.
+        shifted: whether some row's first token is not at position 0, by its ``position_ids`` or by padding before it.
     """
 
     input_ids: torch.Tensor
@@ -43,6 +45,8 @@ class Rows:
     cu_seqlens: tuple[int, ...] | None
     shape: tuple[int, int]
     padding: torch.Tensor | None
+    real: torch.Tensor | None
+    shifted: bool
 
     def restore(self, rows: torch.Tensor) -> torch.Tensor:
         """[R, T, ...] in the order of the batch as it was given: [B, S, ...]."""
@@ -87,7 +91,8 @@ def rows_of(batch: Mapping[str, Any], *, ranks: int) -> Rows:
     if more and cu_seqlens is not None:
         cu_seqlens = (*cu_seqlens, tokens + more)
     targets = None if targets is None else arranged(targets, IGNORED)
-    return Rows(arranged(ids, 0), targets, cu_seqlens, (batch_size, length), padding)
+    shifted = _shifted(batch, ids, padding)
+    return Rows(arranged(ids, 0), targets, cu_seqlens, (batch_size, length), padding, real, shifted)
 
 
 class PlanCache:
@@ -207,6 +212,13 @@ def _starts(batch: Mapping[str, Any], ids: torch.Tensor, real: torch.Tensor | No
             "see each other, without one not. Leave attention_mask out for packed documents, or let positions count on"
         )
     return starts[0]
+
+
+def _shifted(batch: Mapping[str, Any], ids: torch.Tensor, padding: torch.Tensor | None) -> bool:
+    positions = _like(batch, "position_ids", ids, rows=True)
+    if positions is None:
+        return padding is not None
+    return bool((_in_front(positions, padding)[:, 0] != 0).any())
 
 
 def _restarts(positions: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:

@@ -147,6 +147,16 @@ def layer_windows(config: Any) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
+def places_absolutely(model: Any) -> bool:
+    """Whether more than two tokens' distance matters: learned positions, or scales that grow with the position."""
+    config = model.config.get_text_config(decoder=True)
+    rotary = any(_is(module, "RotaryEmbedding") for module in model.modules())
+    learned = sum(isinstance(module, nn.Embedding) for module in model.modules()) > 1
+    rope = getattr(config, "rope_parameters", None)
+    scaled = getattr(config, "attn_temperature_tuning", None) or "llama_4_scaling_beta" in str(rope)
+    return not rotary or learned or bool(scaled)
+
+
 class Watch:
     """Remembers which models it found right, weakly, so that each is looked at once and not in every layer.
 
@@ -173,8 +183,8 @@ class Watch:
             return
         if model not in self._right:
             check_structure(model)
-            self._right[model] = _configs(model)
-        _check_implementations(model, self._right[model], self._names)
+            self._right[model] = attention_configs(model)
+        check_implementations(model, self._right[model], self._names)
 
 
 @torch.compiler.disable
@@ -209,7 +219,7 @@ def check_model(model: PreTrainedModel, plan: PlanArgument) -> None:
     with one.agreement.entering("check_model"):
         check_layers(model.config)
         check_structure(model)
-        _check_implementations(model, _configs(model))
+        check_implementations(model, attention_configs(model))
         _check_by_measure(model, plan)
     one.exchange_small([])
 
@@ -273,13 +283,14 @@ def _has_own_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def _configs(model: nn.Module) -> list[Any]:
+def attention_configs(model: nn.Module) -> list[Any]:
     """The configurations by which the model's layers choose their attention; mostly it is one."""
     every = [getattr(module, "config", None) for module in model.modules() if _calls_interface(module)]
     return list({id(config): config for config in every if config is not None}.values())
 
 
-def _check_implementations(model: nn.Module, configs: list[Any], names: Sequence[str] = (NAME,)) -> None:
+def check_implementations(model: nn.Module, configs: list[Any], names: Sequence[str] = (NAME,)) -> None:
+    """Refuse a model some of whose layers ask for another attention."""
     for config in configs:
         if config._attn_implementation not in names:
             raise ValueError(

@@ -9,10 +9,11 @@ From outside the ranks of a group look like replicas that read the same batch, s
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 from collections.abc import Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Literal, TypeVar, get_args
 
@@ -21,14 +22,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from burst_attention.attention.batch import SAME_BATCH, batch_fields, cut
-from burst_attention.attention.plan import Plan, make_plan
+from burst_attention.attention.plan import make_plan
 from burst_attention.loss import LogitForm
+from burst_attention.loss.checks import divisor_of
 
 from . import hf_head, hf_models
 from .hf_answer import Call, Scaled, answer
 from .hf_attention import register
-from .hf_batch import PACKING, PlanCache, Rows, rows_of
-from .hf_checks import shown
+from .hf_batch import IGNORED, PACKING, PlanCache, Rows, rows_of
+from .hf_checks import check_rope, shown
 
 Gradients = Literal["mean", "sum"]
 Model = TypeVar("Model", bound=nn.Module)
@@ -75,6 +77,9 @@ def parallelize(
     Returns:
         ``model``.
 
+    Weights must be equal on all ranks, as those of any replicas: DDP and FSDP see to it, and a sample of them is
+    compared in the first call. A batch without any label has the loss 0 and no gradient (transformers gives NaN).
+
     Raises:
         TypeError, ValueError: the model can't be spread, or an argument is wrong; on every rank.
     """
@@ -88,8 +93,10 @@ def parallelize(
         if isinstance(base, _Parallel):
             raise ValueError(f"model is parallelized over {base._burst.plans.base.world} ranks already; do it once")
         form = None if _classifies(base) else hf_head.find_form(base)
+        _check_own_forward(base)
         if plan.world > 1:
             hf_models.check_layers(base.config)
+            check_rope(base.config.get_text_config(decoder=True))
             hf_models.check_structure(base.base_model if form is None else base)
     plan.agreement.agree("parallelize", {"layout": layout, "gradients": gradients, "temperature": temperature})
     register()
@@ -97,12 +104,25 @@ def parallelize(
     alone = "sdpa" if own == hf_models.NAME else own
     base.set_attn_implementation(hf_models.NAME)
     windows = hf_models.layer_windows(base.config.get_text_config(decoder=True))
-    state = _Context(PlanCache(plan, windows), form, gradients, temperature, alone)
+    layers = hf_models.attention_configs(base)
+    absolute = hf_models.places_absolutely(base)
+    state = _Context(PlanCache(plan, windows), form, gradients, temperature, alone, layers, absolute)
     vars(base).pop("forward", None)  # of TRL's fused head, which our own answers for
     spread: Any = base
     spread._burst = state
     spread.__class__ = _parallel_class(type(spread))  # type: ignore[arg-type]
     return model
+
+
+def _check_own_forward(model: Any) -> None:
+    """Refuse a forward that somebody has put over the class's, but for TRL's fused head, which ours answers for."""
+    own = vars(model).get("forward")
+    code = getattr(getattr(own, "__func__", own), "__code__", None)
+    if own is not None and getattr(code, "co_name", None) != "_fused_forward":
+        raise ValueError(
+            f"model has a forward of its own, {getattr(own, '__qualname__', own)}, over its class's, which would be "
+            "lost; parallelize the model before it is wrapped"
+        )
 
 
 def _classifies(model: Any) -> bool:
@@ -119,11 +139,14 @@ class _Context:
     gradients: Gradients
     temperature: float
     alone: str  # the attention of a rank by itself
+    layers: list[Any]  # the configurations by which the layers choose their attention
+    absolute: bool  # more than the distance of two tokens matters
     generating: bool = field(default=False, init=False)
+    compared: bool = field(default=False, init=False)  # the ranks' weights
 
     def __deepcopy__(self, _: Any) -> _Context:
         """Copies of a model share their ranks, which can't be copied."""
-        return _Context(self.plans, self.form, self.gradients, self.temperature, self.alone)
+        return replace(self)
 
     def share(self, whole: Any) -> Any:
         """The same value; its gradient as ``gradients`` asks for it. A rank's backward gives its share of the sum."""
@@ -150,7 +173,7 @@ def _parallel_class(kind: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self._burst.generating:
             return kind.forward(self, *args, **kwargs)
-        return _forward(self, _named(kind, self, args, kwargs))
+        return _forward(self, args, kwargs)
 
     members = {
         "forward": forward,
@@ -173,44 +196,51 @@ def _alone(model: Any) -> Any:
         model._burst.generating = False
 
 
-def _named(kind: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _named(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Every argument that is not None by its name."""
-    names = [name for name in inspect.signature(kind.forward).parameters if name != "self"]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    return {name: value for name, value in given.items() if value is not None}
+    kind = type(model).__name__
+    names = [name for name in inspect.signature(model.stock_class.forward).parameters if name != "self"]
+    if len(args) > len(names):
+        raise TypeError(f"{kind} takes at most {len(names)} arguments by place, {len(args)} were given; name them")
+    placed = dict(zip(names, args, strict=False))
+    twice = sorted(placed.keys() & kwargs.keys())
+    if twice:
+        raise TypeError(f"{twice[0]} was given to {kind} by place and by name; give it once")
+    return {name: value for name, value in (placed | dict(kwargs)).items() if value is not None}
 
 
-def _forward(model: Any, given: Mapping[str, Any]) -> Any:
+def _forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The forward of a parallelized model."""
-    call = _agreed(model, given)
-    asked = {name: given[name] for name in ("output_router_logits",) if name in given}
+    call = _agreed(model, args, kwargs)
     ids, positions = call.shard["input_ids"], call.shard["position_ids"]
+    asked = {"output_router_logits": True} if call.router else {}
     body = model.base_model(input_ids=ids, position_ids=positions, plan=call.plans, use_cache=False, **asked)
     return answer(model, body, call)
 
 
 @torch.compiler.disable
-def _agreed(model: Any, given: Mapping[str, Any]) -> Call:
+def _agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+    """The call, once all ranks are known to make it alike."""
     state: _Context = model._burst
     base = state.plans.base
     with base.agreement.entering("the model"):
-        _check_keywords(given)
+        given = _named(model, args, kwargs)
+        _check_keywords(model, given)
+        hf_models.check_implementations(model, state.layers)
         batch = {name: given.get(name) for name in _BATCH if name != "labels" or state.form is not None}
         rows = rows_of(batch, ranks=base.world)
-        keep = int(given.get("logits_to_keep", 0))
-        if rows.targets is None and not keep and state.form is not None:
-            raise ValueError(
-                "labels are missing: over ranks a model gives its loss, and logits only if logits_to_keep says of how "
-                "many last positions; generate with model.generate"
-            )
+        items, keep = divisor_of(given.get("num_items_in_batch")), int(given.get("logits_to_keep", 0))
+        _check_rows(model, given, rows, items, keep)
         plans = state.plans.get(rows.input_ids.shape[1], rows.cu_seqlens)
-        plan = plans.one
-        fields = _fields(plan, rows, given, keep)
+        call = Call(given, rows, items, keep, _wants_router(model, given), plans)
+        fields = _fields(model, call)
     base.agreement.agree("the model", fields, remedy=SAME_BATCH)
-    return Call(given, rows, keep, plans, plan, cut(rows.input_ids, rows.targets, plan))
+    state.compared = True
+    call.shard.update(cut(rows.input_ids, rows.targets, plans.one))
+    return call
 
 
-def _check_keywords(given: Mapping[str, Any]) -> None:
+def _check_keywords(model: Any, given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if name in (*_BATCH, *_ANSWERED, *_IGNORED) or value is False:
             continue
@@ -219,17 +249,64 @@ def _check_keywords(given: Mapping[str, Any]) -> None:
     keep = given.get("logits_to_keep", 0)
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
         raise ValueError(f"logits_to_keep={shown(keep)} must be a number of last positions, 0 for none")
+    for name in ("logits_to_keep", "fused_lm_head"):
+        if given.get(name) and model._burst.form is None:
+            raise ValueError(f"{name}={given[name]} is refused: {type(model).__name__} has no logits of tokens")
 
 
-def _fields(plan: Plan, rows: Rows, given: Mapping[str, Any], keep: int) -> dict[str, Any]:
+def _check_rows(model: Any, given: Mapping[str, Any], rows: Rows, items: float | None, keep: int) -> None:
+    """Refuse a batch that this model can't be called with."""
+    if rows.targets is None and not keep and model._burst.form is not None:
+        raise ValueError(
+            "labels are missing: over ranks a model gives its loss, and logits only if logits_to_keep says of how "
+            "many last positions; generate with model.generate"
+        )
+    labels = rows.targets if given.get("labels") is None else given["labels"]
+    if labels is not None and not isinstance(labels, torch.Tensor):
+        raise TypeError(f"labels is a {type(labels).__name__}; pass a tensor")
+    known = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    low, high = (int(x) for x in rows.input_ids.aminmax())
+    if known is not None and (low < 0 or high >= known):
+        wrong = low if low < 0 else high
+        raise ValueError(f"input_ids holds {wrong}, outside of the model's {known} tokens; resize its embeddings")
+    if items == 0 and rows.targets is not None and (rows.targets != IGNORED).any():
+        raise ValueError("num_items_in_batch=0, but the batch has labels; pass their count, or leave it out")
+    if keep and rows.real is not None and not rows.real[:, -keep:].all():
+        raise ValueError(f"logits_to_keep={keep} reaches into padding behind a row's tokens; pad in front of them")
+    if rows.shifted and model._burst.absolute:
+        raise ValueError(
+            f"position_ids, or padding in front, put a row's first token at another position than 0, which matters to "
+            f"{type(model).__name__}; pad behind the tokens, or pass position_ids that begin with 0"
+        )
+
+
+def _wants_router(model: Any, given: Mapping[str, Any]) -> bool:
+    """Whether the loss of a mixture's router is asked for."""
+    config = model.config.get_text_config()
+    wanted = bool(given.get("output_router_logits", getattr(config, "output_router_logits", False)))
+    if wanted and not hasattr(model, "router_aux_loss_coef"):
+        raise ValueError(f"output_router_logits=True is refused: {type(model).__name__} adds no loss of a router")
+    return wanted
+
+
+def _fields(model: Any, call: Call) -> dict[str, Any]:
     """What all ranks must be called with alike."""
-    items = given.get("num_items_in_batch")
+    given, rows = call.given, call.rows
     labels = given.get("labels") if rows.targets is None else rows.targets
-    return {
-        **batch_fields(plan, input_ids=rows.input_ids, labels=labels),
-        "attention_mask's padding": None if rows.padding is None else rows.padding.tolist()[:32],
-        "num_items_in_batch": None if items is None else float(items),
+    fields = {
+        **batch_fields(call.plan, input_ids=rows.input_ids, labels=labels, attention_mask=rows.real),
+        "num_items_in_batch": call.items,
         "fused_lm_head": bool(given.get("fused_lm_head", False)),
-        "logits_to_keep": keep,
+        "logits_to_keep": call.keep,
+        "output_router_logits": call.router,
         "gradients are wanted": torch.is_grad_enabled(),
     }
+    return fields if model._burst.compared else {**fields, "a sample of the weights": _sample(model)}
+
+
+@torch.no_grad()
+def _sample(model: Any) -> str:
+    """A digest of a few numbers of each parameter that is whole here; parts that ranks share out say nothing."""
+    whole = [p for p in model.parameters() if type(p) is nn.Parameter and p.device.type != "meta" and p.numel()]
+    few = [p.flatten()[:: max(1, p.numel() // 8)][:8].double().cpu() for p in whole]
+    return hashlib.blake2b(torch.cat(few).numpy().data if few else b"", digest_size=8).hexdigest()

@@ -66,7 +66,7 @@ class BurstMixin(OneGeneration):
         spread(trainer.model)
         reference = getattr(trainer, "ref_model", None)
         if reference is not None:
-            spread(trainer.accelerator.unwrap_model(reference))
+            spread(trainer.accelerator.unwrap_model(reference, keep_fp32_wrapper=False))
             if trainer.accelerator.native_amp:  # what it was wrapped in before is gone
                 trainer.ref_model = trainer.accelerator.prepare_model(reference, evaluation_mode=True)
 
