@@ -893,7 +893,7 @@ SEEDED = [
     Fault(
         "a stream is shuffled alike for every seed",
         "training/data.py",
-        "[self.seed, 0, 1]",
+        "[reader.seed, 0, 1]",
         "[0, 1]",
         DATA,
         "stream_gives",
