@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 from dataclasses import replace
@@ -209,3 +210,27 @@ def test_a_deadline_that_comes_near_is_seen_before_it_has_come():
     now[0] = 7.5
     assert requests.asked(reserve=3.0) and not requests.asked(reserve=1.0)
     assert not StopRequests(None).asked(reserve=1e9)
+
+
+def train_without_room(config):
+    """Rank 0 can't write files of more than 50 kB until the third step; returns what was told, and the checkpoints."""
+    notes = []
+
+    class Full(Quiet):
+        def step(self, record):
+            _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000 if record.step < 3 else most, most))
+
+        def note(self, text):
+            notes.append(text)
+
+    train(config, [Full()])
+    return notes, sorted(path.name for path in (Path(config.run.out) / "checkpoints").iterdir())
+
+
+def test_a_save_that_fails_is_told_and_training_goes_on(pools, corpus, tmp_path):
+    config = config_of(corpus, tmp_path / "run", steps=5, save_every="2")
+    (notes, kept), _ = pools(2).run(train_without_room, config)
+    assert len(notes) == 1 and "the checkpoint after step 2 could not be written: rank 0: File too large" in notes[0]
+    assert kept == ["step-00000004"], "nothing half is left"
+    assert len(losses(tmp_path / "run")) == 5
