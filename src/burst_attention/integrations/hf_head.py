@@ -156,10 +156,23 @@ def find_form(model: nn.Module) -> LogitForm:
         ValueError: its logits are not of a :class:`~burst_attention.loss.LogitForm`; names the model's class, and a
             logit or what else is in the way.
     """
+    check_untouched(model)
     name, head = _linear_of(model)
     product = _probe(head.weight.shape[0])
     logits = _logits_of(model, name, head, product)
     return _form(type(model).__name__, product, logits)
+
+
+def check_untouched(model: nn.Module) -> None:
+    """Refuse a model on whose head somebody has put what may change its logits."""
+    name, head = _linear_of(model)
+    added = [hook for hooks in (head._forward_hooks, head._forward_pre_hooks) for hook in hooks.values()]
+    if added or "forward" in vars(head):
+        what = f"hook {getattr(added[0], '__qualname__', added[0])}" if added else "forward of its own"
+        raise TypeError(
+            f"model's {name} has a {what}, which may change its logits and is not looked into; remove it for training "
+            "over shards"
+        )
 
 
 def _linear_of(model: Any) -> tuple[str, Any]:
@@ -177,13 +190,6 @@ def _linear_of(model: Any) -> tuple[str, Any]:
         raise TypeError(
             f"model's {name} is a {type(head).__name__}, not a plain linear layer, so its weight does not tell its "
             f"logits; give {kind} a linear head, or merge into it what was added"
-        )
-    added = [hook for hooks in (head._forward_hooks, head._forward_pre_hooks) for hook in hooks.values()]
-    if added or "forward" in vars(head):
-        what = f"hook {getattr(added[0], '__qualname__', added[0])}" if added else "forward of its own"
-        raise TypeError(
-            f"model's {name} has a {what}, which may change its logits and is not looked into; remove it for training "
-            "over shards"
         )
     return name, head
 

@@ -227,6 +227,8 @@ def _agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cal
         given = _named(model, args, kwargs)
         _check_keywords(model, given)
         hf_models.check_implementations(model, state.layers)
+        if state.form is not None:
+            hf_head.check_untouched(model)
         batch = {name: given.get(name) for name in _BATCH if name != "labels" or state.form is not None}
         rows = rows_of(batch, ranks=base.world)
         items, keep = divisor_of(given.get("num_items_in_batch")), int(given.get("logits_to_keep", 0))
