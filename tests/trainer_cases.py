@@ -60,7 +60,7 @@ _ALL = (
         options={"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
     ),
     Case("iterable", "iterable", 4, 2),
-    Case("data 2 x context 2", "padded", 4, 2),
+    Case("data 2 x context 2", "padded", 4, 2, {"include_num_input_tokens_seen": "non_padding"}),
     Case("tokens averaged by rank", "padded", options={"average_tokens_across_devices": False}),
     Case("grouped by length", "padded", options={"train_sampling_strategy": "group_by_length"}),
     Case("workers", "padded", options={"dataloader_num_workers": 1, "eval_on_start": True}),

@@ -16,6 +16,8 @@ TRAINERS: list[tuple[str, str]] = [
     ("trainer(preprocess_logits_for_metrics=accuracy)", "it is called with the logits of every token"),
     ("trainer(compute_loss_func=own_loss)", "it is called with the logits of every token"),
     ("trainer(label_smoothing_factor=0.1)", "smoothing needs the logits of the whole vocabulary"),
+    ("trainer(model=None, model_init=lambda: model)", "the model that training would begin with is not spread"),
+    ("trainer(model=dropping)", "ranks of a context would draw the same for different tokens"),
     ("trainer(neftune_noise_alpha=5.0)", "each rank would draw other noise than one device"),
     ("trainer(torch_compile=True)", "the ranks' agreements are no graph"),
     ("trainer(accelerator_config={'dispatch_batches': True})", "ranks of a context read one batch"),
@@ -45,13 +47,22 @@ def trainer_names(_: Any) -> dict[str, Any]:
     def spread(kind: type) -> Any:
         return type("Mine", (BurstMixin, kind), {})()
 
-    own = ("compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics", "context_size")
+    own = (
+        "compute_metrics",
+        "compute_loss_func",
+        "preprocess_logits_for_metrics",
+        "context_size",
+        "model",
+        "model_init",
+    )
 
     def trainer(**given: Any) -> Any:
         given = {"report_to": [], "use_cpu": True} | given
         arguments = TrainingArguments("out", **{name: value for name, value in given.items() if name not in own})
-        model = make_model("llama", "sdpa", dtype=torch.float32)
-        return Mine(model=model, args=arguments, **{name: given[name] for name in own if name in given})
+        return Mine(args=arguments, **{"model": model} | {name: given[name] for name in own if name in given})
+
+    model, dropping = make_model("llama", "sdpa"), make_model("llama", "sdpa")
+    dropping.model.layers[0].mlp.down_proj = torch.nn.Sequential(torch.nn.Dropout(0.1), torch.nn.Linear(48, 32))
 
     def own_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
         return outputs.logits.sum()

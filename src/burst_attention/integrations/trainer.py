@@ -140,12 +140,18 @@ class BurstMixin(OneGeneration):
         return loss, None, None
 
     def _without_repeated(self, inputs: Any) -> Any:
-        """A batch of which this context's samples that only fill it up have no labels."""
-        accelerator: Any = self.accelerator  # type: ignore[attr-defined]
-        state, labels = accelerator.gradient_state, inputs["labels"]
+        """A batch of which this context's samples that only fill it up have no labels.
+
+        Samples laid end to end in one row are told apart by nothing: some of them count twice, as under DDP.
+        """
+        trainer: Any = self
+        accelerator, labels, samples = trainer.accelerator, inputs["labels"], trainer.args.eval_batch_size
+        state = accelerator.gradient_state
         if not state.end_of_dataloader or state.remainder < 1:
             return inputs
-        own = max(0, state.remainder - accelerator.process_index * len(labels))
+        own = max(0, state.remainder - accelerator.process_index * samples)
+        if own > 0 and len(labels) != samples:
+            return inputs
         labels = labels.clone()
         labels[own:] = IGNORED
         return {**inputs, "labels": labels}

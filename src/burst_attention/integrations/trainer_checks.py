@@ -8,6 +8,7 @@ from importlib.metadata import version
 from typing import Any
 
 from accelerate import Accelerator
+from torch import nn
 from transformers import Trainer
 
 from .hf_checks import shown
@@ -74,6 +75,7 @@ def check_settings(trainer: Any) -> None:
         "compute_metrics": (trainer.compute_metrics, _NEEDS_LOGITS),
         "preprocess_logits_for_metrics": (trainer.preprocess_logits_for_metrics, _NEEDS_LOGITS),
         "compute_loss_func": (trainer.compute_loss_func, _NEEDS_LOGITS),
+        "model_init": (trainer.model_init, "makes another model when training begins; pass the model"),
         "label_smoothing_factor": (args.label_smoothing_factor, _NEEDS_LOGITS),
         "use_liger_kernel": (args.use_liger_kernel, "replaces the model's forward; the loss is chunked here already"),
         "neftune_noise_alpha": (args.neftune_noise_alpha, "adds noise by the length of a rank's shard; leave it out"),
@@ -88,10 +90,18 @@ def check_settings(trainer: Any) -> None:
     for name, (value, why) in refused.items():
         if value:
             raise ValueError(f"{name}={shown(value)} {why}")
+    _check_dropout(trainer.model)
     if args.train_sampling_strategy == "batch_rebalance":
         raise ValueError("train_sampling_strategy='batch_rebalance' deals batches to ranks; choose 'group_by_length'")
     if trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version == 1:
         raise ValueError("fsdp_config['version']=1 is not supported; choose 2")
+
+
+def _check_dropout(model: nn.Module) -> None:
+    """Ranks of a context would draw the same for different tokens."""
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Dropout) and part.p > 0:
+            raise ValueError(f"{name} drops out with p={part.p}, which is not supported over ranks; set it to 0")
 
 
 def context_size_of(config: Any, size: int | None) -> int | None:
