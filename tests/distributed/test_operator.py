@@ -34,15 +34,16 @@ def shards(plan, *, dtype=torch.float64, kv_heads=2, grad=True):
 def test_opcheck(mask, dtype):
     plan = make_plan(33, mask=mask)
     q, k, v = shards(plan, dtype=dtype)
-    torch.library.opcheck(attend, (q, k, v, plan.handle, None, "auto", "auto", 7, True, FORMULA_VERSION))
-    out, lse, settled = attend(q, k, v, plan.handle, 0.5, "auto", "auto", 7, True, FORMULA_VERSION)
+    torch.library.opcheck(attend, (q, k, v, plan.handle, None, "auto", "auto", 1, 0, 7, True, FORMULA_VERSION))
+    out, lse, settled, *kept = attend(q, k, v, plan.handle, 0.5, "auto", "auto", 1, 0, 7, True, FORMULA_VERSION)
+    assert [x.shape for x in kept] == [(0,)] * 3
     assert Settled.unpack(settled) == Settled(0, 0.5, "query", "aten")
     saved = [x.detach() for x in (q, k, v, out, lse, settled)]
     dout, dlse = torch.randn_like(saved[3]), torch.randn_like(saved[4])
     # The gradients have none of their own: second derivatives are not supported.
     without = ("test_schema", "test_faketensor")
-    torch.library.opcheck(attend_backward, (dout, dlse, *saved, plan.handle), test_utils=without)
-    torch.library.opcheck(attend_backward, (dout, None, *saved, plan.handle), test_utils=without)
+    torch.library.opcheck(attend_backward, (dout, dlse, *saved, plan.handle, 1, 0, 2), test_utils=without)
+    torch.library.opcheck(attend_backward, (dout, None, *saved, plan.handle, 1, 0, 2), test_utils=without)
 
 
 def layer(q, k, v, plan, **options):
@@ -89,7 +90,7 @@ def test_a_compiled_graph_names_the_formula_so_that_one_on_disk_is_not_run_after
 
 
 # The version, and the digest of the source of what a graph on disk may hold, as of the last change.
-LAST = (2, "e76bc7e2d9e9")
+LAST = (3, "596105d5d92f")
 
 
 def test_a_formula_that_changed_has_a_version_of_its_own():
@@ -126,7 +127,7 @@ def test_a_graph_keeps_its_plan_and_a_lost_one_is_named():
     handle = make_plan(33).handle
     gc.collect()
     with pytest.raises(ValueError, match=f"plan handle {handle} is of no plan any more"):
-        attend(*inputs, handle, None, "auto", "auto", 7, True, FORMULA_VERSION)
+        attend(*inputs, handle, None, "auto", "auto", 1, 0, 7, True, FORMULA_VERSION)
 
 
 def checkpointed(group=None, keep=True):

@@ -6,7 +6,7 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from .checks import check_types
+from .checks import check_types, cut
 from .derivatives import check_transforms
 from .operator import FORMULA_VERSION, attend, gradients_wanted
 from .plan import Plan
@@ -84,7 +84,8 @@ def burst_attention(
         number = check_types(q, k, v, scale, travels, kernel)
         check_transforms("burst_attention", q=q, k=k, v=v)
         wanted = gradients_wanted(q, k, v)
-    out, lse, _ = attend(
+        heads, kept_rows = cut(q, k, v, plan, travels)
+    out, lse, *_ = attend(
         q,
         k,
         v,
@@ -92,6 +93,8 @@ def burst_attention(
         scale=number,
         travels=travels,
         kernel=kernel,
+        heads=heads,
+        kept_rows=kept_rows if wanted else 0,
         wanted=wanted,
         return_lse=bool(return_lse),
         formula_version=FORMULA_VERSION,

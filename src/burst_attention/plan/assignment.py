@@ -1,6 +1,7 @@
-"""Which rank computes which (query owner, key owner) pair. All that travels and returns follows from it.
+"""Which rank computes which cell (query owner, key owner, head group). All that travels and returns follows from it.
 
-An assignment is a function of two broadcastable integer arrays, query owners i and key owners j, that gives the rank.
+An assignment is a function of two broadcastable integer arrays, query owners i and key owners j, that gives the rank;
+a cube is one of three, of which the last is the head group.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
+from .groups import Groups
 from .rows import Direction
 
 Assignment = Callable[[np.ndarray, np.ndarray], np.ndarray]
+Cube = Callable[[np.ndarray, np.ndarray, int], np.ndarray]
 
 
 def rows(i: np.ndarray, j: np.ndarray) -> np.ndarray:
@@ -34,6 +37,19 @@ def nearest(world: int) -> Assignment:
 
     def assign(i: np.ndarray, j: np.ndarray) -> np.ndarray:
         return np.where(2 * ((i - j) % world) < world, i, j)
+
+    return assign
+
+
+def heads(groups: Groups, inner: Assignment) -> Cube:
+    """Heads are cut first, then context slices: cell (i, j, h) at the rank of group h where ``inner`` has their slices.
+
+    Every tensor is cut by heads, and no result is a sum over groups: the fewest bytes, as far as there are heads.
+    Ulysses is one slice, and no inner assignment; USP and LoongTrain have rows inside.
+    """
+
+    def assign(i: np.ndarray, j: np.ndarray, group: int) -> np.ndarray:
+        return groups.keeper(np.asarray(group), inner(groups.context(i), groups.context(j)))
 
     return assign
 
