@@ -94,4 +94,4 @@ def test_what_is_live_with_heads_cut_is_what_was_foretold(
     cut = functools.partial(live_and_foretold, heads=heads, keep=keep)
     for told in pools(4).run(cut, layout, "direct", "query", mask):
         for live, foretold in told:
-            assert foretold == pytest.approx(live, rel=0.01)
+            assert foretold == pytest.approx(live, rel=0.04)  # more index arrays, of which a CPU keeps no copies

@@ -19,7 +19,7 @@ from ..plan.assignment import TRAVELS
 from ..plan.cost import Shape
 from ..plan.groups import Groups
 from ..plan.mask import Mask
-from .plan import Plan, shape_of
+from .plan import Plan, plan_of, shape_of
 
 if TYPE_CHECKING:
     DtypeName: TypeAlias = str
@@ -101,7 +101,16 @@ def cut(q: Tensor, k: Tensor, v: Tensor, plan: Plan, travels: str) -> tuple[int,
     if plan.world == 1 or plan.schedule.heads == 1:
         return 1, 0
     check_tensors(q, k, v, plan.length)
-    groups = plan.schedule.choose_groups(_shape(q, k, v), travels)
+    return _cut(plan.handle, str(q.dtype), *q.shape[:2], k.shape[1], q.shape[3], v.shape[3], travels)
+
+
+@torch.compiler.assume_constant_result  # a compiler need not look into arrays
+def _cut(
+    handle: int, dtype: str, batch: int, q_heads: int, kv_heads: int, head_dim: int, v_head_dim: int, travels: str
+) -> tuple[int, int]:
+    plan, io = plan_of(handle), getattr(torch, dtype.removeprefix("torch."))
+    shape = shape_of(io, batch=batch, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, v_head_dim=v_head_dim)
+    groups = plan.schedule.choose_groups(shape, travels)
     return groups.query, plan.schedule.slice_length(groups) if groups.keep else 0
 
 

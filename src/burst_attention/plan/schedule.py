@@ -139,7 +139,7 @@ class Schedule:
         known = shape, travels
         if known not in self._groups:
             candidates = self._candidates(shape)
-            self._groups[known] = min(candidates, key=lambda each: self.busiest_bytes(shape, travels, each))
+            self._groups[known] = min(candidates, key=lambda each: self.bytes_moved(shape, travels, each).max())
         return self._groups[known]
 
     def _candidates(self, shape: cost.Shape) -> list[Groups]:
@@ -162,13 +162,10 @@ class Schedule:
         """Tokens of this rank's context slice."""
         return sum(self.layout.lengths[owner] for owner in groups.members(groups.context(self.rank)))
 
-    def busiest_bytes(self, shape: cost.Shape, travels: str, groups: Groups) -> int:
-        """Bytes that the rank which sends or receives the most does, in one forward and backward, routes direct."""
+    def bytes_moved(self, shape: cost.Shape, travels: str, groups: Groups) -> np.ndarray:
+        """int64 [2, W]: what each rank sends, and receives, in one forward and backward over direct routes."""
         if travels == "auto":
             travels = self.choose_travels(shape, groups)
-        return int(self._moved(shape, travels, groups).max())
-
-    def _moved(self, shape: cost.Shape, travels: str, groups: Groups) -> np.ndarray:
         assignments = TRAVELS[travels](self.layout.world // groups.query)
         return moved(self._tiles, self.layout, shape, assignments, groups)
 
@@ -189,7 +186,7 @@ class Schedule:
         if busiest["either"] < 0.95 * min(busiest["query"], busiest["key-value"]):
             return "either"
         if groups.query > 1:
-            return min(("query", "key-value"), key=lambda travels: self._moved(shape, travels, groups).sum())
+            return min(("query", "key-value"), key=lambda travels: self.bytes_moved(shape, travels, groups).sum())
         totals = {}
         for name, side in (("query", Side.QUERY), ("key-value", Side.KEY)):
             partials = shape.accumulate if self.route.exact else shape.partial

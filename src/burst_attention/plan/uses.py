@@ -40,14 +40,15 @@ class Work:
         """
         world, groups = self.layout.world, self.groups
         known_by = rank if self.route.direct else None
-        pairs = np.indices((world, world))
-        wanted = np.logical_or.reduce([self._concerns(known_by, *pairs, group) for group in range(groups.query)])
+        i, j = np.indices((world, world))
+        wanted = np.logical_or.reduce([self._concerns(known_by, i, j, group) for group in range(groups.query)])
         table = wanted_tiles(self.layout, self.regions, wanted)
-        known = [self._concerns(known_by, *table[:, :2].T, group) for group in range(groups.query)]
+        i, j = table[:, 0], table[:, 1]
+        known = [self._concerns(known_by, i, j, group) for group in range(groups.query)]
         group = np.repeat(np.arange(groups.query), [mine.sum() for mine in known])
         table = np.concatenate([table[mine] for mine in known])
         i, j = table[:, 0], table[:, 1]
-        ranks = np.concatenate([self.cube(*table[group == g, :2].T, g) for g in range(groups.query)])
+        ranks = np.concatenate([self.cube(i[group == g], j[group == g], g) for g in range(groups.query)])
         if self.fetched_before:  # the query side's gradients start at home, the inputs where they were kept
             sources = [i, *(groups.keeper(group, groups.context(owner)) for owner in (i, j))]
         else:
