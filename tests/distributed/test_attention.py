@@ -42,7 +42,7 @@ FACTORS = {
     "mask": list(MASKS),
     "groups": [1, 4, 8],
     "layout": ["contiguous", "zigzag", "striped", "zigzag-per-document"],
-    "travels": ["query", "key-value", "either"],
+    "travels": ["query", "key-value", "either", "blocks"],
     "route": ["direct", "ring"],
     "kernel": ["reference", "aten", "aten-fp32"],
 }

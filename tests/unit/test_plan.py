@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burst_attention.plan.assignment import TRAVELS, Cube, columns, heads, nearest, rows, table
+from burst_attention.plan.assignment import TRAVELS, Cube, blocks, columns, heads, nearest, rows, table
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.groups import WHOLE, Groups
 from burst_attention.plan.layout import LAYOUTS, PER_DOCUMENT, Layout
@@ -334,7 +334,9 @@ def test_programs_bring_every_pair_home_once(
     cells = layout.world**2
     ranks = data.draw(st.lists(st.integers(0, layout.world - 1), min_size=cells, max_size=cells))
     random_table = table(np.array(ranks).reshape(layout.world, layout.world))
-    assignment = data.draw(st.sampled_from([rows, columns, nearest(layout.world), random_table]))
+    assignment = data.draw(
+        st.sampled_from([rows, columns, nearest(layout.world), blocks(layout.world, 2), random_table])
+    )
     schedules = [Schedule(layout, mask, ROUTES[route], rank) for rank in range(layout.world)]
     simulation = Simulation(schedules, heads(WHOLE, assignment), direction)
     simulation.run()
@@ -353,7 +355,12 @@ def cubes(draw) -> tuple[Layout, Mask, Cube, Groups]:
         dice = np.random.default_rng(draw(st.integers(0, 1 << 20))).integers(0, layout.world, shape)
         return layout, mask, lambda i, j, group: dice[group, i, j], Groups(count, shared)
     groups = Groups(count, shared, keep=count > 1 and draw(st.booleans()))
-    return layout, mask, heads(groups, draw(st.sampled_from([rows, columns, nearest(contexts)]))), groups
+    return (
+        layout,
+        mask,
+        heads(groups, draw(st.sampled_from([rows, columns, nearest(contexts), blocks(contexts, 2)]))),
+        groups,
+    )
 
 
 @settings(max_examples=500, deadline=None)

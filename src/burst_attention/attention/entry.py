@@ -60,7 +60,9 @@ def burst_attention(
             and values in both; in the backward dK and dV come home (RingAttention). ``either``: of each pair of shards
             the one whose way to the other is less than half a ring, in both; partial results of the forward come home
             over the wire, too. A contiguous layout under a causal mask is balanced then, within 1 / world, with a
-            quarter fewer bytes than zigzag (without grouped queries). ``auto``: ``either`` if that leaves the busiest
+            quarter fewer bytes than zigzag (without grouped queries). ``blocks``: both sides of square blocks of pairs,
+            in both; the fewest bytes for many ranks, more memory. Where heads are cut it is context slices in place of
+            shards that travel. ``auto``: ``either`` if that leaves the busiest
             rank less to compute, else that of the other two whose backward sends fewer bytes.
         kernel: ``auto``, or a name of :data:`burst_attention.kernels.KERNELS`;
             :func:`burst_attention.kernels.explain` tells what ``auto`` takes, and why.

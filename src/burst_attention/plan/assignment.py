@@ -6,6 +6,7 @@ a cube is one of three, of which the last is the head group.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -41,6 +42,18 @@ def nearest(world: int) -> Assignment:
     return assign
 
 
+def blocks(world: int, keys: int) -> Assignment:
+    """Blocks of many queries' shards with ``keys`` neighbours' keys: both sides travel a little, O(1 / sqrt(world)) of
+    them (Mesh-Attention, arXiv 2512.20968). Any ``keys``; where it divides ``world`` blocks are of one size, and each
+    rank owns a row and a column of its own."""
+
+    def assign(i: np.ndarray, j: np.ndarray) -> np.ndarray:
+        first = j // keys * keys
+        return first + i % np.minimum(keys, world - first)  # the last neighbours may be fewer, with more queries each
+
+    return assign
+
+
 def heads(groups: Groups, inner: Assignment) -> Cube:
     """Heads are cut first, then context slices: cell (i, j, h) at the rank of group h where ``inner`` has their slices.
 
@@ -54,12 +67,13 @@ def heads(groups: Groups, inner: Assignment) -> Cube:
     return assign
 
 
-# What travels in the backward, and the assignment of each pass that it stands for: the paper's, RingAttention's, and
-# whichever side of a pair is on its way anyway.
+# What travels in the backward, and the assignment of each pass that it stands for: the paper's, RingAttention's,
+# whichever side of a pair is on its way anyway, and both in square blocks.
 TRAVELS: dict[str, Callable[[int], Mapping[Direction, Assignment]]] = {
     "query": lambda world: {Direction.FORWARD: rows, Direction.BACKWARD: columns},
     "key-value": lambda world: dict.fromkeys(Direction, rows),
     "either": lambda world: dict.fromkeys(Direction, nearest(world)),
+    "blocks": lambda world: dict.fromkeys(Direction, blocks(world, math.isqrt(world))),
 }
 
 if TYPE_CHECKING:

@@ -178,7 +178,8 @@ class Schedule:
 
         Either, where that leaves the busiest rank markedly less to compute: a contiguous layout under a causal mask.
         Else what needs fewer bytes in the backward, the query side on a tie. Counted as if each shard went straight to
-        its users and partial results straight home, whatever the route.
+        its users and partial results straight home, whatever the route. With heads cut it is context slices that
+        travel, in blocks too, by the bytes of both passes.
         """
         if groups.query == self.layout.world > 1:  # one context slice: nothing travels between slices
             return "query"
@@ -186,7 +187,9 @@ class Schedule:
         if busiest["either"] < 0.95 * min(busiest["query"], busiest["key-value"]):
             return "either"
         if groups.query > 1:
-            return min(("query", "key-value"), key=lambda travels: self.bytes_moved(shape, travels, groups).sum())
+            least = 1.05 * min(busiest.values())
+            balanced = [travels for travels in ("query", "key-value", "blocks") if busiest[travels] <= least]
+            return min(balanced or ["query"], key=lambda travels: self.bytes_moved(shape, travels, groups).sum())
         totals = {}
         for name, side in (("query", Side.QUERY), ("key-value", Side.KEY)):
             partials = shape.accumulate if self.route.exact else shape.partial

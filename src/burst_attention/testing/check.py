@@ -194,7 +194,8 @@ def _rounded_on_wire(case: Case, plan: Plan) -> tuple[str, ...]:
         return ("dk", "dv") if groups.key < groups.query else ()
     if travels == "auto":
         travels = plan.schedule.choose_travels(shape, groups)
-    rounded = {"query": ("dq",), "key-value": ("dk", "dv"), "either": ("out", "dq", "dk", "dv")}[travels]
+    both = ("out", "dq", "dk", "dv")
+    rounded = {"query": ("dq",), "key-value": ("dk", "dv"), "either": both, "blocks": both}[travels]
     return (*rounded, "dk", "dv") if groups.key < groups.query else rounded
 
 
