@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter, defaultdict, deque
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -373,6 +373,53 @@ def test_programs_bring_every_cell_home_once(case: tuple[Layout, Mask, Cube, Gro
     simulation.check(mask, direction)
 
 
+@pytest.mark.parametrize(("world", "count"), [(6, 1), (6, 2), (6, 3), (8, 4), (8, 8)])
+def test_each_step_is_a_permutation_of_the_ranks_own_context_first(world: int, count: int) -> None:
+    groups, ranks = Groups(count, count), np.arange(world)
+    distance = groups.distance(ranks[:, None], ranks, world)
+    for line in (*distance, *distance.T):
+        assert sorted(line) == list(range(world))
+    assert ((distance < count) == (groups.context(ranks)[:, None] == groups.context(ranks))).all()
+    if count == 1:
+        np.testing.assert_array_equal(distance, (ranks - ranks[:, None]) % world)
+
+
+def test_a_step_is_two_visits_at_most_and_the_last_completes_whole_sequences() -> None:
+    """Of a head group, whatever the ranks: new queries with all keys held, old queries with the new keys."""
+    layout = Layout("contiguous", 64, 8)
+    for direction, keep in product(Direction, (False, True)):
+        groups = Groups(8, 8, keep)
+        program = Schedule(layout, Mask(causal=False), ROUTES["direct"], 2).program("query", direction, groups)
+        visits = [op for op in program.ops if isinstance(op, Visit)]
+        assert max(Counter(visit.step for visit in visits).values()) <= 2
+        assert sum(len(visit.tiles) for visit in visits) <= 2 * len(visits)  # neighbours' rows are one tile
+        assert sum(visit.tiles.area for visit in visits) == 64 * 64
+
+
+@pytest.mark.parametrize("mask", [Mask(), Mask(causal=False), Mask(window=9), Mask(cu_seqlens=[0, 7, 33, 34, 50])])
+@pytest.mark.parametrize(("world", "count", "heads"), [(4, 1, 4), (4, 2, 4), (4, 4, 2), (6, 3, 3), (6, 2, 1)])
+def test_bytes_counted_for_a_choice_are_those_of_the_programs(mask: Mask, world: int, count: int, heads: int) -> None:
+    sizes = {"batch": 2, "head_dim": 8, "v_head_dim": 4, "io": 2, "partial": 4, "accumulate": 4}
+    shape = Shape(q_heads=12, kv_heads=heads, **sizes)
+    for layout, travels, keep in product(("zigzag", "striped"), TRAVELS, {False, count > 1}):
+        groups = Groups.of(count, q_heads=12, kv_heads=heads, keep=keep)
+        schedules = [Schedule(Layout(layout, 50, world), mask, ROUTES["direct"], rank) for rank in range(world)]
+        moved = schedules[0].bytes_moved(shape, travels, groups)
+        traffic = [schedule.traffic(shape, travels, groups) for schedule in schedules]
+        assert moved.tolist() == [[t.sent for t in traffic], [t.received for t in traffic]]
+
+
+@pytest.mark.parametrize("world", range(1, 20))
+def test_blocks_are_of_one_size_or_nearly(world: int) -> None:
+    i, j = np.indices((world, world))
+    for keys in range(1, world + 1):
+        ranks = blocks(world, keys)(i, j)
+        cells = np.bincount(ranks.ravel(), minlength=world)
+        assert len(cells) == world and cells.min() > 0
+        if world % keys == 0:
+            assert set(cells) == {world} and (np.diag(ranks) == np.arange(world)).all()
+
+
 @pytest.mark.parametrize("route", ["direct", "ring"])
 @pytest.mark.parametrize("assignment", [rows, columns], ids=["rows", "columns"])
 @pytest.mark.parametrize("direction", list(Direction))
@@ -544,6 +591,11 @@ def test_masks_refuse_by_name(options: dict, error: type[Exception], told: str) 
         ({"layout": "spiral"}, "layout='spiral'"),
         ({"route": "scenic"}, "route='scenic'"),
         ({"rank": 2}, "rank=2"),
+        ({"heads": 3}, "heads=3 does not divide the 2 ranks"),
+        ({"heads": 0}, "heads=0"),
+        ({"heads": True}, "heads=True"),
+        ({"heads": 2, "route": "ring"}, "route='ring'"),
+        ({"keep": "yes"}, "keep='yes'"),
     ],
 )
 def test_schedules_refuse_by_name(options: dict, told: str) -> None:
