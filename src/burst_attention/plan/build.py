@@ -106,11 +106,11 @@ class _Builder:
 
     def _message(self, edge: Edge, *, sent: bool) -> Message:
         """An edge at this end."""
-        place, here, packed = self._place(edge.key), (edge.side, edge.owner, edge.key.part), self.held
-        if edge.partial:
-            packed = self.sums
-        if sent != edge.partial and edge.key.payload is not Payload.INPUTS:  # by the rank whose shard it is, or for it
-            return Message(edge, here, edge.rows.within(packed[here]))
+        place, packed = self._place(edge.key), self.sums if edge.partial else self.held
+        ends = sent != edge.partial  # a shard leaves, or results arrive
+        if ends and (edge.owner == self.rank or place[1] < self.world) and edge.key.payload is not Payload.INPUTS:
+            place = edge.side, edge.owner, edge.key.part
+            return Message(edge, place, edge.rows.within(packed[place]))
         if place[1] < self.world:
             return Message(edge, place, None)
         return Message(edge, place, self._rows(edge).within(packed[place]))

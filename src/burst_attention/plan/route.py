@@ -118,6 +118,25 @@ class Route:
             step += 1
             yield Edge(step, rank, (rank + 1) % world, key, so_far, True, self.exact)
 
+    def through_keepers(self, key: Key, uses: Mapping[int, Use], groups: Groups, *, finished: bool) -> Iterator[Edge]:
+        """As :meth:`homeward`, of heads that are cut: first to the rank of the same heads in the owner's context slice.
+
+        There they are added up before they are rounded; ``finished``: there is one such rank.
+        """
+        by_keeper: dict[int, dict[int, Use]] = {}
+        for _, rank in sorted((use.last, rank) for rank, use in uses.items()):
+            keeper = groups.keeper(rank % groups.query, groups.context(key.owner))
+            by_keeper.setdefault(keeper, {})[rank] = uses[rank]
+        for keeper, users in by_keeper.items():
+            step = 0
+            for rank, use in users.items():
+                step = max(step, use.last + 1 + (rank != keeper))
+                if rank != keeper:
+                    yield Edge(use.last + 2, rank, keeper, key, use.rows, True, self.exact)
+            if keeper != key.owner:
+                rows = Rows.union(use.rows for use in users.values())
+                yield Edge(step + 1, keeper, key.owner, key, rows, True, self.exact, finished)
+
 
 def _by_distance(owner: int, uses: Mapping[int, Use], groups: Groups, world: int) -> list[tuple[int, int]]:
     return sorted((groups.distance(owner, rank, world), rank) for rank in uses if rank != owner)

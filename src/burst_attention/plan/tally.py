@@ -53,6 +53,9 @@ class _Side:
         self.rows = np.zeros((world, len(self.context)), np.int64)
         self.rows.flat[union.keys] = union.counts
         grid = inner(self.context[:, None], self.context)
+        self.all_rows = np.zeros((world, 1), np.int64)
+        union = Union.of(own, table[:, first], table[:, first + 1])
+        self.all_rows[union.keys, 0] = union.counts
         self.whole = (grid == grid[:, :1]).all(1) if side is Side.QUERY else (grid == grid[:1]).all(0)
 
     def moved(self) -> np.ndarray:
@@ -63,8 +66,8 @@ class _Side:
             keeper = group + self.groups.query * self.groups.context(self.owner)
             for rows, size, source in self._out(keeper):
                 _add(total, rows * size, source, user)
-            if self.side in self.direction.returns:
-                _add(total[::-1], self.rows * self._home(), self.owner, user)
+            for rows, size, start, end in self._home(keeper, user) if self.side in self.direction.returns else ():
+                _add(total, rows * size, start, end)
         return total // self.groups.count(self.side)
 
     def _out(self, keeper: np.ndarray) -> list[tuple[np.ndarray, int, np.ndarray]]:
@@ -80,18 +83,26 @@ class _Side:
             return [kept]
         return [kept, (self.rows, bytes_of(self.side, self.direction, payload=Payload.GRADIENTS), self.owner)]
 
-    def _home(self) -> np.ndarray:
-        """int64 [W, 1]: bytes of a row of results; finished ones are in the dtype of the inputs."""
+    def _home(self, keeper: np.ndarray, user: np.ndarray) -> list[tuple[np.ndarray, int, np.ndarray, np.ndarray]]:
+        """(rows, bytes of one, where they start, where they go), of one head group."""
         io, partial = (
             self.shape.side_bytes(self.side, self.direction, wide=wide) for wide in (self.shape.io, self.shape.partial)
         )
-        cut = self.groups.query > 1 and self.groups.query == self.groups.count(self.side)
-        return np.where(cut & self.whole[self.groups.context(self.owner)], io, partial)
+        if self.groups.query == 1:
+            return [(self.rows, partial, user, self.owner)]
+        shared = self.groups.query > self.groups.count(self.side)
+        whole = self.whole[self.groups.context(self.owner)] & (not shared)
+        foreign = ~whole & (self.context != self.groups.context(self.owner))
+        return [
+            (self.rows * whole, io, user, self.owner),
+            (self.rows * foreign, partial, user, keeper),
+            (self.all_rows * ~whole, partial if shared else io, keeper, self.owner),
+        ]
 
 
 def _add(total: np.ndarray, sizes: np.ndarray, source: np.ndarray, target: np.ndarray) -> None:
     """Add messages of ``sizes`` [W, R] from ``source`` to ``target``; what stays on a rank is none."""
-    source, target = np.broadcast_arrays(source, target)
+    sizes, source, target = np.broadcast_arrays(sizes, source, target)
     sizes = np.where(source == target, 0, sizes)
     np.add.at(total[0], source, sizes)
     np.add.at(total[1], target, sizes)

@@ -62,8 +62,10 @@ class Work:
             return np.ones_like(i, bool)
         groups = self.groups
         known = (i == rank) | (j == rank) | (self.cube(i, j, group) == rank)
-        if self.fetched_before and group == rank % groups.query:
-            known |= (groups.context(i) == groups.context(rank)) | (groups.context(j) == groups.context(rank))
+        if groups.query > 1:  # what it keeps, and whose partial results pass through it
+            alike = self.cube(i, j, group) % groups.query == rank % groups.query
+            own = groups.context(rank)
+            known |= alike & ((groups.context(i) == own) | (groups.context(j) == own))
         return known
 
     def edges(self, cells: Cells, rank: int | None = None) -> list[Edge]:
@@ -79,8 +81,13 @@ class Work:
                 edges.append(Edge(0, key.owner, key.owner, key, users[key.owner].rows))
         for (side, owner, part), users in uses.items():
             if side in self.direction.returns:
-                key, finished = Key(side, owner, part), groups.query > 1 and self._of_one(side, owner, part)
-                edges += self.route.homeward(key, users, groups, world, finished=finished)
+                key, ranks = Key(side, owner, part), self._ranks(side, owner, part)
+                if groups.query == 1 or len(ranks) == 1:
+                    finished = groups.query > 1
+                    edges += self.route.homeward(key, users, groups, world, finished=finished)
+                else:
+                    finished = len(np.unique(ranks % groups.query)) == 1
+                    edges += self.route.through_keepers(key, users, groups, finished=finished)
                 if groups.query > 1 and owner in users:
                     rows, last = users[owner].rows, users[owner].last
                     edges.append(Edge(last, owner, owner, key, rows, partial=True, exact=True))
@@ -126,12 +133,12 @@ class Work:
         for key, wanted in rows.items():
             yield key, {user: Use(Rows.union(many), 0) for user, many in wanted.items()}
 
-    def _of_one(self, side: Side, owner: int, part: int) -> bool:
-        """Does one rank compute all cells of this key, whatever is seen?"""
+    def _ranks(self, side: Side, owner: int, part: int) -> np.ndarray:
+        """The ranks that would compute cells of this key if all were seen."""
         ranks = np.arange(self.layout.world)
         pairs = (np.full_like(ranks, owner), ranks) if side is Side.QUERY else (ranks, np.full_like(ranks, owner))
         groups = [g for g in range(self.groups.query) if self.groups.part(side, g) == part]
-        return len(np.unique([self.cube(*pairs, g) for g in groups])) == 1
+        return np.unique([self.cube(*pairs, g) for g in groups])
 
 
 Uses = dict[tuple[Side, int, int], dict[int, Use]]  # side, owner, part of the heads: by rank
