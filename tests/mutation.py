@@ -1288,8 +1288,8 @@ SEEDED = [
     Fault(
         "finished results are sent as if something were added to them",
         "plan/uses.py",
-        "finished = Key(side, owner, part), groups.query > 1 and self._of_one(side, owner, part)",
-        "finished = Key(side, owner, part), False",
+        "finished = groups.query > 1",
+        "finished = False",
         PLAN,
         "counted_for_a_choice",
     ),

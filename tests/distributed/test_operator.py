@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import gc
 import hashlib
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -51,9 +52,9 @@ def layer(q, k, v, plan, **options):
     return (out.sin() * 2).sum() + lse.cos().sum()
 
 
-def eager_and_compiled(group=None, backend="aot_eager"):
+def eager_and_compiled(group=None, backend="aot_eager", **cut):
     """(loss, gradients) of both, and how often the compiled call was traced."""
-    plan = make_plan(33, mask=Mask(window=20), group=group)
+    plan = make_plan(33, mask=Mask(window=20), group=group, **cut)
     results = []
     compiled = torch.compile(layer, fullgraph=True, backend=backend)
     for function in (layer, compiled):
@@ -110,6 +111,13 @@ def test_compiled_over_ranks(pools):
         assert_equal(results)
 
 
+@pytest.mark.parametrize("keep", [True, False])
+def test_compiled_over_ranks_with_heads_cut(pools, keep):
+    """What is kept has known shapes, and is a result that nothing aliases."""
+    for results in pools(2).run(partial(eager_and_compiled, heads="auto", keep=keep)):
+        assert_equal(results)
+
+
 def test_another_plan_of_the_same_shapes_is_not_mistaken_for_the_first():
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -130,9 +138,9 @@ def test_a_graph_keeps_its_plan_and_a_lost_one_is_named():
         attend(*inputs, handle, None, "auto", "auto", 1, 0, 7, True, FORMULA_VERSION)
 
 
-def checkpointed(group=None, keep=True):
+def checkpointed(group=None, keep=True, heads=1):
     """Gradients without and with checkpointing, and the bytes that its recomputation sent."""
-    plan = make_plan(33, group=group)
+    plan = make_plan(33, group=group, heads=heads)
     plain = shards(plan)
     expected = torch.autograd.grad(layer(*plain, plan), plain)
     inputs = shards(plan)
@@ -151,6 +159,16 @@ def checkpointed(group=None, keep=True):
 def test_checkpointing_may_keep_what_attention_gave(keep):
     with local_world(3) as ranks:
         for expected, grads, again, forward in ranks.run(checkpointed, keep):
+            assert forward > 0
+            assert again == (0 if keep else forward)
+            for mine, theirs in zip(grads, expected, strict=True):
+                assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_checkpointing_may_keep_what_attention_gave_with_heads_cut(keep):
+    with local_world(2) as ranks:
+        for expected, grads, again, forward in ranks.run(checkpointed, keep, 2):
             assert forward > 0
             assert again == (0 if keep else forward)
             for mine, theirs in zip(grads, expected, strict=True):

@@ -101,17 +101,21 @@ def cut(q: Tensor, k: Tensor, v: Tensor, plan: Plan, travels: str) -> tuple[int,
     if plan.world == 1 or plan.schedule.heads == 1:
         return 1, 0
     check_tensors(q, k, v, plan.length)
-    return _cut(plan.handle, str(q.dtype), *q.shape[:2], k.shape[1], q.shape[3], v.shape[3], travels)
+    return _cut(plan.handle_text, str(q.dtype), q.shape[1], k.shape[1], q.shape[3], v.shape[3], travels)
 
 
-@torch.compiler.assume_constant_result  # a compiler need not look into arrays
 def _cut(
-    handle: int, dtype: str, batch: int, q_heads: int, kv_heads: int, head_dim: int, v_head_dim: int, travels: str
+    handle: str, dtype: str, q_heads: int, kv_heads: int, head_dim: int, v_head_dim: int, travels: str
 ) -> tuple[int, int]:
-    plan, io = plan_of(handle), getattr(torch, dtype.removeprefix("torch."))
-    shape = shape_of(io, batch=batch, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, v_head_dim=v_head_dim)
+    """:func:`cut`, of what a compiler knows of a call; whatever its batch is, the choice is the same."""
+    plan, io = plan_of(int(handle)), getattr(torch, dtype.removeprefix("torch."))
+    shape = shape_of(io, batch=1, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, v_head_dim=v_head_dim)
     groups = plan.schedule.choose_groups(shape, travels)
     return groups.query, plan.schedule.slice_length(groups) if groups.keep else 0
+
+
+# As torch.compiler.assume_constant_result does it, whose import is a compiler's: it need not look into arrays.
+setattr(_cut, "_dynamo_marked_constant", True)  # noqa: B010
 
 
 def _shape(q: Tensor, k: Tensor, v: Tensor) -> Shape:

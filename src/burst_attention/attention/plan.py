@@ -63,6 +63,7 @@ class Plan:
     usage: Usage  # one for the plans derived by with_mask
     indices: DeviceIndices  # of the schedule's programs
     handle: int  # of this very object in this process: copies have their own
+    handle_text: str  # a compiler takes a text for a constant, a number that differs from plan to plan for a variable
 
     def __init__(
         self,
@@ -74,7 +75,8 @@ class Plan:
         indices: DeviceIndices | None = None,
     ) -> None:
         vars(self).update(schedule=schedule, transport=transport, agreement=agreement, usage=usage or Usage())
-        vars(self).update(indices=indices or DeviceIndices(), handle=next(_HANDLES))
+        handle = next(_HANDLES)
+        vars(self).update(indices=indices or DeviceIndices(), handle=handle, handle_text=str(handle))
         _PLANS[self.handle] = self
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
