@@ -52,6 +52,8 @@ PLAN: Cases = [
     ("make_plan(-1)", "nothing has less than no tokens"),
     ("make_plan(8, layout='snake')", "no such layout is known"),
     ("make_plan(8, route='star')", "no such route is known"),
+    ("make_plan(8, heads=2)", "each head group is computed by ranks of its own"),
+    ("make_plan(8, keep='some')", "all of a slice is kept, or nothing"),
     ("make_plan(8, mask='causal')", "masks are compared between ranks field by field"),
     ("make_plan(8, timeout=0)", "every exchange would fail"),
     ("make_plan(8, group='all')", "only a group says who the peers are"),

@@ -19,8 +19,10 @@ from burst_attention.attention.passes import Backward, Forward
 from burst_attention.attention.sweep import sweep
 from burst_attention.kernels import choose
 from burst_attention.plan.assignment import table
+from burst_attention.plan.cost import Shape
+from burst_attention.plan.groups import Groups
 from burst_attention.plan.rows import Direction, Side
-from burst_attention.plan.schedule import Schedule
+from burst_attention.plan.schedule import Schedule, make_schedule
 from burst_attention.testing import Case, attend, check
 from burst_attention.testing.check import relative_l2
 from tests.pairwise import covering_array
@@ -40,7 +42,7 @@ FACTORS = {
     "mask": list(MASKS),
     "groups": [1, 4, 8],
     "layout": ["contiguous", "zigzag", "striped", "zigzag-per-document"],
-    "travels": ["query", "key-value", "either"],
+    "travels": ["query", "key-value", "either", "blocks"],
     "route": ["direct", "ring"],
     "kernel": ["reference", "aten", "aten-fp32"],
 }
@@ -74,6 +76,34 @@ def test_eight_ranks(pools) -> None:
     rows = covering_array({name: FACTORS[name] for name in ("layout", "travels", "route", "mask")}, seed=8)
     extra = [{"dtype": torch.float32, "groups": 4, "kernel": "aten"}, {"dtype": torch.bfloat16, "groups": 1}]
     cases = [case_of({"kernel": "aten-fp32"} | row | extra[n % 2]) for n, row in enumerate(rows)]
+    for found in pools(8).run(failures, cases):
+        assert not found, "\n".join(found)
+
+
+CUT = {name: values for name, values in FACTORS.items() if name != "route"} | {"keep": [True, False, "auto"]}
+
+
+def cut_case(row: dict, world: int) -> Case:
+    """Heads that ``world`` divides, of which the groups may be more than key-value heads."""
+    q_heads = 12 if world == 3 else 8
+    heads = {"q_heads": q_heads, "kv_heads": {1: q_heads, 4: q_heads // 4, 8: 1}[row["groups"]], "head_dim": 16}
+    options = {name: row[name] for name in ("dtype", "layout", "travels", "kernel", "heads", "keep")}
+    return Case(seqlen=SEQLEN, mask=MASKS[row["mask"]], route="direct", **options, **heads)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_every_two_values_meet_with_heads_cut(pools, world: int) -> None:
+    factors = CUT | {"heads": [n for n in (2, 3, 4, "auto") if n == "auto" or world % n == 0]}
+    cases = [cut_case(row, world) for row in covering_array(factors, seed=world)]
+    for found in pools(world).run(failures, cases):
+        assert not found, "\n".join(found)
+
+
+def test_eight_ranks_with_heads_cut(pools) -> None:
+    names = ("layout", "travels", "mask", "keep", "groups")
+    rows = covering_array({name: CUT[name] for name in names} | {"heads": [2, 4, 8]}, seed=8)
+    extra = [{"dtype": torch.float32, "kernel": "aten"}, {"dtype": torch.bfloat16, "kernel": "aten-fp32"}]
+    cases = [cut_case(row | extra[n % 2], 8) for n, row in enumerate(rows)]
     for found in pools(8).run(failures, cases):
         assert not found, "\n".join(found)
 
@@ -215,6 +245,37 @@ def test_any_assignment_of_pairs(pools, world: int, route: str) -> None:
             assert max(errors) <= 1e-12, (seed, mask, errors)
 
 
+def random_cube(seed: int, count: int, shared: int, mask: Mask) -> list[float]:
+    """The sweep, forward and backward, with cells computed by whomever the dice say."""
+    case = Case(seqlen=90, dtype=torch.float64, mask=mask, q_heads=4, kv_heads=shared, seed=seed)
+    plan = make_plan(case.seqlen, mask=mask, layout=["zigzag", "striped", "contiguous"][seed % 3], route="direct")
+    groups = Groups.of(count, q_heads=4, kv_heads=shared)
+    ranks = np.random.default_rng(seed).integers(0, plan.world, (count, plan.world, plan.world))
+    programs = {
+        direction: plan.schedule.assigned_cube(lambda i, j, group: ranks[group, i, j], direction, groups)
+        for direction in Direction
+    }
+    inputs = case.inputs()
+    q, k, v, dout = (plan.shard(inputs[name], 2) for name in ("q", "k", "v", "dout"))
+    kernel = choose("reference", device=q.device, dtype=q.dtype)
+    work: Forward | Backward = Forward(q, k, v, 0.3, kernel, groups)
+    out, lse = sweep(programs[Direction.FORWARD], plan.transport, work)[Side.QUERY]
+    stats = torch.stack([lse, (out * dout).sum(-1)], -1)
+    work = Backward(dout, q, k, v, stats, 0.3, kernel, groups=groups)
+    sums = sweep(programs[Direction.BACKWARD], plan.transport, work)
+    oracle = attend(inputs["q"], inputs["k"], inputs["v"], mask, dout=inputs["dout"], scale=0.3)
+    actual = (out, lse, *sums[Side.QUERY], *sums[Side.KEY])
+    return [relative_l2(a, plan.shard(e, 2)) for a, (_, e) in zip(actual, oracle.items(), strict=True)]
+
+
+@pytest.mark.parametrize(("world", "count"), [(2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize("shared", [1, 2, 4])
+def test_any_assignment_of_cells(pools, world: int, count: int, shared: int) -> None:
+    for seed, mask in enumerate([Mask(causal=False), Mask(), Mask(window=30, cu_seqlens=[0, 50, 90])]):
+        for errors in pools(world).run(random_cube, seed, count, shared, mask):
+            assert max(errors) <= 1e-12, (seed, mask, errors)
+
+
 class Gapped(Schedule):
     """A mask that leaves documents out altogether: their queries see nothing, and nobody sees their keys."""
 
@@ -295,10 +356,10 @@ def test_a_window_of_one_sends_nothing(pools) -> None:
         assert dq < 1e-6  # P is 1: dP and D cancel
 
 
-def views(kernel: str, travels: str) -> None:
+def views(kernel: str, travels: str, heads: int = 1) -> None:
     """Inputs and gradients in odd memory (every second element, transposed, expanded); gradients of some of them; all
     one tensor; under checkpointing and inference mode."""
-    plan = make_plan(33, mask=Mask(window=20))
+    plan = make_plan(33, mask=Mask(window=20), heads=heads)
     options = {"kernel": kernel, "travels": travels}
     make = torch.Generator().manual_seed(plan.rank)
 
@@ -334,6 +395,10 @@ def views(kernel: str, travels: str) -> None:
 @pytest.mark.parametrize("travels", ["query", "key-value", "either"])
 def test_views_subsets_and_checkpointing(pools, kernel: str, travels: str) -> None:
     pools(2).run(views, kernel, travels)
+
+
+def test_views_subsets_and_checkpointing_with_heads_cut(pools) -> None:
+    pools(2).run(views, "aten", "auto", 2)
 
 
 def overflowing_parts(kernel: str) -> list[torch.Tensor]:
@@ -382,7 +447,8 @@ def test_two_foreign_shards_are_held_at_most(pools) -> None:
 
 
 def byte_counts(case: Case) -> tuple:
-    plan = make_plan(case.seqlen, mask=case.mask, layout=case.layout, route=case.route)
+    cut = {"heads": case.heads, "keep": case.keep}
+    plan = make_plan(case.seqlen, mask=case.mask, layout=case.layout, route=case.route, **cut)
     predicted = plan.bytes(
         batch=case.batch,
         q_heads=case.q_heads,
@@ -420,3 +486,60 @@ def test_bytes_are_as_predicted(pools, route: str, travels: str) -> None:
             assert counted == predicted
             sent += sum(counted)
     assert sent > 0
+
+
+@pytest.mark.parametrize("heads", [2, 4, "auto"])
+def test_bytes_are_as_predicted_with_heads_cut(pools, heads: int | str) -> None:
+    sent = 0
+    masks_and_dtypes = [(Mask(), torch.bfloat16), (Mask(window=9), torch.float64), (Mask(causal=False), torch.float16)]
+    for layout, (mask, dtype), keep in product(["contiguous", "zigzag"], masks_and_dtypes, [True, False]):
+        shape = {"q_heads": 8, "kv_heads": 2, "head_dim": 8, "v_head_dim": 12, "batch": 2}
+        case = Case(seqlen=50, mask=mask, layout=layout, heads=heads, keep=keep, dtype=dtype, route="direct", **shape)
+        for counted, predicted in pools(4).run(byte_counts, case):
+            assert counted == predicted
+            sent += sum(counted)
+    assert sent > 0
+
+
+def ring_flash_attn(seqlen: int, world: int, q_heads: int, kv_heads: int) -> float:
+    """Bytes that a rank of ring-flash-attn 0.1.8's zigzag sends, bf16, head dim 128: the formula of its loops.
+
+    K and V make W - 1 hops in both passes, dK and dV in fp32 make W.
+    """
+    n, hops = kv_heads * seqlen // world * 128, world - 1
+    return 2 * (2 * n * hops * 2) + 2 * n * world * 4
+
+
+@pytest.mark.parametrize(("world", "kv_heads", "mean", "busiest"), [(4, 8, 0.24, 0.25), (8, 8, 0.135, 0.14)])
+def test_bytes_of_ring_flash_attn_that_are_left(pools, world: int, kv_heads: int, mean: float, busiest: float) -> None:
+    case = Case(seqlen=256, heads="auto", dtype=torch.bfloat16, q_heads=8, kv_heads=kv_heads, head_dim=128)
+    theirs = ring_flash_attn(case.seqlen, world, 8, kv_heads)
+    moved = [counted for counted, _ in pools(world).run(byte_counts, case)]
+    sent, received = (
+        [forward + backward for forward, backward in zip(*ends, strict=True)]
+        for ends in (([x[0] for x in moved], [x[2] for x in moved]), ([x[1] for x in moved], [x[3] for x in moved]))
+    )
+    assert sum(sent) / world <= mean * theirs and max(*sent, *received) <= busiest * theirs
+
+
+@pytest.mark.parametrize(
+    ("world", "q_heads", "kv_heads", "share"),
+    [
+        (8, 32, 8, 0.32),
+        (16, 32, 8, 0.19),
+        (64, 32, 8, 0.11),
+        (16, 64, 8, 0.31),
+        (64, 64, 8, 0.14),
+        (64, 32, 32, 0.026),
+        (256, 32, 32, 0.015),
+    ],
+)
+def test_bytes_of_many_ranks_by_the_plans_own_count(world: int, q_heads: int, kv_heads: int, share: float) -> None:
+    schedule = make_schedule(
+        128 * world, mask=Mask(), layout="zigzag", route="direct", rank=0, world=world, heads="auto"
+    )
+    sizes = {"batch": 1, "head_dim": 128, "v_head_dim": 128, "io": 2, "partial": 2, "accumulate": 4}
+    shape = Shape(q_heads=q_heads, kv_heads=kv_heads, **sizes)
+    groups = schedule.choose_groups(shape, "auto")
+    moved = schedule.bytes_moved(shape, "auto", groups)
+    assert moved[0].mean() <= share * ring_flash_attn(128 * world, world, q_heads, kv_heads), groups

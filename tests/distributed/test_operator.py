@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import gc
 import hashlib
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -34,15 +35,16 @@ def shards(plan, *, dtype=torch.float64, kv_heads=2, grad=True):
 def test_opcheck(mask, dtype):
     plan = make_plan(33, mask=mask)
     q, k, v = shards(plan, dtype=dtype)
-    torch.library.opcheck(attend, (q, k, v, plan.handle, None, "auto", "auto", 7, True, FORMULA_VERSION))
-    out, lse, settled = attend(q, k, v, plan.handle, 0.5, "auto", "auto", 7, True, FORMULA_VERSION)
+    torch.library.opcheck(attend, (q, k, v, plan.handle, None, "auto", "auto", 1, 0, 7, True, FORMULA_VERSION))
+    out, lse, settled, *kept = attend(q, k, v, plan.handle, 0.5, "auto", "auto", 1, 0, 7, True, FORMULA_VERSION)
+    assert [x.shape for x in kept] == [(0,)] * 3
     assert Settled.unpack(settled) == Settled(0, 0.5, "query", "aten")
     saved = [x.detach() for x in (q, k, v, out, lse, settled)]
     dout, dlse = torch.randn_like(saved[3]), torch.randn_like(saved[4])
     # The gradients have none of their own: second derivatives are not supported.
     without = ("test_schema", "test_faketensor")
-    torch.library.opcheck(attend_backward, (dout, dlse, *saved, plan.handle), test_utils=without)
-    torch.library.opcheck(attend_backward, (dout, None, *saved, plan.handle), test_utils=without)
+    torch.library.opcheck(attend_backward, (dout, dlse, *saved, plan.handle, 1, 0, 2), test_utils=without)
+    torch.library.opcheck(attend_backward, (dout, None, *saved, plan.handle, 1, 0, 2), test_utils=without)
 
 
 def layer(q, k, v, plan, **options):
@@ -50,9 +52,9 @@ def layer(q, k, v, plan, **options):
     return (out.sin() * 2).sum() + lse.cos().sum()
 
 
-def eager_and_compiled(group=None, backend="aot_eager"):
+def eager_and_compiled(group=None, backend="aot_eager", **cut):
     """(loss, gradients) of both, and how often the compiled call was traced."""
-    plan = make_plan(33, mask=Mask(window=20), group=group)
+    plan = make_plan(33, mask=Mask(window=20), group=group, **cut)
     results = []
     compiled = torch.compile(layer, fullgraph=True, backend=backend)
     for function in (layer, compiled):
@@ -89,7 +91,7 @@ def test_a_compiled_graph_names_the_formula_so_that_one_on_disk_is_not_run_after
 
 
 # The version, and the digest of the source of what a graph on disk may hold, as of the last change.
-LAST = (2, "e76bc7e2d9e9")
+LAST = (3, "596105d5d92f")
 
 
 def test_a_formula_that_changed_has_a_version_of_its_own():
@@ -106,6 +108,13 @@ def test_a_formula_that_changed_has_a_version_of_its_own():
 
 def test_compiled_over_ranks(pools):
     for results in pools(2).run(eager_and_compiled):
+        assert_equal(results)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_compiled_over_ranks_with_heads_cut(pools, keep):
+    """What is kept has known shapes, and is a result that nothing aliases."""
+    for results in pools(2).run(partial(eager_and_compiled, heads="auto", keep=keep)):
         assert_equal(results)
 
 
@@ -126,12 +135,12 @@ def test_a_graph_keeps_its_plan_and_a_lost_one_is_named():
     handle = make_plan(33).handle
     gc.collect()
     with pytest.raises(ValueError, match=f"plan handle {handle} is of no plan any more"):
-        attend(*inputs, handle, None, "auto", "auto", 7, True, FORMULA_VERSION)
+        attend(*inputs, handle, None, "auto", "auto", 1, 0, 7, True, FORMULA_VERSION)
 
 
-def checkpointed(group=None, keep=True):
+def checkpointed(group=None, keep=True, heads=1):
     """Gradients without and with checkpointing, and the bytes that its recomputation sent."""
-    plan = make_plan(33, group=group)
+    plan = make_plan(33, group=group, heads=heads)
     plain = shards(plan)
     expected = torch.autograd.grad(layer(*plain, plan), plain)
     inputs = shards(plan)
@@ -150,6 +159,16 @@ def checkpointed(group=None, keep=True):
 def test_checkpointing_may_keep_what_attention_gave(keep):
     with local_world(3) as ranks:
         for expected, grads, again, forward in ranks.run(checkpointed, keep):
+            assert forward > 0
+            assert again == (0 if keep else forward)
+            for mine, theirs in zip(grads, expected, strict=True):
+                assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_checkpointing_may_keep_what_attention_gave_with_heads_cut(keep):
+    with local_world(2) as ranks:
+        for expected, grads, again, forward in ranks.run(checkpointed, keep, 2):
             assert forward > 0
             assert again == (0 if keep else forward)
             for mine, theirs in zip(grads, expected, strict=True):

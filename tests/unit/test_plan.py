@@ -5,21 +5,23 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter, defaultdict, deque
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burst_attention.plan.assignment import TRAVELS, columns, nearest, rows, table
+from burst_attention.plan.assignment import TRAVELS, Cube, blocks, columns, heads, nearest, rows, table
 from burst_attention.plan.cost import Shape
+from burst_attention.plan.groups import WHOLE, Groups
 from burst_attention.plan.layout import LAYOUTS, PER_DOCUMENT, Layout
 from burst_attention.plan.mask import Mask
-from burst_attention.plan.program import Drop, Post, Visit, Wait
+from burst_attention.plan.program import Drop, Move, Post, Visit, Wait
 from burst_attention.plan.route import ROUTES
-from burst_attention.plan.rows import Direction, Rows, Side
+from burst_attention.plan.rows import Direction, Payload, Rows, Side
 from burst_attention.plan.schedule import Schedule, make_schedule
+from burst_attention.plan.slices import Slice
 from burst_attention.plan.tile import foreign_rows, pair_tiles
 
 
@@ -181,20 +183,40 @@ def test_rows_are_sets(intervals: list[tuple[int, int]], data) -> None:
     assert picked.tolist() == sorted(subset)
 
 
-class Simulation:
-    """Runs all ranks' programs on sets of positions instead of tensors, each rank as far as its messages allow."""
+COLUMNS = {Payload.ALL: [0, 1], Payload.INPUTS: [0], Payload.GRADIENTS: [1]}
 
-    def __init__(self, schedules: list[Schedule], assignment, direction: Direction) -> None:
-        self.layout = schedules[0].layout
-        self.programs = [s.assigned(assignment, direction) for s in schedules]
+
+class Simulation:
+    """Runs all ranks' programs on sets of positions instead of tensors, each rank as far as its messages allow.
+
+    Of a shard both payloads' positions are held, a column each; -1 where nothing has come yet.
+    """
+
+    def __init__(self, schedules: list[Schedule], cube: Cube, direction: Direction, groups: Groups = WHOLE) -> None:
+        self.layout, self.cube, self.groups = schedules[0].layout, cube, groups
+        self.programs = [s.assigned_cube(cube, direction, groups) for s in schedules]
         self.wires: defaultdict[tuple[int, int], deque] = defaultdict(deque)  # (source, target) -> in the order sent
         self.posted: dict[tuple[int, int], Post] = {}  # (step, rank)
         ranks = range(self.layout.world)
         self.own = [self.layout.positions(rank) for rank in ranks]
-        self.held = [{(side, rank): self.own[rank] for side in Side} for rank in ranks]
-        # partial sums: per row a Counter of the (pair) contributions folded in
+        self.owner = np.empty(self.layout.seqlen, int)
+        for rank in ranks:
+            self.owner[self.own[rank]] = rank
+        parts = [(side, part) for side in Side for part in range(groups.count(side))]
+        self.held = [{(side, rank, part): np.stack([self.own[rank]] * 2, 1) for side, part in parts} for rank in ranks]
+        if groups.keep and direction is Direction.BACKWARD:
+            for rank in ranks:
+                members = groups.members(groups.context(rank))
+                for place in self.programs[rank].kept.values():
+                    ordered = np.empty(len(np.concatenate([self.own[r] for r in members])), int)
+                    beside = Slice(self.layout, members)
+                    for r in members:
+                        for at, row in enumerate(self.own[r]):
+                            one = Rows.of(np.array([at]), np.array([at + 1]))
+                            ordered[beside.place(r, one).starts] = row
+                    self.held[rank][place] = np.stack([ordered, np.full_like(ordered, -1)], 1)
+        # partial sums: per row a Counter of the contributions folded in, (position, head group) of the other side
         self.sums: list[dict] = [{} for _ in ranks]
-        self.visited: Counter = Counter()
         self.most_held = 0
 
     def run(self) -> None:
@@ -212,13 +234,8 @@ class Simulation:
         match op:
             case Post():
                 for m in op.sends:
-                    e = m.edge
-                    assert (e.source, e.step) == (rank, op.step)
-                    if e.partial:
-                        payload = self.sums[rank].pop((e.side, e.owner))
-                    else:
-                        payload = self.held[rank][e.side, e.owner][m.where]
-                    self.wires[rank, e.target].append((e, payload))
+                    assert (m.edge.source, m.edge.step) == (rank, op.step) and m.edge.target != rank
+                    self.wires[rank, m.edge.target].append((m.edge, self.outgoing(rank, program, m)))
                 self.posted[op.step, rank] = op
             case Wait():
                 post = self.posted[op.step, rank]
@@ -228,40 +245,84 @@ class Simulation:
                     return False
                 for m in post.receives:
                     sent, payload = self.wires[m.edge.source, rank].popleft()
-                    e = m.edge
-                    same = (sent.step, sent.side, sent.owner, sent.partial, sent.exact, sent.rows.count)
-                    assert same == (e.step, e.side, e.owner, e.partial, e.exact, e.rows.count)
-                    if e.partial:
-                        self.fold(rank, program, e.side, e.owner, m.where, payload)
-                    else:
-                        self.held[rank][e.side, e.owner] = payload
+                    assert told(sent) == told(m.edge)
+                    self.arrived(rank, program, m, payload)
                 self.most_held = max(self.most_held, len(self.held[rank]) - 2)
+            case Move():
+                assert told(op.source.edge) == told(op.target.edge) and op.source.edge.target == rank
+                self.arrived(rank, program, op.target, self.outgoing(rank, program, op.source))
             case Visit():
-                self.visited[op.query_owner, op.key_owner] += 1
-                positions = {}
-                for side in Side:
-                    positions[side] = self.held[rank][side, op.owner(side)][op.held[side]]
-                q_at, k_at = positions[Side.QUERY], positions[Side.KEY]
-                seen = np.zeros((len(q_at), len(k_at)), bool)
-                for tile in op.tiles:
-                    seen[tile.q_start : tile.q_stop, tile.k_start : tile.k_stop] |= seen_by_tile(tile)
-                assert seen.any(1).all() and seen.any(0).all(), "rows sent that no tile touches"
-                for side in op.into:
-                    grid = seen if side is Side.QUERY else seen.T
-                    others = k_at if side is Side.QUERY else q_at
-                    part = [Counter({int(o): 1 for o in others[row]}) for row in grid]
-                    self.fold(rank, program, side, op.owner(side), op.into[side], part)
+                self.visit(rank, program, op)
             case Drop():
-                del self.held[rank][op.key]
+                del (self.sums if op.partial else self.held)[rank][op.place]
         return True
 
-    def fold(self, rank: int, program, side, owner: int, where, part) -> None:
-        total = self.sums[rank].setdefault(
-            (side, owner), [Counter() for _ in range(program.sum_rows[side, owner].count)]
-        )
+    def outgoing(self, rank: int, program, m) -> np.ndarray | list[Counter]:
+        if not m.edge.partial:
+            payload = self.held[rank][m.place][m.where][:, COLUMNS[m.edge.key.payload]]
+            assert (payload >= 0).all(), "sent before it came"
+            return payload
+        if m.where is None:
+            return self.sums[rank].pop(m.place)
+        total = self.sums[rank][m.place]
+        return [total[row].copy() for row in np.arange(len(total))[m.where]]
+
+    def arrived(self, rank: int, program, m, payload) -> None:
+        if m.edge.partial:
+            self.fold(rank, program, m.place, m.where, payload)
+        elif m.where is None:
+            self.held[rank][m.place] = payload
+        else:
+            buffer = self.held[rank].setdefault(m.place, np.full((program.held_rows[m.place].count, 2), -1))
+            at = np.arange(len(buffer))[m.where]
+            assert (buffer[np.ix_(at, COLUMNS[m.edge.key.payload])] == -1).all(), "came twice"
+            buffer[np.ix_(at, COLUMNS[m.edge.key.payload])] = payload
+
+    def visit(self, rank: int, program, op) -> None:
+        both = {side: self.held[rank][op.places[side]][op.held[side]] for side in Side}
+        assert (both[Side.QUERY][:, 0] == both[Side.QUERY][:, 1]).all()
+        q_at, k_at = (both[side][:, 0] for side in Side)
+        seen = np.zeros((len(q_at), len(k_at)), bool)
+        for tile in op.tiles:
+            part = seen[tile.q_start : tile.q_stop, tile.k_start : tile.k_stop]
+            assert not (part & seen_by_tile(tile)).any()
+            part |= seen_by_tile(tile)
+        assert seen.any(1).all() and seen.any(0).all(), "rows sent that no tile touches"
+        group = op.places[Side.QUERY][2]
+        assert op.places[Side.KEY][2] == self.groups.part(Side.KEY, group)
+        i, j = np.broadcast_arrays(self.owner[q_at][:, None], self.owner[k_at])
+        assert (self.cube(i, j, group)[seen] == rank).all()
+        for side in op.into:
+            grid = seen if side is Side.QUERY else seen.T
+            others = k_at if side is Side.QUERY else q_at
+            part = [Counter({(int(o), group): 1 for o in others[row]}) for row in grid]
+            self.fold(rank, program, op.places[side], op.into[side], part)
+
+    def fold(self, rank: int, program, place, where, part) -> None:
+        total = self.sums[rank].setdefault(place, [Counter() for _ in range(program.sum_rows[place].count)])
         rows = range(len(total))[where] if isinstance(where, slice) else where.tolist()
         for row, more in zip(rows, part, strict=True):
             total[row] += more
+
+    def check(self, mask: Mask, direction: Direction) -> None:
+        """Every cell's contribution has come home once, and nothing is left over."""
+        dense = mask.dense(self.layout.seqlen)
+        assert not any(self.wires.values()), "unread messages"
+        for rank, program in enumerate(self.programs):
+            own = {(side, rank, part) for side in Side for part in range(self.groups.count(side))}
+            assert set(self.held[rank]) - set(program.kept.values()) == own, "foreign shards kept"
+            assert set(self.sums[rank]) <= own, "foreign results kept"
+            for side in direction.returns:
+                for part, place in enumerate(program.home(side)):
+                    groups = [g for g in range(self.groups.query) if self.groups.part(side, g) == part]
+                    home = self.sums[rank].get(place, [Counter()] * len(self.own[rank]))
+                    for position, got in zip(self.own[rank], home, strict=True):
+                        line = dense[position] if side is Side.QUERY else dense[:, position]
+                        assert got == Counter((int(x), g) for x in np.flatnonzero(line) for g in groups)
+
+
+def told(edge) -> tuple:
+    return edge.step, edge.key, edge.partial, edge.exact, edge.finished, edge.rows.count
 
 
 @settings(max_examples=500, deadline=None)
@@ -273,20 +334,90 @@ def test_programs_bring_every_pair_home_once(
     cells = layout.world**2
     ranks = data.draw(st.lists(st.integers(0, layout.world - 1), min_size=cells, max_size=cells))
     random_table = table(np.array(ranks).reshape(layout.world, layout.world))
-    assignment = data.draw(st.sampled_from([rows, columns, nearest(layout.world), random_table]))
+    assignment = data.draw(
+        st.sampled_from([rows, columns, nearest(layout.world), blocks(layout.world, 2), random_table])
+    )
     schedules = [Schedule(layout, mask, ROUTES[route], rank) for rank in range(layout.world)]
-    simulation = Simulation(schedules, assignment, direction)
+    simulation = Simulation(schedules, heads(WHOLE, assignment), direction)
     simulation.run()
-    dense = mask.dense(layout.seqlen)
-    assert set(simulation.visited.values()) <= {1}
-    assert not any(simulation.wires.values()), "unread messages"
-    for rank in range(layout.world):
-        assert set(simulation.held[rank]) == {(side, rank) for side in Side}, "foreign shards kept"
-        for side in direction.returns:
-            home = simulation.sums[rank].get((side, rank), [Counter()] * len(simulation.own[rank]))
-            for position, got in zip(simulation.own[rank], home, strict=True):
-                line = dense[position] if side is Side.QUERY else dense[:, position]
-                assert got == Counter(np.flatnonzero(line).tolist())
+    simulation.check(mask, direction)
+
+
+@st.composite
+def cubes(draw) -> tuple[Layout, Mask, Cube, Groups]:
+    """Heads cut in groups, and who computes which cells: by slices, kept or not, or by the dice."""
+    layout, mask = draw(worlds(most_tokens=30, most_ranks=1))
+    count, contexts = draw(st.sampled_from([(2, 1), (2, 2), (3, 1), (4, 1), (2, 3), (1, 3)]))
+    layout = dataclasses.replace(layout, world=count * contexts)
+    shared = draw(st.sampled_from([n for n in range(1, count + 1) if count % n == 0]))
+    if draw(st.booleans()):
+        shape = (count, layout.world, layout.world)
+        dice = np.random.default_rng(draw(st.integers(0, 1 << 20))).integers(0, layout.world, shape)
+        return layout, mask, lambda i, j, group: dice[group, i, j], Groups(count, shared)
+    groups = Groups(count, shared, keep=count > 1 and draw(st.booleans()))
+    return (
+        layout,
+        mask,
+        heads(groups, draw(st.sampled_from([rows, columns, nearest(contexts), blocks(contexts, 2)]))),
+        groups,
+    )
+
+
+@settings(max_examples=500, deadline=None)
+@given(cubes(), st.sampled_from(Direction))
+def test_programs_bring_every_cell_home_once(case: tuple[Layout, Mask, Cube, Groups], direction: Direction) -> None:
+    layout, mask, cube, groups = case
+    schedules = [Schedule(layout, mask, ROUTES["direct"], rank) for rank in range(layout.world)]
+    simulation = Simulation(schedules, cube, direction, groups)
+    simulation.run()
+    simulation.check(mask, direction)
+
+
+@pytest.mark.parametrize(("world", "count"), [(6, 1), (6, 2), (6, 3), (8, 4), (8, 8)])
+def test_each_step_is_a_permutation_of_the_ranks_own_context_first(world: int, count: int) -> None:
+    groups, ranks = Groups(count, count), np.arange(world)
+    distance = groups.distance(ranks[:, None], ranks, world)
+    for line in (*distance, *distance.T):
+        assert sorted(line) == list(range(world))
+    assert ((distance < count) == (groups.context(ranks)[:, None] == groups.context(ranks))).all()
+    if count == 1:
+        np.testing.assert_array_equal(distance, (ranks - ranks[:, None]) % world)
+
+
+def test_a_step_is_two_visits_at_most_and_the_last_completes_whole_sequences() -> None:
+    """Of a head group, whatever the ranks: new queries with all keys held, old queries with the new keys."""
+    layout = Layout("contiguous", 64, 8)
+    for direction, keep in product(Direction, (False, True)):
+        groups = Groups(8, 8, keep)
+        program = Schedule(layout, Mask(causal=False), ROUTES["direct"], 2).program("query", direction, groups)
+        visits = [op for op in program.ops if isinstance(op, Visit)]
+        assert max(Counter(visit.step for visit in visits).values()) <= 2
+        assert sum(len(visit.tiles) for visit in visits) <= 2 * len(visits)  # neighbours' rows are one tile
+        assert sum(visit.tiles.area for visit in visits) == 64 * 64
+
+
+@pytest.mark.parametrize("mask", [Mask(), Mask(causal=False), Mask(window=9), Mask(cu_seqlens=[0, 7, 33, 34, 50])])
+@pytest.mark.parametrize(("world", "count", "heads"), [(4, 1, 4), (4, 2, 4), (4, 4, 2), (6, 3, 3), (6, 2, 1)])
+def test_bytes_counted_for_a_choice_are_those_of_the_programs(mask: Mask, world: int, count: int, heads: int) -> None:
+    sizes = {"batch": 2, "head_dim": 8, "v_head_dim": 4, "io": 2, "partial": 4, "accumulate": 4}
+    shape = Shape(q_heads=12, kv_heads=heads, **sizes)
+    for layout, travels, keep in product(("zigzag", "striped"), TRAVELS, {False, count > 1}):
+        groups = Groups.of(count, q_heads=12, kv_heads=heads, keep=keep)
+        schedules = [Schedule(Layout(layout, 50, world), mask, ROUTES["direct"], rank) for rank in range(world)]
+        moved = schedules[0].bytes_moved(shape, travels, groups)
+        traffic = [schedule.traffic(shape, travels, groups) for schedule in schedules]
+        assert moved.tolist() == [[t.sent for t in traffic], [t.received for t in traffic]]
+
+
+@pytest.mark.parametrize("world", range(1, 20))
+def test_blocks_are_of_one_size_or_nearly(world: int) -> None:
+    i, j = np.indices((world, world))
+    for keys in range(1, world + 1):
+        ranks = blocks(world, keys)(i, j)
+        cells = np.bincount(ranks.ravel(), minlength=world)
+        assert len(cells) == world and cells.min() > 0
+        if world % keys == 0:
+            assert set(cells) == {world} and (np.diag(ranks) == np.arange(world)).all()
 
 
 @pytest.mark.parametrize("route", ["direct", "ring"])
@@ -460,6 +591,11 @@ def test_masks_refuse_by_name(options: dict, error: type[Exception], told: str) 
         ({"layout": "spiral"}, "layout='spiral'"),
         ({"route": "scenic"}, "route='scenic'"),
         ({"rank": 2}, "rank=2"),
+        ({"heads": 3}, "heads=3 does not divide the 2 ranks"),
+        ({"heads": 0}, "heads=0"),
+        ({"heads": True}, "heads=True"),
+        ({"heads": 2, "route": "ring"}, "route='ring'"),
+        ({"keep": "yes"}, "keep='yes'"),
     ],
 )
 def test_schedules_refuse_by_name(options: dict, told: str) -> None:

@@ -16,8 +16,10 @@ from ..kernels import choose
 from ..kernels.contract import Kernel
 from ..kernels.precision import DTYPES
 from ..plan.assignment import TRAVELS
+from ..plan.cost import Shape
+from ..plan.groups import Groups
 from ..plan.mask import Mask
-from .plan import Plan, shape_of
+from .plan import Plan, plan_of, shape_of
 
 if TYPE_CHECKING:
     DtypeName: TypeAlias = str
@@ -32,6 +34,7 @@ class Call:
     plan: Plan
     scale: float
     travels: str
+    groups: Groups
     kernel: Kernel
 
 
@@ -60,8 +63,19 @@ def kernel_for(
     return choose(name, device=device, dtype=dtype, head_dims=head_dims, documents=documents)
 
 
-def resolve(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None, travels: str, kernel: str) -> Call:
-    """The call, checked.
+def resolve(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    *,
+    scale: float | None,
+    travels: str,
+    kernel: str,
+    heads: int,
+    keep: bool,
+) -> Call:
+    """The call, checked; ``heads`` and ``keep`` as :func:`cut` gives them.
 
     Raises:
         TypeError, ValueError: an argument can't be used.
@@ -70,13 +84,43 @@ def resolve(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None,
     plan.transport.check_device(q.device)
     head_dims = q.shape[3], v.shape[3]
     chosen = kernel_for(kernel, plan.mask, device=q.device, dtype=q.dtype, head_dims=head_dims)
+    groups = Groups.of(heads, q_heads=q.shape[1], kv_heads=k.shape[1], keep=keep)
     if travels == "auto":
-        sizes = {"batch": q.shape[0], "q_heads": q.shape[1], "kv_heads": k.shape[1]}
-        shape = shape_of(q.dtype, **sizes, head_dim=head_dims[0], v_head_dim=head_dims[1])
-        travels = plan.schedule.choose_travels(shape)
+        travels = plan.schedule.choose_travels(_shape(q, k, v), groups)
     if scale is None:
         scale = 1 / math.sqrt(q.shape[3])
-    return Call(plan, scale, travels, chosen)
+    return Call(plan, scale, travels, groups, chosen)
+
+
+def cut(q: Tensor, k: Tensor, v: Tensor, plan: Plan, travels: str) -> tuple[int, int]:
+    """Into how many groups a call's heads are cut, and how many rows of its context slice a rank keeps of one of them.
+
+    Raises:
+        TypeError, ValueError: the tensors can't be used, or their heads be cut so.
+    """
+    if plan.world == 1 or plan.schedule.heads == 1:
+        return 1, 0
+    check_tensors(q, k, v, plan.length)
+    return _cut(plan.handle_text, str(q.dtype), q.shape[1], k.shape[1], q.shape[3], v.shape[3], travels)
+
+
+def _cut(
+    handle: str, dtype: str, q_heads: int, kv_heads: int, head_dim: int, v_head_dim: int, travels: str
+) -> tuple[int, int]:
+    """:func:`cut`, of what a compiler knows of a call; whatever its batch is, the choice is the same."""
+    plan, io = plan_of(int(handle)), getattr(torch, dtype.removeprefix("torch."))
+    shape = shape_of(io, batch=1, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, v_head_dim=v_head_dim)
+    groups = plan.schedule.choose_groups(shape, travels)
+    return groups.query, plan.schedule.slice_length(groups) if groups.keep else 0
+
+
+# As torch.compiler.assume_constant_result does it, whose import is a compiler's: it need not look into arrays.
+setattr(_cut, "_dynamo_marked_constant", True)  # noqa: B010
+
+
+def _shape(q: Tensor, k: Tensor, v: Tensor) -> Shape:
+    sizes = {"batch": q.shape[0], "q_heads": q.shape[1], "kv_heads": k.shape[1]}
+    return shape_of(q.dtype, **sizes, head_dim=q.shape[3], v_head_dim=v.shape[3])
 
 
 def shared_fields(q: Tensor, k: Tensor, v: Tensor, call: Call, wanted: list[bool]) -> dict[str, Any]:
@@ -92,6 +136,8 @@ def shared_fields(q: Tensor, k: Tensor, v: Tensor, call: Call, wanted: list[bool
         "device": q.device.type,
         "scale": call.scale,
         "travels": call.travels,
+        "head groups": call.groups.query,
+        "kept": call.groups.keep,
         "kernel": call.kernel.name,
         "gradients wanted by q, k, v": wanted,
     }

@@ -6,7 +6,7 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from .checks import check_types
+from .checks import check_types, cut
 from .derivatives import check_transforms
 from .operator import FORMULA_VERSION, attend, gradients_wanted
 from .plan import Plan
@@ -60,7 +60,9 @@ def burst_attention(
             and values in both; in the backward dK and dV come home (RingAttention). ``either``: of each pair of shards
             the one whose way to the other is less than half a ring, in both; partial results of the forward come home
             over the wire, too. A contiguous layout under a causal mask is balanced then, within 1 / world, with a
-            quarter fewer bytes than zigzag (without grouped queries). ``auto``: ``either`` if that leaves the busiest
+            quarter fewer bytes than zigzag (without grouped queries). ``blocks``: both sides of square blocks of pairs,
+            in both; the fewest bytes for many ranks, more memory. Where heads are cut it is context slices in place of
+            shards that travel. ``auto``: ``either`` if that leaves the busiest
             rank less to compute, else that of the other two whose backward sends fewer bytes.
         kernel: ``auto``, or a name of :data:`burst_attention.kernels.KERNELS`;
             :func:`burst_attention.kernels.explain` tells what ``auto`` takes, and why.
@@ -84,7 +86,8 @@ def burst_attention(
         number = check_types(q, k, v, scale, travels, kernel)
         check_transforms("burst_attention", q=q, k=k, v=v)
         wanted = gradients_wanted(q, k, v)
-    out, lse, _ = attend(
+        heads, kept_rows = cut(q, k, v, plan, travels)
+    out, lse, *_ = attend(
         q,
         k,
         v,
@@ -92,6 +95,8 @@ def burst_attention(
         scale=number,
         travels=travels,
         kernel=kernel,
+        heads=heads,
+        kept_rows=kept_rows if wanted else 0,
         wanted=wanted,
         return_lse=bool(return_lse),
         formula_version=FORMULA_VERSION,

@@ -17,10 +17,11 @@ from ..kernels.contract import BackwardInputs
 from ..kernels.merge import blank_output
 from ..kernels.precision import accumulation_dtype
 from ..plan.cost import Shape
+from ..plan.groups import Groups
 from ..plan.rows import Direction
 from ..plan.schedule import Schedule
 from ..plan.tile import Tiles
-from .passes import Backward, Forward, Pass
+from .passes import Backward, Forward, Pass, kept_shapes
 from .sweep import sweep
 
 WALKED = 4  # ranks whose programs are run, spread over the group: all of many would take their time
@@ -84,11 +85,10 @@ def peak_of(
     exact_partials: bool = False,
 ) -> int:
     """What :func:`peak_memory` counts, of one pass on ``schedule.rank``."""
-    kernel = _Allocating(exact_partials)
-    tokens, alone = schedule.layout.lengths[schedule.rank], schedule.layout.world == 1
-    work, inputs = example(direction, shape, dtype, tokens, kernel, device=torch.device("meta"), alone=alone)
+    kernel, groups = _Allocating(exact_partials), schedule.choose_groups(shape, travels)
+    work, inputs = example(schedule, groups, direction, shape, dtype, kernel, device=torch.device("meta"))
     with LiveBytes(*inputs) as live:
-        sums = sweep(schedule.program(travels, direction), _Silent(None), work)
+        sums = sweep(schedule.program(travels, direction, groups), _Silent(None), work)
         results = [x for side in tuple(sums) for x in sums.pop(side)]
         for n in range(len(results)):  # as the operator does it: a sum is free once it is rounded
             results[n] = results[n].to(dtype)
@@ -96,27 +96,37 @@ def peak_of(
 
 
 def example(
-    direction: Direction, shape: Shape, dtype: torch.dtype, tokens: int, kernel: Any, **options: Any
+    schedule: Schedule,
+    groups: Groups,
+    direction: Direction,
+    shape: Shape,
+    dtype: torch.dtype,
+    kernel: Any,
+    *,
+    device: torch.device,
 ) -> tuple[Pass, Sequence[Tensor]]:
-    """(the pass of a call with ``tokens`` on this rank, all tensors that are alive throughout).
-
-    Args:
-        options: ``device``, and whether the rank is ``alone``.
-    """
-    device, alone = options["device"], options["alone"]
+    """(one pass of a call on ``schedule.rank``, all tensors that are alive throughout)."""
+    tokens, alone = schedule.layout.lengths[schedule.rank], schedule.layout.world == 1
 
     def new(heads: int, dim: int) -> Tensor:
         return torch.zeros(shape.batch, tokens, heads, dim, dtype=dtype, device=device).transpose(1, 2)
 
     q = new(shape.q_heads, shape.head_dim)
     k, v = new(shape.kv_heads, shape.head_dim), new(shape.kv_heads, shape.v_head_dim)
+    kept = None
+    if groups.keep:
+        shapes = kept_shapes(q, k, v, groups.query, schedule.slice_length(groups))
+        kept = tuple(x.new_zeros(size) for x, size in zip((q, k, v), shapes, strict=True))
     if direction is Direction.FORWARD:
-        return Forward(q, k, v, 1.0, kernel), (q, k, v)
+        return Forward(q, k, v, 1.0, kernel, groups, kept), (q, k, v, *(kept or ()))
     out, dout = (new(shape.q_heads, shape.v_head_dim) for _ in range(2))
     rows = (shape.batch, shape.q_heads, tokens)
     # lse and D, and both of them packed
     lse_and_delta, stats = (torch.zeros(*rows, 2, dtype=accumulation_dtype(dtype), device=device) for _ in range(2))
-    return Backward(dout, q, k, v, stats, 1.0, kernel, alone=alone), (q, k, v, out, dout, lse_and_delta, stats)
+    known = (*(kept or (q, k, v)), out, dout, lse_and_delta, stats)
+    if kept:
+        q, k, v = (x[:, :, :0].clone() for x in (q, k, v))
+    return Backward(dout, q, k, v, stats, 1.0, kernel, alone, groups, kept), known
 
 
 class _Silent(Transport):

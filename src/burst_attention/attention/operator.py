@@ -18,10 +18,11 @@ from ..kernels import KERNELS
 from ..kernels.merge import row_dot
 from ..kernels.precision import accumulation_dtype
 from ..plan.assignment import TRAVELS
+from ..plan.groups import Groups
 from ..plan.rows import Side
-from .checks import resolve, shared_fields
+from .checks import kernel_for, resolve, shared_fields
 from .derivatives import check_transforms, refuse_second
-from .passes import Backward, Forward
+from .passes import Backward, Forward, kept_shapes
 from .plan import plan_of
 from .sweep import sweep
 
@@ -30,7 +31,7 @@ QUERY, KEY, VALUE = 1, 2, 4  # bits of ``wanted``
 # torch keeps compiled graphs on disk, the backward that it traced among them, under the operator's name and arguments
 # alone. As one of the arguments, this keeps a graph of another formula from being run: add one to it with each change
 # of this file that a graph may hold; a test goes red until it is done.
-FORMULA_VERSION = 2
+FORMULA_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -73,28 +74,39 @@ def attend(
     scale: float | None,
     travels: str,
     kernel: str,
+    heads: int,
+    kept_rows: int,
     wanted: int,
     return_lse: bool,
     formula_version: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Ledger.
 
     in      q [B, Hq, S_local, D], k [B, Hkv, S_local, D], v [B, Hkv, S_local, Dv]: this rank's shards; ``handle``:
-            the plan's; ``wanted``: :func:`gradients_wanted`; ``return_lse``: whether the caller asked for it;
-            ``formula_version``: :data:`FORMULA_VERSION`
-    out     O = softmax(scale Q K' + mask) V over all shards, L = logsumexp(scale Q K' + mask), and :class:`Settled`
-    saved   q, k, v, O, L, and what was settled; nothing of other ranks: the backward fetches again what it needs
+            the plan's; ``heads``, ``kept_rows``: :func:`~burst_attention.attention.checks.cut`; ``wanted``:
+            :func:`gradients_wanted`; ``return_lse``: whether the caller asked for it; ``formula_version``:
+            :data:`FORMULA_VERSION`
+    out     O = softmax(scale Q K' + mask) V over all shards, L = logsumexp(scale Q K' + mask), :class:`Settled`, and
+            with U = ``heads`` > 1 and ``kept_rows`` > 0 q [B, Hq / U, kept_rows, D], k and v of this rank's context
+            slice and head group; else those are empty
+    saved   q, k, v, or those of the slice in their place; O, L, and what was settled; the backward fetches again what
+            else it needs
     merge   L = logaddexp(L1, L2), O = O1 e^(L1 - L) + O2 e^(L2 - L); (0, -inf) is its identity
-    wire    K, V; or Q out and (O, L) home where either may travel
+    wire    K, V; or Q out and (O, L) home where either may travel, or heads are cut
     round   tiles and sums in fp32 (fp64 for fp64) where the kernel gives it; once, at the end
     """
     plan = plan_of(handle)
     wants = [bool(wanted & bit) for bit in (QUERY, KEY, VALUE)]
     with plan.agreement.entering("burst_attention"):
-        call = resolve(q, k, v, plan, scale=scale, travels=travels, kernel=kernel)
+        keep = kept_rows > 0
+        call = resolve(q, k, v, plan, scale=scale, travels=travels, kernel=kernel, heads=heads, keep=keep)
         fields = {**shared_fields(q, k, v, call, wants), "return_lse": return_lse}
-        work = Forward(_dense_rows(q), _dense_rows(k), _dense_rows(v), call.scale, call.kernel)
-        program = plan.schedule.program(call.travels, work.direction)
+        shapes = kept_shapes(q, k, v, heads, kept_rows)
+        kept_q, kept_k, kept_v = (x.new_empty(shape) for x, shape in zip((q, k, v), shapes, strict=True))
+        keeping = (kept_q, kept_k, kept_v) if keep else None
+        q, k, v = map(_dense_rows, (q, k, v))
+        work = Forward(q, k, v, call.scale, call.kernel, call.groups, keeping)
+        program = plan.schedule.program(call.travels, work.direction, call.groups)
     plan.agreement.agree("burst_attention", fields)
     plan.usage.note_call()
     # Alone there is nobody to mistake a backward of.
@@ -103,7 +115,7 @@ def attend(
         sums = sweep(program, plan.transport, work, plan.indices)
     out, log_sum = sums[Side.QUERY]
     settled = Settled(number, call.scale, call.travels, call.kernel.name)
-    return out.to(q.dtype).contiguous(), log_sum.contiguous(), settled.pack()
+    return out.to(q.dtype).contiguous(), log_sum.contiguous(), settled.pack(), kept_q, kept_k, kept_v
 
 
 @torch.library.custom_op("burst_attention::attend_backward", mutates_args=())
@@ -117,27 +129,38 @@ def attend_backward(
     lse: Tensor,
     settled: Tensor,
     handle: int,
+    heads: int,
+    kept_rows: int,
+    kv_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Ledger.
 
-    in      dO, dL, what the forward saved, and the plan's handle
+    in      dO, dL, what the forward saved, the plan's handle, how heads were cut, and how many k and v had
     out     dQ, dK, dV of this rank's shards
     back    D = rowsum(dO * O) - dL, at home, before anything travels
             P = e^(scale Q K' - L), dV = P' dO, dS = P * (dO V' - D), dQ = scale dS K, dK = scale dS' Q per tile
-    wire    (Q, dO, L, D) out and dQ home, or K, V out and dK, dV home; or one or the other, pair by pair
+    wire    (Q, dO, L, D) out and dQ home, or K, V out and dK, dV home; or one or the other, pair by pair; both where
+            heads are cut, but for the Q, K, V that were kept
     round   sums in fp32 (fp64 for fp64); once to the io dtype when a partial is sent, once at the end
     """
     plan, forward = plan_of(handle), Settled.unpack(settled)
     with plan.agreement.entering("the backward of burst_attention"):
-        call = resolve(q, k, v, plan, scale=forward.scale, travels=forward.travels, kernel=forward.kernel)
+        kept = (q, k, v) if kept_rows else None
+        if kept:  # of its shards a rank has no more than their shapes
+            counts = out.shape[1], kv_heads, kv_heads
+            q, k, v = (x.new_empty(x.shape[0], n, 0, x.shape[3]) for x, n in zip(kept, counts, strict=True))
+        plan.transport.check_device(q.device)
+        head_dims = q.shape[3], v.shape[3]
+        kernel = kernel_for(forward.kernel, plan.mask, device=q.device, dtype=q.dtype, head_dims=head_dims)
+        groups = Groups.of(heads, q_heads=q.shape[1], kv_heads=kv_heads, keep=kept is not None)
         fields = {"call number": forward.number}
         delta = row_dot(dout, out, lse.dtype)
         if dlse is not None:
             delta = delta - dlse
         dout, q, k, v = map(_dense_rows, (dout, q, k, v))
         stats = torch.stack((lse, delta), -1)
-        work = Backward(dout, q, k, v, stats, call.scale, call.kernel, alone=plan.world == 1)
-        program = plan.schedule.program(call.travels, work.direction)
+        work = Backward(dout, q, k, v, stats, forward.scale, kernel, plan.world == 1, groups, kept)
+        program = plan.schedule.program(forward.travels, work.direction, groups)
     # Ranks that run the backwards of several calls in different orders would add up each other's.
     plan.agreement.agree("the backward of burst_attention", fields)
     with torch.autocast(q.device.type, enabled=False):
@@ -149,27 +172,58 @@ def attend_backward(
 
 
 @attend.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    handle: int,
+    scale: float | None,
+    travels: str,
+    kernel: str,
+    heads: int,
+    kept_rows: int,
+    *_: Any,
+) -> tuple[Tensor, ...]:
     out = q.new_empty((*q.shape[:3], v.shape[3]))
     lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
-    return out, lse, torch.empty(4, dtype=torch.float64)
+    kept = (x.new_empty(shape) for x, shape in zip((q, k, v), kept_shapes(q, k, v, heads, kept_rows), strict=True))
+    return out, lse, torch.empty(4, dtype=torch.float64), *kept
 
 
 @attend_backward.register_fake
-def _(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    settled: Tensor,
+    handle: int,
+    heads: int,
+    kept_rows: int,
+    kv_heads: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    counts = out.shape[1], kv_heads, kv_heads
+    dq, dk, dv = (
+        x.new_empty(out.shape[0], n, out.shape[2], x.shape[3]) for x, n in zip((q, k, v), counts, strict=True)
+    )
+    return dq, dk, dv
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, ctx.handle, *_ = inputs
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, ctx.handle, _, _, _, ctx.heads, ctx.kept_rows, *_ = inputs
+    out, lse, settled, *kept = output
+    ctx.kv_heads = k.shape[1]
     # A graph must not lose its plan. A compiler's tracing has no number yet: there the caller keeps it.
     ctx.plan = plan_of(ctx.handle) if isinstance(ctx.handle, int) else None
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[2])
-    ctx.save_for_backward(q, k, v, *output)
+    ctx.mark_non_differentiable(settled, *kept)
+    ctx.save_for_backward(*(kept if ctx.kept_rows else (q, k, v)), out, lse, settled)
 
 
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tuple[Any, ...]:
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:
     name = "the backward of burst_attention"
     # A compiler's tracing has no plan; what fails in it runs on no rank.
     with nullcontext() if ctx.plan is None else ctx.plan.agreement.entering(name):
@@ -177,7 +231,8 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -
             check_transforms(name, dout=dout, dlse=dlse)
         q, k, v, out, lse, settled = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-    grads = attend_backward(dout, dlse, q, k, v, out, lse, settled, ctx.handle)
+    how = ctx.heads, ctx.kept_rows, ctx.kv_heads
+    grads = attend_backward(dout, dlse, q, k, v, out, lse, settled, ctx.handle, *how)
     return (*grads, *(None for _ in ctx.needs_input_grad[3:]))  # a setting has none
 
 

@@ -22,7 +22,7 @@ from ..kernels.precision import DTYPES, accumulation_dtype, wire_dtype
 from ..plan.assignment import TRAVELS
 from ..plan.cost import Shape, Traffic
 from ..plan.mask import Mask
-from ..plan.schedule import Schedule, make_schedule
+from ..plan.schedule import HeadsOrAuto, KeepOrAuto, Schedule, make_schedule
 from . import unshard as resharding
 from .sweep import DeviceIndices
 from .usage import Usage
@@ -63,6 +63,7 @@ class Plan:
     usage: Usage  # one for the plans derived by with_mask
     indices: DeviceIndices  # of the schedule's programs
     handle: int  # of this very object in this process: copies have their own
+    handle_text: str  # a compiler takes a text for a constant, a number that differs from plan to plan for a variable
 
     def __init__(
         self,
@@ -74,7 +75,8 @@ class Plan:
         indices: DeviceIndices | None = None,
     ) -> None:
         vars(self).update(schedule=schedule, transport=transport, agreement=agreement, usage=usage or Usage())
-        vars(self).update(indices=indices or DeviceIndices(), handle=next(_HANDLES))
+        handle = next(_HANDLES)
+        vars(self).update(indices=indices or DeviceIndices(), handle=handle, handle_text=str(handle))
         _PLANS[self.handle] = self
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
@@ -232,11 +234,12 @@ class Plan:
         shape = shape_of(
             dtype, batch=batch, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, v_head_dim=v_head_dim
         )
-        if travels == "auto":
-            travels = self.schedule.choose_travels(shape)
-        elif travels not in TRAVELS:
+        if travels != "auto" and travels not in TRAVELS:
             raise ValueError(f"travels={travels!r} is unknown; choose one of auto, {', '.join(TRAVELS)}")
-        return self.schedule.traffic(shape, travels)
+        groups = self.schedule.choose_groups(shape, travels)
+        if travels == "auto":
+            travels = self.schedule.choose_travels(shape, groups)
+        return self.schedule.traffic(shape, travels, groups)
 
     def exchange_small(self, values: Sequence[float]) -> list[list[float]]:
         """Every rank's few numbers on every rank, by rank, exactly. Every rank must call it."""
@@ -304,6 +307,8 @@ def make_plan(
     mask: Mask | None = None,
     layout: str = "zigzag",
     route: str = "auto",
+    heads: HeadsOrAuto = 1,
+    keep: KeepOrAuto = "auto",
     group: Any = None,
     timeout: float | timedelta | None = None,
 ) -> Plan:
@@ -317,6 +322,14 @@ def make_plan(
         route: ``direct`` (owner to user), ``ring`` (round the ring, partial results straight home), ``ring-attention``
             (both round the ring), or ``auto``: direct unless several hosts have several ranks each and the ring loads
             their links less.
+        heads: into how many groups heads are cut, U: of U * R ranks each U neighbours, whose shards are a context
+            slice, compute one head group each for all of the slice. 1: none is cut. As many as there are ranks: Ulysses
+            with its exchanges behind the attention. It must divide the ranks, and the key-value heads, or be a multiple
+            of those that divides the query heads. ``auto``: what needs the fewest bytes of the busiest rank, for each
+            shape of a call anew.
+        keep: whether, with heads cut, what the forward fetched of a rank's context slice is saved for the backward in
+            place of its own q, k and v: fewer bytes on the wire, and as many in memory up to as many groups as
+            key-value heads. ``auto``: where it needs fewer bytes.
         group: None (the default group; a world of one if torch.distributed is not initialised), a ProcessGroup, or a
             1-D DeviceMesh.
         timeout: seconds (or a timedelta) that an exchange may take before ExchangeError; None for the group's own.
@@ -331,9 +344,10 @@ def make_plan(
         seqlen = check_seqlen(seqlen)
         transport.timeout = agreement.transport.timeout = resolve_timeout(timeout)
         mask = Mask() if mask is None else mask
-        schedule = make_schedule(seqlen, mask=mask, layout=layout, route=route, rank=rank, world=world)
+        options: dict[str, Any] = {"mask": mask, "layout": layout, "route": route, "heads": heads, "keep": keep}
+        schedule = make_schedule(seqlen, **options, rank=rank, world=world)
         host, fields = socket.gethostname(), {**schedule.description, "route": route}
     names = agreement.agree("make_plan", fields, host)
     hosts = [names.index(name) for name in names]
-    schedule = make_schedule(seqlen, mask=mask, layout=layout, route=route, rank=rank, world=world, hosts=hosts)
+    schedule = make_schedule(seqlen, **options, rank=rank, world=world, hosts=hosts)
     return Plan(schedule, transport, agreement)

@@ -29,19 +29,19 @@ from torch import Tensor
 
 from ..comm.transport import Pending, Receive, Send, Transport
 from ..kernels.contract import capturing
-from ..plan.program import Drop, Message, Post, Program, Visit, Wait
+from ..plan.program import Drop, Message, Move, Op, Place, Post, Program, Visit, Wait
 from ..plan.route import Edge
 from ..plan.rows import Side, Where
-from .passes import Pass, Tensors
+from .passes import Pass, Tensors, part_of
 
 
 def sweep(
     program: Program, transport: Transport, work: Pass, indices: DeviceIndices | None = None
 ) -> dict[Side, Tensors]:
-    """Execute one rank's program and return its own results, by side, unrounded.
+    """Execute one rank's program and return its own results, by side: unrounded, unless parts of the heads are joined.
 
-    Nothing that the caller owns is written to. A partial result is folded in when its turn comes in the program, never
-    when it arrives: two runs give the same bits.
+    Nothing that the caller owns is written to, but for what is to be kept. A partial result is folded in when its turn
+    comes in the program, never when it arrives: two runs give the same bits.
 
     Args:
         indices: what keeps the program's index arrays on devices from call to call; None to copy them anew.
@@ -49,89 +49,155 @@ def sweep(
     run = _Run(program, transport, work, DeviceIndices() if indices is None else indices)
     try:
         for op in program.ops:
-            match op:
-                case Visit():
-                    run.visit(op)
-                case Post():
-                    run.post(op)
-                case Wait():
-                    run.wait(op)
-                case Drop():
-                    del run.held[op.key]
+            run.execute(op)
     except BaseException as error:
         # What this rank no longer sends the others wait for: the group is of no use, here too.
         transport.health.failure = (
             transport.health.failure or f"{work.direction.value}: {type(error).__name__} on this rank"
         )
         raise
-    return {side: run.sums.pop(side, program.rank) for side, owner in program.sum_rows if owner == program.rank}
+    return {side: run.results(side) for side in work.direction.returns}
 
 
 class _Run:
     """A sweep under way. A method for each operation, so that no buffer outlives its use as a loop's variable."""
 
     def __init__(self, program: Program, transport: Transport, work: Pass, indices: DeviceIndices) -> None:
-        self.held = {(side, program.rank): tensors for side, tensors in work.own.items()}
-        self._indices = indices
-        self.sums = _Sums(program, work, indices)
-        self._transport, self._work = transport, work
+        self._program, self._transport, self._work, self._indices = program, transport, work, indices
+        self._held = _Shards(program, work)
+        self._sums = _Sums(program, work, indices)
         self._on_wire: dict[int, tuple[Pending, list[tuple[Message, Tensors]]]] = {}
 
-    def visit(self, op: Visit) -> None:
-        """Compute a pair and fold in what it gives."""
-        query, key = (self._indices.take(self.held[side, op.owner(side)], op.held[side]) for side in Side)
-        running = partial(self.sums.running, Side.QUERY, op.query_owner, op.into[Side.QUERY])
+    def execute(self, op: Op) -> None:
+        match op:
+            case Visit():
+                self._visit(op)
+            case Post():
+                self._post(op)
+            case Wait():
+                self._wait(op)
+            case Move():
+                self._arrived(op.target, self._outgoing(op.source))
+            case Drop():
+                (self._sums if op.partial else self._held).drop(op.place)
+
+    def results(self, side: Side) -> Tensors:
+        """This rank's own; several parts of the heads are joined, each rounded."""
+        places = self._program.home(side)
+        if len(places) == 1:
+            return self._sums.pop(places[0])
+        parts = [self._sums.pop(place, self._work.final_dtypes(side)) for place in places]
+        return tuple(torch.cat(tensors, 1) for tensors in zip(*parts, strict=True))
+
+    def _visit(self, op: Visit) -> None:
+        """Compute cells and fold in what they give."""
+        query, key = (self._indices.take(self._held.at(op.places[side]), op.held[side]) for side in Side)
+        running = partial(self._sums.running, op.places[Side.QUERY], op.into.get(Side.QUERY))
         parts = dict(self._work.visit(query, key, op.tiles, running))
         del query, key  # rows that were gathered are free, and so is each part once it is folded in
         for side in tuple(parts):
-            self.sums.add(side, op.owner(side), op.into[side], parts.pop(side))
+            self._sums.add(op.places[side], op.into[side], parts.pop(side))
 
-    def post(self, op: Post) -> None:
+    def _post(self, op: Post) -> None:
         """Start an exchange: shards, own or to be passed on, and partial results on their way home."""
-        arriving = [(message, _empty(message.edge, self._work)) for message in op.receives]
-        sends = [Send(message.edge.target, x) for message in op.sends for x in self._outgoing(message)]
+        arriving = [(message, self._empty(message.edge)) for message in op.receives]
+        sends = [Send(m.edge.target, x.contiguous()) for m in op.sends for x in self._outgoing(m)]
         receives = [Receive(message.edge.source, x) for message, tensors in arriving for x in tensors]
         label = f"hop {op.step} of the {self._work.direction.value}"
         self._on_wire[op.step] = self._transport.post(sends, receives, label=label), arriving
 
-    def wait(self, op: Wait) -> None:
-        """Finish an exchange: hold the shards, fold in the partial results."""
+    def _wait(self, op: Wait) -> None:
+        """Finish an exchange."""
         pending, arriving = self._on_wire.pop(op.step)
         self._transport.wait(pending)
         while arriving:  # each is free once it is folded in
-            message, tensors = arriving.pop(0)
-            edge = message.edge
-            if message.where is None:
-                self.held[edge.side, edge.owner] = tensors
-            else:
-                self.sums.add(edge.side, edge.owner, message.where, tensors)
+            self._arrived(*arriving.pop(0))
+
+    def _arrived(self, message: Message, tensors: Tensors) -> None:
+        """Hold a shard, or put it beside the others of its slice; fold in a partial result."""
+        if message.edge.partial:
+            assert message.where is not None
+            self._sums.add(message.place, message.where, tensors)
+        elif message.where is None:
+            self._held.tensors[message.place] = tensors
+        else:
+            buffers = self._held.at(message.place)
+            for n, x in zip(self._work.payload(message.edge.side, message.edge.key.payload), tensors, strict=True):
+                self._indices.put(buffers[n], message.where, x)
 
     def _outgoing(self, message: Message) -> Tensors:
         edge = message.edge
-        if message.where is None:
-            tensors = self.sums.pop(edge.side, edge.owner, self._work.wire_dtypes(edge.side, exact=edge.exact))
+        if edge.partial:
+            return self._sums.leave(message.place, message.where, self._wire_dtypes(edge))
+        tensors = self._held.at(message.place)
+        wanted = tuple(tensors[n] for n in self._work.payload(edge.side, edge.key.payload))
+        assert message.where is not None
+        return self._indices.take(wanted, message.where)
+
+    def _wire_dtypes(self, edge: Edge) -> tuple[torch.dtype, ...]:
+        work, side = self._work, edge.side
+        return work.final_dtypes(side) if edge.finished else work.wire_dtypes(side, exact=edge.exact)
+
+    def _empty(self, edge: Edge) -> Tensors:
+        """Buffers for what an edge brings."""
+        rows, side = edge.rows.count, edge.side
+        if edge.partial:
+            like: Tensors = self._work.blank(side, 0)
+            dtypes = self._wire_dtypes(edge)
         else:
-            tensors = self._indices.take(self.held[edge.side, edge.owner], message.where)
-        return tuple(x.contiguous() for x in tensors)
+            own = part_of(self._work.own[side], self._program.groups.count(side), 0)
+            like = tuple(own[n] for n in self._work.payload(side, edge.key.payload))
+            dtypes = tuple(x.dtype for x in like)
+        return tuple(
+            x.new_empty(*x.shape[:2], rows, *x.shape[3:], dtype=dtype) for x, dtype in zip(like, dtypes, strict=True)
+        )
+
+
+class _Shards:
+    """What is held: own shards part by part of their heads, others' as they came, several side by side."""
+
+    def __init__(self, program: Program, work: Pass) -> None:
+        self._program, self._work = program, work
+        self.tensors: dict[Place, Tensors] = {
+            place: part_of(tensors, program.groups.count(side), place[2])
+            for side, tensors in work.own.items()
+            for place in program.home(side)
+        }
+
+    def at(self, place: Place) -> Tensors:
+        """A buffer's tensors; those of a slice are made when they are first asked for, but for what was kept."""
+        if place not in self.tensors:
+            side = place[0]
+            like = part_of(self._work.own[side], self._program.groups.count(side), 0)
+            known = self._work.kept[side] if place in self._program.kept.values() else (None,) * len(like)
+            rows = self._program.held_rows[place].count
+            self.tensors[place] = tuple(
+                x.new_empty(*x.shape[:2], rows, *x.shape[3:]) if kept is None else kept
+                for x, kept in zip(like, known, strict=True)
+            )
+        return self.tensors[place]
+
+    def drop(self, place: Place) -> None:
+        del self.tensors[place]
 
 
 class _Sums:
-    """Partial results under accumulation, per side and owner."""
+    """Partial results under accumulation, buffer by buffer."""
 
     def __init__(self, program: Program, work: Pass, indices: DeviceIndices) -> None:
         self._rows = program.sum_rows
         self._work, self._indices = work, indices
-        self._totals: dict[tuple[Side, int], Tensors] = {}
+        self._totals: dict[Place, Tensors] = {}
 
-    def add(self, side: Side, owner: int, where: Where, part: Tensors) -> None:
+    def add(self, place: Place, where: Where, part: Tensors) -> None:
         """Fold ``part`` into the rows at ``where``. A first part that covers all rows is the total, as it is."""
-        work, key, rows = self._work, (side, owner), self._rows[side, owner].count
-        if key not in self._totals:
+        work, side, rows = self._work, place[0], self._rows[place].count
+        if place not in self._totals:
             if isinstance(where, slice) and where == slice(0, rows):
-                self._totals[key] = part
+                self._totals[place] = part
                 return
-            self._totals[key] = work.blank(side, rows)
-        total = self._widened(side, owner)
+            self._totals[place] = work.blank(side, rows)
+        total = self._widened(place)
         if isinstance(where, slice):
             work.combine(side, self._indices.take(total, where), part)
             return
@@ -141,23 +207,37 @@ class _Sums:
         for x, y in zip(total, gathered, strict=True):
             x.index_copy_(2, index, y)
 
-    def _widened(self, side: Side, owner: int) -> Tensors:
+    def _widened(self, place: Place) -> Tensors:
         """The total, in the accumulation dtype from now on."""
-        wide = self._work.wire_dtypes(side, exact=True)
-        total = tuple(x.to(dtype) for x, dtype in zip(self._totals[side, owner], wide, strict=True))
-        self._totals[side, owner] = total
+        wide = self._work.wire_dtypes(place[0], exact=True)
+        total = tuple(x.to(dtype) for x, dtype in zip(self._totals[place], wide, strict=True))
+        self._totals[place] = total
         return total
 
-    def running(self, side: Side, owner: int, where: Where) -> Tensors | None:
+    def running(self, place: Place, where: Where | None) -> Tensors | None:
         """The total's rows at ``where``, to be written to; None if there is none yet, or no view of these rows."""
-        if not isinstance(where, slice) or (side, owner) not in self._totals:
+        if not isinstance(where, slice) or place not in self._totals:
             return None
-        return self._indices.take(self._widened(side, owner), where)
+        return self._indices.take(self._widened(place), where)
 
-    def pop(self, side: Side, owner: int, dtypes: tuple[torch.dtype, ...] | None = None) -> Tensors:
+    def leave(self, place: Place, where: Where | None, dtypes: tuple[torch.dtype, ...]) -> Tensors:
+        """Rows of the total, rounded, for good: memory of their own; None for all of it, which is forgotten."""
+        if where is None:
+            return self.pop(place, dtypes)
+        rows = self._indices.take(self._total(place), where)
+        return tuple(x.to(dtype, copy=True) for x, dtype in zip(rows, dtypes, strict=True))
+
+    def pop(self, place: Place, dtypes: tuple[torch.dtype, ...] | None = None) -> Tensors:
         """The total, rounded if asked; blank if nothing was added."""
-        total = self._totals.pop((side, owner), None) or self._work.blank(side, self._rows[side, owner].count)
+        total = self._total(place)
+        self.drop(place)
         return total if dtypes is None else tuple(x.to(dtype) for x, dtype in zip(total, dtypes, strict=True))
+
+    def drop(self, place: Place) -> None:
+        self._totals.pop(place, None)
+
+    def _total(self, place: Place) -> Tensors:
+        return self._totals.get(place) or self._work.blank(place[0], self._rows[place].count)
 
 
 class DeviceIndices:
@@ -173,6 +253,13 @@ class DeviceIndices:
         index = self.on_device(where, tensors[0].device)
         return tuple(x.index_select(2, index) for x in tensors)
 
+    def put(self, buffer: Tensor, where: Where, x: Tensor) -> None:
+        """Write rows into a buffer."""
+        if isinstance(where, slice):
+            buffer.narrow(2, where.start, where.stop - where.start).copy_(x)
+        else:
+            buffer.index_copy_(2, self.on_device(where, x.device), x)
+
     def on_device(self, where: np.ndarray, device: torch.device) -> Tensor:
         if device.type == "cpu":
             return torch.from_numpy(where)
@@ -182,17 +269,3 @@ class DeviceIndices:
                 raise RuntimeError("this plan must be used once before a CUDA graph's capture: its indices are copied")
             self._copies[key] = where, torch.from_numpy(where).to(device)
         return self._copies[key][1]
-
-
-def _empty(edge: Edge, work: Pass) -> Tensors:
-    """Buffers for what an edge brings."""
-    rows = edge.rows.count
-    if edge.partial:
-        like: Tensors = work.blank(edge.side, 0)
-        dtypes = work.wire_dtypes(edge.side, exact=edge.exact)
-    else:
-        like = work.own[edge.side]
-        dtypes = tuple(x.dtype for x in like)
-    return tuple(
-        x.new_empty(*x.shape[:2], rows, *x.shape[3:], dtype=dtype) for x, dtype in zip(like, dtypes, strict=True)
-    )

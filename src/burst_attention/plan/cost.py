@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from .groups import Groups
 from .route import Edge
-from .rows import Direction, Side
+from .rows import Direction, Payload, Side
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,20 +27,23 @@ class Shape:
     accumulate: int
 
     def row_bytes(self, edge: Edge, direction: Direction) -> int:
-        """Bytes of one row of an edge, as the sweep sends it."""
-        return self.side_bytes(edge.side, direction, partial=edge.partial, exact=edge.exact)
+        """Bytes of one row of an edge, as the sweep sends it, were the heads not cut."""
+        wide = self.accumulate if edge.exact else self.io if edge.finished else self.partial
+        return self.side_bytes(edge.side, direction, wide=wide if edge.partial else None, payload=edge.key.payload)
 
-    def side_bytes(self, side: Side, direction: Direction, *, partial: bool, exact: bool = False) -> int:
-        """Bytes of one row of a shard of ``side``, or of partial results for it."""
-        wide = self.accumulate if exact else self.partial
+    def side_bytes(
+        self, side: Side, direction: Direction, *, wide: int | None = None, payload: Payload = Payload.ALL
+    ) -> int:
+        """Bytes of one row of a shard of ``side``, or of results for it in elements of ``wide`` bytes."""
         if side is Side.KEY:  # k and v, or dK and dV
-            return self.batch * self.kv_heads * (self.head_dim + self.v_head_dim) * (wide if partial else self.io)
+            return self.batch * self.kv_heads * (self.head_dim + self.v_head_dim) * (self.io if wide is None else wide)
         if direction is Direction.FORWARD:  # q, or (out, lse)
-            elements = self.v_head_dim * wide + self.accumulate if partial else self.head_dim * self.io
-        elif partial:  # dQ
+            elements = self.head_dim * self.io if wide is None else self.v_head_dim * wide + self.accumulate
+        elif wide is not None:  # dQ
             elements = self.head_dim * wide
-        else:  # q, dO, (lse, D)
-            elements = (self.head_dim + self.v_head_dim) * self.io + 2 * self.accumulate
+        else:  # q, and dO, (lse, D)
+            inputs, gradients = self.head_dim * self.io, self.v_head_dim * self.io + 2 * self.accumulate
+            elements = inputs * (payload is not Payload.GRADIENTS) + gradients * (payload is not Payload.INPUTS)
         return self.batch * self.q_heads * elements
 
 
@@ -61,11 +65,14 @@ class Traffic:
         return self.forward_received + self.backward_received
 
 
-def sent_and_received(edges: Iterable[Edge], rank: int, shape: Shape, direction: Direction) -> tuple[int, int]:
+def sent_and_received(
+    edges: Iterable[Edge], rank: int, shape: Shape, direction: Direction, groups: Groups
+) -> tuple[int, int]:
     """Bytes that ``rank`` sends and receives over ``edges`` in one pass."""
     sent = received = 0
     for edge in edges:
-        size = edge.rows.count * shape.row_bytes(edge, direction)
-        sent += size * (edge.source == rank)
-        received += size * (edge.target == rank)
+        if edge.source != edge.target:
+            size = edge.rows.count * shape.row_bytes(edge, direction) // groups.count(edge.side)
+            sent += size * (edge.source == rank)
+            received += size * (edge.target == rank)
     return sent, received

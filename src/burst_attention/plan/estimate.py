@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
-from .assignment import TRAVELS
 from .cost import Shape, Traffic, sent_and_received
-from .program import all_edges
+from .groups import WHOLE, Groups
 from .rows import Direction
 from .schedule import Schedule
 
@@ -29,27 +26,21 @@ class RankCost:
     traffic: Traffic
 
 
-def estimate(schedule: Schedule, shape: Shape, travels: str) -> list[RankCost]:
+def estimate(schedule: Schedule, shape: Shape, travels: str, groups: Groups = WHOLE) -> list[RankCost]:
     """The cost of one forward and backward on every rank; ``travels`` is a name of ``TRAVELS``."""
-    layout, pairs = schedule.layout, schedule.pairs()
-    assignments = TRAVELS[travels](layout.world)
-    edges = {
-        direction: all_edges(pairs, assign, schedule.route, direction, layout)
-        for direction, assign in assignments.items()
-    }
-    seen = {direction: [0] * layout.world for direction in assignments}
-    for (i, j), tiles in pairs.items():
-        for direction, assign in assignments.items():
-            seen[direction][int(assign(np.array(i), np.array(j)))] += tiles.area
-    per_pair = 2 * shape.batch * shape.q_heads  # a multiplication and an addition
+    world, work = schedule.layout.world, {d: schedule.work(travels, d, groups) for d in Direction}
+    cells = {direction: each.cells() for direction, each in work.items()}
+    edges = {direction: each.edges(cells[direction]) for direction, each in work.items()}
+    per_pair = 2 * shape.batch * shape.q_heads // groups.query  # a multiplication and an addition
     forward = per_pair * (shape.head_dim + shape.v_head_dim)  # scores, P V
     backward = per_pair * (3 * shape.head_dim + 2 * shape.v_head_dim)  # scores, dO V', P' dO, dS K, dS' Q
+    seen = {direction: each.areas(world) for direction, each in cells.items()}
     return [
         RankCost(
-            layout.lengths[rank],
+            schedule.layout.lengths[rank],
             forward * seen[Direction.FORWARD][rank],
             backward * seen[Direction.BACKWARD][rank],
-            Traffic(*(n for d in Direction for n in sent_and_received(edges[d], rank, shape, d))),
+            Traffic(*(n for d in Direction for n in sent_and_received(edges[d], rank, shape, d, groups))),
         )
-        for rank in range(layout.world)
+        for rank in range(world)
     ]

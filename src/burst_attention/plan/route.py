@@ -10,26 +10,48 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
-from .rows import Rows, Side
+from .groups import Groups
+from .rows import Payload, Rows, Side
+
+
+class Key(NamedTuple):
+    """What travels: tensors of one side, of one owner's shard and one part of its heads.
+
+    ``owner`` of what is kept (:attr:`Payload.INPUTS`) is the rank that keeps it, the shard its context slice.
+    """
+
+    side: Side
+    owner: int
+    part: int = 0
+    payload: Payload = Payload.ALL
 
 
 @dataclass(frozen=True, eq=False)
 class Edge:
-    """One message: ``rows`` of ``owner``'s shard (or partial results for them) from ``source`` to ``target``.
+    """One message: ``rows`` of ``key``'s shard (or partial results for them) from ``source`` to ``target``.
 
-    ``exact`` partials travel in the accumulation dtype, the others are rounded once to the io dtype.
+    ``exact`` partials travel in the accumulation dtype, the others are rounded once: to the wire's dtype, or, when
+    ``finished``, to that of the inputs, for nothing will be added to them.
     """
 
     step: int
     source: int
     target: int
-    side: Side
-    owner: int
+    key: Key
     rows: Rows
     partial: bool = False
     exact: bool = False
+    finished: bool = False
+
+    @property
+    def side(self) -> Side:
+        return self.key.side
+
+    @property
+    def owner(self) -> int:
+        return self.key.owner
 
 
 @dataclass(frozen=True)
@@ -45,7 +67,8 @@ class Route:
     """``out`` and ``home`` are ``star`` (straight between owner and user) or ``path`` (along the ring of ranks).
 
     RingAttention is (path, path, exact). The paper's Burst is a path out, and dQ round the ring; here dQ goes straight
-    home, so that each partial is rounded once whatever the world size.
+    home, so that each partial is rounded once whatever the world size. A path is of heads that are not cut: it would
+    run through ranks that compute other heads.
     """
 
     name: str
@@ -53,44 +76,70 @@ class Route:
     home: str
     exact: bool = False
 
-    def outward(self, side: Side, owner: int, uses: Mapping[int, Use], world: int) -> Iterator[Edge]:
-        """The edges by which ``owner``'s shard reaches its users."""
-        away = _by_distance(owner, uses, world)
+    @property
+    def direct(self) -> bool:
+        """Does nothing pass through a rank that has no use for it?"""
+        return (self.out, self.home) == ("star", "star")
+
+    def outward(self, key: Key, uses: Mapping[int, Use], groups: Groups, world: int) -> Iterator[Edge]:
+        """The edges by which ``key``'s tensors reach their users."""
+        away = _by_distance(key.owner, uses, groups, world)
         if self.out == "star":
             for distance, rank in away:
-                yield Edge(distance, owner, rank, side, owner, uses[rank].rows)
+                yield Edge(distance, key.owner, rank, key, uses[rank].rows)
             return
         beyond = Rows.union(())
         for hop in range(max((distance for distance, _ in away), default=0), 0, -1):  # from the far end
-            rank = (owner + hop) % world
+            rank = (key.owner + hop) % world
             if rank in uses:
                 beyond = Rows.union((beyond, uses[rank].rows))
-            yield Edge(hop, (owner + hop - 1) % world, rank, side, owner, beyond)
+            yield Edge(hop, (key.owner + hop - 1) % world, rank, key, beyond)
 
-    def homeward(self, side: Side, owner: int, uses: Mapping[int, Use], world: int) -> Iterator[Edge]:
-        """The edges by which partial results for ``owner`` come home.
+    def homeward(
+        self, key: Key, uses: Mapping[int, Use], groups: Groups, world: int, *, finished: bool
+    ) -> Iterator[Edge]:
+        """The edges by which partial results for ``key``'s owner come home; ``finished``: of one rank, so the whole.
 
         A partial computed at step v is sent by exchange v + 2: exchange v + 1 was posted before it existed. A vertex
         of a path first receives (step t), then adds its own partial, then sends (step t + 1 or later).
         """
-        away = _by_distance(owner, uses, world)
+        away = _by_distance(key.owner, uses, groups, world)
         if self.home == "star":
             for _, rank in away:
                 use = uses[rank]
-                yield Edge(use.last + 2, rank, owner, side, owner, use.rows, True, self.exact)
+                yield Edge(use.last + 2, rank, key.owner, key, use.rows, True, self.exact, finished)
             return
         step, so_far = 0, Rows.union(())
         for hop in range(min((distance for distance, _ in away), default=world), world):
-            rank = (owner + hop) % world
+            rank = (key.owner + hop) % world
             if rank in uses:
                 so_far = Rows.union((so_far, uses[rank].rows))
                 step = max(step, uses[rank].last + 1)
             step += 1
-            yield Edge(step, rank, (rank + 1) % world, side, owner, so_far, True, self.exact)
+            yield Edge(step, rank, (rank + 1) % world, key, so_far, True, self.exact)
+
+    def through_keepers(self, key: Key, uses: Mapping[int, Use], groups: Groups, *, finished: bool) -> Iterator[Edge]:
+        """As :meth:`homeward`, of heads that are cut: first to the rank of the same heads in the owner's context slice.
+
+        There they are added up before they are rounded; ``finished``: there is one such rank.
+        """
+        by_keeper: dict[int, dict[int, Use]] = {}
+        for _, rank in sorted((use.last, rank) for rank, use in uses.items()):
+            keeper = groups.keeper(rank % groups.query, groups.context(key.owner))
+            by_keeper.setdefault(keeper, {})[rank] = uses[rank]
+        for keeper, users in by_keeper.items():
+            step = 0
+            for rank, use in users.items():
+                step = max(step, use.last + 1 + (rank != keeper))
+                if rank != keeper:
+                    yield Edge(use.last + 2, rank, keeper, key, use.rows, True, self.exact)
+            if keeper != key.owner:
+                rows = Rows.union(use.rows for use in users.values())
+                yield Edge(step + 1, keeper, key.owner, key, rows, True, self.exact, finished)
 
 
-def _by_distance(owner: int, uses: Mapping[int, Use], world: int) -> list[tuple[int, int]]:
-    return sorted(((rank - owner) % world, rank) for rank in uses if rank != owner)
+def _by_distance(owner: int, uses: Mapping[int, Use], groups: Groups, world: int) -> list[tuple[int, int]]:
+    return sorted((groups.distance(owner, rank, world), rank) for rank in uses if rank != owner)
 
 
 ROUTES: dict[str, Route] = {

@@ -3,7 +3,7 @@ it lies once packed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -30,6 +30,14 @@ class Direction(Enum):
     def returns(self) -> tuple[Side, ...]:
         """The sides for which computing a pair gives partial results: (out, lse); or dQ, and dK with dV."""
         return (Side.QUERY,) if self is Direction.FORWARD else tuple(Side)
+
+
+class Payload(Enum):
+    """Which of a side's tensors a message carries."""
+
+    ALL = "all"
+    INPUTS = "inputs"  # q, or k and v
+    GRADIENTS = "gradients"  # what a backward's query side has besides: dO, lse and D
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,3 +97,34 @@ class Rows:
         if np.all(begins[1:] == begins[:-1] + sizes[:-1]):
             return slice(int(begins[0]), int(begins[-1] + sizes[-1]))
         return np.repeat(begins - self._offsets[:-1], sizes) + np.arange(self.count)
+
+
+@dataclass(frozen=True, eq=False)
+class Union:
+    """Sets of rows, one for each of ``keys`` (int [N], ascending); arrays, for there may be many."""
+
+    keys: np.ndarray
+    starts: np.ndarray
+    stops: np.ndarray
+    _cuts: np.ndarray  # where each key's intervals begin, and their end
+
+    @classmethod
+    def of(cls, keys: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Union:
+        """The union of the intervals [starts[n], stops[n]) of each key, none of them empty; in any order."""
+        apart = int(stops.max(initial=0)) + 1  # so that intervals of one key never reach into the next
+        unique, at = np.unique(keys, return_inverse=True)
+        rows = Rows.of(starts + at * apart, stops + at * apart)
+        which = rows.starts // apart
+        shift = which * apart
+        return cls(unique, rows.starts - shift, rows.stops - shift, np.searchsorted(which, np.arange(len(unique) + 1)))
+
+    @property
+    def counts(self) -> np.ndarray:
+        """How many rows each key has."""
+        return np.diff(np.r_[0, np.cumsum(self.stops - self.starts)][self._cuts])
+
+    def sets(self) -> Iterator[tuple[int, Rows]]:
+        """Each key with its rows."""
+        for n, key in enumerate(self.keys.tolist()):
+            cut = slice(self._cuts[n], self._cuts[n + 1])
+            yield key, Rows(self.starts[cut], self.stops[cut])

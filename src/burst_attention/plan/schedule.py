@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Literal
 
 import numpy as np
 
 from . import cost
-from .assignment import TRAVELS, Assignment, rows
+from .assignment import TRAVELS, Assignment, Cube, heads, rows
+from .build import build_program
+from .groups import WHOLE, Groups, divisors
 from .layout import Layout, digest
 from .mask import Mask
-from .program import Pairs, Program, all_edges, build_program, touched_pairs
+from .program import Program
 from .route import ROUTES, Route
 from .rows import Direction, Side
-from .tile import Tiles, foreign_rows, pair_areas, pair_tiles
+from .tally import moved
+from .tile import Tiles, foreign_rows, pair_areas, pair_tiles, wanted_tiles
+from .uses import Work
+
+HeadsOrAuto = int | Literal["auto"]
+KeepOrAuto = bool | Literal["auto"]
 
 
 @dataclass(frozen=True)
@@ -26,13 +34,34 @@ class Schedule:
     mask: Mask
     route: Route
     rank: int
+    heads: HeadsOrAuto = 1
+    keep: KeepOrAuto = "auto"
 
     def __post_init__(self) -> None:
+        self._check_heads()
         if not isinstance(self.mask, Mask):
             raise TypeError(f"mask={self.mask!r} must be a burst_attention.Mask")
         if not 0 <= self.rank < self.layout.world:
             raise ValueError(f"rank={self.rank} is outside of world={self.layout.world}")
         self.mask.check(self.layout.seqlen)
+
+    def _check_heads(self) -> None:
+        if self.keep != "auto" and not isinstance(self.keep, bool):
+            raise ValueError(f"keep={self.keep!r} must be True, False or 'auto'")
+        if self.heads == "auto":
+            return
+        if isinstance(self.heads, bool) or not isinstance(self.heads, int) or self.heads < 1:
+            raise ValueError(f"heads={self.heads!r} must be a number of head groups, at least 1, or 'auto'")
+        if self.layout.world % self.heads:
+            raise ValueError(
+                f"heads={self.heads} does not divide the {self.layout.world} ranks of the group; choose a divisor, or "
+                "'auto'"
+            )
+        if self.heads > 1 and not self.route.direct:
+            raise ValueError(
+                f"route={self.route.name!r} passes shards on along the ring, and heads={self.heads} has other heads at "
+                "the next rank; use route='direct', or heads=1"
+            )
 
     def with_mask(self, mask: Mask, *, seqlen: int | None = None) -> Schedule:
         """The same layout and route under another mask; with ``seqlen`` the tokens are cut anew, over so many."""
@@ -49,39 +78,43 @@ class Schedule:
             "layout": self.layout.description,
             "route": self.route.name,
             "mask": f"{self.mask!r}" + (f" (digest {digest(self.mask)})" if self.mask.cu_seqlens else ""),
+            "heads": self.heads,
+            "keep": self.keep,
         }
 
     @cached_property
     def regions(self) -> np.ndarray:
         return self.mask.regions(self.layout.seqlen)
 
-    def pairs(self, wanted: np.ndarray | None = None) -> Pairs:
-        """The tiles of the pairs ``wanted`` (int [N, 2]; default: of all pairs)."""
-        ranks = tuple(range(self.layout.world))
-        if wanted is None:
-            return pair_tiles(self.layout, self.layout, self.regions, ranks, ranks)
-        owners: dict[tuple[int, ...], list[int]] = {}  # key owners wanted -> the query owners that want just those
-        for i in ranks:
-            owners.setdefault(tuple(wanted[wanted[:, 0] == i, 1].tolist()), []).append(i)
-        tiles: dict[tuple[int, int], Tiles] = {}
-        for k_owners, q_owners in owners.items():
-            tiles |= pair_tiles(self.layout, self.layout, self.regions, q_owners, k_owners)
-        return tiles
+    def pairs(self) -> dict[tuple[int, int], Tiles]:
+        """The tiles of all pairs that have any."""
+        ranks = range(self.layout.world)
+        return pair_tiles(self.layout, self.layout, self.regions, ranks, ranks)
 
-    def program(self, travels: str, direction: Direction) -> Program:
+    def program(self, travels: str, direction: Direction, groups: Groups = WHOLE) -> Program:
         """This rank's program for one pass of a call in whose backward ``travels``, of :data:`TRAVELS`, moves."""
-        key = travels, direction
+        key = travels, direction, groups
         if key not in self._programs:
-            self._programs[key] = self.assigned(TRAVELS[travels](self.layout.world)[direction], direction)
+            self._programs[key] = build_program(self.work(travels, direction, groups), self.rank)
         return self._programs[key]
+
+    def work(self, travels: str, direction: Direction, groups: Groups = WHOLE) -> Work:
+        """One pass of such a call, of all ranks."""
+        contexts = self.layout.world // groups.query
+        cube = heads(groups, TRAVELS[travels](contexts)[direction])
+        return Work(self.layout, self.regions, cube, groups, self.route, direction)
 
     def assigned(self, assign: Assignment, direction: Direction) -> Program:
         """This rank's program for any assignment of pairs to ranks."""
-        pairs = self.pairs(touched_pairs(assign, self.route, self.rank, self.layout.world))
-        return build_program(pairs, assign, self.route, direction, self.layout, self.rank)
+        return self.assigned_cube(heads(WHOLE, assign), direction, WHOLE)
+
+    def assigned_cube(self, cube: Cube, direction: Direction, groups: Groups) -> Program:
+        """This rank's program for any assignment of cells to ranks."""
+        work = Work(self.layout, self.regions, cube, groups, self.route, direction)
+        return build_program(work, self.rank)
 
     @cached_property
-    def _programs(self) -> dict[tuple[str, Direction], Program]:
+    def _programs(self) -> dict[tuple[str, Direction, Groups], Program]:
         return {}
 
     @cached_property
@@ -90,49 +123,114 @@ class Schedule:
         ranks = range(self.layout.world)
         return foreign_rows(self.layout, self.layout, self.regions, ranks)
 
-    def choose_travels(self, shape: cost.Shape) -> str:
+    def choose_groups(self, shape: cost.Shape, travels: str) -> Groups:
+        """How heads had best be cut, if it is not said, and whether to keep what a forward fetches.
+
+        What needs the fewest bytes of the busiest rank, in one forward and backward; the fewest groups on a tie.
+
+        Args:
+            travels: a name of :data:`TRAVELS`, or ``auto``.
+
+        Raises:
+            ValueError: these heads can't be cut into as many groups as were asked for.
+        """
+        if self.heads == 1 or self.layout.world == 1:
+            return WHOLE
+        known = shape, travels
+        if known not in self._groups:
+            candidates = self._candidates(shape)
+            self._groups[known] = min(candidates, key=lambda each: self.bytes_moved(shape, travels, each).max())
+        return self._groups[known]
+
+    def _candidates(self, shape: cost.Shape) -> list[Groups]:
+        of = partial(Groups.of, q_heads=shape.q_heads, kv_heads=shape.kv_heads)
+        divide = partial(Groups.divide, q_heads=shape.q_heads, kv_heads=shape.kv_heads)
+        keeps = [False, True] if self.keep == "auto" else [self.keep]
+        if self.heads != "auto":
+            cut = [of(self.heads)]
+        elif self.route.direct:
+            cut = [of(n) for n in divisors(self.layout.world) if divide(n)]
+        else:
+            cut = [WHOLE]
+        return [replace(each, keep=keep and each.query > 1) for each in cut for keep in keeps]
+
+    @cached_property
+    def _groups(self) -> dict[tuple[cost.Shape, str], Groups]:
+        return {}
+
+    def slice_length(self, groups: Groups) -> int:
+        """Tokens of this rank's context slice."""
+        return sum(self.layout.lengths[owner] for owner in groups.members(groups.context(self.rank)))
+
+    def bytes_moved(self, shape: cost.Shape, travels: str, groups: Groups) -> np.ndarray:
+        """int64 [2, W]: what each rank sends, and receives, in one forward and backward over direct routes."""
+        if travels == "auto":
+            travels = self.choose_travels(shape, groups)
+        assignments = TRAVELS[travels](self.layout.world // groups.query)
+        return moved(self._tiles, self.layout, shape, assignments, groups)
+
+    @cached_property
+    def _tiles(self) -> np.ndarray:
+        return wanted_tiles(self.layout, self.regions, np.ones((self.layout.world, self.layout.world), bool))
+
+    def choose_travels(self, shape: cost.Shape, groups: Groups = WHOLE) -> str:
         """What had best travel.
 
         Either, where that leaves the busiest rank markedly less to compute: a contiguous layout under a causal mask.
         Else what needs fewer bytes in the backward, the query side on a tie. Counted as if each shard went straight to
-        its users and partial results straight home, whatever the route.
+        its users and partial results straight home, whatever the route. With heads cut it is context slices that
+        travel, in blocks too, by the bytes of both passes.
         """
-        if self._busiest("either") < 0.95 * min(self._busiest("query"), self._busiest("key-value")):
+        if groups.query == self.layout.world > 1:  # one context slice: nothing travels between slices
+            return "query"
+        busiest = {travels: self._busiest(travels, groups) for travels in TRAVELS}
+        if busiest["either"] < 0.95 * min(busiest["query"], busiest["key-value"]):
             return "either"
+        if groups.query > 1:
+            least = 1.05 * min(busiest.values())
+            balanced = [travels for travels in ("query", "key-value", "blocks") if busiest[travels] <= least]
+            return min(balanced or ["query"], key=lambda travels: self.bytes_moved(shape, travels, groups).sum())
         totals = {}
         for name, side in (("query", Side.QUERY), ("key-value", Side.KEY)):
-            out, home = (
-                shape.side_bytes(side, Direction.BACKWARD, partial=partial, exact=self.route.exact)
-                for partial in (False, True)
-            )
+            partials = shape.accumulate if self.route.exact else shape.partial
+            out, home = (shape.side_bytes(side, Direction.BACKWARD, wide=wide) for wide in (None, partials))
             totals[name] = self._rows_needed[side] * (out + home)
         return min(totals, key=totals.__getitem__)
 
-    def _busiest(self, travels: str) -> float:
+    def _busiest(self, travels: str, groups: Groups) -> float:
         """(Query, key) pairs that the rank with most of them computes, pass by pass; a backward's count more."""
-        world = self.layout.world
-        most = {direction: self._areas_by(assign) for direction, assign in TRAVELS[travels](world).items()}
+        assignments = TRAVELS[travels](self.layout.world // groups.query)
+        most = {direction: self._areas_by(assign, groups) for direction, assign in assignments.items()}
         return most[Direction.FORWARD] + 2.5 * most[Direction.BACKWARD]
 
-    def _areas_by(self, assign: Assignment) -> int:
+    def _areas_by(self, assign: Assignment, groups: Groups) -> int:
         i, j, area = self._areas
-        return int(np.bincount(assign(i, j), area, minlength=1).max(initial=0))
+        return int(np.bincount(assign(groups.context(i), groups.context(j)), area, minlength=1).max(initial=0))
 
     @cached_property
     def _areas(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         ranks = range(self.layout.world)
         return pair_areas(self.layout, self.layout, self.regions, ranks)
 
-    def traffic(self, shape: cost.Shape, travels: str) -> cost.Traffic:
+    def traffic(self, shape: cost.Shape, travels: str, groups: Groups = WHOLE) -> cost.Traffic:
         """What this rank sends and receives in one forward and one backward."""
-        passes = ((self.program(travels, direction), direction) for direction in Direction)
+        passes = ((self.program(travels, direction, groups).edges, direction) for direction in Direction)
         return cost.Traffic(
-            *(n for p, direction in passes for n in cost.sent_and_received(p.edges, self.rank, shape, direction))
+            *(n for edges, d in passes for n in cost.sent_and_received(edges, self.rank, shape, d, groups))
         )
 
 
 def make_schedule(
-    seqlen: int, *, mask: Mask, layout: str, route: str, rank: int, world: int, hosts: Sequence[int] | None = None
+    seqlen: int,
+    *,
+    mask: Mask,
+    layout: str,
+    route: str,
+    rank: int,
+    world: int,
+    hosts: Sequence[int] | None = None,
+    heads: HeadsOrAuto = 1,
+    keep: KeepOrAuto = "auto",
 ) -> Schedule:
     """Check the arguments and choose the route.
 
@@ -140,13 +238,16 @@ def make_schedule(
         route: a name of :data:`ROUTES`, or ``auto``: direct on one host; with several ranks on each of several hosts
             the route that moves fewer rows through the busiest host's link.
         hosts: for each rank the number of its host; None if all share one.
+        heads, keep: as for :func:`burst_attention.make_plan`.
     """
     if route != "auto" and route not in ROUTES:
         raise ValueError(f"route={route!r} is unknown; choose one of auto, {', '.join(ROUTES)}")
     shape = Layout(layout, seqlen, world)
     if shape.per_document and isinstance(mask, Mask) and mask.cu_seqlens is not None:
         shape = replace(shape, documents=tuple(mask.cu_seqlens))
-    direct = Schedule(shape, mask, ROUTES["direct"], rank)
+    direct = Schedule(shape, mask, ROUTES["direct"], rank, heads, keep)
+    if heads not in (1, "auto") and route == "auto":
+        return direct
     if route != "auto":
         return replace(direct, route=ROUTES[route])
     if hosts is None or len(set(hosts)) in (1, world):
@@ -158,8 +259,8 @@ def make_schedule(
 def _busiest_link(schedule: Schedule, hosts: Sequence[int]) -> int:
     """Rows that leave the busiest host in a forward."""
     leaving: dict[int, int] = dict.fromkeys(hosts, 0)
-    edges = all_edges(schedule.pairs(), rows, schedule.route, Direction.FORWARD, schedule.layout)
-    for edge in edges:
+    work = Work(schedule.layout, schedule.regions, heads(WHOLE, rows), WHOLE, schedule.route, Direction.FORWARD)
+    for edge in work.edges(work.cells()):
         if hosts[edge.source] != hosts[edge.target]:
             leaving[hosts[edge.source]] += edge.rows.count
     return max(leaving.values())

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .layout import Layout
-from .rows import Rows, Side
+from .rows import Rows, Side, Union
 
 
 class Tile(NamedTuple):
@@ -126,7 +126,25 @@ def pair_tiles(
 
     ``regions`` are the mask's (:meth:`Mask.regions`). Both layouts must give their segments one stride.
     """
-    table = _all_tiles(queries, keys, regions, q_owners, k_owners)
+    return _by_pair(_all_tiles(queries, keys, regions, q_owners, k_owners))
+
+
+def segment_tiles(q_segments: np.ndarray, k_segments: np.ndarray, regions: np.ndarray) -> dict[tuple[int, int], Tiles]:
+    """The tiles between segments as :func:`segment_table` gives them, by whatever stands in place of their owners."""
+    strides = {int(s) for s in (*q_segments[:, 4], *k_segments[:, 4])}
+    return _by_pair(_intersect(q_segments, k_segments, regions, max(strides, default=1)))
+
+
+def wanted_tiles(layout: Layout, regions: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """int64 [T, 8]: query owner, key owner, then a tile, not joined yet, of the pairs in ``wanted``, bool [W, W]."""
+    owners: dict[tuple[int, ...], list[int]] = {}  # key owners wanted -> the query owners that want just those
+    for i in np.flatnonzero(wanted.any(1)).tolist():
+        owners.setdefault(tuple(np.flatnonzero(wanted[i]).tolist()), []).append(i)
+    tables = [_all_tiles(layout, layout, regions, q_owners, k_owners) for k_owners, q_owners in owners.items()]
+    return np.concatenate([np.empty((0, 9), np.int64), *tables])[:, [0, 1, 3, 4, 5, 6, 7, 8]]
+
+
+def _by_pair(table: np.ndarray) -> dict[tuple[int, int], Tiles]:
     if not len(table):
         return {}
     table = _coalesce(table)
@@ -155,29 +173,24 @@ def foreign_rows(queries: Layout, keys: Layout, regions: np.ndarray, ranks: Sequ
     """
     table = _all_tiles(queries, keys, regions, ranks, ranks)
     table = table[table[:, 0] != table[:, 1]]
-    counts = {}
-    for side, column in ((Side.QUERY, 3), (Side.KEY, 5)):
-        order = np.lexsort((table[:, column], table[:, 1], table[:, 0]))
-        owners, starts, stops = table[order, :2], table[order, column], table[order, column + 1]
-        pair = np.cumsum(np.r_[0, np.any(owners[1:] != owners[:-1], axis=1)]) if len(table) else starts
-        apart = pair * (queries.seqlen + keys.seqlen + 1)  # so that intervals of one pair never reach into the next
-        starts, stops = starts + apart, stops + apart
-        reach = np.r_[0, np.maximum.accumulate(stops)[:-1]] if len(table) else stops
-        counts[side] = int(np.maximum(0, stops - np.maximum(starts, reach)).sum())
-    return counts
+    pair = table[:, 0] * queries.world + table[:, 1]
+    return {
+        side: int(Union.of(pair, table[:, column], table[:, column + 1]).counts.sum())
+        for side, column in ((Side.QUERY, 3), (Side.KEY, 5))
+    }
 
 
 def _all_tiles(
     queries: Layout, keys: Layout, regions: np.ndarray, q_owners: Sequence[int], k_owners: Sequence[int]
 ) -> np.ndarray:
-    q_segments, k_segments = _segment_table(queries, q_owners), _segment_table(keys, k_owners)
+    q_segments, k_segments = segment_table(queries, q_owners), segment_table(keys, k_owners)
     strides = {int(s) for s in (*q_segments[:, 4], *k_segments[:, 4])}
     if len(strides) > 1:
         raise ValueError(f"layouts {queries.name!r} and {keys.name!r} have different strides {sorted(strides)}")
     return _intersect(q_segments, k_segments, regions, strides.pop() if strides else 1)
 
 
-def _segment_table(layout: Layout, owners: Sequence[int]) -> np.ndarray:
+def segment_table(layout: Layout, owners: Sequence[int]) -> np.ndarray:
     """int64 [N, 5]: owner, local offset, first position, length, stride."""
     rows = []
     for owner in owners:

@@ -14,6 +14,7 @@ from ..attention.entry import burst_attention
 from ..attention.plan import Plan, make_plan, shape_of
 from ..kernels.contract import Kernel
 from ..plan.mask import Mask
+from ..plan.schedule import HeadsOrAuto, KeepOrAuto
 from .oracle import Gradients, attend, torch_attention
 
 
@@ -25,6 +26,8 @@ class Case:
     mask: Mask = field(default_factory=Mask)
     layout: str = "zigzag"
     route: str = "auto"
+    heads: HeadsOrAuto = 1
+    keep: KeepOrAuto = "auto"
     travels: str = "auto"
     kernel: str = "auto"
     dtype: torch.dtype = torch.float32
@@ -184,10 +187,16 @@ def _rounded_on_wire(case: Case, plan: Plan) -> tuple[str, ...]:
     if plan.world == 1 or plan.schedule.route.exact:
         return ()
     travels = case.travels
+    sizes = {name: getattr(case, name) for name in ("batch", "q_heads", "kv_heads", "head_dim", "v_head_dim")}
+    shape = shape_of(case.dtype, **sizes)
+    groups = plan.schedule.choose_groups(shape, travels)
+    if groups.query > 1 and groups.query == plan.world:
+        return ("dk", "dv") if groups.key < groups.query else ()
     if travels == "auto":
-        sizes = {name: getattr(case, name) for name in ("batch", "q_heads", "kv_heads", "head_dim", "v_head_dim")}
-        travels = plan.schedule.choose_travels(shape_of(case.dtype, **sizes))
-    return {"query": ("dq",), "key-value": ("dk", "dv"), "either": ("out", "dq", "dk", "dv")}[travels]
+        travels = plan.schedule.choose_travels(shape, groups)
+    both = ("out", "dq", "dk", "dv")
+    rounded = {"query": ("dq",), "key-value": ("dk", "dv"), "either": both, "blocks": both}[travels]
+    return (*rounded, "dk", "dv") if groups.key < groups.query else rounded
 
 
 def check(case: Case | None = None, *, group: Any = None, timeout: float | None = None) -> Report:
@@ -197,7 +206,8 @@ def check(case: Case | None = None, *, group: Any = None, timeout: float | None 
     print ``report.table()`` with a rich console on one of them.
     """
     case = case or Case()
-    plan = make_plan(case.seqlen, mask=case.mask, layout=case.layout, route=case.route, group=group, timeout=timeout)
+    options = {name: getattr(case, name) for name in ("mask", "layout", "route", "heads", "keep")}
+    plan = make_plan(case.seqlen, **options, group=group, timeout=timeout)
     mine = compare(case, plan)
     figures = [figure for row in mine for figure in (row.error, row.bound)]
     rows = [
@@ -207,4 +217,6 @@ def check(case: Case | None = None, *, group: Any = None, timeout: float | None 
     ]
     kernel = _kernel(case).name
     title = f"{plan.world} ranks, S={case.seqlen}, {case.mask}, {case.layout}, {plan.route}, {kernel}, {case.dtype}"
+    if case.heads != 1:
+        title += f", heads={case.heads}, keep={case.keep}"
     return Report(title, tuple(rows))

@@ -1,0 +1,245 @@
+"""From the cells that a rank computes to its program: where rows lie, what a step completes, when an exchange goes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .program import Drop, Message, Move, Op, Place, Post, Program, Visit, Wait
+from .route import Edge, Key
+from .rows import Payload, Rows, Side
+from .slices import Slice
+from .tile import Tiles, segment_tiles
+from .uses import Work
+
+Moment = tuple[int, int, int]  # in a step: 0, 0 its wait; 0, 1 after that; 1, n its visits; 2, 0 after those
+
+IN_FLIGHT = 2  # exchanges under way at once, at most; fewer where a shard is passed on
+
+
+def build_program(work: Work, rank: int) -> Program:
+    """The program of ``rank`` for one pass."""
+    cells = work.cells(rank)
+    return _Builder(work, rank, cells.at(rank), work.edges(cells, rank)).program()
+
+
+class _Builder:
+    """Where a rank's rows lie, and the parts of its program that follow."""
+
+    def __init__(self, work: Work, rank: int, cells: list[tuple[int, int, int, int]], edges: list[Edge]) -> None:
+        self.work, self.rank, self.groups, self.world = work, rank, work.groups, work.layout.world
+        self.cells, self.edges = cells, sorted(edges, key=_global_order)
+        self.slices = {key: Slice(work.layout, owners) for key, owners in self._owners().items()}
+        own = self.groups.context(rank)
+        self.kept = {
+            side: (side, self.world + own, self.groups.part(side, rank % self.groups.query))
+            for side in (Side if self.groups.keep else ())
+        }
+        self.held, self.sums = self._held(), self._sums()
+
+    def program(self) -> Program:
+        ops = _with_drops(self._order([*self._visits()]), self.rank, self.world)
+        several = {place: rows for place, rows in self.held.items() if place[1] >= self.world}
+        return Program(self.rank, self.groups, tuple(ops), several, self.sums, self.kept)
+
+    def _owners(self) -> dict[tuple[Side, int, int], list[int]]:
+        """Whose shards lie side by side here: per side, context slice and part of the heads."""
+        owners: dict[tuple[Side, int, int], set[int]] = defaultdict(set)
+        for _, i, j, group in self.cells:
+            for side, owner in ((Side.QUERY, i), (Side.KEY, j)):
+                owners[side, self.groups.context(owner), self.groups.part(side, group)].add(owner)
+        if self.groups.keep:  # whole slices: one message of a keeper's may be of any of its rows
+            for side in Side:
+                owners[side, self.groups.context(self.rank), self.groups.part(side, self.rank % self.groups.query)]
+            return {key: [*self.groups.members(key[1])] for key in owners}
+        return {key: sorted(these) for key, these in owners.items()}
+
+    def _place(self, key: Key) -> Place:
+        """The buffer in which this rank uses a key's tensors."""
+        context = self.groups.context(key.owner)
+        beside = self.slices.get((key.side, context, key.part))
+        alone = beside is None or len(beside.owners) == 1
+        return key.side, key.owner if alone else self.world + context, key.part
+
+    def _rows(self, edge: Edge) -> Rows:
+        """An edge's rows where this rank uses them."""
+        place = self._place(edge.key)
+        if place[1] < self.world or edge.key.payload is Payload.INPUTS:
+            return edge.rows
+        return self._slice(place).place(edge.owner, edge.rows)
+
+    def _slice(self, place: Place) -> Slice:
+        side, which, part = place
+        return self.slices[side, which - self.world if which >= self.world else self.groups.context(which), part]
+
+    def _held(self) -> dict[Place, Rows]:
+        """The rows of each buffer of shards."""
+        own = Rows.all(self.work.layout.lengths[self.rank])
+        held = {(side, self.rank, part): own for side in Side for part in range(self.groups.count(side))}
+        coming: dict[Place, list[Rows]] = defaultdict(list)
+        for edge in self.edges:
+            if edge.target == self.rank and not edge.partial:
+                coming[self._place(edge.key)].append(self._rows(edge))
+        for place, many in coming.items():
+            if place not in held:
+                held[place] = many[0] if len(many) == 1 else Rows.union(many)
+        for place in self.kept.values():
+            held[place] = Rows.all(self._slice(place).length)
+        return held
+
+    def _sums(self) -> dict[Place, Rows]:
+        """The rows of each buffer of results."""
+        own, returns = Rows.all(self.work.layout.lengths[self.rank]), self.work.direction.returns
+        sums = {(side, self.rank, part): own for side in returns for part in range(self.groups.count(side))}
+        going: dict[Place, list[Rows]] = defaultdict(list)
+        for edge in self.edges:
+            if edge.source == self.rank and edge.partial:
+                going[self._place(edge.key)].append(self._rows(edge))
+        for place, many in going.items():
+            if place not in sums:
+                sums[place] = many[0] if len(many) == 1 else Rows.union(many)
+        return sums
+
+    def _message(self, edge: Edge, *, sent: bool) -> Message:
+        """An edge at this end."""
+        place, packed = self._place(edge.key), self.sums if edge.partial else self.held
+        ends = sent != edge.partial  # a shard leaves, or results arrive
+        if ends and (edge.owner == self.rank or place[1] < self.world) and edge.key.payload is not Payload.INPUTS:
+            place = edge.side, edge.owner, edge.key.part
+            return Message(edge, place, edge.rows.within(packed[place]))
+        if place[1] < self.world:
+            return Message(edge, place, None)
+        return Message(edge, place, self._rows(edge).within(packed[place]))
+
+    def _moves(self) -> Iterator[Move]:
+        """This rank's own rows into its slice, and its results from there."""
+        for edge in self.edges:
+            if edge.source == edge.target and self._place(edge.key)[1] >= self.world:
+                yield Move(self._message(edge, sent=True), self._message(edge, sent=False))
+
+    def _order(self, visits: list[Visit]) -> list[Op]:
+        """Each exchange is posted once what it carries is here and visits of :data:`IN_FLIGHT` exchanges before are
+        done.
+
+        So it is on the wire while visits are computed, and the next is on its heels: under a causal mask some ranks
+        send more in a step than others, who need not wait for them.
+        """
+        timeline: list[tuple[Moment, Op]] = []
+        ready: dict[tuple[Key, bool], Moment] = {}  # a shard came, or a sum (True) got its last part so far
+        for n, visit in enumerate(sorted(visits, key=lambda v: v.step)):
+            timeline.append(((visit.step, 1, n), visit))
+            for side in visit.into:
+                for owner in visit.owners[side]:
+                    ready[Key(side, owner, visit.places[side][2]), True] = (visit.step, 2, 0)
+        posted: Moment = (-1, 0, 0)
+        wired = [edge for edge in self.edges if edge.source != edge.target]
+        steps = sorted({edge.step for edge in wired})
+        for n, step in enumerate(steps):
+            now = [edge for edge in wired if edge.step == step]
+            sends = tuple(self._message(e, sent=True) for e in now if e.source == self.rank)
+            receives = tuple(self._message(e, sent=False) for e in now if e.target == self.rank)
+            carried = [ready.get((m.edge.key, m.edge.partial), posted) for m in sends]
+            room = (steps[n - IN_FLIGHT], 2, 0) if n >= IN_FLIGHT else posted
+            posted = max(posted, room, *carried)
+            timeline.append((posted, Post(step, sends, receives)))
+            timeline.append(((step, 0, 0), Wait(step)))
+            for m in receives:
+                key = m.edge.key, m.edge.partial
+                ready[key] = max(ready.get(key, posted), (step, 0, 1))
+        timeline += [((m.source.edge.step, 2 * m.source.edge.partial, 0), m) for m in self._moves()]
+        timeline.sort(key=lambda entry: entry[0])
+        return [op for _, op in timeline]
+
+    def _visits(self) -> Iterator[Visit]:
+        rectangles = self._rectangles()
+        for rectangle, tiles in zip(rectangles, self._tiles(rectangles), strict=True):
+            rows = {Side.QUERY: tiles.q_rows, Side.KEY: tiles.k_rows}
+            places = rectangle.places
+            into = {side: rows[side].within(self.sums[places[side]]) for side in self.work.direction.returns}
+            held = {side: rows[side].within(self.held[places[side]]) for side in Side}
+            packed = tiles.packed(rows[Side.QUERY], rows[Side.KEY])
+            yield Visit(rectangle.step, places, rectangle.owners, packed, held, into)
+
+    def _rectangles(self) -> list[_Rectangle]:
+        """What is completed at each step, as few rectangles of shards: new queries with all keys, old with new ones."""
+        keys_of: dict[tuple[int, ...], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for step, i, j, group in self.cells:
+            keys_of[step, self.groups.context(i), self.groups.context(j), group][i].append(j)
+        rectangles = []
+        for (step, *_, group), keys in keys_of.items():
+            queries_of: dict[tuple[int, ...], list[int]] = defaultdict(list)
+            for i, mine in keys.items():
+                queries_of[tuple(mine)].append(i)
+            for k_owners, q_owners in queries_of.items():
+                owners = {Side.QUERY: tuple(q_owners), Side.KEY: k_owners}
+                parts = {side: self.groups.part(side, group) for side in Side}
+                places = {side: self._place(Key(side, owners[side][0], parts[side])) for side in Side}
+                rectangles.append(_Rectangle(step, places, owners))
+        return rectangles
+
+    def _tiles(self, rectangles: list[_Rectangle]) -> list[Tiles]:
+        """Of each rectangle; all that share their queries at once, or their keys: a call costs more than a tile."""
+        by_side = {side: _positions((r.places[side], r.owners[side]) for r in rectangles) for side in Side}
+        shared = min(Side, key=lambda side: len(by_side[side]))
+        tiles: dict[int, Tiles] = {}
+        for these in by_side[shared].values():
+            segments = {}
+            for side in Side:
+                tables = [self._segments(rectangles[n], side) for n in (these[:1] if side is shared else these)]
+                segments[side] = np.concatenate(tables)
+                segments[side][:, 0] = np.repeat(these[: len(tables)], [len(table) for table in tables])
+            found = segment_tiles(segments[Side.QUERY], segments[Side.KEY], self.work.regions)
+            tiles |= {(j if shared is Side.QUERY else i): x for (i, j), x in found.items()}
+        return [tiles[n] for n in range(len(rectangles))]
+
+    def _segments(self, rectangle: _Rectangle, side: Side) -> np.ndarray:
+        return self._slice(rectangle.places[side]).segments(rectangle.owners[side])
+
+
+@dataclass(frozen=True, eq=False)
+class _Rectangle:
+    """Cells of one head group that a step completes: of each of some queries' shards with each of some keys' shards."""
+
+    step: int
+    places: dict[Side, Place]
+    owners: dict[Side, tuple[int, ...]]
+
+
+def _positions(values: Iterable[Any]) -> dict[Any, list[int]]:
+    """Where each value stands."""
+    at = defaultdict(list)
+    for n, value in enumerate(values):
+        at[value].append(n)
+    return at
+
+
+def _global_order(edge: Edge) -> tuple[Any, ...]:
+    """All ranks post in this order: messages between two ranks match by it."""
+    return edge.step, edge.partial, edge.side.value, edge.owner, edge.source, edge.key.part, edge.key.payload.value
+
+
+def _with_drops(ops: list[Op], rank: int, world: int) -> list[Op]:
+    """Add a Drop after the last use of each foreign shard, and of each slice's shards and results."""
+    last: dict[tuple[Place, bool], int] = {}
+    arriving: dict[int, list[Message]] = {}
+    for n, op in enumerate(ops):
+        messages: list[Message] = []
+        match op:
+            case Visit():
+                last.update({(place, False): n for place in op.places.values()})
+            case Move():
+                messages = [op.source, op.target]
+            case Post():
+                messages, arriving[op.step] = [*op.sends], [*op.receives]
+            case Wait():
+                messages = arriving[op.step]
+        last.update({(m.place, m.edge.partial): n for m in messages})
+    drops = defaultdict(list)
+    for (place, partial), n in last.items():
+        if place[1] >= world if partial else place[1] != rank:
+            drops[n].append(Drop(place, partial))
+    return [entry for n, op in enumerate(ops) for entry in (op, *drops[n])]
