@@ -88,14 +88,14 @@ class LateMerge(Forward):
     Only for layouts in which a pair's rows are consecutive: of others it gets a copy of the total's rows to fold into.
     """
 
-    kept: list[tuple[Tensors, Tensors]] = field(default_factory=list)
+    parts: list[tuple[Tensors, Tensors]] = field(default_factory=list)
 
     def combine(self, side: Side, total: Tensors, part: Tensors) -> None:
-        self.kept.append((total, part))
+        self.parts.append((total, part))
 
     def merge(self) -> None:
         """Fold in what was kept."""
-        for total, part in self.kept:
+        for total, part in self.parts:
             merge_(*total, *part)
 
 
