@@ -79,6 +79,7 @@ _ALL = (
     Case("resumed", "padded", 4, 2, {"stopped_at": 5, "save_strategy": "steps", "save_steps": 5}),
     Case("fsdp2", "fsdp2", options={"parallelism": {"cp_size": 2}}),
     Case("fsdp2, shard 2 x context 2", "fsdp2", 4, 2, {"parallelism": {"dp_shard_size": 2, "cp_size": 2}}),
+    Case("fsdp2, launched", "fsdp2", options={"launched": True}),
     Case("fsdp2 in bf16", "fsdp2", options={"bf16": True, "parallelism": {"cp_size": 2}}, bounds=ROUNDED),
     Case("fsdp2 sft in bf16", "sft", options={"bf16": True, "fsdp": True}, bounds=ROUNDED),
     Case("bf16", "padded", options={"bf16": True}, bounds=ROUNDED),
@@ -123,6 +124,8 @@ def as_started(case: Case, ours: bool) -> Iterator[None]:
     around = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
     if dist.is_initialized():
         around |= {"LOCAL_RANK": str(dist.get_rank()), "LOCAL_WORLD_SIZE": str(dist.get_world_size())}
+    if ours and case.options.get("launched"):  # as ``accelerate launch --use_parallelism_config`` says it
+        around |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": str(case.context)}
     with contextlib.ExitStack() as stack:
         if case.fully_sharded:
             stack.enter_context(fully_sharded_on_cpu())

@@ -32,7 +32,16 @@ COMMON = {
     "eval_steps": 5,
     "bf16": False,
 }
-_OWN = ("lora", "parallelism", "stopped_at", "unlike", "samples", "mixture", "fsdp")  # options that are no arguments
+_OWN = (
+    "lora",
+    "parallelism",
+    "stopped_at",
+    "unlike",
+    "samples",
+    "mixture",
+    "fsdp",
+    "launched",
+)  # options that are no arguments
 
 
 def arguments_of(case: Case, ours: bool, folder: str, kind: type = TrainingArguments, **settings: Any) -> Any:
@@ -54,7 +63,8 @@ def arguments_of(case: Case, ours: bool, folder: str, kind: type = TrainingArgum
 def _train(case: Case, ours: bool, kind: type, arguments: type, folder: str, **given: Any) -> Any:
     """A trainer of this kind, over contexts if it is ours."""
     args = arguments_of(case, ours, folder, arguments, **given.pop("settings", {}))
-    more = {"context_size": case.context} if ours and "parallelism" not in case.options else {}
+    told = "parallelism" in case.options or "launched" in case.options
+    more = {"context_size": case.context} if ours and not told else {}
     lora = case.options.get("lora")
     if lora is True:
         given["peft_config"] = _lora()
@@ -100,7 +110,7 @@ def _ids(lengths: list[int], seed: int) -> list[list[int]]:
     return [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
 
 
-def _samples(count: int, seed: int, *, equal: bool = False) -> list[dict[str, list[int]]]:
+def samples(count: int, seed: int, *, equal: bool = False) -> list[dict[str, list[int]]]:
     """Token ids and labels, of the first tokens none."""
     lengths = [24] * count if equal else _lengths(count, 9, 27, seed)
     return [{"input_ids": ids, "labels": ids if equal else [-100] * 3 + ids[3:]} for ids in _ids(lengths, seed)]
@@ -140,8 +150,8 @@ def make_plain(case: Case, ours: bool, folder: str, *, equal: bool = True, **giv
     from transformers import Trainer
 
     data = {
-        "train_dataset": _samples(case.options.get("samples", 80), 1, equal=equal),
-        "eval_dataset": _samples(23, 2, equal=equal),
+        "train_dataset": samples(case.options.get("samples", 80), 1, equal=equal),
+        "eval_dataset": samples(23, 2, equal=equal),
     }
     return _train(case, ours, Trainer, TrainingArguments, folder, **(data | given))
 
@@ -171,7 +181,7 @@ def make_packed(case: Case, ours: bool, folder: str) -> Any:
 
 
 def make_iterable(case: Case, ours: bool, folder: str) -> Any:
-    return make_padded(case, ours, folder, train_dataset=Stream(_samples(80, 1)))
+    return make_padded(case, ours, folder, train_dataset=Stream(samples(80, 1)))
 
 
 def tokenizer() -> Any:
@@ -284,72 +294,7 @@ def make_grpo(case: Case, ours: bool, folder: str) -> Any:
     return _train(case, ours, GRPOTrainer, GRPOConfig, folder, settings=settings, **data)
 
 
-class Fitted:
-    """A run of Lightning's trainer, as the others tell of theirs."""
+def make_lightning(case: Case, ours: bool, folder: str) -> Any:
+    from tests.trainer_lightning import Fitted
 
-    def __init__(self, ours: bool, ranks: int, folder: str) -> None:
-        self.ours, self.ranks, self.folder = ours, ranks, folder
-
-    def history(self) -> list[dict[str, float]]:
-        import lightning
-
-        module = _lightning_module(self.ours)
-        train, evaluated = (
-            torch.utils.data.DataLoader(_samples(count, seed), batch_size=BATCH, collate_fn=collate)
-            for count, seed in ((80, 1), (23, 2))
-        )
-        trainer = lightning.Trainer(
-            accelerator="cpu",
-            devices=self.ranks if self.ours else 1,
-            strategy="ddp" if self.ours else "auto",
-            use_distributed_sampler=False,
-            max_steps=STEPS,
-            accumulate_grad_batches=ACCUMULATED,
-            gradient_clip_val=0.2,
-            val_check_interval=10,
-            default_root_dir=self.folder,
-            **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
-        )
-        trainer.fit(module, train, evaluated)
-        return module.told
-
-
-def _lightning_module(ours: bool) -> Any:
-    import lightning
-
-    from burst_attention.integrations import hf
-
-    class Module(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model, self.told, self.losses = make_model("llama", "sdpa", dtype=torch.float32), [], []
-
-        def configure_model(self) -> None:
-            if ours:
-                hf.parallelize(self.model)
-
-        def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
-            loss = self.model(**batch).loss
-            self.losses.append(loss.item())
-            return loss
-
-        def validation_step(self, batch: dict[str, torch.Tensor], _: int) -> None:
-            self.log("eval_loss", self.model(**batch).loss, batch_size=len(batch["input_ids"]))
-
-        def on_validation_epoch_end(self) -> None:
-            if not self.trainer.sanity_checking:
-                self.told.append({"eval_loss": self.trainer.callback_metrics["eval_loss"].item()})
-
-        def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, **_: Any) -> None:
-            norm = torch.nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
-            self.told.append({"loss": sum(self.losses) / len(self.losses), "grad_norm": norm.item()})
-            self.losses.clear()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=COMMON["learning_rate"])
-
-    return Module()
-
-
-def make_lightning(case: Case, ours: bool, folder: str) -> Fitted:
     return Fitted(ours, case.ranks, folder)

@@ -84,7 +84,7 @@ def questions(folder):
 
 def test_evaluating_before_training_predicting_and_generating(pools, tmp_path):
     model = trainer_makers.make_model("llama", "sdpa", dtype=torch.float32)
-    rows = trainer_makers.collate(trainer_makers._samples(23, 2))
+    rows = trainer_makers.collate(trainer_makers.samples(23, 2))
     expected = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False).tolist()
     with torch.no_grad():
         losses = [model(**{k: v[i : i + 4] for k, v in rows.items()}).loss.item() for i in range(0, 23, 4)]
@@ -99,7 +99,7 @@ def alone(folder, ours):
     """What a trainer without ranks logs, and the class of its accelerator."""
     with trainer_cases.as_started(CASES["right-padded"], ours=False):
         kind = trainer_makers.over_contexts(Trainer) if ours else Trainer
-        given = {"train_dataset": trainer_makers._samples(80, 1), "eval_dataset": trainer_makers._samples(23, 2)}
+        given = {"train_dataset": trainer_makers.samples(80, 1), "eval_dataset": trainer_makers.samples(23, 2)}
         args = trainer_makers.arguments_of(CASES["right-padded"], False, folder)
         model = trainer_makers.make_model("llama", "sdpa", dtype=torch.float32)
         trainer = kind(model=model, args=args, data_collator=trainer_makers.collate, **given)

@@ -25,7 +25,14 @@ except ImportError as error:
 
 from .hf_batch import IGNORED
 from .hf_parallel import parallelize
-from .trainer_checks import check_hooks, check_settings, check_trainer, context_size_of, without_context
+from .trainer_checks import (
+    check_hooks,
+    check_settings,
+    check_trainer,
+    context_size_of,
+    launched_config,
+    without_context,
+)
 from .trainer_contexts import ContextAccelerator
 from .trainer_online import OneGeneration
 
@@ -74,7 +81,7 @@ class BurstMixin(OneGeneration):
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         built = super()._build_accelerator_args(**kwargs)  # type: ignore[misc]
-        config = built.get("parallelism_config")
+        config = built.get("parallelism_config") or launched_config()
         if config is not None:
             self._context_size = context_size_of(config, self._context_size)
             built["parallelism_config"] = without_context(config)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
-from accelerate import Accelerator
+from accelerate import Accelerator, ParallelismConfig
 from torch import nn
 from transformers import Trainer
 
@@ -104,7 +105,13 @@ def _check_dropout(model: nn.Module) -> None:
             raise ValueError(f"{name} drops out with p={part.p}, which is not supported over ranks; set it to 0")
 
 
-def context_size_of(config: Any, size: int | None) -> int | None:
+def launched_config() -> ParallelismConfig | None:
+    """What ``accelerate launch --use_parallelism_config`` asks for, which an accelerator would read by itself."""
+    asked = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true"
+    return ParallelismConfig() if asked else None
+
+
+def context_size_of(config: ParallelismConfig, size: int | None) -> int | None:
     """The size of contexts, of which a ParallelismConfig may tell.
 
     Raises:
@@ -122,8 +129,12 @@ def context_size_of(config: Any, size: int | None) -> int | None:
     return config.cp_size if config.cp_size > 1 else size
 
 
-def without_context(config: Any) -> Any:
+def without_context(config: ParallelismConfig) -> ParallelismConfig:
     """A ParallelismConfig in which a context's ranks are more to shard over: accelerate spreads contexts by itself."""
     if config.cp_size == 1:
         return config
-    return type(config)(dp_replicate_size=config.dp_replicate_size, dp_shard_size=config.dp_shard_size * config.cp_size)
+    return type(config)(
+        dp_replicate_size=config.dp_replicate_size,
+        dp_shard_size=config.dp_shard_size * config.cp_size,
+        **dict.fromkeys(("cp_size", "tp_size", "sp_size"), 1),  # what is left out, the launcher's environment says
+    )
