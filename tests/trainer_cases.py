@@ -87,6 +87,7 @@ _ALL = (
     Case("lightning", "lightning", bounds=PREFERENCE),
     Case("dpo, reference ahead", "dpo", options={"precompute_ref_log_probs": True}, bounds=PREFERENCE),
     Case("kto", "kto", bounds=PREFERENCE),
+    Case("reward", "reward", bounds=PREFERENCE),
     Case("grpo", "grpo", options={"log_completions": True}, bounds=PREFERENCE),
     Case("grpo, data 2 x context 2", "grpo", 4, 2, _UNLIKE, PREFERENCE, stock_ranks=2),
 )

@@ -76,7 +76,8 @@ def _train(case: Case, ours: bool, kind: type, arguments: type, folder: str, **g
         # Given by its path: the reference is loaded from there again.
         args.model_init_kwargs = {"attn_implementation": "sdpa", "dtype": "float32"}
         model = f"{os.path.dirname(folder)}/model"
-    return (over_contexts(kind) if ours else kind)(model=model, args=args, **given, **more)
+    given.setdefault("model", model)
+    return (over_contexts(kind) if ours else kind)(args=args, **given, **more)
 
 
 def mixture() -> Any:
@@ -243,6 +244,19 @@ def make_dpo(case: Case, ours: bool, folder: str) -> Any:
         train, evaluated = (_on_disk(data, f"{folder}-{data.num_rows}", ours) for data in (train, evaluated))
     data = {"train_dataset": train, "eval_dataset": evaluated, "processing_class": tokenizer()}
     return _train(case, ours, DPOTrainer, DPOConfig, folder, settings={"max_grad_norm": 0.5}, **data)
+
+
+def make_reward(case: Case, ours: bool, folder: str) -> Any:
+    from datasets import Dataset
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+    from trl import RewardConfig, RewardTrainer
+
+    torch.manual_seed(0)
+    config = LlamaConfig(**SMALL, num_labels=1, pad_token_id=0, attn_implementation="sdpa")
+    train, evaluated = (Dataset.from_dict(_preferences(n, seed)) for n, seed in ((80, 1), (24, 7)))
+    data = {"train_dataset": train, "eval_dataset": evaluated, "processing_class": tokenizer()}
+    model = LlamaForSequenceClassification(config)
+    return _train(case, ours, RewardTrainer, RewardConfig, folder, model=model, **data)
 
 
 def make_kto(case: Case, ours: bool, folder: str) -> Any:

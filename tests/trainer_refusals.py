@@ -27,7 +27,6 @@ TRAINERS: list[tuple[str, str]] = [
     ("trainer(parallelism_config=ParallelismConfig(tp_size=2))", "both would cut the same heads' work"),
     ("trainer(context_size=4, parallelism_config=ParallelismConfig(cp_size=2))", "they say different things"),
     ("spread(dict)", "there would be nothing to mix into"),
-    ("spread(trl.RewardTrainer)", "a classifier's score is no next token"),
     ("spread(trl.RLOOTrainer)", "it gathers by rank, past the accelerator"),
     ("spread(trl.DistillationTrainer)", "a teacher's distribution needs whole logits"),
 ]

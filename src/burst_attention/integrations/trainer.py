@@ -38,7 +38,7 @@ from .trainer_online import OneGeneration
 
 
 class BurstMixin(OneGeneration):
-    """Before a Trainer, SFTTrainer, DPOTrainer, KTOTrainer or GRPOTrainer: ``class Mine(BurstMixin, SFTTrainer)``.
+    """Before a Trainer, or an SFT, DPO, KTO, GRPO or RewardTrainer: ``class Mine(BurstMixin, SFTTrainer)``.
 
     What the arguments count for each device is for each context. (GRPO's ``generation_batch_size`` is made of it where
     all ranks are counted; set ``steps_per_generation`` instead.)

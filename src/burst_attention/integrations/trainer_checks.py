@@ -36,7 +36,7 @@ _ONLINE_HOOKS: list[tuple[str, tuple[str, ...]]] = [
     ("_generate_and_score_completions", ("inputs",)),
 ]
 # What TRL's trainers were each held against the stock one; others do things of their own with ranks or with logits.
-_TRL = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer")
+_TRL = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RewardTrainer")
 _NEEDS_LOGITS = "needs whole logits, which are never formed over ranks; leave it out"
 
 
