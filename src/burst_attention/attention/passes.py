@@ -38,7 +38,7 @@ class Pass(Protocol):
         ...
 
     @property
-    def kept(self) -> Mapping[Side, tuple[Tensor | None, ...]]:
+    def own_slice(self) -> Mapping[Side, tuple[Tensor | None, ...]]:
         """Of the buffers that a forward keeps for its backward the tensors that are there; None: no such tensor yet."""
         ...
 
@@ -105,7 +105,7 @@ class Forward:
         return {Side.QUERY: (self.q,), Side.KEY: (self.k, self.v)}
 
     @property
-    def kept(self) -> Mapping[Side, tuple[Tensor | None, ...]]:
+    def own_slice(self) -> Mapping[Side, tuple[Tensor | None, ...]]:
         return {} if self.keeping is None else {Side.QUERY: self.keeping[:1], Side.KEY: self.keeping[1:]}
 
     def payload(self, side: Side, payload: Payload) -> tuple[int, ...]:
@@ -155,7 +155,7 @@ class Backward:
         return {Side.QUERY: (self.dout, self.q, self.stats), Side.KEY: (self.k, self.v)}
 
     @property
-    def kept(self) -> Mapping[Side, tuple[Tensor | None, ...]]:
+    def own_slice(self) -> Mapping[Side, tuple[Tensor | None, ...]]:
         if self.keeping is None:
             return {}
         return {Side.QUERY: (None, self.keeping[0], None), Side.KEY: self.keeping[1:]}

@@ -169,7 +169,7 @@ class _Shards:
         if place not in self.tensors:
             side = place[0]
             like = part_of(self._work.own[side], self._program.groups.count(side), 0)
-            known = self._work.kept[side] if place in self._program.kept.values() else (None,) * len(like)
+            known = self._work.own_slice[side] if place in self._program.kept.values() else (None,) * len(like)
             rows = self._program.held_rows[place].count
             self.tensors[place] = tuple(
                 x.new_empty(*x.shape[:2], rows, *x.shape[3:]) if kept is None else kept
