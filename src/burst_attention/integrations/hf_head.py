@@ -166,7 +166,9 @@ def find_form(model: nn.Module) -> LogitForm:
 def check_untouched(model: nn.Module) -> None:
     """Refuse a model on whose head somebody has put what may change its logits."""
     name, head = _linear_of(model)
-    added = [hook for hooks in (head._forward_hooks, head._forward_pre_hooks) for hook in hooks.values()]
+    hooks = [*head._forward_hooks.values(), *head._forward_pre_hooks.values()]
+    # Those of FSDP2 and of tensor parallelism gather and scatter what the head holds.
+    added = [hook for hook in hooks if not getattr(hook, "__module__", "").startswith("torch.distributed.")]
     if added or "forward" in vars(head):
         what = f"hook {getattr(added[0], '__qualname__', added[0])}" if added else "forward of its own"
         raise TypeError(
