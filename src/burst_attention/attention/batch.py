@@ -114,11 +114,13 @@ def cut(ids: torch.Tensor, targets: torch.Tensor | None, plan: Plan) -> dict[str
 
 def batch_fields(plan: Plan, **tensors: torch.Tensor | None) -> dict[str, Any]:
     """What ranks compare before they compute on one batch: its documents, and a digest of each tensor."""
-    fields = {f"the digest of {name}": None if x is None else _digest(x) for name, x in tensors.items()}
-    return {"documents": plan.schedule.description["mask"], **(fields if plan.world > 1 else {})}
+    if plan.world == 1:
+        return {}
+    digests = {f"the digest of {name}": None if x is None else digest_of(x) for name, x in tensors.items()}
+    return {"documents": plan.schedule.description["mask"], **digests}
 
 
-def _digest(x: torch.Tensor) -> str:
+def digest_of(x: torch.Tensor) -> str:
     """Of integers by their values, whatever their dtype and device; of other numbers as they are."""
     values = x.detach().cpu()
     values = values if values.is_floating_point() else values.long()

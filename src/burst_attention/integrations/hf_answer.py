@@ -119,7 +119,7 @@ def _results(model: Any, hidden: Tensor, call: Call) -> ParallelOutput:
 
     out = ParallelOutput(**{name: restored(getattr(tokens, name)) for name in fields})
     mask = restored((rows.targets != IGNORED)[:, :-1])
-    log_probs, entropy = state.share(restored(tokens.log_probs)), state.share(out.entropy)
+    log_probs, entropy = state.share(out.log_probs), state.share(out.entropy)
     loss = -log_probs.sum() / (mask.sum().clamp(min=1) if items is None else items or 1.0)
     return replace(out, loss=loss, log_probs=log_probs, entropy=entropy, label_mask=mask)
 

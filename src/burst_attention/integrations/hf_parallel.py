@@ -9,7 +9,6 @@ From outside the ranks of a group look like replicas that read the same batch, s
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
 from collections.abc import Mapping
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from burst_attention.attention.batch import SAME_BATCH, batch_fields, cut
+from burst_attention.attention.batch import SAME_BATCH, batch_fields, cut, digest_of
 from burst_attention.attention.plan import make_plan
 from burst_attention.loss import LogitForm
 from burst_attention.loss.checks import divisor_of
@@ -303,7 +302,9 @@ def _fields(model: Any, call: Call) -> dict[str, Any]:
         "output_router_logits": call.router,
         "gradients are wanted": torch.is_grad_enabled(),
     }
-    return fields if model._burst.compared else {**fields, "a sample of the weights": _sample(model)}
+    if call.plan.world > 1 and not model._burst.compared:
+        fields["a sample of the weights"] = _sample(model)
+    return fields
 
 
 @torch.no_grad()
@@ -311,4 +312,4 @@ def _sample(model: Any) -> str:
     """A digest of a few numbers of each parameter that is whole here; parts that ranks share out say nothing."""
     whole = [p for p in model.parameters() if type(p) is nn.Parameter and p.device.type != "meta" and p.numel()]
     few = [p.flatten()[:: max(1, p.numel() // 8)][:8].double().cpu() for p in whole]
-    return hashlib.blake2b(torch.cat(few).numpy().data if few else b"", digest_size=8).hexdigest()
+    return digest_of(torch.cat(few)) if few else ""
