@@ -54,6 +54,8 @@ LAUNCH = "tests/distributed/test_launch.py"
 CHECK = "tests/unit/test_check.py"
 CLAIM = "tests/unit/test_claim.py"
 TRAINERS = "tests/distributed/test_trainers.py"
+PARALLEL = "tests/distributed/test_hf_parallel.py"
+BATCHES = "tests/unit/test_hf_batch.py"
 RESUME = "tests/distributed/test_resume.py"
 FILES = "tests/unit/test_checkpoint_files.py"
 
@@ -1511,6 +1513,94 @@ SEEDED = [
         "if part is None:",
         RESUME,
         "changed_data",
+    ),
+    Fault(
+        "padding that was moved behind stays there in what a model returns",
+        "integrations/hf_batch.py",
+        "return rows if self.padding is None else _rolled(rows, self.padding)",
+        "return rows",
+        PARALLEL,
+        "in_the_order",
+    ),
+    Fault(
+        "a row's last token foretells the next row",
+        "integrations/hf_batch.py",
+        "begins[:, 0], rows = True, 1",
+        "rows = 1",
+        BATCHES,
+        "laid_end",
+    ),
+    Fault(
+        "targets of padding are learnt",
+        "integrations/hf_batch.py",
+        "if real is not None and (targets[~real] != IGNORED).any():",
+        "if False:",
+        BATCHES,
+        "refused",
+    ),
+    Fault(
+        "tokens that lengthen a short batch are learnt",
+        "integrations/hf_batch.py",
+        "targets = None if targets is None else arranged(targets, IGNORED)",
+        "targets = None if targets is None else arranged(targets, 0)",
+        BATCHES,
+        "shorter",
+    ),
+    Fault(
+        "the mean of a parallelized model's gradients is one device's divided by the ranks",
+        "integrations/hf_parallel.py",
+        "return Scaled.apply(whole, float(self.plans.base.world))",
+        "return whole",
+        PARALLEL,
+        "one_device_loss and plain",
+    ),
+    Fault(
+        "ranks do not compare their batches",
+        "attention/batch.py",
+        "if plan.world == 1:\n        return {}",
+        "if plan.world:\n        return {}",
+        PARALLEL,
+        "different_batches or compares",
+    ),
+    Fault(
+        "a switched attention of a parallelized model goes unnoticed",
+        "integrations/hf_parallel.py",
+        "        hf_models.check_implementations(model, state.layers)\n",
+        "",
+        PARALLEL,
+        "another_number",
+    ),
+    Fault(
+        "ranks do not compare their weights",
+        "integrations/hf_parallel.py",
+        "if call.plan.world > 1 and not model._burst.compared:",
+        "if False:",
+        PARALLEL,
+        "other_weights",
+    ),
+    Fault(
+        "the loss of a router is a rank's share, unscaled",
+        "integrations/hf_answer.py",
+        "out.aux_loss = state.share(aux)",
+        "out.aux_loss = aux",
+        PARALLEL,
+        "models_give",
+    ),
+    Fault(
+        "a model whose positions matter is placed anew",
+        "integrations/hf_parallel.py",
+        "if rows.shifted and model._burst.absolute:",
+        "if False:",
+        PARALLEL,
+        "another_number",
+    ),
+    Fault(
+        "a classifier's gradients are summed as shares",
+        "integrations/hf_answer.py",
+        "whole = Scaled.apply(call.rows.restore(call.plan.unshard(hidden, 1)), world)",
+        "whole = call.rows.restore(call.plan.unshard(hidden, 1))",
+        "tests/distributed/test_hf_wrapped.py",
+        "classify",
     ),
 ]
 

@@ -238,12 +238,15 @@ def test_inputs_drawn_for_some_positions_are_those_of_all(layout):
 
 
 def test_memory_is_of_one_engine_by_itself(pools):
-    """The same engine first and last in a row of them: 2 MiB for each of q, k, v, out, dout and their gradients."""
+    """The same engine before and after others: 2 MiB for each of q, k, v, out, dout and their gradients.
+
+    What is on its way when a rank is at its peak depends on how ranks happen to meet, 10 MiB of it: hence the least
+    of three.
+    """
     job = replace(SMALL, task="attention", seq_len=8192, head_dim=32, dtype="float32", rounds=0)
-    for figures in pools(2).run(
-        measure, replace(job, engines=("burst", "ring", "ulysses", "ring:contiguous", "burst"))
-    ):
-        first, *_, last = (each.peak for each in figures)
+    ours = ("burst",) * 3
+    for figures in pools(2).run(measure, replace(job, engines=(*ours, "ring", "ulysses", "ring:contiguous", *ours))):
+        first, last = (min(each.peak for each in some) for some in (figures[:3], figures[-3:]))
         assert 14 * 2**20 < first < 48 * 2**20
         assert last == pytest.approx(first, rel=0.25, abs=2**22)
         assert len(figures[0].seconds) == 1

@@ -166,18 +166,19 @@ def test_a_batch_gives_the_one_device_loss_and_gradients(pools, world, case):
 
 
 @pytest.mark.parametrize(
-    ("name", "case"),
+    ("name", "case", "reduction"),
     [
-        ("tied", "packed by row"),
-        ("qwen3", "right padded"),
-        ("qwen3", "packed by row"),
-        ("gemma2", "packed by row"),  # with padding its stock attention in fp64 gives NaN
-        ("mixtral", "right padded"),
-        ("mixtral", "packed by row"),
+        ("tied", "packed by row", "sum"),
+        ("qwen3", "right padded", "sum"),
+        ("qwen3", "packed by row", "sum"),
+        ("gemma2", "packed by row", "sum"),  # with padding its stock attention in fp64 gives NaN
+        ("mixtral", "right padded", "sum"),
+        ("mixtral", "packed by row", "sum"),
+        ("mixtral", "packed by row", "mean"),
     ],
 )
-def test_models_give_the_one_device_loss_and_gradients(pools, name, case):
-    for loss, gradient in pools(3).run(against_stock, name, case, "sum"):
+def test_models_give_the_one_device_loss_and_gradients(pools, name, case, reduction):
+    for loss, gradient in pools(3).run(against_stock, name, case, reduction):
         assert loss <= 1e-8
         assert gradient <= 2e-6  # norms compute in fp32
 
