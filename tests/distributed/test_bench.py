@@ -241,14 +241,15 @@ def test_memory_is_of_one_engine_by_itself(pools):
     """The same engine before and after others: 2 MiB for each of q, k, v, out, dout and their gradients.
 
     What is on its way when a rank is at its peak depends on how ranks happen to meet, 10 MiB of it: hence the least
-    of three.
+    of three, after one that a process runs first. What another engine leaves behind would be 16 MiB at least.
     """
     job = replace(SMALL, task="attention", seq_len=8192, head_dim=32, dtype="float32", rounds=0)
     ours = ("burst",) * 3
-    for figures in pools(2).run(measure, replace(job, engines=(*ours, "ring", "ulysses", "ring:contiguous", *ours))):
-        first, last = (min(each.peak for each in some) for some in (figures[:3], figures[-3:]))
+    row = ("burst", *ours, "ring", "ulysses", *ours)
+    for figures in pools(2).run(measure, replace(job, engines=row)):
+        first, last = (min(each.peak for each in some) for some in (figures[1:4], figures[-3:]))
         assert 14 * 2**20 < first < 48 * 2**20
-        assert last == pytest.approx(first, rel=0.25, abs=2**22)
+        assert last == pytest.approx(first, abs=12 * 2**20)
         assert len(figures[0].seconds) == 1
 
 
