@@ -41,6 +41,7 @@ STOCK = "tests/unit/test_stock_kernels.py"
 TRITON = "tests/unit/test_triton.py"
 NAN = "tests/unit/test_nan.py"
 ENTERING = "tests/distributed/test_entering.py"
+AGREEMENT = "tests/distributed/test_agreement.py"
 DERIVATIVES = "tests/distributed/test_derivatives.py"
 FOOTPRINT = "tests/distributed/test_footprint.py"
 DATA = "tests/unit/test_data.py"
@@ -1036,6 +1037,46 @@ SEEDED = [
         "if self.transport.world > 99:",
         ENTERING,
         "heard_at_once",
+    ),
+    Fault(
+        "digests don't reach every rank",
+        "comm/dissemination.py",
+        "(world - 1).bit_length()",
+        "(world // 2).bit_length()",
+        AGREEMENT,
+        "every_rank_hears",
+    ),
+    Fault(
+        "the greatest digest is forgotten",
+        "comm/dissemination.py",
+        "max(self.greatest, greatest)",
+        "self.greatest",
+        AGREEMENT,
+        "join_in_any_order",
+    ),
+    Fault(
+        "who gives up tells nobody",
+        "comm/dissemination.py",
+        "for target, _ in peers[done:] if target != own.lost]",
+        "for target, _ in peers[done:] if target == NOBODY]",
+        AGREEMENT,
+        "gives_up",
+    ),
+    Fault(
+        "what must be equal is not in the digest",
+        "comm/agreement.py",
+        "json.dumps([call, shared, asked])",
+        "json.dumps([call, asked])",
+        AGREEMENT,
+        "one_odd_rank",
+    ),
+    Fault(
+        "what travelled as one message is put together backwards",
+        "comm/transport.py",
+        "_bytes(part).copy_(bytes_in)",
+        "_bytes(part).copy_(bytes_in.flip(0))",
+        AGREEMENT,
+        "arrive_whole",
     ),
     Fault(
         "the text of a refusal outgrows its record",

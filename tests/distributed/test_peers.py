@@ -15,6 +15,7 @@ from burst_bench.harness.traffic_meter import TrafficMeter
 from burst_bench.harness.workload import Workload
 from burst_bench.peers import compare
 
+from burst_attention.comm.dissemination import FORM
 from burst_attention.testing import WorkerPool
 
 WORLD = 2
@@ -58,7 +59,7 @@ def test_bytes_are_those_of_the_closed_formulas(rows: dict[str, dict[str, Any]])
         assert rows[name]["bytes"] == [ring] * world, name
     assert rows["yunchang ulysses"]["bytes"] == [8 * n * 2 * (world - 1) // world] * world
     burst = rows["burst"]
-    records = 2 * (world - 1) * 2048  # agreement on the call and on its backward
+    records = 2 * (world - 1).bit_length() * FORM.size  # agreement on the call and on its backward
     assert burst["bytes"] == [count + records for count in burst["transport_bytes"]]
     assert sum(burst["transport_bytes"]) <= 0.6 * ring * world
 

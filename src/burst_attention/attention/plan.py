@@ -206,8 +206,8 @@ class Plan:
     ) -> Traffic:
         """Payload bytes that this rank sends and receives in one call of :func:`burst_attention`.
 
-        Exactly what ``plan.transport`` counts. Agreement's records (2 KiB to each peer for a call, and for its
-        backward) are not in it.
+        Exactly what ``plan.transport`` counts. Agreement's messages (some 50 bytes to each of log2(world) peers for a
+        call, and for its backward) are not in it.
 
         Args:
             v_head_dim: ``head_dim`` if None.

@@ -1,8 +1,10 @@
 """All ranks or none: one small exchange by which the ranks of a group agree on a call before any of its bytes move.
 
-Each rank sends one fixed-size record to every other: the call, fields that must be equal, values of its own, or what
-kept it from the call: a refusal, or another error. Every rank so sees the same records and comes to the same verdict.
-Point to point, not a collective: a rank that is gone is named by everyone who waits for it.
+Each rank has a record: the call, fields that must be equal, values of its own, or what kept it from the call: a
+refusal, or another error. Digests go round, ceil(log2 W) messages from each rank, and where they are equal that is all.
+Where they differ, or some rank has something to tell, or values of their own are asked for, every rank knows it and
+gathers all records, in as many messages again: every rank sees the same ones and comes to the same verdict.
+Point to point, not a collective: a rank that is gone is named.
 """
 
 from __future__ import annotations
@@ -11,12 +13,12 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import accumulate
 from typing import Any, NoReturn
 
-import torch
-
-from .transport import ExchangeError, Receive, Send, Transport
+from .dissemination import DIGEST_BYTES, NOTHING, Summary, disseminate, gather
+from .transport import ExchangeError, Transport
 
 RECORD_BYTES = 2048
 TEXT_BYTES = RECORD_BYTES - 64  # of a refusal's or a failure's text
@@ -79,8 +81,13 @@ class Agreement:
         if self.transport.world == 1:
             return [own]
         with self.entering(call):
-            encoded = _encoded({"call": call, "fields": dict(fields), "own": own})
-        records = self._exchange(encoded, f"the agreement on {call}")
+            shared, asked = dict(fields), own is not None
+            # What must be equal, in a text that equal values share. The verdict is the records', should texts differ.
+            digest = blake2b(json.dumps([call, shared, asked]).encode(), digest_size=DIGEST_BYTES).digest()
+            encoded = _encoded({"call": call, "fields": shared, "own": own})
+        records = self._exchange(encoded, f"the agreement on {call}", digest, gathers=asked)
+        if records is None:
+            return [None] * self.transport.world
         _raise_refusal(records, self.transport.rank)
         calls = [record["call"] for record in records]
         if len(set(calls)) > 1:
@@ -110,24 +117,23 @@ class Agreement:
     def _tell(self, record: dict[str, Any], error: Exception) -> list[dict[str, Any]]:
         """Exchange what became of the call here; ``error`` is raised if that can't be done, too."""
         try:
-            return self._exchange(_encoded(record), "the agreement on a refused call")
+            return self._exchange(_encoded(record), "the agreement on a refused call") or []
         except ExchangeError as unreachable:
             error.add_note(f"The other ranks could not be told: {unreachable}")
             raise error from unreachable
 
-    def _exchange(self, encoded: bytes, label: str) -> list[dict[str, Any]]:
-        transport = self.transport
-        mine = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-        peers = [rank for rank in range(transport.world) if rank != transport.rank]
-        theirs = {rank: torch.empty_like(mine) for rank in peers}
-        sends, receives = [Send(rank, mine) for rank in peers], [Receive(*item) for item in theirs.items()]
-        pending = transport.post(sends, receives, label=label)
-        transport.wait(pending)
-        return [json.loads(theirs.get(rank, mine).numpy().tobytes()) for rank in range(transport.world)]
+    def _exchange(
+        self, encoded: bytes, label: str, digest: bytes = NOTHING, *, gathers: bool = True
+    ) -> list[dict[str, Any]] | None:
+        """All ranks' records; None if what must be equal, of which ``digest`` is, is equal, and nobody ``gathers``."""
+        everyone = disseminate(self.transport, Summary(digest, digest, len(encoded)), label)
+        if everyone.agreed and not gathers:
+            return None
+        return [json.loads(record) for record in gather(self.transport, encoded, everyone.size, label)]
 
 
 def _encoded(record: dict[str, Any]) -> bytes:
-    """The record in JSON, RECORD_BYTES of it.
+    """The record in JSON, at most RECORD_BYTES of it.
 
     Raises:
         TypeError, ValueError: it is not JSON's, or longer.
@@ -135,7 +141,7 @@ def _encoded(record: dict[str, Any]) -> bytes:
     encoded = json.dumps(record).encode()
     if len(encoded) > RECORD_BYTES:
         raise ValueError(f"{record['call']} has {len(encoded)} bytes to agree on, more than {RECORD_BYTES}")
-    return encoded.ljust(RECORD_BYTES)
+    return encoded
 
 
 def _text(error: Exception | None) -> str:

@@ -45,7 +45,7 @@ class Variant(Ours):
 
     def plan(self, seq_len: int) -> Plan:
         plan = super().plan(seq_len)
-        return plan if self.transport is None else over(plan, self.transport)
+        return plan if self.transport is None else over(plan, self.transport, agreement=plan.agreement)
 
     def begin(self, plan: Plan) -> Begin:
         library = (self.forward, self.backward) == (Forward, Backward)

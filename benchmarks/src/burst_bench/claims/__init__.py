@@ -1,1 +1,1 @@
-"""One claim each, measured by a command of its own: speed, memory, error, kernels on a GPU."""
+"""One claim each, measured by a command of its own: speed, memory, error, agreement, kernels on a GPU."""

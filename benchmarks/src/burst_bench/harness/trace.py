@@ -71,13 +71,14 @@ def traced(plan: Plan, trace: Trace) -> Plan:
     return over(plan, TracedTransport, trace=trace)
 
 
-def over(plan: Plan, kind: type[Transport], **options: Any) -> Plan:
-    """The same plan; its messages go by a transport of this kind."""
+def over(plan: Plan, kind: type[Transport], *, agreement: Agreement | None = None, **options: Any) -> Plan:
+    """The same plan; its messages go by a transport of this kind, those of ``agreement`` too if that is None."""
 
     def remade(old: Transport) -> Transport:
         return kind(old.group, old.timeout, old.tag, old.health, old.sent, old.received, **options)
 
-    return Plan(plan.schedule, remade(plan.transport), Agreement(remade(plan.agreement.transport)))
+    agreement = Agreement(remade(plan.agreement.transport)) if agreement is None else agreement
+    return Plan(plan.schedule, remade(plan.transport), agreement)
 
 
 class Collectives(TorchDispatchMode):

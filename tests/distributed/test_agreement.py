@@ -1,0 +1,245 @@
+"""Agreement by dissemination: few messages where all is well, every record where it is not, and a lost rank's name."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from burst_attention import DisagreementError, ExchangeError, PeerError, make_plan
+from burst_attention.comm.agreement import Agreement
+from burst_attention.comm.dissemination import NOBODY, Summary, gather, rounds
+from burst_attention.comm.link import connect
+from burst_attention.comm.local import LocalGroup, LocalTransport
+from burst_attention.comm.transport import PACKED_BYTES, Operation, Receive, Send, pack
+from burst_attention.testing import WorkerPool, local_world
+
+WORLDS = range(1, 10)
+TIMEOUT = 3.0
+
+
+class Counting(LocalTransport):
+    """Writes down the bytes of each message that it starts."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.sizes: list[int] = []
+
+    def _start(self, operations: Any) -> list[Any]:
+        self.sizes += [each.tensor.nbytes for each in operations if isinstance(each, Send)]
+        return super()._start(operations)
+
+
+def counting(group: LocalGroup) -> Agreement:
+    return Agreement(Counting(group if group.size() > 1 else None, TIMEOUT, 7, group.health))
+
+
+def outcomes(world: int, call: Callable[[Agreement], Any]) -> list[Any]:
+    """Of each rank what ``call`` returned or raised, after which the group must be as good as before."""
+
+    def rank(group: LocalGroup) -> Any:
+        agreement = counting(group)
+        try:
+            outcome = call(agreement)
+        except Exception as error:
+            outcome = error
+        for _ in range(2):
+            assert agreement.agree("afterwards", {}, agreement.transport.rank) == list(range(world))
+        return outcome
+
+    with local_world(world, timeout=TIMEOUT) as ranks:
+        return ranks.run(rank)
+
+
+def most(world: int) -> int:
+    return math.ceil(math.log2(world))
+
+
+@pytest.mark.parametrize("world", [*WORLDS, 33])
+def test_an_agreed_call_takes_few_small_messages(world: int) -> None:
+    def call(agreement: Agreement) -> list[int]:
+        assert agreement.agree("a call", {"scale": 0.5, "mask": "m" * 1000}) == [None] * world
+        return list(agreement.transport.sizes)
+
+    for sizes in outcomes(world, call):
+        assert len(sizes) == most(world) and sum(sizes) <= 64 * most(world)
+
+
+@pytest.mark.parametrize("world", [*WORLDS, 33])
+def test_values_of_their_own_are_gathered_in_as_many_messages_again(world: int) -> None:
+    def call(agreement: Agreement) -> tuple[list[Any], int]:
+        own = {"rank": agreement.transport.rank, "text": "x" * agreement.transport.rank, "third": 1 / 3}
+        return agreement.agree("a call", {}, own), len(agreement.transport.sizes)
+
+    for values, messages in outcomes(world, call):
+        assert values == [{"rank": rank, "text": "x" * rank, "third": 1 / 3} for rank in range(world)]
+        assert messages <= 2 * most(world)
+
+
+@pytest.mark.parametrize("world", WORLDS[1:])
+def test_one_odd_rank_is_named_by_all(world: int) -> None:
+    for odd in range(world):
+        for error in outcomes(world, lambda a, odd=odd: a.agree("a call", {"scale": 1 + (a.transport.rank == odd)})):
+            assert type(error) is DisagreementError
+            assert "the ranks disagree on scale: " in str(error) and f"rank {odd} has 2" in str(error)
+        for error in outcomes(world, lambda a, odd=odd: a.agree(f"call {a.transport.rank == odd}", {})):
+            assert type(error) is DisagreementError
+            assert "the ranks are in different calls: " in str(error) and f"rank {odd} has call True" in str(error)
+
+
+@pytest.mark.parametrize("world", WORLDS[1:])
+@pytest.mark.parametrize("raised", [TypeError("no type"), ValueError("no value"), MemoryError("no room")])
+def test_one_rank_that_refuses_or_fails_is_named_by_all(world: int, raised: Exception) -> None:
+    refused = not isinstance(raised, MemoryError)
+    for odd in range(world):
+
+        def call(agreement: Agreement, odd: int = odd) -> None:
+            with agreement.entering("a call"):
+                if agreement.transport.rank == odd:
+                    raise raised
+            agreement.agree("a call", {}, agreement.transport.rank)
+
+        for rank, error in enumerate(outcomes(world, call)):
+            told = f"rank {odd} refused the call" if refused else f"rank {odd} failed before the call"
+            assert type(error) is (type(raised) if refused or rank == odd else PeerError)
+            assert str(raised) in str(error) and (rank == odd or told in str(error))
+
+
+def test_ranks_that_all_refuse_alike_have_not_agreed() -> None:
+    def call(agreement: Agreement) -> None:
+        with agreement.entering("a call"):
+            raise ValueError("no value")
+
+    assert [type(error) for error in outcomes(4, call)] == [ValueError] * 4
+
+
+def test_equal_values_in_other_words_agree_by_their_records() -> None:
+    def call(agreement: Agreement) -> tuple[list[Any], int]:
+        odd = agreement.transport.rank == 1
+        fields = {"batch": 1, "scale": 2.0} if odd else {"scale": 2, "batch": True}
+        return agreement.agree("a call", fields), len(agreement.transport.sizes)
+
+    assert outcomes(3, call) == [([None] * 3, 4)] * 3
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_rank_hears_of_every_other(world: int) -> None:
+    known = [{rank} for rank in range(world)]
+    for n in range(most(world)):
+        known = [known[rank] | known[rounds(rank, world)[n][1]] for rank in range(world)]
+    assert known == [set(range(world))] * world
+    for rank in range(world):
+        assert len(rounds(rank, world)) == most(world)
+        for n, (target, source) in enumerate(rounds(rank, world)):
+            assert rounds(target, world)[n][1] == rank == rounds(source, world)[n][0]
+
+
+def test_summaries_join_in_any_order_and_twice() -> None:
+    one = Summary(b"a" * 16, b"a" * 16, 7)
+    two = Summary(b"b" * 16, b"b" * 16, 5, lost=3, finder=4)
+    both = Summary(b"a" * 16, b"b" * 16, 7, lost=3, finder=4)
+    assert one.joined(two.pack()) == two.joined(one.pack()) == both == both.joined(one.pack())
+    assert one.agreed and two.agreed and not both.agreed and one.lost == NOBODY
+
+
+def test_records_of_any_size_are_gathered() -> None:
+    def rank(group: LocalGroup) -> list[bytes]:
+        return gather(connect(group, None)[1].transport, bytes([65 + group.rank()]) * group.rank(), 5, "a test")
+
+    with local_world(5) as ranks:
+        assert ranks.run(rank) == [[(bytes([65 + n]) * n).ljust(5) for n in range(5)]] * 5
+
+
+def test_what_goes_to_one_peer_travels_as_one_message() -> None:
+    small = [torch.randn(2, 3), torch.arange(5, dtype=torch.int16), torch.randn(4, dtype=torch.complex64)]
+    operations: list[Operation] = [Receive(1, x.clone().zero_()) for x in small]
+    operations += [*(Send(1, x) for x in small), Send(2, small[0]), *(Send(3, torch.zeros(PACKED_BYTES)) for _ in "ab")]
+    messages, filled = pack(operations)
+    assert [(type(each), each.peer) for each in messages] == [(Receive, 1), *((Send, n) for n in (1, 2, 3, 3))]
+    assert messages[0].tensor is filled[0][0] and messages[2].tensor is small[0]
+    assert messages[0].tensor.nbytes == messages[1].tensor.nbytes == sum(x.nbytes for x in small)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_small_messages_arrive_whole_whatever_their_dtype(pools, count: int) -> None:
+    assert all(pools(3).run(exchanged, count))
+
+
+def exchanged(count: int) -> bool:
+    """``count`` tensors go round; True if those of the rank before arrived, and the bytes were counted."""
+    transport = make_plan(16).transport
+    dtypes = (torch.bfloat16, torch.float64, torch.bool, torch.complex64, torch.uint8)
+
+    def made(rank: int) -> list[torch.Tensor]:
+        return [(torch.arange(3 + n) + rank).to(dtype) for n, dtype in enumerate(dtypes[:count])]
+
+    ahead, behind = (transport.rank + 1) % transport.world, (transport.rank - 1) % transport.world
+    arriving, sent = [torch.empty_like(x) for x in made(behind)], transport.sent
+    sends, receives = [Send(ahead, x) for x in made(transport.rank)], [Receive(behind, x) for x in arriving]
+    transport.wait(transport.post(sends, receives, label="a test"))
+    same = all(torch.equal(x, y) for x, y in zip(arriving, made(behind), strict=True))
+    return same and transport.sent - sent == sum(x.nbytes for x in made(0))
+
+
+def lose(lost: int, how: str) -> tuple[str, str, float, str]:
+    """``lost`` stops or dies before a call; (class, text, seconds) of what the others' raises, and their next one's."""
+    plan = make_plan(16, timeout=TIMEOUT)
+    plan.exchange_small([1.0])
+    if plan.rank == lost:
+        os.kill(os.getpid(), signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
+    started, raised = time.monotonic(), []
+    for _ in range(2):
+        try:
+            plan.agreement.agree("a call", {})
+        except ExchangeError as error:
+            raised.append((str(error), time.monotonic() - started))
+    (text, seconds), (again, _) = raised
+    return text, seconds, again
+
+
+@pytest.mark.parametrize(("lost", "how"), [(1, "stopped"), (1, "killed")])
+def test_a_lost_rank_pulls_the_others_in(lost: int, how: str) -> None:
+    world = 5
+    with WorkerPool(world, timeout=120) as pool:
+        pool.run(os.getpid)  # the ranks are there: on a busy machine that alone takes long
+        results, errors, gone = pool.gather(lose, lost, how, timeout=30, patience=6)
+        pool.broken = True
+    assert not errors and sorted(gone) == [lost]
+    for rank, (text, seconds, again) in results.items():
+        assert f"rank {rank} could not" in text and "the agreement on a call" in text and "victim" in text
+        assert seconds < TIMEOUT + 2 if how == "stopped" else seconds < TIMEOUT - 0.5, text
+        assert "failed before" in again
+        # Who waits for another victim is told the name, or that the victim speaks for it.
+        assert f"rank {lost}" in text, text
+
+
+def test_who_gives_up_tells_whom_it_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 can't reach rank 1 and says so at once: nobody waits for the deadline, and everyone has its name."""
+    real = LocalTransport.wait
+
+    def rank(group: LocalGroup) -> tuple[str, float]:
+        agreement = Agreement(LocalTransport(group, 20.0, 7, group.health))
+        if group.rank() == 1:
+            return "", 0.0
+        started = time.monotonic()
+        with pytest.raises(ExchangeError) as raised:
+            agreement.agree("a call", {})
+        return str(raised.value), time.monotonic() - started
+
+    def wait(self: Any, pending: Any) -> None:
+        if any(each.peer == 1 for each in pending.operations):
+            raise self.failed("could not receive from rank 1", "a test", 1)
+        real(self, pending)
+
+    monkeypatch.setattr(LocalTransport, "wait", wait)
+    with local_world(5, timeout=20) as ranks:
+        texts = ranks.run(rank)
+    for number in (0, 2, 3, 4):
+        assert "rank 1" in texts[number][0] and texts[number][1] < 5
+    assert "rank 4 could not finish the agreement on a call: rank 2 can't reach rank 1" in texts[4][0]
