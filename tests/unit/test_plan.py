@@ -18,7 +18,7 @@ from burst_attention.plan.groups import WHOLE, Groups
 from burst_attention.plan.layout import LAYOUTS, PER_DOCUMENT, Layout
 from burst_attention.plan.mask import Mask
 from burst_attention.plan.program import Drop, Move, Post, Visit, Wait
-from burst_attention.plan.route import ROUTES
+from burst_attention.plan.route import ROUTES, Edge
 from burst_attention.plan.rows import Direction, Payload, Rows, Side
 from burst_attention.plan.schedule import Schedule, make_schedule
 from burst_attention.plan.slices import Slice
@@ -325,6 +325,11 @@ def told(edge) -> tuple:
     return edge.step, edge.key, edge.partial, edge.exact, edge.finished, edge.rows.count
 
 
+def nodes_of(world: int) -> st.SearchStrategy[tuple[int, ...]]:
+    """For each rank the node that it is on: uneven ones, and such as are not of neighbours."""
+    return st.lists(st.integers(0, 2), min_size=world, max_size=world).map(tuple)
+
+
 @settings(max_examples=500, deadline=None)
 @given(worlds(most_tokens=30, most_ranks=5), st.sampled_from(sorted(ROUTES)), st.sampled_from(Direction), st.data())
 def test_programs_bring_every_pair_home_once(
@@ -337,7 +342,8 @@ def test_programs_bring_every_pair_home_once(
     assignment = data.draw(
         st.sampled_from([rows, columns, nearest(layout.world), blocks(layout.world, 2), random_table])
     )
-    schedules = [Schedule(layout, mask, ROUTES[route], rank) for rank in range(layout.world)]
+    over = dataclasses.replace(ROUTES[route], nodes=data.draw(nodes_of(layout.world)))
+    schedules = [Schedule(layout, mask, over, rank) for rank in range(layout.world)]
     simulation = Simulation(schedules, heads(WHOLE, assignment), direction)
     simulation.run()
     simulation.check(mask, direction)
@@ -364,10 +370,13 @@ def cubes(draw) -> tuple[Layout, Mask, Cube, Groups]:
 
 
 @settings(max_examples=500, deadline=None)
-@given(cubes(), st.sampled_from(Direction))
-def test_programs_bring_every_cell_home_once(case: tuple[Layout, Mask, Cube, Groups], direction: Direction) -> None:
+@given(cubes(), st.sampled_from(["direct", "nodes"]), st.sampled_from(Direction), st.data())
+def test_programs_bring_every_cell_home_once(
+    case: tuple[Layout, Mask, Cube, Groups], route: str, direction: Direction, data
+) -> None:
     layout, mask, cube, groups = case
-    schedules = [Schedule(layout, mask, ROUTES["direct"], rank) for rank in range(layout.world)]
+    over = dataclasses.replace(ROUTES[route], nodes=data.draw(nodes_of(layout.world)))
+    schedules = [Schedule(layout, mask, over, rank) for rank in range(layout.world)]
     simulation = Simulation(schedules, cube, direction, groups)
     simulation.run()
     simulation.check(mask, direction)
@@ -382,6 +391,29 @@ def test_each_step_is_a_permutation_of_the_ranks_own_context_first(world: int, c
     assert ((distance < count) == (groups.context(ranks)[:, None] == groups.context(ranks))).all()
     if count == 1:
         np.testing.assert_array_equal(distance, (ranks - ranks[:, None]) % world)
+
+
+@pytest.mark.parametrize(("world", "count", "size"), [(8, 1, 4), (8, 2, 4), (12, 1, 3), (12, 2, 4)])
+def test_by_nodes_each_step_is_a_permutation_too_own_node_first(world: int, count: int, size: int) -> None:
+    groups, ranks, nodes = Groups(count, count), np.arange(world), tuple(np.arange(world) // size)
+    route = dataclasses.replace(ROUTES["nodes"], nodes=nodes)
+    distance = route.distance(groups, ranks[:, None], ranks, world)
+    for line in (*distance, *distance.T):
+        assert sorted(line) == list(range(world))
+    assert ((distance < size) == (ranks[:, None] // size == ranks // size)).all()
+    first = (distance % size == 0) & (distance > 0)  # the first of another node is the one of the same place there
+    assert (first == ((ranks[:, None] != ranks) & (ranks[:, None] % size == ranks % size))).all()
+
+
+def test_the_ranks_of_a_node_share_out_what_crosses() -> None:
+    nodes = (0, 0, 0, 0, 1, 1, 1, 1)
+    over = dataclasses.replace(ROUTES["nodes"], nodes=nodes)
+    schedule = Schedule(Layout("contiguous", 64, 8), Mask(causal=False), over, 0)
+    for direction, travels in product(Direction, ("query", "key-value")):
+        work = schedule.work(travels, direction)
+        crossing = [e for e in work.edges(work.cells()) if nodes[e.source] != nodes[e.target]]
+        assert set(Counter(e.source for e in crossing).values()) == set(Counter(e.target for e in crossing).values())
+        assert len(set(Counter(e.source for e in crossing).values())) == 1
 
 
 def test_a_step_is_two_visits_at_most_and_the_last_completes_whole_sequences() -> None:
@@ -464,6 +496,43 @@ def test_the_next_exchange_is_posted_before_a_visit() -> None:
                 assert op.step + 1 in posted
 
 
+def across(edges: list[Edge], nodes: tuple[int, ...], shape: Shape, direction: Direction, groups: Groups) -> int:
+    """Bytes that go from node to node, each where it is sent."""
+    return sum(
+        edge.rows.count * shape.row_bytes(edge, direction) // groups.count(edge.side)
+        for edge in edges
+        if nodes[edge.source] != nodes[edge.target]
+    )
+
+
+@pytest.mark.parametrize(
+    ("nodes", "heads", "kv_heads", "count", "most"),
+    [
+        ((0, 0, 1, 1), 4, 4, 2, 0.55),  # heads cut within a node: every byte of K and V crosses once
+        ((0, 0, 1, 1), 4, 1, 1, 0.60),  # one key-value head: by two levels
+        ((0, 0, 0, 0, 1, 1, 1, 1), 4, 1, 1, 0.36),
+        ((0, 0, 0, 0, 1, 1, 1, 1), 8, 2, 2, 0.36),
+    ],
+)
+def test_what_crosses_to_another_node_does_so_once(
+    nodes: tuple[int, ...], heads: int, kv_heads: int, count: int, most: float
+) -> None:
+    """Against zigzag whose messages all go straight, forward and backward, bf16."""
+    world, sizes = len(nodes), {"batch": 1, "head_dim": 128, "v_head_dim": 128, "io": 2, "partial": 2, "accumulate": 4}
+    shape = Shape(q_heads=heads, kv_heads=kv_heads, **sizes)
+    total = {}
+    for route, groups in (
+        ("direct", WHOLE),
+        ("nodes", Groups.of(count, q_heads=heads, kv_heads=kv_heads, keep=count > 1)),
+    ):
+        over = dataclasses.replace(ROUTES[route], nodes=nodes)
+        schedule = Schedule(Layout("zigzag", 64 * world, world), Mask(), over, 0, heads=groups.query)
+        travels = schedule.choose_travels(shape, groups)
+        works = [schedule.work(travels, direction, groups) for direction in Direction]
+        total[route] = sum(across(w.edges(w.cells()), nodes, shape, w.direction, groups) for w in works)
+    assert total["nodes"] <= most * total["direct"]
+
+
 def test_hops_without_a_tile_are_skipped() -> None:
     window = make_schedule(64, mask=Mask(window=8), layout="contiguous", route="direct", rank=3, world=8)
     assert {(e.source, e.target) for e in window.program("query", Direction.FORWARD).edges} == {(2, 3), (3, 4)}
@@ -539,13 +608,13 @@ def test_choosing_what_travels_is_quick_for_many_ranks() -> None:
     )  # about 0.1 s on an idle core; objects for 65,536 pairs take half a minute
 
 
-def test_route_auto_prefers_the_ring_between_crowded_hosts() -> None:
+def test_route_auto_crosses_between_crowded_hosts_once() -> None:
     def pick(hosts: list[int] | None) -> str:
         mask = Mask(causal=False)
         return make_schedule(64, mask=mask, layout="contiguous", route="auto", rank=0, world=8, hosts=hosts).route.name
 
     assert pick(None) == pick([0] * 8) == pick(list(range(8))) == "direct"
-    assert pick([0, 0, 0, 0, 1, 1, 1, 1]) == "ring"
+    assert pick([0, 0, 0, 0, 1, 1, 1, 1]) == "nodes"
 
 
 def test_a_million_tokens_in_two_thousand_documents_plan_quickly() -> None:

@@ -72,11 +72,17 @@ class Groups:
         """The rank that computes ``group`` for its own ``context``, and keeps what it fetched of that."""
         return group + self.query * context
 
-    def distance(self, source: Ranks, rank: Ranks, world: int) -> Ranks:
+    def distance(self, source: Ranks, rank: Ranks, world: int, *, contexts: int = 1) -> Ranks:
         """The step at which what starts at ``source`` reaches ``rank``: own context first, at each step a permutation
-        of the ranks."""
-        size = self.query
-        return (rank // size - source // size) % (world // size) * size + (rank - source) % size
+        of the ranks.
+
+        Args:
+            contexts: so many neighbouring contexts are on one node; own node first, and to each other node the rank of
+                the same place there.
+        """
+        here, there = self.context(source), self.context(rank)
+        nodes = (there // contexts - here // contexts) % (world // self.query // contexts)
+        return (nodes * contexts + (there - here) % contexts) * self.query + (rank - source) % self.query
 
 
 WHOLE = Groups()  # heads that nobody cuts

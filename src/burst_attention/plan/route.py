@@ -2,17 +2,19 @@
 
 Per owner and side a route gives an out-tree from the owner and an in-tree to it, as edges. Each edge carries the rows
 that the ranks behind it need, and the step of the exchange that carries it. Step t of an exchange is waited for before
-the visits of step t; a rank at ring distance d from an owner receives that owner's shard at step d in every route, so
-one step of a direct route is a permutation of the ranks, and one step of a relay moves along the ring.
+the visits of step t; a rank at distance d from an owner (round the ring, but for routes by nodes) receives that owner's
+shard at step d in every route, so one step of a direct route is a permutation of the ranks, and one step of a relay
+moves along the ring.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
-from .groups import Groups
+from .groups import Groups, Ranks
 from .rows import Payload, Rows, Side
 
 
@@ -64,29 +66,42 @@ class Use:
 
 @dataclass(frozen=True)
 class Route:
-    """``out`` and ``home`` are ``star`` (straight between owner and user) or ``path`` (along the ring of ranks).
+    """``out`` and ``home`` are ``star`` (straight between owner and user), ``path`` (along the ring of ranks) or
+    ``nodes`` (to another node once, and from there to those of its ranks that need it; the other way round home).
 
     RingAttention is (path, path, exact). The paper's Burst is a path out, and dQ round the ring; here dQ goes straight
     home, so that each partial is rounded once whatever the world size. A path is of heads that are not cut: it would
     run through ranks that compute other heads.
+
+    Args:
+        nodes: for each rank the node that it is on; without it each rank is one of its own.
     """
 
     name: str
     out: str
     home: str
     exact: bool = False
+    nodes: tuple[int, ...] = ()
 
     @property
     def direct(self) -> bool:
-        """Does nothing pass through a rank that has no use for it?"""
+        """Does each message depend on its two ends alone?"""
         return (self.out, self.home) == ("star", "star")
+
+    @property
+    def ring(self) -> bool:
+        """Does it follow the ring of ranks?"""
+        return "path" in (self.out, self.home)
 
     def outward(self, key: Key, uses: Mapping[int, Use], groups: Groups, world: int) -> Iterator[Edge]:
         """The edges by which ``key``'s tensors reach their users."""
-        away = _by_distance(key.owner, uses, groups, world)
-        if self.out == "star":
-            for distance, rank in away:
-                yield Edge(distance, key.owner, rank, key, uses[rank].rows)
+        away = self._by_distance(key.owner, uses, groups, world)
+        if self.out != "path":
+            for members in self._by_node(away, key.owner):
+                (first, gate), *rest = members
+                yield Edge(first, key.owner, gate, key, Rows.union(uses[rank].rows for _, rank in members))
+                for distance, rank in rest:  # it came to the gate at an earlier step
+                    yield Edge(distance, gate, rank, key, uses[rank].rows)
             return
         beyond = Rows.union(())
         for hop in range(max((distance for distance, _ in away), default=0), 0, -1):  # from the far end
@@ -103,11 +118,15 @@ class Route:
         A partial computed at step v is sent by exchange v + 2: exchange v + 1 was posted before it existed. A vertex
         of a path first receives (step t), then adds its own partial, then sends (step t + 1 or later).
         """
-        away = _by_distance(key.owner, uses, groups, world)
-        if self.home == "star":
-            for _, rank in away:
-                use = uses[rank]
-                yield Edge(use.last + 2, rank, key.owner, key, use.rows, True, self.exact, finished)
+        away = self._by_distance(key.owner, uses, groups, world)
+        if self.home != "path":
+            for members in self._by_node(away, key.owner):
+                *rest, (_, gate) = sorted(members, key=lambda member: (uses[member[1]].last, member))
+                step = max([uses[rank].last + 2 for _, rank in rest] + [uses[gate].last + 1])
+                for _, rank in rest:
+                    yield Edge(uses[rank].last + 2, rank, gate, key, uses[rank].rows, True, True)
+                rows = Rows.union(uses[rank].rows for _, rank in members)
+                yield Edge(step + 1, gate, key.owner, key, rows, True, self.exact, finished)
             return
         step, so_far = 0, Rows.union(())
         for hop in range(min((distance for distance, _ in away), default=world), world):
@@ -117,6 +136,37 @@ class Route:
                 step = max(step, uses[rank].last + 1)
             step += 1
             yield Edge(step, rank, (rank + 1) % world, key, so_far, True, self.exact)
+
+    def node(self, rank: int) -> int:
+        """The node of a rank, as far as it matters to the way of messages."""
+        return self.nodes[rank] if self.nodes and self.out == "nodes" else rank
+
+    def mates(self, rank: int) -> list[int]:
+        """The ranks of a rank's node, itself too: what passes through it comes from them, or is theirs."""
+        return [other for other in range(len(self.nodes)) if self.node(other) == self.node(rank)] or [rank]
+
+    @cached_property
+    def node_size(self) -> int:
+        """How many ranks a node has, if messages go by nodes, and these are of neighbours and of one size; else 1."""
+        size = self.nodes.count(self.nodes[0]) if self.out == "nodes" and self.nodes else 1
+        alike = [self.nodes[n : n + size] for n in range(0, len(self.nodes), size)]
+        return size if all(len(each) == size and len(set(each)) == 1 for each in alike) else 1
+
+    def distance(self, groups: Groups, source: Ranks, rank: Ranks, world: int) -> Ranks:
+        """The step at which what starts at ``source`` reaches ``rank``: by nodes, where that shares out their links."""
+        inside = self.node_size // groups.query if self.node_size % groups.query == 0 else 1
+        return groups.distance(source, rank, world, contexts=inside)
+
+    def _by_distance(self, owner: int, uses: Mapping[int, Use], groups: Groups, world: int) -> list[tuple[int, int]]:
+        return sorted((self.distance(groups, owner, rank, world), rank) for rank in uses if rank != owner)
+
+    def _by_node(self, away: list[tuple[int, int]], owner: int) -> list[list[tuple[int, int]]]:
+        """(Distance, rank) of those to whom one message from ``owner``, or home to it, is enough, by distance."""
+        together: dict[tuple[int, int | None], list[tuple[int, int]]] = {}
+        for distance, rank in away:
+            node = self.node(rank)
+            together.setdefault((node, rank if node == self.node(owner) else None), []).append((distance, rank))
+        return list(together.values())
 
     def through_keepers(self, key: Key, uses: Mapping[int, Use], groups: Groups, *, finished: bool) -> Iterator[Edge]:
         """As :meth:`homeward`, of heads that are cut: first to the rank of the same heads in the owner's context slice.
@@ -138,14 +188,11 @@ class Route:
                 yield Edge(step + 1, keeper, key.owner, key, rows, True, self.exact, finished)
 
 
-def _by_distance(owner: int, uses: Mapping[int, Use], groups: Groups, world: int) -> list[tuple[int, int]]:
-    return sorted((groups.distance(owner, rank, world), rank) for rank in uses if rank != owner)
-
-
 ROUTES: dict[str, Route] = {
     "direct": Route("direct", "star", "star"),
     "ring": Route("ring", "path", "star"),
     "ring-attention": Route("ring-attention", "path", "path", exact=True),
+    "nodes": Route("nodes", "nodes", "nodes"),
 }
 
 if TYPE_CHECKING:

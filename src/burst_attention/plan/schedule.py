@@ -57,7 +57,7 @@ class Schedule:
                 f"heads={self.heads} does not divide the {self.layout.world} ranks of the group; choose a divisor, or "
                 "'auto'"
             )
-        if self.heads > 1 and not self.route.direct:
+        if self.heads > 1 and self.route.ring:
             raise ValueError(
                 f"route={self.route.name!r} passes shards on along the ring, and heads={self.heads} has other heads at "
                 "the next rank; use route='direct', or heads=1"
@@ -148,7 +148,7 @@ class Schedule:
         keeps = [False, True] if self.keep == "auto" else [self.keep]
         if self.heads != "auto":
             cut = [of(self.heads)]
-        elif self.route.direct:
+        elif not self.route.ring:
             cut = [of(n) for n in divisors(self.layout.world) if divide(n)]
         else:
             cut = [WHOLE]
@@ -248,12 +248,13 @@ def make_schedule(
     direct = Schedule(shape, mask, ROUTES["direct"], rank, heads, keep)
     if heads not in (1, "auto") and route == "auto":
         return direct
+    nodes = tuple(hosts or ())
     if route != "auto":
-        return replace(direct, route=ROUTES[route])
-    if hosts is None or len(set(hosts)) in (1, world):
+        return replace(direct, route=replace(ROUTES[route], nodes=nodes))
+    if len(set(nodes)) in (0, 1, world):
         return direct
-    candidates = [direct, replace(direct, route=ROUTES["ring"])]
-    return min(candidates, key=lambda schedule: _busiest_link(schedule, hosts))
+    candidates = [replace(direct, route=replace(ROUTES[name], nodes=nodes)) for name in ("direct", "ring", "nodes")]
+    return min(candidates, key=lambda schedule: _busiest_link(schedule, nodes))
 
 
 def _busiest_link(schedule: Schedule, hosts: Sequence[int]) -> int:

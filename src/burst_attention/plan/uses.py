@@ -36,10 +36,10 @@ class Work:
     def cells(self, rank: int | None = None) -> Cells:
         """All cells that see anything, one for each tile; of ``rank`` those that it must know.
 
-        It must know what it owns, computes or keeps; on a path, all that passes by.
+        It must know what it owns, computes or keeps, and what it may pass on: within its node, or, on a path, all.
         """
         world, groups = self.layout.world, self.groups
-        known_by = rank if self.route.direct else None
+        known_by = None if self.route.ring else rank
         i, j = np.indices((world, world))
         wanted = np.logical_or.reduce([self._concerns(known_by, i, j, group) for group in range(groups.query)])
         table = wanted_tiles(self.layout, self.regions, wanted)
@@ -53,7 +53,7 @@ class Work:
             sources = [i, *(groups.keeper(group, groups.context(owner)) for owner in (i, j))]
         else:
             sources = [i, j]
-        step = np.maximum.reduce([groups.distance(source, ranks, world) for source in sources])
+        step = np.maximum.reduce([self.route.distance(groups, source, ranks, world) for source in sources])
         return Cells(i, j, group, ranks, step, table[:, 2:])
 
     def _concerns(self, rank: int | None, i: np.ndarray, j: np.ndarray, group: int) -> np.ndarray:
@@ -61,7 +61,7 @@ class Work:
         if rank is None:
             return np.ones_like(i, bool)
         groups = self.groups
-        known = (i == rank) | (j == rank) | (self.cube(i, j, group) == rank)
+        known = (i == rank) | (j == rank) | np.isin(self.cube(i, j, group), self.route.mates(rank))
         if groups.query > 1:  # what it keeps, and whose partial results pass through it
             alike = self.cube(i, j, group) % groups.query == rank % groups.query
             own = groups.context(rank)
