@@ -253,7 +253,7 @@ def make_schedule(
         return replace(direct, route=replace(ROUTES[route], nodes=nodes))
     if len(set(nodes)) in (0, 1, world):
         return direct
-    candidates = [replace(direct, route=replace(ROUTES[name], nodes=nodes)) for name in ("direct", "ring", "nodes")]
+    candidates = [replace(direct, route=replace(ROUTES[name], nodes=nodes)) for name in ("direct", "nodes", "ring")]
     return min(candidates, key=lambda schedule: _busiest_link(schedule, nodes))
 
 
