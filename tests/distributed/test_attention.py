@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from functools import cached_property
 from itertools import product
 
@@ -21,6 +22,7 @@ from burst_attention.kernels import choose
 from burst_attention.plan.assignment import table
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.groups import Groups
+from burst_attention.plan.route import ROUTES
 from burst_attention.plan.rows import Direction, Side
 from burst_attention.plan.schedule import Schedule, make_schedule
 from burst_attention.testing import Case, attend, check
@@ -216,6 +218,12 @@ def dlse_errors(kernel: str, travels: str, blank: str, dtype: torch.dtype) -> li
     return [relative_l2(a.grad, e) for a, e in zip((q, k, v), expected, strict=True)]
 
 
+def over_nodes(schedule: Schedule) -> Schedule:
+    """The schedule as if two ranks were on a node, the first alone where they are odd."""
+    world = schedule.layout.world
+    return replace(schedule, route=replace(schedule.route, nodes=tuple((r + world % 2) // 2 for r in range(world))))
+
+
 def random_assignment(seed: int, route: str, mask: Mask) -> list[float]:
     """The sweep, forward and backward, with pairs computed by whomever the dice say."""
     case = Case(seqlen=90, dtype=torch.float64, mask=mask, kv_heads=2, seed=seed)
@@ -226,10 +234,11 @@ def random_assignment(seed: int, route: str, mask: Mask) -> list[float]:
     q, k, v, dout = (plan.shard(inputs[name], 2) for name in ("q", "k", "v", "dout"))
     kernel = choose("reference", device=q.device, dtype=q.dtype)
     scale = 0.3
-    forward = plan.schedule.assigned(assignment, Direction.FORWARD)
+    schedule = over_nodes(plan.schedule)
+    forward = schedule.assigned(assignment, Direction.FORWARD)
     out, lse = sweep(forward, plan.transport, Forward(q, k, v, scale, kernel))[Side.QUERY]
     stats = torch.stack([lse, (out * dout).sum(-1)], -1)
-    backward = plan.schedule.assigned(assignment, Direction.BACKWARD)
+    backward = schedule.assigned(assignment, Direction.BACKWARD)
     work = Backward(dout, q, k, v, stats, scale, kernel)
     sums = sweep(backward, plan.transport, work)
     actual = (out, lse, *sums[Side.QUERY], *sums[Side.KEY])
@@ -238,7 +247,7 @@ def random_assignment(seed: int, route: str, mask: Mask) -> list[float]:
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("route", ["direct", "ring", "ring-attention"])
+@pytest.mark.parametrize("route", list(ROUTES))
 def test_any_assignment_of_pairs(pools, world: int, route: str) -> None:
     for seed, mask in enumerate([Mask(causal=False), Mask(), Mask(window=30, cu_seqlens=[0, 50, 90])]):
         for errors in pools(world).run(random_assignment, seed, route, mask):
@@ -248,11 +257,12 @@ def test_any_assignment_of_pairs(pools, world: int, route: str) -> None:
 def random_cube(seed: int, count: int, shared: int, mask: Mask) -> list[float]:
     """The sweep, forward and backward, with cells computed by whomever the dice say."""
     case = Case(seqlen=90, dtype=torch.float64, mask=mask, q_heads=4, kv_heads=shared, seed=seed)
-    plan = make_plan(case.seqlen, mask=mask, layout=["zigzag", "striped", "contiguous"][seed % 3], route="direct")
-    groups = Groups.of(count, q_heads=4, kv_heads=shared)
+    layout, route = ["zigzag", "striped", "contiguous"][seed % 3], ["direct", "nodes"][seed % 2]
+    plan = make_plan(case.seqlen, mask=mask, layout=layout, route=route)
+    groups, schedule = Groups.of(count, q_heads=4, kv_heads=shared), over_nodes(plan.schedule)
     ranks = np.random.default_rng(seed).integers(0, plan.world, (count, plan.world, plan.world))
     programs = {
-        direction: plan.schedule.assigned_cube(lambda i, j, group: ranks[group, i, j], direction, groups)
+        direction: schedule.assigned_cube(lambda i, j, group: ranks[group, i, j], direction, groups)
         for direction in Direction
     }
     inputs = case.inputs()
