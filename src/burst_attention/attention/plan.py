@@ -320,8 +320,8 @@ def make_plan(
         layout: ``zigzag`` (balanced for causal masks), ``contiguous`` or ``striped``; with ``-per-document`` after it
             each document of the mask is cut by itself.
         route: ``direct`` (owner to user), ``ring`` (round the ring, partial results straight home), ``ring-attention``
-            (both round the ring), or ``auto``: direct unless several hosts have several ranks each and the ring loads
-            their links less.
+            (both round the ring), ``nodes`` (to each host once, and there from rank to rank; the other way round
+            home), or ``auto``: direct unless several hosts have several ranks each and another loads their links less.
         heads: into how many groups heads are cut, U: of U * R ranks each U neighbours, whose shards are a context
             slice, compute one head group each for all of the slice. 1: none is cut. As many as there are ranks: Ulysses
             with its exchanges behind the attention. It must divide the ranks, and the key-value heads, or be a multiple
