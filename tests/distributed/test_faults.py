@@ -155,10 +155,10 @@ def test_different_calls(pools) -> None:
         assert raised == "DisagreementError" and "unshard" in text and "burst_attention" in text
 
 
-def fall(rank: int, how: str, when: str, route: str) -> tuple:
+def fall(rank: int, how: str, when: str, route: str, cut: int) -> tuple:
     """``rank`` dies or stops: before a call, between forward and backward, or in the middle of a sweep."""
-    plan = make_plan(96, mask=Mask(causal=False), route=route, timeout=4)
-    q, k, v = tensors(plan)
+    plan = make_plan(96, mask=Mask(causal=False), route=route, heads=cut, timeout=4)
+    q, k, v = tensors(plan, heads=3)
     out = burst_attention(q, k, v, plan)
     out.sum().backward()
     out = burst_attention(q, k, v, plan)
@@ -189,20 +189,21 @@ def fall(rank: int, how: str, when: str, route: str) -> tuple:
 
 
 @pytest.mark.parametrize(
-    ("how", "when", "route"),
+    ("how", "when", "route", "cut"),
     [
-        ("killed", "before a call", "direct"),
-        ("killed", "before the backward", "direct"),
-        ("killed", "in the sweep", "ring"),
-        ("stopped", "before a call", "ring"),
-        ("stopped", "before the backward", "direct"),
-        ("stopped", "in the sweep", "direct"),
+        ("killed", "before a call", "direct", 1),
+        ("killed", "before the backward", "direct", 1),
+        ("killed", "in the sweep", "ring", 1),
+        ("killed", "in the sweep", "direct", 3),
+        ("stopped", "before a call", "ring", 1),
+        ("stopped", "before the backward", "direct", 1),
+        ("stopped", "in the sweep", "direct", 1),
     ],
 )
-def test_a_lost_rank_is_named(how: str, when: str, route: str) -> None:
+def test_a_lost_rank_is_named(how: str, when: str, route: str, cut: int) -> None:
     with WorkerPool(3, timeout=30) as pool:
         pool.run(os.getpid)  # the ranks are there: on a busy machine that alone takes long
-        results, errors, lost = pool.gather(fall, 1, how, when, route, timeout=25, patience=6)
+        results, errors, lost = pool.gather(fall, 1, how, when, route, cut, timeout=25, patience=6)
         assert sorted(lost) == [1] and not errors, (lost, errors)
         named = 0
         for rank in (0, 2):

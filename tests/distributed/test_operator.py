@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.checkpoint import checkpoint
 
 from burst_attention import Mask, burst_attention, make_plan
@@ -116,6 +117,30 @@ def test_compiled_over_ranks_with_heads_cut(pools, keep):
     """What is kept has known shapes, and is a result that nothing aliases."""
     for results in pools(2).run(partial(eager_and_compiled, heads="auto", keep=keep)):
         assert_equal(results)
+
+
+def eager_and_dynamic(keep, group=None):
+    """(difference, most of the gradient) for batches of several sizes, which one graph with symbolic sizes serves."""
+    torch._dynamo.reset()
+    plan, graphs, seen = make_plan(33, heads=2, keep=keep, group=group), [], []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    compiled = torch.compile(layer, fullgraph=True, backend=backend, dynamic=True)
+    for batch in (3, 5, 6):  # none is a number of heads: equal sizes are one to a compiler
+        inputs = [x.detach().repeat(batch, 1, 1, 1).requires_grad_() for x in shards(plan)]
+        mine, theirs = (torch.autograd.grad(call(*inputs, plan), inputs) for call in (compiled, layer))
+        seen += [((a - b).abs().max().item(), b.abs().max().item()) for a, b in zip(mine, theirs, strict=True)]
+    return len(graphs), seen
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_compiled_over_ranks_for_any_batch_with_heads_cut(pools, keep):
+    for graphs, seen in pools(2).run(eager_and_dynamic, keep):
+        assert graphs == 1
+        assert all(difference <= 1e-12 * most and most > 0 for difference, most in seen)
 
 
 def test_another_plan_of_the_same_shapes_is_not_mistaken_for_the_first():

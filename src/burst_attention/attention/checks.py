@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -101,7 +102,9 @@ def cut(q: Tensor, k: Tensor, v: Tensor, plan: Plan, travels: str) -> tuple[int,
     if plan.world == 1 or plan.schedule.heads == 1:
         return 1, 0
     check_tensors(q, k, v, plan.length)
-    return _cut(plan.handle_text, str(q.dtype), q.shape[1], k.shape[1], q.shape[3], v.shape[3], travels)
+    # By index() a compiler that takes sizes for variables takes these for constants.
+    sizes = [operator.index(size) for size in (q.shape[1], k.shape[1], q.shape[3], v.shape[3])]
+    return _cut(plan.handle_text, str(q.dtype), *sizes, travels)
 
 
 def _cut(

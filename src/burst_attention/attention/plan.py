@@ -62,6 +62,7 @@ class Plan:
     agreement: Agreement
     usage: Usage  # one for the plans derived by with_mask
     indices: DeviceIndices  # of the schedule's programs
+    length: int  # S_local, tokens held here; known when the plan is made, for a compiler can't enter cached properties
     handle: int  # of this very object in this process: copies have their own
     handle_text: str  # a compiler takes a text for a constant, a number that differs from plan to plan for a variable
 
@@ -75,8 +76,9 @@ class Plan:
         indices: DeviceIndices | None = None,
     ) -> None:
         vars(self).update(schedule=schedule, transport=transport, agreement=agreement, usage=usage or Usage())
-        handle = next(_HANDLES)
-        vars(self).update(indices=indices or DeviceIndices(), handle=handle, handle_text=str(handle))
+        handle, length = next(_HANDLES), schedule.layout.lengths[schedule.rank]
+        vars(self).update(indices=indices or DeviceIndices(), length=length, handle=handle)
+        vars(self)["handle_text"] = str(handle)
         _PLANS[self.handle] = self
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
@@ -112,11 +114,6 @@ class Plan:
     def seqlen(self) -> int:
         """Tokens of the whole sequence."""
         return self.schedule.layout.seqlen
-
-    @property
-    def length(self) -> int:
-        """S_local: tokens held here."""
-        return self.schedule.layout.lengths[self.rank]
 
     @property
     def layout(self) -> str:
