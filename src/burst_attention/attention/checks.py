@@ -103,8 +103,9 @@ def cut(q: Tensor, k: Tensor, v: Tensor, plan: Plan, travels: str) -> tuple[int,
         return 1, 0
     check_tensors(q, k, v, plan.length)
     # By index() a compiler that takes sizes for variables takes these for constants.
-    sizes = [operator.index(size) for size in (q.shape[1], k.shape[1], q.shape[3], v.shape[3])]
-    return _cut(plan.handle_text, str(q.dtype), *sizes, travels)
+    heads = operator.index(q.shape[1]), operator.index(k.shape[1])
+    dims = operator.index(q.shape[3]), operator.index(v.shape[3])
+    return _cut(plan.handle_text, str(q.dtype), *heads, *dims, travels)
 
 
 def _cut(
