@@ -35,12 +35,17 @@ PASSING = {"run": ("out", "overwrite", "resume"), "parallel": ("ranks", "device"
 
 
 class Run(Protocol):
-    """What is saved of one rank of a run, and set when it goes on; ``step`` is the last one that was finished."""
+    """What is saved of one rank of a run, and set when it goes on.
+
+    ``step`` is the last one that was finished, ``held_out`` the loss of the held-out documents after it, if it was
+    measured there.
+    """
 
     sequences: TrainingStream
     step: int
     first_loss: float
     last_loss: float
+    held_out: float | None
 
     @property
     def config(self) -> TrainConfig: ...
@@ -103,7 +108,7 @@ def state_of(run: Run, generators: list[dict[str, Any]]) -> dict[str, Any]:
         "schedule": {"last_epoch": run.schedule.last_epoch, "last_lr": run.schedule.get_last_lr()},
         "generators": generators,
         "cursor": run.sequences.cursor().as_json(),
-        "losses": {"first": run.first_loss, "last": run.last_loss},
+        "losses": {"first": run.first_loss, "last": run.last_loss, "held_out": run.held_out},
     }
 
 
