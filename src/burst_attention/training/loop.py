@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from burst_attention import Plan
 from burst_attention.attention.batch import Plans
@@ -244,6 +245,9 @@ class Trainer:
         losses = token_losses(self.model, sequences, plan=plan, windows=self.windows, context=self.context)
         mine = sum(loss.sum(dtype=torch.float64).item() for _, loss in losses)
         self.model.train()
+        for module in self.model.modules():  # the outermost one waits for a backward, and what is saved are the shards
+            if isinstance(module, FSDPModule):
+                module.reshard()
         return sum(self.context.collect(mine)) / tokens, tokens
 
     def summarise(self, records: list[StepRecord]) -> Summary:
