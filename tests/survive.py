@@ -2,10 +2,11 @@
 
     python tests/survive.py [--points 50] [--seed 0] [--worlds 2 3]
 
-A run is started and disturbed, goes on from its newest checkpoint and is disturbed again, until it comes to its end: then
-it must have the very bits of a run over as many ranks that nothing disturbed. Each point draws what is done to which of
-the ranks, and when: at a time after the start, or when the run has come to something for the nth time (a step, a copy
-for a checkpoint, its writing, its sealing, its manifest, its name, an evaluation, the trained model), and a little later.
+A run is started and disturbed, goes on from its newest checkpoint and is disturbed again, until it comes to its end:
+then it must have the very bits of a run over as many ranks that nothing disturbed. Each point draws what is done to
+which of the ranks, and when: at a time after the start, or when the run has come to something for the nth time (a step,
+a copy for a checkpoint, its writing, its sealing, its manifest, its name, an evaluation, the trained model), and a
+little later. One that comes when the run has ended already does not count.
 
 What takes time is to begin: ranks are forked from a process that has everything imported already, and a point is one
 start, not two, for the next point's start is what goes on from it.
@@ -14,6 +15,7 @@ start, not two, for the next point's start is what goes on from it.
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import os
 import random
@@ -68,7 +70,7 @@ class Point:
         """At random; ``nth`` tells which of several such files is waited for."""
         moment = drawn.choice(list(MOMENTS))
         delay = drawn.random() * (0.9 if MOMENTS[moment] is None else 0.03)
-        nth = 1 if moment == "the model" else drawn.randint(1, 4)
+        nth = 1 if moment == "the model" else drawn.randint(1, 2)
         return cls(drawn.choice(MEANS), moment, delay, drawn.randrange(world), nth)
 
     def wait(self, job: Job, out: Path, seconds: float) -> None:
@@ -103,13 +105,14 @@ class Job:
     def running(self) -> bool:
         return any(rank.exitcode is None for rank in self.ranks)
 
-    def disturb(self, point: Point) -> None:
-        """What a point does to one rank, or to all."""
+    def disturb(self, point: Point) -> bool:
+        """What a point does to one rank, or to all; whether there was still one to do it to."""
         number = getattr(signal, point.means.split()[0])
         victims = self.ranks if point.means.endswith("all") else [self.ranks[point.victim]]
-        for rank in victims:
-            if rank.exitcode is None and rank.pid:
-                os.kill(rank.pid, number)
+        running = [rank.pid for rank in victims if rank.exitcode is None and rank.pid]
+        for pid in running:
+            os.kill(pid, number)
+        return bool(running)
 
     def end(self) -> str:
         """Wait for the ranks; as a launcher does, kill what is left some time after the first that failed."""
@@ -144,13 +147,16 @@ class Run:
         return (self.out / SUMMARY).exists()
 
     def disturb(self, point: Point, seconds: float) -> str:
-        """One start that is disturbed; returns how it ended."""
+        """One start that is disturbed; returns how it ended, or nothing if it had ended by then."""
         timeout = STOPPED if point.means.startswith("SIGSTOP") else TIMEOUT
         job = Job(replace(self.config, parallel=replace(self.config.parallel, timeout=timeout)), self.world)
-        self.points.append(point)
         point.wait(job, self.out, seconds)
-        job.disturb(point)
-        return job.end()
+        hit = job.disturb(point)
+        ended = job.end()
+        if not hit:
+            return ""
+        self.points.append(point)
+        return ended
 
     def finish(self) -> float:
         """Start it, unless it has finished, and have it end undisturbed; returns the seconds."""
@@ -185,14 +191,15 @@ def survive(points: int, seed: int, worlds: Sequence[int]) -> int:
         changes = {"steps": STEPS, "save_every": "2", "eval_every": 3, "timeout": TIMEOUT, "global_batch": 2}
         whole = {world: Run(config_of(corpus, folder / f"whole-{world}", **changes), world) for world in worlds}
         seconds = {world: run.finish() for world, run in whole.items()}
-        for number in range(points):  # of runs, each of which has a point at least
+        for number in itertools.count():
             if done == points:
                 break
             world = worlds[number % len(worlds)]
             run = Run(config_of(corpus, folder / f"run-{number}", **changes), world)
             while done < points and not run.finished:
                 point, started = Point.draw(drawn, world), time.monotonic()
-                ended = run.disturb(point, seconds[world])
+                if not (ended := run.disturb(point, seconds[world])):
+                    continue
                 done += 1
                 print(
                     f"{done:3} run {number:2}, {world} ranks  {point.means:15} {point.moment:18} "

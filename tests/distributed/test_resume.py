@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from burst_attention.testing import WorkerError
-from burst_attention.training import checkpoint, draft
+from burst_attention.training import draft
 from burst_attention.training.interrupt import InterruptedRunError, StopRequests
 from burst_attention.training.loop import train
 from burst_attention.training.manifest import discard, list_checkpoints

@@ -11,7 +11,7 @@ def kills_for_memory(root: Path = Path("/")) -> dict[str, int]:
     Args:
         root: where the system's files are; another one for tests.
     """
-    counts = {}
+    counts: dict[str, int] = {}
     for path in (*_of_control_groups(root), root / "proc/vmstat"):
         try:
             lines = path.read_text("utf-8").splitlines()
