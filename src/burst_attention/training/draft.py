@@ -20,8 +20,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ..launch.join import RankContext
@@ -163,6 +161,8 @@ class Draft:
 
     def _write_shard(self, path: Path) -> tuple[Pieces, dict[str, Any]]:
         """What the file's header says, and its entry in the manifest, both as the disk gives them."""
+        from safetensors.torch import save_file
+
         places = {name: {"saved_offsets": place} for name, place in self._places.items()}
         # As torch.distributed.checkpoint's own writer for safetensors has it, whose reader reads it. That one makes two
         # more copies in memory, and holds Python's lock meanwhile, so that no other thread would go on.
@@ -213,8 +213,7 @@ def text_of(error: BaseException) -> str:
     """An error in a few words: what the system says of it, if it is the system's."""
     if isinstance(error, SaveError):
         return str(error)
-    found = re.search(r"\(os error (\d+)\)", str(error)) if isinstance(error, SafetensorError) else None
-    if found:
+    if found := re.search(r"\(os error (\d+)\)", str(error)):  # as safetensors tells what the system told it
         return os.strerror(int(found[1]))
     return (isinstance(error, OSError) and error.strerror) or f"{type(error).__name__}: {error}"
 
