@@ -13,7 +13,7 @@ $(READY): pyproject.toml benchmarks/pyproject.toml constraints.txt
 	touch $@
 
 demo: $(READY)  ## train a small Llama on real long documents over 2 local ranks
-	$(BIN)/burst train --ranks 2 --out runs/demo --overwrite
+	$(BIN)/burst train --ranks 2 --out runs/demo --overwrite --resume auto
 
 fast: $(READY)  ## what to run after every edit: under two minutes
 	$(BIN)/python -m pytest -q tests/unit --ignore tests/unit/test_triton.py --ignore tests/unit/test_report_browser.py

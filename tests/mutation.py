@@ -59,6 +59,8 @@ PARALLEL = "tests/distributed/test_hf_parallel.py"
 BATCHES = "tests/unit/test_hf_batch.py"
 RESUME = "tests/distributed/test_resume.py"
 FILES = "tests/unit/test_checkpoint_files.py"
+SAVING = "tests/distributed/test_saving.py"
+MEMORY = "tests/unit/test_killed_for_memory.py"
 
 
 @dataclass(frozen=True)
@@ -1538,6 +1540,62 @@ SEEDED = [
         "if isinstance(value, Tensor) and value.dtype not in DTYPES:",
         RESUME,
         "no_tensor",
+    ),
+    Fault(
+        "what is saved is not copied",
+        "training/draft.py",
+        'return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)',
+        'return tensor.detach().to("cpu").contiguous()',
+        SAVING,
+        "changed_after",
+    ),
+    Fault(
+        "training waits while a checkpoint is written",
+        "training/saving.py",
+        "if draft is not None and (stopping or due or not writing):",
+        "if draft is not None:",
+        SAVING,
+        "due_while_one",
+    ),
+    Fault(
+        "the last checkpoint is not waited for",
+        "training/loop.py",
+        "    saver.finish()\n",
+        "",
+        SAVING,
+        "steps_go_on",
+    ),
+    Fault(
+        "what is read back is not compared",
+        "training/draft.py",
+        'if entry["sha256"] != self._digest(path, pieces):',
+        "if False:",
+        SAVING,
+        "read_back",
+    ),
+    Fault(
+        "the best checkpoint is removed with the old ones",
+        "training/saving.py",
+        "if folder not in kept and (best is None or step_of(folder) != best.step):",
+        "if folder not in kept:",
+        SAVING,
+        "best_held_out",
+    ),
+    Fault(
+        "after an evaluation the parameters are left whole",
+        "training/loop.py",
+        "                module.reshard()",
+        "                pass",
+        SAVING,
+        "on_the_way",
+    ),
+    Fault(
+        "a count of the kernel's that was not read before is one that grew",
+        "launch/memory.py",
+        "count > before.get(path, count)",
+        "count > before.get(path, 0)",
+        MEMORY,
+        "nothing",
     ),
     Fault(
         "a rank that is asked to stop stops alone",

@@ -1,64 +1,64 @@
 """Kill training runs at random points, have them go on, and compare the final weights with an undisturbed run's.
 
-    python tests/survive.py [--points 50] [--seed 0]
+    python tests/survive.py [--points 50] [--seed 0] [--worlds 2 3]
 
-Ranks are processes of a fork server that has everything imported already, so that a point takes seconds. Each point
-draws how many ranks there are, what is done to which of them, and when: at a time after the start, or when something
-appears on the disk (a checkpoint begun, its manifest, the checkpoint by its name, the trained model). A run is ended
-as often as it was drawn, then goes on undisturbed. It must end with the very bits of the undisturbed run.
+A run is started and disturbed, goes on from its newest checkpoint and is disturbed again, until it comes to its end:
+then it must have the very bits of a run over as many ranks that nothing disturbed. Each point draws what is done to
+which of the ranks, and when: at a time after the start, or when the run has come to something for the nth time (a step,
+a copy for a checkpoint, its writing, its sealing, its manifest, its name, an evaluation, the trained model), and a
+little later. One that comes when the run has ended already does not count.
+
+What takes time is to begin: ranks are forked from a process that has everything imported already, and a point is one
+start, not two, for the next point's start is what goes on from it.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import itertools
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
 import time
-import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import torch
-from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from burst_attention.launch.processes import end_with  # noqa: E402
 from burst_attention.training.config import TrainConfig  # noqa: E402
-from burst_attention.training.interrupt import InterruptedRunError  # noqa: E402
-from burst_attention.training.loop import train  # noqa: E402
-from burst_attention.training.manifest import FOLDER, list_checkpoints  # noqa: E402
-from burst_attention.training.metrics import NEWEST  # noqa: E402
+from burst_attention.training.manifest import FOLDER  # noqa: E402
+from burst_attention.training.metrics import AUTO, SUMMARY  # noqa: E402
 from tests.training import config_of, write_corpus  # noqa: E402
 
-# What a run imports when it needs it: here for the fork server, or each rank would import it anew.
-for _name in ("torch.utils.tensorboard", "matplotlib.figure", "transformers.models.llama.modeling_llama"):
-    importlib.import_module(_name)
-
-STEPS, TIMEOUT, PATIENCE = 6, 10.0, 120.0
+STEPS, TIMEOUT, PATIENCE, GRACE = 8, 60.0, 120.0, 1.5
+MEMORY = Path("/dev/shm")  # where it is, a disk that is slow at syncing is not what takes the time
+STOPPED = 3.0  # seconds that a rank waits for one that is stopped
 MEANS = ("SIGKILL to one", "SIGKILL to all", "SIGTERM to one", "SIGTERM to all", "SIGSTOP to one")
-# What on the disk a point waits for, by glob in the run's folder; None: a share of the undisturbed run's time.
+# What a point waits for, by glob: {} is the run's folder; None: a time after the start.
 MOMENTS = {
     "a random time": None,
-    "a save begins": f"{FOLDER}/*.unfinished",
-    "a shard is written": f"{FOLDER}/*.unfinished/*.safetensors",
-    "before a rename": f"{FOLDER}/*.unfinished/manifest.json",
-    "after a rename": f"{FOLDER}/step-????????",
-    "evaluation": "model.unfinished/*",
+    "a step": "{}.marks/step-*",
+    "an evaluation": "{}.marks/evaluation-*",
+    "a copy": "{}.marks/copy-*",
+    "writing": "{}.marks/write-*",
+    "a shard is written": "{}/" + FOLDER + "/*.unfinished/*.safetensors",
+    "sealing": "{}.marks/seal-*",
+    "before a rename": "{}/" + FOLDER + "/*.unfinished/manifest.json",
+    "after a rename": "{}/" + FOLDER + "/step-????????",
+    "the model": "{}/model.unfinished/*",
 }
 
 
 @dataclass(frozen=True)
 class Point:
-    """One disturbance: over how many ranks, what, when, and how long after that."""
+    """One disturbance: what, when, how long after that, and to which rank."""
 
-    world: int
     means: str
     moment: str
     delay: float
@@ -66,45 +66,37 @@ class Point:
     nth: int
 
     @classmethod
-    def draw(cls, drawn: random.Random) -> Point:
+    def draw(cls, drawn: random.Random, world: int) -> Point:
         """At random; ``nth`` tells which of several such files is waited for."""
-        moment, world = drawn.choice(list(MOMENTS)), drawn.choice((2, 3))
-        delay = drawn.random() if MOMENTS[moment] is None else drawn.random() * 0.03
-        return cls(world, drawn.choice(MEANS), moment, delay, drawn.randrange(world), drawn.randint(1, 3))
+        moment = drawn.choice(list(MOMENTS))
+        delay = drawn.random() * (0.9 if MOMENTS[moment] is None else 0.03)
+        nth = 1 if moment == "the model" else drawn.randint(1, 2)
+        return cls(drawn.choice(MEANS), moment, delay, drawn.randrange(world), nth)
 
-
-def serve(rank: int, world: int, meeting: str, config: TrainConfig) -> None:
-    """One rank of a run; its exit status is 0, 75 if it saved and stopped, or 1."""
-    end_with(os.getppid())  # the fork server, which ends with this program
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "1"}
-    from datetime import timedelta
-
-    try:
-        torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT)
-        )
-        train(config)
-        status = 0
-    except InterruptedRunError as interrupted:
-        status = interrupted.status
-    except BaseException:
-        (Path(meeting).parent / f"trace-{os.getpid()}").write_text(traceback.format_exc(), "utf-8")
-        status = 1
-    os._exit(status)
+    def wait(self, job: Job, out: Path, seconds: float) -> None:
+        """Until it is time, or the ranks have ended; ``seconds``: what a whole run takes."""
+        pattern = MOMENTS[self.moment]
+        if pattern is None:
+            time.sleep(self.delay * seconds)
+            return
+        glob, before = pattern.format(out.name), set(out.parent.glob(pattern.format(out.name)))
+        deadline = time.monotonic() + 3 * seconds + 10
+        while job.running and time.monotonic() < deadline:
+            if len(set(out.parent.glob(glob)) - before) >= self.nth:
+                break
+            time.sleep(0.0005)
+        time.sleep(self.delay)
 
 
 class Job:
     """The ranks of one start of a run."""
 
-    def __init__(self, config: TrainConfig, world: int, folder: Path) -> None:
+    def __init__(self, config: TrainConfig, world: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.survive"])
-        meeting = tempfile.mktemp(dir=folder)
-        given = ((rank, world, meeting, config) for rank in range(world))
-        from tests.survive import serve as target
-
-        self.ranks = [context.Process(target=target, args=each) for each in given]
+        context.set_forkserver_preload(["tests.survive_ranks"])
+        self.folder, self.config = Path(config.run.out).parent, config
+        meeting = tempfile.mktemp(dir=self.folder)
+        self.ranks = [context.Process(target=_serve, args=(rank, world, meeting, config)) for rank in range(world)]
         self.began = time.monotonic()
         for rank in self.ranks:
             rank.start()
@@ -113,103 +105,126 @@ class Job:
     def running(self) -> bool:
         return any(rank.exitcode is None for rank in self.ranks)
 
-    def disturb(self, point: Point) -> None:
-        """What a point does to one rank, or to all."""
+    def disturb(self, point: Point) -> bool:
+        """What a point does to one rank, or to all; whether there was still one to do it to."""
         number = getattr(signal, point.means.split()[0])
         victims = self.ranks if point.means.endswith("all") else [self.ranks[point.victim]]
-        for rank in victims:
-            if rank.exitcode is None and rank.pid:
-                os.kill(rank.pid, number)
+        running = [rank.pid for rank in victims if rank.exitcode is None and rank.pid]
+        for pid in running:
+            os.kill(pid, number)
+        return bool(running)
 
-    def end(self, *, soon: bool) -> list[int | None]:
+    def end(self) -> str:
         """Wait for the ranks; as a launcher does, kill what is left some time after the first that failed."""
         deadline = time.monotonic() + PATIENCE
         while self.running and time.monotonic() < deadline:
-            if soon and any(rank.exitcode not in (None, 0, 75) for rank in self.ranks):
-                deadline = min(deadline, time.monotonic() + TIMEOUT + 2)
-                soon = False
-            time.sleep(0.01)
-        codes = [rank.exitcode for rank in self.ranks]
+            if any(rank.exitcode not in (None, 0, 75) for rank in self.ranks):
+                deadline = min(deadline, time.monotonic() + GRACE)
+            time.sleep(0.005)
+        codes = ["-" if rank.exitcode is None else str(rank.exitcode) for rank in self.ranks]
         for rank in self.ranks:
             rank.kill()
             rank.join()
-        return codes
+        return " ".join(codes)
 
 
-def run_to_end(config: TrainConfig, world: int, folder: Path) -> float:
-    """Start a run and have it end undisturbed; returns its seconds."""
-    job = Job(config, world, folder)
-    codes = job.end(soon=True)
-    if any(codes):
-        traces = "".join(path.read_text("utf-8") for path in folder.glob("trace-*"))
-        raise RuntimeError(f"an undisturbed run ended with {codes}: {traces}")
-    return time.monotonic() - job.began
+def _serve(*arguments: object) -> None:
+    from tests.survive_ranks import serve  # imported already, where this runs
+
+    serve(*arguments)  # type: ignore[arg-type]
 
 
-def again(config: TrainConfig) -> TrainConfig:
-    """How the run is started next: from its newest checkpoint, or anew where there is none."""
-    if list_checkpoints(Path(config.run.out)):
-        return replace(config, run=replace(config.run, resume=NEWEST))
-    return replace(config, run=replace(config.run, overwrite=True))
+class Run:
+    """A run over ``world`` ranks that is started as often as it takes; each start goes on by itself."""
+
+    def __init__(self, config: TrainConfig, world: int) -> None:
+        self.config = replace(config, run=replace(config.run, resume=AUTO))
+        self.world, self.out = world, Path(config.run.out)
+        self.points: list[Point] = []
+
+    @property
+    def finished(self) -> bool:
+        return (self.out / SUMMARY).exists()
+
+    def disturb(self, point: Point, seconds: float) -> str:
+        """One start that is disturbed; returns how it ended, or nothing if it had ended by then."""
+        timeout = STOPPED if point.means.startswith("SIGSTOP") else TIMEOUT
+        job = Job(replace(self.config, parallel=replace(self.config.parallel, timeout=timeout)), self.world)
+        point.wait(job, self.out, seconds)
+        hit = job.disturb(point)
+        ended = job.end()
+        if not hit:
+            return ""
+        self.points.append(point)
+        return ended
+
+    def finish(self) -> float:
+        """Start it, unless it has finished, and have it end undisturbed; returns the seconds."""
+        began = time.monotonic()
+        if not self.finished:
+            codes = Job(self.config, self.world).end()
+            if not self.finished or set(codes) - {"0", " "}:
+                traces = "".join(path.read_text("utf-8") for path in self.out.parent.glob("trace-*"))
+                raise RuntimeError(f"an undisturbed start after {self.points} ended with {codes}: {traces}")
+        return time.monotonic() - began
+
+    def weights(self) -> dict:
+        from safetensors.torch import load_file
+
+        return load_file(self.out / "model" / "model.safetensors")
 
 
-def try_point(point: Point, config: TrainConfig, seconds: float, folder: Path) -> str:
-    """Disturb a run at one point and have it go on; returns how it ended the first time."""
-    job = Job(config, point.world, folder)
-    pattern, deadline = MOMENTS[point.moment], time.monotonic() + 3 * seconds + 10
-    if pattern is None:
-        time.sleep(point.delay * seconds)
-    else:
-        seen: set[str] = set()
-        while job.running and len(seen) < point.nth and time.monotonic() < deadline:
-            seen |= {str(path) for path in Path(config.run.out).glob(pattern)}
-            time.sleep(0.0005)
-            if point.moment == "evaluation" and seen:
-                break
-        time.sleep(point.delay)
-    job.disturb(point)
-    codes = job.end(soon=True)
-    run_to_end(again(config), point.world, folder)
-    return " ".join("-" if code is None else str(code) for code in codes)
+def same(one: dict, other: dict) -> bool:
+    """Bit for bit."""
+    return one.keys() == other.keys() and all(
+        one[key].numpy().tobytes() == other[key].numpy().tobytes() and one[key].shape == other[key].shape for key in one
+    )
 
 
-def survive(points: int, seed: int, tell: bool = True) -> int:
-    """Try points; prints a row for each and returns how many ended with other weights."""
-    drawn, wrong = random.Random(seed), 0
-    with tempfile.TemporaryDirectory(prefix="burst-survive-") as name:
+def survive(points: int, seed: int, worlds: Sequence[int]) -> int:
+    """Try points; prints a row for each and returns how many were part of a run that ended with other weights."""
+    drawn, wrong, done, began = random.Random(seed), 0, 0, time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="burst-survive-", dir=MEMORY if MEMORY.is_dir() else None) as name:
         folder = Path(name)
         (folder / "corpus").mkdir()
         corpus = write_corpus(folder / "corpus")
-        changes = {"steps": STEPS, "save_every": "2", "timeout": TIMEOUT, "global_batch": 2, "tokenizer": "bytes"}
-        expected, seconds = {}, {}
-        for world in (2, 3):
-            config = config_of(corpus, folder / f"whole-{world}", **changes)
-            seconds[world] = run_to_end(config, world, folder)
-            expected[world] = load_file(folder / f"whole-{world}" / "model" / "model.safetensors")
-        for number in range(points):
-            point, out = Point.draw(drawn), folder / f"point-{number}"
-            began = time.monotonic()
-            ended = try_point(point, config_of(corpus, out, **changes), seconds[point.world], folder)
-            got = load_file(out / "model" / "model.safetensors")
-            whole = expected[point.world]
-            same = got.keys() == whole.keys() and all(torch.equal(got[key], whole[key]) for key in whole)
-            wrong += not same
-            if tell:
+        changes = {"steps": STEPS, "save_every": "2", "eval_every": 3, "timeout": TIMEOUT, "global_batch": 2}
+        whole = {world: Run(config_of(corpus, folder / f"whole-{world}", **changes), world) for world in worlds}
+        seconds = {world: run.finish() for world, run in whole.items()}
+        for number in itertools.count():
+            if done == points:
+                break
+            world = worlds[number % len(worlds)]
+            run = Run(config_of(corpus, folder / f"run-{number}", **changes), world)
+            while done < points and not run.finished:
+                point, started = Point.draw(drawn, world), time.monotonic()
+                if not (ended := run.disturb(point, seconds[world])):
+                    continue
+                done += 1
                 print(
-                    f"{number + 1:3} {'same bits' if same else 'OTHER WEIGHTS':13} {point.world} ranks  "
-                    f"{point.means:15} {point.moment:18} ended {ended:10} {time.monotonic() - began:5.1f} s",
+                    f"{done:3} run {number:2}, {world} ranks  {point.means:15} {point.moment:18} "
+                    f"ended {ended:8} {time.monotonic() - started:5.1f} s",
                     flush=True,
                 )
-    print(f"{points - wrong} of {points} runs went on to the weights of a run that nothing disturbed")
+            run.finish()
+            if not same(run.weights(), whole[world].weights()):
+                wrong += len(run.points)
+                print(f"run {number} ended with OTHER WEIGHTS after {run.points}")
+            shutil.rmtree(run.out)
+    print(
+        f"{points - wrong} of {points} disturbances left the weights of a run that nothing disturbed; "
+        f"{time.monotonic() - began:.0f} s"
+    )
     return wrong
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--points", type=int, default=50, help="how many runs are disturbed")
+    parser.add_argument("--points", type=int, default=50, help="how often a run is disturbed")
     parser.add_argument("--seed", type=int, default=0, help="of what is done to them, and when")
+    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 3], help="over how many ranks, in turn")
     given = parser.parse_args()
-    return 1 if survive(given.points, given.seed) else 0
+    return 1 if survive(given.points, given.seed, given.worlds) else 0
 
 
 if __name__ == "__main__":

@@ -48,7 +48,11 @@ def is_alive(pid):
     ("ways", "status", "told"),
     [
         (("waits", "stops"), 1, "rank 1 did not end when told to: stopped, or hung"),
-        (("waits", "is killed"), 1, "burst x: rank 1 failed: killed by SIGKILL"),
+        (
+            ("waits", "is killed"),
+            1,
+            "burst x: rank 1 failed: killed by SIGKILL, which the system sends when memory runs",
+        ),
         (("raises", "sleeps"), 1, "burst x: rank 0 failed: LookupError: no [bold]such[/] thing"),
         (("sleeps", "gives up"), 1, "burst x: rank 1 failed: exit code 1"),
     ],

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from burst_attention.testing import WorkerError
-from burst_attention.training import checkpoint
+from burst_attention.training import draft
 from burst_attention.training.interrupt import InterruptedRunError, StopRequests
 from burst_attention.training.loop import train
 from burst_attention.training.manifest import discard, list_checkpoints
@@ -195,7 +195,7 @@ def save_what_is_no_tensor(config):
     with join(device="cpu", timeout=20) as context:
         tensors = {"w": torch.zeros(3), "step": 3}
         with pytest.raises(TypeError, match=r"tensors\['step'\] is a int; only tensors of F64, F32"):
-            checkpoint.save(Path(config.run.out), tensors, {}, step=1, context=context)
+            draft.save(Path(config.run.out), tensors, {}, step=1, context=context)
     return list(Path(config.run.out).rglob("*"))
 
 

@@ -15,10 +15,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from burst_attention import cli
 from burst_attention.cli.train import parse
 from burst_attention.training.export import export
 from burst_attention.training.loop import train
-from burst_attention.training.manifest import list_checkpoints
+from burst_attention.training.manifest import list_checkpoints, step_of
 from tests.training import config_of, losses, write_corpus
 
 
@@ -85,6 +86,72 @@ def test_a_lost_worker_and_ctrl_c_end_the_run(corpus, tmp_path, signalled, statu
     while any(map(is_alive, workers)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(is_alive, workers))
+
+
+def steps_of(process, last):
+    """Read what a run says until it has finished a step."""
+    for line in process.stdout:
+        if line.startswith(f"step {last}/"):
+            return
+    pytest.fail(f"the run ended before step {last}")
+
+
+def test_a_second_ctrl_c_ends_a_run_that_hangs_at_once_and_tells_what_is_kept(corpus, tmp_path):
+    shared = command(corpus, tmp_path, "--ranks", "2", "--steps", "100000", "--save-every", "1", "--keep", "1")
+    process = start("-m", "burst_attention.cli", *shared)
+    steps_of(process, 3)
+    with pytest.MonkeyPatch.context() as patch:  # another run is not let in
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            patch.delenv(name, raising=False)
+        assert cli.main([*shared, "--overwrite"]) == cli.main([*shared, "--resume"]) == 2
+    workers = workers_of(process.pid)
+    os.kill(workers[1], signal.SIGSTOP)  # so that the first Ctrl-C can have no end
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1.0)
+    process.send_signal(signal.SIGINT)
+    told, _ = process.communicate(timeout=30)
+    assert process.returncode == 130, told
+    assert not any(map(is_alive, workers))
+    (kept,) = list_checkpoints(tmp_path)
+    last = f"burst train: kept: {kept}; to go on: burst train --out {tmp_path} --resume"
+    assert told.splitlines()[-1] == last, told
+
+
+def test_a_deadline_ends_the_command_with_its_status(corpus, tmp_path):
+    shared = command(corpus, tmp_path, "--ranks", "1", "--steps", "100000", "--deadline", "4")
+    process = start("-m", "burst_attention.cli", *shared)
+    told, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, told
+    (saved,) = list_checkpoints(tmp_path)
+    assert f"--deadline after step {step_of(saved)}/100000: saved to {saved}" in told
+    assert f"to go on: burst train --out {tmp_path} --resume" in told
+
+
+def test_under_torchrun_a_rank_that_is_killed_once_has_the_run_go_on_by_itself(pools, corpus, tmp_path):
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "1",
+        "--monitor-interval",
+        "0.1",
+    ]
+    shared = command(corpus, tmp_path / "run", "--steps", "8", "--save-every", "1")
+    process = start(*torchrun, "-m", "burst_attention.cli", *shared)
+    steps_of(process, 3)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    try:
+        told, _ = process.communicate(timeout=240)
+    finally:
+        process.terminate()  # its ranks go with it
+    assert process.returncode == 0, told
+    assert re.search(r"going on after step \d", told), told
+    pools(1).run(train, config_of(corpus, tmp_path / "whole", steps=8))
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), abs=2e-5)
 
 
 def workers_of(pid):

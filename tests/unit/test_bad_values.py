@@ -76,6 +76,7 @@ BAD = [
     ("train", "--seed", "-1", HUGE),
     ("train", "--save-every", "0", "-3m", "soon", "0m"),
     ("train", "--keep", "0", "-1"),
+    ("train", "--eval-every", "-1", HUGE, "5 --held-out 0"),
     ("train", "--deadline", "-1", "0", "nan"),
     ("train", "--global-batch", "0", "-1"),
     ("train", "--resume", "theirs/no"),

@@ -19,9 +19,30 @@ class Arguments:
     """Write the model of a checkpoint as a Hugging Face folder, in this process alone."""
 
     checkpoint: Annotated[Path, tyro.conf.Positional]
-    """A folder of OUT/checkpoints that `burst train` wrote."""
+    """A folder of OUT/checkpoints that `burst train` wrote; with --best OUT itself."""
     dir: Annotated[Path, tyro.conf.Positional]
     """The folder to write; new or empty."""
+    best: bool = False
+    """Of OUT the checkpoint that did best on the held-out documents: see --eval-every of `burst train`."""
+
+
+def chosen(given: Path, *, best: bool) -> Path:
+    """The checkpoint that is meant: the one that is named, or the best of a run's folder.
+
+    Raises:
+        ValueError: there is none.
+    """
+    from burst_attention.training.checkpoint import best_checkpoint
+    from burst_attention.training.manifest import FOLDER, name_of
+
+    if not best:
+        return given
+    found = best_checkpoint(given)
+    if found is None:
+        raise ValueError(
+            f"--best: {str(given)!r} holds no checkpoint that was evaluated; name the folder of a run with --eval-every"
+        )
+    return given / FOLDER / name_of(found.step)
 
 
 def main(arguments: list[str]) -> int:
@@ -32,8 +53,9 @@ def main(arguments: list[str]) -> int:
 
     quieten_transformers()
     try:
-        export(given.checkpoint, given.dir)
+        source = chosen(given.checkpoint, best=given.best)
+        export(source, given.dir)
     except ValueError as error:
         return launch.refuse(COMMAND, error)
-    sys.stdout.write(f"the model of {given.checkpoint} is in {given.dir}\n")
+    sys.stdout.write(f"the model of {source} is in {given.dir}\n")
     return 0

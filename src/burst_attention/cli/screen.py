@@ -14,6 +14,7 @@ from rich.table import Table
 
 from burst_attention.training.config import TrainConfig
 from burst_attention.training.interrupt import InterruptedRunError
+from burst_attention.training.manifest import name_of
 from burst_attention.training.metrics import StepRecord, Summary
 
 
@@ -55,10 +56,13 @@ class Screen:
             self._bar.update(
                 self._task, completed=record.step, loss=f"{record.loss:.4f}", speed=f"{record.tokens_per_second:,.0f}"
             )
+            if record.held_out_loss is not None:
+                self.console.print(f"step {record.step}: held-out loss {record.held_out_loss:.4f}")
             return
         left = (time.monotonic() - self._began) / (record.step - self._done) * (self.config.run.steps - record.step)
+        held_out = "" if record.held_out_loss is None else f"held out {record.held_out_loss:.4f}  "
         self.console.print(
-            f"step {record.step}/{self.config.run.steps}  loss {record.loss:.4f}  "
+            f"step {record.step}/{self.config.run.steps}  loss {record.loss:.4f}  {held_out}"
             f"{record.tokens_per_second:,.0f} tokens/s  ETA {time.strftime('%H:%M:%S', time.gmtime(left))}"
         )
 
@@ -93,6 +97,9 @@ def _table(summary: Summary) -> Table:
     if summary.held_out_loss is not None:
         text = f"{summary.held_out_loss:.4f} (perplexity {summary.perplexity:.2f}, {summary.held_out_tokens:,} tokens)"
         table.add_row("held-out loss", text)
+    if summary.best_step is not None:
+        text = f"{summary.best_held_out_loss:.4f} after step {summary.best_step}, kept as {name_of(summary.best_step)}"
+        table.add_row("best held-out loss", text)
     table.add_row("tokens/s", f"{summary.tokens_per_second:,.0f}")
     table.add_row("peak memory per rank", ", ".join(_size(size) for size in summary.peak_memory))
     sent = [("-" if size is None else _size(size)) for size in summary.bytes_sent]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -14,10 +15,11 @@ import tyro
 from burst_attention.training.claim import check_inputs, was_claimed_by_sibling
 from burst_attention.training.config import TrainConfig, as_flags, read_toml
 from burst_attention.training.manifest import FOLDER, STATE, list_checkpoints, read_state
-from burst_attention.training.metrics import NEWEST, SUMMARY, claim_run
+from burst_attention.training.metrics import NEWEST, SUMMARY, claim_run, without_auto
 from burst_attention.training.preflight import check_run
 
 from ..launch import local as launch
+from ..launch.processes import INTERRUPTED
 
 COMMAND = "burst train"
 
@@ -52,9 +54,10 @@ def _parse(arguments: list[str]) -> Arguments:
     if parsed.config is not None:
         arguments = [*read_toml(parsed.config), *arguments]
         parsed = tyro.cli(Arguments, prog=COMMAND, args=arguments)
-    if parsed.train.run.resume is None:
+    resumed = without_auto(parsed.train)[0].run.resume
+    if resumed is None:
         return parsed
-    saved = settings_of_checkpoint(parsed.train.run.resume, parsed.train.run.out)
+    saved = settings_of_checkpoint(resumed, parsed.train.run.out)
     return tyro.cli(Arguments, prog=COMMAND, args=[*saved, *arguments])
 
 
@@ -98,7 +101,8 @@ def main(arguments: list[str]) -> int:
         try:
             given = _parse(arguments)
             given.train.check()
-            config = resolve(given.train, launch.torchrun_ranks(given.train.parallel.ranks))
+            train, chosen = without_auto(given.train)
+            config = resolve(train, launch.torchrun_ranks(given.train.parallel.ranks))
             read = {"--config": None if given.config is None else str(given.config)}
             check_inputs(config.run.out, config.inputs | read)
             if launch.is_rank_0():  # one process holds the folder for all ranks
@@ -107,7 +111,26 @@ def main(arguments: list[str]) -> int:
             check_run(config, config.parallel.ranks or 1)
         except ValueError as error:
             return launch.refuse(COMMAND, error)
-        return launch.start(COMMAND, _train, config, ranks=config.parallel.ranks or 1, patient=True)
+        if chosen and launch.is_rank_0():
+            sys.stdout.write(f"{COMMAND}: {chosen}\n")
+            sys.stdout.flush()  # before its ranks speak
+        status = launch.start(COMMAND, _train, config, ranks=config.parallel.ranks or 1, patient=True)
+        if status not in (0, INTERRUPTED):
+            sys.stderr.write(what_is_kept(config.run.out, asked=status > 128))
+        return status
+
+
+def what_is_kept(out: str, *, asked: bool) -> str:
+    """A line for a run that ended before it could tell; empty if it failed, and there is nothing to go on from.
+
+    Args:
+        asked: whether it was ended by a signal to its launcher.
+    """
+    found = list_checkpoints(Path(out))
+    if not found:
+        return f"{COMMAND}: ended at once, before anything was saved\n" if asked else ""
+    command = f"burst train --out {shlex.quote(out)} --resume"
+    return f"{COMMAND}: kept: {found[0]}; to go on: {command}\n"
 
 
 def after_restart(config: TrainConfig, environment: Mapping[str, str]) -> TrainConfig:

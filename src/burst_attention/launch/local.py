@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.markup import escape
 
+from .memory import kills_for_memory, why_killed
 from .processes import INTERRUPTED, end_with
 
 GRACE = 1.5  # seconds that ranks have to end by themselves after a failure, and again once they were told to
@@ -95,6 +96,7 @@ def launch(command: str, worker: Callable[..., Any], *arguments: Any, ranks: int
     context = multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = []
     told: list[int] = []
+    kills = kills_for_memory()
 
     def pass_on(number: int) -> None:
         told.append(number)
@@ -111,7 +113,7 @@ def launch(command: str, worker: Callable[..., Any], *arguments: Any, ranks: int
                 given = (rank, ranks, store.port, Path(folder), os.getpid(), worker, arguments, patient)
                 processes.append(context.Process(target=_worker, args=given, name=f"rank {rank}"))
                 processes[-1].start()
-            failures = _wait_for_all(processes, Path(folder))
+            failures = _wait_for_all(processes, Path(folder), kills)
             if not failures:
                 return max(process.exitcode or 0 for process in processes)
             if told and all(failure.exitcode == -signal.SIGTERM for failure in failures.values()):
@@ -179,12 +181,13 @@ class Failure:
     trace: str = ""
 
     @classmethod
-    def of(cls, rank: int, exitcode: int, folder: Path) -> Failure:
-        """What the rank wrote down, if it could."""
+    def of(cls, rank: int, exitcode: int, folder: Path, kills: dict[str, int]) -> Failure:
+        """What the rank wrote down, if it could; ``kills``: those for memory that the kernel had counted before."""
         report = folder / str(rank)
         if exitcode > 0 and report.exists():
             return cls(rank, exitcode, **json.loads(report.read_text("utf-8")))
         message = f"exit code {exitcode}" if exitcode > 0 else f"killed by {signal.Signals(-exitcode).name}"
+        message += f", {why_killed(kills)}" if exitcode == -signal.SIGKILL else ""
         return cls(rank, exitcode, time.time(), message)
 
     def order(self) -> tuple[bool, float]:
@@ -192,7 +195,7 @@ class Failure:
         return self.exitcode > 0, self.seconds
 
 
-def _wait_for_all(processes: Sequence[BaseProcess], folder: Path) -> dict[int, Failure]:
+def _wait_for_all(processes: Sequence[BaseProcess], folder: Path, kills: dict[str, int]) -> dict[int, Failure]:
     """Wait until all ended well, or some failed: the failures by rank."""
     waiting = {process.sentinel: rank for rank, process in enumerate(processes)}
     failures: dict[int, Failure] = {}
@@ -201,7 +204,7 @@ def _wait_for_all(processes: Sequence[BaseProcess], folder: Path) -> dict[int, F
             rank = waiting.pop(sentinel)  # type: ignore[arg-type]  # a number, as they went in
             processes[rank].join()
             if (code := processes[rank].exitcode) and code != INTERRUPTED:
-                failures[rank] = Failure.of(rank, code, folder)
+                failures[rank] = Failure.of(rank, code, folder, kills)
     return failures
 
 
@@ -212,7 +215,7 @@ def _end(
     _join(processes, patience)
     for rank, process in enumerate(processes):
         if process.exitcode and rank not in failures:
-            failures[rank] = Failure.of(rank, process.exitcode, folder)
+            failures[rank] = Failure.of(rank, process.exitcode, folder, kills={})
         elif process.is_alive():
             process.terminate()
     _join(processes, GRACE)

@@ -1,42 +1,24 @@
 """Checkpoints: tensors in safetensors files, each rank's own shard, and all else in a checked JSON.
 
-A checkpoint is written by all ranks and read by all ranks, as many as there are then. Nothing in it is a pickle, and
-nothing that is read is executed. :mod:`burst_attention.training.manifest` says what makes one whole.
+A checkpoint is written by all ranks (:mod:`burst_attention.training.draft`) and read by all ranks, as many as there are
+then. Nothing in it is a pickle, and nothing that is read is executed. What makes one whole says
+:mod:`burst_attention.training.manifest`.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
-from ..launch.join import RankContext
 from .checked import Checked
-from .manifest import (
-    FOLDER,
-    STATE,
-    UNFINISHED,
-    DamagedError,
-    discard,
-    fingerprint,
-    list_checkpoints,
-    name_of,
-    read_header,
-    read_state,
-    seal,
-    verify,
-    write_whole,
-)
-
-T = TypeVar("T")
-Pieces = Mapping[str, tuple[str, tuple[int, ...], tuple[int, ...]]]
+from .manifest import FOLDER, DamagedError, Pieces, list_checkpoints, read_header, read_state, step_of, verify
 
 DTYPES = {
     torch.float64: "F64",
@@ -46,52 +28,6 @@ DTYPES = {
     torch.int64: "I64",
     torch.int32: "I32",
 }
-
-
-class SaveError(RuntimeError):
-    """A checkpoint could not be written, on all ranks alike; what was written of it is gone, the earlier ones stay."""
-
-
-def save(out: Path, tensors: Mapping[str, Tensor], state: dict[str, Any], *, step: int, context: RankContext) -> Path:
-    """Write the checkpoint after ``step``, each rank its own shard. Every rank must call it.
-
-    Args:
-        out: the run's folder, one that all ranks see.
-        tensors: by name; what lies on every rank alike is written once.
-        state: what JSON can hold. Rank 0's is written.
-
-    Returns:
-        Its folder, on all ranks, once the disk has it.
-
-    Raises:
-        TypeError: a value of ``tensors`` is no tensor, or of a dtype that is not saved; nothing was written.
-        SaveError: writing failed on some rank.
-    """
-    table = table_of(tensors)
-    folder = out / FOLDER / (name_of(step) + UNFINISHED)
-    first = context.rank == 0
-    try:
-        together(context, lambda: _make(folder) if first else None)
-        try:
-            writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
-            dcp.save(dict(tensors), storage_writer=writer)
-        except CheckpointException as error:
-            rank, (cause, _) = next(iter(error.failures.items()))
-            raise SaveError(f"rank {rank}: {_text_of(cause)}") from None
-        written = together(context, lambda: _read_back(folder, context.rank))
-
-        def finish() -> None:
-            check_pieces(table, [pieces for files in written for pieces, _ in files.values()])
-            write_whole(folder / STATE, json.dumps(state | {"tensors": table}))
-            entries = {name: entry for files in written for name, (_, entry) in files.items()}
-            seal(folder, step, entries | {STATE: fingerprint(folder / STATE)})
-
-        together(context, lambda: finish() if first else None)
-        return folder.with_name(name_of(step))
-    except SaveError:
-        if first:
-            discard(folder)
-        raise
 
 
 def table_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -151,6 +87,31 @@ def check(folder: Path) -> Checked:
     return state
 
 
+@dataclass(frozen=True)
+class Best:
+    """The checkpoint of a run that did best on the held-out documents."""
+
+    step: int
+    loss: float
+
+
+def best_checkpoint(out: Path, step: int | None = None) -> Best | None:
+    """Of the checkpoints of a run at whose step it was evaluated the best, the earliest of equal ones; None: of none.
+
+    Args:
+        step: the last one that counts; None: all do.
+    """
+    found = []
+    for folder in list_checkpoints(out):
+        try:
+            held_out = read_state(folder).part("losses").content.get("held_out")
+        except ValueError:  # damaged: whoever loads one is told
+            continue
+        if isinstance(held_out, float) and math.isfinite(held_out) and (step is None or step_of(folder) <= step):
+            found.append(Best(step_of(folder), held_out))
+    return min(found, key=lambda best: (best.loss, best.step), default=None)
+
+
 def newest_whole(out: Path, tell: Callable[[str], None]) -> Path:
     """The newest checkpoint of a run that is what was saved; ``tell`` is called with what is wrong with newer ones.
 
@@ -183,38 +144,6 @@ def load(folder: Path, tensors: Mapping[str, Tensor]) -> None:
                 f"{_shown(wanted.get(name))} here"
             )
     dcp.load(dict(tensors), storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
-
-
-def together(context: RankContext, action: Callable[[], T]) -> list[T]:
-    """Every rank's result of ``action``, by rank.
-
-    Raises:
-        SaveError: on all ranks, if it failed on one.
-    """
-    try:
-        mine: tuple[Any, str] = (action(), "")
-    except (OSError, ValueError) as error:
-        mine = (None, f"rank {context.rank}: {_text_of(error)}")
-    results = context.collect(mine)
-    if text := next((text for _, text in results if text), ""):
-        raise SaveError(text)
-    return [result for result, _ in results]
-
-
-def _make(folder: Path) -> None:
-    """An empty folder, whatever a run that was killed left there."""
-    discard(folder)
-    folder.mkdir(parents=True)
-
-
-def _read_back(folder: Path, rank: int) -> dict[str, tuple[Pieces, dict[str, Any]]]:
-    """What this rank wrote, by file: what its header says, and its entry in the manifest."""
-    files = sorted(folder.glob(f"shard-{rank + 1:05d}-*"))
-    return {path.name: (read_header(path), fingerprint(path)) for path in files}
-
-
-def _text_of(error: BaseException) -> str:
-    return (isinstance(error, OSError) and error.strerror) or f"{type(error).__name__}: {error}"
 
 
 def _shown(entry: Mapping[str, Any] | None) -> str:

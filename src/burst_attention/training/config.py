@@ -56,9 +56,15 @@ class RunConfig:
     save_every: Interval = "30m"
     """Steps, or minutes with an m (30m), after which a checkpoint is written to --out."""
     keep: Count = 2
-    """How many checkpoints are kept: the newest ones."""
+    """How many checkpoints are kept: the newest ones, and with --eval-every the best beside them."""
+    eval_every: Natural = 0
+    """Steps after which the held-out documents are evaluated, and a checkpoint saved if none did as well.
+
+    0: they are evaluated at the end alone."""
     resume: Name | None = None
-    """Go on from a checkpoint: its folder, or newest (alone, the same) for the newest whole one of --out."""
+    """Go on from a checkpoint: its folder, or newest (alone, the same) for the newest whole one of --out.
+
+    auto: so if --out holds an unfinished run; else begin."""
     deadline: Seconds | None = None
     """Seconds from the start after which the run must be over: before that it saves and ends with status 75."""
 
@@ -188,6 +194,9 @@ class TrainConfig:
         single = "needs --pack none, as packed sequences differ in their masks; use --accumulate instead"
         require(not self.packed or self.optim.batch == 1, "batch", self.optim.batch, single)
         self._check_global_batch()
+        evaluated = self.run.eval_every == 0 or self.data.held_out > 0
+        nothing = "needs documents to evaluate, and --held-out 0 keeps none; give a share, or leave --eval-every out"
+        require(evaluated, "eval_every", self.run.eval_every, nothing)
 
     def _check_global_batch(self) -> None:
         asked, accumulate = self.optim.global_batch, self.optim.accumulate

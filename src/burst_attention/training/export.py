@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 
 from . import checkpoint
 from .checked import Checked
@@ -82,6 +82,8 @@ def export(source: Path, folder: Path) -> None:
     model.tie_weights()
     if left := sorted({*missing} - {*getattr(model, "all_tied_weights_keys", {})}):
         raise ValueError(f"{source} has no weights for {', '.join(left)}")
+    if state.content.get("generation") is not None:
+        model.generation_config = GenerationConfig.from_dict(dict(state.value("generation", dict)))
     unfinished = folder.with_name(folder.name + UNFINISHED)
     try:
         model.save_pretrained(unfinished)

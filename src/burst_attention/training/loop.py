@@ -7,9 +7,11 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from burst_attention import Plan
 from burst_attention.attention.batch import Plans
@@ -23,7 +25,7 @@ from .data import TokenSequence, digest_of, open_sequences
 from .evaluate import token_losses
 from .export import save_model, saved_dtype
 from .interrupt import InterruptedRunError, StopRequests
-from .metrics import MODEL, UNFINISHED, Reporter, RunFolder, StepRecord, Summary, claim_run
+from .metrics import MODEL, UNFINISHED, Reporter, RunFolder, StepRecord, Summary, claim_run, without_auto
 from .model import batch_of, build_model, model_config
 from .optim import clip_by_global_norm, make_optimizer, make_schedule
 from .saving import Saver, resume
@@ -45,6 +47,7 @@ def train(config: TrainConfig, reporters: Sequence[Reporter] = (), *, held: bool
         InterruptedRunError: a rank was asked to stop before the last step; what there is was saved.
     """
     config.check()
+    config, chosen = without_auto(config)
     parallel, summary = config.parallel, None
     with (
         StopRequests(config.run.deadline).listening() as requests,
@@ -53,7 +56,7 @@ def train(config: TrainConfig, reporters: Sequence[Reporter] = (), *, held: bool
     ):
         config.check_world(context.world)
         trainer = Trainer(config, context)
-        notes = trainer.go_on()
+        notes = [chosen] * bool(chosen) + trainer.go_on()
         reporters = [folder, *reporters] if folder else []
 
         def tell(note: str) -> None:
@@ -65,13 +68,16 @@ def train(config: TrainConfig, reporters: Sequence[Reporter] = (), *, held: bool
         for note in notes:
             tell(note)
         try:
-            records = _run(trainer, Saver(trainer, requests, tell), reporters)
+            saver = Saver(trainer, requests, tell)
+            records = _run(trainer, saver, reporters)
         except InterruptedRunError as interrupted:
             stopped = interrupted  # raised below, when the ranks have left their group
             for reporter in reporters:
                 reporter.interrupt(stopped)
         else:
             summary = _finish(trainer, folder, records)
+            if saver.best is not None:
+                summary = replace(summary, best_step=saver.best.step, best_held_out_loss=saver.best.loss)
             for reporter in reporters:
                 reporter.finish(summary)
     if summary is None:
@@ -83,10 +89,12 @@ def _run(trainer: Trainer, saver: Saver, reporters: Sequence[Reporter]) -> list[
     """The steps that are left."""
     records = []
     for record in trainer.steps():
-        records.append(record)
+        began = time.perf_counter()
+        records.append(replace(record, held_out_loss=trainer.evaluate_if_due()))
         for reporter in reporters:
-            reporter.step(record)
-        saver.after_step(record.seconds)
+            reporter.step(records[-1])
+        saver.after_step(record.seconds + time.perf_counter() - began)
+    saver.finish()
     return records
 
 
@@ -146,6 +154,8 @@ class Trainer:
         self.schedule = make_schedule(self.optimizer, config)
         self.sequences = self.reader.training()
         self.step, self.first_loss, self.last_loss = 0, math.nan, math.nan
+        self.held_out: float | None = None
+        self.held_out_tokens = 0
 
     def go_on(self) -> list[str]:
         """Take over what ``--resume`` names, if rank 0 was told to; returns what is to be told about it."""
@@ -214,6 +224,14 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
+    def evaluate_if_due(self) -> float | None:
+        """The loss of the held-out documents after the latest step, if ``--eval-every`` has it measured there."""
+        every = self.config.run.eval_every
+        self.held_out = None
+        if every and (self.step % every == 0 or self.step == self.config.run.steps):
+            self.held_out, self.held_out_tokens = self.evaluate()
+        return self.held_out
+
     def evaluate(self) -> tuple[float | None, int]:
         """(mean loss per valid token over the held-out sequences, how many tokens those are)."""
         sequences = list(itertools.islice(self.reader.held_out(), self.config.data.held_out_sequences))
@@ -227,11 +245,15 @@ class Trainer:
         losses = token_losses(self.model, sequences, plan=plan, windows=self.windows, context=self.context)
         mine = sum(loss.sum(dtype=torch.float64).item() for _, loss in losses)
         self.model.train()
+        for module in self.model.modules():  # the outermost one waits for a backward, and what is saved are the shards
+            if isinstance(module, FSDPModule):
+                module.reshard()
         return sum(self.context.collect(mine)) / tokens, tokens
 
     def summarise(self, records: list[StepRecord]) -> Summary:
         """Evaluate, and collect what the ranks have to tell."""
-        held_out_loss, held_out_tokens = self.evaluate()
+        measured = self.held_out is not None  # after the last step
+        held_out_loss, held_out_tokens = (self.held_out, self.held_out_tokens) if measured else self.evaluate()
         counted = [record.bytes_sent for record in records if record.bytes_sent is not None]
         sent = sum(counted) / len(counted) if counted else None
         predicted = sum(record.bytes_predicted for record in records) / max(len(records), 1)

@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ LARGEST_MANIFEST = 2**24
 LARGEST_HEADER = 100_000_000  # as safetensors itself has it
 SHARDING = "DCP_SHARDING_INFO"
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1}
+PART = 2**22  # bytes of a file that are read at once: few enough, and Python's lock is not asked for all the time
+Pieces = Mapping[str, tuple[str, tuple[int, ...], tuple[int, ...]]]  # by tensor: dtype, shape, place
 
 
 class DamagedError(ValueError):
@@ -41,18 +44,21 @@ def list_checkpoints(out: Path) -> list[Path]:
     """The folders of a run that are called like finished checkpoints, the newest first."""
     folder = out / FOLDER
     found = [path for path in folder.glob("step-*") if path.is_dir()] if folder.is_dir() else []
-    return sorted((path for path in found if re.fullmatch(r"step-\d{8,}", path.name)), key=_step_of, reverse=True)
+    return sorted((path for path in found if re.fullmatch(r"step-\d{8,}", path.name)), key=step_of, reverse=True)
 
 
-def _step_of(path: Path) -> int:
+def step_of(path: Path) -> int:
+    """The step after which the checkpoint of this folder was saved, by its name."""
     return int(path.name.removeprefix("step-"))
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
     """A file's entry in a manifest, read from the disk."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": digest}
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while part := file.read(PART):
+            digest.update(part)
+        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": digest.hexdigest()}
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -91,6 +97,12 @@ def discard(folder: Path) -> None:
     """Remove a checkpoint; the manifest first, so that no half of it can be taken for a whole one."""
     (folder / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def discard_unfinished(out: Path) -> None:
+    """Remove what a run that was killed while it saved left half written."""
+    for folder in (out / FOLDER).glob(f"step-*{UNFINISHED}"):
+        discard(folder)
 
 
 def read_state(folder: Path) -> Checked:
@@ -144,7 +156,7 @@ def _entries(folder: Path) -> dict[str, dict[str, Any]]:
     if manifest.content.get("format") != FORMAT:
         raise manifest.wrong("format", f"must be {FORMAT}")
     step, entries = manifest.natural("step"), manifest.part("files")
-    if re.fullmatch(r"step-\d{8,}", folder.name) and _step_of(folder) != step:
+    if re.fullmatch(r"step-\d{8,}", folder.name) and step_of(folder) != step:
         raise manifest.wrong("step", f"is {step}, which is not that of the folder: it is another checkpoint's")
     for name in entries.content:
         entry = entries.part(name)
@@ -172,10 +184,11 @@ def _compare(folder: Path, name: str, entry: dict[str, Any], entries: dict[str, 
     return f"{name} holds what {other} should" if other else f"{name} is not what was saved: its SHA-256 is another"
 
 
-def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]]:
+def read_header(path: Path) -> Pieces:
     """The pieces of tensors in a safetensors file: by name (dtype, shape, place of its first element in the tensor).
 
-    Nothing is allocated but for the header, which is no longer than the file.
+    They come in the order in which they lie there. Nothing is allocated but for the header, which is no longer than the
+    file.
 
     Raises:
         ValueError: it is no such file, or its header does not fit what follows; names the file.
@@ -191,18 +204,16 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...], tuple[int, 
         raise ValueError(f"{path.name}: {error}") from None
     extra = header.part("__metadata__")
     places = parse_json(extra.value(SHARDING, str).encode("utf-8", "replace"), f"{SHARDING} of {path.name}")
-    pieces, spans = {}, []
-    for name in header.content.keys() - {"__metadata__"}:
-        pieces[name], span = _piece(header.part(name), places.part(name))
-        spans.append(span)
+    found = {name: _piece(header.part(name), places.part(name)) for name in header.content if name != "__metadata__"}
+    in_order = sorted(found, key=lambda name: found[name][1])
     at = 0
-    for start, stop in sorted(spans):
+    for start, stop in (found[name][1] for name in in_order):
         if start != at or stop < start:
             raise ValueError(f"{path.name}: its tensors do not lie one after the other")
         at = stop
     if at != size - 8 - length:
         raise ValueError(f"{path.name}: its tensors take {at:,} bytes, the file has {size - 8 - length:,}")
-    return pieces
+    return {name: found[name][0] for name in in_order}
 
 
 def _piece(entry: Checked, place: Checked) -> tuple[tuple[str, tuple[int, ...], tuple[int, ...]], tuple[int, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,11 +13,12 @@ from typing import Any, Protocol
 from .claim import HELD, Marker, claimed
 from .config import TrainConfig, write_toml
 from .interrupt import InterruptedRunError
-from .manifest import FOLDER, list_checkpoints
+from .manifest import FOLDER, list_checkpoints, step_of
 
 CONFIG, METRICS, SUMMARY, CURVE = "config.toml", "metrics.jsonl", "summary.json", "loss.png"
 EVENTS, MODEL, UNFINISHED = "tensorboard", "model", "model.unfinished"
 NEWEST = "newest"  # of --resume: the newest whole checkpoint of --out
+AUTO = "auto"  # the same if --out holds an unfinished run, else none
 # What a model is loaded from must not be another's; what else lies beside it may stay.
 LOADED = ("*.safetensors", "*.bin", "*.json", "*.model", "*.jinja", "*.py", "merges.txt", "vocab.txt")
 FILES = (CONFIG, METRICS, SUMMARY, CURVE, f"{EVENTS}/events.*", UNFINISHED, FOLDER)
@@ -38,6 +39,7 @@ class StepRecord:
         tokens: read since the start, over all groups.
         bytes_sent: by rank 0's attention in this step; None where collectives, which nothing counts, move them.
         bytes_predicted: the same, as the engine predicts it.
+        held_out_loss: after the update; None where ``--eval-every`` does not ask for it.
     """
 
     step: int
@@ -49,13 +51,15 @@ class StepRecord:
     tokens: int
     bytes_sent: int | None
     bytes_predicted: int
+    held_out_loss: float | None = None
 
 
 @dataclass(frozen=True)
 class Summary:
     """A finished run. Lists are by rank; bytes are means over the steps of what a rank's attention sent in one.
 
-    ``held_out_loss`` is None without evaluation.
+    ``held_out_loss`` is None without evaluation; ``best_step`` and ``best_held_out_loss`` are of the checkpoint that
+    ``--eval-every`` kept as the best.
     """
 
     steps: int
@@ -68,6 +72,8 @@ class Summary:
     peak_memory: list[int]
     bytes_sent: list[float | None]
     bytes_predicted: list[float]
+    best_step: int | None = None
+    best_held_out_loss: float | None = None
 
     @property
     def perplexity(self) -> float | None:
@@ -103,13 +109,35 @@ def goes_on_in(config: TrainConfig) -> bool:
     return Path(resumed).resolve().parent == (Path(config.run.out) / FOLDER).resolve()
 
 
+def without_auto(config: TrainConfig) -> tuple[TrainConfig, str]:
+    """What ``--resume auto`` means for the folder as it is, and in words what was chosen; empty if it was not asked.
+
+    A run that ended before it saved anything is begun anew in its place; a finished one needs ``--overwrite`` as ever.
+    """
+    if config.run.resume != AUTO:
+        return config, ""
+    out = Path(config.run.out)
+    found = list_checkpoints(out)
+    began, finished = (out / CONFIG).exists(), (out / SUMMARY).exists()
+    run, then = replace(config.run, resume=None), "a run begins"
+    if finished:
+        held = "a finished run"
+    elif found:
+        held = f"an unfinished run, saved after step {step_of(found[0])}"
+        run, then = replace(run, resume=NEWEST), "it goes on"
+    else:
+        held = "a run that saved nothing" if began else "no run"
+        run = replace(run, overwrite=began or run.overwrite)
+    return replace(config, run=run), f"--resume auto: {config.run.out} holds {held}: {then}"
+
+
 def how_to_go_on(config: TrainConfig) -> str:
     """What is told of a folder that holds a run already."""
     out = Path(config.run.out)
     found = list_checkpoints(out)
     if not found or (out / SUMMARY).exists():
         return HELD
-    step = int(found[0].name.removeprefix("step-"))
+    step = step_of(found[0])
     return f"holds an unfinished run, saved after step {step}; add --resume to go on, or --overwrite to start anew"
 
 
@@ -122,19 +150,25 @@ class RunFolder:
     def __init__(self, out: str) -> None:
         self.path, self.marker = Path(out), Marker(Path(out))
         self._losses: list[float] = []
+        self._held_out: dict[int, float] = {}  # by step
 
     def start(self, config: TrainConfig, parameters: int, done: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         kept = self._lines_until(done) if goes_on_in(config) else []
-        if not goes_on_in(config):
+        if goes_on_in(config):
+            (self.path / SUMMARY).unlink(missing_ok=True)  # it is not finished any more
+        else:
             self.marker.remove_old()
         self.marker.add(CONFIG, METRICS, f"{UNFINISHED}/", f"{FOLDER}/")
         # A later run from this file must not overwrite this one unasked, nor go on from another.
         reusable = replace(config, run=replace(config.run, overwrite=False, resume=None))
         (self.path / CONFIG).write_text(write_toml(reusable), "utf-8")
         (self.path / METRICS).write_text("".join(kept), "utf-8")
-        self._losses = [json.loads(line)["loss"] for line in kept]
+        records = [json.loads(line) for line in kept]
+        self._losses = [record["loss"] for record in records]
+        found = {record["step"]: record.get("held_out_loss") for record in records}
+        self._held_out = {step: loss for step, loss in found.items() if loss is not None}
         self._lines = (self.path / METRICS).open("a", encoding="utf-8", buffering=1)
         earlier = set(self.path.glob(f"{EVENTS}/*"))
         self._events: Any = SummaryWriter(str(self.path / EVENTS), purge_step=done + 1 if kept else None)
@@ -154,6 +188,9 @@ class RunFolder:
         self._lines.write(json.dumps(asdict(record)) + "\n")
         for name in ("loss", "lr", "grad_norm", "tokens_per_second"):
             self._events.add_scalar(name, getattr(record, name), record.step)
+        if record.held_out_loss is not None:
+            self._held_out[record.step] = record.held_out_loss
+            self._events.add_scalar("held_out_loss", record.held_out_loss, record.step)
 
     def note(self, text: str) -> None:
         self._events.add_text("notes", text, len(self._losses))
@@ -163,23 +200,27 @@ class RunFolder:
         self._lines.close()
 
     def finish(self, summary: Summary) -> None:
-        if summary.held_out_loss is not None:
+        if summary.held_out_loss is not None and summary.steps not in self._held_out:
             self._events.add_scalar("held_out_loss", summary.held_out_loss, summary.steps)
         self._events.close()
         self._lines.close()
         self.marker.add(SUMMARY, CURVE)
         written = asdict(summary) | {"perplexity": summary.perplexity}
         (self.path / SUMMARY).write_text(json.dumps(written, indent=2) + "\n", "utf-8")
-        draw_losses(self._losses, summary.held_out_loss, self.path / CURVE)
+        draw_losses(self._losses, summary.held_out_loss, self.path / CURVE, measured=self._held_out)
 
 
-def draw_losses(losses: Sequence[float], held_out: float | None, path: Path) -> None:
-    """The loss of every step as a PNG, the held-out loss as a line across."""
+def draw_losses(
+    losses: Sequence[float], held_out: float | None, path: Path, *, measured: Mapping[int, float] | None = None
+) -> None:
+    """The loss of every step as a PNG, the held-out loss as a line across, what was measured of it between by step."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = figure.subplots()
     axes.plot(range(1, len(losses) + 1), losses, label="training", marker="." if len(losses) < 3 else "")
+    if measured:
+        axes.plot(list(measured), list(measured.values()), color="tab:orange", marker="o", label="held out, by step")
     if held_out is not None:
         axes.axhline(held_out, color="tab:orange", linestyle="--", label=f"held out: {held_out:.3f}")
     axes.set_xlabel("step")

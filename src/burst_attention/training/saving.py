@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,27 +11,49 @@ import torch
 
 from . import checkpoint
 from .checked import Checked
+from .checkpoint import Best, best_checkpoint
 from .config import TrainConfig
 from .cursor import Cursor
+from .draft import Draft, SaveError, together
 from .generators import read_generators
 from .interrupt import InterruptedRunError, StopRequests, reason_of
-from .manifest import discard, list_checkpoints, read_state
-from .metrics import NEWEST
+from .manifest import discard, discard_unfinished, list_checkpoints, read_state, step_of
+from .metrics import NEWEST, goes_on_in
 from .snapshot import WAITING, Run, check_same_run, restore, state_of, tensors_of
 
 
 class Saver:
-    """Saves one rank's part of a run when it is time to, and ends the run when that is asked for.
+    """Saves one rank's part of a run when it is time to, beside the training, and ends the run when that is asked for.
+
+    One checkpoint is written at a time. If it still is when the next is due, that one waits, and so does the training:
+    which checkpoints a run has must not hang on how fast a disk was, and more than one copy must not fill the memory.
 
     Args:
         requests: of this process; what one rank is asked, all hear of.
         tell: is given in words what went wrong, on rank 0.
+        clock: gives seconds, and never goes back.
     """
 
-    def __init__(self, run: Run, requests: StopRequests, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        run: Run,
+        requests: StopRequests,
+        tell: Callable[[str], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.run, self.requests, self.tell = run, requests, tell
-        self._saved_at = time.monotonic()
-        self._longest_step = self._longest_save = 0.0
+        self.best: Best | None = None
+        self._clock, self._saved_at = clock, clock()
+        self._longest_step = self._longest_save = self._copying = 0.0
+        self._draft: Draft | None = None
+        self._held_out: float | None = None  # of the checkpoint under way
+        self._waited = False
+        self._out, self._is_first = Path(run.config.run.out), run.context.rank == 0
+        if self._is_first:
+            discard_unfinished(self._out)
+            self.best = best_checkpoint(self._out, run.step) if goes_on_in(run.config) else None
+        self.best = run.context.collect(self.best)[0]
 
     def after_step(self, seconds: float) -> None:
         """Save if it is time. Every rank must call it after every step, which took ``seconds``.
@@ -38,47 +61,99 @@ class Saver:
         Raises:
             InterruptedRunError: on all ranks, if one was asked to stop; what there is was saved.
         """
-        run, context = self.run, self.run.context
+        run, draft = self.run, self._draft
         self._longest_step = max(self._longest_step, seconds)
-        # What must fit between now and the deadline: a step that is slow, a save that is.
-        reserve = 1.5 * self._longest_step + 2 * self._longest_save + 1
-        asked, due = context.greatest(self.requests.asked(reserve), int(self._is_due()))
+        # What must fit between now and the deadline: a step that is slow, a save that is, and the one under way.
+        reserve = 1.5 * self._longest_step + (3 if draft else 2) * self._longest_save + 1
+        numbers = self.requests.asked(reserve), self._is_due(), draft is not None and draft.is_being_written
+        asked, due, writing = run.context.greatest(*map(int, numbers))
         stopping = bool(asked) and run.step < run.config.run.steps
-        if not stopping and not due:
-            return
         if stopping:
             self.requests.end_at_once()
-        saved = self.save()
+        if draft is not None and (stopping or due or not writing):
+            self._tell_of_waiting(draft, bool(writing and not stopping))
+            self._seal()
         if stopping:
-            raise InterruptedRunError(reason_of(asked), run.step, saved)
+            raise InterruptedRunError(reason_of(asked), run.step, self.save())
+        if due:
+            self._begin()
+            if self._draft is not None:
+                self._draft.write_beside()
 
     def save(self) -> Path | None:
-        """Write a checkpoint and remove those beyond ``--keep``; None, and the reason told, if it can't be written."""
-        run, began = self.run, time.monotonic()
-        out, first = Path(run.config.run.out), run.context.rank == 0
+        """Write a checkpoint while all wait; None, and the reason told, if it can't be written."""
+        self._begin()
+        if self._draft is None:
+            return None
+        self._draft.write()
+        return self._seal()
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written. Every rank must call it after the last step."""
+        if self._draft is not None:
+            self._seal()
+
+    def _begin(self) -> None:
+        """Copy what is saved."""
+        run, began = self.run, self._clock()
         tensors = tensors_of(run.model, run.optimizer)
         tensors[WAITING] = torch.from_numpy(run.sequences.cursor().waiting)
         state = state_of(run, run.context.collect(read_generators()))
         try:
-            folder = checkpoint.save(out, tensors, state, step=run.step, context=run.context)
-        except checkpoint.SaveError as error:
-            if first:
-                self.tell(f"the checkpoint after step {run.step} could not be written: {error}; the earlier ones stay")
+            self._draft = Draft(self._out, tensors, state, step=run.step, context=run.context)
+            self._held_out = run.held_out
+        except SaveError as error:
+            self._tell_of_failure(run.step, error)
+        self._saved_at = self._clock()
+        self._copying = self._saved_at - began
+
+    def _seal(self) -> Path | None:
+        """Give the checkpoint under way its name and remove those that it makes superfluous."""
+        draft, self._draft, self._held_out = self._draft, None, None
+        assert draft is not None
+        try:
+            folder = draft.seal()
+        except SaveError as error:
+            self._tell_of_failure(draft.step, error)
             return None
         finally:
-            self._saved_at = time.monotonic()
-            self._longest_save = max(self._longest_save, self._saved_at - began)
-        if first:
-            for old in list_checkpoints(out)[run.config.run.keep :]:
-                discard(old)
+            self._longest_save = max(self._longest_save, self._copying + draft.seconds)
+        found = None
+        if self._is_first:
+            found = best_checkpoint(self._out, draft.step)
+            self._remove_superfluous(draft.step, found)
+        self.best = self.run.context.collect(found)[0]
         return folder
 
+    def _remove_superfluous(self, step: int, best: Best | None) -> None:
+        """All but the newest ``--keep`` up to ``step`` and the best; later ones are of a way that was given up."""
+        found = list_checkpoints(self._out)
+        kept = [folder for folder in found if step_of(folder) <= step][: self.run.config.run.keep]
+        for folder in found:
+            if folder not in kept and (best is None or step_of(folder) != best.step):
+                discard(folder)
+
     def _is_due(self) -> bool:
-        """By this rank's clock, where it is a matter of minutes."""
-        every = self.run.config.run.save_every
+        """By this rank's clock, where it is a matter of minutes; at once where no checkpoint did as well."""
+        held_out, every = self.run.held_out, self.run.config.run.save_every
+        rivals = [self.best.loss if self.best else math.inf, math.inf if self._held_out is None else self._held_out]
+        if held_out is not None and held_out < min(rivals):
+            return True
         if every.endswith("m"):
-            return time.monotonic() - self._saved_at >= 60 * int(every[:-1])
+            return self._clock() - self._saved_at >= 60 * int(every[:-1])
         return self.run.step % int(every) == 0
+
+    def _tell_of_waiting(self, draft: Draft, waiting: bool) -> None:
+        if waiting and not self._waited and self._is_first:
+            self._waited = True
+            self.tell(
+                f"the checkpoint after step {draft.step} is still being written when the next is due: training waits "
+                "for it, now and whenever this comes again; a longer --save-every would not wait"
+            )
+
+    def _tell_of_failure(self, step: int, error: SaveError) -> None:
+        if self._is_first:
+            self.tell(f"the checkpoint after step {step} could not be written: {error}; the earlier ones stay")
 
 
 def resume(run: Run, resumed: str, tell: Callable[[str], None]) -> None:
@@ -89,10 +164,10 @@ def resume(run: Run, resumed: str, tell: Callable[[str], None]) -> None:
     """
     context = run.context
     try:
-        found = checkpoint.together(context, lambda: _find(run.config, resumed, tell) if context.rank == 0 else Path())
+        found = together(context, lambda: _find(run.config, resumed, tell) if context.rank == 0 else Path())
         folder = found[0]
-        state = checkpoint.together(context, lambda: _read(run.config, folder))[context.rank]
-    except checkpoint.SaveError as error:
+        state = together(context, lambda: _read(run.config, folder))[context.rank]
+    except SaveError as error:
         raise ValueError(str(error).removeprefix("rank 0: ").removeprefix("ValueError: ")) from None
     load(run, folder, state)
 

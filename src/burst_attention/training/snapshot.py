@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any, Protocol
@@ -35,12 +36,17 @@ PASSING = {"run": ("out", "overwrite", "resume"), "parallel": ("ranks", "device"
 
 
 class Run(Protocol):
-    """What is saved of one rank of a run, and set when it goes on; ``step`` is the last one that was finished."""
+    """What is saved of one rank of a run, and set when it goes on.
+
+    ``step`` is the last one that was finished, ``held_out`` the loss of the held-out documents after it, if it was
+    measured there.
+    """
 
     sequences: TrainingStream
     step: int
     first_loss: float
     last_loss: float
+    held_out: float | None
 
     @property
     def config(self) -> TrainConfig: ...
@@ -99,12 +105,19 @@ def state_of(run: Run, generators: list[dict[str, Any]]) -> dict[str, Any]:
         "step": run.step,
         "config": settings_of(run.config),
         "model": run.model_config.to_dict(),
+        "generation": _generation_of(run.model),
         "optimizer": {"name": type(run.optimizer).__name__, "steps": counts.pop(), "groups": groups},
         "schedule": {"last_epoch": run.schedule.last_epoch, "last_lr": run.schedule.get_last_lr()},
         "generators": generators,
         "cursor": run.sequences.cursor().as_json(),
-        "losses": {"first": run.first_loss, "last": run.last_loss},
+        "losses": {"first": run.first_loss, "last": run.last_loss, "held_out": run.held_out},
     }
+
+
+def _generation_of(model: nn.Module) -> dict[str, Any] | None:
+    """How the model that is trained is to generate, where it was loaded with something about it."""
+    held = getattr(getattr(model, "model", None), "generation_config", None)
+    return None if held is None else json.loads(held.to_json_string())
 
 
 def settings_of(config: TrainConfig) -> dict[str, dict[str, Any]]:

@@ -1,0 +1,151 @@
+"""What a training step costs more while a checkpoint is written beside it.
+
+A Llama of about a hundred million parameters with random weights takes steps: some alone, then, a checkpoint having
+been begun, as many as the writing takes, and so on in turn. Only steps count during the whole of which a rank was
+writing. A round's ratio is of the median of its steps beside the writing to that of the steps alone around it, for the
+machine's speed drifts; what is told are the median and the range over the rounds.
+
+    python benchmarks/saving.py [--rounds 9] [--ranks 2] [--seq-len 512] [--dtype float32] [--out FOLDER]
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+
+from burst_attention.testing import WorkerPool
+from burst_attention.training.config import DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+
+from ..tables import terminal
+from ..texts import spread
+
+ALONE = 3  # steps between two checkpoints
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    rounds: int = 9
+    ranks: int = 2
+    seq_len: int = 512
+    dtype: str = "float32"
+    layers: int = 12
+    out: Path | None = None
+    """A folder on the disk that is to be measured, which is emptied of what was written; default: a temporary one."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """Seconds of steps alone before, of those beside the writing, and of what all wait for: the copy and the seal."""
+
+    alone: list[float]
+    beside: list[float]
+    copying: float
+    writing: float
+    sealing: float
+
+
+def make_model(folder: Path, layers: int) -> None:
+    """A Llama with random weights that the tokenizer of bytes suits."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    sizes = {"hidden_size": 640, "intermediate_size": 1792, "num_attention_heads": 10, "num_hidden_layers": layers}
+    AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=32_000, **sizes)).save_pretrained(folder)
+
+
+def config_of(a: Arguments, model: Path, out: Path) -> TrainConfig:
+    return TrainConfig(
+        run=RunConfig(steps=10**6, out=str(out)),
+        data=DataConfig(seq_len=a.seq_len, tokenizer="bytes"),
+        model=ModelConfig(model=str(model), dtype=a.dtype),  # type: ignore[arg-type]  # a name of its choices
+        parallel=ParallelConfig(device="cpu", timeout=600.0),
+    )
+
+
+def measure(config: TrainConfig, rounds: int) -> tuple[int, list[Round]]:
+    """On each rank: the parameters, and what each round took."""
+    from burst_attention.launch.join import join
+    from burst_attention.training.draft import Draft
+    from burst_attention.training.generators import read_generators
+    from burst_attention.training.loop import Trainer
+    from burst_attention.training.manifest import discard
+    from burst_attention.training.snapshot import state_of, tensors_of
+
+    with join(device="cpu", timeout=600.0) as context:
+        trainer = Trainer(config, context)
+        steps = (record.seconds for record in trainer.steps())
+        list(itertools.islice(steps, 2))  # the first ones are slower
+        found = []
+        for _ in range(rounds):
+            alone, began = list(itertools.islice(steps, ALONE)), time.perf_counter()
+            state = state_of(trainer, context.collect(read_generators()))
+            tensors = tensors_of(trainer.model, trainer.optimizer)
+            draft = Draft(Path(config.run.out), tensors, state, step=trainer.step, context=context)
+            copying = time.perf_counter() - began
+            draft.write_beside()
+            beside = list(_while_written(steps, draft, context.greatest))
+            began = time.perf_counter()
+            folder = draft.seal()
+            found.append(Round(alone, beside, copying, draft.seconds, time.perf_counter() - began))
+            if context.rank == 0:
+                discard(folder)
+        return sum(parameter.numel() for parameter in trainer.model.parameters()), found
+
+
+def _while_written(steps: Iterator[float], draft, greatest) -> Iterator[float]:  # type: ignore[no-untyped-def]
+    """Steps, until all ranks have written; those at whose end one still writes."""
+    for seconds in steps:
+        if not greatest(int(draft.is_being_written))[0]:
+            return
+        yield seconds
+
+
+def ratios_of(rounds: list[Round]) -> list[float]:
+    """By round that had a step beside the writing: its median to that of the steps alone before and after it."""
+    after = [each.alone for each in rounds[1:]] + [[]]
+    return [
+        statistics.median(each.beside) / statistics.median(each.alone + following)
+        for each, following in zip(rounds, after, strict=True)
+        if each.beside
+    ]
+
+
+def main() -> None:
+    a = tyro.cli(Arguments, description=__doc__)
+    if a.out is not None:
+        a.out.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="burst-saving-", dir=a.out))
+    try:
+        make_model(folder / "model", a.layers)
+        with WorkerPool(a.ranks, timeout=600) as pool:
+            parameters, rounds = pool.run(
+                measure, config_of(a, folder / "model", folder / "run"), a.rounds, timeout=3600
+            )[0]
+    finally:
+        shutil.rmtree(folder)
+    alone = [seconds for each in rounds for seconds in each.alone]
+    beside = [seconds for each in rounds for seconds in each.beside]
+    found = ratios_of(rounds)
+    if not found:
+        raise SystemExit("no step began and ended while a checkpoint was written: lower --seq-len, or raise --layers")
+    figures = {
+        "a step alone, s": alone,
+        "a step while a checkpoint is written, s": beside,
+        "ratio, by round": found,
+        "writing, s": [each.writing for each in rounds],
+        "all wait for the copy, s": [each.copying for each in rounds],
+        "all wait for the name, s": [each.sealing for each in rounds],
+    }
+    rows = ({"what": name, "median (range)": spread(values)} for name, values in figures.items())
+    title = (
+        f"{parameters / 1e6:.0f} M parameters, {a.dtype}, {a.ranks} ranks, S={a.seq_len}, {len(beside)} steps beside"
+    )
+    Console().print(terminal(rows, title=title))

@@ -1,0 +1,403 @@
+"""Checkpoints that are written beside the training, the best of them, and when each is due."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from burst_attention.cli.export import chosen
+from burst_attention.launch.join import join
+from burst_attention.testing import WorkerError
+from burst_attention.training import checkpoint
+from burst_attention.training.draft import Draft
+from burst_attention.training.export import export
+from burst_attention.training.interrupt import InterruptedRunError, StopRequests
+from burst_attention.training.loop import Trainer, train
+from burst_attention.training.manifest import list_checkpoints, name_of
+from burst_attention.training.saving import Saver
+from tests.survive import ROOT
+from tests.training import config_of, losses, weights, write_corpus
+
+LONG = 60.0  # seconds that a test waits for what comes at once
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def names(out):
+    """What is in a run's folder of checkpoints."""
+    return sorted(path.name for path in (Path(out) / "checkpoints").iterdir())
+
+
+def steps_saved(out):
+    return sorted(int(path.name.removeprefix("step-")) for path in list_checkpoints(Path(out)))
+
+
+class Reporter:
+    """Notes what it is told; tests say what happens at a step, and at a note."""
+
+    def __init__(self, at=lambda record: None, noted=lambda text: None):
+        self.notes, self.at, self.noted = [], at, noted
+
+    def start(self, config, parameters, done):
+        pass
+
+    def step(self, record):
+        self.at(record)
+
+    def note(self, text):
+        self.notes.append(text)
+        self.noted(text)
+
+    def interrupt(self, interrupted):
+        pass
+
+    def finish(self, summary):
+        pass
+
+
+def write_what_changes(out):
+    """Change every tensor as soon as it was copied, and only then write; returns what came back."""
+    with join(device="cpu", timeout=LONG) as context:
+        torch.manual_seed(0)
+        whole = torch.randn(6, 3)
+        spread = distribute_tensor(whole.clone(), context.everyone, [Shard(0)])
+        tensors = {"spread": spread, "strided": whole.clone().t(), "half": whole.to(torch.bfloat16), "none": whole[:0]}
+        state = {"format": 1, "list": [1]}
+        draft = Draft(Path(out), tensors, state, step=3, context=context)
+        for tensor in (spread.to_local(), tensors["strided"], tensors["half"]):
+            tensor.fill_(7.0)
+        state["list"].append(2)
+        draft.write_beside()
+        folder = draft.seal()
+        found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        checkpoint.load(folder, found)
+        same = [torch.equal(found["spread"].full_tensor(), whole), torch.equal(found["strided"], whole.t())]
+        same.append(torch.equal(found["half"], whole.to(torch.bfloat16)))
+        return same, checkpoint.check(folder).value("list", list), folder.name
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_is_changed_after_it_was_copied_does_not_reach_the_disk(pools, tmp_path, world):
+    for same, told, name in pools(world).run(write_what_changes, str(tmp_path)):
+        assert same == [True] * 3 and told == [1] and name == name_of(3)
+
+
+def train_beside(config):
+    """Writing waits until the third step was taken, on all ranks; returns what was to be seen then."""
+    written, seen, write = threading.Event(), [], Draft.write
+
+    def late(draft):
+        assert written.wait(LONG)
+        write(draft)
+
+    def at(record):
+        if record.step == 3:
+            seen.append(names(config.run.out))
+            written.set()
+
+    Draft.write = late
+    try:
+        if os.environ.get("RANK") != "0":
+            written.set()
+        reporter = Reporter(at)
+        train(config, [reporter])
+    finally:
+        Draft.write = write
+    return seen, reporter.notes
+
+
+def test_steps_go_on_while_a_checkpoint_is_written_and_none_is_to_be_seen_before_it_is_whole(pools, corpus, tmp_path):
+    config = config_of(corpus, tmp_path / "run", steps=6, save_every="2", keep=9)
+    seen, notes = pools(2).run(train_beside, config)[0]
+    assert seen == [["step-00000002.unfinished"]]
+    assert names(tmp_path / "run") == [name_of(step) for step in (2, 4, 6)], "the last one was waited for"
+    assert not [note for note in notes if "could not" in note]
+
+
+def train_slowly(config):
+    """What is written takes until somebody is told that training waits for it; returns what was told."""
+    told, write = threading.Event(), Draft.write
+    reporter = Reporter(noted=lambda _: told.set())
+
+    def late(draft):
+        if os.environ.get("RANK") == "0":
+            assert told.wait(LONG)
+        write(draft)
+
+    Draft.write = late
+    try:
+        train(config, [reporter])
+    finally:
+        Draft.write = write
+    return reporter.notes
+
+
+def test_a_checkpoint_that_is_due_while_one_is_written_waits_for_it(pools, corpus, tmp_path):
+    config = config_of(corpus, tmp_path / "run", steps=6, save_every="2", keep=9)
+    notes = pools(2).run(train_slowly, config)[0]
+    assert [note for note in notes if "training waits for it" in note] == notes and len(notes) == 1
+    assert "the checkpoint after step 2 is still being written" in notes[0]
+    assert steps_saved(tmp_path / "run") == [2, 4, 6]
+
+
+def train_with_other_bytes(config):
+    """What rank 1 writes for the first checkpoint is not what it meant to write; returns what was told."""
+    digest = Draft._digest
+    if os.environ.get("RANK") == "1":
+        Draft._digest = lambda draft, *given: digest(draft, *given) if draft.step > 2 else "another"
+    try:
+        reporter = Reporter()
+        train(config, [reporter])
+    finally:
+        Draft._digest = digest
+    return reporter.notes, names(config.run.out)
+
+
+def test_what_can_not_be_read_back_as_it_was_written_is_told(pools, corpus, tmp_path):
+    config = config_of(corpus, tmp_path / "run", steps=4, save_every="2")
+    notes, kept = pools(2).run(train_with_other_bytes, config)[0]
+    failed = [note for note in notes if "could not be written" in note]
+    assert len(failed) == 1 and "after step 2" in failed[0] and "rank 1" in failed[0] and "read back" in failed[0]
+    assert kept == [name_of(4)]
+
+
+def train_scripted(config, held_out):
+    """The held-out losses are given, by step."""
+    evaluate = Trainer.evaluate
+    Trainer.evaluate = lambda self: (held_out[self.step], 10)
+    try:
+        return train(config, [])
+    finally:
+        Trainer.evaluate = evaluate
+
+
+def end_at(config, step, held_out):
+    """Ask for an end after a step, in a run whose held-out losses are given."""
+    reporter = Reporter(lambda record: os.kill(os.getpid(), 15) if record.step == step else None)
+    evaluate = Trainer.evaluate
+    Trainer.evaluate = lambda self: (held_out[self.step], 10)
+    try:
+        train(config, [reporter])
+    except InterruptedRunError as interrupted:
+        return interrupted.status
+    finally:
+        Trainer.evaluate = evaluate
+    return 0
+
+
+def test_the_best_held_out_checkpoint_is_kept_and_exported(pools, corpus, tmp_path):
+    held_out = {1: 3.0, 2: 1.0, 3: 2.0, 4: float("nan"), 5: 1.0, 6: 1.5}
+    config = config_of(corpus, tmp_path / "run", steps=6, save_every="2", keep=1, eval_every=1)
+    assert pools(2).run(end_at, config, 4, held_out) == [75, 75]
+    assert steps_saved(tmp_path / "run") == [2, 4]
+    again = replace(config, run=replace(config.run, resume="newest"))
+    summaries = pools(2).run(train_scripted, again, held_out)
+    assert steps_saved(tmp_path / "run") == [2, 6], "what is as good later is not better"
+    assert [(summary.best_step, summary.best_held_out_loss) for summary in summaries] == [(2, 1.0)] * 2
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["held_out_loss"] for line in lines][:3] == [3.0, 1.0, 2.0]
+    source = chosen(tmp_path / "run", best=True)
+    assert source.name == name_of(2)
+    export(source, tmp_path / "model")
+    with pytest.raises(ValueError, match=r"--best: .* holds no checkpoint that was evaluated"):
+        chosen(tmp_path, best=True)
+
+
+def test_a_run_that_is_evaluated_on_the_way_has_the_weights_of_one_that_is_not(pools, corpus, tmp_path):
+    plain = config_of(corpus, tmp_path / "plain", steps=4)
+    often = config_of(corpus, tmp_path / "often", steps=4, eval_every=3, save_every="1")
+    (plain_sum, *_), (often_sum, *_) = pools(2).run(train, plain), pools(2).run(train, often)
+    expected, got = weights(tmp_path / "plain"), weights(tmp_path / "often")
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+    assert plain_sum.held_out_loss == often_sum.held_out_loss and plain_sum.best_step is None
+    lines = [json.loads(line) for line in (tmp_path / "often" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["held_out_loss"] is not None] == [3, 4], "and after the last step"
+    assert lines[3]["held_out_loss"] == often_sum.held_out_loss
+
+
+def test_a_way_that_was_given_up_goes_with_the_first_save_of_another(pools, corpus, tmp_path):
+    config = config_of(corpus, tmp_path / "run", steps=6, save_every="2", keep=3)
+    pools(1).run(train, config)
+    assert steps_saved(tmp_path / "run") == [2, 4, 6]
+    (tmp_path / "run" / "checkpoints" / "step-00000008.unfinished").mkdir()
+    early = str(tmp_path / "run" / "checkpoints" / name_of(2))
+    other = replace(config, run=replace(config.run, resume=early, steps=3, save_every="3", keep=1))
+    pools(1).run(train, other)
+    assert names(tmp_path / "run") == [name_of(3)]
+
+
+def test_resume_auto_goes_on_where_there_is_something_to_go_on_from(pools, corpus, tmp_path):
+    out = tmp_path / "run"
+    config = config_of(corpus, out, steps=4, resume="auto")
+    assert pools(2).run(end_at, config, 2, {}) == [75, 75]
+    notes = pools(2).run(train_noting, config)[0]
+    assert notes == [f"--resume auto: {out} holds an unfinished run, saved after step 2: it goes on"]
+    assert len(losses(out)) == 4
+    with pytest.raises(WorkerError, match="already holds a run; choose another folder or add --overwrite"):
+        pools(2).run(train_noting, config)
+    over = replace(config, run=replace(config.run, overwrite=True))
+    assert pools(2).run(train_noting, over)[0] == [f"--resume auto: {out} holds a finished run: a run begins"]
+    shutil.rmtree(out / "checkpoints", ignore_errors=True)
+    (out / "summary.json").unlink()  # as if it had been killed before it saved
+    notes = pools(2).run(train_noting, config)[0]
+    assert notes == [f"--resume auto: {out} holds a run that saved nothing: a run begins"]
+    assert pools(2).run(train_noting, config_of(corpus, tmp_path / "new", steps=1, resume="auto"))[0] == [
+        f"--resume auto: {tmp_path / 'new'} holds no run: a run begins"
+    ]
+
+
+def train_noting(config):
+    reporter = Reporter()
+    train(config, [reporter])
+    return reporter.notes
+
+
+def train_until_late(config, seconds):
+    """The third step takes until the deadline is near; returns how the run ended."""
+    began = time.monotonic()
+    reporter = Reporter(lambda record: time.sleep(max(0.0, began + seconds - time.monotonic()) * (record.step == 3)))
+    try:
+        train(config, [reporter])
+    except InterruptedRunError as interrupted:
+        return interrupted.reason, interrupted.step, interrupted.status
+    return None
+
+
+def test_a_deadline_has_a_run_save_and_it_goes_on_to_the_same_bits(pools, corpus, tmp_path):
+    pools(2).run(train, config_of(corpus, tmp_path / "whole", steps=7))
+    config = config_of(corpus, tmp_path / "run", steps=7, deadline=3.0)
+    ended = pools(2).run(train_until_late, config, 2.0)
+    (reason, step, status), other = ended
+    assert (reason, step, status) == other and reason == "--deadline" and step < 7 and status == 75
+    assert steps_saved(tmp_path / "run") == [step]
+    pools(2).run(train, replace(config, run=replace(config.run, resume="newest", deadline=None)))
+    expected, got = weights(tmp_path / "whole"), weights(tmp_path / "run")
+    assert expected.keys() == got.keys() and all(torch.equal(expected[name], got[name]) for name in expected)
+
+
+class Alone:
+    """A context of one rank that says nothing to nobody."""
+
+    rank, world = 0, 1
+
+    def collect(self, value):
+        return [value]
+
+    def greatest(self, *values):
+        return list(values)
+
+
+def saver_of(tmp_path, now, **changes):
+    """A Saver whose clock is ``now[0]``, and the steps at which it began to save."""
+    config = config_of("none", tmp_path, **changes)
+    run = SimpleNamespace(config=config, context=Alone(), step=0, held_out=None)
+    saver = Saver(run, StopRequests(None), lambda text: None, clock=lambda: now[0])
+    begun = []
+
+    def begin():
+        begun.append(run.step)
+        saver._saved_at = now[0]
+
+    saver._begin = begin
+    return saver, run, begun
+
+
+def test_minutes_between_saves_are_counted_by_the_clock(tmp_path):
+    now = [1000.0]
+    saver, run, begun = saver_of(tmp_path, now, save_every="2m", steps=99)
+    for at in (1060.0, 1119.9, 1120.0, 1121.0, 1239.0, 1240.0, 1500.0):
+        now[0], run.step = at, run.step + 1
+        saver.after_step(0.1)
+    assert begun == [3, 6, 7]
+
+
+def test_a_clock_of_the_day_that_jumps_back_changes_nothing(tmp_path, monkeypatch):
+    began = time.time()
+    requests = StopRequests(3600.0)
+    saver, *_ = saver_of(tmp_path, [0.0], save_every="60m")
+    real = Saver(saver.run, requests, lambda text: None)
+    monkeypatch.setattr(time, "time", lambda: began - 10 * 24 * 3600)
+    assert not requests.asked(1.0) and requests.asked(3700.0) and not real._is_due()
+    monkeypatch.setattr(time, "time", lambda: began + 10 * 24 * 3600)
+    assert not requests.asked(1.0) and not real._is_due()
+
+
+DISK = """
+import os, sys, threading
+from pathlib import Path
+import torch.distributed as dist
+from burst_attention.training.loop import train
+from tests.distributed.test_saving import Reporter, names
+from tests.training import config_of
+corpus, disk, meeting = sys.argv[1:]
+os.environ |= dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+dist.init_process_group("gloo", init_method="file://" + meeting, rank=0, world_size=1)
+def at(record):
+    if record.step == 3:  # once the second step's is written there is no room left
+        [thread.join() for thread in threading.enumerate() if thread.name == "save 2"]
+        room = os.statvfs(disk)
+        Path(disk, "ballast").write_bytes(bytes(room.f_bavail * room.f_frsize - 200_000))
+    if record.step == 5:
+        Path(disk, "ballast").unlink()
+reporter = Reporter(at)
+train(config_of(corpus, disk + "/run", steps=7, save_every="2", keep=5, eval_every=0, held_out=0.0), [reporter])
+print("notes", [note for note in reporter.notes if "training waits" not in note])
+print("kept", names(disk + "/run"))
+assert not os.system("mount -o remount,ro " + disk)
+try:
+    train(config_of(corpus, disk + "/run", steps=1, overwrite=True))
+except ValueError as error:
+    print("refused", error)
+"""
+
+
+def test_a_disk_that_is_full_or_read_only_is_told(corpus, tmp_path):
+    disk, script = tmp_path / "disk", tmp_path / "disk.py"
+    disk.mkdir()
+    script.write_text(DISK)
+    if shutil.which("unshare") is None:
+        pytest.skip("there is no unshare, which makes a mount namespace")
+    words = [sys.executable, str(script), corpus, str(disk), str(tmp_path / "meeting")]
+    mounted = f'mount -t tmpfs -o size=128m none {disk} || exit 77; exec "$@"'
+    result = subprocess.run(
+        ["unshare", "-m", "sh", "-c", mounted, "sh", *words],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    if result.returncode == 77 or result.stderr.startswith("unshare:"):
+        pytest.skip(f"mounting in a namespace of its own is not allowed here: {result.stderr.strip()}")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "notes ['the checkpoint after step 4 could not be written: rank 0: No space left on device" in result.stdout
+    assert "kept ['step-00000002', 'step-00000006']" in result.stdout, result.stdout
+    assert "refused --out" in result.stdout and "can't be written to: Read-only file system" in result.stdout
+
+
+def test_how_a_model_generates_is_kept(pools, corpus, tmp_path):
+    from transformers import GenerationConfig
+
+    pools(1).run(train, config_of(corpus, tmp_path / "first", steps=1))
+    model = tmp_path / "first" / "model"
+    GenerationConfig(eos_token_id=[3, 5], do_sample=True, temperature=0.3, max_new_tokens=11).save_pretrained(model)
+    config = config_of(corpus, tmp_path / "run", steps=1, save_every="1", model=str(model))
+    pools(2).run(train, config)
+    export(list_checkpoints(tmp_path / "run")[0], tmp_path / "exported")
+    for folder in (tmp_path / "run" / "model", tmp_path / "exported"):
+        kept = GenerationConfig.from_pretrained(folder)
+        assert (kept.eos_token_id, kept.temperature, kept.max_new_tokens) == ([3, 5], 0.3, 11), folder
