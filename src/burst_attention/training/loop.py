@@ -141,6 +141,7 @@ class Trainer:
             mesh=context.mesh,
             everyone=context.everyone,
             seed=config.run.seed,
+            memory=config.memory,
         )
         self.optimizer = make_optimizer(self.model, config)
         self.schedule = make_schedule(self.optimizer, config)
@@ -269,4 +270,6 @@ class Trainer:
     def _predict_sent(self, plans: Plans) -> int:
         """Bytes that this rank's attention sends in one forward and backward of all layers."""
         layers = [plans[window] for window in self.windows]
-        return sum(self.engine.sent(layers, self.heads, batch=self.config.optim.batch, dtype=self.dtype))
+        forward, backward = self.engine.sent(layers, self.heads, batch=self.config.optim.batch, dtype=self.dtype)
+        # A layer that is recomputed exchanges again, but for the results that no backward needs.
+        return forward * (2 if self.config.memory.remat == "layer" else 1) + backward

@@ -22,7 +22,9 @@ from burst_attention.engines import Engine
 from burst_attention.integrations import hf
 from burst_attention.loss import Head, next_token_loss, next_token_nll
 
+from .activations import keep_less
 from .data import TokenSequence
+from .memory import MemoryConfig
 from .presets import PRESETS
 from .tokenizer import Tokenizer, first_line
 
@@ -155,6 +157,7 @@ def build_model(
     mesh: DeviceMesh,
     everyone: DeviceMesh,
     seed: int,
+    memory: MemoryConfig | None = None,
 ) -> NextTokenModel:
     """The model, its parameters spread as the engine does it; weights are the same whatever the engine and the ranks.
 
@@ -167,6 +170,7 @@ def build_model(
         mesh: (data, context) over all ranks.
         everyone: the same ranks as one axis.
         seed: of a preset's first weights.
+        memory: what is done to keep less; None for nothing.
 
     Raises:
         ValueError: a loaded model lacks weights.
@@ -187,9 +191,11 @@ def build_model(
         # Memory that is never written is never backed by a page: sharding keeps this rank's part alone.
         model.to_empty(device="cpu")
         model.tie_weights()
+    memory = memory or MemoryConfig()
+    keep_less(model.model.layers, memory)
     wrapper = NextTokenModel(model.train(), engine)
     weights = dict(wrapper.state_dict()) if first else {}
-    engine.spread(wrapper, mesh=mesh, everyone=everyone, dtype=dtype)
+    engine.spread(wrapper, mesh=mesh, everyone=everyone, dtype=dtype, offload=memory.optimizer_offload)
     register_fsdp_forward_method(wrapper, "last_logits")
     set_model_state_dict(wrapper, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     for buffer in wrapper.buffers():  # rotary frequencies, which no state dict holds
