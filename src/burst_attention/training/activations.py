@@ -20,9 +20,6 @@ from burst_attention.attention.remat import keep_attention
 
 from .memory import MemoryConfig
 
-# Nothing in a layer is drawn at random: dropout is refused.
-AGAIN = {"use_reentrant": False, "preserve_rng_state": False}
-
 
 def keep_less(layers: nn.ModuleList, memory: MemoryConfig) -> None:
     """Have decoder layers of transformers do, in place, what ``memory`` asks for. Call it before FSDP2 shards them."""
@@ -42,7 +39,13 @@ def keep_less(layers: nn.ModuleList, memory: MemoryConfig) -> None:
 def _recomputed(kept: Callable[[], Any], copies: HostCopies | None, run: Callable[..., Any], *inputs: Any) -> Any:
     # Inside of a checkpoint its own hooks take what is saved: these see the inputs alone.
     with nullcontext() if copies is None else saved_tensors_hooks(copies.pack, copies.unpack):
-        return checkpoint(run, *inputs, context_fn=kept, **AGAIN)
+        return _again(run, *inputs, context_fn=kept)
+
+
+def _again(run: Callable[..., Any], *inputs: Any, context_fn: Callable[[], Any] = noop_context_fn) -> Any:
+    """What ``run`` gives of the inputs, all but which is computed again in the backward."""
+    # Nothing is drawn at random in a layer: dropout is refused.
+    return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=context_fn)
 
 
 class HostCopies:
@@ -87,7 +90,7 @@ def by_pieces(module: nn.Module, pieces: int) -> None:
 
 
 @cache
-def _by_pieces(kind: type[nn.Module]) -> type[nn.Module]:
+def _by_pieces(kind: Any) -> Any:
     return type(kind.__name__, (_ByPieces, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
 
 
@@ -97,7 +100,7 @@ class _ByPieces(nn.Module):
     def __call__(self, hidden: Tensor) -> Tensor:  # with the module's hooks, which spread a piece over the ranks
         run = super().__call__
         if torch.is_grad_enabled():
-            run = partial(checkpoint, run, **AGAIN)
+            run = partial(_again, run)
         return torch.cat([run(piece) for piece in _cut(hidden, self.pieces)], 1)
 
 

@@ -97,7 +97,7 @@ def _finish(trainer: Trainer, folder: RunFolder | None, records: list[StepRecord
         trainer.tokenizer,
         Path(trainer.config.run.out) / UNFINISHED,
         rank=trainer.context.rank,
-        dtype=saved_dtype(trainer.model_config),
+        dtype=saved_dtype(trainer.model_config, trainer.config.model.save_dtype),
     )
     if folder:
         folder.marker.move(UNFINISHED, MODEL)
@@ -127,7 +127,13 @@ class Trainer:
         self.config, self.context = config, context
         self.reader, self.tokenizer = open_sequences(config)
         self.dtype = config.model.compute_dtype(context.device.type)
-        self.model_config = model_config(config.model.model, self.tokenizer, config.data.seq_len)
+        self.model_config = model_config(
+            config.model.model,
+            self.tokenizer,
+            config.data.seq_len,
+            max_positions=config.model.max_positions,
+            named=config.data.tokenizer,
+        )
         self.windows = hf.layer_windows(self.model_config)
         parallel = config.parallel
         self.engine = choose(parallel.engine, layout=parallel.layout, route=parallel.route)
