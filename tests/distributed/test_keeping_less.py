@@ -94,7 +94,12 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor) and x.ndim > 1 and x.shape[-1] == self.vocabulary and x.shape[0] != self.width:
+            if (
+                isinstance(x, torch.Tensor)
+                and x.ndim > 1
+                and x.shape[-1] == self.vocabulary
+                and x.shape[0] != self.width
+            ):
                 self.most = max(self.most, x.numel())
         return result
 

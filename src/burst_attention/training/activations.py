@@ -85,7 +85,8 @@ def by_pieces(module: nn.Module, pieces: int) -> None:
 
     Of each its input alone is kept; the rest is recomputed in its backward, so that one piece's exists at a time.
     """
-    module.__class__ = _by_pieces(type(module))
+    kind: Any = type(module)
+    module.__class__ = _by_pieces(kind)
     module.pieces = pieces  # type: ignore[assignment]
 
 

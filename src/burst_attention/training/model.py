@@ -74,7 +74,7 @@ def model_config(
         if training and seq_len > config.max_position_embeddings:
             raise ValueError(
                 f"--seq-len {seq_len} is beyond the {config.max_position_embeddings} positions that --model {model!r} "
-                f"was made for; lower it, or give --max-positions {seq_len}, if the rope_parameters of its config.json, "
+                f"was made for; lower it, or give --max-positions {seq_len}, if its config.json's rope_parameters, "
                 "which stay as they are, suit so many"
             )
         _check_vocabulary(model, config, tokenizer, named)

@@ -1,9 +1,9 @@
 """The longest sequence that trains one step within so much memory per rank, by engine and by what is recomputed.
 
-Lengths are doubled until a step does not fit: each is run, none extrapolated. A rank's figure is the peak of its resident
-memory above what was resident before its model was built. A limit on its data segment, a quarter above the memory,
-ends a step that goes far beyond. The layers' window is what makes such lengths possible on a few cores: attention's
-time is in their product. What there was no time for is left to be seen.
+Lengths are doubled until a step does not fit: each is run, none extrapolated. A rank's figure is the peak of its
+resident memory above what was resident before its model was built. A limit on its data segment, a quarter above the
+memory, ends a step that goes far beyond. A window in the layers makes such lengths possible on a few cores: attention's
+time is then in the length, not in its square. What there was no time for is told as not run.
 
     python benchmarks/longest.py [--ranks 4] [--gib 2] [--minutes 60] [--json docs/results/longest.json]
 """
