@@ -276,11 +276,11 @@ def peers(page: Page) -> str:
 def longest(page: Page) -> str:
     """How long a sequence may be, by what is recomputed."""
     size = page.raw["size"]
-    seen = f"layers that see {size['window']:,} keys" if size["window"] else "layers that see all keys before a query"
+    packed = f"documents of {size['document']:,} tokens" if size["document"] else "one document"
     width = size["heads"] * size["head_dim"]
     sizes = (
-        f"{size['ranks']} ranks, {size['gib']:g} GiB each; {size['layers']} {seen}, width {width}, feed-forward "
-        f"{size['intermediate']:,}, fp32; lengths from {size['first']:,} tokens on, doubled up to {size['most']:,}"
+        f"{size['ranks']} ranks, {size['gib']:g} GiB each; {size['layers']} layers, width {width}, feed-forward "
+        f"{size['intermediate']:,}, fp32; {packed}; lengths from {size['first']:,} tokens on, doubled up to {size['most']:,}"
     )
     return page.head("The longest sequence", PROSE["longest"], sizes) + markdown(longest_of(page.raw["rows"]))
 
