@@ -126,3 +126,10 @@ def test_weights_count_once_however_many_tokens():
     )
     assert few["weights"] == many["weights"] > 0 and few["AdamW"] == 2 * few["weights"]
     assert many["activations"] == pytest.approx(2 * few["activations"], rel=0.1)
+
+
+def test_whole_gradients_are_there_for_one_layer_at_a_time():
+    """Of many layers and few tokens: else there would be as many whole gradients as weights."""
+    config = LlamaConfig(**SIZES | {"num_hidden_layers": 40})
+    parts = training_memory(config, engine=choose("burst"), seq_len=64, world=8, dtype=torch.float32)
+    assert sum(parts.values()) < 8 * parts["weights"]

@@ -65,12 +65,14 @@ def training_memory(
         return None
     memory, sharing = memory or MemoryConfig(), world // groups
     hf.register()
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    # One mode for all of it: to another one the weights would be other tensors.
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         model = AutoModelForCausalLM.from_config(config, attn_implementation=hf.NAME, dtype=dtype).train()
     keep_less(model.model.layers, _on_cpu(memory))
     schedules = _Schedules(engine, seq_len, sharing)
     step = _Step(model, world, _calls(config, schedules, batch, dtype), accumulates=accumulate > 1)
-    step.run(batch, schedules.most_tokens, hf.layer_windows(config))
+    with fake, step:
+        step.run(batch, schedules.most_tokens, hf.layer_windows(config))
     return _parts(step, model, world, memory)
 
 
@@ -166,25 +168,24 @@ class _Step(LiveBytes):
         self.leave_out(model.buffers())
 
     def run(self, batch: int, tokens: int, windows: Sequence[int | None]) -> None:
-        """Forward, loss and backward of so many tokens of each sequence; a rank's own."""
+        """Forward, loss and backward of so many tokens of each sequence, a rank's own; this mode being on."""
         model, out = self.model, self.model.get_output_embeddings()
         whole = lone_plan(tokens)
         plans = Plans({w: whole if w is None else whole.with_mask(Mask(window=w)) for w in {*windows}})
         self._sum_by_group()
-        with FakeTensorMode(allow_non_fake_inputs=True), self:
-            ids = torch.zeros(batch, tokens, dtype=torch.int64)
-            self._phase = "forward"
-            hidden = model.model(
-                input_ids=ids, position_ids=ids, use_cache=False, plan=plans, attend=burst_attention
-            ).last_hidden_state
-            self._phase, self.before_loss = "loss", self.alive()
-            last = hidden.detach().requires_grad_()
-            measurement = Measurement("training_memory", Head(out.weight).form)
-            _, log_probs = measure(last, Head(out.weight, out.bias), ids, -100, measurement)
-            (-log_probs.sum()).backward()
-            self._phase = "backward"
-            gradient, last = last.grad, None
-            hidden.backward(gradient)
+        ids = torch.zeros(batch, tokens, dtype=torch.int64)
+        self._phase = "forward"
+        hidden = model.model(
+            input_ids=ids, position_ids=ids, use_cache=False, plan=plans, attend=burst_attention
+        ).last_hidden_state
+        self._phase, self.before_loss = "loss", self.alive()
+        last = hidden.detach().requires_grad_()
+        measurement = Measurement("training_memory", Head(out.weight).form)
+        _, log_probs = measure(last, Head(out.weight, out.bias), ids, -100, measurement)
+        (-log_probs.sum()).backward()
+        self._phase = "backward"
+        gradient, last = last.grad, None
+        hidden.backward(gradient)
 
     def _sum_by_group(self) -> None:
         """Let gradients go when a group of FSDP2's has all of them, and its shards be there from then on."""

@@ -2,8 +2,8 @@
 
 Lengths are doubled until a step does not fit: each is run, none extrapolated. A rank's figure is the peak of its
 resident memory above what was resident before its model was built. A limit on its data segment, a quarter above the
-memory, ends a step that goes far beyond. The sequence is of packed documents, which makes such lengths possible on a few
-cores: attention's time is then in the length, not in its square. What there was no time for is told as not run.
+memory, ends a step that goes far beyond. The sequence is of packed documents, which makes such lengths possible on a
+few cores: attention's time is then in the length, not in its square. What there was no time for is told as not run.
 
     python benchmarks/longest.py [--ranks 4] [--gib 2] [--minutes 60] [--json docs/results/longest.json]
 """
@@ -103,7 +103,7 @@ def step(sizes: Sizes, engine_name: str, flags: dict[str, Any], length: int) -> 
     model = build_model("tiny", sizes.config, engine, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     plan = engine.plan(length, group=mesh[CONTEXT], timeout=900)
-    borders = tuple(range(0, length, sizes.document)) + (length,) if sizes.document else None
+    borders = (*range(0, length, sizes.document), length) if sizes.document else None
     plans = Plans.by_windows(plan, [None], borders)
     ids = torch.randint(0, 512, (1, length), generator=torch.Generator().manual_seed(0))
     loss = model(engine.shard({"input_ids": ids, "labels": ids}, plans), plans, length - 1)
