@@ -86,6 +86,12 @@ BAD = [
     ("train", "--data", "", "theirs/no"),
     ("train", "--tokenizer", "", "theirs"),
     ("train", "--seq-len", "1", "-5", HUGE),
+    ("train", "--max-positions", "1", "15", HUGE),
+    ("train", "--mlp-chunks", "0", "-1", HUGE),
+    ("train", "--remat", "keep-attention --engine ulysses", "some"),
+    ("train", "--offload", "activations", "activations --remat layer", "all"),
+    ("train", "--optimizer-offload", ()),
+    ("train", "--compile", "--engine tensor"),
     ("train", "--held-out", "-1", "1", "nan"),
     ("train", "--held-out-sequences", "0", HUGE),
     ("train", "--ranks", "0", HUGE),
@@ -143,9 +149,10 @@ def test_values_that_can_not_be(folder, capsys, command, flag, values):
 
 
 def test_every_flag_that_takes_a_value_is_tried(capsys):
-    named = {"timeline", "overwrite", "causal"}  # yes or no
+    named = {"timeline", "overwrite", "causal", "ignore-memory", "compile", "optimizer-offload"}  # yes or no
     named |= {"help", "nproc-per-node"}
     choices = {"pack", "dtype", "engine", "layout", "route", "device", "travels"}  # one of a list, by the parser
+    choices |= {"save-dtype"}
     for command in GIVEN:
         outcome([command, *(["attention"] if command in ("bench", "cluster") else []), "--help"])
         flags = set(re.findall(r"--[a-z][a-z0-9-]*", capsys.readouterr().out))

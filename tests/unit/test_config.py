@@ -86,7 +86,7 @@ def test_what_is_written_reads_back(tmp_path):
         parallel=ParallelConfig(ranks=None, layout="striped", timeout=1e300),
     )
     path = write(tmp_path, write_toml(config))
-    assert set(tomllib.loads(write_toml(config))) == {"run", "data", "model", "parallel", "optim"}
+    assert set(tomllib.loads(write_toml(config))) == {"run", "data", "model", "parallel", "optim", "memory"}
     assert parse(["--config", path]) == config
     assert parse(["--config", write(tmp_path, write_toml(TrainConfig()))]) == TrainConfig()
 

@@ -8,13 +8,16 @@ import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import tyro
+from rich.console import Console
 
 from burst_attention.training.claim import check_inputs, was_claimed_by_sibling
 from burst_attention.training.config import TrainConfig, as_flags, read_toml
 from burst_attention.training.manifest import FOLDER, STATE, list_checkpoints, read_state
+from burst_attention.training.memory import check_fits
 from burst_attention.training.metrics import NEWEST, SUMMARY, claim_run, without_auto
 from burst_attention.training.preflight import check_run
 
@@ -102,19 +105,22 @@ def main(arguments: list[str]) -> int:
             given = _parse(arguments)
             given.train.check()
             train, chosen = without_auto(given.train)
-            config = resolve(train, launch.torchrun_ranks(given.train.parallel.ranks))
+            running = launch.torchrun_ranks(given.train.parallel.ranks)
+            config = resolve(train, running)
             read = {"--config": None if given.config is None else str(given.config)}
             check_inputs(config.run.out, config.inputs | read)
             if launch.is_rank_0():  # one process holds the folder for all ranks
                 config = after_restart(config, os.environ)
                 stack.enter_context(claim_run(config))
-            check_run(config, config.parallel.ranks or 1)
+            begun = check_run(config, config.parallel.ranks or 1, local_ranks=running and running[1])
         except ValueError as error:
             return launch.refuse(COMMAND, error)
-        if chosen and launch.is_rank_0():
-            sys.stdout.write(f"{COMMAND}: {chosen}\n")
-            sys.stdout.flush()  # before its ranks speak
-        status = launch.start(COMMAND, _train, config, ranks=config.parallel.ranks or 1, patient=True)
+        if launch.is_rank_0():
+            told = Console(highlight=False, soft_wrap=True)
+            for line in ([f"{COMMAND}: {chosen}"] if chosen else []) + [*begun.lines]:
+                told.print(line, markup=False)
+        worker = partial(_train, begun.memory)
+        status = launch.start(COMMAND, worker, config, ranks=config.parallel.ranks or 1, patient=True)
         if status not in (0, INTERRUPTED):
             sys.stderr.write(what_is_kept(config.run.out, asked=status > 128))
         return status
@@ -171,7 +177,9 @@ def resolve(config: TrainConfig, running: tuple[int, int] | None) -> TrainConfig
     )
 
 
-def _train(config: TrainConfig) -> None:
+def _train(memory: dict[str, int] | None, config: TrainConfig) -> None:
+    import torch
+
     from burst_attention.training.interrupt import InterruptedRunError
     from burst_attention.training.loop import train
     from burst_attention.training.model import quieten_transformers
@@ -179,6 +187,9 @@ def _train(config: TrainConfig) -> None:
     from .screen import Screen
 
     quieten_transformers()
+    if config.parallel.device == "cuda" and memory is not None:
+        free, _ = torch.cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", "0")))
+        check_fits(memory, (free, "free on its GPU"), config.memory, seq_len=config.data.seq_len, ranks=1)
     try:
         train(config, [Screen()], held=True)
     except InterruptedRunError as interrupted:  # told by the screen

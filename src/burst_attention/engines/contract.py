@@ -66,13 +66,22 @@ class Engine(Protocol):
         """Which tokens this rank embeds and has the loss of. Every rank of the group must call it."""
         ...
 
-    def spread(self, wrapper: nn.Module, *, mesh: DeviceMesh, everyone: DeviceMesh, dtype: torch.dtype) -> None:
+    def spread(
+        self,
+        wrapper: nn.Module,
+        *,
+        mesh: DeviceMesh,
+        everyone: DeviceMesh,
+        dtype: torch.dtype,
+        offload: bool = False,
+    ) -> None:
         """Spread the parameters of ``wrapper.model``, a causal language model of transformers, in place.
 
         Args:
             mesh: (data, context) over all ranks.
             everyone: the same ranks as one axis.
             dtype: of the computation; weights keep theirs. Gradients are *sums* over ranks.
+            offload: whether weights and gradients lie in host memory, between their uses on a GPU.
         """
         ...
 

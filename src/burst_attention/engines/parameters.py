@@ -9,23 +9,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 
-def shard_parameters(wrapper: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+def shard_parameters(wrapper: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, *, offload: bool = False) -> None:
     """FSDP2 in place, one group of parameters for each layer of ``wrapper.model``; gradients are *sums* over ranks.
 
     Args:
         wrapper: its forward uses the head's weight, so that it is the root.
         mesh: one axis.
         dtype: of the computation.
+        offload: whether shards and their gradients lie in host memory, from where each use fetches them. Where that is
+            a GPU's, it was never run.
     """
     halved = dtype in (torch.bfloat16, torch.float16)
     policy = MixedPrecisionPolicy(param_dtype=dtype if halved else None, reduce_dtype=torch.float32 if halved else None)
+    offloading = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     layers: nn.ModuleList = wrapper.get_submodule("model.model.layers")  # type: ignore[assignment]
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(wrapper, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offloading)
+    fully_shard(wrapper, mesh=mesh, mp_policy=policy, offload_policy=offloading)
     for module in wrapper.modules():
         if isinstance(module, FSDPModule):
             # The loss is divided by the tokens of all ranks already; gloo has no pre-multiplied sum.

@@ -35,6 +35,7 @@ class SequenceEngine:
         attend: the attention over shards.
         check_heads: raises ValueError for heads that ``world`` ranks can't share.
         count: bytes that this rank sends in one layer's forward and backward, from (plan, heads, batch, dtype).
+        travels: what moves where ``attend`` is :func:`burst_attention`; None: it is another attention.
     """
 
     name: str
@@ -45,6 +46,7 @@ class SequenceEngine:
     check_heads: Callable[[Heads, int], None] = _nothing
     alone: bool = False
     posts: bool = True
+    travels: str | None = None
 
     def check(self, heads: Heads, seq_len: int, world: int) -> None:
         if self.alone and world > 1:
@@ -57,8 +59,16 @@ class SequenceEngine:
     def plan(self, seqlen: int, *, group: Any, timeout: float | None = None) -> Plan:
         return make_plan(seqlen, layout=self.layout, route=self.route, group=group, timeout=timeout)
 
-    def spread(self, wrapper: nn.Module, *, mesh: DeviceMesh, everyone: DeviceMesh, dtype: torch.dtype) -> None:
-        shard_parameters(wrapper, everyone, dtype)
+    def spread(
+        self,
+        wrapper: nn.Module,
+        *,
+        mesh: DeviceMesh,
+        everyone: DeviceMesh,
+        dtype: torch.dtype,
+        offload: bool = False,
+    ) -> None:
+        shard_parameters(wrapper, everyone, dtype, offload=offload)
 
     def shard(self, batch: Mapping[str, Tensor], plans: PlansByWindow) -> dict[str, Tensor]:
         return shard_batch(batch, plans)
@@ -102,6 +112,7 @@ def burst(layout: str = "auto", route: str = "auto", *, travels: str = "auto", k
         route=route,
         attend=partial(burst_attention, travels=travels, kernel=kernel),
         count=partial(planned_sent, travels=travels),
+        travels=travels,
     )
 
 
@@ -117,6 +128,7 @@ def ring(layout: str = "auto", route: str = "auto") -> SequenceEngine:
         route=one_of("ring", "route", route, ("ring-attention",)),
         attend=partial(burst_attention, travels="key-value"),
         count=partial(planned_sent, travels="key-value"),
+        travels="key-value",
     )
 
 

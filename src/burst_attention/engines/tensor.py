@@ -68,7 +68,17 @@ class TensorEngine:
     def plan(self, seqlen: int, *, group: Any, timeout: float | None = None) -> Plan:
         return make_plan(seqlen, layout=self.layout, route="direct", group=group, timeout=timeout)
 
-    def spread(self, wrapper: nn.Module, *, mesh: DeviceMesh, everyone: DeviceMesh, dtype: torch.dtype) -> None:
+    def spread(
+        self,
+        wrapper: nn.Module,
+        *,
+        mesh: DeviceMesh,
+        everyone: DeviceMesh,
+        dtype: torch.dtype,
+        offload: bool = False,
+    ) -> None:
+        if offload:
+            raise ValueError(f"--optimizer-offload is not for --engine {self.name}; leave it out")
         model = wrapper.get_submodule("model")
         tied = model.get_parameter("lm_head.weight") is model.get_parameter("model.embed_tokens.weight")
         parallelize_module(model, mesh[CONTEXT], self._styles(model))

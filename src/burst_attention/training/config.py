@@ -30,6 +30,7 @@ from .flags import (
     number,
     require,
 )
+from .memory import MemoryConfig
 from .presets import PRESETS
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 PackName = Literal["documents", "none"]
 DtypeOrAuto = Literal["auto", "float32", "bfloat16", "float64", "fp32", "bf16", "fp64"]
+SaveDtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 DeviceOrAuto = Literal["auto", "cpu", "cuda"]
 LastRate = Annotated[float, number(lambda value: 0 <= value <= 1, "must be a share of --lr, from 0 to 1")]
 
@@ -94,9 +96,11 @@ class ModelConfig:
     model: Name = "tiny"
     """A preset (tiny, llama-7b, llama-13b, llama-3-8b), or the folder or hub name of a model to load."""
     dtype: DtypeOrAuto = "auto"
-    """Of the computation; weights are trained in fp32 (fp64), and a loaded model's are saved in their own dtype.
-
-    auto: float32 on CPU, bfloat16 on GPU."""
+    """Of the computation; weights are trained in fp32 (fp64). auto: float32 on CPU, bfloat16 on GPU."""
+    save_dtype: SaveDtype = "auto"
+    """Of the weights in --out's model. auto: a loaded model's own dtype; fp32 (fp64), as trained, for a preset."""
+    max_positions: Length | None = None
+    """Sets max_position_embeddings of the model's configuration, for --seq-len beyond it. RoPE stays as it is."""
 
     def compute_dtype(self, device_type: str) -> torch.dtype:
         """What ``dtype`` means on a device of this type."""
@@ -164,6 +168,7 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
 
     @property
     def packed(self) -> bool:
@@ -197,6 +202,7 @@ class TrainConfig:
         evaluated = self.run.eval_every == 0 or self.data.held_out > 0
         nothing = "needs documents to evaluate, and --held-out 0 keeps none; give a share, or leave --eval-every out"
         require(evaluated, "eval_every", self.run.eval_every, nothing)
+        self.memory.check(self.parallel.engine, self.parallel.device)
 
     def _check_global_batch(self) -> None:
         asked, accumulate = self.optim.global_batch, self.optim.accumulate

@@ -50,8 +50,13 @@ def save_model(
     tokenizer.save(folder)
 
 
-def saved_dtype(config: PreTrainedConfig) -> torch.dtype | None:
-    """The dtype in which a model's folder has its weights, if it is a short one; None: as they are trained."""
+def saved_dtype(config: PreTrainedConfig, asked: str = "auto") -> torch.dtype | None:
+    """What ``--save-dtype`` asks for; of ``auto`` that of the model's folder, if it is a short one.
+
+    None: as the weights are trained.
+    """
+    if asked != "auto":
+        return getattr(torch, asked)
     return config.dtype if config.dtype in (torch.bfloat16, torch.float16) else None
 
 
@@ -73,7 +78,8 @@ def export(source: Path, folder: Path) -> None:
     tokenizer = open_tokenizer(
         settings.part("data").content.get("tokenizer"), settings.part("model").value("model", str)
     )
-    weights, dtype = _weights_of(source, state), saved_dtype(config)
+    asked = settings.part("model").content.get("save_dtype", "auto")
+    weights, dtype = _weights_of(source, state), saved_dtype(config, asked)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     missing = model.load_state_dict(

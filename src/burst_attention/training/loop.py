@@ -105,7 +105,7 @@ def _finish(trainer: Trainer, folder: RunFolder | None, records: list[StepRecord
         trainer.tokenizer,
         Path(trainer.config.run.out) / UNFINISHED,
         rank=trainer.context.rank,
-        dtype=saved_dtype(trainer.model_config),
+        dtype=saved_dtype(trainer.model_config, trainer.config.model.save_dtype),
     )
     if folder:
         folder.marker.move(UNFINISHED, MODEL)
@@ -135,7 +135,13 @@ class Trainer:
         self.config, self.context = config, context
         self.reader, self.tokenizer = open_sequences(config)
         self.dtype = config.model.compute_dtype(context.device.type)
-        self.model_config = model_config(config.model.model, self.tokenizer, config.data.seq_len)
+        self.model_config = model_config(
+            config.model.model,
+            self.tokenizer,
+            config.data.seq_len,
+            max_positions=config.model.max_positions,
+            named=config.data.tokenizer,
+        )
         self.windows = hf.layer_windows(self.model_config)
         parallel = config.parallel
         self.engine = choose(parallel.engine, layout=parallel.layout, route=parallel.route)
@@ -149,6 +155,7 @@ class Trainer:
             mesh=context.mesh,
             everyone=context.everyone,
             seed=config.run.seed,
+            memory=config.memory,
         )
         self.optimizer = make_optimizer(self.model, config)
         self.schedule = make_schedule(self.optimizer, config)
@@ -291,4 +298,6 @@ class Trainer:
     def _predict_sent(self, plans: Plans) -> int:
         """Bytes that this rank's attention sends in one forward and backward of all layers."""
         layers = [plans[window] for window in self.windows]
-        return sum(self.engine.sent(layers, self.heads, batch=self.config.optim.batch, dtype=self.dtype))
+        forward, backward = self.engine.sent(layers, self.heads, batch=self.config.optim.batch, dtype=self.dtype)
+        # A layer that is recomputed exchanges again, but for the results that no backward needs.
+        return forward * (2 if self.config.memory.remat == "layer" else 1) + backward

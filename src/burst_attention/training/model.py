@@ -22,31 +22,47 @@ from burst_attention.engines import Engine
 from burst_attention.integrations import hf
 from burst_attention.loss import Head, next_token_loss, next_token_nll
 
+from .activations import keep_less
 from .data import TokenSequence
+from .memory import MemoryConfig
 from .presets import PRESETS
-from .tokenizer import Tokenizer, first_line
+from .tokenizer import BYTES, Tokenizer, first_line
+
+# Embeddings that a model may have beyond its tokenizer's ids: vocabularies are padded for the sake of matrix products.
+PADDED = 1024
 
 # Those whose parts every engine knows how to spread.
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def model_config(
-    model: str, tokenizer: Tokenizer, seq_len: int, *, training: bool = True, loaded: PreTrainedConfig | None = None
+    model: str,
+    tokenizer: Tokenizer,
+    seq_len: int,
+    *,
+    training: bool = True,
+    loaded: PreTrainedConfig | None = None,
+    max_positions: int | None = None,
+    named: str | None = None,
 ) -> PreTrainedConfig:
     """The configuration of the model that ``--model`` names.
 
     Args:
         training: False allows dropout, which evaluation switches off.
         loaded: what :func:`load_config` gave, if it was asked already.
+        max_positions: of ``--max-positions``.
+        named: the tokenizer that ``--tokenizer`` names; None: the model's own.
 
     Raises:
-        ValueError: as :func:`load_config`, its vocabulary is smaller than the tokenizer's, or a loaded model is trained
-            on sequences of more tokens than it has positions.
+        ValueError: as :func:`load_config`, its vocabulary is not the tokenizer's, or a model is trained on sequences of
+            more tokens than it has positions.
     """
+    if max_positions is not None and max_positions < seq_len:
+        raise ValueError(f"--max-positions {max_positions} is less than --seq-len {seq_len}; raise it to that, or more")
     if model in PRESETS:
         preset = PRESETS[model]
         own = {
-            "max_position_embeddings": max(seq_len, preset.get("max_position_embeddings", 0)),
+            "max_position_embeddings": max_positions or max(seq_len, preset.get("max_position_embeddings", 0)),
             "vocab_size": preset.get("vocab_size", tokenizer.vocab_size),
             "bos_token_id": tokenizer.bos_id,
             "eos_token_id": tokenizer.eos_id,
@@ -54,17 +70,29 @@ def model_config(
         config: PreTrainedConfig = LlamaConfig(**(preset | own))
     else:
         config = loaded or load_config(model, training=training)
-        most = getattr(config, "max_position_embeddings", None) or seq_len
-        if training and seq_len > most:
+        config.max_position_embeddings = max_positions or getattr(config, "max_position_embeddings", None) or seq_len
+        if training and seq_len > config.max_position_embeddings:
             raise ValueError(
-                f"--seq-len {seq_len} is beyond the {most} positions that --model {model!r} was made for; lower it, or "
-                "raise max_position_embeddings in the model's config.json, with the rope_parameters that this needs"
+                f"--seq-len {seq_len} is beyond the {config.max_position_embeddings} positions that --model {model!r} "
+                f"was made for; lower it, or give --max-positions {seq_len}, if its config.json's rope_parameters, "
+                "which stay as they are, suit so many"
             )
+        _check_vocabulary(model, config, tokenizer, named)
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(
             f"--tokenizer has {tokenizer.vocab_size} ids, but --model {model!r} only {config.vocab_size} embeddings"
         )
     return config
+
+
+def _check_vocabulary(model: str, config: PreTrainedConfig, tokenizer: Tokenizer, named: str | None) -> None:
+    """Raise ValueError for another model's tokenizer, as far as sizes tell; bytes are taken at their word."""
+    if named in (None, BYTES, model) or tokenizer.vocab_size + PADDED >= config.vocab_size:
+        return
+    raise ValueError(
+        f"--tokenizer {named!r} has {tokenizer.vocab_size} ids, but --model {model!r} {config.vocab_size} embeddings: "
+        f"its ids would be other tokens' to the model; leave it out for the model's own, or say --tokenizer {BYTES}"
+    )
 
 
 def quieten_transformers() -> None:
@@ -155,6 +183,7 @@ def build_model(
     mesh: DeviceMesh,
     everyone: DeviceMesh,
     seed: int,
+    memory: MemoryConfig | None = None,
 ) -> NextTokenModel:
     """The model, its parameters spread as the engine does it; weights are the same whatever the engine and the ranks.
 
@@ -167,6 +196,7 @@ def build_model(
         mesh: (data, context) over all ranks.
         everyone: the same ranks as one axis.
         seed: of a preset's first weights.
+        memory: what is done to keep less; None for nothing.
 
     Raises:
         ValueError: a loaded model lacks weights.
@@ -187,9 +217,11 @@ def build_model(
         # Memory that is never written is never backed by a page: sharding keeps this rank's part alone.
         model.to_empty(device="cpu")
         model.tie_weights()
+    memory = memory or MemoryConfig()
+    keep_less(model.model.layers, memory)
     wrapper = NextTokenModel(model.train(), engine)
     weights = dict(wrapper.state_dict()) if first else {}
-    engine.spread(wrapper, mesh=mesh, everyone=everyone, dtype=dtype)
+    engine.spread(wrapper, mesh=mesh, everyone=everyone, dtype=dtype, offload=memory.optimizer_offload)
     register_fsdp_forward_method(wrapper, "last_logits")
     set_model_state_dict(wrapper, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     for buffer in wrapper.buffers():  # rotary frequencies, which no state dict holds

@@ -2,34 +2,55 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .config import TrainConfig
 from .data import open_sequences
 from .evaluation import EvalConfig
+from .memory import KEEPING, check_fits, free_memory, parts_text, size_text
 from .presets import PRESETS
-from .tokenizer import ByteTokenizer
+from .tokenizer import BYTES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from burst_attention.engines import Engine
 
-def check_run(config: TrainConfig, world: int) -> None:
+
+@dataclass(frozen=True)
+class Start:
+    """What a run's first lines tell.
+
+    Attributes:
+        lines: to be told, one by one.
+        memory: a rank's peak by part, foretold; None for engines of which it is not.
+    """
+
+    lines: tuple[str, ...]
+    memory: dict[str, int] | None
+
+
+def check_run(config: TrainConfig, world: int, *, local_ranks: int | None = None) -> Start:
     """Raise ValueError naming the first flag that keeps ``config`` from being trained by ``world`` ranks.
 
     Reads as much of the data as the first training sequence and the first held-out one need.
+
+    Args:
+        local_ranks: those of this machine; None: all.
     """
     config.check()
     config.check_world(world)
     name, data, parallel = config.model.model, config.data, config.parallel
     loaded = _load(name)
     reader, tokenizer = open_sequences(config)
-    model = None
-    if loaded is not None or parallel.engine != "burst" or not isinstance(tokenizer, ByteTokenizer):
-        from .model import model_config
+    from .model import model_config
 
-        model = model_config(name, tokenizer, data.seq_len, loaded=loaded)
+    positions = None if loaded is None else getattr(loaded, "max_position_embeddings", None)
+    model = model_config(
+        name, tokenizer, data.seq_len, loaded=loaded, max_positions=config.model.max_positions, named=data.tokenizer
+    )
     sharing = world // parallel.data_parallel
     lengths = {data.seq_len}
     next(reader.training())
@@ -41,13 +62,52 @@ def check_run(config: TrainConfig, world: int) -> None:
                 f"--held-out {data.held_out} of --data {data.data!r} leaves {length} tokens to evaluate, "
                 f"fewer than the {sharing} ranks that share them; raise it, or give 0 to skip the evaluation"
             )
-    if model is not None:
-        from burst_attention.engines import Heads, choose
+    from burst_attention.engines import Heads, choose
 
-        engine = choose(parallel.engine, layout=parallel.layout, route=parallel.route)
-        for length in lengths:
-            engine.check(Heads.of(model), length, sharing)
+    engine = choose(parallel.engine, layout=parallel.layout, route=parallel.route)
+    for length in lengths:
+        engine.check(Heads.of(model), length, sharing)
     _check_weights(name)
+    parts = foretell(config, model, engine, world)
+    if parts is not None and parallel.device != "cuda":
+        check_fits(parts, free_memory(), config.memory, seq_len=data.seq_len, ranks=local_ranks or world)
+    return Start(_first_lines(config, model, positions, parts), parts)
+
+
+def foretell(config: TrainConfig, model: PreTrainedConfig, engine: Engine, world: int) -> dict[str, int] | None:
+    """:func:`burst_attention.training.footprint.training_memory` of a run."""
+    from .footprint import training_memory
+
+    return training_memory(
+        model,
+        engine=engine,
+        seq_len=config.data.seq_len,
+        world=world,
+        groups=config.parallel.data_parallel,
+        batch=config.optim.batch,
+        accumulate=config.sequences_per_step // (config.parallel.data_parallel * config.optim.batch),
+        dtype=config.model.compute_dtype(config.parallel.device),
+        memory=config.memory,
+    )
+
+
+def _first_lines(
+    config: TrainConfig, model: PreTrainedConfig, positions: int | None, parts: dict[str, int] | None
+) -> tuple[str, ...]:
+    name, data, parallel = config.model.model, config.data, config.parallel
+    ours = parallel.engine in KEEPING
+    kernel = "PyTorch's own" if not ours else "aten" if parallel.device == "cpu" else "auto, by what proves right there"
+    own = BYTES if name in PRESETS else f"{name}'s own"
+    lines = [
+        f"model {name}, tokenizer {data.tokenizer or own}, data {data.data}, engine {parallel.engine}, kernel {kernel}"
+    ]
+    if config.model.max_positions is not None:
+        before = "" if positions is None else f", in place of {positions:,}"
+        lines.append(f"max_position_embeddings {model.max_position_embeddings:,}{before}; RoPE as the model's says")
+    told = f"is not foretold for --engine {parallel.engine}"
+    if parts is not None:
+        told = f"foretold, at the peak of a rank: {size_text(sum(parts.values()))} ({parts_text(parts)})"
+    return (f"memory {told}", *lines)
 
 
 def check_evaluation(config: EvalConfig, world: int) -> None:

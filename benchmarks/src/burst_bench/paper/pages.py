@@ -9,6 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from ..claims.longest import longest_of
 from ..harness.results import Results, Row
 from ..peers.compare import cells
 from ..tables import markdown
@@ -25,7 +26,7 @@ PROSE = tomllib.loads(resources.files(__package__).joinpath("prose.toml").read_t
 def draw(folder: Path, readme: Path | None = None) -> list[Path]:
     """Write a page for each section's figures, the index, and the table of ``readme``; returns what was written."""
     written = []
-    for name, pages in PAGES.items():
+    for name, pages in (PAGES | BESIDE).items():
         if (folder / f"{name}.json").exists():
             for page, make in pages.items():
                 (folder / f"{page}.md").write_text(make(Page.read(folder / f"{name}.json")), "utf-8")
@@ -272,6 +273,18 @@ def peers(page: Page) -> str:
     return page.head("Beside the packages", PROSE["peers"], sizes) + markdown(rows)
 
 
+def longest(page: Page) -> str:
+    """How long a sequence may be, by what is recomputed."""
+    size = page.raw["size"]
+    packed = f"documents of {size['document']:,} tokens" if size["document"] else "one document"
+    width = size["heads"] * size["head_dim"]
+    sizes = (
+        f"{size['ranks']} ranks, {size['gib']:g} GiB each; {size['layers']} layers, width {width}, feed-forward "
+        f"{size['intermediate']:,}, fp32; {packed}; lengths from {size['first']:,} tokens on, doubled up to {size['most']:,}"
+    )
+    return page.head("The longest sequence", PROSE["longest"], sizes) + markdown(longest_of(page.raw["rows"]))
+
+
 # section -> its pages
 PAGES: dict[str, dict[str, Callable[[Page], str]]] = {
     "training": {"training": training},
@@ -283,3 +296,5 @@ PAGES: dict[str, dict[str, Callable[[Page], str]]] = {
     "long": {"long": long},
     "peers": {"peers": peers},
 }
+# Of commands of their own.
+BESIDE: dict[str, dict[str, Callable[[Page], str]]] = {"longest": {"longest": longest}}

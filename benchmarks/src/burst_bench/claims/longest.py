@@ -1,0 +1,224 @@
+"""The longest sequence that trains one step within so much memory per rank, by engine and by what is recomputed.
+
+Lengths are doubled until a step does not fit: each is run, none extrapolated. A rank's figure is the peak of its
+resident memory above what was resident before its model was built. A limit on its data segment, a quarter above the
+memory, ends a step that goes far beyond. The sequence is of packed documents, which makes such lengths possible on a
+few cores: attention's time is then in the length, not in its square. What there was no time for is told as not run.
+
+    python benchmarks/longest.py [--ranks 4] [--gib 2] [--minutes 60] [--json docs/results/longest.json]
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import resource
+import shlex
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from rich.console import Console
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import LlamaConfig
+
+from burst_attention.attention.batch import Plans
+from burst_attention.engines import Heads, choose
+from burst_attention.launch.mesh import CONTEXT, make_mesh
+from burst_attention.testing import WorkerError, WorkerPool
+from burst_attention.training.footprint import training_memory
+from burst_attention.training.memory import MemoryConfig
+from burst_attention.training.model import build_model
+
+from ..harness.memory import give_back, peak_during, resident
+from ..harness.origin import origin
+from ..harness.results import write_json
+from ..tables import terminal
+
+GIB = 2**30
+REFUSED = re.compile(r"can't allocate memory|Cannot allocate memory|bad_alloc|MemoryError", re.IGNORECASE)
+CASES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("burst", {}),
+    ("burst", {"remat": "layer"}),
+    ("burst", {"remat": "keep-attention"}),
+    ("burst", {"remat": "layer", "mlp_chunks": 8}),
+    ("ring", {}),
+    ("ulysses", {}),
+    ("tensor-sequence", {}),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """A small model, and from where lengths are doubled."""
+
+    ranks: int = 4
+    gib: float = 2.0
+    """Memory per rank."""
+    first: int = 65536
+    """The first length; a power of two times 1,024."""
+    most: int = 2**21
+    """The last length that is tried."""
+    layers: int = 2
+    heads: int = 4
+    head_dim: int = 16
+    intermediate: int = 1024
+    document: int = 4096
+    """Tokens of each document; 0: the sequence is one."""
+
+    @property
+    def config(self) -> LlamaConfig:
+        return LlamaConfig(
+            vocab_size=512,
+            hidden_size=self.heads * self.head_dim,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.heads,
+            head_dim=self.head_dim,
+            max_position_embeddings=2**24,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments(Sizes):
+    """What is tried, for how long, and where it is written."""
+
+    minutes: float = 60.0
+    """No step is begun after so many."""
+    json: Path | None = None
+    """Also write the figures to this file."""
+
+
+def step(sizes: Sizes, engine_name: str, flags: dict[str, Any], length: int) -> None:
+    """An optimizer step of ``length`` random tokens, the model made for it."""
+    engine, mesh = choose(engine_name), make_mesh("cpu")
+    everyone = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    engine.check(Heads.of(sizes.config), length, everyone.size())
+    options = {"dtype": torch.float32, "mesh": mesh, "everyone": everyone, "seed": 0, "memory": MemoryConfig(**flags)}
+    model = build_model("tiny", sizes.config, engine, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    plan = engine.plan(length, group=mesh[CONTEXT], timeout=900)
+    borders = (*range(0, length, sizes.document), length) if sizes.document else None
+    plans = Plans.by_windows(plan, [None], borders)
+    ids = torch.randint(0, 512, (1, length), generator=torch.Generator().manual_seed(0))
+    loss = model(engine.shard({"input_ids": ids, "labels": ids}, plans), plans, length - 1)
+    loss.backward()
+    if not torch.isfinite(loss):
+        raise FloatingPointError(f"loss {loss.item()}")
+    optimizer.step()
+
+
+def peak_of_step(sizes: Sizes, engine: str, flags: dict[str, Any], length: int) -> int:
+    """Bytes resident at the peak of a step above those before it, on this rank; a short step went before."""
+    step(sizes, engine, flags, 1024 * sizes.ranks)
+    gc.collect()
+    give_back()
+    before = resident()
+    unlimited = resource.getrlimit(resource.RLIMIT_DATA)
+    most = resident("VmData") + int(1.25 * sizes.gib * GIB)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, unlimited[1]))
+    try:
+        return peak_during(lambda: step(sizes, engine, flags, length))[1] - before
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, unlimited)
+
+
+class _Ranks:
+    """A pool of ranks, another one after a step that was ended."""
+
+    def __init__(self, world: int) -> None:
+        self._world, self._pool = world, WorkerPool(world, timeout=900)
+
+    def run(self, *call: Any) -> list[Any]:
+        if self._pool.broken:
+            self.close()
+            self._pool = WorkerPool(self._world, timeout=900)
+        return self._pool.run(*call, timeout=3600, patience=60)
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+def tried(ranks: _Ranks, sizes: Sizes, engine: str, flags: dict[str, Any], length: int) -> dict[str, Any]:
+    """A row: what one length took."""
+    began = time.monotonic()
+    row = {"engine": engine, **asdict(MemoryConfig(**flags)), "tokens": length}
+    row = {name: row[name] for name in ("engine", "remat", "mlp_chunks", "tokens")}
+    try:
+        peaks = ranks.run(peak_of_step, sizes, engine, flags, length)
+    except WorkerError as error:
+        if not REFUSED.search(str(error)):  # anything else is a fault
+            raise
+        peaks = None
+    told = training_memory(
+        sizes.config,
+        engine=choose(engine),
+        seq_len=length,
+        world=sizes.ranks,
+        dtype=torch.float32,
+        memory=MemoryConfig(**flags),
+    )
+    return row | {
+        "peak": None if peaks is None else max(peaks),
+        "foretold": None if told is None else sum(told.values()),
+        "fits": peaks is not None and max(peaks) <= sizes.gib * GIB,
+        "seconds": round(time.monotonic() - began, 1),
+    }
+
+
+def search(sizes: Sizes, until: float, tell: Any) -> list[dict[str, Any]]:
+    """Every case's lengths in turn, shorter ones of all first, until ``until`` by the monotonic clock."""
+    rows: list[dict[str, Any]] = []
+    going, length, ranks = list(CASES), sizes.first, _Ranks(sizes.ranks)
+    try:
+        while going and length <= sizes.most:
+            for case in list(going):
+                if time.monotonic() > until:
+                    return rows
+                rows.append(tried(ranks, sizes, *case, length))
+                tell(rows[-1])
+                if not rows[-1]["fits"]:
+                    going.remove(case)
+            length *= 2
+        return rows
+    finally:
+        ranks.close()
+
+
+def main() -> None:
+    a = tyro.cli(Arguments, description=__doc__)
+    command = shlex.join(["python", "benchmarks/longest.py", *sys.argv[1:]]).replace(f" --json {a.json}", "")
+    console, began, about = Console(), time.monotonic(), origin(command)
+    rows = search(a, began + 60 * a.minutes, lambda row: console.print(str(row), highlight=False, soft_wrap=True))
+    console.print(terminal(longest_of(rows), title=f"{a.gib:g} GiB per rank, {a.ranks} ranks"))
+    if a.json is not None:
+        names = Sizes.__dataclass_fields__
+        figures = {"size": {name: getattr(a, name) for name in names}, "rows": rows}
+        write_json(a.json, figures | about | {"minutes": (time.monotonic() - began) / 60})
+
+
+def longest_of(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """By case: the longest that fits, and whether a longer one was tried."""
+    lines = []
+    for key in dict.fromkeys((row["engine"], row["remat"], row["mlp_chunks"]) for row in rows):
+        own = [row for row in rows if (row["engine"], row["remat"], row["mlp_chunks"]) == key]
+        fits = [row for row in own if row["fits"]]
+        beyond = [row for row in own if not row["fits"]]
+        best = max(fits, key=lambda row: row["tokens"], default=None)
+        cells = {"engine": key[0], "--remat": key[1], "--mlp-chunks": str(key[2])}
+        cells["longest"] = "none of those tried" if best is None else f"{best['tokens']:,} tokens"
+        cells["peak per rank"] = "-" if best is None else f"{best['peak'] / 2**20:,.0f} MiB"
+        told = best and best["foretold"]
+        cells["foretold"] = f"{told / 2**20:,.0f} MiB" if told else "-"
+        cells["twice that"] = _beyond(beyond[0]) if beyond else "not run"
+        lines.append(cells)
+    return lines
+
+
+def _beyond(row: dict[str, Any]) -> str:
+    return "does not fit" if row["peak"] is None else f"takes {row['peak'] / 2**20:,.0f} MiB"

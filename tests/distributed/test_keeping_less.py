@@ -1,0 +1,175 @@
+"""Recomputing, pieces and compiling change no loss; what is exchanged again is foretold; logits stay in their chunk."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from functools import partial
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from burst_attention.launch.join import join
+from burst_attention.loss.head import default_chunk
+from burst_attention.training.loop import Trainer, train
+from tests.training import config_of, losses, norms, write_corpus
+
+STEPS = 4
+SMALL = {"seq_len": 96, "steps": STEPS, "held_out": 0.0}
+FLAGS = {
+    "layer": {"remat": "layer"},
+    "keep": {"remat": "keep-attention"},
+    "pieces": {"mlp_chunks": 3},
+    "layer, pieces": {"remat": "layer", "mlp_chunks": 5},
+    "keep, pieces": {"remat": "keep-attention", "mlp_chunks": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def expected(pools, corpus, tmp_path_factory):
+    """Losses and norms of a single rank that does nothing of it."""
+    out = tmp_path_factory.mktemp("plain")
+    pools(1).run(train, config_of(corpus, out, **SMALL))
+    return losses(out), norms(out)
+
+
+@pytest.mark.parametrize(
+    ("flags", "engine", "world"),
+    [
+        *((flags, "burst", 1 + n % 3) for n, flags in enumerate(FLAGS)),
+        ("keep, pieces", "burst", 3),
+        ("keep", "ring", 2),
+        ("layer, pieces", "ulysses", 2),
+        ("layer, pieces", "tensor", 2),
+        ("layer, pieces", "tensor-sequence", 2),
+        ("layer, pieces", "single", 1),
+    ],
+)
+def test_no_flag_changes_the_loss(pools, corpus, tmp_path, expected, flags, engine, world):
+    pools(world).run(train, config_of(corpus, tmp_path, engine=engine, **SMALL, **FLAGS[flags]))
+    assert losses(tmp_path) == pytest.approx(expected[0], abs=1e-5)
+    assert norms(tmp_path) == pytest.approx(expected[1], rel=1e-4)
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    if engine in ("burst", "ring", "ulysses"):
+        assert all(record["bytes_sent"] == record["bytes_predicted"] for record in records)
+
+
+@pytest.mark.slow  # compilers take their time
+def test_compiling_changes_no_loss(pools, corpus, tmp_path, expected):
+    flags = {"compile": True, "remat": "keep-attention", "mlp_chunks": 2}
+    pools(2).run(train, config_of(corpus, tmp_path, **SMALL, **flags))
+    assert losses(tmp_path) == pytest.approx(expected[0], abs=1e-5)
+
+
+def test_a_run_that_recomputes_goes_on_to_the_same_bits(pools, corpus, tmp_path):
+    flags = {"remat": "layer", "mlp_chunks": 2, "save_every": "2"}
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    pools(2).run(train, config_of(corpus, whole, **SMALL, **flags))
+    pools(2).run(train, config_of(corpus, parted, **SMALL | {"steps": 2}, **flags))
+    pools(2).run(train, config_of(corpus, parted, **SMALL, **flags, resume="newest"))
+    assert losses(whole) == losses(parted) and len(losses(whole)) == STEPS
+
+
+@pytest.mark.slow
+def test_recomputation_may_be_taken_up_on_the_way(pools, corpus, tmp_path, expected):
+    pools(2).run(train, config_of(corpus, tmp_path, **SMALL | {"steps": 2}, save_every="2"))
+    pools(2).run(train, config_of(corpus, tmp_path, **SMALL, resume="newest", remat="keep-attention"))
+    assert losses(tmp_path) == pytest.approx(expected[0], abs=1e-5)
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers of a tensor whose last dim is the vocabulary, but for the head's weight [width, vocabulary]."""
+
+    def __init__(self, vocabulary, width):
+        super().__init__()
+        self.vocabulary, self.width, self.most = vocabulary, width, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if (
+                isinstance(x, torch.Tensor)
+                and x.ndim > 1
+                and x.shape[-1] == self.vocabulary
+                and x.shape[0] != self.width
+            ):
+                self.most = max(self.most, x.numel())
+        return result
+
+
+def largest_logits(config):
+    parallel = config.parallel
+    with join(device="cpu", timeout=parallel.timeout) as context:
+        trainer = Trainer(config, context)
+        sequences = list(itertools.islice(trainer.reader.training(), 1))
+        with Largest(trainer.model_config.vocab_size, trainer.model_config.hidden_size) as seen:
+            trainer.backward(sequences)
+        names = [name for name, parameter in trainer.model.named_parameters() if parameter.grad is not None]
+        tied = {name.rpartition("model.")[2]: p.grad.full_tensor() for name, p in trainer.model.named_parameters()}
+        return seen.most, trainer.plan.length, names, tied.get("embed_tokens.weight")
+
+
+@pytest.mark.parametrize("flags", [{}, *FLAGS.values()], ids=["none", *FLAGS])
+def test_no_logits_are_larger_than_a_chunk(pools, corpus, tmp_path, flags):
+    for most, length, _, _ in pools(2).run(largest_logits, config_of(corpus, tmp_path, pack="none", **SMALL, **flags)):
+        chunk = default_chunk(length, 258, 256)
+        assert chunk < length / 2
+        assert most == chunk * 258
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory):
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    folder = tmp_path_factory.mktemp("tied")
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True, "initializer_range": 0.1}
+    AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **heads)).save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_tied_embedding_has_one_gradient(pools, corpus, tmp_path, tied):
+    shared = {"model": tied, "tokenizer": "bytes", **SMALL}
+    plain = pools(1).run(largest_logits, config_of(corpus, tmp_path, **shared))[0]
+    for flags in ({"remat": "layer", "mlp_chunks": 3}, {"remat": "keep-attention"}):
+        for _, _, names, gradient in pools(2).run(largest_logits, config_of(corpus, tmp_path, **shared, **flags)):
+            assert not any("lm_head" in name for name in names)
+            assert torch.allclose(gradient, plain[3], atol=1e-6)
+
+
+def moved(config):
+    """How many tensors a step moved away and back, copies standing in for those in host memory; and its loss."""
+    counts = {"away": 0, "back": 0}
+
+    class Copies:
+        def pack(self, x):
+            counts["away"] += 1
+            return x.detach().numpy().copy()
+
+        def unpack(self, held):
+            counts["back"] += 1
+            return torch.from_numpy(held)
+
+    with join(device="cpu", timeout=60) as context:
+        trainer = Trainer(config, context)
+        if config.memory.remat != "none":
+            for layer in trainer.model.model.model.layers:
+                run = layer._gradient_checkpointing_func
+                layer._gradient_checkpointing_func = partial(run.func, run.args[0], Copies())
+        return counts, trainer.backward(list(itertools.islice(trainer.reader.training(), 1)))[0]
+
+
+@pytest.mark.parametrize("remat", ["layer", "keep-attention"])
+def test_what_moves_to_host_memory_are_the_layers_inputs(pools, corpus, tmp_path, remat):
+    plain = pools(1).run(moved, config_of(corpus, tmp_path, **SMALL))[0]
+    counts, loss = pools(1).run(moved, config_of(corpus, tmp_path, remat=remat, **SMALL))[0]
+    assert counts == {"away": 2, "back": 2}, "one of each layer"
+    assert loss == pytest.approx(plain[1], abs=1e-6)

@@ -1,0 +1,127 @@
+"""What a machine has, what is refused because of it, and what a run's first lines tell."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from burst_attention import cli
+from burst_attention.launch import local as launch
+from burst_attention.training import preflight
+from burst_attention.training.export import saved_dtype
+from burst_attention.training.memory import MemoryConfig, check_fits, free_memory
+from burst_attention.training.tokenizer import ByteTokenizer
+
+GIB = 2**30
+
+
+def write_machine(root, *, limit="max", used=0):
+    """A file system of a machine with 8 GiB, of which a control group around this process's has some."""
+    group = root / "sys/fs/cgroup/a/b"
+    group.mkdir(parents=True)
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable: {8 * 2**20} kB\n")
+    (root / "proc/self/cgroup").write_text("0::/a/b\n")
+    (group / "memory.max").write_text("max\n")
+    (group / "memory.current").write_text("5\n")
+    (group.parent / "memory.max").write_text(f"{limit}\n")
+    (group.parent / "memory.current").write_text(f"{used}\n")
+    return root
+
+
+def test_what_is_free_is_the_least_of_what_limits_it(tmp_path):
+    assert free_memory(write_machine(tmp_path / "one")) == (8 * GIB, "memory available")
+    limited = write_machine(tmp_path / "two", limit=3 * GIB, used=GIB)
+    assert free_memory(limited) == (2 * GIB, "left of the control group's limit")
+    assert free_memory(write_machine(tmp_path / "three", limit=30 * GIB))[0] == 8 * GIB
+    assert free_memory(write_machine(tmp_path / "four", limit=GIB, used=2 * GIB))[0] == 0
+    assert free_memory(tmp_path / "nowhere") is None
+    assert free_memory()[0] > 0, "of this one"
+
+
+def test_what_does_not_fit_is_refused_with_what_would_lower_it():
+    parts, free = {"weights": GIB, "activations": 2 * GIB, "loss": 0}, (8 * GIB, "memory available")
+    check_fits(parts, free, MemoryConfig(), seq_len=64, ranks=2)
+    check_fits(parts, None, MemoryConfig(), seq_len=64, ranks=9)
+    check_fits(parts, free, MemoryConfig(ignore_memory=True), seq_len=64, ranks=3)
+    with pytest.raises(ValueError, match=r"^--seq-len 64 needs 3,072 MiB a rank .*weights 1,024 MiB, act") as told:
+        check_fits(parts, free, MemoryConfig(), seq_len=64, ranks=3)
+    named = ("for 3 here 9,216 MiB, of 8,192 MiB memory available", "--remat layer, --mlp-chunks 8", "--ignore-memory")
+    assert all(part in str(told.value) for part in named), told.value
+    with pytest.raises(ValueError) as told:
+        check_fits(parts, free, MemoryConfig(remat="layer", mlp_chunks=2), seq_len=64, ranks=3)
+    assert "--remat" not in str(told.value) and "--mlp-chunks" not in str(told.value)
+
+
+@pytest.fixture
+def started(tmp_path, monkeypatch):
+    """``started(*flags)``: (exit status, what ranks were given) of a command that starts none."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("0123456789" * 500)
+    given = []
+    monkeypatch.setattr(launch, "launch", lambda *words, **_: given.append(words[2]) or 0)
+
+    def start(*flags):
+        given.clear()
+        shared = ["train", "--data", "text.txt", "--device", "cpu", "--ranks", "2", "--out", "out"]
+        return cli.main([*shared, "--seq-len", "64", *flags]), list(given)
+
+    return start
+
+
+def test_the_first_line_tells_the_memory_and_what_is_not_there_starts_no_rank(started, monkeypatch, capsys):
+    assert started("--remat", "layer")[0] == 0
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("memory foretold, at the peak of a rank: ") and "weights 3 MiB" in first
+    assert second == "model tiny, tokenizer bytes, data text.txt, engine burst, kernel aten"
+    assert started("--engine", "ulysses")[0] == 0
+    assert "memory is not foretold for --engine ulysses" in capsys.readouterr().out
+    monkeypatch.setattr(preflight, "free_memory", lambda: (10 * 2**20, "memory available"))
+    assert started("--remat", "layer") == (2, [])
+    told = capsys.readouterr().err
+    assert "--seq-len 64 needs" in told and "10 MiB memory available" in told and told.count("\n") == 1
+    assert started("--remat", "layer", "--ignore-memory")[0] == 0
+
+
+@pytest.fixture
+def folder(tmp_path):
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 5000}
+    config = LlamaConfig(**sizes, intermediate_size=48, max_position_embeddings=48)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_positions_are_raised_by_a_flag_alone(started, folder, capsys):
+    flags = ("--model", str(folder), "--tokenizer", "bytes")
+    assert started(*flags) == (2, [])
+    assert "is beyond the 48 positions" in (told := capsys.readouterr().err) and "give --max-positions 64" in told
+    assert started(*flags, "--max-positions", "100")[0] == 0
+    assert "max_position_embeddings 100, in place of 48; RoPE as the model's says" in capsys.readouterr().out
+    assert started(*flags, "--max-positions", "63") == (2, [])
+
+
+def test_another_models_tokenizer_is_refused(started, folder, tmp_path, capsys):
+    flags = ("--model", str(folder), "--max-positions", "64")
+    assert started(*flags) == (2, [])
+    assert "the folder holds no tokenizer" in capsys.readouterr().err
+    (tmp_path / "other").mkdir()
+    ByteTokenizer().save(tmp_path / "other")
+    assert started(*flags, "--tokenizer", "other") == (2, [])
+    assert "--tokenizer 'other' has 258 ids, but --model" in (told := capsys.readouterr().err) and "5000" in told
+    assert started(*flags, "--tokenizer", "bytes")[0] == 0
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 258 + 1024}))  # padded
+    assert started(*flags, "--tokenizer", "other")[0] == 0
+    assert "tokenizer other," in capsys.readouterr().out
+
+
+def test_weights_are_saved_in_the_dtype_of_the_model_or_in_that_which_is_asked_for():
+    short, long = LlamaConfig(dtype="bfloat16"), LlamaConfig()
+    assert saved_dtype(short) == saved_dtype(long, "bfloat16") == torch.bfloat16
+    assert saved_dtype(short, "float32") == torch.float32
+    assert saved_dtype(long) is None
