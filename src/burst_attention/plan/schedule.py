@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
 from . import cost
 from .assignment import TRAVELS, Assignment, Cube, heads, rows
 from .build import build_program
-from .groups import WHOLE, Groups, divisors
+from .choose import (
+    HeadsOrAuto,
+    KeepOrAuto,
+    Planner,
+    Prediction,
+    by_work_and_bytes,
+    candidates,
+    cuts,
+    fastest,
+    predict,
+    representative,
+)
+from .groups import WHOLE, Groups
 from .layout import Layout, digest
 from .mask import Mask
 from .program import Program
 from .route import ROUTES, Route
-from .rows import Direction, Side
-from .tally import moved
-from .tile import Tiles, foreign_rows, pair_areas, pair_tiles, wanted_tiles
+from .rows import Direction
+from .tally import Tally
+from .tile import Tiles, pair_tiles
 from .uses import Work
-
-HeadsOrAuto = int | Literal["auto"]
-KeepOrAuto = bool | Literal["auto"]
 
 
 @dataclass(frozen=True)
@@ -36,9 +44,13 @@ class Schedule:
     rank: int
     heads: HeadsOrAuto = 1
     keep: KeepOrAuto = "auto"
+    assignment: str = "auto"
+    planner: Planner = field(default_factory=Planner, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         self._check_heads()
+        if self.assignment != "auto" and self.assignment not in TRAVELS:
+            raise ValueError(f"assignment={self.assignment!r} is unknown; choose one of auto, {', '.join(TRAVELS)}")
         if not isinstance(self.mask, Mask):
             raise TypeError(f"mask={self.mask!r} must be a burst_attention.Mask")
         if not 0 <= self.rank < self.layout.world:
@@ -80,6 +92,7 @@ class Schedule:
             "mask": f"{self.mask!r}" + (f" (digest {digest(self.mask)})" if self.mask.cu_seqlens else ""),
             "heads": self.heads,
             "keep": self.keep,
+            "assignment": self.assignment,
         }
 
     @cached_property
@@ -117,16 +130,8 @@ class Schedule:
     def _programs(self) -> dict[tuple[str, Direction, Groups], Program]:
         return {}
 
-    @cached_property
-    def _rows_needed(self) -> dict[Side, int]:
-        """For each side: rows of other ranks' shards that the ranks' pairs need, all together."""
-        ranks = range(self.layout.world)
-        return foreign_rows(self.layout, self.layout, self.regions, ranks)
-
     def choose_groups(self, shape: cost.Shape, travels: str) -> Groups:
-        """How heads had best be cut, if it is not said, and whether to keep what a forward fetches.
-
-        What needs the fewest bytes of the busiest rank, in one forward and backward; the fewest groups on a tie.
+        """How heads had best be cut, if it is not said, and whether to keep what a forward fetches: :meth:`choose`.
 
         Args:
             travels: a name of :data:`TRAVELS`, or ``auto``.
@@ -134,29 +139,33 @@ class Schedule:
         Raises:
             ValueError: these heads can't be cut into as many groups as were asked for.
         """
-        if self.heads == 1 or self.layout.world == 1:
+        if self.heads == 1 or self.layout.world == 1 or not self.route.direct:
             return WHOLE
-        known = shape, travels
-        if known not in self._groups:
-            candidates = self._candidates(shape)
-            self._groups[known] = min(candidates, key=lambda each: self.bytes_moved(shape, travels, each).max())
-        return self._groups[known]
+        return self.choose(shape, travels).candidate.groups
 
-    def _candidates(self, shape: cost.Shape) -> list[Groups]:
-        of = partial(Groups.of, q_heads=shape.q_heads, kv_heads=shape.kv_heads)
-        divide = partial(Groups.divide, q_heads=shape.q_heads, kv_heads=shape.kv_heads)
-        keeps = [False, True] if self.keep == "auto" else [self.keep]
-        if self.heads != "auto":
-            cut = [of(self.heads)]
-        elif self.route.direct:
-            cut = [of(n) for n in divisors(self.layout.world) if divide(n)]
-        else:
-            cut = [WHOLE]
-        return [replace(each, keep=keep and each.query > 1) for each in cut for keep in keeps]
+    def choose(self, shape: cost.Shape, travels: str = "auto", groups: Groups | None = None) -> Prediction:
+        """What is predicted to be fastest, over direct routes, for one row of a batch, of all that was left open.
 
-    @cached_property
-    def _groups(self) -> dict[tuple[cost.Shape, str], Groups]:
-        return {}
+        Args:
+            shape: whatever its batch is, the choice is the same: a compiler may not know it.
+            travels: a name of :data:`TRAVELS`, or ``auto``.
+            groups: how heads are cut; None to choose it.
+        """
+        return fastest(self.predictions(shape, travels, groups))
+
+    def predictions(self, shape: cost.Shape, travels: str, groups: Groups | None = None) -> list[Prediction]:
+        """Of all that was left open, the simplest first; arguments are those of :meth:`choose`."""
+        world, shape = self.layout.world, replace(shape, batch=1)
+        travels = self.assignment if travels == "auto" else travels
+        given = [groups] if groups else [*cuts(world, shape, self.heads, self.keep)]
+        layout, mask = representative(self.layout, self.mask)
+
+        def predicted() -> list[Prediction]:
+            tally = Tally(layout, mask.regions(layout.seqlen))
+            ways = candidates(tally, shape, given, travels, by_rule=self.heads == 1, partial_bytes=shape.partial)
+            return predict(tally, shape, ways, self.planner.wire(world))
+
+        return self.planner.remember((layout, mask, shape, travels, self.heads == 1, *given), predicted)
 
     def slice_length(self, groups: Groups) -> int:
         """Tokens of this rank's context slice."""
@@ -167,50 +176,25 @@ class Schedule:
         if travels == "auto":
             travels = self.choose_travels(shape, groups)
         assignments = TRAVELS[travels](self.layout.world // groups.query)
-        return moved(self._tiles, self.layout, shape, assignments, groups)
+        return self.tally.moved(shape, assignments, groups)
 
     @cached_property
-    def _tiles(self) -> np.ndarray:
-        return wanted_tiles(self.layout, self.regions, np.ones((self.layout.world, self.layout.world), bool))
+    def tally(self) -> Tally:
+        """What all ranks move and compute, by arrays."""
+        return Tally(self.layout, self.regions)
 
     def choose_travels(self, shape: cost.Shape, groups: Groups = WHOLE) -> str:
-        """What had best travel.
+        """What had best travel with heads cut so: what was asked of the plan, else :meth:`choose`.
 
-        Either, where that leaves the busiest rank markedly less to compute: a contiguous layout under a causal mask.
-        Else what needs fewer bytes in the backward, the query side on a tie. Counted as if each shard went straight to
-        its users and partial results straight home, whatever the route. With heads cut it is context slices that
-        travel, in blocks too, by the bytes of both passes.
+        With ``heads=1`` asked for it is a rule, whatever the rates: :func:`by_work_and_bytes`.
         """
+        if self.assignment != "auto":
+            return self.assignment
         if groups.query == self.layout.world > 1:  # one context slice: nothing travels between slices
             return "query"
-        busiest = {travels: self._busiest(travels, groups) for travels in TRAVELS}
-        if busiest["either"] < 0.95 * min(busiest["query"], busiest["key-value"]):
-            return "either"
-        if groups.query > 1:
-            least = 1.05 * min(busiest.values())
-            balanced = [travels for travels in ("query", "key-value", "blocks") if busiest[travels] <= least]
-            return min(balanced or ["query"], key=lambda travels: self.bytes_moved(shape, travels, groups).sum())
-        totals = {}
-        for name, side in (("query", Side.QUERY), ("key-value", Side.KEY)):
-            partials = shape.accumulate if self.route.exact else shape.partial
-            out, home = (shape.side_bytes(side, Direction.BACKWARD, wide=wide) for wide in (None, partials))
-            totals[name] = self._rows_needed[side] * (out + home)
-        return min(totals, key=totals.__getitem__)
-
-    def _busiest(self, travels: str, groups: Groups) -> float:
-        """(Query, key) pairs that the rank with most of them computes, pass by pass; a backward's count more."""
-        assignments = TRAVELS[travels](self.layout.world // groups.query)
-        most = {direction: self._areas_by(assign, groups) for direction, assign in assignments.items()}
-        return most[Direction.FORWARD] + 2.5 * most[Direction.BACKWARD]
-
-    def _areas_by(self, assign: Assignment, groups: Groups) -> int:
-        i, j, area = self._areas
-        return int(np.bincount(assign(groups.context(i), groups.context(j)), area, minlength=1).max(initial=0))
-
-    @cached_property
-    def _areas(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        ranks = range(self.layout.world)
-        return pair_areas(self.layout, self.layout, self.regions, ranks)
+        if groups == WHOLE and (self.heads == 1 or self.layout.world == 1 or not self.route.direct):
+            return by_work_and_bytes(self.tally, shape, shape.accumulate if self.route.exact else shape.partial)
+        return self.choose(shape, groups=groups).candidate.travels
 
     def traffic(self, shape: cost.Shape, travels: str, groups: Groups = WHOLE) -> cost.Traffic:
         """What this rank sends and receives in one forward and one backward."""
