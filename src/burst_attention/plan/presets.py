@@ -47,8 +47,8 @@ _HOPPER = Speeds(Speed(forward=740e12, backward=550e12), Speed(forward=45e12, ba
 
 
 def _gpu(source: str, latency: float, link: float, speeds: Speeds, fold: float) -> Node:
-    """A launch and a message as is usual, four fifths of a link's rate, as NCCL's own tests reach them; ``fold`` a third
-    of the memory's: a sum is read, its part too, and it is written."""
+    """A launch and a message as is usual; four fifths of a link's rate, as NCCL's own tests reach them; ``fold`` a
+    third of the memory's, for a sum is read, its part too, and it is written."""
     times = {"launch_forward": 1e-5, "launch_backward": 2e-5, "visit": 5e-5, "block": 128.0, "call": 5e-4}
     return Node(
         source=f"{source}; foretold",
@@ -60,16 +60,16 @@ def _gpu(source: str, latency: float, link: float, speeds: Speeds, fold: float) 
     )
 
 
-_CPU_MEASURED = "measured on two shared cores of an x86 CPU without AMX, torch 2.13, gloo over loopback"
+_CPU_MEASURED = "measured: ranks of a thread each on shared cores of an x86 CPU (avx512_bf16), torch 2.13, gloo"
 
 NODES: Mapping[str, Node] = {
     "cpu": Node(
         source=_CPU_MEASURED,
-        link=Link(latency=2e-4, bytes_per_second=6e8),
-        half=Speed(forward=3.4e10, backward=5.0e10),
-        single=Speed(forward=4.0e10, backward=4.5e10),
-        double=Speed(forward=1.8e10, backward=2.0e10),
-        overhead=Overhead(launch_forward=1e-4, launch_backward=5e-4, visit=3e-4, fold=2.5e9, block=192.0, call=4e-3),
+        link=Link(latency=2e-4, bytes_per_second=1e9),
+        half=Speed(forward=7e10, backward=9.5e10),
+        single=Speed(forward=7e10, backward=8e10),
+        double=Speed(forward=3e10, backward=3.5e10),
+        overhead=Overhead(launch_forward=5e-5, launch_backward=3e-4, visit=2e-4, fold=4e9, block=192.0, call=3e-3),
     ),
     "a100-pcie": _gpu(
         "A100 80G PCIe: NVIDIA's data sheet (PCIe 4.0 x16, 32 GB/s each way), arXiv 2307.08691",

@@ -47,6 +47,7 @@ class Overhead:
         block: rows and columns that a kernel computes together: of those on a mask's border half are computed for
             nothing.
         call: seconds of a pass that nothing hides: checks, agreement, rounding.
+        at_once: how many of all ranks compute at once, where they share cores; 0: each has its own.
     """
 
     launch_forward: float
@@ -55,6 +56,7 @@ class Overhead:
     fold: float
     block: float
     call: float
+    at_once: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +84,9 @@ class Rates:
         """Of inputs with so many bytes per element."""
         return {2: self.half, 4: self.single, 8: self.double}[itemsize]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Of plain values, as :meth:`from_dict` takes it."""
-        return asdict(self)
+    def as_dict(self, *, most: int | None = None) -> dict[str, Any]:
+        """Of plain values, as :meth:`from_dict` takes it; of its texts no more than so many characters."""
+        return asdict(self) | {"name": self.name[:most], "source": self.source[:most]}
 
     @classmethod
     def from_dict(cls, values: Any) -> Rates:
@@ -109,7 +111,7 @@ _PARTS: dict[str, type] = {
     "double": Speed,
     "overhead": Overhead,
 }
-_MAY_BE_ZERO = ("latency", "launch_forward", "launch_backward", "visit", "block", "call")
+_MAY_BE_ZERO = ("latency", "launch_forward", "launch_backward", "visit", "block", "call", "at_once")
 
 
 def _check_names(values: Any, kind: Any, what: str) -> None:

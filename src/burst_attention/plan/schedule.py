@@ -12,6 +12,8 @@ from . import cost
 from .assignment import TRAVELS, Assignment, Cube, heads, rows
 from .build import build_program
 from .choose import (
+    LAYOUTS_TRIED,
+    WORTH,
     HeadsOrAuto,
     KeepOrAuto,
     Planner,
@@ -29,9 +31,12 @@ from .mask import Mask
 from .program import Program
 from .route import ROUTES, Route
 from .rows import Direction
-from .tally import Tally
+from .tally import Tally, edge_messages
 from .tile import Tiles, pair_tiles
+from .timing import OnPaper, Timed
 from .uses import Work
+
+MOST_FOR_A_RING = 32  # ranks up to which it is predicted whether a ring is faster: edge by edge
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,7 @@ class Schedule:
     keep: KeepOrAuto = "auto"
     assignment: str = "auto"
     planner: Planner = field(default_factory=Planner, compare=False, repr=False)
+    layout_left: bool = field(default=False, repr=False)  # was it left open?
 
     def __post_init__(self) -> None:
         self._check_heads()
@@ -76,11 +82,22 @@ class Schedule:
             )
 
     def with_mask(self, mask: Mask, *, seqlen: int | None = None) -> Schedule:
-        """The same layout and route under another mask; with ``seqlen`` the tokens are cut anew, over so many."""
+        """The same layout and route under another mask; with ``seqlen`` the tokens are cut anew, over so many, by a
+        layout that is chosen anew if it was left open."""
         if seqlen is None:
             return replace(self, mask=mask)
         documents = tuple(mask.cu_seqlens) if self.layout.per_document and mask.cu_seqlens else None
-        return replace(self, mask=mask, layout=replace(self.layout, seqlen=seqlen, documents=documents))
+        layout = replace(self.layout, seqlen=seqlen, documents=documents)
+        return replace(self, mask=mask, layout=layout).laid_out()
+
+    def laid_out(self) -> Schedule:
+        """By the layout that is predicted to be fastest for the calls known to come, if it was left open."""
+        known = self.planner.known
+        if not self.layout_left or known is None or self.layout.world == 1 or not self.route.direct:
+            return self
+        tried = [replace(self, layout=replace(self.layout, name=name)) for name in LAYOUTS_TRIED]
+        seconds = [schedule.choose(known).seconds for schedule in tried]
+        return tried[next(n for n, each in enumerate(seconds) if each <= WORTH * min(seconds))]
 
     @cached_property
     def description(self) -> dict[str, object]:
@@ -153,6 +170,21 @@ class Schedule:
         """
         return fastest(self.predictions(shape, travels, groups))
 
+    def predicted(self, shape: cost.Shape) -> float:
+        """Seconds of a forward and a backward of one row of a batch."""
+        shape = replace(shape, batch=1)
+        if self.route.direct:
+            return self.choose(shape).seconds
+        return sum(each.seconds for each in self.timed(shape, self.choose_travels(shape), WHOLE))
+
+    def timed(self, shape: cost.Shape, travels: str, groups: Groups) -> list[Timed]:
+        """A forward and a backward on any route, foretold from the edges themselves."""
+        inner, wire = TRAVELS[travels](self.layout.world // groups.query), self.planner.wire(self.layout.world)
+        on_paper = [OnPaper(self.tally, shape, d, inner[d], groups, wire) for d in Direction]
+        if self.route.direct:
+            return [one.run() for one in on_paper]
+        return [one.run(edge_messages(self.work(travels, one.direction, groups), shape)) for one in on_paper]
+
     def predictions(self, shape: cost.Shape, travels: str, groups: Groups | None = None) -> list[Prediction]:
         """Of all that was left open, the simplest first; arguments are those of :meth:`choose`."""
         world, shape = self.layout.world, replace(shape, batch=1)
@@ -212,32 +244,42 @@ def make_schedule(
     route: str,
     rank: int,
     world: int,
-    hosts: Sequence[int] | None = None,
     heads: HeadsOrAuto = 1,
     keep: KeepOrAuto = "auto",
+    assignment: str = "auto",
+    planner: Planner | None = None,
 ) -> Schedule:
-    """Check the arguments and choose the route.
+    """Check the arguments, and choose the layout and the route where they were left open.
 
     Args:
-        route: a name of :data:`ROUTES`, or ``auto``: direct on one host; with several ranks on each of several hosts
-            the route that moves fewer rows through the busiest host's link.
-        hosts: for each rank the number of its host; None if all share one.
-        heads, keep: as for :func:`burst_attention.make_plan`.
+        layout: a name, or ``auto``: that of which a call like ``planner.known`` is predicted to be faster; zigzag if
+            that is not known.
+        route: a name of :data:`ROUTES`, or ``auto``: direct on one host. With several ranks on each of several hosts
+            the ring, where heads are not to be cut and it moves fewer rows through the busiest host's link, or where a
+            call like ``planner.known`` is predicted to be faster.
+        heads, keep, assignment: as for :func:`burst_attention.make_plan`.
+        planner: rates and nodes, and what is known of the calls to come.
     """
     if route != "auto" and route not in ROUTES:
         raise ValueError(f"route={route!r} is unknown; choose one of auto, {', '.join(ROUTES)}")
-    shape = Layout(layout, seqlen, world)
+    planner = Planner() if planner is None else planner
+    left = layout == "auto"
+    shape = Layout(LAYOUTS_TRIED[0] if left else layout, seqlen, world)
     if shape.per_document and isinstance(mask, Mask) and mask.cu_seqlens is not None:
         shape = replace(shape, documents=tuple(mask.cu_seqlens))
-    direct = Schedule(shape, mask, ROUTES["direct"], rank, heads, keep)
-    if heads not in (1, "auto") and route == "auto":
+    given = Schedule(
+        shape, mask, ROUTES["direct" if route == "auto" else route], rank, heads, keep, assignment, planner
+    )
+    direct = replace(given, layout_left=left).laid_out()
+    nodes, known = planner.nodes, planner.known
+    if route != "auto" or nodes is None or len(set(nodes)) in (1, world) or heads not in (1, "auto"):
         return direct
-    if route != "auto":
-        return replace(direct, route=ROUTES[route])
-    if hosts is None or len(set(hosts)) in (1, world):
+    ring = replace(direct, route=ROUTES["ring"])
+    if heads == 1:
+        return min((direct, ring), key=lambda schedule: _busiest_link(schedule, nodes))
+    if known is None or world > MOST_FOR_A_RING:
         return direct
-    candidates = [direct, replace(direct, route=ROUTES["ring"])]
-    return min(candidates, key=lambda schedule: _busiest_link(schedule, hosts))
+    return min((direct, ring), key=lambda schedule: schedule.predicted(known))
 
 
 def _busiest_link(schedule: Schedule, hosts: Sequence[int]) -> int:

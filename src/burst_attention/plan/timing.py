@@ -6,6 +6,7 @@ once shards lie side by side is an estimate; what is sent, to whom and when is e
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -153,6 +154,11 @@ class Timed:
     inside: int
     across: int
 
+    @property
+    def exposed(self) -> float:
+        """Seconds of exchange that nothing hides."""
+        return self.seconds - self.computing
+
 
 def timed(messages: Messages, work: Computing, wire: Wire) -> Timed:
     """Run a pass on paper, all ranks at once."""
@@ -198,9 +204,34 @@ def _run(messages: Messages, seconds: np.ndarray, wire: Wire) -> tuple[np.ndarra
             fold = np.bincount(target[at], folding[at], world)
             now, computed = np.maximum(now, waited) + fold, computed + fold
         if t < seconds.shape[1]:
-            now, computed = now + seconds[:, t], computed + seconds[:, t]
+            now, computed = _share(now, seconds[:, t], wire.rates.overhead.at_once), computed + seconds[:, t]
         done.append(now)
     return now, computed
+
+
+def _share(begin: np.ndarray, seconds: np.ndarray, at_once: float) -> np.ndarray:
+    """When each rank has computed what it begins then, if ``at_once`` of them share the cores equally; 0: all have own.
+
+    Of one step: that ranks ahead are at their next by then is left out.
+    """
+    if not 0 < at_once < len(begin):
+        return begin + seconds
+    end, computing = begin.copy(), list[tuple[float, int]]()
+    now = given = 0.0  # the time, and the seconds of computing that each had by then who computed all along
+    for rank in [*np.argsort(begin, kind="stable").tolist(), None]:
+        until = float("inf") if rank is None else float(begin[rank])
+        while computing:
+            pace = min(1.0, at_once / len(computing))
+            done = now + (computing[0][0] - given) / pace
+            if done > until:
+                given += (until - now) * pace
+                break
+            now, given = done, computing[0][0]
+            end[heapq.heappop(computing)[1]] = done
+        now = until
+        if rank is not None:
+            heapq.heappush(computing, (given + float(seconds[rank]), rank))
+    return end
 
 
 def _exchange(
@@ -233,7 +264,7 @@ def node_numbers(nodes: Sequence[int] | None, world: int) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class OnPaper:
-    """One pass over direct routes."""
+    """One pass, over direct routes if not told."""
 
     tally: Tally
     shape: Shape
@@ -254,9 +285,10 @@ class OnPaper:
         messages = self.tally.messages(self.shape, self.direction, self.inner, self.groups)
         return max(self.computing(), self.wire.least(messages) + self.wire.rates.overhead.call)
 
-    def run(self) -> Timed:
-        """Step by step."""
+    def run(self, messages: Messages | None = None) -> Timed:
+        """Step by step; with ``messages`` of another route."""
         steps = self.tally.cells(self.direction, self.groups, self.inner)
-        messages = self.tally.messages(self.shape, self.direction, self.inner, self.groups, steps)
+        if messages is None:
+            messages = self.tally.messages(self.shape, self.direction, self.inner, self.groups, steps)
         work = computing(self.tally, self.shape, self.direction, steps, self.groups, self.wire.rates)
         return timed(messages, work, self.wire)
