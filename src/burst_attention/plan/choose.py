@@ -29,6 +29,8 @@ HeadsOrAuto = int | Literal["auto"]
 KeepOrAuto = bool | Literal["auto"]
 WORTH = 1.02  # how many times as long the simpler of two may take
 MOST_REMEMBERED = 64
+FEW = 32  # ranks up to which every candidate is run that may be the fastest
+MOST_RUN = 6  # of more ranks'
 LAYOUTS_TRIED = ("zigzag", "contiguous")
 T = TypeVar("T")
 
@@ -100,7 +102,7 @@ def predict(tally: Tally, shape: Shape, candidates: Sequence[Candidate], wire: W
     """Both passes of each candidate over direct routes, in their order.
 
     The first is run, for the others are compared with it; those that it or a shorter one rules out by their work and
-    bytes alone are not.
+    bytes alone are not. Of many ranks' no more than the most promising are.
     """
     both = []
     for each in candidates:
@@ -114,7 +116,8 @@ def predict(tally: Tally, shape: Shape, candidates: Sequence[Candidate], wire: W
         if bounds[n] * WORTH < shortest:
             bounds[n] = sum(one.least() for one in both[n])
             found[n] = Prediction(candidates[n], bounds[n])
-    for n in sorted(range(1, len(both)), key=bounds.__getitem__):
+    promising = sorted(range(1, len(both)), key=bounds.__getitem__)
+    for n in promising if tally.world <= FEW else promising[:MOST_RUN]:
         if bounds[n] * WORTH >= shortest:
             break
         found[n] = Prediction(candidates[n], bounds[n], *(one.run() for one in both[n]))
