@@ -6,9 +6,9 @@ import itertools
 import socket
 import weakref
 from collections.abc import Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal, NoReturn
 
 import numpy as np
@@ -105,7 +105,9 @@ class Plan:
                 f"a plan over {self.world} ranks can't be pickled or deep-copied, it is tied to this process's group: "
                 "make it on each rank with make_plan, or send its mask and use plan.with_mask(mask) there"
             )
-        return partial(lone_plan, self.seqlen, mask=self.mask, layout=self.layout, route=self.route), ()
+        planner = self.schedule.planner
+        apart = Planner(planner.rates, planner.nodes, planner.known)  # without what it remembers
+        return _of_schedule, (replace(self.schedule, planner=apart),)
 
     @property
     def rank(self) -> int:
@@ -298,6 +300,11 @@ def check_seqlen(seqlen: Any) -> int:
     if seqlen > MOST_TOKENS:
         raise ValueError(f"seqlen={seqlen} is more than the {MOST_TOKENS:,} tokens whose pairs can be counted")
     return int(seqlen)
+
+
+def _of_schedule(schedule: Schedule) -> Plan:
+    """The plan of a world of one."""
+    return Plan(schedule, Transport(None), Agreement(Transport(None)))
 
 
 def lone_plan(

@@ -140,7 +140,12 @@ class _Evaluator:
             everyone=context.everyone,
             seed=self.config.seed,
         ).eval()
-        plan = engine.plan(self.length, group=context.context_mesh, timeout=self.config.timeout)
+        options: dict[str, Any] = {
+            "heads": Heads.of(self.model_config),
+            "dtype": self.dtype,
+            "timeout": self.config.timeout,
+        }
+        plan = engine.plan(self.length, group=context.context_mesh, **options)
         context.collect(None)  # all start together
         began = time.perf_counter()
         losses = dict(token_losses(model, self.sequences, plan=plan, windows=self.windows, context=context))
