@@ -140,12 +140,8 @@ class _Evaluator:
             everyone=context.everyone,
             seed=self.config.seed,
         ).eval()
-        options: dict[str, Any] = {
-            "heads": Heads.of(self.model_config),
-            "dtype": self.dtype,
-            "timeout": self.config.timeout,
-        }
-        plan = engine.plan(self.length, group=context.context_mesh, **options)
+        heads, timeout = Heads.of(self.model_config), self.config.timeout
+        plan = engine.plan(self.length, group=context.context_mesh, timeout=timeout, heads=heads, dtype=self.dtype)
         context.collect(None)  # all start together
         began = time.perf_counter()
         losses = dict(token_losses(model, self.sequences, plan=plan, windows=self.windows, context=context))
