@@ -29,7 +29,7 @@ def resolve_rates(rates: RatesGiven, *, on_gpus: bool) -> Rates:
     if rates is None:
         if user_file().is_file():
             return read_rates(user_file())
-        return usual(torch.cuda.get_device_name() if on_gpus else "cpu")
+        return usual_rates(on_gpus=on_gpus)
     if isinstance(rates, Rates):
         return rates
     if not isinstance(rates, (str, Path)):
@@ -37,6 +37,11 @@ def resolve_rates(rates: RatesGiven, *, on_gpus: bool) -> Rates:
     if isinstance(rates, Path) or rates.endswith(".toml"):
         return read_rates(rates)
     return preset(rates)
+
+
+def usual_rates(*, on_gpus: bool) -> Rates:
+    """Of the preset for the device."""
+    return usual(torch.cuda.get_device_name() if on_gpus else "cpu")
 
 
 def resolve_nodes(nodes: Any, group: Any, world: int) -> list[int] | None:
