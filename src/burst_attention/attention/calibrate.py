@@ -130,8 +130,8 @@ class _Probe:
         cells = heads * rows * rows
         each = [max(1e-18, big - little) / cells for big, little in zip(full, small, strict=True)]
         flops = 2 * 2 * DIM, 2 * 5 * DIM
-        border = [seconds / one / heads - rows * (rows + 1) / 2 for seconds, one in zip(causal, each, strict=True)]
-        block = min(float(rows), max(0.0, 2 * sum(border) / 2 / rows))
+        border = [(x - y) / one / heads - rows * (rows + 1) / 2 for x, y, one in zip(causal, small, each, strict=True)]
+        block = min(float(rows), max(0.0, sum(border) / rows))  # the mean of both passes, half of it lost in each row
         return Speed(forward=flops[0] / each[0], backward=flops[1] / each[1]), small[0], small[1], block
 
     def _passes(self, kernel: Kernel, tile: Tile, dtype: torch.dtype) -> list[float]:

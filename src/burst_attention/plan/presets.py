@@ -69,7 +69,7 @@ NODES: Mapping[str, Node] = {
         half=Speed(forward=7e10, backward=9.5e10),
         single=Speed(forward=7e10, backward=8e10),
         double=Speed(forward=3e10, backward=3.5e10),
-        overhead=Overhead(launch_forward=5e-5, launch_backward=3e-4, visit=2e-4, fold=4e9, block=192.0, call=3e-3),
+        overhead=Overhead(launch_forward=5e-5, launch_backward=3e-4, visit=2e-4, fold=8e9, block=300.0, call=3e-3),
     ),
     "a100-pcie": _gpu(
         "A100 80G PCIe: NVIDIA's data sheet (PCIe 4.0 x16, 32 GB/s each way), arXiv 2307.08691",
