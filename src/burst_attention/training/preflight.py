@@ -26,7 +26,8 @@ def check_run(config: TrainConfig, world: int) -> None:
     loaded = _load(name)
     reader, tokenizer = open_sequences(config)
     model = None
-    if loaded is not None or parallel.engine != "burst" or not isinstance(tokenizer, ByteTokenizer):
+    asked = parallel.engine != "burst" or parallel.heads is not None
+    if loaded is not None or asked or not isinstance(tokenizer, ByteTokenizer):
         from .model import model_config
 
         model = model_config(name, tokenizer, data.seq_len, loaded=loaded)
