@@ -28,6 +28,8 @@ KERNELS = "tests/unit/test_kernels.py"
 PLAN = "tests/unit/test_plan.py"
 FAULTS = "tests/distributed/test_faults.py"
 PLANNING = "tests/distributed/test_planning.py"
+PLANNER = "tests/unit/test_planner.py"
+PLANNER_ON_RANKS = "tests/distributed/test_planner.py"
 LOSS = "tests/distributed/test_loss.py"
 TOKENS = "tests/distributed/test_token_log_probs.py"
 TOKENS_OF_ONE = "tests/unit/test_token_log_probs.py"
@@ -79,6 +81,70 @@ class Fault:
 
 
 SEEDED = [
+    Fault(
+        "planner: an exchange is posted before the visits two steps ago are done",
+        "plan/timing.py",
+        "room = done[t - IN_FLIGHT] if t >= IN_FLIGHT else np.zeros(world)",
+        "room = np.zeros(world)",
+        PLANNER,
+        "waits_for_the_visits_two_before",
+    ),
+    Fault(
+        "planner: messages of one port don't share it",
+        "plan/timing.py",
+        "end = begin + np.maximum(busy[0][out], busy[1][into])",
+        "end = begin + took",
+        PLANNER,
+        "one_port_share_it",
+    ),
+    Fault(
+        "planner: ranks on shared cores each have their own",
+        "plan/timing.py",
+        "pace = min(1.0, at_once / len(computing))",
+        "pace = 1.0",
+        PLANNER,
+        "shared_cores",
+    ),
+    Fault(
+        "planner: a choice is that of the mask before",
+        "plan/schedule.py",
+        "self.planner.remember((layout, mask, shape,",
+        "self.planner.remember((layout, shape,",
+        PLANNER,
+        "chosen_before_changes_nothing",
+    ),
+    Fault(
+        "planner: each rank plans by its own rates",
+        "attention/plan.py",
+        'Planner(Rates.from_dict(told[0]["rates"]), tuple(hosts), known)',
+        "Planner(resolve_rates(rates, on_gpus=False), tuple(hosts), known)",
+        PLANNER_ON_RANKS,
+        "rates_of_rank_0",
+    ),
+    Fault(
+        "planner: sums leave for home before they are whole",
+        "plan/tally.py",
+        "(ready + 1, self.keeper, self.owner,",
+        "(ready, self.keeper, self.owner,",
+        PLAN,
+        "bytes_counted_for_a_choice",
+    ),
+    Fault(
+        "planner: what is simpler is taken at twice the time",
+        "plan/choose.py",
+        "if each.forward and each.seconds <= WORTH * shortest)",
+        "if each.forward and each.seconds <= 2 * shortest)",
+        PLANNER,
+        "never_predicted_worse",
+    ),
+    Fault(
+        "planner: a layout that was asked for by name is chosen anew",
+        "plan/schedule.py",
+        "if not self.layout_left or known is None",
+        "if known is None",
+        PLANNER,
+        "contiguous_shards_on_slow_links",
+    ),
     Fault(
         "merge without rescaling",
         "kernels/merge.py",

@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 from burst_bench import command as bench
+from burst_bench.harness.workload import engine_of
 
 from burst_attention.attention.checks import DTYPES
 from burst_attention.cli import check, plan
@@ -59,3 +60,27 @@ def test_what_is_run_unasked_is_all_there_is():
 def test_engines_are_called_by_their_names_and_a_rank_alone_holds_any_layout():
     assert [choose(name).name for name in ENGINES] == list(ENGINES)
     assert [choose("single", layout=layout).layout for layout in LAYOUTS] == list(LAYOUTS)
+
+
+@pytest.mark.parametrize(
+    ("spec", "layout", "heads", "keep"),
+    [
+        ("burst", "auto", "auto", "auto"),
+        ("burst:contiguous", "contiguous", "auto", "auto"),
+        ("burst:heads=4", "auto", 4, "auto"),
+        ("burst:contiguous,heads=2,keep=no", "contiguous", 2, False),
+        ("burst:published", "zigzag", 1, "auto"),
+        ("ring", "zigzag", 1, "auto"),
+    ],
+)
+def test_variants_of_an_engine_have_names(spec: str, layout: str, heads: int | str, keep: bool | str) -> None:
+    engine = engine_of(spec)
+    assert (engine.layout, engine.heads, engine.keep) == (layout, heads, keep)
+
+
+@pytest.mark.parametrize(
+    "spec", ["burst:a,b", "burst:heads=x", "burst:depth=2", "ring:keep=no", "tensor:heads=2", "air"]
+)
+def test_what_is_no_variant_is_refused(spec: str) -> None:
+    with pytest.raises(ValueError):
+        engine_of(spec)

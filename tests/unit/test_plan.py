@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from burst_attention.plan.assignment import TRAVELS, Cube, blocks, columns, heads, nearest, rows, table
+from burst_attention.plan.choose import Planner
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.groups import WHOLE, Groups
 from burst_attention.plan.layout import LAYOUTS, PER_DOCUMENT, Layout
@@ -22,7 +23,8 @@ from burst_attention.plan.route import ROUTES, Edge
 from burst_attention.plan.rows import Direction, Payload, Rows, Side
 from burst_attention.plan.schedule import Schedule, make_schedule
 from burst_attention.plan.slices import Slice
-from burst_attention.plan.tile import foreign_rows, pair_tiles
+from burst_attention.plan.tally import Tally
+from burst_attention.plan.tile import pair_tiles
 
 
 @st.composite
@@ -439,6 +441,34 @@ def test_bytes_counted_for_a_choice_are_those_of_the_programs(mask: Mask, world:
         moved = schedules[0].bytes_moved(shape, travels, groups)
         traffic = [schedule.traffic(shape, travels, groups) for schedule in schedules]
         assert moved.tolist() == [[t.sent for t in traffic], [t.received for t in traffic]]
+        for direction in Direction:
+            assert messages_told(schedules[0], shape, travels, direction, groups) == messages_of_edges(
+                schedules[0], shape, travels, direction, groups
+            )
+
+
+def messages_told(
+    schedule: Schedule, shape: Shape, travels: str, direction: Direction, groups: Groups
+) -> dict[tuple[int, ...], int]:
+    """Bytes by (step, source, target), as times are predicted from them."""
+    inner, tally = TRAVELS[travels](schedule.layout.world // groups.query)[direction], schedule.tally
+    found = tally.messages(shape, direction, inner, groups, tally.cells(direction, groups, inner))
+    told = Counter[tuple[int, ...]]()
+    for *key, size in zip(*(x.tolist() for x in (found.step, found.source, found.target, found.size)), strict=True):
+        told[tuple(key)] += size
+    return dict(told)
+
+
+def messages_of_edges(
+    schedule: Schedule, shape: Shape, travels: str, direction: Direction, groups: Groups
+) -> dict[tuple[int, ...], int]:
+    """The same of what runs."""
+    work, sent = schedule.work(travels, direction, groups), Counter[tuple[int, ...]]()
+    for edge in work.edges(work.cells()):
+        if edge.source != edge.target and edge.rows.count:
+            size = edge.rows.count * shape.row_bytes(edge, direction) // groups.count(edge.side)
+            sent[edge.step, edge.source, edge.target] += size
+    return dict(sent)
 
 
 @pytest.mark.parametrize("world", range(1, 20))
@@ -591,11 +621,11 @@ def test_either_balances_a_contiguous_layout(world: int) -> None:
 def test_rows_needed_are_those_of_the_pairs(world: tuple[Layout, Mask]) -> None:
     layout, mask = world
     ranks, regions = range(layout.world), mask.regions(layout.seqlen)
-    foreign = [t for (i, j), t in pair_tiles(layout, layout, regions, ranks, ranks).items() if i != j]
-    assert foreign_rows(layout, layout, regions, ranks) == {
-        Side.QUERY: sum(tiles.q_rows.count for tiles in foreign),
-        Side.KEY: sum(tiles.k_rows.count for tiles in foreign),
-    }
+    tiles, counted = pair_tiles(layout, layout, regions, ranks, ranks), Tally(layout, regions).pairs
+    assert [*zip(counted.i.tolist(), counted.j.tolist(), strict=True)] == sorted(tiles)
+    for n, pair in enumerate(sorted(tiles)):
+        found = (counted.area[n], counted.rows[Side.QUERY][n], counted.rows[Side.KEY][n])
+        assert found == (tiles[pair].area, tiles[pair].q_rows.count, tiles[pair].k_rows.count)
 
 
 def test_choosing_what_travels_is_quick_for_many_ranks() -> None:
@@ -610,8 +640,9 @@ def test_choosing_what_travels_is_quick_for_many_ranks() -> None:
 
 def test_route_auto_crosses_between_crowded_hosts_once() -> None:
     def pick(hosts: list[int] | None) -> str:
-        mask = Mask(causal=False)
-        return make_schedule(64, mask=mask, layout="contiguous", route="auto", rank=0, world=8, hosts=hosts).route.name
+        planner = Planner(nodes=None if hosts is None else tuple(hosts))
+        options = {"layout": "contiguous", "route": "auto", "rank": 0, "world": 8, "planner": planner}
+        return make_schedule(64, mask=Mask(causal=False), **options).route.name
 
     assert pick(None) == pick([0] * 8) == pick(list(range(8))) == "direct"
     assert pick([0, 0, 0, 0, 1, 1, 1, 1]) == "nodes"

@@ -35,7 +35,8 @@ class Arguments:
     """
 
     engines: Annotated[tuple[str, ...], distinct] = EVERY
-    """burst, ring, ulysses, tensor, tensor-sequence or single, with :LAYOUT where it is not the engine's best."""
+    """burst, ring, ulysses, tensor, tensor-sequence or single, with :LAYOUT where it is not the engine's best; of burst
+    also :heads=N, :keep=no, with commas, and :published, as the paper has it."""
     seq_lens: Annotated[tuple[Count, ...], distinct] = (1024, 2048, 4096)
     """Tokens of the sequence, over all ranks."""
     worlds: Annotated[tuple[Ranks, ...], distinct] | None = None

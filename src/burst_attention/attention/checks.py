@@ -16,11 +16,11 @@ from ..comm.scalars import real
 from ..kernels import choose
 from ..kernels.contract import Kernel
 from ..kernels.precision import DTYPES
-from ..plan.assignment import TRAVELS
 from ..plan.cost import Shape
 from ..plan.groups import Groups
 from ..plan.mask import Mask
-from .plan import Plan, plan_of, shape_of
+from .hardware import shape_of
+from .plan import Plan, check_travels, plan_of
 
 if TYPE_CHECKING:
     DtypeName: TypeAlias = str
@@ -49,8 +49,7 @@ def check_types(q: Any, k: Any, v: Any, scale: Any, travels: Any, kernel: Any) -
     number = None if scale is None else real(scale)
     if scale is not None and (number is None or not 0 < number <= sys.float_info.max):
         raise ValueError(f"scale={scale!r} must be a positive, finite number, or None for 1 / sqrt(head dim)")
-    if travels != "auto" and travels not in TRAVELS:
-        raise ValueError(f"travels={travels!r} is unknown; choose one of auto, {', '.join(TRAVELS)}")
+    check_travels(travels)
     if not isinstance(kernel, str):
         raise ValueError(f"kernel={kernel!r} must be a kernel's name, or auto")
     return None if number is None else float(number)

@@ -6,30 +6,44 @@ import itertools
 import socket
 import weakref
 from collections.abc import Sequence
+from dataclasses import astuple, replace
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.agreement import Agreement
 from ..comm.link import connect, resolve_group, resolve_timeout
 from ..comm.transport import Transport
-from ..kernels.precision import DTYPES, accumulation_dtype, wire_dtype
 from ..plan.assignment import TRAVELS
-from ..plan.cost import Shape, Traffic
+from ..plan.choose import HeadsOrAuto, KeepOrAuto, Planner
+from ..plan.cost import Traffic
+from ..plan.explain import explain
 from ..plan.mask import Mask
-from ..plan.schedule import HeadsOrAuto, KeepOrAuto, Schedule, make_schedule
+from ..plan.rates import Rates
+from ..plan.schedule import Schedule, make_schedule
 from . import unshard as resharding
+from .hardware import (
+    RatesGiven,
+    carries_gpus,
+    checked_shape,
+    digest_of_numbers,
+    known_shape,
+    resolve_nodes,
+    resolve_rates,
+)
 from .sweep import DeviceIndices
 from .usage import Usage
 
 # An operator of torch takes numbers, no plans. The one registry of the library, kept weakly: a plan is its caller's.
 _PLANS: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
 _HANDLES = itertools.count(1)
+MOST_TOLD = 200  # characters of where rates come from, in the record that all ranks get
 MOST_TOKENS = 2**31  # of which the square is an int64
 
 
@@ -93,7 +107,9 @@ class Plan:
                 f"a plan over {self.world} ranks can't be pickled or deep-copied, it is tied to this process's group: "
                 "make it on each rank with make_plan, or send its mask and use plan.with_mask(mask) there"
             )
-        return partial(lone_plan, self.seqlen, mask=self.mask, layout=self.layout, route=self.route), ()
+        planner = self.schedule.planner
+        apart = Planner(planner.rates, planner.nodes, planner.known)  # without what it remembers
+        return _of_schedule, (replace(self.schedule, planner=apart),)
 
     @property
     def rank(self) -> int:
@@ -214,29 +230,38 @@ class Plan:
         Raises:
             TypeError, ValueError: for shapes that the call would refuse.
         """
-        sizes = {
-            "batch": batch,
-            "q_heads": q_heads,
-            "kv_heads": kv_heads,
-            "head_dim": head_dim,
-            "v_head_dim": v_head_dim,
-        }
-        for name, size in sizes.items():
-            if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-                raise ValueError(f"{name}={size!r} must be an integer of at least 1")
-        if q_heads % kv_heads:
-            raise ValueError(f"q_heads={q_heads} must be a multiple of kv_heads={kv_heads}")
-        if dtype not in DTYPES:
-            raise TypeError(f"dtype={dtype} can't be used; choose one of {', '.join(map(str, DTYPES))}")
-        shape = shape_of(
-            dtype, batch=batch, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, v_head_dim=v_head_dim
-        )
-        if travels != "auto" and travels not in TRAVELS:
-            raise ValueError(f"travels={travels!r} is unknown; choose one of auto, {', '.join(TRAVELS)}")
+        sizes = {"batch": batch, "q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim}
+        shape = checked_shape(dtype, **sizes, v_head_dim=v_head_dim)
+        check_travels(travels)
         groups = self.schedule.choose_groups(shape, travels)
         if travels == "auto":
             travels = self.schedule.choose_travels(shape, groups)
         return self.schedule.traffic(shape, travels, groups)
+
+    def explain(
+        self,
+        *,
+        batch: int,
+        q_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        v_head_dim: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        travels: str = "auto",
+    ) -> str:
+        """How a call of :func:`burst_attention` will be computed, how long that is predicted to take, and why so.
+
+        A few lines: what was chosen; predicted seconds of one forward and backward, and how many of them are exchange
+        that nothing hides; bytes by kind of link; visits and launches; and what else could have been chosen. Arguments
+        are those of :meth:`bytes`. Any rank may call it alone.
+
+        Raises:
+            TypeError, ValueError: for shapes that the call would refuse.
+        """
+        sizes = {"batch": batch, "q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim}
+        shape = checked_shape(dtype, **sizes, v_head_dim=v_head_dim)
+        check_travels(travels)
+        return explain(self.schedule, shape, travels)
 
     def exchange_small(self, values: Sequence[float]) -> list[list[float]]:
         """Every rank's few numbers on every rank, by rank, exactly. Every rank must call it."""
@@ -255,6 +280,12 @@ class Plan:
         )
 
 
+def check_travels(travels: Any) -> None:
+    """Raise ValueError if it is no name of ``TRAVELS``, nor ``auto``."""
+    if travels != "auto" and travels not in TRAVELS:
+        raise ValueError(f"travels={travels!r} is unknown; choose one of auto, {', '.join(TRAVELS)}")
+
+
 def check_seqlen(seqlen: Any) -> int:
     """``seqlen`` as an int.
 
@@ -268,20 +299,9 @@ def check_seqlen(seqlen: Any) -> int:
     return int(seqlen)
 
 
-def shape_of(
-    dtype: torch.dtype, *, batch: int, q_heads: int, kv_heads: int, head_dim: int, v_head_dim: int | None = None
-) -> Shape:
-    """What a call with inputs of ``dtype`` moves per row; ``v_head_dim``: ``head_dim`` if None."""
-    return Shape(
-        batch=batch,
-        q_heads=q_heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        v_head_dim=head_dim if v_head_dim is None else v_head_dim,
-        io=dtype.itemsize,
-        partial=wire_dtype(dtype).itemsize,
-        accumulate=accumulation_dtype(dtype).itemsize,
-    )
+def _of_schedule(schedule: Schedule) -> Plan:
+    """The plan of a world of one."""
+    return Plan(schedule, Transport(None), Agreement(Transport(None)))
 
 
 def lone_plan(
@@ -302,34 +322,52 @@ def make_plan(
     seqlen: int,
     *,
     mask: Mask | None = None,
-    layout: str = "zigzag",
+    layout: str = "auto",
     route: str = "auto",
-    heads: HeadsOrAuto = 1,
+    heads: HeadsOrAuto = "auto",
     keep: KeepOrAuto = "auto",
+    assignment: str = "auto",
     group: Any = None,
     timeout: float | timedelta | None = None,
+    nodes: Sequence[int] | DeviceMesh | None = None,
+    rates: RatesGiven = None,
+    q_heads: int | None = None,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Plan:
     """Plan exact attention over ``seqlen`` tokens. Every rank of the group must call it, with equal arguments.
+
+    What is left to ``auto`` is chosen by predicted time, on all ranks alike: :meth:`Plan.explain` tells what and why.
 
     Args:
         seqlen: tokens of the whole sequence, at least 0; need not divide by anything.
         mask: what a query sees; causal if None.
         layout: ``zigzag`` (balanced for causal masks), ``contiguous`` or ``striped``; with ``-per-document`` after it
-            each document of the mask is cut by itself.
+            each document of the mask is cut by itself. ``auto``: zigzag, or contiguous where that is predicted to be
+            faster for calls with ``q_heads`` and ``head_dim``; zigzag if those are not told.
         route: ``direct`` (owner to user), ``ring`` (round the ring, partial results straight home), ``ring-attention``
             (both round the ring), ``nodes`` (to each host once, and there from rank to rank; the other way round
-            home), or ``auto``: direct unless several hosts have several ranks each and another loads their links less.
+            home), or ``auto``: direct; with ``heads=1``, or if it is told of calls for which that is faster, another
+            where several hosts have several ranks each and it loads their links less.
         heads: into how many groups heads are cut, U: of U * R ranks each U neighbours, whose shards are a context
             slice, compute one head group each for all of the slice. 1: none is cut. As many as there are ranks: Ulysses
             with its exchanges behind the attention. It must divide the ranks, and the key-value heads, or be a multiple
-            of those that divides the query heads. ``auto``: what needs the fewest bytes of the busiest rank, for each
-            shape of a call anew.
+            of those that divides the query heads. ``auto``: what is predicted to be fastest, for each shape of a call
+            anew.
         keep: whether, with heads cut, what the forward fetched of a rank's context slice is saved for the backward in
             place of its own q, k and v: fewer bytes on the wire, and as many in memory up to as many groups as
-            key-value heads. ``auto``: where it needs fewer bytes.
+            key-value heads. ``auto``: where it is predicted to be faster.
+        assignment: what travels in calls that leave it open, a name that ``travels`` of :func:`burst_attention` takes;
+            ``auto``: with ``heads=1`` by a rule there, else what is predicted to be fastest.
         group: None (the default group; a world of one if torch.distributed is not initialised), a ProcessGroup, or a
             1-D DeviceMesh.
         timeout: seconds (or a timedelta) that an exchange may take before ExchangeError; None for the group's own.
+        nodes: the number of each rank's node, or a 2-D DeviceMesh (node, rank of the node); None: by their host names.
+        rates: how fast kernels and links are, for predictions: :class:`~burst_attention.plan.rates.Rates`, the path of
+            a TOML file, or a preset's name such as ``h100-hgx+infiniband-400g``. None: what ``burst calibrate`` wrote
+            for this user, or else a preset for the device. Rank 0's count.
+        q_heads, kv_heads, head_dim, dtype: of the calls to come, as far as they are known; they may be others.
 
     Raises:
         TypeError, ValueError: an argument can't be used, or ranks disagree: the same class on every rank.
@@ -342,9 +380,16 @@ def make_plan(
         transport.timeout = agreement.transport.timeout = resolve_timeout(timeout)
         mask = Mask() if mask is None else mask
         options: dict[str, Any] = {"mask": mask, "layout": layout, "route": route, "heads": heads, "keep": keep}
-        schedule = make_schedule(seqlen, **options, rank=rank, world=world)
-        host, fields = socket.gethostname(), {**schedule.description, "route": route}
-    names = agreement.agree("make_plan", fields, host)
-    hosts = [names.index(name) for name in names]
-    schedule = make_schedule(seqlen, **options, rank=rank, world=world, hosts=hosts)
-    return Plan(schedule, transport, agreement)
+        options |= {"assignment": assignment, "rank": rank, "world": world}
+        known, at = known_shape(q_heads, kv_heads, head_dim, dtype), resolve_nodes(nodes, resolved, world)
+        asked = make_schedule(seqlen, **options)  # before rates are known, to see what can't be
+        fields = {**asked.description, "layout": "auto" if layout == "auto" else asked.layout.description}
+        fields |= {"route": route, "nodes": at and digest_of_numbers(at), "heads to come": known and astuple(known)}
+        own: dict[str, Any] = {"host": socket.gethostname()}
+        if rank == 0:
+            own["rates"] = resolve_rates(rates, on_gpus=carries_gpus(resolved)).as_dict(most=MOST_TOLD)
+    told = agreement.agree("make_plan", fields, own)
+    names = [each["host"] for each in told]
+    hosts = [names.index(name) for name in names] if at is None else at
+    planner = Planner(Rates.from_dict(told[0]["rates"]), tuple(hosts), known)
+    return Plan(make_schedule(seqlen, **options, planner=planner), transport, agreement)

@@ -30,6 +30,7 @@ class Command:
 
 # Each module has ``main(arguments: list[str]) -> int`` and is imported only when its command is called.
 COMMANDS = {
+    "calibrate": Command("measure kernels and links, for plans to be chosen by"),
     "check": Command("compare distributed attention with fp64, gradients included, over the ranks at hand"),
     "eval": Command(
         "measure a model's perplexity with every engine, and how far they are apart token by token",

@@ -12,7 +12,7 @@ from rich.table import Table
 from burst_attention import Mask
 from burst_attention.attention.checks import DtypeName
 from burst_attention.attention.footprint import peak_memory
-from burst_attention.attention.plan import shape_of
+from burst_attention.attention.hardware import shape_of
 from burst_attention.plan.assignment import TravelsOrAuto
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.estimate import RankCost, estimate

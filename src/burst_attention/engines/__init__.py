@@ -6,11 +6,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from burst_attention.plan.choose import HeadsOrAuto
+
 from .contract import Attend, Engine, Heads
-from .sequence import SequenceEngine, burst, ring, single, ulysses
+from .sequence import SequenceEngine, burst, published, ring, single, ulysses
 from .tensor import TensorEngine
 
-_MAKERS: dict[str, Callable[[str, str], Engine]] = {  # from (layout, route)
+_MAKERS: dict[str, Callable[[str, str, HeadsOrAuto], Engine]] = {  # from (layout, route, heads)
     "burst": burst,
     "ring": ring,
     "ulysses": ulysses,
@@ -25,22 +27,34 @@ if TYPE_CHECKING:
 else:  # what command lines and configurations take
     EngineName = Literal[ENGINES]
 
-__all__ = ["ENGINES", "Attend", "Engine", "EngineName", "Heads", "SequenceEngine", "TensorEngine", "choose"]
+__all__ = [
+    "ENGINES",
+    "Attend",
+    "Engine",
+    "EngineName",
+    "Heads",
+    "SequenceEngine",
+    "TensorEngine",
+    "burst",
+    "choose",
+    "published",
+]
 
 
-def choose(name: str, *, layout: str = "auto", route: str = "auto") -> Engine:
+def choose(name: str, *, layout: str = "auto", route: str = "auto", heads: HeadsOrAuto = "auto") -> Engine:
     """The engine called ``name``.
 
     Args:
         name: ``burst`` (ours), ``ring`` (RingAttention, arXiv 2310.01889), ``ulysses`` (DeepSpeed-Ulysses, arXiv
             2309.14509), ``tensor`` (Megatron-LM, arXiv 1909.08053), ``tensor-sequence`` (the same with sequence
             parallelism, arXiv 2205.05198) or ``single`` (one rank for each sequence, PyTorch's own attention).
-        layout: which tokens a rank holds; ``auto`` takes the engine's best: zigzag for burst and ring.
-        route: for burst, as for :func:`burst_attention.make_plan`.
+        layout: which tokens a rank holds; ``auto`` takes the engine's best: zigzag for ring, and for burst what is
+            predicted to be fastest.
+        route, heads: for burst, as for :func:`burst_attention.make_plan`.
 
     Raises:
         ValueError: the name is unknown, or the engine does not come in that layout or route.
     """
     if name not in _MAKERS:
         raise ValueError(f"engine {name!r} is unknown; choose one of {', '.join(ENGINES)}")
-    return _MAKERS[name](layout, route)
+    return _MAKERS[name](layout, route, heads)

@@ -62,8 +62,20 @@ class Engine(Protocol):
         """Raise ValueError naming the engine and what ``world`` ranks that share ``seq_len`` tokens can't do."""
         ...
 
-    def plan(self, seqlen: int, *, group: Any, timeout: float | None = None) -> Plan:
-        """Which tokens this rank embeds and has the loss of. Every rank of the group must call it."""
+    def plan(
+        self,
+        seqlen: int,
+        *,
+        group: Any,
+        timeout: float | None = None,
+        heads: Heads | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Plan:
+        """Which tokens this rank embeds and has the loss of. Every rank of the group must call it.
+
+        Args:
+            heads, dtype: of the model, by which a layout is chosen that was left open.
+        """
         ...
 
     def spread(

@@ -15,6 +15,8 @@ from burst_attention.attention.batch import shard_batch
 from burst_attention.attention.entry import burst_attention
 from burst_attention.attention.plan import Plan, make_plan
 from burst_attention.loss import Head
+from burst_attention.plan.choose import HeadsOrAuto, KeepOrAuto
+from burst_attention.plan.groups import Groups
 from burst_attention.plan.layout import LAYOUTS
 
 from .contract import Attend, Heads, PlansByWindow
@@ -36,6 +38,7 @@ class SequenceEngine:
         check_heads: raises ValueError for heads that ``world`` ranks can't share.
         count: bytes that this rank sends in one layer's forward and backward, from (plan, heads, batch, dtype).
         travels: what moves where ``attend`` is :func:`burst_attention`; None: it is another attention.
+        heads, keep: as for :func:`burst_attention.make_plan`.
     """
 
     name: str
@@ -47,6 +50,8 @@ class SequenceEngine:
     alone: bool = False
     posts: bool = True
     travels: str | None = None
+    heads: HeadsOrAuto = 1
+    keep: KeepOrAuto = "auto"
 
     def check(self, heads: Heads, seq_len: int, world: int) -> None:
         if self.alone and world > 1:
@@ -56,8 +61,19 @@ class SequenceEngine:
             )
         self.check_heads(heads, world)
 
-    def plan(self, seqlen: int, *, group: Any, timeout: float | None = None) -> Plan:
-        return make_plan(seqlen, layout=self.layout, route=self.route, group=group, timeout=timeout)
+    def plan(
+        self,
+        seqlen: int,
+        *,
+        group: Any,
+        timeout: float | None = None,
+        heads: Heads | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Plan:
+        options: dict[str, Any] = {"layout": self.layout, "route": self.route, "heads": self.heads, "keep": self.keep}
+        if heads is not None:
+            options |= {"q_heads": heads.q_heads, "kv_heads": heads.kv_heads, "head_dim": heads.head_dim}
+        return make_plan(seqlen, **options, dtype=dtype, group=group, timeout=timeout)
 
     def spread(
         self,
@@ -104,23 +120,49 @@ def planned_sent(plan: Plan, heads: Heads, batch: int, dtype: torch.dtype, *, tr
     return traffic.forward_sent, traffic.backward_sent
 
 
-def burst(layout: str = "auto", route: str = "auto", *, travels: str = "auto", kernel: str = "auto") -> SequenceEngine:
-    """BurstAttention, as :func:`burst_attention` runs it."""
+def burst(
+    layout: str = "auto",
+    route: str = "auto",
+    heads: HeadsOrAuto = "auto",
+    *,
+    keep: KeepOrAuto = "auto",
+    travels: str = "auto",
+    kernel: str = "auto",
+) -> SequenceEngine:
+    """BurstAttention, as :func:`burst_attention` runs it; what is left open is chosen by predicted time."""
     return SequenceEngine(
         name="burst",
-        layout="zigzag" if layout == "auto" else layout,
+        layout=layout,
         route=route,
+        heads=heads,
+        keep=keep,
+        check_heads=partial(check_cut, heads),
         attend=partial(burst_attention, travels=travels, kernel=kernel),
         count=partial(planned_sent, travels=travels),
         travels=travels,
     )
 
 
-def ring(layout: str = "auto", route: str = "auto") -> SequenceEngine:
+def published() -> SequenceEngine:
+    """BurstAttention as published (arXiv 2403.09347): zigzag, no heads cut, the query side travels in the backward."""
+    return burst("zigzag", "auto", 1, travels="query")
+
+
+def check_cut(cut: HeadsOrAuto, heads: Heads, world: int) -> None:
+    """Raise ValueError if heads can't be cut among so many ranks."""
+    if cut != "auto" and (world % cut or not Groups.divide(cut, q_heads=heads.q_heads, kv_heads=heads.kv_heads)):
+        raise ValueError(
+            f"--heads {cut} must divide the {world} ranks, and the {heads.kv_heads} key-value heads, or be a multiple "
+            f"of those that divides the {heads.q_heads} query heads; leave it out to have it chosen"
+        )
+
+
+def ring(layout: str = "auto", route: str = "auto", heads: HeadsOrAuto = "auto") -> SequenceEngine:
     """RingAttention: K and V go round the ring, and in the backward dK and dV with them, in fp32.
 
     Contiguous is the published one; zigzag, which balances a causal mask, the strong one.
     """
+    no_cut("ring", heads)
     layout = one_of("ring", "layout", layout, ("zigzag", "contiguous"))
     return SequenceEngine(
         name="ring",
@@ -132,8 +174,9 @@ def ring(layout: str = "auto", route: str = "auto") -> SequenceEngine:
     )
 
 
-def ulysses(layout: str = "auto", route: str = "auto") -> SequenceEngine:
+def ulysses(layout: str = "auto", route: str = "auto", heads: HeadsOrAuto = "auto") -> SequenceEngine:
     """DeepSpeed-Ulysses: all tokens of some heads, exchanged for some tokens of all heads, and back."""
+    no_cut("ulysses", heads)
     return SequenceEngine(
         name="ulysses",
         layout=one_of("ulysses", "layout", layout, ("contiguous",)),
@@ -144,8 +187,9 @@ def ulysses(layout: str = "auto", route: str = "auto") -> SequenceEngine:
     )
 
 
-def single(layout: str = "auto", route: str = "auto") -> SequenceEngine:
+def single(layout: str = "auto", route: str = "auto", heads: HeadsOrAuto = "auto") -> SequenceEngine:
     """One rank holds the whole sequence; PyTorch's own attention."""
+    no_cut("single", heads)
     return SequenceEngine(
         name="single",
         layout=one_of("single", "layout", layout, tuple(LAYOUTS)),
@@ -154,6 +198,12 @@ def single(layout: str = "auto", route: str = "auto") -> SequenceEngine:
         count=lambda *_: (0, 0),
         alone=True,
     )
+
+
+def no_cut(engine: str, heads: HeadsOrAuto) -> None:
+    """Raise ValueError if heads are to be cut by an engine of which that is not asked."""
+    if heads != "auto":
+        raise ValueError(f"--heads {heads} is not for --engine {engine}; leave it out")
 
 
 def one_of(engine: str, option: str, value: str, choices: Sequence[str]) -> str:

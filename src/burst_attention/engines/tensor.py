@@ -29,10 +29,11 @@ from burst_attention.attention.batch import Plans, shard_batch
 from burst_attention.attention.plan import Plan, lone_plan, make_plan
 from burst_attention.launch.mesh import CONTEXT, DATA
 from burst_attention.loss import Head
+from burst_attention.plan.choose import HeadsOrAuto
 
 from .contract import Heads, PlansByWindow
 from .parameters import shard_parameters
-from .sequence import one_of
+from .sequence import no_cut, one_of
 from .whole import whole_attention
 
 
@@ -46,8 +47,9 @@ class TensorEngine:
     posts: bool = False
 
     @classmethod
-    def named(cls, name: str, layout: str, route: str) -> TensorEngine:
+    def named(cls, name: str, layout: str, route: str, heads: HeadsOrAuto) -> TensorEngine:
         """``tensor`` or ``tensor-sequence``."""
+        no_cut(name, heads)
         one_of(name, "route", route, ("direct",))
         return cls(name, one_of(name, "layout", layout, ("contiguous",)), name == "tensor-sequence")
 
@@ -65,7 +67,7 @@ class TensorEngine:
                     "use ranks that do, or --engine burst"
                 )
 
-    def plan(self, seqlen: int, *, group: Any, timeout: float | None = None) -> Plan:
+    def plan(self, seqlen: int, *, group: Any, timeout: float | None = None, **_: Any) -> Plan:
         return make_plan(seqlen, layout=self.layout, route="direct", group=group, timeout=timeout)
 
     def spread(

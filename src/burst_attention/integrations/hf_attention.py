@@ -12,6 +12,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from burst_attention.attention.batch import PlanArgument, Plans
+from burst_attention.attention.checks import DTYPES
 from burst_attention.attention.entry import burst_attention
 from burst_attention.attention.plan import Plan
 
@@ -153,3 +154,20 @@ def _mask_parts(function: Callable) -> Iterator[tuple[str, Callable]]:
 def _closure(function: Any) -> dict[str, Any]:
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     return {name: cell.cell_contents for name, cell in cells}
+
+
+def sizes_to_come(model: Any) -> dict[str, Any]:
+    """What ``make_plan`` takes of the calls of a model's layers; nothing if its configuration tells too little."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    q_heads, width = (getattr(text, name, None) for name in ("num_attention_heads", "hidden_size"))
+    head_dim = getattr(text, "head_dim", None)
+    if not isinstance(q_heads, int) or not isinstance(width, int) or q_heads < 1:
+        return {}
+    kv_heads = getattr(text, "num_key_value_heads", None) or q_heads
+    head_dim = head_dim or width // q_heads
+    if not isinstance(kv_heads, int) or not isinstance(head_dim, int) or q_heads % kv_heads or head_dim < 1:
+        return {}
+    dtype = getattr(model, "dtype", None)
+    sizes = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    return sizes | ({"dtype": dtype} if dtype in DTYPES else {})

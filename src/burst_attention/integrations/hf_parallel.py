@@ -27,7 +27,7 @@ from burst_attention.loss.checks import divisor_of
 
 from . import hf_head, hf_models
 from .hf_answer import Call, Scaled, answer
-from .hf_attention import register
+from .hf_attention import register, sizes_to_come
 from .hf_batch import IGNORED, PACKING, PlanCache, Rows, rows_of
 from .hf_checks import check_rope, shown
 
@@ -67,7 +67,8 @@ def parallelize(
             last hidden states are gathered whole on every rank), or a PEFT model of one. Call this before DDP,
             ``fully_shard`` and ``torch.compile``. It is changed in place: its class becomes a subclass.
         group: a ProcessGroup, one axis of a DeviceMesh, or None: as for :func:`burst_attention.make_plan`.
-        layout: a layout's name, or ``auto``: zigzag, which is balanced under causal masks.
+        layout: a layout's name, or ``auto``: what is predicted to be fastest for a batch, of zigzag, which is balanced
+            under causal masks, and contiguous.
         gradients: ``mean``: the mean over all ranks is the one-device gradient, as DDP and FSDP take it. ``sum``: the
             sum over the ranks of ``group`` is.
         temperature: of the results per token that ``fused_lm_head=True`` asks for, as TRL does.
@@ -83,7 +84,7 @@ def parallelize(
         TypeError, ValueError: the model can't be spread, or an argument is wrong; on every rank.
     """
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    plan = make_plan(1, layout="zigzag" if layout == "auto" else layout, group=group, timeout=timeout)
+    plan = make_plan(1, layout=layout, group=group, timeout=timeout, **sizes_to_come(base))
     with plan.agreement.entering("parallelize"):
         if gradients not in get_args(Gradients):
             raise ValueError(f"gradients={gradients!r} is unknown; choose one of {', '.join(get_args(Gradients))}")

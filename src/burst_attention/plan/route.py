@@ -137,9 +137,14 @@ class Route:
             step += 1
             yield Edge(step, rank, (rank + 1) % world, key, so_far, True, self.exact)
 
+    @property
+    def by_nodes(self) -> bool:
+        """Does it matter who is on a node with whom?"""
+        return self.out == "nodes"
+
     def node(self, rank: int) -> int:
         """The node of a rank, as far as it matters to the way of messages."""
-        return self.nodes[rank] if self.nodes and self.out == "nodes" else rank
+        return self.nodes[rank] if self.nodes and self.by_nodes else rank
 
     def mates(self, rank: int) -> list[int]:
         """The ranks of a rank's node, itself too: what passes through it comes from them, or is theirs."""
@@ -148,7 +153,7 @@ class Route:
     @cached_property
     def node_size(self) -> int:
         """How many ranks a node has, if messages go by nodes, and these are of neighbours and of one size; else 1."""
-        size = self.nodes.count(self.nodes[0]) if self.out == "nodes" and self.nodes else 1
+        size = self.nodes.count(self.nodes[0]) if self.nodes and self.by_nodes else 1
         alike = [self.nodes[n : n + size] for n in range(0, len(self.nodes), size)]
         return size if all(len(each) == size and len(set(each)) == 1 for each in alike) else 1
 

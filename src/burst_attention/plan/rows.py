@@ -123,6 +123,11 @@ class Union:
         """How many rows each key has."""
         return np.diff(np.r_[0, np.cumsum(self.stops - self.starts)][self._cuts])
 
+    @property
+    def intervals(self) -> np.ndarray:
+        """How many intervals each key has."""
+        return np.diff(self._cuts)
+
     def sets(self) -> Iterator[tuple[int, Rows]]:
         """Each key with its rows."""
         for n, key in enumerate(self.keys.tolist()):

@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
 from . import cost
 from .assignment import TRAVELS, Assignment, Cube, heads, rows
 from .build import build_program
-from .groups import WHOLE, Groups, divisors
+from .choose import (
+    LAYOUTS_TRIED,
+    WORTH,
+    HeadsOrAuto,
+    KeepOrAuto,
+    Planner,
+    Prediction,
+    by_work_and_bytes,
+    candidates,
+    cuts,
+    fastest,
+    predict,
+    representative,
+)
+from .groups import WHOLE, Groups
 from .layout import Layout, digest
 from .mask import Mask
 from .program import Program
 from .route import ROUTES, Route
-from .rows import Direction, Side
-from .tally import moved
-from .tile import Tiles, foreign_rows, pair_areas, pair_tiles, wanted_tiles
+from .rows import Direction
+from .tally import Tally, edge_messages
+from .tile import Tiles, pair_tiles
+from .timing import OnPaper, Timed
 from .uses import Work
 
-HeadsOrAuto = int | Literal["auto"]
-KeepOrAuto = bool | Literal["auto"]
+MOST_FOR_A_RING = 32  # ranks up to which it is predicted whether a ring is faster: edge by edge
 
 
 @dataclass(frozen=True)
@@ -36,9 +49,14 @@ class Schedule:
     rank: int
     heads: HeadsOrAuto = 1
     keep: KeepOrAuto = "auto"
+    assignment: str = "auto"
+    planner: Planner = field(default_factory=Planner, compare=False, repr=False)
+    layout_left: bool = field(default=False, repr=False)  # was it left open?
 
     def __post_init__(self) -> None:
         self._check_heads()
+        if self.assignment != "auto" and self.assignment not in TRAVELS:
+            raise ValueError(f"assignment={self.assignment!r} is unknown; choose one of auto, {', '.join(TRAVELS)}")
         if not isinstance(self.mask, Mask):
             raise TypeError(f"mask={self.mask!r} must be a burst_attention.Mask")
         if not 0 <= self.rank < self.layout.world:
@@ -64,11 +82,22 @@ class Schedule:
             )
 
     def with_mask(self, mask: Mask, *, seqlen: int | None = None) -> Schedule:
-        """The same layout and route under another mask; with ``seqlen`` the tokens are cut anew, over so many."""
+        """The same layout and route under another mask; with ``seqlen`` the tokens are cut anew, over so many, by a
+        layout that is chosen anew if it was left open."""
         if seqlen is None:
             return replace(self, mask=mask)
         documents = tuple(mask.cu_seqlens) if self.layout.per_document and mask.cu_seqlens else None
-        return replace(self, mask=mask, layout=replace(self.layout, seqlen=seqlen, documents=documents))
+        layout = replace(self.layout, seqlen=seqlen, documents=documents)
+        return replace(self, mask=mask, layout=layout).laid_out()
+
+    def laid_out(self) -> Schedule:
+        """By the layout that is predicted to be fastest for the calls known to come, if it was left open."""
+        known = self.planner.known
+        if not self.layout_left or known is None or self.layout.world == 1 or not self.route.direct:
+            return self
+        tried = [replace(self, layout=replace(self.layout, name=name)) for name in LAYOUTS_TRIED]
+        seconds = [schedule.choose(known).seconds for schedule in tried]
+        return tried[next(n for n, each in enumerate(seconds) if each <= WORTH * min(seconds))]
 
     @cached_property
     def description(self) -> dict[str, object]:
@@ -80,6 +109,7 @@ class Schedule:
             "mask": f"{self.mask!r}" + (f" (digest {digest(self.mask)})" if self.mask.cu_seqlens else ""),
             "heads": self.heads,
             "keep": self.keep,
+            "assignment": self.assignment,
         }
 
     @cached_property
@@ -117,16 +147,8 @@ class Schedule:
     def _programs(self) -> dict[tuple[str, Direction, Groups], Program]:
         return {}
 
-    @cached_property
-    def _rows_needed(self) -> dict[Side, int]:
-        """For each side: rows of other ranks' shards that the ranks' pairs need, all together."""
-        ranks = range(self.layout.world)
-        return foreign_rows(self.layout, self.layout, self.regions, ranks)
-
     def choose_groups(self, shape: cost.Shape, travels: str) -> Groups:
-        """How heads had best be cut, if it is not said, and whether to keep what a forward fetches.
-
-        What needs the fewest bytes of the busiest rank, in one forward and backward; the fewest groups on a tie.
+        """How heads had best be cut, if it is not said, and whether to keep what a forward fetches: :meth:`choose`.
 
         Args:
             travels: a name of :data:`TRAVELS`, or ``auto``.
@@ -134,29 +156,48 @@ class Schedule:
         Raises:
             ValueError: these heads can't be cut into as many groups as were asked for.
         """
-        if self.heads == 1 or self.layout.world == 1:
+        if self.heads == 1 or self.layout.world == 1 or self.route.ring:
             return WHOLE
-        known = shape, travels
-        if known not in self._groups:
-            candidates = self._candidates(shape)
-            self._groups[known] = min(candidates, key=lambda each: self.bytes_moved(shape, travels, each).max())
-        return self._groups[known]
+        return self.choose(shape, travels).candidate.groups
 
-    def _candidates(self, shape: cost.Shape) -> list[Groups]:
-        of = partial(Groups.of, q_heads=shape.q_heads, kv_heads=shape.kv_heads)
-        divide = partial(Groups.divide, q_heads=shape.q_heads, kv_heads=shape.kv_heads)
-        keeps = [False, True] if self.keep == "auto" else [self.keep]
-        if self.heads != "auto":
-            cut = [of(self.heads)]
-        elif not self.route.ring:
-            cut = [of(n) for n in divisors(self.layout.world) if divide(n)]
-        else:
-            cut = [WHOLE]
-        return [replace(each, keep=keep and each.query > 1) for each in cut for keep in keeps]
+    def choose(self, shape: cost.Shape, travels: str = "auto", groups: Groups | None = None) -> Prediction:
+        """What is predicted to be fastest, over direct routes, for one row of a batch, of all that was left open.
 
-    @cached_property
-    def _groups(self) -> dict[tuple[cost.Shape, str], Groups]:
-        return {}
+        Args:
+            shape: whatever its batch is, the choice is the same: a compiler may not know it.
+            travels: a name of :data:`TRAVELS`, or ``auto``.
+            groups: how heads are cut; None to choose it.
+        """
+        return fastest(self.predictions(shape, travels, groups))
+
+    def predicted(self, shape: cost.Shape) -> float:
+        """Seconds of a forward and a backward of one row of a batch."""
+        shape = replace(shape, batch=1)
+        if self.route.direct:
+            return self.choose(shape).seconds
+        return sum(each.seconds for each in self.timed(shape, self.choose_travels(shape), WHOLE))
+
+    def timed(self, shape: cost.Shape, travels: str, groups: Groups) -> list[Timed]:
+        """A forward and a backward on any route, foretold from the edges themselves."""
+        inner, wire = TRAVELS[travels](self.layout.world // groups.query), self.planner.wire(self.layout.world)
+        on_paper = [OnPaper(self.tally, shape, d, inner[d], groups, wire) for d in Direction]
+        if self.route.direct:
+            return [one.run() for one in on_paper]
+        return [one.run(edge_messages(self.work(travels, one.direction, groups), shape)) for one in on_paper]
+
+    def predictions(self, shape: cost.Shape, travels: str, groups: Groups | None = None) -> list[Prediction]:
+        """Of all that was left open, the simplest first; arguments are those of :meth:`choose`."""
+        world, shape = self.layout.world, replace(shape, batch=1)
+        travels = self.assignment if travels == "auto" else travels
+        given = [groups] if groups else [*cuts(world, shape, self.heads, self.keep)]
+        layout, mask = representative(self.layout, self.mask)
+
+        def predicted() -> list[Prediction]:
+            tally = Tally(layout, mask.regions(layout.seqlen))
+            ways = candidates(tally, shape, given, travels, by_rule=self.heads == 1, partial_bytes=shape.partial)
+            return predict(tally, shape, ways, self.planner.wire(world))
+
+        return self.planner.remember((layout, mask, shape, travels, self.heads == 1, *given), predicted)
 
     def slice_length(self, groups: Groups) -> int:
         """Tokens of this rank's context slice."""
@@ -167,50 +208,25 @@ class Schedule:
         if travels == "auto":
             travels = self.choose_travels(shape, groups)
         assignments = TRAVELS[travels](self.layout.world // groups.query)
-        return moved(self._tiles, self.layout, shape, assignments, groups)
+        return self.tally.moved(shape, assignments, groups)
 
     @cached_property
-    def _tiles(self) -> np.ndarray:
-        return wanted_tiles(self.layout, self.regions, np.ones((self.layout.world, self.layout.world), bool))
+    def tally(self) -> Tally:
+        """What all ranks move and compute, by arrays."""
+        return Tally(self.layout, self.regions)
 
     def choose_travels(self, shape: cost.Shape, groups: Groups = WHOLE) -> str:
-        """What had best travel.
+        """What had best travel with heads cut so: what was asked of the plan, else :meth:`choose`.
 
-        Either, where that leaves the busiest rank markedly less to compute: a contiguous layout under a causal mask.
-        Else what needs fewer bytes in the backward, the query side on a tie. Counted as if each shard went straight to
-        its users and partial results straight home, whatever the route. With heads cut it is context slices that
-        travel, in blocks too, by the bytes of both passes.
+        With ``heads=1`` asked for it is a rule, whatever the rates: :func:`by_work_and_bytes`.
         """
+        if self.assignment != "auto":
+            return self.assignment
         if groups.query == self.layout.world > 1:  # one context slice: nothing travels between slices
             return "query"
-        busiest = {travels: self._busiest(travels, groups) for travels in TRAVELS}
-        if busiest["either"] < 0.95 * min(busiest["query"], busiest["key-value"]):
-            return "either"
-        if groups.query > 1:
-            least = 1.05 * min(busiest.values())
-            balanced = [travels for travels in ("query", "key-value", "blocks") if busiest[travels] <= least]
-            return min(balanced or ["query"], key=lambda travels: self.bytes_moved(shape, travels, groups).sum())
-        totals = {}
-        for name, side in (("query", Side.QUERY), ("key-value", Side.KEY)):
-            partials = shape.accumulate if self.route.exact else shape.partial
-            out, home = (shape.side_bytes(side, Direction.BACKWARD, wide=wide) for wide in (None, partials))
-            totals[name] = self._rows_needed[side] * (out + home)
-        return min(totals, key=totals.__getitem__)
-
-    def _busiest(self, travels: str, groups: Groups) -> float:
-        """(Query, key) pairs that the rank with most of them computes, pass by pass; a backward's count more."""
-        assignments = TRAVELS[travels](self.layout.world // groups.query)
-        most = {direction: self._areas_by(assign, groups) for direction, assign in assignments.items()}
-        return most[Direction.FORWARD] + 2.5 * most[Direction.BACKWARD]
-
-    def _areas_by(self, assign: Assignment, groups: Groups) -> int:
-        i, j, area = self._areas
-        return int(np.bincount(assign(groups.context(i), groups.context(j)), area, minlength=1).max(initial=0))
-
-    @cached_property
-    def _areas(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        ranks = range(self.layout.world)
-        return pair_areas(self.layout, self.layout, self.regions, ranks)
+        if groups == WHOLE and (self.heads == 1 or self.layout.world == 1 or not self.route.direct):
+            return by_work_and_bytes(self.tally, shape, shape.accumulate if self.route.exact else shape.partial)
+        return self.choose(shape, groups=groups).candidate.travels
 
     def traffic(self, shape: cost.Shape, travels: str, groups: Groups = WHOLE) -> cost.Traffic:
         """What this rank sends and receives in one forward and one backward."""
@@ -228,33 +244,42 @@ def make_schedule(
     route: str,
     rank: int,
     world: int,
-    hosts: Sequence[int] | None = None,
     heads: HeadsOrAuto = 1,
     keep: KeepOrAuto = "auto",
+    assignment: str = "auto",
+    planner: Planner | None = None,
 ) -> Schedule:
-    """Check the arguments and choose the route.
+    """Check the arguments, and choose the layout and the route where they were left open.
 
     Args:
-        route: a name of :data:`ROUTES`, or ``auto``: direct on one host; with several ranks on each of several hosts
-            the route that moves fewer rows through the busiest host's link.
-        hosts: for each rank the number of its host; None if all share one.
-        heads, keep: as for :func:`burst_attention.make_plan`.
+        layout: a name, or ``auto``: that of which a call like ``planner.known`` is predicted to be faster; zigzag if
+            that is not known.
+        route: a name of :data:`ROUTES`, or ``auto``: direct on one host. With several ranks on each of several hosts
+            by nodes or the ring, where heads are not to be cut and it moves fewer rows through the busiest host's link,
+            or where a call like ``planner.known`` is predicted to be faster.
+        heads, keep, assignment: as for :func:`burst_attention.make_plan`.
+        planner: rates and nodes, and what is known of the calls to come.
     """
     if route != "auto" and route not in ROUTES:
         raise ValueError(f"route={route!r} is unknown; choose one of auto, {', '.join(ROUTES)}")
-    shape = Layout(layout, seqlen, world)
+    planner = Planner() if planner is None else planner
+    left = layout == "auto"
+    shape = Layout(LAYOUTS_TRIED[0] if left else layout, seqlen, world)
     if shape.per_document and isinstance(mask, Mask) and mask.cu_seqlens is not None:
         shape = replace(shape, documents=tuple(mask.cu_seqlens))
-    direct = Schedule(shape, mask, ROUTES["direct"], rank, heads, keep)
-    if heads not in (1, "auto") and route == "auto":
+    nodes, known = planner.nodes, planner.known
+    over = ROUTES["direct" if route == "auto" else route]
+    over = replace(over, nodes=nodes or ()) if over.by_nodes else over
+    given = Schedule(shape, mask, over, rank, heads, keep, assignment, planner)
+    direct = replace(given, layout_left=left).laid_out()
+    if route != "auto" or nodes is None or len(set(nodes)) in (1, world) or heads not in (1, "auto"):
         return direct
-    nodes = tuple(hosts or ())
-    if route != "auto":
-        return replace(direct, route=replace(ROUTES[route], nodes=nodes))
-    if len(set(nodes)) in (0, 1, world):
+    others = [replace(direct, route=replace(ROUTES["nodes"], nodes=nodes)), replace(direct, route=ROUTES["ring"])]
+    if heads == 1:
+        return min((direct, *others), key=lambda schedule: _busiest_link(schedule, nodes))
+    if known is None or world > MOST_FOR_A_RING:
         return direct
-    candidates = [replace(direct, route=replace(ROUTES[name], nodes=nodes)) for name in ("direct", "nodes", "ring")]
-    return min(candidates, key=lambda schedule: _busiest_link(schedule, nodes))
+    return min((direct, *others), key=lambda schedule: schedule.predicted(known))
 
 
 def _busiest_link(schedule: Schedule, hosts: Sequence[int]) -> int:

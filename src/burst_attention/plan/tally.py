@@ -1,8 +1,14 @@
-"""What every rank sends and receives when heads are cut first, by arrays: for choosing, before there is any program."""
+"""What all ranks send, receive and compute at each step, by arrays: for choosing, before there is any program.
+
+The same messages as :meth:`~burst_attention.plan.uses.Work.edges` has, which a test compares; no objects, for hundreds
+of ranks have too many.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -11,98 +17,281 @@ from .cost import Shape
 from .groups import Groups
 from .layout import Layout
 from .rows import Direction, Payload, Side, Union
+from .tile import band_area, region_tiles
+from .uses import Work
+
+SHARD, PARTIAL, RELAYED = 0, 1, 2
+MOST_CELLS = 1 << 15  # looked at one by one; beyond it some head groups stand for the others
 
 
-def moved(
-    table: np.ndarray, layout: Layout, shape: Shape, assignments: Mapping[Direction, Assignment], groups: Groups
-) -> np.ndarray:
-    """int64 [2, W]: bytes that each rank sends, and receives, in a forward and a backward over direct routes.
+Columns = tuple[np.ndarray | int, ...]
 
-    Every head group's rows go the same ways, so they are counted once.
 
-    Args:
-        table: of all pairs, as :func:`~burst_attention.plan.tile.wanted_tiles` gives it.
-        assignments: of context slices, of each pass.
+@dataclass(frozen=True, eq=False)
+class Messages:
+    """int64 [N] each. ``kind``: bits; a shard, or a :data:`PARTIAL` result; and :data:`RELAYED`, of what came by an
+    exchange before."""
+
+    step: np.ndarray
+    source: np.ndarray
+    target: np.ndarray
+    size: np.ndarray
+    kind: np.ndarray
+
+    @classmethod
+    def of(cls, parts: list[Columns]) -> Messages:
+        """Of such columns, to be broadcast; what is empty, or stays on a rank, is no message."""
+        flat = [[x.ravel() for x in np.broadcast_arrays(*part)] for part in parts]
+        step, source, target, size, kind = (np.concatenate(column) for column in zip(*flat, strict=True))
+        sent = (size > 0) & (source != target)
+        return cls(*(x[sent] for x in (step, source, target, size, kind)))
+
+
+def edge_messages(work: Work, shape: Shape) -> Messages:
+    """Of any route, from the edges themselves: for few ranks."""
+    edges, groups = work.edges(work.cells()), work.groups
+    rows = [
+        (
+            e.step,
+            e.source,
+            e.target,
+            e.rows.count * shape.row_bytes(e, work.direction) // groups.count(e.side),
+            PARTIAL * e.partial | RELAYED * (not e.partial and e.source != e.owner),
+        )
+        for e in edges
+    ]
+    return Messages.of([tuple(np.array(rows, np.int64).reshape(-1, 5).T)])
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """Of each pair of shards that sees anything, int64 [N]: its owners, (query, key) seen, borders, tiles, and rows.
+
+    ``border``: rows of tiles that a band cuts off at their end, twice if at both. ``tiles`` are those of one document
+    or prefix counted as one, which joining makes of nearly all of them. ``rows`` are those that some tile touches;
+    ``touched``: counted as often as there are tiles, between segments, that do.
     """
-    total = np.zeros((2, layout.world), np.int64)
-    for direction, inner in assignments.items():
+
+    i: np.ndarray
+    j: np.ndarray
+    area: np.ndarray
+    border: np.ndarray
+    tiles: np.ndarray
+    rows: Mapping[Side, np.ndarray]
+    touched: Mapping[Side, np.ndarray]
+
+
+@dataclass(frozen=True, eq=False)
+class Steps:
+    """When each of N pairs is computed for each of G head groups.
+
+    ``user`` [N]: the context slice that does; ``step`` [G, N]; ``new_query``, ``new_key`` [G, N]: whether it is that
+    side's shard which had not come before.
+    """
+
+    user: np.ndarray
+    step: np.ndarray
+    new_query: np.ndarray
+    new_key: np.ndarray
+
+
+class Tally:
+    """One layout under one mask."""
+
+    def __init__(self, layout: Layout, regions: np.ndarray) -> None:
+        self.layout, self.world = layout, layout.world
+        self.lengths = np.array(layout.lengths)
+        self._table = region_tiles(layout, regions)
+        self._rows: dict[tuple[int, Side], tuple[np.ndarray, np.ndarray, Union]] = {}
+
+    @cached_property
+    def pairs(self) -> Pairs:
+        i, j, region, q0, q1, k0, k1, lo, hi = self._table.T
+        code, at = np.unique(i * self.world + j, return_inverse=True)
+
+        def total(values: np.ndarray) -> np.ndarray:
+            return np.bincount(at, values, minlength=len(code)).astype(np.int64)
+
+        rows, columns = q1 - q0, k1 - k0
+        apart = np.unique(np.stack([at, region]), axis=1)[0] if len(code) < len(at) else at
+        return Pairs(
+            *np.divmod(code, self.world),
+            total(band_area(rows, columns, lo, hi)),
+            total(rows * (1 * (lo > 1 - columns) + (hi < rows - 1))),
+            np.bincount(apart, minlength=len(code)),
+            {side: self._by_context(1, side)[2].counts[self._order(side)] for side in Side},
+            {Side.QUERY: total(rows), Side.KEY: total(columns)},
+        )
+
+    @cached_property
+    def segments(self) -> float:
+        """Pieces of a shard, in the mean over some ranks."""
+        ranks = range(0, self.world, -(-self.world // 8))
+        return max(1.0, sum(len(self.layout.segments(rank)) for rank in ranks) / len(ranks))
+
+    def _order(self, side: Side) -> np.ndarray:
+        """From pairs in the order of (own, other) to that of (query owner, key owner)."""
+        own, other, _ = self._by_context(1, side)
+        return np.argsort(own * self.world + other if side is Side.QUERY else other * self.world + own)
+
+    def _by_context(self, size: int, side: Side) -> tuple[np.ndarray, np.ndarray, Union]:
+        """(owner, the other side's context slice, rows that those two need) of context slices of ``size`` ranks."""
+        if (size, side) not in self._rows:
+            contexts = self.world // size
+            if size == 1:
+                own, first = (self._table[:, 0], 3) if side is Side.QUERY else (self._table[:, 1], 5)
+                other = self._table[:, 1] if side is Side.QUERY else self._table[:, 0]
+                union = Union.of(own * contexts + other, self._table[:, first], self._table[:, first + 1])
+            else:
+                own, other, finer = self._by_context(1, side)
+                at = np.repeat(np.arange(len(own)), finer.intervals)
+                union = Union.of(own[at] * contexts + other[at] // size, finer.starts, finer.stops)
+            self._rows[size, side] = *np.divmod(union.keys, contexts), union
+        return self._rows[size, side]
+
+    def rows(self, groups: Groups, inner: Assignment, side: Side) -> np.ndarray:
+        """int64 [W, R]: of each owner's shard the rows that the ranks of each context slice need."""
+        contexts = self.world // groups.query
+        own, other, union = self._by_context(groups.query, side)
+        mine = groups.context(own)
+        user = inner(mine, other) if side is Side.QUERY else inner(other, mine)
+        rows = np.zeros((self.world, contexts), np.int64)
+        if (user == other).all():
+            rows[own, user] = union.counts
+        else:
+            at = np.repeat(np.arange(len(own)), union.intervals)
+            joined = Union.of((own * contexts + user)[at], union.starts, union.stops)
+            rows.flat[joined.keys] = joined.counts
+        return rows
+
+    def looked_at(self, groups: Groups) -> np.ndarray:
+        """The head groups whose cells are looked at, one by one or as examples."""
+        count = min(groups.query, max(2, MOST_CELLS // max(1, len(self.pairs.i))))
+        return np.unique(np.linspace(0, groups.query - 1, count).round().astype(np.int64))
+
+    def cells(self, direction: Direction, groups: Groups, inner: Assignment) -> Steps:
+        """When each pair is computed, for each head group of :meth:`looked_at`."""
+        i, j = self.pairs.i, self.pairs.j
+        fetched_before = groups.keep and direction is Direction.BACKWARD
+        user = inner(groups.context(i), groups.context(j))
+        group = self.looked_at(groups)[:, None]
+        rank = groups.keeper(group, user)
+        arrives = {
+            side: np.maximum.reduce([groups.distance(x, rank, self.world) for x in sources])
+            for side, sources in self._sources(groups, group, fetched_before).items()
+        }
+        step = np.maximum(arrives[Side.QUERY], arrives[Side.KEY])
+        return Steps(user, step, arrives[Side.QUERY] == step, arrives[Side.KEY] == step)
+
+    def _sources(self, groups: Groups, group: np.ndarray, fetched_before: bool) -> dict[Side, list[np.ndarray]]:
+        """Where what a cell needs of each side starts."""
+        i, j = self.pairs.i, self.pairs.j
+        if not fetched_before:
+            return {Side.QUERY: [i], Side.KEY: [j]}
+        kept_i, kept_j = (groups.keeper(group, groups.context(owner)) for owner in (i, j))
+        return {Side.QUERY: [i, kept_i], Side.KEY: [kept_j]}
+
+    def messages(
+        self, shape: Shape, direction: Direction, inner: Assignment, groups: Groups, steps: Steps | None = None
+    ) -> Messages:
+        """All of one pass over direct routes; without ``steps`` it is not known at which step results come home."""
+        parts: list[Columns] = [(np.zeros(0, np.int64),) * 5]
         for side in Side:
-            total += _Side(table, layout, shape, inner, groups, direction, side).moved()
-    return total
+            one = _Side(self, shape, inner, groups, direction, side)
+            parts += one.outward()
+            if side in direction.returns:
+                parts += one.homeward(self._last(side, steps, groups))
+        return Messages.of(parts)
+
+    def areas(self, inner: Assignment, groups: Groups, block: float) -> np.ndarray:
+        """float64 [R]: (query, key) of one head group that the ranks of each context slice compute."""
+        user = inner(groups.context(self.pairs.i), groups.context(self.pairs.j))
+        return np.bincount(user, self.pairs.area + self.pairs.border * block / 2, self.world // groups.query)
+
+    def _last(self, side: Side, steps: Steps | None, groups: Groups) -> np.ndarray:
+        """int64 [U, W, R]: the last step at which the ranks of a head group use each shard."""
+        contexts = self.world // groups.query
+        if steps is None:
+            return np.zeros((1, 1, contexts), np.int64)
+        own = self.pairs.i if side is Side.QUERY else self.pairs.j
+        last = np.full((len(steps.step), self.world * contexts), -1, np.int64)
+        code = own * contexts + steps.user
+        order = np.argsort(code, kind="stable")
+        keys, first = np.unique(code[order], return_index=True)
+        if len(keys):
+            last[:, keys] = np.maximum.reduceat(steps.step[:, order], first, axis=1)
+        return last.reshape(-1, self.world, contexts)[self.example(groups)]
+
+    def example(self, groups: Groups) -> np.ndarray:
+        """Which of :meth:`looked_at` stands for each head group."""
+        known = self.looked_at(groups)
+        return np.abs(known - np.arange(groups.query)[:, None]).argmin(1)
+
+    def moved(self, shape: Shape, assignments: Mapping[Direction, Assignment], groups: Groups) -> np.ndarray:
+        """int64 [2, W]: bytes that each rank sends, and receives, in a forward and a backward over direct routes."""
+        total = np.zeros((2, self.world))
+        for direction, inner in assignments.items():
+            sent = self.messages(shape, direction, inner, groups)  # whenever they are sent
+            for n, end in enumerate((sent.source, sent.target)):
+                total[n] += np.bincount(end, sent.size, minlength=self.world)
+        return total.astype(np.int64)
 
 
 class _Side:
-    """One side of one pass. ``rows`` [W, R]: of each owner those that each context's ranks need, by head group."""
+    """One side of one pass, over all head groups: arrays [U, W, R], or of one group's, which are alike."""
 
     def __init__(
-        self,
-        table: np.ndarray,
-        layout: Layout,
-        shape: Shape,
-        inner: Assignment,
-        groups: Groups,
-        direction: Direction,
-        side: Side,
+        self, tally: Tally, shape: Shape, inner: Assignment, groups: Groups, direction: Direction, side: Side
     ) -> None:
         self.shape, self.groups, self.direction, self.side = shape, groups, direction, side
-        self.lengths, world = np.array(layout.lengths), layout.world
-        self.owner, self.context = np.arange(world)[:, None], np.arange(world // groups.query)
-        own, first = (table[:, 0], 2) if side is Side.QUERY else (table[:, 1], 4)
-        user = inner(*(groups.context(table[:, n]) for n in (0, 1)))
-        union = Union.of(own * len(self.context) + user, table[:, first], table[:, first + 1])
-        self.rows = np.zeros((world, len(self.context)), np.int64)
-        self.rows.flat[union.keys] = union.counts
-        grid = inner(self.context[:, None], self.context)
-        self.all_rows = np.zeros((world, 1), np.int64)
-        union = Union.of(own, table[:, first], table[:, first + 1])
-        self.all_rows[union.keys, 0] = union.counts
+        self.lengths, self.world = tally.lengths, tally.world
+        contexts = np.arange(self.world // groups.query)
+        self.owner, self.context = np.arange(self.world)[:, None], contexts
+        self.home = groups.context(self.owner)
+        self.user = groups.keeper(np.arange(groups.query)[:, None, None], contexts)
+        self.keeper = groups.keeper(np.arange(groups.query)[:, None, None], self.home)
+        self.rows, self.all_rows = tally.rows(groups, inner, side), tally.rows(groups, _nowhere, side)[:, :1]
+        grid = inner(contexts[:, None], contexts)
         self.whole = (grid == grid[:, :1]).all(1) if side is Side.QUERY else (grid == grid[:1]).all(0)
 
-    def moved(self) -> np.ndarray:
-        """int64 [2, W]: sent and received."""
-        total = np.zeros((2, len(self.lengths)), np.int64)
-        for group in range(self.groups.query):
-            user = group + self.groups.query * self.context
-            keeper = group + self.groups.query * self.groups.context(self.owner)
-            for rows, size, source in self._out(keeper):
-                _add(total, rows * size, source, user)
-            for rows, size, start, end in self._home(keeper, user) if self.side in self.direction.returns else ():
-                _add(total, rows * size, start, end)
-        return total // self.groups.count(self.side)
+    def _bytes(self, *, wide: int | None = None, payload: Payload = Payload.ALL) -> int:
+        """Of a row, of one part of the heads."""
+        size = self.shape.side_bytes(self.side, self.direction, wide=wide, payload=payload)
+        return size // self.groups.count(self.side)
 
-    def _out(self, keeper: np.ndarray) -> list[tuple[np.ndarray, int, np.ndarray]]:
-        """(rows, bytes of one, where they start)."""
-        bytes_of = self.shape.side_bytes
+    def outward(self) -> list[Columns]:
+        """Columns of :class:`Messages`, of shards."""
+        distance = self.groups.distance(self.owner, self.user, self.world)
+        rows = self.rows
         if not (self.groups.keep and self.direction is Direction.BACKWARD):
-            rows = self.rows
             if self.groups.keep:
-                rows = np.where(self.context == self.groups.context(self.owner), self.lengths[:, None], rows)
-            return [(rows, bytes_of(self.side, self.direction), self.owner)]
-        kept = (self.rows, bytes_of(self.side, self.direction, payload=Payload.INPUTS), keeper)
+                rows = np.where(self.context == self.home, self.lengths[:, None], rows)
+            return [(distance, self.owner, self.user, rows * self._bytes(), SHARD)]
+        contexts = len(self.context)
+        slices, keeper = rows.reshape(contexts, -1, contexts).sum(1), self.keeper[:, :: self.groups.query]
+        far = self.groups.distance(keeper, self.user, self.world)
+        kept = far, keeper, self.user, slices * self._bytes(payload=Payload.INPUTS), SHARD
         if self.side is Side.KEY:
             return [kept]
-        return [kept, (self.rows, bytes_of(self.side, self.direction, payload=Payload.GRADIENTS), self.owner)]
+        return [kept, (distance, self.owner, self.user, rows * self._bytes(payload=Payload.GRADIENTS), SHARD)]
 
-    def _home(self, keeper: np.ndarray, user: np.ndarray) -> list[tuple[np.ndarray, int, np.ndarray, np.ndarray]]:
-        """(rows, bytes of one, where they start, where they go), of one head group."""
-        io, partial = (
-            self.shape.side_bytes(self.side, self.direction, wide=wide) for wide in (self.shape.io, self.shape.partial)
-        )
+    def homeward(self, last: np.ndarray) -> list[Columns]:
+        """The same of results; ``last`` [U, W, R]: the step at which the last part of them is computed."""
+        io, partial = (self._bytes(wide=wide) for wide in (self.shape.io, self.shape.partial))
         if self.groups.query == 1:
-            return [(self.rows, partial, user, self.owner)]
+            return [(last + 2, self.user, self.owner, self.rows * partial, PARTIAL)]
         shared = self.groups.query > self.groups.count(self.side)
-        whole = self.whole[self.groups.context(self.owner)] & (not shared)
-        foreign = ~whole & (self.context != self.groups.context(self.owner))
+        whole = self.whole[self.home] & (not shared)
+        here = self.context == self.home
+        all_rows = self.all_rows * ~whole
+        ready = np.where(last < 0, 0, last + 1 + ~here).max(2, keepdims=True)
         return [
-            (self.rows * whole, io, user, self.owner),
-            (self.rows * foreign, partial, user, keeper),
-            (self.all_rows * ~whole, partial if shared else io, keeper, self.owner),
+            (last + 2, self.user, self.owner, self.rows * whole * io, PARTIAL),
+            (last + 2, self.user, self.keeper, self.rows * (~whole & ~here) * partial, PARTIAL),
+            (ready + 1, self.keeper, self.owner, all_rows * (partial if shared else io), PARTIAL | RELAYED),
         ]
 
 
-def _add(total: np.ndarray, sizes: np.ndarray, source: np.ndarray, target: np.ndarray) -> None:
-    """Add messages of ``sizes`` [W, R] from ``source`` to ``target``; what stays on a rank is none."""
-    sizes, source, target = np.broadcast_arrays(sizes, source, target)
-    sizes = np.where(source == target, 0, sizes)
-    np.add.at(total[0], source, sizes)
-    np.add.at(total[1], target, sizes)
+def _nowhere(i: np.ndarray, j: np.ndarray) -> np.ndarray:
+    """All at one place: what any rank needs."""
+    return 0 * i + 0 * j

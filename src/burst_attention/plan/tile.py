@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .layout import Layout
-from .rows import Rows, Side, Union
+from .rows import Rows
 
 
 class Tile(NamedTuple):
@@ -144,6 +144,12 @@ def wanted_tiles(layout: Layout, regions: np.ndarray, wanted: np.ndarray) -> np.
     return np.concatenate([np.empty((0, 9), np.int64), *tables])[:, [0, 1, 3, 4, 5, 6, 7, 8]]
 
 
+def region_tiles(layout: Layout, regions: np.ndarray) -> np.ndarray:
+    """int64 [T, 9]: query owner, key owner, region of the mask, then a tile, not joined yet, of all pairs."""
+    ranks = range(layout.world)
+    return _all_tiles(layout, layout, regions, ranks, ranks)
+
+
 def _by_pair(table: np.ndarray) -> dict[tuple[int, int], Tiles]:
     if not len(table):
         return {}
@@ -152,32 +158,6 @@ def _by_pair(table: np.ndarray) -> dict[tuple[int, int], Tiles]:
     table = table[order]
     cuts = np.flatnonzero(np.any(table[1:, :2] != table[:-1, :2], axis=1)) + 1
     return {(int(part[0, 0]), int(part[0, 1])): Tiles(part[:, 3:]) for part in np.split(table, cuts)}
-
-
-def pair_areas(
-    queries: Layout, keys: Layout, regions: np.ndarray, ranks: Sequence[int]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(query owner, key owner, how many (query, key) are seen), an entry or more for each pair that has any.
-
-    Arrays only: for hundreds of ranks there are too many pairs for objects.
-    """
-    table = _all_tiles(queries, keys, regions, ranks, ranks)
-    q0, q1, k0, k1, lo, hi = table[:, 3:].T
-    return table[:, 0], table[:, 1], band_area(q1 - q0, k1 - k0, lo, hi)
-
-
-def foreign_rows(queries: Layout, keys: Layout, regions: np.ndarray, ranks: Sequence[int]) -> dict[Side, int]:
-    """Over all pairs of two different ranks: how many query rows, and how many key rows, some tile touches.
-
-    Arrays only: for hundreds of ranks there are too many pairs for objects.
-    """
-    table = _all_tiles(queries, keys, regions, ranks, ranks)
-    table = table[table[:, 0] != table[:, 1]]
-    pair = table[:, 0] * queries.world + table[:, 1]
-    return {
-        side: int(Union.of(pair, table[:, column], table[:, column + 1]).counts.sum())
-        for side, column in ((Side.QUERY, 3), (Side.KEY, 5))
-    }
 
 
 def _all_tiles(

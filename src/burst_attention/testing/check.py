@@ -11,10 +11,11 @@ from torch import Tensor
 
 from ..attention.checks import kernel_for
 from ..attention.entry import burst_attention
-from ..attention.plan import Plan, make_plan, shape_of
+from ..attention.hardware import shape_of
+from ..attention.plan import Plan, make_plan
 from ..kernels.contract import Kernel
+from ..plan.choose import HeadsOrAuto, KeepOrAuto
 from ..plan.mask import Mask
-from ..plan.schedule import HeadsOrAuto, KeepOrAuto
 from .oracle import Gradients, attend, torch_attention
 
 

@@ -122,13 +122,21 @@ class ParallelConfig:
     engine: EngineName = "burst"
     """How a sequence is shared: ours, or one to compare it with. All give the same loss."""
     layout: LayoutOrAuto = "auto"
-    """Which tokens of a sequence each rank holds. auto: the engine's best; zigzag for burst and ring."""
+    """Which tokens of a sequence each rank holds. auto: the engine's best; for burst what is predicted to be best."""
     route: RouteOrAuto = "auto"
     """How shards travel, for --engine burst."""
+    heads: Count | None = None
+    """Groups into which heads are cut, for --engine burst; 1: none. Default: as many as are predicted to be fastest."""
     device: DeviceOrAuto = "auto"
     """auto: a GPU for every rank if the machine has as many, else the CPU."""
     timeout: Seconds = 600.0
     """Seconds a rank waits for another before it gives up."""
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """The engine, as :func:`burst_attention.engines.choose` takes it."""
+        heads = "auto" if self.heads is None else self.heads
+        return {"name": self.engine, "layout": self.layout, "route": self.route, "heads": heads}
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,8 @@ class _Evaluator:
             everyone=context.everyone,
             seed=self.config.seed,
         ).eval()
-        plan = engine.plan(self.length, group=context.context_mesh, timeout=self.config.timeout)
+        heads, timeout = Heads.of(self.model_config), self.config.timeout
+        plan = engine.plan(self.length, group=context.context_mesh, timeout=timeout, heads=heads, dtype=self.dtype)
         context.collect(None)  # all start together
         began = time.perf_counter()
         losses = dict(token_losses(model, self.sequences, plan=plan, windows=self.windows, context=context))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,11 +22,14 @@ from burst_attention import Mask
 from burst_attention.attention.batch import Plans
 from burst_attention.attention.entry import burst_attention
 from burst_attention.attention.footprint import WALKED, LiveBytes, peak_of
-from burst_attention.attention.plan import lone_plan, plan_of, shape_of
+from burst_attention.attention.hardware import resolve_rates, shape_of
+from burst_attention.attention.plan import lone_plan, plan_of
 from burst_attention.engines import Engine, Heads, SequenceEngine
 from burst_attention.integrations import hf
 from burst_attention.loss import Head
 from burst_attention.loss.tokens import Measurement, measure
+from burst_attention.plan.choose import Planner
+from burst_attention.plan.cost import Shape
 from burst_attention.plan.rows import Direction
 from burst_attention.plan.schedule import make_schedule
 
@@ -69,7 +73,9 @@ def training_memory(
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         model = AutoModelForCausalLM.from_config(config, attn_implementation=hf.NAME, dtype=dtype).train()
     keep_less(model.model.layers, _on_cpu(memory))
-    schedules = _Schedules(engine, seq_len, sharing)
+    heads = Heads.of(config)
+    sizes = {"q_heads": heads.q_heads, "kv_heads": heads.kv_heads, "head_dim": heads.head_dim}
+    schedules = _Schedules(engine, seq_len, sharing, shape_of(dtype, batch=batch, **sizes))
     step = _Step(model, world, _calls(config, schedules, batch, dtype), accumulates=accumulate > 1)
     with fake, step:
         step.run(batch, schedules.most_tokens, hf.layer_windows(config))
@@ -88,6 +94,7 @@ class _Schedules:
     engine: SequenceEngine
     seq_len: int
     world: int
+    shape: Shape  # of a call
 
     @property
     def most_tokens(self) -> int:
@@ -97,9 +104,13 @@ class _Schedules:
         # A mask of documents leaves less to hold than the whole sequence's.
         layout = self.engine.layout.removesuffix("-per-document")
         route = "direct" if self.engine.route == "auto" else self.engine.route
-        return make_schedule(
-            self.seq_len, mask=Mask(window=window), layout=layout, route=route, rank=rank, world=self.world
-        )
+        options = {"layout": layout, "route": route, "heads": self.engine.heads, "keep": self.engine.keep}
+        mask = Mask(window=window)
+        return make_schedule(self.seq_len, mask=mask, **options, rank=rank, world=self.world, planner=self.planner)
+
+    @cached_property
+    def planner(self) -> Planner:
+        return Planner(resolve_rates(None, on_gpus=False), None, self.shape)
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -113,8 +124,7 @@ def _calls(
 ) -> dict[tuple[int | None, Direction], int]:
     """What an attention call holds at its peak besides its inputs, by window and direction."""
     heads = Heads.of(config)
-    sizes = {"q_heads": heads.q_heads, "kv_heads": heads.kv_heads, "head_dim": heads.head_dim}
-    shape = shape_of(dtype, batch=batch, **sizes)
+    shape = schedules.shape
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     token = batch * dtype.itemsize * heads.head_dim
     inputs = {Direction.FORWARD: token * (heads.q_heads + 2 * heads.kv_heads)}
@@ -124,7 +134,8 @@ def _calls(
     for window in {*hf.layer_windows(config)}:
         travels = schedules.engine.travels or "query"
         if travels == "auto":
-            travels = schedules.of(window, 0).choose_travels(shape)
+            schedule = schedules.of(window, 0)
+            travels = schedule.choose_travels(shape, schedule.choose_groups(shape, "auto"))
         for direction in Direction:
             beside = []
             for rank in schedules.ranks:

@@ -143,8 +143,7 @@ class Trainer:
             named=config.data.tokenizer,
         )
         self.windows = hf.layer_windows(self.model_config)
-        parallel = config.parallel
-        self.engine = choose(parallel.engine, layout=parallel.layout, route=parallel.route)
+        self.engine = choose(**config.parallel.how)
         self.heads = Heads.of(self.model_config)
         self.plan = self._make_plan(config.data.seq_len)
         self.model = build_model(
@@ -287,7 +286,8 @@ class Trainer:
 
     def _make_plan(self, seqlen: int) -> Plan:
         self.engine.check(self.heads, seqlen, self.context.context_mesh.size())
-        return self.engine.plan(seqlen, group=self.context.context_mesh, timeout=self.config.parallel.timeout)
+        group, timeout = self.context.context_mesh, self.config.parallel.timeout
+        return self.engine.plan(seqlen, group=group, timeout=timeout, heads=self.heads, dtype=self.dtype)
 
     def _micro_batches(self, sequences: list[TokenSequence]) -> Iterator[list[TokenSequence]]:
         """This group's sequences, one batch for each accumulation step."""

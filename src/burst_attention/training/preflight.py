@@ -64,7 +64,7 @@ def check_run(config: TrainConfig, world: int, *, local_ranks: int | None = None
             )
     from burst_attention.engines import Heads, choose
 
-    engine = choose(parallel.engine, layout=parallel.layout, route=parallel.route)
+    engine = choose(**parallel.how)
     for length in lengths:
         engine.check(Heads.of(model), length, sharing)
     _check_weights(name)

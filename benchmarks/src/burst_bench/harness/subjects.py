@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import LlamaConfig
 
 from burst_attention.attention.batch import Plans
+from burst_attention.attention.plan import Plan
 from burst_attention.engines import Engine
 from burst_attention.engines.whole import whole_attention
 from burst_attention.launch.mesh import CONTEXT, make_mesh
@@ -67,6 +68,12 @@ def refusal(workload: Workload, engine: Engine) -> str | None:
     return None
 
 
+def planned(engine: Engine, workload: Workload, group: Any) -> Plan:
+    """The engine's plan for the workload."""
+    sizes = {"heads": workload.sizes, "dtype": workload.torch_dtype}
+    return engine.plan(workload.seq_len, group=group, timeout=workload.timeout, **sizes)
+
+
 def make_subject(workload: Workload, engine: Engine, trace: Trace) -> Subject:
     """The subject of ``workload`` on ``engine``, which can do it. Every rank must call it."""
     return (
@@ -80,7 +87,7 @@ class AttentionSubject:
     """Causal attention over shards, forward and backward."""
 
     def __init__(self, workload: Workload, engine: Engine, trace: Trace) -> None:
-        self.plan = traced(engine.plan(workload.seq_len, group=None, timeout=workload.timeout), trace)
+        self.plan = traced(planned(engine, workload, None), trace)
         self.inputs = random_qkv(workload, self.plan.positions)
         self.attend = getattr(engine, "attend", whole_attention)
         self.predicted = sum(engine.sent([self.plan], workload.sizes, batch=1, dtype=workload.torch_dtype))
@@ -136,7 +143,7 @@ class ModelSubject:
 
     def _take(self, workload: Workload) -> None:
         """Compute these tokens from now on."""
-        plan = self._engine.plan(workload.seq_len, group=self._mesh[CONTEXT], timeout=workload.timeout)
+        plan = planned(self._engine, workload, self._mesh[CONTEXT])
         self.workload, self.plans = workload, Plans.by_windows(traced(plan, self._trace), [None], None)
         ids = random_ids(workload)
         self.shard = self._engine.shard({"input_ids": ids, "labels": ids}, self.plans)

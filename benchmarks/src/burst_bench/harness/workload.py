@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from burst_attention.engines import Engine, Heads, choose
+from burst_attention.engines import Engine, Heads, burst, choose, published
 
+_YES_OR_NO = {"yes": True, "no": False}
 BLOCK = 4096  # positions that are drawn together
 
 
@@ -20,7 +21,7 @@ class Workload:
     Attributes:
         task: ``attention`` (one call, forward and backward), ``train`` (an optimizer step) or ``prefill`` (the forward
             up to the logits of the next token).
-        engines: names, each with ``:LAYOUT`` where it is not the engine's best.
+        engines: names, each with what :func:`engine_of` takes where it is not the engine's best.
         rounds: timed calls of each engine, taking turns; 0 takes the time of the one by itself, which is a little
             longer.
         resources: first run each engine once by itself, to count its bytes and see its peak memory.
@@ -93,9 +94,35 @@ class Workload:
 
 
 def engine_of(spec: str) -> Engine:
-    """``ring`` or ``ring:contiguous``."""
-    name, _, layout = spec.partition(":")
-    return choose(name, layout=layout or "auto")
+    """``ring``, ``ring:contiguous``; of burst also ``burst:heads=4``, ``burst:contiguous,heads=4,keep=no``, and
+    ``burst:published``: as in the paper.
+
+    Raises:
+        ValueError: there is none such.
+    """
+    name, _, told = spec.partition(":")
+    if spec == "burst:published":
+        return published()
+    parts = [part.partition("=") for part in told.split(",")] if told else []
+    options = {key: value for key, sign, value in parts if sign}
+    layouts = [key for key, sign, _ in parts if not sign]
+    odd = sorted({*options} - {"heads", "keep"})
+    if odd or len(layouts) > 1 or len(options) + len(layouts) < len(parts):
+        raise ValueError("give at most a layout, heads=N and keep=yes or keep=no, with commas, such as burst:heads=4")
+    layout, heads = (layouts or ["auto"])[0], _cut(options.get("heads", "auto"))
+    if "keep" not in options:
+        return choose(name, layout=layout, heads=heads)
+    if name != "burst" or options["keep"] not in _YES_OR_NO:
+        raise ValueError(f"keep={options['keep']} must be yes or no, of burst")
+    return burst(layout, heads=heads, keep=_YES_OR_NO[options["keep"]])
+
+
+def _cut(text: str) -> int | Literal["auto"]:
+    if text == "auto":
+        return "auto"
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"heads={text} must be a number of head groups, at least 1, or auto")
+    return int(text)
 
 
 def random_qkv(workload: Workload, positions: Tensor | None = None) -> list[Tensor]:

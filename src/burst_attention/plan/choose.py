@@ -1,0 +1,205 @@
+"""The plan that is predicted to be fastest: how heads are cut, what travels, which layout. Chosen alike on all ranks.
+
+A choice is a function of what all ranks know: lengths, what kind the mask is, a call's heads and dtype, rates (rank
+0's) and nodes. What was chosen before is remembered, and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Literal, TypeVar
+
+import numpy as np
+
+from .assignment import TRAVELS
+from .cost import Shape
+from .groups import WHOLE, Groups, divisors
+from .layout import Layout
+from .mask import Mask
+from .presets import preset
+from .rates import Rates
+from .rows import Direction, Side
+from .tally import Tally
+from .timing import OnPaper, Timed, Wire, node_numbers
+
+HeadsOrAuto = int | Literal["auto"]
+KeepOrAuto = bool | Literal["auto"]
+WORTH = 1.02  # how many times as long the simpler of two may take
+MOST_REMEMBERED = 64
+FEW = 32  # ranks up to which every candidate is run that may be the fastest
+MOST_RUN = 6  # of more ranks'
+LAYOUTS_TRIED = ("zigzag", "contiguous")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to compute a call: how heads are cut, and what travels, of ``TRAVELS``."""
+
+    groups: Groups
+    travels: str
+
+    def __str__(self) -> str:
+        kept = ", kept" if self.groups.keep else ""
+        return f"heads={self.groups.query}{kept}, {self.travels}"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A candidate's two passes; None for those that can't be shorter than ``at_least``, which is enough to know."""
+
+    candidate: Candidate
+    at_least: float
+    forward: Timed | None = None
+    backward: Timed | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Of a forward and a backward."""
+        if self.forward is None or self.backward is None:
+            return self.at_least
+        return self.forward.seconds + self.backward.seconds
+
+
+@dataclass(eq=False)
+class Planner:
+    """What choices are made from, and those of late; one for a plan and those derived from it.
+
+    Attributes:
+        known: what ``make_plan`` was told of the calls to come: a layout that was left to it is chosen for them.
+        nodes: the node of each rank; None if they share one.
+    """
+
+    rates: Rates = field(default_factory=partial(preset, "cpu"))
+    nodes: tuple[int, ...] | None = None
+    known: Shape | None = None
+    _remembered: OrderedDict[Hashable, object] = field(default_factory=OrderedDict, repr=False)
+
+    def remember(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What ``make`` gave for this key, of late or now."""
+        if key not in self._remembered:
+            self._remembered[key] = make()
+            if len(self._remembered) > MOST_REMEMBERED:
+                self._remembered.popitem(last=False)
+        self._remembered.move_to_end(key)
+        return self._remembered[key]  # type: ignore[return-value]
+
+    def wire(self, world: int) -> Wire:
+        """The ports of ``world`` ranks."""
+        return Wire(self.rates, node_numbers(self.nodes, world))
+
+
+def fastest(found: Sequence[Prediction]) -> Prediction:
+    """The first whose predicted time is the shortest, or longer by less than it is worth to look on."""
+    shortest = min(each.seconds for each in found if each.forward)
+    return next(each for each in found if each.forward and each.seconds <= WORTH * shortest)
+
+
+def predict(tally: Tally, shape: Shape, candidates: Sequence[Candidate], wire: Wire) -> list[Prediction]:
+    """Both passes of each candidate over direct routes, in their order.
+
+    The first is run, for the others are compared with it; those that it or a shorter one rules out by their work and
+    bytes alone are not. Of many ranks' no more than the most promising are.
+    """
+    both = []
+    for each in candidates:
+        inner = TRAVELS[each.travels](tally.world // each.groups.query)
+        both.append([OnPaper(tally, shape, d, inner[d], each.groups, wire) for d in Direction])
+    bounds = [sum(one.computing() for one in ones) for ones in both]
+    found = [Prediction(*entry) for entry in zip(candidates, bounds, strict=True)]
+    found[0] = Prediction(candidates[0], bounds[0], *(one.run() for one in both[0]))
+    shortest = found[0].seconds
+    for n in range(1, len(both)):
+        if bounds[n] * WORTH < shortest:
+            bounds[n] = sum(one.least() for one in both[n])
+            found[n] = Prediction(candidates[n], bounds[n])
+    promising = sorted(range(1, len(both)), key=bounds.__getitem__)
+    for n in promising if tally.world <= FEW else promising[:MOST_RUN]:
+        if bounds[n] * WORTH >= shortest:
+            break
+        found[n] = Prediction(candidates[n], bounds[n], *(one.run() for one in both[n]))
+        shortest = min(shortest, found[n].seconds)
+    return found
+
+
+def cuts(world: int, shape: Shape, heads: HeadsOrAuto, keep: KeepOrAuto) -> Iterator[Groups]:
+    """The ways to cut heads that were left open, the fewest groups first.
+
+    Raises:
+        ValueError: these heads can't be cut into as many groups as were asked for.
+    """
+    q_heads, kv_heads = shape.q_heads, shape.kv_heads
+    if heads != "auto":
+        counts = [heads]
+    else:
+        counts = [n for n in divisors(world) if Groups.divide(n, q_heads=q_heads, kv_heads=kv_heads)]
+    for count in counts:
+        groups = Groups.of(count, q_heads=q_heads, kv_heads=kv_heads)
+        keeps = [False] if count == 1 else [False, True] if keep == "auto" else [keep]
+        yield from (replace(groups, keep=kept) for kept in keeps)
+
+
+def candidates(
+    tally: Tally, shape: Shape, given: Sequence[Groups], travels: str, *, by_rule: bool, partial_bytes: int
+) -> list[Candidate]:
+    """All that was left open, the simplest first: heads that nobody cuts, by the rule for those.
+
+    Args:
+        given: how heads may be cut.
+        travels: a name of ``TRAVELS``, or ``auto``.
+        by_rule: what travels where none is cut is :func:`by_work_and_bytes`, and nothing else.
+        partial_bytes: as for that.
+    """
+    found = []
+    for groups in given:
+        if travels != "auto":
+            names: tuple[str, ...] = (travels,)
+        elif groups.query == tally.world > 1:  # one context slice: nothing travels between slices
+            names = ("query",)
+        elif groups == WHOLE:  # blocks would hold many shards at once
+            first = by_work_and_bytes(tally, shape, partial_bytes)
+            names = (first,) if by_rule else (first, *(x for x in TRAVELS if x not in (first, "blocks")))
+        else:
+            names = tuple(TRAVELS)
+        found += [Candidate(groups, name) for name in names]
+    return found
+
+
+def by_work_and_bytes(tally: Tally, shape: Shape, partial_bytes: int) -> str:
+    """What had best travel if heads are not cut, whatever the rates.
+
+    Either, where that leaves the busiest rank markedly less to compute: a contiguous layout under a causal mask. Else
+    what needs fewer bytes in the backward, the query side on a tie. Counted as if each shard went straight to its users
+    and partial results, of ``partial_bytes`` an element, straight home, whatever the route.
+    """
+    pairs = tally.pairs
+    busiest = {}
+    for travels in ("query", "key-value", "either"):
+        by = TRAVELS[travels](tally.world)
+        most = {d: np.bincount(assign(pairs.i, pairs.j), pairs.area, 1).max(initial=0) for d, assign in by.items()}
+        busiest[travels] = most[Direction.FORWARD] + 2.5 * most[Direction.BACKWARD]
+    if busiest["either"] < 0.95 * min(busiest["query"], busiest["key-value"]):
+        return "either"
+    totals = {}
+    for name, side in (("query", Side.QUERY), ("key-value", Side.KEY)):
+        out, home = (shape.side_bytes(side, Direction.BACKWARD, wide=wide) for wide in (None, partial_bytes))
+        totals[name] = int(pairs.rows[side][pairs.i != pairs.j].sum()) * (out + home)
+    return min(totals, key=totals.__getitem__)
+
+
+def representative(layout: Layout, mask: Mask) -> tuple[Layout, Mask]:
+    """A mask of the same kind: packed documents as so many equal ones, a power of two, as have about their work.
+
+    So that steps whose documents differ share a choice; a choice need not be made anew for each.
+    """
+    if mask.cu_seqlens is None:
+        return layout, mask
+    lengths = np.diff(np.asarray(mask.cu_seqlens, np.float64))
+    work, total = float((lengths**2).sum()), layout.seqlen
+    count = 1 << max(0, round(float(np.log2(total * total / work)))) if work else 1
+    borders = tuple(n * total // count for n in range(count + 1))
+    alike = replace(mask, cu_seqlens=borders if count > 1 else None)
+    return replace(layout, documents=borders if layout.documents else None), alike

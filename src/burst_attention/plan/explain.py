@@ -1,0 +1,55 @@
+"""How a call will be computed, and what else could have been chosen, in a few lines of text."""
+
+from __future__ import annotations
+
+from .choose import Candidate, Prediction
+from .cost import Shape
+from .schedule import Schedule
+from .timing import Timed
+
+SHOWN = 6  # of what else could have been chosen
+
+
+def explain(schedule: Schedule, shape: Shape, travels: str) -> str:
+    """Of a call of this shape; ``travels`` as in the call."""
+    layout, world = schedule.layout, schedule.layout.world
+    asked = [f"layout {layout.name}, route {schedule.route.name}, {world} ranks, {schedule.mask!r}"]
+    if world == 1:
+        return "\n".join([*asked, "one rank computes everything: nothing is exchanged"])
+    groups = schedule.choose_groups(shape, travels)
+    if travels == "auto":
+        travels = schedule.choose_travels(shape, groups)
+    passes = schedule.timed(shape, travels, groups)
+    rates = schedule.planner.rates
+    return "\n".join(
+        [
+            *asked,
+            f"chosen: {Candidate(groups, travels)}: {sum(p.seconds for p in passes):.3g} s predicted, of which "
+            f"{sum(p.exposed for p in passes):.3g} s are exchange that nothing hides",
+            *(_line(name, p) for name, p in zip(("forward", "backward"), passes, strict=True)),
+            *_others(schedule, shape, Candidate(groups, travels)),
+            f"rates: {rates.name} ({rates.source})",
+        ]
+    )
+
+
+def _line(name: str, one: Timed) -> str:
+    return (
+        f"{name}: {one.seconds:.3g} s, {one.exposed:.3g} s exposed; busiest rank: {one.inside / 1e6:,.4g} MB inside of "
+        f"its node, {one.across / 1e6:,.4g} MB across, {one.visits:.0f} visits, about {one.launches:.0f} launches"
+    )
+
+
+def _others(schedule: Schedule, shape: Shape, chosen: Candidate) -> list[str]:
+    """What one row of a batch would take by other ways, the fastest first."""
+    if schedule.heads == 1 or not schedule.route.direct:
+        return []
+    found = [each for each in schedule.predictions(shape, "auto") if each.candidate != chosen]
+    ways = sorted(found, key=lambda each: each.seconds)[:SHOWN]
+    return [f"or, of one row of a batch: {'; '.join(map(_told, ways))}"] if ways else []
+
+
+def _told(each: Prediction) -> str:
+    if each.forward is None:
+        return f"{each.candidate}: at least {each.seconds:.3g} s"
+    return f"{each.candidate}: {each.seconds:.3g} s"

@@ -1,0 +1,140 @@
+"""Rates of machines by name, where nothing was measured: from makers' data sheets and published measurements.
+
+``NODE+NETWORK``: a kind of node, and what joins nodes. Of the GPUs none was ever run with this library: all that is
+said of them is foretold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .rates import Link, Overhead, Rates, Speed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One kind of node: its ranks, and what joins them."""
+
+    source: str
+    link: Link
+    half: Speed
+    single: Speed
+    double: Speed
+    overhead: Overhead
+
+
+class Speeds(NamedTuple):
+    """Of kernels for 2 and 4 bytes."""
+
+    half: Speed
+    single: Speed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """What joins nodes."""
+
+    source: str
+    link: Link
+
+
+# 312 TFLOP/s, of which FlashAttention-2 reaches 73 % forward and 63 % backward (arXiv 2307.08691); 19.5 of fp32 units.
+_A100 = Speeds(Speed(forward=228e12, backward=197e12), Speed(forward=14e12, backward=12e12))
+# 989 TFLOP/s, of which FlashAttention-3 reaches 75 % forward (arXiv 2407.08608); backward a guess from it.
+_HOPPER = Speeds(Speed(forward=740e12, backward=550e12), Speed(forward=45e12, backward=40e12))
+
+
+def _gpu(source: str, latency: float, link: float, speeds: Speeds, fold: float) -> Node:
+    """A launch and a message as is usual; four fifths of a link's rate, as NCCL's own tests reach them; ``fold`` a
+    third of the memory's, for a sum is read, its part too, and it is written."""
+    times = {"launch_forward": 1e-5, "launch_backward": 2e-5, "visit": 5e-5, "block": 128.0, "call": 5e-4}
+    return Node(
+        source=f"{source}; foretold",
+        link=Link(latency=latency, bytes_per_second=0.8 * link),
+        half=speeds.half,
+        single=speeds.single,
+        double=Speed(forward=1e13, backward=8e12),
+        overhead=Overhead(fold=fold, **times),
+    )
+
+
+_CPU_MEASURED = "measured: ranks of a thread each on shared cores of an x86 CPU (avx512_bf16), torch 2.13, gloo"
+
+NODES: Mapping[str, Node] = {
+    "cpu": Node(
+        source=_CPU_MEASURED,
+        link=Link(latency=2e-4, bytes_per_second=1e9),
+        half=Speed(forward=7e10, backward=9.5e10),
+        single=Speed(forward=7e10, backward=8e10),
+        double=Speed(forward=3e10, backward=3.5e10),
+        overhead=Overhead(launch_forward=5e-5, launch_backward=3e-4, visit=2e-4, fold=8e9, block=300.0, call=3e-3),
+    ),
+    "a100-pcie": _gpu(
+        "A100 80G PCIe: NVIDIA's data sheet (PCIe 4.0 x16, 32 GB/s each way), arXiv 2307.08691",
+        2e-5,
+        3.2e10,
+        _A100,
+        6e11,
+    ),
+    "a100-nvlink": _gpu(
+        "A100 80G SXM: NVIDIA's data sheet (NVLink 3, 300 GB/s each way), arXiv 2307.08691", 1.5e-5, 3e11, _A100, 6e11
+    ),
+    "h100-hgx": _gpu(
+        "H100 HGX: NVIDIA's data sheet (NVLink 4, 450 GB/s each way), arXiv 2407.08608", 1.5e-5, 4.5e11, _HOPPER, 1.1e12
+    ),
+    "h200-hgx": _gpu(
+        "H200 HGX: NVIDIA's data sheet (NVLink 4, 450 GB/s each way), arXiv 2407.08608", 1.5e-5, 4.5e11, _HOPPER, 1.6e12
+    ),
+}
+
+NETWORKS: Mapping[str, Network] = {
+    "infiniband-400g": Network(
+        source="400 Gbit/s InfiniBand, a port for each GPU, nine tenths of it; foretold",
+        link=Link(latency=2.5e-5, bytes_per_second=4.5e10),
+    ),
+    "ethernet-100g": Network(
+        source="100 Gbit/s Ethernet, a port for each node, nine tenths of it; foretold",
+        link=Link(latency=6e-5, bytes_per_second=1.12e10, shared=True),
+    ),
+    "ethernet-25g": Network(
+        source="25 Gbit/s Ethernet, a port for each node, nine tenths of it; foretold",
+        link=Link(latency=8e-5, bytes_per_second=2.8e9, shared=True),
+    ),
+}
+
+
+def preset(name: str) -> Rates:
+    """Of ``NODE+NETWORK``, or ``NODE`` alone, with the network that is usual for it.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    node, _, network = name.partition("+")
+    network = network or ("ethernet-25g" if node == "cpu" else "infiniband-400g")
+    if node not in NODES or network not in NETWORKS:
+        raise ValueError(
+            f"rates={name!r} is no preset; choose one of {', '.join(NODES)}, with +{', +'.join(NETWORKS)} after it for "
+            "what joins nodes; or pass a file of rates, or Rates"
+        )
+    a, b = NODES[node], NETWORKS[network]
+    return Rates(
+        name=f"{node}+{network}",
+        source=f"{a.source}; {b.source}",
+        inside=a.link,
+        across=b.link,
+        half=a.half,
+        single=a.single,
+        double=a.double,
+        overhead=a.overhead,
+    )
+
+
+def usual(device: str) -> Rates:
+    """For a device by its name: what torch calls a GPU, or ``cpu``."""
+    lowered = device.lower()
+    for part, name in (("h200", "h200-hgx"), ("h100", "h100-hgx"), ("pcie", "a100-pcie"), ("a100", "a100-nvlink")):
+        if part in lowered:
+            return preset(name)
+    return preset("cpu" if lowered == "cpu" else "a100-nvlink")

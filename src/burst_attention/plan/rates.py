@@ -1,0 +1,173 @@
+"""How fast a machine is: its links, and its kernels. What a plan's time is predicted from."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(".config") / "burst-attention"  # of the user's home
+FILE = "rates.toml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """Between two ranks.
+
+    Args:
+        latency: seconds of a message, beside those of its bytes.
+        bytes_per_second: of a port, each way.
+        shared: all ranks of a node share one port; else each has its own.
+    """
+
+    latency: float
+    bytes_per_second: float
+    shared: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Of attention kernels in one dtype, FLOP/s, of what is seen."""
+
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overhead:
+    """What computing takes besides.
+
+    Args:
+        launch_forward, launch_backward: seconds of a tile, whatever its size.
+        visit: seconds of a visit.
+        fold: bytes per second of partial results that are merged or added up.
+        block: rows and columns that a kernel computes together: of those on a mask's border half are computed for
+            nothing.
+        call: seconds of a pass that nothing hides: checks, agreement, rounding.
+        at_once: how many of all ranks compute at once, where they share cores; 0: each has its own.
+    """
+
+    launch_forward: float
+    launch_backward: float
+    visit: float
+    fold: float
+    block: float
+    call: float
+    at_once: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What one kind of cluster does.
+
+    Args:
+        name: in a few words.
+        source: where the figures come from; ``foretold`` in it: they were never measured by this library.
+        inside, across: links between ranks of one node, and of two.
+        half, single, double: kernels by the inputs' bytes, 2, 4 and 8.
+        overhead: what computing takes besides.
+    """
+
+    name: str
+    source: str
+    inside: Link
+    across: Link
+    half: Speed
+    single: Speed
+    double: Speed
+    overhead: Overhead
+
+    def speed(self, itemsize: int) -> Speed:
+        """Of inputs with so many bytes per element."""
+        return {2: self.half, 4: self.single, 8: self.double}[itemsize]
+
+    def as_dict(self, *, most: int | None = None) -> dict[str, Any]:
+        """Of plain values, as :meth:`from_dict` takes it; of its texts no more than so many characters."""
+        return asdict(self) | {"name": self.name[:most], "source": self.source[:most]}
+
+    @classmethod
+    def from_dict(cls, values: Any) -> Rates:
+        """Checked.
+
+        Raises:
+            ValueError: a figure is missing, unknown, or none that can be.
+        """
+        _check_names(values, cls, "the rates")
+        parts = {name: _part(kind, values[name], name) for name, kind in _PARTS.items()}
+        for name in ("name", "source"):
+            if not isinstance(values[name], str):
+                raise ValueError(f"{name}={values[name]!r} must be a text")
+        return cls(name=values["name"], source=values["source"], **parts)
+
+
+_PARTS: dict[str, type] = {
+    "inside": Link,
+    "across": Link,
+    "half": Speed,
+    "single": Speed,
+    "double": Speed,
+    "overhead": Overhead,
+}
+_MAY_BE_ZERO = ("latency", "launch_forward", "launch_backward", "visit", "block", "call", "at_once")
+
+
+def _check_names(values: Any, kind: Any, what: str) -> None:
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{what} must be a table of {', '.join(f.name for f in fields(kind))}, not {values!r}")
+    names = {field.name for field in fields(kind)}
+    for told, odd in (("is missing", names - {*values}), ("is unknown", {*values} - names)):
+        if odd:
+            raise ValueError(f"{min(odd)} {told} in {what}; it has {', '.join(sorted(names))}")
+
+
+def _part(kind: Any, values: Any, name: str) -> Any:
+    _check_names(values, kind, f"[{name}]")
+    for key, value in values.items():
+        if key == "shared":
+            if not isinstance(value, bool):
+                raise ValueError(f"{name}.shared={value!r} must be true or false")
+            continue
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not number or value < 0 or (value == 0 and key not in _MAY_BE_ZERO):
+            raise ValueError(f"{name}.{key}={value!r} must be a positive, finite number")
+    return kind(**{key: value if key == "shared" else float(value) for key, value in values.items()})
+
+
+def user_file() -> Path:
+    """Where ``burst calibrate`` writes, and where rates are looked for."""
+    return Path.home() / FOLDER / FILE
+
+
+def read_rates(path: Path | str) -> Rates:
+    """Of a TOML file that :func:`write_rates` or somebody wrote.
+
+    Raises:
+        ValueError: it can't be read, or is not one of rates; the file is named.
+    """
+    try:
+        return Rates.from_dict(tomllib.loads(Path(path).read_text("utf-8")))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"rates of {path}: {error}; write them anew with burst calibrate, or remove the file"
+        ) from error
+
+
+def write_rates(rates: Rates, path: Path) -> None:
+    """As TOML; the folder is made."""
+    lines = []
+    for name, value in rates.as_dict().items():
+        if isinstance(value, dict):
+            lines += ["", f"[{name}]", *(f"{key} = {_toml(x)}" for key, x in value.items())]
+        else:
+            lines.append(f"{name} = {_toml(value)}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n", "utf-8")
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return str(value).lower() if isinstance(value, bool) else repr(float(value))

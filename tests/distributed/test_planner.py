@@ -1,0 +1,133 @@
+"""The planner on ranks: alike on all of them, by rank 0's rates; what it chooses is right; and its measurements."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from burst_attention import Mask, make_plan
+from burst_attention.attention.calibrate import Sizes, calibrate
+from burst_attention.comm.agreement import RECORD_BYTES, DisagreementError
+from burst_attention.integrations.hf_attention import sizes_to_come
+from burst_attention.plan.presets import NETWORKS, NODES, preset
+from burst_attention.plan.rates import Link, Rates
+from burst_attention.testing import Case, local_world
+from burst_attention.testing.check import compare
+
+SLOW = replace(preset("cpu"), across=Link(latency=1e-4, bytes_per_second=1e6, shared=True))
+SIZES = {"q_heads": 4, "kv_heads": 4, "head_dim": 32}
+
+
+def test_all_ranks_choose_by_the_rates_of_rank_0() -> None:
+    def plan(group: Any) -> tuple[str, str]:
+        rates = SLOW if dist_rank(group) == 0 else preset("h200-hgx")
+        plan = make_plan(256, group=group, rates=rates, nodes=[0, 1, 2, 3], **SIZES)
+        return plan.explain(batch=2, **SIZES), plan.layout
+
+    with local_world(4) as ranks:
+        told = ranks.run(plan)
+    assert len({*told}) == 1
+    assert "heads=4" in told[0][0] and SLOW.name in told[0][0]
+
+
+def dist_rank(group: Any) -> int:
+    return group.rank()
+
+
+@pytest.mark.parametrize("mask", [Mask(), Mask(window=29), Mask(cu_seqlens=[0, 40, 41, 150])])
+@pytest.mark.parametrize("rates", [SLOW, preset("h100-hgx")], ids=["slow", "fast"])
+def test_what_is_chosen_is_right(mask: Mask, rates: Rates) -> None:
+    def failures(group: Any) -> list[str]:
+        nodes = list(range(group.size()))
+        plan = make_plan(150, mask=mask, group=group, rates=rates, nodes=nodes, **SIZES, dtype=torch.float64)
+        rows = compare(Case(seqlen=150, mask=mask, dtype=torch.float64, **SIZES), plan)
+        return [f"{row.tensor}: {row.error}" for row in rows if not row.passed]
+
+    for world in (2, 3, 4):
+        with local_world(world) as ranks:
+            assert ranks.run(failures) == [[]] * world
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (lambda rank: {"assignment": ("query", "either")[rank]}, "assignment"),
+        (lambda rank: {"nodes": [0, rank]}, "nodes"),
+        (lambda rank: {"q_heads": 4 * (1 + rank), "head_dim": 8}, "heads to come"),
+        (lambda rank: {"layout": ("auto", "zigzag")[rank]}, "layout"),
+    ],
+)
+def test_ranks_that_ask_for_other_plans_are_named(options, told: str) -> None:
+    def attempt(group: Any) -> str:
+        with pytest.raises(DisagreementError) as error:
+            make_plan(64, group=group, **options(group.rank()))
+        return str(error.value)
+
+    with local_world(2) as ranks:
+        assert all(told in text for text in ranks.run(attempt))
+
+
+def test_a_broken_file_on_rank_0_is_refused_on_all_ranks(tmp_path) -> None:
+    def attempt(group: Any) -> str:
+        with pytest.raises(ValueError) as error:
+            make_plan(64, group=group, rates=tmp_path / "rates.toml" if group.rank() == 0 else None)
+        return str(error.value)
+
+    (tmp_path / "rates.toml").write_text("half = 3")
+    with local_world(2) as ranks:
+        assert all("rates.toml" in text for text in ranks.run(attempt))
+
+
+def test_rates_fit_the_record_by_which_ranks_agree() -> None:
+    """With all else that a plan may ask: the longest mask, name of a host, and text of a source."""
+    mask = Mask(window=10**9, cu_seqlens=range(0, 2**31, 2**21))
+    for node in NODES:
+        for network in NETWORKS:
+            rates = replace(preset(f"{node}+{network}"), source="s" * 5000, name="n" * 5000)
+
+            def plan(group: Any, rates: Rates = rates) -> bool:
+                options = {"rates": rates, "nodes": [0, 1], "layout": "zigzag-per-document"}
+                return bool(make_plan(mask.cu_seqlens[-1], mask=mask, group=group, **options, **SIZES))
+
+            with local_world(2) as ranks:
+                assert ranks.run(plan) == [True, True], RECORD_BYTES
+
+
+def on_a_mesh_of_nodes() -> list[list[int] | None]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
+    half = [dist.new_group([0, 2]), dist.new_group([1, 3])][dist.get_rank() % 2]
+    found = [make_plan(64, nodes=mesh), make_plan(64, nodes=mesh, group=half)]
+    with pytest.raises(ValueError, match="axes"):
+        make_plan(64, nodes=mesh["node"])
+    return [list(plan.schedule.planner.nodes) for plan in found]
+
+
+def test_nodes_are_told_by_a_mesh(pools) -> None:
+    assert pools(4).run(on_a_mesh_of_nodes) == [[[0, 0, 1, 1], [0, 1]]] * 4
+
+
+def test_what_is_measured_is_the_same_on_all_ranks_and_can_be_planned_by(pools) -> None:
+    few = partial(calibrate, name="few", sizes=Sizes(rows=64, message=1 << 12, repeats=1))
+    first, second = pools(2).run(few)
+    assert first == second == Rates.from_dict(first.as_dict())
+    assert first.name == "few" and first.source.startswith("measured by burst calibrate on 2 ranks, cpu")
+    assert "links across as foretold by cpu" in first.source
+    assert first.across == preset("cpu").across != first.inside
+
+
+def test_a_models_configuration_tells_of_its_calls() -> None:
+    class Config:
+        num_attention_heads, num_key_value_heads, hidden_size = 8, 2, 64
+
+    class Model:
+        config, dtype = Config(), torch.bfloat16
+
+    assert sizes_to_come(Model()) == {"q_heads": 8, "kv_heads": 2, "head_dim": 8, "dtype": torch.bfloat16}
+    Config.num_key_value_heads = 3  # no such call
+    assert sizes_to_come(Model()) == sizes_to_come(object()) == {}

@@ -1,0 +1,303 @@
+"""The plan that is predicted to be fastest: what is chosen, alike whatever was chosen before, and its prediction."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from burst_attention import Mask, make_plan
+from burst_attention.attention.hardware import resolve_nodes, resolve_rates
+from burst_attention.plan import choose, explain
+from burst_attention.plan.assignment import TRAVELS
+from burst_attention.plan.choose import WORTH, Candidate, Planner, Prediction
+from burst_attention.plan.cost import Shape
+from burst_attention.plan.groups import WHOLE, Groups
+from burst_attention.plan.presets import NETWORKS, NODES, preset, usual
+from burst_attention.plan.program import Visit
+from burst_attention.plan.rates import Link, Rates, read_rates, user_file, write_rates
+from burst_attention.plan.rows import Direction
+from burst_attention.plan.schedule import Schedule, make_schedule
+from burst_attention.plan.tally import SHARD, Messages
+from burst_attention.plan.timing import Computing, Wire, _share, timed
+
+CPU = preset("cpu")
+
+
+def shape(kv_heads: int = 8, q_heads: int = 8, batch: int = 1) -> Shape:
+    sizes = {"head_dim": 128, "v_head_dim": 128, "io": 2, "partial": 2, "accumulate": 4}
+    return Shape(batch=batch, q_heads=q_heads, kv_heads=kv_heads, **sizes)
+
+
+def link(mbit: float) -> Rates:
+    """Nodes of one rank each that share two cores, as in the emulated cluster."""
+    overhead = replace(CPU.overhead, at_once=2.0)
+    return replace(CPU, across=Link(latency=2e-4, bytes_per_second=mbit * 1e6 / 8, shared=True), overhead=overhead)
+
+
+def schedule(
+    rates: Rates, *, world: int = 4, known: Shape | None = None, seqlen: int = 4096, **options: Any
+) -> Schedule:
+    options = {"mask": Mask(), "layout": "auto", "route": "direct", "heads": "auto"} | options
+    return make_schedule(seqlen, rank=0, world=world, planner=Planner(rates, tuple(range(world)), known), **options)
+
+
+def test_heads_are_cut_as_often_as_there_are_ranks_with_contiguous_shards_on_slow_links() -> None:
+    planned = schedule(link(200), known=shape())
+    assert planned.layout.name == "contiguous"
+    assert planned.choose(shape()).candidate.groups.query == 4
+    assert schedule(link(200), known=shape(), layout="zigzag").layout.name == "zigzag"  # asked for by name
+
+
+def test_nothing_is_cut_where_exchange_is_hidden_anyway() -> None:
+    planned = schedule(preset("h100-hgx"), known=shape(), seqlen=1 << 18)
+    assert planned.layout.name == "zigzag"
+    assert planned.choose(shape()).candidate == Candidate(WHOLE, "query")
+
+
+@pytest.mark.parametrize("mbit", [50, 200, 1000])
+def test_one_key_value_head_is_not_worth_cutting_query_heads(mbit: float) -> None:
+    planned = schedule(replace(link(mbit), overhead=CPU.overhead), known=shape(1))
+    assert planned.layout.name == "zigzag" and planned.choose(shape(1)).candidate.groups == WHOLE
+
+
+def test_without_heads_a_layout_is_balanced() -> None:
+    assert schedule(link(200)).layout.name == "zigzag"
+    assert make_plan(64).layout == "zigzag"
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from([1, 2, 4, 6]),
+    st.sampled_from([1, 2, 8]),
+    st.sampled_from([Mask(), Mask(causal=False), Mask(window=100), Mask(cu_seqlens=[0, 90, 500, 512])]),
+    st.sampled_from([1.0, 100.0, 1e5]),
+    st.sampled_from(["zigzag", "contiguous", "striped"]),
+)
+def test_a_choice_is_never_predicted_worse_than_what_is_flat(world, kv_heads, mask, mbit, layout) -> None:
+    call = shape(kv_heads)
+    planned = schedule(link(mbit), world=world, seqlen=512, mask=mask, layout=layout)
+    if world == 1:
+        assert planned.choose_groups(call, "auto") == WHOLE
+        return
+    chosen = planned.choose(call)
+    flat = replace(planned, heads=1, planner=Planner(planned.planner.rates, planned.planner.nodes))
+    assert chosen.seconds <= flat.choose(call).seconds
+    assert chosen.seconds <= WORTH * min(each.seconds for each in planned.predictions(call, "auto") if each.forward)
+
+
+def test_a_bound_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is ruled out by its bound would have been ruled out by its time."""
+    planned = schedule(link(50))
+    tally, wire = planned.tally, planned.planner.wire(4)
+    for groups, travels in product([WHOLE, Groups(2, 2), Groups(4, 4, True)], TRAVELS):
+        inner = TRAVELS[travels](4 // groups.query)
+        for direction in Direction:
+            one = choose.OnPaper(tally, shape(), direction, inner[direction], groups, wire)
+            assert one.least() <= one.run().seconds * (1 + 1e-9)
+            assert one.computing() <= one.least()
+
+
+def test_what_was_chosen_before_changes_nothing() -> None:
+    """Ranks that ask for other plans in between choose alike; steps with other documents share a choice."""
+    masks = [Mask(cu_seqlens=[0, n, 4096]) for n in (1, 700, 2048, 4000)]
+    one, other = schedule(link(200)), schedule(link(200))
+    first = [one.with_mask(mask).choose(shape()).candidate for mask in masks]
+    second = [other.with_mask(mask).choose(shape()).candidate for mask in reversed(masks)]
+    assert first == second[::-1]
+    assert len(one.planner._remembered) == 2  # one document, or about two
+
+
+def test_no_more_is_remembered_than_is_useful() -> None:
+    planner = Planner()
+    for n in range(2 * choose.MOST_REMEMBERED):
+        assert planner.remember(n, lambda n=n: n) == n
+    assert len(planner._remembered) == choose.MOST_REMEMBERED
+    assert planner.remember(2 * choose.MOST_REMEMBERED - 1, lambda: "made anew") != "made anew"
+
+
+def test_a_choice_does_not_depend_on_the_batch() -> None:
+    """A compiler may not know it, and a plan's bytes are of the same choice."""
+    planned = schedule(link(200))
+    assert planned.choose(shape(batch=16)).candidate == planned.choose(shape()).candidate
+
+
+def test_choosing_is_quick_for_many_ranks() -> None:
+    for world, limit in ((8, 1.0), (256, 20.0)):  # 0.01 and 0.3 s of an idle core
+        planned = schedule(preset("a100-pcie+ethernet-25g"), world=world, seqlen=4096 * world, layout="zigzag")
+        started = time.process_time()
+        planned.choose(shape(8, 32))
+        assert time.process_time() - started < limit
+
+
+def test_visits_and_launches_are_about_those_that_run() -> None:
+    for layout, count, travels in product(("zigzag", "contiguous"), (1, 2, 4), ("query", "key-value")):
+        groups = Groups(count, count, count > 1)
+        planned = schedule(CPU, layout=layout, mask=Mask(causal=False))
+        for direction, told in zip(Direction, planned.timed(shape(), travels, groups), strict=True):
+            ran, tiles = [], []
+            for rank in range(4):
+                ops = replace(planned, rank=rank).program(travels, direction, groups).ops
+                visits = [op for op in ops if isinstance(op, Visit)]
+                ran.append(len(visits))
+                tiles.append(sum(len(visit.tiles) for visit in visits))
+            assert 0.5 * max(ran) <= told.visits <= 2 * max(ran)
+            assert 0.4 * max(tiles) <= told.launches <= 2.5 * max(tiles)
+
+
+def exchanged(*messages: tuple[int, int, int, int], work: list[list[float]], rates: Rates = CPU) -> float:
+    """Seconds of messages (step, source, target, MB) beside ``work`` by rank and step, without a call's own."""
+    columns = (np.array(column) for column in zip(*messages, strict=True))
+    step, source, target, size = columns
+    parts = Messages.of([(step, source, target, size * 10**6, SHARD)])
+    table = np.array(work)
+    clean = replace(
+        rates,
+        across=Link(latency=0.0, bytes_per_second=1e6),
+        overhead=replace(rates.overhead, call=0.0, at_once=0.0),
+    )
+    wire = Wire(clean, np.arange(len(work)))
+    return timed(parts, Computing(table, table, table), wire).seconds
+
+
+def test_an_exchange_is_hidden_behind_what_is_computed_meanwhile() -> None:
+    assert exchanged((1, 0, 1, 3), (1, 1, 0, 3), work=[[5.0, 1.0], [5.0, 1.0]]) == pytest.approx(6.0)
+    assert exchanged((1, 0, 1, 7), (1, 1, 0, 3), work=[[5.0, 1.0], [5.0, 1.0]]) == pytest.approx(8.0)
+
+
+def test_messages_of_one_port_share_it() -> None:
+    assert exchanged((1, 0, 1, 2), (1, 0, 2, 2), work=[[0.0, 0.0]] * 3) == pytest.approx(4.0)
+    assert exchanged((1, 0, 1, 2), (1, 2, 0, 2), work=[[0.0, 0.0]] * 3) == pytest.approx(2.0)
+
+
+def test_an_exchange_waits_for_the_visits_two_before() -> None:
+    slow_start = [[4.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
+    assert exchanged((1, 0, 1, 1), (2, 0, 1, 1), work=slow_start) == pytest.approx(5.0)
+
+
+def test_ranks_on_shared_cores_share_them() -> None:
+    begin = np.zeros(4)
+    assert _share(begin, np.ones(4), 2.0).tolist() == [2.0] * 4
+    assert _share(begin, np.ones(4), 0.0).tolist() == _share(begin, np.ones(4), 4.0).tolist() == [1.0] * 4
+    assert _share(np.array([0.0, 0.0, 1.0, 5.0]), np.array([1.0, 2.0, 1.0, 1.0]), 1.0).tolist() == [2.5, 4.0, 3.5, 6.0]
+
+
+def test_explain_tells_what_and_why() -> None:
+    planned = schedule(link(200), known=shape())
+    told = explain.explain(planned, shape(), "auto").splitlines()
+    assert told[0].startswith("layout contiguous, route direct, 4 ranks, Mask(causal=True)")
+    assert told[1].startswith("chosen: heads=4, kept, query: ") and "exchange that nothing hides" in told[1]
+    assert told[2].startswith("forward: ") and told[3].startswith("backward: ") and "MB across" in told[3]
+    assert "or, of one row of a batch: " in told[4] and "heads=1, " in told[4]
+    assert told[5].startswith("rates: cpu+ethernet-25g (measured")
+    ring = make_schedule(4096, mask=Mask(), layout="zigzag", route="ring", rank=0, world=4)
+    assert "chosen: heads=1, query" in explain.explain(ring, shape(), "auto")
+    assert "nothing is exchanged" in make_plan(64).explain(batch=1, q_heads=2, kv_heads=2, head_dim=8)
+
+
+def test_explained_bytes_are_those_that_are_sent() -> None:
+    planned = schedule(link(200), known=shape())
+    groups = planned.choose_groups(shape(), "auto")
+    for direction, told in zip(Direction, planned.timed(shape(), "query", groups), strict=True):
+        traffic = [replace(planned, rank=rank).traffic(shape(), "query", groups) for rank in range(4)]
+        name = direction.value
+        most = max(max(getattr(t, f"{name}_sent"), getattr(t, f"{name}_received")) for t in traffic)
+        assert (told.inside, told.across) == (0, most)
+
+
+def test_a_ring_that_is_faster_between_crowded_hosts_is_taken_when_the_calls_are_known() -> None:
+    nodes, call = (0, 0, 0, 0, 1, 1, 1, 1), shape(1)
+    slow = replace(CPU, across=Link(latency=0.0, bytes_per_second=1e6, shared=True))
+    options = {
+        "mask": Mask(causal=False),
+        "layout": "contiguous",
+        "route": "auto",
+        "rank": 0,
+        "world": 8,
+        "heads": "auto",
+    }
+    assert make_schedule(4096, **options, planner=Planner(slow, nodes, call)).route.name == "ring"
+    assert make_schedule(4096, **options, planner=Planner(slow, nodes)).route.name == "direct"
+
+
+@pytest.mark.parametrize("name", [*NODES, *(f"h200-hgx+{network}" for network in NETWORKS)])
+def test_presets_tell_where_they_come_from(name: str) -> None:
+    rates = preset(name)
+    assert rates.name.startswith(name)
+    assert ("measured" in rates.source) == (name == "cpu")
+    assert "foretold" in rates.source  # a network at least
+    assert Rates.from_dict(rates.as_dict()) == rates
+
+
+def test_a_device_has_a_usual_preset() -> None:
+    names = {"NVIDIA H200": "h200-hgx", "NVIDIA A100 80GB PCIe": "a100-pcie", "NVIDIA A100-SXM4-80GB": "a100-nvlink"}
+    for device, name in (names | {"NVIDIA H100 80GB HBM3": "h100-hgx", "cpu": "cpu"}).items():
+        assert usual(device).name.startswith(name)
+
+
+def test_rates_are_written_and_read(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pathlib.Path.home", lambda: tmp_path)
+    assert resolve_rates(None, on_gpus=False) == usual("cpu")
+    ours = replace(CPU, name='a "name" \\ of ours')
+    write_rates(ours, user_file())
+    assert resolve_rates(None, on_gpus=False) == read_rates(user_file()) == ours
+    assert resolve_rates(str(user_file()), on_gpus=False) == resolve_rates(user_file(), on_gpus=False) == ours
+    assert resolve_rates(preset("h100-hgx"), on_gpus=False) == resolve_rates("h100-hgx", on_gpus=True)
+    assert make_plan(16).schedule.planner.rates == ours
+
+
+@pytest.mark.parametrize(
+    ("break_it", "told"),
+    [
+        (lambda text: text[:40], r"rates of .*rates\.toml"),
+        (lambda text: text.replace("latency", "delay", 1), r"rates\.toml: .*(latency|delay)"),
+        (lambda text: text.replace("fold = ", "fold = -"), r"rates\.toml: overhead.fold=-"),
+        (lambda text: text.replace("fold = ", "fold = nan #"), r"overhead.fold=nan must be a positive, finite"),
+        (lambda text: text.replace("shared = false", 'shared = "no"'), r"shared='no' must be true or false"),
+        (lambda text: text.replace("name = ", "name = 3 #"), r"name=3 must be a text"),
+    ],
+)
+def test_a_broken_file_of_rates_is_refused_by_name(tmp_path, break_it, told: str) -> None:
+    path = tmp_path / "rates.toml"
+    write_rates(CPU, path)
+    path.write_text(break_it(path.read_text("utf-8")), "utf-8")
+    with pytest.raises(ValueError, match=told):
+        make_plan(16, rates=path)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "told"),
+    [
+        ({"rates": "abacus"}, ValueError, "rates='abacus' is no preset"),
+        ({"rates": 3}, TypeError, "rates=3 must be Rates"),
+        ({"rates": "nowhere.toml"}, ValueError, r"rates of nowhere\.toml"),
+        ({"assignment": "air"}, ValueError, "assignment='air'"),
+        ({"nodes": [0, 1]}, ValueError, r"nodes=\[0, 1\] must be one integer"),
+        ({"nodes": 3}, TypeError, "nodes=3 must be the node of each rank"),
+        ({"nodes": [True]}, ValueError, "nodes="),
+        ({"q_heads": 8}, ValueError, "q_heads=8, head_dim=None: pass both"),
+        ({"q_heads": 8, "kv_heads": 3, "head_dim": 64}, ValueError, "multiple of kv_heads=3"),
+        ({"q_heads": 0, "head_dim": 64}, ValueError, "q_heads=0"),
+        ({"q_heads": 8, "head_dim": 64, "dtype": torch.int32}, TypeError, "int32"),
+        ({"heads": "all"}, ValueError, "heads='all'"),
+    ],
+)
+def test_what_can_not_be_planned_is_refused(options: dict[str, Any], error: type[Exception], told: str) -> None:
+    with pytest.raises(error, match=told):
+        make_plan(64, **options)
+
+
+def test_nodes_are_told_by_a_list() -> None:
+    assert resolve_nodes([3, 3, 5], None, 3) == [3, 3, 5]
+    assert resolve_nodes(None, None, 3) is None
+
+
+def test_a_prediction_that_is_a_bound_says_so() -> None:
+    assert Prediction(Candidate(WHOLE, "query"), 2.0).seconds == 2.0
