@@ -104,7 +104,12 @@ class _Schedules:
         # A mask of documents leaves less to hold than the whole sequence's.
         layout = self.engine.layout.removesuffix("-per-document")
         route = "direct" if self.engine.route == "auto" else self.engine.route
-        options = {"layout": layout, "route": route, "heads": self.engine.heads, "keep": self.engine.keep}
+        options: dict[str, Any] = {
+            "layout": layout,
+            "route": route,
+            "heads": self.engine.heads,
+            "keep": self.engine.keep,
+        }
         mask = Mask(window=window)
         return make_schedule(self.seq_len, mask=mask, **options, rank=rank, world=self.world, planner=self.planner)
 
