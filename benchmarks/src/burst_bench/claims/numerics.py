@@ -29,7 +29,7 @@ from ..tables import terminal
 
 def relative_errors(case: Case) -> dict[str, float]:
     """Relative L2 error of out, dq, dk and dv over all ranks; every rank must call it and gets the same figures."""
-    plan = make_plan(case.seqlen, mask=case.mask, layout=case.layout, route=case.route)
+    plan = make_plan(case.seqlen, mask=case.mask, layout=case.layout, route=case.route, heads=case.heads)
     inputs = case.inputs()
     actual = dict(distributed_call(case, plan, inputs).items())
     dlse = inputs["dlse"] if case.dlse else None
