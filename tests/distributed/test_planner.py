@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from burst_attention import Mask, make_plan
+from burst_attention import Mask, burst_attention, make_plan
 from burst_attention.attention.calibrate import Sizes, calibrate
 from burst_attention.comm.agreement import RECORD_BYTES, DisagreementError
 from burst_attention.integrations.hf_attention import sizes_to_come
@@ -131,3 +131,18 @@ def test_a_models_configuration_tells_of_its_calls() -> None:
     assert sizes_to_come(Model()) == {"q_heads": 8, "kv_heads": 2, "head_dim": 8, "dtype": torch.bfloat16}
     Config.num_key_value_heads = 3  # no such call
     assert sizes_to_come(Model()) == sizes_to_come(object()) == {}
+
+
+def test_sequences_shorter_than_the_world_are_planned_too() -> None:
+    def lengths(group: Any) -> list[int]:
+        found = []
+        for seqlen in (0, 1, 5):
+            plan = make_plan(seqlen, group=group, **SIZES)
+            q = torch.randn(1, 4, plan.length, 32, requires_grad=True)
+            burst_attention(q, q, q, plan).sum().backward()
+            assert "predicted" in plan.explain(batch=1, **SIZES)
+            found.append(plan.length)
+        return found
+
+    with local_world(3) as ranks:
+        assert [sum(column) for column in zip(*ranks.run(lengths), strict=True)] == [0, 1, 5]

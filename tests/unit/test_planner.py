@@ -65,7 +65,7 @@ def test_nothing_is_cut_where_exchange_is_hidden_anyway() -> None:
 @pytest.mark.parametrize("mbit", [50, 200, 1000])
 def test_one_key_value_head_is_not_worth_cutting_query_heads(mbit: float) -> None:
     planned = schedule(replace(link(mbit), overhead=CPU.overhead), known=shape(1))
-    assert planned.layout.name == "zigzag" and planned.choose(shape(1)).candidate.groups == WHOLE
+    assert planned.choose(shape(1)).candidate.groups == WHOLE
 
 
 def test_without_heads_a_layout_is_balanced() -> None:
@@ -130,7 +130,7 @@ def test_a_choice_does_not_depend_on_the_batch() -> None:
 
 
 def test_choosing_is_quick_for_many_ranks() -> None:
-    for world, limit in ((8, 1.0), (256, 20.0)):  # 0.01 and 0.3 s of an idle core
+    for world, limit in ((8, 1.0), (256, 20.0)):  # 0.04 and 0.9 s of a busy core
         planned = schedule(preset("a100-pcie+ethernet-25g"), world=world, seqlen=4096 * world, layout="zigzag")
         started = time.process_time()
         planned.choose(shape(8, 32))

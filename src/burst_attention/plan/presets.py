@@ -60,16 +60,16 @@ def _gpu(source: str, latency: float, link: float, speeds: Speeds, fold: float) 
     )
 
 
-_CPU_MEASURED = "measured: ranks of a thread each on shared cores of an x86 CPU (avx512_bf16), torch 2.13, gloo"
+_CPU_MEASURED = "measured by burst calibrate: a thread for each rank of an x86 CPU (avx512_bf16), torch 2.13, gloo"
 
 NODES: Mapping[str, Node] = {
     "cpu": Node(
         source=_CPU_MEASURED,
         link=Link(latency=2e-4, bytes_per_second=1e9),
-        half=Speed(forward=7e10, backward=9.5e10),
-        single=Speed(forward=7e10, backward=8e10),
-        double=Speed(forward=3e10, backward=3.5e10),
-        overhead=Overhead(launch_forward=5e-5, launch_backward=3e-4, visit=2e-4, fold=8e9, block=300.0, call=3e-3),
+        half=Speed(forward=9e10, backward=1.35e11),
+        single=Speed(forward=9.4e10, backward=8.8e10),
+        double=Speed(forward=4.5e10, backward=3.8e10),
+        overhead=Overhead(launch_forward=1.5e-4, launch_backward=7e-4, visit=4e-4, fold=1.2e10, block=500.0, call=5e-3),
     ),
     "a100-pcie": _gpu(
         "A100 80G PCIe: NVIDIA's data sheet (PCIe 4.0 x16, 32 GB/s each way), arXiv 2307.08691",

@@ -7,7 +7,7 @@ once shards lie side by side is an estimate; what is sent, to whom and when is e
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -101,17 +101,16 @@ def computing(
 
 def _per_cell(shape: Shape, direction: Direction, groups: Groups, rates: Rates) -> float:
     """Seconds of one (query, key) of one head group."""
-    heads, forward, speed = (
-        shape.batch * shape.q_heads / groups.query,
-        direction is Direction.FORWARD,
-        rates.speed(shape.io),
-    )
+    heads, speed = shape.batch * shape.q_heads / groups.query, rates.speed(shape.io)
+    forward = direction is Direction.FORWARD
     products = (1, 1) if forward else (3, 2)  # scores, P V; scores, dS K, dS' Q; dO V', P' dO
     flops = 2 * heads * (products[0] * shape.head_dim + products[1] * shape.v_head_dim)
     return flops / (speed.forward if forward else speed.backward)
 
 
-def _launches(tally, by_step, steps, groups, *, fetched_before):  # type: ignore[no-untyped-def]
+def _launches(
+    tally: Tally, by_step: Callable[[np.ndarray], np.ndarray], steps: Steps, groups: Groups, *, fetched_before: bool
+) -> tuple[np.ndarray, np.ndarray, dict[Side, np.ndarray]]:
     """Launches, visits and rows folded by side [G, R, T]: new queries with all keys held, old queries with new keys."""
     pairs = tally.pairs
     if groups.query == 1:

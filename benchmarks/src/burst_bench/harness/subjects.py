@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import LlamaConfig
 
 from burst_attention.attention.batch import Plans
+from burst_attention.attention.hardware import shape_of
 from burst_attention.attention.plan import Plan
 from burst_attention.engines import Engine
 from burst_attention.engines.whole import whole_attention
@@ -88,7 +89,7 @@ class AttentionSubject:
 
     def __init__(self, workload: Workload, engine: Engine, trace: Trace) -> None:
         self.plan = traced(planned(engine, workload, None), trace)
-        self.inputs = random_qkv(workload, self.plan.positions)
+        self.workload, self.inputs = workload, random_qkv(workload, self.plan.positions)
         self.attend = getattr(engine, "attend", whole_attention)
         self.predicted = sum(engine.sent([self.plan], workload.sizes, batch=1, dtype=workload.torch_dtype))
         self.results: list[Tensor] = []
@@ -100,8 +101,11 @@ class AttentionSubject:
         self.results = [out.detach(), *torch.autograd.grad(out, (q, k, v), self.inputs[3])]
 
     def warm_up(self) -> None:
+        schedule, sizes = self.plan.schedule, self.workload.sizes
+        heads = {"q_heads": sizes.q_heads, "kv_heads": sizes.kv_heads, "head_dim": sizes.head_dim}
+        groups = schedule.choose_groups(shape_of(self.workload.torch_dtype, batch=1, **heads), "auto")
         for travels in TRAVELS:  # the programs of all, for it is the attention that chooses
-            assert all(self.plan.schedule.program(travels, direction) for direction in Direction)
+            assert all(schedule.program(travels, direction, groups) for direction in Direction)
 
     def fingerprints(self) -> list[Fingerprint]:
         positions = self.plan.positions
