@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -127,6 +127,7 @@ def join(*, device: str, timeout: float, data_parallel: int = 1) -> Iterator[Ran
             "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
             timeout=timedelta(seconds=timeout),
             device_id=own_device if device_type == "cuda" else None,
+            **_meeting_again(os.environ),
         )
     mesh = make_mesh(device_type, data_parallel=data_parallel)
     everyone = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("ranks",))
@@ -134,3 +135,17 @@ def join(*, device: str, timeout: float, data_parallel: int = 1) -> Iterator[Ran
     # Only here: after an error the other ranks may be waiting, and leaving the group would wait for them.
     if not joined:
         dist.destroy_process_group()
+
+
+def _meeting_again(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Where ranks meet that torchrun started anew on one machine, as ``init_process_group`` takes it; else nothing.
+
+    torchrun's store outlives them there, with the addresses of those that are gone, which new ones would call; theirs
+    are kept apart. (On several machines it makes a store for each start, and each machine counts for itself.)
+    """
+    count, agents = environment.get("TORCHELASTIC_RESTART_COUNT", "0"), environment.get("GROUP_WORLD_SIZE", "1")
+    if count == "0" or agents != "1" or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    store = dist.TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), is_master=False)
+    own = {"rank": int(environment["RANK"]), "world_size": int(environment["WORLD_SIZE"])}
+    return {"store": dist.PrefixStore(f"start {count}", store), **own}

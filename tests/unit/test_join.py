@@ -1,0 +1,42 @@
+"""Ranks that torchrun starts anew meet apart from those before."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from burst_attention.launch.join import _meeting_again
+
+STARTED_ANEW = {
+    "TORCHELASTIC_RESTART_COUNT": "1",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "GROUP_WORLD_SIZE": "1",
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+}
+
+
+def test_ranks_started_anew_do_not_read_what_those_before_left():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server.set("0", "an address that nobody listens at any more")
+    where = _meeting_again(STARTED_ANEW | {"MASTER_PORT": str(server.port)})
+    assert (where["rank"], where["world_size"]) == (1, 2)
+    assert not where["store"].check(["0"])
+    where["store"].set("0", "that of now")
+    again = _meeting_again(STARTED_ANEW | {"MASTER_PORT": str(server.port), "RANK": "0"})["store"]
+    assert again.get("0") == b"that of now"
+    assert server.get("0") == b"an address that nobody listens at any more"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"TORCHELASTIC_RESTART_COUNT": "0"},
+        {"TORCHELASTIC_USE_AGENT_STORE": "False"},
+        {"GROUP_WORLD_SIZE": "2"},  # machines count their starts each for itself
+    ],
+)
+def test_others_meet_where_torch_has_them_meet(other):
+    assert _meeting_again(STARTED_ANEW | other) == {}
+    assert _meeting_again({}) == {}
