@@ -202,4 +202,4 @@ def representative(layout: Layout, mask: Mask) -> tuple[Layout, Mask]:
     count = 1 << max(0, round(float(np.log2(total * total / work)))) if work else 1
     borders = tuple(n * total // count for n in range(count + 1))
     alike = replace(mask, cu_seqlens=borders if count > 1 else None)
-    return replace(layout, documents=borders if layout.documents else None), alike
+    return layout.cut_for(alike, total) if layout.by_mask else layout, alike

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -9,7 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from . import cost
-from .assignment import TRAVELS, Assignment, Cube, heads, rows
+from .assignment import TRAVELS, Assignment, Cube, heads
 from .build import build_program
 from .choose import (
     LAYOUTS_TRIED,
@@ -31,12 +32,15 @@ from .mask import Mask
 from .program import Program
 from .route import ROUTES, Route
 from .rows import Direction
-from .tally import Tally, edge_messages
-from .tile import Tiles, pair_tiles
+from .tally import Tally, edge_messages, rows_sent_by_nodes, rows_sent_directly, rows_sent_round
+from .tile import Tiles, pair_tiles, wanted_tiles
 from .timing import OnPaper, Timed
 from .uses import Work
 
 MOST_FOR_A_RING = 32  # ranks up to which it is predicted whether a ring is faster: edge by edge
+MOST_DOCUMENTS = 64  # that are looked at one by one to choose what travels
+MOST_DERIVED = 4  # schedules of other masks that one keeps
+MOST_RANKS = 256  # whose pairs are looked at to choose; what is chosen for more is what is best over so many
 
 
 @dataclass(frozen=True)
@@ -83,12 +87,23 @@ class Schedule:
 
     def with_mask(self, mask: Mask, *, seqlen: int | None = None) -> Schedule:
         """The same layout and route under another mask; with ``seqlen`` the tokens are cut anew, over so many, by a
-        layout that is chosen anew if it was left open."""
-        if seqlen is None:
-            return replace(self, mask=mask)
-        documents = tuple(mask.cu_seqlens) if self.layout.per_document and mask.cu_seqlens else None
-        layout = replace(self.layout, seqlen=seqlen, documents=documents)
-        return replace(self, mask=mask, layout=layout).laid_out()
+        layout that is chosen anew if it was left open.
+
+        The last few are kept, with their programs.
+        """
+        known = (mask, seqlen) if isinstance(mask, Mask) else None
+        if known not in self._derived:
+            layout = self.layout if seqlen is None else self.layout.cut_for(mask, seqlen)
+            derived = replace(self, mask=mask, layout=layout)
+            self._derived[known] = derived if seqlen is None else derived.laid_out()
+        self._derived.move_to_end(known)
+        while len(self._derived) > MOST_DERIVED:
+            self._derived.popitem(last=False)
+        return self._derived[known]
+
+    @cached_property
+    def _derived(self) -> OrderedDict[tuple[Mask, int | None] | None, Schedule]:
+        return OrderedDict()
 
     def laid_out(self) -> Schedule:
         """By the layout that is predicted to be fastest for the calls known to come, if it was left open."""
@@ -132,7 +147,7 @@ class Schedule:
         """One pass of such a call, of all ranks."""
         contexts = self.layout.world // groups.query
         cube = heads(groups, TRAVELS[travels](contexts)[direction])
-        return Work(self.layout, self.regions, cube, groups, self.route, direction)
+        return Work(self.layout, self.regions, cube, groups, self.route, direction, self._tables)
 
     def assigned(self, assign: Assignment, direction: Direction) -> Program:
         """This rank's program for any assignment of pairs to ranks."""
@@ -140,11 +155,15 @@ class Schedule:
 
     def assigned_cube(self, cube: Cube, direction: Direction, groups: Groups) -> Program:
         """This rank's program for any assignment of cells to ranks."""
-        work = Work(self.layout, self.regions, cube, groups, self.route, direction)
+        work = Work(self.layout, self.regions, cube, groups, self.route, direction, self._tables)
         return build_program(work, self.rank)
 
     @cached_property
     def _programs(self) -> dict[tuple[str, Direction, Groups], Program]:
+        return {}
+
+    @cached_property
+    def _tables(self) -> dict[bytes, np.ndarray]:
         return {}
 
     def choose_groups(self, shape: cost.Shape, travels: str) -> Groups:
@@ -215,6 +234,15 @@ class Schedule:
         """What all ranks move and compute, by arrays."""
         return Tally(self.layout, self.regions)
 
+    @cached_property
+    def _tally_to_choose(self) -> Tally:
+        """Of many documents fewer stand for all; what is chosen hardly depends on how many ranks there are."""
+        few = self.mask.cu_seqlens is None or len(self.mask.cu_seqlens) <= MOST_DOCUMENTS
+        if few and self.layout.world <= MOST_RANKS:
+            return self.tally
+        layout, mask = representative(self.layout, self.mask)
+        return Tally(replace(layout, world=min(layout.world, MOST_RANKS)), mask.regions(layout.seqlen))
+
     def choose_travels(self, shape: cost.Shape, groups: Groups = WHOLE) -> str:
         """What had best travel with heads cut so: what was asked of the plan, else :meth:`choose`.
 
@@ -225,7 +253,8 @@ class Schedule:
         if groups.query == self.layout.world > 1:  # one context slice: nothing travels between slices
             return "query"
         if groups == WHOLE and (self.heads == 1 or self.layout.world == 1 or not self.route.direct):
-            return by_work_and_bytes(self.tally, shape, shape.accumulate if self.route.exact else shape.partial)
+            partial_bytes = shape.accumulate if self.route.exact else shape.partial
+            return by_work_and_bytes(self._tally_to_choose, shape, partial_bytes)
         return self.choose(shape, groups=groups).candidate.travels
 
     def traffic(self, shape: cost.Shape, travels: str, groups: Groups = WHOLE) -> cost.Traffic:
@@ -265,8 +294,8 @@ def make_schedule(
     planner = Planner() if planner is None else planner
     left = layout == "auto"
     shape = Layout(LAYOUTS_TRIED[0] if left else layout, seqlen, world)
-    if shape.per_document and isinstance(mask, Mask) and mask.cu_seqlens is not None:
-        shape = replace(shape, documents=tuple(mask.cu_seqlens))
+    if shape.by_mask and isinstance(mask, Mask):
+        shape = shape.cut_for(mask, seqlen)
     nodes, known = planner.nodes, planner.known
     over = ROUTES["direct" if route == "auto" else route]
     over = replace(over, nodes=nodes or ()) if over.by_nodes else over
@@ -276,17 +305,19 @@ def make_schedule(
         return direct
     others = [replace(direct, route=replace(ROUTES["nodes"], nodes=nodes)), replace(direct, route=ROUTES["ring"])]
     if heads == 1:
-        return min((direct, *others), key=lambda schedule: _busiest_link(schedule, nodes))
+        leaving = _rows_leaving(direct, nodes)
+        return min((direct, *others), key=lambda schedule: leaving[schedule.route.name])
     if known is None or world > MOST_FOR_A_RING:
         return direct
     return min((direct, *others), key=lambda schedule: schedule.predicted(known))
 
 
-def _busiest_link(schedule: Schedule, hosts: Sequence[int]) -> int:
-    """Rows that leave the busiest host in a forward."""
-    leaving: dict[int, int] = dict.fromkeys(hosts, 0)
-    work = Work(schedule.layout, schedule.regions, heads(WHOLE, rows), WHOLE, schedule.route, Direction.FORWARD)
-    for edge in work.edges(work.cells()):
-        if hosts[edge.source] != hosts[edge.target]:
-            leaving[hosts[edge.source]] += edge.rows.count
-    return max(leaving.values())
+def _rows_leaving(schedule: Schedule, nodes: Sequence[int]) -> dict[str, int]:
+    """By route, the key rows that leave the busiest node in a forward; of many ranks' those of the first."""
+    layout, mask = representative(schedule.layout, schedule.mask)
+    world = min(layout.world, MOST_RANKS)
+    if world < layout.world:
+        layout = replace(layout, world=world)
+    tiles = wanted_tiles(layout, mask.regions(layout.seqlen), np.ones((world, world), bool))
+    count = {"direct": rows_sent_directly, "nodes": rows_sent_by_nodes, "ring": rows_sent_round}
+    return {name: rows(tiles, np.array(nodes[:world])) for name, rows in count.items()}

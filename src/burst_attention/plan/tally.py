@@ -13,11 +13,12 @@ from functools import cached_property
 import numpy as np
 
 from .assignment import Assignment
+from .band import band_area
 from .cost import Shape
 from .groups import Groups
 from .layout import Layout
-from .rows import Direction, Payload, Side, Union
-from .tile import band_area, region_tiles
+from .rows import Direction, Payload, Side, Union, painted
+from .tile import region_tiles
 from .uses import Work
 
 SHARD, PARTIAL, RELAYED = 0, 1, 2
@@ -295,3 +296,33 @@ class _Side:
 def _nowhere(i: np.ndarray, j: np.ndarray) -> np.ndarray:
     """All at one place: what any rank needs."""
     return 0 * i + 0 * j
+
+
+def rows_sent_directly(tiles: np.ndarray, host: np.ndarray) -> int:
+    """Key rows that leave the busiest host when each shard goes straight to the ranks whose queries see it."""
+    union = Union.of(tiles[:, 1] * len(host) + tiles[:, 0], tiles[:, 4], tiles[:, 5])
+    owner, user = np.divmod(union.keys, len(host))
+    return _most_by_host(np.where(host[owner] == host[user], 0, union.counts), owner, host)
+
+
+def rows_sent_by_nodes(tiles: np.ndarray, host: np.ndarray) -> int:
+    """Key rows that leave the busiest host when each shard goes once to each host where queries see it."""
+    hosts = int(host.max()) + 1
+    union = Union.of(tiles[:, 1] * hosts + host[tiles[:, 0]], tiles[:, 4], tiles[:, 5])
+    owner, there = np.divmod(union.keys, hosts)
+    return _most_by_host(np.where(host[owner] == there, 0, union.counts), owner, host)
+
+
+def rows_sent_round(tiles: np.ndarray, host: np.ndarray) -> int:
+    """Key rows that leave the busiest host when each shard goes from rank to rank, to the last whose queries see it."""
+    world = len(host)
+    owner, counts, distance = painted(tiles[:, 1], tiles[:, 4], tiles[:, 5], (tiles[:, 0] - tiles[:, 1]) % world)
+    crossing = np.bincount(np.r_[owner, owner + distance], np.r_[counts, -counts], minlength=2 * world)
+    sent = np.cumsum(crossing).reshape(2, -1)[:, :world].sum(0).astype(np.int64)  # by each rank, to the next
+    rank = np.arange(world)
+    return _most_by_host(np.where(host == host[(rank + 1) % world], 0, sent), rank, host)
+
+
+def _most_by_host(rows: np.ndarray, rank: np.ndarray, host: np.ndarray) -> int:
+    """Of rows that ranks send, those of the host with most."""
+    return int(np.bincount(host[rank], rows, minlength=1).max())

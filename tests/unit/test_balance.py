@@ -1,0 +1,242 @@
+"""The balanced layout: work and tokens by rank, what it keeps off the wire, and what it does not depend on."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from dataclasses import replace
+from itertools import accumulate
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from burst_attention import Mask, make_plan
+from burst_attention.attention.batch import Plans
+from burst_attention.plan.assignment import TRAVELS
+from burst_attention.plan.balance import most_tokens, seen
+from burst_attention.plan.band import band_area
+from burst_attention.plan.choose import Planner
+from burst_attention.plan.cost import Shape
+from burst_attention.plan.estimate import estimate
+from burst_attention.plan.layout import Layout
+from burst_attention.plan.route import ROUTES
+from burst_attention.plan.rows import Direction
+from burst_attention.plan.schedule import Schedule, make_schedule
+from burst_attention.plan.tally import rows_sent_by_nodes, rows_sent_directly, rows_sent_round
+from burst_attention.plan.tile import wanted_tiles
+from burst_attention.plan.workload import imbalance
+from tests.unit.test_plan import masks, worlds
+
+SHAPE = Shape(batch=1, q_heads=8, kv_heads=4, head_dim=8, v_head_dim=8, io=2, partial=2, accumulate=4)
+
+
+def planned(mask: Mask, seqlen: int, world: int, layout: str = "balanced") -> Schedule:
+    return make_schedule(seqlen, mask=mask, layout=layout, route="direct", rank=0, world=world)
+
+
+def borders(lengths) -> list[int]:
+    return [0, *accumulate(lengths)]
+
+
+def areas(schedule: Schedule) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(query owner, key owner, how many pairs are seen), of each tile."""
+    world = schedule.layout.world
+    i, j, *rest = wanted_tiles(schedule.layout, schedule.regions, np.ones((world, world), bool)).T
+    return i, j, band_area(rest[1] - rest[0], rest[3] - rest[2], *rest[4:])
+
+
+def shares(schedule: Schedule) -> np.ndarray:
+    """Each rank's share of the work of its queries, in means, counted tile by tile."""
+    i, _, area = areas(schedule)
+    work = np.bincount(i, area, minlength=schedule.layout.world)
+    return work / work.mean()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 200), st.integers(1, 9), st.data())
+def test_every_token_is_on_one_rank_and_none_holds_more_than_is_said(seqlen: int, world: int, data) -> None:
+    layout = Layout("balanced", seqlen, world).cut_for(data.draw(masks(seqlen)), seqlen)
+    held = [layout.positions(rank) for rank in range(world)]
+    assert sorted(np.concatenate(held).tolist()) == list(range(seqlen))
+    assert [len(each) for each in held] == list(layout.lengths)
+    assert max(layout.lengths) <= most_tokens(seqlen, world)
+    assert min(layout.lengths) > 0 or seqlen < world
+    assert all((np.diff(each) > 0).all() for each in held)
+    for rank in range(world):
+        assert [p for s in layout.segments(rank) for p in s] == held[rank].tolist()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 60), st.data())
+def test_what_queries_see_is_counted_as_the_mask_says(length: int, data) -> None:
+    mask = data.draw(masks(length))
+    if mask.cu_seqlens is None:
+        counts = mask.dense(length).sum(1)
+        assert [seen(mask, length, n) for n in range(length + 1)] == [0, *np.cumsum(counts).tolist()]
+
+
+@pytest.mark.parametrize("world", [4, 8, 16])
+@pytest.mark.parametrize("seqlen", [1 << 12, 1 << 16, 1 << 20])
+def test_one_long_document_and_many_short_ones(seqlen: int, world: int) -> None:
+    """Half of the sequence is one document: work within 1.08, which zigzag does not come near."""
+    dice = np.random.default_rng(seqlen + world)
+    cuts = np.sort(dice.choice(np.arange(seqlen // 2 + 1, seqlen), min(500, seqlen // 64), replace=False))
+    for first in (True, False):
+        ends = np.r_[0, seqlen // 2, cuts, seqlen]
+        mask = Mask(cu_seqlens=ends if first else seqlen - ends[::-1])
+        schedule = planned(mask, seqlen, world)
+        assert shares(schedule).max() <= 1.08
+        assert max(schedule.layout.lengths) <= most_tokens(seqlen, world)
+        assert shares(planned(mask, seqlen, world, "zigzag")).max() > 1.3
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize(
+    "lengths",
+    [[64], [64, 64, 64], [100, 60, 45], [900, 60, 45, 3, 2], [512, 256, 128, 128]],
+    ids=lambda lengths: "-".join(map(str, lengths)),
+)
+def test_documents_that_fit_send_nothing(lengths: list[int], world: int) -> None:
+    """So many of each length as there are ranks, in any order."""
+    shuffled = np.random.default_rng(7).permutation(lengths * world).tolist()
+    schedule = planned(Mask(cu_seqlens=borders(shuffled)), sum(shuffled), world)
+    assert set(schedule.layout.lengths) == {sum(lengths)}
+    assert shares(schedule).max() == 1
+    i, j, _ = areas(schedule)
+    assert (i == j).all(), "a document is on several ranks"
+    for rank in range(world):
+        alone = Schedule(schedule.layout, schedule.mask, schedule.route, rank)
+        assert all(alone.program("query", direction).edges == [] for direction in Direction)
+
+
+def test_documents_of_any_lengths_that_fit_send_nothing() -> None:
+    lengths = np.random.default_rng(0).integers(1, 2000, 1000).tolist()
+    schedule = planned(Mask(cu_seqlens=borders(lengths)), sum(lengths), 8)
+    i, j, _ = areas(schedule)
+    assert (i == j).all() and shares(schedule).max() < 1.01
+    assert max(schedule.layout.lengths) < 1.01 * sum(lengths) / 8
+
+
+@pytest.mark.parametrize("mask", [Mask(), Mask(causal=False), *(Mask(window=w) for w in (1, 100, 600, 1500, 3000))])
+def test_one_document_under_any_mask(mask: Mask) -> None:
+    schedule = planned(mask, 4096, 4)
+    assert shares(schedule).max() <= 1.08 and set(schedule.layout.lengths) == {1024}
+
+
+def test_a_prefix_is_balanced_too() -> None:
+    assert (
+        shares(planned(Mask(prefix=3000), 4096, 4)).max()
+        <= 1.08
+        < shares(planned(Mask(prefix=3000), 4096, 4, "zigzag")).max()
+    )
+
+
+def test_one_causal_document_is_cut_as_zigzag_does_it() -> None:
+    for seqlen in (7, 64, 101):
+        one, other = (planned(Mask(), seqlen, 4, name).layout for name in ("balanced", "zigzag"))
+        for rank in range(4):
+            assert sorted(one.positions(rank)) == sorted(other.positions(rank))
+
+
+def test_a_short_window_is_cut_into_neighbours() -> None:
+    layout = planned(Mask(window=8), 4096, 4).layout
+    assert [layout.segments(rank) for rank in range(4)] == [(range(n, n + 1024),) for n in range(0, 4096, 1024)]
+
+
+def test_a_mask_derived_later_keeps_the_tokens_and_a_length_cuts_anew() -> None:
+    mask, other = (Mask(cu_seqlens=[0, *ends, 120]) for ends in ([90], [10, 20, 100]))
+    schedule = planned(mask, 120, 4)
+    assert schedule.with_mask(other).layout is schedule.layout
+    anew = schedule.with_mask(other, seqlen=120)
+    assert anew.layout == planned(other, 120, 4).layout != schedule.layout
+    assert schedule.with_mask(other).description != anew.description  # ranks of which one cut anew are told apart
+
+
+def test_all_layers_of_a_model_share_one_cut() -> None:
+    plan = make_plan(400, layout="balanced")
+    plans = Plans.by_windows(plan, [7, None, 50], (0, 300, 400))
+    assert len({each.schedule.layout for each in plans.values()}) == 1
+    assert plans.one.schedule.layout.mask == Mask(cu_seqlens=(0, 300, 400))
+    assert Plans.by_windows(plan, [7, 50], None).one.schedule.layout.mask == Mask(window=50)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 80), st.integers(1, 6), st.data())
+def test_the_imbalance_of_any_layout_is_that_of_its_tiles(seqlen: int, world: int, data) -> None:
+    name = data.draw(st.sampled_from(["balanced", "zigzag", "striped", "contiguous", "zigzag-per-document"]))
+    mask = data.draw(masks(seqlen))
+    schedule = planned(mask, seqlen, world, name)
+    told = imbalance(schedule.layout, mask)
+    assert told.tokens == max(schedule.layout.lengths) * world / seqlen
+    i, j, area = areas(schedule)
+    for side, owners in (("queries", i), ("keys", j)):
+        work = np.bincount(owners, area, minlength=world)
+        assert getattr(told, side) == pytest.approx(work.max() / work.mean(), rel=1e-12)
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["balanced", "zigzag"])
+def test_equal_masks_share_a_schedule_and_many_leave_nothing_behind(layout: str, count: int) -> None:
+    base = planned(Mask(), 64, 4, layout)
+    one = base.with_mask(Mask(cu_seqlens=[0, 7, 64]), seqlen=64)
+    assert base.with_mask(Mask(cu_seqlens=(0, 7, 64)), seqlen=64) is one
+    assert base.with_mask(Mask(cu_seqlens=(0, 7, 64))) is not one
+    taken = []
+    tracemalloc.start()
+    for n in range(count):
+        derived = base.with_mask(Mask(cu_seqlens=[0, 1 + n % 31, 32 + n % 29, 64]), seqlen=64)
+        derived.program(derived.choose_travels(SHAPE), Direction.FORWARD)
+        if n in (count // 2, count - 1):
+            del derived
+            gc.collect()
+            taken.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert taken[1] <= 1.2 * taken[0] + 50_000  # a schedule and its program are some 20 KB
+
+
+def test_a_sample_of_documents_chooses_as_all_of_them(monkeypatch) -> None:
+    """Where documents are many, some stand for all in what is chosen, never in what is told."""
+    borders_of = borders(np.random.default_rng(1).integers(400, 600, 100).tolist())  # many rows a rank
+    for layout in ("striped", "zigzag-per-document", "balanced"):
+        chosen = []
+        for most in (1 << 30, 16):
+            monkeypatch.setattr("burst_attention.plan.schedule.MOST_DOCUMENTS", most)
+            chosen.append(planned(Mask(cu_seqlens=borders_of), borders_of[-1], 8, layout).choose_travels(SHAPE))
+        assert chosen[0] == chosen[1]
+
+
+def test_many_ranks_choose_as_fewer_would() -> None:
+    for layout, expected in (("zigzag", "key-value"), ("contiguous", "either")):
+        schedule = planned(Mask(), 1 << 20, 4096, layout)
+        assert schedule.choose_travels(SHAPE) == expected
+    planner = Planner(nodes=tuple(rank // 8 for rank in range(1024)))
+    options = {"mask": Mask(causal=False), "layout": "contiguous", "rank": 900, "world": 1024}
+    assert make_schedule(1 << 20, route="auto", planner=planner, **options).route.name == "nodes"
+
+
+@settings(max_examples=150, deadline=None)
+@given(worlds(most_tokens=60, most_ranks=8), st.data())
+def test_rows_that_leave_hosts_are_those_of_the_edges(world, data) -> None:
+    layout, mask = world
+    hosts = data.draw(st.lists(st.integers(0, 2), min_size=layout.world, max_size=layout.world))
+    for route, count in (("direct", rows_sent_directly), ("nodes", rows_sent_by_nodes), ("ring", rows_sent_round)):
+        schedule = Schedule(layout, mask, replace(ROUTES[route], nodes=tuple(hosts)), 0)
+        work = schedule.work("key-value", Direction.FORWARD)
+        leaving = dict.fromkeys(hosts, 0)
+        for edge in work.edges(work.cells()):
+            if hosts[edge.source] != hosts[edge.target]:
+                leaving[hosts[edge.source]] += edge.rows.count
+        tiles = wanted_tiles(layout, schedule.regions, np.ones((layout.world, layout.world), bool))
+        assert count(tiles, np.array(hosts)) == max(leaving.values())
+
+
+@settings(max_examples=150, deadline=None)
+@given(worlds(most_tokens=60, most_ranks=8), st.sampled_from(sorted(TRAVELS)), st.sampled_from(sorted(ROUTES)))
+def test_estimates_are_what_the_edges_say(world, travels: str, route: str) -> None:
+    """Of any layout, mask, what travels and route, documents a few at a time."""
+    layout, mask = world
+    schedule = Schedule(layout, mask, ROUTES[route], 0)
+    for rank, cost in enumerate(estimate(schedule, SHAPE, travels)):
+        assert cost.traffic == Schedule(layout, mask, ROUTES[route], rank).traffic(SHAPE, travels)
