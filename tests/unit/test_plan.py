@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from burst_attention.plan.assignment import TRAVELS, Cube, blocks, columns, heads, nearest, rows, table
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.groups import WHOLE, Groups
-from burst_attention.plan.layout import LAYOUTS, PER_DOCUMENT, Layout
+from burst_attention.plan.layout import BALANCED, LAYOUTS, PER_DOCUMENT, Layout
 from burst_attention.plan.mask import Mask
 from burst_attention.plan.program import Drop, Move, Post, Visit, Wait
 from burst_attention.plan.route import ROUTES
@@ -43,11 +43,10 @@ def masks(draw, seqlen: int) -> Mask:
 def worlds(draw, most_tokens: int = 48, most_ranks: int = 6) -> tuple[Layout, Mask]:
     seqlen = draw(st.integers(0, most_tokens))
     name, mask = draw(st.sampled_from(sorted(LAYOUTS))), draw(masks(seqlen))
-    documents = None
-    if draw(st.booleans()):  # mostly the mask's, as a plan's are; a mask derived later may have others
+    if name != BALANCED and draw(st.booleans()):
         name += PER_DOCUMENT
-        documents = draw(st.sampled_from([mask.cu_seqlens, draw(masks(seqlen)).cu_seqlens]))
-    return Layout(name, seqlen, draw(st.integers(1, most_ranks)), documents), mask
+    cut = draw(st.sampled_from([mask, draw(masks(seqlen))]))  # a mask derived later may be another
+    return Layout(name, seqlen, draw(st.integers(1, most_ranks))).cut_for(cut, seqlen), mask
 
 
 def seen_by_tile(tile) -> np.ndarray:
@@ -108,7 +107,7 @@ def test_layouts_partition_evenly(name: str, world: int) -> None:
         np.testing.assert_array_equal(joined[layout.gather_order], np.arange(seqlen))
 
 
-@pytest.mark.parametrize("name", sorted(LAYOUTS))
+@pytest.mark.parametrize("name", sorted(set(LAYOUTS) - {BALANCED}))
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 def test_layouts_per_document_cut_each_document_by_itself(name: str, world: int) -> None:
     borders = (0, 0, 4, 4, 5, 36, 41, 41)
@@ -589,6 +588,7 @@ def test_masks_refuse_by_name(options: dict, error: type[Exception], told: str) 
         ({"mask": Mask(cu_seqlens=[0, 5])}, "last border must be seqlen"),
         ({"mask": Mask(prefix=9)}, "prefix=9"),
         ({"layout": "spiral"}, "layout='spiral'"),
+        ({"layout": "balanced-per-document"}, "use layout='balanced'"),
         ({"route": "scenic"}, "route='scenic'"),
         ({"rank": 2}, "rank=2"),
         ({"heads": 3}, "heads=3 does not divide the 2 ranks"),

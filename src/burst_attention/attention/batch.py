@@ -53,8 +53,14 @@ class Plans(Mapping[int | None, Plan]):
 
     @classmethod
     def by_windows(cls, plan: Plan, windows: Iterable[int | None], cu_seqlens: Sequence[int] | None) -> Plans:
-        """``plan`` under each of the windows and these documents; nothing is exchanged."""
+        """``plan`` under each of the windows and these documents; nothing is exchanged.
+
+        A layout that goes by the mask is cut anew, for the layers that see furthest, and is one for all of them.
+        """
         distinct = dict.fromkeys(windows)
+        if plan.schedule.layout.by_mask:
+            furthest = None if None in distinct else max(filter(None, distinct))
+            plan = plan.with_mask(Mask(window=furthest, cu_seqlens=cu_seqlens), seqlen=plan.seqlen)
         return cls({window: plan.with_mask(Mask(window=window, cu_seqlens=cu_seqlens)) for window in distinct})
 
     @property

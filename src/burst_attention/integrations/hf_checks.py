@@ -86,7 +86,7 @@ def _reach(window: int | None, plan: Plan) -> int | None:
 
 
 def _check_same_layout(plans: Mapping[Any, Plan]) -> None:
-    shapes = {(each.seqlen, each.layout, each.world, each.rank) for each in plans.values()}
+    shapes = {(each.seqlen, each.schedule.layout.description, each.world, each.rank) for each in plans.values()}
     if len(shapes) > 1:
         raise ValueError(
             f"plan holds plans of different (seqlen, layout, world, rank) {sorted(shapes)}; "

@@ -1,55 +1,63 @@
 """Which global positions each rank holds.
 
-A shard is a list of arithmetic segments, and Python's ``range`` already is one: start, stop, stride, a length,
-equality and a hash. A new layout is one function here; masks, routes and kernels follow from its segments.
+A shard is a list of arithmetic segments: Python's ``range`` is one, and a table of integers holds many. A new layout is
+one function here; masks, routes and kernels follow from its segments.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import astuple, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-Segments = tuple[range, ...]
+from .balance import Segments, place
+from .mask import Mask
 
 
-def _contiguous(seqlen: int, world: int, rank: int) -> Segments:
-    return (range(rank * seqlen // world, (rank + 1) * seqlen // world),)
+Whole = Any  # an int, or an int64 array: what cuts says of one document or of many, for one rank or for many
+Pieces = tuple[tuple[Whole, Whole, int], ...]  # start, stop and stride of each piece, which may be empty
 
 
-def _zigzag(seqlen: int, world: int, rank: int) -> Segments:
+def _contiguous(seqlen: Whole, world: int, rank: Whole) -> Pieces:
+    return ((rank * seqlen // world, (rank + 1) * seqlen // world, 1),)
+
+
+def _zigzag(seqlen: Whole, world: int, rank: Whole) -> Pieces:
     """Chunks ``rank`` and ``2 * world - 1 - rank`` of 2 * world: every rank sees the same share of a causal triangle.
 
     The remainder of the division goes to the first chunk of ranks 0, 1, ... and then to their last chunk, so that
     shards differ by at most one token.
     """
-    size, extra = divmod(seqlen, 2 * world)
+    size, extra = seqlen // (2 * world), seqlen % (2 * world)
 
-    def start(chunk: int) -> int:
-        late = max(0, extra - world)  # ranks whose second chunk is one longer; those chunks are the last ones
-        return chunk * size + min(chunk, extra, world) + max(0, chunk - (2 * world - late))
+    def start(chunk: Whole) -> Whole:
+        late = np.maximum(0, extra - world)  # ranks whose second chunk is one longer; those chunks are the last ones
+        first = np.minimum(np.minimum(chunk, extra), world)
+        return chunk * size + first + np.maximum(0, chunk - (2 * world - late))
 
     mirror = 2 * world - 1 - rank
-    return range(start(rank), start(rank + 1)), range(start(mirror), start(mirror + 1))
+    return (start(rank), start(rank + 1), 1), (start(mirror), start(mirror + 1), 1)
 
 
-def _striped(seqlen: int, world: int, rank: int) -> Segments:
-    return (range(min(rank, seqlen), seqlen, world),)
+def _striped(seqlen: Whole, world: int, rank: Whole) -> Pieces:
+    return ((np.minimum(rank, seqlen), seqlen, world),)
 
 
 # What a name of LAYOUTS may end with: each document is cut over the ranks by itself. Commands don't offer it, for they
 # plan once for all batches, and here the documents decide who holds which tokens.
 PER_DOCUMENT = "-per-document"
 
-LAYOUTS: dict[str, Callable[[int, int, int], Segments]] = {
+BALANCED = "balanced"
+
+LAYOUTS: dict[str, Callable[[Whole, int, Whole], Pieces]] = {
     "contiguous": _contiguous,
     "zigzag": _zigzag,
     "striped": _striped,
+    BALANCED: _zigzag,  # of one causal document; plan/balance.py says who holds which of several
 }
 
 if TYPE_CHECKING:
@@ -72,12 +80,16 @@ class Layout:
     With ``-per-document`` after its name a layout cuts each of the documents with the borders ``documents`` over all
     ranks, and a rank holds its parts of them one after another. Under a causal mask ``zigzag-per-document`` gives every
     rank the same work whatever the documents' lengths; shards differ by at most one token for each document.
+
+    ``balanced`` goes by ``mask``: documents that fit a rank are whole there, longer ones spread, so that all ranks have
+    the same work within a few percent, and hold at most 1 / 32 more tokens than the mean.
     """
 
     name: str
     seqlen: int
     world: int
     documents: tuple[int, ...] | None = field(default=None, repr=False)
+    mask: Mask | None = field(default=None, repr=False)  # that a balanced layout balances; None: causal
 
     def __post_init__(self) -> None:
         if self._plain not in LAYOUTS:
@@ -85,23 +97,43 @@ class Layout:
                 f"layout={self.name!r} is unknown; choose one of {', '.join(LAYOUTS)}, with {PER_DOCUMENT} after it to "
                 "cut each document by itself"
             )
+        if self._plain == BALANCED and self.per_document:
+            raise ValueError(f"layout={self.name!r}: {BALANCED} goes by the documents as it is; use layout={BALANCED!r}")
         if self.seqlen < 0 or self.world < 1:
             raise ValueError(f"seqlen={self.seqlen} must be at least 0 and world={self.world} at least 1")
 
     def segments(self, rank: int) -> Segments:
         """The positions of ``rank`` in local order; empty segments are kept out."""
-        cut = LAYOUTS[self._plain]
-        return tuple(
-            range(start + s.start, start + s.stop, s.step)
-            for start, stop in pairwise(self._parts)
-            for s in cut(stop - start, self.world, rank)
-            if len(s)
-        )
+        return tuple(range(start, start + n * stride, stride) for start, n, stride in self.table([rank])[:, 2:].tolist())
+
+    def table(self, ranks: Sequence[int]) -> np.ndarray:
+        """int64 [N, 5], the segments of these ranks: owner, local offset, first position, length, stride."""
+        if self.name == BALANCED:
+            begins, counts = (self._placed[1][x] for x in (np.asarray(ranks), np.asarray(ranks) + 1))
+            return self._placed[0][_runs(begins, counts - begins)]
+        owners, borders = np.asarray(ranks, np.int64), np.asarray(self._parts, np.int64)
+        cut = LAYOUTS[self._plain](np.diff(borders), self.world, owners[:, None])
+        shape = (len(owners), len(borders) - 1, len(cut))
+        starts, stops, strides = (np.stack([np.broadcast_to(p[n], shape[:2]) for p in cut], 2) for n in range(3))
+        counts = np.maximum(0, -((starts - stops) // strides)).reshape(len(owners), -1)
+        firsts = (starts + borders[:-1, None]).reshape(counts.shape)
+        columns = (owners[:, None], np.cumsum(counts, 1) - counts, firsts, counts, strides.reshape(counts.shape))
+        return np.stack(np.broadcast_arrays(*columns), 2)[counts > 0]
 
     @property
     def description(self) -> str:
         """In words: equal on two ranks iff each holds the same tokens by both."""
-        return self.name + (f" (digest {digest(self)})" if self.documents else "")
+        return self.name + (f" (digest {digest(self)})" if self.documents or self.mask else "")
+
+    def cut_for(self, mask: Mask, seqlen: int) -> Layout:
+        """The layout of this name for ``seqlen`` tokens of which ``mask`` says what is seen."""
+        documents = tuple(mask.cu_seqlens) if self.per_document and mask.cu_seqlens is not None else None
+        return replace(self, seqlen=seqlen, documents=documents, mask=mask if self.name == BALANCED else None)
+
+    @property
+    def by_mask(self) -> bool:
+        """Does it depend on the mask who holds which tokens?"""
+        return self.per_document or self.name == BALANCED
 
     @property
     def per_document(self) -> bool:
@@ -119,14 +151,28 @@ class Layout:
         return self.documents if apart else (0, self.seqlen)  # type: ignore[return-value]
 
     @cached_property
+    def _placed(self) -> tuple[np.ndarray, np.ndarray]:
+        """The table of a balanced layout, of all ranks, and where in it each begins."""
+        placed = place(self.mask or Mask(), self.seqlen, self.world, fold=_zigzag, plain=_contiguous)
+        counts = np.array([len(each) for each in placed])
+        rows = [(rank, 0, s.start, len(s), 1) for rank, each in enumerate(placed) for s in each]
+        table, begins = np.array(rows, np.int64).reshape(-1, 5), np.r_[0, np.cumsum(counts)]
+        offsets = np.cumsum(table[:, 3]) - table[:, 3]
+        table[:, 1] = offsets - np.repeat(np.r_[offsets, 0][begins[:-1]], counts)
+        return table, begins
+
+    @cached_property
     def lengths(self) -> tuple[int, ...]:
         """How many tokens each rank holds."""
-        return tuple(sum(map(len, self.segments(rank))) for rank in range(self.world))
+        table, lengths = self.table(range(self.world)), np.zeros(self.world, np.int64)
+        np.add.at(lengths, table[:, 0], table[:, 3])
+        return tuple(lengths.tolist())
 
     def positions(self, rank: int) -> np.ndarray:
         """int64 [S_local]: the global position of each local token of ``rank``."""
-        parts = [np.arange(s.start, s.stop, s.step, dtype=np.int64) for s in self.segments(rank)]
-        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+        _, offsets, firsts, counts, strides = self.table([rank]).T
+        strides = np.repeat(strides, counts)
+        return np.repeat(firsts, counts) + strides * (np.arange(len(strides)) - np.repeat(offsets, counts))
 
     @cached_property
     def gather_order(self) -> np.ndarray:
@@ -134,3 +180,8 @@ class Layout:
         order = np.empty(self.seqlen, np.int64)
         order[np.concatenate([self.positions(rank) for rank in range(self.world)])] = np.arange(self.seqlen)
         return order
+
+
+def _runs(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """begins[0], begins[0] + 1, ..., so many as counts[0], and so on."""
+    return np.repeat(begins - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())

@@ -67,8 +67,7 @@ class Schedule:
         """The same layout and route under another mask; with ``seqlen`` the tokens are cut anew, over so many."""
         if seqlen is None:
             return replace(self, mask=mask)
-        documents = tuple(mask.cu_seqlens) if self.layout.per_document and mask.cu_seqlens else None
-        return replace(self, mask=mask, layout=replace(self.layout, seqlen=seqlen, documents=documents))
+        return replace(self, mask=mask, layout=self.layout.cut_for(mask, seqlen))
 
     @cached_property
     def description(self) -> dict[str, object]:
@@ -243,8 +242,8 @@ def make_schedule(
     if route != "auto" and route not in ROUTES:
         raise ValueError(f"route={route!r} is unknown; choose one of auto, {', '.join(ROUTES)}")
     shape = Layout(layout, seqlen, world)
-    if shape.per_document and isinstance(mask, Mask) and mask.cu_seqlens is not None:
-        shape = replace(shape, documents=tuple(mask.cu_seqlens))
+    if shape.by_mask and isinstance(mask, Mask):
+        shape = shape.cut_for(mask, seqlen)
     direct = Schedule(shape, mask, ROUTES["direct"], rank, heads, keep)
     if heads not in (1, "auto") and route == "auto":
         return direct

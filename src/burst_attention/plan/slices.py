@@ -8,7 +8,6 @@ import numpy as np
 
 from .layout import Layout
 from .rows import Rows
-from .tile import segment_table
 
 
 class Slice:
@@ -16,7 +15,7 @@ class Slice:
 
     def __init__(self, layout: Layout, owners: Iterable[int]) -> None:
         self.owners = tuple(owners)
-        table = segment_table(layout, self.owners)  # owner, local offset, first position, length, stride
+        table = layout.table(self.owners)  # owner, local offset, first position, length, stride
         if len(self.owners) > 1:
             table = table[np.argsort(table[:, 2], kind="stable")]
         lengths = table[:, 3]
@@ -39,7 +38,7 @@ class Slice:
         return Rows.of(starts + shift, stops + shift)
 
     def segments(self, owners: tuple[int, ...]) -> np.ndarray:
-        """int64 [N, 5], as :func:`~burst_attention.plan.tile.segment_table` gives, of these owners' rows, by offset
+        """int64 [N, 5], as :meth:`~burst_attention.plan.layout.Layout.table` gives, of these owners' rows, by offset
         here; neighbours whose positions go on are joined."""
         if owners not in self._segments:
             of_them = np.isin(self._table[:, 0], owners)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -130,8 +130,8 @@ def pair_tiles(
 
 
 def segment_tiles(q_segments: np.ndarray, k_segments: np.ndarray, regions: np.ndarray) -> dict[tuple[int, int], Tiles]:
-    """The tiles between segments as :func:`segment_table` gives them, by whatever stands in place of their owners."""
-    strides = {int(s) for s in (*q_segments[:, 4], *k_segments[:, 4])}
+    """The tiles between segments as :meth:`Layout.table` gives them, by whatever stands in place of their owners."""
+    strides = set(np.unique(np.r_[q_segments[:, 4], k_segments[:, 4]]).tolist())
     return _by_pair(_intersect(q_segments, k_segments, regions, max(strides, default=1)))
 
 
@@ -183,35 +183,24 @@ def foreign_rows(queries: Layout, keys: Layout, regions: np.ndarray, ranks: Sequ
 def _all_tiles(
     queries: Layout, keys: Layout, regions: np.ndarray, q_owners: Sequence[int], k_owners: Sequence[int]
 ) -> np.ndarray:
-    q_segments, k_segments = segment_table(queries, q_owners), segment_table(keys, k_owners)
-    strides = {int(s) for s in (*q_segments[:, 4], *k_segments[:, 4])}
+    q_segments, k_segments = queries.table(q_owners), keys.table(k_owners)
+    strides = set(np.unique(np.r_[q_segments[:, 4], k_segments[:, 4]]).tolist())
     if len(strides) > 1:
         raise ValueError(f"layouts {queries.name!r} and {keys.name!r} have different strides {sorted(strides)}")
     return _intersect(q_segments, k_segments, regions, strides.pop() if strides else 1)
 
 
-def segment_table(layout: Layout, owners: Sequence[int]) -> np.ndarray:
-    """int64 [N, 5]: owner, local offset, first position, length, stride."""
-    rows = []
-    for owner in owners:
-        offset = 0
-        for segment in layout.segments(owner):
-            rows.append((owner, offset, segment.start, len(segment), segment.step))
-            offset += len(segment)
-    return np.array(rows, np.int64).reshape(-1, 5)
-
-
-def _ceil(a: np.ndarray, b: int) -> np.ndarray:
+def _ceil(a: np.ndarray, b: Any) -> np.ndarray:
     return -(-a // b)
 
 
-def _clip(segments: np.ndarray, start: np.ndarray, stop: np.ndarray, stride: int) -> tuple[np.ndarray, np.ndarray]:
+def clip_segments(segments: np.ndarray, start: np.ndarray, stop: np.ndarray, stride: Any) -> tuple[np.ndarray, np.ndarray]:
     """Local index range of each segment inside its interval [start, stop) of positions."""
     first, count = segments[:, 2], segments[:, 3]
     return np.maximum(0, _ceil(start - first, stride)), np.minimum(count, _ceil(stop - first, stride))
 
 
-def _meeting(segments: np.ndarray, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def meeting(segments: np.ndarray, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(interval, segment) numbers of all that may share a position, for N segments and M intervals [start, stop).
 
     Not all N x M: thousands of documents, each cut over the ranks by itself, are thousands of both.
@@ -226,12 +215,12 @@ def _meeting(segments: np.ndarray, start: np.ndarray, stop: np.ndarray) -> tuple
 
 def _intersect(q_segments: np.ndarray, k_segments: np.ndarray, regions: np.ndarray, stride: int) -> np.ndarray:
     """int64 [T, 9]: query owner, key owner, region, then a tile, for every segment x segment x region not empty."""
-    region, q_at = _meeting(q_segments, regions[:, 0], regions[:, 1])
-    at, k_at = _meeting(k_segments, regions[region, 2], regions[region, 3])
+    region, q_at = meeting(q_segments, regions[:, 0], regions[:, 1])
+    at, k_at = meeting(k_segments, regions[region, 2], regions[region, 3])
     region, q, k = region[at], q_segments[q_at[at]], k_segments[k_at]
     bands = regions[region]
-    i0, i1 = _clip(q, bands[:, 0], bands[:, 1], stride)
-    j0, j1 = _clip(k, bands[:, 2], bands[:, 3], stride)
+    i0, i1 = clip_segments(q, bands[:, 0], bands[:, 1], stride)
+    j0, j1 = clip_segments(k, bands[:, 2], bands[:, 3], stride)
     shift = q[:, 2] - k[:, 2]
     lo = _ceil(bands[:, 4] - shift, stride) - i0 + j0  # counted from the rectangle's corner
     hi = (bands[:, 5] - shift) // stride - i0 + j0

@@ -53,7 +53,7 @@ def token_losses(
         sequence = sequences[index]
         plans = Plans.by_windows(plan, windows, sequence.cu_seqlens)
         shard = model.engine.shard(batch_of([sequence], context.device), plans)
-        loss = plan.unshard(model(shard, plans, per_token=True), 1)[0]
+        loss = plans.one.unshard(model(shard, plans, per_token=True), 1)[0]
         if start + context.group_index < len(sequences) and start // groups % plan.world == plan.rank:
             yield index, loss.cpu()
 

@@ -1,0 +1,213 @@
+"""Which rank holds which part of which document, so that all have as much to compute and hardly more to hold.
+
+A document that fits a rank is whole there: then nobody sends its keys. A longer one is cut into parts that are alike: of
+one causal document a piece from its front and the mirrored one from its end (a token sees the more the later it stands,
+and two mirrored ones together see as much as any other two), where a short window has all see alike one piece. Parts of
+the longest documents are dealt out evenly, the others go to whoever has least so far, the largest first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from .mask import Mask
+
+Segments = tuple[range, ...]
+Cut = Callable[[Any, int, Any], tuple[tuple[Any, Any, int], ...]]  # (length, how many parts, which): the pieces' ends
+Part = tuple[int, list[range]]  # (query, key) pairs that it sees, and its positions
+
+MOST_WORK = 1.05  # of the busiest rank, in means, with which a way to place the documents is taken
+SPARE = 32  # a rank holds at most 1 / SPARE of the mean more than the mean, rounded up
+ROUNDS = (1, 2, 4, 8)  # parts of a document for each rank, where one for each would not be alike
+FINEST = 5  # parts of documents that fit a rank are halved so often, at most
+
+
+def most_tokens(seqlen: int, world: int) -> int:
+    """What a rank holds at most.
+
+    A rank's memory goes with its tokens, so they are kept even; not to the last token, for then nearly every rank would
+    end within some document, whose keys had to travel.
+    """
+    return -(-seqlen // world) + seqlen // (SPARE * world)
+
+
+def place(mask: Mask, seqlen: int, world: int, *, fold: Cut, plain: Cut) -> list[Segments]:
+    """For each rank its positions, ascending.
+
+    Args:
+        fold, plain: how a document is cut into parts with as many tokens: front and mirrored end, or one piece.
+    """
+    documents = _Documents(mask, seqlen, world, fold, plain)
+    if not seqlen:
+        return [()] * world
+    best = None
+    for fineness in range(FINEST + 1):
+        placed = documents.placed(fineness)
+        if best is None or placed.score < best.score:
+            best = placed
+        if placed.good or not placed.parts:
+            break
+    assert best is not None
+    return [_joined(ranges) for ranges in best.ranges]
+
+
+def seen(mask: Mask, length: int, before: Any) -> Any:
+    """How many keys the first ``before`` queries of a document of ``length`` tokens see, all together."""
+    if not mask.causal:
+        return before * length
+    reach = length if mask.window is None else min(mask.window, length)
+    ramp = np.minimum(before, reach)
+    total = ramp * (ramp + 1) // 2 + (before - ramp) * reach
+    if mask.prefix:  # of those before the end of the prefix each sees all of it
+        early = np.minimum(before, mask.prefix)
+        total = total + early * mask.prefix - early * (early + 1) // 2
+    return total
+
+
+@dataclass(eq=False)
+class _Placed:
+    """Who holds what. ``parts``: are there documents that go to fewer than all ranks?"""
+
+    ranges: list[list[range]]
+    tokens: list[int]
+    work: list[int]
+    parts: bool
+    seqlen: int
+
+    @property
+    def good(self) -> bool:
+        return self.score == (False, False, 0.0)
+
+    @property
+    def score(self) -> tuple[bool, bool, float]:
+        """Less is better: room for the tokens comes first, then that no rank is idle, then the busiest rank's work."""
+        world = len(self.tokens)
+        crowded = max(self.tokens) > most_tokens(self.seqlen, world)
+        idle = self.seqlen >= world and min(self.tokens) == 0
+        busiest = max(self.work) * world / max(1, sum(self.work))
+        return crowded, idle, busiest if busiest > MOST_WORK else 0.0
+
+
+class _Documents:
+    """Those of a mask, the longest first."""
+
+    def __init__(self, mask: Mask, seqlen: int, world: int, fold: Cut, plain: Cut) -> None:
+        self.mask, self.seqlen, self.world, self.fold, self.plain = mask, seqlen, world, fold, plain
+        borders = np.array([0, seqlen] if mask.cu_seqlens is None else mask.cu_seqlens, np.int64)
+        starts, lengths = borders[:-1], np.diff(borders)
+        order = np.argsort(-lengths, kind="stable")
+        order = order[lengths[order] > 0]
+        self.starts, self.lengths = starts[order], lengths[order]
+        self.work = np.array([int(seen(mask, n, n)) for n in self.lengths.tolist()], np.int64)
+
+    def placed(self, fineness: int) -> _Placed:
+        """The longest spread over all ranks, the others cut into parts of at most a rank's share / 2 ** ``fineness``;
+        0: whole."""
+        counts = self._counts(fineness)
+        result = _Placed([[] for _ in range(self.world)], [0] * self.world, [0] * self.world, False, self.seqlen)
+        first = 0  # whose turn it is to have a token more
+        for n in np.flatnonzero(counts >= self.world).tolist():
+            first = self._spread(result, n, first)
+        alone = np.flatnonzero(counts < self.world)
+        result.parts = len(alone) > 0
+        self._fill(result, [part for n in alone.tolist() for part in self._parts(n, int(counts[n]))])
+        return result
+
+    def _counts(self, fineness: int) -> np.ndarray:
+        """Into how many parts each document is cut; as many as ranks: it is spread."""
+        if self.world == 1 or fineness == FINEST:
+            return np.full(len(self.lengths), self.world)
+        means = [(x.sum() / self.world, np.cumsum(x[::-1])[::-1] / self.world) for x in (self.lengths, self.work)]
+        rooms = [rest + spare * mean for (mean, rest), spare in zip(means, (1 / SPARE, MOST_WORK - 1), strict=True)]
+        shares = np.maximum(self.lengths / rooms[0], self.work / rooms[1])  # of a rank, were all before it spread
+        few = 2 * np.maximum(shares, 1) <= self.world
+        longest = int(np.argmax(few)) if few.any() else len(few)  # so many are spread
+        tokens, work = (room[min(longest, len(room) - 1)] for room in rooms)
+        counts = np.ceil(np.maximum(self.lengths / tokens, self.work / work) * 2**fineness).astype(np.int64)
+        counts[:longest] = self.world
+        return np.where(2 * counts > self.world, np.where(counts > 1, self.world, 1), counts)
+
+    def _spread(self, result: _Placed, n: int, first: int) -> int:
+        """Deal a document's parts out to all ranks; which rank is the next to get a token more."""
+        world, length = self.world, int(self.lengths[n])
+        for rounds in ROUNDS:
+            parts = self._parts(n, rounds * world)
+            work = np.array([part[0] for part in parts])
+            order = np.arange(len(parts)) if rounds == 1 else np.argsort(work, kind="stable")
+            turns = order.reshape(rounds, world)
+            turns[1::2] = turns[1::2, ::-1]  # to and fro, for the later have more to do
+            even = work[turns].sum(0).max() * world <= (1 + (MOST_WORK - 1) / 2) * work.sum()
+            if even or 64 * world * 2 * rounds > length:
+                break
+        for n_rank in range(world):
+            rank = (n_rank + first) % world if rounds == 1 else n_rank
+            _give(result, rank, (parts[part] for part in turns[:, n_rank].tolist()))
+        return (first + length) % world if rounds == 1 else first
+
+    def _fill(self, result: _Placed, parts: list[Part]) -> None:
+        """Each part, that with most work first, to the rank with least to do or to hold, whichever it has more of."""
+        total = max(1, int(self.work.sum()))
+
+        def load(rank: int) -> int:
+            return max(result.work[rank] * self.seqlen, result.tokens[rank] * total)
+
+        loads = [(load(rank), rank) for rank in range(self.world)]
+        heapify(loads)
+        for part in sorted(parts, key=lambda part: -part[0]):
+            rank = loads[0][1]
+            _give(result, rank, (part,))
+            heapreplace(loads, (load(rank), rank))
+        self._trim(result)
+
+    def _trim(self, result: _Placed) -> None:
+        """Cut what makes a rank too full off its smallest documents, and give it to the rank with the fewest tokens."""
+        most = most_tokens(self.seqlen, self.world)
+        rooms = [(tokens, rank) for rank, tokens in enumerate(result.tokens)]
+        heapify(rooms)
+        for rank in range(self.world):
+            while result.tokens[rank] > most and rooms[0][0] < most:
+                last, other = result.ranges[rank].pop(), rooms[0][1]
+                count = min(len(last), result.tokens[rank] - most, most - result.tokens[other])
+                kept, moved = last[: len(last) - count], last[len(last) - count :]
+                below, all_of_it = (int(seen(self.mask, len(last), n)) for n in (len(kept), len(last)))
+                result.tokens[rank] -= len(moved)
+                result.work[rank] -= all_of_it - below  # as of a whole document, which it mostly is
+                result.ranges[rank] += [kept] if len(kept) else []
+                _give(result, other, [(all_of_it - below, [moved])])
+                heapreplace(rooms, (result.tokens[other], other))
+
+    def _parts(self, n: int, count: int) -> list[Part]:
+        """(work, positions) of each of ``count`` parts of document ``n``."""
+        start, length = int(self.starts[n]), int(self.lengths[n])
+        if count == 1:
+            return [(int(self.work[n]), [range(start, start + length)])]
+        alike = not self.mask.causal or (self.mask.window is not None and 16 * self.mask.window <= length)
+        cut = self.plain if alike else self.fold
+        pieces = [(begin, end) for begin, end, _ in cut(length, count, np.arange(count))]
+        work = sum(seen(self.mask, length, end) - seen(self.mask, length, begin) for begin, end in pieces)
+        ends = np.stack([x for piece in pieces for x in piece], 1) + start
+        moved = ([range(*row[n : n + 2]) for n in range(0, len(row), 2) if row[n] < row[n + 1]] for row in ends.tolist())
+        return list(zip(work.tolist(), moved, strict=True))
+
+
+def _give(result: _Placed, rank: int, parts: Iterable[Part]) -> None:
+    for work, ranges in parts:
+        result.ranges[rank] += ranges
+        result.tokens[rank] += sum(map(len, ranges))
+        result.work[rank] += work
+
+
+def _joined(ranges: list[range]) -> Segments:
+    """Ascending; those that go on where the one before ends are one."""
+    if not ranges:
+        return ()
+    ranges = sorted(ranges, key=lambda r: r.start)
+    begins = [ranges[0].start, *(b.start for a, b in pairwise(ranges) if a.stop != b.start)]
+    stops = [*(a.stop for a, b in pairwise(ranges) if a.stop != b.start), ranges[-1].stop]
+    return tuple(range(*ends) for ends in zip(begins, stops, strict=True))

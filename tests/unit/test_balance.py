@@ -1,0 +1,151 @@
+"""The balanced layout: work and tokens by rank, what it keeps off the wire, and what it does not depend on."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from burst_attention import Mask, make_plan
+from burst_attention.attention.batch import Plans
+from burst_attention.plan.balance import most_tokens, seen
+from burst_attention.plan.layout import Layout
+from burst_attention.plan.rows import Direction
+from burst_attention.plan.schedule import Schedule, make_schedule
+from burst_attention.plan.workload import imbalance
+from tests.unit.test_plan import masks
+
+
+def planned(mask: Mask, seqlen: int, world: int, layout: str = "balanced") -> Schedule:
+    return make_schedule(seqlen, mask=mask, layout=layout, route="direct", rank=0, world=world)
+
+
+def borders(lengths) -> list[int]:
+    return [0, *accumulate(lengths)]
+
+
+def shares(schedule: Schedule) -> np.ndarray:
+    """Each rank's share of the work of its queries, in means, counted tile by tile."""
+    i, _, area = schedule._areas
+    work = np.bincount(i, area, minlength=schedule.layout.world)
+    return work / work.mean()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 200), st.integers(1, 9), st.data())
+def test_every_token_is_on_one_rank_and_none_holds_more_than_is_said(seqlen: int, world: int, data) -> None:
+    layout = Layout("balanced", seqlen, world).cut_for(data.draw(masks(seqlen)), seqlen)
+    held = [layout.positions(rank) for rank in range(world)]
+    assert sorted(np.concatenate(held).tolist()) == list(range(seqlen))
+    assert [len(each) for each in held] == list(layout.lengths)
+    assert max(layout.lengths) <= most_tokens(seqlen, world)
+    assert min(layout.lengths) > 0 or seqlen < world
+    assert all((np.diff(each) > 0).all() for each in held)
+    for rank in range(world):
+        assert [p for s in layout.segments(rank) for p in s] == held[rank].tolist()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 60), st.data())
+def test_what_queries_see_is_counted_as_the_mask_says(length: int, data) -> None:
+    mask = data.draw(masks(length))
+    if mask.cu_seqlens is None:
+        counts = mask.dense(length).sum(1)
+        assert [seen(mask, length, n) for n in range(length + 1)] == [0, *np.cumsum(counts).tolist()]
+
+
+@pytest.mark.parametrize("world", [4, 8, 16])
+@pytest.mark.parametrize("seqlen", [1 << 12, 1 << 16, 1 << 20])
+def test_one_long_document_and_many_short_ones(seqlen: int, world: int) -> None:
+    """Half of the sequence is one document: work within 1.08, which zigzag does not come near."""
+    dice = np.random.default_rng(seqlen + world)
+    cuts = np.sort(dice.choice(np.arange(seqlen // 2 + 1, seqlen), min(500, seqlen // 64), replace=False))
+    for first in (True, False):
+        ends = np.r_[0, seqlen // 2, cuts, seqlen]
+        mask = Mask(cu_seqlens=ends if first else seqlen - ends[::-1])
+        schedule = planned(mask, seqlen, world)
+        assert shares(schedule).max() <= 1.08
+        assert max(schedule.layout.lengths) <= most_tokens(seqlen, world)
+        assert shares(planned(mask, seqlen, world, "zigzag")).max() > 1.3
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize(
+    "lengths",
+    [[64], [64, 64, 64], [100, 60, 45], [900, 60, 45, 3, 2], [512, 256, 128, 128]],
+    ids=lambda lengths: "-".join(map(str, lengths)),
+)
+def test_documents_that_fit_send_nothing(lengths: list[int], world: int) -> None:
+    """So many of each length as there are ranks, in any order."""
+    shuffled = np.random.default_rng(7).permutation(lengths * world).tolist()
+    schedule = planned(Mask(cu_seqlens=borders(shuffled)), sum(shuffled), world)
+    assert set(schedule.layout.lengths) == {sum(lengths)}
+    assert shares(schedule).max() == 1
+    i, j, _ = schedule._areas
+    assert (i == j).all(), "a document is on several ranks"
+    for rank in range(world):
+        alone = Schedule(schedule.layout, schedule.mask, schedule.route, rank)
+        assert all(alone.program("query", direction).edges == [] for direction in Direction)
+
+
+def test_documents_of_any_lengths_that_fit_send_nothing() -> None:
+    lengths = np.random.default_rng(0).integers(1, 2000, 1000).tolist()
+    schedule = planned(Mask(cu_seqlens=borders(lengths)), sum(lengths), 8)
+    i, j, _ = schedule._areas
+    assert (i == j).all() and shares(schedule).max() < 1.01
+    assert max(schedule.layout.lengths) < 1.01 * sum(lengths) / 8
+
+
+@pytest.mark.parametrize("mask", [Mask(), Mask(causal=False), *(Mask(window=w) for w in (1, 100, 600, 1500, 3000))])
+def test_one_document_under_any_mask(mask: Mask) -> None:
+    schedule = planned(mask, 4096, 4)
+    assert shares(schedule).max() <= 1.08 and set(schedule.layout.lengths) == {1024}
+
+
+def test_a_prefix_is_balanced_too() -> None:
+    assert shares(planned(Mask(prefix=3000), 4096, 4)).max() <= 1.08 < shares(planned(Mask(prefix=3000), 4096, 4, "zigzag")).max()
+
+
+def test_one_causal_document_is_cut_as_zigzag_does_it() -> None:
+    for seqlen in (7, 64, 101):
+        one, other = (planned(Mask(), seqlen, 4, name).layout for name in ("balanced", "zigzag"))
+        for rank in range(4):
+            assert sorted(one.positions(rank)) == sorted(other.positions(rank))
+
+
+def test_a_short_window_is_cut_into_neighbours() -> None:
+    layout = planned(Mask(window=8), 4096, 4).layout
+    assert [layout.segments(rank) for rank in range(4)] == [(range(n, n + 1024),) for n in range(0, 4096, 1024)]
+
+
+def test_a_mask_derived_later_keeps_the_tokens_and_a_length_cuts_anew() -> None:
+    mask, other = (Mask(cu_seqlens=[0, *ends, 120]) for ends in ([90], [10, 20, 100]))
+    schedule = planned(mask, 120, 4)
+    assert schedule.with_mask(other).layout is schedule.layout
+    anew = schedule.with_mask(other, seqlen=120)
+    assert anew.layout == planned(other, 120, 4).layout != schedule.layout
+    assert schedule.with_mask(other).description != anew.description  # ranks of which one cut anew are told apart
+
+
+def test_all_layers_of_a_model_share_one_cut() -> None:
+    plan = make_plan(400, layout="balanced")
+    plans = Plans.by_windows(plan, [7, None, 50], (0, 300, 400))
+    assert len({each.schedule.layout for each in plans.values()}) == 1
+    assert plans.one.schedule.layout.mask == Mask(cu_seqlens=(0, 300, 400))
+    assert Plans.by_windows(plan, [7, 50], None).one.schedule.layout.mask == Mask(window=50)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 80), st.integers(1, 6), st.data())
+def test_the_imbalance_of_any_layout_is_that_of_its_tiles(seqlen: int, world: int, data) -> None:
+    name = data.draw(st.sampled_from(["balanced", "zigzag", "striped", "contiguous", "zigzag-per-document"]))
+    mask = data.draw(masks(seqlen))
+    schedule = planned(mask, seqlen, world, name)
+    told = imbalance(schedule.layout, mask)
+    assert told.tokens == max(schedule.layout.lengths) * world / seqlen
+    for side, owners in (("queries", schedule._areas[0]), ("keys", schedule._areas[1])):
+        work = np.bincount(owners, schedule._areas[2], minlength=world)
+        assert getattr(told, side) == pytest.approx(work.max() / work.mean(), rel=1e-12)
