@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from burst_attention import Mask, make_plan
 from burst_attention.attention.batch import Plans
 from burst_attention.plan.balance import most_tokens, seen
+from burst_attention.plan.band import band_area
 from burst_attention.plan.layout import Layout
 from burst_attention.plan.rows import Direction
 from burst_attention.plan.schedule import Schedule, make_schedule
+from burst_attention.plan.tile import wanted_tiles
 from burst_attention.plan.workload import imbalance
 from tests.unit.test_plan import masks
 
@@ -27,9 +29,16 @@ def borders(lengths) -> list[int]:
     return [0, *accumulate(lengths)]
 
 
+def areas(schedule: Schedule) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(query owner, key owner, how many pairs are seen), of each tile."""
+    world = schedule.layout.world
+    i, j, *rest = wanted_tiles(schedule.layout, schedule.regions, np.ones((world, world), bool)).T
+    return i, j, band_area(rest[1] - rest[0], rest[3] - rest[2], *rest[4:])
+
+
 def shares(schedule: Schedule) -> np.ndarray:
     """Each rank's share of the work of its queries, in means, counted tile by tile."""
-    i, _, area = schedule._areas
+    i, _, area = areas(schedule)
     work = np.bincount(i, area, minlength=schedule.layout.world)
     return work / work.mean()
 
@@ -84,7 +93,7 @@ def test_documents_that_fit_send_nothing(lengths: list[int], world: int) -> None
     schedule = planned(Mask(cu_seqlens=borders(shuffled)), sum(shuffled), world)
     assert set(schedule.layout.lengths) == {sum(lengths)}
     assert shares(schedule).max() == 1
-    i, j, _ = schedule._areas
+    i, j, _ = areas(schedule)
     assert (i == j).all(), "a document is on several ranks"
     for rank in range(world):
         alone = Schedule(schedule.layout, schedule.mask, schedule.route, rank)
@@ -94,7 +103,7 @@ def test_documents_that_fit_send_nothing(lengths: list[int], world: int) -> None
 def test_documents_of_any_lengths_that_fit_send_nothing() -> None:
     lengths = np.random.default_rng(0).integers(1, 2000, 1000).tolist()
     schedule = planned(Mask(cu_seqlens=borders(lengths)), sum(lengths), 8)
-    i, j, _ = schedule._areas
+    i, j, _ = areas(schedule)
     assert (i == j).all() and shares(schedule).max() < 1.01
     assert max(schedule.layout.lengths) < 1.01 * sum(lengths) / 8
 
@@ -146,6 +155,7 @@ def test_the_imbalance_of_any_layout_is_that_of_its_tiles(seqlen: int, world: in
     schedule = planned(mask, seqlen, world, name)
     told = imbalance(schedule.layout, mask)
     assert told.tokens == max(schedule.layout.lengths) * world / seqlen
-    for side, owners in (("queries", schedule._areas[0]), ("keys", schedule._areas[1])):
-        work = np.bincount(owners, schedule._areas[2], minlength=world)
+    i, j, area = areas(schedule)
+    for side, owners in (("queries", i), ("keys", j)):
+        work = np.bincount(owners, area, minlength=world)
         assert getattr(told, side) == pytest.approx(work.max() / work.mean(), rel=1e-12)

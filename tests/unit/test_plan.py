@@ -22,7 +22,7 @@ from burst_attention.plan.route import ROUTES
 from burst_attention.plan.rows import Direction, Payload, Rows, Side
 from burst_attention.plan.schedule import Schedule, make_schedule
 from burst_attention.plan.slices import Slice
-from burst_attention.plan.tile import foreign_rows, pair_tiles
+from burst_attention.plan.tile import foreign_rows, pair_tiles, wanted_tiles
 
 
 @st.composite
@@ -522,7 +522,8 @@ def test_rows_needed_are_those_of_the_pairs(world: tuple[Layout, Mask]) -> None:
     layout, mask = world
     ranks, regions = range(layout.world), mask.regions(layout.seqlen)
     foreign = [t for (i, j), t in pair_tiles(layout, layout, regions, ranks, ranks).items() if i != j]
-    assert foreign_rows(layout, layout, regions, ranks) == {
+    tiles = wanted_tiles(layout, regions, np.ones((layout.world, layout.world), bool))
+    assert foreign_rows(tiles, layout.world) == {
         Side.QUERY: sum(tiles.q_rows.count for tiles in foreign),
         Side.KEY: sum(tiles.k_rows.count for tiles in foreign),
     }

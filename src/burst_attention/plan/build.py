@@ -14,7 +14,7 @@ from .route import Edge, Key
 from .rows import Payload, Rows, Side
 from .slices import Slice
 from .tile import Tiles, segment_tiles
-from .uses import Work
+from .uses import Cells, Work
 
 Moment = tuple[int, int, int]  # in a step: 0, 0 its wait; 0, 1 after that; 1, n its visits; 2, 0 after those
 
@@ -24,15 +24,15 @@ IN_FLIGHT = 2  # exchanges under way at once, at most; fewer where a shard is pa
 def build_program(work: Work, rank: int) -> Program:
     """The program of ``rank`` for one pass."""
     cells = work.cells(rank)
-    return _Builder(work, rank, cells.at(rank), work.edges(cells, rank)).program()
+    return _Builder(work, rank, cells, work.edges(cells, rank)).program()
 
 
 class _Builder:
     """Where a rank's rows lie, and the parts of its program that follow."""
 
-    def __init__(self, work: Work, rank: int, cells: list[tuple[int, int, int, int]], edges: list[Edge]) -> None:
+    def __init__(self, work: Work, rank: int, cells: Cells, edges: list[Edge]) -> None:
         self.work, self.rank, self.groups, self.world = work, rank, work.groups, work.layout.world
-        self.cells, self.edges = cells, sorted(edges, key=_global_order)
+        self.known, self.cells, self.edges = cells, cells.at(rank), sorted(edges, key=_global_order)
         self.slices = {key: Slice(work.layout, owners) for key, owners in self._owners().items()}
         own = self.groups.context(rank)
         self.kept = {
@@ -183,6 +183,9 @@ class _Builder:
 
     def _tiles(self, rectangles: list[_Rectangle]) -> list[Tiles]:
         """Of each rectangle; all that share their queries at once, or their keys: a call costs more than a tile."""
+        if self.groups.query == 1:  # a rectangle is a pair
+            pairs = ((r.owners[Side.QUERY][0], r.owners[Side.KEY][0]) for r in rectangles)
+            return [Tiles(self.known.by_pair[pair]) for pair in pairs]
         by_side = {side: _positions((r.places[side], r.owners[side]) for r in rectangles) for side in Side}
         shared = min(Side, key=lambda side: len(by_side[side]))
         tiles: dict[int, Tiles] = {}

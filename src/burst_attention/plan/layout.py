@@ -16,6 +16,7 @@ import numpy as np
 
 from .balance import Segments, place
 from .mask import Mask
+from .rows import runs
 
 
 Whole = Any  # an int, or an int64 array: what cuts says of one document or of many, for one rank or for many
@@ -110,7 +111,7 @@ class Layout:
         """int64 [N, 5], the segments of these ranks: owner, local offset, first position, length, stride."""
         if self.name == BALANCED:
             begins, counts = (self._placed[1][x] for x in (np.asarray(ranks), np.asarray(ranks) + 1))
-            return self._placed[0][_runs(begins, counts - begins)]
+            return self._placed[0][runs(begins, counts - begins)]
         owners, borders = np.asarray(ranks, np.int64), np.asarray(self._parts, np.int64)
         cut = LAYOUTS[self._plain](np.diff(borders), self.world, owners[:, None])
         shape = (len(owners), len(borders) - 1, len(cut))
@@ -181,7 +182,3 @@ class Layout:
         order[np.concatenate([self.positions(rank) for rank in range(self.world)])] = np.arange(self.seqlen)
         return order
 
-
-def _runs(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """begins[0], begins[0] + 1, ..., so many as counts[0], and so on."""
-    return np.repeat(begins - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())

@@ -51,11 +51,13 @@ class Rows:
     def of(cls, starts: np.ndarray, stops: np.ndarray) -> Rows:
         """The union of intervals, given in any order."""
         keep = stops > starts
-        starts, stops = starts[keep], stops[keep]
+        if not keep.all():
+            starts, stops = starts[keep], stops[keep]
         if len(starts) < 2:
             return cls(starts, stops)
-        order = np.argsort(starts, kind="stable")
-        starts, stops = starts[order], stops[order]
+        if (starts[1:] < starts[:-1]).any():
+            order = np.argsort(starts, kind="stable")
+            starts, stops = starts[order], stops[order]
         reach = np.maximum.accumulate(stops)
         apart = starts[1:] > reach[:-1]  # from the interval before
         return cls(np.concatenate([starts[:1], starts[1:][apart]]), np.concatenate([reach[:-1][apart], reach[-1:]]))
@@ -112,7 +114,11 @@ class Union:
     def of(cls, keys: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Union:
         """The union of the intervals [starts[n], stops[n]) of each key, none of them empty; in any order."""
         apart = int(stops.max(initial=0)) + 1  # so that intervals of one key never reach into the next
-        unique, at = np.unique(keys, return_inverse=True)
+        if (keys[1:] < keys[:-1]).any():  # stable: tables come in a few ascending runs, which are merged
+            order = np.argsort(keys, kind="stable")
+            keys, starts, stops = keys[order], starts[order], stops[order]
+        another = np.r_[True, keys[1:] != keys[:-1]][: len(keys)]
+        unique, at = keys[another], np.cumsum(another) - 1
         rows = Rows.of(starts + at * apart, stops + at * apart)
         which = rows.starts // apart
         shift = which * apart
@@ -128,3 +134,22 @@ class Union:
         for n, key in enumerate(self.keys.tolist()):
             cut = slice(self._cuts[n], self._cuts[n + 1])
             yield key, Rows(self.starts[cut], self.stops[cut])
+
+
+def runs(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """begins[0], begins[0] + 1, ..., so many as counts[0], and so on."""
+    return np.repeat(begins - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
+
+
+def painted(
+    owner: np.ndarray, start: np.ndarray, stop: np.ndarray, color: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(owner, how many rows, the greatest color on them) of pieces, where each interval of an owner's rows has one."""
+    apart = int(stop.max(initial=0)) + 1
+    start, stop = owner * apart + start, owner * apart + stop
+    edges = np.unique(np.r_[start, stop])
+    begin, end = np.searchsorted(edges, start), np.searchsorted(edges, stop)
+    greatest = np.full(len(edges), -1)
+    np.maximum.at(greatest, runs(begin, end - begin), np.repeat(color, end - begin))
+    some = np.flatnonzero(greatest >= 0)
+    return edges[some] // apart, edges[some + 1] - edges[some], greatest[some]

@@ -10,7 +10,8 @@ from typing import Literal
 import numpy as np
 
 from . import cost
-from .assignment import TRAVELS, Assignment, Cube, heads, rows
+from .assignment import TRAVELS, Assignment, Cube, heads
+from .band import band_area
 from .build import build_program
 from .groups import WHOLE, Groups, divisors
 from .layout import Layout, digest
@@ -18,9 +19,13 @@ from .mask import Mask
 from .program import Program
 from .route import ROUTES, Route
 from .rows import Direction, Side
-from .tally import moved
-from .tile import Tiles, foreign_rows, pair_areas, pair_tiles, wanted_tiles
+from .tally import moved, rows_sent_directly, rows_sent_round
+from .tile import Tiles, foreign_rows, meeting, pair_tiles, wanted_tiles
 from .uses import Work
+from .workload import work_by_rank
+
+MOST_TILES = 1 << 17  # for choosing: of more, some documents stand for all
+MOST_RANKS = 256  # likewise; what is chosen for more is what is best over so many
 
 HeadsOrAuto = int | Literal["auto"]
 KeepOrAuto = bool | Literal["auto"]
@@ -101,7 +106,7 @@ class Schedule:
         """One pass of such a call, of all ranks."""
         contexts = self.layout.world // groups.query
         cube = heads(groups, TRAVELS[travels](contexts)[direction])
-        return Work(self.layout, self.regions, cube, groups, self.route, direction)
+        return Work(self.layout, self.regions, cube, groups, self.route, direction, self._tables)
 
     def assigned(self, assign: Assignment, direction: Direction) -> Program:
         """This rank's program for any assignment of pairs to ranks."""
@@ -109,7 +114,7 @@ class Schedule:
 
     def assigned_cube(self, cube: Cube, direction: Direction, groups: Groups) -> Program:
         """This rank's program for any assignment of cells to ranks."""
-        work = Work(self.layout, self.regions, cube, groups, self.route, direction)
+        work = Work(self.layout, self.regions, cube, groups, self.route, direction, self._tables)
         return build_program(work, self.rank)
 
     @cached_property
@@ -117,10 +122,13 @@ class Schedule:
         return {}
 
     @cached_property
+    def _tables(self) -> dict[bytes, np.ndarray]:
+        return {}
+
+    @cached_property
     def _rows_needed(self) -> dict[Side, int]:
-        """For each side: rows of other ranks' shards that the ranks' pairs need, all together."""
-        ranks = range(self.layout.world)
-        return foreign_rows(self.layout, self.layout, self.regions, ranks)
+        """For each side: rows of other ranks' shards that the ranks' pairs need, all together, in :attr:`_sample`."""
+        return foreign_rows(self._sampled_tiles, self.layout.world)
 
     def choose_groups(self, shape: cost.Shape, travels: str) -> Groups:
         """How heads had best be cut, if it is not said, and whether to keep what a forward fetches.
@@ -138,7 +146,7 @@ class Schedule:
         known = shape, travels
         if known not in self._groups:
             candidates = self._candidates(shape)
-            self._groups[known] = min(candidates, key=lambda each: self.bytes_moved(shape, travels, each).max())
+            self._groups[known] = min(candidates, key=lambda each: self._moved_in_sample(shape, travels, each).max())
         return self._groups[known]
 
     def _candidates(self, shape: cost.Shape) -> list[Groups]:
@@ -166,11 +174,31 @@ class Schedule:
         if travels == "auto":
             travels = self.choose_travels(shape, groups)
         assignments = TRAVELS[travels](self.layout.world // groups.query)
-        return moved(self._tiles, self.layout, shape, assignments, groups)
+        tiles = wanted_tiles(self.layout, self.regions, np.ones((self.layout.world, self.layout.world), bool))
+        return moved(tiles, np.array(self.layout.lengths), shape, assignments, groups)
+
+    def _moved_in_sample(self, shape: cost.Shape, travels: str, groups: Groups) -> np.ndarray:
+        """As :meth:`bytes_moved`, of :attr:`_sample`: for choosing."""
+        if travels == "auto":
+            travels = self.choose_travels(shape, groups)
+        assignments = TRAVELS[travels](self.layout.world // groups.query)
+        lengths = np.array(self.layout.lengths)
+        if len(self._sample) < len(self.regions):
+            lengths = lengths * int(np.diff(self._sample[:, :2]).sum()) // self.layout.seqlen
+        return moved(self._sampled_tiles, lengths, shape, assignments, groups)
 
     @cached_property
-    def _tiles(self) -> np.ndarray:
-        return wanted_tiles(self.layout, self.regions, np.ones((self.layout.world, self.layout.world), bool))
+    def _sample(self) -> np.ndarray:
+        """Regions of which what is best is best of all: every n-th document, where all have millions of tiles."""
+        segments, regions = self.layout.table(range(self.layout.world)), self.regions
+        region, _ = meeting(segments, regions[:, 0], regions[:, 1])
+        tiles = int((np.bincount(region, minlength=1) ** 2).sum())
+        every = min(-(-tiles // MOST_TILES), len(regions)) if self.mask.prefix is None else 1
+        return regions[every // 2 :: every] if every > 1 else regions
+
+    @cached_property
+    def _sampled_tiles(self) -> np.ndarray:
+        return wanted_tiles(self.layout, self._sample, np.ones((self.layout.world, self.layout.world), bool))
 
     def choose_travels(self, shape: cost.Shape, groups: Groups = WHOLE) -> str:
         """What had best travel.
@@ -182,13 +210,17 @@ class Schedule:
         """
         if groups.query == self.layout.world > 1:  # one context slice: nothing travels between slices
             return "query"
-        busiest = {travels: self._busiest(travels, groups) for travels in TRAVELS}
-        if busiest["either"] < 0.95 * min(busiest["query"], busiest["key-value"]):
+        if groups.query == 1 and self.layout.world > MOST_RANKS:
+            return self._over_fewer.choose_travels(shape)
+        busiest = {travels: self._busiest(travels, groups) for travels in ("query", "key-value")}
+        mean = 3.5 * int(self._work[Side.QUERY].sum()) / (self.layout.world // groups.query)
+        if mean < 0.95 * min(busiest.values()) and self._busiest("either", groups) < 0.95 * min(busiest.values()):
             return "either"
         if groups.query > 1:
+            busiest |= {travels: self._busiest(travels, groups) for travels in ("either", "blocks")}
             least = 1.05 * min(busiest.values())
             balanced = [travels for travels in ("query", "key-value", "blocks") if busiest[travels] <= least]
-            return min(balanced or ["query"], key=lambda travels: self.bytes_moved(shape, travels, groups).sum())
+            return min(balanced or ["query"], key=lambda travels: self._moved_in_sample(shape, travels, groups).sum())
         totals = {}
         for name, side in (("query", Side.QUERY), ("key-value", Side.KEY)):
             partials = shape.accumulate if self.route.exact else shape.partial
@@ -196,20 +228,29 @@ class Schedule:
             totals[name] = self._rows_needed[side] * (out + home)
         return min(totals, key=totals.__getitem__)
 
+    @cached_property
+    def _over_fewer(self) -> Schedule:
+        """The same over :data:`MOST_RANKS`: what is chosen hardly depends on it, and pairs are as many as ranks squared."""
+        layout = replace(self.layout, world=MOST_RANKS)
+        return replace(self, layout=layout, rank=0)
+
     def _busiest(self, travels: str, groups: Groups) -> float:
         """(Query, key) pairs that the rank with most of them computes, pass by pass; a backward's count more."""
+        if travels in ("query", "key-value"):
+            most = {side: int(work.reshape(-1, groups.query).sum(1).max()) for side, work in self._work.items()}
+            return most[Side.QUERY] + 2.5 * most[Side.KEY if travels == "query" else Side.QUERY]
         assignments = TRAVELS[travels](self.layout.world // groups.query)
-        most = {direction: self._areas_by(assign, groups) for direction, assign in assignments.items()}
-        return most[Direction.FORWARD] + 2.5 * most[Direction.BACKWARD]
-
-    def _areas_by(self, assign: Assignment, groups: Groups) -> int:
-        i, j, area = self._areas
-        return int(np.bincount(assign(groups.context(i), groups.context(j)), area, minlength=1).max(initial=0))
+        seen = self._sampled_tiles
+        share = max(1, int(band_area(*_rectangles(seen)).sum())) / max(1, int(self._work[Side.QUERY].sum()))
+        i, j = (groups.context(seen[:, column]) for column in (0, 1))
+        area = band_area(*_rectangles(seen)) / share
+        most_of = {d: np.bincount(assign(i, j), area, minlength=1).max() for d, assign in assignments.items()}
+        return float(most_of[Direction.FORWARD] + 2.5 * most_of[Direction.BACKWARD])
 
     @cached_property
-    def _areas(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        ranks = range(self.layout.world)
-        return pair_areas(self.layout, self.layout, self.regions, ranks)
+    def _work(self) -> dict[Side, np.ndarray]:
+        """(Query, key) pairs by the rank of their query, and of their key."""
+        return {side: work_by_rank(self.layout, self.regions, side) for side in Side}
 
     def traffic(self, shape: cost.Shape, travels: str, groups: Groups = WHOLE) -> cost.Traffic:
         """What this rank sends and receives in one forward and one backward."""
@@ -251,15 +292,20 @@ def make_schedule(
         return replace(direct, route=ROUTES[route])
     if hosts is None or len(set(hosts)) in (1, world):
         return direct
-    candidates = [direct, replace(direct, route=ROUTES["ring"])]
-    return min(candidates, key=lambda schedule: _busiest_link(schedule, hosts))
+    if world > MOST_RANKS:  # as the first of them would
+        fewer = replace(direct, layout=replace(direct.layout, world=MOST_RANKS), rank=0)
+        return replace(direct, route=ROUTES[_quieter_route(fewer, hosts[:MOST_RANKS])])
+    return replace(direct, route=ROUTES[_quieter_route(direct, hosts)])
 
 
-def _busiest_link(schedule: Schedule, hosts: Sequence[int]) -> int:
-    """Rows that leave the busiest host in a forward."""
-    leaving: dict[int, int] = dict.fromkeys(hosts, 0)
-    work = Work(schedule.layout, schedule.regions, heads(WHOLE, rows), WHOLE, schedule.route, Direction.FORWARD)
-    for edge in work.edges(work.cells()):
-        if hosts[edge.source] != hosts[edge.target]:
-            leaving[hosts[edge.source]] += edge.rows.count
-    return max(leaving.values())
+def _quieter_route(schedule: Schedule, hosts: Sequence[int]) -> str:
+    """Direct, or the ring where fewer rows leave the busiest host in a forward."""
+    tiles, host = schedule._sampled_tiles, np.array(hosts)
+    leaving = {"direct": rows_sent_directly(tiles, host), "ring": rows_sent_round(tiles, host)}
+    return min(leaving, key=leaving.__getitem__)
+
+
+def _rectangles(tiles: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Rows, columns and band of tiles as :func:`~burst_attention.plan.tile.wanted_tiles` gives them."""
+    _, _, q0, q1, k0, k1, lo, hi = tiles.T
+    return q1 - q0, k1 - k0, lo, hi

@@ -9,12 +9,11 @@ import numpy as np
 from .assignment import Assignment
 from .cost import Shape
 from .groups import Groups
-from .layout import Layout
-from .rows import Direction, Payload, Side, Union
+from .rows import Direction, Payload, Side, Union, painted
 
 
 def moved(
-    table: np.ndarray, layout: Layout, shape: Shape, assignments: Mapping[Direction, Assignment], groups: Groups
+    table: np.ndarray, lengths: np.ndarray, shape: Shape, assignments: Mapping[Direction, Assignment], groups: Groups
 ) -> np.ndarray:
     """int64 [2, W]: bytes that each rank sends, and receives, in a forward and a backward over direct routes.
 
@@ -22,12 +21,13 @@ def moved(
 
     Args:
         table: of all pairs, as :func:`~burst_attention.plan.tile.wanted_tiles` gives it.
+        lengths: tokens of each rank.
         assignments: of context slices, of each pass.
     """
-    total = np.zeros((2, layout.world), np.int64)
+    total = np.zeros((2, len(lengths)), np.int64)
     for direction, inner in assignments.items():
         for side in Side:
-            total += _Side(table, layout, shape, inner, groups, direction, side).moved()
+            total += _Side(table, lengths, shape, inner, groups, direction, side).moved()
     return total
 
 
@@ -37,7 +37,7 @@ class _Side:
     def __init__(
         self,
         table: np.ndarray,
-        layout: Layout,
+        lengths: np.ndarray,
         shape: Shape,
         inner: Assignment,
         groups: Groups,
@@ -45,7 +45,7 @@ class _Side:
         side: Side,
     ) -> None:
         self.shape, self.groups, self.direction, self.side = shape, groups, direction, side
-        self.lengths, world = np.array(layout.lengths), layout.world
+        self.lengths, world = lengths, len(lengths)
         self.owner, self.context = np.arange(world)[:, None], np.arange(world // groups.query)
         own, first = (table[:, 0], 2) if side is Side.QUERY else (table[:, 1], 4)
         user = inner(*(groups.context(table[:, n]) for n in (0, 1)))
@@ -106,3 +106,25 @@ def _add(total: np.ndarray, sizes: np.ndarray, source: np.ndarray, target: np.nd
     sizes = np.where(source == target, 0, sizes)
     np.add.at(total[0], source, sizes)
     np.add.at(total[1], target, sizes)
+
+
+def rows_sent_directly(tiles: np.ndarray, host: np.ndarray) -> int:
+    """Key rows that leave the busiest host when each shard goes straight to the ranks whose queries see it."""
+    union = Union.of(tiles[:, 1] * len(host) + tiles[:, 0], tiles[:, 4], tiles[:, 5])
+    owner, user = np.divmod(union.keys, len(host))
+    return _most_by_host(np.where(host[owner] == host[user], 0, union.counts), owner, host)
+
+
+def rows_sent_round(tiles: np.ndarray, host: np.ndarray) -> int:
+    """Key rows that leave the busiest host when each shard goes from rank to rank, to the last whose queries see it."""
+    world = len(host)
+    owner, counts, distance = painted(tiles[:, 1], tiles[:, 4], tiles[:, 5], (tiles[:, 0] - tiles[:, 1]) % world)
+    crossing = np.bincount(np.r_[owner, owner + distance], np.r_[counts, -counts], minlength=2 * world)
+    sent = np.cumsum(crossing).reshape(2, -1)[:, :world].sum(0).astype(np.int64)  # by each rank, to the next
+    rank = np.arange(world)
+    return _most_by_host(np.where(host == host[(rank + 1) % world], 0, sent), rank, host)
+
+
+def _most_by_host(rows: np.ndarray, rank: np.ndarray, host: np.ndarray) -> int:
+    """Of rows that ranks send, those of the host with most."""
+    return int(np.bincount(host[rank], rows, minlength=1).max())

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .band import band_area, tighten
+from .join import joined
 from .layout import Layout
 from .rows import Rows, Side, Union
 
@@ -96,29 +98,6 @@ class Tiles:
         return Tiles(np.stack([q, q + q1 - q0, k, k + k1 - k0, lo, hi], axis=1))
 
 
-def tighten(rows, columns, lo, hi):  # type: ignore[no-untyped-def]  # ints or int arrays, alike
-    """(top, bottom, left, right, lo, hi): the part of a rows x columns rectangle that a band uses, and the band there.
-
-    Row i sees something iff lo <= i <= columns - 1 + hi, and columns likewise. Nothing is seen if the part is empty or
-    hi < lo.
-    """
-    top, bottom = np.maximum(0, lo), np.minimum(rows, columns + hi)
-    left, right = np.maximum(0, -hi), np.minimum(columns, rows - lo)
-    lo, hi = lo - top + left, hi - top + left
-    return top, bottom, left, right, np.maximum(lo, left + 1 - right), np.minimum(hi, bottom - top - 1)
-
-
-def band_area(rows, columns, lo, hi):  # type: ignore[no-untyped-def]  # ints or int arrays, alike
-    """How many (i, j) of a rows x columns rectangle have lo <= i - j <= hi."""
-
-    def at_most(d):  # type: ignore[no-untyped-def]
-        whole = np.clip(d + 1, 0, rows)  # rows that see every column
-        partly = np.clip(columns + d, whole, rows) - whole  # rows i = whole, ... that see columns + d - i of them
-        return whole * columns + partly * (columns + d) - partly * (2 * whole + partly - 1) // 2
-
-    return at_most(hi) - at_most(lo - 1)
-
-
 def pair_tiles(
     queries: Layout, keys: Layout, regions: np.ndarray, q_owners: Sequence[int], k_owners: Sequence[int]
 ) -> dict[tuple[int, int], Tiles]:
@@ -136,47 +115,34 @@ def segment_tiles(q_segments: np.ndarray, k_segments: np.ndarray, regions: np.nd
 
 
 def wanted_tiles(layout: Layout, regions: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """int64 [T, 8]: query owner, key owner, then a tile, not joined yet, of the pairs in ``wanted``, bool [W, W]."""
+    """int64 [T, 8]: query owner, key owner, then a tile, in order, of the pairs in ``wanted``, bool [W, W]."""
     owners: dict[tuple[int, ...], list[int]] = {}  # key owners wanted -> the query owners that want just those
     for i in np.flatnonzero(wanted.any(1)).tolist():
         owners.setdefault(tuple(np.flatnonzero(wanted[i]).tolist()), []).append(i)
     tables = [_all_tiles(layout, layout, regions, q_owners, k_owners) for k_owners, q_owners in owners.items()]
-    return np.concatenate([np.empty((0, 9), np.int64), *tables])[:, [0, 1, 3, 4, 5, 6, 7, 8]]
+    found = joined(np.concatenate([np.empty((9, 0), np.int64), *(table.T for table in tables)], 1).T)
+    return np.delete(found.T, 2, 0).T
 
 
 def _by_pair(table: np.ndarray) -> dict[tuple[int, int], Tiles]:
     if not len(table):
         return {}
-    table = _coalesce(table)
-    order = np.lexsort((table[:, 5], table[:, 3], table[:, 1], table[:, 0]))
-    table = table[order]
+    table = joined(table)
     cuts = np.flatnonzero(np.any(table[1:, :2] != table[:-1, :2], axis=1)) + 1
     return {(int(part[0, 0]), int(part[0, 1])): Tiles(part[:, 3:]) for part in np.split(table, cuts)}
 
 
-def pair_areas(
-    queries: Layout, keys: Layout, regions: np.ndarray, ranks: Sequence[int]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(query owner, key owner, how many (query, key) are seen), an entry or more for each pair that has any.
-
-    Arrays only: for hundreds of ranks there are too many pairs for objects.
-    """
-    table = _all_tiles(queries, keys, regions, ranks, ranks)
-    q0, q1, k0, k1, lo, hi = table[:, 3:].T
-    return table[:, 0], table[:, 1], band_area(q1 - q0, k1 - k0, lo, hi)
-
-
-def foreign_rows(queries: Layout, keys: Layout, regions: np.ndarray, ranks: Sequence[int]) -> dict[Side, int]:
+def foreign_rows(tiles: np.ndarray, world: int) -> dict[Side, int]:
     """Over all pairs of two different ranks: how many query rows, and how many key rows, some tile touches.
 
-    Arrays only: for hundreds of ranks there are too many pairs for objects.
+    Args:
+        tiles: of all pairs, as :func:`wanted_tiles` gives them.
     """
-    table = _all_tiles(queries, keys, regions, ranks, ranks)
-    table = table[table[:, 0] != table[:, 1]]
-    pair = table[:, 0] * queries.world + table[:, 1]
+    tiles = tiles[tiles[:, 0] != tiles[:, 1]]
+    pair = tiles[:, 0] * world + tiles[:, 1]
     return {
-        side: int(Union.of(pair, table[:, column], table[:, column + 1]).counts.sum())
-        for side, column in ((Side.QUERY, 3), (Side.KEY, 5))
+        side: int(Union.of(pair, tiles[:, column], tiles[:, column + 1]).counts.sum())
+        for side, column in ((Side.QUERY, 2), (Side.KEY, 4))
     }
 
 
@@ -217,8 +183,8 @@ def _intersect(q_segments: np.ndarray, k_segments: np.ndarray, regions: np.ndarr
     """int64 [T, 9]: query owner, key owner, region, then a tile, for every segment x segment x region not empty."""
     region, q_at = meeting(q_segments, regions[:, 0], regions[:, 1])
     at, k_at = meeting(k_segments, regions[region, 2], regions[region, 3])
-    region, q, k = region[at], q_segments[q_at[at]], k_segments[k_at]
-    bands = regions[region]
+    region = region[at]
+    q, k, bands = (x.T.take(n, 1).T for x, n in ((q_segments, q_at[at]), (k_segments, k_at), (regions, region)))
     i0, i1 = clip_segments(q, bands[:, 0], bands[:, 1], stride)
     j0, j1 = clip_segments(k, bands[:, 2], bands[:, 3], stride)
     shift = q[:, 2] - k[:, 2]
@@ -228,38 +194,5 @@ def _intersect(q_segments: np.ndarray, k_segments: np.ndarray, regions: np.ndarr
     top, bottom, left, right, lo, hi = tighten(i1 - i0, j1 - j0, lo, hi)
     q_base, k_base = q[:, 1] + i0, k[:, 1] + j0
     tile = (q_base + top, q_base + bottom, k_base + left, k_base + right, lo, hi)
-    return np.stack([q[:, 0], k[:, 0], region, *tile], axis=1)[seen & (bottom > top) & (right > left)]
-
-
-def _coalesce(table: np.ndarray) -> np.ndarray:
-    """Join tiles of one pair and region where one band covers exactly both (a zigzag diagonal is one causal tile)."""
-    order = np.lexsort((table[:, 5], table[:, 3], table[:, 2], table[:, 1], table[:, 0]))
-    table = table[order]
-    same = np.all(table[1:, :3] == table[:-1, :3], axis=1)
-    if not same.any():
-        return table
-    grouped = np.r_[same, False] | np.r_[False, same]
-    groups: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
-    for row in table[grouped].tolist():
-        groups.setdefault(tuple(row[:3]), []).append(tuple(row[3:]))
-    joined = [(*key, *tile) for key, tiles in groups.items() for tile in _join_all(tiles)]
-    return np.concatenate([table[~grouped], np.array(joined, np.int64)])
-
-
-def _join_all(tiles: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    for a in range(len(tiles)):
-        for b in range(a + 1, len(tiles)):
-            both = _join(tiles[a], tiles[b])
-            if both:
-                return _join_all([both, *(t for n, t in enumerate(tiles) if n not in (a, b))])
-    return tiles
-
-
-def _join(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The tile around a and b, if its band holds no pair that neither holds: disjoint tiles, so areas decide."""
-    q0, q1, k0, k1 = min(a[0], b[0]), max(a[1], b[1]), min(a[2], b[2]), max(a[3], b[3])
-    shifts = [t[0] - q0 - (t[2] - k0) for t in (a, b)]
-    lo = min(t[4] + s for t, s in zip((a, b), shifts, strict=True))
-    hi = max(t[5] + s for t, s in zip((a, b), shifts, strict=True))
-    area = sum(band_area(t[1] - t[0], t[3] - t[2], t[4], t[5]) for t in (a, b))
-    return (q0, q1, k0, k1, lo, hi) if band_area(q1 - q0, k1 - k0, lo, hi) == area else None
+    seen &= (bottom > top) & (right > left)
+    return np.stack([x[seen] for x in (q[:, 0], k[:, 0], region, *tile)]).T  # a column's numbers lie side by side

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -14,7 +15,8 @@ from .layout import Layout
 from .route import Edge, Key, Route, Use
 from .rows import Direction, Payload, Rows, Side, Union
 from .slices import Slice
-from .tile import band_area, wanted_tiles
+from .band import band_area
+from .tile import wanted_tiles
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +29,7 @@ class Work:
     groups: Groups
     route: Route
     direction: Direction
+    tables: dict[bytes, np.ndarray] = field(default_factory=dict)  # tiles by pairs wanted, kept for the other passes
 
     @property
     def fetched_before(self) -> bool:
@@ -40,13 +43,15 @@ class Work:
         """
         world, groups = self.layout.world, self.groups
         known_by = rank if self.route.direct else None
-        i, j = np.indices((world, world))
-        wanted = np.logical_or.reduce([self._concerns(known_by, i, j, group) for group in range(groups.query)])
-        table = wanted_tiles(self.layout, self.regions, wanted)
+        owner, several = np.arange(world), groups.query > 1
+        wanted = np.zeros((world, world), bool)
+        for group in range(groups.query):
+            wanted |= self._concerns(known_by, owner[:, None], owner, group)
+        table = self._table(wanted)
         i, j = table[:, 0], table[:, 1]
-        known = [self._concerns(known_by, i, j, group) for group in range(groups.query)]
-        group = np.repeat(np.arange(groups.query), [mine.sum() for mine in known])
-        table = np.concatenate([table[mine] for mine in known])
+        known = [self._concerns(known_by, i, j, group) for group in range(groups.query)] if several else []
+        group = np.repeat(np.arange(len(known)), [mine.sum() for mine in known]) if several else np.zeros_like(i)
+        table = np.concatenate([table[mine] for mine in known]) if several else table
         i, j = table[:, 0], table[:, 1]
         ranks = np.concatenate([self.cube(i[group == g], j[group == g], g) for g in range(groups.query)])
         if self.fetched_before:  # the query side's gradients start at home, the inputs where they were kept
@@ -55,6 +60,13 @@ class Work:
             sources = [i, j]
         step = np.maximum.reduce([groups.distance(source, ranks, world) for source in sources])
         return Cells(i, j, group, ranks, step, table[:, 2:])
+
+    def _table(self, wanted: np.ndarray) -> np.ndarray:
+        """The tiles of these pairs, in order: a forward's are mostly its backward's."""
+        key = np.packbits(wanted).tobytes()
+        if key not in self.tables:
+            self.tables[key] = wanted_tiles(self.layout, self.regions, wanted)
+        return self.tables[key]
 
     def _concerns(self, rank: int | None, i: np.ndarray, j: np.ndarray, group: int) -> np.ndarray:
         """Must ``rank`` know the cells (i, j, group)? None: all."""
@@ -168,9 +180,23 @@ class Cells:
 
     def at(self, rank: int) -> list[tuple[int, int, int, int]]:
         """(step, query owner, key owner, group) of what ``rank`` computes, each once, in this order."""
-        mine = self.rank == rank
-        table = np.stack([self.step[mine], self.i[mine], self.j[mine], self.group[mine]], 1)
-        return sorted(set(map(tuple, table.tolist())))
+        first = self.first
+        table = np.stack([self.step[first], self.i[first], self.j[first], self.group[first]], 1)
+        return sorted(set(map(tuple, table[self.rank[first] == rank].tolist())))
+
+    @cached_property
+    def first(self) -> np.ndarray:
+        """Where another cell begins."""
+        fields = (self.i, self.j, self.group)
+        return np.flatnonzero(np.r_[bool(len(self.i)), np.logical_or.reduce([x[1:] != x[:-1] for x in fields])])
+
+    @cached_property
+    def by_pair(self) -> dict[tuple[int, int], np.ndarray]:
+        """The tiles of each pair, of heads that are not cut."""
+        ends = [*self.first[1:].tolist(), len(self.i)]
+        first = self.first
+        named = zip(self.i[first].tolist(), self.j[first].tolist(), first.tolist(), ends, strict=True)
+        return {(i, j): self.tiles[begin:end] for i, j, begin, end in named}
 
 
 def _uses(cells: Cells, groups: Groups, world: int) -> Uses:
@@ -180,8 +206,8 @@ def _uses(cells: Cells, groups: Groups, world: int) -> Uses:
         parts = groups.count(side)
         code = (cells.owners(side) * parts + groups.part(side, cells.group)) * world + cells.rank
         rows = Union.of(code, cells.tiles[:, column], cells.tiles[:, column + 1])
-        last = np.zeros(len(rows.keys), np.int64)
-        np.maximum.at(last, np.searchsorted(rows.keys, code), cells.step)
+        last, first = np.zeros(len(rows.keys), np.int64), cells.first
+        np.maximum.at(last, np.searchsorted(rows.keys, code[first]), cells.step[first])
         for (key, needed), step in zip(rows.sets(), last.tolist(), strict=True):
             rest, rank = divmod(key, world)
             uses.setdefault((side, *divmod(rest, parts)), {})[rank] = Use(needed, step)

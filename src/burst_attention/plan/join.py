@@ -1,0 +1,99 @@
+"""Tiles in order, pair by pair, those joined that one band covers: a zigzag diagonal is one causal tile, not three.
+
+A table's columns: query owner, key owner, region, then a tile. Of thousands of documents there are hundreds of thousands
+of tiles, so all is done by arrays.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+
+from .band import band_area
+
+MOST_AT_ONCE = 1 << 20  # pairs of tiles compared at a time
+
+def joined(table: np.ndarray) -> np.ndarray:
+    """The same seen by fewer tiles, sorted by query owner, key owner, query and key."""
+    table = _in_order(table, (2, 3, 5))
+    same = np.all(table[1:, :3] == table[:-1, :3], axis=1)
+    if not same.any():
+        return _in_order(table, (3, 5))
+    first = np.flatnonzero(np.r_[True, ~same])  # of each pair and region
+    counts = np.diff(np.r_[first, len(table)])
+    merged, at = [table[first[counts == 1]]], [first[counts == 1]]
+    for count in np.unique(counts[counts > 1]).tolist():
+        begins = first[counts == count]
+        some = _touching(table, begins, count)
+        alone = (begins[~some][:, None] + np.arange(count)).ravel()
+        merged, at, begins = [*merged, table[alone]], [*at, alone], begins[some]
+        for tiles, group in _join(table[begins[:, None] + np.arange(count), 3:]) if len(begins) else ():
+            merged.append(np.concatenate([table[begins[group], :3], tiles], 1))
+            at.append(begins[group])
+    return _in_order(np.concatenate(merged)[np.argsort(np.concatenate(at), kind="stable")], (3, 5))
+
+
+def _in_order(table: np.ndarray, columns: tuple[int, ...]) -> np.ndarray:
+    """Sorted by owners, then by ``columns``. Tables come nearly so: what is in order is not sorted again."""
+    order = None
+    for column in (1, 0):
+        owner = table[:, column] if order is None else table[order, column]
+        if (owner[1:] < owner[:-1]).any():
+            narrow = np.int16 if int(owner.max()) < 1 << 15 else np.int64  # numpy sorts short integers by their digits
+            turn = np.argsort(owner.astype(narrow), kind="stable")
+            order = turn if order is None else order[turn]
+    if order is not None:
+        table = table.T.take(order, 1).T
+    before, after = table[:-1], table[1:]
+    alike, late = np.ones(len(before), bool), np.zeros(len(before), bool)
+    for column in (0, 1, *columns):
+        if column > 1:
+            late |= alike & (after[:, column] < before[:, column])
+        alike &= after[:, column] == before[:, column]
+    if late.any():
+        table = table[np.lexsort([table[:, column] for column in (*columns[::-1], 1, 0)])]
+    return table
+
+
+def _join(tiles: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(tiles [N, 6], the groups that they are of) of groups [G, n, 6]: in each, two that can be are joined, as long as
+    there are two."""
+    done: list[tuple[np.ndarray, np.ndarray]] = []
+    group, count = np.arange(len(tiles)), tiles.shape[1]
+    for a, b in combinations(range(count), 2):
+        both, fits = _around(tiles[:, a], tiles[:, b])
+        rest = [n for n in range(count) if n not in (a, b)]
+        fewer = np.concatenate([both[fits, None], tiles[fits][:, rest]], 1)
+        done += [(each, group[fits][at]) for each, at in _join(fewer)] if len(fewer) else []
+        tiles, group = tiles[~fits], group[~fits]
+    return [*done, *((tiles[:, n], group) for n in range(count) if len(group))]
+
+
+def _touching(table: np.ndarray, begins: np.ndarray, count: int) -> np.ndarray:
+    """In which groups of ``count`` tiles two have queries and keys that touch, or they could not be joined: between rows
+    that see something, all do."""
+    if count <= 3:
+        return np.ones(len(begins), bool)
+    few = max(1, MOST_AT_ONCE // count**2)
+    found = [np.zeros(0, bool)]
+    for n in range(0, len(begins), few):
+        tiles = table[begins[n : n + few, None] + np.arange(count)]
+        touch = ~np.eye(count, dtype=bool)[None]
+        for column in (3, 5):
+            start, stop = tiles[:, :, column], tiles[:, :, column + 1]
+            touch = touch & (start[:, :, None] <= stop[:, None]) & (start[:, None] <= stop[:, :, None])
+        found.append(touch.any((1, 2)))
+    return np.concatenate(found)
+
+
+def _around(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The tiles around a and b, and of which the band holds no pair that neither holds: they are disjoint, so areas
+    decide."""
+    a, b = a.T, b.T
+    q0, q1, k0, k1 = (f(a[n], b[n]) for n, f in enumerate((np.minimum, np.maximum, np.minimum, np.maximum)))
+    shifts = [t[0] - q0 - (t[2] - k0) for t in (a, b)]
+    lo = np.minimum(a[4] + shifts[0], b[4] + shifts[1])
+    hi = np.maximum(a[5] + shifts[0], b[5] + shifts[1])
+    area = sum(band_area(t[1] - t[0], t[3] - t[2], t[4], t[5]) for t in (a, b))
+    return np.stack([q0, q1, k0, k1, lo, hi], 1), band_area(q1 - q0, k1 - k0, lo, hi) == area
