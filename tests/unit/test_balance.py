@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+import gc
+import tracemalloc
+from itertools import accumulate, product
 
 import numpy as np
 import pytest
@@ -11,14 +13,22 @@ from hypothesis import strategies as st
 
 from burst_attention import Mask, make_plan
 from burst_attention.attention.batch import Plans
+from burst_attention.plan.assignment import TRAVELS
 from burst_attention.plan.balance import most_tokens, seen
 from burst_attention.plan.band import band_area
+from burst_attention.plan.cost import Shape
+from burst_attention.plan.estimate import estimate
+from burst_attention.plan.groups import Groups
 from burst_attention.plan.layout import Layout
+from burst_attention.plan.route import ROUTES
 from burst_attention.plan.rows import Direction
 from burst_attention.plan.schedule import Schedule, make_schedule
+from burst_attention.plan.tally import rows_sent_directly, rows_sent_round
 from burst_attention.plan.tile import wanted_tiles
 from burst_attention.plan.workload import imbalance
-from tests.unit.test_plan import masks
+from tests.unit.test_plan import masks, worlds
+
+SHAPE = Shape(batch=1, q_heads=8, kv_heads=4, head_dim=8, v_head_dim=8, io=2, partial=2, accumulate=4)
 
 
 def planned(mask: Mask, seqlen: int, world: int, layout: str = "balanced") -> Schedule:
@@ -115,7 +125,11 @@ def test_one_document_under_any_mask(mask: Mask) -> None:
 
 
 def test_a_prefix_is_balanced_too() -> None:
-    assert shares(planned(Mask(prefix=3000), 4096, 4)).max() <= 1.08 < shares(planned(Mask(prefix=3000), 4096, 4, "zigzag")).max()
+    assert (
+        shares(planned(Mask(prefix=3000), 4096, 4)).max()
+        <= 1.08
+        < shares(planned(Mask(prefix=3000), 4096, 4, "zigzag")).max()
+    )
 
 
 def test_one_causal_document_is_cut_as_zigzag_does_it() -> None:
@@ -159,3 +173,72 @@ def test_the_imbalance_of_any_layout_is_that_of_its_tiles(seqlen: int, world: in
     for side, owners in (("queries", i), ("keys", j)):
         work = np.bincount(owners, area, minlength=world)
         assert getattr(told, side) == pytest.approx(work.max() / work.mean(), rel=1e-12)
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["balanced", "zigzag"])
+def test_equal_masks_share_a_schedule_and_many_leave_nothing_behind(layout: str, count: int) -> None:
+    base = planned(Mask(), 64, 4, layout)
+    one = base.with_mask(Mask(cu_seqlens=[0, 7, 64]), seqlen=64)
+    assert base.with_mask(Mask(cu_seqlens=(0, 7, 64)), seqlen=64) is one
+    assert base.with_mask(Mask(cu_seqlens=(0, 7, 64))) is not one
+    taken = []
+    tracemalloc.start()
+    for n in range(count):
+        derived = base.with_mask(Mask(cu_seqlens=[0, 1 + n % 31, 32 + n % 29, 64]), seqlen=64)
+        derived.program(derived.choose_travels(SHAPE), Direction.FORWARD)
+        if n in (count // 2, count - 1):
+            del derived
+            gc.collect()
+            taken.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert taken[1] <= 1.2 * taken[0] + 50_000  # a schedule and its program are some 20 KB
+
+
+def test_a_sample_of_documents_chooses_as_all_of_them(monkeypatch) -> None:
+    """Where documents are many, some stand for all in what is chosen, never in what is told."""
+    borders_of = borders(np.random.default_rng(1).integers(40, 60, 100).tolist())
+    for layout, heads in product(("striped", "zigzag-per-document", "balanced"), (1, 4)):
+        chosen = []
+        for most in (1 << 30, 1 << 9):
+            monkeypatch.setattr("burst_attention.plan.schedule.MOST_TILES", most)
+            schedule = planned(Mask(cu_seqlens=borders_of), borders_of[-1], 8, layout)
+            assert (len(schedule._sample) < 100) == (most == 1 << 9 and layout != "balanced")
+            groups = Groups.of(heads, q_heads=8, kv_heads=4)
+            chosen.append(schedule.choose_travels(SHAPE, groups))
+        assert chosen[0] == chosen[1]
+
+
+def test_many_ranks_choose_as_fewer_would() -> None:
+    for layout, expected in (("zigzag", "key-value"), ("contiguous", "either")):
+        schedule = planned(Mask(), 1 << 20, 4096, layout)
+        assert schedule.choose_travels(SHAPE) == expected
+    hosts = [rank // 8 for rank in range(1024)]
+    options = {"mask": Mask(causal=False), "layout": "contiguous", "rank": 900, "world": 1024}
+    assert make_schedule(1 << 20, route="auto", hosts=hosts, **options).route.name == "ring"
+
+
+@settings(max_examples=150, deadline=None)
+@given(worlds(most_tokens=60, most_ranks=8), st.data())
+def test_rows_that_leave_hosts_are_those_of_the_edges(world, data) -> None:
+    layout, mask = world
+    hosts = data.draw(st.lists(st.integers(0, 2), min_size=layout.world, max_size=layout.world))
+    for route, count in (("direct", rows_sent_directly), ("ring", rows_sent_round)):
+        schedule = Schedule(layout, mask, ROUTES[route], 0)
+        work = schedule.work("key-value", Direction.FORWARD)
+        leaving = dict.fromkeys(hosts, 0)
+        for edge in work.edges(work.cells()):
+            if hosts[edge.source] != hosts[edge.target]:
+                leaving[hosts[edge.source]] += edge.rows.count
+        tiles = wanted_tiles(layout, schedule.regions, np.ones((layout.world, layout.world), bool))
+        assert count(tiles, np.array(hosts)) == max(leaving.values())
+
+
+@settings(max_examples=150, deadline=None)
+@given(worlds(most_tokens=60, most_ranks=8), st.sampled_from(sorted(TRAVELS)), st.sampled_from(sorted(ROUTES)))
+def test_estimates_are_what_the_edges_say(world, travels: str, route: str) -> None:
+    """Of any layout, mask, what travels and route, documents a few at a time."""
+    layout, mask = world
+    schedule = Schedule(layout, mask, ROUTES[route], 0)
+    for rank, cost in enumerate(estimate(schedule, SHAPE, travels)):
+        assert cost.traffic == Schedule(layout, mask, ROUTES[route], rank).traffic(SHAPE, travels)

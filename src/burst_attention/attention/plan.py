@@ -318,7 +318,8 @@ def make_plan(
         seqlen: tokens of the whole sequence, at least 0; need not divide by anything.
         mask: what a query sees; causal if None.
         layout: ``zigzag`` (balanced for causal masks), ``contiguous`` or ``striped``; with ``-per-document`` after it
-            each document of the mask is cut by itself.
+            each document of the mask is cut by itself. ``balanced`` goes by the mask: documents that fit a rank are
+            whole there, others are spread, so that all have as much to do.
         route: ``direct`` (owner to user), ``ring`` (round the ring, partial results straight home), ``ring-attention``
             (both round the ring), or ``auto``: direct unless several hosts have several ranks each and the ring loads
             their links less.

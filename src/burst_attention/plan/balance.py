@@ -1,6 +1,6 @@
 """Which rank holds which part of which document, so that all have as much to compute and hardly more to hold.
 
-A document that fits a rank is whole there: then nobody sends its keys. A longer one is cut into parts that are alike: of
+A document that fits a rank is whole there: then nobody sends its keys. A longer one is cut into parts alike: of
 one causal document a piece from its front and the mirrored one from its end (a token sees the more the later it stands,
 and two mirrored ones together see as much as any other two), where a short window has all see alike one piece. Parts of
 the longest documents are dealt out evenly, the others go to whoever has least so far, the largest first.
@@ -192,7 +192,9 @@ class _Documents:
         pieces = [(begin, end) for begin, end, _ in cut(length, count, np.arange(count))]
         work = sum(seen(self.mask, length, end) - seen(self.mask, length, begin) for begin, end in pieces)
         ends = np.stack([x for piece in pieces for x in piece], 1) + start
-        moved = ([range(*row[n : n + 2]) for n in range(0, len(row), 2) if row[n] < row[n + 1]] for row in ends.tolist())
+        moved = (
+            [range(*row[n : n + 2]) for n in range(0, len(row), 2) if row[n] < row[n + 1]] for row in ends.tolist()
+        )
         return list(zip(work.tolist(), moved, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""What one attention call will cost each rank, before anything runs: work and bytes, by arrays, for all ranks at once."""
+"""What one attention call will cost each rank, before anything runs: work and bytes, for all ranks at once."""
 
 from __future__ import annotations
 

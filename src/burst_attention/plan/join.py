@@ -1,7 +1,7 @@
 """Tiles in order, pair by pair, those joined that one band covers: a zigzag diagonal is one causal tile, not three.
 
-A table's columns: query owner, key owner, region, then a tile. Of thousands of documents there are hundreds of thousands
-of tiles, so all is done by arrays.
+A table's columns: query owner, key owner, region, then a tile. Thousands of documents have hundreds of thousands of
+tiles, so all is done by arrays.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 from .band import band_area
 
 MOST_AT_ONCE = 1 << 20  # pairs of tiles compared at a time
+
 
 def joined(table: np.ndarray) -> np.ndarray:
     """The same seen by fewer tiles, sorted by query owner, key owner, query and key."""
@@ -71,19 +72,21 @@ def _join(tiles: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def _touching(table: np.ndarray, begins: np.ndarray, count: int) -> np.ndarray:
-    """In which groups of ``count`` tiles two have queries and keys that touch, or they could not be joined: between rows
-    that see something, all do."""
+    """In which groups of ``count`` tiles two have queries and keys that touch.
+
+    Others can't be joined: between rows of a band that see something, all do.
+    """
     if count <= 3:
         return np.ones(len(begins), bool)
     few = max(1, MOST_AT_ONCE // count**2)
-    found = [np.zeros(0, bool)]
+    found: list[np.ndarray] = [np.zeros(0, bool)]
     for n in range(0, len(begins), few):
         tiles = table[begins[n : n + few, None] + np.arange(count)]
-        touch = ~np.eye(count, dtype=bool)[None]
+        touch: np.ndarray = ~np.eye(count, dtype=bool)[None]
         for column in (3, 5):
             start, stop = tiles[:, :, column], tiles[:, :, column + 1]
             touch = touch & (start[:, :, None] <= stop[:, None]) & (start[:, None] <= stop[:, :, None])
-        found.append(touch.any((1, 2)))
+        found.append(np.any(touch.reshape(len(touch), -1), 1))
     return np.concatenate(found)
 
 

@@ -16,8 +16,6 @@ import numpy as np
 
 from .balance import Segments, place
 from .mask import Mask
-from .rows import runs
-
 
 Whole = Any  # an int, or an int64 array: what cuts says of one document or of many, for one rank or for many
 Pieces = tuple[tuple[Whole, Whole, int], ...]  # start, stop and stride of each piece, which may be empty
@@ -53,6 +51,7 @@ def _striped(seqlen: Whole, world: int, rank: Whole) -> Pieces:
 PER_DOCUMENT = "-per-document"
 
 BALANCED = "balanced"
+MOST_SEGMENTS = 1 << 16  # of all ranks, that are kept
 
 LAYOUTS: dict[str, Callable[[Whole, int, Whole], Pieces]] = {
     "contiguous": _contiguous,
@@ -99,27 +98,47 @@ class Layout:
                 "cut each document by itself"
             )
         if self._plain == BALANCED and self.per_document:
-            raise ValueError(f"layout={self.name!r}: {BALANCED} goes by the documents as it is; use layout={BALANCED!r}")
+            raise ValueError(
+                f"layout={self.name!r}: {BALANCED} goes by the documents as it is; use layout={BALANCED!r}"
+            )
         if self.seqlen < 0 or self.world < 1:
             raise ValueError(f"seqlen={self.seqlen} must be at least 0 and world={self.world} at least 1")
 
     def segments(self, rank: int) -> Segments:
         """The positions of ``rank`` in local order; empty segments are kept out."""
-        return tuple(range(start, start + n * stride, stride) for start, n, stride in self.table([rank])[:, 2:].tolist())
+        return tuple(
+            range(start, start + n * stride, stride) for start, n, stride in self.table([rank])[:, 2:].tolist()
+        )
 
     def table(self, ranks: Sequence[int]) -> np.ndarray:
         """int64 [N, 5], the segments of these ranks: owner, local offset, first position, length, stride."""
+        if self.name != BALANCED and self.world * len(self._parts) > MOST_SEGMENTS:
+            return self._cut(ranks)
+        table, begins = self._of_all
+        if len(ranks) == self.world:
+            return table
+        return np.concatenate([table[:0], *(table[begins[rank] : begins[rank + 1]] for rank in ranks)])
+
+    def _cut(self, ranks: Sequence[int]) -> np.ndarray:
+        """The table of these ranks, by what :data:`LAYOUTS` says of each part."""
+        owners, borders = np.asarray(ranks, np.int64)[:, None], np.asarray(self._parts, np.int64)
+        lengths, columns = np.diff(borders), []
+        for start, stop, stride in LAYOUTS[self._plain](lengths, self.world, owners):
+            count = np.maximum(0, -((start - stop) // stride)) + 0 * (owners + lengths)
+            columns.append((0 * count + owners, count, start + borders[:-1] + 0 * count, 0 * count + stride))
+        owner, counts, first, strides = (
+            np.stack(each, 2).reshape(len(owners), -1) for each in zip(*columns, strict=True)
+        )
+        return np.stack([owner, np.cumsum(counts, 1) - counts, first, counts, strides], 2)[counts > 0]
+
+    @cached_property
+    def _of_all(self) -> tuple[np.ndarray, np.ndarray]:
+        """The table of all ranks, and where in it each begins."""
         if self.name == BALANCED:
-            begins, counts = (self._placed[1][x] for x in (np.asarray(ranks), np.asarray(ranks) + 1))
-            return self._placed[0][runs(begins, counts - begins)]
-        owners, borders = np.asarray(ranks, np.int64), np.asarray(self._parts, np.int64)
-        cut = LAYOUTS[self._plain](np.diff(borders), self.world, owners[:, None])
-        shape = (len(owners), len(borders) - 1, len(cut))
-        starts, stops, strides = (np.stack([np.broadcast_to(p[n], shape[:2]) for p in cut], 2) for n in range(3))
-        counts = np.maximum(0, -((starts - stops) // strides)).reshape(len(owners), -1)
-        firsts = (starts + borders[:-1, None]).reshape(counts.shape)
-        columns = (owners[:, None], np.cumsum(counts, 1) - counts, firsts, counts, strides.reshape(counts.shape))
-        return np.stack(np.broadcast_arrays(*columns), 2)[counts > 0]
+            table = self._placed()
+        else:
+            table = self._cut(range(self.world))
+        return table, np.searchsorted(table[:, 0], np.arange(self.world + 1))
 
     @property
     def description(self) -> str:
@@ -151,16 +170,15 @@ class Layout:
         apart = self.per_document and self.documents and self.world > 1
         return self.documents if apart else (0, self.seqlen)  # type: ignore[return-value]
 
-    @cached_property
-    def _placed(self) -> tuple[np.ndarray, np.ndarray]:
-        """The table of a balanced layout, of all ranks, and where in it each begins."""
+    def _placed(self) -> np.ndarray:
+        """The table of a balanced layout."""
         placed = place(self.mask or Mask(), self.seqlen, self.world, fold=_zigzag, plain=_contiguous)
-        counts = np.array([len(each) for each in placed])
         rows = [(rank, 0, s.start, len(s), 1) for rank, each in enumerate(placed) for s in each]
-        table, begins = np.array(rows, np.int64).reshape(-1, 5), np.r_[0, np.cumsum(counts)]
+        table = np.array(rows, np.int64).reshape(-1, 5)
         offsets = np.cumsum(table[:, 3]) - table[:, 3]
-        table[:, 1] = offsets - np.repeat(np.r_[offsets, 0][begins[:-1]], counts)
-        return table, begins
+        first = np.searchsorted(table[:, 0], table[:, 0])  # of its rank
+        table[:, 1] = offsets - offsets[first]
+        return table
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
@@ -181,4 +199,3 @@ class Layout:
         order = np.empty(self.seqlen, np.int64)
         order[np.concatenate([self.positions(rank) for rank in range(self.world)])] = np.arange(self.seqlen)
         return order
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -25,6 +26,7 @@ from .uses import Work
 from .workload import work_by_rank
 
 MOST_TILES = 1 << 17  # for choosing: of more, some documents stand for all
+MOST_DERIVED = 4  # schedules of other masks that one keeps
 MOST_RANKS = 256  # likewise; what is chosen for more is what is best over so many
 
 HeadsOrAuto = int | Literal["auto"]
@@ -69,10 +71,22 @@ class Schedule:
             )
 
     def with_mask(self, mask: Mask, *, seqlen: int | None = None) -> Schedule:
-        """The same layout and route under another mask; with ``seqlen`` the tokens are cut anew, over so many."""
-        if seqlen is None:
-            return replace(self, mask=mask)
-        return replace(self, mask=mask, layout=self.layout.cut_for(mask, seqlen))
+        """The same layout and route under another mask; with ``seqlen`` the tokens are cut anew, over so many.
+
+        The last few are kept, with their programs.
+        """
+        known = (mask, seqlen) if isinstance(mask, Mask) else None
+        if known not in self._derived:
+            layout = self.layout if seqlen is None else self.layout.cut_for(mask, seqlen)
+            self._derived[known] = replace(self, mask=mask, layout=layout)
+        self._derived.move_to_end(known)
+        while len(self._derived) > MOST_DERIVED:
+            self._derived.popitem(last=False)
+        return self._derived[known]
+
+    @cached_property
+    def _derived(self) -> OrderedDict[tuple[Mask, int | None] | None, Schedule]:
+        return OrderedDict()
 
     @cached_property
     def description(self) -> dict[str, object]:
@@ -191,6 +205,8 @@ class Schedule:
     def _sample(self) -> np.ndarray:
         """Regions of which what is best is best of all: every n-th document, where all have millions of tiles."""
         segments, regions = self.layout.table(range(self.layout.world)), self.regions
+        if len(segments) * len(segments) * len(regions) <= MOST_TILES:
+            return regions
         region, _ = meeting(segments, regions[:, 0], regions[:, 1])
         tiles = int((np.bincount(region, minlength=1) ** 2).sum())
         every = min(-(-tiles // MOST_TILES), len(regions)) if self.mask.prefix is None else 1
@@ -208,6 +224,15 @@ class Schedule:
         its users and partial results straight home, whatever the route. With heads cut it is context slices that
         travel, in blocks too, by the bytes of both passes.
         """
+        if (shape, groups) not in self._travels:
+            self._travels[shape, groups] = self._choose_travels(shape, groups)
+        return self._travels[shape, groups]
+
+    @cached_property
+    def _travels(self) -> dict[tuple[cost.Shape, Groups], str]:
+        return {}
+
+    def _choose_travels(self, shape: cost.Shape, groups: Groups) -> str:
         if groups.query == self.layout.world > 1:  # one context slice: nothing travels between slices
             return "query"
         if groups.query == 1 and self.layout.world > MOST_RANKS:
@@ -230,7 +255,7 @@ class Schedule:
 
     @cached_property
     def _over_fewer(self) -> Schedule:
-        """The same over :data:`MOST_RANKS`: what is chosen hardly depends on it, and pairs are as many as ranks squared."""
+        """The same over :data:`MOST_RANKS`: what is chosen hardly depends on how many, and pairs are their square."""
         layout = replace(self.layout, world=MOST_RANKS)
         return replace(self, layout=layout, rank=0)
 

@@ -160,7 +160,9 @@ def _ceil(a: np.ndarray, b: Any) -> np.ndarray:
     return -(-a // b)
 
 
-def clip_segments(segments: np.ndarray, start: np.ndarray, stop: np.ndarray, stride: Any) -> tuple[np.ndarray, np.ndarray]:
+def clip_segments(
+    segments: np.ndarray, start: np.ndarray, stop: np.ndarray, stride: Any
+) -> tuple[np.ndarray, np.ndarray]:
     """Local index range of each segment inside its interval [start, stop) of positions."""
     first, count = segments[:, 2], segments[:, 3]
     return np.maximum(0, _ceil(start - first, stride)), np.minimum(count, _ceil(stop - first, stride))

@@ -10,12 +10,12 @@ from functools import cached_property
 import numpy as np
 
 from .assignment import Cube
+from .band import band_area
 from .groups import Groups
 from .layout import Layout
 from .route import Edge, Key, Route, Use
 from .rows import Direction, Payload, Rows, Side, Union
 from .slices import Slice
-from .band import band_area
 from .tile import wanted_tiles
 
 
@@ -45,11 +45,11 @@ class Work:
         known_by = rank if self.route.direct else None
         owner, several = np.arange(world), groups.query > 1
         wanted = np.zeros((world, world), bool)
-        for group in range(groups.query):
-            wanted |= self._concerns(known_by, owner[:, None], owner, group)
+        for n in range(groups.query):
+            wanted |= self._concerns(known_by, owner[:, None], owner, n)
         table = self._table(wanted)
         i, j = table[:, 0], table[:, 1]
-        known = [self._concerns(known_by, i, j, group) for group in range(groups.query)] if several else []
+        known = [self._concerns(known_by, i, j, n) for n in range(groups.query)] if several else []
         group = np.repeat(np.arange(len(known)), [mine.sum() for mine in known]) if several else np.zeros_like(i)
         table = np.concatenate([table[mine] for mine in known]) if several else table
         i, j = table[:, 0], table[:, 1]

@@ -46,7 +46,8 @@ def work_by_rank(layout: Layout, regions: np.ndarray, side: Side) -> np.ndarray:
     region, at = meeting(segments, *regions[:, own].T)
     segments, regions = segments[at], regions[region]
     stride = segments[:, 4]
-    begin, end = clip_segments(segments, *regions[:, own].T, stride)
+    q_or_k, past = regions[:, own].T
+    begin, end = clip_segments(segments, q_or_k, past, stride)
     first, count = segments[:, 2] + begin * stride, np.maximum(0, end - begin)
     (start, stop), (lo, hi) = regions[:, other].T, regions[:, 4:].T
     if side is Side.QUERY:  # keys k of start <= k < stop with q - hi <= k <= q - lo
