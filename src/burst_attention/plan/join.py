@@ -6,6 +6,7 @@ tiles, so all is done by arrays.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import combinations
 
 import numpy as np
@@ -26,7 +27,7 @@ def joined(table: np.ndarray) -> np.ndarray:
     merged, at = [table[first[counts == 1]]], [first[counts == 1]]
     for count in np.unique(counts[counts > 1]).tolist():
         begins = first[counts == count]
-        some = _touching(table, begins, count)
+        some = _joinable(table, begins, count)
         alone = (begins[~some][:, None] + np.arange(count)).ravel()
         merged, at, begins = [*merged, table[alone]], [*at, alone], begins[some]
         for tiles, group in _join(table[begins[:, None] + np.arange(count), 3:]) if len(begins) else ():
@@ -57,12 +58,27 @@ def _in_order(table: np.ndarray, columns: tuple[int, ...]) -> np.ndarray:
     return table
 
 
+def _joinable(table: np.ndarray, begins: np.ndarray, count: int) -> np.ndarray:
+    """In which groups of ``count`` tiles two touch."""
+    few = max(1, MOST_AT_ONCE // count**2)
+    found = [np.zeros(0, bool)]
+    for n in range(0, len(begins), few):
+        touch = _touching(table[begins[n : n + few, None] + np.arange(count), 3:])
+        found.append(np.any(touch.reshape(len(touch), -1), 1))
+    return np.concatenate(found)
+
+
 def _join(tiles: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
     """(tiles [N, 6], the groups that they are of) of groups [G, n, 6]: in each, two that can be are joined, as long as
     there are two."""
     done: list[tuple[np.ndarray, np.ndarray]] = []
     group, count = np.arange(len(tiles)), tiles.shape[1]
-    for a, b in combinations(range(count), 2):
+    pairs: Iterable[tuple[int, int]] = combinations(range(count), 2)
+    if count > 3:  # of many tiles few touch
+        few = max(1, MOST_AT_ONCE // count**2)
+        touch = np.any([_touching(tiles[n : n + few]).any(0) for n in range(0, len(tiles), few)], 0)
+        pairs = ((a, b) for a, b in np.argwhere(np.triu(touch)).tolist())
+    for a, b in pairs:
         both, fits = _around(tiles[:, a], tiles[:, b])
         rest = [n for n in range(count) if n not in (a, b)]
         fewer = np.concatenate([both[fits, None], tiles[fits][:, rest]], 1)
@@ -71,23 +87,16 @@ def _join(tiles: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
     return [*done, *((tiles[:, n], group) for n in range(count) if len(group))]
 
 
-def _touching(table: np.ndarray, begins: np.ndarray, count: int) -> np.ndarray:
-    """In which groups of ``count`` tiles two have queries and keys that touch.
+def _touching(tiles: np.ndarray) -> np.ndarray:
+    """bool [G, n, n]: which two tiles of groups [G, n, 6] have queries and keys that touch.
 
     Others can't be joined: between rows of a band that see something, all do.
     """
-    if count <= 3:
-        return np.ones(len(begins), bool)
-    few = max(1, MOST_AT_ONCE // count**2)
-    found: list[np.ndarray] = [np.zeros(0, bool)]
-    for n in range(0, len(begins), few):
-        tiles = table[begins[n : n + few, None] + np.arange(count)]
-        touch: np.ndarray = ~np.eye(count, dtype=bool)[None]
-        for column in (3, 5):
-            start, stop = tiles[:, :, column], tiles[:, :, column + 1]
-            touch = touch & (start[:, :, None] <= stop[:, None]) & (start[:, None] <= stop[:, :, None])
-        found.append(np.any(touch.reshape(len(touch), -1), 1))
-    return np.concatenate(found)
+    touch: np.ndarray = ~np.eye(tiles.shape[1], dtype=bool)[None]
+    for column in (0, 2):
+        start, stop = tiles[:, :, column], tiles[:, :, column + 1]
+        touch = touch & (start[:, :, None] <= stop[:, None]) & (start[:, None] <= stop[:, :, None])
+    return touch
 
 
 def _around(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
