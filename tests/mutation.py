@@ -145,14 +145,6 @@ SEEDED = [
         "one_line",
     ),
     Fault(
-        "a document too long for a rank is kept whole",
-        "plan/balance.py",
-        "few = 2 * np.maximum(shares, 1) <= self.world",
-        "few = shares > 0",
-        "tests/unit/test_balance.py",
-        "one_long_document",
-    ),
-    Fault(
         "what is too much for a rank stays there",
         "plan/balance.py",
         "while result.tokens[rank] > most and",
@@ -166,7 +158,7 @@ SEEDED = [
         "cut = self.plain if alike else self.fold",
         "cut = self.plain",
         "tests/unit/test_balance.py",
-        "one_long_document",
+        "cut_as_zigzag",
     ),
     Fault(
         "layers with other windows are cut otherwise",

@@ -317,6 +317,10 @@ def make_schedule(
         return replace(direct, route=ROUTES[route])
     if hosts is None or len(set(hosts)) in (1, world):
         return direct
+    if len(direct.regions) > 16 * len(
+        direct._sample
+    ):  # along a ring a rank has to know the tiles of all that passes by
+        return direct
     if world > MOST_RANKS:  # as the first of them would
         fewer = replace(direct, layout=replace(direct.layout, world=MOST_RANKS), rank=0)
         return replace(direct, route=ROUTES[_quieter_route(fewer, hosts[:MOST_RANKS])])
