@@ -535,16 +535,16 @@ def across(edges: list[Edge], nodes: tuple[int, ...], shape: Shape, direction: D
 
 
 @pytest.mark.parametrize(
-    ("nodes", "heads", "kv_heads", "count", "most"),
+    ("nodes", "heads", "kv_heads", "count", "travels", "most"),
     [
-        ((0, 0, 1, 1), 4, 4, 2, 0.55),  # heads cut within a node: every byte of K and V crosses once
-        ((0, 0, 1, 1), 4, 1, 1, 0.60),  # one key-value head: by two levels
-        ((0, 0, 0, 0, 1, 1, 1, 1), 4, 1, 1, 0.36),
-        ((0, 0, 0, 0, 1, 1, 1, 1), 8, 2, 2, 0.36),
+        ((0, 0, 1, 1), 4, 4, 2, "query", 0.55),  # heads cut within a node: every byte of K and V crosses once
+        ((0, 0, 1, 1), 4, 1, 1, "key-value", 0.60),  # one key-value head: by two levels
+        ((0, 0, 0, 0, 1, 1, 1, 1), 4, 1, 1, "key-value", 0.36),
+        ((0, 0, 0, 0, 1, 1, 1, 1), 8, 2, 2, "key-value", 0.36),
     ],
 )
 def test_what_crosses_to_another_node_does_so_once(
-    nodes: tuple[int, ...], heads: int, kv_heads: int, count: int, most: float
+    nodes: tuple[int, ...], heads: int, kv_heads: int, count: int, travels: str, most: float
 ) -> None:
     """Against zigzag whose messages all go straight, forward and backward, bf16."""
     world, sizes = len(nodes), {"batch": 1, "head_dim": 128, "v_head_dim": 128, "io": 2, "partial": 2, "accumulate": 4}
@@ -556,7 +556,6 @@ def test_what_crosses_to_another_node_does_so_once(
     ):
         over = dataclasses.replace(ROUTES[route], nodes=nodes)
         schedule = Schedule(Layout("zigzag", 64 * world, world), Mask(), over, 0, heads=groups.query)
-        travels = schedule.choose_travels(shape, groups)
         works = [schedule.work(travels, direction, groups) for direction in Direction]
         total[route] = sum(across(w.edges(w.cells()), nodes, shape, w.direction, groups) for w in works)
     assert total["nodes"] <= most * total["direct"]

@@ -212,7 +212,7 @@ def test_explained_bytes_are_those_that_are_sent() -> None:
         assert (told.inside, told.across) == (0, most)
 
 
-def test_a_ring_that_is_faster_between_crowded_hosts_is_taken_when_the_calls_are_known() -> None:
+def test_a_route_that_is_faster_between_crowded_hosts_is_taken_when_the_calls_are_known() -> None:
     nodes, call = (0, 0, 0, 0, 1, 1, 1, 1), shape(1)
     slow = replace(CPU, across=Link(latency=0.0, bytes_per_second=1e6, shared=True))
     options = {
@@ -223,7 +223,7 @@ def test_a_ring_that_is_faster_between_crowded_hosts_is_taken_when_the_calls_are
         "world": 8,
         "heads": "auto",
     }
-    assert make_schedule(4096, **options, planner=Planner(slow, nodes, call)).route.name == "ring"
+    assert make_schedule(4096, **options, planner=Planner(slow, nodes, call)).route.name == "nodes"
     assert make_schedule(4096, **options, planner=Planner(slow, nodes)).route.name == "direct"
 
 

@@ -303,7 +303,9 @@ def make_schedule(
     direct = replace(given, layout_left=left).laid_out()
     if route != "auto" or nodes is None or len(set(nodes)) in (1, world) or heads not in (1, "auto"):
         return direct
-    others = [replace(direct, route=replace(ROUTES["nodes"], nodes=nodes)), replace(direct, route=ROUTES["ring"])]
+    others = [replace(direct, route=replace(ROUTES["nodes"], nodes=nodes))]
+    if len(mask.cu_seqlens or ()) <= MOST_DOCUMENTS:  # along a ring a rank has to know the tiles of all that passes by
+        others.append(replace(direct, route=ROUTES["ring"]))
     if heads == 1:
         leaving = _rows_leaving(direct, nodes)
         return min((direct, *others), key=lambda schedule: leaving[schedule.route.name])
