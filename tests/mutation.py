@@ -1752,6 +1752,14 @@ SEEDED = [
         "home_once",
     ),
     Fault(
+        "a Triton program reads its tiles as numpy happens to have laid them out",
+        "kernels/triton/blocks.py",
+        "np.ascontiguousarray(x, np.int32) for x in arrays",
+        "x.astype(np.int32) for x in arrays",
+        "tests/unit/test_nan.py",
+        "triton_kernel",
+    ),
+    Fault(
         "padding that was moved behind stays there in what a model returns",
         "integrations/hf_batch.py",
         "return rows if self.padding is None else _rolled(rows, self.padding)",

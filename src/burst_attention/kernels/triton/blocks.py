@@ -49,5 +49,7 @@ class BlockTables:
                 raise RuntimeError("kernel='triton' must be called with this plan once before a CUDA graph's capture")
             starts, stops = tiles.table[:, 2 * keys], tiles.table[:, 2 * keys + 1]
             arrays = (tiles.table, *meetings(starts, stops, size, length))
-            tables[key] = Blocks(*(torch.from_numpy(x.astype(np.int32)).to(device) for x in arrays))
+            # Programs read them row by row, however numpy has laid them out.
+            rows = (np.ascontiguousarray(x, np.int32) for x in arrays)
+            tables[key] = Blocks(*(torch.from_numpy(x).to(device) for x in rows))
         return tables[key]
