@@ -1661,7 +1661,7 @@ SEEDED = [
         "if draft is not None and (stopping or due or not writing):",
         "if draft is not None:",
         SAVING,
-        "due_while_one",
+        "steps_go_on",
     ),
     Fault(
         "the last checkpoint is not waited for",

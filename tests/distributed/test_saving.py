@@ -98,7 +98,7 @@ def test_what_is_changed_after_it_was_copied_does_not_reach_the_disk(pools, tmp_
 
 
 def train_beside(config):
-    """Writing waits until the third step was taken, on all ranks; returns what was to be seen then."""
+    """Writing waits until two more steps were taken, on all ranks; returns what was to be seen then."""
     written, seen, write = threading.Event(), [], Draft.write
 
     def late(draft):
@@ -106,7 +106,7 @@ def train_beside(config):
         write(draft)
 
     def at(record):
-        if record.step == 3:
+        if record.step == 5:
             seen.append(names(config.run.out))
             written.set()
 
@@ -122,10 +122,10 @@ def train_beside(config):
 
 
 def test_steps_go_on_while_a_checkpoint_is_written_and_none_is_to_be_seen_before_it_is_whole(pools, corpus, tmp_path):
-    config = config_of(corpus, tmp_path / "run", steps=6, save_every="2", keep=9)
+    config = config_of(corpus, tmp_path / "run", steps=6, save_every="3", keep=9)
     seen, notes = pools(2).run(train_beside, config)[0]
-    assert seen == [["step-00000002.unfinished"]]
-    assert names(tmp_path / "run") == [name_of(step) for step in (2, 4, 6)], "the last one was waited for"
+    assert seen == [["step-00000003.unfinished"]]
+    assert names(tmp_path / "run") == [name_of(step) for step in (3, 6)], "the last one was waited for"
     assert not [note for note in notes if "could not" in note]
 
 
