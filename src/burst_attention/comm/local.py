@@ -49,16 +49,17 @@ class Exchange:
         self._lock = threading.Lock()
         self._waiting: dict[tuple[int, int, int, bool], deque[_Half]] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._failure: str | None = None
+        self._ended: dict[int, str] = {}  # ranks that raised, and what
 
     def post(self, half: _Half, *, source: int, target: int, tag: int, sends: bool) -> None:
         """Meet the other side, or wait for it. Whoever comes second makes the copy; nobody blocks."""
         with self._lock:
-            if self._failure:
-                half.failure = self._failure
+            others = self._waiting.get((source, target, tag, not sends))
+            peer = target if sends else source
+            if not others and peer in self._ended:
+                half.failure = self._ended[peer]
                 half.done.set()
                 return
-            others = self._waiting.get((source, target, tag, not sends))
             if not others:
                 self._waiting.setdefault((source, target, tag, sends), deque()).append(half)
                 return
@@ -66,14 +67,14 @@ class Exchange:
         sent, received = (half, other) if sends else (other, half)
         self._copy(sent, received)
 
-    def fail(self, failure: str) -> None:
-        """End all waits, now and later."""
+    def fail(self, rank: int, failure: str) -> None:
+        """End all waits for ``rank``, now and later; what it had sent before is still taken, as between processes."""
         with self._lock:
-            self._failure = self._failure or failure
-            left = [half for halves in self._waiting.values() for half in halves]
-            self._waiting.clear()
+            self._ended[rank] = failure
+            waits = [key for key in self._waiting if (key[1] if key[3] else key[0]) == rank]
+            left = [half for key in waits for half in self._waiting.pop(key)]
         for half in left:
-            half.failure = self._failure
+            half.failure = failure
             half.done.set()
 
     def _copy(self, sent: _Half, received: _Half) -> None:

@@ -45,7 +45,7 @@ class LocalWorld:
                     results[number] = function(LocalGroup(exchange, number, self.timeout), *arguments)
             except BaseException as error:
                 errors[number] = error
-                exchange.fail(f"rank {number} raised {type(error).__name__}: {error}")
+                exchange.fail(number, f"rank {number} raised {type(error).__name__}: {error}")
 
         threads = [threading.Thread(target=rank, args=(n,), name=f"rank {n}", daemon=True) for n in range(self.world)]
         for thread in threads:
