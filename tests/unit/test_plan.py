@@ -210,7 +210,7 @@ class Simulation:
                 members = groups.members(groups.context(rank))
                 for place in self.programs[rank].kept.values():
                     ordered = np.empty(len(np.concatenate([self.own[r] for r in members])), int)
-                    beside = Slice(self.layout, members)
+                    beside = Slice(self.layout, members, chunks=groups.chunks)
                     for r in members:
                         for at, row in enumerate(self.own[r]):
                             one = Rows.of(np.array([at]), np.array([at + 1]))
@@ -357,11 +357,12 @@ def cubes(draw) -> tuple[Layout, Mask, Cube, Groups]:
     count, contexts = draw(st.sampled_from([(2, 1), (2, 2), (3, 1), (4, 1), (2, 3), (1, 3)]))
     layout = dataclasses.replace(layout, world=count * contexts)
     shared = draw(st.sampled_from([n for n in range(1, count + 1) if count % n == 0]))
+    waves = draw(st.integers(0, 3)) if count > 1 else 0
     if draw(st.booleans()):
         shape = (count, layout.world, layout.world)
         dice = np.random.default_rng(draw(st.integers(0, 1 << 20))).integers(0, layout.world, shape)
-        return layout, mask, lambda i, j, group: dice[group, i, j], Groups(count, shared)
-    groups = Groups(count, shared, keep=count > 1 and draw(st.booleans()))
+        return layout, mask, lambda i, j, group: dice[group, i, j], Groups(count, shared, waves=waves)
+    groups = Groups(count, shared, count > 1 and draw(st.booleans()), waves)
     return (
         layout,
         mask,
@@ -376,6 +377,7 @@ def test_programs_bring_every_cell_home_once(
     case: tuple[Layout, Mask, Cube, Groups], route: str, direction: Direction, data
 ) -> None:
     layout, mask, cube, groups = case
+    route = "direct" if groups.waves else route
     over = dataclasses.replace(ROUTES[route], nodes=data.draw(nodes_of(layout.world)))
     schedules = [Schedule(layout, mask, over, rank) for rank in range(layout.world)]
     simulation = Simulation(schedules, cube, direction, groups)
@@ -434,8 +436,9 @@ def test_a_step_is_two_visits_at_most_and_the_last_completes_whole_sequences() -
 def test_bytes_counted_for_a_choice_are_those_of_the_programs(mask: Mask, world: int, count: int, heads: int) -> None:
     sizes = {"batch": 2, "head_dim": 8, "v_head_dim": 4, "io": 2, "partial": 4, "accumulate": 4}
     shape = Shape(q_heads=12, kv_heads=heads, **sizes)
-    for layout, travels, keep in product(("zigzag", "striped"), TRAVELS, {False, count > 1}):
-        groups = Groups.of(count, q_heads=12, kv_heads=heads, keep=keep)
+    waves = (0, 2) if count > 1 else (0,)
+    for layout, travels, keep, n in product(("zigzag", "striped"), TRAVELS, {False, count > 1}, waves):
+        groups = Groups.of(count, q_heads=12, kv_heads=heads, keep=keep, waves=n)
         schedules = [Schedule(Layout(layout, 50, world), mask, ROUTES["direct"], rank) for rank in range(world)]
         moved = schedules[0].bytes_moved(shape, travels, groups)
         traffic = [schedule.traffic(shape, travels, groups) for schedule in schedules]
@@ -451,6 +454,7 @@ def messages_told(
 ) -> dict[tuple[int, ...], int]:
     """Bytes by (step, source, target), as times are predicted from them."""
     inner, tally = TRAVELS[travels](schedule.layout.world // groups.query)[direction], schedule.tally
+    tally = tally.for_groups(groups)
     found = tally.messages(shape, direction, inner, groups, tally.cells(direction, groups, inner))
     told = Counter[tuple[int, ...]]()
     for *key, size in zip(*(x.tolist() for x in (found.step, found.source, found.target, found.size)), strict=True):

@@ -49,9 +49,9 @@ def schedule(
     return make_schedule(seqlen, rank=0, world=world, planner=Planner(rates, tuple(range(world)), known), **options)
 
 
-def test_heads_are_cut_as_often_as_there_are_ranks_with_contiguous_shards_on_slow_links() -> None:
+def test_heads_are_cut_as_often_as_there_are_ranks_and_come_in_two_waves_on_slow_links() -> None:
     planned = schedule(link(200), known=shape())
-    assert planned.layout.name == "contiguous"
+    assert planned.layout.name == "zigzag" and planned.choose(shape()).candidate.groups.waves == 2
     assert planned.choose(shape()).candidate.groups.query == 4
     assert schedule(link(200), known=shape(), layout="zigzag").layout.name == "zigzag"  # asked for by name
 
@@ -192,8 +192,8 @@ def test_ranks_on_shared_cores_share_them() -> None:
 def test_explain_tells_what_and_why() -> None:
     planned = schedule(link(200), known=shape())
     told = explain.explain(planned, shape(), "auto").splitlines()
-    assert told[0].startswith("layout contiguous, route direct, 4 ranks, Mask(causal=True)")
-    assert told[1].startswith("chosen: heads=4, kept, query: ") and "exchange that nothing hides" in told[1]
+    assert told[0].startswith("layout zigzag, route direct, 4 ranks, Mask(causal=True)")
+    assert told[1].startswith("chosen: heads=4, kept, 2 waves, query: ") and "exchange that nothing hides" in told[1]
     assert told[2].startswith("forward: ") and told[3].startswith("backward: ") and "MB across" in told[3]
     assert "or, of one row of a batch: " in told[4] and "heads=1, " in told[4]
     assert told[5].startswith("rates: cpu+ethernet-25g (measured")

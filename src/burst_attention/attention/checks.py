@@ -85,8 +85,7 @@ def resolve(
     head_dims = q.shape[3], v.shape[3]
     chosen = kernel_for(kernel, plan.mask, device=q.device, dtype=q.dtype, head_dims=head_dims)
     groups = Groups.of(heads, q_heads=q.shape[1], kv_heads=k.shape[1], keep=keep)
-    if travels == "auto":
-        travels = plan.schedule.choose_travels(_shape(q, k, v), groups)
+    groups, travels = plan.schedule.settle(_shape(q, k, v), travels, groups)
     if scale is None:
         scale = 1 / math.sqrt(q.shape[3])
     return Call(plan, scale, travels, groups, chosen)
@@ -141,6 +140,7 @@ def shared_fields(q: Tensor, k: Tensor, v: Tensor, call: Call, wanted: list[bool
         "travels": call.travels,
         "head groups": call.groups.query,
         "kept": call.groups.keep,
+        "waves": call.groups.waves,
         "kernel": call.kernel.name,
         "gradients wanted by q, k, v": wanted,
     }

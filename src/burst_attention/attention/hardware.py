@@ -39,6 +39,11 @@ def resolve_rates(rates: RatesGiven, *, on_gpus: bool) -> Rates:
     return preset(rates)
 
 
+def guessed(rates: RatesGiven) -> bool:
+    """Are these rates nobody's: not given, nor measured for this user?"""
+    return rates is None and not user_file().is_file()
+
+
 def usual_rates(*, on_gpus: bool) -> Rates:
     """Of the preset for the device."""
     return usual(torch.cuda.get_device_name() if on_gpus else "cpu")

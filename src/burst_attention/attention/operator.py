@@ -31,12 +31,13 @@ QUERY, KEY, VALUE = 1, 2, 4  # bits of ``wanted``
 # torch keeps compiled graphs on disk, the backward that it traced among them, under the operator's name and arguments
 # alone. As one of the arguments, this keeps a graph of another formula from being run: add one to it with each change
 # of this file that a graph may hold; a test goes red until it is done.
-FORMULA_VERSION = 3
+FORMULA_VERSION = 4
 
 
 @dataclass(frozen=True)
 class Settled:
-    """What the forward settled, for its backward: the call's number, and what ``None`` and ``auto`` came to.
+    """What the forward settled, for its backward: the call's number, what ``None`` and ``auto`` came to, and how many
+    waves shards come in.
 
     As an output of the operator it is a tensor, the one thing that reaches the backward of a compiled graph, too.
     """
@@ -45,17 +46,18 @@ class Settled:
     scale: float
     travels: str
     kernel: str
+    waves: int
 
     def pack(self) -> Tensor:
-        """float64 [4], on CPU."""
+        """float64 [5], on CPU."""
         names = tuple(TRAVELS).index(self.travels), KERNELS.index(self.kernel)
-        return torch.tensor((self.number, self.scale, *names), dtype=torch.float64)
+        return torch.tensor((self.number, self.scale, *names, self.waves), dtype=torch.float64)
 
     @classmethod
     def unpack(cls, packed: Tensor) -> Settled:
         """Of what :meth:`pack` gave."""
-        number, scale, travels, kernel = packed.tolist()
-        return cls(int(number), scale, tuple(TRAVELS)[int(travels)], KERNELS[int(kernel)])
+        number, scale, travels, kernel, waves = packed.tolist()
+        return cls(int(number), scale, tuple(TRAVELS)[int(travels)], KERNELS[int(kernel)], int(waves))
 
 
 def gradients_wanted(q: Tensor, k: Tensor, v: Tensor) -> int:
@@ -114,7 +116,7 @@ def attend(
     with torch.autocast(q.device.type, enabled=False):
         sums = sweep(program, plan.transport, work, plan.indices)
     out, log_sum = sums[Side.QUERY]
-    settled = Settled(number, call.scale, call.travels, call.kernel.name)
+    settled = Settled(number, call.scale, call.travels, call.kernel.name, call.groups.waves)
     return out.to(q.dtype).contiguous(), log_sum.contiguous(), settled.pack(), kept_q, kept_k, kept_v
 
 
@@ -152,7 +154,7 @@ def attend_backward(
         plan.transport.check_device(q.device)
         head_dims = q.shape[3], v.shape[3]
         kernel = kernel_for(forward.kernel, plan.mask, device=q.device, dtype=q.dtype, head_dims=head_dims)
-        groups = Groups.of(heads, q_heads=q.shape[1], kv_heads=kv_heads, keep=kept is not None)
+        groups = Groups.of(heads, q_heads=q.shape[1], kv_heads=kv_heads, keep=kept is not None, waves=forward.waves)
         fields = {"call number": forward.number}
         delta = row_dot(dout, out, lse.dtype)
         if dlse is not None:
@@ -187,7 +189,7 @@ def _(
     out = q.new_empty((*q.shape[:3], v.shape[3]))
     lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
     kept = (x.new_empty(shape) for x, shape in zip((q, k, v), kept_shapes(q, k, v, heads, kept_rows), strict=True))
-    return out, lse, torch.empty(4, dtype=torch.float64), *kept
+    return out, lse, torch.empty(5, dtype=torch.float64), *kept
 
 
 @attend_backward.register_fake

@@ -21,7 +21,7 @@ from ..comm.agreement import Agreement
 from ..comm.link import connect, resolve_group, resolve_timeout
 from ..comm.transport import Transport
 from ..plan.assignment import TRAVELS
-from ..plan.choose import HeadsOrAuto, KeepOrAuto, Planner
+from ..plan.choose import HeadsOrAuto, KeepOrAuto, Planner, WavesOrAuto
 from ..plan.cost import Traffic
 from ..plan.explain import explain
 from ..plan.mask import Mask
@@ -33,6 +33,7 @@ from .hardware import (
     carries_gpus,
     checked_shape,
     digest_of_numbers,
+    guessed,
     known_shape,
     resolve_nodes,
     resolve_rates,
@@ -108,7 +109,7 @@ class Plan:
                 "make it on each rank with make_plan, or send its mask and use plan.with_mask(mask) there"
             )
         planner = self.schedule.planner
-        apart = Planner(planner.rates, planner.nodes, planner.known)  # without what it remembers
+        apart = Planner(planner.rates, planner.nodes, planner.known, planner.guessed)  # without what it remembers
         return _of_schedule, (replace(self.schedule, planner=apart),)
 
     @property
@@ -327,6 +328,7 @@ def make_plan(
     heads: HeadsOrAuto = "auto",
     keep: KeepOrAuto = "auto",
     assignment: str = "auto",
+    waves: WavesOrAuto = "auto",
     group: Any = None,
     timeout: float | timedelta | None = None,
     nodes: Sequence[int] | DeviceMesh | None = None,
@@ -361,13 +363,18 @@ def make_plan(
             key-value heads. ``auto``: where it is predicted to be faster.
         assignment: what travels in calls that leave it open, a name that ``travels`` of :func:`burst_attention` takes;
             ``auto``: with ``heads=1`` by a rule there, else what is predicted to be fastest.
+        waves: with heads cut, how a context slice's shards come together: all at once (1), or a stretch of the sequence
+            at a time, in so many waves, each computed, and its results sent home, while the next is on its way; 0: one
+            owner's shard at a time. Two suit zigzag, where each half of the sequence is spread over all ranks.
+            ``auto``: what is predicted to be fastest.
         group: None (the default group; a world of one if torch.distributed is not initialised), a ProcessGroup, or a
             1-D DeviceMesh.
         timeout: seconds (or a timedelta) that an exchange may take before ExchangeError; None for the group's own.
         nodes: the number of each rank's node, or a 2-D DeviceMesh (node, rank of the node); None: by their host names.
         rates: how fast kernels and links are, for predictions: :class:`~burst_attention.plan.rates.Rates`, the path of
             a TOML file, or a preset's name such as ``h100-hgx+infiniband-400g``. None: what ``burst calibrate`` wrote
-            for this user, or else a preset for the device. Rank 0's count.
+            for this user, or else a preset for the device: nobody measured these links then, and what is chosen is
+            what loses least if they are as fast as that, an eighth, or a 64th. Rank 0's count.
         q_heads, kv_heads, head_dim, dtype: of the calls to come, as far as they are known; they may be others.
 
     Raises:
@@ -381,7 +388,7 @@ def make_plan(
         transport.timeout = agreement.transport.timeout = resolve_timeout(timeout)
         mask = Mask() if mask is None else mask
         options: dict[str, Any] = {"mask": mask, "layout": layout, "route": route, "heads": heads, "keep": keep}
-        options |= {"assignment": assignment, "rank": rank, "world": world}
+        options |= {"assignment": assignment, "waves": waves, "rank": rank, "world": world}
         known, at = known_shape(q_heads, kv_heads, head_dim, dtype), resolve_nodes(nodes, resolved, world)
         asked = make_schedule(seqlen, **options)  # before rates are known, to see what can't be
         fields = {**asked.description, "layout": "auto" if layout == "auto" else asked.layout.description}
@@ -389,8 +396,9 @@ def make_plan(
         own: dict[str, Any] = {"host": socket.gethostname()}
         if rank == 0:
             own["rates"] = resolve_rates(rates, on_gpus=carries_gpus(resolved)).as_dict(most=MOST_TOLD)
+            own["guessed"] = guessed(rates)
     told = agreement.agree("make_plan", fields, own)
     names = [each["host"] for each in told]
     hosts = [names.index(name) for name in names] if at is None else at
-    planner = Planner(Rates.from_dict(told[0]["rates"]), tuple(hosts), known)
+    planner = Planner(Rates.from_dict(told[0]["rates"]), tuple(hosts), known, told[0]["guessed"])
     return Plan(make_schedule(seqlen, **options, planner=planner), transport, agreement)

@@ -15,7 +15,7 @@ from burst_attention.attention.batch import shard_batch
 from burst_attention.attention.entry import burst_attention
 from burst_attention.attention.plan import Plan, make_plan
 from burst_attention.loss import Head
-from burst_attention.plan.choose import HeadsOrAuto, KeepOrAuto
+from burst_attention.plan.choose import HeadsOrAuto, KeepOrAuto, WavesOrAuto
 from burst_attention.plan.groups import Groups
 from burst_attention.plan.layout import LAYOUTS
 
@@ -38,7 +38,7 @@ class SequenceEngine:
         check_heads: raises ValueError for heads that ``world`` ranks can't share.
         count: bytes that this rank sends in one layer's forward and backward, from (plan, heads, batch, dtype).
         travels: what moves where ``attend`` is :func:`burst_attention`; None: it is another attention.
-        heads, keep: as for :func:`burst_attention.make_plan`.
+        heads, keep, waves: as for :func:`burst_attention.make_plan`.
     """
 
     name: str
@@ -52,6 +52,7 @@ class SequenceEngine:
     travels: str | None = None
     heads: HeadsOrAuto = 1
     keep: KeepOrAuto = "auto"
+    waves: WavesOrAuto = "auto"
 
     def check(self, heads: Heads, seq_len: int, world: int) -> None:
         if self.alone and world > 1:
@@ -71,6 +72,7 @@ class SequenceEngine:
         dtype: torch.dtype | None = None,
     ) -> Plan:
         options: dict[str, Any] = {"layout": self.layout, "route": self.route, "heads": self.heads, "keep": self.keep}
+        options["waves"] = self.waves
         if heads is not None:
             options |= {"q_heads": heads.q_heads, "kv_heads": heads.kv_heads, "head_dim": heads.head_dim}
         return make_plan(seqlen, **options, dtype=dtype, group=group, timeout=timeout)
@@ -126,6 +128,7 @@ def burst(
     heads: HeadsOrAuto = "auto",
     *,
     keep: KeepOrAuto = "auto",
+    waves: WavesOrAuto = "auto",
     travels: str = "auto",
     kernel: str = "auto",
 ) -> SequenceEngine:
@@ -136,6 +139,7 @@ def burst(
         route=route,
         heads=heads,
         keep=keep,
+        waves=waves,
         check_heads=partial(check_cut, heads),
         attend=partial(burst_attention, travels=travels, kernel=kernel),
         count=partial(planned_sent, travels=travels),

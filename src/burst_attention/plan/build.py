@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,8 @@ class _Builder:
     def __init__(self, work: Work, rank: int, cells: Cells, edges: list[Edge]) -> None:
         self.work, self.rank, self.groups, self.world = work, rank, work.groups, work.layout.world
         self.known, self.cells, self.edges = cells, cells.at(rank), sorted(edges, key=_global_order)
-        self.slices = {key: Slice(work.layout, owners) for key, owners in self._owners().items()}
+        chunks = self.groups.chunks
+        self.slices = {key: Slice(work.layout, owners, chunks=chunks) for key, owners in self._owners().items()}
         own = self.groups.context(rank)
         self.kept = {
             side: (side, self.world + own, self.groups.part(side, rank % self.groups.query))
@@ -49,12 +51,14 @@ class _Builder:
     def _owners(self) -> dict[tuple[Side, int, int], list[int]]:
         """Whose shards lie side by side here: per side, context slice and part of the heads."""
         owners: dict[tuple[Side, int, int], set[int]] = defaultdict(set)
-        for _, i, j, group in self.cells:
-            for side, owner in ((Side.QUERY, i), (Side.KEY, j)):
+        for _, i, j, group, _ in self.cells:
+            for side, owner in ((Side.QUERY, self.work.owner(i)), (Side.KEY, self.work.owner(j))):
                 owners[side, self.groups.context(owner), self.groups.part(side, group)].add(owner)
-        if self.groups.keep:  # whole slices: one message of a keeper's may be of any of its rows
-            for side in Side:
+        if self.groups.keep or self.groups.waves:  # whole slices: one message of a keeper's may be of any of its rows
+            for side in Side if self.groups.keep else ():
                 owners[side, self.groups.context(self.rank), self.groups.part(side, self.rank % self.groups.query)]
+            for key in (edge.key for edge in self.edges if self.groups.waves):  # what it only passes on comes in parts
+                owners[key.side, self.groups.context(key.owner), key.part]
             return {key: [*self.groups.members(key[1])] for key in owners}
         return {key: sorted(these) for key, these in owners.items()}
 
@@ -62,7 +66,7 @@ class _Builder:
         """The buffer in which this rank uses a key's tensors."""
         context = self.groups.context(key.owner)
         beside = self.slices.get((key.side, context, key.part))
-        alone = beside is None or len(beside.owners) == 1
+        alone = beside is None or (len(beside.owners) == 1 and self.groups.chunks == 1)
         return key.side, key.owner if alone else self.world + context, key.part
 
     def _rows(self, edge: Edge) -> Rows:
@@ -133,8 +137,8 @@ class _Builder:
         for n, visit in enumerate(sorted(visits, key=lambda v: v.step)):
             timeline.append(((visit.step, 1, n), visit))
             for side in visit.into:
-                for owner in visit.owners[side]:
-                    ready[Key(side, owner, visit.places[side][2]), True] = (visit.step, 2, 0)
+                for chunk in visit.chunks[side]:
+                    ready[self.work.key(side, chunk, visit.places[side][2]), True] = (visit.step, 2, 0)
         posted: Moment = (-1, 0, 0)
         wired = [edge for edge in self.edges if edge.source != edge.target]
         steps = sorted({edge.step for edge in wired})
@@ -162,31 +166,45 @@ class _Builder:
             into = {side: rows[side].within(self.sums[places[side]]) for side in self.work.direction.returns}
             held = {side: rows[side].within(self.held[places[side]]) for side in Side}
             packed = tiles.packed(rows[Side.QUERY], rows[Side.KEY])
-            yield Visit(rectangle.step, places, rectangle.owners, packed, held, into)
+            yield Visit(rectangle.step, places, rectangle.chunks, packed, held, into)
 
     def _rectangles(self) -> list[_Rectangle]:
         """What is completed at each step, as few rectangles of shards: new queries with all keys, old with new ones."""
-        keys_of: dict[tuple[int, ...], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-        for step, i, j, group in self.cells:
-            keys_of[step, self.groups.context(i), self.groups.context(j), group][i].append(j)
+        keys_of: dict[tuple[Any, ...], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for step, i, j, group, new in self.cells:
+            between = (self.groups.context(self.work.owner(chunk)) for chunk in (i, j))
+            keys_of[step, *between, group, new][i].append(j)
         rectangles = []
-        for (step, *_, group), keys in keys_of.items():
-            queries_of: dict[tuple[int, ...], list[int]] = defaultdict(list)
-            for i, mine in keys.items():
-                queries_of[tuple(mine)].append(i)
-            for k_owners, q_owners in queries_of.items():
-                owners = {Side.QUERY: tuple(q_owners), Side.KEY: k_owners}
+        for (step, *_, group, _), keys in keys_of.items():
+            for k_chunks, q_chunks in self._products(keys, group):
+                chunks = {Side.QUERY: q_chunks, Side.KEY: k_chunks}
                 parts = {side: self.groups.part(side, group) for side in Side}
-                places = {side: self._place(Key(side, owners[side][0], parts[side])) for side in Side}
-                rectangles.append(_Rectangle(step, places, owners))
+                places = {side: self._place(self.work.key(side, chunks[side][0], parts[side])) for side in Side}
+                rectangles.append(_Rectangle(step, places, chunks))
         return rectangles
+
+    def _products(self, keys: dict[int, list[int]], group: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """(Keys, queries) whose products are these cells of one step, and such as see nothing.
+
+        All queries with all keys if those are this rank's: what is seen of them is computed at this step then, for
+        either all the queries come at it, or all the keys.
+        """
+        queries, all_keys = tuple(keys), tuple(sorted({*chain(*keys.values())}))
+        i, j = (self.work.owner(np.array(chunks)) for chunks in (queries, all_keys))
+        if self.groups.query > 1 and (self.work.cube(i[:, None] + 0 * j, 0 * i[:, None] + j, group) == self.rank).all():
+            yield all_keys, queries
+            return
+        queries_of: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for query, mine in keys.items():
+            queries_of[tuple(mine)].append(query)
+        yield from ((some, tuple(them)) for some, them in queries_of.items())
 
     def _tiles(self, rectangles: list[_Rectangle]) -> list[Tiles]:
         """Of each rectangle; all that share their queries at once, or their keys: a call costs more than a tile."""
         if self.groups.query == 1:  # a rectangle is a pair
-            pairs = ((r.owners[Side.QUERY][0], r.owners[Side.KEY][0]) for r in rectangles)
+            pairs = ((r.chunks[Side.QUERY][0], r.chunks[Side.KEY][0]) for r in rectangles)
             return [Tiles(self.known.by_pair[pair]) for pair in pairs]
-        by_side = {side: _positions((r.places[side], r.owners[side]) for r in rectangles) for side in Side}
+        by_side = {side: _positions((r.places[side], r.chunks[side]) for r in rectangles) for side in Side}
         shared = min(Side, key=lambda side: len(by_side[side]))
         tiles: dict[int, Tiles] = {}
         for these in by_side[shared].values():
@@ -200,7 +218,7 @@ class _Builder:
         return [tiles[n] for n in range(len(rectangles))]
 
     def _segments(self, rectangle: _Rectangle, side: Side) -> np.ndarray:
-        return self._slice(rectangle.places[side]).segments(rectangle.owners[side])
+        return self._slice(rectangle.places[side]).segments(rectangle.chunks[side])
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,7 +227,7 @@ class _Rectangle:
 
     step: int
     places: dict[Side, Place]
-    owners: dict[Side, tuple[int, ...]]
+    chunks: dict[Side, tuple[int, ...]]
 
 
 def _positions(values: Iterable[Any]) -> dict[Any, list[int]]:
@@ -222,7 +240,8 @@ def _positions(values: Iterable[Any]) -> dict[Any, list[int]]:
 
 def _global_order(edge: Edge) -> tuple[Any, ...]:
     """All ranks post in this order: messages between two ranks match by it."""
-    return edge.step, edge.partial, edge.side.value, edge.owner, edge.source, edge.key.part, edge.key.payload.value
+    key = edge.key
+    return edge.step, edge.partial, edge.side.value, edge.owner, edge.source, key.part, key.payload.value, key.wave
 
 
 def _with_drops(ops: list[Op], rank: int, world: int) -> list[Op]:

@@ -27,7 +27,10 @@ from .timing import OnPaper, Timed, Wire, node_numbers
 
 HeadsOrAuto = int | Literal["auto"]
 KeepOrAuto = bool | Literal["auto"]
+WavesOrAuto = int | Literal["auto"]
 WORTH = 1.02  # how many times as long the simpler of two may take
+GUESSED = (1, 1 / 8, 1 / 64)  # of the rates of links that nobody measured, all that is looked at
+FAR = 1.5  # how many times as long as the fastest those may take that are looked at on several wires
 MOST_REMEMBERED = 64
 FEW = 32  # ranks up to which every candidate is run that may be the fastest
 MOST_RUN = 6  # of more ranks'
@@ -44,7 +47,8 @@ class Candidate:
 
     def __str__(self) -> str:
         kept = ", kept" if self.groups.keep else ""
-        return f"heads={self.groups.query}{kept}, {self.travels}"
+        waves = f", {self.groups.waves} wave{'s'[: self.groups.waves > 1]}" if self.groups.waves else ""
+        return f"heads={self.groups.query}{kept}{waves}, {self.travels}"
 
 
 @dataclass(frozen=True)
@@ -71,11 +75,13 @@ class Planner:
     Attributes:
         known: what ``make_plan`` was told of the calls to come: a layout that was left to it is chosen for them.
         nodes: the node of each rank; None if they share one.
+        guessed: nobody measured these links, nor told them: what is chosen is what loses least if they are slower, too.
     """
 
     rates: Rates = field(default_factory=partial(preset, "cpu"))
     nodes: tuple[int, ...] | None = None
     known: Shape | None = None
+    guessed: bool = False
     _remembered: OrderedDict[Hashable, object] = field(default_factory=OrderedDict, repr=False)
 
     def remember(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -91,18 +97,28 @@ class Planner:
         """The ports of ``world`` ranks."""
         return Wire(self.rates, node_numbers(self.nodes, world))
 
+    def wires(self, world: int) -> list[Wire]:
+        """The same, and slower ones if that is no more than a guess."""
+        at = node_numbers(self.nodes, world)
+        return [Wire(self.rates.slowed(part), at) for part in (GUESSED if self.guessed else GUESSED[:1])]
 
-def fastest(found: Sequence[Prediction]) -> Prediction:
-    """The first whose predicted time is the shortest, or longer by less than it is worth to look on."""
-    shortest = min(each.seconds for each in found if each.forward)
-    return next(each for each in found if each.forward and each.seconds <= WORTH * shortest)
+
+def least_regret(found: Sequence[Sequence[Prediction]]) -> int:
+    """Which of the same candidates on each of several wires: the first of those that at the worst take least longer
+    than the fastest there, or longer by less than it is worth to look on. On one wire that is the fastest."""
+    run = [n for n in range(len(found[0])) if all(each[n].forward for each in found)]
+    shortest = [min(one.seconds for one in each if one.forward) for each in found]
+    worst = {n: max(each[n].seconds / least for each, least in zip(found, shortest, strict=True)) for n in run}
+    return next(n for n in run if worst[n] <= WORTH * min(worst.values()))
 
 
-def predict(tally: Tally, shape: Shape, candidates: Sequence[Candidate], wire: Wire) -> list[Prediction]:
+def predict(
+    tally: Tally, shape: Shape, candidates: Sequence[Candidate], wire: Wire, *, reach: float = 1 / WORTH
+) -> list[Prediction]:
     """Both passes of each candidate over direct routes, in their order.
 
-    The first is run, for the others are compared with it; those that it or a shorter one rules out by their work and
-    bytes alone are not. Of many ranks' no more than the most promising are.
+    The first is run, for the others are compared with it; those that by their work and bytes alone take ``reach``
+    times as long as it or a shorter one are not. Of many ranks' no more than the most promising are.
     """
     both = []
     for each in candidates:
@@ -113,25 +129,25 @@ def predict(tally: Tally, shape: Shape, candidates: Sequence[Candidate], wire: W
     found[0] = Prediction(candidates[0], bounds[0], *(one.run() for one in both[0]))
     shortest = found[0].seconds
     for n in range(1, len(both)):
-        if bounds[n] * WORTH < shortest:
+        if bounds[n] < reach * shortest:
             bounds[n] = sum(one.least() for one in both[n])
             found[n] = Prediction(candidates[n], bounds[n])
     promising = sorted(range(1, len(both)), key=bounds.__getitem__)
     for n in promising if tally.world <= FEW else promising[:MOST_RUN]:
-        if bounds[n] * WORTH >= shortest:
+        if bounds[n] >= reach * shortest:
             break
         found[n] = Prediction(candidates[n], bounds[n], *(one.run() for one in both[n]))
         shortest = min(shortest, found[n].seconds)
     return found
 
 
-def cuts(world: int, shape: Shape, heads: HeadsOrAuto, keep: KeepOrAuto) -> Iterator[Groups]:
+def cuts(layout: Layout, shape: Shape, heads: HeadsOrAuto, keep: KeepOrAuto, waves: WavesOrAuto) -> Iterator[Groups]:
     """The ways to cut heads that were left open, the fewest groups first.
 
     Raises:
         ValueError: these heads can't be cut into as many groups as were asked for.
     """
-    q_heads, kv_heads = shape.q_heads, shape.kv_heads
+    q_heads, kv_heads, world = shape.q_heads, shape.kv_heads, layout.world
     if heads != "auto":
         counts = [heads]
     else:
@@ -139,7 +155,21 @@ def cuts(world: int, shape: Shape, heads: HeadsOrAuto, keep: KeepOrAuto) -> Iter
     for count in counts:
         groups = Groups.of(count, q_heads=q_heads, kv_heads=kv_heads)
         keeps = [False] if count == 1 else [False, True] if keep == "auto" else [keep]
-        yield from (replace(groups, keep=kept) for kept in keeps)
+        for kept in keeps:
+            yield from in_all_waves(layout, replace(groups, keep=kept), waves)
+
+
+def in_all_waves(layout: Layout, groups: Groups, waves: WavesOrAuto) -> Iterator[Groups]:
+    """The numbers of waves that are tried, if it is not said: all at once; of a folded layout two, for each stretch of
+    the sequence is spread over all ranks then; and owner by owner, where contexts behind one another hide that."""
+    if groups.query == 1:
+        counts: list[int] = [0]
+    elif waves != "auto":
+        counts = [waves]
+    else:
+        counts = [1, 2] if layout.folded else [1]
+        counts += [0] if groups.query < layout.world else []
+    yield from (replace(groups, waves=count) for count in counts)
 
 
 def candidates(

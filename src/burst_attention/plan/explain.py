@@ -8,6 +8,7 @@ from .schedule import Schedule
 from .timing import Timed
 
 SHOWN = 6  # of what else could have been chosen
+GUESSED = "; nobody measured these links: chosen is what loses least if they are slower, too; see burst calibrate"
 
 
 def explain(schedule: Schedule, shape: Shape, travels: str) -> str:
@@ -28,7 +29,7 @@ def explain(schedule: Schedule, shape: Shape, travels: str) -> str:
             f"{sum(p.exposed for p in passes):.3g} s are exchange that nothing hides",
             *(_line(name, p) for name, p in zip(("forward", "backward"), passes, strict=True)),
             *_others(schedule, shape, Candidate(groups, travels)),
-            f"rates: {rates.name} ({rates.source})",
+            f"rates: {rates.name} ({rates.source}){GUESSED if schedule.planner.guessed else ''}",
         ]
     )
 

@@ -26,14 +26,17 @@ class Groups:
         key: into how many parts keys and values are cut: ``query``, or all key-value heads where there are fewer.
         keep: what a forward fetched of its rank's own context slice is saved for the backward, in place of local
             q, k and v.
+        waves: shards of a context slice come together, a stretch of the sequence at a time, in so many waves; 0: one
+            owner's at a time.
     """
 
     query: int = 1
     key: int = 1
     keep: bool = False
+    waves: int = 0
 
     @classmethod
-    def of(cls, count: int, *, q_heads: int, kv_heads: int, keep: bool = False) -> Groups:
+    def of(cls, count: int, *, q_heads: int, kv_heads: int, keep: bool = False, waves: int = 0) -> Groups:
         """``count`` groups of so many heads.
 
         Raises:
@@ -45,7 +48,7 @@ class Groups:
                 "divide the key-value heads, or be a multiple of them that divides the query heads: choose another, or "
                 "'auto'"
             )
-        return cls(count, min(count, kv_heads), keep)
+        return cls(count, min(count, kv_heads), keep, waves)
 
     @staticmethod
     def divide(count: int, *, q_heads: int, kv_heads: int) -> bool:
@@ -72,15 +75,23 @@ class Groups:
         """The rank that computes ``group`` for its own ``context``, and keeps what it fetched of that."""
         return group + self.query * context
 
-    def distance(self, source: Ranks, rank: Ranks, world: int, *, contexts: int = 1) -> Ranks:
+    @property
+    def chunks(self) -> int:
+        """How many parts of a shard travel by themselves."""
+        return max(1, self.waves)
+
+    def distance(self, source: Ranks, rank: Ranks, world: int, *, contexts: int = 1, wave: Ranks | int = 0) -> Ranks:
         """The step at which what starts at ``source`` reaches ``rank``: own context first, at each step a permutation
-        of the ranks.
+        of the ranks, or in waves of contexts.
 
         Args:
             contexts: so many neighbouring contexts are on one node; own node first, and to each other node the rank of
-                the same place there.
+                the same place there. Not of what goes in waves.
+            wave: by which it comes, from 0; also of what is at hand, for all of a wave is computed together.
         """
         here, there = self.context(source), self.context(rank)
+        if self.waves:
+            return (there - here) % (world // self.query) * self.waves + wave + 1
         nodes = (there // contexts - here // contexts) % (world // self.query // contexts)
         return (nodes * contexts + (there - here) % contexts) * self.query + (rank - source) % self.query
 

@@ -156,6 +156,11 @@ class Layout:
         return self.per_document or self.name == BALANCED
 
     @property
+    def folded(self) -> bool:
+        """Has each rank a chunk of the first half of what is cut, and one of the second?"""
+        return self._plain == "zigzag"
+
+    @property
     def per_document(self) -> bool:
         """Is each document cut by itself?"""
         return self._plain != self.name

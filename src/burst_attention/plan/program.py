@@ -24,7 +24,7 @@ class Visit:
 
     step: int
     places: Mapping[Side, Place]
-    owners: Mapping[Side, tuple[int, ...]]
+    chunks: Mapping[Side, tuple[int, ...]]
     tiles: Tiles  # over buffers that hold just the rows that these cells touch
     held: Mapping[Side, Where]
     into: Mapping[Side, Where]

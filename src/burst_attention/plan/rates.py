@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,13 @@ class Rates:
     single: Speed
     double: Speed
     overhead: Overhead
+
+    def slowed(self, part: float) -> Rates:
+        """With links of this part of their rates."""
+        inside, across = (
+            replace(link, bytes_per_second=part * link.bytes_per_second) for link in (self.inside, self.across)
+        )
+        return replace(self, inside=inside, across=across)
 
     def speed(self, itemsize: int) -> Speed:
         """Of inputs with so many bytes per element."""

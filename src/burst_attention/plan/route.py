@@ -19,7 +19,7 @@ from .rows import Payload, Rows, Side
 
 
 class Key(NamedTuple):
-    """What travels: tensors of one side, of one owner's shard and one part of its heads.
+    """What travels: tensors of one side, of one owner's shard, or its rows of one wave, and one part of its heads.
 
     ``owner`` of what is kept (:attr:`Payload.INPUTS`) is the rank that keeps it, the shard its context slice.
     """
@@ -28,6 +28,7 @@ class Key(NamedTuple):
     owner: int
     part: int = 0
     payload: Payload = Payload.ALL
+    wave: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +96,7 @@ class Route:
 
     def outward(self, key: Key, uses: Mapping[int, Use], groups: Groups, world: int) -> Iterator[Edge]:
         """The edges by which ``key``'s tensors reach their users."""
-        away = self._by_distance(key.owner, uses, groups, world)
+        away = self._by_distance(key, uses, groups, world)
         if self.out != "path":
             for members in self._by_node(away, key.owner):
                 (first, gate), *rest = members
@@ -118,7 +119,7 @@ class Route:
         A partial computed at step v is sent by exchange v + 2: exchange v + 1 was posted before it existed. A vertex
         of a path first receives (step t), then adds its own partial, then sends (step t + 1 or later).
         """
-        away = self._by_distance(key.owner, uses, groups, world)
+        away = self._by_distance(key, uses, groups, world)
         if self.home != "path":
             for members in self._by_node(away, key.owner):
                 *rest, (_, gate) = sorted(members, key=lambda member: (uses[member[1]].last, member))
@@ -157,13 +158,14 @@ class Route:
         alike = [self.nodes[n : n + size] for n in range(0, len(self.nodes), size)]
         return size if all(len(each) == size and len(set(each)) == 1 for each in alike) else 1
 
-    def distance(self, groups: Groups, source: Ranks, rank: Ranks, world: int) -> Ranks:
+    def distance(self, groups: Groups, source: Ranks, rank: Ranks, world: int, *, wave: Ranks | int = 0) -> Ranks:
         """The step at which what starts at ``source`` reaches ``rank``: by nodes, where that shares out their links."""
         inside = self.node_size // groups.query if self.node_size % groups.query == 0 else 1
-        return groups.distance(source, rank, world, contexts=inside)
+        return groups.distance(source, rank, world, contexts=inside, wave=wave)
 
-    def _by_distance(self, owner: int, uses: Mapping[int, Use], groups: Groups, world: int) -> list[tuple[int, int]]:
-        return sorted((self.distance(groups, owner, rank, world), rank) for rank in uses if rank != owner)
+    def _by_distance(self, key: Key, uses: Mapping[int, Use], groups: Groups, world: int) -> list[tuple[int, int]]:
+        owner, wave = key.owner, key.wave
+        return sorted((self.distance(groups, owner, rank, world, wave=wave), rank) for rank in uses if rank != owner)
 
     def _by_node(self, away: list[tuple[int, int]], owner: int) -> list[list[tuple[int, int]]]:
         """(Distance, rank) of those to whom one message from ``owner``, or home to it, is enough, by distance."""

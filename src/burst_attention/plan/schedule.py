@@ -13,16 +13,19 @@ from . import cost
 from .assignment import TRAVELS, Assignment, Cube, heads
 from .build import build_program
 from .choose import (
+    FAR,
     LAYOUTS_TRIED,
     WORTH,
     HeadsOrAuto,
     KeepOrAuto,
     Planner,
     Prediction,
+    WavesOrAuto,
     by_work_and_bytes,
     candidates,
     cuts,
-    fastest,
+    in_all_waves,
+    least_regret,
     predict,
     representative,
 )
@@ -40,6 +43,7 @@ from .uses import Work
 MOST_FOR_A_RING = 32  # ranks up to which it is predicted whether a ring is faster: edge by edge
 MOST_DOCUMENTS = 64  # that are looked at one by one to choose what travels
 MOST_DERIVED = 4  # schedules of other masks that one keeps
+MOST_WAVES = 64
 MOST_RANKS = 256  # whose pairs are looked at to choose; what is chosen for more is what is best over so many
 
 
@@ -54,6 +58,7 @@ class Schedule:
     heads: HeadsOrAuto = 1
     keep: KeepOrAuto = "auto"
     assignment: str = "auto"
+    waves: WavesOrAuto = "auto"
     planner: Planner = field(default_factory=Planner, compare=False, repr=False)
     layout_left: bool = field(default=False, repr=False)  # was it left open?
 
@@ -70,6 +75,7 @@ class Schedule:
     def _check_heads(self) -> None:
         if self.keep != "auto" and not isinstance(self.keep, bool):
             raise ValueError(f"keep={self.keep!r} must be True, False or 'auto'")
+        self._check_waves()
         if self.heads == "auto":
             return
         if isinstance(self.heads, bool) or not isinstance(self.heads, int) or self.heads < 1:
@@ -83,6 +89,18 @@ class Schedule:
             raise ValueError(
                 f"route={self.route.name!r} passes shards on along the ring, and heads={self.heads} has other heads at "
                 "the next rank; use route='direct', or heads=1"
+            )
+
+    def _check_waves(self) -> None:
+        waves = self.waves
+        if waves == "auto":
+            return
+        if isinstance(waves, bool) or not isinstance(waves, int) or not 0 <= waves <= MOST_WAVES:
+            raise ValueError(f"waves={waves!r} must be a number of waves, 0 to {MOST_WAVES}, or 'auto'")
+        if waves and not self.route.direct:
+            raise ValueError(
+                f"route={self.route.name!r} passes on what came from one owner, and waves={waves} sends all owners' at "
+                "once; use route='direct', or waves=0"
             )
 
     def with_mask(self, mask: Mask, *, seqlen: int | None = None) -> Schedule:
@@ -111,8 +129,9 @@ class Schedule:
         if not self.layout_left or known is None or self.layout.world == 1 or not self.route.direct:
             return self
         tried = [replace(self, layout=replace(self.layout, name=name)) for name in LAYOUTS_TRIED]
-        seconds = [schedule.choose(known).seconds for schedule in tried]
-        return tried[next(n for n, each in enumerate(seconds) if each <= WORTH * min(seconds))]
+        found = [schedule.on_all_wires(known, "auto") for schedule in tried]
+        chosen = least_regret([[one for each in on for one in each] for on in zip(*found, strict=True)])
+        return tried[int(np.searchsorted(np.cumsum([len(each[0]) for each in found]), chosen, side="right"))]
 
     @cached_property
     def description(self) -> dict[str, object]:
@@ -125,6 +144,7 @@ class Schedule:
             "heads": self.heads,
             "keep": self.keep,
             "assignment": self.assignment,
+            "waves": self.waves,
         }
 
     @cached_property
@@ -187,7 +207,11 @@ class Schedule:
             travels: a name of :data:`TRAVELS`, or ``auto``.
             groups: how heads are cut; None to choose it.
         """
-        return fastest(self.predictions(shape, travels, groups))
+        return self._best(shape, travels, None if groups is None else [groups])
+
+    def _best(self, shape: cost.Shape, travels: str, given: Sequence[Groups] | None) -> Prediction:
+        found = self.on_all_wires(shape, travels, given)
+        return found[0][least_regret(found)]
 
     def predicted(self, shape: cost.Shape) -> float:
         """Seconds of a forward and a backward of one row of a batch."""
@@ -204,17 +228,29 @@ class Schedule:
             return [one.run() for one in on_paper]
         return [one.run(edge_messages(self.work(travels, one.direction, groups), shape)) for one in on_paper]
 
-    def predictions(self, shape: cost.Shape, travels: str, groups: Groups | None = None) -> list[Prediction]:
-        """Of all that was left open, the simplest first; arguments are those of :meth:`choose`."""
+    @property
+    def _waves(self) -> WavesOrAuto:
+        return self.waves if self.route.direct else 0
+
+    def predictions(self, shape: cost.Shape, travels: str, given: Sequence[Groups] | None = None) -> list[Prediction]:
+        """Of all that was left open, the simplest first; arguments are those of :meth:`choose`, of several groups."""
+        return self.on_all_wires(shape, travels, given)[0]
+
+    def on_all_wires(
+        self, shape: cost.Shape, travels: str, given: Sequence[Groups] | None = None
+    ) -> list[list[Prediction]]:
+        """:meth:`predictions`, and where rates are guessed the same on slower links."""
         world, shape = self.layout.world, replace(shape, batch=1)
         travels = self.assignment if travels == "auto" else travels
-        given = [groups] if groups else [*cuts(world, shape, self.heads, self.keep)]
+        if given is None:
+            given = [*cuts(self.layout, shape, self.heads, self.keep, self._waves)]
         layout, mask = representative(self.layout, self.mask)
 
-        def predicted() -> list[Prediction]:
+        def predicted() -> list[list[Prediction]]:
             tally = Tally(layout, mask.regions(layout.seqlen))
             ways = candidates(tally, shape, given, travels, by_rule=self.heads == 1, partial_bytes=shape.partial)
-            return predict(tally, shape, ways, self.planner.wire(world))
+            wires = self.planner.wires(world)
+            return [predict(tally, shape, ways, wire, reach=FAR if wires[1:] else 1 / WORTH) for wire in wires]
 
         return self.planner.remember((layout, mask, shape, travels, self.heads == 1, *given), predicted)
 
@@ -257,6 +293,14 @@ class Schedule:
             return by_work_and_bytes(self._tally_to_choose, shape, partial_bytes)
         return self.choose(shape, groups=groups).candidate.travels
 
+    def settle(self, shape: cost.Shape, travels: str, groups: Groups) -> tuple[Groups, str]:
+        """Heads being cut so, by what :meth:`choose_groups` says: in how many waves shards come, and what travels."""
+        ways = [*in_all_waves(self.layout, groups, self._waves)]
+        if len(ways) > 1:
+            found = self._best(shape, travels, ways).candidate
+            return found.groups, found.travels
+        return ways[0], self.choose_travels(shape, ways[0]) if travels == "auto" else travels
+
     def traffic(self, shape: cost.Shape, travels: str, groups: Groups = WHOLE) -> cost.Traffic:
         """What this rank sends and receives in one forward and one backward."""
         passes = ((self.program(travels, direction, groups).edges, direction) for direction in Direction)
@@ -276,6 +320,7 @@ def make_schedule(
     heads: HeadsOrAuto = 1,
     keep: KeepOrAuto = "auto",
     assignment: str = "auto",
+    waves: WavesOrAuto = "auto",
     planner: Planner | None = None,
 ) -> Schedule:
     """Check the arguments, and choose the layout and the route where they were left open.
@@ -286,7 +331,7 @@ def make_schedule(
         route: a name of :data:`ROUTES`, or ``auto``: direct on one host. With several ranks on each of several hosts
             by nodes or the ring, where heads are not to be cut and it moves fewer rows through the busiest host's link,
             or where a call like ``planner.known`` is predicted to be faster.
-        heads, keep, assignment: as for :func:`burst_attention.make_plan`.
+        heads, keep, assignment, waves: as for :func:`burst_attention.make_plan`.
         planner: rates and nodes, and what is known of the calls to come.
     """
     if route != "auto" and route not in ROUTES:
@@ -299,7 +344,7 @@ def make_schedule(
     nodes, known = planner.nodes, planner.known
     over = ROUTES["direct" if route == "auto" else route]
     over = replace(over, nodes=nodes or ()) if over.by_nodes else over
-    given = Schedule(shape, mask, over, rank, heads, keep, assignment, planner)
+    given = Schedule(shape, mask, over, rank, heads, keep, assignment, waves, planner)
     direct = replace(given, layout_left=left).laid_out()
     if route != "auto" or nodes is None or len(set(nodes)) in (1, world) or heads not in (1, "auto"):
         return direct

@@ -8,14 +8,20 @@ import numpy as np
 
 from .layout import Layout
 from .rows import Rows
+from .waves import in_waves
 
 
 class Slice:
-    """The shards of ``owners``, the lowest position first. Of one owner it is the shard as it is."""
+    """The shards of ``owners``, the lowest position first. Of one owner it is the shard as it is.
 
-    def __init__(self, layout: Layout, owners: Iterable[int]) -> None:
-        self.owners = tuple(owners)
-        table = layout.table(self.owners)  # owner, local offset, first position, length, stride
+    Args:
+        chunks: into how many a shard is cut (:class:`~burst_attention.plan.waves.Chunks`).
+    """
+
+    def __init__(self, layout: Layout, owners: Iterable[int], *, chunks: int = 1) -> None:
+        self.owners, self.chunks = tuple(owners), chunks
+        # chunk, local offset, first position, length, stride
+        table = in_waves(layout, chunks).table([owner * chunks + n for owner in self.owners for n in range(chunks)])
         if len(self.owners) > 1:
             table = table[np.argsort(table[:, 2], kind="stable")]
         lengths = table[:, 3]
@@ -27,7 +33,7 @@ class Slice:
         """Where local rows of ``owner``'s shard lie here."""
         if len(self.owners) == 1:
             return rows
-        mine = self._table[:, 0] == owner
+        mine = self._table[:, 0] // self.chunks == owner
         begins, lengths, offsets = self._table[mine, 1], self._table[mine, 3], self._offsets[mine]
         first = np.searchsorted(begins, rows.starts, side="right") - 1  # the segments that an interval touches
         count = np.searchsorted(begins, rows.stops) - first
@@ -37,15 +43,15 @@ class Slice:
         shift = offsets[at] - begins[at]
         return Rows.of(starts + shift, stops + shift)
 
-    def segments(self, owners: tuple[int, ...]) -> np.ndarray:
-        """int64 [N, 5], as :meth:`~burst_attention.plan.layout.Layout.table` gives, of these owners' rows, by offset
+    def segments(self, chunks: tuple[int, ...]) -> np.ndarray:
+        """int64 [N, 5], as :meth:`~burst_attention.plan.layout.Layout.table` gives, of these chunks' rows, by offset
         here; neighbours whose positions go on are joined."""
-        if owners not in self._segments:
-            of_them = np.isin(self._table[:, 0], owners)
+        if chunks not in self._segments:
+            of_them = np.isin(self._table[:, 0], chunks)
             table = self._table[of_them].copy()
             table[:, 0], table[:, 1] = 0, self._offsets[of_them]
-            self._segments[owners] = _joined(table) if len(self.owners) > 1 else table
-        return self._segments[owners]
+            self._segments[chunks] = _joined(table) if len(self.owners) > 1 else table
+        return self._segments[chunks]
 
 
 def _joined(table: np.ndarray) -> np.ndarray:

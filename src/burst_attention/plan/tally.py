@@ -20,6 +20,7 @@ from .layout import Layout
 from .rows import Direction, Payload, Side, Union, painted
 from .tile import region_tiles
 from .uses import Work
+from .waves import in_waves
 
 SHARD, PARTIAL, RELAYED = 0, 1, 2
 MOST_CELLS = 1 << 15  # looked at one by one; beyond it some head groups stand for the others
@@ -97,18 +98,37 @@ class Steps:
 
 
 class Tally:
-    """One layout under one mask."""
+    """One layout under one mask; with ``chunks`` > 1 of chunks in place of shards, of which an owner has so many."""
 
-    def __init__(self, layout: Layout, regions: np.ndarray) -> None:
-        self.layout, self.world = layout, layout.world
-        self.lengths = np.array(layout.lengths)
-        self._table = region_tiles(layout, regions)
+    def __init__(self, layout: Layout, regions: np.ndarray, *, chunks: int = 1) -> None:
+        self.layout, self.regions, self.world, self.chunks = layout, regions, layout.world, chunks
+        self.cut = in_waves(layout, chunks)
+        self.lengths = np.array(self.cut.lengths)
+        self._table = region_tiles(self.cut, regions)
         self._rows: dict[tuple[int, Side], tuple[np.ndarray, np.ndarray, Union]] = {}
+        self._finer: dict[int, Tally] = {}
+
+    def for_groups(self, groups: Groups) -> Tally:
+        """This, or of chunks where shards come in several waves."""
+        if groups.chunks == self.chunks:
+            return self
+        if groups.chunks not in self._finer:
+            self._finer[groups.chunks] = Tally(self.layout, self.regions, chunks=groups.chunks)
+        return self._finer[groups.chunks]
+
+    def owner(self, chunk: np.ndarray) -> np.ndarray:
+        """Whose shard a chunk is of."""
+        return chunk // self.chunks
+
+    def wave(self, chunk: np.ndarray, direction: Direction) -> np.ndarray:
+        """By which wave it comes: see :meth:`~burst_attention.plan.uses.Work.wave`."""
+        place = chunk % self.chunks
+        return place if direction is Direction.FORWARD else self.chunks - 1 - place
 
     @cached_property
     def pairs(self) -> Pairs:
         i, j, region, q0, q1, k0, k1, lo, hi = self._table.T
-        code, at = np.unique(i * self.world + j, return_inverse=True)
+        code, at = np.unique(i * self.cut.world + j, return_inverse=True)
 
         def total(values: np.ndarray) -> np.ndarray:
             return np.bincount(at, values, minlength=len(code)).astype(np.int64)
@@ -116,7 +136,7 @@ class Tally:
         rows, columns = q1 - q0, k1 - k0
         apart = np.unique(np.stack([at, region]), axis=1)[0] if len(code) < len(at) else at
         return Pairs(
-            *np.divmod(code, self.world),
+            *np.divmod(code, self.cut.world),
             total(band_area(rows, columns, lo, hi)),
             total(rows * (1 * (lo > 1 - columns) + (hi < rows - 1))),
             np.bincount(apart, minlength=len(code)),
@@ -130,15 +150,29 @@ class Tally:
         ranks = range(0, self.world, -(-self.world // 8))
         return max(1.0, sum(len(self.layout.segments(rank)) for rank in ranks) / len(ranks))
 
+    def runs(self, groups: Groups) -> np.ndarray:
+        """int64 [R * chunks]: in how many runs of consecutive positions a context slice's chunks of one wave lie."""
+        chunk, _, first, length, stride = self.cut.table(range(self.cut.world)).T
+        beside = self.beside(chunk, groups)
+        order = np.lexsort([first, beside])
+        beside, first, length, stride = (x[order] for x in (beside, first, length, stride))
+        goes_on = (beside[1:] == beside[:-1]) & (first[1:] == (first + length * stride)[:-1]) & (stride[1:] == 1)
+        return np.bincount(beside[np.r_[True, ~goes_on]], minlength=self.world // groups.query * self.chunks)
+
+    def beside(self, chunk: np.ndarray, groups: Groups) -> np.ndarray:
+        """A number for each context slice and place in its shards: such chunks come together."""
+        return groups.context(self.owner(chunk)) * self.chunks + chunk % self.chunks
+
     def _order(self, side: Side) -> np.ndarray:
         """From pairs in the order of (own, other) to that of (query owner, key owner)."""
         own, other, _ = self._by_context(1, side)
-        return np.argsort(own * self.world + other if side is Side.QUERY else other * self.world + own)
+        return np.argsort(own * self.cut.world + other if side is Side.QUERY else other * self.cut.world + own)
 
     def _by_context(self, size: int, side: Side) -> tuple[np.ndarray, np.ndarray, Union]:
-        """(owner, the other side's context slice, rows that those two need) of context slices of ``size`` ranks."""
+        """(Chunk, the other side's context slice, rows that those two need) of context slices of ``size`` ranks; for
+        one rank of chunks."""
         if (size, side) not in self._rows:
-            contexts = self.world // size
+            contexts = self.cut.world if size == 1 else self.world // size
             if size == 1:
                 own, first = (self._table[:, 0], 3) if side is Side.QUERY else (self._table[:, 1], 5)
                 other = self._table[:, 1] if side is Side.QUERY else self._table[:, 0]
@@ -146,17 +180,18 @@ class Tally:
             else:
                 own, other, finer = self._by_context(1, side)
                 at = np.repeat(np.arange(len(own)), finer.intervals)
-                union = Union.of(own[at] * contexts + other[at] // size, finer.starts, finer.stops)
+                slices = self.owner(other[at]) // size
+                union = Union.of(own[at] * contexts + slices, finer.starts, finer.stops)
             self._rows[size, side] = *np.divmod(union.keys, contexts), union
         return self._rows[size, side]
 
     def rows(self, groups: Groups, inner: Assignment, side: Side) -> np.ndarray:
-        """int64 [W, R]: of each owner's shard the rows that the ranks of each context slice need."""
+        """int64 [W * chunks, R]: of each chunk the rows that the ranks of each context slice need."""
         contexts = self.world // groups.query
         own, other, union = self._by_context(groups.query, side)
-        mine = groups.context(own)
+        mine = groups.context(self.owner(own))
         user = inner(mine, other) if side is Side.QUERY else inner(other, mine)
-        rows = np.zeros((self.world, contexts), np.int64)
+        rows = np.zeros((self.cut.world, contexts), np.int64)
         if (user == other).all():
             rows[own, user] = union.counts
         else:
@@ -172,25 +207,29 @@ class Tally:
 
     def cells(self, direction: Direction, groups: Groups, inner: Assignment) -> Steps:
         """When each pair is computed, for each head group of :meth:`looked_at`."""
-        i, j = self.pairs.i, self.pairs.j
         fetched_before = groups.keep and direction is Direction.BACKWARD
-        user = inner(groups.context(i), groups.context(j))
+        user = inner(*(groups.context(self.owner(chunk)) for chunk in (self.pairs.i, self.pairs.j)))
         group = self.looked_at(groups)[:, None]
         rank = groups.keeper(group, user)
         arrives = {
-            side: np.maximum.reduce([groups.distance(x, rank, self.world) for x in sources])
-            for side, sources in self._sources(groups, group, fetched_before).items()
+            side: np.maximum.reduce(
+                [groups.distance(x, rank, self.world, wave=np.asarray(wave)) for x, wave in sources]
+            )
+            for side, sources in self._sources(groups, group, direction, fetched_before).items()
         }
         step = np.maximum(arrives[Side.QUERY], arrives[Side.KEY])
         return Steps(user, step, arrives[Side.QUERY] == step, arrives[Side.KEY] == step)
 
-    def _sources(self, groups: Groups, group: np.ndarray, fetched_before: bool) -> dict[Side, list[np.ndarray]]:
-        """Where what a cell needs of each side starts."""
-        i, j = self.pairs.i, self.pairs.j
+    def _sources(
+        self, groups: Groups, group: np.ndarray, direction: Direction, fetched_before: bool
+    ) -> dict[Side, list[tuple[np.ndarray, np.ndarray | int]]]:
+        """Where what a cell needs of each side starts, and by which wave it comes."""
+        owners = [self.owner(chunk) for chunk in (self.pairs.i, self.pairs.j)]
+        i, j = zip(owners, (self.wave(chunk, direction) for chunk in (self.pairs.i, self.pairs.j)), strict=True)
         if not fetched_before:
             return {Side.QUERY: [i], Side.KEY: [j]}
-        kept_i, kept_j = (groups.keeper(group, groups.context(owner)) for owner in (i, j))
-        return {Side.QUERY: [i, kept_i], Side.KEY: [kept_j]}
+        kept_i, kept_j = (groups.keeper(group, groups.context(owner)) for owner in owners)
+        return {Side.QUERY: [i, (kept_i, 0)], Side.KEY: [(kept_j, 0)]}
 
     def messages(
         self, shape: Shape, direction: Direction, inner: Assignment, groups: Groups, steps: Steps | None = None
@@ -206,22 +245,22 @@ class Tally:
 
     def areas(self, inner: Assignment, groups: Groups, block: float) -> np.ndarray:
         """float64 [R]: (query, key) of one head group that the ranks of each context slice compute."""
-        user = inner(groups.context(self.pairs.i), groups.context(self.pairs.j))
+        user = inner(*(groups.context(self.owner(chunk)) for chunk in (self.pairs.i, self.pairs.j)))
         return np.bincount(user, self.pairs.area + self.pairs.border * block / 2, self.world // groups.query)
 
     def _last(self, side: Side, steps: Steps | None, groups: Groups) -> np.ndarray:
-        """int64 [U, W, R]: the last step at which the ranks of a head group use each shard."""
+        """int64 [U, W * chunks, R]: the last step at which the ranks of a head group use each chunk."""
         contexts = self.world // groups.query
         if steps is None:
             return np.zeros((1, 1, contexts), np.int64)
         own = self.pairs.i if side is Side.QUERY else self.pairs.j
-        last = np.full((len(steps.step), self.world * contexts), -1, np.int64)
+        last = np.full((len(steps.step), self.cut.world * contexts), -1, np.int64)
         code = own * contexts + steps.user
         order = np.argsort(code, kind="stable")
         keys, first = np.unique(code[order], return_index=True)
         if len(keys):
             last[:, keys] = np.maximum.reduceat(steps.step[:, order], first, axis=1)
-        return last.reshape(-1, self.world, contexts)[self.example(groups)]
+        return last.reshape(-1, self.cut.world, contexts)[self.example(groups)]
 
     def example(self, groups: Groups) -> np.ndarray:
         """Which of :meth:`looked_at` stands for each head group."""
@@ -232,22 +271,23 @@ class Tally:
         """int64 [2, W]: bytes that each rank sends, and receives, in a forward and a backward over direct routes."""
         total = np.zeros((2, self.world))
         for direction, inner in assignments.items():
-            sent = self.messages(shape, direction, inner, groups)  # whenever they are sent
+            sent = self.for_groups(groups).messages(shape, direction, inner, groups)  # whenever they are sent
             for n, end in enumerate((sent.source, sent.target)):
                 total[n] += np.bincount(end, sent.size, minlength=self.world)
         return total.astype(np.int64)
 
 
 class _Side:
-    """One side of one pass, over all head groups: arrays [U, W, R], or of one group's, which are alike."""
+    """One side of one pass, over all head groups: arrays [U, W * chunks, R], or of one group's, which are alike."""
 
     def __init__(
         self, tally: Tally, shape: Shape, inner: Assignment, groups: Groups, direction: Direction, side: Side
     ) -> None:
         self.shape, self.groups, self.direction, self.side = shape, groups, direction, side
-        self.lengths, self.world = tally.lengths, tally.world
+        self.lengths, self.world, self.chunks = tally.lengths, tally.world, tally.chunks
         contexts = np.arange(self.world // groups.query)
-        self.owner, self.context = np.arange(self.world)[:, None], contexts
+        chunks = np.arange(tally.cut.world)[:, None]
+        self.owner, self.wave, self.context = tally.owner(chunks), tally.wave(chunks, direction), contexts
         self.home = groups.context(self.owner)
         self.user = groups.keeper(np.arange(groups.query)[:, None, None], contexts)
         self.keeper = groups.keeper(np.arange(groups.query)[:, None, None], self.home)
@@ -262,14 +302,15 @@ class _Side:
 
     def outward(self) -> list[Columns]:
         """Columns of :class:`Messages`, of shards."""
-        distance = self.groups.distance(self.owner, self.user, self.world)
+        distance = self.groups.distance(self.owner, self.user, self.world, wave=self.wave)
         rows = self.rows
         if not (self.groups.keep and self.direction is Direction.BACKWARD):
             if self.groups.keep:
                 rows = np.where(self.context == self.home, self.lengths[:, None], rows)
             return [(distance, self.owner, self.user, rows * self._bytes(), SHARD)]
         contexts = len(self.context)
-        slices, keeper = rows.reshape(contexts, -1, contexts).sum(1), self.keeper[:, :: self.groups.query]
+        slices = rows.reshape(contexts, -1, contexts).sum(1)
+        keeper = self.keeper[:, :: self.groups.query * self.chunks]
         far = self.groups.distance(keeper, self.user, self.world)
         kept = far, keeper, self.user, slices * self._bytes(payload=Payload.INPUTS), SHARD
         if self.side is Side.KEY:

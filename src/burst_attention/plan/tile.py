@@ -16,6 +16,7 @@ from .band import band_area, tighten
 from .join import joined
 from .layout import Layout
 from .rows import Rows
+from .waves import Chunks
 
 
 class Tile(NamedTuple):
@@ -114,8 +115,9 @@ def segment_tiles(q_segments: np.ndarray, k_segments: np.ndarray, regions: np.nd
     return _by_pair(_intersect(q_segments, k_segments, regions, max(strides, default=1)))
 
 
-def wanted_tiles(layout: Layout, regions: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """int64 [T, 8]: query owner, key owner, then a tile, in order, of the pairs in ``wanted``, bool [W, W]."""
+def wanted_tiles(layout: Layout | Chunks, regions: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """int64 [T, 8]: query owner, key owner, then a tile, in order, of the pairs in ``wanted``, bool [W, W]; of chunks
+    in place of owners if ``layout`` is cut into those."""
     owners: dict[tuple[int, ...], list[int]] = {}  # key owners wanted -> the query owners that want just those
     for i in np.flatnonzero(wanted.any(1)).tolist():
         owners.setdefault(tuple(np.flatnonzero(wanted[i]).tolist()), []).append(i)
@@ -124,7 +126,7 @@ def wanted_tiles(layout: Layout, regions: np.ndarray, wanted: np.ndarray) -> np.
     return np.delete(found.T, 2, 0).T
 
 
-def region_tiles(layout: Layout, regions: np.ndarray) -> np.ndarray:
+def region_tiles(layout: Layout | Chunks, regions: np.ndarray) -> np.ndarray:
     """int64 [T, 9]: query owner, key owner, region of the mask, then a tile, not joined yet, of all pairs."""
     ranks = range(layout.world)
     return _all_tiles(layout, layout, regions, ranks, ranks)
@@ -139,7 +141,11 @@ def _by_pair(table: np.ndarray) -> dict[tuple[int, int], Tiles]:
 
 
 def _all_tiles(
-    queries: Layout, keys: Layout, regions: np.ndarray, q_owners: Sequence[int], k_owners: Sequence[int]
+    queries: Layout | Chunks,
+    keys: Layout | Chunks,
+    regions: np.ndarray,
+    q_owners: Sequence[int],
+    k_owners: Sequence[int],
 ) -> np.ndarray:
     q_segments, k_segments = queries.table(q_owners), keys.table(k_owners)
     strides = set(np.unique(np.r_[q_segments[:, 4], k_segments[:, 4]]).tolist())

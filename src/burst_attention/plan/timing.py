@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -116,6 +116,8 @@ def _launches(
     if groups.query == 1:
         touched = {side: by_step(pairs.rows[side]) for side in Side}
         return by_step(pairs.tiles), by_step(np.ones(1)), touched
+    if groups.waves:
+        return _of_waves(tally, by_step, steps, groups)
     cut = tally.segments
     runs = 1.0 if fetched_before else RUNS * (1 + cut) / 2
     new, old = steps.new_query, steps.new_key & ~steps.new_query
@@ -133,6 +135,23 @@ def _launches(
         Side.KEY: whole[Side.KEY] + by_step(pairs.touched[Side.KEY] * new),
     }
     return launches, here[0] + here[1], folded
+
+
+def _of_waves(
+    tally: Tally, by_step: Callable[[np.ndarray], np.ndarray], steps: Steps, groups: Groups
+) -> tuple[np.ndarray, np.ndarray, dict[Side, np.ndarray]]:
+    """The same where chunks come together that lie side by side: a tile for any two such stretches."""
+    pairs = tally.pairs
+    query, key = (tally.beside(chunk, groups) for chunk in (pairs.i, pairs.j))
+    runs, rows = tally.runs(groups), np.bincount(tally.beside(np.arange(len(tally.lengths)), groups), tally.lengths)
+    # of the pairs that a rank computes at one step between two stretches the first counts for all
+    code = np.stack(np.broadcast_arrays(np.arange(len(steps.step))[:, None], steps.user, steps.step, query, key), -1)
+    _, first = np.unique(code.reshape(-1, 5), axis=0, return_index=True)
+    one = np.zeros(steps.step.shape)
+    one.flat[first] = 1
+    launches = by_step(one * np.maximum(runs[query], runs[key])) + by_step(pairs.tiles - 1)
+    here = [np.minimum(by_step(these), 1) for these in (steps.new_query, steps.new_key & ~steps.new_query)]
+    return launches, here[0] + here[1], {Side.QUERY: by_step(one * rows[query]), Side.KEY: by_step(one * rows[key])}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,23 +284,29 @@ def node_numbers(nodes: Sequence[int] | None, world: int) -> np.ndarray:
 class OnPaper:
     """One pass, over direct routes if not told."""
 
-    tally: Tally
+    whole: Tally  # of shards
     shape: Shape
     direction: Direction
     inner: Assignment
     groups: Groups
     wire: Wire
 
+    @property
+    def tally(self) -> Tally:
+        """Of what travels by itself."""
+        return self.whole.for_groups(self.groups)
+
     def computing(self) -> float:
         """Seconds that the busiest rank computes, at least."""
         rates = self.wire.rates
-        areas = self.tally.areas(self.inner, self.groups, rates.overhead.block)
+        areas = self.whole.areas(self.inner, self.groups, rates.overhead.block)
         each = _per_cell(self.shape, self.direction, self.groups, rates)
         return float(areas.max(initial=0.0)) * each + rates.overhead.call
 
     def least(self) -> float:
         """Seconds that it can't be shorter than."""
-        messages = self.tally.messages(self.shape, self.direction, self.inner, self.groups)
+        whole = replace(self.groups, waves=0)  # in how many waves messages come does not change their bytes
+        messages = self.whole.messages(self.shape, self.direction, self.inner, whole)
         return max(self.computing(), self.wire.least(messages) + self.wire.rates.overhead.call)
 
     def run(self, messages: Messages | None = None) -> Timed:

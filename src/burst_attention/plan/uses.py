@@ -6,17 +6,19 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 
 import numpy as np
 
 from .assignment import Cube
 from .band import band_area
-from .groups import Groups
+from .groups import Groups, Ranks
 from .layout import Layout
 from .route import Edge, Key, Route, Use
 from .rows import Direction, Payload, Rows, Side, Union
 from .slices import Slice
 from .tile import wanted_tiles
+from .waves import Chunks, in_waves
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +33,25 @@ class Work:
     direction: Direction
     tables: dict[bytes, np.ndarray] = field(default_factory=dict)  # tiles by pairs wanted, kept for the other passes
 
+    @cached_property
+    def chunks(self) -> Layout | Chunks:
+        """What travels by itself: the shards, or their chunks."""
+        return in_waves(self.layout, self.groups.chunks)
+
+    def owner(self, chunk: Ranks) -> Ranks:
+        """Whose shard a chunk is of."""
+        return chunk // self.groups.chunks
+
+    def wave(self, chunk: Ranks) -> Ranks:
+        """By which wave it comes: the first rows first, in a backward the last."""
+        last, place = self.groups.chunks - 1, chunk % self.groups.chunks
+        return place if self.direction is Direction.FORWARD else last - place
+
+    def rows_of(self, owner: int, place: int) -> Rows:
+        """Local rows of the chunk at this place in its shard."""
+        chunks = self.chunks
+        return chunks.rows(owner, place) if isinstance(chunks, Chunks) else Rows.all(chunks.lengths[owner])
+
     @property
     def fetched_before(self) -> bool:
         """Is this a backward whose inputs were kept by the forward?"""
@@ -43,36 +64,40 @@ class Work:
         """
         world, groups = self.layout.world, self.groups
         known_by = None if self.route.ring else rank
-        owner, several = np.arange(world), groups.query > 1
-        wanted = np.zeros((world, world), bool)
+        chunk, several = np.arange(self.chunks.world), groups.query > 1
+        wanted = np.zeros((len(chunk), len(chunk)), bool)
         for n in range(groups.query):
-            wanted |= self._concerns(known_by, owner[:, None], owner, n)
+            wanted |= self._concerns(known_by, chunk[:, None], chunk, n)
         table = self._table(wanted)
         i, j = table[:, 0], table[:, 1]
         known = [self._concerns(known_by, i, j, n) for n in range(groups.query)] if several else []
         group = np.repeat(np.arange(len(known)), [mine.sum() for mine in known]) if several else np.zeros_like(i)
         table = np.concatenate([table[mine] for mine in known]) if several else table
         i, j = table[:, 0], table[:, 1]
-        ranks = np.concatenate([self.cube(i[group == g], j[group == g], g) for g in range(groups.query)])
+        own = [self.owner(chunk) for chunk in (i, j)]
+        of_group = [group == g for g in range(groups.query)]
+        ranks = np.concatenate([self.cube(own[0][at], own[1][at], g) for g, at in enumerate(of_group)])
+        query, key = (
+            self.route.distance(groups, x, ranks, world, wave=self.wave(y)) for x, y in zip(own, (i, j), strict=True)
+        )
         if self.fetched_before:  # the query side's gradients start at home, the inputs where they were kept
-            sources = [i, *(groups.keeper(group, groups.context(owner)) for owner in (i, j))]
-        else:
-            sources = [i, j]
-        step = np.maximum.reduce([self.route.distance(groups, source, ranks, world) for source in sources])
-        return Cells(i, j, group, ranks, step, table[:, 2:])
+            kept = [groups.keeper(group, groups.context(owner)) for owner in own]
+            before = [self.route.distance(groups, source, ranks, world) for source in kept]
+            query, key = np.maximum(query, before[0]), before[1]
+        return Cells(i, j, group, ranks, query, key, table[:, 2:])
 
     def _table(self, wanted: np.ndarray) -> np.ndarray:
         """The tiles of these pairs, in order: a forward's are mostly its backward's."""
-        key = np.packbits(wanted).tobytes()
+        key = bytes([self.groups.chunks]) + np.packbits(wanted).tobytes()
         if key not in self.tables:
-            self.tables[key] = wanted_tiles(self.layout, self.regions, wanted)
+            self.tables[key] = wanted_tiles(self.chunks, self.regions, wanted)
         return self.tables[key]
 
     def _concerns(self, rank: int | None, i: np.ndarray, j: np.ndarray, group: int) -> np.ndarray:
-        """Must ``rank`` know the cells (i, j, group)? None: all."""
+        """Must ``rank`` know the cells (i, j, group), of chunks i and j? None: all."""
         if rank is None:
             return np.ones_like(i, bool)
-        groups = self.groups
+        groups, i, j = self.groups, self.owner(i), self.owner(j)
         known = (i == rank) | (j == rank) | np.isin(self.cube(i, j, group), self.route.mates(rank))
         if groups.query > 1:  # what it keeps, and whose partial results pass through it
             alike = self.cube(i, j, group) % groups.query == rank % groups.query
@@ -86,14 +111,15 @@ class Work:
         An edge from a rank to itself, of heads that are cut, is on no wire.
         """
         world, groups, edges = self.layout.world, self.groups, list[Edge]()
-        uses = _uses(cells, groups, world)
+        uses = self._uses(cells)
         for key, users in self._fetched(uses, rank):
             edges += self.route.outward(key, users, groups, world)
             if groups.query > 1 and key.owner in users:
                 edges.append(Edge(0, key.owner, key.owner, key, users[key.owner].rows))
-        for (side, owner, part), users in uses.items():
+        for (side, chunk, part), users in uses.items():
             if side in self.direction.returns:
-                key, ranks = Key(side, owner, part), self._ranks(side, owner, part)
+                key, owner = self.key(side, chunk, part), self.owner(chunk)
+                ranks = self._ranks(side, owner, part)
                 if groups.query == 1 or len(ranks) == 1:
                     finished = groups.query > 1
                     edges += self.route.homeward(key, users, groups, world, finished=finished)
@@ -109,23 +135,27 @@ class Work:
         """What travels out, and to whom."""
         groups = self.groups
         if not groups.keep:
-            yield from ((Key(*key), users) for key, users in uses.items())
+            yield from ((self.key(*key), users) for key, users in uses.items())
         elif not self.fetched_before:
-            yield from ((Key(*key), users) for key, users in self._with_own_context(uses, rank).items())
+            yield from ((self.key(*key), users) for key, users in self._with_own_context(uses, rank).items())
         else:
-            yield from ((Key(*key, Payload.GRADIENTS), u) for key, u in uses.items() if key[0] is Side.QUERY)
+            yield from ((self.key(*key, Payload.GRADIENTS), u) for key, u in uses.items() if key[0] is Side.QUERY)
             yield from self._from_keepers(uses)
+
+    def key(self, side: Side, chunk: int, part: int, payload: Payload = Payload.ALL) -> Key:
+        """Of a chunk's tensors."""
+        return Key(side, self.owner(chunk), part, payload, self.wave(chunk))
 
     def _with_own_context(self, uses: Uses, rank: int | None) -> Uses:
         """With all rows of its own context slice for each rank, whatever it computes: it keeps them."""
         groups, wider = self.groups, {key: dict(users) for key, users in uses.items()}
         contexts = range(self.layout.world // groups.query) if rank is None else [groups.context(rank)]
         for context in contexts:
-            for owner in groups.members(context):
-                whole = Use(Rows.all(self.layout.lengths[owner]), 0)
-                for group, user in enumerate(groups.members(context)):
+            for owner, place in product(groups.members(context), range(groups.chunks)):
+                whole, chunk = Use(self.rows_of(owner, place), 0), owner * groups.chunks + place
+                for group, user in enumerate(groups.members(context) if whole.rows.count else ()):
                     for side in Side:
-                        wider.setdefault((side, owner, groups.part(side, group)), {})[user] = whole
+                        wider.setdefault((side, chunk, groups.part(side, group)), {})[user] = whole
         return wider
 
     def _from_keepers(self, uses: Uses) -> Iterator[tuple[Key, dict[int, Use]]]:
@@ -133,13 +163,14 @@ class Work:
         groups = self.groups
         rows: dict[Key, dict[int, list[Rows]]] = defaultdict(lambda: defaultdict(list))
         slices: dict[int, Slice] = {}
-        for (side, owner, part), users in uses.items():
+        for (side, chunk, part), users in uses.items():
+            owner = self.owner(chunk)
             context = groups.context(owner)
             for user, use in users.items():
                 keeper = groups.keeper(user % groups.query, context)
                 if keeper != user:
                     if context not in slices:
-                        slices[context] = Slice(self.layout, groups.members(context))
+                        slices[context] = Slice(self.layout, groups.members(context), chunks=groups.chunks)
                     placed = slices[context].place(owner, use.rows)
                     rows[Key(side, keeper, part, Payload.INPUTS)][user].append(placed)
         for key, wanted in rows.items():
@@ -152,23 +183,44 @@ class Work:
         groups = [g for g in range(self.groups.query) if self.groups.part(side, g) == part]
         return np.unique([self.cube(*pairs, g) for g in groups])
 
+    def _uses(self, cells: Cells) -> Uses:
+        """Who needs which rows of whom, and until which step. Complete for the ranks whose cells are all there."""
+        uses: Uses = {}
+        groups, world = self.groups, self.layout.world
+        for side, column in ((Side.QUERY, 0), (Side.KEY, 2)):
+            parts = groups.count(side)
+            code = (cells.chunks(side) * parts + groups.part(side, cells.group)) * world + cells.rank
+            rows = Union.of(code, cells.tiles[:, column], cells.tiles[:, column + 1])
+            last, first = np.zeros(len(rows.keys), np.int64), cells.first
+            np.maximum.at(last, np.searchsorted(rows.keys, code[first]), cells.step[first])
+            for (key, needed), step in zip(rows.sets(), last.tolist(), strict=True):
+                rest, rank = divmod(key, world)
+                uses.setdefault((side, *divmod(rest, parts)), {})[rank] = Use(needed, step)
+        return uses
 
-Uses = dict[tuple[Side, int, int], dict[int, Use]]  # side, owner, part of the heads: by rank
+
+Uses = dict[tuple[Side, int, int], dict[int, Use]]  # side, chunk, part of the heads: by rank
 
 
 @dataclass(frozen=True, eq=False)
 class Cells:
-    """int64 [N] each: query owner, key owner, head group, who computes it and at which step; and a tile of it [N, 6],
-    in :class:`~burst_attention.plan.tile.Tile`'s order."""
+    """int64 [N] each: the query's chunk, the key's, head group, who computes it, and at which step each of the two
+    comes; and a tile of it [N, 6], in :class:`~burst_attention.plan.tile.Tile`'s order."""
 
     i: np.ndarray
     j: np.ndarray
     group: np.ndarray
     rank: np.ndarray
-    step: np.ndarray
+    query: np.ndarray
+    key: np.ndarray
     tiles: np.ndarray
 
-    def owners(self, side: Side) -> np.ndarray:
+    @cached_property
+    def step(self) -> np.ndarray:
+        """At which it is computed."""
+        return np.maximum(self.query, self.key)
+
+    def chunks(self, side: Side) -> np.ndarray:
         return self.i if side is Side.QUERY else self.j
 
     def areas(self, world: int) -> list[int]:
@@ -178,10 +230,12 @@ class Cells:
         np.add.at(areas, self.rank, band_area(q1 - q0, k1 - k0, lo, hi))
         return [int(area) for area in areas]
 
-    def at(self, rank: int) -> list[tuple[int, int, int, int]]:
-        """(step, query owner, key owner, group) of what ``rank`` computes, each once, in this order."""
+    def at(self, rank: int) -> list[tuple[int, int, int, int, bool]]:
+        """(step, query's chunk, key's, group, is it at this step that the query comes?) of what ``rank`` computes, each
+        once, in this order."""
         first = self.first
-        table = np.stack([self.step[first], self.i[first], self.j[first], self.group[first]], 1)
+        new = self.query[first] == self.step[first]
+        table = np.stack([self.step[first], self.i[first], self.j[first], self.group[first], new], 1)
         return sorted(set(map(tuple, table[self.rank[first] == rank].tolist())))
 
     @cached_property
@@ -197,18 +251,3 @@ class Cells:
         first = self.first
         named = zip(self.i[first].tolist(), self.j[first].tolist(), first.tolist(), ends, strict=True)
         return {(i, j): self.tiles[begin:end] for i, j, begin, end in named}
-
-
-def _uses(cells: Cells, groups: Groups, world: int) -> Uses:
-    """Who needs which rows of whom, and until which step. Complete for the ranks whose cells are all there."""
-    uses: Uses = {}
-    for side, column in ((Side.QUERY, 0), (Side.KEY, 2)):
-        parts = groups.count(side)
-        code = (cells.owners(side) * parts + groups.part(side, cells.group)) * world + cells.rank
-        rows = Union.of(code, cells.tiles[:, column], cells.tiles[:, column + 1])
-        last, first = np.zeros(len(rows.keys), np.int64), cells.first
-        np.maximum.at(last, np.searchsorted(rows.keys, code[first]), cells.step[first])
-        for (key, needed), step in zip(rows.sets(), last.tolist(), strict=True):
-            rest, rank = divmod(key, world)
-            uses.setdefault((side, *divmod(rest, parts)), {})[rank] = Use(needed, step)
-    return uses

@@ -22,7 +22,7 @@ from burst_attention import Mask
 from burst_attention.attention.batch import Plans
 from burst_attention.attention.entry import burst_attention
 from burst_attention.attention.footprint import WALKED, LiveBytes, peak_of
-from burst_attention.attention.hardware import resolve_rates, shape_of
+from burst_attention.attention.hardware import guessed, resolve_rates, shape_of
 from burst_attention.attention.plan import lone_plan, plan_of
 from burst_attention.engines import Engine, Heads, SequenceEngine
 from burst_attention.integrations import hf
@@ -115,7 +115,7 @@ class _Schedules:
 
     @cached_property
     def planner(self) -> Planner:
-        return Planner(resolve_rates(None, on_gpus=False), None, self.shape)
+        return Planner(resolve_rates(None, on_gpus=False), None, self.shape, guessed(None))
 
     @property
     def ranks(self) -> Sequence[int]:

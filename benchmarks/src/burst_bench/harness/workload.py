@@ -106,15 +106,21 @@ def engine_of(spec: str) -> Engine:
     parts = [part.partition("=") for part in told.split(",")] if told else []
     options = {key: value for key, sign, value in parts if sign}
     layouts = [key for key, sign, _ in parts if not sign]
-    odd = sorted({*options} - {"heads", "keep"})
+    odd = sorted({*options} - {"heads", "keep", "waves"})
     if odd or len(layouts) > 1 or len(options) + len(layouts) < len(parts):
-        raise ValueError("give at most a layout, heads=N and keep=yes or keep=no, with commas, such as burst:heads=4")
+        raise ValueError(
+            "give at most a layout, heads=N, keep=yes or keep=no and waves=N, with commas, such as burst:heads=4"
+        )
     layout, heads = (layouts or ["auto"])[0], _cut(options.get("heads", "auto"))
-    if "keep" not in options:
+    if not {*options} & {"keep", "waves"}:
         return choose(name, layout=layout, heads=heads)
-    if name != "burst" or options["keep"] not in _YES_OR_NO:
-        raise ValueError(f"keep={options['keep']} must be yes or no, of burst")
-    return burst(layout, heads=heads, keep=_YES_OR_NO[options["keep"]])
+    keep, waves = options.get("keep", "auto"), options.get("waves", "auto")
+    if name != "burst" or keep not in ("auto", *_YES_OR_NO):
+        raise ValueError(f"keep={keep} must be yes or no, of burst")
+    if waves != "auto" and not waves.isdecimal():
+        raise ValueError(f"waves={waves} must be a number of waves, or auto")
+    waves = waves if waves == "auto" else int(waves)
+    return burst(layout, heads=heads, keep=_YES_OR_NO.get(keep, "auto"), waves=waves)
 
 
 def _cut(text: str) -> int | Literal["auto"]:
