@@ -85,14 +85,17 @@ def test_eight_ranks(pools) -> None:
         assert not found, "\n".join(found)
 
 
-CUT = {name: values for name, values in FACTORS.items() if name != "route"} | {"keep": [True, False, "auto"]}
+CUT = {name: values for name, values in FACTORS.items() if name != "route"} | {
+    "keep": [True, False, "auto"],
+    "waves": [0, 1, 2, 3, "auto"],
+}
 
 
 def cut_case(row: dict, world: int) -> Case:
     """Heads that ``world`` divides, of which the groups may be more than key-value heads."""
     q_heads = 12 if world == 3 else 8
     heads = {"q_heads": q_heads, "kv_heads": {1: q_heads, 4: q_heads // 4, 8: 1}[row["groups"]], "head_dim": 16}
-    options = {name: row[name] for name in ("dtype", "layout", "travels", "kernel", "heads", "keep")}
+    options = {name: row[name] for name in ("dtype", "layout", "travels", "kernel", "heads", "keep", "waves")}
     return Case(seqlen=SEQLEN, mask=MASKS[row["mask"]], route="direct", **options, **heads)
 
 
@@ -105,7 +108,7 @@ def test_every_two_values_meet_with_heads_cut(pools, world: int) -> None:
 
 
 def test_eight_ranks_with_heads_cut(pools) -> None:
-    names = ("layout", "travels", "mask", "keep", "groups")
+    names = ("layout", "travels", "mask", "keep", "groups", "waves")
     rows = covering_array({name: CUT[name] for name in names} | {"heads": [2, 4, 8]}, seed=8)
     extra = [{"dtype": torch.float32, "kernel": "aten"}, {"dtype": torch.bfloat16, "kernel": "aten-fp32"}]
     cases = [cut_case(row | extra[n % 2], 8) for n, row in enumerate(rows)]
@@ -262,7 +265,8 @@ def random_cube(seed: int, count: int, shared: int, mask: Mask) -> list[float]:
     case = Case(seqlen=90, dtype=torch.float64, mask=mask, q_heads=4, kv_heads=shared, seed=seed)
     layout, route = ["zigzag", "striped", "contiguous"][seed % 3], ["direct", "nodes"][seed % 2]
     plan = make_plan(case.seqlen, mask=mask, layout=layout, route=route)
-    groups, schedule = Groups.of(count, q_heads=4, kv_heads=shared), over_nodes(plan.schedule)
+    waves = 0 if route == "nodes" else 2 + seed
+    groups, schedule = Groups.of(count, q_heads=4, kv_heads=shared, waves=waves), over_nodes(plan.schedule)
     ranks = np.random.default_rng(seed).integers(0, plan.world, (count, plan.world, plan.world))
     programs = {
         direction: schedule.assigned_cube(lambda i, j, group: ranks[group, i, j], direction, groups)

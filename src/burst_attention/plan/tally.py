@@ -212,9 +212,7 @@ class Tally:
         group = self.looked_at(groups)[:, None]
         rank = groups.keeper(group, user)
         arrives = {
-            side: np.maximum.reduce(
-                [groups.distance(x, rank, self.world, wave=np.asarray(wave)) for x, wave in sources]
-            )
+            side: np.maximum.reduce([groups.distance(x, rank, self.world, wave=wave) for x, wave in sources])
             for side, sources in self._sources(groups, group, direction, fetched_before).items()
         }
         step = np.maximum(arrives[Side.QUERY], arrives[Side.KEY])
@@ -222,14 +220,15 @@ class Tally:
 
     def _sources(
         self, groups: Groups, group: np.ndarray, direction: Direction, fetched_before: bool
-    ) -> dict[Side, list[tuple[np.ndarray, np.ndarray | int]]]:
+    ) -> dict[Side, list[tuple[np.ndarray, np.ndarray]]]:
         """Where what a cell needs of each side starts, and by which wave it comes."""
         owners = [self.owner(chunk) for chunk in (self.pairs.i, self.pairs.j)]
         i, j = zip(owners, (self.wave(chunk, direction) for chunk in (self.pairs.i, self.pairs.j)), strict=True)
         if not fetched_before:
             return {Side.QUERY: [i], Side.KEY: [j]}
         kept_i, kept_j = (groups.keeper(group, groups.context(owner)) for owner in owners)
-        return {Side.QUERY: [i, (kept_i, 0)], Side.KEY: [(kept_j, 0)]}
+        first = np.zeros(1, np.int64)
+        return {Side.QUERY: [i, (kept_i, first)], Side.KEY: [(kept_j, first)]}
 
     def messages(
         self, shape: Shape, direction: Direction, inner: Assignment, groups: Groups, steps: Steps | None = None

@@ -14,7 +14,7 @@ from ..attention.entry import burst_attention
 from ..attention.hardware import shape_of
 from ..attention.plan import Plan, make_plan
 from ..kernels.contract import Kernel
-from ..plan.choose import HeadsOrAuto, KeepOrAuto
+from ..plan.choose import HeadsOrAuto, KeepOrAuto, WavesOrAuto
 from ..plan.mask import Mask
 from .oracle import Gradients, attend, torch_attention
 
@@ -29,6 +29,7 @@ class Case:
     route: str = "auto"
     heads: HeadsOrAuto = 1
     keep: KeepOrAuto = "auto"
+    waves: WavesOrAuto = "auto"
     travels: str = "auto"
     kernel: str = "auto"
     dtype: torch.dtype = torch.float32
@@ -212,7 +213,7 @@ def check(case: Case | None = None, *, group: Any = None, timeout: float | None 
     print ``report.table()`` with a rich console on one of them.
     """
     case = case or Case()
-    options = {name: getattr(case, name) for name in ("mask", "layout", "route", "heads", "keep")}
+    options = {name: getattr(case, name) for name in ("mask", "layout", "route", "heads", "keep", "waves")}
     plan = make_plan(case.seqlen, **options, group=group, timeout=timeout)
     mine = compare(case, plan)
     figures = [figure for row in mine for figure in (row.error, row.bound)]
@@ -224,5 +225,5 @@ def check(case: Case | None = None, *, group: Any = None, timeout: float | None 
     kernel = _kernel(case).name
     title = f"{plan.world} ranks, S={case.seqlen}, {case.mask}, {case.layout}, {plan.route}, {kernel}, {case.dtype}"
     if case.heads != 1:
-        title += f", heads={case.heads}, keep={case.keep}"
+        title += f", heads={case.heads}, keep={case.keep}, waves={case.waves}"
     return Report(title, tuple(rows))
