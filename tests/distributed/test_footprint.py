@@ -44,7 +44,7 @@ def live_and_foretold(layout: str, route: str, travels: str, mask: Mask, **cut: 
     pairs = []
     for direction in Direction:
         schedule, device = plan.schedule, torch.device("cpu")
-        groups = schedule.choose_groups(shape, travels)
+        groups, travels = schedule.decide(shape, travels)
         work, known = example(schedule, groups, direction, shape, dtype, Idle(), device=device)
         with LiveBytes(*known) as live:
             sums = sweep(schedule.program(travels, direction, groups), plan.transport, work)

@@ -204,7 +204,7 @@ def test_explain_tells_what_and_why() -> None:
 
 def test_explained_bytes_are_those_that_are_sent() -> None:
     planned = schedule(link(200), known=shape())
-    groups = planned.choose_groups(shape(), "auto")
+    groups, _ = planned.decide(shape(), "auto")
     for direction, told in zip(Direction, planned.timed(shape(), "query", groups), strict=True):
         traffic = [replace(planned, rank=rank).traffic(shape(), "query", groups) for rank in range(4)]
         name = direction.value

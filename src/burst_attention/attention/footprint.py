@@ -85,7 +85,8 @@ def peak_of(
     exact_partials: bool = False,
 ) -> int:
     """What :func:`peak_memory` counts, of one pass on ``schedule.rank``."""
-    kernel, groups = _Allocating(exact_partials), schedule.choose_groups(shape, travels)
+    kernel = _Allocating(exact_partials)
+    groups, travels = schedule.decide(shape, travels)
     work, inputs = example(schedule, groups, direction, shape, dtype, kernel, device=torch.device("meta"))
     with LiveBytes(*inputs) as live:
         sums = sweep(schedule.program(travels, direction, groups), _Silent(None), work)

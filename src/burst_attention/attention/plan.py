@@ -234,9 +234,7 @@ class Plan:
         sizes = {"batch": batch, "q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim}
         shape = checked_shape(dtype, **sizes, v_head_dim=v_head_dim)
         check_travels(travels)
-        groups = self.schedule.choose_groups(shape, travels)
-        if travels == "auto":
-            travels = self.schedule.choose_travels(shape, groups)
+        groups, travels = self.schedule.decide(shape, travels)
         return self.schedule.traffic(shape, travels, groups)
 
     def explain(

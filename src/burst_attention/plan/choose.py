@@ -30,7 +30,6 @@ KeepOrAuto = bool | Literal["auto"]
 WavesOrAuto = int | Literal["auto"]
 WORTH = 1.02  # how many times as long the simpler of two may take
 GUESSED = (1, 1 / 8, 1 / 64)  # of the rates of links that nobody measured, all that is looked at
-FAR = 1.5  # how many times as long as the fastest those may take that are looked at on several wires
 MOST_REMEMBERED = 64
 FEW = 32  # ranks up to which every candidate is run that may be the fastest
 MOST_RUN = 6  # of more ranks'
@@ -106,39 +105,57 @@ class Planner:
 def least_regret(found: Sequence[Sequence[Prediction]]) -> int:
     """Which of the same candidates on each of several wires: the first of those that at the worst take least longer
     than the fastest there, or longer by less than it is worth to look on. On one wire that is the fastest."""
-    run = [n for n in range(len(found[0])) if all(each[n].forward for each in found)]
-    shortest = [min(one.seconds for one in each if one.forward) for each in found]
-    worst = {n: max(each[n].seconds / least for each, least in zip(found, shortest, strict=True)) for n in run}
+    run = [n for n, one in enumerate(found[0]) if one.forward]
+    worst = dict(zip(run, _regrets([[each[n] for n in run] for each in found]), strict=True))
     return next(n for n in run if worst[n] <= WORTH * min(worst.values()))
 
 
-def predict(
-    tally: Tally, shape: Shape, candidates: Sequence[Candidate], wire: Wire, *, reach: float = 1 / WORTH
-) -> list[Prediction]:
-    """Both passes of each candidate over direct routes, in their order.
+def _regrets(found: Sequence[Sequence[Prediction]]) -> list[float]:
+    """How many times as long each takes as the fastest on the same wire, at the worst."""
+    shortest = [min(one.seconds for one in each) for each in found]
+    by_candidate = (zip(ones, shortest, strict=True) for ones in zip(*found, strict=True))
+    return [max(one.seconds / least for one, least in each) for each in by_candidate]
 
-    The first is run, for the others are compared with it; those that by their work and bytes alone take ``reach``
-    times as long as it or a shorter one are not. Of many ranks' no more than the most promising are.
+
+def predict(
+    tally: Tally, shape: Shape, candidates: Sequence[Candidate], wires: Sequence[Wire]
+) -> list[list[Prediction]]:
+    """On each wire both passes of each candidate over direct routes, in their order.
+
+    The first is run, for the others are compared with it; those that it or a better one rules out by their work and
+    bytes alone are not. Of many ranks' no more than the most promising are.
     """
-    both = []
-    for each in candidates:
-        inner = TRAVELS[each.travels](tally.world // each.groups.query)
-        both.append([OnPaper(tally, shape, d, inner[d], each.groups, wire) for d in Direction])
-    bounds = [sum(one.computing() for one in ones) for ones in both]
-    found = [Prediction(*entry) for entry in zip(candidates, bounds, strict=True)]
-    found[0] = Prediction(candidates[0], bounds[0], *(one.run() for one in both[0]))
-    shortest = found[0].seconds
-    for n in range(1, len(both)):
-        if bounds[n] < reach * shortest:
-            bounds[n] = sum(one.least() for one in both[n])
-            found[n] = Prediction(candidates[n], bounds[n])
-    promising = sorted(range(1, len(both)), key=bounds.__getitem__)
+    both = [_on_paper(tally, shape, each, wires[0]) for each in candidates]
+    computing = [sum(one.computing() for one in ones) for ones in both]
+    found = [[Prediction(*each) for each in zip(candidates, computing, strict=True)] for _ in wires]
+    _run(found, both, 0, wires)
+    bounds: dict[Candidate, list[float]] = {}  # in how many waves shards come does not change their bytes
+    for n in range(1, len(candidates)):
+        if any(computing[n] * WORTH < each[0].seconds for each in found):
+            alike = replace(candidates[n], groups=replace(candidates[n].groups, waves=0))
+            if alike not in bounds:
+                bounds[alike] = [sum(least) for least in zip(*(one.least(wires) for one in both[n]), strict=True)]
+            for each, bound in zip(found, bounds[alike], strict=True):
+                each[n] = Prediction(candidates[n], bound)
+    promising = sorted(range(1, len(candidates)), key=_regrets(found).__getitem__)
     for n in promising if tally.world <= FEW else promising[:MOST_RUN]:
-        if bounds[n] >= reach * shortest:
+        worst = _regrets(found)
+        if worst[n] * WORTH >= min(worst[m] for m, one in enumerate(found[0]) if one.forward):
             break
-        found[n] = Prediction(candidates[n], bounds[n], *(one.run() for one in both[n]))
-        shortest = min(shortest, found[n].seconds)
+        _run(found, both, n, wires)
     return found
+
+
+def _on_paper(tally: Tally, shape: Shape, candidate: Candidate, wire: Wire) -> list[OnPaper]:
+    inner = TRAVELS[candidate.travels](tally.world // candidate.groups.query)
+    return [OnPaper(tally, shape, direction, inner[direction], candidate.groups, wire) for direction in Direction]
+
+
+def _run(found: Sequence[list[Prediction]], both: Sequence[Sequence[OnPaper]], n: int, wires: Sequence[Wire]) -> None:
+    """The ``n``-th candidate on every wire."""
+    passes = zip(*(one.run_on(wires) for one in both[n]), strict=True)
+    for each, timed in zip(found, passes, strict=True):
+        each[n] = Prediction(each[n].candidate, each[n].at_least, *timed)
 
 
 def cuts(layout: Layout, shape: Shape, heads: HeadsOrAuto, keep: KeepOrAuto, waves: WavesOrAuto) -> Iterator[Groups]:

@@ -17,9 +17,7 @@ def explain(schedule: Schedule, shape: Shape, travels: str) -> str:
     asked = [f"layout {layout.name}, route {schedule.route.name}, {world} ranks, {schedule.mask!r}"]
     if world == 1:
         return "\n".join([*asked, "one rank computes everything: nothing is exchanged"])
-    groups = schedule.choose_groups(shape, travels)
-    if travels == "auto":
-        travels = schedule.choose_travels(shape, groups)
+    groups, travels = schedule.decide(shape, travels)
     passes = schedule.timed(shape, travels, groups)
     rates = schedule.planner.rates
     return "\n".join(

@@ -13,9 +13,7 @@ from . import cost
 from .assignment import TRAVELS, Assignment, Cube, heads
 from .build import build_program
 from .choose import (
-    FAR,
     LAYOUTS_TRIED,
-    WORTH,
     HeadsOrAuto,
     KeepOrAuto,
     Planner,
@@ -249,8 +247,7 @@ class Schedule:
         def predicted() -> list[list[Prediction]]:
             tally = Tally(layout, mask.regions(layout.seqlen))
             ways = candidates(tally, shape, given, travels, by_rule=self.heads == 1, partial_bytes=shape.partial)
-            wires = self.planner.wires(world)
-            return [predict(tally, shape, ways, wire, reach=FAR if wires[1:] else 1 / WORTH) for wire in wires]
+            return predict(tally, shape, ways, self.planner.wires(world))
 
         return self.planner.remember((layout, mask, shape, travels, self.heads == 1, *given), predicted)
 
@@ -292,6 +289,10 @@ class Schedule:
             partial_bytes = shape.accumulate if self.route.exact else shape.partial
             return by_work_and_bytes(self._tally_to_choose, shape, partial_bytes)
         return self.choose(shape, groups=groups).candidate.travels
+
+    def decide(self, shape: cost.Shape, travels: str) -> tuple[Groups, str]:
+        """How a call of this shape is computed: all that a sweep's programs need to know."""
+        return self.settle(shape, travels, replace(self.choose_groups(shape, travels), waves=0))
 
     def settle(self, shape: cost.Shape, travels: str, groups: Groups) -> tuple[Groups, str]:
         """Heads being cut so, by what :meth:`choose_groups` says: in how many waves shards come, and what travels."""

@@ -145,8 +145,9 @@ def _of_waves(
     query, key = (tally.beside(chunk, groups) for chunk in (pairs.i, pairs.j))
     runs, rows = tally.runs(groups), np.bincount(tally.beside(np.arange(len(tally.lengths)), groups), tally.lengths)
     # of the pairs that a rank computes at one step between two stretches the first counts for all
-    code = np.stack(np.broadcast_arrays(np.arange(len(steps.step))[:, None], steps.user, steps.step, query, key), -1)
-    _, first = np.unique(code.reshape(-1, 5), axis=0, return_index=True)
+    many, last = len(runs), int(steps.step.max(initial=0)) + 1
+    rank = np.arange(len(steps.step))[:, None] * many + steps.user
+    _, first = np.unique((((rank * last + steps.step) * many) + query) * many + key, return_index=True)
     one = np.zeros(steps.step.shape)
     one.flat[first] = 1
     launches = by_step(one * np.maximum(runs[query], runs[key])) + by_step(pairs.tiles - 1)
@@ -303,16 +304,20 @@ class OnPaper:
         each = _per_cell(self.shape, self.direction, self.groups, rates)
         return float(areas.max(initial=0.0)) * each + rates.overhead.call
 
-    def least(self) -> float:
-        """Seconds that it can't be shorter than."""
+    def least(self, wires: Sequence[Wire]) -> list[float]:
+        """Seconds that it can't be shorter than, on each of these wires."""
         whole = replace(self.groups, waves=0)  # in how many waves messages come does not change their bytes
-        messages = self.whole.messages(self.shape, self.direction, self.inner, whole)
-        return max(self.computing(), self.wire.least(messages) + self.wire.rates.overhead.call)
+        messages, computing = self.whole.messages(self.shape, self.direction, self.inner, whole), self.computing()
+        return [max(computing, wire.least(messages) + wire.rates.overhead.call) for wire in wires]
 
     def run(self, messages: Messages | None = None) -> Timed:
         """Step by step; with ``messages`` of another route."""
+        return self.run_on([self.wire], messages)[0]
+
+    def run_on(self, wires: Sequence[Wire], messages: Messages | None = None) -> list[Timed]:
+        """The same on each of several wires, of which the links differ, and nothing else."""
         steps = self.tally.cells(self.direction, self.groups, self.inner)
         if messages is None:
             messages = self.tally.messages(self.shape, self.direction, self.inner, self.groups, steps)
         work = computing(self.tally, self.shape, self.direction, steps, self.groups, self.wire.rates)
-        return timed(messages, work, self.wire)
+        return [timed(messages, work, wire) for wire in wires]

@@ -196,11 +196,9 @@ def _rounded_on_wire(case: Case, plan: Plan) -> tuple[str, ...]:
     travels = case.travels
     sizes = {name: getattr(case, name) for name in ("batch", "q_heads", "kv_heads", "head_dim", "v_head_dim")}
     shape = shape_of(case.dtype, **sizes)
-    groups = plan.schedule.choose_groups(shape, travels)
+    groups, travels = plan.schedule.decide(shape, travels)
     if groups.query > 1 and groups.query == plan.world:
         return ("dk", "dv") if groups.key < groups.query else ()
-    if travels == "auto":
-        travels = plan.schedule.choose_travels(shape, groups)
     both = ("out", "dq", "dk", "dv")
     rounded = {"query": ("dq",), "key-value": ("dk", "dv"), "either": both, "blocks": both}[travels]
     return (*rounded, "dk", "dv") if groups.key < groups.query else rounded

@@ -109,6 +109,7 @@ class _Schedules:
             "route": route,
             "heads": self.engine.heads,
             "keep": self.engine.keep,
+            "waves": self.engine.waves,
         }
         mask = Mask(window=window)
         return make_schedule(self.seq_len, mask=mask, **options, rank=rank, world=self.world, planner=self.planner)
@@ -138,9 +139,6 @@ def _calls(
     calls = {}
     for window in {*hf.layer_windows(config)}:
         travels = schedules.engine.travels or "query"
-        if travels == "auto":
-            schedule = schedules.of(window, 0)
-            travels = schedule.choose_travels(shape, schedule.choose_groups(shape, "auto"))
         for direction in Direction:
             beside = []
             for rank in schedules.ranks:

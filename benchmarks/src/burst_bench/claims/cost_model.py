@@ -106,6 +106,7 @@ def ready(setting: Setting, way: Way) -> Any:
         route="direct",
         heads=groups.query,
         keep=groups.keep,
+        waves=groups.waves,
         assignment=way.candidate.travels,
     )
     counts = HEADS, setting.kv_heads, setting.kv_heads, HEADS

@@ -41,8 +41,7 @@ def planned(seqlen: int, mask: Mask, layout: str, route: str, ranks: int, heads:
     hosts = [rank // 8 for rank in range(ranks)]
     options = {"mask": mask, "layout": layout, "route": route, "hosts": hosts, "heads": heads}
     schedule = make_schedule(seqlen, **options, rank=ranks // 3, world=ranks)
-    groups = schedule.choose_groups(SHAPE, "auto")
-    travels = schedule.choose_travels(SHAPE, groups)
+    groups, travels = schedule.decide(SHAPE, "auto")
     return [schedule.program(travels, direction, groups) for direction in Direction]
 
 

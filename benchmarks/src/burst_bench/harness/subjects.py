@@ -103,8 +103,9 @@ class AttentionSubject:
     def warm_up(self) -> None:
         schedule, sizes = self.plan.schedule, self.workload.sizes
         heads = {"q_heads": sizes.q_heads, "kv_heads": sizes.kv_heads, "head_dim": sizes.head_dim}
-        groups = schedule.choose_groups(shape_of(self.workload.torch_dtype, batch=1, **heads), "auto")
-        for travels in TRAVELS:  # the programs of all, for it is the attention that chooses
+        shape = shape_of(self.workload.torch_dtype, batch=1, **heads)
+        for asked in ("auto", *TRAVELS):  # the programs of all, for it is the attention that chooses
+            groups, travels = schedule.decide(shape, asked)
             assert all(schedule.program(travels, direction, groups) for direction in Direction)
 
     def fingerprints(self) -> list[Fingerprint]:
