@@ -39,7 +39,7 @@ def test_opcheck(mask, dtype):
     torch.library.opcheck(attend, (q, k, v, plan.handle, None, "auto", "auto", 1, 0, 7, True, FORMULA_VERSION))
     out, lse, settled, *kept = attend(q, k, v, plan.handle, 0.5, "auto", "auto", 1, 0, 7, True, FORMULA_VERSION)
     assert [x.shape for x in kept] == [(0,)] * 3
-    assert Settled.unpack(settled) == Settled(0, 0.5, "query", "aten")
+    assert Settled.unpack(settled) == Settled(0, 0.5, "query", "aten", 0)
     saved = [x.detach() for x in (q, k, v, out, lse, settled)]
     dout, dlse = torch.randn_like(saved[3]), torch.randn_like(saved[4])
     # The gradients have none of their own: second derivatives are not supported.
@@ -92,7 +92,7 @@ def test_a_compiled_graph_names_the_formula_so_that_one_on_disk_is_not_run_after
 
 
 # The version, and the digest of the source of what a graph on disk may hold, as of the last change.
-LAST = (3, "596105d5d92f")
+LAST = (4, "c6f4e9ff8673")
 
 
 def test_a_formula_that_changed_has_a_version_of_its_own():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from burst_attention.attention.calibrate import Sizes, calibrate
 from burst_attention.comm.agreement import RECORD_BYTES, DisagreementError
 from burst_attention.integrations.hf_attention import sizes_to_come
 from burst_attention.plan.presets import NETWORKS, NODES, preset
-from burst_attention.plan.rates import Link, Rates
+from burst_attention.plan.rates import Link, Rates, user_file, write_rates
 from burst_attention.testing import Case, local_world
 from burst_attention.testing.check import compare
 
@@ -38,6 +39,22 @@ def test_all_ranks_choose_by_the_rates_of_rank_0() -> None:
 
 def dist_rank(group: Any) -> int:
     return group.rank()
+
+
+def test_links_are_a_guess_until_rank_0_is_told_or_has_measured_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def guessed(group: Any, rates: str | None) -> bool:
+        own = rates if dist_rank(group) == 0 else "h200-hgx"
+        return make_plan(256, group=group, rates=own).schedule.planner.guessed
+
+    with local_world(2) as ranks:
+        assert ranks.run(guessed, None) == [True] * 2 and ranks.run(guessed, "cpu") == [False] * 2
+    write_rates(SLOW, user_file())
+    with local_world(2) as ranks:
+        assert ranks.run(guessed, None) == [False] * 2
 
 
 @pytest.mark.parametrize("mask", [Mask(), Mask(window=29), Mask(cu_seqlens=[0, 40, 41, 150])])

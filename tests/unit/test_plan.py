@@ -25,6 +25,7 @@ from burst_attention.plan.schedule import Schedule, make_schedule
 from burst_attention.plan.slices import Slice
 from burst_attention.plan.tally import Tally
 from burst_attention.plan.tile import pair_tiles
+from burst_attention.plan.waves import Chunks
 
 
 @st.composite
@@ -429,6 +430,42 @@ def test_a_step_is_two_visits_at_most_and_the_last_completes_whole_sequences() -
         assert max(Counter(visit.step for visit in visits).values()) <= 2
         assert sum(len(visit.tiles) for visit in visits) <= 2 * len(visits)  # neighbours' rows are one tile
         assert sum(visit.tiles.area for visit in visits) == 64 * 64
+
+
+def test_a_wave_is_one_visit_and_its_results_leave_while_the_next_is_on_its_way() -> None:
+    for direction, keep in product(Direction, (False, True)):
+        groups = Groups(4, 4, keep, waves=2)
+        program = Schedule(Layout("zigzag", 64, 4), Mask(), ROUTES["direct"], 1).program("query", direction, groups)
+        visits = [n for n, op in enumerate(program.ops) if isinstance(op, Visit)]
+        home = [
+            n
+            for n, op in enumerate(program.ops)
+            if isinstance(op, Post) and any(m.edge.partial and m.edge.side is Side.QUERY for m in op.sends)
+        ]
+        if keep or direction is Direction.FORWARD:
+            assert len(visits) == len(home) == 2 and visits[0] < home[0] < visits[1] < home[1]
+            assert [len(program.ops[n].tiles) for n in visits] == [1, 1]
+        first, last = program.ops[visits[0]], program.ops[visits[-1]]
+        places = {chunk % 2 for chunk in first.chunks[Side.QUERY]}, {chunk % 2 for chunk in last.chunks[Side.QUERY]}
+        assert places[0] == ({0} if direction is Direction.FORWARD else {1})
+        if keep or direction is Direction.FORWARD:
+            assert places[1] == ({1} if direction is Direction.FORWARD else {0})
+
+
+def test_chunks_are_what_shards_have_of_each_stretch() -> None:
+    for name, world, waves in product(("zigzag", "striped", "contiguous", "zigzag-per-document"), (1, 2, 3), (2, 3)):
+        layout = Layout(name, 17, world, documents=(0, 5, 17) if name.endswith("document") else None)
+        chunks = Chunks(layout, waves)
+        for owner, place in product(range(world), range(waves)):
+            stretch = range(place * 17 // waves, (place + 1) * 17 // waves)
+            mine, rows = layout.positions(owner), chunks.rows(owner, place)
+            got = [p for n, p in zip(rows.starts, rows.stops, strict=True) for p in mine[n:p].tolist()]
+            assert len(got) == chunks.lengths[owner * waves + place] == sum(p in stretch for p in mine.tolist())
+            if not layout.per_document:
+                assert set(got) <= set(stretch)
+            table = chunks.table([owner * waves + place])
+            told = [f + n * s for _, _, f, count, s in table.tolist() for n in range(count)]
+            assert told == got and table[:, 3].sum() == len(got)
 
 
 @pytest.mark.parametrize("mask", [Mask(), Mask(causal=False), Mask(window=9), Mask(cu_seqlens=[0, 7, 33, 34, 50])])

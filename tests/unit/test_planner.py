@@ -97,12 +97,32 @@ def test_a_bound_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is ruled out by its bound would have been ruled out by its time."""
     planned = schedule(link(50))
     tally, wire = planned.tally, planned.planner.wire(4)
-    for groups, travels in product([WHOLE, Groups(2, 2), Groups(4, 4, True)], TRAVELS):
+    for groups, travels in product([WHOLE, Groups(2, 2), Groups(4, 4, True), Groups(4, 4, True, 2)], TRAVELS):
         inner = TRAVELS[travels](4 // groups.query)
         for direction in Direction:
             one = choose.OnPaper(tally, shape(), direction, inner[direction], groups, wire)
-            assert one.least() <= one.run().seconds * (1 + 1e-9)
-            assert one.computing() <= one.least()
+            (least,) = one.least([wire])
+            assert one.computing() <= least <= one.run().seconds * (1 + 1e-9)
+
+
+def test_where_links_are_guessed_that_is_chosen_which_loses_least_on_slower_ones() -> None:
+    sure = Planner(preset("cpu"), tuple(range(4)), shape())
+    unsure = replace(sure, guessed=True)
+    options = {"mask": Mask(), "layout": "auto", "route": "direct", "rank": 0, "world": 4, "heads": "auto"}
+    fast, wary = (make_schedule(4096, **options, planner=planner) for planner in (sure, unsure))
+    chosen = wary.choose(shape()).candidate
+    assert chosen.groups.query == 4 != fast.choose(shape()).candidate.groups.query
+
+    def worst(layout: str, candidate: Candidate) -> float:
+        """How many times as long as the fastest, on the slowest of the links that may be meant."""
+        slow = Planner(preset("cpu").slowed(1 / 64), tuple(range(4)), shape())
+        found = make_schedule(4096, **(options | {"layout": layout}), planner=slow)
+        passes = found.timed(shape(), candidate.travels, candidate.groups)
+        return sum(one.seconds for one in passes) / make_schedule(4096, **options, planner=slow).choose(shape()).seconds
+
+    assert worst(wary.layout.name, chosen) < 1.1 < 1.4 < worst(fast.layout.name, fast.choose(shape()).candidate)
+    assert "nobody measured these links" in explain.explain(wary, shape(), "auto")
+    assert "nobody measured" not in explain.explain(fast, shape(), "auto")
 
 
 def test_what_was_chosen_before_changes_nothing() -> None:

@@ -81,7 +81,7 @@ class Planner:
     nodes: tuple[int, ...] | None = None
     known: Shape | None = None
     guessed: bool = False
-    _remembered: OrderedDict[Hashable, object] = field(default_factory=OrderedDict, repr=False)
+    _remembered: OrderedDict[Hashable, object] = field(default_factory=OrderedDict, repr=False, init=False)
 
     def remember(self, key: Hashable, make: Callable[[], T]) -> T:
         """What ``make`` gave for this key, of late or now."""

@@ -44,7 +44,10 @@ def _others(schedule: Schedule, shape: Shape, chosen: Candidate) -> list[str]:
     if schedule.heads == 1 or not schedule.route.direct:
         return []
     found = [each for each in schedule.predictions(shape, "auto") if each.candidate != chosen]
-    ways = sorted(found, key=lambda each: each.seconds)[:SHOWN]
+    best: dict[int, Prediction] = {}  # of each number of head groups
+    for each in sorted(found, key=lambda each: (each.forward is None, each.seconds)):
+        best.setdefault(each.candidate.groups.query, each)
+    ways = sorted(best.values(), key=lambda each: each.seconds)[:SHOWN]
     return [f"or, of one row of a batch: {'; '.join(map(_told, ways))}"] if ways else []
 
 
