@@ -117,7 +117,7 @@ SEEDED = [
         "planner: each rank plans by its own rates",
         "attention/plan.py",
         'Planner(Rates.from_dict(told[0]["rates"]), tuple(hosts), known, told[0]["guessed"])',
-        "Planner(resolve_rates(rates, on_gpus=False), tuple(hosts), known, told[0]["guessed"])",
+        'Planner(resolve_rates(rates, on_gpus=False), tuple(hosts), known, told[0]["guessed"])',
         PLANNER_ON_RANKS,
         "rates_of_rank_0",
     ),
