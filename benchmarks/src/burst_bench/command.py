@@ -22,7 +22,7 @@ from .cluster import ClusterError, parse_cluster, parse_rate
 from .harness.results import TASKS, Results, Row
 
 # All that share a sequence: `single` gives each a rank of its own, and can be asked for with --worlds 1.
-EVERY = ("burst", "ring", "ring:contiguous", "ulysses", "tensor", "tensor-sequence")
+EVERY = ("burst", "ring", "ring:contiguous", "ulysses", "usp", "tensor", "tensor-sequence")
 CLUSTER = "python -m burst_bench.cluster"
 WRITES = ("results.json", "report.html", "*.png", "*.trace.json")
 
@@ -35,8 +35,8 @@ class Arguments:
     """
 
     engines: Annotated[tuple[str, ...], distinct] = EVERY
-    """burst, ring, ulysses, tensor, tensor-sequence or single, with :LAYOUT where it is not the engine's best; of burst
-    also :heads=N, :keep=no, with commas, and :published, as the paper has it."""
+    """burst, ring, ulysses, usp, tensor, tensor-sequence or single, with :LAYOUT where it is not the engine's best; of
+    burst also :heads=N, :keep=no, with commas, and :published, as the paper has it; of usp :heads=N."""
     seq_lens: Annotated[tuple[Count, ...], distinct] = (1024, 2048, 4096)
     """Tokens of the sequence, over all ranks."""
     worlds: Annotated[tuple[Ranks, ...], distinct] | None = None
