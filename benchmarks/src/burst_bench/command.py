@@ -50,6 +50,8 @@ class Arguments:
     head_dim: Count = 32
     vocabulary: Count = 512
     dtype: DtypeName = "bfloat16"
+    calibrate: bool = False
+    """First measure ranks and links, for burst to plan by; else it goes by burst calibrate's file or a preset."""
     timeline: bool = True
     """Also draw what each rank does in one more call."""
     out: Name = "runs/bench"
@@ -97,6 +99,8 @@ class ClusterArguments(Arguments):
     """NODESxRANKS: so many nodes with so many ranks on each; --worlds is not taken."""
     link: Annotated[tuple[str, ...], distinct] = ("none",)
     """Rates of the nodes' links, such as 100mbit; none for no limit."""
+    calibrate: bool = True
+    """First measure ranks and links, for burst to plan by, at each rate of the links anew."""
 
     def check(self) -> None:
         if self.worlds is not None:
@@ -174,9 +178,10 @@ def _run(task: str, arguments: Arguments, command: str, marker: Marker) -> Resul
 
     rows: list[Row] = []
     for ranks in arguments.ranks():
-        with World.of(ranks, arguments.nodes, say=say) as world:
+        with World.of(ranks, arguments.nodes, calibrate=arguments.calibrate, say=say) as world:
             rows += world.rows(workload, arguments.seq_lens, arguments.rates())
-    results = results_of(workload, rows, command=command, cluster=arguments.nodes)
+    told = {"cluster": arguments.nodes, "by_rates": arguments.calibrate}
+    results = results_of(workload, rows, command=command, **told)
     _show(results, console)
     marker.remove_old()
     marker.add("results.json")

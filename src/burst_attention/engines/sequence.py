@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from burst_attention.attention.batch import shard_batch
 from burst_attention.attention.entry import burst_attention
+from burst_attention.attention.hardware import RatesGiven
 from burst_attention.attention.plan import Plan, make_plan
 from burst_attention.loss import Head
 from burst_attention.plan.choose import HeadsOrAuto, KeepOrAuto
@@ -70,11 +71,12 @@ class SequenceEngine:
         timeout: float | None = None,
         heads: Heads | None = None,
         dtype: torch.dtype | None = None,
+        rates: RatesGiven = None,
     ) -> Plan:
         options: dict[str, Any] = {"layout": self.layout, "route": self.route, "heads": self.heads, "keep": self.keep}
         if heads is not None:
             options |= {"q_heads": heads.q_heads, "kv_heads": heads.kv_heads, "head_dim": heads.head_dim}
-        return make_plan(seqlen, **options, dtype=dtype, group=group, timeout=timeout)
+        return make_plan(seqlen, **options, dtype=dtype, group=group, timeout=timeout, rates=rates)
 
     def spread(
         self,
