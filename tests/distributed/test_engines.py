@@ -18,7 +18,7 @@ from burst_attention.engines.whole import whole_attention
 from burst_attention.integrations import hf
 from burst_attention.launch.mesh import make_mesh
 from burst_attention.plan.layout import Layout
-from burst_attention.testing import attend
+from burst_attention.testing import attend, local_world
 from burst_attention.testing.check import relative_l2
 from burst_attention.training.loop import train
 from burst_attention.training.model import build_model
@@ -220,6 +220,25 @@ def test_usp_is_exact_at_any_length(pools, seqlen, kv_heads, mask, layout, heads
     for errors, sent, predicted in pools(4).run(usp_and_oracle, seqlen, kv_heads, mask, layout, heads):
         assert max(errors) < 1e-12
         assert sent == predicted
+
+
+def test_usp_over_eight_ranks_as_threads():
+    """A mesh of 2 x 4, over a transport that is none of torch's."""
+
+    def compared(group):
+        engine = choose("usp", heads=2)
+        plan = engine.plan(45, group=group)
+        make = torch.Generator().manual_seed(0)
+        q, k, v, dout = (torch.randn(1, 4, 45, 8, generator=make, dtype=torch.float64) for _ in range(4))
+        inputs = [plan.shard(x, 2).requires_grad_() for x in (q, k, v)]
+        out = engine.attend(*inputs, plan)
+        grads = torch.autograd.grad(out, inputs, plan.shard(dout, 2))
+        right = attend(q, k, v, Mask(), dout=dout)
+        expected = [plan.shard(x, 2) for x in (right.out, right.dq, right.dk, right.dv)]
+        return max((x - y).abs().max().item() for x, y in zip((out, *grads), expected, strict=True))
+
+    with local_world(8) as world:
+        assert max(world.run(compared)) < 1e-13
 
 
 def test_usp_sends_less_than_a_ring(pools):
