@@ -199,6 +199,8 @@ COMPAT: Cases = [
 ENGINES: Cases = [
     ("engines.choose('turbo')", "no such engine is known"),
     ("engines.choose('ulysses', layout='zigzag')", "its exchange puts contiguous shards together"),
+    ("engines.choose('usp', layout='striped')", "its ring would be that of other tokens"),
+    ("engines.choose('usp', heads=4).check(heads, 64, 6)", "its mesh has whole rows"),
     ("engines.choose('tensor', route='ring')", "it has collectives, and no route"),
     ("engines.choose('ulysses').check(heads, 64, 4)", "it gives each rank whole heads"),
     ("engines.choose('tensor').check(heads, 64, 4)", "it cuts heads and columns equally"),

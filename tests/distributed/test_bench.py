@@ -12,20 +12,24 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from burst_bench.command import CLUSTER, Arguments, ClusterArguments, compare, main
+from burst_bench.harness import run
+from burst_bench.harness.calibration import calibrated
 from burst_bench.harness.judge import judge, sampled_error
 from burst_bench.harness.measure import Measurement, measure
 from burst_bench.harness.memory import give_back, peak_during, resident
 from burst_bench.harness.results import Results, Span
 from burst_bench.harness.run import World
-from burst_bench.harness.subjects import AttentionSubject, Fingerprint, ModelSubject
+from burst_bench.harness.subjects import AttentionSubject, Fingerprint, ModelSubject, planned
 from burst_bench.harness.trace import Trace
 from burst_bench.harness.workload import Workload, engine_of, random_qkv
 
 from burst_attention.plan.layout import Layout
+from burst_attention.plan.presets import preset
 
 EVERY = ("burst", "ring", "ring:contiguous", "ulysses", "tensor", "tensor-sequence")
 SMALL = Workload(task="train", engines=EVERY, seq_len=64, rounds=1, heads=4, kv_heads=4, head_dim=8, vocabulary=64)
@@ -292,6 +296,39 @@ def test_engines_taken_by_default_can_all_train_over_several_ranks():
         engine_of(spec).check(SMALL.sizes, SMALL.seq_len, 2)  # ValueError if not
 
 
+def test_a_calibrated_world_plans_for_each_limit_of_its_links(monkeypatch):
+    """And counts bytes at each anew, for they are other plans'."""
+    seen = []
+    scripted = Scripted({"burst": (1e-6, 1e-5)}, [[figures_of("burst", chosen="zigzag, heads=2, query")]] * 2)
+    monkeypatch.setattr(run, "calibrated", lambda pool: preset("cpu"))
+    monkeypatch.setattr(scripted, "run", lambda f, w, **_: seen.append((f, w)) or Scripted.run(scripted, f, w))
+    job = replace(SMALL, engines=("burst",))
+    for calibrates in (True, False):
+        network = SimpleNamespace(set_rate=lambda rate: None, nodes=2)
+        world = World(scripted, network, 1, lambda text: None, calibrates=calibrates)
+        rows = world.rows(job, [64], [None, 2e6])
+        assert [row.chosen for row in rows] == ["zigzag, heads=2, query"] * 2
+    planned, slow, *uncalibrated = [w for f, w in seen if f is measure]
+    assert planned.rates == preset("cpu")
+    assert slow.rates == replace(preset("cpu"), across=slow.rates.across)
+    assert slow.rates.across.bytes_per_second == pytest.approx(0.95 * 2e6 / 8)
+    assert slow.resources and planned.resources
+    assert [(w.rates, w.resources) for w in uncalibrated] == [(None, True), (None, False)]
+    assert "plans" in run.setting(job, (2, 1), by_rates=True) and "plans" not in run.setting(job, (2, 1))
+
+
+def test_ranks_are_calibrated_and_plans_go_by_it(pools):
+    rates = calibrated(pools(2))
+    assert rates.source.startswith("measured by burst calibrate on 2 ranks")
+    plan = planned(engine_of("burst"), replace(SMALL, rates=rates), None)
+    assert plan.schedule.planner.rates == replace(rates, source=plan.schedule.planner.rates.source)
+    job = replace(SMALL, task="attention", engines=("burst", "ulysses"), rates=rates, rounds=0)
+    for ours, ulysses in pools(2).run(measure, job):
+        assert re.fullmatch(r"(zigzag|contiguous), heads=[12](, kept)?, [a-z-]+", ours.chosen)
+        assert ulysses.chosen is None
+        assert ours.counted == ours.predicted > 0
+
+
 @NAMESPACES
 def test_a_cluster_counts_the_true_bytes_and_limits_them(tmp_path):
     job = replace(SMALL, engines=("burst", "tensor-sequence"), seq_len=1024, rounds=1)
@@ -376,10 +413,11 @@ def test_the_papers_tables_are_written_by_one_command(tmp_path):
         recorded = json.loads((tmp_path / f"{section}.json").read_text())
         assert recorded["minutes"] > 0
         assert recorded["revision"] and recorded["versions"]["torch"] == torch.__version__
+    assert all(f"| {engine} |" in pages["training"] for engine in ("usp:heads=1", "burst:published"))
     for engine in ("burst", "ring", "ulysses", "tensor", "tensor-sequence", "single"):
         assert f"| {engine} |" in pages["training"]
         assert f"| {engine} |" in pages["perplexity"]
     verdicts = [line.split("|")[4].strip() for line in pages["README"].splitlines() if line.startswith("| burst")]
-    assert len(verdicts) == 13, "every target has its verdict, those of speed for both layouts"
+    assert len(verdicts) == 11, "every target has its verdict"
     assert all(verdict.startswith(("met", "**not met**", "not measured")) for verdict in verdicts)
     assert not left_namespaces(done.pid)

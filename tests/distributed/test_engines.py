@@ -13,10 +13,12 @@ from burst_attention.attention.batch import Plans
 from burst_attention.attention.plan import lone_plan
 from burst_attention.engines import ENGINES, Heads, choose
 from burst_attention.engines.ulysses import ulysses_attention
+from burst_attention.engines.usp import Slices, UspAttention
 from burst_attention.engines.whole import whole_attention
 from burst_attention.integrations import hf
 from burst_attention.launch.mesh import make_mesh
-from burst_attention.testing import attend
+from burst_attention.plan.layout import Layout
+from burst_attention.testing import attend, local_world
 from burst_attention.testing.check import relative_l2
 from burst_attention.training.loop import train
 from burst_attention.training.model import build_model
@@ -29,6 +31,7 @@ EVERY = [
     ("ring", "zigzag", 4, {}),
     ("ring", "contiguous", 2, {}),
     ("ulysses", "auto", 2, {}),
+    ("usp", "auto", 4, {}),
     ("tensor", "auto", 2, {}),
     ("tensor-sequence", "auto", 2, {}),
     ("tensor-sequence", "auto", 4, {"data_parallel": 2}),
@@ -116,6 +119,8 @@ def parameter_gradients(engine_name, layout, kind="llama"):
         ("burst", "auto", 4),
         ("ring", "contiguous", 4),
         ("ulysses", "auto", 4),
+        ("usp", "auto", 4),
+        ("usp", "contiguous", 4),
         ("tensor", "auto", 4),
         ("tensor-sequence", "auto", 4),
         ("tensor-sequence", "auto", 2),
@@ -136,7 +141,7 @@ def assert_same(rank, own_loss, grads, loss, expected):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "llama"])
-@pytest.mark.parametrize("engine", ["burst", "ulysses", "tensor", "tensor-sequence"])
+@pytest.mark.parametrize("engine", ["burst", "ulysses", "usp", "tensor", "tensor-sequence"])
 def test_other_models_gradients_are_the_single_ranks_too(pools, engine, kind):
     ((loss, expected, _),) = pools(1).run(parameter_gradients, "single", "auto", kind)
     if kind == "biases and windows":
@@ -160,17 +165,26 @@ def test_tensor_parallelism_exchanges_no_more_than_megatron(pools):
 
 
 def ulysses_and_oracle(seqlen, kv_heads, mask):
-    plan = make_plan(seqlen, mask=mask, layout="contiguous")
+    return engine_and_oracle(choose("ulysses"), seqlen, kv_heads, mask)
+
+
+def usp_and_oracle(seqlen, kv_heads, mask, layout, heads="auto"):
+    return engine_and_oracle(choose("usp", layout=layout, heads=heads), seqlen, kv_heads, mask)
+
+
+def engine_and_oracle(engine, seqlen, kv_heads, mask):
+    """Errors of out, dq, dk and dv on this rank; bytes that it sent, and that were predicted."""
+    plan = engine.plan(seqlen, group=None).with_mask(mask)
     make = torch.Generator().manual_seed(0)
     q, k, v, dout = (
         torch.randn(2, heads, seqlen, 8, generator=make, dtype=torch.float64) for heads in (8, kv_heads, kv_heads, 8)
     )
     inputs = [plan.shard(x, 2).requires_grad_() for x in (q, k, v)]
     sent = plan.transport.sent
-    out = ulysses_attention(*inputs, plan)
+    out = engine.attend(*inputs, plan)
     grads = torch.autograd.grad(out, inputs, plan.shard(dout, 2))
     heads = Heads(q_heads=8, kv_heads=kv_heads, head_dim=8, hidden=64, intermediate=64)
-    predicted = sum(choose("ulysses").sent([plan], heads, batch=2, dtype=torch.float64))
+    predicted = sum(engine.sent([plan], heads, batch=2, dtype=torch.float64))
     right = attend(q, k, v, mask, dout=dout)
     expected = [plan.shard(x, 2) for x in (right.out, right.dq, right.dk, right.dv)]
     errors = [relative_l2(x, y) for x, y in zip((out, *grads), expected, strict=True)]
@@ -187,6 +201,73 @@ def test_ulysses_is_exact_at_any_length(pools, seqlen, mask):
     for errors, sent, predicted in pools(4).run(ulysses_and_oracle, seqlen, 4, mask):
         assert max(errors) < 1e-12
         assert sent == predicted
+
+
+@pytest.mark.parametrize(
+    ("seqlen", "kv_heads", "mask", "layout", "heads"),
+    [
+        (64, 2, Mask(), "zigzag", "auto"),
+        (33, 2, Mask(), "zigzag", "auto"),
+        (33, 4, Mask(window=9), "zigzag", 2),
+        (33, 2, Mask(cu_seqlens=[0, 5, 5, 21, 33]), "zigzag", "auto"),
+        (35, 2, Mask(False), "contiguous", "auto"),
+        (35, 2, Mask(prefix=7), "zigzag", "auto"),
+        (33, 1, Mask(), "zigzag", "auto"),  # no heads to exchange: a ring of all
+        (33, 8, Mask(), "zigzag", "auto"),  # all tokens of some heads: a ring of one
+    ],
+)
+def test_usp_is_exact_at_any_length(pools, seqlen, kv_heads, mask, layout, heads):
+    for errors, sent, predicted in pools(4).run(usp_and_oracle, seqlen, kv_heads, mask, layout, heads):
+        assert max(errors) < 1e-12
+        assert sent == predicted
+
+
+def test_usp_over_eight_ranks_as_threads():
+    """A mesh of 2 x 4, over a transport that is none of torch's."""
+
+    def compared(group):
+        engine = choose("usp", heads=2)
+        plan = engine.plan(45, group=group)
+        make = torch.Generator().manual_seed(0)
+        q, k, v, dout = (torch.randn(1, 4, 45, 8, generator=make, dtype=torch.float64) for _ in range(4))
+        inputs = [plan.shard(x, 2).requires_grad_() for x in (q, k, v)]
+        out = engine.attend(*inputs, plan)
+        grads = torch.autograd.grad(out, inputs, plan.shard(dout, 2))
+        right = attend(q, k, v, Mask(), dout=dout)
+        expected = [plan.shard(x, 2) for x in (right.out, right.dq, right.dk, right.dv)]
+        return max((x - y).abs().max().item() for x, y in zip((out, *grads), expected, strict=True))
+
+    with local_world(8) as world:
+        assert max(world.run(compared)) < 1e-13
+
+
+def test_usp_sends_less_than_a_ring(pools):
+    """Of 4 ranks as 2 x 2 the ring's two hops in three are gone; what is exchanged in their place is less."""
+    by_heads = [[sent for _, sent, _ in pools(4).run(usp_and_oracle, 64, 8, Mask(), "zigzag", u)] for u in (1, 2, 4)]
+    ring, mesh, ulysses = map(sum, by_heads)
+    assert ulysses < mesh < 0.7 * ring
+
+
+@pytest.mark.parametrize(("world", "members"), [(8, 2), (8, 4), (4, 1), (4, 4)])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_neighbours_shards_together_are_a_shard_of_the_same_layout(layout, world, members):
+    even, uneven = 16 * world, 16 * world + 5
+    together, right = Slices.of(Layout(layout, even, world), members), Layout(layout, even, world // members)
+    for rank in range(right.world):
+        assert together.positions(rank).tolist() == right.positions(rank).tolist()
+        assert len(together.segments(rank)) <= len(right.segments(rank)), "positions that go on are one segment"
+    cut = Layout(layout, uneven, world)
+    together = Slices.of(cut, members)
+    for rank in range(together.world):
+        held = [x for member in range(rank * members, (rank + 1) * members) for x in cut.positions(member).tolist()]
+        assert together.positions(rank).tolist() == sorted(held)
+    assert together.lengths == tuple(len(together.positions(rank)) for rank in range(together.world))
+
+
+def test_usp_takes_the_most_neighbours_that_ranks_and_heads_have():
+    auto = UspAttention()
+    assert [auto.groups(*each) for each in ((8, 4), (8, 12), (2, 8), (1, 8), (6, 4), (3, 8))] == [4, 4, 2, 1, 2, 1]
+    assert UspAttention(2).groups(8, 8) == 2
 
 
 def test_whole_attention_in_windows_longer_than_one_call():
@@ -234,6 +315,9 @@ def test_unknown_engines_layouts_and_routes_are_refused():
         ({"name": "megatron"}, "'megatron' is unknown; choose one of burst"),
         ({"name": "ring", "layout": "striped"}, "--layout striped is not for --engine ring"),
         ({"name": "ulysses", "layout": "zigzag"}, "--layout zigzag is not for --engine ulysses"),
+        ({"name": "usp", "layout": "striped"}, "--layout striped is not for --engine usp"),
+        ({"name": "usp", "route": "direct"}, "--route direct is not for --engine usp"),
+        ({"name": "usp", "heads": 0}, "--heads 0 must be a number of head groups"),
         ({"name": "tensor", "route": "ring"}, "--route ring is not for --engine tensor"),
     ):
         with pytest.raises(ValueError, match=told):
@@ -249,6 +333,33 @@ def refused_shape():
     except ValueError as error:
         return str(error)
     return None
+
+
+def refused_by_usp():
+    """By one rank's tensors, then by all ranks' scale: nothing was sent."""
+    engine = choose("usp")
+    plan = engine.plan(16, group=None)
+    told = []
+    for heads, scale in ((4 if plan.rank else 3, None), (4, -1.0)):
+        q, k = (torch.randn(1, n, plan.length, 8) for n in (heads, 2))
+        try:
+            engine.attend(q, k, k, plan, scale=scale)
+        except ValueError as error:
+            told.append(str(error))
+    return told, plan.transport.sent
+
+
+def test_usp_refuses_on_every_rank_before_anything_moves(pools):
+    for (shapes, scale), sent in pools(2).run(refused_by_usp):
+        assert "q has 3 heads, not a multiple of the 2" in shapes
+        assert "scale=-1.0 must be a positive" in scale
+        assert sent == 0
+
+
+def test_usp_refuses_heads_that_do_not_divide():
+    for world, heads in ((6, 4), (8, 16)):
+        with pytest.raises(ValueError, match=f"--engine usp with --heads {heads}: it must divide the {world} ranks"):
+            choose("usp", heads=heads).check(LLAMA, 1024, world)
 
 
 def test_ulysses_refuses_on_every_rank(pools):

@@ -100,7 +100,7 @@ BAD = [
     ("train", "--held-out-sequences", "0", HUGE),
     ("train", "--ranks", "0", HUGE),
     ("train", "--data-parallel", "0", HUGE),
-    ("train", "--heads", "0", "-1", "3", HUGE),
+    ("train", "--heads", "0", "-1", "3", HUGE, "3 --engine usp", "2 --engine ring"),
     ("train", "--timeout", "0", "nan", "inf", "1e300"),
     ("train", "--lr", "0", "-1", "nan", "inf", "1e-400"),
     ("train", "--min-lr", "-1", "2", "nan"),
@@ -154,7 +154,8 @@ def test_values_that_can_not_be(folder, capsys, command, flag, values):
 
 
 def test_every_flag_that_takes_a_value_is_tried(capsys):
-    named = {"timeline", "overwrite", "causal", "ignore-memory", "compile", "optimizer-offload"}  # yes or no
+    named = {"timeline", "calibrate", "overwrite", "causal", "ignore-memory", "compile"}  # yes or no
+    named |= {"optimizer-offload"}
     named |= {"help", "nproc-per-node"}
     choices = {"pack", "dtype", "engine", "layout", "route", "device", "travels"}  # one of a list, by the parser
     choices |= {"save-dtype"}

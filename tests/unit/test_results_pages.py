@@ -45,6 +45,44 @@ def test_another_figure_draws_another_page(copies: Path) -> None:
     assert again == {"training.md", "README.md", "front.md"}
 
 
+def with_rows(path: Path, like: str, **changes: object) -> None:
+    """Add a copy of each of an engine's rows, with these values."""
+    raw = json.loads(path.read_text("utf-8"))
+    rows = raw["results"]["rows"]
+    raw["results"]["rows"] = rows + [row | changes for row in rows if row["engine"] == like]
+    path.write_text(json.dumps(raw), "utf-8")
+
+
+def plain(text: str) -> str:
+    """Without what pads columns, and in signs that are on every keyboard."""
+    for sign, letters in (("\N{MULTIPLICATION SIGN}", "x"), ("\N{MINUS SIGN}", "-"), ("· ¾", "* 3/4")):
+        text = text.replace(sign, letters)
+    return re.sub(r" +", " ", text)
+
+
+def test_usp_the_published_and_what_was_planned_are_drawn_where_they_were_measured(copies: Path) -> None:
+    draw(copies, copies / "front.md")
+    assert "against USP" not in (copies / "front.md").read_text("utf-8") and "burst's plan" not in (
+        copies / "training.md"
+    ).read_text("utf-8")
+    for name in ("training", "memory"):
+        with_rows(copies / f"{name}.json", "ulysses", engine="usp:heads=4")
+        with_rows(copies / f"{name}.json", "burst", engine="burst:published")
+        text = (copies / f"{name}.json").read_text("utf-8")
+        planned = text.replace('"engine": "burst",', '"engine": "burst", "chosen": "zigzag, heads=8, kept, query",')
+        (copies / f"{name}.json").write_text(planned, "utf-8")
+    draw(copies, copies / "front.md")
+    front, bytes_page = (plain((copies / n).read_text("utf-8")) for n in ("front.md", "bytes.md"))
+    assert "| against USP, `usp:heads=4`: 8 nodes as a mesh | | 0.94x and 0.71x |" in front
+    assert "| against itself as published: whole heads, zigzag, whatever the links | | 1.00x and 1.00x |" in front
+    assert "| burst | 32,768 | as planned: zigzag, heads=8, kept, query | - |" in bytes_page
+    assert "| burst:published | 32,768 | 5 * 3/4 n (W - 1) b | 55.1 MB |" in bytes_page
+    # 8 n 3 / 4 and, of a ring of two, 4 n, in bf16; 2 n in fp32: with n = 4,096 x 256
+    assert f"U = 4 | {(6 * 2 + 4 * 2 + 2 * 4) * 4096 * 256 / 1e6:.1f} MB |" in bytes_page
+    training = plain((copies / "training.md").read_text("utf-8"))
+    assert "| burst | 32,768 | 8 | no limit | zigzag, heads=8, kept, query |" in training
+
+
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
 def test_what_was_recorded_tells_its_code_and_has_a_line_for_each_row(path: Path) -> None:
     raw = json.loads(path.read_text("utf-8"))

@@ -26,7 +26,7 @@ ROOMS: dict[str, set[str]] = {
     "attention": {"plan", "comm", "kernels"},
     "loss": {"attention", "comm"},
     "testing": {"attention", "plan", "comm", "kernels", "launch"},
-    "engines": {"attention", "plan", "loss", "launch"},
+    "engines": {"attention", "plan", "comm", "loss", "launch"},
     "integrations": {"attention", "loss", "plan"},
     "compat": {"attention", "plan", "comm", "integrations"},
     "training": {"attention", "plan", "loss", "engines", "integrations", "launch"},

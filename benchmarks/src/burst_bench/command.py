@@ -22,7 +22,7 @@ from .cluster import ClusterError, parse_cluster, parse_rate
 from .harness.results import TASKS, Results, Row
 
 # All that share a sequence: `single` gives each a rank of its own, and can be asked for with --worlds 1.
-EVERY = ("burst", "ring", "ring:contiguous", "ulysses", "tensor", "tensor-sequence")
+EVERY = ("burst", "ring", "ring:contiguous", "ulysses", "usp", "tensor", "tensor-sequence")
 CLUSTER = "python -m burst_bench.cluster"
 WRITES = ("results.json", "report.html", "*.png", "*.trace.json")
 
@@ -35,8 +35,8 @@ class Arguments:
     """
 
     engines: Annotated[tuple[str, ...], distinct] = EVERY
-    """burst, ring, ulysses, tensor, tensor-sequence or single, with :LAYOUT where it is not the engine's best; of burst
-    also :heads=N, :keep=no, with commas, and :published, as the paper has it."""
+    """burst, ring, ulysses, usp, tensor, tensor-sequence or single, with :LAYOUT where it is not the engine's best; of
+    burst also :heads=N, :keep=no, with commas, and :published, as the paper has it; of usp :heads=N."""
     seq_lens: Annotated[tuple[Count, ...], distinct] = (1024, 2048, 4096)
     """Tokens of the sequence, over all ranks."""
     worlds: Annotated[tuple[Ranks, ...], distinct] | None = None
@@ -50,6 +50,8 @@ class Arguments:
     head_dim: Count = 32
     vocabulary: Count = 512
     dtype: DtypeName = "bfloat16"
+    calibrate: bool = False
+    """First measure ranks and links, for burst to plan by; else it goes by burst calibrate's file or a preset."""
     timeline: bool = True
     """Also draw what each rank does in one more call."""
     out: Name = "runs/bench"
@@ -97,6 +99,8 @@ class ClusterArguments(Arguments):
     """NODESxRANKS: so many nodes with so many ranks on each; --worlds is not taken."""
     link: Annotated[tuple[str, ...], distinct] = ("none",)
     """Rates of the nodes' links, such as 100mbit; none for no limit."""
+    calibrate: bool = True
+    """First measure ranks and links, for burst to plan by, at each rate of the links anew."""
 
     def check(self) -> None:
         if self.worlds is not None:
@@ -174,9 +178,10 @@ def _run(task: str, arguments: Arguments, command: str, marker: Marker) -> Resul
 
     rows: list[Row] = []
     for ranks in arguments.ranks():
-        with World.of(ranks, arguments.nodes, say=say) as world:
+        with World.of(ranks, arguments.nodes, calibrate=arguments.calibrate, say=say) as world:
             rows += world.rows(workload, arguments.seq_lens, arguments.rates())
-    results = results_of(workload, rows, command=command, cluster=arguments.nodes)
+    told = {"cluster": arguments.nodes, "by_rates": arguments.calibrate}
+    results = results_of(workload, rows, command=command, **told)
     _show(results, console)
     marker.remove_old()
     marker.add("results.json")

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from burst_attention.plan.choose import HeadsOrAuto
 
 from .contract import Attend, Engine, Heads
-from .sequence import SequenceEngine, burst, published, ring, single, ulysses
+from .sequence import SequenceEngine, burst, published, ring, single, ulysses, usp
 from .tensor import TensorEngine
 
 _MAKERS: dict[str, Callable[[str, str, HeadsOrAuto], Engine]] = {  # from (layout, route, heads)
     "burst": burst,
     "ring": ring,
     "ulysses": ulysses,
+    "usp": usp,
     "tensor": partial(TensorEngine.named, "tensor"),
     "tensor-sequence": partial(TensorEngine.named, "tensor-sequence"),
     "single": single,
@@ -46,11 +47,13 @@ def choose(name: str, *, layout: str = "auto", route: str = "auto", heads: Heads
 
     Args:
         name: ``burst`` (ours), ``ring`` (RingAttention, arXiv 2310.01889), ``ulysses`` (DeepSpeed-Ulysses, arXiv
-            2309.14509), ``tensor`` (Megatron-LM, arXiv 1909.08053), ``tensor-sequence`` (the same with sequence
-            parallelism, arXiv 2205.05198) or ``single`` (one rank for each sequence, PyTorch's own attention).
-        layout: which tokens a rank holds; ``auto`` takes the engine's best: zigzag for ring, and for burst what is
-            predicted to be fastest.
-        route, heads: for burst, as for :func:`burst_attention.make_plan`.
+            2309.14509), ``usp`` (Unified Sequence Parallelism, arXiv 2405.07719), ``tensor`` (Megatron-LM, arXiv
+            1909.08053), ``tensor-sequence`` (the same with sequence parallelism, arXiv 2205.05198) or ``single`` (one
+            rank for each sequence, PyTorch's own attention).
+        layout: which tokens a rank holds; ``auto`` takes the engine's best: zigzag for ring and usp, and for burst
+            what is predicted to be fastest.
+        route, heads: for burst, as for :func:`burst_attention.make_plan`; of usp ``heads`` is how many neighbours
+            exchange tokens for heads.
 
     Raises:
         ValueError: the name is unknown, or the engine does not come in that layout or route.

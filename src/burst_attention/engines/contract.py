@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from burst_attention.attention.hardware import RatesGiven
 from burst_attention.attention.plan import Plan
 from burst_attention.loss import Head
 
@@ -70,11 +71,13 @@ class Engine(Protocol):
         timeout: float | None = None,
         heads: Heads | None = None,
         dtype: torch.dtype | None = None,
+        rates: RatesGiven = None,
     ) -> Plan:
         """Which tokens this rank embeds and has the loss of. Every rank of the group must call it.
 
         Args:
             heads, dtype: of the model, by which a layout is chosen that was left open.
+            rates: of the machine, as for :func:`burst_attention.make_plan`.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Engines that spread the tokens: burst, RingAttention, Ulysses, and a single rank. Parameters are sharded by FSDP2."""
+"""Engines that spread the tokens: burst, RingAttention, Ulysses, USP, one rank. Parameters are sharded by FSDP2."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from burst_attention.attention.batch import shard_batch
 from burst_attention.attention.entry import burst_attention
+from burst_attention.attention.hardware import RatesGiven
 from burst_attention.attention.plan import Plan, make_plan
 from burst_attention.loss import Head
 from burst_attention.plan.choose import HeadsOrAuto, KeepOrAuto, WavesOrAuto
@@ -22,6 +23,7 @@ from burst_attention.plan.layout import LAYOUTS
 from .contract import Attend, Heads, PlansByWindow
 from .parameters import shard_parameters
 from .ulysses import check_ulysses, ulysses_attention, ulysses_sent
+from .usp import UspAttention
 from .whole import whole_attention
 
 
@@ -70,12 +72,13 @@ class SequenceEngine:
         timeout: float | None = None,
         heads: Heads | None = None,
         dtype: torch.dtype | None = None,
+        rates: RatesGiven = None,
     ) -> Plan:
         options: dict[str, Any] = {"layout": self.layout, "route": self.route, "heads": self.heads, "keep": self.keep}
         options["waves"] = self.waves
         if heads is not None:
             options |= {"q_heads": heads.q_heads, "kv_heads": heads.kv_heads, "head_dim": heads.head_dim}
-        return make_plan(seqlen, **options, dtype=dtype, group=group, timeout=timeout)
+        return make_plan(seqlen, **options, dtype=dtype, group=group, timeout=timeout, rates=rates)
 
     def spread(
         self,
@@ -188,6 +191,21 @@ def ulysses(layout: str = "auto", route: str = "auto", heads: HeadsOrAuto = "aut
         attend=ulysses_attention,
         count=ulysses_sent,
         check_heads=check_ulysses,
+    )
+
+
+def usp(layout: str = "auto", route: str = "auto", heads: HeadsOrAuto = "auto") -> SequenceEngine:
+    """Unified Sequence Parallelism: Ulysses among ``heads`` neighbours, RingAttention over the groups of them."""
+    if heads != "auto" and (isinstance(heads, bool) or not isinstance(heads, int) or heads < 1):
+        raise ValueError(f"--heads {heads} must be a number of head groups, at least 1; leave it out to have it chosen")
+    attention = UspAttention(heads)
+    return SequenceEngine(
+        name="usp",
+        layout=one_of("usp", "layout", layout, ("zigzag", "contiguous")),
+        route=one_of("usp", "route", route, ("ring-attention",)),
+        attend=attention,
+        count=attention.sent,
+        check_heads=attention.check,
     )
 
 

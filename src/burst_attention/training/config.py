@@ -126,7 +126,8 @@ class ParallelConfig:
     route: RouteOrAuto = "auto"
     """How shards travel, for --engine burst."""
     heads: Count | None = None
-    """Groups into which heads are cut, for --engine burst; 1: none. Default: as many as are predicted to be fastest."""
+    """Groups into which heads are cut, for --engine burst; 1: none. Default: as many as are predicted to be fastest.
+    For --engine usp how many neighbours exchange tokens for heads. Default: the most that divide ranks and heads."""
     device: DeviceOrAuto = "auto"
     """auto: a GPU for every rank if the machine has as many, else the CPU."""
     timeout: Seconds = 600.0

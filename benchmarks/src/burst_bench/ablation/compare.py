@@ -1,4 +1,5 @@
-"""One causal attention, forward and backward, over W ranks: ours, and each time one thing about it undone.
+"""One causal attention, forward and backward, over W ranks: ours as it is planned for the ranks and links at hand,
+which are measured first, and each time one thing about it undone; then the paper's, whole heads and zigzag, likewise.
 
 The variants take turns, round by round, on the same ranks and cores, 1 thread a rank. Before that each one's out, dq,
 dk, dv are compared with fp64 at a length where that fits. What errs more than 3 times as much as torch's own kernel in
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -24,6 +26,7 @@ from burst_attention.plan.rows import Direction
 from burst_attention.testing import WorkerPool
 
 from ..arguments import TimedArguments, asked
+from ..harness.calibration import calibrated, limited
 from ..harness.calls import NAMES, contest, memory_peaks, ready
 from ..harness.workload import Workload
 from ..tables import terminal
@@ -41,6 +44,8 @@ def compare(
     rounds: int,
     *,
     entries: Sequence[Callable[[], str]] | None = None,
+    calibrate: bool = False,
+    link: float | None = None,
     check_len: int = CHECK_LEN,
     variants: Sequence[Variant] = VARIANTS,
     timeout: float = 1800.0,
@@ -51,6 +56,8 @@ def compare(
         rounds: timed ones, at least 1.
         entries: for :class:`burst_attention.testing.WorkerPool`: where the ranks run that are checked, counted and
             timed; None for plain processes. Memory is always measured in plain ones: it doesn't depend on the links.
+        calibrate: first measure ranks and links, for ours to plan by; ``link``: the limit of each node's, in bits per
+            second, as ``entries`` have it; None for none.
         check_len: tokens of the comparison with fp64, at most; it takes memory for 10 squares of them.
         variants: the first is what the others are compared with.
         timeout: seconds that one call may take.
@@ -67,6 +74,9 @@ def compare(
         raise ValueError(f"rounds={rounds} must be at least 1")
     check = workload.at(min(workload.seq_len, check_len))
     with WorkerPool(world, timeout=timeout, entries=entries) as pool:
+        if calibrate:
+            rates = limited(calibrated(pool), link)
+            variants = [replace(variant, rates=rates) for variant in variants]
         outcomes = contest(pool, variants, workload, rounds, check=check, timeout=timeout)
         right = [own.variant for own in outcomes if own.correct]
         work = {variant.name: pool.run(scores, variant, workload) for variant in right}
@@ -75,7 +85,12 @@ def compare(
     rows = []
     for own in outcomes:
         name = own.variant.name
-        row = {"name": name, "differs": own.variant.differs, "errors": own.errors, "bounds": own.bounds}
+        row = {
+            "name": name,
+            "differs": own.variant.differs or f"as planned: {own.detail}",
+            "errors": own.errors,
+            "bounds": own.bounds,
+        }
         row |= {"correct": own.correct, "seconds": own.seconds, "ratios": own.ratios}
         for keys, by_rank in ((COUNTED[2:], work), (PEAKS, peaks)):
             own.counts |= {key: [each[n] for each in by_rank.get(name, ())] for n, key in enumerate(keys)}
@@ -84,11 +99,14 @@ def compare(
 
 
 def scores(variant: Variant, workload: Workload) -> list[int]:
-    """On a rank: the (query, key) pairs that it computes in the forward and in the backward."""
+    """On a rank: the (query, key) pairs that it computes in the forward and in the backward, of one head; of a part
+    of the heads as much less."""
     plan = ready(variant, workload).call.plan
     assert plan is not None
-    programs = [plan.schedule.program(variant.travels, direction) for direction in Direction]
-    return [sum(op.tiles.area for op in program.ops if isinstance(op, Visit)) for program in programs]
+    chosen = variant.candidate(plan, workload)
+    programs = [plan.schedule.program(chosen.travels, direction, chosen.groups) for direction in Direction]
+    areas = [sum(op.tiles.area for op in program.ops if isinstance(op, Visit)) for program in programs]
+    return [area // chosen.groups.query for area in areas]
 
 
 def tables(rows: list[dict[str, Any]], title: str, check_title: str) -> list[Table]:
@@ -122,7 +140,7 @@ def _figures(row: dict[str, Any]) -> dict[str, str]:
 
 def main() -> None:
     a = asked(TimedArguments(world=4, head_dim=32, rounds=5), __doc__)
-    rows = compare(a.world, a.workload, a.rounds)
+    rows = compare(a.world, a.workload, a.rounds, calibrate=True)
     exactness = f"relative L2 error against fp64, S={min(a.seq_len, CHECK_LEN)}"
     for table in tables(rows, f"{a.title}, {a.world} ranks x 1 thread", exactness):
         Console(width=max(Console().width, 140)).print(table)

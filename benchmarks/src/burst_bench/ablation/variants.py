@@ -8,44 +8,78 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from burst_attention import Plan
+from burst_attention import Plan, make_plan
+from burst_attention.attention.hardware import shape_of
 from burst_attention.attention.passes import Backward, Forward, Tensors
 from burst_attention.attention.sweep import sweep
 from burst_attention.comm.transport import Pending, Receive, Send, Transport
 from burst_attention.kernels import choose
 from burst_attention.kernels.merge import merge_, row_dot
+from burst_attention.plan.choose import Candidate, HeadsOrAuto, KeepOrAuto
+from burst_attention.plan.rates import Rates
 from burst_attention.plan.rows import Direction, Side
 
-from ..harness.calls import Begin, Ours
+from ..harness.calls import Begin, Call, Ours
 from ..harness.trace import over
+from ..harness.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant(Ours):
-    """Ours with one thing undone.
+    """Ours, as it is planned for the calls and the machine, with one thing undone.
 
     Attributes:
         differs: what is not as in ours, in words.
+        assignment, keep: as for :func:`burst_attention.make_plan`; if nothing is to be kept heads are cut, and what
+            travels does, as where that is left open.
         transport: of the messages; the plan's own class if None.
-        forward, backward: the passes; if both are the library's, the public call is taken.
+        forward, backward: the passes; if both are the library's, the public call is taken. Others are for whole heads.
+        rates: of the machine, for what is left open; None for those of this user or this kind of machine.
     """
 
     differs: str
-    route: str = "direct"
-    travels: str = "query"
+    layout: str = "auto"
+    heads: HeadsOrAuto = "auto"
+    keep: KeepOrAuto = "auto"
+    assignment: str = "auto"
     transport: type[Transport] | None = None
     forward: type[Forward] = Forward
     backward: type[Backward] = Backward
+    rates: Rates | None = None
 
-    def plan(self, seq_len: int) -> Plan:
-        plan = super().plan(seq_len)
+    def plan(self, workload: Workload) -> Plan:
+        if self.keep is False and self.heads == "auto":
+            return self.unkept(workload).plan(workload)
+        sizes = {"q_heads": workload.heads, "kv_heads": workload.kv_heads, "head_dim": workload.head_dim}
+        options = {"layout": self.layout, "route": self.route, "heads": self.heads, "keep": self.keep}
+        options |= {"assignment": self.assignment, "rates": self.rates}
+        plan = make_plan(workload.seq_len, **options, **sizes, dtype=workload.torch_dtype)
         return plan if self.transport is None else over(plan, self.transport, agreement=plan.agreement)
+
+    def unkept(self, workload: Workload) -> Variant:
+        """This one, its heads cut as if it might keep what it fetches: by itself it would be cut otherwise."""
+        planned = replace(self, keep="auto")
+        plan = planned.plan(workload)
+        chosen = planned.candidate(plan, workload)
+        return replace(self, layout=plan.layout, heads=chosen.groups.query, assignment=chosen.travels)
+
+    def build(self, workload: Workload) -> Call:
+        call = super().build(workload)
+        assert call.plan is not None
+        return replace(call, detail=f"{call.plan.layout}, {self.candidate(call.plan, workload)}, {call.plan.route}")
+
+    def candidate(self, plan: Plan, workload: Workload) -> Candidate:
+        """How heads are cut, and what travels."""
+        sizes = {"q_heads": workload.heads, "kv_heads": workload.kv_heads, "head_dim": workload.head_dim}
+        shape, travels = shape_of(workload.torch_dtype, batch=1, **sizes), self.travels
+        groups = plan.schedule.choose_groups(shape, travels)
+        return Candidate(groups, plan.schedule.choose_travels(shape, groups) if travels == "auto" else travels)
 
     def begin(self, plan: Plan) -> Begin:
         library = (self.forward, self.backward) == (Forward, Backward)
@@ -138,30 +172,46 @@ class Waiting(Transport):
         return pending
 
 
+Published = partial(Variant, layout="zigzag", heads=1, route="direct")
 VARIANTS = (
-    Variant(name="ours", differs="zigzag, query travels, direct route"),
-    Variant(name="no GAO", differs="each hop's (out, lse) kept, merged at the end", forward=LateMerge),
-    Variant(name="no LAO", differs="eager tiles", kernel="reference"),
+    Variant(name="ours", differs=""),  # what was planned is told in its place
+    Variant(name="heads uncut", differs="heads=1, all else planned", heads=1),
+    Variant(name="nothing kept", differs="the backward fetches its context slice again", keep=False),
     Variant(name="no overlap", differs="each exchange waited for when posted", transport=Waiting),
-    Variant(name="key-value travels", differs="backward moves K, V, dK, dV", travels="key-value"),
-    Variant(name="ring route", differs="shards passed on round the ring", route="ring"),
-    Variant(
+    Variant(name="no LAO", differs="eager tiles", kernel="reference"),
+    Published(name="published", differs="as in the paper: zigzag, heads uncut, query travels", travels="query"),
+    Published(
+        name="no GAO",
+        differs="published, each hop's (out, lse) kept, merged at the end",
+        travels="query",
+        forward=LateMerge,
+    ),
+    Published(
+        name="published, no overlap",
+        differs="published, each exchange waited for when posted",
+        travels="query",
+        transport=Waiting,
+    ),
+    Published(name="key-value travels", differs="published, backward moves K, V, dK, dV", travels="key-value"),
+    Published(name="ring route", differs="published, shards passed on round the ring", route="ring", travels="query"),
+    Published(
         name="RingAttention",
-        differs="K, V, dK, dV round the ring, dK, dV in fp32",
+        differs="published, K, V, dK, dV round the ring, dK, dV in fp32",
         route="ring-attention",
         travels="key-value",
     ),
-    Variant(
+    Published(
         name="io-dtype accumulation",
-        differs="out, dq, dk, dv rounded after each visit",
+        differs="published, out, dq, dk, dv rounded after each visit",
+        travels="query",
         forward=NarrowForward,
         backward=NarrowBackward,
         tolerance=6.0,  # the error is the point
     ),
-    Variant(name="contiguous", differs="layout", layout="contiguous"),
-    Variant(
+    Published(name="contiguous", differs="published, but for the layout", layout="contiguous", travels="query"),
+    Published(
         name="contiguous, either travels",
-        differs="layout, and each pair is computed at its nearer end",
+        differs="published, but for the layout, and each pair is computed at its nearer end",
         layout="contiguous",
         travels="either",
     ),

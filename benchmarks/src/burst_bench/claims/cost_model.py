@@ -9,7 +9,6 @@ times, and how often the way that the planner chose takes no more than a tenth l
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,15 +21,15 @@ import torch
 from rich.console import Console
 
 from burst_attention import Mask, burst_attention, make_plan
-from burst_attention.attention.calibrate import Sizes, calibrate
 from burst_attention.attention.hardware import shape_of
 from burst_attention.plan.choose import Candidate, Planner
-from burst_attention.plan.rates import Link, Rates
+from burst_attention.plan.rates import Rates
 from burst_attention.plan.schedule import Schedule, make_schedule
 from burst_attention.testing import WorkerPool
 
 from ..arguments import asked
 from ..cluster.emulated import Cluster, parse_cluster, parse_rate
+from ..harness.calibration import calibrated, limited
 from ..harness.origin import origin
 from ..harness.results import write_json
 from ..harness.turns import seconds_of, take_turns
@@ -129,14 +128,6 @@ def slowest(pool: WorkerPool, setting: Setting, way: Way) -> float:
     return max(pool.run(timed, setting, way, timeout=600))
 
 
-def calibrated(pool: WorkerPool) -> Rates:
-    """Of a cluster whose nodes are one machine: all its ranks share the cores."""
-    sizes = Sizes(rows=512, message=1 << 18, repeats=3)
-    rates = pool.run(partial(calibrate, name="emulated", sizes=sizes), timeout=600)[0]
-    cores = len(os.sched_getaffinity(0))
-    return replace(rates, overhead=replace(rates.overhead, at_once=float(cores if cores < pool.world else 0)))
-
-
 def settings(a: Arguments, cluster: str, link: str) -> Iterator[Setting]:
     """Calls on one cluster with one link."""
     cases: Sequence[tuple[str, int]] = [*product(MASKS, (HEADS, 2))]
@@ -153,11 +144,7 @@ def measured(a: Arguments, cluster: str) -> Iterator[dict[str, Any]]:
         unlimited = calibrated(pool)
         for link in a.links:
             network.set_rate(parse_rate(link))
-            rates = unlimited
-            rate = parse_rate(link)
-            if rate is not None:  # what a bucket lets through, headers of packets aside
-                across = Link(latency=rates.across.latency, bytes_per_second=0.95 * rate / 8, shared=True)
-                rates = replace(rates, across=across)
+            rates = limited(unlimited, parse_rate(link))
             for setting in settings(a, cluster, link):
                 predicted = ways(setting, rates)
                 took = take_turns([partial(slowest, pool, setting, way) for way in predicted], a.rounds)

@@ -82,11 +82,11 @@ class Ours:
     tolerance: float = 3.0
     has_backward: bool = True
 
-    def plan(self, seq_len: int) -> Plan:
-        return make_plan(seq_len, layout=self.layout, route=self.route, heads=self.heads)
+    def plan(self, workload: Workload) -> Plan:
+        return make_plan(workload.seq_len, layout=self.layout, route=self.route, heads=self.heads)
 
     def build(self, workload: Workload) -> Call:
-        plan = self.plan(workload.seq_len)
+        plan = self.plan(workload)
         detail = f"route {plan.route}, travels {self.travels}"
         return Call(begin=self.begin(plan), positions=plan.positions, plan=plan, detail=detail)
 

@@ -32,6 +32,7 @@ class Measurement:
     wire: list[int] = field(default_factory=list)
     counted: int | None = None
     predicted: int | None = None
+    chosen: str | None = None
     peak: int | None = None
     resident: int | None = None
     sampled: float | None = None
@@ -67,6 +68,7 @@ def _measure_resources(workload: Workload, own: Measurement, engine: Engine) -> 
     own.peak, own.resident = peak - before, peak
     own.predicted, own.counted = subject.predicted, subject.sent + collectives.activations
     own.fingerprints, own.sampled = subject.fingerprints(), sampled_error(workload, subject)
+    own.chosen = subject.chosen
     del subject
     gc.collect()  # a spread model is in cycles
 
@@ -95,7 +97,7 @@ def _measure_time(workload: Workload, able: list[tuple[Measurement, Engine]]) ->
         own.spans = trace.finish()
     for own, subject in subjects:
         own.fingerprints = subject.fingerprints()
-        own.predicted = subject.predicted
+        own.predicted, own.chosen = subject.predicted, subject.chosen
 
 
 def _one_round(workload: Workload, subject: Subject) -> tuple[float, int]:

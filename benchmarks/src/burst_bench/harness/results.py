@@ -40,6 +40,7 @@ class Row:
         seq_len: tokens of the sequence, over all ranks.
         world: ranks.
         link: rate of each node's link in bits per second; None for no limit.
+        chosen: what burst planned for this link, in words; None of other engines.
         refused: why the engine can't run this; every figure is then None or empty.
         seconds: wall time of each round, the slowest rank's.
         tokens_per_second, flops_per_second: by the median round; the model's work, not the work done twice.
@@ -59,6 +60,7 @@ class Row:
     seq_len: int
     world: int
     link: float | None = None
+    chosen: str | None = None
     refused: str | None = None
     seconds: Sequence[float] = ()
     tokens_per_second: float | None = None

@@ -10,10 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 from burst_attention.launch.join import cores
+from burst_attention.plan.rates import Rates
 from burst_attention.testing import WorkerPool
 
 from ..cluster import INTERFACE, Cluster
 from ..texts import link_text
+from .calibration import calibrated, limited
 from .judge import AGREEMENT, judge
 from .measure import Measurement, measure
 from .origin import origin
@@ -26,30 +28,58 @@ PATIENCE = 6 * 3600.0
 STRAGGLE = 120.0  # seconds between the first rank that answers and the last
 
 
-def results_of(workload: Workload, rows: Sequence[Row], *, command: str, cluster: tuple[int, int] | None) -> Results:
+def results_of(
+    workload: Workload,
+    rows: Sequence[Row],
+    *,
+    command: str,
+    cluster: tuple[int, int] | None,
+    by_rates: bool = False,
+) -> Results:
     """Rows of one task with what tells where they come from."""
-    return Results(task=workload.task, setting=setting(workload, cluster), rows=list(rows), **origin(command))
+    told = setting(workload, cluster, by_rates=by_rates)
+    return Results(task=workload.task, setting=told, rows=list(rows), **origin(command))
 
 
 class World:
     """A group of ranks that measures, on this machine or in an emulated cluster."""
 
-    def __init__(self, pool: WorkerPool, cluster: Cluster | None, per_node: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        pool: WorkerPool,
+        cluster: Cluster | None,
+        per_node: int,
+        say: Callable[[str], None],
+        *,
+        calibrates: bool = False,
+    ) -> None:
         self.pool, self.cluster, self.per_node, self.say = pool, cluster, per_node, say
+        self.calibrates = calibrates and pool.world > 1
+        self._rates: Rates | None = None  # at links without a limit
         self._judged: dict[Workload, dict[str, tuple[float, float]]] = {}
         self._typical: dict[Workload, list[float]] = {}  # what the engines agreed on, by what they computed
 
     @classmethod
     @contextmanager
     def of(
-        cls, world: int, cluster: tuple[int, int] | None = None, *, say: Callable[[str], None] = lambda text: None
+        cls,
+        world: int,
+        cluster: tuple[int, int] | None = None,
+        *,
+        calibrate: bool = False,
+        say: Callable[[str], None] = lambda text: None,
     ) -> Iterator[World]:
-        """Start ``world`` ranks; with ``cluster`` (nodes, ranks of each), each in its node."""
+        """Start ``world`` ranks; with ``cluster`` (nodes, ranks of each), each in its node.
+
+        Args:
+            calibrate: measure ranks and links once, so that engines which plan by predicted time do so for them, at
+                each limit of the links anew.
+        """
         with ExitStack() as stack:
             made = None if cluster is None else stack.enter_context(Cluster(*cluster))
             options = {"threads": max(1, cores() // world), "entries": None if made is None else made.entries()}
             pool = stack.enter_context(WorkerPool(world, timeout=1800, **options))
-            yield cls(pool, made, 1 if cluster is None else cluster[1], say)
+            yield cls(pool, made, 1 if cluster is None else cluster[1], say, calibrates=calibrate)
 
     def rows(self, workload: Workload, seq_lens: Sequence[int], links: Sequence[float | None] = (None,)) -> list[Row]:
         """One for each length, link and engine of ``workload``."""
@@ -63,24 +93,38 @@ class World:
             self._judged[key] = self._run(judge, key)[0]
         return self._judged[key]
 
+    def rates(self, link: float | None) -> Rates | None:
+        """Of these ranks at this limit of their links; None where nothing is calibrated."""
+        if not self.calibrates:
+            return None
+        if self._rates is None:
+            self.say(f"{self.pool.world} ranks: measuring kernels and links")
+            if self.cluster is not None:
+                self.cluster.set_rate(None)
+            self._rates = calibrated(self.pool)
+        return limited(self._rates, link)
+
     def _run(self, function: Callable[..., Any], workload: Workload) -> list[Any]:
         """On all ranks; one that fails is not waited for by the others' deadlines."""
         return self.pool.run(function, workload, timeout=PATIENCE, patience=STRAGGLE)
 
     def _at(self, workload: Workload, seq_len: int, links: Sequence[float | None]) -> Iterator[Row]:
         judged = self.judge(workload)
-        resources: dict[str, list[Measurement]] = {}  # of the first link: the same at every one
+        resources: dict[str, list[Measurement]] = {}  # of the first link: the same at every one, if plans are
         for n, link in enumerate(links):
+            rates = self.rates(link)
             if self.cluster is not None:
                 self.cluster.set_rate(link)
             elif link is not None:
                 raise ValueError(f"links={links} need a cluster: this machine's own is not touched")
             self.say(f"{self.pool.world} ranks, {workload.task}, {seq_len:,} tokens, {link_text(link)}")
             interface = None if self.cluster is None else INTERFACE
-            at = workload.at(seq_len, resources=workload.resources and n == 0, interface=interface)
+            anew = n == 0 or self.calibrates
+            alone = workload.resources and anew
+            at = workload.at(seq_len, resources=alone, interface=interface, rates=rates)
             by_rank = self._run(measure, at)
             by_engine = {ranks[0].engine: list(ranks) for ranks in zip(*by_rank, strict=True)}
-            resources = resources or by_engine
+            resources = by_engine if anew else resources
             typical = self._agreed(workload.at(seq_len), by_engine)
             for spec, ranks in by_engine.items():
                 yield self._row(workload.at(seq_len), link, ranks, resources[spec], typical, judged.get(spec))
@@ -110,7 +154,7 @@ class World:
         judged: tuple[float, float] | None,
     ) -> Row:
         spec = ranks[0].engine
-        row = Row(engine=spec, seq_len=workload.seq_len, world=self.pool.world, link=link)
+        row = Row(engine=spec, seq_len=workload.seq_len, world=self.pool.world, link=link, chosen=ranks[0].chosen)
         if ranks[0].refused or judged is None:
             return replace(row, refused=ranks[0].refused or f"can't do {CHECKED_TOKENS} tokens, so it was not checked")
         error, bound = _worst(workload, ranks[0], resources[0].sampled, typical, judged)
@@ -162,12 +206,14 @@ def _of_all(join: Callable[..., Any], values: Sequence[float | None]) -> Any:
     return None if None in values else join(values)
 
 
-def setting(workload: Workload, cluster: tuple[int, int] | None) -> dict[str, Any]:
-    """The sizes that all rows share."""
+def setting(workload: Workload, cluster: tuple[int, int] | None, *, by_rates: bool = False) -> dict[str, Any]:
+    """The sizes that all rows share; ``by_rates``: what ranks and links do was measured before, for plans."""
     names = {"heads": "heads", "key-value heads": "kv_heads", "head dim": "head_dim", "dtype": "dtype"}
     if workload.task != "attention":
         names |= {"layers": "layers", "width": "hidden", "feed-forward": "intermediate", "vocabulary": "vocabulary"}
     sizes = {text: getattr(workload, name) for text, name in names.items()}
     if cluster is not None:
         sizes["cluster"] = f"{cluster[0]} nodes x {cluster[1]} ranks, emulated"
+    if by_rates:
+        sizes["plans"] = "by rates measured before, and each link's limit"
     return sizes

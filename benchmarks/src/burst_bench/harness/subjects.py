@@ -14,10 +14,11 @@ from transformers import LlamaConfig
 from burst_attention.attention.batch import Plans
 from burst_attention.attention.hardware import shape_of
 from burst_attention.attention.plan import Plan
-from burst_attention.engines import Engine
+from burst_attention.engines import Engine, SequenceEngine
 from burst_attention.engines.whole import whole_attention
 from burst_attention.launch.mesh import CONTEXT, make_mesh
 from burst_attention.plan.assignment import TRAVELS
+from burst_attention.plan.choose import Candidate
 from burst_attention.plan.rows import Direction
 from burst_attention.training.model import build_model
 
@@ -57,6 +58,11 @@ class Subject(Protocol):
         """Bytes that this rank sends in one call."""
         ...
 
+    @property
+    def chosen(self) -> str | None:
+        """:func:`in_words`."""
+        ...
+
 
 def refusal(workload: Workload, engine: Engine) -> str | None:
     """Why ``engine`` can't do ``workload`` over the ranks at hand; None if it can."""
@@ -72,7 +78,19 @@ def refusal(workload: Workload, engine: Engine) -> str | None:
 def planned(engine: Engine, workload: Workload, group: Any) -> Plan:
     """The engine's plan for the workload."""
     sizes = {"heads": workload.sizes, "dtype": workload.torch_dtype}
-    return engine.plan(workload.seq_len, group=group, timeout=workload.timeout, **sizes)
+    return engine.plan(workload.seq_len, group=group, timeout=workload.timeout, rates=workload.rates, **sizes)
+
+
+def in_words(engine: Engine, plan: Plan, workload: Workload) -> str | None:
+    """What burst's plan came to: its layout, how heads are cut, what travels; None of an engine that has no choice."""
+    if not isinstance(engine, SequenceEngine) or engine.name != "burst" or plan.world == 1:
+        return None
+    sizes = workload.sizes
+    heads = {"q_heads": sizes.q_heads, "kv_heads": sizes.kv_heads, "head_dim": sizes.head_dim}
+    shape, travels = shape_of(workload.torch_dtype, batch=1, **heads), engine.travels or "auto"
+    groups = plan.schedule.choose_groups(shape, travels)
+    travels = plan.schedule.choose_travels(shape, groups) if travels == "auto" else travels
+    return f"{plan.layout}, {Candidate(groups, travels)}"
 
 
 def make_subject(workload: Workload, engine: Engine, trace: Trace) -> Subject:
@@ -92,6 +110,7 @@ class AttentionSubject:
         self.workload, self.inputs = workload, random_qkv(workload, self.plan.positions)
         self.attend = getattr(engine, "attend", whole_attention)
         self.predicted = sum(engine.sent([self.plan], workload.sizes, batch=1, dtype=workload.torch_dtype))
+        self.chosen = in_words(engine, self.plan, workload)
         self.results: list[Tensor] = []
 
     def run(self) -> None:
@@ -143,6 +162,7 @@ class ModelSubject:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0)
         sent = engine.sent([self.plans[None]] * workload.layers, workload.sizes, batch=1, dtype=workload.torch_dtype)
         self.predicted = sum(sent) if workload.task == "train" else sent[0]
+        self.chosen = in_words(engine, self.plans[None], workload)
         self._loss = 0.0
         self._logits: Tensor | None = None
 

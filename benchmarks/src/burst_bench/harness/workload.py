@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from burst_attention.engines import Engine, Heads, burst, choose, published
+from burst_attention.plan.rates import Rates
 
 _YES_OR_NO = {"yes": True, "no": False}
 BLOCK = 4096  # positions that are drawn together
@@ -30,6 +31,7 @@ class Workload:
         dtype: of the computation.
         device: of an attention call beside other packages' (cpu or cuda); all else is on the CPU.
         timeout: seconds that an exchange may take.
+        rates: of the ranks and links, that plans are chosen by; None for those of this user or this kind of machine.
     """
 
     task: str = "attention"
@@ -48,6 +50,7 @@ class Workload:
     device: str = "cpu"
     seed: int = 0
     timeout: float = 1800.0
+    rates: Rates | None = None
 
     @property
     def hidden(self) -> int:

@@ -14,6 +14,7 @@ from ..tables import markdown
 from ..texts import bytes_text, link_text, number_text, spread
 
 REFERENCE = "tensor-sequence"
+PUBLISHED = "burst:published"  # whole heads and zigzag, whatever the network: the paper's
 # What gloo sends for four gathers and four scatters, by what a ring sends: its reduce-scatter is a whole all-reduce.
 GLOO_WASTE = 1.5
 ORIGIN = ("command", "date", "machine", "revision", "versions")
@@ -66,6 +67,8 @@ def gflops(row: Row) -> str:
 def speeds(results: Results) -> str:
     """Times of every row, and its ratio to burst's by round."""
 
+    plans = any(row.chosen for row in results.rows)
+
     def cells(row: Row) -> dict[str, str]:
         place = {
             "engine": row.engine,
@@ -73,6 +76,7 @@ def speeds(results: Results) -> str:
             "ranks": str(row.world),
             "link": link_text(row.link),
         }
+        place |= {"burst's plan": row.chosen or "-"} if plans else {}
         if why := outcome(row):
             return place | {"s, median (rounds)": why}
         ours = find(results.rows, engine="burst", seq_len=row.seq_len, world=row.world, link=row.link)

@@ -14,7 +14,7 @@ from ..harness.results import Results, Row
 from ..peers.compare import cells
 from ..tables import markdown
 from ..texts import bytes_text, link_text, mebibytes, spread
-from .markdown import REFERENCE, Page, find, gflops, outcome, sizes_of, speeds
+from .markdown import PUBLISHED, REFERENCE, Page, find, gflops, outcome, sizes_of, speeds
 from .readme import draw_readme
 from .targets import PEER, targets
 
@@ -115,7 +115,7 @@ def _contiguous(world: int) -> int:
 
 FORMULAS: dict[str, tuple[str, Callable[[int, float, float], float]]] = {
     # of W ranks, n elements of a hidden state per rank, b bytes each; multi-head attention, causal
-    "burst": ("5 · ¾ n (W − 1) b", lambda w, n, b: 3.75 * n * (w - 1) * b),
+    PUBLISHED: ("5 · ¾ n (W − 1) b", lambda w, n, b: 3.75 * n * (w - 1) * b),
     "burst:contiguous": (
         "n b · (6 near + 5 far) / W blocks (nearer than W / 2, or not)",
         lambda w, n, b: n * b * _contiguous(w) / w,
@@ -125,6 +125,22 @@ FORMULAS: dict[str, tuple[str, Callable[[int, float, float], float]]] = {
     "tensor": ("9 n (W − 1) b: four sums of 2, one gather", lambda w, n, b: 9 * n * (w - 1) * b),
     "tensor-sequence": ("8 n (W − 1) b: four gathers, four scatters", lambda w, n, b: 8 * n * (w - 1) * b),
 }
+
+
+def _formula(row: Row) -> tuple[str, Callable[[int, float, float], float] | None]:
+    """In words and as a function; of what burst planned there is none."""
+    if row.engine == "burst":
+        return (f"as planned: {row.chosen}", None) if row.chosen else FORMULAS[PUBLISHED]
+    name, _, told = row.engine.partition(":heads=")
+    if name != "usp":
+        return FORMULAS[row.engine]
+    u = int(told)
+
+    def mesh(w: int, n: float, b: float) -> float:
+        rest = w // u - 1
+        return 8 * n * (u - 1) / u * b + 4 * n * rest * b + 8 * n * rest
+
+    return f"8 n (U − 1) / U b, and as ring of W / U, untrimmed; U = {u}", mesh
 
 
 def sent(page: Page) -> str:
@@ -138,9 +154,10 @@ def sent(page: Page) -> str:
         if why := outcome(row):
             lines.append(place | {"formula": why})
             continue
-        in_words, formula = FORMULAS[row.engine]
+        in_words, formula = _formula(row)
         n = row.seq_len / row.world * setting["width"]
-        closed = setting["layers"] * formula(row.world, n, 2 if setting["dtype"] == "bfloat16" else 4)
+        size = 2 if setting["dtype"] == "bfloat16" else 4
+        closed = formula and setting["layers"] * formula(row.world, n, size)
         wire, reference = (wires.get((engine, row.seq_len)) for engine in (row.engine, REFERENCE))
         uncounted = None if wire is None or row.bytes_counted is None else wire - row.bytes_counted
         sizes = {

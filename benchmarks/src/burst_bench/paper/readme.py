@@ -10,7 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ..harness.results import Row
 from ..harness.turns import ratios
-from .markdown import GLOO_WASTE, REFERENCE, Page, find
+from .markdown import GLOO_WASTE, PUBLISHED, REFERENCE, Page, find
 from .targets import PEER, attention_shares, limits, longest, relieved
 
 BEGIN, END = "<!-- measured: drawn by python benchmarks/paper.py --draw -->\n", "<!-- measured: end -->"
@@ -49,6 +49,9 @@ def measured(folder: Path) -> str:
         reference=REFERENCE,
         waste=GLOO_WASTE,
         peer=PEER,
+        published=PUBLISHED,
+        meshes=[name for name in dict.fromkeys(row.engine for row in rows) if name.startswith("usp")],
+        ran=lambda engine: any(row.engine == engine for row in rows),
         both=lambda *engines: " and ".join(f"{_ratio(rows, *engines, link):.2f}×" for link in limits(rows)),
         without_waste=" and ".join(f"{ratio:.2f}×" for *_, ratio in relieved(rows, "burst")),
         unlimited=f"{min(unlimited):.2f}× to {max(unlimited):.2f}×",

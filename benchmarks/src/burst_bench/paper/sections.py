@@ -23,11 +23,11 @@ from ..harness.results import Row
 from ..harness.run import World, setting
 from ..harness.workload import Workload
 from ..peers import compare as peers
-from .markdown import GLOO_WASTE, REFERENCE, Page
+from .markdown import GLOO_WASTE, PUBLISHED, REFERENCE, Page
 from .targets import limits
 
 ENGINES = ("burst", "ring", "ulysses", "tensor", "tensor-sequence")
-TRAINED = (*ENGINES, "burst:contiguous")
+SCALED = (*ENGINES, "usp", PUBLISHED)
 HALF, TRIES = 0.03, 3  # how far from a half the reference's share may be, and how often its rate is corrected
 PEERS = ("ring-flash-attn zigzag", "yunchang ulysses")
 
@@ -56,6 +56,12 @@ class Scale:
     long_len: int = 131072
     long_ranks: int = 4
     workload: Workload = field(default_factory=partial(Workload, task="train", engines=ENGINES, seq_len=0))
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """The engines of the training table. Where there are as many key-value heads as nodes USP at its own best is
+        Ulysses: so two nodes to a ring."""
+        return (*ENGINES, f"usp:heads={max(1, self.nodes // 2)}", PUBLISHED)
 
     def at_most(self, rounds: int) -> Scale:
         """The same with no more than ``rounds`` of anything."""
@@ -126,15 +132,15 @@ class Paper:
 
     @contextmanager
     def world(self, ranks: int | None = None) -> Iterator[World]:
-        """So many local ranks; the cluster's for None."""
+        """So many local ranks; the cluster's for None. What they and their links do is measured first."""
         cluster = self.cluster if ranks is None else None
-        with World.of(ranks or self.scale.nodes, cluster, say=self.say) as world:
+        with World.of(ranks or self.scale.nodes, cluster, calibrate=True, say=self.say) as world:
             yield world
 
     def results(self, workload: Workload, rows: list[Row], cluster: tuple[int, int] | None = None) -> dict[str, Any]:
         """Rows of one task as :meth:`Page.results` reads them; timelines would take most of the room."""
         content = [{name: value for name, value in vars(row).items() if name != "timeline"} for row in rows]
-        return {"task": workload.task, "setting": setting(workload, cluster), "rows": content}
+        return {"task": workload.task, "setting": setting(workload, cluster, by_rates=True), "rows": content}
 
     def alone(self, workload: Workload) -> dict[str, Any]:
         """The training table's lengths by one rank that has all cores."""
@@ -144,7 +150,7 @@ class Paper:
 
     def training(self) -> dict[str, Any]:
         """Table 1: time and bytes of a training step."""
-        workload = replace(self.scale.workload, engines=TRAINED, resources=False)
+        workload = replace(self.scale.workload, engines=self.scale.trained, resources=False)
         with self.world() as world:
             links = self.find_links(world)
             rows = [
@@ -162,7 +168,7 @@ class Paper:
 
     def memory(self) -> dict[str, Any]:
         """Tables 3 and 4: memory and bytes of a training step, each engine by itself."""
-        workload = replace(self.scale.workload, engines=TRAINED, rounds=0)
+        workload = replace(self.scale.workload, engines=self.scale.trained, rounds=0)
         with self.world() as world:
             rows = world.rows(workload, [length for length, *_ in self.scale.train])
         results, alone = self.results(workload, rows, self.cluster), self.alone(workload)
@@ -217,7 +223,8 @@ class Paper:
             self.say(f"ablation at {scale.ablation_len:,} tokens")
             sizes = {"seq_len": scale.ablation_len, "heads": workload.heads, "head_dim": workload.head_dim}
             at = Workload(**sizes, kv_heads=workload.heads)
-            rows = ablation.compare(scale.nodes, at, scale.rounds, entries=made.entries())
+            network = {"entries": made.entries(), "calibrate": True, "link": middle}
+            rows = ablation.compare(scale.nodes, at, scale.rounds, **network)
         return {"rows": rows, "sizes": {**sizes, "ranks": scale.nodes, "link": middle}}
 
     def scaling(self) -> dict[str, Any]:
@@ -226,7 +233,7 @@ class Paper:
         strong: list[Row] = []
         weak: list[Row] = []
         for n in self.scale.worlds:
-            workload = replace(base, engines=(*ENGINES, "single") if n == 1 else ENGINES)
+            workload = replace(base, engines=(*SCALED, "single") if n == 1 else SCALED)
             with self.world(n) as world:
                 strong += world.rows(workload, [self.scale.fixed_len])
                 weak += world.rows(workload, [self.scale.per_rank * n])
