@@ -113,7 +113,7 @@ def test_bytes_are_in_the_order_that_the_methods_promise(rows: Rows) -> None:
 
 
 def test_ours_is_what_was_planned_and_each_part_undone_costs_bytes(rows: Rows) -> None:
-    assert rows["ours"]["differs"] == "as planned: zigzag, heads=2, kept, query, direct"
+    assert rows["ours"]["differs"] == "as planned: zigzag, heads=2, kept, 2 waves, query, direct"
 
     def sent(name: str, key: str) -> int:
         return sum(rows[name][key])

@@ -21,7 +21,8 @@ from burst_attention.attention.sweep import sweep
 from burst_attention.comm.transport import Pending, Receive, Send, Transport
 from burst_attention.kernels import choose
 from burst_attention.kernels.merge import merge_, row_dot
-from burst_attention.plan.choose import Candidate, HeadsOrAuto, KeepOrAuto
+from burst_attention.plan.choose import Candidate, HeadsOrAuto, KeepOrAuto, WavesOrAuto
+from burst_attention.plan.cost import Shape
 from burst_attention.plan.rates import Rates
 from burst_attention.plan.rows import Direction, Side
 
@@ -36,8 +37,8 @@ class Variant(Ours):
 
     Attributes:
         differs: what is not as in ours, in words.
-        assignment, keep: as for :func:`burst_attention.make_plan`; if nothing is to be kept heads are cut, and what
-            travels does, as where that is left open.
+        assignment, keep, waves: as for :func:`burst_attention.make_plan`; if ``keep`` or ``waves`` is told, and heads
+            are not, heads are cut, and what travels does, as where both are left open.
         transport: of the messages; the plan's own class if None.
         forward, backward: the passes; if both are the library's, the public call is taken. Others are for whole heads.
         rates: of the machine, for what is left open; None for those of this user or this kind of machine.
@@ -47,6 +48,7 @@ class Variant(Ours):
     layout: str = "auto"
     heads: HeadsOrAuto = "auto"
     keep: KeepOrAuto = "auto"
+    waves: WavesOrAuto = "auto"
     assignment: str = "auto"
     transport: type[Transport] | None = None
     forward: type[Forward] = Forward
@@ -54,20 +56,23 @@ class Variant(Ours):
     rates: Rates | None = None
 
     def plan(self, workload: Workload) -> Plan:
-        if self.keep is False and self.heads == "auto":
-            return self.unkept(workload).plan(workload)
+        if (self.keep, self.waves) != ("auto", "auto") and self.heads == "auto":
+            return self.held(workload).plan(workload)
         sizes = {"q_heads": workload.heads, "kv_heads": workload.kv_heads, "head_dim": workload.head_dim}
         options = {"layout": self.layout, "route": self.route, "heads": self.heads, "keep": self.keep}
-        options |= {"assignment": self.assignment, "rates": self.rates}
+        options |= {"assignment": self.assignment, "waves": self.waves, "rates": self.rates}
         plan = make_plan(workload.seq_len, **options, **sizes, dtype=workload.torch_dtype)
         return plan if self.transport is None else over(plan, self.transport, agreement=plan.agreement)
 
-    def unkept(self, workload: Workload) -> Variant:
-        """This one, its heads cut as if it might keep what it fetches: by itself it would be cut otherwise."""
-        planned = replace(self, keep="auto")
+    def held(self, workload: Workload) -> Variant:
+        """This one, all else as it is where nothing is told: by itself it would be planned otherwise."""
+        planned = replace(self, keep="auto", waves="auto")
         plan = planned.plan(workload)
-        chosen = planned.candidate(plan, workload)
-        return replace(self, layout=plan.layout, heads=chosen.groups.query, assignment=chosen.travels)
+        groups, travels = plan.schedule.decide(planned.shape(workload), planned.travels)
+        keep = groups.keep if self.keep == "auto" else self.keep
+        waves = groups.waves if self.waves == "auto" else self.waves
+        found = {"layout": plan.layout, "heads": groups.query, "keep": keep, "waves": waves, "assignment": travels}
+        return replace(self, **found)  # type: ignore[arg-type]
 
     def build(self, workload: Workload) -> Call:
         call = super().build(workload)
@@ -76,10 +81,12 @@ class Variant(Ours):
 
     def candidate(self, plan: Plan, workload: Workload) -> Candidate:
         """How heads are cut, and what travels."""
+        return Candidate(*plan.schedule.decide(self.shape(workload), self.travels))
+
+    def shape(self, workload: Workload) -> Shape:
+        """Of a call."""
         sizes = {"q_heads": workload.heads, "kv_heads": workload.kv_heads, "head_dim": workload.head_dim}
-        shape, travels = shape_of(workload.torch_dtype, batch=1, **sizes), self.travels
-        groups = plan.schedule.choose_groups(shape, travels)
-        return Candidate(groups, plan.schedule.choose_travels(shape, groups) if travels == "auto" else travels)
+        return shape_of(workload.torch_dtype, batch=1, **sizes)
 
     def begin(self, plan: Plan) -> Begin:
         library = (self.forward, self.backward) == (Forward, Backward)
@@ -177,6 +184,8 @@ VARIANTS = (
     Variant(name="ours", differs=""),  # what was planned is told in its place
     Variant(name="heads uncut", differs="heads=1, all else planned", heads=1),
     Variant(name="nothing kept", differs="the backward fetches its context slice again", keep=False),
+    Variant(name="one wave", differs="a context slice's shards come all at once", waves=1),
+    Variant(name="owner by owner", differs="a context slice's shards come one by one", waves=0),
     Variant(name="no overlap", differs="each exchange waited for when posted", transport=Waiting),
     Variant(name="no LAO", differs="eager tiles", kernel="reference"),
     Published(name="published", differs="as in the paper: zigzag, heads uncut, query travels", travels="query"),

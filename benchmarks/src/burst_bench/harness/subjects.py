@@ -88,9 +88,7 @@ def in_words(engine: Engine, plan: Plan, workload: Workload) -> str | None:
     sizes = workload.sizes
     heads = {"q_heads": sizes.q_heads, "kv_heads": sizes.kv_heads, "head_dim": sizes.head_dim}
     shape, travels = shape_of(workload.torch_dtype, batch=1, **heads), engine.travels or "auto"
-    groups = plan.schedule.choose_groups(shape, travels)
-    travels = plan.schedule.choose_travels(shape, groups) if travels == "auto" else travels
-    return f"{plan.layout}, {Candidate(groups, travels)}"
+    return f"{plan.layout}, {Candidate(*plan.schedule.decide(shape, travels))}"
 
 
 def make_subject(workload: Workload, engine: Engine, trace: Trace) -> Subject:
