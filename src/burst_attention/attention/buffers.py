@@ -14,11 +14,11 @@ import torch
 from ..kernels.precision import accumulation_dtype
 from ..plan.cost import Shape
 from ..plan.forecast import Setting, Way
-from ..plan.route import ROUTES
 from ..plan.rows import Direction
 from .footprint import WALKED, peak_of
 
-ENOUGH = 16  # ranks, or twice as many of a route round the ring, whose buffers are those of more
+ENOUGH = 32  # ranks whose buffers are those of more
+SQUARES = (4, 16)  # slices that blocks are walked over
 
 
 def buffers(way: Way, setting: Setting, dtype: torch.dtype) -> int:
@@ -27,13 +27,11 @@ def buffers(way: Way, setting: Setting, dtype: torch.dtype) -> int:
     A backward holds more than a forward does.
     """
     slices = setting.world // way.groups.query
-    if way.travels == "blocks" and slices > ENOUGH:
-        few, many = (_walked(way, setting, slices=n, dtype=dtype) for n in (ENOUGH // 4, ENOUGH))
-        a, b, x = (max(isqrt(n), -(-n // isqrt(n))) for n in (ENOUGH // 4, ENOUGH, slices))
+    if way.travels == "blocks" and slices > SQUARES[1]:
+        few, many = (_walked(way, setting, slices=n, dtype=dtype) for n in SQUARES)
+        a, b, x = (max(isqrt(n), -(-n // isqrt(n))) for n in (*SQUARES, slices))
         return round(many + (x - b) * (many - few) / (b - a))
-    enough = ENOUGH if ROUTES[way.route].direct else 2 * ENOUGH
-    least = 4 if way.groups.query <= enough // 2 else 2
-    return _walked(way, setting, slices=min(slices, max(least, enough // way.groups.query)), dtype=dtype)
+    return _walked(way, setting, slices=min(slices, max(2, ENOUGH // way.groups.query)), dtype=dtype)
 
 
 def _walked(way: Way, setting: Setting, *, slices: int, dtype: torch.dtype) -> int:

@@ -96,10 +96,13 @@ def as_dict(question: Question, found: list[Forecast], notes: list[str]) -> Mapp
 def assumptions(question: Question, found: list[Forecast]) -> Iterator[str]:
     """What the figures rest on, a sentence each."""
     cluster, rates = question.cluster, question.cluster.rates
-    measured = "foretold" not in rates.source
-    yield f"Rates of {rates.name}: {rates.source}." + (
-        "" if measured else " Nobody has measured this hardware with this library: every figure here is foretold."
-    )
+    unmeasured = rates.source.count("foretold")
+    told = {
+        0: "",
+        1: " What is called foretold there nobody has measured with this library, nor what rests on it here.",
+        2: " Nobody has measured this hardware with this library: every figure here is foretold.",
+    }
+    yield f"Rates of {rates.name}: {rates.source}.{told[min(unmeasured, 2)]}"
     standing = next((each.standing for each in found if each.standing), None)
     if standing:
         yield (

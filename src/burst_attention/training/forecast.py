@@ -7,7 +7,7 @@ its matrix products over a rate, and sharded parameters a simple model (:mod:`bu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -71,7 +71,7 @@ class Forecast:
 
 def forecasts(question: Question) -> list[Forecast]:
     """Of each engine: ours as the planner chooses, and those that it is compared with."""
-    return [_forecast(name, make, question) for name, make in MAKERS.items()]
+    return [forecast_of(name, question) for name in MAKERS]
 
 
 def recommended(found: list[Forecast]) -> Forecast | None:
@@ -80,12 +80,17 @@ def recommended(found: list[Forecast]) -> Forecast | None:
     return min(possible, key=lambda each: each.seconds, default=None)
 
 
-def _forecast(name: str, make: Callable[[Question], Candidate], question: Question) -> Forecast:
+def forecast_of(name: str, question: Question) -> Forecast:
+    """Of one engine, of :data:`~burst_attention.training.candidates.MAKERS`.
+
+    Raises:
+        ValueError: what is asked can't be foretold, of ours; what others can't is told as refused.
+    """
     refused = refusal(name, question)
     if refused:
         return Forecast(engine=name, refused=refused)
     try:
-        return _Step(question, make(question)).forecast(name)
+        return _Step(question, MAKERS[name](question)).forecast(name)
     except ValueError as error:
         if name == "burst":  # what is asked can't be foretold at all
             raise
