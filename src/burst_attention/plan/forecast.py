@@ -268,7 +268,8 @@ class _Line:
         sides = _sides if self.way.travels == "blocks" else float
         return Pass(
             computing=computing,
-            seconds=computing + max(0.0, self._at(sides, few.exposed, many.exposed)),
+            # Where less and less is exposed, no less than what was seen.
+            seconds=computing + max(many.exposed, self._at(sides, few.exposed, many.exposed)),
             inside=self._at(sides, few.inside, many.inside),
             across=self._at(sides, few.across, many.across),
             busiest=(
