@@ -162,6 +162,17 @@ def test_models_by_name_are_as_large_as_they_were_published() -> None:
     assert {name: round(model.size / 1e9, 2) for name, model in MODELS.items()} == billions
 
 
+def test_memory_is_what_the_model_itself_shows_where_its_head_holds_most(tmp_path: Any) -> None:
+    """Logits and the head's gradients: of few tokens and a large vocabulary, and of more tokens than that."""
+    for vocabulary, tokens in ((8192, 1024), (8192, 16384)):
+        config = LlamaConfig(**TINY | {"vocab_size": vocabulary}, head_dim=16)
+        sizes = {"dtype": torch.bfloat16, "memory": MemoryConfig(remat="layer")}
+        true = training_memory(config, engine=choose("ring"), seq_len=tokens, world=1, **sizes)
+        step = Step(model=read(config, tmp_path), tokens=tokens, batch=1, world=1, io=2, buffers=0, remat="layer")
+        assert true is not None and step.parts()["loss"] == pytest.approx(true["loss"], rel=0.03) and true["loss"]
+        assert step.total == pytest.approx(sum(true.values()), rel=0.02)
+
+
 @pytest.mark.parametrize("remat", ["none", "keep-attention", "layer"])
 @pytest.mark.parametrize(
     ("kind", "dtype", "world", "tokens", "chunks"),
