@@ -101,8 +101,8 @@ SEEDED = [
     Fault(
         "forecast: a layer that is recomputed keeps its feed-forward",
         "plan/step_memory.py",
-        "return self._tokens(io * m.hidden + attention)",
-        "return self._tokens(io * m.hidden + attention + self._fed_kept())",
+        "return self._tokens(io * m.hidden + attention) + self.results",
+        "return self._tokens(io * m.hidden + attention + self._fed_kept()) + self.results",
         FORECAST,
         "model_itself_shows",
     ),

@@ -25,7 +25,7 @@ GIVEN = {
 BAD = [
     ("plan", "--seq-len", "0", "1", "-3", HUGE, "nan", "1e3", "", "1G", "K", "1.5M", "9999999M"),
     ("plan", "--ranks", "0", HUGE),
-    ("plan", "--nodes", "0", "3", HUGE),
+    ("plan", "--nodes", "0", "3", "4 --ranks 9", HUGE),
     ("plan", "--hardware", "", "h100", "h100-hgx+token-ring", "theirs/no.toml"),
     ("plan", "--model", "", "llama-9", "theirs", "theirs/notes.json", "text.txt"),
     ("plan", "--layers", "0 --q-heads 4", HUGE + " --q-heads 4", "4"),

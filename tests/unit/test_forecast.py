@@ -31,6 +31,7 @@ from burst_attention.plan.rows import Direction
 from burst_attention.plan.step_memory import PARTS, Step
 from burst_attention.plan.timeline import drawn, picture
 from burst_attention.testing import local_world
+from burst_attention.training.candidates import MAKERS
 from burst_attention.training.footprint import training_memory
 from burst_attention.training.forecast import GRAIN, forecast_of, forecasts, recommended
 from burst_attention.training.memory import MemoryConfig
@@ -288,6 +289,35 @@ def test_nothing_fits_a_small_device_and_nothing_is_known_of_another() -> None:
     unknown = forecasts(question(memory=None))
     assert {each.fits for each in unknown} == {None} and recommended(unknown) is not None
     assert {each.remat for each in unknown} == {"none"}
+
+
+def test_what_a_forward_fetched_is_kept_with_its_results() -> None:
+    """In place of q, k and v, which keep-attention would compute again: those it must keep."""
+    asked = question(heads=16, ranks=16, route="direct")
+    candidate = MAKERS["burst"](asked)
+    groups = candidate.ways[0].groups
+    assert groups == Groups(16, 8, keep=True)
+    token = 2 * asked.seq_len // 16  # bytes of a number for each token
+    assert candidate.kept == token * 2 * 8 * 128  # of keys and values, of which each head is at two ranks, the second
+    assert candidate.results == token * (32 + 2 * 16) * 128
+    sizes = {
+        "model": MODELS["llama-3-8b"],
+        "tokens": asked.seq_len // 16,
+        "batch": 1,
+        "world": 16,
+        "io": 2,
+        "buffers": 0,
+    }
+    for remat, more in (("none", candidate.kept), ("keep-attention", candidate.results), ("layer", 0)):
+        steps = [Step(**sizes, remat=remat), Step(**sizes, remat=remat, kept=candidate.kept, results=candidate.results)]
+        assert steps[1].kept_by_layer() - steps[0].kept_by_layer() == more
+
+
+def test_a_part_that_stands_for_all_can_have_its_heads_cut_as_asked() -> None:
+    assert (
+        chosen(setting(768, 64, shape=replace(SHAPE, q_heads=6, kv_heads=3)), layout="zigzag", heads=3).groups.query
+        == 3
+    )
 
 
 def test_layers_with_windows_are_counted_apart() -> None:

@@ -103,6 +103,10 @@ class Arguments:
         require(self.causal or self.window is None, "window", self.window, "looks back only; leave --no-causal out")
         most = self.nodes is None or self.nodes <= self.ranks
         require(most, "nodes", self.nodes, f"is more than --ranks {self.ranks}: each has one at least")
+        if self.nodes:
+            held = -(-self.ranks // -(-self.ranks // self.nodes))
+            some = f"can't share {self.ranks} ranks so that only the last has fewer; {held} can"
+            require(held == self.nodes, "nodes", self.nodes, some)
         for name in ("json", "html"):
             given = getattr(self, name)
             can = given is None or (Path(given).absolute().parent.is_dir() and not Path(given).is_dir())

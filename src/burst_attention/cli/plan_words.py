@@ -19,8 +19,8 @@ def headline(question: Question) -> str:
     nodes = -(-cluster.ranks // cluster.per_node)
     return (
         f"{model.name if model else f'attention alone, {heads}'}, {tokens_text(question.seq_len)} tokens over "
-        f"{cluster.ranks:,} ranks on {nodes:,} {'nodes' if nodes > 1 else 'node'}, {cluster.rates.name}, "
-        f"{str(question.dtype).removeprefix('torch.')}"
+        f"{cluster.ranks:,} rank{'s' * (cluster.ranks > 1)} on {nodes:,} node{'s' * (nodes > 1)}, "
+        f"{cluster.rates.name}, {str(question.dtype).removeprefix('torch.')}"
     )
 
 
@@ -28,12 +28,14 @@ def verdict(question: Question, found: list[Forecast]) -> str:
     """What is recommended, and whether it fits."""
     best = recommended(found)
     if best is None:
-        longest = max((each for each in found if not each.refused), key=lambda each: each.longest or 0)
-        needs = bytes_text(sum(longest.memory[longest.remat].values()))
-        return (
-            f"It does not fit: {longest.engine} needs {needs} a rank with --remat {longest.remat}; the longest "
-            f"sequence that fits is {longest_text(longest.longest or 0)} tokens. Take more ranks, or --mlp-chunks 8."
+        best = max((each for each in found if not each.refused), key=lambda each: each.longest or 0)
+        needs = bytes_text(sum(best.memory[best.remat].values()))
+        remat = f" with --remat {best.remat}" if question.model and best.remat != "none" else ""
+        longest = (
+            f"the longest sequence that fits is {longest_text(best.longest)} tokens" if best.longest else "none does"
         )
+        told = f"It does not fit: {best.engine} needs {needs} a rank{remat}; {longest}."
+        return f"{told} Take more ranks, or --mlp-chunks 8."
     told = f"Recommended: {best.engine} ({best.way}), {seconds_text(best.seconds)} a step"
     if best.fits is None:
         return f"{told}; whether it fits is not known."
@@ -73,6 +75,8 @@ def rows(question: Question, found: list[Forecast]) -> Iterator[tuple[str, ...]]
 
 def longest_text(tokens: int) -> str:
     """In K, or from 64M on in M; rounded down."""
+    if tokens == 0:
+        return "none"
     return f"{tokens >> 20}M" if tokens >= 64 << 20 else f"{tokens >> 10:,}K"
 
 
@@ -117,7 +121,7 @@ def assumptions(question: Question, found: list[Forecast]) -> Iterator[str]:
         yield (
             f"What takes at most {USABLE:.0%} of a device's {bytes_text(question.cluster.device.memory or 0)} fits; "
             "the rest is left to the process, its libraries and the allocator. The longest sequence is found by "
-            "halving, computed the same way."
+            "halving; with --remat layer, if none is asked for."
         )
     else:
         yield "What a device holds is not known of these rates: --device-memory tells what fits."

@@ -165,7 +165,7 @@ def chosen(setting: Setting, *, layout: str = "auto", route: str = "auto", heads
         ValueError: no such part stands for all.
     """
     if setting.world > MOST_RANKS:
-        setting = setting.over(_standing(setting.world))
+        setting = setting.over(_standing(setting.world, 1 if heads == "auto" else heads))
     options: dict[str, Any] = {"layout": layout, "route": route, "heads": heads}
     schedule = make_schedule(
         setting.seq_len, mask=setting.mask, **options, rank=0, world=setting.world, planner=setting.planner
@@ -175,8 +175,8 @@ def chosen(setting: Setting, *, layout: str = "auto", route: str = "auto", heads
     return Way(layout=schedule.layout.name, route=schedule.route.name, groups=groups, travels=travels)
 
 
-def _standing(world: int) -> int:
-    found = max(n for n in divisors(world) if n <= MOST_RANKS)
+def _standing(world: int, heads: int) -> int:
+    found = max((n for n in divisors(world) if n <= MOST_RANKS and n % heads == 0), default=1)
     if found < LEAST_STANDING:
         near = -(-world // MOST_RANKS) * MOST_RANKS
         raise ValueError(

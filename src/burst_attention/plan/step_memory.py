@@ -28,6 +28,7 @@ class Step:
         world: ranks over which weights are sharded.
         buffers: of an attention call (:func:`burst_attention.attention.buffers.buffers`).
         kept: bytes that a layer's attention keeps beside the usual.
+        results: bytes that it gives beside out and lse, which are kept with them by ``keep-attention``.
         gathered: bytes that a layer has more at its peak, of what is gathered of other ranks' tokens.
     """
 
@@ -41,6 +42,7 @@ class Step:
     mlp_chunks: int = 1
     accumulates: bool = False
     kept: int = 0
+    results: int = 0
     gathered: int = 0
 
     def parts(self) -> Mapping[str, int]:
@@ -84,7 +86,7 @@ class Step:
         if self.remat == "none":
             return self._tokens((8 + 4 * io) * m.hidden + self._fed_kept() + self._attending() + 8) + self.kept
         attention = io * m.q_width + 4 * m.q_heads if self.remat == "keep-attention" else 0
-        return self._tokens(io * m.hidden + attention) + self.kept * (self.remat == "keep-attention")
+        return self._tokens(io * m.hidden + attention) + self.results * (self.remat == "keep-attention")
 
     def _fed_kept(self) -> float:
         return 4 * self.io * self.model.intermediate if self.mlp_chunks == 1 else 0

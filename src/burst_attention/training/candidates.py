@@ -22,7 +22,7 @@ class Candidate:
         calls: of each kind of layer: how many, and what a call takes.
         keeping: can attention be kept while all else is recomputed?
         buffers: of a call's backward at its peak.
-        kept, gathered: as for :class:`~burst_attention.plan.step_memory.Step`.
+        kept, results, gathered: as for :class:`~burst_attention.plan.step_memory.Step`.
         whole: are embedding, head and norms whole on every rank, and other weights cut?
         ways: of each kind of layer, where the attention is ours.
     """
@@ -32,6 +32,7 @@ class Candidate:
     buffers: int
     keeping: bool = True
     kept: int = 0
+    results: int = 0
     gathered: int = 0
     whole: bool = False
     flags: str = ""
@@ -60,15 +61,25 @@ def _ring(q: Question) -> Candidate:
 
 
 def _planned(q: Question, ways: list[Way], flags: str) -> Candidate:
-    calls, held, kept = [], 0, 0
+    calls, held, kept, results = [], 0, 0, 0
     for way, (mask, count) in zip(ways, q.masks.items(), strict=True):
         calls.append((count, foretell(way, q.setting(mask))))
         held = max(held, buffers(way, q.setting(mask), q.dtype))
         if way.groups.keep:
-            shape, more = q.shape, way.groups.query // way.groups.key - 1
-            beside = more * shape.kv_heads * (shape.head_dim + shape.v_head_dim)
-            kept = max(kept, q.tokens * shape.batch * shape.io * beside)
-    return Candidate(way=str(ways[0]), calls=tuple(calls), buffers=held, kept=kept, flags=flags, ways=tuple(ways))
+            shape, times = q.shape, way.groups.query // way.groups.key
+            token = q.tokens * shape.batch * shape.io
+            keys = token * shape.kv_heads * (shape.head_dim + shape.v_head_dim)
+            kept = max(kept, (times - 1) * keys)  # in place of the rank's own q, k and v
+            results = max(results, token * shape.q_heads * shape.head_dim + times * keys)
+    return Candidate(
+        way=str(ways[0]),
+        calls=tuple(calls),
+        buffers=held,
+        kept=kept,
+        results=results,
+        flags=flags,
+        ways=tuple(ways),
+    )
 
 
 def _ulysses(q: Question) -> Candidate:

@@ -13,6 +13,7 @@ from functools import cached_property
 
 from burst_attention.attention.buffers import token_bytes
 from burst_attention.plan import collectives
+from burst_attention.plan.choose import WORTH
 from burst_attention.plan.collectives import Exchange
 from burst_attention.plan.forecast import Call, Way
 from burst_attention.plan.step_memory import REMATS, Remat, Step
@@ -39,8 +40,9 @@ class Forecast:
         memory: bytes by part, by what is recomputed.
         remat: what is recomputed in the step that seconds are of.
         fits: None if it is not known what a device holds.
-        longest: tokens of the longest sequence that fits, computed the same way; None as for ``fits``.
-        mfu: None where no peak is known.
+        longest: tokens of the longest sequence that fits, computed the same way, but for what was left open to be
+            recomputed: all of it is; None as for ``fits``.
+        mfu: None where no peak is known, and in fp32.
         flags: of ``burst train``.
         standing: the worlds whose ranks stand for all, if they do.
         ways: how calls are computed, of each kind of layer; empty for an attention that is not ours.
@@ -75,9 +77,10 @@ def forecasts(question: Question) -> list[Forecast]:
 
 
 def recommended(found: list[Forecast]) -> Forecast | None:
-    """The fastest of those that fit, or that may; None if none does."""
+    """The first of those that fit, or that may, whose step is the shortest or hardly longer; None if none does."""
     possible = [each for each in found if not each.refused and each.fits is not False]
-    return min(possible, key=lambda each: each.seconds, default=None)
+    shortest = min((each.seconds for each in possible), default=0.0)
+    return next((each for each in possible if each.seconds <= WORTH * shortest), None)
 
 
 def forecast_of(name: str, question: Question) -> Forecast:
@@ -125,8 +128,8 @@ class _Step:
             memory={each: self._memory(each) for each in self._remats},
             remat=remat,
             fits=None if q.limit is None else total <= q.limit,
-            longest=self.longest(remat),
-            mfu=q.flops / (seconds * q.cluster.ranks * peak) if peak and seconds else None,
+            longest=self.longest(self._remats[-1] if q.remat is None else remat),
+            mfu=q.flops / (seconds * q.cluster.ranks * peak) if peak and seconds and q.dtype.itemsize == 2 else None,
             flags=self._flags(),
             standing=next((call.standing for _, call in calls if call.standing), None),
             ways=self.candidate.ways,
@@ -196,6 +199,7 @@ class _Step:
             remat=remat,
             mlp_chunks=q.mlp_chunks,
             kept=round(longer * c.kept),
+            results=round(longer * c.results),
             gathered=round(longer * c.gathered),
         )
         parts = dict(step.parts())
