@@ -116,7 +116,8 @@ def test_many_ranks_are_never_all_looked_at(monkeypatch: pytest.MonkeyPatch, cap
         "direct",
     )
     assert max(worlds) == 64 and len(worlds) == 6
-    assert "4,096 ranks are not run on paper one by one" in out
+    assert "burst is not run on paper over all 4,096 ranks: it is extrapolated from worlds of 32 and 64" in out
+    assert "burst as published, ring is not run" in out
 
 
 @pytest.mark.slow

@@ -82,7 +82,7 @@ def _memory(question: Question, able: Sequence[Forecast]) -> str:
     bars = [(each, remat, parts) for each in able for remat, parts in each.memory.items()]
     names = [*dict.fromkeys(name for _, _, parts in bars for name in parts)]
     limit = question.limit or 0.0
-    most, left, line = max([limit, *(sum(parts.values()) for _, _, parts in bars)], default=1.0), 190, 22
+    most, left, line = max([limit, *(sum(parts.values()) for _, _, parts in bars)], default=1.0), 225, 22
     drawing = []
     for n, (each, remat, parts) in enumerate(bars):
         y, scale = n * line + 4, (WIDTH - left - 80) / most
@@ -116,8 +116,8 @@ def _pictures(question: Question, able: Sequence[Forecast]) -> Iterator[str]:
             ""
             if setting.world == question.cluster.ranks
             else (
-                f" Drawn over {setting.world} ranks with as many tokens each, which stand for all "
-                f"{question.cluster.ranks:,}."
+                f" Drawn over {setting.world} ranks with as many tokens each, as an example: over all "
+                f"{question.cluster.ranks:,} the pattern goes on, and times are those of the table."
             )
         )
         yield f"<h2>{escape(each.engine)}: {escape(each.way)}</h2><p>One layer's attention.{few}</p>"
@@ -137,9 +137,10 @@ def _pictures(question: Question, able: Sequence[Forecast]) -> Iterator[str]:
 def _cells(one: Picture, name: str) -> str:
     side = (WIDTH / 2 - 40) / one.world
     right, most, parts = WIDTH / 2 + 20, max(1.0, float(one.bytes.max())), []
+    computing = np.unique(one.ranks[one.ranks >= 0]).tolist()
     for i, j in np.argwhere(one.ranks >= 0).tolist():
         rank, step = int(one.ranks[i, j]), int(one.steps[i, j])
-        colour = COLOURS[rank % len(COLOURS)]
+        colour = COLOURS[computing.index(rank) % len(COLOURS)]
         parts.append(
             _box(20 + side * j, side * i, side - 0.5, side - 0.5, colour, f"({i}, {j}) at rank {rank}, step {step}")
         )

@@ -107,11 +107,11 @@ def assumptions(question: Question, found: list[Forecast]) -> Iterator[str]:
         2: " Nobody has measured this hardware with this library: every figure here is foretold.",
     }
     yield f"Rates of {rates.name}: {rates.source}.{told[min(unmeasured, 2)]}"
-    standing = next((each.standing for each in found if each.standing), None)
-    if standing:
+    for few, many in sorted({each.standing for each in found if each.standing}):
+        names = ", ".join(each.engine for each in found if each.standing == (few, many))
         yield (
-            f"{cluster.ranks:,} ranks are not run on paper one by one: their attention is extrapolated from worlds of "
-            f"fewer, as {standing[0]} and {standing[1]}, with as many tokens a rank and nodes as large."
+            f"Attention of {names} is not run on paper over all {cluster.ranks:,} ranks: it is extrapolated from worlds "
+            f"of {few} and {many}, with as many tokens a rank and nodes as large."
         )
     if question.model is not None:
         yield from _of_a_model(question)
