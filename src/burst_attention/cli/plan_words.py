@@ -110,8 +110,8 @@ def assumptions(question: Question, found: list[Forecast]) -> Iterator[str]:
     for few, many in sorted({each.standing for each in found if each.standing}):
         names = ", ".join(each.engine for each in found if each.standing == (few, many))
         yield (
-            f"Attention of {names} is not run on paper over all {cluster.ranks:,} ranks: it is extrapolated from worlds "
-            f"of {few} and {many}, with as many tokens a rank and nodes as large."
+            f"Attention of {names} is not run on paper over all {cluster.ranks:,} ranks: it is extrapolated from "
+            f"worlds of {few} and {many}, with as many tokens a rank and nodes as large."
         )
     if question.model is not None:
         yield from _of_a_model(question)
