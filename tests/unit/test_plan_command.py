@@ -38,11 +38,24 @@ def test_numbers_are_read_as_people_write_them(capsys: Any) -> None:
     assert "1,000,000 tokens" in told(capsys, "--seq-len=1000000", "--ranks", "8", "--window", "4K")
 
 
+def test_other_commands_read_them_too(tmp_path: Any) -> None:
+    from burst_attention.cli.train import parse
+
+    file = tmp_path / "config.toml"
+    file.write_text('seq_len = "2K"\nsteps = 7\n')
+    assert parse(["--seq-len", "128K"]).data.seq_len == 131072
+    assert parse([f"--config={file}"]).data.seq_len == 2048 and parse([f"--config={file}"]).run.steps == 7
+
+
 def test_attention_alone(capsys: Any) -> None:
     out = told(capsys, "--seq-len", "64K", "--ranks", "4", "--q-heads", "8", "--head-dim", "64", "--layers", "2")
     assert "attention alone, 8/8 heads of 64, 2 layers" in out and "Attention alone" in out
     assert "rest of the model" not in out and "burst train" not in out
     assert "tensor-sequence: not here" in out
+    more = ["--q-heads", "4", "--dtype", "float64", "--travels", "either", "--layout", "contiguous"]
+    assert "burst, contiguous, direct, heads=1, either travels" in told(
+        capsys, "--seq-len", "1K", "--ranks", "4", *more
+    )
 
 
 def test_what_does_not_fit_is_told_with_what_would(capsys: Any) -> None:

@@ -13,7 +13,9 @@ import tyro
 from rich.console import Console
 from rich.table import Column, Table
 
+from burst_attention.attention.checks import DtypeName
 from burst_attention.attention.hardware import resolve_rates
+from burst_attention.plan.assignment import TravelsOrAuto
 from burst_attention.plan.layout import LayoutOrAuto
 from burst_attention.plan.machines import Device, device_of
 from burst_attention.plan.models import Model, model_of
@@ -66,7 +68,8 @@ class Arguments:
     """Layers of attention alone; 1 if not given."""
     batch: Count = 1
     """Sequences that are computed at once."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: DtypeName = "bfloat16"
+    """bfloat16 or float32; of attention alone any."""
     causal: bool = True
     window: Count | None = None
     """Keys that a query sees, in all layers."""
@@ -76,6 +79,8 @@ class Arguments:
     """Of burst, as for burst train; auto: what is predicted to be fastest."""
     route: RouteOrAuto = "auto"
     """Of burst."""
+    travels: TravelsOrAuto = "auto"
+    """Of burst, in the backward."""
     heads: Count | None = None
     """Groups into which burst cuts heads. Default: as many as are predicted to be fastest."""
     remat: RematOrAuto = "auto"
@@ -116,6 +121,8 @@ class Arguments:
                 alone = "is of attention alone, which --q-heads asks for; --model says it of a model"
                 require(getattr(self, name) is None, name, getattr(self, name), alone)
             require(self.causal, "causal", "no", "is for attention alone (--q-heads): the models here are causal")
+            known = "is of attention alone (--q-heads): a model's memory is known in bfloat16 and float32"
+            require(self.dtype in ("bfloat16", "float32"), "dtype", self.dtype, known)
             return
         require(self.model is None, "q_heads", self.q_heads, "is for attention alone; leave it out, or --model")
         multiple = f"must be a multiple of --kv-heads {self.kv_heads}"
@@ -146,6 +153,7 @@ class Arguments:
             layout=self.layout,
             route=self.route,
             heads="auto" if self.heads is None else self.heads,
+            travels=self.travels,
         )
 
     def _sizes(self, model: Model | None) -> Mapping[str, Any]:

@@ -156,7 +156,14 @@ class Call:
         return self.forward.seconds + self.backward.seconds
 
 
-def chosen(setting: Setting, *, layout: str = "auto", route: str = "auto", heads: HeadsOrAuto = "auto") -> Way:
+def chosen(
+    setting: Setting,
+    *,
+    layout: str = "auto",
+    route: str = "auto",
+    heads: HeadsOrAuto = "auto",
+    travels: str = "auto",
+) -> Way:
     """The planner's choice: what is left open as :func:`burst_attention.make_plan` chooses it.
 
     Of more than 256 ranks, what it chooses for the largest part of them that divides them.
@@ -170,8 +177,8 @@ def chosen(setting: Setting, *, layout: str = "auto", route: str = "auto", heads
     schedule = make_schedule(
         setting.seq_len, mask=setting.mask, **options, rank=0, world=setting.world, planner=setting.planner
     )
-    groups = schedule.choose_groups(setting.shape, "auto")
-    travels = schedule.choose_travels(setting.shape, groups)
+    groups = schedule.choose_groups(setting.shape, travels)
+    travels = schedule.choose_travels(setting.shape, groups) if travels == "auto" else travels
     return Way(layout=schedule.layout.name, route=schedule.route.name, groups=groups, travels=travels)
 
 

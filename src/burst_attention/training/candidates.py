@@ -42,11 +42,11 @@ class Candidate:
 def _burst(q: Question) -> Candidate:
     ways, layout = [], q.layout
     for mask in q.masks:  # layers that differ in their windows share one cut
-        ways.append(chosen(q.setting(mask), layout=layout, route=q.route, heads=q.heads))
+        ways.append(chosen(q.setting(mask), layout=layout, route=q.route, heads=q.heads, travels=q.travels))
         layout = ways[0].layout
     route = "" if ways[0].route == "direct" else f" --route {ways[0].route}"
     flags = f"--engine burst --layout {ways[0].layout} --heads {ways[0].groups.query}{route}"
-    return _planned(q, ways, flags)
+    return _planned(q, ways, flags if q.travels == "auto" else "")  # which burst train does not take
 
 
 def _published(q: Question) -> Candidate:

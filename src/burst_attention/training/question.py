@@ -60,6 +60,7 @@ class Question:
     layout: str = "auto"
     route: str = "auto"
     heads: HeadsOrAuto = "auto"
+    travels: str = "auto"
 
     @property
     def masks(self) -> Mapping[Mask, int]:
