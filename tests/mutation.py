@@ -63,6 +63,7 @@ RESUME = "tests/distributed/test_resume.py"
 FILES = "tests/unit/test_checkpoint_files.py"
 SAVING = "tests/distributed/test_saving.py"
 MEMORY = "tests/unit/test_killed_for_memory.py"
+FORECAST = "tests/unit/test_forecast.py"
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,70 @@ class Fault:
 
 
 SEEDED = [
+    Fault(
+        "forecast: a larger world's bytes and time are those of the smaller",
+        "plan/forecast.py",
+        "return many + (x - b) * (many - few) / (b - a)",
+        "return many",
+        FORECAST,
+        "extrapolated",
+    ),
+    Fault(
+        "forecast: what travels across nodes is not counted",
+        "plan/forecast.py",
+        "inside, across = (float(sent.size[kind == n].sum()) / setting.world for n in (0, 1))",
+        "inside, across = float(sent.size[kind == 0].sum()) / setting.world, 0.0",
+        FORECAST,
+        "those_of_the_plan",
+    ),
+    Fault(
+        "forecast: a layer that is recomputed keeps its feed-forward",
+        "plan/step_memory.py",
+        "return self._tokens(io * m.hidden + attention) + self.results",
+        "return self._tokens(io * m.hidden + attention + self._fed_kept()) + self.results",
+        FORECAST,
+        "model_itself_shows",
+    ),
+    Fault(
+        "forecast: the loss holds one chunk of logits less",
+        "plan/step_memory.py",
+        "widened + max(4 * head + 2 * logits, 8 * head + logits)",
+        "widened + max(4 * head + logits, 8 * head)",
+        FORECAST,
+        "model_itself_shows",
+    ),
+    Fault(
+        "forecast: an attention that is recomputed takes no time",
+        "training/forecast.py",
+        'return 2 if self.remat == "layer" else 1',
+        "return 1",
+        FORECAST,
+        "a_step_is",
+    ),
+    Fault(
+        "forecast: a shared port carries one rank's part",
+        "plan/collectives.py",
+        "port = across * (here if rates.across.shared else 1)",
+        "port = across",
+        FORECAST,
+        "busier_link",
+    ),
+    Fault(
+        "forecast: tied weights are counted twice",
+        "plan/models.py",
+        "        if not self.tied:\n",
+        "        if self.tied or not self.tied:\n",
+        FORECAST,
+        "parameters_are",
+    ),
+    Fault(
+        "forecast: what does not fit is recommended",
+        "training/forecast.py",
+        "if not each.refused and each.fits is not False]",
+        "if not each.refused]",
+        FORECAST,
+        "small_device",
+    ),
     Fault(
         "planner: an exchange is posted before the visits two steps ago are done",
         "plan/timing.py",

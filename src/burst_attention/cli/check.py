@@ -23,6 +23,7 @@ from burst_attention.training.config import DeviceOrAuto
 from burst_attention.training.flags import Natural, Ranks, Seconds, check_settings, distinct, require, whole
 
 from ..launch import local as launch
+from .numbers import numbers
 
 COMMAND = "burst check"
 Size = Annotated[int, whole(most=65_536)]  # the oracle takes memory in the square of the tokens
@@ -100,7 +101,7 @@ def cases(arguments: Arguments, device: str) -> list[Case]:
 
 def main(arguments: list[str]) -> int:
     """Run ``burst check``; returns the exit status: 0 if all is right, 1 if not, 2 if it can't be asked."""
-    parsed = tyro.cli(Arguments, prog=COMMAND, args=arguments)
+    parsed = tyro.cli(Arguments, prog=COMMAND, args=arguments, registry=numbers())
     try:
         parsed.check()
         running = launch.torchrun_ranks(parsed.ranks)

@@ -14,6 +14,7 @@ from burst_attention.training.preflight import check_evaluation
 
 from ..launch import local as launch
 from . import train
+from .numbers import numbers
 
 COMMAND = "burst eval"
 PIPED_WIDTH = 160  # columns of a table that no terminal shows
@@ -21,7 +22,7 @@ PIPED_WIDTH = 160  # columns of a table that no terminal shows
 
 def main(arguments: list[str]) -> int:
     """Run ``burst eval``; returns the exit status: 0 if an engine ran, 1 if one failed, 2 if none can be asked."""
-    config = tyro.cli(EvalConfig, prog=COMMAND, args=launch.spelled_out(arguments))
+    config = tyro.cli(EvalConfig, prog=COMMAND, args=launch.spelled_out(arguments), registry=numbers())
     try:
         config.check()
         config = resolve(config, launch.torchrun_ranks(config.ranks))

@@ -23,6 +23,7 @@ from burst_attention.training.preflight import check_run
 
 from ..launch import local as launch
 from ..launch.processes import INTERRUPTED
+from .numbers import numbers
 
 COMMAND = "burst train"
 
@@ -53,15 +54,15 @@ def parse(arguments: list[str]) -> TrainConfig:
 
 def _parse(arguments: list[str]) -> Arguments:
     arguments = _resume_spelled_out(arguments)
-    parsed = tyro.cli(Arguments, prog=COMMAND, args=arguments)
+    parsed = tyro.cli(Arguments, prog=COMMAND, args=arguments, registry=numbers())
     if parsed.config is not None:
         arguments = [*read_toml(parsed.config), *arguments]
-        parsed = tyro.cli(Arguments, prog=COMMAND, args=arguments)
+        parsed = tyro.cli(Arguments, prog=COMMAND, args=arguments, registry=numbers())
     resumed = without_auto(parsed.train)[0].run.resume
     if resumed is None:
         return parsed
     saved = settings_of_checkpoint(resumed, parsed.train.run.out)
-    return tyro.cli(Arguments, prog=COMMAND, args=[*saved, *arguments])
+    return tyro.cli(Arguments, prog=COMMAND, args=[*saved, *arguments], registry=numbers())
 
 
 def _resume_spelled_out(arguments: list[str]) -> list[str]:

@@ -1,0 +1,53 @@
+"""Figures for people: three digits and a unit, as in 8.19 PFLOP, 1.4 GB, 23 ms."""
+
+from __future__ import annotations
+
+_LARGE = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
+
+
+def scaled(value: float, unit: str, *, step: float = 1000.0) -> str:
+    """With the prefix that leaves 1 to ``step`` before the unit; thousands are ``k``, and 0 is 0."""
+    power = 0
+    while abs(value) >= 0.9995 * step and power < len(_LARGE) - 1:
+        value, power = value / step, power + 1
+    return f"{digits(value)} {_LARGE[power]}{unit}"
+
+
+def digits(value: float) -> str:
+    """Three of them, none behind a whole number that has as many, no exponent."""
+    if value == 0:
+        return "0"
+    places = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    text = f"{value:,.{places}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def seconds_text(value: float) -> str:
+    """From nanoseconds to days."""
+    if value == 0:
+        return "0 s"
+    for most, size, unit in ((1e-6, 1e-9, "ns"), (1e-3, 1e-6, "us"), (1.0, 1e-3, "ms"), (120.0, 1.0, "s")):
+        if value < 0.9995 * most:
+            return f"{digits(value / size)} {unit}"
+    for most, size, unit in ((7200.0, 60.0, "min"), (172800.0, 3600.0, "h")):
+        if value < most:
+            return f"{digits(value / size)} {unit}"
+    return f"{digits(value / 86400.0)} days"
+
+
+def bytes_text(value: float) -> str:
+    """In powers of 1000, as devices and links are sold: 80 GB."""
+    return scaled(value, "B")
+
+
+def flops_text(value: float) -> str:
+    """Of multiplications and additions."""
+    return scaled(value, "FLOP")
+
+
+def tokens_text(value: int) -> str:
+    """As a command line takes it: 1M is 1024 times 1024, 96K 96 times 1024; others as they are."""
+    for size, unit in ((1 << 20, "M"), (1 << 10, "K")):
+        if value >= size and value % size == 0:
+            return f"{value // size}{unit}"
+    return f"{value:,}"

@@ -1,0 +1,230 @@
+"""Sizes of decoder models, by name or from a config.json: what a training step's work and memory follow from.
+
+Figures by name are those of the config.json that the model was published with, on the hub under ``source``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Matrix = tuple[int, int]  # rows, columns; a vector has one column
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A decoder as Llama's: attention with grouped queries, a gated feed-forward layer, norms before both.
+
+    Attributes:
+        source: where the figures come from.
+        tied: embedding and head are one matrix.
+        biased: the projections to q, k and v have a bias (Qwen2).
+        normed: q and k are normed head by head (Qwen3).
+        windows: each layer's, None for a layer that sees everything before it.
+    """
+
+    name: str
+    source: str
+    hidden: int
+    intermediate: int
+    layers: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    tied: bool = False
+    biased: bool = False
+    normed: bool = False
+    windows: tuple[int | None, ...] = ()
+
+    @property
+    def q_width(self) -> int:
+        return self.q_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def windows_by_count(self) -> Mapping[int | None, int]:
+        """How many layers have each window, those that see most first."""
+        windows = self.windows or (None,) * self.layers
+        order = sorted({*windows}, key=lambda window: (window is not None, -(window or 0)))
+        return {window: windows.count(window) for window in order}
+
+    def layer(self) -> Iterator[Matrix]:
+        """The weights of a layer."""
+        for width in (self.q_width, self.kv_width, self.kv_width):
+            yield width, self.hidden
+            if self.biased:
+                yield width, 1
+        yield self.hidden, self.q_width
+        yield from ((self.intermediate, self.hidden), (self.intermediate, self.hidden))
+        yield self.hidden, self.intermediate
+        yield from ((self.hidden, 1), (self.hidden, 1))
+        if self.normed:
+            yield from ((self.head_dim, 1), (self.head_dim, 1))
+
+    def root(self) -> Iterator[Matrix]:
+        """The other weights: embedding, last norm, head."""
+        yield self.vocabulary, self.hidden
+        yield self.hidden, 1
+        if not self.tied:
+            yield self.vocabulary, self.hidden
+
+    @property
+    def layer_size(self) -> int:
+        """Parameters of a layer."""
+        return sum(rows * columns for rows, columns in self.layer())
+
+    @property
+    def root_size(self) -> int:
+        """Parameters that are in no layer."""
+        return sum(rows * columns for rows, columns in self.root())
+
+    @property
+    def size(self) -> int:
+        """Parameters of the model."""
+        return self.layers * self.layer_size + self.root_size
+
+    @property
+    def feed_forward_products(self) -> int:
+        """Multiplications of a token in a layer's feed-forward matrices."""
+        return 3 * self.hidden * self.intermediate
+
+    @property
+    def layer_products(self) -> int:
+        """Multiplications of a token in a layer's matrices; the attention between them is not one."""
+        return 2 * self.hidden * (self.q_width + self.kv_width) + self.feed_forward_products
+
+    @property
+    def head_products(self) -> int:
+        """Multiplications of a token in the head."""
+        return self.vocabulary * self.hidden
+
+
+def _model(name: str, source: str, sizes: tuple[int, ...], **more: Any) -> Model:
+    hidden, intermediate, layers, q_heads, kv_heads, vocabulary = sizes
+    given = {"head_dim": hidden // q_heads, "vocabulary": vocabulary} | more
+    return Model(
+        name=name,
+        source=source,
+        hidden=hidden,
+        intermediate=intermediate,
+        layers=layers,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        **given,
+    )
+
+
+# hidden, intermediate, layers, query heads, key-value heads, vocabulary
+MODELS: Mapping[str, Model] = {
+    each.name: each
+    for each in (
+        _model("llama-2-7b", "meta-llama/Llama-2-7b-hf", (4096, 11008, 32, 32, 32, 32000)),
+        _model("llama-2-13b", "meta-llama/Llama-2-13b-hf", (5120, 13824, 40, 40, 40, 32000)),
+        _model("llama-2-70b", "meta-llama/Llama-2-70b-hf", (8192, 28672, 80, 64, 8, 32000)),
+        _model("llama-3-8b", "meta-llama/Meta-Llama-3-8B", (4096, 14336, 32, 32, 8, 128256)),
+        _model("llama-3-70b", "meta-llama/Meta-Llama-3-70B", (8192, 28672, 80, 64, 8, 128256)),
+        _model("mistral-7b", "mistralai/Mistral-7B-v0.3", (4096, 14336, 32, 32, 8, 32768)),
+        _model("qwen-2.5-7b", "Qwen/Qwen2.5-7B", (3584, 18944, 28, 28, 4, 152064), biased=True),
+        _model("qwen-2.5-72b", "Qwen/Qwen2.5-72B", (8192, 29568, 80, 64, 8, 152064), biased=True),
+        _model("qwen-3-8b", "Qwen/Qwen3-8B", (4096, 12288, 36, 32, 8, 151936), normed=True),
+    )
+}
+KINDS = ("llama", "mistral", "qwen2", "qwen3")  # whose layers these figures are of, by model_type
+MOST_SIZE = 2**31
+
+
+def model_of(name: str) -> Model:
+    """By name, or from a folder with a config.json, or that file itself. Nothing is fetched.
+
+    Raises:
+        ValueError: there is none, or it is of another kind.
+    """
+    if name in MODELS:
+        return MODELS[name]
+    path = Path(name)
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(
+            f"--model {name!r} is no model that is known by name ({', '.join(MODELS)}), no folder with a config.json "
+            "and no such file; download the model's config.json and name it, or give --q-heads, --kv-heads and "
+            "--head-dim for attention alone"
+        )
+    try:
+        values = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--model {name!r}: {file} can't be read: {error}") from None
+    try:
+        return _of_config(values, name)
+    except (KeyError, TypeError, ValueError) as error:
+        told = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"--model {name!r}: {file} {told}") from None
+
+
+def _of_config(values: Any, name: str) -> Model:
+    if not isinstance(values, Mapping):
+        raise ValueError("is no configuration of a model")
+    kind = values.get("model_type")
+    if kind not in KINDS:
+        raise ValueError(
+            f"is of model_type {kind!r}, whose work and memory are not known here; those of {', '.join(KINDS)} are. "
+            "Give --q-heads, --kv-heads and --head-dim for its attention alone"
+        )
+
+    def size(key: str, default: int | None = None) -> int:
+        value = values.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise KeyError(key)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_SIZE:
+            raise ValueError(f"has {key} {value!r}, which must be a whole number of at least 1")
+        return value
+
+    hidden, layers, q_heads = size("hidden_size"), size("num_hidden_layers"), size("num_attention_heads")
+    kv_heads = size("num_key_value_heads", q_heads)
+    if q_heads % kv_heads:
+        raise ValueError(f"has {q_heads} query heads, no multiple of its {kv_heads} key-value heads")
+    if values.get("head_dim") is None and hidden % q_heads:
+        raise ValueError(f"has hidden_size {hidden}, no multiple of its {q_heads} heads, and no head_dim")
+    for key in ("attention_bias", "mlp_bias"):
+        if values.get(key):
+            raise ValueError(f"has {key}, which is not counted here")
+    return Model(
+        name=name,
+        source=name,
+        hidden=hidden,
+        intermediate=size("intermediate_size"),
+        layers=layers,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=size("head_dim", hidden // q_heads),
+        vocabulary=size("vocab_size"),
+        tied=bool(values.get("tie_word_embeddings", False)),
+        biased=kind == "qwen2",
+        normed=kind == "qwen3",
+        windows=_windows(values, kind, layers),
+    )
+
+
+def _windows(values: Mapping[str, Any], kind: str, layers: int) -> tuple[int | None, ...]:
+    """Each layer's, as transformers reads them."""
+    window = values.get("sliding_window")
+    if kind in ("qwen2", "qwen3") and not values.get("use_sliding_window", False):
+        window = None
+    if kind == "llama" or window is None:
+        return ()
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise ValueError(f"has sliding_window {window!r}, which must be a whole number of at least 1")
+    kinds = values.get("layer_types")
+    if kinds is not None:
+        if len(kinds) != layers:
+            raise ValueError(f"has {len(kinds)} layer_types for {layers} layers")
+        return tuple(window if each == "sliding_attention" else None for each in kinds)
+    first = values.get("max_window_layers", 28) if kind != "mistral" else 0
+    return tuple(window if n >= first else None for n in range(layers))

@@ -1,0 +1,365 @@
+"""A call and a step foretold: against the plan's own bytes and times, larger worlds, and the memory a model shows."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise, product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from burst_attention import Mask
+from burst_attention.attention import buffers as buffers_module
+from burst_attention.attention.buffers import buffers, token_bytes
+from burst_attention.attention.footprint import peak_of
+from burst_attention.attention.hardware import shape_of
+from burst_attention.engines import choose
+from burst_attention.engines.contract import Heads
+from burst_attention.engines.ulysses import ulysses_sent
+from burst_attention.plan import collectives
+from burst_attention.plan.choose import Candidate
+from burst_attention.plan.figures import bytes_text, flops_text, seconds_text, tokens_text
+from burst_attention.plan.forecast import Setting, Way, chosen, foretell
+from burst_attention.plan.groups import Groups
+from burst_attention.plan.machines import Device
+from burst_attention.plan.models import MODELS, Model, model_of
+from burst_attention.plan.presets import preset
+from burst_attention.plan.rows import Direction
+from burst_attention.plan.step_memory import PARTS, Step
+from burst_attention.plan.timeline import drawn, picture
+from burst_attention.testing import local_world
+from burst_attention.training.candidates import MAKERS
+from burst_attention.training.footprint import training_memory
+from burst_attention.training.forecast import GRAIN, forecast_of, forecasts, recommended
+from burst_attention.training.memory import MemoryConfig
+from burst_attention.training.question import Cluster, Question
+
+H100 = preset("h100-hgx")
+SHAPE = shape_of(torch.bfloat16, batch=2, q_heads=8, kv_heads=4, head_dim=16)
+WAYS = [
+    Way(layout="zigzag", travels="query"),
+    Way(layout="zigzag", travels="key-value", route="ring-attention"),
+    Way(layout="zigzag", travels="query", route="nodes"),
+    Way(layout="contiguous", travels="either"),
+    Way(layout="zigzag", travels="blocks"),
+    Way(layout="zigzag", travels="key-value", groups=Groups(2, 2, keep=True)),
+    Way(layout="contiguous", travels="query", groups=Groups(4, 4)),
+    Way(layout="zigzag", travels="key-value", groups=Groups(4, 4, keep=True, waves=2)),
+]
+MASKS = [Mask(), Mask(window=100), Mask(cu_seqlens=(0, 300, 517, 1000))]
+
+
+def setting(
+    world: int, tokens: int = 250, *, mask: Mask | None = None, shape: Any = SHAPE, per_node: int = 2
+) -> Setting:
+    given = Mask() if mask is None else mask
+    return Setting(seq_len=world * tokens, mask=given, world=world, per_node=per_node, shape=shape, rates=H100)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=repr)
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_bytes_and_seconds_are_those_of_the_plan(way: Way, mask: Mask) -> None:
+    asked = setting(4, mask=mask)
+    call, schedules = foretell(way, asked), [asked.schedule(way, rank) for rank in range(4)]
+    traffic = [each.traffic(SHAPE, way.travels, way.groups) for each in schedules]
+    for one, name in ((call.forward, "forward_sent"), (call.backward, "backward_sent")):
+        assert (one.inside + one.across) * 4 == pytest.approx(sum(getattr(each, name) for each in traffic), rel=1e-12)
+    timed = schedules[0].timed(SHAPE, way.travels, way.groups)
+    assert [call.forward.seconds, call.backward.seconds] == [each.seconds for each in timed]
+    assert [call.forward.exposed, call.backward.exposed] == [each.exposed for each in timed]
+    assert call.standing is None
+
+
+def test_what_is_chosen_and_its_time_are_what_plan_explain_tells() -> None:
+    sizes = {"q_heads": 8, "kv_heads": 4, "head_dim": 16, "dtype": torch.bfloat16}
+    asked = setting(4, 4096, shape=shape_of(torch.bfloat16, batch=1, q_heads=8, kv_heads=4, head_dim=16))
+
+    def told(group: Any) -> str:
+        from burst_attention import make_plan
+
+        plan = make_plan(asked.seq_len, group=group, rates=H100, nodes=[0, 0, 1, 1], **sizes)
+        return plan.explain(batch=1, **sizes)
+
+    way = chosen(asked)
+    call = foretell(way, asked)
+    with local_world(4) as world:
+        text = world.run(told)[0]
+    assert f"layout {way.layout}, route {way.route}" in text
+    assert f"chosen: {Candidate(way.groups, way.travels)}: {call.seconds:.3g} s predicted" in text
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_many_ranks_are_extrapolated_from_fewer(way: Way) -> None:
+    """As 32 ranks foretell 128, 256 do more."""
+    most, world = (16, 32) if way.route != "direct" else (100, 256) if way.travels == "blocks" else (32, 128)
+    asked = setting(world, 4096, shape=replace(SHAPE, q_heads=32, kv_heads=8, head_dim=128, v_head_dim=128), per_node=4)
+    few, all_of_them = foretell(way, asked, most=most), foretell(way, asked)
+    assert few.standing is not None and few.standing[1] <= most and all_of_them.standing is None
+    close = 0.15 if way.travels == "blocks" else 0.02
+    for a, b in ((few.forward, all_of_them.forward), (few.backward, all_of_them.backward)):
+        assert a.computing == pytest.approx(b.computing, rel=close)
+        assert a.seconds == pytest.approx(b.seconds, rel=close)
+        assert a.inside + a.across == pytest.approx(b.inside + b.across, rel=close)
+        assert sum(a.busiest) == pytest.approx(sum(b.busiest), rel=2 * close)
+
+
+def test_documents_and_windows_that_few_ranks_can_not_stand_for_are_refused() -> None:
+    way = WAYS[0]
+    with pytest.raises(ValueError, match="--window 3000 is more than half"):
+        foretell(way, setting(64, 100, mask=Mask(window=3000)), most=16)
+    with pytest.raises(ValueError, match="documents of 3,200 tokens are longer"):
+        foretell(way, setting(64, 100, mask=Mask(cu_seqlens=(0, 3200, 6400))), most=16)
+    with pytest.raises(ValueError, match=r"--ranks 521 can't be foretold.*ask for 768"):
+        chosen(setting(521))
+    with pytest.raises(ValueError, match="two nodes at least"):
+        foretell(way, setting(64, per_node=16), most=16)
+    near = foretell(way, setting(64, 100, mask=Mask(window=50)), most=16)
+    assert near.seconds == pytest.approx(foretell(way, setting(64, 100, mask=Mask(window=50))).seconds, rel=0.05)
+
+
+@pytest.mark.parametrize("way", [w for w in WAYS if w.route != "nodes"], ids=str)
+def test_buffers_of_many_ranks_are_those_of_a_few(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, dtype = setting(32, 64), torch.bfloat16
+    monkeypatch.setattr(buffers_module, "ENOUGH", 16)
+    whole = [
+        peak_of(asked.schedule(way, rank), SHAPE, dtype, way.travels, Direction.BACKWARD)
+        - 64 * token_bytes(SHAPE, dtype)
+        for rank in (0, 10, 20, 31)
+    ]
+    close = 0.2 if way.travels == "blocks" else 0.06
+    assert buffers(way, asked, dtype) == pytest.approx(max(whole), rel=close)
+
+
+TINY = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3}
+TINY |= {"num_attention_heads": 8, "num_key_value_heads": 2}
+
+
+def read(config: Any, folder: Any) -> Model:
+    (folder / "config.json").write_text(json.dumps(config.to_dict()))
+    return model_of(str(folder))
+
+
+@pytest.mark.parametrize("kind", [LlamaConfig, Qwen2Config, Qwen3Config, MistralConfig])
+def test_parameters_are_those_of_the_model_itself(kind: Any, tmp_path: Any) -> None:
+    for tied in (False, True):
+        config = kind(**TINY, head_dim=16, tie_word_embeddings=tied)
+        with torch.device("meta"):
+            whole = AutoModelForCausalLM.from_config(config)
+        assert read(config, tmp_path).size == sum(p.numel() for p in whole.parameters())
+
+
+def test_models_by_name_are_as_large_as_they_were_published() -> None:
+    billions = {
+        "llama-3-8b": 8.03,
+        "llama-3-70b": 70.55,
+        "llama-2-7b": 6.74,
+        "llama-2-13b": 13.02,
+        "llama-2-70b": 68.98,
+    }
+    billions |= {"mistral-7b": 7.25, "qwen-2.5-7b": 7.62, "qwen-2.5-72b": 72.71, "qwen-3-8b": 8.19}
+    assert {name: round(model.size / 1e9, 2) for name, model in MODELS.items()} == billions
+
+
+def test_memory_is_what_the_model_itself_shows_where_its_head_holds_most(tmp_path: Any) -> None:
+    """Logits, and the gradients of the head: few tokens and a large vocabulary."""
+    for vocabulary, tokens in ((8192, 1024), (16384, 2048)):
+        config = LlamaConfig(**TINY | {"vocab_size": vocabulary}, head_dim=16)
+        sizes = {"dtype": torch.bfloat16, "memory": MemoryConfig(remat="layer")}
+        true = training_memory(config, engine=choose("ring"), seq_len=tokens, world=1, **sizes)
+        step = Step(model=read(config, tmp_path), tokens=tokens, batch=1, world=1, io=2, buffers=0, remat="layer")
+        assert true is not None and step.parts()["loss"] == pytest.approx(true["loss"], rel=0.03) and true["loss"]
+        assert step.total == pytest.approx(sum(true.values()), rel=0.02)
+
+
+@pytest.mark.parametrize("remat", ["none", "keep-attention", "layer"])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "world", "tokens", "chunks"),
+    [
+        (LlamaConfig, torch.bfloat16, 4, 2048, 1),
+        (LlamaConfig, torch.bfloat16, 1, 2048, 4),
+        (LlamaConfig, torch.float32, 4, 8192, 2),
+        (Qwen3Config, torch.bfloat16, 4, 64, 1),
+        (Qwen2Config, torch.float32, 2, 96, 1),
+    ],
+)
+def test_memory_is_what_the_model_itself_shows(
+    kind: Any, dtype: torch.dtype, world: int, tokens: int, chunks: int, remat: Any, tmp_path: Any
+) -> None:
+    config, seq_len = kind(**TINY, head_dim=16), world * tokens
+    memory = MemoryConfig(remat=remat, mlp_chunks=chunks)
+    true = training_memory(config, engine=choose("ring"), seq_len=seq_len, world=world, dtype=dtype, memory=memory)
+    assert true is not None
+    shape = shape_of(dtype, batch=1, q_heads=8, kv_heads=2, head_dim=16)
+    held = buffers(WAYS[1], setting(world, tokens, shape=shape), dtype)
+    model = read(config, tmp_path)
+    step = Step(
+        model=model,
+        tokens=tokens,
+        batch=1,
+        world=world,
+        io=dtype.itemsize,
+        buffers=held,
+        remat=remat,
+        mlp_chunks=chunks,
+    )
+    parts = step.parts()
+    assert tuple(parts) == PARTS
+    assert step.total == pytest.approx(sum(true.values()), rel=0.03)
+    for name in ("weights", "AdamW"):
+        assert parts[name] == pytest.approx(true[name], rel=0.1 if parts["gathered"] == 0 else 0)
+    if parts["gathered"] and true["gathered"]:
+        assert parts["gathered"] == true["gathered"]
+
+
+def test_what_other_engines_send_is_what_they_count() -> None:
+    asked = setting(4, 64, shape=SHAPE)
+    heads = Heads(q_heads=8, kv_heads=4, head_dim=16, hidden=128, intermediate=512)
+
+    def sent(group: Any) -> tuple[Any, Any]:
+        whole, cut = (choose(name) for name in ("ulysses", "tensor-sequence"))
+        plan = whole.plan(asked.seq_len, group=group)
+        return ulysses_sent(plan, heads, 2, torch.bfloat16), cut.sent([plan], heads, batch=2, dtype=torch.bfloat16)
+
+    with local_world(4) as world:
+        traded, gathered = world.run(sent)[0]
+    for call, counted in ((collectives.ulysses(asked), traded), (collectives.tensor(asked, 128), gathered)):
+        assert (call.forward.inside + call.forward.across, call.backward.inside + call.backward.across) == counted
+        assert call.forward.exposed > 0 and call.forward.inside * 3 >= call.forward.across
+
+
+def test_a_gather_is_the_busier_link_s() -> None:
+    rates = replace(H100, inside=replace(H100.inside, latency=0.0), across=replace(H100.across, latency=0.0))
+    within, between = (collectives.gather(8e9, 16, node, rates) for node in (16, 8))
+    assert within.inside == pytest.approx(7.5e9) and within.across == 0
+    assert within.seconds == pytest.approx(7.5e9 / rates.inside.bytes_per_second)
+    assert between.inside + between.across == pytest.approx(7.5e9) and between.across == pytest.approx(7.5e9 / 8)
+    assert between.seconds == pytest.approx(7.5e9 / 8 / rates.across.bytes_per_second)
+    shared = replace(rates, across=replace(rates.across, shared=True))
+    assert collectives.gather(8e9, 16, 8, shared).seconds == pytest.approx(8 * between.seconds)
+    assert collectives.gather(8e9, 1, 8, rates) == collectives.Exchange()
+
+
+def question(**more: Any) -> Question:
+    device = Device(peak=1e15, memory=more.pop("memory", 80e9))
+    cluster = Cluster(ranks=more.pop("ranks", 8), per_node=8, rates=H100, device=device)
+    model = MODELS["llama-3-8b"]
+    given = {"seq_len": 1 << 17, "model": model, "q_heads": 32, "kv_heads": 8, "head_dim": 128, "layers": 32}
+    return Question(cluster=cluster, **(given | more))
+
+
+def test_a_step_is_attention_products_and_what_is_exposed() -> None:
+    asked = question()
+    found = {each.engine: each for each in forecasts(asked)}
+    ours = found["burst"]
+    seen, model = asked.seq_len * (asked.seq_len + 1) // 2, MODELS["llama-3-8b"]
+    attention = 32 * 4 * 32 * 128 * seen
+    matrices = 2 * asked.seq_len * (model.size - 128256 * 4096 - 65 * 4096)  # but for embedding and norms
+    assert asked.flops == pytest.approx(3 * (attention + matrices))
+    assert ours.mfu == pytest.approx(asked.flops / (ours.seconds * 8 * 1e15))
+    # As it is, every engine's attention keeps its buffers; 132 GB of activations don't fit, what is recomputed does.
+    assert ours.remat == "keep-attention" and sum(ours.memory["none"].values()) > 0.9 * 80e9
+    head = 2 * asked.seq_len * 128256 * 4096
+    assert ours.rest == pytest.approx((4 * (matrices - head) + 4 * head) / (8 * 0.6e15))
+    call = foretell(ours.ways[0], asked.setting(Mask()))
+    assert ours.attention == pytest.approx(32 * call.seconds)
+    layer = forecast_of("burst", replace(asked, remat="layer"))
+    assert layer.attention == pytest.approx(32 * (call.seconds + call.forward.seconds))
+    # Two gathers of the layers, one of the rest, in bf16; gradients in fp32.
+    rest = 2 * 128256 * 4096 + 4096
+    assert sum(ours.sent["parameters"]) == pytest.approx(7 / 8 * (4 * (model.size - rest) + 2 * rest + 4 * model.size))
+    assert recommended([*found.values()]) is ours
+    assert all(each.fits for each in found.values())
+
+
+@pytest.mark.parametrize("engine", ["ring", "ulysses", "tensor-sequence"])
+def test_the_longest_sequence_fits_and_a_longer_one_does_not(engine: str) -> None:
+    asked = question(remat="layer")
+    longest = forecast_of(engine, asked).longest
+    assert longest and longest % GRAIN == 0
+    for seq_len, fits in ((longest, True), (longest + 8 * GRAIN, False)):
+        assert forecast_of(engine, replace(asked, seq_len=seq_len)).fits is fits
+
+
+def test_nothing_fits_a_small_device_and_nothing_is_known_of_another() -> None:
+    small = forecasts(question(memory=2e9))
+    assert recommended(small) is None and {each.longest for each in small} == {0}
+    unknown = forecasts(question(memory=None))
+    assert {each.fits for each in unknown} == {None} and recommended(unknown) is not None
+    assert {each.remat for each in unknown} == {"none"}
+
+
+def test_what_a_forward_fetched_is_kept_with_its_results() -> None:
+    """In place of q, k and v, which keep-attention would compute again: those it must keep."""
+    asked = question(heads=16, ranks=16, route="direct")
+    candidate = MAKERS["burst"](asked)
+    groups = candidate.ways[0].groups
+    assert replace(groups, waves=0) == Groups(16, 8, keep=True)
+    token = 2 * asked.seq_len // 16  # bytes of a number for each token
+    assert candidate.kept == token * 2 * 8 * 128  # of keys and values, of which each head is at two ranks, the second
+    assert candidate.results == token * (32 + 2 * 16) * 128
+    sizes = {
+        "model": MODELS["llama-3-8b"],
+        "tokens": asked.seq_len // 16,
+        "batch": 1,
+        "world": 16,
+        "io": 2,
+        "buffers": 0,
+    }
+    for remat, more in (("none", candidate.kept), ("keep-attention", candidate.results), ("layer", 0)):
+        steps = [Step(**sizes, remat=remat), Step(**sizes, remat=remat, kept=candidate.kept, results=candidate.results)]
+        assert steps[1].kept_by_layer() - steps[0].kept_by_layer() == more
+
+
+def test_a_part_that_stands_for_all_can_have_its_heads_cut_as_asked() -> None:
+    assert (
+        chosen(setting(768, 64, shape=replace(SHAPE, q_heads=6, kv_heads=3)), layout="zigzag", heads=3).groups.query
+        == 3
+    )
+
+
+def test_layers_with_windows_are_counted_apart() -> None:
+    windows = (None, 4096) * 16
+    mixed = question(model=replace(MODELS["llama-3-8b"], windows=windows), remat="layer")
+    full, short = question(remat="layer"), question(window=4096, remat="layer")
+    both = [forecast_of("ring", each) for each in (mixed, full, short)]
+    assert both[0].attention == pytest.approx((both[1].attention + both[2].attention) / 2)
+    assert mixed.flops < full.flops
+
+
+@pytest.mark.parametrize(("way", "direction"), [*product(WAYS, Direction)], ids=str)
+def test_pictures_show_what_the_planner_predicts(way: Way, direction: Direction) -> None:
+    asked = setting(4, 1024)
+    one = picture(way, drawn(way, asked), direction)
+    call = foretell(way, asked)
+    whole = call.forward if direction is Direction.FORWARD else call.backward
+    assert one.world == 4 and one.bytes.sum() == pytest.approx(4 * (whole.inside + whole.across))
+    ends = [bars[-1].end for bars in one.bars]
+    assert max(ends) + H100.overhead.call == pytest.approx(whole.seconds, abs=1e-8)
+    for bars in one.bars:
+        assert all(bar.begin < bar.end for bar in bars)
+        assert all(a.end == b.begin for a, b in pairwise(bars))
+    seen = np.tril(np.ones((4, 4), bool)) if way.layout == "contiguous" else np.ones((4, 4), bool)
+    assert ((one.ranks >= 0) == seen).all() and ((one.steps >= 0) == seen).all()
+
+
+def test_a_picture_of_many_ranks_is_of_a_few() -> None:
+    assert drawn(WAYS[0], setting(256)).world == 16
+    assert drawn(replace(WAYS[5], groups=Groups(32, 4)), setting(256)).world == 64
+
+
+def test_figures_are_for_people() -> None:
+    assert [flops_text(8.19e15), flops_text(0), flops_text(999.6e9)] == ["8.19 PFLOP", "0 FLOP", "1 TFLOP"]
+    assert [bytes_text(x) for x in (1.4e9, 123, 80e9, 1_000_000)] == ["1.4 GB", "123 B", "80 GB", "1 MB"]
+    assert [seconds_text(x) for x in (0.023, 2e-6, 1.5, 130, 9000, 3e5)] == [
+        "23 ms",
+        "2 us",
+        "1.5 s",
+        "2.17 min",
+        "2.5 h",
+        "3.47 days",
+    ]
+    assert [tokens_text(x) for x in (1 << 20, 96 << 10, 1000, 2097153)] == ["1M", "96K", "1,000", "2,097,153"]

@@ -1,0 +1,194 @@
+"""``burst plan`` as users see it: the table, the files that it writes, what it refuses, and how much it looks at."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from burst_attention.cli import main
+from burst_attention.plan import forecast
+from burst_attention.plan.models import model_of
+
+HARDWARE = ["--hardware", "h100-hgx"]
+
+
+def told(capsys: Any, *arguments: str) -> str:
+    assert main(["plan", *HARDWARE, *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_million_tokens_on_32_ranks(capsys: Any) -> None:
+    out = told(capsys, "--model", "llama-3-8b", "--seq-len", "1M", "--ranks", "32", "--nodes", "4")
+    assert "llama-3-8b, 1M tokens over 32 ranks on 4 nodes, h100-hgx+infiniband-400g" in out
+    assert "8.03 billion parameters" in out and "Recommended: burst" in out and "It fits with --remat" in out
+    assert "burst train --model meta-llama/Meta-Llama-3-8B --seq-len 1048576 --max-positions 1048576 --engine" in out
+    # 4 D S^2 / 2 per head, 32 heads and layers, and 2 x 7.5 billion products a token; three times
+    assert "912 PFLOP a step" in out
+    assert "ulysses: not here: --engine ulysses gives each rank whole heads" in out
+    assert "every figure here is foretold" in out
+
+
+def test_numbers_are_read_as_people_write_them(capsys: Any) -> None:
+    assert "128K tokens" in told(capsys, "--seq-len", "128K", "--ranks", "8")
+    assert "1,000,000 tokens" in told(capsys, "--seq-len=1000000", "--ranks", "8", "--window", "4K")
+
+
+def test_other_commands_read_them_too(tmp_path: Any) -> None:
+    from burst_attention.cli.train import parse
+
+    file = tmp_path / "config.toml"
+    file.write_text('seq_len = "2K"\nsteps = 7\n')
+    assert parse(["--seq-len", "128K"]).data.seq_len == 131072
+    assert parse([f"--config={file}"]).data.seq_len == 2048 and parse([f"--config={file}"]).run.steps == 7
+
+
+def test_attention_alone(capsys: Any) -> None:
+    out = told(capsys, "--seq-len", "64K", "--ranks", "4", "--q-heads", "8", "--head-dim", "64", "--layers", "2")
+    assert "attention alone, 8/8 heads of 64, 2 layers" in out and "Attention alone" in out
+    assert "rest of the model" not in out and "burst train" not in out
+    assert "tensor-sequence: not here" in out
+    more = ["--q-heads", "4", "--dtype", "float64", "--travels", "either", "--layout", "contiguous", "--heads", "1"]
+    assert "burst, contiguous, direct, heads=1, either travels" in told(
+        capsys, "--seq-len", "1K", "--ranks", "4", *more
+    )
+
+
+def test_what_does_not_fit_is_told_with_what_would(capsys: Any) -> None:
+    out = told(capsys, "--seq-len", "4M", "--ranks", "8", "--no-causal", "--q-heads", "64", "--kv-heads", "8")
+    assert "Recommended" in out
+    out = told(capsys, "--model", "llama-3-70b", "--seq-len", "1M", "--ranks", "8")
+    assert "It does not fit" in out and "Recommended" not in out
+
+
+class Parsed(HTMLParser):
+    """Every element that was opened and closed, what it fetches, and the text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text, self.counts, self.fetched = "", dict[str, int](), list[str]()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.counts[tag] = self.counts.get(tag, 0) + 1
+        self.fetched += [value or "" for name, value in attributes if name in ("src", "href", "xlink:href")]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.counts[tag] = self.counts.get(tag, 0) + 1
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_a_page_and_a_file_hold_the_same_figures(capsys: Any, tmp_path: Any) -> None:
+    page, figures = tmp_path / "plan.html", tmp_path / "plan.json"
+    told(capsys, "--seq-len", "64K", "--ranks", "8", "--nodes", "2", "--html", str(page), "--json", str(figures))
+    values, parsed = json.loads(figures.read_text()), Parsed(page.read_text("utf-8"))
+    assert not parsed.open and not parsed.fetched and "<script" not in page.read_text("utf-8")
+    assert parsed.counts["svg"] == 2 + 2 * 2 * 3 and parsed.counts["rect"] > 300  # of three engines two passes each
+    able = {each["engine"]: each for each in values["engines"] if not each["refused"]}
+    assert {"burst", "ring", "ulysses"} <= {*able} and values["recommended"] in able
+    for each in able.values():
+        assert each["seconds"] == pytest.approx(each["attention"] + each["rest"] + each["parameters"])
+        assert f"burst train {each['flags']}" in parsed.text or not each["flags"]
+        assert each["fits"] is (sum(each["memory"][each["remat"]].values()) <= 0.9 * 80e9)
+    assert values["model"]["parameters"] == 8_030_261_248 and values["ranks_of_a_node"] == 4
+    assert "foretold" in values["rates"]["source"] and len(values["assumptions"]) > 4
+
+
+def test_many_ranks_are_never_all_looked_at(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """So a plan over thousands takes no longer, and no more memory, than one over hundreds."""
+    worlds, on_paper = [], forecast.on_paper
+    monkeypatch.setattr(
+        forecast, "on_paper", lambda way, setting: worlds.append(setting.world) or on_paper(way, setting)
+    )
+    monkeypatch.setattr(forecast, "MOST_RANKS", 64)
+    out = told(
+        capsys,
+        "--seq-len",
+        "16M",
+        "--ranks",
+        "4096",
+        "--layout",
+        "zigzag",
+        "--q-heads",
+        "8",
+        "--heads",
+        "1",
+        "--route",
+        "direct",
+    )
+    assert max(worlds) == 64 and len(worlds) == 6
+    assert "burst is not run on paper over all 4,096 ranks: it is extrapolated from worlds of 32 and 64" in out
+    assert "burst as published, ring is not run" in out
+
+
+@pytest.mark.slow
+def test_a_hundred_million_tokens_on_4096_ranks(capsys: Any) -> None:
+    out = told(capsys, "--seq-len", "100M", "--ranks", "4096")
+    assert "100M tokens over 4,096 ranks on 512 nodes" in out and "Recommended: burst" in out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "mixtral"}, "is of model_type 'mixtral', whose work and memory are not known"),
+        ({"hidden_size": None}, "lacks 'hidden_size'"),
+        ({"num_key_value_heads": 3}, "has 4 query heads, no multiple of its 3"),
+        ({"vocab_size": -1}, "has vocab_size -1"),
+        ({"attention_bias": True}, "has attention_bias"),
+        ({"num_attention_heads": 3, "num_key_value_heads": 3}, "no multiple of its 3 heads, and no head_dim"),
+        ({"model_type": "mistral", "sliding_window": 0}, "has sliding_window 0"),
+        ({"model_type": "mistral", "sliding_window": 8, "layer_types": []}, "has 0 layer_types for 2 layers"),
+    ],
+)
+def test_configurations_that_can_not_be_counted(change: dict[str, Any], message: str, tmp_path: Any) -> None:
+    config: dict[str, Any] = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "vocab_size": 100}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 4}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    assert model_of(str(file)).kv_heads == 4
+    file.write_text(json.dumps(config | change))
+    with pytest.raises(ValueError, match="--model") as error:
+        model_of(str(tmp_path))
+    assert message in str(error.value)
+
+
+def test_windows_are_read_as_transformers_reads_them(tmp_path: Any) -> None:
+    from transformers import MistralConfig, Qwen2Config
+
+    from burst_attention.integrations import hf
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 100, "num_hidden_layers": 4}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    for config in (
+        MistralConfig(**sizes, sliding_window=8),
+        MistralConfig(**sizes, sliding_window=None),
+        Qwen2Config(**sizes, use_sliding_window=True, sliding_window=8, max_window_layers=1),
+        Qwen2Config(**sizes, use_sliding_window=False, sliding_window=8),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+        model = model_of(str(tmp_path))
+        assert list(model.windows or (None,) * 4) == hf.layer_windows(config)
+        assert sum(model.windows_by_count.values()) == 4
+
+
+def test_it_needs_no_library_of_models() -> None:
+    code = (
+        "import sys\n"
+        "for name in ('transformers', 'datasets', 'safetensors', 'matplotlib'):\n    sys.modules[name] = None\n"
+        "from burst_attention.cli import main\n"
+        "sys.exit(main('plan --seq-len 4K --ranks 8 --hardware a100-nvlink'.split()))\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0 and "Recommended" in result.stdout, result.stderr

@@ -1,0 +1,24 @@
+"""docs/scaling.md is what its command draws."""
+
+from __future__ import annotations
+
+import pytest
+from burst_bench.claims import scaling
+
+from burst_attention.plan.models import MODELS
+
+
+def test_the_page_holds_what_is_drawn() -> None:
+    page = scaling.PAGE.read_text("utf-8")
+    for ranks in (8, 32):
+        row = scaling.row(MODELS["llama-3-8b"], scaling.PER_RANK * ranks, ranks)
+        for tell in (scaling.sent, scaling.taken):
+            assert [*scaling.table([row], tell)][-1] in page
+    assert (row.calls[1] is None) and all(call is not None for n, call in enumerate(row.calls) if n != 1)
+    for line in scaling._head():
+        assert line in page
+
+
+@pytest.mark.slow
+def test_all_of_the_page_is_what_is_drawn() -> None:
+    assert scaling.PAGE.read_text("utf-8") == scaling.page()
