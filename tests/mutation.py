@@ -1220,7 +1220,7 @@ SEEDED = [
     ),
     Fault(
         "the learning rate is that of the next step",
-        "training/loop.py",
+        "training/trainer.py",
         "        self.optimizer.step()\n        self.schedule.step()\n",
         "        self.schedule.step()\n        self.optimizer.step()\n",
         UPDATES,
@@ -1252,7 +1252,7 @@ SEEDED = [
     ),
     Fault(
         "the mean over accumulation steps is taken twice",
-        "training/loop.py",
+        "training/trainer.py",
         "plans, max(num_valid, 1))",
         "plans, max(num_valid, 1) * (self.config.optim.accumulate or 1))",
         TRAIN,
@@ -1689,7 +1689,7 @@ SEEDED = [
     ),
     Fault(
         "after an evaluation the parameters are left whole",
-        "training/loop.py",
+        "training/trainer.py",
         "                module.reshard()",
         "                pass",
         SAVING,
@@ -1881,7 +1881,7 @@ SEEDED = [
     ),
     Fault(
         "what is exchanged again is not foretold",
-        "training/loop.py",
+        "training/trainer.py",
         '(2 if self.config.memory.remat == "layer" else 1)',
         "1",
         "tests/distributed/test_keeping_less.py",

@@ -15,7 +15,7 @@ from rich.table import Table
 from burst_attention.training.config import TrainConfig
 from burst_attention.training.interrupt import InterruptedRunError
 from burst_attention.training.manifest import name_of
-from burst_attention.training.metrics import StepRecord, Summary
+from burst_attention.training.metrics import StepRecord, Summary, unusual
 
 
 class Screen:
@@ -52,6 +52,8 @@ class Screen:
             self._bar.start()
 
     def step(self, record: StepRecord) -> None:
+        if told := unusual(record):
+            self.note(told)
         if self._bar:
             self._bar.update(
                 self._task, completed=record.step, loss=f"{record.loss:.4f}", speed=f"{record.tokens_per_second:,.0f}"
@@ -100,12 +102,24 @@ def _table(summary: Summary) -> Table:
     if summary.best_step is not None:
         text = f"{summary.best_held_out_loss:.4f} after step {summary.best_step}, kept as {name_of(summary.best_step)}"
         table.add_row("best held-out loss", text)
+    if summary.left_out:
+        steps = _some([str(step) for step in summary.left_out])
+        table.add_row("steps left out, no numbers", steps)
+    if summary.spikes:
+        steps = _some([f"step {step} ({multiple:.1f} x)" for step, multiple in summary.spikes.items()])
+        table.add_row("loss spikes, by the running median", steps)
     table.add_row("tokens/s", f"{summary.tokens_per_second:,.0f}")
     table.add_row("peak memory per rank", ", ".join(_size(size) for size in summary.peak_memory))
     sent = [("-" if size is None else _size(size)) for size in summary.bytes_sent]
     table.add_row("attention sent per step, per rank", ", ".join(sent))
     table.add_row("predicted", ", ".join(_size(size) for size in summary.bytes_predicted))
     return table
+
+
+def _some(texts: list[str], most: int = 8) -> str:
+    """As many as a line of a table holds, and how many more there are."""
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more
 
 
 def _size(size: float) -> str:

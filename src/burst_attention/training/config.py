@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 PackName = Literal["documents", "none"]
 DtypeOrAuto = Literal["auto", "float32", "bfloat16", "float64", "fp32", "bf16", "fp64"]
+OnNan = Literal["stop", "skip"]
 SaveDtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 DeviceOrAuto = Literal["auto", "cpu", "cuda"]
 LastRate = Annotated[float, number(lambda value: 0 <= value <= 1, "must be a share of --lr, from 0 to 1")]
@@ -69,6 +70,10 @@ class RunConfig:
     auto: so if --out holds an unfinished run; else begin."""
     deadline: Seconds | None = None
     """Seconds from the start after which the run must be over: before that it saves and ends with status 75."""
+    on_nan: OnNan = "stop"
+    """When a loss or gradient is no number. Either way the rank and layer where it came first are named.
+
+    skip: leave the step out, whose data are passed over, and go on; end after 10 in a row."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,6 +40,8 @@ class StepRecord:
         bytes_sent: by rank 0's attention in this step; None where collectives, which nothing counts, move them.
         bytes_predicted: the same, as the engine predicts it.
         held_out_loss: after the update; None where ``--eval-every`` does not ask for it.
+        left_out: why the update was not taken, in words; None if it was.
+        spike: how many times the running median the loss is, where it stands out (:mod:`.finite`).
     """
 
     step: int
@@ -52,6 +54,8 @@ class StepRecord:
     bytes_sent: int | None
     bytes_predicted: int
     held_out_loss: float | None = None
+    left_out: str | None = None
+    spike: float | None = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,8 @@ class Summary:
     """A finished run. Lists are by rank; bytes are means over the steps of what a rank's attention sent in one.
 
     ``held_out_loss`` is None without evaluation; ``best_step`` and ``best_held_out_loss`` are of the checkpoint that
-    ``--eval-every`` kept as the best.
+    ``--eval-every`` kept as the best; ``left_out`` are steps that ``--on-nan skip`` left out, ``spikes`` multiples of
+    the running median by step.
     """
 
     steps: int
@@ -74,6 +79,8 @@ class Summary:
     bytes_predicted: list[float]
     best_step: int | None = None
     best_held_out_loss: float | None = None
+    left_out: list[int] = field(default_factory=list)
+    spikes: dict[int, float] = field(default_factory=dict)
 
     @property
     def perplexity(self) -> float | None:
@@ -166,7 +173,7 @@ class RunFolder:
         (self.path / CONFIG).write_text(write_toml(reusable), "utf-8")
         (self.path / METRICS).write_text("".join(kept), "utf-8")
         records = [json.loads(line) for line in kept]
-        self._losses = [record["loss"] for record in records]
+        self._losses = [math.nan if record["loss"] is None else record["loss"] for record in records]
         found = {record["step"]: record.get("held_out_loss") for record in records}
         self._held_out = {step: loss for step, loss in found.items() if loss is not None}
         self._lines = (self.path / METRICS).open("a", encoding="utf-8", buffering=1)
@@ -185,9 +192,11 @@ class RunFolder:
 
     def step(self, record: StepRecord) -> None:
         self._losses.append(record.loss)
-        self._lines.write(json.dumps(asdict(record)) + "\n")
+        self._lines.write(json.dumps(_without_nan(asdict(record))) + "\n")
         for name in ("loss", "lr", "grad_norm", "tokens_per_second"):
             self._events.add_scalar(name, getattr(record, name), record.step)
+        if told := unusual(record):
+            self._events.add_text("notes", told, record.step)
         if record.held_out_loss is not None:
             self._held_out[record.step] = record.held_out_loss
             self._events.add_scalar("held_out_loss", record.held_out_loss, record.step)
@@ -208,6 +217,21 @@ class RunFolder:
         written = asdict(summary) | {"perplexity": summary.perplexity}
         (self.path / SUMMARY).write_text(json.dumps(written, indent=2) + "\n", "utf-8")
         draw_losses(self._losses, summary.held_out_loss, self.path / CURVE, measured=self._held_out)
+
+
+def _without_nan(values: dict[str, Any]) -> dict[str, Any]:
+    """The same, null in place of what JSON can't spell."""
+    bad = {name for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
+    return values | dict.fromkeys(bad)
+
+
+def unusual(record: StepRecord) -> str:
+    """In words what is to be told of a step besides its figures; empty of most."""
+    if record.left_out:
+        return f"left out: {record.left_out}"
+    if record.spike:
+        return f"step {record.step}: the loss spikes, {record.spike:.1f} times the median of the steps before"
+    return ""
 
 
 def draw_losses(
