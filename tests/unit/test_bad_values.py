@@ -103,6 +103,7 @@ BAD = [
     ("train", "--data-parallel", "0", HUGE),
     ("train", "--heads", "0", "-1", "3", HUGE),
     ("train", "--timeout", "0", "nan", "inf", "1e300"),
+    ("train", "--peak-tflops", "0", "-1", "nan", "inf"),
     ("train", "--lr", "0", "-1", "nan", "inf", "1e-400"),
     ("train", "--min-lr", "-1", "2", "nan"),
     ("train", "--warmup", "-1", HUGE),

@@ -136,6 +136,11 @@ class ParallelConfig:
     """auto: a GPU for every rank if the machine has as many, else the CPU."""
     timeout: Seconds = 600.0
     """Seconds a rank waits for another before it gives up."""
+    peak_tflops: Positive | None = None
+    """TFLOP/s of a rank's device, of which MFU is the share that the model's own operations take.
+
+    These are 6 x parameters of linear layers (head included, embedding not) for a token, and 12 x head_dim for a head
+    and a pair that the mask lets see each other. Default: of a known GPU its data sheet's in bf16; else no MFU."""
 
     @property
     def how(self) -> dict[str, Any]:

@@ -40,6 +40,10 @@ class StepRecord:
         bytes_sent: by rank 0's attention in this step; None where collectives, which nothing counts, move them.
         bytes_predicted: the same, as the engine predicts it.
         held_out_loss: after the update; None where ``--eval-every`` does not ask for it.
+        flops: of the model's own operations in this step, over all ranks (:mod:`.flops`).
+        mfu: their share of what the ranks' devices could do; None where nobody told what that is.
+        exchange_seconds: that rank 0 waited in the attention's exchanges, and in the agreements before them; None where
+            collectives, which nothing counts, are waited for. On CUDA the host's waits, which are not the stream's.
         left_out: why the update was not taken, in words; None if it was.
         spike: how many times the running median the loss is, where it stands out (:mod:`.finite`).
     """
@@ -54,13 +58,17 @@ class StepRecord:
     bytes_sent: int | None
     bytes_predicted: int
     held_out_loss: float | None = None
+    flops: int = 0
+    mfu: float | None = None
+    exchange_seconds: float | None = None
     left_out: str | None = None
     spike: float | None = None
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A finished run. Lists are by rank; bytes are means over the steps of what a rank's attention sent in one.
+    """A finished run. Lists are by rank; bytes are means over the steps of what a rank's attention sent in one,
+    and ``exchange_seconds`` of what a rank waited.
 
     ``held_out_loss`` is None without evaluation; ``best_step`` and ``best_held_out_loss`` are of the checkpoint that
     ``--eval-every`` kept as the best; ``left_out`` are steps that ``--on-nan skip`` left out, ``spikes`` multiples of
@@ -79,6 +87,8 @@ class Summary:
     bytes_predicted: list[float]
     best_step: int | None = None
     best_held_out_loss: float | None = None
+    mfu: float | None = None
+    exchange_seconds: list[float | None] = field(default_factory=list)
     left_out: list[int] = field(default_factory=list)
     spikes: dict[int, float] = field(default_factory=dict)
 
@@ -193,8 +203,9 @@ class RunFolder:
     def step(self, record: StepRecord) -> None:
         self._losses.append(record.loss)
         self._lines.write(json.dumps(_without_nan(asdict(record))) + "\n")
-        for name in ("loss", "lr", "grad_norm", "tokens_per_second"):
-            self._events.add_scalar(name, getattr(record, name), record.step)
+        for name in ("loss", "lr", "grad_norm", "tokens_per_second", "mfu", "exchange_seconds"):
+            if (value := getattr(record, name)) is not None:
+                self._events.add_scalar(name, value, record.step)
         if told := unusual(record):
             self._events.add_text("notes", told, record.step)
         if record.held_out_loss is not None:

@@ -21,6 +21,7 @@ from .config import TrainConfig
 from .data import TokenSequence, digest_of, open_sequences
 from .evaluate import token_losses
 from .finite import MOST_LEFT_OUT, OutputWatch, Spikes, first_gradient, name_first
+from .flops import ModelFlops, peak_of
 from .metrics import StepRecord, Summary
 from .model import batch_of, build_model, model_config
 from .optim import clip_by_global_norm, make_optimizer, make_schedule
@@ -55,6 +56,8 @@ class Trainer:
             seed=config.run.seed,
             memory=config.memory,
         )
+        self.flops = ModelFlops.of(self.model, self.heads, self.windows)
+        self.peak = peak_of(context.device, self.dtype, config.parallel.peak_tflops)
         self.optimizer = make_optimizer(self.model, config)
         self.schedule = make_schedule(self.optimizer, config)
         self.sequences = self.reader.training()
@@ -77,7 +80,7 @@ class Trainer:
 
     def _take(self, step: int) -> StepRecord:
         """One optimizer step."""
-        start, sent = time.perf_counter(), self.plan.transport.sent
+        start, sent, waited = time.perf_counter(), self.plan.transport.sent, self._waited()
         lr = float(self.schedule.get_last_lr()[0])
         sequences = list(itertools.islice(self.sequences, self.config.sequences_per_step))
         loss, predicted = self.backward(sequences)
@@ -89,7 +92,7 @@ class Trainer:
             self.first_loss = loss if math.isnan(self.first_loss) else self.first_loss
         self.optimizer.zero_grad(set_to_none=True)
         self.step = step
-        seconds = time.perf_counter() - start
+        seconds, flops = time.perf_counter() - start, self.flops.of_step(sequences)
         return StepRecord(
             step=step,
             loss=loss,
@@ -100,9 +103,19 @@ class Trainer:
             tokens=step * self.tokens_per_step,
             bytes_sent=self.plan.transport.sent - sent if self.engine.posts else None,
             bytes_predicted=predicted,
+            flops=flops,
+            mfu=self._mfu(flops, seconds),
+            exchange_seconds=self._waited() - waited if self.engine.posts else None,
             left_out=left_out,
             spike=self._spikes.multiple(loss),
         )
+
+    def _waited(self) -> float:
+        """Seconds that this rank has waited in the attention's exchanges, and in the agreements before them."""
+        return self.plan.transport.waited + self.plan.agreement.transport.waited
+
+    def _mfu(self, flops: int, seconds: float) -> float | None:
+        return flops / seconds / (self.peak * self.context.world) if self.peak else None
 
     @property
     def tokens_per_step(self) -> int:
@@ -202,12 +215,14 @@ class Trainer:
         """Evaluate, and collect what the ranks have to tell."""
         measured = self.held_out is not None  # after the last step
         held_out_loss, held_out_tokens = (self.held_out, self.held_out_tokens) if measured else self.evaluate()
+        waits = [record.exchange_seconds for record in records if record.exchange_seconds is not None]
+        waited = sum(waits) / len(waits) if waits else None
         counted = [record.bytes_sent for record in records if record.bytes_sent is not None]
         sent = sum(counted) / len(counted) if counted else None
         predicted = sum(record.bytes_predicted for record in records) / max(len(records), 1)
         seconds = sum(record.seconds for record in records)
-        by_rank = self.context.collect((self.context.peak_memory(), sent, predicted, seconds))
-        peak_memory, bytes_sent, bytes_predicted, durations = (list(column) for column in zip(*by_rank, strict=True))
+        by_rank = self.context.collect((self.context.peak_memory(), sent, predicted, waited, seconds))
+        peak_memory, bytes_sent, bytes_predicted, waited_by_rank, durations = map(list, zip(*by_rank, strict=True))
         return Summary(
             steps=self.step,
             left_out=[record.step for record in records if record.left_out],
@@ -217,6 +232,8 @@ class Trainer:
             held_out_loss=held_out_loss,
             held_out_tokens=held_out_tokens,
             tokens_per_second=len(records) * self.tokens_per_step / durations[0] if records else 0.0,
+            mfu=self._mfu(sum(record.flops for record in records), durations[0]) if records else None,
+            exchange_seconds=waited_by_rank,
             skipped_files=self.reader.corpus.skipped,
             peak_memory=peak_memory,
             bytes_sent=bytes_sent,

@@ -1,0 +1,76 @@
+"""Where a step's time goes, as a run tells it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from burst_attention.comm.transport import Transport
+from burst_attention.launch.join import join
+from burst_attention.training.loop import Trainer, train
+from tests.training import config_of, write_corpus
+
+LATE = 0.2
+LONG = 20
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def step_with_rank_1_late(config):
+    """Once rank 0 waits for its attention, rank 1 stays away for a while; how long this rank is said to have waited."""
+    mark, wait = Path(config.run.out), Transport.wait
+
+    def marking(transport, pending):
+        mark.touch()
+        wait(transport, pending)
+
+    with join(device="cpu", timeout=LONG) as context:
+        trainer = Trainer(config, context)
+
+        def hook(*_):
+            if context.rank == 0:
+                Transport.wait = marking
+                return
+            until = time.monotonic() + LONG
+            while not mark.exists() and time.monotonic() < until:
+                time.sleep(0.01)
+            time.sleep(LATE)
+
+        trainer.model.model.get_submodule("model.layers.0.input_layernorm").register_forward_hook(hook)
+        try:
+            return next(trainer.steps()).exchange_seconds
+        finally:
+            Transport.wait = wait
+
+
+def test_a_rank_that_others_wait_for_is_seen_in_their_waits(pools, corpus, tmp_path):
+    assert pools(2).run(step_with_rank_1_late, config_of(corpus, tmp_path / "waits"))[0] >= LATE
+
+
+def test_waits_and_mfu_are_in_the_metrics_the_summary_and_tensorboard(pools, corpus, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = config_of(corpus, tmp_path / "run", peak_tflops=0.25)
+    summary = pools(2).run(train, config)[1]
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    for record in records:
+        assert record["mfu"] == pytest.approx(record["flops"] / record["seconds"] / 0.5e12)
+        assert 0 < record["exchange_seconds"] < record["seconds"]
+    seconds, flops = (sum(record[name] for record in records) for name in ("seconds", "flops"))
+    assert summary.mfu == pytest.approx(flops / seconds / 0.5e12)
+    assert len(summary.exchange_seconds) == 2
+    assert summary.exchange_seconds[0] == pytest.approx(sum(r["exchange_seconds"] for r in records) / len(records))
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    assert [event.value for event in events.Scalars("mfu")] == pytest.approx([record["mfu"] for record in records])
+    assert len(events.Scalars("exchange_seconds")) == 4
+
+
+def test_what_nobody_can_know_is_left_open(pools, corpus, tmp_path):
+    summary = pools(2).run(train, config_of(corpus, tmp_path / "run", engine="tensor", seq_len=64, steps=2))[0]
+    assert summary.mfu is None and summary.exchange_seconds == [None, None]
