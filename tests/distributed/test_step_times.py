@@ -74,3 +74,36 @@ def test_waits_and_mfu_are_in_the_metrics_the_summary_and_tensorboard(pools, cor
 def test_what_nobody_can_know_is_left_open(pools, corpus, tmp_path):
     summary = pools(2).run(train, config_of(corpus, tmp_path / "run", engine="tensor", seq_len=64, steps=2))[0]
     assert summary.mfu is None and summary.exchange_seconds == [None, None]
+
+
+def step_until_told(config):
+    """Rank 1 stays in its data until rank 0 has told what it knows; the lines of this rank."""
+    mark, lines = Path(config.run.out), []
+
+    def tell(text):
+        lines.append(text)
+        if "behind" in text:
+            mark.touch()
+
+    def sequences():
+        until = time.monotonic() + LONG
+        while not mark.exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        yield next(own)
+
+    with join(device="cpu", timeout=2 * LONG) as context:
+        trainer = Trainer(config, context)
+        own = trainer.sequences
+        trainer.watch._tell = tell
+        if context.rank == 1:
+            trainer.sequences = sequences()
+        next(trainer.steps())
+        trainer.watch.close()
+        return lines
+
+
+def test_a_rank_that_keeps_others_waiting_is_named_while_they_wait(pools, corpus, tmp_path):
+    first, second = pools(2).run(step_until_told, config_of(corpus, tmp_path / "told", step_timeout=1.5))
+    assert first[0].startswith("rank 0: step 1 has taken ") and "it is in its forward" in first[0]
+    assert second[0].startswith("rank 1: step 1 has taken ") and "it is in its data" in second[0]
+    assert first[1:] == ["step 1: behind is rank 1, in the data, where others are in the forward"]

@@ -70,6 +70,8 @@ class RunConfig:
     auto: so if --out holds an unfinished run; else begin."""
     deadline: Seconds | None = None
     """Seconds from the start after which the run must be over: before that it saves and ends with status 75."""
+    step_timeout: Seconds | None = None
+    """Seconds after which a step that still runs is told: each rank its phase, rank 0 who is behind. It goes on."""
     on_nan: OnNan = "stop"
     """When a loss or gradient is no number. Either way the rank and layer where it came first are named.
 

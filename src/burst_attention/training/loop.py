@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,7 +56,8 @@ def train(config: TrainConfig, reporters: Sequence[Reporter] = (), *, held: bool
             tell(note)
         try:
             saver = Saver(trainer, requests, tell)
-            records = _run(trainer, saver, reporters)
+            with closing(trainer.watch):
+                records = _run(trainer, saver, reporters)
         except InterruptedRunError as interrupted:
             stopped = interrupted  # raised below, when the ranks have left their group
             for reporter in reporters:
@@ -80,6 +81,7 @@ def _run(trainer: Trainer, saver: Saver, reporters: Sequence[Reporter]) -> list[
         records.append(replace(record, held_out_loss=trainer.evaluate_if_due()))
         for reporter in reporters:
             reporter.step(records[-1])
+        trainer.watch.enter("saving")
         saver.after_step(record.seconds + time.perf_counter() - began)
     saver.finish()
     return records

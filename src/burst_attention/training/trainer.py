@@ -26,6 +26,7 @@ from .metrics import StepRecord, Summary
 from .model import batch_of, build_model, model_config
 from .optim import clip_by_global_norm, make_optimizer, make_schedule
 from .saving import resume
+from .watch import StepWatch
 
 
 class Trainer:
@@ -64,6 +65,7 @@ class Trainer:
         self.step, self.first_loss, self.last_loss = 0, math.nan, math.nan
         self.held_out: float | None = None
         self.held_out_tokens = 0
+        self.watch = StepWatch(config.run.step_timeout, rank=context.rank, world=context.world)
         self._left_out, self._spikes = 0, Spikes()  # steps in a row
 
     def go_on(self) -> list[str]:
@@ -80,10 +82,12 @@ class Trainer:
 
     def _take(self, step: int) -> StepRecord:
         """One optimizer step."""
+        self.watch.begin(step)
         start, sent, waited = time.perf_counter(), self.plan.transport.sent, self._waited()
         lr = float(self.schedule.get_last_lr()[0])
         sequences = list(itertools.islice(self.sequences, self.config.sequences_per_step))
         loss, predicted = self.backward(sequences)
+        self.watch.enter("optimizer")
         norm = clip_by_global_norm(self.model, self.config.optim.clip)
         left_out = self._why_left_out(step, loss, norm, sequences)
         if left_out is None:
@@ -130,13 +134,16 @@ class Trainer:
         Returns:
             The mean loss, and the bytes that this rank's plans predict for its attention.
         """
+        self.watch.enter("forward")
         self._agree_on(sequences)
         # Known to every rank without a word: all of them read all sequences.
         num_valid = sum(sequence.valid_tokens for sequence in sequences)
         loss, predicted = 0.0, 0
         for batch in self._micro_batches(sequences):
             part_loss, plans = self._forward(batch, num_valid)
+            self.watch.enter("backward")
             part_loss.backward()
+            self.watch.enter("forward")
             loss += part_loss.item()
             predicted += self._predict_sent(plans)
         return self.context.sum_over_groups(loss), predicted
@@ -192,6 +199,7 @@ class Trainer:
         every = self.config.run.eval_every
         self.held_out = None
         if every and (self.step % every == 0 or self.step == self.config.run.steps):
+            self.watch.enter("evaluation")
             self.held_out, self.held_out_tokens = self.evaluate()
         return self.held_out
 
