@@ -107,3 +107,39 @@ def test_a_rank_that_keeps_others_waiting_is_named_while_they_wait(pools, corpus
     assert first[0].startswith("rank 0: step 1 has taken ") and "it is in its forward" in first[0]
     assert second[0].startswith("rank 1: step 1 has taken ") and "it is in its data" in second[0]
     assert first[1:] == ["step 1: behind is rank 1, in the data, where others are in the forward"]
+
+
+def test_a_step_is_recorded_on_every_rank_and_belongs_to_the_run(pools, corpus, tmp_path):
+    out = tmp_path / "run"
+    pools(2).run(train, config_of(corpus, out, profile=3))
+    names = [f"step-00000003-rank-0000{rank}.json" for rank in (0, 1)]
+    assert sorted(path.name for path in (out / "profile").iterdir()) == names
+    for name in names:
+        events = json.loads((out / "profile" / name).read_text())["traceEvents"]
+        steps = [event for event in events if event.get("name") == "Optimizer.step#AdamW.step"]
+        assert len(steps) == 1, "of one step"
+        assert any("burst" in event.get("name", "") for event in events)
+    pools(2).run(train, config_of(corpus, out, overwrite=True))
+    assert not (out / "profile").exists(), "another run does not keep it"
+
+
+def test_a_trace_that_can_not_be_written_ends_nothing(pools, corpus, tmp_path):
+    out = tmp_path / "run"
+    (out / "profile").parent.mkdir()
+    summary = pools(1).run(train_without_room, config_of(corpus, out, profile=2))[0]
+    assert summary.steps == 4
+
+
+def train_without_room(config):
+    """A file stands where the traces' folder would be, once the run has its folder."""
+    steps = Trainer.steps
+
+    def blocked(trainer):
+        (Path(config.run.out) / "profile").touch()
+        return steps(trainer)
+
+    Trainer.steps = blocked
+    try:
+        return train(config)
+    finally:
+        Trainer.steps = steps

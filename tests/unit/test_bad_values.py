@@ -83,6 +83,7 @@ BAD = [
     ("train", "--eval-every", "-1", HUGE, "5 --held-out 0"),
     ("train", "--deadline", "-1", "0", "nan"),
     ("train", "--step-timeout", "0", "-1", "nan", "1e300"),
+    ("train", "--profile", "0", "-1", "9 --steps 8", HUGE),
     ("train", "--on-nan", "perhaps", ""),
     ("train", "--global-batch", "0", "-1"),
     ("train", "--resume", "theirs/no"),

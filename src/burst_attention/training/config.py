@@ -72,6 +72,8 @@ class RunConfig:
     """Seconds from the start after which the run must be over: before that it saves and ends with status 75."""
     step_timeout: Seconds | None = None
     """Seconds after which a step that still runs is told: each rank its phase, rank 0 who is behind. It goes on."""
+    profile: Count | None = None
+    """A step of which every rank writes a trace to --out/profile, for Chrome or ui.perfetto.dev."""
     on_nan: OnNan = "stop"
     """When a loss or gradient is no number. Either way the rank and layer where it came first are named.
 
@@ -222,6 +224,8 @@ class TrainConfig:
         evaluated = self.run.eval_every == 0 or self.data.held_out > 0
         nothing = "needs documents to evaluate, and --held-out 0 keeps none; give a share, or leave --eval-every out"
         require(evaluated, "eval_every", self.run.eval_every, nothing)
+        beyond = f"is no step of a run of --steps {self.run.steps}"
+        require(self.run.profile is None or self.run.profile <= self.run.steps, "profile", self.run.profile, beyond)
         self.memory.check(self.parallel.engine, self.parallel.device)
 
     def _check_global_batch(self) -> None:

@@ -13,7 +13,7 @@ from .claim import check_inputs
 from .config import TrainConfig
 from .export import save_model, saved_dtype
 from .interrupt import InterruptedRunError, StopRequests
-from .metrics import MODEL, UNFINISHED, Reporter, RunFolder, StepRecord, Summary, claim_run, without_auto
+from .metrics import MODEL, TRACES, UNFINISHED, Reporter, RunFolder, StepRecord, Summary, claim_run, without_auto
 from .saving import Saver
 from .trainer import Trainer as Trainer
 
@@ -81,6 +81,10 @@ def _run(trainer: Trainer, saver: Saver, reporters: Sequence[Reporter]) -> list[
         records.append(replace(record, held_out_loss=trainer.evaluate_if_due()))
         for reporter in reporters:
             reporter.step(records[-1])
+            if record.step == trainer.config.run.profile:
+                reporter.note(
+                    f"step {record.step} was recorded: {Path(trainer.config.run.out) / TRACES}, a file a rank"
+                )
         trainer.watch.enter("saving")
         saver.after_step(record.seconds + time.perf_counter() - began)
     saver.finish()

@@ -16,12 +16,12 @@ from .interrupt import InterruptedRunError
 from .manifest import FOLDER, list_checkpoints, step_of
 
 CONFIG, METRICS, SUMMARY, CURVE = "config.toml", "metrics.jsonl", "summary.json", "loss.png"
-EVENTS, MODEL, UNFINISHED = "tensorboard", "model", "model.unfinished"
+EVENTS, MODEL, UNFINISHED, TRACES = "tensorboard", "model", "model.unfinished", "profile"
 NEWEST = "newest"  # of --resume: the newest whole checkpoint of --out
 AUTO = "auto"  # the same if --out holds an unfinished run, else none
 # What a model is loaded from must not be another's; what else lies beside it may stay.
 LOADED = ("*.safetensors", "*.bin", "*.json", "*.model", "*.jinja", "*.py", "merges.txt", "vocab.txt")
-FILES = (CONFIG, METRICS, SUMMARY, CURVE, f"{EVENTS}/events.*", UNFINISHED, FOLDER)
+FILES = (CONFIG, METRICS, SUMMARY, CURVE, f"{EVENTS}/events.*", UNFINISHED, FOLDER, TRACES)
 WRITES = (*FILES, *(f"{MODEL}/{name}" for name in LOADED))
 
 
@@ -177,9 +177,9 @@ class RunFolder:
             (self.path / SUMMARY).unlink(missing_ok=True)  # it is not finished any more
         else:
             self.marker.remove_old()
-        self.marker.add(CONFIG, METRICS, f"{UNFINISHED}/", f"{FOLDER}/")
-        # A later run from this file must not overwrite this one unasked, nor go on from another.
-        reusable = replace(config, run=replace(config.run, overwrite=False, resume=None))
+        self.marker.add(CONFIG, METRICS, f"{UNFINISHED}/", f"{FOLDER}/", *[f"{TRACES}/"] * bool(config.run.profile))
+        # A later run from this file must not overwrite this one unasked, nor go on from another, nor pay for a trace.
+        reusable = replace(config, run=replace(config.run, overwrite=False, resume=None, profile=None))
         (self.path / CONFIG).write_text(write_toml(reusable), "utf-8")
         (self.path / METRICS).write_text("".join(kept), "utf-8")
         records = [json.loads(line) for line in kept]

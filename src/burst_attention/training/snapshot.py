@@ -32,7 +32,7 @@ LASTING = {
     "optim": ("lr", "min_lr", "warmup", "weight_decay", "beta1", "beta2", "eps", "clip"),
 }
 # Settings of the place where a run went on, which the next place decides anew.
-PASSING = {"run": ("out", "overwrite", "resume"), "parallel": ("ranks", "device"), "optim": ("accumulate",)}
+PASSING = {"run": ("out", "overwrite", "resume", "profile"), "parallel": ("ranks", "device"), "optim": ("accumulate",)}
 
 
 class Run(Protocol):

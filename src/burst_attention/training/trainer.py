@@ -6,6 +6,8 @@ import itertools
 import math
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -26,6 +28,7 @@ from .metrics import StepRecord, Summary
 from .model import batch_of, build_model, model_config
 from .optim import clip_by_global_norm, make_optimizer, make_schedule
 from .saving import resume
+from .trace import trace_name, traced
 from .watch import StepWatch
 
 
@@ -78,7 +81,15 @@ class Trainer:
     def steps(self) -> Iterator[StepRecord]:
         """Run the optimizer steps that are left, one by one."""
         for step in range(self.step + 1, self.config.run.steps + 1):
-            yield self._take(step)
+            with self._traced(step):
+                record = self._take(step)
+            yield record
+
+    def _traced(self, step: int) -> AbstractContextManager[None]:
+        """Within it a step is recorded, if it is that of ``--profile``."""
+        if step != self.config.run.profile:
+            return nullcontext()
+        return traced(Path(self.config.run.out) / trace_name(step, self.context.rank))
 
     def _take(self, step: int) -> StepRecord:
         """One optimizer step."""
