@@ -1674,7 +1674,7 @@ SEEDED = [
     Fault(
         "what is read back is not compared",
         "training/draft.py",
-        'if entry["sha256"] != self._digest(path, pieces):',
+        'if entry["sha256"] != written:',
         "if False:",
         SAVING,
         "read_back",
