@@ -85,18 +85,21 @@ def step_until_told(config):
         if "behind" in text:
             mark.touch()
 
-    def sequences():
-        until = time.monotonic() + LONG
-        while not mark.exists() and time.monotonic() < until:
-            time.sleep(0.01)
-        yield next(own)
+    class Late:
+        def __init__(self, stream):
+            self.stream, self.place = stream, stream.place
+
+        def __next__(self):
+            until = time.monotonic() + LONG
+            while not mark.exists() and time.monotonic() < until:
+                time.sleep(0.01)
+            return next(self.stream)
 
     with join(device="cpu", timeout=2 * LONG) as context:
         trainer = Trainer(config, context)
-        own = trainer.sequences
         trainer.watch._tell = tell
         if context.rank == 1:
-            trainer.sequences = sequences()
+            trainer.sequences = Late(trainer.sequences)
         next(trainer.steps())
         trainer.watch.close()
         return lines

@@ -85,7 +85,7 @@ class DataConfig:
     """What is read, and how it becomes sequences."""
 
     data: Name = "stdlib"
-    """FILE.txt, a directory, *.jsonl, *.jsonl.gz, hf:NAME[:CONFIG][@SPLIT], or stdlib: Python's own source files."""
+    """FILE.txt, a directory, *.jsonl, either as .gz, hf:NAME[:CONFIG][@SPLIT], or stdlib: Python's own source files."""
     tokenizer: Name | None = None
     """bytes, or a Hugging Face tokenizer's path or name. Default: the loaded model's own; bytes for a preset."""
     seq_len: Length = 4096

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, Protocol
 
 from .claim import HELD, Marker, claimed
 from .config import TrainConfig, write_toml
+from .curve import draw_losses
 from .interrupt import InterruptedRunError
 from .manifest import FOLDER, list_checkpoints, step_of
 
@@ -243,23 +243,3 @@ def unusual(record: StepRecord) -> str:
     if record.spike:
         return f"step {record.step}: the loss spikes, {record.spike:.1f} times the median of the steps before"
     return ""
-
-
-def draw_losses(
-    losses: Sequence[float], held_out: float | None, path: Path, *, measured: Mapping[int, float] | None = None
-) -> None:
-    """The loss of every step as a PNG, the held-out loss as a line across, what was measured of it between by step."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    axes = figure.subplots()
-    axes.plot(range(1, len(losses) + 1), losses, label="training", marker="." if len(losses) < 3 else "")
-    if measured:
-        axes.plot(list(measured), list(measured.values()), color="tab:orange", marker="o", label="held out, by step")
-    if held_out is not None:
-        axes.axhline(held_out, color="tab:orange", linestyle="--", label=f"held out: {held_out:.3f}")
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats per token)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from .manifest import PART
 
 REST = 8.0  # seconds of rest for one that the processor was used
 LONGEST_REST = 1.0
+AT_ONCE = 16  # pieces before the first rest: a small file is not worth one
 
 
 class Pace:
@@ -31,7 +33,7 @@ class Pace:
     def __init__(self) -> None:
         self.rested = 0.0
         self._hurry = threading.Event()
-        self._used: float | None = None
+        self._pieces, self._used = 0, 0.0
 
     def hurry(self) -> None:
         """End the rest at hand, and rest no more."""
@@ -42,7 +44,8 @@ class Pace:
         if self._hurry.is_set():
             return
         used, began = time.thread_time(), time.monotonic()
-        if self._used is not None:
+        self._pieces += 1
+        if self._pieces > AT_ONCE:
             self._hurry.wait(min(REST * (used - self._used), LONGEST_REST))
         self.rested += time.monotonic() - began
         self._used = time.thread_time()
@@ -84,5 +87,5 @@ def _header(
 
 def _parts(ordered: list[str], tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     for name in ordered:
-        data = memoryview(tensors[name].view(-1).view(torch.uint8).numpy())
+        data: Any = tensors[name].view(-1).view(torch.uint8).numpy().data
         yield from (data[start : start + PART] for start in range(0, len(data), PART))

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedConfig
 
 from ..launch.join import RankContext
+from .ahead import ReadAhead
 from .checked import Checked
 from .config import TrainConfig
 from .cursor import Cursor
@@ -42,7 +43,7 @@ class Run(Protocol):
     measured there.
     """
 
-    sequences: TrainingStream
+    sequences: TrainingStream | ReadAhead
     step: int
     first_loss: float
     last_loss: float

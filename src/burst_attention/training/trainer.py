@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 
 import torch
@@ -19,8 +19,9 @@ from burst_attention.engines import Heads, choose
 from burst_attention.integrations import hf
 
 from ..launch.join import RankContext
+from .ahead import ReadAhead
 from .config import TrainConfig
-from .data import TokenSequence, digest_of, open_sequences
+from .data import TokenSequence, TrainingStream, digest_of, open_sequences
 from .evaluate import token_losses
 from .finite import MOST_LEFT_OUT, OutputWatch, Spikes, first_gradient, name_first
 from .flops import ModelFlops, peak_of
@@ -30,6 +31,8 @@ from .optim import clip_by_global_norm, make_optimizer, make_schedule
 from .saving import resume
 from .trace import trace_name, traced
 from .watch import StepWatch
+
+READ_AHEAD = 2  # steps
 
 
 class Trainer:
@@ -64,7 +67,7 @@ class Trainer:
         self.peak = peak_of(context.device, self.dtype, config.parallel.peak_tflops)
         self.optimizer = make_optimizer(self.model, config)
         self.schedule = make_schedule(self.optimizer, config)
-        self.sequences = self.reader.training()
+        self.sequences: TrainingStream | ReadAhead = self.reader.training()
         self.step, self.first_loss, self.last_loss = 0, math.nan, math.nan
         self.held_out: float | None = None
         self.held_out_tokens = 0
@@ -80,10 +83,13 @@ class Trainer:
 
     def steps(self) -> Iterator[StepRecord]:
         """Run the optimizer steps that are left, one by one."""
-        for step in range(self.step + 1, self.config.run.steps + 1):
-            with self._traced(step):
-                record = self._take(step)
-            yield record
+        if isinstance(self.sequences, ReadAhead):  # of steps before these, read no further
+            self.sequences = self.reader.training(self.sequences.cursor())
+        with closing(ReadAhead(self.sequences, READ_AHEAD * self.config.sequences_per_step)) as self.sequences:
+            for step in range(self.step + 1, self.config.run.steps + 1):
+                with self._traced(step):
+                    record = self._take(step)
+                yield record
 
     def _traced(self, step: int) -> AbstractContextManager[None]:
         """Within it a step is recorded, if it is that of ``--profile``."""
