@@ -84,6 +84,7 @@ BAD = [
     ("train", "--deadline", "-1", "0", "nan"),
     ("train", "--step-timeout", "0", "-1", "nan", "1e300"),
     ("train", "--profile", "0", "-1", "9 --steps 8", HUGE),
+    ("train", "--wandb", "", "\udcff"),
     ("train", "--on-nan", "perhaps", ""),
     ("train", "--global-batch", "0", "-1"),
     ("train", "--resume", "theirs/no"),

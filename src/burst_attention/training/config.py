@@ -74,6 +74,8 @@ class RunConfig:
     """Seconds after which a step that still runs is told: each rank its phase, rank 0 who is behind. It goes on."""
     profile: Count | None = None
     """A step of which every rank writes a trace to --out/profile, for Chrome or ui.perfetto.dev."""
+    wandb: Name | None = None
+    """A project of Weights & Biases that the run is told to as well: pip install 'burst-attention[wandb]'."""
     on_nan: OnNan = "stop"
     """When a loss or gradient is no number. Either way the rank and layer where it came first are named.
 

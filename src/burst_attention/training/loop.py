@@ -15,6 +15,7 @@ from .export import save_model, saved_dtype
 from .interrupt import InterruptedRunError, StopRequests
 from .metrics import MODEL, TRACES, UNFINISHED, Reporter, RunFolder, StepRecord, Summary, claim_run, without_auto
 from .saving import Saver
+from .tracking import Tracking
 from .trainer import Trainer as Trainer
 
 
@@ -49,6 +50,9 @@ def train(config: TrainConfig, reporters: Sequence[Reporter] = (), *, held: bool
         def tell(note: str) -> None:
             for reporter in reporters:
                 reporter.note(note)
+
+        if folder and config.run.wandb is not None:
+            reporters.append(Tracking(config.run.wandb, tell))
 
         for reporter in reporters:
             reporter.start(config, sum(parameter.numel() for parameter in trainer.model.parameters()), trainer.step)

@@ -16,12 +16,13 @@ from .interrupt import InterruptedRunError
 from .manifest import FOLDER, list_checkpoints, step_of
 
 CONFIG, METRICS, SUMMARY, CURVE = "config.toml", "metrics.jsonl", "summary.json", "loss.png"
-EVENTS, MODEL, UNFINISHED, TRACES = "tensorboard", "model", "model.unfinished", "profile"
+EVENTS, MODEL, UNFINISHED = "tensorboard", "model", "model.unfinished"
+TRACES, TRACKED = "profile", "wandb"
 NEWEST = "newest"  # of --resume: the newest whole checkpoint of --out
 AUTO = "auto"  # the same if --out holds an unfinished run, else none
 # What a model is loaded from must not be another's; what else lies beside it may stay.
 LOADED = ("*.safetensors", "*.bin", "*.json", "*.model", "*.jinja", "*.py", "merges.txt", "vocab.txt")
-FILES = (CONFIG, METRICS, SUMMARY, CURVE, f"{EVENTS}/events.*", UNFINISHED, FOLDER, TRACES)
+FILES = (CONFIG, METRICS, SUMMARY, CURVE, f"{EVENTS}/events.*", UNFINISHED, FOLDER, TRACES, TRACKED)
 WRITES = (*FILES, *(f"{MODEL}/{name}" for name in LOADED))
 
 
@@ -177,7 +178,8 @@ class RunFolder:
             (self.path / SUMMARY).unlink(missing_ok=True)  # it is not finished any more
         else:
             self.marker.remove_old()
-        self.marker.add(CONFIG, METRICS, f"{UNFINISHED}/", f"{FOLDER}/", *[f"{TRACES}/"] * bool(config.run.profile))
+        self.marker.add(CONFIG, METRICS, f"{UNFINISHED}/", f"{FOLDER}/")
+        self.marker.add(*[f"{TRACES}/"] * bool(config.run.profile), *[f"{TRACKED}/"] * bool(config.run.wandb))
         # A later run from this file must not overwrite this one unasked, nor go on from another, nor pay for a trace.
         reusable = replace(config, run=replace(config.run, overwrite=False, resume=None, profile=None))
         (self.path / CONFIG).write_text(write_toml(reusable), "utf-8")
@@ -202,7 +204,7 @@ class RunFolder:
 
     def step(self, record: StepRecord) -> None:
         self._losses.append(record.loss)
-        self._lines.write(json.dumps(_without_nan(asdict(record))) + "\n")
+        self._lines.write(json.dumps(without_nan(asdict(record))) + "\n")
         for name in ("loss", "lr", "grad_norm", "tokens_per_second", "mfu", "exchange_seconds"):
             if (value := getattr(record, name)) is not None:
                 self._events.add_scalar(name, value, record.step)
@@ -230,7 +232,7 @@ class RunFolder:
         draw_losses(self._losses, summary.held_out_loss, self.path / CURVE, measured=self._held_out)
 
 
-def _without_nan(values: dict[str, Any]) -> dict[str, Any]:
+def without_nan(values: dict[str, Any]) -> dict[str, Any]:
     """The same, null in place of what JSON can't spell."""
     bad = {name for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
     return values | dict.fromkeys(bad)
