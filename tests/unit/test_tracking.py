@@ -19,7 +19,7 @@ SUMMARY = Summary(1, 2.5, 2.5, None, 0, 10.0, 0, [1], [None], [0.0])
 class Fake:
     """In place of the package, and of a run of it."""
 
-    def __init__(self, fails_at=None):
+    def __init__(self, fails_at=0):
         self.logged, self.asked, self.finished, self.summary, self.fails_at = [], [], [], {}, fails_at
         self.id, self.url, self.dir = "abc", None, "folder"
         self.Settings = SimpleNamespace
@@ -84,7 +84,7 @@ def test_a_run_tells_every_step_and_ends_well_whatever_happens_there(pools, tmp_
     (tmp_path / "corpus").mkdir()
     corpus = write_corpus(tmp_path / "corpus")
     config = config_of(corpus, tmp_path / "run", wandb="long", steps=3, held_out=0)
-    logged, finished = pools(1).run(train_with, config, None)[0]
+    logged, finished = pools(1).run(train_with, config, 0)[0]
     assert logged == losses(tmp_path / "run") and len(logged) == 3 and finished == [0]
     logged, finished = pools(1).run(train_with, config_of(corpus, tmp_path / "2", wandb="long", steps=3), 2)[0]
     assert len(logged) == 1 and not finished and len(losses(tmp_path / "2")) == 3
