@@ -63,6 +63,8 @@ RESUME = "tests/distributed/test_resume.py"
 FILES = "tests/unit/test_checkpoint_files.py"
 SAVING = "tests/distributed/test_saving.py"
 MEMORY = "tests/unit/test_killed_for_memory.py"
+UNUSUAL = "tests/distributed/test_unusual_steps.py"
+STEP_TIMES = "tests/distributed/test_step_times.py"
 
 
 @dataclass(frozen=True)
@@ -1678,6 +1680,62 @@ SEEDED = [
         "if False:",
         SAVING,
         "read_back",
+    ),
+    Fault(
+        "a step without numbers is taken all the same",
+        "training/trainer.py",
+        "        if left_out is None:\n",
+        "        if True:\n",
+        UNUSUAL,
+        "changes_nothing",
+    ),
+    Fault(
+        "the first rank is named, not the one where a number was lost",
+        "training/finite.py",
+        "_, rank, place = min(found)",
+        "_, rank, place = found[0]",
+        UNUSUAL,
+        "named_alike",
+    ),
+    Fault(
+        "operations of the pairs that a mask hides are counted",
+        "training/flops.py",
+        "Mask(window=window, cu_seqlens=cu_seqlens).regions(length).T",
+        "Mask(causal=False, cu_seqlens=cu_seqlens).regions(length).T",
+        "tests/unit/test_flops.py",
+        "pairs_are",
+    ),
+    Fault(
+        "waits are not counted",
+        "comm/transport.py",
+        "        self.waited += time.monotonic() - started\n",
+        "",
+        STEP_TIMES,
+        "seen_in_their_waits",
+    ),
+    Fault(
+        "who is ahead is called behind",
+        "training/watch.py",
+        "if where == places[0]]",
+        "if where == places[-1]]",
+        "tests/unit/test_watch.py",
+        "behind",
+    ),
+    Fault(
+        "the place that is saved is that of the reading",
+        "training/ahead.py",
+        "read = next(self._stream), self._stream.place()",
+        "read = next(self._stream), lambda: self._stream.place()()",
+        "tests/unit/test_ahead.py",
+        "those_of_the_stream",
+    ),
+    Fault(
+        "what is written beside training does not hurry when all wait for it",
+        "training/shards.py",
+        "        self._hurry.set()\n",
+        "        pass\n",
+        "tests/unit/test_shards.py",
+        "hurry",
     ),
     Fault(
         "the best checkpoint is removed with the old ones",

@@ -69,5 +69,5 @@ def test_hurry_ends_a_rest_at_once(monkeypatch):
     worker.start()
     assert begun.wait(60)
     pace.hurry()
-    worker.join(60)
+    worker.join(20)
     assert not worker.is_alive()

@@ -166,7 +166,7 @@ class OptimConfig:
     warmup: Natural = 10
     """Steps of linear warm-up."""
     weight_decay: NonNegative = 0.1
-    """Of matrices; norms and biases have none."""
+    """Of matrices, embeddings and the head among them; norms and biases have none."""
     beta1: Fraction = 0.9
     """AdamW's memory of the gradient."""
     beta2: Fraction = 0.95
