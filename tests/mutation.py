@@ -1596,8 +1596,8 @@ SEEDED = [
     Fault(
         "a document's tokens are read again after a pause",
         "training/data.py",
-        "used=self._length - self._open",
-        "used=0",
+        '"used": self._length - self._open',
+        '"used": 0',
         DATA,
         "goes_on_anywhere",
     ),

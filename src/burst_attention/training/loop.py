@@ -86,9 +86,8 @@ def _run(trainer: Trainer, saver: Saver, reporters: Sequence[Reporter]) -> list[
         for reporter in reporters:
             reporter.step(records[-1])
             if record.step == trainer.config.run.profile:
-                reporter.note(
-                    f"step {record.step} was recorded: {Path(trainer.config.run.out) / TRACES}, a file a rank"
-                )
+                folder = Path(trainer.config.run.out) / TRACES
+                reporter.note(f"step {record.step} was recorded, a file for each rank, in {folder}")
         trainer.watch.enter("saving")
         saver.after_step(record.seconds + time.perf_counter() - began)
     saver.finish()
