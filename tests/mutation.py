@@ -64,6 +64,8 @@ FILES = "tests/unit/test_checkpoint_files.py"
 SAVING = "tests/distributed/test_saving.py"
 MEMORY = "tests/unit/test_killed_for_memory.py"
 FORECAST = "tests/unit/test_forecast.py"
+UNUSUAL = "tests/distributed/test_unusual_steps.py"
+STEP_TIMES = "tests/distributed/test_step_times.py"
 
 
 @dataclass(frozen=True)
@@ -1325,7 +1327,7 @@ SEEDED = [
     ),
     Fault(
         "the learning rate is that of the next step",
-        "training/loop.py",
+        "training/trainer.py",
         "        self.optimizer.step()\n        self.schedule.step()\n",
         "        self.schedule.step()\n        self.optimizer.step()\n",
         UPDATES,
@@ -1357,7 +1359,7 @@ SEEDED = [
     ),
     Fault(
         "the mean over accumulation steps is taken twice",
-        "training/loop.py",
+        "training/trainer.py",
         "plans, max(num_valid, 1))",
         "plans, max(num_valid, 1) * (self.config.optim.accumulate or 1))",
         TRAIN,
@@ -1739,8 +1741,8 @@ SEEDED = [
     Fault(
         "a document's tokens are read again after a pause",
         "training/data.py",
-        "used=self._length - self._open",
-        "used=0",
+        '"used": self._length - self._open',
+        '"used": 0',
         DATA,
         "goes_on_anywhere",
     ),
@@ -1819,10 +1821,66 @@ SEEDED = [
     Fault(
         "what is read back is not compared",
         "training/draft.py",
-        'if entry["sha256"] != self._digest(path, pieces):',
+        'if entry["sha256"] != written:',
         "if False:",
         SAVING,
         "read_back",
+    ),
+    Fault(
+        "a step without numbers is taken all the same",
+        "training/trainer.py",
+        "        if left_out is None:\n",
+        "        if True:\n",
+        UNUSUAL,
+        "changes_nothing",
+    ),
+    Fault(
+        "the first rank is named, not the one where a number was lost",
+        "training/finite.py",
+        "_, rank, place = min(found)",
+        "_, rank, place = found[0]",
+        UNUSUAL,
+        "named_alike",
+    ),
+    Fault(
+        "operations of the pairs that a mask hides are counted",
+        "training/flops.py",
+        "Mask(window=window, cu_seqlens=cu_seqlens).regions(length).T",
+        "Mask(causal=False, cu_seqlens=cu_seqlens).regions(length).T",
+        "tests/unit/test_flops.py",
+        "pairs_are",
+    ),
+    Fault(
+        "waits are not counted",
+        "comm/transport.py",
+        "        self.waited += time.monotonic() - started\n",
+        "",
+        STEP_TIMES,
+        "seen_in_their_waits",
+    ),
+    Fault(
+        "who is ahead is called behind",
+        "training/watch.py",
+        "if where == places[0]]",
+        "if where == places[-1]]",
+        "tests/unit/test_watch.py",
+        "behind",
+    ),
+    Fault(
+        "the place that is saved is that of the reading",
+        "training/ahead.py",
+        "read = next(self._stream), self._stream.place()",
+        "read = next(self._stream), lambda: self._stream.place()()",
+        "tests/unit/test_ahead.py",
+        "those_of_the_stream",
+    ),
+    Fault(
+        "what is written beside training does not hurry when all wait for it",
+        "training/shards.py",
+        "        self._hurry.set()\n",
+        "        pass\n",
+        "tests/unit/test_shards.py",
+        "hurry",
     ),
     Fault(
         "the best checkpoint is removed with the old ones",
@@ -1834,7 +1892,7 @@ SEEDED = [
     ),
     Fault(
         "after an evaluation the parameters are left whole",
-        "training/loop.py",
+        "training/trainer.py",
         "                module.reshard()",
         "                pass",
         SAVING,
@@ -2026,7 +2084,7 @@ SEEDED = [
     ),
     Fault(
         "what is exchanged again is not foretold",
-        "training/loop.py",
+        "training/trainer.py",
         '(2 if self.config.memory.remat == "layer" else 1)',
         "1",
         "tests/distributed/test_keeping_less.py",

@@ -17,10 +17,10 @@ import torch
 
 from burst_attention.launch.processes import end_with
 from burst_attention.training.config import TrainConfig
+from burst_attention.training.curve import draw_losses
 from burst_attention.training.draft import Draft
 from burst_attention.training.interrupt import InterruptedRunError
 from burst_attention.training.loop import Trainer, train
-from burst_attention.training.metrics import draw_losses
 from burst_attention.training.model import quieten_transformers
 
 # What a run would import when it needs it.

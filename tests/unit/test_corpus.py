@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -127,3 +128,29 @@ def test_what_a_run_wrote_is_no_text_to_train_on(tmp_path):
     (run / "metrics.jsonl").write_text('{"loss": 1}\n')
     (tmp_path / "runs" / "notes.txt").write_text("text")
     assert [document.name for document in open_corpus(str(tmp_path)).documents()] == ["runs/notes.txt"]
+
+
+def test_a_text_that_is_compressed_is_one_document(tmp_path):
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress("über\r\nall".encode()))
+    (tmp_path / "b.txt").write_text("plain")
+    assert names_and_texts(tmp_path) == [("a.txt.gz", "über\r\nall"), ("b.txt", "plain")]
+    assert names_and_texts(tmp_path / "a.txt.gz") == [("a.txt.gz", "über\r\nall")]
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"text" * 10_000)[:-9])
+    with pytest.raises(ValueError, match=r"a\.txt\.gz': broken gzip data"):
+        names_and_texts(tmp_path)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+def test_many_documents_take_the_memory_of_one(tmp_path, suffix):
+    path = tmp_path / f"many{suffix}"
+    lines = (json.dumps({"text": f"{n} " + "0123456789" * 500}) + "\n" for n in range(4_000))
+    with gzip.open(path, "wt", compresslevel=1) if suffix.endswith(".gz") else path.open("w") as file:
+        file.writelines(lines)
+    corpus = open_corpus(str(path))
+    tracemalloc.start()
+    try:
+        read = sum(len(document.text) for document in corpus.documents())
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert read > 20e6 > 20 * peak

@@ -43,7 +43,7 @@ THIRD_PARTIES: dict[str, set[str]] = {
     "compat": {"transformers"},
     "launch": {"rich"},
     "testing": {"*rich"},
-    "training": {"transformers", "*tokenizers", "*datasets", "*matplotlib", "*safetensors", "*tomli_w"},
+    "training": {"transformers", "*tokenizers", "*datasets", "*matplotlib", "*safetensors", "*tomli_w", "*wandb"},
     "cli": {"rich", "tyro"},
 }
 

@@ -52,7 +52,7 @@ def calibrate(
     plan = make_plan(64, layout="zigzag", heads=1, group=group, rates=usual)
     probe = _Probe(plan, device, sizes or Sizes())
     usual = plan.schedule.planner.rates  # rank 0's
-    half, *launches, block = probe.kernel(torch.bfloat16)
+    half, *launches, block, row = probe.kernel(torch.bfloat16)
     single, double = (probe.kernel(dtype)[0] for dtype in (torch.float32, torch.float64))
     inside, across = probe.links(usual)
     visit, call = probe.calls(sum(launches))
@@ -62,7 +62,7 @@ def calibrate(
         launch_backward=launches[1],
         visit=visit,
         call=call,
-        fold=probe.fold(),
+        fold=probe.fold(row),
         block=block,
         at_once=probe.at_once,
     )
@@ -119,24 +119,28 @@ class _Probe:
     def random(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.randn(*shape, device=self.device).to(dtype)
 
-    def kernel(self, dtype: torch.dtype) -> tuple[Speed, float, float, float]:
-        """Speed, seconds of a launch forward and backward, and the block that a mask's border costs."""
+    def kernel(self, dtype: torch.dtype) -> tuple[Speed, float, float, float, float]:
+        """Speed, seconds of a launch forward and backward, the block that a mask's border costs, and seconds of a row
+        of one head, whatever it sees: of a forward, and half of a backward's, which has keys' too."""
         kernel = choose("auto", device=self.device, dtype=dtype, head_dims=(DIM, DIM))
         rows, heads = self.sizes.rows, self.sizes.heads
-        small, full, causal = (
+        small, narrow, full, causal = (
             self._passes(kernel, tile, dtype)
-            for tile in (_full(SMALL), _full(rows), Tile(0, rows, 0, rows, 0, rows - 1))
+            for tile in (_full(SMALL), _full(rows, rows // 4), _full(rows), Tile(0, rows, 0, rows, 0, rows - 1))
         )
         cells = heads * rows * rows
-        each = [max(1e-18, big - little) / cells for big, little in zip(full, small, strict=True)]
+        each = [max(1e-18, (wide - some) / 0.75) / cells for wide, some in zip(full, narrow, strict=True)]
+        rest = [max(0.0, whole - one * cells - less) for whole, one, less in zip(full, each, small, strict=True)]
+        row = (rest[0] + rest[1] / 2) / 2 / (heads * rows)
         flops = 2 * 2 * DIM, 2 * 5 * DIM
         border = [(x - y) / one / heads - rows * (rows + 1) / 2 for x, y, one in zip(causal, small, each, strict=True)]
         block = min(float(rows), max(0.0, sum(border) / rows))  # the mean of both passes, half of it lost in each row
-        return Speed(forward=flops[0] / each[0], backward=flops[1] / each[1]), small[0], small[1], block
+        return Speed(forward=flops[0] / each[0], backward=flops[1] / each[1]), small[0], small[1], block, row
 
     def _passes(self, kernel: Kernel, tile: Tile, dtype: torch.dtype) -> list[float]:
         """Seconds of the forward and of the backward of one tile."""
-        q, k, v, dout = (self.random(1, self.sizes.heads, tile.rows, DIM, dtype=dtype) for _ in range(4))
+        sizes = (tile.rows, tile.columns, tile.columns, tile.rows)
+        q, k, v, dout = (self.random(1, self.sizes.heads, n, DIM, dtype=dtype) for n in sizes)
         tiles, scale = Tiles(torch.tensor([tile]).numpy()), DIM**-0.5
         _, lse = kernel.forward(q, k, v, tiles, scale)
         inputs = BackwardInputs(dout, q, k, v, lse, torch.zeros_like(lse), tiles, scale)
@@ -145,12 +149,13 @@ class _Probe:
             self.seconds(lambda: kernel.backward(inputs)),
         ]
 
-    def fold(self) -> float:
-        """Bytes per second of partial results that are merged."""
+    def fold(self, row: float) -> float:
+        """Bytes per second of partial results that are merged, of which a kernel takes ``row`` seconds a row."""
         shape = 1, self.sizes.heads, 4 * self.sizes.rows
         out, part = (self.random(*shape, DIM, dtype=torch.float32) for _ in range(2))
         lse = torch.zeros(shape, device=self.device)
-        return out.nbytes / max(1e-9, self.seconds(lambda: merge_(out, lse, part, lse.clone())))
+        merged = self.seconds(lambda: merge_(out, lse, part, lse.clone()))
+        return out.nbytes / max(1e-9, merged + row * lse.numel())
 
     def links(self, usual: Rates) -> tuple[Link | None, Link | None]:
         """Inside of a node, and across; None where there is no such link."""
@@ -202,5 +207,6 @@ class _Probe:
         burst_attention(q, q, q, plan).sum().backward()
 
 
-def _full(rows: int) -> Tile:
-    return Tile(0, rows, 0, rows, 1 - rows, rows - 1)
+def _full(rows: int, columns: int | None = None) -> Tile:
+    columns = columns or rows
+    return Tile(0, rows, 0, columns, 1 - columns, rows - 1)

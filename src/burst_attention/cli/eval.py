@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 
 import tyro
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from burst_attention.training.evaluation import EngineResult, EvalConfig, Evaluation
@@ -17,6 +21,7 @@ from . import train
 from .numbers import numbers
 
 COMMAND = "burst eval"
+QUIET = 10.0  # seconds between two lines of progress, where no terminal shows a bar
 PIPED_WIDTH = 160  # columns of a table that no terminal shows
 
 
@@ -46,12 +51,42 @@ def _evaluate(config: EvalConfig) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=PIPED_WIDTH)
-    results = evaluate(config, lambda result: console.print(f"{result.engine}: {result.seconds:,.1f} s"))
+    with Told(console) as told:
+        results = evaluate(config, told.result, told.progress)
     if launch.is_rank_0():
         console.print(table(config, results))
         if config.json is not None:
             Evaluation.of(config, results).write(config.json)
             console.print(f"as JSON: [bold]{escape(str(config.json))}[/]")
+
+
+class Told(ExitStack):
+    """What is shown while engines run: a bar on a terminal, elsewhere a line now and then."""
+
+    def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._console, self._clock, self._last = console, clock, clock()
+        self._bar: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+
+    def progress(self, engine: str, done: int, of: int) -> None:
+        """So many of an engine's sequences are done."""
+        if not self._console.is_terminal:
+            if done < of and self._clock() - self._last >= QUIET:
+                self._last = self._clock()
+                self._console.print(f"{engine}: {done:,} of {of:,} sequences")
+            return
+        if self._bar is None:
+            self._bar = self.enter_context(Progress(console=self._console, transient=True))
+        if engine not in self._tasks:
+            self._tasks[engine] = self._bar.add_task(engine, total=of)
+        self._bar.update(self._tasks[engine], completed=done, refresh=True)
+
+    def result(self, result: EngineResult) -> None:
+        """An engine is through."""
+        if self._bar is not None and result.engine in self._tasks:
+            self._bar.remove_task(self._tasks.pop(result.engine))
+        self._console.print(f"{result.engine}: {result.sequences:,} sequences in {result.seconds:,.1f} s")
 
 
 def table(config: EvalConfig, results: list[EngineResult]) -> Table:

@@ -15,7 +15,7 @@ from rich.table import Table
 from burst_attention.training.config import TrainConfig
 from burst_attention.training.interrupt import InterruptedRunError
 from burst_attention.training.manifest import name_of
-from burst_attention.training.metrics import StepRecord, Summary
+from burst_attention.training.metrics import StepRecord, Summary, unusual
 
 
 class Screen:
@@ -42,7 +42,7 @@ class Screen:
             self._bar = Progress(
                 TextColumn("step {task.completed}/{task.total}"),
                 BarColumn(),
-                TextColumn("loss {task.fields[loss]}  {task.fields[speed]} tokens/s"),
+                TextColumn("loss {task.fields[loss]}  {task.fields[speed]}"),
                 TimeElapsedColumn(),
                 TextColumn("ETA"),
                 TimeRemainingColumn(),
@@ -52,10 +52,10 @@ class Screen:
             self._bar.start()
 
     def step(self, record: StepRecord) -> None:
+        if told := unusual(record):
+            self.note(told)
         if self._bar:
-            self._bar.update(
-                self._task, completed=record.step, loss=f"{record.loss:.4f}", speed=f"{record.tokens_per_second:,.0f}"
-            )
+            self._bar.update(self._task, completed=record.step, loss=f"{record.loss:.4f}", speed=_speed(record))
             if record.held_out_loss is not None:
                 self.console.print(f"step {record.step}: held-out loss {record.held_out_loss:.4f}")
             return
@@ -63,7 +63,7 @@ class Screen:
         held_out = "" if record.held_out_loss is None else f"held out {record.held_out_loss:.4f}  "
         self.console.print(
             f"step {record.step}/{self.config.run.steps}  loss {record.loss:.4f}  {held_out}"
-            f"{record.tokens_per_second:,.0f} tokens/s  ETA {time.strftime('%H:%M:%S', time.gmtime(left))}"
+            f"{_speed(record)}  ETA {time.strftime('%H:%M:%S', time.gmtime(left))}"
         )
 
     def note(self, text: str) -> None:
@@ -100,12 +100,35 @@ def _table(summary: Summary) -> Table:
     if summary.best_step is not None:
         text = f"{summary.best_held_out_loss:.4f} after step {summary.best_step}, kept as {name_of(summary.best_step)}"
         table.add_row("best held-out loss", text)
+    if summary.left_out:
+        steps = _some([str(step) for step in summary.left_out])
+        table.add_row("steps left out, no numbers", steps)
+    if summary.spikes:
+        steps = _some([f"step {step} ({multiple:.1f} x)" for step, multiple in summary.spikes.items()])
+        table.add_row("loss spikes, by the running median", steps)
     table.add_row("tokens/s", f"{summary.tokens_per_second:,.0f}")
+    if summary.mfu is not None:
+        table.add_row("MFU", f"{summary.mfu:.1%}")
+    waited = ["-" if seconds is None else f"{seconds:,.3f} s" for seconds in summary.exchange_seconds]
+    table.add_row("waits in exchanges per step, per rank", ", ".join(waited))
     table.add_row("peak memory per rank", ", ".join(_size(size) for size in summary.peak_memory))
     sent = [("-" if size is None else _size(size)) for size in summary.bytes_sent]
     table.add_row("attention sent per step, per rank", ", ".join(sent))
     table.add_row("predicted", ", ".join(_size(size) for size in summary.bytes_predicted))
     return table
+
+
+def _speed(record: StepRecord) -> str:
+    """Tokens a second, and what is known of where the time went."""
+    mfu = "" if record.mfu is None else f"  MFU {record.mfu:.1%}"
+    waits = "" if record.exchange_seconds is None else f"  waits {record.exchange_seconds:.2f} s"
+    return f"{record.tokens_per_second:,.0f} tokens/s{mfu}{waits}"
+
+
+def _some(texts: list[str], most: int = 8) -> str:
+    """As many as a line of a table holds, and how many more there are."""
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more
 
 
 def _size(size: float) -> str:

@@ -90,7 +90,8 @@ class Transport:
         tag: keeps these messages apart from others on the same group.
         health: shared by all transports of one group.
 
-    ``sent`` and ``received`` count payload bytes.
+    ``sent`` and ``received`` count payload bytes, ``waited`` the seconds that the host was in :meth:`wait`: on CUDA,
+    where a stream waits in its place, next to none.
     """
 
     group: Any
@@ -99,6 +100,7 @@ class Transport:
     health: Health = field(default_factory=Health)
     sent: int = 0
     received: int = 0
+    waited: float = 0.0
 
     def __post_init__(self) -> None:
         self.rank = 0 if self.group is None else self.group.rank()
@@ -176,6 +178,7 @@ class Transport:
                 peer = pending.operations[n].peer if one_each else None
                 seconds = time.monotonic() - started
                 raise self._failure(f"could not {what}", pending.label, seconds, error, peer) from error
+        self.waited += time.monotonic() - started
         for whole, parts in pending.packed:
             for bytes_in, part in zip(whole.split([part.nbytes for part in parts]), parts, strict=True):
                 _bytes(part).copy_(bytes_in)

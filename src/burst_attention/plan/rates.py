@@ -43,7 +43,7 @@ class Overhead:
     Args:
         launch_forward, launch_backward: seconds of a tile, whatever its size.
         visit: seconds of a visit.
-        fold: bytes per second of partial results that are merged or added up.
+        fold: bytes per second of partial results that are merged or added up, what a kernel takes for a row in it.
         block: rows and columns that a kernel computes together: of those on a mask's border half are computed for
             nothing.
         call: seconds of a pass that nothing hides: checks, agreement, rounding.

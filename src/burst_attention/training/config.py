@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 PackName = Literal["documents", "none"]
 DtypeOrAuto = Literal["auto", "float32", "bfloat16", "float64", "fp32", "bf16", "fp64"]
+OnNan = Literal["stop", "skip"]
 SaveDtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 DeviceOrAuto = Literal["auto", "cpu", "cuda"]
 LastRate = Annotated[float, number(lambda value: 0 <= value <= 1, "must be a share of --lr, from 0 to 1")]
@@ -69,6 +70,16 @@ class RunConfig:
     auto: so if --out holds an unfinished run; else begin."""
     deadline: Seconds | None = None
     """Seconds from the start after which the run must be over: before that it saves and ends with status 75."""
+    step_timeout: Seconds | None = None
+    """Seconds after which a step that still runs is told: each rank its phase, rank 0 who is behind. It goes on."""
+    profile: Count | None = None
+    """A step of which every rank writes a trace to --out/profile, for Chrome or ui.perfetto.dev."""
+    wandb: Name | None = None
+    """A project of Weights & Biases that the run is told to as well: pip install 'burst-attention[wandb]'."""
+    on_nan: OnNan = "stop"
+    """When a loss or gradient is no number. Either way the rank and layer where it came first are named.
+
+    skip: leave the step out, whose data are passed over, and go on; end after 10 in a row."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +87,7 @@ class DataConfig:
     """What is read, and how it becomes sequences."""
 
     data: Name = "stdlib"
-    """FILE.txt, a directory, *.jsonl, *.jsonl.gz, hf:NAME[:CONFIG][@SPLIT], or stdlib: Python's own source files."""
+    """FILE.txt, a directory, *.jsonl, either as .gz, hf:NAME[:CONFIG][@SPLIT], or stdlib: Python's own source files."""
     tokenizer: Name | None = None
     """bytes, or a Hugging Face tokenizer's path or name. Default: the loaded model's own; bytes for a preset."""
     seq_len: Length = 4096
@@ -132,6 +143,11 @@ class ParallelConfig:
     """auto: a GPU for every rank if the machine has as many, else the CPU."""
     timeout: Seconds = 600.0
     """Seconds a rank waits for another before it gives up."""
+    peak_tflops: Positive | None = None
+    """TFLOP/s of a rank's device, of which MFU is the share that the model's own operations take.
+
+    These are 6 x parameters of linear layers (head included, embedding not) for a token, and 12 x head_dim for a head
+    and a pair that the mask lets see each other. Default: of a known GPU its data sheet's in bf16; else no MFU."""
 
     @property
     def how(self) -> dict[str, Any]:
@@ -151,7 +167,7 @@ class OptimConfig:
     warmup: Natural = 10
     """Steps of linear warm-up."""
     weight_decay: NonNegative = 0.1
-    """Of matrices; norms and biases have none."""
+    """Of matrices, embeddings and the head among them; norms and biases have none."""
     beta1: Fraction = 0.9
     """AdamW's memory of the gradient."""
     beta2: Fraction = 0.95
@@ -211,6 +227,8 @@ class TrainConfig:
         evaluated = self.run.eval_every == 0 or self.data.held_out > 0
         nothing = "needs documents to evaluate, and --held-out 0 keeps none; give a share, or leave --eval-every out"
         require(evaluated, "eval_every", self.run.eval_every, nothing)
+        beyond = f"is no step of a run of --steps {self.run.steps}"
+        require(self.run.profile is None or self.run.profile <= self.run.steps, "profile", self.run.profile, beyond)
         self.memory.check(self.parallel.engine, self.parallel.device)
 
     def _check_global_batch(self) -> None:

@@ -23,6 +23,7 @@ from .tokenizer import first_line
 
 STANDARD_LIBRARY = "stdlib"
 HUB = "hf:"
+BROKEN_GZIP = (gzip.BadGzipFile, EOFError, zlib.error)
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ def open_corpus(data: str) -> Corpus:
     Args:
         data: ``stdlib`` (the Python standard library's own source files), ``hf:NAME[:CONFIG][@SPLIT]`` (streamed
             through ``datasets``), a ``*.jsonl`` or ``*.jsonl.gz`` file whose lines have a ``text`` field, a directory
-            (every such file and every text file below it), or any other file: one document.
+            (every such file and every text file below it), or any other file: one document, of ``*.gz`` what it
+            decompresses to.
 
     Raises:
         ValueError: there is no such file, the directory holds no file or one can't be listed.
@@ -149,12 +151,15 @@ class Files:
     def _read(self, path: Path) -> str | None:
         try:
             # Not read_text: it would turn every line ending into one kind.
-            return path.read_bytes().decode("utf-8")
+            with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+                return file.read().decode("utf-8")
         except UnicodeDecodeError as error:
             if self.strict:
                 raise ValueError(f"--data {str(path)!r}: not UTF-8 text at byte {error.start}") from None
             self.skipped += 1
             return None
+        except BROKEN_GZIP as error:
+            raise ValueError(f"--data {str(path)!r}: broken gzip data ({error})") from None
         except OSError as error:
             raise ValueError(f"--data {str(path)!r}: {error.strerror}") from None
 
@@ -168,7 +173,7 @@ def _json_lines(path: Path, name: str) -> Iterator[Document]:
                 line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if line.strip() and (text := _text_field(json.loads(line.decode("utf-8")))):
                     yield Document(f"{name}:{number}", text)
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+    except BROKEN_GZIP as error:
         raise ValueError(f"--data {shown}:{number + 1}: broken gzip data ({error})") from None
     except RecursionError:
         raise ValueError(f"--data {shown}:{number}: not JSON that can be read (it is nested too deeply)") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -161,6 +162,7 @@ class SequenceReader:
         self, corpus: Corpus, tokenizer: Tokenizer, *, seq_len: int, packed: bool, held_out: float, seed: int
     ) -> None:
         self.corpus, self.tokenizer, self.seq_len, self.packed, self.seed = corpus, tokenizer, seq_len, packed, seed
+        self._encoding = threading.Lock()  # what is trained on is read in a thread, and tokenizers take one at a time
         self.split = make_split(self._usable(corpus.documents()), held_out)
 
     def training(self, start: Cursor | None = None) -> TrainingStream:
@@ -188,10 +190,15 @@ class SequenceReader:
         return pack(documents, self.seq_len) if self.packed else cut(documents, self.seq_len, keep_rest=keep_rest)
 
     def _encoded(self, documents: Iterable[Document]) -> Iterator[np.ndarray]:
-        return (self.tokenizer.encode(document.text) for document in documents)
+        return (self.encode(document) for document in documents)
+
+    def encode(self, document: Document) -> np.ndarray:
+        """A document's tokens, for one thread after the other."""
+        with self._encoding:
+            return self.tokenizer.encode(document.text)
 
     def _usable(self, documents: Iterable[Document]) -> Iterator[Document]:
-        return (doc for doc in documents if self.packed or len(self.tokenizer.encode(doc.text)) >= self.seq_len)
+        return (doc for doc in documents if self.packed or len(self.encode(doc)) >= self.seq_len)
 
     def _parts(self, select: Callable[[Document], Document | None], order: np.random.Generator) -> Iterator[Document]:
         documents = self.corpus.documents(order)
@@ -236,19 +243,28 @@ class TrainingStream:
 
     def cursor(self) -> Cursor:
         """Where the stream is: what comes next is what a stream that starts there gives first."""
+        return self.place()()
+
+    def place(self) -> Callable[[], Cursor]:
+        """What makes the cursor of where the stream is now, also when it is somewhere else: making one takes longer."""
         if not self._taken:
             raise ValueError("a stream has no place before its first sequence was taken")
-        tokens = [sequence.tokens for sequence in self._waiting]
-        return Cursor(
-            taken=self._taken,
-            epoch=self._epoch,
-            document=self._document,
-            used=self._length - self._open,
-            digest=self._digest,
-            order=self._order.bit_generator.state,  # type: ignore[arg-type]  # a plain dict
-            waiting=np.stack(tokens).astype(np.int32),
-            borders=[None if (borders := each.cu_seqlens) is None else list(borders) for each in self._waiting],
-        )
+        waiting = tuple(self._waiting)
+        plain = {
+            "taken": self._taken,
+            "epoch": self._epoch,
+            "document": self._document,
+            "used": self._length - self._open,
+            "digest": self._digest,
+            "order": self._order.bit_generator.state,
+        }
+
+        def make() -> Cursor:
+            tokens = np.stack([sequence.tokens for sequence in waiting]).astype(np.int32)
+            borders = [None if each.cu_seqlens is None else list(each.cu_seqlens) for each in waiting]
+            return Cursor(**plain, waiting=tokens, borders=borders)  # type: ignore[arg-type]  # by its own names
+
+        return make
 
     def _counted(self) -> Iterator[TokenSequence]:
         """Sequences in the order of the documents. When one is given out, what is open is of the document at hand."""
@@ -264,7 +280,7 @@ class TrainingStream:
                 yield self._find(start, itertools.islice(parts, start.document - 1, None))
                 empty = False
             for number, part in parts:
-                tokens = reader.tokenizer.encode(part.text)
+                tokens = reader.encode(part)
                 if reader.packed or len(tokens) >= reader.seq_len:
                     empty = False
                     yield self._begin(epoch, number, part, tokens)
@@ -290,7 +306,7 @@ class TrainingStream:
                 f"--data is not what the checkpoint was made with: document {start.document} of epoch {start.epoch} "
                 f"{found}; give the same data, or start anew with --overwrite"
             )
-        return self._begin(start.epoch, number, part, self._reader.tokenizer.encode(part.text), start.used)
+        return self._begin(start.epoch, number, part, self._reader.encode(part), start.used)
 
 
 def open_sequences(config: TrainConfig) -> tuple[SequenceReader, Tokenizer]:

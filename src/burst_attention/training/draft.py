@@ -6,7 +6,6 @@ group would mix up each other's messages. What lies between, :meth:`Draft.write`
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -37,6 +36,7 @@ from .manifest import (
     seal,
     write_whole,
 )
+from .shards import Pace, write_tensors
 
 T = TypeVar("T")
 LOWEST = 19  # priority of a thread on Linux
@@ -70,7 +70,8 @@ class Draft:
         self._text = json.dumps(state | {"tensors": self._table})
         self._folder = out / FOLDER / (name_of(step) + UNFINISHED)
         self._written: dict[str, tuple[Pieces, dict[str, Any]]] = {}
-        self._failure, self.seconds = "", 0.0  # seconds: how long writing took
+        self._failure, self.seconds = "", 0.0  # seconds: how long writing took, without rests
+        self._pace = Pace()
         self._thread: threading.Thread | None = None
         planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(dict(tensors), is_coordinator=self._is_first)
@@ -88,7 +89,7 @@ class Draft:
         self._or_discard(copy)
 
     def write_beside(self) -> None:
-        """Begin to write in a thread, behind everything else that the processor has to do."""
+        """Begin to write in a thread, with rests, behind everything else that the processor has to do."""
         self._thread = threading.Thread(target=self._write_behind, name=f"save {self.step}", daemon=True)
         self._thread.start()
 
@@ -111,10 +112,15 @@ class Draft:
             self._failure = text_of(error)
         finally:
             self._copies = {}
-            self.seconds = time.monotonic() - began
+            self.seconds = time.monotonic() - began - self._pace.rested
+
+    def write_at_once(self) -> None:
+        """The same while nothing else goes on."""
+        self._pace.hurry()
+        self.write()
 
     def seal(self) -> Path:
-        """Wait until this rank's part is written, agree with the others that theirs is, and give it its name.
+        """Wait until this rank's part is written, now without rests, agree with the others, and give it its name.
 
         Returns:
             The checkpoint's folder, on all ranks, once the disk has it.
@@ -122,6 +128,7 @@ class Draft:
         Raises:
             SaveError: on all ranks, if writing failed on one; nothing of it is left.
         """
+        self._pace.hurry()
         if self._thread is not None:
             self._thread.join()
 
@@ -161,35 +168,30 @@ class Draft:
 
     def _write_shard(self, path: Path) -> tuple[Pieces, dict[str, Any]]:
         """What the file's header says, and its entry in the manifest, both as the disk gives them."""
-        from safetensors.torch import save_file
-
-        places = {name: {"saved_offsets": place} for name, place in self._places.items()}
-        # As torch.distributed.checkpoint's own writer for safetensors has it, whose reader reads it. That one makes two
-        # more copies in memory, and holds Python's lock meanwhile, so that no other thread would go on.
-        save_file(self._copies, path, metadata={SHARDING: json.dumps(places), "DCP_VERSION": "1.0", "format": "pt"})
+        written = self._put(path)
         with path.open("rb") as file:
             os.fsync(file.fileno())
             if hasattr(os, "posix_fadvise"):  # so that what is read next comes from the disk
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        pieces, entry = read_header(path), fingerprint(path)
-        if entry["sha256"] != self._digest(path, pieces):
+        pieces, entry = read_header(path), fingerprint(path, self._pace.rest)
+        if entry["sha256"] != written:
             raise OSError(f"{path.name} could not be read back as it was written")
         return pieces, entry
 
-    def _digest(self, path: Path, pieces: Pieces) -> str:
-        """The SHA-256 that a file of this header must have, from the copies in memory."""
-        with path.open("rb") as file:
-            length = file.read(8)
-            digest = hashlib.sha256(length + file.read(int.from_bytes(length, "little")))
-        for name in pieces:
-            digest.update(self._copies[name].view(-1).view(torch.uint8).numpy().data)
-        return digest.hexdigest()
+    def _put(self, path: Path) -> str:
+        """Write this rank's copies; the SHA-256 that their file must have."""
+        places = {name: {"saved_offsets": place} for name, place in self._places.items()}
+        # As torch.distributed.checkpoint's own writer for safetensors has it, whose reader reads it. That one makes two
+        # more copies in memory, and holds Python's lock meanwhile, so that no other thread would go on.
+        metadata = {SHARDING: json.dumps(places), "DCP_VERSION": "1.0", "format": "pt"}
+        names = {name: self._table[name]["dtype"] for name in self._copies}
+        return write_tensors(path, self._copies, names, metadata, self._pace)
 
 
 def save(out: Path, tensors: Mapping[str, Tensor], state: dict[str, Any], *, step: int, context: RankContext) -> Path:
     """Copy, write and seal, all at once; see :class:`Draft`. Every rank must call it."""
     draft = Draft(out, tensors, state, step=step, context=context)
-    draft.write()
+    draft.write_at_once()
     return draft.seal()
 
 

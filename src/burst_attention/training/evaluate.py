@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ def token_losses(
     plan: Plan,
     windows: list[int | None],
     context: RankContext,
+    progress: Callable[[int], None] | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
     """The loss of every token. Every rank must call it and exhaust it; sequences are dealt out to the groups of ranks.
 
@@ -41,6 +43,7 @@ def token_losses(
         sequences: all of them, of ``plan.seqlen`` tokens each.
         plan: of this rank's group, from the model's engine.
         windows: the layers', from :func:`~burst_attention.integrations.hf.layer_windows`.
+        progress: is called with how many of the sequences are done.
 
     Yields:
         (index, fp32 or fp64 [S] on the CPU in global order, 0 where there is no target) of the sequences that this
@@ -56,6 +59,8 @@ def token_losses(
         loss = plans.one.unshard(model(shard, plans, per_token=True), 1)[0]
         if start + context.group_index < len(sequences) and start // groups % plan.world == plan.rank:
             yield index, loss.cpu()
+        if progress:
+            progress(min(start + groups, len(sequences)))
 
 
 def refusal(engine: str, heads: Heads, length: int, world: int) -> str | None:
@@ -77,13 +82,18 @@ def nothing_to_evaluate(config: EvalConfig) -> ValueError:
     return ValueError(f"{share}--data {config.data!r} leaves no token to evaluate; it needs {least}")
 
 
-def evaluate(config: EvalConfig, report: Callable[[EngineResult], None] | None = None) -> list[EngineResult]:
+def evaluate(
+    config: EvalConfig,
+    report: Callable[[EngineResult], None] | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> list[EngineResult]:
     """Evaluate every engine. Every rank of the job must call it with the same ``config``.
 
     It runs under torchrun's environment variables, or in the process group that there is already.
 
     Args:
         report: what rank 0 calls with the result of each engine that ran, as it comes; ignored on other ranks.
+        progress: what rank 0 calls with an engine's name, how many sequences it has done, and of how many.
 
     Returns:
         For each of ``config.engines``, in that order, the same on every rank.
@@ -100,7 +110,8 @@ def evaluate(config: EvalConfig, report: Callable[[EngineResult], None] | None =
         able = [name for name, result in results.items() if result.refused is None]
         reference = ALONE if ALONE in able else next(iter(able), None)
         for name in sorted(able, key=lambda name: name != reference):  # the reference first
-            results[name] = replace(evaluator.run(name), reference=reference)
+            tell = partial(progress, name) if progress and context.rank == 0 else None
+            results[name] = replace(evaluator.run(name, tell), reference=reference)
             if report and context.rank == 0:
                 report(results[name])
             gc.collect()  # a spread model is in cycles, and the next one needs its room
@@ -128,7 +139,7 @@ class _Evaluator:
     def refused(self, name: str) -> str | None:
         return refusal(name, Heads.of(self.model_config), self.length, self.context.world)
 
-    def run(self, name: str) -> EngineResult:
+    def run(self, name: str, progress: Callable[[int, int], None] | None = None) -> EngineResult:
         engine, groups = choose(name), self.context.world if name == ALONE else 1
         context = replace(self.context, mesh=make_mesh(self.context.device.type, data_parallel=groups))
         model = build_model(
@@ -144,7 +155,9 @@ class _Evaluator:
         plan = engine.plan(self.length, group=context.context_mesh, timeout=timeout, heads=heads, dtype=self.dtype)
         context.collect(None)  # all start together
         began = time.perf_counter()
-        losses = dict(token_losses(model, self.sequences, plan=plan, windows=self.windows, context=context))
+        tell = (lambda done: progress(done, len(self.sequences))) if progress else None
+        found = token_losses(model, self.sequences, plan=plan, windows=self.windows, context=context, progress=tell)
+        losses = dict(found)
         return self._result(name, losses, time.perf_counter() - began)
 
     def _result(self, name: str, losses: dict[int, Tensor], seconds: float) -> EngineResult:

@@ -28,7 +28,7 @@ class EvalConfig:
     model: Name
     """The folder or hub name of a model, as `burst train` writes one, or a preset with random weights."""
     data: Name
-    """FILE.txt, a directory, *.jsonl, *.jsonl.gz, hf:NAME[:CONFIG][@SPLIT], or stdlib: Python's own source files."""
+    """FILE.txt, a directory, *.jsonl, either as .gz, hf:NAME[:CONFIG][@SPLIT], or stdlib: Python's own source files."""
     engines: Annotated[tuple[EngineName, ...], distinct] = ENGINES
     """Which to run; single, or else the first that can run, is what the others are compared with."""
     seq_len: Length = 4096

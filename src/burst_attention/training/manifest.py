@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +52,13 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def fingerprint(path: Path) -> dict[str, Any]:
-    """A file's entry in a manifest, read from the disk."""
+def fingerprint(path: Path, rest: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """A file's entry in a manifest, read from the disk; ``rest`` is called between its parts."""
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         while part := file.read(PART):
             digest.update(part)
+            rest()
         return {"bytes": os.fstat(file.fileno()).st_size, "sha256": digest.hexdigest()}
 
 

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from .claim import HELD, Marker, claimed
 from .config import TrainConfig, write_toml
+from .curve import draw_losses
 from .interrupt import InterruptedRunError
 from .manifest import FOLDER, list_checkpoints, step_of
 
 CONFIG, METRICS, SUMMARY, CURVE = "config.toml", "metrics.jsonl", "summary.json", "loss.png"
 EVENTS, MODEL, UNFINISHED = "tensorboard", "model", "model.unfinished"
+TRACES, TRACKED = "profile", "wandb"
 NEWEST = "newest"  # of --resume: the newest whole checkpoint of --out
 AUTO = "auto"  # the same if --out holds an unfinished run, else none
 # What a model is loaded from must not be another's; what else lies beside it may stay.
 LOADED = ("*.safetensors", "*.bin", "*.json", "*.model", "*.jinja", "*.py", "merges.txt", "vocab.txt")
-FILES = (CONFIG, METRICS, SUMMARY, CURVE, f"{EVENTS}/events.*", UNFINISHED, FOLDER)
+FILES = (CONFIG, METRICS, SUMMARY, CURVE, f"{EVENTS}/events.*", UNFINISHED, FOLDER, TRACES, TRACKED)
 WRITES = (*FILES, *(f"{MODEL}/{name}" for name in LOADED))
 
 
@@ -40,6 +41,12 @@ class StepRecord:
         bytes_sent: by rank 0's attention in this step; None where collectives, which nothing counts, move them.
         bytes_predicted: the same, as the engine predicts it.
         held_out_loss: after the update; None where ``--eval-every`` does not ask for it.
+        flops: of the model's own operations in this step, over all ranks (:mod:`.flops`).
+        mfu: their share of what the ranks' devices could do; None where nobody told what that is.
+        exchange_seconds: that rank 0 waited in the attention's exchanges, and in the agreements before them; None where
+            collectives, which nothing counts, are waited for. On CUDA the host's waits, which are not the stream's.
+        left_out: why the update was not taken, in words; None if it was.
+        spike: how many times the running median the loss is, where it stands out (:mod:`.finite`).
     """
 
     step: int
@@ -52,14 +59,21 @@ class StepRecord:
     bytes_sent: int | None
     bytes_predicted: int
     held_out_loss: float | None = None
+    flops: int = 0
+    mfu: float | None = None
+    exchange_seconds: float | None = None
+    left_out: str | None = None
+    spike: float | None = None
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A finished run. Lists are by rank; bytes are means over the steps of what a rank's attention sent in one.
+    """A finished run. Lists are by rank; bytes are means over the steps of what a rank's attention sent in one,
+    and ``exchange_seconds`` of what a rank waited.
 
     ``held_out_loss`` is None without evaluation; ``best_step`` and ``best_held_out_loss`` are of the checkpoint that
-    ``--eval-every`` kept as the best.
+    ``--eval-every`` kept as the best; ``left_out`` are steps that ``--on-nan skip`` left out, ``spikes`` multiples of
+    the running median by step.
     """
 
     steps: int
@@ -74,6 +88,10 @@ class Summary:
     bytes_predicted: list[float]
     best_step: int | None = None
     best_held_out_loss: float | None = None
+    mfu: float | None = None
+    exchange_seconds: list[float | None] = field(default_factory=list)
+    left_out: list[int] = field(default_factory=list)
+    spikes: dict[int, float] = field(default_factory=dict)
 
     @property
     def perplexity(self) -> float | None:
@@ -161,12 +179,13 @@ class RunFolder:
         else:
             self.marker.remove_old()
         self.marker.add(CONFIG, METRICS, f"{UNFINISHED}/", f"{FOLDER}/")
-        # A later run from this file must not overwrite this one unasked, nor go on from another.
-        reusable = replace(config, run=replace(config.run, overwrite=False, resume=None))
+        self.marker.add(*[f"{TRACES}/"] * bool(config.run.profile), *[f"{TRACKED}/"] * bool(config.run.wandb))
+        # A later run from this file must not overwrite this one unasked, nor go on from another, nor pay for a trace.
+        reusable = replace(config, run=replace(config.run, overwrite=False, resume=None, profile=None))
         (self.path / CONFIG).write_text(write_toml(reusable), "utf-8")
         (self.path / METRICS).write_text("".join(kept), "utf-8")
         records = [json.loads(line) for line in kept]
-        self._losses = [record["loss"] for record in records]
+        self._losses = [math.nan if record["loss"] is None else record["loss"] for record in records]
         found = {record["step"]: record.get("held_out_loss") for record in records}
         self._held_out = {step: loss for step, loss in found.items() if loss is not None}
         self._lines = (self.path / METRICS).open("a", encoding="utf-8", buffering=1)
@@ -185,9 +204,12 @@ class RunFolder:
 
     def step(self, record: StepRecord) -> None:
         self._losses.append(record.loss)
-        self._lines.write(json.dumps(asdict(record)) + "\n")
-        for name in ("loss", "lr", "grad_norm", "tokens_per_second"):
-            self._events.add_scalar(name, getattr(record, name), record.step)
+        self._lines.write(json.dumps(without_nan(asdict(record))) + "\n")
+        for name in ("loss", "lr", "grad_norm", "tokens_per_second", "mfu", "exchange_seconds"):
+            if (value := getattr(record, name)) is not None:
+                self._events.add_scalar(name, value, record.step)
+        if told := unusual(record):
+            self._events.add_text("notes", told, record.step)
         if record.held_out_loss is not None:
             self._held_out[record.step] = record.held_out_loss
             self._events.add_scalar("held_out_loss", record.held_out_loss, record.step)
@@ -210,21 +232,16 @@ class RunFolder:
         draw_losses(self._losses, summary.held_out_loss, self.path / CURVE, measured=self._held_out)
 
 
-def draw_losses(
-    losses: Sequence[float], held_out: float | None, path: Path, *, measured: Mapping[int, float] | None = None
-) -> None:
-    """The loss of every step as a PNG, the held-out loss as a line across, what was measured of it between by step."""
-    from matplotlib.figure import Figure
+def without_nan(values: dict[str, Any]) -> dict[str, Any]:
+    """The same, null in place of what JSON can't spell."""
+    bad = {name for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
+    return values | dict.fromkeys(bad)
 
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    axes = figure.subplots()
-    axes.plot(range(1, len(losses) + 1), losses, label="training", marker="." if len(losses) < 3 else "")
-    if measured:
-        axes.plot(list(measured), list(measured.values()), color="tab:orange", marker="o", label="held out, by step")
-    if held_out is not None:
-        axes.axhline(held_out, color="tab:orange", linestyle="--", label=f"held out: {held_out:.3f}")
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats per token)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path)
+
+def unusual(record: StepRecord) -> str:
+    """In words what is to be told of a step besides its figures; empty of most."""
+    if record.left_out:
+        return f"left out: {record.left_out}"
+    if record.spike:
+        return f"step {record.step}: the loss spikes, {record.spike:.1f} times the median of the steps before"
+    return ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -33,10 +35,15 @@ def make_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig) -> LRSc
 
 
 def clip_by_global_norm(model: nn.Module, largest: float) -> float:
-    """Scale gradients to a norm over all ranks of at most ``largest`` (0: leave them); returns the norm before."""
+    """Scale gradients to a norm over all ranks of at most ``largest`` (0: leave them); returns the norm before.
+
+    One that is no number scales nothing, for it would hide which gradient it came from.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    if not math.isfinite(norm.item()):
+        return norm.item()
     if largest:
         torch.nn.utils.clip_grads_with_norm_(parameters, largest, norm)
     return norm.item()

@@ -12,6 +12,7 @@ from .evaluation import EvalConfig
 from .memory import KEEPING, check_fits, free_memory, parts_text, size_text
 from .presets import PRESETS
 from .tokenizer import BYTES
+from .tracking import check_tracking
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -42,6 +43,7 @@ def check_run(config: TrainConfig, world: int, *, local_ranks: int | None = None
     """
     config.check()
     config.check_world(world)
+    check_tracking(config)
     name, data, parallel = config.model.model, config.data, config.parallel
     loaded = _load(name)
     reader, tokenizer = open_sequences(config)

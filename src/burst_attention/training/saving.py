@@ -85,7 +85,7 @@ class Saver:
         self._begin()
         if self._draft is None:
             return None
-        self._draft.write()
+        self._draft.write_at_once()
         return self._seal()
 
     def finish(self) -> None:

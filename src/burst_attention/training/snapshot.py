@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedConfig
 
 from ..launch.join import RankContext
+from .ahead import ReadAhead
 from .checked import Checked
 from .config import TrainConfig
 from .cursor import Cursor
@@ -32,7 +33,7 @@ LASTING = {
     "optim": ("lr", "min_lr", "warmup", "weight_decay", "beta1", "beta2", "eps", "clip"),
 }
 # Settings of the place where a run went on, which the next place decides anew.
-PASSING = {"run": ("out", "overwrite", "resume"), "parallel": ("ranks", "device"), "optim": ("accumulate",)}
+PASSING = {"run": ("out", "overwrite", "resume", "profile"), "parallel": ("ranks", "device"), "optim": ("accumulate",)}
 
 
 class Run(Protocol):
@@ -42,7 +43,7 @@ class Run(Protocol):
     measured there.
     """
 
-    sequences: TrainingStream
+    sequences: TrainingStream | ReadAhead
     step: int
     first_loss: float
     last_loss: float

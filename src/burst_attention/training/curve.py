@@ -1,0 +1,56 @@
+"""The loss curve of a run, drawn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+WIDTH = 0.05  # of the run, of the mean that is drawn
+
+
+def smooth(losses: Sequence[float]) -> list[float]:
+    """A mean whose weights fade over :data:`WIDTH` of the run, of each step and those before; of few steps nothing.
+
+    What is no number is passed over.
+    """
+    if len(losses) * WIDTH < 2:
+        return []
+    kept = 1 - 1 / (len(losses) * WIDTH)
+    total = weight = 0.0
+    means = []
+    for loss in losses:
+        if math.isfinite(loss):
+            total, weight = kept * total + loss, kept * weight + 1
+        means.append(total / weight if weight else math.nan)
+    return means
+
+
+def draw_losses(
+    losses: Sequence[float], held_out: float | None, path: Path, *, measured: Mapping[int, float] | None = None
+) -> None:
+    """A PNG of the loss of every step, as it is and smoothly.
+
+    Args:
+        held_out: a line across; None: it was not measured.
+        measured: the held-out loss on the way, by step.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    steps, smoothed = range(1, len(losses) + 1), smooth(losses)
+    marker, alpha = "." if len(losses) < 3 else "", 0.35 if smoothed else 1.0
+    axes.plot(steps, losses, label="training", color="tab:blue", marker=marker, alpha=alpha)
+    if smoothed:
+        label = f"training, mean over about {round(len(losses) * WIDTH)} steps"
+        axes.plot(steps, smoothed, color="tab:blue", label=label)
+    if measured:
+        axes.plot(list(measured), list(measured.values()), color="tab:orange", marker="o", label="held out, by step")
+    if held_out is not None:
+        axes.axhline(held_out, color="tab:orange", linestyle="--", label=f"held out: {held_out:.3f}")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path)

@@ -1,0 +1,91 @@
+"""A safetensors file written piece by piece, hashed on the way, at a pace that leaves the processor to others.
+
+``safetensors.save_file`` copies all of it once more and writes without a pause, so that training beside it is slower.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .manifest import PART
+
+REST = 8.0  # seconds of rest for one that the processor was used
+LONGEST_REST = 1.0
+AT_ONCE = 16  # pieces before the first rest: a small file is not worth one
+
+
+class Pace:
+    """Rests between pieces of work, in proportion to what they took of the processor, until there is hurry.
+
+    Attributes:
+        rested: seconds.
+    """
+
+    def __init__(self) -> None:
+        self.rested = 0.0
+        self._hurry = threading.Event()
+        self._pieces, self._used = 0, 0.0
+
+    def hurry(self) -> None:
+        """End the rest at hand, and rest no more."""
+        self._hurry.set()
+
+    def rest(self) -> None:
+        """After a piece of work; always in one thread."""
+        if self._hurry.is_set():
+            return
+        used, began = time.thread_time(), time.monotonic()
+        self._pieces += 1
+        if self._pieces > AT_ONCE:
+            self._hurry.wait(min(REST * (used - self._used), LONGEST_REST))
+        self.rested += time.monotonic() - began
+        self._used = time.thread_time()
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], names: Mapping[str, str], metadata: Mapping[str, str], pace: Pace
+) -> str:
+    """Write CPU tensors, whose elements lie in a row; the SHA-256 that the file must have.
+
+    Args:
+        names: of the dtypes, by tensor, as safetensors spells them.
+        metadata: of the file.
+    """
+    # As safetensors itself orders them: the widest first, so that each begins at a multiple of its width.
+    ordered = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for part in (_header(ordered, tensors, names, metadata), *_parts(ordered, tensors)):
+            digest.update(part)
+            file.write(part)
+            pace.rest()
+    return digest.hexdigest()
+
+
+def _header(
+    ordered: list[str], tensors: Mapping[str, Tensor], names: Mapping[str, str], metadata: Mapping[str, str]
+) -> bytes:
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    at = 0
+    for name in ordered:
+        tensor = tensors[name]
+        offsets = [at, at := at + tensor.nbytes]
+        header[name] = {"dtype": names[name], "shape": list(tensor.shape), "data_offsets": offsets}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _parts(ordered: list[str], tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    for name in ordered:
+        data: Any = tensors[name].view(-1).view(torch.uint8).numpy().data
+        yield from (data[start : start + PART] for start in range(0, len(data), PART))

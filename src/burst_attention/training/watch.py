@@ -1,0 +1,140 @@
+"""A watch over a step that takes too long: each rank tells where it is, and rank 0 who is behind. It ends nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+Phase = Literal["data", "forward", "backward", "optimizer", "evaluation", "saving"]
+PATIENCE = 5.0  # seconds that rank 0 waits for what others tell
+POLL = 0.1
+
+
+class Where(NamedTuple):
+    """Where a rank is: ``entered`` phases of the step, with that at hand."""
+
+    step: int
+    entered: int
+    phase: str
+
+
+class StepWatch:
+    """Of one rank. The thread that trains says where it is, and another one tells it when a step takes too long.
+
+    Ranks hear of each other by the store that they met in, for in a collective they may be stuck.
+
+    Args:
+        timeout: seconds that a step may take; None: nothing is watched.
+        tell: is given lines of text.
+        store: of the job, as torch's stores are; None: that of the default process group.
+    """
+
+    def __init__(
+        self,
+        timeout: float | None,
+        *,
+        rank: int,
+        world: int,
+        tell: Callable[[str], object] = lambda text: sys.stderr.write(f"burst train: {text}\n"),
+        store: Any = None,
+    ) -> None:
+        self._timeout, self._rank, self._world, self._tell = timeout, rank, world, tell
+        self._store = store
+        self._where, self._since, self._began, self._due = Where(0, 0, "data"), 0.0, 0.0, math.inf
+        self._changed, self._closed = threading.Condition(), False
+        self._thread: threading.Thread | None = None
+
+    def begin(self, step: int) -> None:
+        """A step begins, with its data."""
+        if self._timeout is None:
+            return
+        if self._thread is None:
+            if self._world > 1 and self._store is None:
+                # A connection of its own: one that waits must not keep the thread that trains from the store.
+                store: Any = _get_default_store()
+                self._store = store.clone()
+            self._thread = threading.Thread(target=self._watch, name="step watch", daemon=True)
+            self._thread.start()
+        with self._changed:
+            self._where, self._began = Where(step, 1, "data"), time.monotonic()
+            self._since, self._due = self._began, self._began + self._timeout
+            self._changed.notify()
+
+    def enter(self, phase: Phase) -> None:
+        """The step comes to another phase."""
+        if self._thread is not None:
+            with self._changed:
+                self._where = Where(self._where.step, self._where.entered + 1, phase)
+                self._since = time.monotonic()
+
+    def close(self) -> None:
+        """Nothing is watched any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def _watch(self) -> None:
+        while True:
+            with self._changed:
+                while not self._closed and (left := self._due - time.monotonic()) > 0:
+                    self._changed.wait(None if left == math.inf else left)
+                if self._closed:
+                    return
+                where, now, self._due = self._where, time.monotonic(), math.inf  # a step is told once
+                text = (
+                    f"rank {self._rank}: step {where.step} has taken {now - self._began:,.1f} s, more than "
+                    f"--step-timeout {self._timeout:g}: it is in its {where.phase}, for {now - self._since:,.1f} s"
+                )
+            self._tell(text)
+            if self._world > 1:
+                self._exchange(where)
+
+    def _exchange(self, where: Where) -> None:
+        """Tell the others where this rank is; rank 0 tells who is behind."""
+        try:
+            self._store.set(_key(where.step, self._rank), json.dumps(where))
+            if self._rank == 0:
+                self._tell(who_is_behind(where.step, self._hear(where.step), self._world))
+        except (dist.DistError, RuntimeError) as error:  # whoever held the store is gone
+            self._tell(f"rank {self._rank}: which rank is behind is not known: {error}")
+
+    def _hear(self, step: int) -> dict[int, Where]:
+        """Where the ranks are that tell it in time, by rank."""
+        heard: dict[int, Where] = {}
+        until = time.monotonic() + PATIENCE
+        while len(heard) < self._world and time.monotonic() < until:
+            for rank in range(self._world):
+                if rank not in heard and self._store.check([_key(step, rank)]):
+                    heard[rank] = Where(*json.loads(self._store.get(_key(step, rank))))
+            if len(heard) < self._world:
+                time.sleep(POLL)
+        return heard
+
+
+def _key(step: int, rank: int) -> str:
+    return f"burst train/step {step}/rank {rank}"
+
+
+def who_is_behind(step: int, heard: Mapping[int, Where], world: int) -> str:
+    """In words, by where the ranks said they are. One that says nothing is stuck itself, or stopped, or gone."""
+    silent = [rank for rank in range(world) if rank not in heard]
+    places = sorted(set(heard.values()))
+    told = [f"nothing is heard of {_ranks(silent)}"] if silent else []
+    if len(places) == 1:
+        told.append(f"{'all that are heard of' if silent else 'all ranks'} are in their {places[0].phase}")
+    else:
+        last = [rank for rank, where in sorted(heard.items()) if where == places[0]]
+        told.append(f"behind is {_ranks(last)}, in the {places[0].phase}, where others are in the {places[-1].phase}")
+    return f"step {step}: {'; '.join(told)}"
+
+
+def _ranks(numbers: list[int]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

@@ -1,0 +1,66 @@
+"""What a step computes, counted one by one, and MFU from it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from burst_attention.engines import Heads
+from burst_attention.plan.mask import Mask
+from burst_attention.training.data import TokenSequence
+from burst_attention.training.flops import ModelFlops, peak_of, seen_pairs
+
+CPU = torch.device("cpu")
+BORDERS = (0, 5, 6, 40, 64)
+
+
+def llama(tied):
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+        attn_implementation="eager",
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_they_are_those_that_torch_counts_but_for_what_the_mask_hides(tied):
+    model = llama(tied)
+    ids = torch.zeros(1, 64, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        model(ids, labels=ids).loss.backward()
+    flops = ModelFlops.of(model, Heads.of(model.config), [None] * 3)
+    hidden = 64 * 64 - 64 * 65 // 2  # pairs that eager attention computes and the mask hides
+    # The gradient of the first layer's input is torch's too: the embedding wants it.
+    assert flops.of_step([TokenSequence(np.zeros(64), None)]) == counter.get_total_flops() - 12 * 32 * 3 * hidden
+
+
+@pytest.mark.parametrize("window", [None, 1, 7])
+@pytest.mark.parametrize("borders", [None, BORDERS])
+def test_pairs_are_those_of_the_mask(window, borders):
+    assert seen_pairs(64, window, borders) == Mask(window=window, cu_seqlens=borders).dense(64).sum()
+
+
+def test_layers_count_by_their_own_windows():
+    sequences = [TokenSequence(np.zeros(64), None), TokenSequence(np.zeros(64), BORDERS)]
+    heads = Heads(q_heads=3, kv_heads=1, head_dim=5, hidden=0, intermediate=0)
+    pairs = sum(2 * seen_pairs(64, 7, each.cu_seqlens) + seen_pairs(64, None, each.cu_seqlens) for each in sequences)
+    assert ModelFlops(11, heads, (7, None, 7)).of_step(sequences) == 6 * 11 * 128 + 12 * 15 * pairs
+
+
+def test_a_peak_is_what_was_told_or_what_a_known_gpu_has(monkeypatch):
+    assert peak_of(CPU, torch.float32, None) is None
+    assert peak_of(CPU, torch.float32, 0.5) == 0.5e12
+    names = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA A100-SXM4-80GB": 312e12, "T4": None}
+    for name, peak in names.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+        assert peak_of(torch.device("cuda"), torch.bfloat16, None) == peak
+        assert peak_of(torch.device("cuda"), torch.float32, None) is None

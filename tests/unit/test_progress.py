@@ -1,0 +1,54 @@
+"""What is shown of a run while it goes on, and how its losses are drawn."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import pytest
+from rich.console import Console
+
+from burst_attention.cli.eval import QUIET, Told
+from burst_attention.training.curve import WIDTH, draw_losses, smooth
+from burst_attention.training.evaluation import EngineResult
+
+
+def test_progress_inside_an_engine_is_told_now_and_then():
+    now, text = [0.0], io.StringIO()
+    told = Told(Console(file=text, width=80), clock=lambda: now[0])
+    for done in range(1, 9):
+        now[0] += QUIET / 2
+        told.progress("burst", done, 8)
+    told.result(EngineResult(engine="burst", sequences=8, seconds=1.25))
+    lines = [
+        "burst: 2 of 8 sequences",
+        "burst: 4 of 8 sequences",
+        "burst: 6 of 8 sequences",
+        "burst: 8 sequences in 1.2 s",
+    ]
+    assert text.getvalue().splitlines() == lines
+
+
+def test_on_a_terminal_a_bar_shows_it():
+    text = io.StringIO()
+    with Told(Console(file=text, width=80, force_terminal=True, highlight=False)) as told:
+        told.progress("ring", 3, 4)
+        told.result(EngineResult(engine="ring", sequences=4, seconds=2.0))
+    assert "75%" in text.getvalue() and "ring: 4 sequences in 2.0 s" in text.getvalue()
+
+
+def test_losses_are_smoothed_by_weights_that_fade():
+    assert smooth([2.0] * 39) == [], "too few"
+    assert smooth([2.0] * 40) == pytest.approx([2.0] * 40)
+    losses = [float(n % 2) for n in range(200)]
+    assert smooth(losses)[0] == 0.0 and smooth(losses)[-1] == pytest.approx(0.5, abs=0.06)
+    steps = [0.0] * 100 + [1.0] * 100
+    assert smooth(steps)[99] == 0.0
+    assert smooth(steps)[99 + round(200 * WIDTH)] == pytest.approx(1 - 1 / math.e, abs=0.03)
+
+
+def test_steps_without_a_loss_are_passed_over(tmp_path):
+    losses = [math.nan] * 3 + [2.0] * 40 + [math.nan] * 7 + [2.0] * 10
+    assert smooth(losses)[3:] == pytest.approx([2.0] * 57)
+    draw_losses(losses, None, tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,110 @@
+"""Weights & Biases are told what the run's folder holds, and end no run."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from burst_attention.training import tracking
+from burst_attention.training.loop import train
+from burst_attention.training.metrics import StepRecord, Summary
+from burst_attention.training.tracking import Tracking, check_tracking
+from tests.training import config_of, losses, write_corpus
+
+SUMMARY = Summary(1, 2.5, 2.5, None, 0, 10.0, 0, [1], [None], [0.0])
+
+
+class Fake:
+    """In place of the package, and of a run of it."""
+
+    def __init__(self, fails_at=0):
+        self.logged, self.asked, self.finished, self.summary, self.fails_at = [], [], [], {}, fails_at
+        self.id, self.url, self.dir = "abc", None, "folder"
+        self.Settings = SimpleNamespace
+
+    def init(self, **asked):
+        self.asked.append(asked)
+        return self
+
+    def define_metric(self, *_, **__):
+        pass
+
+    def log(self, values):
+        if values.get("step") == self.fails_at:
+            raise ConnectionError("no network\nat all")
+        self.logged.append(values)
+
+    def finish(self, exit_code=0):
+        self.finished.append(exit_code)
+
+
+def record(step):
+    return StepRecord(step, 2.5, 1e-3, float("nan"), 10.0, 1.0, 97, None, 0)
+
+
+def test_a_run_that_goes_on_is_the_same_one(monkeypatch, tmp_path):
+    fake, told = Fake(), []
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for resume in (None, "newest"):
+        each = Tracking("long", told.append)
+        each.start(config_of("corpus", tmp_path, wandb="long", resume=resume), 7, 0)
+        each.step(record(1))
+        each.finish(SUMMARY)
+    assert [asked["id"] for asked in fake.asked] == [None, "abc"]
+    assert fake.asked[0]["project"] == "long" and fake.asked[0]["config"]["run"]["steps"] == 4
+    assert [values["loss"] for values in fake.logged] == [2.5, 2.5] and "grad_norm" not in fake.logged[0]
+    assert fake.finished == [0, 0] and fake.summary["final/steps"] == 1
+    assert told == ["Weights & Biases, project long: folder"] * 2
+
+
+def test_what_fails_there_is_told_once(monkeypatch, tmp_path):
+    fake, told = Fake(fails_at=2), []
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    each = Tracking("long", told.append)
+    each.start(config_of("corpus", tmp_path), 7, 0)
+    for step in (1, 2, 3):
+        each.step(record(step))
+    each.finish(SUMMARY)
+    assert told[1:] == ["--wandb: ConnectionError: no network; the run goes on, and tells it nothing more"]
+    assert [values["step"] for values in fake.logged] == [1] and not fake.finished
+
+
+def train_with(config, fails_at):
+    sys.modules["wandb"] = fake = Fake(fails_at)  # type: ignore[assignment]
+    try:
+        train(config)
+    finally:
+        del sys.modules["wandb"]
+    return [values["loss"] for values in fake.logged if "loss" in values], fake.finished
+
+
+def test_a_run_tells_every_step_and_ends_well_whatever_happens_there(pools, tmp_path):
+    (tmp_path / "corpus").mkdir()
+    corpus = write_corpus(tmp_path / "corpus")
+    config = config_of(corpus, tmp_path / "run", wandb="long", steps=3, held_out=0)
+    logged, finished = pools(1).run(train_with, config, 0)[0]
+    assert logged == losses(tmp_path / "run") and len(logged) == 3 and finished == [0]
+    logged, finished = pools(1).run(train_with, config_of(corpus, tmp_path / "2", wandb="long", steps=3), 2)[0]
+    assert len(logged) == 1 and not finished and len(losses(tmp_path / "2")) == 3
+
+
+def test_without_the_package_no_rank_is_started(monkeypatch, tmp_path):
+    monkeypatch.setattr(tracking, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=r"--wandb 'long' needs wandb: pip install 'burst-attention\[wandb\]'"):
+        check_tracking(config_of("corpus", tmp_path, wandb="long"))
+    check_tracking(config_of("corpus", tmp_path))
+
+
+def test_the_package_itself_takes_it_offline(monkeypatch, tmp_path):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    told = []
+    each = Tracking("long", told.append)
+    each.start(config_of("corpus", tmp_path, wandb="long"), 7, 0)
+    each.step(record(1))
+    each.note("something")
+    each.finish(SUMMARY)
+    assert len(told) == 1 and told[0].startswith("Weights & Biases, project long: ")
+    assert list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
