@@ -199,8 +199,8 @@ SEEDED = [
     Fault(
         "planner: what is simpler is taken at twice the time",
         "plan/choose.py",
-        "return next(n for n in run if worst[n] <= WORTH * min(worst.values()))",
-        "return next(n for n in run if worst[n] <= 2 * min(worst.values()))",
+        "if worst[n] <= WORTH * min(worst.values()))",
+        "if worst[n] <= 2 * min(worst.values()))",
         PLANNER,
         "never_predicted_worse",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -15,10 +16,11 @@ from ..comm.transport import Receive, Send
 from ..kernels import choose
 from ..kernels.contract import BackwardInputs, Kernel
 from ..kernels.merge import merge_
+from ..plan.groups import WHOLE
 from ..plan.rates import Link, Rates, Speed
 from ..plan.tile import Tile, Tiles
 from .entry import burst_attention
-from .hardware import usual_rates
+from .hardware import shape_of, usual_rates
 from .plan import Plan, lone_plan, make_plan
 
 DIM = 128
@@ -71,7 +73,7 @@ def calibrate(
     source = f"measured by burst calibrate on {plan.world} ranks, {device.type}, torch {torch.__version__}"
     if foretold:
         source += f"; links {' and '.join(foretold)} as foretold by {usual.name}"
-    return Rates(
+    rates = Rates(
         name=name or f"{device.type}, {plan.world} ranks",
         source=source,
         inside=inside or usual.inside,
@@ -81,6 +83,7 @@ def calibrate(
         double=double,
         overhead=overhead,
     )
+    return replace(rates, overhead=replace(overhead, fold=probe.rows(rates)))
 
 
 class _Probe:
@@ -133,7 +136,9 @@ class _Probe:
         rest = [max(0.0, whole - one * cells - less) for whole, one, less in zip(full, each, small, strict=True)]
         row = (rest[0] + rest[1] / 2) / 2 / (heads * rows)
         flops = 2 * 2 * DIM, 2 * 5 * DIM
-        border = [(x - y) / one / heads - rows * (rows + 1) / 2 for x, y, one in zip(causal, small, each, strict=True)]
+        alone = [less + more for less, more in zip(small, rest, strict=True)]
+        triangle = rows * (rows + 1) / 2
+        border = [(x - y) / one / heads - triangle for x, y, one in zip(causal, alone, each, strict=True)]
         block = min(float(rows), max(0.0, sum(border) / rows))  # the mean of both passes, half of it lost in each row
         return Speed(forward=flops[0] / each[0], backward=flops[1] / each[1]), small[0], small[1], block, row
 
@@ -156,6 +161,26 @@ class _Probe:
         lse = torch.zeros(shape, device=self.device)
         merged = self.seconds(lambda: merge_(out, lse, part, lse.clone()))
         return out.nbytes / max(1e-9, merged + row * lse.numel())
+
+    def rows(self, rates: Rates) -> float:
+        """``fold`` with all that a visit does with rows, gathered, widened, added up: what a call over all ranks takes
+        of the processor beyond ``rates``' work. Other clocks count what is waited for, too."""
+        folded = rates.overhead.fold
+        if self.plan.world == 1 or self.clock is not time.process_time:
+            return folded
+        plan = self.plan.with_mask(self.plan.mask, seqlen=self.sizes.rows * self.plan.world)
+        sizes = {"batch": 1, "q_heads": self.sizes.heads, "kv_heads": self.sizes.heads, "head_dim": DIM}
+        shape = shape_of(torch.bfloat16, **sizes)
+        wire = plan.schedule.planner.wire(plan.world)
+
+        def computed(fold: float) -> float:
+            told = replace(rates, overhead=replace(rates.overhead, fold=fold))
+            passes = plan.schedule.on_paper(shape, "query", WHOLE, replace(wire, rates=told))
+            return sum(float(each.work().seconds.sum(1).max()) for each in passes)
+
+        none = computed(math.inf)
+        took = self.seconds(lambda: self._call(plan, self.sizes.heads))
+        return min(folded, (computed(1.0) - none) / max(1e-9, took - none))
 
     def links(self, usual: Rates) -> tuple[Link | None, Link | None]:
         """Inside of a node, and across; None where there is no such link."""
@@ -202,9 +227,11 @@ class _Probe:
         together = self.seconds(lambda: self._call(self.plan), time.perf_counter)
         return visit, max(0.0, together / 2 - self.plan.world * (visit + launch / 2))
 
-    def _call(self, plan: Plan) -> None:
-        q = self.random(1, 1, plan.length, DIM, dtype=torch.bfloat16).requires_grad_()
-        burst_attention(q, q, q, plan).sum().backward()
+    def _call(self, plan: Plan, heads: int = 1) -> None:
+        q, k, v, dout = (self.random(1, heads, plan.length, DIM, dtype=torch.bfloat16) for _ in range(4))
+        burst_attention(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), plan, travels="query").backward(
+            dout
+        )
 
 
 def _full(rows: int, columns: int | None = None) -> Tile:

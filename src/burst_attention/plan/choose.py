@@ -60,6 +60,11 @@ class Prediction:
     backward: Timed | None = None
 
     @property
+    def launches(self) -> float:
+        """Of the rank that has most."""
+        return sum(one.launches for one in (self.forward, self.backward) if one)
+
+    @property
     def seconds(self) -> float:
         """Of a forward and a backward."""
         if self.forward is None or self.backward is None:
@@ -103,11 +108,12 @@ class Planner:
 
 
 def least_regret(found: Sequence[Sequence[Prediction]]) -> int:
-    """Which of the same candidates on each of several wires: the first of those that at the worst take least longer
-    than the fastest there, or longer by less than it is worth to look on. On one wire that is the fastest."""
+    """Which of the same candidates on each of several wires: that which at the worst takes least longer than the
+    fastest there. On one wire that is the fastest. Of those that take longer by less than it is worth to look on that
+    with the fewest launches, for small ones cost more than is known of them; then the first."""
     run = [n for n, one in enumerate(found[0]) if one.forward]
     worst = dict(zip(run, _regrets([[each[n] for n in run] for each in found]), strict=True))
-    return next(n for n in run if worst[n] <= WORTH * min(worst.values()))
+    return min((n for n in run if worst[n] <= WORTH * min(worst.values())), key=lambda n: found[0][n].launches)
 
 
 def _regrets(found: Sequence[Sequence[Prediction]]) -> list[float]:

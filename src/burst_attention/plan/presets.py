@@ -69,7 +69,7 @@ NODES: Mapping[str, Node] = {
         half=Speed(forward=9e10, backward=1.35e11),
         single=Speed(forward=9.4e10, backward=8.8e10),
         double=Speed(forward=4.5e10, backward=3.8e10),
-        overhead=Overhead(launch_forward=1.5e-4, launch_backward=7e-4, visit=4e-4, fold=1.2e10, block=500.0, call=5e-3),
+        overhead=Overhead(launch_forward=1.5e-4, launch_backward=7e-4, visit=1.5e-4, fold=8e8, block=500.0, call=5e-3),
     ),
     "a100-pcie": _gpu(
         "A100 80G PCIe: NVIDIA's data sheet (PCIe 4.0 x16, 32 GB/s each way), arXiv 2307.08691",

@@ -314,6 +314,11 @@ class OnPaper:
         """Step by step; with ``messages`` of another route."""
         return self.run_on([self.wire], messages)[0]
 
+    def work(self) -> Computing:
+        """What each rank computes."""
+        steps = self.tally.cells(self.direction, self.groups, self.inner)
+        return computing(self.tally, self.shape, self.direction, steps, self.groups, self.wire.rates)
+
     def run_on(self, wires: Sequence[Wire], messages: Messages | None = None) -> list[Timed]:
         """The same on each of several wires, of which the links differ, and nothing else."""
         steps = self.tally.cells(self.direction, self.groups, self.inner)
