@@ -157,7 +157,8 @@ def test_different_calls(pools) -> None:
 
 def fall(rank: int, how: str, when: str, route: str, cut: int) -> tuple:
     """``rank`` dies or stops: before a call, between forward and backward, or in the middle of a sweep."""
-    plan = make_plan(96, mask=Mask(causal=False), route=route, heads=cut, timeout=4)
+    options = {"heads": cut, "waves": 2} if cut > 1 else {"heads": 1}
+    plan = make_plan(96, mask=Mask(causal=False), route=route, **options, timeout=4)
     q, k, v = tensors(plan, heads=3)
     out = burst_attention(q, k, v, plan)
     out.sum().backward()
