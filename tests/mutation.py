@@ -1516,8 +1516,8 @@ SEEDED = [
     ),
     Fault(
         "a backward's waves begin with the first rows",
-        "plan/uses.py",
-        "return place if self.direction is Direction.FORWARD else last - place",
+        "plan/waves.py",
+        "return place if direction is Direction.FORWARD else chunks - 1 - place",
         "return place",
         PLAN,
         "one_visit_and_its_results",

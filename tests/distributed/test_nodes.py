@@ -10,21 +10,10 @@ from pathlib import Path
 
 import pytest
 from burst_bench.claims.nodes import Claim, Way, claims, holds, measured
-from burst_bench.cluster import Cluster, ClusterError
+
+from tests.distributed.test_cluster import emulated
 
 ROOT = Path(__file__).parents[2]
-
-
-def obstacle() -> str | None:
-    try:
-        Cluster(1, 1).close()
-    except ClusterError as error:
-        return str(error)
-    return None
-
-
-OBSTACLE = obstacle()
-emulated = pytest.mark.skipif(OBSTACLE is not None, reason=f"no emulated cluster here: {OBSTACLE}")
 
 
 @emulated

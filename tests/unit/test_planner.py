@@ -26,7 +26,7 @@ from burst_attention.plan.rates import Link, Rates, read_rates, user_file, write
 from burst_attention.plan.rows import Direction
 from burst_attention.plan.schedule import Schedule, make_schedule
 from burst_attention.plan.tally import SHARD, Messages
-from burst_attention.plan.timing import Computing, Wire, _share, timed
+from burst_attention.plan.timing import Computing, OnPaper, Wire, _share, timed
 
 CPU = preset("cpu")
 
@@ -104,7 +104,7 @@ def test_a_bound_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     for groups, travels in product([WHOLE, Groups(2, 2), Groups(4, 4, True), Groups(4, 4, True, 2)], TRAVELS):
         inner = TRAVELS[travels](4 // groups.query)
         for direction in Direction:
-            one = choose.OnPaper(tally, shape(), direction, inner[direction], groups, wire)
+            one = OnPaper(tally, shape(), direction, inner[direction], groups, wire)
             (least,) = one.least([wire])
             assert one.computing() <= least <= one.run().seconds * (1 + 1e-9)
 

@@ -23,7 +23,7 @@ from .presets import preset
 from .rates import Rates
 from .rows import Direction, Side
 from .tally import Tally
-from .timing import OnPaper, Timed, Wire, node_numbers
+from .timing import OnPaper, Timed, Wire, node_numbers, on_paper
 
 HeadsOrAuto = int | Literal["auto"]
 KeepOrAuto = bool | Literal["auto"]
@@ -131,7 +131,7 @@ def predict(
     The first is run, for the others are compared with it; those that it or a better one rules out by their work and
     bytes alone are not. Of many ranks' no more than the most promising are.
     """
-    both = [_on_paper(tally, shape, each, wires[0]) for each in candidates]
+    both = [on_paper(tally, shape, each.travels, each.groups, wires[0]) for each in candidates]
     computing = [sum(one.computing() for one in ones) for ones in both]
     found = [[Prediction(*each) for each in zip(candidates, computing, strict=True)] for _ in wires]
     _run(found, both, 0, wires)
@@ -150,11 +150,6 @@ def predict(
             break
         _run(found, both, n, wires)
     return found
-
-
-def _on_paper(tally: Tally, shape: Shape, candidate: Candidate, wire: Wire) -> list[OnPaper]:
-    inner = TRAVELS[candidate.travels](tally.world // candidate.groups.query)
-    return [OnPaper(tally, shape, direction, inner[direction], candidate.groups, wire) for direction in Direction]
 
 
 def _run(found: Sequence[list[Prediction]], both: Sequence[Sequence[OnPaper]], n: int, wires: Sequence[Wire]) -> None:

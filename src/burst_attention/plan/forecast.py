@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from .assignment import TRAVELS
 from .choose import Candidate, HeadsOrAuto, Planner
 from .cost import Shape
 from .groups import WHOLE, Groups, divisors
@@ -232,9 +231,8 @@ def on_paper(way: Way, setting: Setting) -> list[Pass]:
 
 def sheet(way: Way, setting: Setting, schedule: Schedule, direction: Direction) -> OnPaper:
     """One pass, ready to be run."""
-    inner = TRAVELS[way.travels](setting.world // way.groups.query)[direction]
-    wire = setting.planner.wire(setting.world)
-    return OnPaper(schedule.tally, setting.shape, direction, inner, way.groups, wire)
+    both = schedule.on_paper(setting.shape, way.travels, way.groups, setting.planner.wire(setting.world))
+    return next(one for one in both if one.direction is direction)
 
 
 def messages_of(way: Way, one: OnPaper, schedule: Schedule) -> Messages:

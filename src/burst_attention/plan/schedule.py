@@ -35,7 +35,7 @@ from .route import ROUTES, Route
 from .rows import Direction
 from .tally import Tally, edge_messages, rows_sent_by_nodes, rows_sent_directly, rows_sent_round
 from .tile import Tiles, pair_tiles, wanted_tiles
-from .timing import OnPaper, Timed, Wire
+from .timing import OnPaper, Timed, Wire, on_paper
 from .uses import Work
 
 MOST_FOR_A_RING = 32  # ranks up to which it is predicted whether a ring is faster: edge by edge
@@ -220,10 +220,10 @@ class Schedule:
 
     def timed(self, shape: cost.Shape, travels: str, groups: Groups) -> list[Timed]:
         """A forward and a backward on any route, foretold from the edges themselves."""
-        on_paper = self.on_paper(shape, travels, groups, self.planner.wire(self.layout.world))
+        both = self.on_paper(shape, travels, groups, self.planner.wire(self.layout.world))
         if self.route.direct:
-            return [one.run() for one in on_paper]
-        return [one.run(edge_messages(self.work(travels, one.direction, groups), shape)) for one in on_paper]
+            return [one.run() for one in both]
+        return [one.run(edge_messages(self.work(travels, one.direction, groups), shape)) for one in both]
 
     @property
     def _waves(self) -> WavesOrAuto:
@@ -231,8 +231,7 @@ class Schedule:
 
     def on_paper(self, shape: cost.Shape, travels: str, groups: Groups, wire: Wire) -> list[OnPaper]:
         """A forward and a backward, to be run on paper."""
-        inner = TRAVELS[travels](self.layout.world // groups.query)
-        return [OnPaper(self.tally, shape, direction, inner[direction], groups, wire) for direction in Direction]
+        return on_paper(self.tally, shape, travels, groups, wire)
 
     def predictions(self, shape: cost.Shape, travels: str, given: Sequence[Groups] | None = None) -> list[Prediction]:
         """Of all that was left open, the simplest first; arguments are those of :meth:`choose`, of several groups."""

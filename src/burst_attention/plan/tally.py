@@ -20,7 +20,7 @@ from .layout import Layout
 from .rows import Direction, Payload, Side, Union, painted
 from .tile import region_tiles
 from .uses import Work
-from .waves import in_waves
+from .waves import in_waves, wave_of
 
 SHARD, PARTIAL, RELAYED = 0, 1, 2
 MOST_CELLS = 1 << 15  # looked at one by one; beyond it some head groups stand for the others
@@ -121,9 +121,8 @@ class Tally:
         return chunk // self.chunks
 
     def wave(self, chunk: np.ndarray, direction: Direction) -> np.ndarray:
-        """By which wave it comes: see :meth:`~burst_attention.plan.uses.Work.wave`."""
-        place = chunk % self.chunks
-        return place if direction is Direction.FORWARD else self.chunks - 1 - place
+        """By which wave it comes."""
+        return wave_of(chunk, self.chunks, direction)
 
     @cached_property
     def pairs(self) -> Pairs:

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from .assignment import Assignment
+from .assignment import TRAVELS, Assignment
 from .cost import Shape
 from .groups import Groups
 from .rates import Link, Rates
@@ -314,15 +314,24 @@ class OnPaper:
         """Step by step; with ``messages`` of another route."""
         return self.run_on([self.wire], messages)[0]
 
-    def work(self) -> Computing:
-        """What each rank computes."""
-        steps = self.tally.cells(self.direction, self.groups, self.inner)
+    def work(self, steps: Steps | None = None) -> Computing:
+        """What each rank computes; ``steps``: when, if that is known."""
+        steps = self._steps() if steps is None else steps
         return computing(self.tally, self.shape, self.direction, steps, self.groups, self.wire.rates)
 
     def run_on(self, wires: Sequence[Wire], messages: Messages | None = None) -> list[Timed]:
         """The same on each of several wires, of which the links differ, and nothing else."""
-        steps = self.tally.cells(self.direction, self.groups, self.inner)
+        steps = self._steps()
         if messages is None:
             messages = self.tally.messages(self.shape, self.direction, self.inner, self.groups, steps)
-        work = computing(self.tally, self.shape, self.direction, steps, self.groups, self.wire.rates)
+        work = self.work(steps)
         return [timed(messages, work, wire) for wire in wires]
+
+    def _steps(self) -> Steps:
+        return self.tally.cells(self.direction, self.groups, self.inner)
+
+
+def on_paper(tally: Tally, shape: Shape, travels: str, groups: Groups, wire: Wire) -> list[OnPaper]:
+    """A forward and a backward; ``travels`` is a name of ``TRAVELS``."""
+    inner = TRAVELS[travels](tally.world // groups.query)
+    return [OnPaper(tally, shape, direction, inner[direction], groups, wire) for direction in Direction]

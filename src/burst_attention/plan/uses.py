@@ -18,7 +18,7 @@ from .route import Edge, Key, Route, Use
 from .rows import Direction, Payload, Rows, Side, Union
 from .slices import Slice
 from .tile import wanted_tiles
-from .waves import Chunks, in_waves
+from .waves import Chunks, in_waves, wave_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,9 +43,8 @@ class Work:
         return chunk // self.groups.chunks
 
     def wave(self, chunk: Ranks) -> Ranks:
-        """By which wave it comes: the first rows first, in a backward the last."""
-        last, place = self.groups.chunks - 1, chunk % self.groups.chunks
-        return place if self.direction is Direction.FORWARD else last - place
+        """By which wave it comes."""
+        return wave_of(chunk, self.groups.chunks, self.direction)
 
     def rows_of(self, owner: int, place: int) -> Rows:
         """Local rows of the chunk at this place in its shard."""

@@ -13,8 +13,9 @@ from functools import cached_property
 
 import numpy as np
 
+from .groups import Ranks
 from .layout import Layout
-from .rows import Rows
+from .rows import Direction, Rows
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,12 @@ class Chunks:
         cut = np.stack(columns, 2).reshape(-1, 5)
         cut = cut[(cut[:, 3] > 0) & np.isin(cut[:, 0], asked)]
         return cut[np.argsort(cut[:, 0], kind="stable")]
+
+
+def wave_of(chunk: Ranks, chunks: int, direction: Direction) -> Ranks:
+    """By which wave it comes, of ``chunks`` to a shard: the first rows first, in a backward the last."""
+    place = chunk % chunks
+    return place if direction is Direction.FORWARD else chunks - 1 - place
 
 
 def in_waves(layout: Layout, waves: int) -> Layout | Chunks:
