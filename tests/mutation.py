@@ -289,6 +289,14 @@ SEEDED = [
         "none_holds_more",
     ),
     Fault(
+        "remainders of both halves go to the same ranks",
+        "plan/layout.py",
+        "_zigzag(seqlen - half, world, world - 1 - rank)",
+        "_zigzag(seqlen - half, world, rank)",
+        "tests/unit/test_plan.py",
+        "spread_over_all_ranks_by_halves",
+    ),
+    Fault(
         "a long document is cut into pieces, not folded",
         "plan/balance.py",
         "cut = self.plain if alike else self.fold",

@@ -46,7 +46,7 @@ FACTORS = {
     "dtype": [torch.float64, torch.float32, torch.bfloat16, torch.float16],
     "mask": list(MASKS),
     "groups": [1, 4, 8],
-    "layout": ["contiguous", "zigzag", "striped", "zigzag-per-document", "balanced"],
+    "layout": ["contiguous", "zigzag", "zigzag-by-halves", "striped", "zigzag-per-document", "balanced"],
     "travels": ["query", "key-value", "either", "blocks"],
     "route": ["direct", "ring"],
     "kernel": ["reference", "aten", "aten-fp32"],

@@ -452,8 +452,17 @@ def test_a_wave_is_one_visit_and_its_results_leave_while_the_next_is_on_its_way(
             assert places[1] == ({1} if direction is Direction.FORWARD else {0})
 
 
+def test_each_quarter_is_spread_over_all_ranks_by_halves() -> None:
+    for world, seqlen in product(range(1, 6), range(90)):
+        layout = Layout("zigzag-by-halves", seqlen, world)
+        assert max(layout.lengths) - min(layout.lengths) <= 1
+        quarters = np.array(Chunks(layout, 4).lengths).reshape(world, 4)
+        assert (quarters.max(0) - quarters.min(0)).max() <= world  # remainders lie before the quarters' borders
+
+
 def test_chunks_are_what_shards_have_of_each_stretch() -> None:
-    for name, world, waves in product(("zigzag", "striped", "contiguous", "zigzag-per-document"), (1, 2, 3), (2, 3)):
+    names = "zigzag", "zigzag-by-halves", "striped", "contiguous", "zigzag-per-document"
+    for name, world, waves in product(names, (1, 2, 3), (2, 3)):
         layout = Layout(name, 17, world, documents=(0, 5, 17) if name.endswith("document") else None)
         chunks = Chunks(layout, waves)
         for owner, place in product(range(world), range(waves)):

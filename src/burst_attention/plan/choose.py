@@ -33,7 +33,7 @@ GUESSED = (1, 1 / 8, 1 / 64)  # of the rates of links that nobody measured, all 
 MOST_REMEMBERED = 64
 FEW = 32  # ranks up to which every candidate is run that may be the fastest
 MOST_RUN = 6  # of more ranks'
-LAYOUTS_TRIED = ("zigzag", "contiguous")
+LAYOUTS_TRIED = ("zigzag", "zigzag-by-halves", "contiguous")
 T = TypeVar("T")
 
 
@@ -178,14 +178,14 @@ def cuts(layout: Layout, shape: Shape, heads: HeadsOrAuto, keep: KeepOrAuto, wav
 
 
 def in_all_waves(layout: Layout, groups: Groups, waves: WavesOrAuto) -> Iterator[Groups]:
-    """The numbers of waves that are tried, if it is not said: all at once; of a folded layout two, for each stretch of
-    the sequence is spread over all ranks then; and owner by owner, where contexts behind one another hide that."""
+    """The numbers of waves that are tried, if it is not said: all at once; one for each stretch of the sequence that is
+    spread over all ranks; and owner by owner, where contexts behind one another hide that."""
     if groups.query == 1:
         counts: list[int] = [0]
     elif waves != "auto":
         counts = [waves]
     else:
-        counts = [1, 2] if layout.folded else [1]
+        counts = [*divisors(layout.stretches)]
         counts += [0] if groups.query < layout.world else []
     yield from (replace(groups, waves=count) for count in counts)
 

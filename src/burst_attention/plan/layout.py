@@ -42,6 +42,16 @@ def _zigzag(seqlen: Whole, world: int, rank: Whole) -> Pieces:
     return (start(rank), start(rank + 1), 1), (start(mirror), start(mirror + 1), 1)
 
 
+def _zigzag_by_halves(seqlen: Whole, world: int, rank: Whole) -> Pieces:
+    """Zigzag in the first half of the sequence, and backward in the second: each quarter is spread over all ranks.
+
+    Shards differ by at most one token, for the remainders of the halves go to ranks from either end.
+    """
+    half = seqlen // 2
+    late = _zigzag(seqlen - half, world, world - 1 - rank)
+    return *_zigzag(half, world, rank), *((half + start, half + stop, stride) for start, stop, stride in late)
+
+
 def _striped(seqlen: Whole, world: int, rank: Whole) -> Pieces:
     return ((np.minimum(rank, seqlen), seqlen, world),)
 
@@ -56,9 +66,12 @@ MOST_SEGMENTS = 1 << 16  # of all ranks, that are kept
 LAYOUTS: dict[str, Callable[[Whole, int, Whole], Pieces]] = {
     "contiguous": _contiguous,
     "zigzag": _zigzag,
+    "zigzag-by-halves": _zigzag_by_halves,
     "striped": _striped,
     BALANCED: _zigzag,  # of one causal document; plan/balance.py says who holds which of several
 }
+
+STRETCHES = {"zigzag": 2, "zigzag-by-halves": 4}
 
 if TYPE_CHECKING:
     LayoutName: TypeAlias = str
@@ -156,9 +169,9 @@ class Layout:
         return self.per_document or self.name == BALANCED
 
     @property
-    def folded(self) -> bool:
-        """Has each rank a chunk of the first half of what is cut, and one of the second?"""
-        return self._plain == "zigzag"
+    def stretches(self) -> int:
+        """Equal parts of the sequence, each of which is spread over all ranks alike."""
+        return STRETCHES.get(self.name, 1)
 
     @property
     def per_document(self) -> bool:
