@@ -10,11 +10,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from burst_attention import Plan, make_plan
+from burst_attention import Plan
 from burst_attention.attention.hardware import shape_of
 from burst_attention.attention.passes import Backward, Forward, Tensors
 from burst_attention.attention.sweep import sweep
@@ -23,7 +24,6 @@ from burst_attention.kernels import choose
 from burst_attention.kernels.merge import merge_, row_dot
 from burst_attention.plan.choose import Candidate, HeadsOrAuto, KeepOrAuto, WavesOrAuto
 from burst_attention.plan.cost import Shape
-from burst_attention.plan.rates import Rates
 from burst_attention.plan.rows import Direction, Side
 
 from ..harness.calls import Begin, Call, Ours
@@ -41,7 +41,6 @@ class Variant(Ours):
             are not, heads are cut, and what travels does, as where both are left open.
         transport: of the messages; the plan's own class if None.
         forward, backward: the passes; if both are the library's, the public call is taken. Others are for whole heads.
-        rates: of the machine, for what is left open; None for those of this user or this kind of machine.
     """
 
     differs: str
@@ -53,16 +52,16 @@ class Variant(Ours):
     transport: type[Transport] | None = None
     forward: type[Forward] = Forward
     backward: type[Backward] = Backward
-    rates: Rates | None = None
 
     def plan(self, workload: Workload) -> Plan:
         if (self.keep, self.waves) != ("auto", "auto") and self.heads == "auto":
             return self.held(workload).plan(workload)
-        sizes = {"q_heads": workload.heads, "kv_heads": workload.kv_heads, "head_dim": workload.head_dim}
-        options = {"layout": self.layout, "route": self.route, "heads": self.heads, "keep": self.keep}
-        options |= {"assignment": self.assignment, "waves": self.waves, "rates": self.rates}
-        plan = make_plan(workload.seq_len, **options, **sizes, dtype=workload.torch_dtype)
+        plan = super().plan(workload)
         return plan if self.transport is None else over(plan, self.transport, agreement=plan.agreement)
+
+    def options(self, workload: Workload) -> dict[str, Any]:
+        more = {"keep": self.keep, "assignment": self.assignment, "waves": self.waves}
+        return super().options(workload) | more
 
     def held(self, workload: Workload) -> Variant:
         """This one, all else as it is where nothing is told: by itself it would be planned otherwise."""

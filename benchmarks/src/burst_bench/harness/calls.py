@@ -16,6 +16,7 @@ from torch import Tensor
 
 from burst_attention import Mask, Plan, burst_attention, make_plan
 from burst_attention.plan.choose import HeadsOrAuto
+from burst_attention.plan.rates import Rates
 from burst_attention.testing import WorkerError, WorkerPool, attend
 from burst_attention.testing.check import relative_l2
 from burst_attention.testing.oracle import torch_attention
@@ -71,7 +72,11 @@ class Variant(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Ours:
-    """The library's call; if not told, of heads that nobody cuts, so that it is the same wherever it is measured."""
+    """The library's call; if not told, of heads that nobody cuts, so that it is the same wherever it is measured.
+
+    Attributes:
+        rates: of the machine, for what is left open; None for those of this user or this kind of machine.
+    """
 
     name: str = "burst"
     layout: str = "zigzag"
@@ -81,9 +86,16 @@ class Ours:
     kernel: str = "auto"
     tolerance: float = 3.0
     has_backward: bool = True
+    rates: Rates | None = None
 
     def plan(self, workload: Workload) -> Plan:
-        return make_plan(workload.seq_len, layout=self.layout, route=self.route, heads=self.heads)
+        return make_plan(workload.seq_len, **self.options(workload))
+
+    def options(self, workload: Workload) -> dict[str, Any]:
+        """What the plan is told."""
+        sizes = {"q_heads": workload.heads, "kv_heads": workload.kv_heads, "head_dim": workload.head_dim}
+        told = {"layout": self.layout, "route": self.route, "heads": self.heads, "rates": self.rates}
+        return told | sizes | {"dtype": workload.torch_dtype}
 
     def build(self, workload: Workload) -> Call:
         plan = self.plan(workload)

@@ -87,11 +87,12 @@ def _speed(rows: list[Row], length: int, link: float | None, name: str, engine: 
 
 def _attention_bytes(page: Page | None) -> Line:
     what = f"burst's attention: bytes as a share of {PEER}'s, 8 ranks"
+    target = "≤ 0.135, the busiest rank ≤ 0.14"
     if (shares := attention_shares(page.raw["counted"] if page else [])) is None:
-        return Line(what, "≤ 0.60")
+        return Line(what, target)
     mean, most = shares
     why = "few tokens: records of agreement weigh"
-    return Line(what, "≤ 0.60", f"{mean:.2f}, the busiest rank {most:.2f}", mean <= 0.60, why)
+    return Line(what, target, f"{mean:.3f}, the busiest rank {most:.3f}", mean <= 0.135 and most <= 0.14, why)
 
 
 def attention_shares(counted: list[dict[str, Any]]) -> tuple[float, float] | None:

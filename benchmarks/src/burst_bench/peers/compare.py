@@ -6,6 +6,10 @@ one device's in fp32; a variant whose result is wrong is shown with its error an
 only a forward are compared with our forward alone. ring-attention-pytorch's ring has a loop of its own for CPUs.
 
     python benchmarks/peers.py [--world 2] [--seq-len 8192] [--heads 8] [--head-dim 128] [--rounds 5] [--json FILE]
+                               [--link 100mbit]
+
+With --link each rank is a node of an emulated cluster, its link limited so (it needs root and iproute2). What ours plan
+by is measured first.
 
 The packages are the extra ``peers``; without them ours are shown, and what to install. With --device cuda the same file
 runs one rank per GPU on NCCL and the real flash_attn; that was written but has never been run.
@@ -15,8 +19,9 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +32,8 @@ from rich.console import Console
 from burst_attention.testing import WorkerPool
 
 from ..arguments import TimedArguments, asked
+from ..cluster import Cluster, parse_rate
+from ..harness.calibration import calibrated, limited
 from ..harness.calls import Ours, Outcome, contest
 from ..harness.workload import Workload
 from ..tables import terminal
@@ -36,7 +43,14 @@ from .variants import STRONGEST, VARIANTS, Theirs, package_version, refusal
 
 
 def compare(
-    world: int, workload: Workload, rounds: int, *, names: Sequence[str] | None = None, timeout: float = 600.0
+    world: int,
+    workload: Workload,
+    rounds: int,
+    *,
+    names: Sequence[str] | None = None,
+    entries: Sequence[Callable[[], str]] | None = None,
+    link: float | None = None,
+    timeout: float = 600.0,
 ) -> list[dict[str, Any]]:
     """Check, count and time every variant; a dict for each, in the order of ``VARIANTS``.
 
@@ -44,6 +58,8 @@ def compare(
         workload: the sizes; in fp32 ring-flash-attn's gradients are wrong (its accumulators alias its buffers).
         rounds: timed ones; with 0 results are checked and bytes counted only.
         names: of the variants wanted; None for all. Ours are always among them.
+        entries: for :class:`burst_attention.testing.WorkerPool`: where the ranks run; None for plain processes.
+        link: the limit of each node's, in bits per second, as ``entries`` have it; None for none.
         timeout: seconds that one call may take.
 
     Returns:
@@ -63,8 +79,11 @@ def compare(
     refused = {variant.name: refusal(variant, world, workload) for variant in chosen}
     with (
         tempfile.TemporaryDirectory(prefix="burst-peers-") as folder,
-        WorkerPool(world, threads=1, timeout=timeout) as pool,
+        WorkerPool(world, threads=1, timeout=timeout, entries=entries) as pool,
     ):
+        if rounds and workload.device == "cpu":  # ours plan by what ranks and links do
+            rates = limited(calibrated(pool), link)
+            chosen = [replace(each, rates=rates) if isinstance(each, Ours) else each for each in chosen]
         pool.run(prepare, workload.device, str(Path(folder) / "meeting"), timeout=timeout)
         outcomes = contest(pool, chosen, workload, rounds, refused=refused, timeout=timeout)
     return [_row(own) for own in outcomes]
@@ -145,12 +164,21 @@ class Arguments(TimedArguments):
     rounds: int = 5
     """0: check the results and count the bytes only."""
     device: Literal["cpu", "cuda"] = "cpu"
+    link: str | None = None
+    """What a node's link lets through, such as 100mbit; each rank is a node then."""
     only: tuple[str, ...] | None = None
     """Of the others, such as "yunchang zigzag"."""
 
 
 def main() -> None:
     a = asked(Arguments(), __doc__)
-    rows = compare(a.world, a.workload.at(a.seq_len, device=a.device), a.rounds, names=a.only)
-    show(Console(width=max(Console().width, 130)), rows, f"{a.title}, {a.world} ranks x 1 thread")
+    workload, link = a.workload.at(a.seq_len, device=a.device), None
+    with ExitStack() as stack:
+        entries = None
+        if a.link is not None:
+            link = parse_rate(a.link)
+            entries = stack.enter_context(Cluster(a.world, 1, rate=link)).entries()
+        rows = compare(a.world, workload, a.rounds, names=a.only, entries=entries, link=link)
+    over = f", links of {a.link}" if a.link else ""
+    show(Console(width=max(Console().width, 130)), rows, f"{a.title}, {a.world} ranks x 1 thread{over}")
     a.write("peers", rows=rows)

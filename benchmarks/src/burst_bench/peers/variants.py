@@ -146,9 +146,11 @@ def _ring_attention_pytorch_zigzag(seq_len: int) -> Attention:
     return attention
 
 
+Planned = partial(Ours, layout="auto", heads="auto", route="direct", tolerance=TOLERANCE)
 OURS, STRONGEST = "burst", "ring-flash-attn zigzag"
 VARIANTS = (
-    Ours(name=OURS, tolerance=TOLERANCE),
+    Planned(name=OURS),
+    Ours(name="burst, heads uncut", tolerance=TOLERANCE),
     Ours(name="burst, as RingAttention", route="ring-attention", travels="key-value", tolerance=TOLERANCE),
     Theirs(name="ring-flash-attn basic", function=partial(_ring_flash_attn, "ring_flash_attn_func")),
     Theirs(name=STRONGEST, function=partial(_ring_flash_attn, "zigzag_ring_flash_attn_func"), order="zigzag"),
@@ -160,7 +162,7 @@ VARIANTS = (
     Theirs(name="yunchang stripe", function=partial(_yunchang, "strip", 1), order="striped"),
     Theirs(name="yunchang ulysses", function=_yunchang_ulysses, ulysses=ALL),
     Theirs(name="yunchang hybrid zigzag", function=partial(_yunchang, "zigzag", 2), ulysses=2, order="zigzag"),
-    Ours(name="burst, forward only", tolerance=TOLERANCE, has_backward=False),
+    Planned(name="burst, forward only", has_backward=False),
     Theirs(name="ring-attention-pytorch ring", function=_ring_attention_pytorch, has_backward=False),
     Theirs(
         name="ring-attention-pytorch zigzag",
