@@ -133,6 +133,22 @@ SEEDED = [
         "busier_link",
     ),
     Fault(
+        "forecast: rings have a shared port each",
+        "plan/collectives.py",
+        "min(groups, node) if link.shared else 1",
+        "1",
+        FORECAST,
+        "rings_that_share",
+    ),
+    Fault(
+        "forecast: USP's all-to-all costs nothing",
+        "plan/collectives.py",
+        "return replace(_with(call, _traded(setting, groups)), standing=standing)",
+        "return replace(call, standing=standing)",
+        FORECAST,
+        "other_engines",
+    ),
+    Fault(
         "forecast: tied weights are counted twice",
         "plan/models.py",
         "        if not self.tied:\n",
