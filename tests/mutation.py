@@ -133,6 +133,14 @@ SEEDED = [
         "busier_link",
     ),
     Fault(
+        "what a step completes is computed in two visits",
+        "plan/build.py",
+        "(r.step, *r.places.values()) for r in rectangles",
+        "(r.step, r.chunks[Side.QUERY], *r.places.values()) for r in rectangles",
+        "tests/unit/test_plan.py",
+        "a_step_is_one_visit",
+    ),
+    Fault(
         "forecast: rings have a shared port each",
         "plan/collectives.py",
         "min(groups, node) if link.shared else 1",
