@@ -329,14 +329,6 @@ SEEDED = [
         "share_one_cut",
     ),
     Fault(
-        "a path is counted one hop too short",
-        "plan/estimate.py",
-        "out = _round(at, at + last, rows, world)",
-        "out = _round(at, at + last - 1, rows, world)",
-        "tests/unit/test_balance.py",
-        "edges_say",
-    ),
-    Fault(
         "schedules of all masks are kept",
         "plan/schedule.py",
         "while len(self._derived) > MOST_DERIVED:",
@@ -955,7 +947,7 @@ SEEDED = [
         "attention/sweep.py",
         "self._arrived(*arriving.pop(0))",
         "one = arriving.pop(0); self.all = [*getattr(self, 'all', []), one]; self._arrived(*one)",
-        "tests/unit/test_estimate.py",
+        "tests/unit/test_foretold_memory.py",
         "holds_no_more",
     ),
     Fault(
@@ -970,7 +962,7 @@ SEEDED = [
         "attention/footprint.py",
         "self._now += x.untyped_storage().nbytes()",
         "self._now += 0",
-        "tests/unit/test_estimate.py",
+        "tests/unit/test_foretold_memory.py",
         "live_bytes",
     ),
     Fault(
