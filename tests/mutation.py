@@ -133,6 +133,14 @@ SEEDED = [
         "busier_link",
     ),
     Fault(
+        "the planner is asked twice for one call",
+        "plan/schedule.py",
+        "if replace(found.groups, waves=groups.waves) == groups:",
+        "if False:",
+        "tests/unit/test_planner.py",
+        "asks_the_planner_once",
+    ),
+    Fault(
         "what a step completes is computed in two visits",
         "plan/build.py",
         "(r.step, *r.places.values()) for r in rectangles",
