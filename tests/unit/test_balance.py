@@ -14,19 +14,16 @@ from hypothesis import strategies as st
 
 from burst_attention import Mask, make_plan
 from burst_attention.attention.batch import Plans
-from burst_attention.plan.assignment import TRAVELS
 from burst_attention.plan.balance import most_tokens, seen
 from burst_attention.plan.band import band_area
 from burst_attention.plan.choose import Planner
 from burst_attention.plan.cost import Shape
-from burst_attention.plan.estimate import estimate
 from burst_attention.plan.layout import Layout
 from burst_attention.plan.route import ROUTES
 from burst_attention.plan.rows import Direction
 from burst_attention.plan.schedule import Schedule, make_schedule
 from burst_attention.plan.tally import rows_sent_by_nodes, rows_sent_directly, rows_sent_round
 from burst_attention.plan.tile import wanted_tiles
-from burst_attention.plan.workload import imbalance
 from tests.unit.test_plan import masks, worlds
 
 SHAPE = Shape(batch=1, q_heads=8, kv_heads=4, head_dim=8, v_head_dim=8, io=2, partial=2, accumulate=4)
@@ -162,20 +159,6 @@ def test_all_layers_of_a_model_share_one_cut() -> None:
     assert Plans.by_windows(plan, [7, 50], None).one.schedule.layout.mask == Mask(window=50)
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.integers(1, 80), st.integers(1, 6), st.data())
-def test_the_imbalance_of_any_layout_is_that_of_its_tiles(seqlen: int, world: int, data) -> None:
-    name = data.draw(st.sampled_from(["balanced", "zigzag", "striped", "contiguous", "zigzag-per-document"]))
-    mask = data.draw(masks(seqlen))
-    schedule = planned(mask, seqlen, world, name)
-    told = imbalance(schedule.layout, mask)
-    assert told.tokens == max(schedule.layout.lengths) * world / seqlen
-    i, j, area = areas(schedule)
-    for side, owners in (("queries", i), ("keys", j)):
-        work = np.bincount(owners, area, minlength=world)
-        assert getattr(told, side) == pytest.approx(work.max() / work.mean(), rel=1e-12)
-
-
 @pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("layout", ["balanced", "zigzag"])
 def test_equal_masks_share_a_schedule_and_many_leave_nothing_behind(layout: str, count: int) -> None:
@@ -230,13 +213,3 @@ def test_rows_that_leave_hosts_are_those_of_the_edges(world, data) -> None:
                 leaving[hosts[edge.source]] += edge.rows.count
         tiles = wanted_tiles(layout, schedule.regions, np.ones((layout.world, layout.world), bool))
         assert count(tiles, np.array(hosts)) == max(leaving.values())
-
-
-@settings(max_examples=150, deadline=None)
-@given(worlds(most_tokens=60, most_ranks=8), st.sampled_from(sorted(TRAVELS)), st.sampled_from(sorted(ROUTES)))
-def test_estimates_are_what_the_edges_say(world, travels: str, route: str) -> None:
-    """Of any layout, mask, what travels and route, documents a few at a time."""
-    layout, mask = world
-    schedule = Schedule(layout, mask, ROUTES[route], 0)
-    for rank, cost in enumerate(estimate(schedule, SHAPE, travels)):
-        assert cost.traffic == Schedule(layout, mask, ROUTES[route], rank).traffic(SHAPE, travels)

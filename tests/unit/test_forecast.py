@@ -218,17 +218,50 @@ def test_memory_is_what_the_model_itself_shows(
 def test_what_other_engines_send_is_what_they_count() -> None:
     asked = setting(4, 64, shape=SHAPE)
     heads = Heads(q_heads=8, kv_heads=4, head_dim=16, hidden=128, intermediate=512)
+    sizes = {"batch": 2, "dtype": torch.bfloat16}
 
-    def sent(group: Any) -> tuple[Any, Any]:
+    def sent(group: Any) -> tuple[Any, ...]:
         whole, cut = (choose(name) for name in ("ulysses", "tensor-sequence"))
         plan = whole.plan(asked.seq_len, group=group)
-        return ulysses_sent(plan, heads, 2, torch.bfloat16), cut.sent([plan], heads, batch=2, dtype=torch.bfloat16)
+        meshes = [choose("usp", heads=n) for n in (1, 2, 4)]
+        of_meshes = [each.sent([each.plan(asked.seq_len, group=group)], heads, **sizes) for each in meshes]
+        return ulysses_sent(plan, heads, 2, torch.bfloat16), cut.sent([plan], heads, **sizes), *of_meshes
 
     with local_world(4) as world:
-        traded, gathered = world.run(sent)[0]
-    for call, counted in ((collectives.ulysses(asked), traded), (collectives.tensor(asked, 128), gathered)):
-        assert (call.forward.inside + call.forward.across, call.backward.inside + call.backward.across) == counted
-        assert call.forward.exposed > 0 and call.forward.inside * 3 >= call.forward.across
+        counted = np.mean(world.run(sent), axis=0)  # a ring's ranks differ
+    calls = [collectives.ulysses(asked), collectives.tensor(asked, 128)]
+    calls += [collectives.usp(asked, n) for n in (1, 2, 4)]
+    for call, (forward, backward) in zip(calls, counted, strict=True):
+        assert call.forward.inside + call.forward.across == pytest.approx(forward, rel=1e-12)
+        assert call.backward.inside + call.backward.across == pytest.approx(backward, rel=1e-12)
+    assert all(call.forward.exposed > 0 and call.forward.inside * 3 >= call.forward.across for call in calls[:2])
+    uncut, mesh, whole = calls[2:]
+    assert uncut == foretell(collectives.RING, asked)  # a neighbour alone exchanges nothing
+    assert whole.forward.inside == calls[0].forward.inside and whole.forward.seconds == calls[0].forward.seconds
+    # On two nodes of two ranks each neighbours share a node, and the ring of two is all that crosses.
+    ring = foretell(collectives.RING, collectives.ring_of(asked, 2))
+    assert (ring.forward.inside, ring.forward.across) == (0, mesh.forward.across)
+    assert mesh.backward.exposed > ring.backward.exposed
+
+
+def test_rings_that_share_a_port_or_cores_have_a_part_of_them() -> None:
+    shared = replace(H100, across=replace(H100.across, shared=True), overhead=replace(H100.overhead, at_once=4.0))
+    own, part = (collectives.ring_of(replace(setting(16, per_node=4), rates=rates), 8) for rates in (H100, shared))
+    assert part.rates.across.bytes_per_second == own.rates.across.bytes_per_second / 4  # of a node's four ranks
+    assert part.rates.inside == own.rates.inside and part.rates.overhead.at_once == 0.5
+    assert (part.world, part.per_node, part.shape.q_heads) == (2, 1, SHAPE.q_heads // 8)
+    # 8 neighbours on two nodes: a port carries what all four ranks of its node send to the other.
+    near, far = (replace(link, latency=0.0) for link in (H100.inside, H100.across))
+    both = (replace(H100, inside=near, across=replace(far, shared=shared)) for shared in (False, True))
+    settings = [replace(setting(8, 4096, per_node=4), rates=rates) for rates in both]
+    one, all_of_them = (collectives.usp(each, 8).forward for each in settings)
+    assert one.computing == all_of_them.computing
+    assert all_of_them.exposed == pytest.approx(4 * one.exposed)
+
+
+def test_many_ranks_of_a_mesh_are_extrapolated_from_fewer() -> None:
+    call = collectives.usp(setting(128, 256, shape=replace(SHAPE, q_heads=8), per_node=4), 2)
+    assert call.standing == (32, 64)  # of all ranks, in 16 and 32 of each ring
 
 
 def test_a_gather_is_the_busier_link_s() -> None:
@@ -275,7 +308,7 @@ def test_a_step_is_attention_products_and_what_is_exposed() -> None:
     assert all(each.fits for each in found.values())
 
 
-@pytest.mark.parametrize("engine", ["ring", "ulysses", "tensor-sequence"])
+@pytest.mark.parametrize("engine", ["ring", "ulysses", "usp", "tensor-sequence"])
 def test_the_longest_sequence_fits_and_a_longer_one_does_not(engine: str) -> None:
     asked = question(remat="layer")
     longest = forecast_of(engine, asked).longest

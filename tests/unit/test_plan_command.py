@@ -30,6 +30,7 @@ def test_a_million_tokens_on_32_ranks(capsys: Any) -> None:
     # 4 D S^2 / 2 per head, 32 heads and layers, and 2 x 7.5 billion products a token; three times
     assert "912 PFLOP a step" in out
     assert "ulysses: not here: --engine ulysses gives each rank whole heads" in out
+    assert "usp, zigzag, all-to-all among 8, a ring of 4: burst train" in out
     assert "every figure here is foretold" in out
 
 
@@ -97,7 +98,7 @@ def test_a_page_and_a_file_hold_the_same_figures(capsys: Any, tmp_path: Any) -> 
     assert not parsed.open and not parsed.fetched and "<script" not in page.read_text("utf-8")
     assert parsed.counts["svg"] == 2 + 2 * 2 * 3 and parsed.counts["rect"] > 300  # of three engines two passes each
     able = {each["engine"]: each for each in values["engines"] if not each["refused"]}
-    assert {"burst", "ring", "ulysses"} <= {*able} and values["recommended"] in able
+    assert {"burst", "ring", "ulysses", "usp"} <= {*able} and values["recommended"] in able
     for each in able.values():
         assert each["seconds"] == pytest.approx(each["attention"] + each["rest"] + each["parameters"])
         assert f"burst train {each['flags']}" in parsed.text or not each["flags"]
@@ -128,7 +129,7 @@ def test_many_ranks_are_never_all_looked_at(monkeypatch: pytest.MonkeyPatch, cap
         "--route",
         "direct",
     )
-    assert max(worlds) == 64 and len(worlds) == 6
+    assert max(worlds) == 64 and len(worlds) == 8
     assert "burst is not run on paper over all 4,096 ranks: it is extrapolated from worlds of 32 and 64" in out
     assert "burst as published, ring is not run" in out
 

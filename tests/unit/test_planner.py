@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from burst_attention import Mask, make_plan
 from burst_attention.attention.hardware import resolve_nodes, resolve_rates
 from burst_attention.plan import choose, explain
+from burst_attention.plan import schedule as schedule_module
 from burst_attention.plan.assignment import TRAVELS
 from burst_attention.plan.choose import WORTH, Candidate, Planner, Prediction
 from burst_attention.plan.cost import Shape
@@ -161,6 +162,24 @@ def test_choosing_is_quick_for_many_ranks() -> None:
         started = time.process_time()
         planned.choose(shape(8, 32))
         assert time.process_time() - started < limit
+
+
+@pytest.mark.parametrize("heads", ["auto", 4])
+def test_one_call_asks_the_planner_once(heads: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    predict = schedule_module.predict
+    monkeypatch.setattr(schedule_module, "predict", lambda *given: asked.append(given) or predict(*given))
+    for travels in ("auto", "key-value"):
+        asked.clear()
+        planned = schedule(CPU, layout="zigzag", heads=heads)
+        groups, settled = planned.decide(shape(), travels)
+        assert len(asked) == 1
+        chosen = planned.choose(shape(), travels).candidate
+        assert (groups, settled) == (chosen.groups, chosen.travels) and len(asked) == 1
+        assert planned.settle(shape(), travels, replace(groups, waves=0)) == (groups, settled) and len(asked) == 1
+    # Groups that were not chosen are settled, too: all else is chosen for them.
+    other = replace(groups, keep=not groups.keep) if groups.query > 1 else Groups(4, 4)
+    assert replace(planned.settle(shape(), "auto", other)[0], waves=0) == replace(other, waves=0)
 
 
 def test_visits_and_launches_are_about_those_that_run() -> None:

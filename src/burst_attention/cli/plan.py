@@ -207,7 +207,8 @@ def main(arguments: list[str]) -> int:
 
 def _show(question: Question, found: list[Forecast], notes: list[str]) -> None:
     console = Console(highlight=False)
-    table = Table(Column("a rank, in a step", no_wrap=True), *(each.engine for each in found if not each.refused))
+    engines = (Column(each.engine, overflow="fold") for each in found if not each.refused)  # names and figures whole
+    table = Table(Column("a rank, in a step", no_wrap=True), *engines)
     for row in rows(question, found):
         table.add_row(*row)
     console.print(f"[bold]{headline(question)}[/]")

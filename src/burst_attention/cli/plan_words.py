@@ -153,6 +153,6 @@ def _of_a_model(question: Question) -> Iterator[str]:
         "fp32, by rings, hidden behind the matrix products as far as these last. The optimizer's own time is left out."
     )
     yield (
-        "Memory is what burst train foretells before it starts, by formula; of ulysses and tensor-sequence, which it "
-        "does not foretell, by a simpler one."
+        "Memory is what burst train foretells before it starts, by formula; of ulysses, usp and tensor-sequence, which "
+        "it does not foretell, by a simpler one."
     )

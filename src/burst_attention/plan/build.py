@@ -159,14 +159,18 @@ class _Builder:
         return [op for _, op in timeline]
 
     def _visits(self) -> Iterator[Visit]:
+        """All that a step completes between two buffers at once: a visit costs launches, and folds its rows again."""
         rectangles = self._rectangles()
-        for rectangle, tiles in zip(rectangles, self._tiles(rectangles), strict=True):
-            rows = {Side.QUERY: tiles.q_rows, Side.KEY: tiles.k_rows}
-            places = rectangle.places
+        tiles = self._tiles(rectangles)
+        for (step, *_), these in _positions((r.step, *r.places.values()) for r in rectangles).items():
+            places = rectangles[these[0]].places
+            chunks = {side: tuple(dict.fromkeys(chain(*(rectangles[n].chunks[side] for n in these)))) for side in Side}
+            table = np.concatenate([tiles[n].table for n in these])
+            at_once = Tiles(table[np.lexsort([table[:, 2], table[:, 0]])] if len(these) > 1 else table)
+            rows = {Side.QUERY: at_once.q_rows, Side.KEY: at_once.k_rows}
             into = {side: rows[side].within(self.sums[places[side]]) for side in self.work.direction.returns}
             held = {side: rows[side].within(self.held[places[side]]) for side in Side}
-            packed = tiles.packed(rows[Side.QUERY], rows[Side.KEY])
-            yield Visit(rectangle.step, places, rectangle.chunks, packed, held, into)
+            yield Visit(step, places, chunks, at_once.packed(rows[Side.QUERY], rows[Side.KEY]), held, into)
 
     def _rectangles(self) -> list[_Rectangle]:
         """What is completed at each step, as few rectangles of shards: new queries with all keys, old with new ones."""

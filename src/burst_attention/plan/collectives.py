@@ -8,11 +8,13 @@ are those of the busier kind of link, with a message's latency once for each dou
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import ceil, log2
+from math import ceil, gcd, log2
 
 from .cost import Shape
 from .forecast import Call, Pass, Setting, Way, foretell
 from .rates import Link, Rates
+
+RING = Way(layout="zigzag", route="ring-attention", travels="key-value")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +68,52 @@ def _latency(link: Link, world: int) -> float:
 
 def ulysses(setting: Setting) -> Call:
     """All tokens of some heads, exchanged for some tokens of all heads, and back; then and there, behind nothing."""
-    shape, world = setting.shape, setting.world
-    element = shape.batch * shape.io * setting.seq_len / world / world  # of one head and channel, to one rank
+    return _with(whole(setting), _traded(setting, setting.world))
+
+
+def usp(setting: Setting, groups: int) -> Call:
+    """The same exchange among ``groups`` neighbours, and RingAttention over the ranks that then have the same heads."""
+    call = foretell(RING, ring_of(setting, groups))
+    standing = call.standing and (groups * call.standing[0], groups * call.standing[1])
+    return replace(_with(call, _traded(setting, groups)), standing=standing)
+
+
+def ring_of(setting: Setting, groups: int) -> Setting:
+    """One of the rings of ranks that have the same heads once ``groups`` neighbours exchanged them.
+
+    All rings are at work at once: of ports and cores that are shared each has its part.
+    """
+    shape, node = setting.shape, min(setting.per_node, setting.world)
+    rates = setting.rates
+    links = {name: getattr(rates, name) for name in ("inside", "across")}
+    slowed = {
+        name: replace(link, bytes_per_second=link.bytes_per_second / (min(groups, node) if link.shared else 1))
+        for name, link in links.items()
+    }
+    at_once = rates.overhead.at_once / groups
+    return replace(
+        setting,
+        world=setting.world // groups,
+        per_node=max(1, setting.per_node // groups),
+        shape=replace(shape, q_heads=shape.q_heads // groups, kv_heads=shape.kv_heads // groups),
+        rates=replace(rates, **slowed, overhead=replace(rates.overhead, at_once=at_once)),
+    )
+
+
+def _traded(setting: Setting, groups: int) -> Exchange:
+    """Tokens for heads among ``groups`` neighbours, and back, in either pass."""
+    shape, world, node = setting.shape, setting.world, setting.per_node
+    element = shape.batch * shape.io * setting.seq_len / world / groups  # of one head and channel, to one rank
     arriving = element * (shape.q_heads * shape.head_dim + shape.kv_heads * (shape.head_dim + shape.v_head_dim))
     leaving = element * shape.q_heads * shape.v_head_dim
-    moved = [all_to_all(part, world, setting.per_node, setting.rates) for part in (arriving, leaving)]
-    return _with(whole(setting), moved[0] + moved[1])
+    if node < world and groups < world:  # neighbours whom a border of nodes parts, as the worst of them
+        node = gcd(node, groups)
+    rates = setting.rates
+    if rates.across.shared and node < groups:  # others of the node send at the same time
+        across = replace(rates.across, bytes_per_second=rates.across.bytes_per_second * node / setting.per_node)
+        rates = replace(rates, across=across)
+    moved = [all_to_all(part, groups, node, rates) for part in (arriving, leaving)]
+    return moved[0] + moved[1]
 
 
 def tensor(setting: Setting, hidden: int) -> Call:
@@ -93,8 +135,12 @@ def _with(call: Call, moved: Exchange) -> Call:
     """Each pass with an exchange that nothing hides."""
 
     def both(one: Pass) -> Pass:
-        busiest = (moved.inside, moved.across)
-        seconds = one.computing + moved.seconds
-        return Pass(seconds=seconds, computing=one.computing, inside=moved.inside, across=moved.across, busiest=busiest)
+        return replace(
+            one,
+            seconds=one.seconds + moved.seconds,
+            inside=one.inside + moved.inside,
+            across=one.across + moved.across,
+            busiest=(one.busiest[0] + moved.inside, one.busiest[1] + moved.across),
+        )
 
     return replace(call, forward=both(call.forward), backward=both(call.backward))

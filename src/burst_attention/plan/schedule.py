@@ -193,9 +193,14 @@ class Schedule:
         Raises:
             ValueError: these heads can't be cut into as many groups as were asked for.
         """
-        if self.heads == 1 or self.layout.world == 1 or self.route.ring:
+        if not self._cut_by_choice:
             return WHOLE
         return self.choose(shape, travels).candidate.groups
+
+    @property
+    def _cut_by_choice(self) -> bool:
+        """Does the planner say how heads are cut?"""
+        return not (self.heads == 1 or self.layout.world == 1 or self.route.ring)
 
     def choose(self, shape: cost.Shape, travels: str = "auto", groups: Groups | None = None) -> Prediction:
         """What is predicted to be fastest, over direct routes, for one row of a batch, of all that was left open.
@@ -298,7 +303,14 @@ class Schedule:
         return self.settle(shape, travels, replace(self.choose_groups(shape, travels), waves=0))
 
     def settle(self, shape: cost.Shape, travels: str, groups: Groups) -> tuple[Groups, str]:
-        """Heads being cut so, by what :meth:`choose_groups` says: in how many waves shards come, and what travels."""
+        """Heads being cut so, by what :meth:`choose_groups` says: in how many waves shards come, and what travels.
+
+        What was chosen with them; chosen anew only for others, and on routes where what travels is a rule.
+        """
+        if self._cut_by_choice and self.route.direct:
+            found = self.choose(shape, travels).candidate
+            if replace(found.groups, waves=groups.waves) == groups:
+                return found.groups, found.travels
         ways = [*in_all_waves(self.layout, groups, self._waves)]
         if len(ways) > 1:
             found = self._best(shape, travels, ways).candidate

@@ -134,7 +134,7 @@ def _launches(
         Side.QUERY: whole[Side.QUERY] + by_step(pairs.touched[Side.QUERY] * old),
         Side.KEY: whole[Side.KEY] + by_step(pairs.touched[Side.KEY] * new),
     }
-    return launches, here[0] + here[1], folded
+    return launches, np.minimum(here[0] + here[1], 1), folded
 
 
 def _of_waves(
@@ -152,7 +152,11 @@ def _of_waves(
     one.flat[first] = 1
     launches = by_step(one * np.maximum(runs[query], runs[key])) + by_step(pairs.tiles - 1)
     here = [np.minimum(by_step(these), 1) for these in (steps.new_query, steps.new_key & ~steps.new_query)]
-    return launches, here[0] + here[1], {Side.QUERY: by_step(one * rows[query]), Side.KEY: by_step(one * rows[key])}
+    return (
+        launches,
+        np.minimum(here[0] + here[1], 1),
+        {Side.QUERY: by_step(one * rows[query]), Side.KEY: by_step(one * rows[key])},
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,6 @@ from itertools import product
 import numpy as np
 
 from .assignment import Cube
-from .band import band_area
 from .groups import Groups, Ranks
 from .layout import Layout
 from .route import Edge, Key, Route, Use
@@ -221,13 +220,6 @@ class Cells:
 
     def chunks(self, side: Side) -> np.ndarray:
         return self.i if side is Side.QUERY else self.j
-
-    def areas(self, world: int) -> list[int]:
-        """How many (query, key) of one head group each rank computes."""
-        q0, q1, k0, k1, lo, hi = self.tiles.T
-        areas = np.zeros(world, np.int64)
-        np.add.at(areas, self.rank, band_area(q1 - q0, k1 - k0, lo, hi))
-        return [int(area) for area in areas]
 
     def at(self, rank: int) -> list[tuple[int, int, int, int, bool]]:
         """(step, query's chunk, key's, group, is it at this step that the query comes?) of what ``rank`` computes, each

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from burst_attention import Mask
 from burst_attention.attention.buffers import buffers
 from burst_attention.engines import Heads, choose
+from burst_attention.engines.usp import UspAttention
 from burst_attention.plan import collectives
 from burst_attention.plan.forecast import Call, Way, chosen, foretell
 
@@ -56,8 +57,7 @@ def _published(q: Question) -> Candidate:
 
 
 def _ring(q: Question) -> Candidate:
-    way = Way(layout="zigzag", route="ring-attention", travels="key-value")
-    return _planned(q, [way] * len(q.masks), "--engine ring")
+    return _planned(q, [collectives.RING] * len(q.masks), "--engine ring")
 
 
 def _planned(q: Question, ways: list[Way], flags: str) -> Candidate:
@@ -84,16 +84,24 @@ def _planned(q: Question, ways: list[Way], flags: str) -> Candidate:
 
 def _ulysses(q: Question) -> Candidate:
     calls = tuple((count, collectives.ulysses(q.setting(mask))) for mask, count in q.masks.items())
+    return _trading(q, "contiguous, all-to-all", calls, _alone(q), "--engine ulysses")
+
+
+def _usp(q: Question) -> Candidate:
+    groups = UspAttention().groups(q.kv_heads, q.cluster.ranks)
+    settings = [q.setting(mask) for mask in q.masks]
+    calls = tuple(zip(q.masks.values(), (collectives.usp(each, groups) for each in settings), strict=True))
+    held = max(buffers(collectives.RING, collectives.ring_of(each, groups), q.dtype) for each in settings)
+    way = f"zigzag, all-to-all among {groups}, a ring of {q.cluster.ranks // groups}"
+    return _trading(q, way, calls, held, "--engine usp")
+
+
+def _trading(q: Question, way: str, calls: tuple[tuple[int, Call], ...], held: int, flags: str) -> Candidate:
+    """Tokens exchanged for heads around an attention that holds so many bytes."""
     shape, token = q.shape, q.tokens * q.shape.batch * q.shape.io
     traded = token * (2 * shape.q_heads * shape.v_head_dim + 4 * shape.kv_heads * shape.head_dim)
-    return Candidate(
-        way="contiguous, all-to-all",
-        calls=calls,
-        buffers=_alone(q) + traded,
-        keeping=False,
-        kept=token * shape.q_heads * shape.v_head_dim,
-        flags="--engine ulysses",
-    )
+    kept = token * shape.q_heads * shape.v_head_dim
+    return Candidate(way=way, calls=calls, buffers=held + traded, keeping=False, kept=kept, flags=flags)
 
 
 def _tensor(q: Question) -> Candidate:
@@ -126,6 +134,7 @@ MAKERS: Mapping[str, Callable[[Question], Candidate]] = {
     "burst as published": _published,
     "ring": _ring,
     "ulysses": _ulysses,
+    "usp": _usp,
     "tensor-sequence": _tensor,
 }
 

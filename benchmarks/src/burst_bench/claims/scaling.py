@@ -18,7 +18,6 @@ import tyro
 from burst_attention.plan import collectives
 from burst_attention.plan.figures import bytes_text, flops_text, seconds_text, tokens_text
 from burst_attention.plan.forecast import Call, Setting, Way, chosen, foretell
-from burst_attention.plan.groups import Groups
 from burst_attention.plan.machines import device_of
 from burst_attention.plan.models import MODELS, Model
 from burst_attention.plan.presets import preset
@@ -49,8 +48,7 @@ def _ulysses(setting: Setting) -> Call | None:
 
 
 def _usp(setting: Setting) -> Call | None:
-    groups = Groups.of(PER_NODE, q_heads=setting.shape.q_heads, kv_heads=setting.shape.kv_heads, keep=True)
-    return foretell(Way(layout="zigzag", travels="key-value", groups=groups), setting)
+    return collectives.usp(setting, PER_NODE)
 
 
 def _by(way: Way) -> Foretold:
@@ -61,14 +59,14 @@ SUBJECTS = (
     Subject(
         "ring",
         "RingAttention, zigzag: keys and values go round the ring, their gradients in fp32 after them",
-        _by(Way(layout="zigzag", route="ring-attention", travels="key-value")),
+        _by(collectives.RING),
     ),
     Subject(
         "Ulysses", "all tokens of some heads, by all-to-alls that nothing hides; up to the key-value heads", _ulysses
     ),
     Subject(
         "USP",
-        f"heads cut {PER_NODE} ways within a node, keys and values travel between nodes, zigzag",
+        f"Ulysses' all-to-alls among the {PER_NODE} ranks of a node, ring over nodes, zigzag",
         _usp,
     ),
     Subject(
@@ -156,9 +154,9 @@ def _assumptions() -> Iterator[str]:
         "holds such lines against what they stand for: within 2 %, of blocks within 15 %."
     )
     yield (
-        "What is exchanged for one step of an attention travels while the step before is computed; Ulysses' "
-        "all-to-alls hide behind nothing. Exchange that nothing hides is all time in which the last rank to end does "
-        "not compute: it may also wait for a rank that has more to do, as in blocks."
+        "What is exchanged for one step of an attention travels while the step before is computed; the "
+        "all-to-alls of Ulysses and USP hide behind nothing. Exchange that nothing hides is all time in which the "
+        "last rank to end does not compute: it may also wait for a rank that has more to do, as in blocks."
     )
 
 
