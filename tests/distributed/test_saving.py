@@ -397,7 +397,8 @@ def at(record):
         [thread.join() for thread in threading.enumerate() if thread.name == "save 2"]
         room = os.statvfs(disk)
         Path(disk, "ballast").write_bytes(bytes(room.f_bavail * room.f_frsize - 200_000))
-    if record.step == 5:
+    if record.step == 5:  # once the fourth step's has met that
+        [thread.join() for thread in threading.enumerate() if thread.name == "save 4"]
         Path(disk, "ballast").unlink()
 reporter = Reporter(at)
 train(config_of(corpus, disk + "/run", steps=7, save_every="2", keep=5, eval_every=0, held_out=0.0), [reporter])
