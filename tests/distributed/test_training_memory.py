@@ -100,7 +100,8 @@ def hold(config, told, world):
     with WorkerPool(world, timeout=120) as pool:
         resident_bytes = max(pool.run(most_resident, config))
         tensors = max(pool.run(most_of_tensors, config))
-    assert tensors == pytest.approx(told, rel=0.1), (told, tensors, resident_bytes)
+    # Messages' tensors that gloo's threads set free are counted on and on.
+    assert 0.9 * told < tensors < (1.1 if world == 1 else 1.25) * told, (told, tensors, resident_bytes)
     assert resident_bytes == pytest.approx(told, rel=0.1), (told, tensors, resident_bytes)
     print(f"{told / 2**20:.1f} MiB foretold, tensors {tensors / told:.3f}, resident {resident_bytes / told:.3f}")
 

@@ -215,7 +215,7 @@ class Hub:
 
     def documents(self, order: np.random.Generator | None = None) -> Iterator[Document]:
         """In source order whatever ``order`` says: a stream has no other."""
-        # Once for all epochs: opening it again asks the hub again, and leaves some memory behind each time.
+        # Once for all epochs: opening it again would ask the hub again.
         self._stream = self._load() if self._stream is None else self._stream
         rows = iter(self._stream)
         for index in itertools.count():

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes
 import gc
 from collections.abc import Callable
-from itertools import accumulate
 from pathlib import Path
 from typing import TypeVar
 
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 T = TypeVar("T")
@@ -50,11 +50,24 @@ def allocated_during(call: Callable[[], T]) -> tuple[T, int]:
     """(what ``call`` gave, the most bytes of tensors that it made which were there at once).
 
     Counted by torch's own allocator for the CPU, so tensors within its operators are in it, and neither rounding to
-    pages, nor what is free, nor anything that is no tensor.
+    pages, nor what is free, nor anything that is no tensor. What another thread sets free, as gloo's do, is noticed
+    when its place is taken again: of several ranks it may be too much, by messages.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         result = call()
     assert recorded.profiler is not None and recorded.profiler.kineto_results is not None
-    events = [each for each in recorded.profiler.kineto_results.events() if each.name() == "[memory]"]
-    changes = [each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())]
-    return result, max(accumulate(changes), default=0)
+    found, events = [*recorded.profiler.kineto_results.experimental_event_tree()], []
+    while found:
+        event = found.pop()
+        found += event.children
+        if event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu":
+            events.append(event)
+    live: dict[int, int] = {}
+    now = most = 0
+    for event in sorted(events, key=lambda each: each.start_time_ns):
+        place, size = event.extra_fields.ptr, event.extra_fields.alloc_size
+        now += max(size, 0) - live.pop(place, 0)
+        if size > 0:
+            live[place] = size
+        most = max(most, now)
+    return result, most
