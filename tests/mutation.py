@@ -2146,6 +2146,46 @@ SEEDED = [
         "tests/distributed/test_training_memory.py",
         "whole_gradients",
     ),
+    Fault(
+        "what attention keeps of its slice is not foretold",
+        "training/footprint.py",
+        "heads, kept_rows = self._cuts[plan.mask.window]",
+        "heads, kept_rows = 1, 0",
+        "tests/distributed/test_training_memory.py",
+        "of_its_slice",
+    ),
+    Fault(
+        "the first save before a deadline is given no time",
+        "training/saving.py",
+        "save = self._longest_save or self._expected_save",
+        "save = self._longest_save",
+        "tests/distributed/test_saving.py",
+        "before_the_first_save",
+    ),
+    Fault(
+        "a first save is expected to write no moments",
+        "training/saving.py",
+        "weights * (1 + len(MOMENTS))",
+        "weights",
+        "tests/distributed/test_saving.py",
+        "before_the_first_save",
+    ),
+    Fault(
+        "a disk's rate is that of its trial, however much is written",
+        "training/shards.py",
+        "(time.monotonic() - began) * size / trial.numel()",
+        "time.monotonic() - began",
+        "tests/distributed/test_saving.py",
+        "disk_is_tried",
+    ),
+    Fault(
+        "the optimizer's moments are foretold once",
+        "training/footprint.py",
+        "parts = [weights, gradients, 2 * weights, gathered, held, peak.attention, loss]",
+        "parts = [weights, gradients, weights, gathered, held // 2, peak.attention, loss]",
+        "tests/distributed/test_training_memory.py",
+        "tensors_at_the_peak",
+    ),
 ]
 
 

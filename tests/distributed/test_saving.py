@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from burst_attention.cli.export import chosen
 from burst_attention.launch.join import join
 from burst_attention.testing import WorkerError
-from burst_attention.training import checkpoint
+from burst_attention.training import checkpoint, shards
 from burst_attention.training.draft import Draft
 from burst_attention.training.export import export
 from burst_attention.training.interrupt import InterruptedRunError, StopRequests
@@ -316,7 +316,7 @@ class Alone:
 def saver_of(tmp_path, now, **changes):
     """A Saver whose clock is ``now[0]``, and the steps at which it began to save."""
     config = config_of("none", tmp_path, **changes)
-    run = SimpleNamespace(config=config, context=Alone(), step=0, held_out=None)
+    run = SimpleNamespace(config=config, context=Alone(), step=0, held_out=None, model=torch.nn.Linear(2, 2))
     saver = Saver(run, StopRequests(None), lambda text: None, clock=lambda: now[0])
     begun = []
 
@@ -335,6 +335,40 @@ def test_minutes_between_saves_are_counted_by_the_clock(tmp_path):
         now[0], run.step = at, run.step + 1
         saver.after_step(0.1)
     assert begun == [3, 6, 7]
+
+
+def test_before_the_first_save_a_deadline_leaves_it_the_time_that_its_bytes_take(tmp_path, monkeypatch):
+    """All ranks' weights and moments, at the rate of the disk: of a byte a millisecond here."""
+    wrote = []
+
+    def write(path, tensors, *_):
+        path.write_bytes(bytes(4))
+        wrote.append((path, sum(x.numel() for x in tensors.values())))
+        now[0] += wrote[-1][1] / 1000
+
+    now = [0.0]
+    monkeypatch.setattr(shards, "write_tensors", write)
+    monkeypatch.setattr(shards.time, "monotonic", lambda: now[0])
+    run = SimpleNamespace(config=config_of("none", tmp_path, steps=9, save_every="60m"), context=Alone(), step=1)
+    run.held_out, run.model = None, torch.nn.Linear(100, 25, bias=False)  # 2,500 weights: with moments 30,000 bytes
+    saver = Saver(run, StopRequests(80.0, clock=lambda: now[0]), lambda text: None, clock=lambda: now[0])
+    assert [size for _, size in wrote] == [30_000] and now[0] == 30.0, "a small file: no more than is saved"
+    assert not wrote[0][0].parent.exists()
+    saver.save = lambda: tmp_path / "saved"
+    now[0] = 17.0  # of 80: 63 are left, and 61 + 1.5 are asked for
+    saver.after_step(1.0)
+    now[0] = 18.0
+    with pytest.raises(InterruptedRunError, match="--deadline after step 1: saved to"):
+        saver.after_step(1.0)
+
+
+def test_a_disk_is_tried_by_what_a_save_does_and_larger_saves_take_longer(tmp_path):
+    began = time.monotonic()
+    few = shards.seconds_to_write(tmp_path / "a", 1000)
+    assert 0 < few <= time.monotonic() - began and (tmp_path / "a" / "trial.safetensors").stat().st_size > 1000
+    began = time.monotonic()
+    assert shards.seconds_to_write(tmp_path / "b", 1000 * shards.TRIAL) > 10 * (time.monotonic() - began)
+    assert 1 < (tmp_path / "b" / "trial.safetensors").stat().st_size / shards.TRIAL < 1.01, "of a small part"
 
 
 def test_a_clock_of_the_day_that_jumps_back_changes_nothing(tmp_path, monkeypatch):
@@ -363,7 +397,8 @@ def at(record):
         [thread.join() for thread in threading.enumerate() if thread.name == "save 2"]
         room = os.statvfs(disk)
         Path(disk, "ballast").write_bytes(bytes(room.f_bavail * room.f_frsize - 200_000))
-    if record.step == 5:
+    if record.step == 5:  # once the fourth step's has met that
+        [thread.join() for thread in threading.enumerate() if thread.name == "save 4"]
         Path(disk, "ballast").unlink()
 reporter = Reporter(at)
 train(config_of(corpus, disk + "/run", steps=7, save_every="2", keep=5, eval_every=0, held_out=0.0), [reporter])

@@ -206,6 +206,7 @@ class Hub:
 
     def __init__(self, name: str) -> None:
         self.skipped = 0
+        self._stream: Any = None
         name, _, split = name.partition("@")
         self.split = split or "train"
         self.name, _, self.configuration = name.partition(":")
@@ -214,7 +215,9 @@ class Hub:
 
     def documents(self, order: np.random.Generator | None = None) -> Iterator[Document]:
         """In source order whatever ``order`` says: a stream has no other."""
-        rows = iter(self._load())
+        # Once for all epochs: opening it again would ask the hub again.
+        self._stream = self._load() if self._stream is None else self._stream
+        rows = iter(self._stream)
         for index in itertools.count():
             try:
                 text = _text_field(next(rows))

@@ -36,7 +36,7 @@ from .manifest import (
     seal,
     write_whole,
 )
-from .shards import Pace, write_tensors
+from .shards import Pace, sync_file, write_tensors
 
 T = TypeVar("T")
 LOWEST = 19  # priority of a thread on Linux
@@ -169,10 +169,7 @@ class Draft:
     def _write_shard(self, path: Path) -> tuple[Pieces, dict[str, Any]]:
         """What the file's header says, and its entry in the manifest, both as the disk gives them."""
         written = self._put(path)
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-            if hasattr(os, "posix_fadvise"):  # so that what is read next comes from the disk
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        sync_file(path)
         pieces, entry = read_header(path), fingerprint(path, self._pace.rest)
         if entry["sha256"] != written:
             raise OSError(f"{path.name} could not be read back as it was written")

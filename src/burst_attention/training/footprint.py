@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from burst_attention import Mask
 from burst_attention.attention.batch import Plans
-from burst_attention.attention.entry import burst_attention
 from burst_attention.attention.footprint import WALKED, LiveBytes, peak_of
 from burst_attention.attention.hardware import guessed, resolve_rates, shape_of
-from burst_attention.attention.plan import lone_plan, plan_of
+from burst_attention.attention.operator import FORMULA_VERSION, attend, gradients_wanted
+from burst_attention.attention.plan import Plan, lone_plan, plan_of
 from burst_attention.engines import Engine, Heads, SequenceEngine
 from burst_attention.integrations import hf
 from burst_attention.loss import Head
@@ -76,9 +76,11 @@ def training_memory(
     heads = Heads.of(config)
     sizes = {"q_heads": heads.q_heads, "kv_heads": heads.kv_heads, "head_dim": heads.head_dim}
     schedules = _Schedules(engine, seq_len, sharing, shape_of(dtype, batch=batch, **sizes))
-    step = _Step(model, world, _calls(config, schedules, batch, dtype), accumulates=accumulate > 1)
+    windows = hf.layer_windows(config)
+    cuts = {window: schedules.cut(window) for window in {*windows}}
+    step = _Step(model, world, _calls(config, schedules, batch, dtype), cuts, accumulates=accumulate > 1)
     with fake, step:
-        step.run(batch, schedules.most_tokens, hf.layer_windows(config))
+        step.run(batch, schedules.most_tokens, windows)
     return _parts(step, model, world, memory)
 
 
@@ -114,6 +116,17 @@ class _Schedules:
         mask = Mask(window=window)
         return make_schedule(self.seq_len, mask=mask, **options, rank=rank, world=self.world, planner=self.planner)
 
+    def cut(self, window: int | None) -> tuple[int, int]:
+        """Into how many groups heads are cut, and rows that the rank with most tokens keeps of its context slice."""
+        lengths = self.of(window, 0).layout.lengths
+        schedule = self.of(window, lengths.index(max(lengths)))
+        groups, _ = schedule.decide(self.shape, self.travels)
+        return groups.query, schedule.slice_length(groups) if groups.keep else 0
+
+    @property
+    def travels(self) -> str:
+        return self.engine.travels or "query"
+
     @cached_property
     def planner(self) -> Planner:
         return Planner(resolve_rates(None, on_gpus=False), None, self.shape, guessed(None))
@@ -133,18 +146,22 @@ def _calls(
     shape = schedules.shape
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     token = batch * dtype.itemsize * heads.head_dim
-    inputs = {Direction.FORWARD: token * (heads.q_heads + 2 * heads.kv_heads)}
-    # With out and its gradient, and lse.
-    inputs[Direction.BACKWARD] = inputs[Direction.FORWARD] + heads.q_heads * (2 * token + batch * wide.itemsize)
+    results = heads.q_heads * (2 * token + batch * wide.itemsize)  # out and its gradient, and lse
     calls = {}
     for window in {*hf.layer_windows(config)}:
-        travels = schedules.engine.travels or "query"
         for direction in Direction:
             beside = []
             for rank in schedules.ranks:
                 schedule = schedules.of(window, rank)
-                held = inputs[direction] * schedule.layout.lengths[rank]
-                beside.append(peak_of(schedule, shape, dtype, travels, direction) - held)
+                tokens = schedule.layout.lengths[rank]
+                held = tokens * token * (heads.q_heads + 2 * heads.kv_heads)
+                if direction is Direction.BACKWARD:
+                    groups, _ = schedule.decide(shape, schedules.travels)
+                    if groups.keep:  # what was kept of the slice is there in place of q, k and v
+                        of_slice = heads.q_heads // groups.query + 2 * (heads.kv_heads // groups.key)
+                        held = schedule.slice_length(groups) * token * of_slice
+                    held += tokens * results
+                beside.append(peak_of(schedule, shape, dtype, schedules.travels, direction) - held)
             calls[window, direction] = max(0, *beside)
     return calls
 
@@ -162,6 +179,7 @@ class _Step(LiveBytes):
 
     Args:
         calls: of :func:`_calls`.
+        cuts: of :meth:`_Schedules.cut`, by window.
         accumulates: whether sums of gradients are there from before.
     """
 
@@ -170,6 +188,7 @@ class _Step(LiveBytes):
         model: nn.Module,
         world: int,
         calls: Mapping[tuple[int | None, Direction], int],
+        cuts: Mapping[int | None, tuple[int, int]],
         *,
         accumulates: bool,
     ) -> None:
@@ -177,7 +196,7 @@ class _Step(LiveBytes):
         super().__init__()
         self.model: Any = model
         self.peak, self.before_loss = _Peak(), 0
-        self._world, self._calls, self._accumulates = world, calls, accumulates
+        self._world, self._calls, self._cuts, self._accumulates = world, calls, cuts, accumulates
         self.leave_out(model.parameters())
         self.leave_out(model.buffers())
 
@@ -190,7 +209,7 @@ class _Step(LiveBytes):
         ids = torch.zeros(batch, tokens, dtype=torch.int64)
         self._phase = "forward"
         hidden = model.model(
-            input_ids=ids, position_ids=ids, use_cache=False, plan=plans, attend=burst_attention
+            input_ids=ids, position_ids=ids, use_cache=False, plan=plans, attend=self._attend
         ).last_hidden_state
         self._phase, self.before_loss = "loss", self.alive()
         last = hidden.detach().requires_grad_()
@@ -200,6 +219,13 @@ class _Step(LiveBytes):
         self._phase = "backward"
         gradient, last = last.grad, None
         hidden.backward(gradient)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None) -> Tensor:
+        """As :func:`burst_attention` calls the operator over several ranks: this plan is of one."""
+        heads, kept_rows = self._cuts[plan.mask.window]
+        cut = {"heads": heads, "kept_rows": kept_rows, "wanted": gradients_wanted(q, k, v)}
+        open_ = {"scale": scale, "travels": "auto", "kernel": "auto", "return_lse": False}
+        return attend(q, k, v, handle=plan.handle, **cut, **open_, formula_version=FORMULA_VERSION)[0]
 
     def _sum_by_group(self) -> None:
         """Let gradients go when a group of FSDP2's has all of them, and its shards be there from then on."""

@@ -49,6 +49,10 @@ class StopRequests:
         self._clock, self._signal = clock, 0
         self._until = None if deadline is None else clock() + deadline
 
+    @property
+    def has_deadline(self) -> bool:
+        return self._until is not None
+
     @contextmanager
     def listening(self) -> Iterator[StopRequests]:
         """Within it SIGTERM and SIGINT are noted, where they would end the process; SIGINT's ignorer stays.

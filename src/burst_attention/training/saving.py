@@ -17,9 +17,10 @@ from .cursor import Cursor
 from .draft import Draft, SaveError, together
 from .generators import read_generators
 from .interrupt import InterruptedRunError, StopRequests, reason_of
-from .manifest import discard, discard_unfinished, list_checkpoints, read_state, step_of
+from .manifest import FOLDER, UNFINISHED, discard, discard_unfinished, list_checkpoints, read_state, step_of
 from .metrics import NEWEST, goes_on_in
-from .snapshot import WAITING, Run, check_same_run, restore, state_of, tensors_of
+from .shards import seconds_to_write
+from .snapshot import MOMENTS, WAITING, Run, check_same_run, restore, state_of, tensors_of
 
 
 class Saver:
@@ -45,7 +46,7 @@ class Saver:
         self.run, self.requests, self.tell = run, requests, tell
         self.best: Best | None = None
         self._clock, self._saved_at = clock, clock()
-        self._longest_step = self._longest_save = self._copying = 0.0
+        self._longest_step = self._longest_save = self._copying = self._expected_save = 0.0
         self._draft: Draft | None = None
         self._held_out: float | None = None  # of the checkpoint under way
         self._waited = False
@@ -53,6 +54,8 @@ class Saver:
         if self._is_first:
             discard_unfinished(self._out)
             self.best = best_checkpoint(self._out, run.step) if goes_on_in(run.config) else None
+            if requests.has_deadline:
+                self._expected_save = self._try_disk()
         self.best = run.context.collect(self.best)[0]
 
     def after_step(self, seconds: float) -> None:
@@ -64,7 +67,8 @@ class Saver:
         run, draft = self.run, self._draft
         self._longest_step = max(self._longest_step, seconds)
         # What must fit between now and the deadline: a step that is slow, a save that is, and the one under way.
-        reserve = 1.5 * self._longest_step + (3 if draft else 2) * self._longest_save + 1
+        save = self._longest_save or self._expected_save
+        reserve = 1.5 * self._longest_step + (3 if draft else 2) * save + 1
         numbers = self.requests.asked(reserve), self._is_due(), draft is not None and draft.is_being_written
         asked, due, writing = run.context.greatest(*map(int, numbers))
         stopping = bool(asked) and run.step < run.config.run.steps
@@ -79,6 +83,20 @@ class Saver:
             self._begin()
             if self._draft is not None:
                 self._draft.write_beside()
+
+    def _try_disk(self) -> float:
+        """Seconds that a first save is likely to take: all ranks' bytes, at the rate at which the disk takes a few.
+
+        A disk that can't be written to is told of by the save itself.
+        """
+        weights = sum(p.numel() * p.element_size() for p in self.run.model.parameters())
+        folder = self._out / FOLDER / f"step-trial{UNFINISHED}"
+        try:
+            return seconds_to_write(folder, weights * (1 + len(MOMENTS)))
+        except OSError:
+            return 0.0
+        finally:
+            discard(folder)
 
     def save(self) -> Path | None:
         """Write a checkpoint while all wait; None, and the reason told, if it can't be written."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -16,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .manifest import PART
+from .manifest import PART, fingerprint
 
 REST = 8.0  # seconds of rest for one that the processor was used
 LONGEST_REST = 1.0
 AT_ONCE = 16  # pieces before the first rest: a small file is not worth one
+TRIAL = 1 << 23  # bytes by which a disk is tried
 
 
 class Pace:
@@ -89,3 +91,28 @@ def _parts(ordered: list[str], tensors: Mapping[str, Tensor]) -> Iterator[bytes 
     for name in ordered:
         data: Any = tensors[name].view(-1).view(torch.uint8).numpy().data
         yield from (data[start : start + PART] for start in range(0, len(data), PART))
+
+
+def sync_file(path: Path) -> None:
+    """Return once the disk has a file; what is read of it next comes from there."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def seconds_to_write(folder: Path, size: int) -> float:
+    """How long it is likely to take until a disk has so many bytes and they are read back, by a file of a few MiB.
+
+    Args:
+        folder: a new one, for that file alone; whoever calls removes it.
+    """
+    path, pace = folder / "trial.safetensors", Pace()
+    folder.mkdir(parents=True)
+    pace.hurry()
+    trial = torch.zeros(min(max(size, 1), TRIAL), dtype=torch.uint8)
+    began = time.monotonic()
+    write_tensors(path, {"trial": trial}, {"trial": "U8"}, {}, pace)
+    sync_file(path)
+    fingerprint(path)
+    return (time.monotonic() - began) * size / trial.numel()

@@ -1,0 +1,126 @@
+"""What reading holds: many small documents of one gzip file through the real reader, packer, shuffler and read-ahead.
+
+Sequences are taken as fast as they come, for so many minutes. Told are the resident memory of the process as it goes,
+and how much it grows in an hour by a line laid through the later half (the shuffler and the allocator fill up first),
+with twice that line's standard error: of a stream that goes up and down, minutes tell an hour's growth no better. It
+is flat if the growth and that error are within the bound together; else the exit status is 1.
+
+    python benchmarks/reading.py [--minutes 3] [--documents 2000000] [--through files datasets] [--bound 64]
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import tyro
+from rich.console import Console
+
+from burst_attention.training.ahead import ReadAhead
+from burst_attention.training.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from burst_attention.training.corpus import HUB
+from burst_attention.training.data import open_sequences
+
+from ..harness.memory import resident
+from ..tables import terminal
+
+Through = Literal["files", "datasets"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    minutes: float = 3.0
+    """For each way to read."""
+    documents: int = 2_000_000
+    through: tuple[Through, ...] = ("files", "datasets")
+    """files: our own reader of JSON lines; datasets: a stream of that library's, of the same file."""
+    seq_len: int = 1024
+    every: float = 10.0
+    """Seconds between two looks at the memory."""
+    bound: float = 64.0
+    """MiB that it may grow in an hour."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """What there was after so many seconds."""
+
+    seconds: float
+    sequences: int
+    bytes: int
+
+
+def write_documents(path: Path, documents: int) -> None:
+    """So many of 5 to 40 words each, as gzipped JSON lines."""
+    dice = random.Random(0)
+    words = [f"w{n:x}" for n in range(5000)]
+    with gzip.open(path, "wt", compresslevel=1) as file:
+        for _ in range(documents):
+            file.write(json.dumps({"text": " ".join(dice.choices(words, k=dice.randint(5, 40)))}) + "\n")
+
+
+def config_of(folder: Path, through: Through, seq_len: int) -> TrainConfig:
+    """Of a run that reads the file in ``folder``."""
+    data = str(folder / "documents.jsonl.gz") if through == "files" else f"{HUB}{folder}"
+    return TrainConfig(
+        run=RunConfig(out=str(folder / "out")),
+        model=ModelConfig(model="tiny"),
+        data=DataConfig(data=data, seq_len=seq_len, held_out=0.01, pack="documents"),
+    )
+
+
+def watch(config: TrainConfig, *, seconds: float, every: float) -> list[Look]:
+    """Take sequences for so long, and look at the memory at the start and now and then."""
+    reader, _ = open_sequences(config)
+    sequences, taken, looks = ReadAhead(reader.training(), 2), 0, list[Look]()
+    began = time.monotonic()
+    try:
+        while (now := time.monotonic() - began) < seconds:
+            if not looks or now - looks[-1].seconds >= every:
+                looks.append(Look(now, taken, resident()))
+            next(sequences)
+            taken += 1
+            if looks[-1].sequences + 1 == taken:  # now and then, as a save does it
+                sequences.cursor()
+    finally:
+        sequences.close()
+    return [*looks, Look(now, taken, resident())]
+
+
+def growth(looks: list[Look]) -> tuple[float, float]:
+    """(bytes an hour, by a line through the later half, and twice its standard error)."""
+    later = [look for look in looks if look.seconds >= looks[-1].seconds / 2]
+    hours = np.array([look.seconds for look in later]) / 3600
+    held = np.array([look.bytes for look in later], dtype=np.float64)
+    (slope, start), apart = np.polyfit(hours, held, 1), hours - hours.mean()
+    left = held - (slope * hours + start)
+    error = (left @ left / max(1, len(later) - 2) / (apart @ apart)) ** 0.5
+    return float(slope), float(2 * error)
+
+
+def main() -> None:
+    a, console, flat = tyro.cli(Arguments, description=__doc__), Console(), True
+    with tempfile.TemporaryDirectory(prefix="burst-reading-") as name:
+        write_documents(Path(name) / "documents.jsonl.gz", a.documents)
+        for through in a.through:
+            looks = watch(config_of(Path(name), through, a.seq_len), seconds=60 * a.minutes, every=a.every)
+            rows = (
+                {"s": f"{x.seconds:.0f}", "tokens": f"{x.sequences * a.seq_len:,}", "MiB": f"{x.bytes / 2**20:.1f}"}
+                for x in looks
+            )
+            console.print(terminal(rows, title=f"resident, through {through}"))
+            grown, error = (n / 2**20 for n in growth(looks))
+            flat = flat and grown + error <= a.bound
+            grows, surely = grown > a.bound, abs(grown - a.bound) > error
+            verdict = ("not flat" if grows else "flat") if surely else "so few minutes can't tell"
+            told = f"{through}: grows by {grown:.1f} (+- {error:.1f}) MiB an hour, {a.bound:g} allowed: {verdict}"
+            console.print(told, soft_wrap=True)
+    sys.exit(0 if flat else 1)
