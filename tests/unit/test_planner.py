@@ -118,7 +118,7 @@ def test_where_links_are_guessed_that_is_chosen_which_loses_least_on_slower_ones
     options = {"mask": Mask(), "layout": "auto", "route": "direct", "rank": 0, "world": 4, "heads": "auto"}
     fast, wary = (make_schedule(4096, **options, planner=planner) for planner in (sure, unsure))
     chosen = wary.choose(shape()).candidate
-    assert (chosen.groups.query, chosen.groups.keep) == (4, True) and not fast.choose(shape()).candidate.groups.keep
+    assert chosen.groups == replace(fast.choose(shape()).candidate.groups, waves=2)  # where that has one wave
 
     def worst(layout: str, candidate: Candidate) -> float:
         """How many times as long as the fastest, on the slowest of the links that may be meant."""
@@ -127,7 +127,7 @@ def test_where_links_are_guessed_that_is_chosen_which_loses_least_on_slower_ones
         passes = found.timed(shape(), candidate.travels, candidate.groups)
         return sum(one.seconds for one in passes) / make_schedule(4096, **options, planner=slow).choose(shape()).seconds
 
-    assert worst(wary.layout.name, chosen) < 1.1 < 1.4 < worst(fast.layout.name, fast.choose(shape()).candidate)
+    assert worst(wary.layout.name, chosen) < 1.1 < 1.25 < worst(fast.layout.name, fast.choose(shape()).candidate)
     assert "nobody measured these links" in explain.explain(wary, shape(), "auto")
     assert "nobody measured" not in explain.explain(fast, shape(), "auto")
 

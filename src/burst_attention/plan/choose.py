@@ -110,10 +110,11 @@ class Planner:
 def least_regret(found: Sequence[Sequence[Prediction]]) -> int:
     """Which of the same candidates on each of several wires: that which at the worst takes least longer than the
     fastest there. On one wire that is the fastest. Of those that take longer by less than it is worth to look on that
-    with the fewest launches, for small ones cost more than is known of them; then the first."""
+    with the fewest launches, for small ones cost more than is known of them; then the fastest."""
     run = [n for n, one in enumerate(found[0]) if one.forward]
     worst = dict(zip(run, _regrets([[each[n] for n in run] for each in found]), strict=True))
-    return min((n for n in run if worst[n] <= WORTH * min(worst.values())), key=lambda n: found[0][n].launches)
+    near = (n for n in run if worst[n] <= WORTH * min(worst.values()))
+    return min(near, key=lambda n: (found[0][n].launches, worst[n]))
 
 
 def _regrets(found: Sequence[Sequence[Prediction]]) -> list[float]:
