@@ -321,6 +321,14 @@ SEEDED = [
         "none_holds_more",
     ),
     Fault(
+        "a layout left open is never balanced",
+        "plan/schedule.py",
+        "(*LAYOUTS_TRIED, BALANCED) if documents is not None",
+        "LAYOUTS_TRIED if documents is not None",
+        "tests/unit/test_planner.py",
+        "left_open_documents_are_balanced",
+    ),
+    Fault(
         "remainders of both halves go to the same ranks",
         "plan/layout.py",
         "_zigzag(seqlen - half, world, world - 1 - rank)",

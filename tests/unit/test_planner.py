@@ -346,3 +346,19 @@ def test_nodes_are_told_by_a_list() -> None:
 
 def test_a_prediction_that_is_a_bound_says_so() -> None:
     assert Prediction(Candidate(WHOLE, "query"), 2.0).seconds == 2.0
+
+
+def test_left_open_documents_are_balanced_where_that_is_faster() -> None:
+    borders = [0, 1000, 43690, 129072, 131072]
+    options = {"seqlen": 131072, "world": 8, "known": shape(1), "heads": 1}
+    planned = schedule(preset("h100-hgx"), mask=Mask(cu_seqlens=borders), **options)
+    assert planned.layout.name == "balanced" and planned.layout.mask == planned.mask
+    busiest, seconds = {}, {}
+    for name in ("balanced", "zigzag"):
+        named = schedule(preset("h100-hgx"), mask=planned.mask, layout=name, **options)
+        (found,) = named.on_all_wires(shape(1), "auto", alike=False)
+        seconds[name] = min(each.seconds for each in found if each.forward)
+        area = named.tally.areas(TRAVELS["query"](8)[Direction.FORWARD], WHOLE, 0)
+        busiest[name] = area.max() / area.mean()
+    assert busiest["balanced"] <= 1.08 < busiest["zigzag"] and WORTH * seconds["balanced"] < seconds["zigzag"]
+    assert schedule(preset("h100-hgx"), **options).layout.name != "balanced"

@@ -346,8 +346,9 @@ def make_plan(
         layout: ``zigzag`` (balanced for causal masks), ``zigzag-by-halves`` (each quarter of the sequence over all
             ranks: four waves), ``contiguous`` or ``striped``; with ``-per-document`` after it each document of the mask
             is cut by itself. ``balanced`` goes by the mask: documents that fit a rank are whole there, others are
-            spread, so that all have as much to do. ``auto``: zigzag, or by halves or contiguous where that is predicted
-            to be faster for calls with ``q_heads`` and ``head_dim``; zigzag if those are not told.
+            spread, so that all have as much to do. ``auto``: zigzag, or by halves, contiguous or (packed documents)
+            balanced where that is predicted to be faster for calls with ``q_heads`` and ``head_dim``; zigzag if those
+            are not told.
         route: ``direct`` (owner to user), ``ring`` (round the ring, partial results straight home), ``ring-attention``
             (both round the ring), ``nodes`` (to each host once, and there from rank to rank; the other way round
             home), or ``auto``: direct; with ``heads=1``, or if it is told of calls for which that is faster, another

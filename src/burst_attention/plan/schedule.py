@@ -28,7 +28,7 @@ from .choose import (
     representative,
 )
 from .groups import WHOLE, Groups
-from .layout import Layout, digest
+from .layout import BALANCED, Layout, digest
 from .mask import Mask
 from .program import Program
 from .route import ROUTES, Route
@@ -121,13 +121,21 @@ class Schedule:
     def _derived(self) -> OrderedDict[tuple[Mask, int | None] | None, Schedule]:
         return OrderedDict()
 
-    def laid_out(self) -> Schedule:
-        """By the layout that is predicted to be fastest for the calls known to come, if it was left open."""
+    def laid_out(self, *, alike: bool = True) -> Schedule:
+        """By the layout that is predicted to be fastest for the calls known to come, if it was left open.
+
+        Args:
+            alike: the choice is shared by masks that are alike; else few documents are looked at as they are.
+        """
         known = self.planner.known
         if not self.layout_left or known is None or self.layout.world == 1 or not self.route.direct:
             return self
-        tried = [replace(self, layout=replace(self.layout, name=name)) for name in LAYOUTS_TRIED]
-        found = [schedule.on_all_wires(known, "auto") for schedule in tried]
+        documents = self.mask.cu_seqlens
+        names = (*LAYOUTS_TRIED, BALANCED) if documents is not None else LAYOUTS_TRIED
+        layouts = [replace(self.layout, name=name).cut_for(self.mask, self.layout.seqlen) for name in names]
+        tried = [replace(self, layout=layout) for layout in layouts]
+        alike = alike or len(documents or ()) > MOST_DOCUMENTS
+        found = [schedule.on_all_wires(known, "auto", alike=alike) for schedule in tried]
         chosen = least_regret([[one for each in on for one in each] for on in zip(*found, strict=True)])
         return tried[int(np.searchsorted(np.cumsum([len(each[0]) for each in found]), chosen, side="right"))]
 
@@ -243,14 +251,18 @@ class Schedule:
         return self.on_all_wires(shape, travels, given)[0]
 
     def on_all_wires(
-        self, shape: cost.Shape, travels: str, given: Sequence[Groups] | None = None
+        self, shape: cost.Shape, travels: str, given: Sequence[Groups] | None = None, *, alike: bool = True
     ) -> list[list[Prediction]]:
-        """:meth:`predictions`, and where rates are guessed the same on slower links."""
+        """:meth:`predictions`, and where rates are guessed the same on slower links.
+
+        Args:
+            alike: for the mask's :func:`representative`, so that others like it share what is found.
+        """
         world, shape = self.layout.world, replace(shape, batch=1)
         travels = self.assignment if travels == "auto" else travels
         if given is None:
             given = [*cuts(self.layout, shape, self.heads, self.keep, self._waves)]
-        layout, mask = representative(self.layout, self.mask)
+        layout, mask = representative(self.layout, self.mask) if alike else (self.layout, self.mask)
 
         def predicted() -> list[list[Prediction]]:
             tally = Tally(layout, mask.regions(layout.seqlen))
@@ -342,8 +354,8 @@ def make_schedule(
     """Check the arguments, and choose the layout and the route where they were left open.
 
     Args:
-        layout: a name, or ``auto``: that of which a call like ``planner.known`` is predicted to be faster; zigzag if
-            that is not known.
+        layout: a name, or ``auto``: that of which a call like ``planner.known`` is predicted to be faster, of packed
+            documents balanced too; zigzag if that is not known.
         route: a name of :data:`ROUTES`, or ``auto``: direct on one host. With several ranks on each of several hosts
             by nodes or the ring, where heads are not to be cut and it moves fewer rows through the busiest host's link,
             or where a call like ``planner.known`` is predicted to be faster.
@@ -361,7 +373,7 @@ def make_schedule(
     over = ROUTES["direct" if route == "auto" else route]
     over = replace(over, nodes=nodes or ()) if over.by_nodes else over
     given = Schedule(shape, mask, over, rank, heads, keep, assignment, waves, planner)
-    direct = replace(given, layout_left=left).laid_out()
+    direct = replace(given, layout_left=left).laid_out(alike=False)
     if route != "auto" or nodes is None or len(set(nodes)) in (1, world) or heads not in (1, "auto"):
         return direct
     others = [replace(direct, route=replace(ROUTES["nodes"], nodes=nodes))]
