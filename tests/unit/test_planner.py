@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from burst_bench.claims import planning
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -362,3 +363,18 @@ def test_left_open_documents_are_balanced_where_that_is_faster() -> None:
         busiest[name] = area.max() / area.mean()
     assert busiest["balanced"] <= 1.08 < busiest["zigzag"] and WORTH * seconds["balanced"] < seconds["zigzag"]
     assert schedule(preset("h100-hgx"), **options).layout.name != "balanced"
+
+
+@pytest.mark.parametrize("layout", ["striped", "zigzag-per-document"])
+def test_documents_that_are_over_all_ranks_are_judged_by_one(layout: str) -> None:
+    borders = list(range(0, 64001, 640))
+    planned = schedule(link(200), seqlen=64000, world=8, mask=Mask(cu_seqlens=borders), layout=layout, heads=1)
+    assert planned._tally_to_choose.layout.seqlen <= 1280
+    for call in (shape(1), shape(8)):
+        assert planned.choose_travels(call) == choose.by_work_and_bytes(planned.tally, call, call.partial)
+
+
+def test_planning_is_timed() -> None:
+    for name, mask in planning.masks(512, 9).items():
+        forward, backward = planning.planned(512, mask, "striped", "direct", 4, 1)
+        assert forward.ops and backward.ops, name

@@ -174,6 +174,11 @@ class Layout:
         return STRETCHES.get(self.name, 1)
 
     @property
+    def spreads_documents(self) -> bool:
+        """Is each document over all ranks?"""
+        return self.per_document or self.name == "striped"
+
+    @property
     def per_document(self) -> bool:
         """Is each document cut by itself?"""
         return self._plain != self.name

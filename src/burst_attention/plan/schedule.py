@@ -290,10 +290,14 @@ class Schedule:
     @cached_property
     def _tally_to_choose(self) -> Tally:
         """Of many documents fewer stand for all; what is chosen hardly depends on how many ranks there are."""
-        few = self.mask.cu_seqlens is None or len(self.mask.cu_seqlens) <= MOST_DOCUMENTS
+        documents = self.mask.cu_seqlens
+        few = documents is None or (len(documents) <= MOST_DOCUMENTS and not self.layout.spreads_documents)
         if few and self.layout.world <= MOST_RANKS:
             return self.tally
         layout, mask = representative(self.layout, self.mask)
+        if layout.spreads_documents and mask.cu_seqlens is not None:  # one is as good as so many alike
+            length, mask = mask.cu_seqlens[1], replace(mask, cu_seqlens=None)
+            layout = layout.cut_for(mask, length)
         return Tally(replace(layout, world=min(layout.world, MOST_RANKS)), mask.regions(layout.seqlen))
 
     def choose_travels(self, shape: cost.Shape, groups: Groups = WHOLE) -> str:

@@ -18,6 +18,7 @@ import numpy as np
 from rich.console import Console
 
 from burst_attention import Mask
+from burst_attention.plan.choose import Planner
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.layout import LAYOUTS
 from burst_attention.plan.rows import Direction
@@ -38,8 +39,8 @@ def masks(seqlen: int, documents: int) -> dict[str, Mask]:
 
 def planned(seqlen: int, mask: Mask, layout: str, route: str, ranks: int, heads: int) -> Any:
     """All that a rank does before its first call under a mask."""
-    hosts = [rank // 8 for rank in range(ranks)]
-    options = {"mask": mask, "layout": layout, "route": route, "hosts": hosts, "heads": heads}
+    planner = Planner(nodes=tuple(rank // 8 for rank in range(ranks)))
+    options = {"mask": mask, "layout": layout, "route": route, "heads": heads, "planner": planner}
     schedule = make_schedule(seqlen, **options, rank=ranks // 3, world=ranks)
     groups, travels = schedule.decide(SHAPE, "auto")
     return [schedule.program(travels, direction, groups) for direction in Direction]
