@@ -329,6 +329,14 @@ SEEDED = [
         "left_open_documents_are_balanced",
     ),
     Fault(
+        "a block's waste is more than there is of a small tile",
+        "plan/tally.py",
+        "np.minimum(self.pairs.border * block / 2, self.pairs.spare * groups.query)",
+        "self.pairs.border * block / 2",
+        "tests/unit/test_planner.py",
+        "blocks_waste_no_more",
+    ),
+    Fault(
         "remainders of both halves go to the same ranks",
         "plan/layout.py",
         "_zigzag(seqlen - half, world, world - 1 - rank)",

@@ -378,3 +378,13 @@ def test_planning_is_timed() -> None:
     for name, mask in planning.masks(512, 9).items():
         forward, backward = planning.planned(512, mask, "striped", "direct", 4, 1)
         assert forward.ops and backward.ops, name
+
+
+@pytest.mark.parametrize("mask", [Mask(), Mask(window=100), Mask(window=300, cu_seqlens=[0, 700, 701, 2048])])
+def test_blocks_waste_no_more_than_tiles_have(mask: Mask) -> None:
+    tally = schedule(preset("cpu"), seqlen=2048, mask=mask, layout="zigzag").tally
+    whole = tally.pairs.area + tally.pairs.spare
+    assert (tally.computed(WHOLE, 0) == tally.pairs.area).all()
+    assert (tally.computed(WHOLE, 1e9) <= whole).all() and (tally.computed(WHOLE, 1e9) > tally.pairs.area).any()
+    small = tally.computed(WHOLE, 8) - tally.pairs.area
+    assert (small[small > 0] <= 4 * tally.pairs.border[small > 0]).all() and small.sum() > 0

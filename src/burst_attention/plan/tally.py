@@ -69,15 +69,16 @@ def edge_messages(work: Work, shape: Shape) -> Messages:
 class Pairs:
     """Of each pair of shards that sees anything, int64 [N]: its owners, (query, key) seen, borders, tiles, and rows.
 
-    ``border``: rows of tiles that a band cuts off at their end, twice if at both. ``tiles`` are those of one document
-    or prefix counted as one, which joining makes of nearly all of them. ``rows`` are those that some tile touches;
-    ``touched``: counted as often as there are tiles, between segments, that do.
+    ``border``: rows of tiles that a band cuts off at their end, twice if at both; ``spare``: (query, key) of these
+    tiles that are not seen. ``tiles`` are those of one document or prefix counted as one, which joining makes of nearly
+    all of them. ``rows`` are those that some tile touches; ``touched``: counted as often as there are tiles, between segments, that do.
     """
 
     i: np.ndarray
     j: np.ndarray
     area: np.ndarray
     border: np.ndarray
+    spare: np.ndarray
     tiles: np.ndarray
     rows: Mapping[Side, np.ndarray]
     touched: Mapping[Side, np.ndarray]
@@ -133,11 +134,13 @@ class Tally:
             return np.bincount(at, values, minlength=len(code)).astype(np.int64)
 
         rows, columns = q1 - q0, k1 - k0
+        area = band_area(rows, columns, lo, hi)
         apart = np.unique(np.stack([at, region]), axis=1)[0] if len(code) < len(at) else at
         return Pairs(
             *np.divmod(code, self.cut.world),
-            total(band_area(rows, columns, lo, hi)),
+            total(area),
             total(rows * (1 * (lo > 1 - columns) + (hi < rows - 1))),
+            total(rows * columns - area),
             np.bincount(apart, minlength=len(code)),
             {side: self._by_context(1, side)[2].counts[self._order(side)] for side in Side},
             {Side.QUERY: total(rows), Side.KEY: total(columns)},
@@ -241,10 +244,16 @@ class Tally:
                 parts += one.homeward(self._last(side, steps, groups))
         return Messages.of(parts)
 
+    def computed(self, groups: Groups, block: float) -> np.ndarray:
+        """float64 [N]: (query, key) of each pair that a kernel looks at, in blocks of ``block``: half of one beyond a
+        border in each row, at most all that tiles have there. Those of neighbours' shards are joined to larger ones."""
+        beyond = np.minimum(self.pairs.border * block / 2, self.pairs.spare * groups.query)
+        return self.pairs.area + beyond
+
     def areas(self, inner: Assignment, groups: Groups, block: float) -> np.ndarray:
         """float64 [R]: (query, key) of one head group that the ranks of each context slice compute."""
         user = inner(*(groups.context(self.owner(chunk)) for chunk in (self.pairs.i, self.pairs.j)))
-        return np.bincount(user, self.pairs.area + self.pairs.border * block / 2, self.world // groups.query)
+        return np.bincount(user, self.computed(groups, block), self.world // groups.query)
 
     def _last(self, side: Side, steps: Steps | None, groups: Groups) -> np.ndarray:
         """int64 [U, W * chunks, R]: the last step at which the ranks of a head group use each chunk."""

@@ -73,7 +73,7 @@ def computing(
 ) -> Computing:
     """Of one pass."""
     before = groups.keep and direction is Direction.BACKWARD
-    pairs, contexts, step = tally.pairs, tally.world // groups.query, steps.step
+    contexts, step = tally.world // groups.query, steps.step
     last = int(step.max(initial=0)) + 1
     rows = np.arange(len(step))[:, None] * contexts
     code = ((rows + steps.user) * last + step).ravel()
@@ -85,7 +85,7 @@ def computing(
 
     heads = shape.batch * shape.q_heads / groups.query
     extra, forward = rates.overhead, direction is Direction.FORWARD
-    area = by_step(pairs.area + pairs.border * extra.block / 2)
+    area = by_step(tally.computed(groups, extra.block))
     launches, visits, folded = _launches(tally, by_step, steps, groups, fetched_before=before)
     kv_heads = shape.batch * shape.kv_heads / groups.key
     bytes_folded = folded[Side.QUERY] * heads * (shape.v_head_dim if forward else shape.head_dim)
