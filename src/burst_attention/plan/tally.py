@@ -71,7 +71,8 @@ class Pairs:
 
     ``border``: rows of tiles that a band cuts off at their end, twice if at both; ``spare``: (query, key) of these
     tiles that are not seen. ``tiles`` are those of one document or prefix counted as one, which joining makes of nearly
-    all of them. ``rows`` are those that some tile touches; ``touched``: counted as often as there are tiles, between segments, that do.
+    all of them. ``rows`` are those that some tile touches; ``touched``: counted as often as there are tiles, between
+    segments, that do.
     """
 
     i: np.ndarray
