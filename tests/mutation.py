@@ -337,6 +337,14 @@ SEEDED = [
         "blocks_waste_no_more",
     ),
     Fault(
+        "a forward that layers recompute counts once",
+        "plan/choose.py",
+        'return 2 if self.remat == "layer" else 1',
+        "return 1",
+        "tests/unit/test_planner.py",
+        "layers_that_are_recomputed",
+    ),
+    Fault(
         "remainders of both halves go to the same ranks",
         "plan/layout.py",
         "_zigzag(seqlen - half, world, world - 1 - rank)",

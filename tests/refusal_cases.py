@@ -56,6 +56,7 @@ PLAN: Cases = [
     ("make_plan(8, keep='some')", "all of a slice is kept, or nothing"),
     ("make_plan(8, waves=-1)", "shards come in so many waves, or owner by owner"),
     ("make_plan(8, waves=2, route='nodes')", "who passes a shard on has to know which it is"),
+    ("make_plan(8, remat='all')", "nobody knows what that recomputes"),
     ("make_plan(8, mask='causal')", "masks are compared between ranks field by field"),
     ("make_plan(8, timeout=0)", "every exchange would fail"),
     ("make_plan(8, group='all')", "only a group says who the peers are"),

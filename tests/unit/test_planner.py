@@ -29,6 +29,8 @@ from burst_attention.plan.rows import Direction
 from burst_attention.plan.schedule import Schedule, make_schedule
 from burst_attention.plan.tally import SHARD, Messages
 from burst_attention.plan.timing import Computing, OnPaper, Wire, _share, timed
+from burst_attention.training.config import TrainConfig
+from burst_attention.training.memory import MemoryConfig
 
 CPU = preset("cpu")
 
@@ -388,3 +390,25 @@ def test_blocks_waste_no_more_than_tiles_have(mask: Mask) -> None:
     assert (tally.computed(WHOLE, 1e9) <= whole).all() and (tally.computed(WHOLE, 1e9) > tally.pairs.area).any()
     small = tally.computed(WHOLE, 8) - tally.pairs.area
     assert (small[small > 0] <= 4 * tally.pairs.border[small > 0]).all() and small.sum() > 0
+
+
+def test_layers_that_are_recomputed_run_the_forward_twice() -> None:
+    found = {}
+    for remat in ("none", "layer", "keep-attention"):
+        planner = Planner(link(200), tuple(range(4)), shape(), remat=remat)  # type: ignore[arg-type]
+        options = {"mask": Mask(), "layout": "zigzag", "route": "direct", "rank": 0, "world": 4, "heads": "auto"}
+        planned = make_schedule(4096, **options, planner=planner)
+        best = planned.choose(shape())
+        assert best.forward and best.backward
+        assert best.seconds == (2 if remat == "layer" else 1) * best.forward.seconds + best.backward.seconds
+        for each in planned.predictions(shape(), "auto"):
+            assert each.at_least <= each.seconds * (1 + 1e-9)
+        told = explain.explain(planned, shape(), "auto")
+        assert ("with the forward twice" in told) == (remat == "layer")
+        (line,) = (line for line in told.splitlines() if line.startswith("retained"))
+        found[remat] = float(line.split(": ")[1].split()[0])
+    # q, k, v and out of a rank's tokens in bf16, and lse; what was kept of the slice stays with attention's results
+    held = (4 * 1024 * 8 * 128 * 2 + 1024 * 8 * 4) / 1e6
+    assert found == {"none": pytest.approx(held, rel=1e-3), "layer": 0.0, "keep-attention": found["none"]}
+    assert make_plan(64, remat="layer").schedule.planner.forwards == 2
+    assert TrainConfig(memory=MemoryConfig(remat="layer")).how["remat"] == "layer"

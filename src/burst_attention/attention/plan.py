@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, replace
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, get_args
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from ..comm.agreement import Agreement
 from ..comm.link import connect, resolve_group, resolve_timeout
 from ..comm.transport import Transport
 from ..plan.assignment import TRAVELS
-from ..plan.choose import HeadsOrAuto, KeepOrAuto, Planner, WavesOrAuto
+from ..plan.choose import HeadsOrAuto, KeepOrAuto, Planner, Remat, WavesOrAuto
 from ..plan.cost import Traffic
 from ..plan.explain import explain
 from ..plan.mask import Mask
@@ -109,7 +109,8 @@ class Plan:
                 "make it on each rank with make_plan, or send its mask and use plan.with_mask(mask) there"
             )
         planner = self.schedule.planner
-        apart = Planner(planner.rates, planner.nodes, planner.known, planner.guessed)  # without what it remembers
+        # Without what it remembers.
+        apart = Planner(planner.rates, planner.nodes, planner.known, planner.guessed, planner.remat)
         return _of_schedule, (replace(self.schedule, planner=apart),)
 
     @property
@@ -335,6 +336,7 @@ def make_plan(
     kv_heads: int | None = None,
     head_dim: int | None = None,
     dtype: torch.dtype | None = None,
+    remat: Remat = "none",
 ) -> Plan:
     """Plan exact attention over ``seqlen`` tokens. Every rank of the group must call it, with equal arguments.
 
@@ -376,6 +378,9 @@ def make_plan(
             for this user, or else a preset for the device: nobody measured these links then, and what is chosen is
             what loses least if they are as fast as that, an eighth, or a 64th. Rank 0's count.
         q_heads, kv_heads, head_dim, dtype: of the calls to come, as far as they are known; they may be others.
+        remat: what of a layer is recomputed for its backward, as ``burst train --remat`` has it; it changes no result.
+            Where it is ``layer``, a call's forward is predicted to run twice in a step. Under ``keep-attention`` what
+            ``keep`` saves stays until the backward.
 
     Raises:
         TypeError, ValueError: an argument can't be used, or ranks disagree: the same class on every rank.
@@ -390,9 +395,16 @@ def make_plan(
         options: dict[str, Any] = {"mask": mask, "layout": layout, "route": route, "heads": heads, "keep": keep}
         options |= {"assignment": assignment, "waves": waves, "rank": rank, "world": world}
         known, at = known_shape(q_heads, kv_heads, head_dim, dtype), resolve_nodes(nodes, resolved, world)
+        if remat not in get_args(Remat):
+            raise ValueError(f"remat={remat!r} is unknown; choose one of {', '.join(get_args(Remat))}")
         asked = make_schedule(seqlen, **options)  # before rates are known, to see what can't be
         fields = {**asked.description, "layout": "auto" if layout == "auto" else asked.layout.description}
-        fields |= {"route": route, "nodes": at and digest_of_numbers(at), "heads to come": known and astuple(known)}
+        fields |= {
+            "route": route,
+            "remat": remat,
+            "nodes": at and digest_of_numbers(at),
+            "heads to come": known and astuple(known),
+        }
         own: dict[str, Any] = {"host": socket.gethostname()}
         if rank == 0:
             own["rates"] = resolve_rates(rates, on_gpus=carries_gpus(resolved)).as_dict(most=MOST_TOLD)
@@ -400,5 +412,5 @@ def make_plan(
     told = agreement.agree("make_plan", fields, own)
     names = [each["host"] for each in told]
     hosts = [names.index(name) for name in names] if at is None else at
-    planner = Planner(Rates.from_dict(told[0]["rates"]), tuple(hosts), known, told[0]["guessed"])
+    planner = Planner(Rates.from_dict(told[0]["rates"]), tuple(hosts), known, told[0]["guessed"], remat)
     return Plan(make_schedule(seqlen, **options, planner=planner), transport, agreement)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from burst_attention.plan.choose import HeadsOrAuto
+from burst_attention.plan.choose import HeadsOrAuto, Remat
 
 from .contract import Attend, Engine, Heads
 from .sequence import SequenceEngine, burst, published, ring, single, ulysses, usp
@@ -42,7 +43,9 @@ __all__ = [
 ]
 
 
-def choose(name: str, *, layout: str = "auto", route: str = "auto", heads: HeadsOrAuto = "auto") -> Engine:
+def choose(
+    name: str, *, layout: str = "auto", route: str = "auto", heads: HeadsOrAuto = "auto", remat: Remat = "none"
+) -> Engine:
     """The engine called ``name``.
 
     Args:
@@ -54,10 +57,12 @@ def choose(name: str, *, layout: str = "auto", route: str = "auto", heads: Heads
             what is predicted to be fastest.
         route, heads: for burst, as for :func:`burst_attention.make_plan`; of usp ``heads`` is how many neighbours
             exchange tokens for heads.
+        remat: what is recomputed, for burst to plan by.
 
     Raises:
         ValueError: the name is unknown, or the engine does not come in that layout or route.
     """
     if name not in _MAKERS:
         raise ValueError(f"engine {name!r} is unknown; choose one of {', '.join(ENGINES)}")
-    return _MAKERS[name](layout, route, heads)
+    engine = _MAKERS[name](layout, route, heads)
+    return replace(engine, remat=remat) if isinstance(engine, SequenceEngine) else engine

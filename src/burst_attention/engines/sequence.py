@@ -16,7 +16,7 @@ from burst_attention.attention.entry import burst_attention
 from burst_attention.attention.hardware import RatesGiven
 from burst_attention.attention.plan import Plan, make_plan
 from burst_attention.loss import Head
-from burst_attention.plan.choose import HeadsOrAuto, KeepOrAuto, WavesOrAuto
+from burst_attention.plan.choose import HeadsOrAuto, KeepOrAuto, Remat, WavesOrAuto
 from burst_attention.plan.groups import Groups
 from burst_attention.plan.layout import LAYOUTS
 
@@ -40,7 +40,7 @@ class SequenceEngine:
         check_heads: raises ValueError for heads that ``world`` ranks can't share.
         count: bytes that this rank sends in one layer's forward and backward, from (plan, heads, batch, dtype).
         travels: what moves where ``attend`` is :func:`burst_attention`; None: it is another attention.
-        heads, keep, waves: as for :func:`burst_attention.make_plan`.
+        heads, keep, waves, remat: as for :func:`burst_attention.make_plan`.
     """
 
     name: str
@@ -55,6 +55,7 @@ class SequenceEngine:
     heads: HeadsOrAuto = 1
     keep: KeepOrAuto = "auto"
     waves: WavesOrAuto = "auto"
+    remat: Remat = "none"
 
     def check(self, heads: Heads, seq_len: int, world: int) -> None:
         if self.alone and world > 1:
@@ -75,7 +76,7 @@ class SequenceEngine:
         rates: RatesGiven = None,
     ) -> Plan:
         options: dict[str, Any] = {"layout": self.layout, "route": self.route, "heads": self.heads, "keep": self.keep}
-        options["waves"] = self.waves
+        options |= {"waves": self.waves, "remat": self.remat}
         if heads is not None:
             options |= {"q_heads": heads.q_heads, "kv_heads": heads.kv_heads, "head_dim": heads.head_dim}
         return make_plan(seqlen, **options, dtype=dtype, group=group, timeout=timeout, rates=rates)

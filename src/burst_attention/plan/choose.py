@@ -28,6 +28,7 @@ from .timing import OnPaper, Timed, Wire, node_numbers, on_paper
 HeadsOrAuto = int | Literal["auto"]
 KeepOrAuto = bool | Literal["auto"]
 WavesOrAuto = int | Literal["auto"]
+Remat = Literal["none", "layer", "keep-attention"]
 WORTH = 1.02  # how many times as long the simpler of two may take
 GUESSED = (1, 1 / 8, 1 / 64)  # of the rates of links that nobody measured, all that is looked at
 MOST_REMEMBERED = 64
@@ -52,12 +53,16 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A candidate's two passes; None for those that can't be shorter than ``at_least``, which is enough to know."""
+    """A candidate's two passes; None for those that can't be shorter than ``at_least``, which is enough to know.
+
+    ``forwards``: how often the forward runs in a step.
+    """
 
     candidate: Candidate
     at_least: float
     forward: Timed | None = None
     backward: Timed | None = None
+    forwards: int = 1
 
     @property
     def launches(self) -> float:
@@ -66,10 +71,10 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        """Of a forward and a backward."""
+        """Of the forward, as often as it runs, and the backward."""
         if self.forward is None or self.backward is None:
             return self.at_least
-        return self.forward.seconds + self.backward.seconds
+        return self.forwards * self.forward.seconds + self.backward.seconds
 
 
 @dataclass(eq=False)
@@ -80,12 +85,14 @@ class Planner:
         known: what ``make_plan`` was told of the calls to come: a layout that was left to it is chosen for them.
         nodes: the node of each rank; None if they share one.
         guessed: nobody measured these links, nor told them: what is chosen is what loses least if they are slower, too.
+        remat: what of a layer is recomputed for its backward.
     """
 
     rates: Rates = field(default_factory=partial(preset, "cpu"))
     nodes: tuple[int, ...] | None = None
     known: Shape | None = None
     guessed: bool = False
+    remat: Remat = "none"
     _remembered: OrderedDict[Hashable, object] = field(default_factory=OrderedDict, repr=False, init=False)
 
     def remember(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -96,6 +103,11 @@ class Planner:
                 self._remembered.popitem(last=False)
         self._remembered.move_to_end(key)
         return self._remembered[key]  # type: ignore[return-value]
+
+    @property
+    def forwards(self) -> int:
+        """How often a call's forward runs in a step: again where the layer around it is recomputed."""
+        return 2 if self.remat == "layer" else 1
 
     def wire(self, world: int) -> Wire:
         """The ports of ``world`` ranks."""
@@ -125,25 +137,27 @@ def _regrets(found: Sequence[Sequence[Prediction]]) -> list[float]:
 
 
 def predict(
-    tally: Tally, shape: Shape, candidates: Sequence[Candidate], wires: Sequence[Wire]
+    tally: Tally, shape: Shape, candidates: Sequence[Candidate], wires: Sequence[Wire], *, forwards: int = 1
 ) -> list[list[Prediction]]:
-    """On each wire both passes of each candidate over direct routes, in their order.
+    """On each wire both passes of each candidate over direct routes, in their order; ``forwards`` in a step.
 
     The first is run, for the others are compared with it; those that it or a better one rules out by their work and
     bytes alone are not. Of many ranks' no more than the most promising are.
     """
     both = [on_paper(tally, shape, each.travels, each.groups, wires[0]) for each in candidates]
-    computing = [sum(one.computing() for one in ones) for ones in both]
-    found = [[Prediction(*each) for each in zip(candidates, computing, strict=True)] for _ in wires]
+    times = forwards, 1
+    computing = [sum(n * one.computing() for n, one in zip(times, ones, strict=True)) for ones in both]
+    found = [[Prediction(*each, forwards=forwards) for each in zip(candidates, computing, strict=True)] for _ in wires]
     _run(found, both, 0, wires)
     bounds: dict[Candidate, list[float]] = {}  # in how many waves shards come does not change their bytes
     for n in range(1, len(candidates)):
         if any(computing[n] * WORTH < each[0].seconds for each in found):
             alike = replace(candidates[n], groups=replace(candidates[n].groups, waves=0))
             if alike not in bounds:
-                bounds[alike] = [sum(least) for least in zip(*(one.least(wires) for one in both[n]), strict=True)]
+                least = zip(*(one.least(wires) for one in both[n]), strict=True)
+                bounds[alike] = [forwards * forward + backward for forward, backward in least]
             for each, bound in zip(found, bounds[alike], strict=True):
-                each[n] = Prediction(candidates[n], bound)
+                each[n] = replace(each[n], at_least=bound)
     promising = sorted(range(1, len(candidates)), key=_regrets(found).__getitem__)
     for n in promising if tally.world <= FEW else promising[:MOST_RUN]:
         worst = _regrets(found)
@@ -157,7 +171,7 @@ def _run(found: Sequence[list[Prediction]], both: Sequence[Sequence[OnPaper]], n
     """The ``n``-th candidate on every wire."""
     passes = zip(*(one.run_on(wires) for one in both[n]), strict=True)
     for each, timed in zip(found, passes, strict=True):
-        each[n] = Prediction(each[n].candidate, each[n].at_least, *timed)
+        each[n] = replace(each[n], forward=timed[0], backward=timed[1])
 
 
 def cuts(layout: Layout, shape: Shape, heads: HeadsOrAuto, keep: KeepOrAuto, waves: WavesOrAuto) -> Iterator[Groups]:

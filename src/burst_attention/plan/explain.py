@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .choose import Candidate, Prediction
 from .cost import Shape
+from .groups import Groups
 from .schedule import Schedule
 from .timing import Timed
 
@@ -19,15 +20,19 @@ def explain(schedule: Schedule, shape: Shape, travels: str) -> str:
         return "\n".join([*asked, "one rank computes everything: nothing is exchanged"])
     groups, travels = schedule.decide(shape, travels)
     passes = schedule.timed(shape, travels, groups)
-    rates = schedule.planner.rates
+    rates, times = schedule.planner.rates, (schedule.planner.forwards, 1)
+    seconds, exposed = (
+        sum(n * getattr(one, name) for n, one in zip(times, passes, strict=True)) for name in ("seconds", "exposed")
+    )
     return "\n".join(
         [
             *asked,
-            f"chosen: {Candidate(groups, travels)}: {sum(p.seconds for p in passes):.3g} s predicted, of which "
-            f"{sum(p.exposed for p in passes):.3g} s are exchange that nothing hides",
+            f"chosen: {Candidate(groups, travels)}: {seconds:.3g} s predicted, of which {exposed:.3g} s are exchange "
+            "that nothing hides" + ", with the forward twice" * (times[0] > 1),
             *(_line(name, p) for name, p in zip(("forward", "backward"), passes, strict=True)),
             *_others(schedule, shape, Candidate(groups, travels)),
             f"rates: {rates.name} ({rates.source}){GUESSED if schedule.planner.guessed else ''}",
+            _retained(schedule, shape, groups),
         ]
     )
 
@@ -37,6 +42,19 @@ def _line(name: str, one: Timed) -> str:
         f"{name}: {one.seconds:.3g} s, {one.exposed:.3g} s exposed; busiest rank: {one.inside / 1e6:,.4g} MB inside of "
         f"its node, {one.across / 1e6:,.4g} MB across, {one.visits:.0f} visits, about {one.launches:.0f} launches"
     )
+
+
+def _retained(schedule: Schedule, shape: Shape, groups: Groups) -> str:
+    """What a rank's call holds from its forward to its backward: q, k and v, or its slice's; out and lse."""
+    remat, own = schedule.planner.remat, schedule.layout.lengths[schedule.rank]
+    rows = schedule.slice_length(groups) if groups.keep else own
+    parts = (groups.query, groups.key) if groups.keep else (1, 1)
+    of_queries = shape.q_heads // parts[0] * shape.head_dim
+    of_keys = shape.kv_heads // parts[1] * (shape.head_dim + shape.v_head_dim)
+    inputs = shape.batch * rows * shape.io * (of_queries + of_keys)
+    results = shape.batch * own * shape.q_heads * (shape.v_head_dim * shape.io + shape.accumulate)
+    held = {"none": inputs + results, "layer": 0, "keep-attention": results + groups.keep * inputs}[remat]
+    return f"retained from a forward to its backward, with remat={remat}: {held / 1e6:,.4g} MB"
 
 
 def _others(schedule: Schedule, shape: Shape, chosen: Candidate) -> list[str]:

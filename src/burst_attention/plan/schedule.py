@@ -225,11 +225,12 @@ class Schedule:
         return found[0][least_regret(found)]
 
     def predicted(self, shape: cost.Shape) -> float:
-        """Seconds of a forward and a backward of one row of a batch."""
+        """Seconds of a step of one row of a batch: a backward, and the forward as often as it runs."""
         shape = replace(shape, batch=1)
         if self.route.direct:
             return self.choose(shape).seconds
-        return sum(each.seconds for each in self.timed(shape, self.choose_travels(shape), WHOLE))
+        forward, backward = self.timed(shape, self.choose_travels(shape), WHOLE)
+        return self.planner.forwards * forward.seconds + backward.seconds
 
     def timed(self, shape: cost.Shape, travels: str, groups: Groups) -> list[Timed]:
         """A forward and a backward on any route, foretold from the edges themselves."""
@@ -267,7 +268,7 @@ class Schedule:
         def predicted() -> list[list[Prediction]]:
             tally = Tally(layout, mask.regions(layout.seqlen))
             ways = candidates(tally, shape, given, travels, by_rule=self.heads == 1, partial_bytes=shape.partial)
-            return predict(tally, shape, ways, self.planner.wires(world))
+            return predict(tally, shape, ways, self.planner.wires(world), forwards=self.planner.forwards)
 
         return self.planner.remember((layout, mask, shape, travels, self.heads == 1, *given), predicted)
 

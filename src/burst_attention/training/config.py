@@ -151,7 +151,7 @@ class ParallelConfig:
 
     @property
     def how(self) -> dict[str, Any]:
-        """The engine, as :func:`burst_attention.engines.choose` takes it."""
+        """The engine, as it was asked for."""
         heads = "auto" if self.heads is None else self.heads
         return {"name": self.engine, "layout": self.layout, "route": self.route, "heads": heads}
 
@@ -194,6 +194,11 @@ class TrainConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """The engine, as :func:`burst_attention.engines.choose` takes it."""
+        return {**self.parallel.how, "remat": self.memory.remat}
 
     @property
     def packed(self) -> bool:

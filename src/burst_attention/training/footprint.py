@@ -129,7 +129,7 @@ class _Schedules:
 
     @cached_property
     def planner(self) -> Planner:
-        return Planner(resolve_rates(None, on_gpus=False), None, self.shape, guessed(None))
+        return Planner(resolve_rates(None, on_gpus=False), None, self.shape, guessed(None), self.engine.remat)
 
     @property
     def ranks(self) -> Sequence[int]:

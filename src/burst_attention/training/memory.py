@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from burst_attention.plan.choose import Remat as RematName
+
 from .flags import Count, flag, require
 
-RematName = Literal["none", "layer", "keep-attention"]
 OffloadName = Literal["none", "activations"]
 # Engines whose attention is the operator that a checkpoint can keep by name; those that compute in DTensors.
 KEEPING, TENSOR = ("burst", "ring"), ("tensor", "tensor-sequence")

@@ -66,7 +66,7 @@ def check_run(config: TrainConfig, world: int, *, local_ranks: int | None = None
             )
     from burst_attention.engines import Heads, choose
 
-    engine = choose(**parallel.how)
+    engine = choose(**config.how)
     for length in lengths:
         engine.check(Heads.of(model), length, sharing)
     _check_weights(name)

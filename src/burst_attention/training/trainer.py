@@ -50,7 +50,7 @@ class Trainer:
             named=config.data.tokenizer,
         )
         self.windows = hf.layer_windows(self.model_config)
-        self.engine = choose(**config.parallel.how)
+        self.engine = choose(**config.how)
         self.heads = Heads.of(self.model_config)
         self.plan = self._make_plan(config.data.seq_len)
         self.model = build_model(

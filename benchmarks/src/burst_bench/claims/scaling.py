@@ -18,6 +18,7 @@ import tyro
 from burst_attention.plan import collectives
 from burst_attention.plan.figures import bytes_text, flops_text, seconds_text, tokens_text
 from burst_attention.plan.forecast import Call, Setting, Way, chosen, foretell
+from burst_attention.plan.groups import Groups
 from burst_attention.plan.machines import device_of
 from burst_attention.plan.models import MODELS, Model
 from burst_attention.plan.presets import preset
@@ -27,6 +28,8 @@ PAGE = Path(__file__).resolve().parents[4] / "docs" / "scaling.md"
 HARDWARE, PER_NODE = "h100-hgx", 8
 MODEL_NAMES = ("llama-3-8b", "llama-2-7b")
 RANKS = (8, 32, 128, 512, 1024, 4096)
+KEPT_RANKS = (8, 16)
+REMATS = ("none", "layer", "keep-attention")
 LINE = 120
 PER_RANK, FIXED = 8 << 10, 8 << 20  # tokens: of a rank where the sequence grows with the ranks, of the sequence else
 
@@ -120,7 +123,8 @@ def row(model: Model, seq_len: int, ranks: int) -> Row:
 
 def page() -> str:
     """All of it, in Markdown."""
-    return "\n".join([*_head(), *(line for name in MODEL_NAMES for line in _of_model(MODELS[name]))]) + "\n"
+    models = (line for name in MODEL_NAMES for line in _of_model(MODELS[name]))
+    return "\n".join([*_head(), *models, *_of_keeping(MODELS[MODEL_NAMES[0]])]) + "\n"
 
 
 def _head() -> Iterator[str]:
@@ -173,6 +177,41 @@ def _section(title: str, rows: Sequence[Row]) -> Iterator[str]:
     yield from table(rows, sent)
     yield from ("", "Time of a step; exchange that nothing hides in brackets:", "")
     yield from table(rows, taken)
+
+
+def _of_keeping(model: Model) -> Iterator[str]:
+    yield from ("", "## Keeping what a forward fetched", "")
+    yield fill(
+        f"{model.name}, {tokens_text(PER_RANK)} tokens a rank, heads cut over all ranks (of {KEPT_RANKS[1]} two share "
+        "a key-value head). For one layer: what a rank sends in a step, and what attention retains from its forward to "
+        "its backward, with and without `keep`. A layer that is recomputed whole runs its forward twice and retains "
+        "nothing in between; under `keep-attention` the operator's results stay, and with them what was kept.",
+        LINE,
+    )
+    yield from (
+        "",
+        "| ranks | recomputed | sent | sent, kept | retained | retained, kept |",
+        "|---|---|---|---|---|---|",
+    )
+    for ranks in KEPT_RANKS:
+        for remat in REMATS:
+            sizes = [kept_row(model, ranks, remat, keep=keep) for keep in (False, True)]
+            told = [bytes_text(size) for pair in zip(*sizes, strict=True) for size in pair]
+            yield f"| {ranks} | {remat} | {' | '.join(told)} |"
+
+
+def kept_row(model: Model, ranks: int, remat: str, *, keep: bool) -> tuple[float, float]:
+    """Bytes that a rank sends for a layer, and that its attention retains, under a way to recompute."""
+    question = asked(model, PER_RANK * ranks, ranks)
+    setting, shape = question.setting(next(iter(question.masks))), question.shape
+    groups = Groups.of(ranks, q_heads=shape.q_heads, kv_heads=shape.kv_heads, keep=keep, waves=1)
+    call = foretell(Way(layout="zigzag", travels="query", groups=groups), setting)
+    forward, backward = (one.inside + one.across for one in (call.forward, call.backward))
+    queries = shape.q_heads * shape.head_dim * shape.io
+    keys = 2 * shape.kv_heads * shape.head_dim * shape.io * (ranks // groups.key if keep else 1)
+    results = shape.q_heads * (shape.head_dim * shape.io + shape.accumulate)
+    retained = {"none": queries + keys + results, "layer": 0, "keep-attention": results + keep * (queries + keys)}
+    return forward * (2 if remat == "layer" else 1) + backward, question.tokens * retained[remat]
 
 
 def sent(row: Row, call: Call) -> str:
