@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from burst_attention.attention.footprint import LiveBytes, peak_memory
+from burst_attention.attention.footprint import LiveBytes, peak_memory, peak_of
+from burst_attention.attention.sweep import DeviceIndices, _Sums
 from burst_attention.cli import main
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.layout import Layout
 from burst_attention.plan.mask import Mask
 from burst_attention.plan.route import ROUTES
+from burst_attention.plan.rows import Direction, Rows, Side
 from burst_attention.plan.schedule import Schedule
 
 SHAPE = Shape(batch=2, q_heads=4, kv_heads=2, head_dim=8, v_head_dim=12, io=2, partial=2, accumulate=4)
+
+PLACE, DTYPES = (Side.KEY, 0, 0), np.array([torch.float32, torch.bfloat16], object)
+
+
+class Adding:
+    """What sums ask of a pass."""
+
+    def blank(self, side: Side, rows: int) -> tuple[Tensor, ...]:
+        return (torch.zeros(1, 1, rows, 2),)
+
+    def combine(self, side: Side, total: tuple[Tensor, ...], part: tuple[Tensor, ...]) -> None:
+        total[0].add_(part[0])
+
+    def wire_dtypes(self, side: Side, *, exact: bool) -> tuple[torch.dtype, ...]:
+        return (torch.float32,)
 
 
 def test_live_bytes_are_those_alive_at_once() -> None:
@@ -41,6 +62,46 @@ def test_a_sweep_holds_no_more_than_it_did(travels: str, units: tuple[float, ...
     for world, most in zip((1, 2, 4, 8), units, strict=True):
         schedule = Schedule(Layout("zigzag", 512 * world, world), Mask(), ROUTES["direct"], 0)
         assert peak_memory(schedule, shape, torch.bfloat16, travels) <= 1.02 * most * 512 * 8 * 64 * 2
+
+
+@pytest.mark.parametrize(
+    ("layout", "waves", "units"), [("zigzag", 2, (10.6, 14.8)), ("zigzag-by-halves", 4, (9.7, 14.9))]
+)
+def test_waves_hold_no_more_than_a_single_one(layout: str, waves: int, units: tuple[float, float]) -> None:
+    """In tensors of a shard: what a wave completed is held as it came, and until it has left; the rest is widened."""
+    shape = Shape(batch=1, q_heads=8, kv_heads=8, head_dim=64, v_head_dim=64, io=2, partial=2, accumulate=4)
+    for direction, most in zip(Direction, units, strict=True):
+        held = {}
+        for count in (1, waves):
+            schedule = Schedule(Layout(layout, 2048, 4), Mask(), ROUTES["direct"], 1, 4, True, "query", count)
+            held[count] = peak_of(schedule, shape, torch.bfloat16, "query", direction) / (512 * 8 * 64 * 2)
+        assert held[waves] <= min(most, 1.06 * held[1])
+
+
+def test_rows_are_pieces_until_they_meet() -> None:
+    """Sums of two parts that touch, overlap or come by index are those of one buffer, whatever left before."""
+    dice = np.random.default_rng(0)
+    for case in range(200):
+        rows, right = 12, torch.zeros(1, 1, 12, 2)
+        program = SimpleNamespace(sum_rows={PLACE: Rows.all(rows)})
+        sums = _Sums(program, Adding(), DeviceIndices())  # type: ignore[arg-type]
+        for _ in range(6):
+            start, stop = sorted(dice.choice(rows + 1, 2, replace=False).tolist())
+            chosen = dice.permutation(rows)[: stop - start]
+            where = slice(start, stop) if dice.random() < 0.8 else chosen
+            part = torch.from_numpy(dice.integers(-8, 8, (1, 1, stop - start, 2))).to(dice.choice(DTYPES))
+            right[:, :, where] += part.float()
+            running = sums.running(PLACE, where) if dice.random() < 0.3 else None
+            if running is None:
+                sums.add(PLACE, where, (part.clone(),))
+            else:
+                running[0].add_(part)
+        assert torch.equal(sums.leave(PLACE, slice(3, 9), (torch.float32,))[0], right[:, :, 3:9]), case
+        more = slice(*sorted(dice.choice([0, 1, 2, 3], 2, replace=False).tolist()))
+        sums.add(PLACE, more, (torch.ones(1, 1, more.stop - more.start, 2),))
+        right[:, :, more] += 1
+        for last in (slice(0, 3), slice(9, 12)):
+            assert torch.equal(sums.leave(PLACE, last, (torch.float32,))[0], right[:, :, last]), case
 
 
 def test_memory_falls_with_the_world() -> None:

@@ -21,6 +21,7 @@ messages differ in the program and in the
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -181,63 +182,127 @@ class _Shards:
         del self.tensors[place]
 
 
+@dataclass(eq=False)
+class _Piece:
+    """Consecutive rows of a buffer of results, and those of them that have left."""
+
+    rows: range
+    tensors: Tensors
+    left: list[range] = field(default_factory=list)
+
+    def has(self, where: slice) -> bool:
+        return self.rows.start <= where.start and where.stop <= self.rows.stop
+
+    def at(self, where: slice) -> Tensors:
+        """Views of some of its rows."""
+        return tuple(x.narrow(2, where.start - self.rows.start, where.stop - where.start) for x in self.tensors)
+
+    def part(self, start: int, stop: int) -> _Piece:
+        """Some of its rows, in the same memory."""
+        inside = [rows for rows in self.left if start <= rows.start and rows.stop <= stop]
+        return _Piece(range(start, stop), self.at(slice(start, stop)), inside)
+
+    @property
+    def gone(self) -> bool:
+        """Has every row left?"""
+        return sum(map(len, self.left)) >= len(self.rows)
+
+
 class _Sums:
-    """Partial results under accumulation, buffer by buffer."""
+    """Partial results under accumulation, buffer by buffer.
+
+    Rows that got one part so far are that part, in its own memory and dtype: what a wave completes is neither added to
+    zeros nor widened, and is free once all of it has left.
+    """
 
     def __init__(self, program: Program, work: Pass, indices: DeviceIndices) -> None:
         self._rows = program.sum_rows
         self._work, self._indices = work, indices
-        self._totals: dict[Place, Tensors] = {}
+        self._pieces: dict[Place, list[_Piece]] = {}
 
     def add(self, place: Place, where: Where, part: Tensors) -> None:
-        """Fold ``part`` into the rows at ``where``. A first part that covers all rows is the total, as it is."""
-        work, side, rows = self._work, place[0], self._rows[place].count
-        if place not in self._totals:
-            if isinstance(where, slice) and where == slice(0, rows):
-                self._totals[place] = part
-                return
-            self._totals[place] = work.blank(side, rows)
-        total = self._widened(place)
+        """Fold ``part`` into the rows at ``where``."""
+        work, side = self._work, place[0]
         if isinstance(where, slice):
-            work.combine(side, self._indices.take(total, where), part)
+            total = self._rows_at(place, where)
+            if total is None:
+                self._pieces.setdefault(place, []).append(_Piece(range(where.start, where.stop), part))
+            else:
+                work.combine(side, total, part)
             return
-        index = self._indices.on_device(where, total[0].device)
-        gathered = tuple(x.index_select(2, index) for x in total)
+        whole = self._widened(place, self._joined(place)).tensors
+        index = self._indices.on_device(where, whole[0].device)
+        gathered = tuple(x.index_select(2, index) for x in whole)
         work.combine(side, gathered, part)
-        for x, y in zip(total, gathered, strict=True):
+        for x, y in zip(whole, gathered, strict=True):
             x.index_copy_(2, index, y)
-
-    def _widened(self, place: Place) -> Tensors:
-        """The total, in the accumulation dtype from now on."""
-        wide = self._work.wire_dtypes(place[0], exact=True)
-        total = tuple(x.to(dtype) for x, dtype in zip(self._totals[place], wide, strict=True))
-        self._totals[place] = total
-        return total
 
     def running(self, place: Place, where: Where | None) -> Tensors | None:
         """The total's rows at ``where``, to be written to; None if there is none yet, or no view of these rows."""
-        if not isinstance(where, slice) or place not in self._totals:
+        return self._rows_at(place, where) if isinstance(where, slice) else None
+
+    def _rows_at(self, place: Place, where: slice) -> Tensors | None:
+        """The total's rows at ``where`` in the accumulation dtype, to be written to; None: there are none yet."""
+        pieces = self._pieces.get(place, [])
+        touched = [piece for piece in pieces if piece.rows.start < where.stop and where.start < piece.rows.stop]
+        if not touched:
             return None
-        return self._indices.take(self._widened(place), where)
+        piece = touched[0] if touched[0].has(where) else self._joined(place)
+        if piece.left:  # those are not widened, and not held any longer than the rest needs
+            piece = self._apart(place, piece, where)
+        return self._widened(place, piece).at(where)
+
+    def _apart(self, place: Place, piece: _Piece, where: slice) -> _Piece:
+        """The rows at ``where`` as a piece of their own."""
+        first, last = piece.rows.start, piece.rows.stop
+        ends = (first, where.start), (where.start, where.stop), (where.stop, last)
+        before, inside, after = (piece.part(*each) for each in ends)
+        pieces = self._pieces[place]
+        pieces.remove(piece)
+        pieces += [inside, *(each for each in (before, after) if not each.gone)]
+        return inside
+
+    def _widened(self, place: Place, piece: _Piece) -> _Piece:
+        """In the accumulation dtype from now on."""
+        wide = self._work.wire_dtypes(place[0], exact=True)
+        piece.tensors = tuple(x.to(dtype) for x, dtype in zip(piece.tensors, wide, strict=True))
+        return piece
+
+    def _joined(self, place: Place) -> _Piece:
+        """All rows as one piece; blank where nothing was added."""
+        rows, pieces = self._rows[place].count, self._pieces.get(place, [])
+        if len(pieces) == 1 and len(pieces[0].rows) == rows:
+            return pieces[0]
+        whole = _Piece(range(rows), self._work.blank(place[0], rows))
+        for piece in pieces:
+            for x, y in zip(whole.at(slice(piece.rows.start, piece.rows.stop)), piece.tensors, strict=True):
+                x.copy_(y)
+        self._pieces[place] = [whole]
+        return whole
 
     def leave(self, place: Place, where: Where | None, dtypes: tuple[torch.dtype, ...]) -> Tensors:
         """Rows of the total, rounded, for good: memory of their own; None for all of it, which is forgotten."""
         if where is None:
             return self.pop(place, dtypes)
-        rows = self._indices.take(self._total(place), where)
+        pieces = self._pieces.get(place, [])
+        piece = next((each for each in pieces if isinstance(where, slice) and each.has(where)), None)
+        if piece is None or not isinstance(where, slice):
+            rows = self._indices.take(self._joined(place).tensors, where)
+        else:
+            rows = piece.at(where)
+            piece.left.append(range(where.start, where.stop))
+            if piece.gone:
+                pieces.remove(piece)
         return tuple(x.to(dtype, copy=True) for x, dtype in zip(rows, dtypes, strict=True))
 
     def pop(self, place: Place, dtypes: tuple[torch.dtype, ...] | None = None) -> Tensors:
         """The total, rounded if asked; blank if nothing was added."""
-        total = self._total(place)
+        total = self._joined(place).tensors
         self.drop(place)
         return total if dtypes is None else tuple(x.to(dtype) for x, dtype in zip(total, dtypes, strict=True))
 
     def drop(self, place: Place) -> None:
-        self._totals.pop(place, None)
-
-    def _total(self, place: Place) -> Tensors:
-        return self._totals.get(place) or self._work.blank(place[0], self._rows[place].count)
+        self._pieces.pop(place, None)
 
 
 class DeviceIndices:
