@@ -237,7 +237,8 @@ def test_what_other_engines_send_is_what_they_count() -> None:
     assert all(call.forward.exposed > 0 and call.forward.inside * 3 >= call.forward.across for call in calls[:2])
     uncut, mesh, whole = calls[2:]
     assert uncut == foretell(collectives.RING, asked)  # a neighbour alone exchanges nothing
-    assert whole.forward.inside == calls[0].forward.inside and whole.forward.seconds == calls[0].forward.seconds
+    assert whole.forward.inside == calls[0].forward.inside
+    assert whole.forward.seconds == pytest.approx(calls[0].forward.seconds, rel=1e-6)  # another layout's borders
     # On two nodes of two ranks each neighbours share a node, and the ring of two is all that crosses.
     ring = foretell(collectives.RING, collectives.ring_of(asked, 2))
     assert (ring.forward.inside, ring.forward.across) == (0, mesh.forward.across)

@@ -171,7 +171,9 @@ def test_choosing_is_quick_for_many_ranks() -> None:
 def test_one_call_asks_the_planner_once(heads: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     predict = schedule_module.predict
-    monkeypatch.setattr(schedule_module, "predict", lambda *given: asked.append(given) or predict(*given))
+    monkeypatch.setattr(
+        schedule_module, "predict", lambda *given, **more: asked.append(given) or predict(*given, **more)
+    )
     for travels in ("auto", "key-value"):
         asked.clear()
         planned = schedule(CPU, layout="zigzag", heads=heads)
