@@ -369,6 +369,14 @@ SEEDED = [
         "pieces_until_they_meet",
     ),
     Fault(
+        "of many ranks' ways the first are looked at",
+        "plan/choose.py",
+        "[*zip(_regrets(found), moved, strict=True)].__getitem__",
+        "_regrets(found).__getitem__",
+        "tests/unit/test_planner.py",
+        "that_move_least",
+    ),
+    Fault(
         "remainders of both halves go to the same ranks",
         "plan/layout.py",
         "_zigzag(seqlen - half, world, world - 1 - rank)",

@@ -6,6 +6,7 @@ A choice is a function of what all ranks know: lengths, what kind the mask is, a
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -142,29 +143,46 @@ def predict(
     """On each wire both passes of each candidate over direct routes, in their order; ``forwards`` in a step.
 
     The first is run, for the others are compared with it; those that it or a better one rules out by their work and
-    bytes alone are not. Of many ranks' no more than the most promising are.
+    bytes alone are not. Of many ranks' no more than the most promising are, which differ in more than their waves, and
+    the best of them in all waves.
     """
     both = [on_paper(tally, shape, each.travels, each.groups, wires[0]) for each in candidates]
     times = forwards, 1
-    computing = [sum(n * one.computing() for n, one in zip(times, ones, strict=True)) for ones in both]
+    busy = [[one.computing() for one in ones] for ones in both]
+    computing = [sum(n * seconds for n, seconds in zip(times, each, strict=True)) for each in busy]
     found = [[Prediction(*each, forwards=forwards) for each in zip(candidates, computing, strict=True)] for _ in wires]
     _run(found, both, 0, wires)
-    bounds: dict[Candidate, list[float]] = {}  # in how many waves shards come does not change their bytes
+    alike = [replace(each, groups=replace(each.groups, waves=0)) for each in candidates]
+    moving: dict[Candidate, list[tuple[float, ...]]] = {}  # in how many waves shards come does not change their bytes
     for n in range(1, len(candidates)):
         if any(computing[n] * WORTH < each[0].seconds for each in found):
-            alike = replace(candidates[n], groups=replace(candidates[n].groups, waves=0))
-            if alike not in bounds:
-                least = zip(*(one.least(wires) for one in both[n]), strict=True)
-                bounds[alike] = [forwards * forward + backward for forward, backward in least]
-            for each, bound in zip(found, bounds[alike], strict=True):
-                each[n] = replace(each[n], at_least=bound)
-    promising = sorted(range(1, len(candidates)), key=_regrets(found).__getitem__)
-    for n in promising if tally.world <= FEW else promising[:MOST_RUN]:
+            if alike[n] not in moving:
+                moving[alike[n]] = [*zip(*(one.moving(wires) for one in both[n]), strict=True)]
+            for each, moves in zip(found, moving[alike[n]], strict=True):
+                least = (many * max(both_ends) for many, *both_ends in zip(times, busy[n], moves, strict=True))
+                each[n] = replace(each[n], at_least=sum(least))
+    # Where all take as long to compute, which they mostly do, those first that move least.
+    moved = [sum(moving[each][-1]) if each in moving else math.inf for each in alike]
+    promising = sorted(range(1, len(candidates)), key=[*zip(_regrets(found), moved, strict=True)].__getitem__)
+    if tally.world <= FEW:
+        _run_promising(found, both, promising, wires)
+        return found
+    firsts = {alike[n]: n for n in reversed(promising)}
+    _run_promising(found, both, [n for n in promising if firsts[alike[n]] == n][:MOST_RUN], wires)
+    best = alike[least_regret(found)]
+    _run_promising(found, both, [n for n in promising if alike[n] == best and not found[0][n].forward], wires)
+    return found
+
+
+def _run_promising(
+    found: Sequence[list[Prediction]], both: Sequence[Sequence[OnPaper]], order: Sequence[int], wires: Sequence[Wire]
+) -> None:
+    """Candidates in this order, until none can be better any more."""
+    for n in order:
         worst = _regrets(found)
         if worst[n] * WORTH >= min(worst[m] for m, one in enumerate(found[0]) if one.forward):
             break
         _run(found, both, n, wires)
-    return found
 
 
 def _run(found: Sequence[list[Prediction]], both: Sequence[Sequence[OnPaper]], n: int, wires: Sequence[Wire]) -> None:

@@ -308,11 +308,11 @@ class OnPaper:
         each = _per_cell(self.shape, self.direction, self.groups, rates)
         return float(areas.max(initial=0.0)) * each + rates.overhead.call
 
-    def least(self, wires: Sequence[Wire]) -> list[float]:
-        """Seconds that it can't be shorter than, on each of these wires."""
+    def moving(self, wires: Sequence[Wire]) -> list[float]:
+        """Seconds that the busiest port needs at least, on each of these wires."""
         whole = replace(self.groups, waves=0)  # in how many waves messages come does not change their bytes
-        messages, computing = self.whole.messages(self.shape, self.direction, self.inner, whole), self.computing()
-        return [max(computing, wire.least(messages) + wire.rates.overhead.call) for wire in wires]
+        messages = self.whole.messages(self.shape, self.direction, self.inner, whole)
+        return [wire.least(messages) + wire.rates.overhead.call for wire in wires]
 
     def run(self, messages: Messages | None = None) -> Timed:
         """Step by step; with ``messages`` of another route."""
