@@ -215,8 +215,8 @@ SEEDED = [
     Fault(
         "planner: each rank plans by its own rates",
         "attention/plan.py",
-        'Planner(Rates.from_dict(told[0]["rates"]), tuple(hosts), known, told[0]["guessed"])',
-        'Planner(resolve_rates(rates, on_gpus=False), tuple(hosts), known, told[0]["guessed"])',
+        'Planner(Rates.from_dict(told[0]["rates"]), tuple(hosts), known, told[0]["guessed"], remat)',
+        'Planner(resolve_rates(rates, on_gpus=False), tuple(hosts), known, told[0]["guessed"], remat)',
         PLANNER_ON_RANKS,
         "rates_of_rank_0",
     ),
@@ -331,7 +331,7 @@ SEEDED = [
     Fault(
         "a block's waste is more than there is of a small tile",
         "plan/tally.py",
-        "np.minimum(self.pairs.border * block / 2, self.pairs.spare * groups.query)",
+        "np.minimum(self.pairs.border * block / 2, self.pairs.spare * groups.query / finer)",
         "self.pairs.border * block / 2",
         "tests/unit/test_planner.py",
         "blocks_waste_no_more",
@@ -375,6 +375,14 @@ SEEDED = [
         "_regrets(found).__getitem__",
         "tests/unit/test_planner.py",
         "that_move_least",
+    ),
+    Fault(
+        "a slice without a token is kept",
+        "plan/choose.py",
+        "if count > 1 and _some_slice_is_empty(layout, count):",
+        "if False:",
+        "tests/unit/test_planner.py",
+        "fewer_tokens_than_ranks",
     ),
     Fault(
         "remainders of both halves go to the same ranks",

@@ -14,7 +14,7 @@ from burst_bench.claims import planning
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burst_attention import Mask, make_plan
+from burst_attention import Mask, burst_attention, make_plan
 from burst_attention.attention.hardware import resolve_nodes, resolve_rates
 from burst_attention.plan import choose, explain
 from burst_attention.plan import schedule as schedule_module
@@ -22,6 +22,7 @@ from burst_attention.plan.assignment import TRAVELS
 from burst_attention.plan.choose import WORTH, Candidate, Planner, Prediction
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.groups import WHOLE, Groups
+from burst_attention.plan.machines import Device
 from burst_attention.plan.presets import NETWORKS, NODES, preset, usual
 from burst_attention.plan.program import Visit
 from burst_attention.plan.rates import Link, Rates, read_rates, user_file, write_rates
@@ -29,8 +30,10 @@ from burst_attention.plan.rows import Direction
 from burst_attention.plan.schedule import Schedule, make_schedule
 from burst_attention.plan.tally import SHARD, Messages
 from burst_attention.plan.timing import Computing, OnPaper, Wire, _share, timed
+from burst_attention.testing import local_world
 from burst_attention.training.config import TrainConfig
 from burst_attention.training.memory import MemoryConfig
+from burst_attention.training.question import Cluster, Question
 
 CPU = preset("cpu")
 
@@ -427,3 +430,30 @@ def test_layers_that_are_recomputed_run_the_forward_twice() -> None:
     assert found == {"none": pytest.approx(held, rel=1e-3), "layer": 0.0, "keep-attention": found["none"]}
     assert make_plan(64, remat="layer").schedule.planner.forwards == 2
     assert TrainConfig(memory=MemoryConfig(remat="layer")).how["remat"] == "layer"
+
+
+@pytest.mark.parametrize("seqlen", [1, 2, 3, 5])
+@pytest.mark.parametrize("options", [{}, {"heads": 2, "keep": True}])
+def test_fewer_tokens_than_ranks_are_kept_by_none(seqlen: int, options: dict[str, Any]) -> None:
+    """What ranks keep has to be asked of all alike, be there a token in their slice or none."""
+    q, k = (torch.randn(1, n, seqlen, 16, dtype=torch.float64) for n in (8, 2))
+
+    def call(group: Any) -> Any:
+        plan = make_plan(seqlen, group=group, **options)
+        inputs = [x[:, :, plan.positions].clone().requires_grad_() for x in (q, k, k)]
+        out = burst_attention(*inputs, plan)
+        out.sum().backward()
+        return plan.positions, out.detach()
+
+    right = torch.nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
+    with local_world(4) as world:
+        for positions, out in world.run(call):
+            assert torch.allclose(out, right[:, :, positions], atol=1e-12)
+
+
+def test_what_a_plan_is_told_to_recompute_it_is_planned_for() -> None:
+    """The flags that burst plan prints have burst train plan what was foretold."""
+    cluster = Cluster(ranks=8, per_node=4, rates=preset("h100-hgx+ethernet-100g"), device=Device())
+    q = Question(seq_len=8 << 12, cluster=cluster, q_heads=32, kv_heads=32, head_dim=128, remat="layer")
+    (mask,) = q.masks
+    assert q.setting(mask).planner.forwards == 2 and replace(q, remat=None).setting(mask).planner.forwards == 1

@@ -251,9 +251,10 @@ class Plan:
     ) -> str:
         """How a call of :func:`burst_attention` will be computed, how long that is predicted to take, and why so.
 
-        A few lines: what was chosen; predicted seconds of one forward and backward, and how many of them are exchange
-        that nothing hides; bytes by kind of link; visits and launches; and what else could have been chosen. Arguments
-        are those of :meth:`bytes`. Any rank may call it alone.
+        A few lines: what was chosen; predicted seconds of one forward (two where layers are recomputed) and backward,
+        and how many of them are exchange that nothing hides; bytes by kind of link; visits and launches; what else
+        could have been chosen; and what is retained from the forward to the backward. Arguments are those of
+        :meth:`bytes`. Any rank may call it alone.
 
         Raises:
             TypeError, ValueError: for shapes that the call would refuse.
@@ -362,7 +363,7 @@ def make_plan(
             anew.
         keep: whether, with heads cut, what the forward fetched of a rank's context slice is saved for the backward in
             place of its own q, k and v: fewer bytes on the wire, and as many in memory up to as many groups as
-            key-value heads. ``auto``: where it is predicted to be faster.
+            key-value heads. ``auto``: where it is predicted to be faster. Never where some slice has no token.
         assignment: what travels in calls that leave it open, a name that ``travels`` of :func:`burst_attention` takes;
             ``auto``: with ``heads=1`` by a rule there, else what is predicted to be fastest.
         waves: with heads cut, how a context slice's shards come together: all at once (1), or a stretch of the sequence

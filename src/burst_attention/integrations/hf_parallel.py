@@ -67,8 +67,8 @@ def parallelize(
             last hidden states are gathered whole on every rank), or a PEFT model of one. Call this before DDP,
             ``fully_shard`` and ``torch.compile``. It is changed in place: its class becomes a subclass.
         group: a ProcessGroup, one axis of a DeviceMesh, or None: as for :func:`burst_attention.make_plan`.
-        layout: a layout's name, or ``auto``: what is predicted to be fastest for a batch, of zigzag, which is balanced
-            under causal masks, and contiguous.
+        layout: a layout's name, or ``auto``: what is predicted to be fastest for a batch, as for
+            :func:`burst_attention.make_plan`; a forward counts once, be layers recomputed or not.
         gradients: ``mean``: the mean over all ranks is the one-device gradient, as DDP and FSDP take it. ``sum``: the
             sum over the ranks of ``group`` is.
         temperature: of the results per token that ``fused_lm_head=True`` asks for, as TRL does.

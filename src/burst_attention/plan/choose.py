@@ -206,8 +206,15 @@ def cuts(layout: Layout, shape: Shape, heads: HeadsOrAuto, keep: KeepOrAuto, wav
     for count in counts:
         groups = Groups.of(count, q_heads=q_heads, kv_heads=kv_heads)
         keeps = [False] if count == 1 else [False, True] if keep == "auto" else [keep]
+        if count > 1 and _some_slice_is_empty(layout, count):  # its ranks would have nothing to keep, others would
+            keeps = [False]
         for kept in keeps:
             yield from in_all_waves(layout, replace(groups, keep=kept), waves)
+
+
+def _some_slice_is_empty(layout: Layout, count: int) -> bool:
+    """Has none of ``count`` neighbours a token?"""
+    return bool((np.add.reduceat(layout.lengths, range(0, layout.world, count)) == 0).any())
 
 
 def in_all_waves(layout: Layout, groups: Groups, waves: WavesOrAuto) -> Iterator[Groups]:

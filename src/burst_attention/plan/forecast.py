@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from .choose import Candidate, HeadsOrAuto, Planner
+from .choose import Candidate, HeadsOrAuto, Planner, Remat
 from .cost import Shape
 from .groups import WHOLE, Groups, divisors
 from .mask import Mask
@@ -36,6 +36,7 @@ class Setting:
 
     Attributes:
         per_node: ranks of a node, neighbours; the last node may have fewer.
+        remat: what of a layer is recomputed, for the planner.
     """
 
     seq_len: int
@@ -44,6 +45,7 @@ class Setting:
     per_node: int
     shape: Shape
     rates: Rates
+    remat: Remat = "none"
 
     @property
     def nodes(self) -> tuple[int, ...] | None:
@@ -54,7 +56,7 @@ class Setting:
 
     @property
     def planner(self) -> Planner:
-        return Planner(self.rates, self.nodes, replace(self.shape, batch=1))
+        return Planner(self.rates, self.nodes, replace(self.shape, batch=1), remat=self.remat)
 
     def over(self, world: int) -> Setting:
         """As many tokens for each rank, over fewer ranks.

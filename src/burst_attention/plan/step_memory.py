@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil
-from typing import Literal
 
+from .choose import Remat
 from .models import Matrix, Model
 
-Remat = Literal["none", "layer", "keep-attention"]
 REMATS: tuple[Remat, ...] = ("none", "keep-attention", "layer")  # the least to recompute first
 PARTS = ("weights", "gradients", "AdamW", "gathered", "activations", "attention", "loss")
 CHUNK_ELEMENTS = 1 << 22  # logits that exist at once, at least: those of the loss

@@ -248,7 +248,8 @@ class Tally:
     def computed(self, groups: Groups, block: float) -> np.ndarray:
         """float64 [N]: (query, key) of each pair that a kernel looks at, in blocks of ``block``: half of one beyond a
         border in each row, at most all that tiles have there. Those of neighbours' shards are joined to larger ones."""
-        beyond = np.minimum(self.pairs.border * block / 2, self.pairs.spare * groups.query)
+        finer = groups.chunks / self.chunks  # of whole shards, where tiles will be of chunks
+        beyond = np.minimum(self.pairs.border * block / 2, self.pairs.spare * groups.query / finer)
         return self.pairs.area + beyond
 
     def areas(self, inner: Assignment, groups: Groups, block: float) -> np.ndarray:

@@ -46,7 +46,9 @@ def _burst(q: Question) -> Candidate:
         ways.append(chosen(q.setting(mask), layout=layout, route=q.route, heads=q.heads, travels=q.travels))
         layout = ways[0].layout
     route = "" if ways[0].route == "direct" else f" --route {ways[0].route}"
-    flags = f"--engine burst --layout {ways[0].layout} --heads {ways[0].groups.query}{route}"
+    # --heads 1 asks for what travels by a rule; left out, that none is cut is found again.
+    heads = f" --heads {ways[0].groups.query}" if ways[0].groups.query > 1 or q.heads != "auto" else ""
+    flags = f"--engine burst --layout {ways[0].layout}{heads}{route}"
     return _planned(q, ways, flags if q.travels == "auto" else "")  # which burst train does not take
 
 

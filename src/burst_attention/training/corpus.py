@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import copy
 import gzip
 import itertools
 import json
@@ -217,7 +218,7 @@ class Hub:
         """In source order whatever ``order`` says: a stream has no other."""
         # Once for all epochs: opening it again would ask the hub again.
         self._stream = self._load() if self._stream is None else self._stream
-        rows = iter(self._stream)
+        rows = iter(copy.deepcopy(self._stream))  # a stream keeps its place; others may read at the same time
         for index in itertools.count():
             try:
                 text = _text_field(next(rows))

@@ -8,7 +8,7 @@ its matrix products over a rate, and sharded parameters a simple model (:mod:`bu
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from burst_attention.attention.buffers import token_bytes
@@ -93,7 +93,10 @@ def forecast_of(name: str, question: Question) -> Forecast:
     if refused:
         return Forecast(engine=name, refused=refused)
     try:
-        return _Step(question, MAKERS[name](question)).forecast(name)
+        step = _Step(question, MAKERS[name](question))
+        if question.remat is None and step.remat == "layer":  # planned again, as burst train does, for two forwards
+            step = _Step(question, MAKERS[name](replace(question, remat=step.remat)))
+        return step.forecast(name)
     except ValueError as error:
         if name == "burst":  # what is asked can't be foretold at all
             raise

@@ -91,6 +91,7 @@ class Question:
             per_node=cluster.per_node,
             shape=self.shape,
             rates=cluster.rates,
+            remat=self.remat or "none",
         )
 
     @property

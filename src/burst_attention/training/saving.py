@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -96,7 +97,7 @@ class Saver:
         except OSError:
             return 0.0
         finally:
-            discard(folder)
+            shutil.rmtree(folder, ignore_errors=True)
 
     def save(self) -> Path | None:
         """Write a checkpoint while all wait; None, and the reason told, if it can't be written."""

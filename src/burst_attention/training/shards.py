@@ -102,17 +102,25 @@ def sync_file(path: Path) -> None:
 
 
 def seconds_to_write(folder: Path, size: int) -> float:
-    """How long it is likely to take until a disk has so many bytes and they are read back, by a file of a few MiB.
+    """How long it is likely to take until a disk has so many bytes and they are read back.
+
+    By two files, of 1 and 8 MiB: what both take is taken once, and by the byte what the larger one takes more.
 
     Args:
-        folder: a new one, for that file alone; whoever calls removes it.
+        folder: a new one, for those files alone; whoever calls removes it.
     """
-    path, pace = folder / "trial.safetensors", Pace()
     folder.mkdir(parents=True)
+    few, many = (_seconds_of_trial(folder / f"trial-{n}.safetensors", n) for n in (TRIAL // 8, TRIAL))
+    each = max(many - few, many / 8) / (TRIAL - TRIAL // 8)
+    return max(0.0, few - each * TRIAL // 8) + each * size
+
+
+def _seconds_of_trial(path: Path, size: int) -> float:
+    pace = Pace()
     pace.hurry()
-    trial = torch.zeros(min(max(size, 1), TRIAL), dtype=torch.uint8)
+    trial = torch.zeros(size, dtype=torch.uint8)
     began = time.monotonic()
     write_tensors(path, {"trial": trial}, {"trial": "U8"}, {}, pace)
     sync_file(path)
     fingerprint(path)
-    return (time.monotonic() - began) * size / trial.numel()
+    return time.monotonic() - began

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig
 
 from burst_attention.attention.batch import Plans
-from burst_attention.engines import Heads, choose
+from burst_attention.engines import Engine, Heads, choose
 from burst_attention.launch.mesh import CONTEXT, make_mesh
 from burst_attention.testing import WorkerError, WorkerPool
 from burst_attention.training.footprint import training_memory
@@ -94,9 +94,14 @@ class Arguments(Sizes):
     """Also write the figures to this file."""
 
 
+def _engine(name: str, flags: dict[str, Any]) -> Engine:
+    """As ``burst train`` has it with these flags."""
+    return choose(name, remat=MemoryConfig(**flags).remat)
+
+
 def step(sizes: Sizes, engine_name: str, flags: dict[str, Any], length: int) -> None:
     """An optimizer step of ``length`` random tokens, the model made for it."""
-    engine, mesh = choose(engine_name), make_mesh("cpu")
+    engine, mesh = _engine(engine_name, flags), make_mesh("cpu")
     everyone = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     engine.check(Heads.of(sizes.config), length, everyone.size())
     options = {"dtype": torch.float32, "mesh": mesh, "everyone": everyone, "seed": 0, "memory": MemoryConfig(**flags)}
@@ -157,7 +162,7 @@ def tried(ranks: _Ranks, sizes: Sizes, engine: str, flags: dict[str, Any], lengt
         peaks = None
     told = training_memory(
         sizes.config,
-        engine=choose(engine),
+        engine=_engine(engine, flags),
         seq_len=length,
         world=sizes.ranks,
         dtype=torch.float32,
