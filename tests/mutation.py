@@ -2237,8 +2237,8 @@ SEEDED = [
     Fault(
         "a disk's rate is that of its trial, however much is written",
         "training/shards.py",
-        "(time.monotonic() - began) * size / trial.numel()",
-        "time.monotonic() - began",
+        "return max(0.0, few - each * TRIAL // 8) + each * size",
+        "return few",
         "tests/distributed/test_saving.py",
         "disk_is_tried",
     ),
