@@ -324,7 +324,9 @@ def test_ranks_are_calibrated_and_plans_go_by_it(pools):
     assert plan.schedule.planner.rates == replace(rates, source=plan.schedule.planner.rates.source)
     job = replace(SMALL, task="attention", engines=("burst", "ulysses"), rates=rates, rounds=0)
     for ours, ulysses in pools(2).run(measure, job):
-        assert re.fullmatch(r"(zigzag|contiguous), heads=[12](, kept)?(, [12] waves?)?, [a-z-]+", ours.chosen)
+        assert re.fullmatch(
+            r"(zigzag|zigzag-by-halves|contiguous), heads=[12](, kept)?(, [124] waves?)?, [a-z-]+", ours.chosen
+        )
         assert ulysses.chosen is None
         assert ours.counted == ours.predicted > 0
 

@@ -74,11 +74,11 @@ CALLS = {  # of each call, what it does by itself first: made to fail on one ran
 }
 
 
-def results_of(call, layout="contiguous", world=3):
+def results_of(call, layout="contiguous", world=3, **options):
     """(what ``call(plan)`` raised, seconds, what a call raised afterwards) of each rank."""
 
     def rank(group):
-        plan, told = make_plan(SEQLEN, layout=layout, group=group), []
+        plan, told = make_plan(SEQLEN, layout=layout, group=group, **options), []
         for made in (call, attention):
             started = time.monotonic()
             try:
@@ -198,6 +198,7 @@ def test_a_rank_that_has_lost_what_it_saved_is_heard_at_once(what):
                 q.add_(1)
         out.sum().backward()
 
-    for rank, (error, seconds, afterwards, _) in enumerate(results_of(call, world=2)):
+    # Where what was fetched is kept, q itself is not needed, and may be written to.
+    for rank, (error, seconds, afterwards, _) in enumerate(results_of(call, world=2, keep=False)):
         assert afterwards is None and seconds < 2
         assert isinstance(error, RuntimeError | MemoryError) if rank == 1 else type(error) is PeerError, repr(error)
