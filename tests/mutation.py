@@ -2237,7 +2237,7 @@ SEEDED = [
     Fault(
         "a disk's rate is that of its trial, however much is written",
         "training/shards.py",
-        "return max(0.0, few - each * TRIAL // 8) + each * size",
+        "return max(0.0, few - each * (TRIAL // 8)) + each * size",
         "return few",
         "tests/distributed/test_saving.py",
         "disk_is_tried",

@@ -112,7 +112,7 @@ def seconds_to_write(folder: Path, size: int) -> float:
     folder.mkdir(parents=True)
     few, many = (_seconds_of_trial(folder / f"trial-{n}.safetensors", n) for n in (TRIAL // 8, TRIAL))
     each = max(many - few, many / 8) / (TRIAL - TRIAL // 8)
-    return max(0.0, few - each * TRIAL // 8) + each * size
+    return max(0.0, few - each * (TRIAL // 8)) + each * size
 
 
 def _seconds_of_trial(path: Path, size: int) -> float:
