@@ -61,6 +61,11 @@ def plain(text: str) -> str:
 
 
 def test_usp_the_published_and_what_was_planned_are_drawn_where_they_were_measured(copies: Path) -> None:
+    for name in ("training", "memory"):  # as if neither had been measured, nor what was planned been told
+        raw = json.loads((copies / f"{name}.json").read_text("utf-8"))
+        rows = [row for row in raw["results"]["rows"] if not row["engine"].startswith(("usp", "burst:"))]
+        raw["results"]["rows"] = [{k: v for k, v in row.items() if k != "chosen"} for row in rows]
+        (copies / f"{name}.json").write_text(json.dumps(raw), "utf-8")
     draw(copies, copies / "front.md")
     assert "against USP" not in (copies / "front.md").read_text("utf-8") and "burst's plan" not in (
         copies / "training.md"
@@ -73,7 +78,8 @@ def test_usp_the_published_and_what_was_planned_are_drawn_where_they_were_measur
         (copies / f"{name}.json").write_text(planned, "utf-8")
     draw(copies, copies / "front.md")
     front, bytes_page = (plain((copies / n).read_text("utf-8")) for n in ("front.md", "bytes.md"))
-    assert "| against USP, `usp:heads=4`: 8 nodes as a mesh | | 0.94x and 0.71x |" in front
+    (ulysses,) = re.findall(r"\| against Ulysses, [^|]*\| \| ([^|]*) \|", front)
+    assert f"| against USP, `usp:heads=4`: 8 nodes as a mesh | | {ulysses} |" in front
     assert "| against itself as published: whole heads, zigzag, whatever the links | | 1.00x and 1.00x |" in front
     assert "| burst | 32,768 | as planned: zigzag, heads=8, kept, query | - |" in bytes_page
     assert "| burst:published | 32,768 | 5 * 3/4 n (W - 1) b | 55.1 MB |" in bytes_page
