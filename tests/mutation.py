@@ -379,8 +379,8 @@ SEEDED = [
     Fault(
         "a slice without a token is kept",
         "plan/choose.py",
-        "if count > 1 and _some_slice_is_empty(layout, count):",
-        "if False:",
+        "count == 1 or _some_slice_is_empty(layout, count)",
+        "count == 1",
         "tests/unit/test_planner.py",
         "fewer_tokens_than_ranks",
     ),

@@ -205,9 +205,9 @@ def cuts(layout: Layout, shape: Shape, heads: HeadsOrAuto, keep: KeepOrAuto, wav
         counts = [n for n in divisors(world) if Groups.divide(n, q_heads=q_heads, kv_heads=kv_heads)]
     for count in counts:
         groups = Groups.of(count, q_heads=q_heads, kv_heads=kv_heads)
-        keeps = [False] if count == 1 else [False, True] if keep == "auto" else [keep]
-        if count > 1 and _some_slice_is_empty(layout, count):  # its ranks would have nothing to keep, others would
-            keeps = [False]
+        # Where a slice has no token its ranks would have nothing to keep, others would.
+        nothing = count == 1 or _some_slice_is_empty(layout, count)
+        keeps = [False] if nothing else [False, True] if keep == "auto" else [keep]
         for kept in keeps:
             yield from in_all_waves(layout, replace(groups, keep=kept), waves)
 

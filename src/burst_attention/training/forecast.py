@@ -94,7 +94,8 @@ def forecast_of(name: str, question: Question) -> Forecast:
         return Forecast(engine=name, refused=refused)
     try:
         step = _Step(question, MAKERS[name](question))
-        if question.remat is None and step.remat == "layer":  # planned again, as burst train does, for two forwards
+        # Planned again, as burst train does, for two forwards; no other engine's way depends on that.
+        if name == "burst" and question.remat is None and step.remat == "layer":
             step = _Step(question, MAKERS[name](replace(question, remat=step.remat)))
         return step.forecast(name)
     except ValueError as error:
