@@ -1310,6 +1310,14 @@ SEEDED = [
         "one_order",
     ),
     Fault(
+        "all readers of a stream share its place",
+        "training/corpus.py",
+        "iter(self._stream.shard(num_shards=1, index=0))",
+        "self.__dict__.setdefault('_rows', iter(self._stream))",
+        CORPUS,
+        "several_threads",
+    ),
+    Fault(
         "a line is named by the one before",
         "training/corpus.py",
         "enumerate(lines, start=1)",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import numpy as np
 import pytest
@@ -64,6 +66,20 @@ def test_a_local_data_set_is_streamed_through_the_datasets_library(tmp_path):
     documents = list(open_corpus(f"hf:{tmp_path}").documents())
     assert [document.text for document in documents] == [f"row {index}" for index in range(5)]
     assert len({document.name for document in documents}) == 5
+
+
+def test_a_streamed_data_set_is_read_by_several_threads_each_from_its_start(tmp_path):
+    """As a run reads its data and what is held out: another thread each, and another than opened the data set."""
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": f"row {index}"}) + "\n" for index in range(5)))
+    corpus = open_corpus(f"hf:{tmp_path}")
+    here = corpus.documents()
+    read = [next(here).text]
+    with ThreadPoolExecutor(3) as threads:
+        together = Barrier(3)  # three threads, each its own
+        elsewhere = [threads.submit(lambda: (together.wait(), [*corpus.documents()])[1]) for _ in range(3)]
+    read += [document.text for document in here]
+    assert [[document.text for document in each.result()] for each in elsewhere] == [read] * 3
+    assert read == [f"row {index}" for index in range(5)]
 
 
 def write_bad(folder, kind):

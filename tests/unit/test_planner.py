@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from burst_bench.claims import planning
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from burst_attention import Mask, burst_attention, make_plan
@@ -94,6 +94,7 @@ def test_without_heads_a_layout_is_balanced() -> None:
     st.sampled_from([1.0, 100.0, 1e5]),
     st.sampled_from(["zigzag", "zigzag-by-halves", "contiguous", "striped"]),
 )
+@example(4, 2, Mask(cu_seqlens=[0, 90, 500, 512]), 1e5, "contiguous")  # two per cent longer, of one launch
 def test_a_choice_is_never_predicted_worse_than_what_is_flat(world, kv_heads, mask, mbit, layout) -> None:
     call = shape(kv_heads)
     planned = schedule(link(mbit), world=world, seqlen=512, mask=mask, layout=layout)
@@ -102,7 +103,7 @@ def test_a_choice_is_never_predicted_worse_than_what_is_flat(world, kv_heads, ma
         return
     chosen = planned.choose(call)
     flat = replace(planned, heads=1, planner=Planner(planned.planner.rates, planned.planner.nodes))
-    assert chosen.seconds <= flat.choose(call).seconds
+    assert chosen.seconds <= WORTH * flat.choose(call).seconds  # of ways as good, that with the fewest launches
     assert chosen.seconds <= WORTH * min(each.seconds for each in planned.predictions(call, "auto") if each.forward)
 
 

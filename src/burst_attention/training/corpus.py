@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import copy
 import gzip
 import itertools
 import json
@@ -218,7 +217,9 @@ class Hub:
         """In source order whatever ``order`` says: a stream has no other."""
         # Once for all epochs: opening it again would ask the hub again.
         self._stream = self._load() if self._stream is None else self._stream
-        rows = iter(copy.deepcopy(self._stream))  # a stream keeps its place; others may read at the same time
+        # A stream holds the place of whoever reads it, so each reading has one of its own. A deep copy would be one too,
+        # but copies the hub's table of open file systems while it enters itself there, once a thread reads.
+        rows = iter(self._stream.shard(num_shards=1, index=0))
         for index in itertools.count():
             try:
                 text = _text_field(next(rows))
