@@ -217,8 +217,8 @@ class Hub:
         """In source order whatever ``order`` says: a stream has no other."""
         # Once for all epochs: opening it again would ask the hub again.
         self._stream = self._load() if self._stream is None else self._stream
-        # A stream holds the place of whoever reads it, so each reading has one of its own. A deep copy would be one too,
-        # but copies the hub's table of open file systems while it enters itself there, once a thread reads.
+        # A stream holds its reader's place, so each reading has one of its own. A deep copy would be one too, but in
+        # another thread it enters itself in the hub's table of file systems while it copies that, and fails.
         rows = iter(self._stream.shard(num_shards=1, index=0))
         for index in itertools.count():
             try:
