@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -13,9 +14,14 @@ from burst_bench.ablation import compare
 from burst_bench.harness.workload import Workload
 
 from burst_attention.attention.passes import Backward, Forward, Tensors
+from burst_attention.plan.build import Builder
+from burst_attention.plan.groups import Groups
+from burst_attention.plan.mask import Mask
 from burst_attention.plan.presets import preset
+from burst_attention.plan.program import Visit
 from burst_attention.plan.rates import Link
-from burst_attention.plan.rows import Side
+from burst_attention.plan.rows import Direction, Side
+from burst_attention.plan.schedule import make_schedule
 
 Rows = dict[str, dict[str, Any]]
 # At which heads are cut, and what was fetched is kept: whatever this machine does.
@@ -96,6 +102,7 @@ def test_bytes_are_in_the_order_that_the_methods_promise(rows: Rows) -> None:
         return sum(rows[name]["bytes_forward"]) + sum(rows[name]["bytes_backward"])
 
     for name, like in (
+        ("pair by pair", "ours"),
         ("no overlap", "ours"),
         ("no LAO", "ours"),
         ("published, no overlap", "published"),
@@ -150,6 +157,24 @@ def test_the_late_merge_is_ours_bit_for_bit_and_so_is_the_own_assembly(rows: Row
 def test_no_round_is_refused(ablation: ModuleType) -> None:
     with pytest.raises(ValueError, match="rounds=0 must be at least 1"):
         ablation.compare(2, SIZE, 0)
+
+
+@pytest.mark.parametrize("waves", [0, 1, 2])
+@pytest.mark.parametrize("direction", Direction)
+def test_pair_by_pair_a_visit_is_of_one_pair(ablation: ModuleType, direction: Direction, waves: int) -> None:
+    """Of the same tiles at the same steps."""
+    pairwise = next(variant.builder for variant in ablation.VARIANTS if variant.name == "pair by pair")
+    how = {"mask": Mask(), "layout": "zigzag", "route": "direct", "rank": 1, "world": 4}
+    ours, groups = make_schedule(64, **how), Groups(4, 4, keep=True, waves=waves)
+    both = [replace(ours, builder=each).program("query", direction, groups) for each in (Builder, pairwise)]
+    whole, pairs = ([op for op in program.ops if isinstance(op, Visit)] for program in both)
+    assert all(len(chunks) == 1 for visit in pairs for chunks in visit.chunks.values())
+    assert len({tuple(map(tuple, visit.chunks.values())) for visit in pairs}) == len(pairs) > 2 * len(whole)
+    area = [Counter[int]() for _ in both]
+    for found, visits in zip(area, (whole, pairs), strict=True):
+        for visit in visits:
+            found[visit.step] += visit.tiles.area
+    assert area[0] == area[1]
 
 
 def test_without_overlap_an_exchange_is_over_when_it_was_posted(ablation: ModuleType, monkeypatch) -> None:

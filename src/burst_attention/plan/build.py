@@ -22,18 +22,14 @@ Moment = tuple[int, int, int]  # in a step: 0, 0 its wait; 0, 1 after that; 1, n
 IN_FLIGHT = 2  # exchanges under way at once, at most; fewer where a shard is passed on
 
 
-def build_program(work: Work, rank: int) -> Program:
-    """The program of ``rank`` for one pass."""
-    cells = work.cells(rank)
-    return _Builder(work, rank, cells, work.edges(cells, rank)).program()
+class Builder:
+    """Where the rows of ``rank`` lie in one pass, and its program, which follows from that."""
 
-
-class _Builder:
-    """Where a rank's rows lie, and the parts of its program that follow."""
-
-    def __init__(self, work: Work, rank: int, cells: Cells, edges: list[Edge]) -> None:
+    def __init__(self, work: Work, rank: int) -> None:
         self.work, self.rank, self.groups, self.world = work, rank, work.groups, work.layout.world
-        self.known, self.cells, self.edges = cells, cells.at(rank), sorted(edges, key=_global_order)
+        self.known: Cells = work.cells(rank)
+        self.cells = self.known.at(rank)
+        self.edges: list[Edge] = sorted(work.edges(self.known, rank), key=_global_order)
         chunks = self.groups.chunks
         self.slices = {key: Slice(work.layout, owners, chunks=chunks) for key, owners in self._owners().items()}
         own = self.groups.context(rank)
@@ -159,20 +155,24 @@ class _Builder:
         return [op for _, op in timeline]
 
     def _visits(self) -> Iterator[Visit]:
-        """All that a step completes between two buffers at once: a visit costs launches, and folds its rows again."""
         rectangles = self._rectangles()
         tiles = self._tiles(rectangles)
-        for (step, *_), these in _positions((r.step, *r.places.values()) for r in rectangles).items():
-            places = rectangles[these[0]].places
+        for these in self.at_once(rectangles):
+            step, places = rectangles[these[0]].step, rectangles[these[0]].places
             chunks = {side: tuple(dict.fromkeys(chain(*(rectangles[n].chunks[side] for n in these)))) for side in Side}
             table = np.concatenate([tiles[n].table for n in these])
-            at_once = Tiles(table[np.lexsort([table[:, 2], table[:, 0]])] if len(these) > 1 else table)
-            rows = {Side.QUERY: at_once.q_rows, Side.KEY: at_once.k_rows}
+            joined = Tiles(table[np.lexsort([table[:, 2], table[:, 0]])] if len(these) > 1 else table)
+            rows = {Side.QUERY: joined.q_rows, Side.KEY: joined.k_rows}
             into = {side: rows[side].within(self.sums[places[side]]) for side in self.work.direction.returns}
             held = {side: rows[side].within(self.held[places[side]]) for side in Side}
-            yield Visit(step, places, chunks, at_once.packed(rows[Side.QUERY], rows[Side.KEY]), held, into)
+            yield Visit(step, places, chunks, joined.packed(rows[Side.QUERY], rows[Side.KEY]), held, into)
 
-    def _rectangles(self) -> list[_Rectangle]:
+    def at_once(self, rectangles: list[Rectangle]) -> Iterable[list[int]]:
+        """Those that are one visit: all that a step completes between two buffers, for a visit costs launches, and
+        folds its rows again."""
+        return _positions((r.step, *r.places.values()) for r in rectangles).values()
+
+    def _rectangles(self) -> list[Rectangle]:
         """What is completed at each step, as few rectangles of shards: new queries with all keys, old with new ones."""
         keys_of: dict[tuple[Any, ...], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         for step, i, j, group, new in self.cells:
@@ -180,14 +180,14 @@ class _Builder:
             keys_of[step, *between, group, new][i].append(j)
         rectangles = []
         for (step, *_, group, _), keys in keys_of.items():
-            for k_chunks, q_chunks in self._products(keys, group):
+            for k_chunks, q_chunks in self.products(keys, group):
                 chunks = {Side.QUERY: q_chunks, Side.KEY: k_chunks}
                 parts = {side: self.groups.part(side, group) for side in Side}
                 places = {side: self._place(self.work.key(side, chunks[side][0], parts[side])) for side in Side}
-                rectangles.append(_Rectangle(step, places, chunks))
+                rectangles.append(Rectangle(step, places, chunks))
         return rectangles
 
-    def _products(self, keys: dict[int, list[int]], group: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    def products(self, keys: dict[int, list[int]], group: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
         """(Keys, queries) whose products are these cells of one step, and such as see nothing.
 
         All queries with all keys if those are this rank's: what is seen of them is computed at this step then, for
@@ -203,7 +203,7 @@ class _Builder:
             queries_of[tuple(mine)].append(query)
         yield from ((some, tuple(them)) for some, them in queries_of.items())
 
-    def _tiles(self, rectangles: list[_Rectangle]) -> list[Tiles]:
+    def _tiles(self, rectangles: list[Rectangle]) -> list[Tiles]:
         """Of each rectangle; all that share their queries at once, or their keys: a call costs more than a tile."""
         if self.groups.query == 1:  # a rectangle is a pair
             pairs = ((r.chunks[Side.QUERY][0], r.chunks[Side.KEY][0]) for r in rectangles)
@@ -221,12 +221,12 @@ class _Builder:
             tiles |= {(j if shared is Side.QUERY else i): x for (i, j), x in found.items()}
         return [tiles[n] for n in range(len(rectangles))]
 
-    def _segments(self, rectangle: _Rectangle, side: Side) -> np.ndarray:
+    def _segments(self, rectangle: Rectangle, side: Side) -> np.ndarray:
         return self._slice(rectangle.places[side]).segments(rectangle.chunks[side])
 
 
 @dataclass(frozen=True, eq=False)
-class _Rectangle:
+class Rectangle:
     """Cells of one head group that a step completes: of each of some queries' shards with each of some keys' shards."""
 
     step: int

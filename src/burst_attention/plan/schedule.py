@@ -11,7 +11,7 @@ import numpy as np
 
 from . import cost
 from .assignment import TRAVELS, Assignment, Cube, heads
-from .build import build_program
+from .build import Builder
 from .choose import (
     LAYOUTS_TRIED,
     HeadsOrAuto,
@@ -59,6 +59,7 @@ class Schedule:
     waves: WavesOrAuto = "auto"
     planner: Planner = field(default_factory=Planner, compare=False, repr=False)
     layout_left: bool = field(default=False, repr=False)  # was it left open?
+    builder: type[Builder] = field(default=Builder, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         self._check_heads()
@@ -166,7 +167,7 @@ class Schedule:
         """This rank's program for one pass of a call in whose backward ``travels``, of :data:`TRAVELS`, moves."""
         key = travels, direction, groups
         if key not in self._programs:
-            self._programs[key] = build_program(self.work(travels, direction, groups), self.rank)
+            self._programs[key] = self.builder(self.work(travels, direction, groups), self.rank).program()
         return self._programs[key]
 
     def work(self, travels: str, direction: Direction, groups: Groups = WHOLE) -> Work:
@@ -182,7 +183,7 @@ class Schedule:
     def assigned_cube(self, cube: Cube, direction: Direction, groups: Groups) -> Program:
         """This rank's program for any assignment of cells to ranks."""
         work = Work(self.layout, self.regions, cube, groups, self.route, direction, self._tables)
-        return build_program(work, self.rank)
+        return self.builder(work, self.rank).program()
 
     @cached_property
     def _programs(self) -> dict[tuple[str, Direction, Groups], Program]:

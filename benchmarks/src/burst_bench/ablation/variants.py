@@ -7,7 +7,7 @@ Most differ by a value that the library takes. The others are a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from burst_attention.attention.sweep import sweep
 from burst_attention.comm.transport import Pending, Receive, Send, Transport
 from burst_attention.kernels import choose
 from burst_attention.kernels.merge import merge_, row_dot
+from burst_attention.plan.build import Builder, Rectangle
 from burst_attention.plan.choose import Candidate, HeadsOrAuto, KeepOrAuto, WavesOrAuto
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.rows import Direction, Side
@@ -40,6 +41,7 @@ class Variant(Ours):
         assignment, keep, waves: as for :func:`burst_attention.make_plan`; if ``keep`` or ``waves`` is told, and heads
             are not, heads are cut, and what travels does, as where both are left open.
         transport: of the messages; the plan's own class if None.
+        builder: of the programs.
         forward, backward: the passes; if both are the library's, the public call is taken. Others are for whole heads.
     """
 
@@ -50,6 +52,7 @@ class Variant(Ours):
     waves: WavesOrAuto = "auto"
     assignment: str = "auto"
     transport: type[Transport] | None = None
+    builder: type[Builder] = Builder
     forward: type[Forward] = Forward
     backward: type[Backward] = Backward
 
@@ -57,6 +60,8 @@ class Variant(Ours):
         if (self.keep, self.waves) != ("auto", "auto") and self.heads == "auto":
             return self.held(workload).plan(workload)
         plan = super().plan(workload)
+        if self.builder is not Builder:
+            plan = Plan(replace(plan.schedule, builder=self.builder), plan.transport, plan.agreement)
         return plan if self.transport is None else over(plan, self.transport, agreement=plan.agreement)
 
     def options(self, workload: Workload) -> dict[str, Any]:
@@ -169,6 +174,16 @@ class NarrowBackward(Backward):
         return tuple(self.q.dtype for _ in super().wire_dtypes(side, exact=True))
 
 
+class PairByPair(Builder):
+    """Programs that visit one pair of shards at a time, or of their chunks where they come in waves."""
+
+    def products(self, keys: dict[int, list[int]], group: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        return (((j,), (i,)) for i, these in keys.items() for j in these)
+
+    def at_once(self, rectangles: list[Rectangle]) -> list[list[int]]:
+        return [[n] for n in range(len(rectangles))]
+
+
 class Waiting(Transport):
     """A transport that finishes each exchange before it goes on: nothing is computed while it is on the wire."""
 
@@ -185,6 +200,7 @@ VARIANTS = (
     Variant(name="nothing kept", differs="the backward fetches its context slice again", keep=False),
     Variant(name="one wave", differs="a context slice's shards come all at once", waves=1),
     Variant(name="owner by owner", differs="a context slice's shards come one by one", waves=0),
+    Variant(name="pair by pair", differs="each pair of shards, or of their waves, a visit", builder=PairByPair),
     Variant(name="no overlap", differs="each exchange waited for when posted", transport=Waiting),
     Variant(name="no LAO", differs="eager tiles", kernel="reference"),
     Published(name="published", differs="as in the paper: zigzag, heads uncut, query travels", travels="query"),
