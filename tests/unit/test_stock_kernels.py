@@ -380,6 +380,19 @@ def test_halves_carry_their_own_d():
         assert relative_l2((out.double() * dout.double()).sum(-1), delta) < 1e-4
 
 
+@pytest.mark.parametrize("empty", [slice(0, 16), slice(16, 32), slice(0, 62), slice(0, 0)])
+def test_d_is_carried_wherever_a_gradient_has_columns(empty):
+    make = torch.Generator().manual_seed(0)
+    dout, delta = (torch.randn(2, 3, 100, *dims, generator=make) for dims in ((64,), ()))
+    dout[:, 1, ..., empty] = 0
+    dout[:, :, 7], delta[:, :, 7] = 0, 0
+    out = surrogate_output(dout.bfloat16(), delta)
+    assert out is not None
+    assert relative_l2((out.double() * dout.bfloat16().double()).sum(-1), delta) < 1e-4
+    dout[:, :, 8] = 0  # and cannot
+    assert surrogate_output(dout.bfloat16(), delta) is None
+
+
 def test_a_right_kernel_proves_right_and_a_wrong_one_does_not(installed):
     installed(4, FLASH[4])
     check_against_reference(Windowed(flash.flash_ops(4)), CPU, torch.float32, (24, 16))

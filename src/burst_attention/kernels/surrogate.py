@@ -1,8 +1,8 @@
 """An output that makes a stock flash backward compute the D it is meant to.
 
 Those backwards take ``out`` only to form D = rowsum(dO * out). So that ``out`` need not travel, any out' with that row
-sum will do. Two columns of it carry D: the quotient by the largest |dO| of the row, rounded, and what rounding lost,
-over the second largest. Where dO is too small to carry D (only possible once the lse has a gradient of its own),
+sum will do. Two columns of it carry D: the quotient by a large dO of the row, rounded, and what rounding lost, over
+another. Where dO is too small to carry D (only possible once the lse has a gradient of its own),
 columns are appended that v does not have.
 """
 
@@ -17,6 +17,9 @@ from torch import Tensor
 from .precision import accumulation_dtype
 
 
+NEAR = 32  # columns that are looked at first: to find the largest of all takes longer than all else here
+
+
 def surrogate_output(dout: Tensor, delta: Tensor) -> Tensor | None:
     """out' [B, H, rows, Dv] in dout's dtype with rowsum(dout * out') = delta, or None where dout can't carry delta.
 
@@ -24,16 +27,24 @@ def surrogate_output(dout: Tensor, delta: Tensor) -> Tensor | None:
         dout: [B, H, rows, Dv], the gradient of the output.
         delta: [B, H, rows] fp32 or fp64.
     """
-    out = torch.zeros_like(dout)
-    # Head by head: what topk and the quotients need stays small. Asked once: on a GPU the host waits for the answer.
-    lost = [_fill(out[:, head], dout[:, head], delta[:, head]) for head in range(dout.shape[1])]
-    return None if bool(torch.stack(lost).any()) else out
+    for near in (True, False)[dout.shape[-1] <= NEAR :]:
+        out = torch.zeros_like(dout)
+        # Head by head: what the quotients need stays small. Asked once: on a GPU the host waits for the answer.
+        heads = ((x[:, n] for x in (out, dout, delta)) for n in range(dout.shape[1]))
+        lost = [_fill(*head, near=near) for head in heads]
+        if not bool(torch.stack(lost).any()):
+            return out
+    return None
 
 
-def _fill(out: Tensor, dout: Tensor, delta: Tensor) -> Tensor:
-    """Write the columns that carry delta; a bool that tells whether some row's can't."""
-    columns = min(2, dout.shape[-1])
-    at = dout.abs().topk(columns, dim=-1).indices
+def _fill(out: Tensor, dout: Tensor, delta: Tensor, *, near: bool) -> Tensor:
+    """Write the columns that carry delta; a bool that tells whether some row's can't. ``near``: of the first columns
+    the largest of either half, which will do but where one is 0."""
+    if near:
+        at = dout[..., :NEAR].abs().unflatten(-1, (2, -1)).max(-1).indices
+        at[..., 1] += NEAR // 2
+    else:
+        at = dout.abs().topk(min(2, dout.shape[-1]), dim=-1).indices
     carriers = dout.gather(-1, at).to(delta.dtype).unbind(-1)
     rest, parts = delta, []
     for carrier in carriers:
@@ -45,7 +56,10 @@ def _fill(out: Tensor, dout: Tensor, delta: Tensor) -> Tensor:
     # small that it is rounded to a multiple of the least number there is.
     info = torch.finfo(dout.dtype)
     allowed = 2 * info.eps * delta.abs() + info.smallest_normal * info.eps * carriers[-1].abs()
-    return ((rest.abs() > allowed) | ~torch.isfinite(rest)).any()
+    lost = (rest.abs() > allowed) | ~torch.isfinite(rest)
+    if near:
+        lost |= (delta != 0) & ((carriers[0] == 0) | (carriers[1] == 0))
+    return lost.any()
 
 
 @dataclass(frozen=True, eq=False)
