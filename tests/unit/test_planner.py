@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from burst_attention import Mask, burst_attention, make_plan
 from burst_attention.attention.hardware import resolve_nodes, resolve_rates
+from burst_attention.kernels.pieces import cut
 from burst_attention.plan import choose, explain
 from burst_attention.plan import schedule as schedule_module
 from burst_attention.plan.assignment import TRAVELS
@@ -217,6 +218,20 @@ def test_visits_and_launches_are_about_those_that_run() -> None:
                 tiles.append(sum(len(visit.tiles) for visit in visits))
             assert 0.5 * max(ran) <= told.visits <= 2 * max(ran)
             assert 0.4 * max(tiles) <= told.launches <= 2.5 * max(tiles)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize(
+    ("world", "count", "layout", "waves"),
+    [(4, 4, "contiguous", 1), (4, 4, "zigzag", 2), (4, 4, "zigzag-by-halves", 4), (8, 4, "zigzag-by-halves", 4)],
+)
+def test_launches_of_waves_are_those_that_run(world: int, count: int, layout: str, waves: int, keep: bool) -> None:
+    groups = Groups(count, count, keep, waves)
+    planned = schedule(CPU, world=world, layout=layout)
+    for direction, told in zip(Direction, planned.timed(shape(), "query", groups), strict=True):
+        programs = [replace(planned, rank=rank).program("query", direction, groups) for rank in range(world)]
+        visits = [[op.tiles for op in each.ops if isinstance(op, Visit)] for each in programs]
+        assert told.launches == max(sum(len([*cut(tiles)]) for tiles in mine) for mine in visits)
 
 
 def exchanged(*messages: tuple[int, int, int, int], work: list[list[float]], rates: Rates = CPU) -> float:

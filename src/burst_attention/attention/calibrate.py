@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.transport import Receive, Send
+from ..comm.transport import PACKED_BYTES, Receive, Send
 from ..kernels import choose
 from ..kernels.contract import BackwardInputs, Kernel
 from ..kernels.merge import merge_
@@ -24,12 +24,13 @@ from .hardware import shape_of, usual_rates
 from .plan import Plan, lone_plan, make_plan
 
 DIM = 128
+AT_ONCE = 8  # messages: as many as a call sends in a step, more or less
 SMALL = 32  # rows and columns of a tile that takes no time but its launch
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured: rows of a large tile, its heads, bytes of a large message, times that each is repeated."""
+    """How much is measured: rows of a large tile, its heads, bytes of messages sent at once, repeats of each."""
 
     rows: int = 1024
     heads: int = 2
@@ -132,7 +133,9 @@ class _Probe:
             for tile in (_full(SMALL), _full(rows, rows // 4), _full(rows), Tile(0, rows, 0, rows, 0, rows - 1))
         )
         cells = heads * rows * rows
-        each = [max(1e-18, (wide - some) / 0.75) / cells for wide, some in zip(full, narrow, strict=True)]
+        # What three quarters of the columns add, unless a kernel is so much quicker with few that all add up to less.
+        added = [min((wide - some) / 0.75, wide - less) for wide, some, less in zip(full, narrow, small, strict=True)]
+        each = [max(1e-12, seconds) / cells for seconds in added]
         rest = [max(0.0, whole - one * cells - less) for whole, one, less in zip(full, each, small, strict=True)]
         row = (rest[0] + rest[1] / 2) / 2 / (heads * rows)
         flops = 2 * 2 * DIM, 2 * 5 * DIM
@@ -200,24 +203,27 @@ class _Probe:
         return inside, across
 
     def _ring(self, ranks: list[int]) -> tuple[float, float]:
-        """(Seconds of a small message, bytes per second of large ones), from each of ``ranks`` to the next; a rank that
-        is not one of them only waits."""
+        """(Seconds of a message beside those of its bytes, bytes per second), of several at once from each of ``ranks``
+        to the next, as calls send them; a rank that is not one of them only waits."""
         taking_part = self.plan.rank in ranks
+        at = ranks.index(self.plan.rank) if taking_part else 0
+        ahead, behind = ranks[(at + 1) % len(ranks)], ranks[at - 1]
 
         def send(size: int) -> float:
-            leaving, arriving = (torch.zeros(size, dtype=torch.uint8, device=self.device) for _ in range(2))
-            at = ranks.index(self.plan.rank) if taking_part else 0
-            ahead, behind = ranks[(at + 1) % len(ranks)], ranks[at - 1]
+            leaving, arriving = (torch.zeros(AT_ONCE, size, dtype=torch.uint8, device=self.device) for _ in range(2))
 
             def exchange() -> None:
                 if taking_part:
-                    sends, receives = [Send(ahead, leaving)], [Receive(behind, arriving)]
+                    sends, receives = [Send(ahead, x) for x in leaving], [Receive(behind, x) for x in arriving]
                     self.plan.transport.wait(self.plan.transport.post(sends, receives, label="calibration"))
 
-            return self.seconds(exchange, time.perf_counter)
+            return self.seconds(exchange, time.perf_counter) / AT_ONCE
 
-        small, large = send(8), send(self.sizes.message)
-        return small, self.sizes.message / (large - small if large > 2 * small else large)
+        least = 2 * PACKED_BYTES // AT_ONCE  # or they would go as one
+        most = max(4 * least, self.sizes.message // AT_ONCE)
+        few, many = send(least), send(most)
+        rate = (most - least) / (many - few) if many > 1.5 * few else most / many
+        return max(0.0, few - least / rate), rate
 
     def calls(self, launch: float) -> tuple[float, float]:
         """Seconds of a visit and of a pass that nothing hides, from calls of few tokens; ``launch`` of both passes."""

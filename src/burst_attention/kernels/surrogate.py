@@ -16,7 +16,6 @@ from torch import Tensor
 
 from .precision import accumulation_dtype
 
-
 NEAR = 32  # columns that are looked at first: to find the largest of all takes longer than all else here
 
 

@@ -140,23 +140,34 @@ def _launches(
 def _of_waves(
     tally: Tally, by_step: Callable[[np.ndarray], np.ndarray], steps: Steps, groups: Groups
 ) -> tuple[np.ndarray, np.ndarray, dict[Side, np.ndarray]]:
-    """The same where chunks come together that lie side by side: a tile for any two such stretches."""
+    """The same where chunks come together that lie side by side, in stretches: a tile where one meets itself, and for
+    the others of two slices one for each stretch of queries, or of keys if those are fewer."""
     pairs = tally.pairs
     query, key = (tally.beside(chunk, groups) for chunk in (pairs.i, pairs.j))
     runs, rows = tally.runs(groups), np.bincount(tally.beside(np.arange(len(tally.lengths)), groups), tally.lengths)
-    # of the pairs that a rank computes at one step between two stretches the first counts for all
     many, last = len(runs), int(steps.step.max(initial=0)) + 1
-    rank = np.arange(len(steps.step))[:, None] * many + steps.user
-    _, first = np.unique((((rank * last + steps.step) * many) + query) * many + key, return_index=True)
-    one = np.zeros(steps.step.shape)
-    one.flat[first] = 1
-    launches = by_step(one * np.maximum(runs[query], runs[key])) + by_step(pairs.tiles - 1)
+    visit = (np.arange(len(steps.step))[:, None] * many + steps.user) * last + steps.step
+    one = _first((visit * many + query) * many + key)  # of the pairs between two stretches the first counts for all
+    inside, beyond = one * (query == key), one * (query != key)
+    slices = (visit * many + query // tally.chunks) * many + key // tally.chunks
+    by_query, by_key = (beyond * _first(np.where(beyond, slices * many + each, -1)) for each in (query, key))
+    _, which = np.unique(slices, return_inverse=True)
+    counts = [np.bincount(which.ravel(), each.ravel()) for each in (by_query, by_key)]
+    queries_alone = (counts[0] <= counts[1])[which].reshape(slices.shape)
+    tiles = np.where(queries_alone, by_query, by_key)
+    launches = by_step((inside + tiles) * np.maximum(runs[query], runs[key])) + by_step(pairs.tiles - 1)
     here = [np.minimum(by_step(these), 1) for these in (steps.new_query, steps.new_key & ~steps.new_query)]
-    return (
-        launches,
-        np.minimum(here[0] + here[1], 1),
-        {Side.QUERY: by_step(one * rows[query]), Side.KEY: by_step(one * rows[key])},
-    )
+    met = {Side.QUERY: np.where(queries_alone, by_query, beyond), Side.KEY: np.where(queries_alone, beyond, by_key)}
+    folded = {side: by_step((inside + met[side]) * rows[each]) for side, each in zip(Side, (query, key), strict=True)}
+    return launches, np.minimum(here[0] + here[1], 1), folded
+
+
+def _first(codes: np.ndarray) -> np.ndarray:
+    """1 where a value stands for the first time, else 0."""
+    _, first = np.unique(codes, return_index=True)
+    found = np.zeros(codes.shape)
+    found.flat[first] = 1
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from burst_attention.attention.calibrate import Sizes, calibrate
 from burst_attention.plan.rates import Link, Rates
 from burst_attention.testing import WorkerPool
 
-SIZES = Sizes(rows=1024, message=1 << 18, repeats=3)
+SIZES = Sizes(repeats=5)
 PAYLOAD = 0.95  # of what a bucket lets through: the rest is headers of packets
 
 
