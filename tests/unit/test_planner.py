@@ -473,3 +473,16 @@ def test_what_a_plan_is_told_to_recompute_it_is_planned_for() -> None:
     q = Question(seq_len=8 << 12, cluster=cluster, q_heads=32, kv_heads=32, head_dim=128, remat="layer")
     (mask,) = q.masks
     assert q.setting(mask).planner.forwards == 2 and replace(q, remat=None).setting(mask).planner.forwards == 1
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_ranks_that_share_cores_take_what_all_compute(layout: str, count: int) -> None:
+    """However far one is ahead of another."""
+    planned = schedule(link(1e5), world=8, seqlen=8192, layout=layout)
+    for each in planned.predictions(shape(), "auto"):
+        if each.forward is None or each.candidate.groups.query != count:
+            continue
+        passes = planned.on_paper(shape(), each.candidate.travels, each.candidate.groups, planned.planner.wire(8))
+        for one, told in zip(passes, (each.forward, each.backward), strict=True):
+            assert told.seconds >= one.work().seconds.sum() / 2

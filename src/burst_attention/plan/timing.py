@@ -238,7 +238,10 @@ def _run(messages: Messages, seconds: np.ndarray, wire: Wire) -> tuple[np.ndarra
             fold = np.bincount(target[at], folding[at], world)
             now, computed = np.maximum(now, waited) + fold, computed + fold
         if t < seconds.shape[1]:
-            now, computed = _share(now, seconds[:, t], wire.rates.overhead.at_once), computed + seconds[:, t]
+            at_once = wire.rates.overhead.at_once
+            now, computed = _share(now, seconds[:, t], at_once), computed + seconds[:, t]
+            if 0 < at_once < world:  # a step ahead or behind, ranks share the cores
+                now += max(0.0, computed.sum() / at_once - now.max())
         done.append(now)
     return now, computed
 
@@ -246,7 +249,7 @@ def _run(messages: Messages, seconds: np.ndarray, wire: Wire) -> tuple[np.ndarra
 def _share(begin: np.ndarray, seconds: np.ndarray, at_once: float) -> np.ndarray:
     """When each rank has computed what it begins then, if ``at_once`` of them share the cores equally; 0: all have own.
 
-    Of one step: that ranks ahead are at their next by then is left out.
+    Of one step: that ranks ahead are at their next by then is for the caller to see to.
     """
     if not 0 < at_once < len(begin):
         return begin + seconds
