@@ -491,7 +491,7 @@ SEEDED = [
     Fault(
         "D is carried by one rounded column where the other is 0",
         "kernels/surrogate.py",
-        "lost |= (delta != 0) & ((carriers[0] == 0) | (carriers[1] == 0))",
+        "lost |= (delta != 0) & ((carriers[0].abs() < least) | (carriers[1].abs() < least))",
         "pass",
         STOCK,
         "d_is_carried",
@@ -1320,8 +1320,8 @@ SEEDED = [
     Fault(
         "all readers of a stream share its place",
         "training/corpus.py",
-        "iter(self._stream.shard(num_shards=1, index=0))",
-        "self.__dict__.setdefault('_rows', iter(self._stream))",
+        "iter(self._reading())",
+        "self.__dict__.setdefault('_rows', iter(self._reading()))",
         CORPUS,
         "several_threads",
     ),
@@ -2261,7 +2261,7 @@ SEEDED = [
     Fault(
         "ranks a step ahead of others compute for nothing",
         "plan/timing.py",
-        "now += max(0.0, computed.sum() / at_once - now.max())",
+        "now = now + max(0.0, computed.sum() / at_once - now.max())",
         "pass",
         PLANNER,
         "share_cores",

@@ -29,7 +29,7 @@ from burst_attention.plan.program import Visit
 from burst_attention.plan.rates import Link, Rates, read_rates, user_file, write_rates
 from burst_attention.plan.rows import Direction
 from burst_attention.plan.schedule import Schedule, make_schedule
-from burst_attention.plan.tally import SHARD, Messages
+from burst_attention.plan.tally import PARTIAL, SHARD, Messages
 from burst_attention.plan.timing import Computing, OnPaper, Wire, _share, timed
 from burst_attention.testing import local_world
 from burst_attention.training.config import TrainConfig
@@ -486,3 +486,12 @@ def test_ranks_that_share_cores_take_what_all_compute(layout: str, count: int) -
         passes = planned.on_paper(shape(), each.candidate.travels, each.candidate.groups, planned.planner.wire(8))
         for one, told in zip(passes, (each.forward, each.backward), strict=True):
             assert told.seconds >= one.work().seconds.sum() / 2
+
+
+def test_ranks_that_share_cores_fold_in_turns() -> None:
+    """What comes home after the last visit, too: a second each, of 4 ranks, two at a time."""
+    rates = link(1e5)
+    rates = replace(rates, overhead=replace(rates.overhead, fold=1e6, call=0.0))
+    ranks, work = np.arange(4), np.zeros((4, 1))
+    home = Messages.of([(ranks * 0 + 1, ranks, (ranks + 1) % 4, ranks * 0 + 10**6, PARTIAL)])
+    assert timed(home, Computing(work, work, work), Wire(rates, ranks)).seconds >= 2.0

@@ -30,7 +30,8 @@ SMALL = 32  # rows and columns of a tile that takes no time but its launch
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured: rows of a large tile, its heads, bytes of messages sent at once, repeats of each."""
+    """How much is measured: rows of a large tile, its heads, bytes of messages sent at once, of which there are 512 KiB
+    at least, and how often each is repeated."""
 
     rows: int = 1024
     heads: int = 2

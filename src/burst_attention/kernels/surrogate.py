@@ -28,17 +28,18 @@ def surrogate_output(dout: Tensor, delta: Tensor) -> Tensor | None:
     """
     for near in (True, False)[dout.shape[-1] <= NEAR :]:
         out = torch.zeros_like(dout)
-        # Head by head: what the quotients need stays small. Asked once: on a GPU the host waits for the answer.
+        # Head by head: what the quotients need stays small. Asked once a look: on a GPU the host waits for the answer.
         heads = ((x[:, n] for x in (out, dout, delta)) for n in range(dout.shape[1]))
         lost = [_fill(*head, near=near) for head in heads]
         if not bool(torch.stack(lost).any()):
             return out
+        del out
     return None
 
 
 def _fill(out: Tensor, dout: Tensor, delta: Tensor, *, near: bool) -> Tensor:
     """Write the columns that carry delta; a bool that tells whether some row's can't. ``near``: of the first columns
-    the largest of either half, which will do but where one is 0."""
+    the largest of either half, which will do but where one is 0, or a kernel may take it for that."""
     if near:
         at = dout[..., :NEAR].abs().unflatten(-1, (2, -1)).max(-1).indices
         at[..., 1] += NEAR // 2
@@ -57,7 +58,8 @@ def _fill(out: Tensor, dout: Tensor, delta: Tensor, *, near: bool) -> Tensor:
     allowed = 2 * info.eps * delta.abs() + info.smallest_normal * info.eps * carriers[-1].abs()
     lost = (rest.abs() > allowed) | ~torch.isfinite(rest)
     if near:
-        lost |= (delta != 0) & ((carriers[0] == 0) | (carriers[1] == 0))
+        least = torch.finfo(delta.dtype).smallest_normal
+        lost |= (delta != 0) & ((carriers[0].abs() < least) | (carriers[1].abs() < least))
     return lost.any()
 
 

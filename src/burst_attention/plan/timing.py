@@ -150,10 +150,11 @@ def _of_waves(
     one = _first((visit * many + query) * many + key)  # of the pairs between two stretches the first counts for all
     inside, beyond = one * (query == key), one * (query != key)
     slices = (visit * many + query // tally.chunks) * many + key // tally.chunks
-    by_query, by_key = (beyond * _first(np.where(beyond, slices * many + each, -1)) for each in (query, key))
     _, which = np.unique(slices, return_inverse=True)
+    which = which.reshape(slices.shape)
+    by_query, by_key = (beyond * _first(np.where(beyond, which * many + each, -1)) for each in (query, key))
     counts = [np.bincount(which.ravel(), each.ravel()) for each in (by_query, by_key)]
-    queries_alone = (counts[0] <= counts[1])[which].reshape(slices.shape)
+    queries_alone = (counts[0] <= counts[1])[which]
     tiles = np.where(queries_alone, by_query, by_key)
     launches = by_step((inside + tiles) * np.maximum(runs[query], runs[key])) + by_step(pairs.tiles - 1)
     here = [np.minimum(by_step(these), 1) for these in (steps.new_query, steps.new_key & ~steps.new_query)]
@@ -217,7 +218,7 @@ def timed(messages: Messages, work: Computing, wire: Wire) -> Timed:
 
 def _run(messages: Messages, seconds: np.ndarray, wire: Wire) -> tuple[np.ndarray, np.ndarray]:
     """(when each rank is done, seconds in which it computed)."""
-    world = len(wire.nodes)
+    world, at_once = len(wire.nodes), wire.rates.overhead.at_once
     order = np.argsort(messages.step, kind="stable")
     out, into, took = (x[order] for x in wire.seconds(messages))
     step, source, target, kind = (x[order] for x in (messages.step, messages.source, messages.target, messages.kind))
@@ -238,10 +239,9 @@ def _run(messages: Messages, seconds: np.ndarray, wire: Wire) -> tuple[np.ndarra
             fold = np.bincount(target[at], folding[at], world)
             now, computed = np.maximum(now, waited) + fold, computed + fold
         if t < seconds.shape[1]:
-            at_once = wire.rates.overhead.at_once
             now, computed = _share(now, seconds[:, t], at_once), computed + seconds[:, t]
-            if 0 < at_once < world:  # a step ahead or behind, ranks share the cores
-                now += max(0.0, computed.sum() / at_once - now.max())
+        if 0 < at_once < world:  # a step ahead or behind, ranks share the cores
+            now = now + max(0.0, computed.sum() / at_once - now.max())
         done.append(now)
     return now, computed
 

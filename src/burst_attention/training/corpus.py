@@ -217,9 +217,7 @@ class Hub:
         """In source order whatever ``order`` says: a stream has no other."""
         # Once for all epochs: opening it again would ask the hub again.
         self._stream = self._load() if self._stream is None else self._stream
-        # A stream holds its reader's place, so each reading has one of its own. A deep copy would be one too, but in
-        # another thread it enters itself in the hub's table of file systems while it copies that, and fails.
-        rows = iter(self._stream.shard(num_shards=1, index=0))
+        rows = iter(self._reading())
         for index in itertools.count():
             try:
                 text = _text_field(next(rows))
@@ -231,6 +229,17 @@ class Hub:
                 raise ValueError(f"--data {HUB}{self.name}: row {index} can't be read: {first_line(error)}") from error
             if text:
                 yield Document(f"{self.name}#{index}", text)
+
+    def _reading(self) -> Any:
+        """A stream holds its reader's place, so each reading has one of its own.
+
+        A deep copy would be one too, but in another thread it enters itself in the hub's table of file systems while it
+        copies that, and fails.
+        """
+        try:
+            return self._stream.shard(num_shards=1, index=0)
+        except Exception as error:
+            raise ValueError(f"--data {HUB}{self.name}: can't be read: {first_line(error)}") from error
 
     def _load(self) -> Any:
         try:
