@@ -176,7 +176,11 @@ def main() -> None:
     a = asked(Arguments(), __doc__)
     if a.quick:
         a = replace(a, clusters=("2x1", "4x1"), links=("200mbit",), seq_len=1024, rounds=2)
-    rows = [row for cluster in a.clusters for row in measured(a, cluster)]
+    rows: list[dict[str, Any]] = []
+    for cluster in a.clusters:
+        rows += measured(a, cluster)
+        if a.json is not None:  # after each: it takes a while
+            write_json(a.json, {"summary": summary(rows), "rows": rows} | origin("python benchmarks/cost_model.py"))
     lines = (
         {name: str(row[name]) for name in ("cluster", "link", "mask", "kv_heads", "layout", "way")}
         | {"predicted s": f"{row['predicted']:.3f}", "least s": f"{min(row['seconds']):.3f}"}
@@ -186,5 +190,3 @@ def main() -> None:
     console.print(terminal(lines, title=f"S={a.seq_len}, H={HEADS}, D={DIM}, bf16, forward and backward"))
     for name, value in told.items():
         console.print(f"{name}: {value:.3g}")
-    if a.json is not None:
-        write_json(a.json, {"summary": told, "rows": rows} | origin("python benchmarks/cost_model.py"))
