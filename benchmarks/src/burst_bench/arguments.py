@@ -43,9 +43,7 @@ class CallArguments:
         if self.json is not None:
             names = ("world", "seq_len", "heads", "head_dim", "dtype")
             size = {name: getattr(self, name) for name in names if hasattr(self, name)}
-            command = shlex.join(["python", f"benchmarks/{script}.py", *sys.argv[1:]])
-            command = command.replace(f" --json {shlex.quote(str(self.json))}", "")
-            write_json(self.json, {"size": size, **figures} | origin(command))
+            write_json(self.json, {"size": size, **figures} | origin(command_given(script, self.json)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +52,12 @@ class TimedArguments(CallArguments):
 
     world: int = 2
     rounds: int = 9
+
+
+def command_given(script: str, json: Path | None) -> str:
+    """The command line of this process, of ``benchmarks/{script}.py``, but for where its figures go."""
+    command = shlex.join(["python", f"benchmarks/{script}.py", *sys.argv[1:]])
+    return command.replace(f" --json {shlex.quote(str(json))}", "")
 
 
 def asked(default: A, description: str | None) -> A:

@@ -2,8 +2,8 @@
 
 Those backwards take ``out`` only to form D = rowsum(dO * out). So that ``out`` need not travel, any out' with that row
 sum will do. Two columns of it carry D: the quotient by a large dO of the row, rounded, and what rounding lost, over
-another. Where dO is too small to carry D (only possible once the lse has a gradient of its own),
-columns are appended that v does not have.
+another. Where dO is too small to carry D (only possible once the lse has a gradient of its own), columns are appended
+that v does not have.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from burst_attention.plan.rates import Rates
 from burst_attention.plan.schedule import Schedule, make_schedule
 from burst_attention.testing import WorkerPool
 
-from ..arguments import asked
+from ..arguments import asked, command_given
 from ..cluster.emulated import Cluster, parse_cluster, parse_rate
 from ..harness.calibration import calibrated, limited
 from ..harness.origin import origin
@@ -168,7 +168,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
         "calls": len(calls),
         "median error": statistics.median(errors),
         "worst error": max(errors),
-        "choices within a tenth of the best": right / len(calls),
+        "errors beyond 0.4": sum(error > 0.4 for error in errors),
+        "choices within a tenth of the best": right,
     }
 
 
@@ -177,16 +178,18 @@ def main() -> None:
     if a.quick:
         a = replace(a, clusters=("2x1", "4x1"), links=("200mbit",), seq_len=1024, rounds=2)
     rows: list[dict[str, Any]] = []
+    told: dict[str, float] = {}
     for cluster in a.clusters:
         rows += measured(a, cluster)
+        told = summary(rows)
         if a.json is not None:  # after each: it takes a while
-            write_json(a.json, {"summary": summary(rows), "rows": rows} | origin("python benchmarks/cost_model.py"))
+            write_json(a.json, {"summary": told, "rows": rows} | origin(command_given("cost_model", a.json)))
     lines = (
         {name: str(row[name]) for name in ("cluster", "link", "mask", "kv_heads", "layout", "way")}
         | {"predicted s": f"{row['predicted']:.3f}", "least s": f"{min(row['seconds']):.3f}"}
         for row in rows
     )
-    console, told = Console(), summary(rows)
+    console = Console()
     console.print(terminal(lines, title=f"S={a.seq_len}, H={HEADS}, D={DIM}, bf16, forward and backward"))
     for name, value in told.items():
         console.print(f"{name}: {value:.3g}")

@@ -13,8 +13,6 @@ from __future__ import annotations
 import gc
 import re
 import resource
-import shlex
-import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,6 +32,7 @@ from burst_attention.training.footprint import training_memory
 from burst_attention.training.memory import MemoryConfig
 from burst_attention.training.model import build_model
 
+from ..arguments import command_given
 from ..harness.memory import give_back, peak_during, resident
 from ..harness.origin import origin
 from ..harness.results import write_json
@@ -197,7 +196,7 @@ def search(sizes: Sizes, until: float, tell: Any) -> list[dict[str, Any]]:
 
 def main() -> None:
     a = tyro.cli(Arguments, description=__doc__)
-    command = shlex.join(["python", "benchmarks/longest.py", *sys.argv[1:]]).replace(f" --json {a.json}", "")
+    command = command_given("longest", a.json)
     console, began, about = Console(), time.monotonic(), origin(command)
     rows = search(a, began + 60 * a.minutes, lambda row: console.print(str(row), highlight=False, soft_wrap=True))
     console.print(terminal(longest_of(rows), title=f"{a.gib:g} GiB per rank, {a.ranks} ranks"))
