@@ -66,6 +66,7 @@ MEMORY = "tests/unit/test_killed_for_memory.py"
 FORECAST = "tests/unit/test_forecast.py"
 UNUSUAL = "tests/distributed/test_unusual_steps.py"
 STEP_TIMES = "tests/distributed/test_step_times.py"
+SCALES = "tests/distributed/test_scales.py"
 
 
 @dataclass(frozen=True)
@@ -1072,10 +1073,42 @@ SEEDED = [
     Fault(
         "the backward takes another scale than the forward",
         "attention/operator.py",
-        "stats, forward.scale,",
+        "stats, scale,",
         "stats, q.shape[3] ** -0.5,",
         ATTENTION,
         "extreme_logits",
+    ),
+    Fault(
+        "a negative scale's gradient keeps the sign of the kernel's",
+        "attention/operator.py",
+        "grads[0] = grads[0] * sign_of(forward.scale)",
+        "pass",
+        SCALES,
+        "by_other_packages",
+    ),
+    Fault(
+        "stock kernels get a negative scale",
+        "attention/checks.py",
+        "return (q, scale) if scale > 0 else",
+        "return (q, scale) if scale else",
+        STOCK,
+        "positive_scale and flash2",
+    ),
+    Fault(
+        "ranks don't see that their scales differ in sign",
+        "attention/checks.py",
+        '"scale": call.scale,',
+        '"scale": abs(call.scale),',
+        SCALES,
+        "sign_alone",
+    ),
+    Fault(
+        "a scale is measured in fp64 whatever scores are",
+        "attention/checks.py",
+        "wide = accumulation_dtype(dtype)",
+        "wide = torch.float64",
+        SCALES,
+        "can_not_hold",
     ),
     Fault(
         "a rank draws other inputs than the positions that it holds",

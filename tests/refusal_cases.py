@@ -40,7 +40,8 @@ CALL: Cases = [
     ("burst_attention(q, k, v[:, :1], plan)", "each key has one value"),
     ("burst_attention(q[:, :3], k, v, plan)", "three query heads can't share two key-value heads equally"),
     ("burst_attention(q, k.repeat(2, 1, 1, 1), v, plan)", "broadcasting would hide a mistake"),
-    ("burst_attention(q, k, v, plan, scale=0.0)", "every score would be the same"),
+    ("burst_attention(q, k, v, plan, scale=float('nan'))", "no score would be a number"),
+    ("burst_attention(q, k, v, plan, scale=5e-324)", "in fp32 it is 0, and 0 times a mask's -inf is NaN"),
     ("burst_attention(q, k, v, plan, scale=True)", "a flag in a number's place is a slip"),
     ("burst_attention(q, k, v, plan, travels='all')", "there is no such assignment of pairs"),
     ("torch.func.grad(lambda x: burst_attention(x, k, v, plan).sum())(q)", "an exchange can't be traced by it"),
@@ -91,7 +92,7 @@ DIFFER: Cases = [
     ("burst_attention(*(x.to(dtype) for x in (q, k, v)), plan)", "bytes of one dtype would be read as another"),
     ("burst_attention(q.clone().requires_grad_(rank == 0), k, v, plan)", "one rank alone would enter the backward"),
     ("burst_attention(q, k, v, plan, kernel=['aten', 'reference'][rank])", "partial results differ in precision"),
-    ("burst_attention(q, k, v, plan, scale=[0.5, -1][rank])", "what one rank refuses the others refuse with it"),
+    ("burst_attention(q, k, v, plan, scale=[0.5, float('inf')][rank])", "what one rank refuses the others refuse with it"),
     ("burst_attention(q, k, [v, v[:, :1]][rank], plan)", "the rank at fault is named on the other"),
     ("plan.unshard(x[:, :, : 3 - rank], 1)", "the parts would not fit together"),
     (

@@ -192,13 +192,13 @@ def test_a_scale_is_any_real_number(scale) -> None:
     "scale",
     [
         *(True, np.True_, torch.tensor(True)),
-        *(np.float32("nan"), np.float64("inf"), np.float32(0), torch.tensor(-1.0), 10**400),
+        *(np.float32("nan"), np.float64("inf"), -np.inf, 10**400),
         *(torch.tensor([0.5]), torch.tensor(0.5, requires_grad=True), np.complex64(1), "1"),
     ],
 )
 def test_what_is_no_scale_is_refused(scale) -> None:
     q = torch.zeros(1, 2, 10, 4)
-    with pytest.raises(ValueError, match=r"scale=.* must be a positive, finite number"):
+    with pytest.raises(ValueError, match=r"scale=.* must be a finite number"):
         burst_attention(q, q, q, make_plan(10), scale=scale)
 
 
