@@ -1079,6 +1079,14 @@ SEEDED = [
         "extreme_logits",
     ),
     Fault(
+        "no tokens lie in a run of positions",
+        "plan/tally.py",
+        "if not len(beside):",
+        "if False:",
+        PLANNING,
+        "no_tokens_give",
+    ),
+    Fault(
         "a negative scale's gradient keeps the sign of the kernel's",
         "attention/operator.py",
         "grads[0] = grads[0] * sign_of(forward.scale)",

@@ -48,7 +48,7 @@ def _calls(mask: Mask, seqlen: int) -> Iterator[tuple[slice, slice, Tensor | Non
         window = mask.window
         if window is None or window >= stop - start:
             whole = slice(start, stop)
-            if stop > start:
+            if stop > start or not seqlen:  # no tokens: one empty call, whose result has gradients
                 yield whole, whole, torch.from_numpy(mask.dense(seqlen)) if mask.prefix else None
             continue
         for top in range(start, stop, WINDOW_ROWS):  # a mask of the whole would take memory in the length's square
