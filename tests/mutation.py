@@ -67,6 +67,7 @@ FORECAST = "tests/unit/test_forecast.py"
 UNUSUAL = "tests/distributed/test_unusual_steps.py"
 STEP_TIMES = "tests/distributed/test_step_times.py"
 SCALES = "tests/distributed/test_scales.py"
+RATES = "tests/unit/test_rates.py"
 
 
 @dataclass(frozen=True)
@@ -1077,6 +1078,30 @@ SEEDED = [
         "stats, q.shape[3] ** -0.5,",
         ATTENTION,
         "extreme_logits",
+    ),
+    Fault(
+        "candidates that take no time are divided by it",
+        "plan/choose.py",
+        "min(one.seconds for one in each) or 1.0 for",
+        "min(one.seconds for one in each) for",
+        RATES,
+        "computed_with",
+    ),
+    Fault(
+        "rates need not be in a range",
+        "plan/rates.py",
+        "not least <= value <= most:",
+        "not value >= 0:",
+        RATES,
+        "refused",
+    ),
+    Fault(
+        "control characters in a name are written as they are",
+        "plan/rates.py",
+        "return json.dumps(value, ensure_ascii=False)",
+        """return ('"' + value.replace("\\\\", "\\\\\\\\").replace('"', '\\\\"') + '"')""",
+        RATES,
+        "read_as",
     ),
     Fault(
         "no tokens lie in a run of positions",
