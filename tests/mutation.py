@@ -68,6 +68,7 @@ UNUSUAL = "tests/distributed/test_unusual_steps.py"
 STEP_TIMES = "tests/distributed/test_step_times.py"
 SCALES = "tests/distributed/test_scales.py"
 RATES = "tests/unit/test_rates.py"
+LOCAL = "tests/distributed/test_local_world.py"
 
 
 @dataclass(frozen=True)
@@ -1078,6 +1079,22 @@ SEEDED = [
         "stats, q.shape[3] ** -0.5,",
         ATTENTION,
         "extreme_logits",
+    ),
+    Fault(
+        "the agreement does not know a route's nodes",
+        "plan/schedule.py",
+        '"route": self.route.description,',
+        '"route": self.route.name,',
+        FAULTS,
+        "other_nodes",
+    ),
+    Fault(
+        "a thread writes to another's inference tensor in its own mode",
+        "comm/local.py",
+        "with torch.inference_mode():",
+        "with torch.no_grad():",
+        LOCAL,
+        "without_gradients",
     ),
     Fault(
         "candidates that take no time are divided by it",

@@ -99,6 +99,25 @@ def test_disagreement_after_many_healthy_calls(pools) -> None:
         assert "rank 2 has 0.25" in text and "ranks 0, 1 have" in text
 
 
+def plans_mixed_up(one: list[int], other: list[int]) -> tuple:
+    """The last rank takes a plan by ``other`` nodes, where all others take that by ``one``."""
+    plans = [make_plan(SEQLEN, route="nodes", heads=1, nodes=nodes, timeout=5) for nodes in (one, other)]
+    mine = plans[plans[0].rank == plans[0].world - 1]
+    sent = mine.transport.sent
+    told = caught(burst_attention, *tensors(mine), mine)
+    moved = mine.transport.sent - sent
+    burst_attention(*tensors(plans[1]), plans[1]).sum().backward()
+    return *told, moved
+
+
+def test_plans_by_other_nodes_are_not_the_same(pools) -> None:
+    for raised, text, _, moved in pools(4).run(plans_mixed_up, [0, 0, 1, 1], [0, 1, 0, 1]):
+        assert (raised, moved) == ("DisagreementError", 0), text
+        assert "disagree on route: rank 3 has nodes (2, digest" in text
+    for raised, text, _, moved in pools(4).run(plans_mixed_up, [0, 0, 1, 1], [7, 7, 3, 3]):  # by other names
+        assert raised == "nothing" and moved > 0, text
+
+
 def odd_plan(name: str) -> tuple:
     rank = int(os.environ["RANK"])
     options = {"seqlen": 16} | ({name: {"seqlen": 17, "layout": "striped", "route": "ring"}[name]} if rank == 1 else {})
