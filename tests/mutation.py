@@ -68,6 +68,7 @@ UNUSUAL = "tests/distributed/test_unusual_steps.py"
 STEP_TIMES = "tests/distributed/test_step_times.py"
 SCALES = "tests/distributed/test_scales.py"
 RATES = "tests/unit/test_rates.py"
+FORECAST_BOUNDS = "tests/unit/test_forecast_bounds.py"
 LOCAL = "tests/distributed/test_local_world.py"
 
 
@@ -1079,6 +1080,60 @@ SEEDED = [
         "stats, q.shape[3] ** -0.5,",
         ATTENTION,
         "extreme_logits",
+    ),
+    Fault(
+        "forecast: groups that straddle nodes have as many members at home as fit",
+        "plan/collectives.py",
+        "node = gcd(node, groups)",
+        "node = min(node, groups)",
+        FORECAST_BOUNDS,
+        "straddle",
+    ),
+    Fault(
+        "forecast: exposed time goes on below zero",
+        "plan/forecast.py",
+        "seconds=computing + max(many.exposed, self._at(sides, few.exposed, many.exposed)),",
+        "seconds=computing + self._at(sides, few.exposed, many.exposed),",
+        FORECAST_BOUNDS,
+        "less_than_nothing",
+    ),
+    Fault(
+        "forecast: a shard of an uneven width is that of the emptiest rank",
+        "plan/step_memory.py",
+        "return ceil(rows / self.world) * columns * 4",
+        "return rows // self.world * columns * 4",
+        FORECAST_BOUNDS,
+        "weights",
+    ),
+    Fault(
+        "a short window is cut into launches as short",
+        "kernels/pieces.py",
+        "height = width if width >= SMALL else SMALL // 2",
+        "height = width",
+        KERNELS,
+        "short_windows",
+    ),
+    Fault(
+        "calibrate: a message's bytes count as its latency",
+        "attention/calibrate.py",
+        "return max(0.0, few - least / rate), rate",
+        "return few, rate",
+        "tests/unit/test_calibrate.py",
+    ),
+    Fault(
+        "calibrate: a link has no latency",
+        "attention/calibrate.py",
+        "return max(0.0, few - least / rate), rate",
+        "return 0.0, rate",
+        "tests/unit/test_calibrate.py",
+    ),
+    Fault(
+        "the same rank has a token more of each document",
+        "plan/balance.py",
+        "return (first + length) % world if rounds == 1 else first",
+        "return first",
+        "tests/unit/test_balance.py",
+        "take_turns",
     ),
     Fault(
         "the agreement does not know a route's nodes",

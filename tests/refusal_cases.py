@@ -92,7 +92,10 @@ DIFFER: Cases = [
     ("burst_attention(*(x.to(dtype) for x in (q, k, v)), plan)", "bytes of one dtype would be read as another"),
     ("burst_attention(q.clone().requires_grad_(rank == 0), k, v, plan)", "one rank alone would enter the backward"),
     ("burst_attention(q, k, v, plan, kernel=['aten', 'reference'][rank])", "partial results differ in precision"),
-    ("burst_attention(q, k, v, plan, scale=[0.5, float('inf')][rank])", "what one rank refuses the others refuse with it"),
+    (
+        "burst_attention(q, k, v, plan, scale=[0.5, float('inf')][rank])",
+        "what one rank refuses the others refuse with it",
+    ),
     ("burst_attention(q, k, [v, v[:, :1]][rank], plan)", "the rank at fault is named on the other"),
     ("plan.unshard(x[:, :, : 3 - rank], 1)", "the parts would not fit together"),
     (
