@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch import Tensor
 
 from ..launch.join import RankContext
@@ -200,7 +201,7 @@ def together(context: RankContext, action: Callable[[], T]) -> list[T]:
     """
     try:
         mine: tuple[Any, str] = (action(), "")
-    except (OSError, ValueError, RuntimeError, MemoryError) as error:
+    except (OSError, SafetensorError, ValueError, RuntimeError, MemoryError) as error:
         mine = (None, f"rank {context.rank}: {text_of(error)}")
     results = context.collect(mine)
     if text := next((text for _, text in results if text), ""):
@@ -209,7 +210,7 @@ def together(context: RankContext, action: Callable[[], T]) -> list[T]:
 
 
 def text_of(error: BaseException) -> str:
-    """An error in a few words: what the system says of it, if it is the system's."""
+    """Return a short error message; prefer the operating system's text."""
     if isinstance(error, SaveError):
         return str(error)
     if found := re.search(r"\(os error (\d+)\)", str(error)):  # as safetensors tells what the system told it

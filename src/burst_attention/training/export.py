@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 
 from . import checkpoint
 from .checked import Checked
+from .draft import text_of
 from .manifest import UNFINISHED
 from .model import ARCHITECTURES, NextTokenModel
 from .snapshot import WEIGHTS
@@ -95,8 +97,8 @@ def export(source: Path, folder: Path) -> None:
         model.save_pretrained(unfinished)
         tokenizer.save(unfinished)
         unfinished.replace(folder)
-    except OSError as error:
-        raise ValueError(f"DIR {str(folder)!r} can't be written to: {error.strerror or error}") from None
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"DIR {str(folder)!r} can't be written to: {text_of(error)}") from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
