@@ -2335,9 +2335,9 @@ SEEDED = [
     ),
     Fault(
         "a model that can't be written is told by rank 0 alone",
-        "training/draft.py",
-        "(OSError, SafetensorError, ValueError,",
-        "(OSError, ValueError,",
+        "training/export.py",
+        "raise OSError(str(error)) from error",
+        "raise",
         RUN_ENDS,
         "model_that_can",
     ),

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
 from torch import Tensor
 
 from ..launch.join import RankContext
@@ -201,7 +200,7 @@ def together(context: RankContext, action: Callable[[], T]) -> list[T]:
     """
     try:
         mine: tuple[Any, str] = (action(), "")
-    except (OSError, SafetensorError, ValueError, RuntimeError, MemoryError) as error:
+    except (OSError, ValueError, RuntimeError, MemoryError) as error:
         mine = (None, f"rank {context.rank}: {text_of(error)}")
     results = context.collect(mine)
     if text := next((text for _, text in results if text), ""):
