@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from .memory import kills_for_memory, why_killed
-from .processes import INTERRUPTED, end_with
+from .processes import INTERRUPTED, UNSAVED, end_with
 
 GRACE = 1.5  # seconds that ranks have to end by themselves after a failure, and again once they were told to
 
@@ -87,8 +87,8 @@ def launch(command: str, worker: Callable[..., Any], *arguments: Any, ranks: int
             themselves. A second Ctrl-C ends them.
 
     Returns:
-        The exit status: 0; 1 if a worker failed, whose error is shown; 130 after Ctrl-C, 143 after SIGTERM; 75 if the
-        ranks were asked to end, and did with that status.
+        The exit status: 0; 1 if a worker failed, whose error is shown; 130 after Ctrl-C, 143 after SIGTERM; 74 or 75
+        if the ranks ended with that status.
     """
     from torch.distributed import TCPStore
 
@@ -203,7 +203,7 @@ def _wait_for_all(processes: Sequence[BaseProcess], folder: Path, kills: dict[st
         for sentinel in wait(list(waiting)):
             rank = waiting.pop(sentinel)  # type: ignore[arg-type]  # a number, as they went in
             processes[rank].join()
-            if (code := processes[rank].exitcode) and code != INTERRUPTED:
+            if (code := processes[rank].exitcode) and code not in (INTERRUPTED, UNSAVED):
                 failures[rank] = Failure.of(rank, code, folder, kills)
     return failures
 
