@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from ..launch.local import RefusedError
 from . import checkpoint
 from .checked import Checked
 from .checkpoint import Best, best_checkpoint
@@ -187,7 +188,7 @@ def resume(run: Run, resumed: str, tell: Callable[[str], None]) -> None:
         folder = found[0]
         state = together(context, lambda: _read(run.config, folder))[context.rank]
     except SaveError as error:
-        raise ValueError(str(error).removeprefix("rank 0: ").removeprefix("ValueError: ")) from None
+        raise RefusedError(str(error).removeprefix("rank 0: ").removeprefix("ValueError: ")) from None
     load(run, folder, state)
 
 
