@@ -1962,8 +1962,8 @@ SEEDED = [
     Fault(
         "samples that fill up the last batch are evaluated again",
         "integrations/trainer.py",
-        "labels[own:] = IGNORED",
-        "pass",
+        "x[:own] if _has_rows(x, whole) else x",
+        "x",
         TRAINERS,
         "stock_trainers and data",
     ),

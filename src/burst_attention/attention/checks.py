@@ -189,6 +189,11 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, length: int) -> None:
             raise ValueError(f"{name} has shape {list(x.shape)}; it must be [batch, heads, S_local, head dim]")
         if (x.dtype, x.device) != (q.dtype, q.device):
             raise TypeError(f"{name} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}; they must be alike")
+        if x.shape[2] != length and x.shape[1] == length:
+            raise ValueError(
+                f"{name} has shape {list(x.shape)}, with this rank's {length} tokens in dim 1; it must be "
+                f"[batch, heads, S_local, head dim]: pass {name}.transpose(1, 2)"
+            )
         if x.shape[2] != length:
             raise ValueError(
                 f"{name} has shape {list(x.shape)}, but this rank holds {length} tokens (dim 2); cut it with plan.shard"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from ..launch.local import RefusedError
 from . import checkpoint
 from .checked import Checked
 from .checkpoint import Best, best_checkpoint
@@ -204,7 +205,7 @@ def resume(run: Run, resumed: str, tell: Callable[[str], None]) -> None:
         folder = found[0]
         state = together(context, lambda: _read(run.config, folder))[context.rank]
     except SaveError as error:
-        raise ValueError(str(error).removeprefix("rank 0: ").removeprefix("ValueError: ")) from None
+        raise RefusedError(str(error).removeprefix("rank 0: ").removeprefix("ValueError: ")) from None
     load(run, folder, state)
     if (decay := run.config.decay_steps) != (steps := run.config.run.steps):
         rest = f", and is at its least, {run.config.peak_lr * run.config.optim.min_lr:.3g}, from there on"
