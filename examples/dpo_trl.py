@@ -18,7 +18,7 @@ from torch.distributed import run
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, PrinterCallback
 from trl import DPOConfig, DPOTrainer
 
-from burst_attention.integrations.trainer import BurstMixin
+from burst_attention.integrations.trainers import BurstMixin
 
 
 class BurstDPOTrainer(BurstMixin, DPOTrainer):

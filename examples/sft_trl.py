@@ -19,7 +19,7 @@ from torch.distributed import run
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, PrinterCallback
 from trl import SFTConfig, SFTTrainer
 
-from burst_attention.integrations.trainer import BurstMixin
+from burst_attention.integrations.trainers import BurstMixin
 
 CHAT = "{% for m in messages %}<s>{{ m.role }}: {% generation %}{{ m.content }}</s>{% endgeneration %}{% endfor %}"
 

@@ -16,7 +16,7 @@ import torch
 from torch.distributed import run
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainingArguments
 
-from burst_attention.integrations.trainer import BurstMixin
+from burst_attention.integrations.trainers import BurstMixin
 
 LENGTH = 301  # tokens of a sequence; it need not divide by the ranks
 

@@ -25,7 +25,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as transformers_logging
 
 from burst_attention import Mask, burst_attention, make_plan
-from burst_attention.integrations import hf, hf_models
+from burst_attention.integrations import hf
+from burst_attention.integrations.hf import models
 from burst_attention.loss import next_token_loss
 from burst_attention.testing import WorkerError, local_world
 
@@ -265,8 +266,8 @@ def _after_the_product(model: Any, ids: torch.Tensor, hidden: torch.Tensor) -> s
 def _by_parts(model_type: str, parts: torch.nn.Module, otherwise: str, kind: str = "not built") -> Verdict:
     """The verdict of ``hf.check_model`` on a model that can't be run here, by its parts alone."""
     try:
-        hf_models.check_layers(parts.config)
-        hf_models.check_structure(parts)
+        models.check_layers(parts.config)
+        models.check_structure(parts)
     except ValueError as error:
         return Verdict(model_type, "refused", str(error))
     return Verdict(model_type, kind, otherwise)

@@ -93,7 +93,7 @@ class Fault:
 SEEDED = [
     Fault(
         "forecast: a larger world's bytes and time are those of the smaller",
-        "plan/forecast.py",
+        "train/src/burst_train/forecast/calls.py",
         "return many + (x - b) * (many - few) / (b - a)",
         "return many",
         FORECAST,
@@ -101,7 +101,7 @@ SEEDED = [
     ),
     Fault(
         "forecast: what travels across nodes is not counted",
-        "plan/forecast.py",
+        "train/src/burst_train/forecast/calls.py",
         "inside, across = (float(sent.size[kind == n].sum()) / setting.world for n in (0, 1))",
         "inside, across = float(sent.size[kind == 0].sum()) / setting.world, 0.0",
         FORECAST,
@@ -109,7 +109,7 @@ SEEDED = [
     ),
     Fault(
         "forecast: a layer that is recomputed keeps its feed-forward",
-        "plan/step_memory.py",
+        "train/src/burst_train/forecast/step_memory.py",
         "return self._tokens(io * m.hidden + attention) + self.results",
         "return self._tokens(io * m.hidden + attention + self._fed_kept()) + self.results",
         FORECAST,
@@ -117,7 +117,7 @@ SEEDED = [
     ),
     Fault(
         "forecast: the loss holds one chunk of logits less",
-        "plan/step_memory.py",
+        "train/src/burst_train/forecast/step_memory.py",
         "widened + max(4 * head + 2 * logits, 8 * head + logits)",
         "widened + max(4 * head + logits, 8 * head)",
         FORECAST,
@@ -125,7 +125,7 @@ SEEDED = [
     ),
     Fault(
         "forecast: an attention that is recomputed takes no time",
-        "training/forecast.py",
+        "train/src/burst_train/forecast/forecast.py",
         'return 2 if self.remat == "layer" else 1',
         "return 1",
         FORECAST,
@@ -133,7 +133,7 @@ SEEDED = [
     ),
     Fault(
         "forecast: a shared port carries one rank's part",
-        "plan/collectives.py",
+        "train/src/burst_train/forecast/collectives.py",
         "port = across * (here if rates.across.shared else 1)",
         "port = across",
         FORECAST,
@@ -141,7 +141,7 @@ SEEDED = [
     ),
     Fault(
         "the planner is asked twice for one call",
-        "plan/schedule.py",
+        "planner/schedule.py",
         "if replace(found.groups, waves=groups.waves) == groups:",
         "if False:",
         "tests/unit/test_planner.py",
@@ -157,7 +157,7 @@ SEEDED = [
     ),
     Fault(
         "forecast: rings have a shared port each",
-        "plan/collectives.py",
+        "train/src/burst_train/forecast/collectives.py",
         "min(groups, node) if link.shared else 1",
         "1",
         FORECAST,
@@ -165,7 +165,7 @@ SEEDED = [
     ),
     Fault(
         "forecast: USP's all-to-all costs nothing",
-        "plan/collectives.py",
+        "train/src/burst_train/forecast/collectives.py",
         "return replace(_with(call, _traded(setting, groups)), standing=standing)",
         "return replace(call, standing=standing)",
         FORECAST,
@@ -173,7 +173,7 @@ SEEDED = [
     ),
     Fault(
         "forecast: tied weights are counted twice",
-        "plan/models.py",
+        "train/src/burst_train/forecast/models.py",
         "        if not self.tied:\n",
         "        if self.tied or not self.tied:\n",
         FORECAST,
@@ -181,7 +181,7 @@ SEEDED = [
     ),
     Fault(
         "forecast: what does not fit is recommended",
-        "training/forecast.py",
+        "train/src/burst_train/forecast/forecast.py",
         "if not each.refused and each.fits is not False]",
         "if not each.refused]",
         FORECAST,
@@ -189,7 +189,7 @@ SEEDED = [
     ),
     Fault(
         "planner: an exchange is posted before the visits two steps ago are done",
-        "plan/timing.py",
+        "planner/timing.py",
         "room = done[t - IN_FLIGHT] if t >= IN_FLIGHT else np.zeros(world)",
         "room = np.zeros(world)",
         PLANNER,
@@ -197,7 +197,7 @@ SEEDED = [
     ),
     Fault(
         "planner: messages of one port don't share it",
-        "plan/timing.py",
+        "planner/timing.py",
         "end = begin + np.maximum(busy[0][out], busy[1][into])",
         "end = begin + took",
         PLANNER,
@@ -205,7 +205,7 @@ SEEDED = [
     ),
     Fault(
         "planner: ranks on shared cores each have their own",
-        "plan/timing.py",
+        "planner/timing.py",
         "pace = min(1.0, at_once / len(computing))",
         "pace = 1.0",
         PLANNER,
@@ -213,7 +213,7 @@ SEEDED = [
     ),
     Fault(
         "planner: a choice is that of the mask before",
-        "plan/schedule.py",
+        "planner/schedule.py",
         "self.planner.remember((layout, mask, shape,",
         "self.planner.remember((layout, shape,",
         PLANNER,
@@ -229,7 +229,7 @@ SEEDED = [
     ),
     Fault(
         "planner: sums leave for home before they are whole",
-        "plan/tally.py",
+        "planner/traffic.py",
         "(ready + 1, self.keeper, self.owner,",
         "(ready, self.keeper, self.owner,",
         PLAN,
@@ -237,7 +237,7 @@ SEEDED = [
     ),
     Fault(
         "planner: what is simpler is taken at twice the time",
-        "plan/choose.py",
+        "planner/choice.py",
         "if worst[n] <= WORTH * min(worst.values()))",
         "if worst[n] <= 2 * min(worst.values()))",
         PLANNER,
@@ -245,7 +245,7 @@ SEEDED = [
     ),
     Fault(
         "planner: a layout that was asked for by name is chosen anew",
-        "plan/schedule.py",
+        "planner/schedule.py",
         "if not self.layout_left or known is None",
         "if known is None",
         PLANNER,
@@ -329,7 +329,7 @@ SEEDED = [
     ),
     Fault(
         "a layout left open is never balanced",
-        "plan/schedule.py",
+        "planner/schedule.py",
         "(*LAYOUTS_TRIED, BALANCED) if documents is not None",
         "LAYOUTS_TRIED if documents is not None",
         "tests/unit/test_planner.py",
@@ -337,7 +337,7 @@ SEEDED = [
     ),
     Fault(
         "a block's waste is more than there is of a small tile",
-        "plan/tally.py",
+        "planner/traffic.py",
         "np.minimum(self.pairs.border * block / 2, self.pairs.spare * groups.query / finer)",
         "self.pairs.border * block / 2",
         "tests/unit/test_planner.py",
@@ -345,7 +345,7 @@ SEEDED = [
     ),
     Fault(
         "a forward that layers recompute counts once",
-        "plan/choose.py",
+        "planner/choice.py",
         'return 2 if self.remat == "layer" else 1',
         "return 1",
         "tests/unit/test_planner.py",
@@ -377,7 +377,7 @@ SEEDED = [
     ),
     Fault(
         "of many ranks' ways the first are looked at",
-        "plan/choose.py",
+        "planner/choice.py",
         "[*zip(_regrets(found), moved, strict=True)].__getitem__",
         "_regrets(found).__getitem__",
         "tests/unit/test_planner.py",
@@ -385,7 +385,7 @@ SEEDED = [
     ),
     Fault(
         "a slice without a token is kept",
-        "plan/choose.py",
+        "planner/choice.py",
         "count == 1 or _some_slice_is_empty(layout, count)",
         "count == 1",
         "tests/unit/test_planner.py",
@@ -417,7 +417,7 @@ SEEDED = [
     ),
     Fault(
         "schedules of all masks are kept",
-        "plan/schedule.py",
+        "planner/schedule.py",
         "while len(self._derived) > MOST_DERIVED:",
         "while len(self._derived) > 10**6:",
         "tests/unit/test_balance.py",
@@ -736,7 +736,7 @@ SEEDED = [
     ),
     Fault(
         "what a model does to its logits is not looked at",
-        "integrations/hf_head.py",
+        "integrations/hf/heads.py",
         "return _form(type(model).__name__, product, logits)",
         "return LogitForm()",
         HEADS,
@@ -744,7 +744,7 @@ SEEDED = [
     ),
     Fault(
         "logits that differ by token are taken for one form",
-        "integrations/hf_head.py",
+        "integrations/hf/heads.py",
         "    if wrong.any():\n",
         "    if wrong.all():\n",
         HEADS,
@@ -752,7 +752,7 @@ SEEDED = [
     ),
     Fault(
         "hidden states that a model changes before its head are not noticed",
-        "integrations/hf_head.py",
+        "integrations/hf/heads.py",
         "if instead.seen is None or not torch.equal(instead.seen.detach().cpu().double(), hidden):",
         "if instead.seen is None:",
         HEADS,
@@ -760,7 +760,7 @@ SEEDED = [
     ),
     Fault(
         "forgotten positions are not noticed",
-        "integrations/hf_attention.py",
+        "integrations/hf/attention.py",
         "self._check_positions(position_ids, query, chosen)",
         "pass",
         "tests/unit/test_hf_refusals.py tests/distributed/test_hf.py",
@@ -768,7 +768,7 @@ SEEDED = [
     ),
     Fault(
         "a padding mask is dropped",
-        "integrations/hf_checks.py",
+        "integrations/hf/checks.py",
         "attention_mask.dim() == 2 and attention_mask.all()",
         "attention_mask.dim() == 2",
         HF,
@@ -776,7 +776,7 @@ SEEDED = [
     ),
     Fault(
         "a window of all but one token taken for none",
-        "integrations/hf_checks.py",
+        "integrations/hf/checks.py",
         "window >= longest else",
         "window >= longest - 1 else",
         HF,
@@ -784,7 +784,7 @@ SEEDED = [
     ),
     Fault(
         "a part that mixes tokens is not noticed by the attention",
-        "integrations/hf_attention.py",
+        "integrations/hf/attention.py",
         "self._models.check(module, chosen)",
         "pass",
         HF_MODELS,
@@ -792,7 +792,7 @@ SEEDED = [
     ),
     Fault(
         "unknown parts are taken for known",
-        "integrations/hf_models.py",
+        "integrations/hf/models.py",
         "or not _has_own_forward(module) or",
         "or _has_own_forward(module) or",
         HF_MODELS,
@@ -800,7 +800,7 @@ SEEDED = [
     ),
     Fault(
         "positions that a model counts itself are not noticed",
-        "integrations/hf_models.py",
+        "integrations/hf/models.py",
         "if _places_tokens(module):",
         "if False:",
         "tests/unit/test_families.py",
@@ -808,7 +808,7 @@ SEEDED = [
     ),
     Fault(
         "layers with another attention are not noticed",
-        "integrations/hf_models.py",
+        "integrations/hf/models.py",
         "if config._attn_implementation not in names:",
         "if False:",
         HF_MODELS,
@@ -816,7 +816,7 @@ SEEDED = [
     ),
     Fault(
         "tokens that see each other outside of the attention are not measured",
-        "integrations/hf_models.py",
+        "integrations/hf/models.py",
         "_check_by_measure(model, plan)\n",
         "pass\n",
         HF_MODELS,
@@ -840,7 +840,7 @@ SEEDED = [
     ),
     Fault(
         "a loaded configuration is not asked for dropout",
-        "training/model.py",
+        "train/src/burst_train/step/model.py",
         "hf.check_config(config, training=training)",
         "pass",
         HF_MODELS,
@@ -856,14 +856,14 @@ SEEDED = [
     ),
     Fault(
         "gradients averaged over ranks",
-        "engines/parameters.py",
+        "train/src/burst_train/engines/parameters.py",
         "module.set_gradient_divide_factor(1.0)",
         "module.set_gradient_divide_factor(2.0)",
         TRAIN,
     ),
     Fault(
         "tensor parallelism keeps one rank's share of the head's gradient",
-        "engines/tensor.py",
+        "train/src/burst_train/engines/tensor.py",
         "grad_placements=[Partial()]",
         "grad_placements=[Replicate()]",
         ENGINES,
@@ -871,7 +871,7 @@ SEEDED = [
     ),
     Fault(
         "tensor parallelism sums the gradients of each projection by themselves",
-        "engines/tensor.py",
+        "train/src/burst_train/engines/tensor.py",
         '"self_attn": enter_attention,',
         "",
         ENGINES,
@@ -879,7 +879,7 @@ SEEDED = [
     ),
     Fault(
         "Ulysses counts one exchange in place of two",
-        "engines/trade.py",
+        "train/src/burst_train/engines/trade.py",
         "forward = (inputs * tokens_out + outputs * tokens_back)",
         "forward = (inputs * tokens_out)",
         ENGINES,
@@ -887,7 +887,7 @@ SEEDED = [
     ),
     Fault(
         "Ulysses' backward gives other tokens' gradients of k",
-        "engines/trade.py",
+        "train/src/burst_train/engines/trade.py",
         'return None, *ctx.trade.to_tokens(grads, "backward")',
         'return None, *ctx.trade.to_tokens([grads[0], grads[1].flip(2), grads[2]], "backward")',
         ENGINES,
@@ -895,7 +895,7 @@ SEEDED = [
     ),
     Fault(
         "USP's output goes home in the order of the ring",
-        "engines/usp.py",
+        "train/src/burst_train/engines/usp.py",
         "out.index_select(2, back)",
         "out",
         ENGINES,
@@ -903,7 +903,7 @@ SEEDED = [
     ),
     Fault(
         "USP counts its ring alone",
-        "engines/usp.py",
+        "train/src/burst_train/engines/usp.py",
         "return traded[0] + ring.forward_sent",
         "return ring.forward_sent",
         ENGINES,
@@ -911,7 +911,7 @@ SEEDED = [
     ),
     Fault(
         "USP looks at its scale when heads were exchanged",
-        "engines/usp.py",
+        "train/src/burst_train/engines/usp.py",
         'check_types(q, k, v, scale, "key-value", "auto")',
         "pass",
         ENGINES,
@@ -919,7 +919,7 @@ SEEDED = [
     ),
     Fault(
         "USP is a ring of all ranks",
-        "engines/usp.py",
+        "train/src/burst_train/engines/usp.py",
         "return math.gcd(kv_heads, world)",
         "return 1",
         ENGINES,
@@ -927,7 +927,7 @@ SEEDED = [
     ),
     Fault(
         "USP's ring is dealt out without regard to what neighbours hold",
-        "engines/usp.py",
+        "train/src/burst_train/engines/usp.py",
         "by_position[np.searchsorted(held, together.positions(context), sorter=by_position)]",
         "np.arange(len(held))",
         ENGINES,
@@ -935,7 +935,7 @@ SEEDED = [
     ),
     Fault(
         "windows of whole attention start a key late",
-        "engines/whole.py",
+        "train/src/burst_train/engines/whole.py",
         "max(top - window + 1, start)",
         "max(top - window + 2, start)",
         ENGINES,
@@ -991,7 +991,7 @@ SEEDED = [
     ),
     Fault(
         "gradients of parameters are those of the first rank",
-        "engines/parameters.py",
+        "train/src/burst_train/engines/parameters.py",
         "torch.sum(parts.view(group.size(), *output_tensor.shape), 0, out=output_tensor)",
         "output_tensor.copy_(parts.view(group.size(), *output_tensor.shape)[0])",
         ENGINES,
@@ -1086,7 +1086,7 @@ SEEDED = [
     ),
     Fault(
         "forecast: groups that straddle nodes have as many members at home as fit",
-        "plan/collectives.py",
+        "train/src/burst_train/forecast/collectives.py",
         "node = gcd(node, groups)",
         "node = min(node, groups)",
         FORECAST_BOUNDS,
@@ -1094,7 +1094,7 @@ SEEDED = [
     ),
     Fault(
         "forecast: exposed time goes on below zero",
-        "plan/forecast.py",
+        "train/src/burst_train/forecast/calls.py",
         "seconds=computing + max(many.exposed, self._at(sides, few.exposed, many.exposed)),",
         "seconds=computing + self._at(sides, few.exposed, many.exposed),",
         FORECAST_BOUNDS,
@@ -1102,7 +1102,7 @@ SEEDED = [
     ),
     Fault(
         "forecast: a shard of an uneven width is that of the emptiest rank",
-        "plan/step_memory.py",
+        "train/src/burst_train/forecast/step_memory.py",
         "return ceil(rows / self.world) * columns * 4",
         "return rows // self.world * columns * 4",
         FORECAST_BOUNDS,
@@ -1140,7 +1140,7 @@ SEEDED = [
     ),
     Fault(
         "the agreement does not know a route's nodes",
-        "plan/schedule.py",
+        "planner/schedule.py",
         '"route": self.route.description,',
         '"route": self.route.name,',
         FAULTS,
@@ -1156,7 +1156,7 @@ SEEDED = [
     ),
     Fault(
         "candidates that take no time are divided by it",
-        "plan/choose.py",
+        "planner/choice.py",
         "min(one.seconds for one in each) or 1.0 for",
         "min(one.seconds for one in each) for",
         RATES,
@@ -1164,7 +1164,7 @@ SEEDED = [
     ),
     Fault(
         "rates need not be in a range",
-        "plan/rates.py",
+        "planner/rates.py",
         "not least <= value <= most:",
         "not value >= 0:",
         RATES,
@@ -1172,7 +1172,7 @@ SEEDED = [
     ),
     Fault(
         "control characters in a name are written as they are",
-        "plan/rates.py",
+        "planner/rates.py",
         "return json.dumps(value, ensure_ascii=False)",
         """return ('"' + value.replace("\\\\", "\\\\\\\\").replace('"', '\\\\"') + '"')""",
         RATES,
@@ -1180,7 +1180,7 @@ SEEDED = [
     ),
     Fault(
         "no tokens lie in a run of positions",
-        "plan/tally.py",
+        "planner/traffic.py",
         "if not len(beside):",
         "if False:",
         PLANNING,
@@ -1324,7 +1324,7 @@ SEEDED = [
     ),
     Fault(
         "the first held-out character is trained on",
-        "training/data.py",
+        "train/src/burst_train/data/sequences.py",
         "document.text[: self._cut(document)]",
         "document.text[: self._cut(document) + 1]",
         DATA,
@@ -1332,7 +1332,7 @@ SEEDED = [
     ),
     Fault(
         "the first character after the split is lost",
-        "training/data.py",
+        "train/src/burst_train/data/sequences.py",
         "document.text[self._cut(document) :]",
         "document.text[self._cut(document) + 1 :]",
         DATA,
@@ -1340,7 +1340,7 @@ SEEDED = [
     ),
     Fault(
         "every epoch in the same order",
-        "training/data.py",
+        "train/src/burst_train/data/sequences.py",
         "[self.seed, epoch, 0]",
         "[self.seed, 0, 0]",
         DATA,
@@ -1348,7 +1348,7 @@ SEEDED = [
     ),
     Fault(
         "the order of documents is every seed's",
-        "training/data.py",
+        "train/src/burst_train/data/sequences.py",
         "[self.seed, epoch, 0]",
         "[epoch, 0]",
         DATA,
@@ -1356,7 +1356,7 @@ SEEDED = [
     ),
     Fault(
         "a stream is shuffled alike for every seed",
-        "training/data.py",
+        "train/src/burst_train/data/sequences.py",
         "[reader.seed, 0, 1]",
         "[0, 1]",
         DATA,
@@ -1364,7 +1364,7 @@ SEEDED = [
     ),
     Fault(
         "what is held out comes in the seed's order",
-        "training/data.py",
+        "train/src/burst_train/data/sequences.py",
         "np.random.default_rng(0))",
         "np.random.default_rng(self.seed))",
         DATA,
@@ -1372,7 +1372,7 @@ SEEDED = [
     ),
     Fault(
         "the rest of a short document is held out",
-        "training/data.py",
+        "train/src/burst_train/data/sequences.py",
         "keep_rest=self.split.tail",
         "keep_rest=True",
         DATA,
@@ -1380,7 +1380,7 @@ SEEDED = [
     ),
     Fault(
         "packing drops a token at a cut",
-        "training/data.py",
+        "train/src/burst_train/data/sequences.py",
         "document[seq_len - borders[-1] :]",
         "document[seq_len - borders[-1] + 1 :]",
         DATA,
@@ -1388,7 +1388,7 @@ SEEDED = [
     ),
     Fault(
         "the last of the shuffled is dropped",
-        "training/data.py",
+        "train/src/burst_train/data/sequences.py",
         "order.permutation(len(waiting)))",
         "order.permutation(len(waiting) - 1))",
         DATA,
@@ -1396,7 +1396,7 @@ SEEDED = [
     ),
     Fault(
         "the borders of a short sequence reach beyond it",
-        "training/data.py",
+        "train/src/burst_train/data/sequences.py",
         "    if parts:\n        yield TokenSequence(np.concatenate(parts), tuple(borders))",
         "    if parts:\n        yield TokenSequence(np.concatenate(parts), (*borders[:-1], seq_len))",
         DATA,
@@ -1404,7 +1404,7 @@ SEEDED = [
     ),
     Fault(
         "perplexity of a mean of means",
-        "training/evaluate.py",
+        "train/src/burst_train/step/evaluate.py",
         "math.fsum(by_index[index] for index in range(len(self.sequences))) / self.tokens",
         "math.fsum(by_index[i] / s.valid_tokens for i, s in enumerate(self.sequences)) / len(self.sequences)",
         EVAL,
@@ -1412,7 +1412,7 @@ SEEDED = [
     ),
     Fault(
         "a special token's name in a text is that token",
-        "training/tokenizer.py",
+        "train/src/burst_train/data/tokenizer.py",
         "        self.inner.split_special_tokens = True\n",
         "",
         TOKENIZER,
@@ -1420,7 +1420,7 @@ SEEDED = [
     ),
     Fault(
         "what was saved finds special tokens in a text",
-        "training/tokenizer.py",
+        "train/src/burst_train/data/tokenizer.py",
         'settings["split_special_tokens"] = not tokenizer.chat_template',
         "pass",
         TOKENIZER,
@@ -1428,7 +1428,7 @@ SEEDED = [
     ),
     Fault(
         "what was saved closes a prompt",
-        "training/tokenizer.py",
+        "train/src/burst_train/data/tokenizer.py",
         'single="<s> $A"',
         'single="<s> $A </s>"',
         TOKENIZER,
@@ -1436,7 +1436,7 @@ SEEDED = [
     ),
     Fault(
         "a Qwen2 beside it makes another tokenizer of it",
-        "training/tokenizer.py",
+        "train/src/burst_train/data/tokenizer.py",
         " or not _reads_the_same(tokenizer, folder)",
         "",
         TOKENIZER,
@@ -1444,7 +1444,7 @@ SEEDED = [
     ),
     Fault(
         "JSON nested too deeply crashes",
-        "training/corpus.py",
+        "train/src/burst_train/data/corpus.py",
         "except RecursionError:",
         "except ZeroDivisionError:",
         ODD_CORPORA,
@@ -1452,7 +1452,7 @@ SEEDED = [
     ),
     Fault(
         "files are read in the order of the disk",
-        "training/corpus.py",
+        "train/src/burst_train/data/corpus.py",
         "return sorted(files, key=lambda path: path.relative_to(root).parts)",
         "return files[::-1]",
         CORPUS,
@@ -1460,7 +1460,7 @@ SEEDED = [
     ),
     Fault(
         "all readers of a stream share its place",
-        "training/corpus.py",
+        "train/src/burst_train/data/corpus.py",
         "iter(self._reading())",
         "self.__dict__.setdefault('_rows', iter(self._reading()))",
         CORPUS,
@@ -1468,7 +1468,7 @@ SEEDED = [
     ),
     Fault(
         "a line is named by the one before",
-        "training/corpus.py",
+        "train/src/burst_train/data/corpus.py",
         "enumerate(lines, start=1)",
         "enumerate(lines)",
         CORPUS,
@@ -1476,7 +1476,7 @@ SEEDED = [
     ),
     Fault(
         "a folder that can't be listed is passed over",
-        "training/corpus.py",
+        "train/src/burst_train/data/corpus.py",
         "os.walk(root, onerror=refuse)",
         "os.walk(root)",
         ODD_CORPORA,
@@ -1484,7 +1484,7 @@ SEEDED = [
     ),
     Fault(
         "the greatest difference is a mean",
-        "training/evaluate.py",
+        "train/src/burst_train/step/evaluate.py",
         "(loss - self.reference[index]).abs().max().item()",
         "(loss - self.reference[index]).abs().mean().item()",
         EVAL,
@@ -1572,7 +1572,7 @@ SEEDED = [
     ),
     Fault(
         "in inference mode positions are compared once",
-        "integrations/hf_attention.py",
+        "integrations/hf/attention.py",
         "version = None if position_ids.is_inference() else position_ids._version",
         "version = 0 if position_ids.is_inference() else position_ids._version",
         "tests/unit/test_hf.py",
@@ -1580,7 +1580,7 @@ SEEDED = [
     ),
     Fault(
         "the learning rate is that of the next step",
-        "training/trainer.py",
+        "train/src/burst_train/step/trainer.py",
         "        self.optimizer.step()\n        self.schedule.step()\n",
         "        self.schedule.step()\n        self.optimizer.step()\n",
         UPDATES,
@@ -1588,7 +1588,7 @@ SEEDED = [
     ),
     Fault(
         "gradients are summed over ranks in bf16",
-        "engines/parameters.py",
+        "train/src/burst_train/engines/parameters.py",
         "reduce_dtype=torch.float32 if halved else None",
         "reduce_dtype=dtype if halved else None",
         UPDATES,
@@ -1596,7 +1596,7 @@ SEEDED = [
     ),
     Fault(
         "norms decay too",
-        "training/optim.py",
+        "train/src/burst_train/step/optim.py",
         '"weight_decay": 0.0}',
         '"weight_decay": optim.weight_decay}',
         UPDATES,
@@ -1604,7 +1604,7 @@ SEEDED = [
     ),
     Fault(
         "gradients are not clipped",
-        "training/optim.py",
+        "train/src/burst_train/step/optim.py",
         "    if largest:",
         "    if largest < 0:",
         UPDATES,
@@ -1612,7 +1612,7 @@ SEEDED = [
     ),
     Fault(
         "the mean over accumulation steps is taken twice",
-        "training/trainer.py",
+        "train/src/burst_train/step/trainer.py",
         "plans, max(num_valid, 1))",
         "plans, max(num_valid, 1) * (self.config.optim.accumulate or 1))",
         TRAIN,
@@ -1668,28 +1668,28 @@ SEEDED = [
     ),
     Fault(
         "a run writes where another does",
-        "training/claim.py",
+        "train/src/burst_train/run/lock.py",
         "fcntl.LOCK_EX | fcntl.LOCK_NB",
         "fcntl.LOCK_SH | fcntl.LOCK_NB",
         CLAIM,
     ),
     Fault(
         "a folder that no run marked is taken",
-        "training/claim.py",
+        "train/src/burst_train/run/lock.py",
         "and folder.is_dir() and any(folder.iterdir())",
         "and folder.is_dir() and False",
         CLAIM,
     ),
     Fault(
         "a linked folder's files are removed",
-        "training/claim.py",
+        "train/src/burst_train/run/lock.py",
         "            if not _is_own(self.folder, name):",
         "            if not path.exists():",
         CLAIM,
     ),
     Fault(
         "a number that nothing can hold is taken",
-        "training/flags.py",
+        "cli/flags.py",
         "if value > most else",
         "if False else",
         "tests/unit/test_bad_values.py",
@@ -1833,7 +1833,7 @@ SEEDED = [
     ),
     Fault(
         "what stays on a rank is counted as if it were sent",
-        "plan/tally.py",
+        "planner/traffic.py",
         "sent = (size > 0) & (source != target)",
         "sent = size > 0",
         PLAN,
@@ -1889,7 +1889,7 @@ SEEDED = [
     ),
     Fault(
         "what was added to a head is not noticed",
-        "integrations/hf_head.py",
+        "integrations/hf/heads.py",
         'if added or "forward" in vars(head):',
         "if False:",
         HEADS,
@@ -1897,7 +1897,7 @@ SEEDED = [
     ),
     Fault(
         "plans of other documents are taken for one call",
-        "integrations/hf_checks.py",
+        "integrations/hf/checks.py",
         "if len({(each.mask.cu_seqlens, each.mask.prefix) for each in plans.values()}) > 1:",
         "if False:",
         HF_MODELS,
@@ -1913,7 +1913,7 @@ SEEDED = [
     ),
     Fault(
         "accelerate spreads contexts, too",
-        "integrations/trainer_checks.py",
+        "integrations/trainers/checks.py",
         "if config.cp_size == 1:",
         "if True:",
         TRAINERS,
@@ -1921,7 +1921,7 @@ SEEDED = [
     ),
     Fault(
         "ranks of a context read batches of their own",
-        "integrations/trainer_contexts.py",
+        "integrations/trainers/contexts.py",
         "return self.state.process_index // self.contexts.shape[1]",
         "return self.state.process_index",
         TRAINERS,
@@ -1929,7 +1929,7 @@ SEEDED = [
     ),
     Fault(
         "a mesh of accelerate's says who reads what",
-        "integrations/trainer_contexts.py",
+        "integrations/trainers/contexts.py",
         "def _prepare_device_mesh(self) -> None:",
         "def _prepare_no_mesh(self) -> None:",
         TRAINERS,
@@ -1937,7 +1937,7 @@ SEEDED = [
     ),
     Fault(
         "one process reads a stream for all",
-        "integrations/trainer_contexts.py",
+        "integrations/trainers/contexts.py",
         "self.dataloader_config.dispatch_batches = False",
         "pass",
         TRAINERS,
@@ -1945,7 +1945,7 @@ SEEDED = [
     ),
     Fault(
         "each rank of a context counts",
-        "integrations/trainer_contexts.py",
+        "integrations/trainers/contexts.py",
         "return recursively_apply(self.once, super().gather(tensor))",
         "return super().gather(tensor)",
         TRAINERS,
@@ -1953,7 +1953,7 @@ SEEDED = [
     ),
     Fault(
         "the whole batch counts once for each rank of a context",
-        "integrations/trainer.py",
+        "integrations/trainers/__init__.py",
         "return total // (self._context_size or 1)",
         "return total",
         TRAINERS,
@@ -1961,7 +1961,7 @@ SEEDED = [
     ),
     Fault(
         "samples that fill up the last batch are evaluated again",
-        "integrations/trainer.py",
+        "integrations/trainers/__init__.py",
         "x[:own] if _has_rows(x, whole) else x",
         "x",
         TRAINERS,
@@ -1969,7 +1969,7 @@ SEEDED = [
     ),
     Fault(
         "contexts have the seeds of ranks",
-        "integrations/trainer_online.py",
+        "integrations/trainers/online.py",
         "set_seed(args.seed + accelerator.process_index)",
         "pass",
         TRAINERS,
@@ -1977,7 +1977,7 @@ SEEDED = [
     ),
     Fault(
         "each rank of a context generates for itself",
-        "integrations/trainer_online.py",
+        "integrations/trainers/online.py",
         "generated = self._from_first(super()._generate(prompts))",
         "generated = super()._generate(prompts)",
         TRAINERS,
@@ -1985,7 +1985,7 @@ SEEDED = [
     ),
     Fault(
         "FSDP rounds the loss",
-        "integrations/trainer.py",
+        "integrations/trainers/__init__.py",
         "output_dtype=torch.float32)",
         "output_dtype=torch.bfloat16)",
         TRAINERS,
@@ -1993,7 +1993,7 @@ SEEDED = [
     ),
     Fault(
         "a document's tokens are read again after a pause",
-        "training/data.py",
+        "train/src/burst_train/data/sequences.py",
         '"used": self._length - self._open',
         '"used": 0',
         DATA,
@@ -2001,7 +2001,7 @@ SEEDED = [
     ),
     Fault(
         "a stream that goes on draws as at its beginning",
-        "training/data.py",
+        "train/src/burst_train/data/sequences.py",
         "self._order.bit_generator.state = start.order",
         "pass",
         DATA,
@@ -2009,7 +2009,7 @@ SEEDED = [
     ),
     Fault(
         "the schedule goes on a step too late",
-        "training/snapshot.py",
+        "train/src/burst_train/checkpoint/snapshot.py",
         "schedule.last_epoch = last_epoch - 1",
         "schedule.last_epoch = last_epoch",
         RESUME,
@@ -2017,7 +2017,7 @@ SEEDED = [
     ),
     Fault(
         "AdamW's steps are counted anew",
-        "training/snapshot.py",
+        "train/src/burst_train/checkpoint/snapshot.py",
         '["step"].fill_(content.number("steps"))',
         '["step"].fill_(0.0)',
         RESUME,
@@ -2025,7 +2025,7 @@ SEEDED = [
     ),
     Fault(
         "a file's hash is not looked at",
-        "training/manifest.py",
+        "train/src/burst_train/checkpoint/manifest.py",
         'if size == entry["bytes"] and (found := fingerprint(path)["sha256"]) == entry["sha256"]:',
         'if size == entry["bytes"] and (found := fingerprint(path)["sha256"]):',
         FILES,
@@ -2033,7 +2033,7 @@ SEEDED = [
     ),
     Fault(
         "foreign files are passed over",
-        "training/manifest.py",
+        "train/src/burst_train/checkpoint/manifest.py",
         "- {*entries, MANIFEST})",
         "& {MANIFEST} - {MANIFEST})",
         FILES,
@@ -2041,7 +2041,7 @@ SEEDED = [
     ),
     Fault(
         "what is no tensor is saved",
-        "training/checkpoint.py",
+        "train/src/burst_train/checkpoint/files.py",
         "if not isinstance(value, Tensor) or value.dtype not in DTYPES:",
         "if isinstance(value, Tensor) and value.dtype not in DTYPES:",
         RESUME,
@@ -2049,7 +2049,7 @@ SEEDED = [
     ),
     Fault(
         "what is saved is not copied",
-        "training/draft.py",
+        "train/src/burst_train/checkpoint/writer.py",
         'return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)',
         'return tensor.detach().to("cpu").contiguous()',
         SAVING,
@@ -2057,7 +2057,7 @@ SEEDED = [
     ),
     Fault(
         "training waits while a checkpoint is written",
-        "training/saving.py",
+        "train/src/burst_train/checkpoint/saving.py",
         "if draft is not None and (stopping or due or not writing):",
         "if draft is not None:",
         SAVING,
@@ -2065,7 +2065,7 @@ SEEDED = [
     ),
     Fault(
         "the last checkpoint is not waited for",
-        "training/loop.py",
+        "train/src/burst_train/step/loop.py",
         "    saver.finish()\n",
         "",
         SAVING,
@@ -2073,7 +2073,7 @@ SEEDED = [
     ),
     Fault(
         "what is read back is not compared",
-        "training/draft.py",
+        "train/src/burst_train/checkpoint/writer.py",
         'if entry["sha256"] != written:',
         "if False:",
         SAVING,
@@ -2081,7 +2081,7 @@ SEEDED = [
     ),
     Fault(
         "a step without numbers is taken all the same",
-        "training/trainer.py",
+        "train/src/burst_train/step/trainer.py",
         "        if left_out is None:\n",
         "        if True:\n",
         UNUSUAL,
@@ -2089,7 +2089,7 @@ SEEDED = [
     ),
     Fault(
         "the first rank is named, not the one where a number was lost",
-        "training/finite.py",
+        "train/src/burst_train/health/finite.py",
         "_, rank, place = min(found)",
         "_, rank, place = found[0]",
         UNUSUAL,
@@ -2097,7 +2097,7 @@ SEEDED = [
     ),
     Fault(
         "operations of the pairs that a mask hides are counted",
-        "training/flops.py",
+        "train/src/burst_train/health/flops.py",
         "Mask(window=window, cu_seqlens=cu_seqlens).regions(length).T",
         "Mask(causal=False, cu_seqlens=cu_seqlens).regions(length).T",
         "tests/unit/test_flops.py",
@@ -2113,7 +2113,7 @@ SEEDED = [
     ),
     Fault(
         "who is ahead is called behind",
-        "training/watch.py",
+        "train/src/burst_train/health/watch.py",
         "if where == places[0]]",
         "if where == places[-1]]",
         "tests/unit/test_watch.py",
@@ -2121,7 +2121,7 @@ SEEDED = [
     ),
     Fault(
         "the place that is saved is that of the reading",
-        "training/ahead.py",
+        "train/src/burst_train/data/ahead.py",
         "read = next(self._stream), self._stream.place()",
         "read = next(self._stream), lambda: self._stream.place()()",
         "tests/unit/test_ahead.py",
@@ -2129,7 +2129,7 @@ SEEDED = [
     ),
     Fault(
         "what is written beside training does not hurry when all wait for it",
-        "training/shards.py",
+        "train/src/burst_train/checkpoint/shards.py",
         "        self._hurry.set()\n",
         "        pass\n",
         "tests/unit/test_shards.py",
@@ -2137,7 +2137,7 @@ SEEDED = [
     ),
     Fault(
         "the best checkpoint is removed with the old ones",
-        "training/saving.py",
+        "train/src/burst_train/checkpoint/saving.py",
         "if folder not in kept and (best is None or step_of(folder) != best.step):",
         "if folder not in kept:",
         SAVING,
@@ -2145,7 +2145,7 @@ SEEDED = [
     ),
     Fault(
         "after an evaluation the parameters are left whole",
-        "training/trainer.py",
+        "train/src/burst_train/step/trainer.py",
         "                module.reshard()",
         "                pass",
         SAVING,
@@ -2169,7 +2169,7 @@ SEEDED = [
     ),
     Fault(
         "other data are gone on with",
-        "training/data.py",
+        "train/src/burst_train/data/sequences.py",
         "if part is None or _digest(part).hex() != start.digest:",
         "if part is None:",
         RESUME,
@@ -2217,7 +2217,7 @@ SEEDED = [
     ),
     Fault(
         "padding that was moved behind stays there in what a model returns",
-        "integrations/hf_batch.py",
+        "integrations/hf/batch.py",
         "return rows if self.padding is None else _rolled(rows, self.padding)",
         "return rows",
         PARALLEL,
@@ -2225,7 +2225,7 @@ SEEDED = [
     ),
     Fault(
         "a row's last token foretells the next row",
-        "integrations/hf_batch.py",
+        "integrations/hf/batch.py",
         "begins[:, 0], rows = True, 1",
         "rows = 1",
         BATCHES,
@@ -2233,7 +2233,7 @@ SEEDED = [
     ),
     Fault(
         "targets of padding are learnt",
-        "integrations/hf_batch.py",
+        "integrations/hf/batch.py",
         "if real is not None and (targets[~real] != IGNORED).any():",
         "if False:",
         BATCHES,
@@ -2241,7 +2241,7 @@ SEEDED = [
     ),
     Fault(
         "tokens that lengthen a short batch are learnt",
-        "integrations/hf_batch.py",
+        "integrations/hf/batch.py",
         "targets = None if targets is None else arranged(targets, IGNORED)",
         "targets = None if targets is None else arranged(targets, 0)",
         BATCHES,
@@ -2249,7 +2249,7 @@ SEEDED = [
     ),
     Fault(
         "the mean of a parallelized model's gradients is one device's divided by the ranks",
-        "integrations/hf_parallel.py",
+        "integrations/hf/parallel.py",
         "return Scaled.apply(whole, float(self.plans.base.world))",
         "return whole",
         PARALLEL,
@@ -2265,7 +2265,7 @@ SEEDED = [
     ),
     Fault(
         "a switched attention of a parallelized model goes unnoticed",
-        "integrations/hf_parallel.py",
+        "integrations/hf/parallel.py",
         "        hf_models.check_implementations(model, state.layers)\n",
         "",
         PARALLEL,
@@ -2273,7 +2273,7 @@ SEEDED = [
     ),
     Fault(
         "ranks do not compare their weights",
-        "integrations/hf_parallel.py",
+        "integrations/hf/parallel.py",
         "if call.plan.world > 1 and not model._burst.compared:",
         "if False:",
         PARALLEL,
@@ -2281,7 +2281,7 @@ SEEDED = [
     ),
     Fault(
         "the loss of a router is a rank's share, unscaled",
-        "integrations/hf_answer.py",
+        "integrations/hf/outputs.py",
         "out.aux_loss = state.share(aux)",
         "out.aux_loss = aux",
         PARALLEL,
@@ -2289,7 +2289,7 @@ SEEDED = [
     ),
     Fault(
         "a model whose positions matter is placed anew",
-        "integrations/hf_parallel.py",
+        "integrations/hf/parallel.py",
         "if rows.shifted and model._burst.absolute:",
         "if False:",
         PARALLEL,
@@ -2297,7 +2297,7 @@ SEEDED = [
     ),
     Fault(
         "a classifier's gradients are summed as shares",
-        "integrations/hf_answer.py",
+        "integrations/hf/outputs.py",
         "whole = Scaled.apply(call.rows.restore(call.plan.unshard(hidden, 1)), world)",
         "whole = call.rows.restore(call.plan.unshard(hidden, 1))",
         "tests/distributed/test_hf_wrapped.py",
@@ -2305,7 +2305,7 @@ SEEDED = [
     ),
     Fault(
         "a layer that is recomputed keeps all of it",
-        "training/activations.py",
+        "train/src/burst_train/step/activations.py",
         'if memory.remat != "none":',
         'if memory.remat == "never":',
         "tests/distributed/test_training_memory.py",
@@ -2313,7 +2313,7 @@ SEEDED = [
     ),
     Fault(
         "the attention is recomputed with its layer whatever is asked",
-        "training/activations.py",
+        "train/src/burst_train/step/activations.py",
         'kept = keep_attention if memory.remat == "keep-attention" else noop_context_fn',
         "kept = noop_context_fn",
         "tests/distributed/test_keeping_less.py",
@@ -2321,7 +2321,7 @@ SEEDED = [
     ),
     Fault(
         "pieces of a feed-forward layer are all kept",
-        "training/activations.py",
+        "train/src/burst_train/step/activations.py",
         "run = partial(_again, run)",
         "pass",
         "tests/distributed/test_training_memory.py",
@@ -2329,7 +2329,7 @@ SEEDED = [
     ),
     Fault(
         "pieces of a DTensor are cut of the whole",
-        "training/activations.py",
+        "train/src/burst_train/step/activations.py",
         "if not isinstance(hidden, DTensor):",
         "if True:",
         "tests/distributed/test_keeping_less.py",
@@ -2337,7 +2337,7 @@ SEEDED = [
     ),
     Fault(
         "what is exchanged again is not foretold",
-        "training/trainer.py",
+        "train/src/burst_train/step/trainer.py",
         '(2 if self.config.memory.remat == "layer" else 1)',
         "1",
         "tests/distributed/test_keeping_less.py",
@@ -2345,7 +2345,7 @@ SEEDED = [
     ),
     Fault(
         "a control group's limit is not seen",
-        "training/memory.py",
+        "train/src/burst_train/memory.py",
         "for folder in (top / inside, *(top / inside).parents):",
         "for folder in (top / inside,):",
         "tests/unit/test_training_limits.py",
@@ -2353,7 +2353,7 @@ SEEDED = [
     ),
     Fault(
         "what does not fit is started",
-        "training/preflight.py",
+        "train/src/burst_train/cli/preflight.py",
         'if parts is not None and parallel.device != "cuda":',
         'if parts is not None and parallel.device == "cuda":',
         "tests/unit/test_training_limits.py",
@@ -2361,7 +2361,7 @@ SEEDED = [
     ),
     Fault(
         "gradients of a group are kept whole",
-        "training/footprint.py",
+        "train/src/burst_train/forecast/footprint.py",
         "            p.grad = None\n",
         "            pass\n",
         "tests/distributed/test_training_memory.py",
@@ -2369,7 +2369,7 @@ SEEDED = [
     ),
     Fault(
         "what attention keeps of its slice is not foretold",
-        "training/footprint.py",
+        "train/src/burst_train/forecast/footprint.py",
         "heads, kept_rows = self._cuts[plan.mask.window]",
         "heads, kept_rows = 1, 0",
         "tests/distributed/test_training_memory.py",
@@ -2377,7 +2377,7 @@ SEEDED = [
     ),
     Fault(
         "an exported model has its own dtype, whatever was asked for",
-        "training/export.py",
+        "train/src/burst_train/step/export.py",
         'asked = settings.part("model").content.get("save_dtype", "auto")',
         'asked = "auto"',
         RUN_ENDS,
@@ -2385,7 +2385,7 @@ SEEDED = [
     ),
     Fault(
         "the trained model has its own dtype, whatever was asked for",
-        "training/loop.py",
+        "train/src/burst_train/step/loop.py",
         "dtype = saved_dtype(trainer.model_config, trainer.config.model.save_dtype)",
         "dtype = saved_dtype(trainer.model_config)",
         RUN_ENDS,
@@ -2393,7 +2393,7 @@ SEEDED = [
     ),
     Fault(
         "a held-out loss is that of later steps too",
-        "training/trainer.py",
+        "train/src/burst_train/step/trainer.py",
         "        every = self.config.run.eval_every\n        self.held_out = None\n",
         "        every = self.config.run.eval_every\n",
         RUN_ENDS,
@@ -2401,7 +2401,7 @@ SEEDED = [
     ),
     Fault(
         "the least learning rate may be another when a run goes on",
-        "training/snapshot.py",
+        "train/src/burst_train/checkpoint/snapshot.py",
         '("lr", "min_lr", "warmup",',
         '("lr", "warmup",',
         RUNS,
@@ -2409,7 +2409,7 @@ SEEDED = [
     ),
     Fault(
         "a rank without memory for its copy leaves the others waiting",
-        "training/draft.py",
+        "train/src/burst_train/checkpoint/writer.py",
         "RuntimeError, MemoryError)",
         "RuntimeError)",
         RUN_ENDS,
@@ -2417,7 +2417,7 @@ SEEDED = [
     ),
     Fault(
         "an evaluation is no part of a step's time",
-        "training/loop.py",
+        "train/src/burst_train/step/loop.py",
         "saver.after_step(record.seconds + time.perf_counter() - began)",
         "saver.after_step(record.seconds)",
         RUN_ENDS,
@@ -2425,7 +2425,7 @@ SEEDED = [
     ),
     Fault(
         "the best checkpoint is one of a way that was given up",
-        "training/checkpoint.py",
+        "train/src/burst_train/checkpoint/files.py",
         " and (step is None or step_of(folder) <= step)",
         "",
         RUN_ENDS,
@@ -2433,7 +2433,7 @@ SEEDED = [
     ),
     Fault(
         "TensorBoard loses the step at which a run goes on",
-        "training/metrics.py",
+        "train/src/burst_train/run/metrics.py",
         "purge_step=done + 1 if kept",
         "purge_step=done if kept",
         RUN_ENDS,
@@ -2441,7 +2441,7 @@ SEEDED = [
     ),
     Fault(
         "an evaluation of random weights has no seed",
-        "training/evaluation.py",
+        "train/src/burst_train/step/evaluation.py",
         "run=RunConfig(seed=self.seed)",
         "run=RunConfig()",
         EVAL,
@@ -2449,7 +2449,7 @@ SEEDED = [
     ),
     Fault(
         "a run without its checkpoints ends well",
-        "cli/train.py",
+        "train/src/burst_train/cli/train.py",
         "    if summary.missing_checkpoints:  # the same on all ranks\n        sys.exit(UNSAVED)\n",
         "",
         RUN_ENDS,
@@ -2457,7 +2457,7 @@ SEEDED = [
     ),
     Fault(
         "a checkpoint that did best is not missed",
-        "training/saving.py",
+        "train/src/burst_train/checkpoint/saving.py",
         "if step in newest or step == best]",
         "if step in newest]",
         RUN_ENDS,
@@ -2465,7 +2465,7 @@ SEEDED = [
     ),
     Fault(
         "a failed save is missed for ever",
-        "training/saving.py",
+        "train/src/burst_train/checkpoint/saving.py",
         "if step in newest or step == best]",
         "]",
         RUN_ENDS,
@@ -2473,7 +2473,7 @@ SEEDED = [
     ),
     Fault(
         "a model that can't be written is told by rank 0 alone",
-        "training/export.py",
+        "train/src/burst_train/step/export.py",
         "raise OSError(str(error)) from error",
         "raise",
         RUN_ENDS,
@@ -2481,7 +2481,7 @@ SEEDED = [
     ),
     Fault(
         "a finished run is begun again where it ended",
-        "training/metrics.py",
+        "train/src/burst_train/run/metrics.py",
         "    if config.run.steps <= steps:\n",
         "    if False:\n",
         RUN_ENDS,
@@ -2489,7 +2489,7 @@ SEEDED = [
     ),
     Fault(
         "raised steps stretch the schedule",
-        "training/snapshot.py",
+        "train/src/burst_train/checkpoint/snapshot.py",
         "global_batch=config.sequences_per_step, decay_steps=config.decay_steps)",
         "global_batch=config.sequences_per_step)",
         RUN_ENDS,
@@ -2497,7 +2497,7 @@ SEEDED = [
     ),
     Fault(
         "beyond its last step the learning rate rises again",
-        "training/optim.py",
+        "train/src/burst_train/step/optim.py",
         "rate(min(step, last))",
         "rate(step)",
         CONFIG,
@@ -2505,7 +2505,7 @@ SEEDED = [
     ),
     Fault(
         "of damaged checkpoints one is named",
-        "training/checkpoint.py",
+        "train/src/burst_train/checkpoint/files.py",
         "'; '.join(wrong)",
         "wrong[0]",
         FILES,
@@ -2513,7 +2513,7 @@ SEEDED = [
     ),
     Fault(
         "a failed start names what it failed to resume from",
-        "cli/train.py",
+        "train/src/burst_train/cli/train.py",
         "if not asked and found[:1] == list(before[:1]):",
         "if False:",
         RUNS,
@@ -2521,7 +2521,7 @@ SEEDED = [
     ),
     Fault(
         "the first save before a deadline is given no time",
-        "training/saving.py",
+        "train/src/burst_train/checkpoint/saving.py",
         "save = self._longest_save or self._expected_save",
         "save = self._longest_save",
         "tests/distributed/test_saving.py",
@@ -2529,7 +2529,7 @@ SEEDED = [
     ),
     Fault(
         "a first save is expected to write no moments",
-        "training/saving.py",
+        "train/src/burst_train/checkpoint/saving.py",
         "weights * (1 + len(MOMENTS))",
         "weights",
         "tests/distributed/test_saving.py",
@@ -2537,7 +2537,7 @@ SEEDED = [
     ),
     Fault(
         "a disk's rate is that of its trial, however much is written",
-        "training/shards.py",
+        "train/src/burst_train/checkpoint/shards.py",
         "return max(0.0, few - each * (TRIAL // 8)) + each * size",
         "return few",
         "tests/distributed/test_saving.py",
@@ -2545,7 +2545,7 @@ SEEDED = [
     ),
     Fault(
         "ranks a step ahead of others compute for nothing",
-        "plan/timing.py",
+        "planner/timing.py",
         "now = now + max(0.0, computed.sum() / at_once - now.max())",
         "pass",
         PLANNER,
@@ -2553,7 +2553,7 @@ SEEDED = [
     ),
     Fault(
         "every two stretches are foretold a launch",
-        "plan/timing.py",
+        "planner/timing.py",
         "tiles = np.where(queries_alone, by_query, by_key)",
         "tiles = beyond",
         PLANNER,
@@ -2569,7 +2569,7 @@ SEEDED = [
     ),
     Fault(
         "the optimizer's moments are foretold once",
-        "training/footprint.py",
+        "train/src/burst_train/forecast/footprint.py",
         "parts = [weights, gradients, 2 * weights, gathered, held, peak.attention, loss]",
         "parts = [weights, gradients, weights, gathered, held // 2, peak.attention, loss]",
         "tests/distributed/test_training_memory.py",

@@ -11,18 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from burst_train import engines
+from burst_train.data.corpus import open_corpus
+from burst_train.engines.ulysses import ulysses_attention
+from burst_train.engines.whole import whole_attention
+from burst_train.run.lock import claimed
 from torch import nn
 from torch.autograd import forward_ad
 
-from burst_attention import Mask, burst_attention, engines, kernels, make_plan
+from burst_attention import Mask, burst_attention, kernels, make_plan
 from burst_attention.compat import ring_flash_attn
 from burst_attention.compat.yunchang import LongContextAttention
-from burst_attention.engines.ulysses import ulysses_attention
-from burst_attention.engines.whole import whole_attention
 from burst_attention.integrations import hf
 from burst_attention.loss import next_token_loss, token_log_probs
-from burst_attention.training.claim import claimed
-from burst_attention.training.corpus import open_corpus
 from tests import families
 from tests.hf_models import SEQLEN, cache_with_earlier_tokens, make_batch, make_model
 from tests.trainer_refusals import TRAINERS, trainer_names

@@ -31,9 +31,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from burst_attention.training.config import TrainConfig  # noqa: E402
-from burst_attention.training.manifest import FOLDER  # noqa: E402
-from burst_attention.training.metrics import AUTO, SUMMARY  # noqa: E402
+from burst_train.checkpoint.manifest import FOLDER  # noqa: E402
+from burst_train.config import TrainConfig  # noqa: E402
+from burst_train.run.metrics import AUTO, SUMMARY  # noqa: E402
+
 from tests.training import config_of, write_corpus  # noqa: E402
 
 STEPS, TIMEOUT, PATIENCE, GRACE = 8, 60.0, 120.0, 1.5

@@ -14,14 +14,14 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+from burst_train.checkpoint.writer import Draft
+from burst_train.config import TrainConfig
+from burst_train.run.curve import draw_losses
+from burst_train.run.interrupt import InterruptedRunError
+from burst_train.step.loop import Trainer, train
+from burst_train.step.model import quieten_transformers
 
 from burst_attention.launch.processes import end_with
-from burst_attention.training.config import TrainConfig
-from burst_attention.training.curve import draw_losses
-from burst_attention.training.draft import Draft
-from burst_attention.training.interrupt import InterruptedRunError
-from burst_attention.training.loop import Trainer, train
-from burst_attention.training.model import quieten_transformers
 
 # What a run would import when it needs it.
 for _name in (

@@ -90,7 +90,7 @@ def mixture() -> Any:
 
 def over_contexts(kind: type) -> type:
     """The kind with the mixin before it."""
-    from burst_attention.integrations.trainer import BurstMixin
+    from burst_attention.integrations.trainers import BurstMixin
 
     return type(kind.__name__, (BurstMixin, kind), {})
 

@@ -38,7 +38,7 @@ def trainer_names(_: Any) -> dict[str, Any]:
     import trl
     from accelerate import ParallelismConfig
 
-    from burst_attention.integrations.trainer import BurstMixin
+    from burst_attention.integrations.trainers import BurstMixin
 
     class Mine(BurstMixin, Trainer):
         pass

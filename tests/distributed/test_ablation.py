@@ -17,11 +17,11 @@ from burst_attention.attention.passes import Backward, Forward, Tensors
 from burst_attention.plan.build import Builder
 from burst_attention.plan.groups import Groups
 from burst_attention.plan.mask import Mask
-from burst_attention.plan.presets import preset
 from burst_attention.plan.program import Visit
-from burst_attention.plan.rates import Link
 from burst_attention.plan.rows import Direction, Side
-from burst_attention.plan.schedule import make_schedule
+from burst_attention.planner.presets import preset
+from burst_attention.planner.rates import Link
+from burst_attention.planner.schedule import make_schedule
 
 Rows = dict[str, dict[str, Any]]
 # At which heads are cut, and what was fetched is kept: whatever this machine does.

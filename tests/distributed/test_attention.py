@@ -20,14 +20,14 @@ from burst_attention.attention.passes import Backward, Forward
 from burst_attention.attention.sweep import sweep
 from burst_attention.kernels import choose
 from burst_attention.plan.assignment import table
-from burst_attention.plan.choose import Planner
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.groups import Groups
-from burst_attention.plan.presets import preset
-from burst_attention.plan.rates import Link
 from burst_attention.plan.route import ROUTES
 from burst_attention.plan.rows import Direction, Side
-from burst_attention.plan.schedule import Schedule, make_schedule
+from burst_attention.planner.choice import Planner
+from burst_attention.planner.presets import preset
+from burst_attention.planner.rates import Link
+from burst_attention.planner.schedule import Schedule, make_schedule
 from burst_attention.testing import Case, attend, check
 from burst_attention.testing.check import relative_l2
 from tests.pairwise import covering_array

@@ -29,7 +29,7 @@ from burst_bench.harness.trace import Trace
 from burst_bench.harness.workload import Workload, engine_of, random_qkv
 
 from burst_attention.plan.layout import Layout
-from burst_attention.plan.presets import preset
+from burst_attention.planner.presets import preset
 
 EVERY = ("burst", "ring", "ring:contiguous", "ulysses", "tensor", "tensor-sequence")
 SMALL = Workload(task="train", engines=EVERY, seq_len=64, rounds=1, heads=4, kv_heads=4, head_dim=8, vocabulary=64)

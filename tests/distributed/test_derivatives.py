@@ -6,10 +6,10 @@ import time
 
 import pytest
 import torch
+from burst_train.engines.ulysses import ulysses_attention
 from torch.autograd import forward_ad
 
 from burst_attention import burst_attention, make_plan
-from burst_attention.engines.ulysses import ulysses_attention
 from burst_attention.loss import next_token_loss, token_log_probs
 from burst_attention.testing import local_world
 

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from burst_train.engines import ENGINES, Heads, choose
+from burst_train.engines.ulysses import ulysses_attention
+from burst_train.engines.usp import Slices, UspAttention
+from burst_train.engines.whole import whole_attention
+from burst_train.step.loop import train
+from burst_train.step.model import build_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
@@ -11,17 +17,11 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from burst_attention import Mask, make_plan
 from burst_attention.attention.batch import Plans
 from burst_attention.attention.plan import lone_plan
-from burst_attention.engines import ENGINES, Heads, choose
-from burst_attention.engines.ulysses import ulysses_attention
-from burst_attention.engines.usp import Slices, UspAttention
-from burst_attention.engines.whole import whole_attention
 from burst_attention.integrations import hf
 from burst_attention.launch.mesh import make_mesh
 from burst_attention.plan.layout import Layout
 from burst_attention.testing import attend, local_world
 from burst_attention.testing.check import relative_l2
-from burst_attention.training.loop import train
-from burst_attention.training.model import build_model
 from tests.training import config_of, losses, norms, write_corpus
 
 STEPS = 20

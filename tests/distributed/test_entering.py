@@ -8,12 +8,12 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from burst_train.engines.ulysses import ulysses_attention
 
 import burst_attention
 from burst_attention import PeerError, make_plan
 from burst_attention.comm.agreement import RECORD_BYTES
-from burst_attention.engines.ulysses import ulysses_attention
-from burst_attention.integrations.hf_attention import Attention
+from burst_attention.integrations.hf.attention import Attention
 from burst_attention.loss import next_token_loss, next_token_nll, token_log_probs
 from burst_attention.testing import local_world
 
@@ -69,7 +69,7 @@ CALLS = {  # of each call, what it does by itself first: made to fail on one ran
     "token_log_probs' logits": ("loss.log_probs.measure", log_probs),
     "exchange_small": ("attention.plan.float", lambda plan: plan.exchange_small([1.0])),
     "an agreement itself": ("comm.agreement.dict", lambda plan: plan.exchange_small([1.0])),
-    "a model": ("integrations.hf_checks.check_rope", model),
+    "a model": ("integrations.checks.check_rope", model),
     "ulysses_attention": ("engines.ulysses.check_ulysses", lambda plan: ulysses_attention(*inputs(plan), plan)),
 }
 

@@ -14,18 +14,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from burst_train.cli.preflight import check_evaluation
+from burst_train.data.sequences import open_sequences
+from burst_train.engines import ENGINES
+from burst_train.step.evaluate import _Evaluator, evaluate
+from burst_train.step.evaluation import EvalConfig, Evaluation
+from burst_train.step.loop import train
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from burst_attention import DisagreementError, Mask, make_plan
 from burst_attention.cli import main
-from burst_attention.engines import ENGINES
 from burst_attention.loss import next_token_loss, next_token_nll
 from burst_attention.testing import WorkerError
-from burst_attention.training.data import open_sequences
-from burst_attention.training.evaluate import _Evaluator, evaluate
-from burst_attention.training.evaluation import EvalConfig, Evaluation
-from burst_attention.training.loop import train
-from burst_attention.training.preflight import check_evaluation
 from tests.hf_models import SMALL
 from tests.training import config_of, write_corpus
 

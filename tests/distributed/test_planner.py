@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from burst_attention import Mask, burst_attention, make_plan
 from burst_attention.attention.calibrate import Sizes, calibrate
 from burst_attention.comm.agreement import RECORD_BYTES, DisagreementError
-from burst_attention.integrations.hf_attention import sizes_to_come
-from burst_attention.plan.presets import NETWORKS, NODES, preset
-from burst_attention.plan.rates import Link, Rates, user_file, write_rates
+from burst_attention.integrations.hf.attention import sizes_to_come
+from burst_attention.planner.presets import NETWORKS, NODES, preset
+from burst_attention.planner.rates import Link, Rates, user_file, write_rates
 from burst_attention.testing import Case, local_world
 from burst_attention.testing.check import compare
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from burst_bench.claims.numerics import relative_errors, stock_errors
+from burst_train.engines.whole import whole_attention
 from torch.distributed.device_mesh import init_device_mesh
 
 from burst_attention import Mask, burst_attention, make_plan
 from burst_attention.attention.plan import lone_plan
-from burst_attention.engines.whole import whole_attention
 from burst_attention.testing import Case
 
 

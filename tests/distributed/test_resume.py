@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from burst_train.checkpoint import writer as draft
+from burst_train.checkpoint.manifest import discard, list_checkpoints
+from burst_train.run.interrupt import InterruptedRunError, StopRequests
+from burst_train.step.loop import train
 
 from burst_attention.testing import WorkerError
-from burst_attention.training import draft
-from burst_attention.training.interrupt import InterruptedRunError, StopRequests
-from burst_attention.training.loop import train
-from burst_attention.training.manifest import discard, list_checkpoints
 from tests.training import config_of, losses, norms, weights, write_corpus
 
 STEPS = 7

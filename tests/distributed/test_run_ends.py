@@ -14,18 +14,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from burst_train.checkpoint import writer as draft
+from burst_train.checkpoint.manifest import discard, list_checkpoints, name_of
+from burst_train.checkpoint.saving import Saver
+from burst_train.checkpoint.writer import Draft, SaveError
+from burst_train.cli.train import parse
+from burst_train.run.interrupt import InterruptedRunError
+from burst_train.step.export import export
+from burst_train.step.loop import Trainer, train
 from transformers import AutoConfig
 
-from burst_attention.cli.train import parse
 from burst_attention.launch.join import join
 from burst_attention.testing import WorkerError
-from burst_attention.training import draft
-from burst_attention.training.draft import Draft, SaveError
-from burst_attention.training.export import export
-from burst_attention.training.interrupt import InterruptedRunError
-from burst_attention.training.loop import Trainer, train
-from burst_attention.training.manifest import discard, list_checkpoints, name_of
-from burst_attention.training.saving import Saver
 from tests.distributed.test_saving import Reporter, end_at, steps_saved
 from tests.distributed.test_train_command import command, environment
 from tests.training import config_of, losses, write_corpus

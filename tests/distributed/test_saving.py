@@ -15,18 +15,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from burst_train.checkpoint import files as checkpoint
+from burst_train.checkpoint import shards
+from burst_train.checkpoint.manifest import list_checkpoints, name_of
+from burst_train.checkpoint.saving import Saver
+from burst_train.checkpoint.writer import Draft
+from burst_train.cli.export import chosen
+from burst_train.run.interrupt import InterruptedRunError, StopRequests
+from burst_train.step.export import export
+from burst_train.step.loop import Trainer, train
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from burst_attention.cli.export import chosen
 from burst_attention.launch.join import join
 from burst_attention.testing import WorkerError
-from burst_attention.training import checkpoint, shards
-from burst_attention.training.draft import Draft
-from burst_attention.training.export import export
-from burst_attention.training.interrupt import InterruptedRunError, StopRequests
-from burst_attention.training.loop import Trainer, train
-from burst_attention.training.manifest import list_checkpoints, name_of
-from burst_attention.training.saving import Saver
 from tests.survive import ROOT
 from tests.training import config_of, losses, weights, write_corpus
 
@@ -389,7 +390,7 @@ DISK = """
 import os, sys, threading
 from pathlib import Path
 import torch.distributed as dist
-from burst_attention.training.loop import train
+from burst_train.step.loop import train
 from tests.distributed.test_saving import Reporter, names
 from tests.training import config_of
 corpus, disk, meeting = sys.argv[1:]

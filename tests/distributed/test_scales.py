@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from burst_train.engines.ulysses import ulysses_attention
+from burst_train.engines.usp import UspAttention
+from burst_train.engines.whole import whole_attention
 
 from burst_attention import DisagreementError, Mask, burst_attention, make_plan
 from burst_attention.compat import ring_flash_attn as compat
-from burst_attention.engines.ulysses import ulysses_attention
-from burst_attention.engines.usp import UspAttention
-from burst_attention.engines.whole import whole_attention
 from burst_attention.testing import Case, attend, local_world
 from burst_attention.testing.check import relative_l2
 

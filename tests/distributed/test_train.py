@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from burst_train.cli.train import parse
+from burst_train.data.sequences import open_sequences
+from burst_train.step.loop import Trainer, train
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig
 
 from burst_attention import DisagreementError
-from burst_attention.cli.train import parse
 from burst_attention.launch.join import join
 from burst_attention.testing import WorkerError
-from burst_attention.training.data import open_sequences
-from burst_attention.training.loop import Trainer, train
 from tests.training import config_of, losses, norms, weights, write_corpus
 
 SMALL = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -113,7 +113,7 @@ def test_gradients_are_those_of_one_device(pools, corpus, tmp_path, world, group
     config = config_of(corpus, tmp_path, data_parallel=groups, accumulate=accumulate, dtype="float64")
     results = pools(world).run(gradients, config)
     loss, _, before = results[0]
-    from burst_attention.training.model import model_config
+    from burst_train.step.model import model_config
 
     reader, tokenizer = open_sequences(config)
     plain = AutoModelForCausalLM.from_config(model_config("tiny", tokenizer, 97), dtype=torch.float64)

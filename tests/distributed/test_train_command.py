@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from burst_train.checkpoint.manifest import list_checkpoints, step_of
+from burst_train.cli.train import parse
+from burst_train.step.export import export
+from burst_train.step.loop import train
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from burst_attention import cli
-from burst_attention.cli.train import parse
-from burst_attention.training.export import export
-from burst_attention.training.loop import train
-from burst_attention.training.manifest import list_checkpoints, step_of
 from tests.training import config_of, losses, write_corpus
 
 

@@ -8,6 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 from burst_bench.harness.memory import allocated_during, give_back, peak_during, resident
+from burst_train.engines import choose
+from burst_train.forecast.footprint import PARTS, training_memory
+from burst_train.memory import MemoryConfig
+from burst_train.step.loop import Trainer
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -18,12 +22,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from burst_attention.engines import choose
 from burst_attention.launch.join import join
 from burst_attention.testing import WorkerPool
-from burst_attention.training.footprint import PARTS, training_memory
-from burst_attention.training.loop import Trainer
-from burst_attention.training.memory import MemoryConfig
 from tests.training import config_of
 
 BATCH = 8  # of short sequences: memory without the attention's time

@@ -7,11 +7,11 @@ import math
 
 import pytest
 import torch
+from burst_train.health.finite import Spikes
+from burst_train.step.loop import Trainer, train
 from torch.distributed.tensor import DTensor
 
 from burst_attention.launch.join import join
-from burst_attention.training.finite import Spikes
-from burst_attention.training.loop import Trainer, train
 from tests.training import config_of, write_corpus
 
 

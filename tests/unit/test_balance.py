@@ -16,14 +16,14 @@ from burst_attention import Mask, make_plan
 from burst_attention.attention.batch import Plans
 from burst_attention.plan.balance import most_tokens, seen
 from burst_attention.plan.band import band_area
-from burst_attention.plan.choose import Planner
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.layout import Layout
 from burst_attention.plan.route import ROUTES
 from burst_attention.plan.rows import Direction
-from burst_attention.plan.schedule import Schedule, make_schedule
-from burst_attention.plan.tally import rows_sent_by_nodes, rows_sent_directly, rows_sent_round
 from burst_attention.plan.tile import wanted_tiles
+from burst_attention.planner.choice import Planner
+from burst_attention.planner.schedule import Schedule, make_schedule
+from burst_attention.planner.traffic import rows_sent_by_nodes, rows_sent_directly, rows_sent_round
 from tests.unit.test_plan import masks, worlds
 
 SHAPE = Shape(batch=1, q_heads=8, kv_heads=4, head_dim=8, v_head_dim=8, io=2, partial=2, accumulate=4)
@@ -195,7 +195,7 @@ def test_a_sample_of_documents_chooses_as_all_of_them(monkeypatch) -> None:
     for layout in ("striped", "zigzag-per-document", "balanced"):
         chosen = []
         for most in (1 << 30, 16):
-            monkeypatch.setattr("burst_attention.plan.schedule.MOST_DOCUMENTS", most)
+            monkeypatch.setattr("burst_attention.planner.schedule.MOST_DOCUMENTS", most)
             chosen.append(planned(Mask(cu_seqlens=borders_of), borders_of[-1], 8, layout).choose_travels(SHAPE))
         assert chosen[0] == chosen[1]
 

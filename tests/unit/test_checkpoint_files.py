@@ -10,14 +10,9 @@ import tracemalloc
 
 import pytest
 import torch
-from safetensors.torch import save_file
-
-from burst_attention import cli
-from burst_attention.cli.export import chosen
-from burst_attention.training import checkpoint
-from burst_attention.training.checked import read_json
-from burst_attention.training.claim import MARKER
-from burst_attention.training.manifest import (
+from burst_train.checked import read_json
+from burst_train.checkpoint import files as checkpoint
+from burst_train.checkpoint.manifest import (
     DamagedError,
     discard,
     fingerprint,
@@ -27,6 +22,11 @@ from burst_attention.training.manifest import (
     read_state,
     seal,
 )
+from burst_train.cli.export import chosen
+from burst_train.run.lock import MARKER
+from safetensors.torch import save_file
+
+from burst_attention import cli
 
 SHARDS = ("shard-00001-model-00001-of-00001.safetensors", "shard-00002-model-00001-of-00001.safetensors")
 

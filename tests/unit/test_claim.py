@@ -9,8 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
-
-from burst_attention.training.claim import MARKER, Marker, check_inputs, claimed
+from burst_train.run.lock import MARKER, Marker, check_inputs, claimed
 
 WRITES = ("new.txt", "model/*.json", "model.unfinished")
 

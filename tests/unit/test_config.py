@@ -9,12 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
-
-from burst_attention import cli
-from burst_attention.cli.train import parse, resolve
-from burst_attention.launch import local as launch
-from burst_attention.training.claim import MARKER
-from burst_attention.training.config import (
+from burst_train.cli.train import parse, resolve
+from burst_train.config import (
     DataConfig,
     ModelConfig,
     OptimConfig,
@@ -25,10 +21,14 @@ from burst_attention.training.config import (
     read_toml,
     write_toml,
 )
-from burst_attention.training.evaluation import EvalConfig, Evaluation
-from burst_attention.training.metrics import METRICS
-from burst_attention.training.optim import make_optimizer, make_schedule
-from burst_attention.training.presets import PRESETS
+from burst_train.presets import PRESETS
+from burst_train.run.lock import MARKER
+from burst_train.run.metrics import METRICS
+from burst_train.step.evaluation import EvalConfig, Evaluation
+from burst_train.step.optim import make_optimizer, make_schedule
+
+from burst_attention import cli
+from burst_attention.launch import local as launch
 
 
 def write(folder, text):
@@ -310,10 +310,9 @@ def test_the_learning_rate_falls_over_decay_steps_however_many_steps_there_are(s
 
 
 def test_presets_have_the_sizes_that_they_are_named_for():
+    from burst_train.data.tokenizer import ByteTokenizer
+    from burst_train.step.model import model_config
     from transformers import AutoModelForCausalLM
-
-    from burst_attention.training.model import model_config
-    from burst_attention.training.tokenizer import ByteTokenizer
 
     sizes = {
         "tiny": (1e6, 4e6),

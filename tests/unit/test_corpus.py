@@ -10,8 +10,7 @@ from threading import Barrier
 
 import numpy as np
 import pytest
-
-from burst_attention.training.corpus import Files, open_corpus
+from burst_train.data.corpus import Files, open_corpus
 
 
 def names_and_texts(data):

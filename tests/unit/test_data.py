@@ -7,15 +7,14 @@ import json
 
 import numpy as np
 import pytest
+from burst_train.checked import parse_json
+from burst_train.data import sequences as data
+from burst_train.data.corpus import Document
+from burst_train.data.cursor import Cursor
+from burst_train.data.sequences import SequenceReader, TokenSequence, cut, make_split, pack, shuffled
+from burst_train.data.tokenizer import ByteTokenizer
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-
-from burst_attention.training import data
-from burst_attention.training.checked import parse_json
-from burst_attention.training.corpus import Document
-from burst_attention.training.cursor import Cursor
-from burst_attention.training.data import SequenceReader, TokenSequence, cut, make_split, pack, shuffled
-from burst_attention.training.tokenizer import ByteTokenizer
 
 
 class Texts:

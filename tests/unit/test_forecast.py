@@ -10,33 +10,33 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from burst_train.engines import choose
+from burst_train.engines.contract import Heads
+from burst_train.engines.ulysses import ulysses_sent
+from burst_train.figures import bytes_text, flops_text, seconds_text, tokens_text
+from burst_train.forecast import buffers as buffers_module
+from burst_train.forecast import collectives
+from burst_train.forecast.buffers import buffers, token_bytes
+from burst_train.forecast.calls import Setting, Way, chosen, foretell
+from burst_train.forecast.candidates import MAKERS
+from burst_train.forecast.footprint import training_memory
+from burst_train.forecast.forecast import GRAIN, forecast_of, forecasts, recommended
+from burst_train.forecast.machines import Device
+from burst_train.forecast.models import MODELS, Model, model_of
+from burst_train.forecast.request import Cluster, Question
+from burst_train.forecast.step_memory import PARTS, Step
+from burst_train.forecast.timeline import drawn, picture
+from burst_train.memory import MemoryConfig
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from burst_attention import Mask
-from burst_attention.attention import buffers as buffers_module
-from burst_attention.attention.buffers import buffers, token_bytes
 from burst_attention.attention.footprint import peak_of
 from burst_attention.attention.hardware import shape_of
-from burst_attention.engines import choose
-from burst_attention.engines.contract import Heads
-from burst_attention.engines.ulysses import ulysses_sent
-from burst_attention.plan import collectives
-from burst_attention.plan.choose import Candidate
-from burst_attention.plan.figures import bytes_text, flops_text, seconds_text, tokens_text
-from burst_attention.plan.forecast import Setting, Way, chosen, foretell
 from burst_attention.plan.groups import Groups
-from burst_attention.plan.machines import Device
-from burst_attention.plan.models import MODELS, Model, model_of
-from burst_attention.plan.presets import preset
 from burst_attention.plan.rows import Direction
-from burst_attention.plan.step_memory import PARTS, Step
-from burst_attention.plan.timeline import drawn, picture
+from burst_attention.planner.choice import Candidate
+from burst_attention.planner.presets import preset
 from burst_attention.testing import local_world
-from burst_attention.training.candidates import MAKERS
-from burst_attention.training.footprint import training_memory
-from burst_attention.training.forecast import GRAIN, forecast_of, forecasts, recommended
-from burst_attention.training.memory import MemoryConfig
-from burst_attention.training.question import Cluster, Question
 
 H100 = preset("h100-hgx")
 SHAPE = shape_of(torch.bfloat16, batch=2, q_heads=8, kv_heads=4, head_dim=16)

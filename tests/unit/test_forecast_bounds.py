@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from burst_train.engines import choose
+from burst_train.forecast import collectives
+from burst_train.forecast.calls import Pass, _Line, foretell
+from burst_train.forecast.footprint import training_memory
+from burst_train.forecast.models import MODELS
+from burst_train.forecast.step_memory import Step
+from burst_train.memory import MemoryConfig
 from transformers import LlamaConfig
 
-from burst_attention.engines import choose
-from burst_attention.plan import collectives
-from burst_attention.plan.forecast import Pass, _Line, foretell
-from burst_attention.plan.models import MODELS
-from burst_attention.plan.step_memory import Step
-from burst_attention.training.footprint import training_memory
-from burst_attention.training.memory import MemoryConfig
 from tests.unit.test_forecast import H100, SHAPE, TINY, WAYS, read, setting
 
 

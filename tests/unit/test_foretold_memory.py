@@ -17,7 +17,7 @@ from burst_attention.plan.layout import Layout
 from burst_attention.plan.mask import Mask
 from burst_attention.plan.route import ROUTES
 from burst_attention.plan.rows import Direction, Rows, Side
-from burst_attention.plan.schedule import Schedule
+from burst_attention.planner.schedule import Schedule
 
 SHAPE = Shape(batch=2, q_heads=4, kv_heads=2, head_dim=8, v_head_dim=12, io=2, partial=2, accumulate=4)
 

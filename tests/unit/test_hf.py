@@ -23,7 +23,7 @@ from transformers.masking_utils import (
 
 from burst_attention import Mask, make_plan
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf_checks import MaskRequest
+from burst_attention.integrations.hf.checks import MaskRequest
 from burst_attention.loss import next_token_loss
 from tests.hf_models import (
     DOCUMENTS,

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from burst_attention import Mask, make_plan
-from burst_attention.integrations.hf_batch import PlanCache, rows_of
+from burst_attention.integrations.hf.batch import PlanCache, rows_of
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.rows import Direction
-from burst_attention.plan.schedule import make_schedule
+from burst_attention.planner.schedule import make_schedule
 
 IDS = torch.arange(1, 13).view(2, 6)
 

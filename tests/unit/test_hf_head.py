@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from burst_train.engines import choose
+from burst_train.step.model import NextTokenModel
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -18,10 +20,8 @@ from transformers import (
 )
 
 from burst_attention import make_plan
-from burst_attention.engines import choose
 from burst_attention.integrations import hf
 from burst_attention.loss import LogitForm
-from burst_attention.training.model import NextTokenModel
 from tests.hf_models import HEADS, MODELS, SEQLEN, SMALL, errors_against_the_model, make_batch, make_model, make_plans
 
 README = Path(__file__).resolve().parents[2] / "README.md"

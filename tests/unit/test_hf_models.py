@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from burst_train.data.tokenizer import ByteTokenizer
+from burst_train.step.model import model_config
 from torch import nn
 from transformers import (
     BloomConfig,
@@ -19,11 +21,10 @@ from transformers import (
 )
 
 from burst_attention import Mask, burst_attention, make_plan
-from burst_attention.integrations import hf, hf_checks
+from burst_attention.integrations import hf
+from burst_attention.integrations.hf import checks
 from burst_attention.loss import next_token_loss, next_token_nll
 from burst_attention.testing import WorkerError, local_world
-from burst_attention.training.model import model_config
-from burst_attention.training.tokenizer import ByteTokenizer
 from tests.hf_models import MIXED, SEQLEN, SMALL, WINDOW, make_batch, make_model
 
 
@@ -276,7 +277,7 @@ def test_plans_of_other_documents_are_refused():
     plan = make_plan(SEQLEN)
     other = plan.with_mask(Mask(window=7, cu_seqlens=(0, 5, SEQLEN)))
     with pytest.raises(ValueError, match="masks of different documents or prefixes"):
-        hf_checks.choose({None: plan, 7: other}, 7)
+        checks.choose({None: plan, 7: other}, 7)
 
 
 def test_copied_labels_are_those_of_their_own_batch_though_others_were_cut_since():

@@ -8,9 +8,8 @@ import os
 from pathlib import Path
 
 import pytest
-
-from burst_attention.training.corpus import open_corpus
-from burst_attention.training.tokenizer import ByteTokenizer
+from burst_train.data.corpus import open_corpus
+from burst_train.data.tokenizer import ByteTokenizer
 
 GOOD = b'{"text": "fine"}\n'
 DEEP = b'{"text": "x", "more": ' + b"[" * 200_000 + b"]" * 200_000 + b"}\n"

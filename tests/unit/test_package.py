@@ -95,9 +95,9 @@ def test_a_wheel_in_an_empty_environment_checks_itself_and_names_the_extra_of_th
 
 def test_the_trainers_bridge_says_in_one_line_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "accelerate", None)
-    monkeypatch.delitem(sys.modules, "burst_attention.integrations.trainer", raising=False)
+    monkeypatch.delitem(sys.modules, "burst_attention.integrations.trainers", raising=False)
     with pytest.raises(ImportError, match=r"accelerate is not installed: pip install 'burst-attention\[trainer\]'"):
-        importlib.import_module("burst_attention.integrations.trainer")
+        importlib.import_module("burst_attention.integrations.trainers")
 
 
 def test_hugging_faces_bridge_says_in_one_line_what_to_install(monkeypatch):

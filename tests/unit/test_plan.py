@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from burst_attention.plan.assignment import TRAVELS, Cube, blocks, columns, heads, nearest, rows, table
-from burst_attention.plan.choose import Planner
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.groups import WHOLE, Groups
 from burst_attention.plan.layout import BALANCED, LAYOUTS, PER_DOCUMENT, Layout
@@ -21,11 +20,12 @@ from burst_attention.plan.mask import Mask
 from burst_attention.plan.program import Drop, Move, Post, Visit, Wait
 from burst_attention.plan.route import ROUTES, Edge
 from burst_attention.plan.rows import Direction, Payload, Rows, Side
-from burst_attention.plan.schedule import Schedule, make_schedule
 from burst_attention.plan.slices import Slice
-from burst_attention.plan.tally import Tally
 from burst_attention.plan.tile import pair_tiles
 from burst_attention.plan.waves import Chunks
+from burst_attention.planner.choice import Planner
+from burst_attention.planner.schedule import Schedule, make_schedule
+from burst_attention.planner.traffic import Tally
 
 
 @st.composite

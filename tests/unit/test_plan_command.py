@@ -9,10 +9,10 @@ from html.parser import HTMLParser
 from typing import Any
 
 import pytest
+from burst_train.forecast import calls as forecast
+from burst_train.forecast.models import model_of
 
 from burst_attention.cli import main
-from burst_attention.plan import forecast
-from burst_attention.plan.models import model_of
 
 HARDWARE = ["--hardware", "h100-hgx"]
 
@@ -40,7 +40,7 @@ def test_numbers_are_read_as_people_write_them(capsys: Any) -> None:
 
 
 def test_other_commands_read_them_too(tmp_path: Any) -> None:
-    from burst_attention.cli.train import parse
+    from burst_train.cli.train import parse
 
     file = tmp_path / "config.toml"
     file.write_text('seq_len = "2K"\nsteps = 7\n')

@@ -11,30 +11,31 @@ import numpy as np
 import pytest
 import torch
 from burst_bench.claims import planning
+from burst_train.config import TrainConfig
+from burst_train.forecast.machines import Device
+from burst_train.forecast.request import Cluster, Question
+from burst_train.memory import MemoryConfig
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from burst_attention import Mask, burst_attention, make_plan
 from burst_attention.attention.hardware import resolve_nodes, resolve_rates
 from burst_attention.kernels.pieces import cut
-from burst_attention.plan import choose, explain
-from burst_attention.plan import schedule as schedule_module
 from burst_attention.plan.assignment import TRAVELS
-from burst_attention.plan.choose import WORTH, Candidate, Planner, Prediction
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.groups import WHOLE, Groups
-from burst_attention.plan.machines import Device
-from burst_attention.plan.presets import NETWORKS, NODES, preset, usual
 from burst_attention.plan.program import Visit
-from burst_attention.plan.rates import Link, Rates, read_rates, user_file, write_rates
 from burst_attention.plan.rows import Direction
-from burst_attention.plan.schedule import Schedule, make_schedule
-from burst_attention.plan.tally import PARTIAL, SHARD, Messages
-from burst_attention.plan.timing import Computing, OnPaper, Wire, _share, timed
+from burst_attention.planner import choice as choose
+from burst_attention.planner import explain
+from burst_attention.planner import schedule as schedule_module
+from burst_attention.planner.choice import WORTH, Candidate, Planner, Prediction
+from burst_attention.planner.presets import NETWORKS, NODES, preset, usual
+from burst_attention.planner.rates import Link, Rates, read_rates, user_file, write_rates
+from burst_attention.planner.schedule import Schedule, make_schedule
+from burst_attention.planner.timing import Computing, OnPaper, Wire, _share, timed
+from burst_attention.planner.traffic import PARTIAL, SHARD, Messages
 from burst_attention.testing import local_world
-from burst_attention.training.config import TrainConfig
-from burst_attention.training.memory import MemoryConfig
-from burst_attention.training.question import Cluster, Question
 
 CPU = preset("cpu")
 

@@ -6,11 +6,10 @@ import io
 import math
 
 import pytest
+from burst_train.cli.eval import QUIET, Told
+from burst_train.run.curve import WIDTH, draw_losses, smooth
+from burst_train.step.evaluation import EngineResult
 from rich.console import Console
-
-from burst_attention.cli.eval import QUIET, Told
-from burst_attention.training.curve import WIDTH, draw_losses, smooth
-from burst_attention.training.evaluation import EngineResult
 
 
 def test_progress_inside_an_engine_is_told_now_and_then():

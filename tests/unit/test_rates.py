@@ -11,11 +11,11 @@ import torch
 
 from burst_attention import Mask, make_plan
 from burst_attention.attention.hardware import shape_of
-from burst_attention.plan.choose import Planner
-from burst_attention.plan.explain import explain
-from burst_attention.plan.presets import preset
-from burst_attention.plan.rates import _RANGES, Rates, read_rates, write_rates
-from burst_attention.plan.schedule import make_schedule
+from burst_attention.planner.choice import Planner
+from burst_attention.planner.explain import explain
+from burst_attention.planner.presets import preset
+from burst_attention.planner.rates import _RANGES, Rates, read_rates, write_rates
+from burst_attention.planner.schedule import make_schedule
 
 CPU = preset("cpu")
 

@@ -11,16 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from burst_train.checked import Checked
+from burst_train.checkpoint.manifest import name_of
+from burst_train.checkpoint.snapshot import check_same_run, settings_of
+from burst_train.cli.screen import Screen
+from burst_train.cli.train import what_is_kept
+from burst_train.config import ParallelConfig, TrainConfig, flag_names
+from burst_train.run.metrics import Summary
 from rich.console import Console
 
-from burst_attention.cli.screen import Screen
-from burst_attention.cli.train import what_is_kept
-from burst_attention.training.checked import Checked
-from burst_attention.training.config import ParallelConfig, TrainConfig, flag_names
-from burst_attention.training.flags import flag
-from burst_attention.training.manifest import name_of
-from burst_attention.training.metrics import Summary
-from burst_attention.training.snapshot import check_same_run, settings_of
+from burst_attention.cli.flags import flag
 
 ROOT = Path(__file__).resolve().parents[2]
 # By hand, so that a setting can't be left out of the code's own list unnoticed: another value for each.

@@ -6,9 +6,8 @@ from itertools import product
 
 import pytest
 from burst_bench.claims import scaling
-
-from burst_attention.plan.figures import bytes_text
-from burst_attention.plan.models import MODELS
+from burst_train.figures import bytes_text
+from burst_train.forecast.models import MODELS
 
 
 def test_the_page_holds_what_is_drawn() -> None:

@@ -8,12 +8,11 @@ import time
 
 import pytest
 import torch
+from burst_train.checkpoint import shards
+from burst_train.checkpoint.manifest import fingerprint
+from burst_train.checkpoint.shards import Pace, write_tensors
 from safetensors import safe_open
 from safetensors.torch import load_file
-
-from burst_attention.training import shards
-from burst_attention.training.manifest import fingerprint
-from burst_attention.training.shards import Pace, write_tensors
 
 TENSORS = {
     "b": torch.arange(7, dtype=torch.int64),

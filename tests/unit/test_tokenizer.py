@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import tokenizers
 import transformers
+from burst_train.data.tokenizer import ByteTokenizer, HubTokenizer, open_tokenizer
+from burst_train.step.model import ARCHITECTURES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
-
-from burst_attention.training.model import ARCHITECTURES
-from burst_attention.training.tokenizer import ByteTokenizer, HubTokenizer, open_tokenizer
 
 SPELLED = ["<s>", "</s>", "<pad>", "<|endoftext|>", "<|im_start|>", "\x00", "\ufeff", "e\u0301", "🦙", "  ", "\r\n", ""]
 TEXTS = st.lists(st.sampled_from(SPELLED) | st.text(max_size=8), max_size=6).map("".join)

@@ -6,11 +6,11 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from burst_train.run import tracking
+from burst_train.run.metrics import StepRecord, Summary
+from burst_train.run.tracking import Tracking, check_tracking
+from burst_train.step.loop import train
 
-from burst_attention.training import tracking
-from burst_attention.training.loop import train
-from burst_attention.training.metrics import StepRecord, Summary
-from burst_attention.training.tracking import Tracking, check_tracking
 from tests.training import config_of, losses, write_corpus
 
 SUMMARY = Summary(1, 2.5, 2.5, None, 0, 10.0, 0, [1], [None], [0.0])

@@ -8,8 +8,8 @@ import transformers
 from accelerate import Accelerator
 from transformers import Trainer, TrainingArguments
 
-from burst_attention.integrations import trainer_checks
-from burst_attention.integrations.trainer import BurstMixin
+from burst_attention.integrations.trainers import BurstMixin
+from burst_attention.integrations.trainers import checks as trainer_checks
 from tests.hf_models import make_model
 
 

@@ -6,14 +6,14 @@ import json
 
 import pytest
 import torch
+from burst_train.cli import preflight
+from burst_train.data.tokenizer import ByteTokenizer
+from burst_train.memory import MemoryConfig, check_fits, free_memory
+from burst_train.step.export import saved_dtype
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from burst_attention import cli
 from burst_attention.launch import local as launch
-from burst_attention.training import preflight
-from burst_attention.training.export import saved_dtype
-from burst_attention.training.memory import MemoryConfig, check_fits, free_memory
-from burst_attention.training.tokenizer import ByteTokenizer
 
 GIB = 2**30
 

@@ -6,9 +6,8 @@ import threading
 
 import pytest
 import torch.distributed as dist
-
-from burst_attention.training import watch
-from burst_attention.training.watch import StepWatch, Where, who_is_behind
+from burst_train.health import watch
+from burst_train.health.watch import StepWatch, Where, who_is_behind
 
 LONG = 30
 

@@ -17,8 +17,8 @@ from ..kernels import choose
 from ..kernels.contract import BackwardInputs, Kernel
 from ..kernels.merge import merge_
 from ..plan.groups import WHOLE
-from ..plan.rates import Link, Rates, Speed
 from ..plan.tile import Tile, Tiles
+from ..planner.rates import Link, Rates, Speed
 from .entry import burst_attention
 from .hardware import shape_of, usual_rates
 from .plan import Plan, lone_plan, make_plan

@@ -19,8 +19,8 @@ from ..kernels.precision import accumulation_dtype
 from ..plan.cost import Shape
 from ..plan.groups import Groups
 from ..plan.rows import Direction
-from ..plan.schedule import Schedule
 from ..plan.tile import Tiles
+from ..planner.schedule import Schedule
 from .passes import Backward, Forward, Pass, kept_shapes
 from .sweep import sweep
 

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..kernels.precision import DTYPES, accumulation_dtype, wire_dtype
 from ..plan.cost import Shape
-from ..plan.presets import preset, usual
-from ..plan.rates import Rates, read_rates, user_file
+from ..planner.presets import preset, usual
+from ..planner.rates import Rates, read_rates, user_file
 
 RatesGiven = Rates | Path | str | None
 

@@ -21,12 +21,12 @@ from ..comm.agreement import Agreement
 from ..comm.link import connect, resolve_group, resolve_timeout
 from ..comm.transport import Transport
 from ..plan.assignment import TRAVELS
-from ..plan.choose import HeadsOrAuto, KeepOrAuto, Planner, Remat, WavesOrAuto
 from ..plan.cost import Traffic
-from ..plan.explain import explain
 from ..plan.mask import Mask
-from ..plan.rates import Rates
-from ..plan.schedule import Schedule, make_schedule
+from ..planner.choice import HeadsOrAuto, KeepOrAuto, Planner, Remat, WavesOrAuto
+from ..planner.explain import explain
+from ..planner.rates import Rates
+from ..planner.schedule import Schedule, make_schedule
 from . import unshard as resharding
 from .hardware import (
     RatesGiven,
@@ -386,7 +386,7 @@ def make_plan(
             1-D DeviceMesh.
         timeout: seconds (or a timedelta) that an exchange may take before ExchangeError; None for the group's own.
         nodes: the number of each rank's node, or a 2-D DeviceMesh (node, rank of the node); None: by their host names.
-        rates: how fast kernels and links are, for predictions: :class:`~burst_attention.plan.rates.Rates`, the path of
+        rates: how fast kernels and links are, for predictions: :class:`~burst_attention.planner.rates.Rates`, the path of
             a TOML file, or a preset's name such as ``h100-hgx+infiniband-400g``. None: what ``burst calibrate`` wrote
             for this user, or else a preset for the device: nobody measured these links then, and what is chosen is
             what loses least if they are as fast as that, an eighth, or a 64th. Rank 0's count.

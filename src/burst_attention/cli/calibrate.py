@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
+from burst_train.config import DeviceOrAuto
 from rich.console import Console
 
-from burst_attention.plan.rates import Rates, user_file, write_rates
-from burst_attention.training.config import DeviceOrAuto
-from burst_attention.training.flags import Name, Ranks, Seconds, check_settings
+from burst_attention.cli.flags import Name, Ranks, Seconds, check_settings
+from burst_attention.planner.rates import Rates, user_file, write_rates
 
 from ..launch import local as launch
 

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import torch
 import tyro
+from burst_train.config import DeviceOrAuto
 from rich.console import Console
 from rich.table import Table
 
 from burst_attention import Mask
 from burst_attention.attention.checks import DtypeName
+from burst_attention.cli.flags import Natural, Ranks, Seconds, check_settings, distinct, require, whole
 from burst_attention.kernels import KERNELS
 from burst_attention.plan.assignment import TRAVELS
 from burst_attention.plan.layout import LAYOUTS, LayoutName
 from burst_attention.plan.route import RouteOrAuto
 from burst_attention.testing import Case, Report, check
-from burst_attention.training.config import DeviceOrAuto
-from burst_attention.training.flags import Natural, Ranks, Seconds, check_settings, distinct, require, whole
 
 from ..launch import local as launch
 from .numbers import numbers

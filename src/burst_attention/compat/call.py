@@ -16,7 +16,7 @@ from ..attention.plan import Plan, make_plan
 from ..attention.sweep import DeviceIndices
 from ..comm.link import connect, resolve_group
 from ..plan.mask import Mask
-from ..plan.schedule import Schedule
+from ..planner.schedule import Schedule
 
 MOST_PLANS = 16  # of a group: masks and lengths in turn, such as of a step's micro-batches
 _Planned = OrderedDict[tuple[int, Mask, str], tuple[Schedule, DeviceIndices]]

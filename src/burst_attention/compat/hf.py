@@ -13,7 +13,7 @@ from ..attention.batch import PlanArgument
 from ..attention.plan import Plan
 from ..comm.link import connect, resolve_group
 from ..integrations import hf
-from ..integrations.hf_attention import Attention
+from ..integrations.hf.attention import Attention
 from ..plan.mask import Mask
 from .call import plan_for
 

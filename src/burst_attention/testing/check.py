@@ -14,8 +14,8 @@ from ..attention.entry import burst_attention
 from ..attention.hardware import shape_of
 from ..attention.plan import Plan, make_plan
 from ..kernels.contract import Kernel
-from ..plan.choose import HeadsOrAuto, KeepOrAuto, WavesOrAuto
 from ..plan.mask import Mask
+from ..planner.choice import HeadsOrAuto, KeepOrAuto, WavesOrAuto
 from .oracle import Gradients, attend, torch_attention
 
 

@@ -23,9 +23,9 @@ from burst_attention.comm.transport import Pending, Receive, Send, Transport
 from burst_attention.kernels import choose
 from burst_attention.kernels.merge import merge_, row_dot
 from burst_attention.plan.build import Builder, Rectangle
-from burst_attention.plan.choose import Candidate, HeadsOrAuto, KeepOrAuto, WavesOrAuto
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.rows import Direction, Side
+from burst_attention.planner.choice import Candidate, HeadsOrAuto, KeepOrAuto, WavesOrAuto
 
 from ..harness.calls import Begin, Call, Ours
 from ..harness.trace import over

@@ -22,9 +22,9 @@ from rich.console import Console
 
 from burst_attention import Mask, burst_attention, make_plan
 from burst_attention.attention.hardware import shape_of
-from burst_attention.plan.choose import Candidate, Planner
-from burst_attention.plan.rates import Rates
-from burst_attention.plan.schedule import Schedule, make_schedule
+from burst_attention.planner.choice import Candidate, Planner
+from burst_attention.planner.rates import Rates
+from burst_attention.planner.schedule import Schedule, make_schedule
 from burst_attention.testing import WorkerPool
 
 from ..arguments import asked, command_given

@@ -20,17 +20,17 @@ from typing import Any
 
 import torch
 import tyro
+from burst_train.engines import Engine, Heads, choose
+from burst_train.forecast.footprint import training_memory
+from burst_train.memory import MemoryConfig
+from burst_train.step.model import build_model
 from rich.console import Console
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig
 
 from burst_attention.attention.batch import Plans
-from burst_attention.engines import Engine, Heads, choose
 from burst_attention.launch.mesh import CONTEXT, make_mesh
 from burst_attention.testing import WorkerError, WorkerPool
-from burst_attention.training.footprint import training_memory
-from burst_attention.training.memory import MemoryConfig
-from burst_attention.training.model import build_model
 
 from ..arguments import command_given
 from ..harness.memory import give_back, peak_during, resident

@@ -18,7 +18,7 @@ from rich.console import Console
 from burst_attention import Mask
 from burst_attention.attention.footprint import peak_memory
 from burst_attention.attention.hardware import shape_of
-from burst_attention.plan.schedule import make_schedule
+from burst_attention.planner.schedule import make_schedule
 from burst_attention.testing import WorkerPool
 
 from ..arguments import CallArguments, asked

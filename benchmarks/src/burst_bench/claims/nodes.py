@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from burst_train.engines.whole import whole_attention
 from rich.console import Console
 from torch import Tensor
 
 from burst_attention import Mask, Plan, burst_attention, make_plan
 from burst_attention.attention.plan import lone_plan
-from burst_attention.engines.whole import whole_attention
-from burst_attention.plan.choose import HeadsOrAuto, KeepOrAuto
+from burst_attention.planner.choice import HeadsOrAuto, KeepOrAuto
 from burst_attention.testing import WorkerPool
 
 from ..arguments import asked

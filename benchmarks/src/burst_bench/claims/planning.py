@@ -18,11 +18,11 @@ import numpy as np
 from rich.console import Console
 
 from burst_attention import Mask
-from burst_attention.plan.choose import Planner
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.layout import LAYOUTS
 from burst_attention.plan.rows import Direction
-from burst_attention.plan.schedule import make_schedule
+from burst_attention.planner.choice import Planner
+from burst_attention.planner.schedule import make_schedule
 
 from ..arguments import asked
 from ..tables import terminal

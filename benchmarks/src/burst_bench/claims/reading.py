@@ -22,12 +22,11 @@ from typing import Literal
 
 import numpy as np
 import tyro
+from burst_train.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from burst_train.data.ahead import ReadAhead
+from burst_train.data.corpus import HUB
+from burst_train.data.sequences import open_sequences
 from rich.console import Console
-
-from burst_attention.training.ahead import ReadAhead
-from burst_attention.training.config import DataConfig, ModelConfig, RunConfig, TrainConfig
-from burst_attention.training.corpus import HUB
-from burst_attention.training.data import open_sequences
 
 from ..harness.memory import resident
 from ..tables import terminal

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
+from burst_train.config import DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from rich.console import Console
 
 from burst_attention.testing import WorkerPool
-from burst_attention.training.config import DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 
 from ..tables import terminal
 from ..texts import spread
@@ -72,12 +72,13 @@ def config_of(a: Arguments, model: Path, out: Path) -> TrainConfig:
 
 def measure(config: TrainConfig, rounds: int) -> tuple[int, list[Round]]:
     """On each rank: the parameters, and what each round took."""
+    from burst_train.checkpoint.generators import read_generators
+    from burst_train.checkpoint.manifest import discard
+    from burst_train.checkpoint.snapshot import state_of, tensors_of
+    from burst_train.checkpoint.writer import Draft
+    from burst_train.step.loop import Trainer
+
     from burst_attention.launch.join import join
-    from burst_attention.training.draft import Draft
-    from burst_attention.training.generators import read_generators
-    from burst_attention.training.loop import Trainer
-    from burst_attention.training.manifest import discard
-    from burst_attention.training.snapshot import state_of, tensors_of
 
     with join(device="cpu", timeout=600.0) as context:
         trainer = Trainer(config, context)

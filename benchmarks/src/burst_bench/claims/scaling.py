@@ -14,15 +14,15 @@ from textwrap import fill
 
 import torch
 import tyro
+from burst_train.figures import bytes_text, flops_text, seconds_text, tokens_text
+from burst_train.forecast import collectives
+from burst_train.forecast.calls import Call, Setting, Way, chosen, foretell
+from burst_train.forecast.machines import device_of
+from burst_train.forecast.models import MODELS, Model
+from burst_train.forecast.request import Cluster, Question
 
-from burst_attention.plan import collectives
-from burst_attention.plan.figures import bytes_text, flops_text, seconds_text, tokens_text
-from burst_attention.plan.forecast import Call, Setting, Way, chosen, foretell
 from burst_attention.plan.groups import Groups
-from burst_attention.plan.machines import device_of
-from burst_attention.plan.models import MODELS, Model
-from burst_attention.plan.presets import preset
-from burst_attention.training.question import Cluster, Question
+from burst_attention.planner.presets import preset
 
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "scaling.md"
 HARDWARE, PER_NODE = "h100-hgx", 8

@@ -16,17 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from .namespaces import (
-    ClusterError,
-    call,
-    enter,
-    exit_on_sigterm,
-    inside,
-    name_host,
-    remove,
-    remove_leftovers,
-    tools,
-)
+from .namespaces import ClusterError, call, enter, exit_on_sigterm, inside, name_host, remove, remove_leftovers, tools
 
 NETWORK = ipaddress.ip_network("198.18.0.0/15")  # for benchmarks of networks (RFC 2544): nobody's address
 MOST_NODES = 250

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from burst_attention.attention.calibrate import Sizes, calibrate
-from burst_attention.plan.rates import Link, Rates
+from burst_attention.planner.rates import Link, Rates
 from burst_attention.testing import WorkerPool
 
 SIZES = Sizes(repeats=5)

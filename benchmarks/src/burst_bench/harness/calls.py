@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from burst_attention import Mask, Plan, burst_attention, make_plan
-from burst_attention.plan.choose import HeadsOrAuto
-from burst_attention.plan.rates import Rates
+from burst_attention.planner.choice import HeadsOrAuto
+from burst_attention.planner.rates import Rates
 from burst_attention.testing import WorkerError, WorkerPool, attend
 from burst_attention.testing.check import relative_l2
 from burst_attention.testing.oracle import torch_attention

@@ -9,8 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
-
-from burst_attention.engines import Engine
+from burst_train.engines import Engine
 
 from ..cluster.namespaces import interface_bytes
 from .judge import sampled_error

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from burst_attention.launch.join import cores
-from burst_attention.plan.rates import Rates
+from burst_attention.planner.rates import Rates
 from burst_attention.testing import WorkerPool
 
 from ..cluster import INTERFACE, Cluster

@@ -7,6 +7,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from burst_train.engines import Engine, SequenceEngine
+from burst_train.engines.whole import whole_attention
+from burst_train.step.model import build_model
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import LlamaConfig
@@ -14,13 +17,10 @@ from transformers import LlamaConfig
 from burst_attention.attention.batch import Plans
 from burst_attention.attention.hardware import shape_of
 from burst_attention.attention.plan import Plan
-from burst_attention.engines import Engine, SequenceEngine
-from burst_attention.engines.whole import whole_attention
 from burst_attention.launch.mesh import CONTEXT, make_mesh
 from burst_attention.plan.assignment import TRAVELS
-from burst_attention.plan.choose import Candidate
 from burst_attention.plan.rows import Direction
-from burst_attention.training.model import build_model
+from burst_attention.planner.choice import Candidate
 
 from .trace import Trace, traced
 from .workload import Workload, random_qkv

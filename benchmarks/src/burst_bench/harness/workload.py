@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+from burst_train.engines import Engine, Heads, burst, choose, published
 from torch import Tensor
 
-from burst_attention.engines import Engine, Heads, burst, choose, published
-from burst_attention.plan.rates import Rates
+from burst_attention.planner.rates import Rates
 
 _YES_OR_NO = {"yes": True, "no": False}
 BLOCK = 4096  # positions that are drawn together

@@ -1,0 +1,46 @@
+"""Hugging Face transformers: models whose ranks together are one, the attention ``burst``, and batches cut into shards.
+
+    model = hf.parallelize(AutoModelForCausalLM.from_pretrained(name), group)
+    loss = model(input_ids=ids, labels=labels).loss  # the whole batch on every rank
+
+Or by hand, each step of it:
+
+    hf.register()
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="burst")
+    shard = hf.shard_batch(batch, plan)
+    out = model.model(input_ids=shard["input_ids"], position_ids=shard["position_ids"], plan=plan, use_cache=False)
+    loss = hf.next_token_loss(model, out.last_hidden_state, shard["shift_labels"], plan)
+
+The plan is a keyword of ``model(...)``: one Plan, or ``{None: full_plan, 4096: windowed_plan}`` keyed by the layer's
+sliding window for models that mix windowed and full layers (``windowed_plan = full_plan.with_mask(...)``). Its mask
+says what is seen. What a model asks for and the plan does not hold is refused by name, on all ranks at once.
+"""
+
+try:
+    import transformers  # noqa: F401
+except ImportError as error:
+    raise ImportError("transformers is not installed: pip install 'burst-attention[train]'") from error
+
+from burst_attention.attention.batch import shard_batch
+
+from .attention import register
+from .heads import find_form, find_head, next_token_loss, next_token_nll, token_log_probs
+from .models import NAME, check_config, check_model, layer_windows
+from .outputs import ParallelOutput
+from .parallel import parallelize
+
+__all__ = [
+    "NAME",
+    "ParallelOutput",
+    "check_config",
+    "check_model",
+    "find_form",
+    "find_head",
+    "layer_windows",
+    "next_token_loss",
+    "next_token_nll",
+    "parallelize",
+    "register",
+    "shard_batch",
+    "token_log_probs",
+]

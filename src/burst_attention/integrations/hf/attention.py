@@ -1,0 +1,173 @@
+"""The attention ``burst`` as transformers calls it: in every layer, with what the layer and the mask code ask for."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from burst_attention.attention.batch import PlanArgument, Plans
+from burst_attention.attention.checks import DTYPES
+from burst_attention.attention.entry import burst_attention
+from burst_attention.attention.plan import Plan
+
+from . import checks, models
+from .checks import UNSTATED, MaskRequest
+from .models import NAME
+
+
+def register() -> None:
+    """Make ``attn_implementation="burst"`` known to transformers. Calling it again changes nothing.
+
+    Raises:
+        ValueError: something else is registered under that name.
+    """
+    registered = ALL_ATTENTION_FUNCTIONS.get(NAME)
+    if registered is None:
+        AttentionInterface.register(NAME, Attention())
+    elif not isinstance(registered, Attention):
+        raise ValueError(f"the attention name {NAME!r} is taken in transformers by {registered!r}; don't register that")
+    # Without a mask function transformers drops a padding mask without a word.
+    if NAME not in ALL_MASK_ATTENTION_FUNCTIONS:
+        AttentionMaskInterface.register(NAME, _request_mask)
+
+
+class Attention:
+    """The function that every layer calls. It remembers which position ids it found right, so that the layers of a
+    model wait for that comparison once and not each: on a GPU it drains the queue."""
+
+    def __init__(self, names: Sequence[str] = (NAME,)) -> None:
+        self._right: tuple[weakref.ref, int | None, list[weakref.ref]] | None = None
+        self._models = models.Watch(names)
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any,
+        *,
+        plan: PlanArgument | None = None,
+        attend: Callable[..., torch.Tensor] = burst_attention,
+        position_ids: torch.Tensor | None = None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        sliding_window: Any = UNSTATED,
+        **others: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """query [B, Hq, S_local, D], key and value [B, Hkv, S_local, D or Dv] -> ([B, S_local, Hq, Dv], None).
+
+        ``attend`` computes it once all has been checked: called like :func:`burst_attention`.
+        """
+        with Plans.of(plan).one.agreement.entering("burst_attention"):
+            checks.check_keywords(dropout, others)
+            request = checks.mask_request(attention_mask)
+            chosen = checks.choose(plan, checks.stated_window(sliding_window, request))
+            causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            checks.check_causal(chosen, [causal] if request is None else [causal, request.causal])
+            checks.check_lengths(query, key, chosen)
+            checks.check_rope(getattr(module, "config", None))
+            self._models.check(module, chosen)
+            self._check_positions(position_ids, query, chosen)
+            query, key, value = _autocast(query, key, value)
+        checks.note_use(plan, position_ids)
+        out = attend(query, key, value, chosen, scale=scaling)
+        return out.transpose(1, 2).contiguous(), None
+
+    def _check_positions(self, position_ids: Any, query: torch.Tensor, plan: Plan) -> None:
+        remedy = "pass position_ids=plan.document_positions, one row for each sequence of the batch"
+        if not isinstance(position_ids, torch.Tensor):
+            raise ValueError(f"position_ids={position_ids!r} did not reach the attention; {remedy}")
+        # An inference tensor tells nobody that it was written to: it is compared in every layer.
+        version = None if position_ids.is_inference() else position_ids._version
+        known = self._right
+        if known is None or known[0]() is not position_ids or known[1] != version:
+            known = (weakref.ref(position_ids), version, [])
+        elif any(right() is plan for right in known[2]):
+            return
+        if position_ids.dim() != 2 or position_ids.shape[0] not in (1, query.shape[0]):
+            raise ValueError(f"position_ids has shape {list(position_ids.shape)}; {remedy}")
+        # Rotary angles depend on differences within a document only: restarting and global positions are both right.
+        if not any(_rows_equal(position_ids, right) for right in (plan.document_positions, plan.positions)):
+            raise ValueError(f"position_ids are not those of the plan's tokens on rank {plan.rank}; {remedy}")
+        if version is not None:
+            self._right = (*known[:2], [*known[2], weakref.ref(plan)])
+
+
+def _rows_equal(rows: torch.Tensor, row: torch.Tensor) -> bool:
+    return rows.shape[1] == len(row) and bool((rows == row.to(rows.device)).all())
+
+
+def _autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """What autocast does to torch's own attention: rotary angles are fp32, and would leave q and k unlike v."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return [x if x.dtype == torch.float64 else x.to(dtype) for x in tensors]
+
+
+def _request_mask(
+    *, mask_function: Callable, attention_mask: torch.Tensor | None = None, **_: Any
+) -> MaskRequest | None:
+    """The mask function that transformers calls in place of building a mask; None stands for plain causal."""
+    model = models.running_model()
+    if model is not None:
+        models.check_attention_is_ours(model)
+    causal, window, foreign = False, None, []
+    for kind, part in _mask_parts(mask_function):
+        if kind == "causal_mask_function":
+            causal = True
+        elif kind == "sliding_window_overlay":
+            window = _closure(part)["sliding_window"]
+        # Documents guessed from the position ids: a shard's positions jump, and documents are the plan's.
+        elif kind not in ("packed_sequence_mask_function", "bidirectional_mask_function"):
+            foreign.append(f"the mask {kind}")
+    if attention_mask is not None and not attention_mask.all():
+        foreign.append("a padding mask (zeros in attention_mask)")
+    if causal and window is None and not foreign:
+        return None
+    return MaskRequest(causal, window, tuple(foreign))
+
+
+def _mask_parts(function: Callable) -> Iterator[tuple[str, Callable]]:
+    """(kind, function) of the intersected parts of a mask function; any other combination is one part by itself."""
+    kind = getattr(function, "__qualname__", repr(function))
+    if getattr(function, "__module__", None) == "transformers.masking_utils":
+        kind = kind.split(".")[0]
+    if kind == "and_masks":
+        for part in _closure(function)["mask_functions"]:
+            yield from _mask_parts(part)
+    elif kind == "remap_positions_for_packed_sequence":
+        yield from _mask_parts(_closure(function)["mask_function"])
+    else:
+        yield kind, function
+
+
+def _closure(function: Any) -> dict[str, Any]:
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {name: cell.cell_contents for name, cell in cells}
+
+
+def sizes_to_come(model: Any) -> dict[str, Any]:
+    """What ``make_plan`` takes of the calls of a model's layers; nothing if its configuration tells too little."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    q_heads, width = (getattr(text, name, None) for name in ("num_attention_heads", "hidden_size"))
+    head_dim = getattr(text, "head_dim", None)
+    if not isinstance(q_heads, int) or not isinstance(width, int) or q_heads < 1:
+        return {}
+    kv_heads = getattr(text, "num_key_value_heads", None) or q_heads
+    head_dim = head_dim or width // q_heads
+    if not isinstance(kv_heads, int) or not isinstance(head_dim, int) or q_heads % kv_heads or head_dim < 1:
+        return {}
+    dtype = getattr(model, "dtype", None)
+    sizes = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    return sizes | ({"dtype": dtype} if dtype in DTYPES else {})

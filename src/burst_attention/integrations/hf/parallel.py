@@ -1,0 +1,336 @@
+"""A transformers model whose ranks together are one: the whole batch in on each of them, the whole loss out.
+
+    parallelize(model, group)
+    loss = model(input_ids=ids, labels=labels).loss  # ids and labels [B, S], the same on every rank
+
+From outside the ranks of a group look like replicas that read the same batch, so loops and trainers stay as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any, Literal, TypeVar, get_args
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from burst_attention.attention.batch import SAME_BATCH, batch_fields, cut, digest_of
+from burst_attention.attention.plan import make_plan
+from burst_attention.loss import LogitForm
+from burst_attention.loss.checks import divisor_of
+
+from . import heads, models
+from .attention import register, sizes_to_come
+from .batch import IGNORED, PACKING, PlanCache, Rows, rows_of
+from .checks import check_rope, shown
+from .outputs import Call, Scaled, answer
+
+Gradients = Literal["mean", "sum"]
+Model = TypeVar("Model", bound=nn.Module)
+
+_BATCH = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", *PACKING)
+_ANSWERED = ("num_items_in_batch", "logits_to_keep", "fused_lm_head", "output_router_logits", "return_dict")
+# What changes nothing that is asked for here.
+_IGNORED = ("use_cache", "cache_position")
+_REMEDIES = {
+    "inputs_embeds": "pass input_ids; embeddings that are made outside of the model are not supported",
+    "past_key_values": "a cache holds whole sequences; generate with model.generate, which runs on each rank by itself",
+    "output_hidden_states": "hidden states are spread over the ranks; leave it out",
+    "output_attentions": "the attention weights are never formed; leave it out",
+}
+_WEIGHTS = "a sample of the weights"
+_SAME_WEIGHTS = (
+    "Every rank must hold the same weights: set one seed before the model is made, load them from one checkpoint, or "
+    "broadcast rank 0's"
+)
+
+
+def parallelize(
+    model: Model,
+    group: Any = None,
+    *,
+    layout: str = "auto",
+    gradients: Gradients = "mean",
+    temperature: float = 1.0,
+    timeout: float | timedelta | None = None,
+) -> Model:
+    """Spread each sequence that ``model`` is called with over the ranks of ``group``. Every rank must call it.
+
+    After it ``model(input_ids=..., labels=...)`` takes the whole batch on every rank, and returns a
+    :class:`ParallelOutput` with the one-device loss. Documents come from ``position_ids`` that restart,
+    ``cu_seq_lens_q``, ``seq_idx`` or ``sequence_ids``; padding from ``attention_mask``; ``num_items_in_batch`` is what
+    the loss is divided by. ``model.generate`` runs on each rank by itself, as before.
+
+    Args:
+        model: a causal language model of transformers, one for the classification of sequences (a reward model, whose
+            last hidden states are gathered whole on every rank), or a PEFT model of one. Call this before DDP,
+            ``fully_shard`` and ``torch.compile``. It is changed in place: its class becomes a subclass.
+        group: a ProcessGroup, one axis of a DeviceMesh, or None: as for :func:`burst_attention.make_plan`.
+        layout: a layout's name, or ``auto``: what is predicted to be fastest for a batch, as for
+            :func:`burst_attention.make_plan`; a forward counts once, be layers recomputed or not.
+        gradients: ``mean``: the mean over all ranks is the one-device gradient, as DDP and FSDP take it. ``sum``: the
+            sum over the ranks of ``group`` is.
+        temperature: of the results per token that ``fused_lm_head=True`` asks for, as TRL does.
+        timeout: as for :func:`burst_attention.make_plan`.
+
+    Returns:
+        ``model``.
+
+    Weights must be equal on all ranks, as those of any replicas: DDP and FSDP see to it, and a sample of them is
+    compared in the first call. A batch without any label has the loss 0 and no gradient (transformers gives NaN).
+
+    Raises:
+        TypeError, ValueError: the model can't be spread, or an argument is wrong; on every rank.
+    """
+    wrapper = _wrapper(model)
+    base: Any = model.get_base_model() if not wrapper and hasattr(model, "get_base_model") else model  # type: ignore
+    plan = make_plan(1, layout=layout, group=group, timeout=timeout, **sizes_to_come(base))
+    with plan.agreement.entering("parallelize"):
+        if gradients not in get_args(Gradients):
+            raise ValueError(f"gradients={gradients!r} is unknown; choose one of {', '.join(get_args(Gradients))}")
+        if wrapper:
+            raise TypeError(
+                f"model is wrapped by {wrapper} already; parallelize it first: model = hf.parallelize(model), then "
+                f"{wrapper}(model)"
+            )
+        if not isinstance(base, PreTrainedModel):
+            raise TypeError(f"model is a {type(base).__name__}; pass a causal language model of transformers")
+        if isinstance(base, _Parallel):
+            raise ValueError(f"model is parallelized over {base._burst.plans.base.world} ranks already; do it once")
+        form = None if _classifies(base) else heads.find_form(base)
+        _check_own_forward(base)
+        if plan.world > 1:
+            models.check_layers(base.config)
+            check_rope(base.config.get_text_config(decoder=True))
+            models.check_structure(base.base_model if form is None else base)
+    plan.agreement.agree("parallelize", {"layout": layout, "gradients": gradients, "temperature": temperature})
+    register()
+    own = base.config._attn_implementation
+    alone = "sdpa" if own == models.NAME else own
+    base.set_attn_implementation(models.NAME)
+    windows = models.layer_windows(base.config.get_text_config(decoder=True))
+    layers = models.attention_configs(base)
+    absolute = models.places_absolutely(base)
+    state = _Context(PlanCache(plan, windows), form, gradients, temperature, alone, layers, absolute)
+    vars(base).pop("forward", None)  # of TRL's fused head, which our own answers for
+    spread: Any = base
+    spread._burst = state
+    spread.__class__ = _parallel_class(type(spread))  # type: ignore[arg-type]
+    return model
+
+
+def _wrapper(model: Any) -> str | None:
+    """Return the name of what wraps a model of transformers: DDP, FSDP1, a compiler."""
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        return "torch.compile"
+    inner = getattr(model, "module", None) if isinstance(model, nn.Module) else None
+    wrapped = not isinstance(model, PreTrainedModel) and isinstance(inner, nn.Module)
+    return type(model).__name__ if wrapped else None
+
+
+def _check_own_forward(model: Any) -> None:
+    """Refuse a forward that somebody has put over the class's, but for TRL's fused head, which ours answers for."""
+    own = vars(model).get("forward")
+    code = getattr(getattr(own, "__func__", own), "__code__", None)
+    if own is not None and getattr(code, "co_name", None) != "_fused_forward":
+        raise ValueError(
+            f"model has a forward of its own, {getattr(own, '__qualname__', own)}, over its class's, which would be "
+            "lost; parallelize the model before it is wrapped"
+        )
+
+
+def _classifies(model: Any) -> bool:
+    """Whether it is one that makes a few scores of whole sequences, as reward models do."""
+    return type(model).__name__.endswith("ForSequenceClassification")
+
+
+@dataclass(eq=False)
+class _Context:
+    """What a parallelized model knows of its ranks."""
+
+    plans: PlanCache
+    form: LogitForm | None  # None: it classifies whole sequences
+    gradients: Gradients
+    temperature: float
+    alone: str  # the attention of a rank by itself
+    layers: list[Any]  # the configurations by which the layers choose their attention
+    absolute: bool  # more than the distance of two tokens matters
+    generating: bool = field(default=False, init=False)
+    compared: bool = field(default=False, init=False)  # the ranks' weights
+
+    def __deepcopy__(self, _: Any) -> _Context:
+        """Copies of a model share their ranks, which can't be copied."""
+        return replace(self)
+
+    def share(self, whole: Any) -> Any:
+        """The same value; its gradient as ``gradients`` asks for it. A rank's backward gives its share of the sum."""
+        if whole is None or self.gradients == "sum":
+            return whole
+        return Scaled.apply(whole, float(self.plans.base.world))
+
+
+class _Parallel:
+    """What the class of a parallelized model has before its own methods."""
+
+    _burst: _Context
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        with _alone(self):
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
+
+
+@functools.cache
+def _parallel_class(kind: Any) -> Any:
+    """A subclass of a model's class under its name, which is what model cards, checkpoints and trainers ask for."""
+
+    @functools.wraps(kind.forward)  # trainers read its signature
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._burst.generating:
+            return kind.forward(self, *args, **kwargs)
+        return _forward(self, args, kwargs)
+
+    members = {
+        "forward": forward,
+        "stock_class": kind,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+    }
+    return type(kind.__name__, (_Parallel, kind), members)
+
+
+@contextmanager
+def _alone(model: Any) -> Any:
+    """Within it the model is one rank's own, with the attention that it had."""
+    model._burst.generating = True
+    model.set_attn_implementation(model._burst.alone)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(models.NAME)
+        model._burst.generating = False
+
+
+def _named(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Every argument that is not None by its name."""
+    kind = type(model).__name__
+    names = [name for name in inspect.signature(model.stock_class.forward).parameters if name != "self"]
+    if len(args) > len(names):
+        raise TypeError(f"{kind} takes at most {len(names)} arguments by place, {len(args)} were given; name them")
+    placed = dict(zip(names, args, strict=False))
+    twice = sorted(placed.keys() & kwargs.keys())
+    if twice:
+        raise TypeError(f"{twice[0]} was given to {kind} by place and by name; give it once")
+    return {name: value for name, value in (placed | dict(kwargs)).items() if value is not None}
+
+
+def _forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The forward of a parallelized model."""
+    call = _agreed(model, args, kwargs)
+    ids, positions = call.shard["input_ids"], call.shard["position_ids"]
+    asked = {"output_router_logits": True} if call.router else {}
+    body = model.base_model(input_ids=ids, position_ids=positions, plan=call.plans, use_cache=False, **asked)
+    return answer(model, body, call)
+
+
+@torch.compiler.disable
+def _agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+    """The call, once all ranks are known to make it alike."""
+    state: _Context = model._burst
+    base = state.plans.base
+    with base.agreement.entering("the model"):
+        given = _named(model, args, kwargs)
+        _check_keywords(model, given)
+        models.check_implementations(model, state.layers)
+        if state.form is not None:
+            heads.check_untouched(model)
+        batch = {name: given.get(name) for name in _BATCH if name != "labels" or state.form is not None}
+        rows = rows_of(batch, ranks=base.world)
+        items, keep = divisor_of(given.get("num_items_in_batch")), int(given.get("logits_to_keep", 0))
+        _check_rows(model, given, rows, items, keep)
+        plans = state.plans.get(rows.input_ids.shape[1], rows.cu_seqlens)
+        call = Call(given, rows, items, keep, _wants_router(model, given), plans)
+        fields = _fields(model, call)
+    base.agreement.agree("the model", fields, remedy=SAME_BATCH, remedies={_WEIGHTS: _SAME_WEIGHTS})
+    state.compared = True
+    call.shard.update(cut(rows.input_ids, rows.targets, plans.one))
+    return call
+
+
+def _check_keywords(model: Any, given: Mapping[str, Any]) -> None:
+    for name, value in given.items():
+        if name in (*_BATCH, *_ANSWERED, *_IGNORED) or value is False:
+            continue
+        remedy = _REMEDIES.get(name, "what it would do over ranks is not known; leave it out")
+        raise ValueError(f"{name}={shown(value)} is refused: {remedy}")
+    keep = given.get("logits_to_keep", 0)
+    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
+        raise ValueError(f"logits_to_keep={shown(keep)} must be a number of last positions, 0 for none")
+    for name in ("logits_to_keep", "fused_lm_head"):
+        if given.get(name) and model._burst.form is None:
+            raise ValueError(f"{name}={given[name]} is refused: {type(model).__name__} has no logits of tokens")
+
+
+def _check_rows(model: Any, given: Mapping[str, Any], rows: Rows, items: float | None, keep: int) -> None:
+    """Refuse a batch that this model can't be called with."""
+    if rows.targets is None and not keep and model._burst.form is not None:
+        raise ValueError(
+            "labels are missing: over ranks a model gives its loss, and logits only if logits_to_keep says of how "
+            "many last positions; generate with model.generate"
+        )
+    labels = rows.targets if given.get("labels") is None else given["labels"]
+    if labels is not None and not isinstance(labels, torch.Tensor):
+        raise TypeError(f"labels is a {type(labels).__name__}; pass a tensor")
+    known = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    low, high = (int(x) for x in rows.input_ids.aminmax())
+    if known is not None and (low < 0 or high >= known):
+        wrong = low if low < 0 else high
+        raise ValueError(f"input_ids holds {wrong}, outside of the model's {known} tokens; resize its embeddings")
+    if items == 0 and rows.targets is not None and (rows.targets != IGNORED).any():
+        raise ValueError("num_items_in_batch=0, but the batch has labels; pass their count, or leave it out")
+    if keep and rows.real is not None and not rows.real[:, -keep:].all():
+        raise ValueError(f"logits_to_keep={keep} reaches into padding behind a row's tokens; pad in front of them")
+    if rows.shifted and model._burst.absolute:
+        raise ValueError(
+            f"position_ids, or padding in front, put a row's first token at another position than 0, which matters to "
+            f"{type(model).__name__}; pad behind the tokens, or pass position_ids that begin with 0"
+        )
+
+
+def _wants_router(model: Any, given: Mapping[str, Any]) -> bool:
+    """Whether the loss of a mixture's router is asked for."""
+    config = model.config.get_text_config()
+    wanted = bool(given.get("output_router_logits", getattr(config, "output_router_logits", False)))
+    if wanted and not hasattr(model, "router_aux_loss_coef"):
+        raise ValueError(f"output_router_logits=True is refused: {type(model).__name__} adds no loss of a router")
+    return wanted
+
+
+def _fields(model: Any, call: Call) -> dict[str, Any]:
+    """What all ranks must be called with alike."""
+    given, rows = call.given, call.rows
+    labels = given.get("labels") if rows.targets is None else rows.targets
+    fields = {
+        **batch_fields(call.plan, input_ids=rows.input_ids, labels=labels, attention_mask=rows.real),
+        "num_items_in_batch": call.items,
+        "fused_lm_head": bool(given.get("fused_lm_head", False)),
+        "logits_to_keep": call.keep,
+        "output_router_logits": call.router,
+        "gradients are wanted": torch.is_grad_enabled(),
+    }
+    if call.plan.world > 1 and not model._burst.compared:
+        fields[_WEIGHTS] = _sample(model)
+    return fields
+
+
+@torch.no_grad()
+def _sample(model: Any) -> str:
+    """A digest of a few numbers of each parameter that is whole here; parts that ranks share out say nothing."""
+    whole = [p for p in model.parameters() if type(p) is nn.Parameter and p.device.type != "meta" and p.numel()]
+    few = [p.flatten()[:: max(1, p.numel() // 8)][:8].double().cpu() for p in whole]
+    return digest_of(torch.cat(few)) if few else ""

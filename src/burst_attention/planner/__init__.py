@@ -1,0 +1,1 @@
+"""Choose a schedule by predicted time: hardware rates, a traffic model, a timing model."""

@@ -1,0 +1,355 @@
+"""Predicted seconds of a pass, step by step as the sweep runs it: post the next exchange, compute, wait, fold.
+
+From the messages of :mod:`~burst_attention.planner.traffic` and the cells that each step completes. How many tiles those are
+once shards lie side by side is an estimate; what is sent, to whom and when is exact.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from ..plan.assignment import TRAVELS, Assignment
+from ..plan.cost import Shape
+from ..plan.groups import Groups
+from ..plan.rows import Direction, Side
+from .rates import Link, Rates
+from .traffic import PARTIAL, RELAYED, Messages, Steps, Tally
+
+IN_FLIGHT = 2  # exchanges under way at once, as the builder posts them
+RUNS = 1.5  # a slice that is not whole yet is as many pieces for each of a shard's, in the mean
+
+
+@dataclass(frozen=True, eq=False)
+class Computing:
+    """What each rank computes at each step, float64 [W, T]."""
+
+    seconds: np.ndarray
+    launches: np.ndarray
+    visits: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Wire:
+    """Which ports messages take, and what that costs."""
+
+    rates: Rates
+    nodes: np.ndarray  # of each rank, 0 and up
+
+    @cached_property
+    def ports(self) -> np.ndarray:
+        """int64 [2, W]: the port by which each rank sends inside of its node, and across."""
+        world = len(self.nodes)
+        ranks = np.arange(world)
+        return np.stack([n * world + (self.nodes if link.shared else ranks) for n, link in enumerate(self._links)])
+
+    @property
+    def _links(self) -> tuple[Link, Link]:
+        return self.rates.inside, self.rates.across
+
+    def across(self, messages: Messages) -> np.ndarray:
+        """int64 [N]: 1 for those between two nodes."""
+        return (self.nodes[messages.source] != self.nodes[messages.target]).astype(np.int64)
+
+    def seconds(self, messages: Messages) -> tuple[np.ndarray, ...]:
+        """Of each message: the port that it leaves by, that by which it arrives, its seconds on either."""
+        kind = self.across(messages)
+        latency, rate = (np.array([getattr(x, name) for x in self._links]) for name in ("latency", "bytes_per_second"))
+        took = latency[kind] + messages.size / rate[kind]
+        return self.ports[kind, messages.source], self.ports[kind, messages.target], took
+
+    def least(self, messages: Messages) -> float:
+        """Seconds that the busiest port needs at least."""
+        out, into, took = self.seconds(messages)
+        return max((np.bincount(port, took).max(initial=0.0) for port in (out, into)), default=0.0)
+
+
+def computing(
+    tally: Tally, shape: Shape, direction: Direction, steps: Steps, groups: Groups, rates: Rates
+) -> Computing:
+    """Of one pass."""
+    before = groups.keep and direction is Direction.BACKWARD
+    contexts, step = tally.world // groups.query, steps.step
+    last = int(step.max(initial=0)) + 1
+    rows = np.arange(len(step))[:, None] * contexts
+    code = ((rows + steps.user) * last + step).ravel()
+
+    def by_step(weights: np.ndarray) -> np.ndarray:
+        """float64 [G, R, T] of [G, N]."""
+        total = np.bincount(code, np.broadcast_to(weights, step.shape).ravel(), len(step) * contexts * last)
+        return total.reshape(len(step), contexts, last)
+
+    heads = shape.batch * shape.q_heads / groups.query
+    extra, forward = rates.overhead, direction is Direction.FORWARD
+    area = by_step(tally.computed(groups, extra.block))
+    launches, visits, folded = _launches(tally, by_step, steps, groups, fetched_before=before)
+    kv_heads = shape.batch * shape.kv_heads / groups.key
+    bytes_folded = folded[Side.QUERY] * heads * (shape.v_head_dim if forward else shape.head_dim)
+    if not forward:
+        bytes_folded = bytes_folded + folded[Side.KEY] * kv_heads * (shape.head_dim + shape.v_head_dim)
+    seconds = area * _per_cell(shape, direction, groups, rates)
+    seconds += launches * (extra.launch_forward if forward else extra.launch_backward)
+    seconds += visits * extra.visit + bytes_folded * shape.accumulate / extra.fold
+    order = tally.example(groups)
+    # [U, R, T] of rank u + U c
+    return Computing(*(x[order].swapaxes(0, 1).reshape(tally.world, last) for x in (seconds, launches, visits)))
+
+
+def _per_cell(shape: Shape, direction: Direction, groups: Groups, rates: Rates) -> float:
+    """Seconds of one (query, key) of one head group."""
+    heads, speed = shape.batch * shape.q_heads / groups.query, rates.speed(shape.io)
+    forward = direction is Direction.FORWARD
+    products = (1, 1) if forward else (3, 2)  # scores, P V; scores, dS K, dS' Q; dO V', P' dO
+    flops = 2 * heads * (products[0] * shape.head_dim + products[1] * shape.v_head_dim)
+    return flops / (speed.forward if forward else speed.backward)
+
+
+def _launches(
+    tally: Tally, by_step: Callable[[np.ndarray], np.ndarray], steps: Steps, groups: Groups, *, fetched_before: bool
+) -> tuple[np.ndarray, np.ndarray, dict[Side, np.ndarray]]:
+    """Launches, visits and rows folded by side [G, R, T]: new queries with all keys held, old queries with new keys."""
+    pairs = tally.pairs
+    if groups.query == 1:
+        touched = {side: by_step(pairs.rows[side]) for side in Side}
+        return by_step(pairs.tiles), by_step(np.ones(1)), touched
+    if groups.waves:
+        return _of_waves(tally, by_step, steps, groups)
+    cut = tally.segments
+    runs = 1.0 if fetched_before else RUNS * (1 + cut) / 2
+    new, old = steps.new_query, steps.new_key & ~steps.new_query
+    counts = [by_step(these) for these in (new, old)]
+    here = [np.minimum(count, 1) for count in counts]
+    more = by_step(pairs.tiles - 1 + (pairs.border > 0))
+    launches = runs * cut * (here[0] + here[1]) / (1 if fetched_before else 1.5) + more
+    # a shard's rows once for each run that it meets, the other side's once for each piece of the shard
+    whole = {
+        side: by_step(pairs.rows[side] * these) / np.maximum(count, 1) * runs
+        for side, these, count in zip(Side, (new, old), counts, strict=True)
+    }
+    folded = {
+        Side.QUERY: whole[Side.QUERY] + by_step(pairs.touched[Side.QUERY] * old),
+        Side.KEY: whole[Side.KEY] + by_step(pairs.touched[Side.KEY] * new),
+    }
+    return launches, np.minimum(here[0] + here[1], 1), folded
+
+
+def _of_waves(
+    tally: Tally, by_step: Callable[[np.ndarray], np.ndarray], steps: Steps, groups: Groups
+) -> tuple[np.ndarray, np.ndarray, dict[Side, np.ndarray]]:
+    """The same where chunks come together that lie side by side, in stretches: a tile where one meets itself, and for
+    the others of two slices one for each stretch of queries, or of keys if those are fewer."""
+    pairs = tally.pairs
+    query, key = (tally.beside(chunk, groups) for chunk in (pairs.i, pairs.j))
+    runs, rows = tally.runs(groups), np.bincount(tally.beside(np.arange(len(tally.lengths)), groups), tally.lengths)
+    many, last = len(runs), int(steps.step.max(initial=0)) + 1
+    visit = (np.arange(len(steps.step))[:, None] * many + steps.user) * last + steps.step
+    one = _first((visit * many + query) * many + key)  # of the pairs between two stretches the first counts for all
+    inside, beyond = one * (query == key), one * (query != key)
+    slices = (visit * many + query // tally.chunks) * many + key // tally.chunks
+    _, which = np.unique(slices, return_inverse=True)
+    which = which.reshape(slices.shape)
+    by_query, by_key = (beyond * _first(np.where(beyond, which * many + each, -1)) for each in (query, key))
+    counts = [np.bincount(which.ravel(), each.ravel()) for each in (by_query, by_key)]
+    queries_alone = (counts[0] <= counts[1])[which]
+    tiles = np.where(queries_alone, by_query, by_key)
+    launches = by_step((inside + tiles) * np.maximum(runs[query], runs[key])) + by_step(pairs.tiles - 1)
+    here = [np.minimum(by_step(these), 1) for these in (steps.new_query, steps.new_key & ~steps.new_query)]
+    met = {Side.QUERY: np.where(queries_alone, by_query, beyond), Side.KEY: np.where(queries_alone, beyond, by_key)}
+    folded = {side: by_step((inside + met[side]) * rows[each]) for side, each in zip(Side, (query, key), strict=True)}
+    return launches, np.minimum(here[0] + here[1], 1), folded
+
+
+def _first(codes: np.ndarray) -> np.ndarray:
+    """1 where a value stands for the first time, else 0."""
+    _, first = np.unique(codes, return_index=True)
+    found = np.zeros(codes.shape)
+    found.flat[first] = 1
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """One pass, foretold.
+
+    Attributes:
+        seconds: until the last rank is done.
+        computing: of those the seconds in which that rank computes; the rest is exchange that nothing hides.
+        visits, launches: of the rank that has most.
+        inside, across: bytes of the rank that sends or receives most, on each kind of link.
+    """
+
+    seconds: float
+    computing: float
+    visits: float
+    launches: float
+    inside: int
+    across: int
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of exchange that nothing hides."""
+        return self.seconds - self.computing
+
+
+def timed(messages: Messages, work: Computing, wire: Wire) -> Timed:
+    """Run a pass on paper, all ranks at once."""
+    world = len(wire.nodes)
+    ends, computed = _run(messages, work.seconds, wire)
+    slowest = int(ends.argmax()) if world else 0
+    call = wire.rates.overhead.call
+    kind = wire.across(messages)
+    moved = [
+        max(np.bincount(end, messages.size * (kind == n), world).max() for end in (messages.source, messages.target))
+        for n in (0, 1)
+    ]
+    return Timed(
+        seconds=float(ends[slowest]) + call,
+        computing=float(computed[slowest]) + call,
+        visits=float(work.visits.sum(1).max()),
+        launches=float(work.launches.sum(1).max()),
+        inside=int(moved[0]),
+        across=int(moved[1]),
+    )
+
+
+def _run(messages: Messages, seconds: np.ndarray, wire: Wire) -> tuple[np.ndarray, np.ndarray]:
+    """(when each rank is done, seconds in which it computed)."""
+    world, at_once = len(wire.nodes), wire.rates.overhead.at_once
+    order = np.argsort(messages.step, kind="stable")
+    out, into, took = (x[order] for x in wire.seconds(messages))
+    step, source, target, kind = (x[order] for x in (messages.step, messages.source, messages.target, messages.kind))
+    folding = np.where(kind & PARTIAL, messages.size[order] / wire.rates.overhead.fold, 0.0)
+    last = max(seconds.shape[1], int(step.max(initial=0)) + 1)
+    cuts = np.searchsorted(step, np.arange(last + 1))
+    free = np.zeros((2, 2 * world))  # when each port, out and in, has sent what it was given
+    now, posted, waited, computed = (np.zeros(world) for _ in range(4))
+    done: list[np.ndarray] = []  # after the visits of each step
+    for t in range(last):
+        at = slice(cuts[t], cuts[t + 1])
+        if at.start < at.stop:
+            room = done[t - IN_FLIGHT] if t >= IN_FLIGHT else np.zeros(world)
+            posted = np.maximum(posted, room)
+            relayed = source[at][(kind[at] & RELAYED) > 0]
+            posted[relayed] = np.maximum(posted[relayed], waited[relayed])
+            waited = np.maximum(waited, _exchange(source[at], target[at], out[at], into[at], took[at], posted, free))
+            fold = np.bincount(target[at], folding[at], world)
+            now, computed = np.maximum(now, waited) + fold, computed + fold
+        if t < seconds.shape[1]:
+            now, computed = _share(now, seconds[:, t], at_once), computed + seconds[:, t]
+        if 0 < at_once < world:  # a step ahead or behind, ranks share the cores
+            now = now + max(0.0, computed.sum() / at_once - now.max())
+        done.append(now)
+    return now, computed
+
+
+def _share(begin: np.ndarray, seconds: np.ndarray, at_once: float) -> np.ndarray:
+    """When each rank has computed what it begins then, if ``at_once`` of them share the cores equally; 0: all have own.
+
+    Of one step: that ranks ahead are at their next by then is for the caller to see to.
+    """
+    if not 0 < at_once < len(begin):
+        return begin + seconds
+    end, computing = begin.copy(), list[tuple[float, int]]()
+    now = given = 0.0  # the time, and the seconds of computing that each had by then who computed all along
+    for rank in [*np.argsort(begin, kind="stable").tolist(), None]:
+        until = float("inf") if rank is None else float(begin[rank])
+        while computing:
+            pace = min(1.0, at_once / len(computing))
+            done = now + (computing[0][0] - given) / pace
+            if done > until:
+                given += (until - now) * pace
+                break
+            now, given = done, computing[0][0]
+            end[heapq.heappop(computing)[1]] = done
+        now = until
+        if rank is not None:
+            heapq.heappush(computing, (given + float(seconds[rank]), rank))
+    return end
+
+
+def _exchange(
+    source: np.ndarray,
+    target: np.ndarray,
+    out: np.ndarray,
+    into: np.ndarray,
+    took: np.ndarray,
+    posted: np.ndarray,
+    free: np.ndarray,
+) -> np.ndarray:
+    """When each rank has sent and received its messages of one step; ports share what they carry at once."""
+    busy = [np.bincount(port, took, free.shape[1]) for port in (out, into)]
+    begin = np.maximum.reduce([posted[source], posted[target], free[0, out], free[1, into]])
+    end = begin + np.maximum(busy[0][out], busy[1][into])
+    arrived = np.zeros(len(posted))
+    for ranks in (source, target):
+        np.maximum.at(arrived, ranks, end)
+    for n, port in enumerate((out, into)):
+        np.maximum.at(free[n], port, end)
+    return arrived
+
+
+def node_numbers(nodes: Sequence[int] | None, world: int) -> np.ndarray:
+    """int64 [W]: the node of each rank, numbered from 0; all on one if not told."""
+    if nodes is None:
+        return np.zeros(world, np.int64)
+    return np.unique(np.asarray(nodes), return_inverse=True)[1].astype(np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class OnPaper:
+    """One pass, over direct routes if not told."""
+
+    whole: Tally  # of shards
+    shape: Shape
+    direction: Direction
+    inner: Assignment
+    groups: Groups
+    wire: Wire
+
+    @property
+    def tally(self) -> Tally:
+        """Of what travels by itself."""
+        return self.whole.for_groups(self.groups)
+
+    def computing(self) -> float:
+        """Seconds that the busiest rank computes, at least."""
+        rates = self.wire.rates
+        areas = self.whole.areas(self.inner, self.groups, rates.overhead.block)
+        each = _per_cell(self.shape, self.direction, self.groups, rates)
+        return float(areas.max(initial=0.0)) * each + rates.overhead.call
+
+    def moving(self, wires: Sequence[Wire]) -> list[float]:
+        """Seconds that the busiest port needs at least, on each of these wires."""
+        whole = replace(self.groups, waves=0)  # in how many waves messages come does not change their bytes
+        messages = self.whole.messages(self.shape, self.direction, self.inner, whole)
+        return [wire.least(messages) + wire.rates.overhead.call for wire in wires]
+
+    def run(self, messages: Messages | None = None) -> Timed:
+        """Step by step; with ``messages`` of another route."""
+        return self.run_on([self.wire], messages)[0]
+
+    def work(self, steps: Steps | None = None) -> Computing:
+        """What each rank computes; ``steps``: when, if that is known."""
+        steps = self._steps() if steps is None else steps
+        return computing(self.tally, self.shape, self.direction, steps, self.groups, self.wire.rates)
+
+    def run_on(self, wires: Sequence[Wire], messages: Messages | None = None) -> list[Timed]:
+        """The same on each of several wires, of which the links differ, and nothing else."""
+        steps = self._steps()
+        if messages is None:
+            messages = self.tally.messages(self.shape, self.direction, self.inner, self.groups, steps)
+        work = self.work(steps)
+        return [timed(messages, work, wire) for wire in wires]
+
+    def _steps(self) -> Steps:
+        return self.tally.cells(self.direction, self.groups, self.inner)
+
+
+def on_paper(tally: Tally, shape: Shape, travels: str, groups: Groups, wire: Wire) -> list[OnPaper]:
+    """A forward and a backward; ``travels`` is a name of ``TRAVELS``."""
+    inner = TRAVELS[travels](tally.world // groups.query)
+    return [OnPaper(tally, shape, direction, inner[direction], groups, wire) for direction in Direction]

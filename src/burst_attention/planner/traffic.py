@@ -1,0 +1,380 @@
+"""What all ranks send, receive and compute at each step, by arrays: for choosing, before there is any program.
+
+The same messages as :meth:`~burst_attention.plan.uses.Work.edges` has, which a test compares; no objects, for hundreds
+of ranks have too many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ..plan.assignment import Assignment
+from ..plan.band import band_area
+from ..plan.cost import Shape
+from ..plan.groups import Groups
+from ..plan.layout import Layout
+from ..plan.rows import Direction, Payload, Side, Union, painted
+from ..plan.tile import region_tiles
+from ..plan.uses import Work
+from ..plan.waves import in_waves, wave_of
+
+SHARD, PARTIAL, RELAYED = 0, 1, 2
+MOST_CELLS = 1 << 15  # looked at one by one; beyond it some head groups stand for the others
+
+
+Columns = tuple[np.ndarray | int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Messages:
+    """int64 [N] each. ``kind``: bits; a shard, or a :data:`PARTIAL` result; and :data:`RELAYED`, of what came by an
+    exchange before."""
+
+    step: np.ndarray
+    source: np.ndarray
+    target: np.ndarray
+    size: np.ndarray
+    kind: np.ndarray
+
+    @classmethod
+    def of(cls, parts: list[Columns]) -> Messages:
+        """Of such columns, to be broadcast; what is empty, or stays on a rank, is no message."""
+        flat = [[x.ravel() for x in np.broadcast_arrays(*part)] for part in parts]
+        step, source, target, size, kind = (np.concatenate(column) for column in zip(*flat, strict=True))
+        sent = (size > 0) & (source != target)
+        return cls(*(x[sent] for x in (step, source, target, size, kind)))
+
+
+def edge_messages(work: Work, shape: Shape) -> Messages:
+    """Of any route, from the edges themselves: for few ranks."""
+    edges, groups = work.edges(work.cells()), work.groups
+    rows = [
+        (
+            e.step,
+            e.source,
+            e.target,
+            e.rows.count * shape.row_bytes(e, work.direction) // groups.count(e.side),
+            PARTIAL * e.partial | RELAYED * (not e.partial and e.source != e.owner),
+        )
+        for e in edges
+    ]
+    return Messages.of([tuple(np.array(rows, np.int64).reshape(-1, 5).T)])
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """Of each pair of shards that sees anything, int64 [N]: its owners, (query, key) seen, borders, tiles, and rows.
+
+    ``border``: rows of tiles that a band cuts off at their end, twice if at both; ``spare``: (query, key) of these
+    tiles that are not seen. ``tiles`` are those of one document or prefix counted as one, which joining makes of nearly
+    all of them. ``rows`` are those that some tile touches; ``touched``: counted as often as there are tiles, between
+    segments, that do.
+    """
+
+    i: np.ndarray
+    j: np.ndarray
+    area: np.ndarray
+    border: np.ndarray
+    spare: np.ndarray
+    tiles: np.ndarray
+    rows: Mapping[Side, np.ndarray]
+    touched: Mapping[Side, np.ndarray]
+
+
+@dataclass(frozen=True, eq=False)
+class Steps:
+    """When each of N pairs is computed for each of G head groups.
+
+    ``user`` [N]: the context slice that does; ``step`` [G, N]; ``new_query``, ``new_key`` [G, N]: whether it is that
+    side's shard which had not come before.
+    """
+
+    user: np.ndarray
+    step: np.ndarray
+    new_query: np.ndarray
+    new_key: np.ndarray
+
+
+class Tally:
+    """One layout under one mask; with ``chunks`` > 1 of chunks in place of shards, of which an owner has so many."""
+
+    def __init__(self, layout: Layout, regions: np.ndarray, *, chunks: int = 1) -> None:
+        self.layout, self.regions, self.world, self.chunks = layout, regions, layout.world, chunks
+        self.cut = in_waves(layout, chunks)
+        self.lengths = np.array(self.cut.lengths)
+        self._table = region_tiles(self.cut, regions)
+        self._rows: dict[tuple[int, Side], tuple[np.ndarray, np.ndarray, Union]] = {}
+        self._finer: dict[int, Tally] = {}
+
+    def for_groups(self, groups: Groups) -> Tally:
+        """This, or of chunks where shards come in several waves."""
+        if groups.chunks == self.chunks:
+            return self
+        if groups.chunks not in self._finer:
+            self._finer[groups.chunks] = Tally(self.layout, self.regions, chunks=groups.chunks)
+        return self._finer[groups.chunks]
+
+    def owner(self, chunk: np.ndarray) -> np.ndarray:
+        """Whose shard a chunk is of."""
+        return chunk // self.chunks
+
+    def wave(self, chunk: np.ndarray, direction: Direction) -> np.ndarray:
+        """By which wave it comes."""
+        return wave_of(chunk, self.chunks, direction)
+
+    @cached_property
+    def pairs(self) -> Pairs:
+        i, j, region, q0, q1, k0, k1, lo, hi = self._table.T
+        code, at = np.unique(i * self.cut.world + j, return_inverse=True)
+
+        def total(values: np.ndarray) -> np.ndarray:
+            return np.bincount(at, values, minlength=len(code)).astype(np.int64)
+
+        rows, columns = q1 - q0, k1 - k0
+        area = band_area(rows, columns, lo, hi)
+        apart = np.unique(np.stack([at, region]), axis=1)[0] if len(code) < len(at) else at
+        return Pairs(
+            *np.divmod(code, self.cut.world),
+            total(area),
+            total(rows * (1 * (lo > 1 - columns) + (hi < rows - 1))),
+            total(rows * columns - area),
+            np.bincount(apart, minlength=len(code)),
+            {side: self._by_context(1, side)[2].counts[self._order(side)] for side in Side},
+            {Side.QUERY: total(rows), Side.KEY: total(columns)},
+        )
+
+    @cached_property
+    def segments(self) -> float:
+        """Pieces of a shard, in the mean over some ranks."""
+        ranks = range(0, self.world, -(-self.world // 8))
+        return max(1.0, sum(len(self.layout.segments(rank)) for rank in ranks) / len(ranks))
+
+    def runs(self, groups: Groups) -> np.ndarray:
+        """int64 [R * chunks]: in how many runs of consecutive positions a context slice's chunks of one wave lie."""
+        chunk, _, first, length, stride = self.cut.table(range(self.cut.world)).T
+        beside = self.beside(chunk, groups)
+        order = np.lexsort([first, beside])
+        beside, first, length, stride = (x[order] for x in (beside, first, length, stride))
+        if not len(beside):  # no tokens
+            return np.zeros(self.world // groups.query * self.chunks, np.int64)
+        goes_on = (beside[1:] == beside[:-1]) & (first[1:] == (first + length * stride)[:-1]) & (stride[1:] == 1)
+        return np.bincount(beside[np.r_[True, ~goes_on]], minlength=self.world // groups.query * self.chunks)
+
+    def beside(self, chunk: np.ndarray, groups: Groups) -> np.ndarray:
+        """A number for each context slice and place in its shards: such chunks come together."""
+        return groups.context(self.owner(chunk)) * self.chunks + chunk % self.chunks
+
+    def _order(self, side: Side) -> np.ndarray:
+        """From pairs in the order of (own, other) to that of (query owner, key owner)."""
+        own, other, _ = self._by_context(1, side)
+        return np.argsort(own * self.cut.world + other if side is Side.QUERY else other * self.cut.world + own)
+
+    def _by_context(self, size: int, side: Side) -> tuple[np.ndarray, np.ndarray, Union]:
+        """(Chunk, the other side's context slice, rows that those two need) of context slices of ``size`` ranks; for
+        one rank of chunks."""
+        if (size, side) not in self._rows:
+            contexts = self.cut.world if size == 1 else self.world // size
+            if size == 1:
+                own, first = (self._table[:, 0], 3) if side is Side.QUERY else (self._table[:, 1], 5)
+                other = self._table[:, 1] if side is Side.QUERY else self._table[:, 0]
+                union = Union.of(own * contexts + other, self._table[:, first], self._table[:, first + 1])
+            else:
+                own, other, finer = self._by_context(1, side)
+                at = np.repeat(np.arange(len(own)), finer.intervals)
+                slices = self.owner(other[at]) // size
+                union = Union.of(own[at] * contexts + slices, finer.starts, finer.stops)
+            self._rows[size, side] = *np.divmod(union.keys, contexts), union
+        return self._rows[size, side]
+
+    def rows(self, groups: Groups, inner: Assignment, side: Side) -> np.ndarray:
+        """int64 [W * chunks, R]: of each chunk the rows that the ranks of each context slice need."""
+        contexts = self.world // groups.query
+        own, other, union = self._by_context(groups.query, side)
+        mine = groups.context(self.owner(own))
+        user = inner(mine, other) if side is Side.QUERY else inner(other, mine)
+        rows = np.zeros((self.cut.world, contexts), np.int64)
+        if (user == other).all():
+            rows[own, user] = union.counts
+        else:
+            at = np.repeat(np.arange(len(own)), union.intervals)
+            joined = Union.of((own * contexts + user)[at], union.starts, union.stops)
+            rows.flat[joined.keys] = joined.counts
+        return rows
+
+    def looked_at(self, groups: Groups) -> np.ndarray:
+        """The head groups whose cells are looked at, one by one or as examples."""
+        count = min(groups.query, max(2, MOST_CELLS // max(1, len(self.pairs.i))))
+        return np.unique(np.linspace(0, groups.query - 1, count).round().astype(np.int64))
+
+    def cells(self, direction: Direction, groups: Groups, inner: Assignment) -> Steps:
+        """When each pair is computed, for each head group of :meth:`looked_at`."""
+        fetched_before = groups.keep and direction is Direction.BACKWARD
+        user = inner(*(groups.context(self.owner(chunk)) for chunk in (self.pairs.i, self.pairs.j)))
+        group = self.looked_at(groups)[:, None]
+        rank = groups.keeper(group, user)
+        arrives = {
+            side: np.maximum.reduce([groups.distance(x, rank, self.world, wave=wave) for x, wave in sources])
+            for side, sources in self._sources(groups, group, direction, fetched_before).items()
+        }
+        step = np.maximum(arrives[Side.QUERY], arrives[Side.KEY])
+        return Steps(user, step, arrives[Side.QUERY] == step, arrives[Side.KEY] == step)
+
+    def _sources(
+        self, groups: Groups, group: np.ndarray, direction: Direction, fetched_before: bool
+    ) -> dict[Side, list[tuple[np.ndarray, np.ndarray]]]:
+        """Where what a cell needs of each side starts, and by which wave it comes."""
+        owners = [self.owner(chunk) for chunk in (self.pairs.i, self.pairs.j)]
+        i, j = zip(owners, (self.wave(chunk, direction) for chunk in (self.pairs.i, self.pairs.j)), strict=True)
+        if not fetched_before:
+            return {Side.QUERY: [i], Side.KEY: [j]}
+        kept_i, kept_j = (groups.keeper(group, groups.context(owner)) for owner in owners)
+        first = np.zeros(1, np.int64)
+        return {Side.QUERY: [i, (kept_i, first)], Side.KEY: [(kept_j, first)]}
+
+    def messages(
+        self, shape: Shape, direction: Direction, inner: Assignment, groups: Groups, steps: Steps | None = None
+    ) -> Messages:
+        """All of one pass over direct routes; without ``steps`` it is not known at which step results come home."""
+        parts: list[Columns] = [(np.zeros(0, np.int64),) * 5]
+        for side in Side:
+            one = _Side(self, shape, inner, groups, direction, side)
+            parts += one.outward()
+            if side in direction.returns:
+                parts += one.homeward(self._last(side, steps, groups))
+        return Messages.of(parts)
+
+    def computed(self, groups: Groups, block: float) -> np.ndarray:
+        """float64 [N]: (query, key) of each pair that a kernel looks at, in blocks of ``block``: half of one beyond a
+        border in each row, at most all that tiles have there. Those of neighbours' shards are joined to larger ones."""
+        finer = groups.chunks / self.chunks  # of whole shards, where tiles will be of chunks
+        beyond = np.minimum(self.pairs.border * block / 2, self.pairs.spare * groups.query / finer)
+        return self.pairs.area + beyond
+
+    def areas(self, inner: Assignment, groups: Groups, block: float) -> np.ndarray:
+        """float64 [R]: (query, key) of one head group that the ranks of each context slice compute."""
+        user = inner(*(groups.context(self.owner(chunk)) for chunk in (self.pairs.i, self.pairs.j)))
+        return np.bincount(user, self.computed(groups, block), self.world // groups.query)
+
+    def _last(self, side: Side, steps: Steps | None, groups: Groups) -> np.ndarray:
+        """int64 [U, W * chunks, R]: the last step at which the ranks of a head group use each chunk."""
+        contexts = self.world // groups.query
+        if steps is None:
+            return np.zeros((1, 1, contexts), np.int64)
+        own = self.pairs.i if side is Side.QUERY else self.pairs.j
+        last = np.full((len(steps.step), self.cut.world * contexts), -1, np.int64)
+        code = own * contexts + steps.user
+        order = np.argsort(code, kind="stable")
+        keys, first = np.unique(code[order], return_index=True)
+        if len(keys):
+            last[:, keys] = np.maximum.reduceat(steps.step[:, order], first, axis=1)
+        return last.reshape(-1, self.cut.world, contexts)[self.example(groups)]
+
+    def example(self, groups: Groups) -> np.ndarray:
+        """Which of :meth:`looked_at` stands for each head group."""
+        known = self.looked_at(groups)
+        return np.abs(known - np.arange(groups.query)[:, None]).argmin(1)
+
+    def moved(self, shape: Shape, assignments: Mapping[Direction, Assignment], groups: Groups) -> np.ndarray:
+        """int64 [2, W]: bytes that each rank sends, and receives, in a forward and a backward over direct routes."""
+        total = np.zeros((2, self.world))
+        for direction, inner in assignments.items():
+            sent = self.for_groups(groups).messages(shape, direction, inner, groups)  # whenever they are sent
+            for n, end in enumerate((sent.source, sent.target)):
+                total[n] += np.bincount(end, sent.size, minlength=self.world)
+        return total.astype(np.int64)
+
+
+class _Side:
+    """One side of one pass, over all head groups: arrays [U, W * chunks, R], or of one group's, which are alike."""
+
+    def __init__(
+        self, tally: Tally, shape: Shape, inner: Assignment, groups: Groups, direction: Direction, side: Side
+    ) -> None:
+        self.shape, self.groups, self.direction, self.side = shape, groups, direction, side
+        self.lengths, self.world, self.chunks = tally.lengths, tally.world, tally.chunks
+        contexts = np.arange(self.world // groups.query)
+        chunks = np.arange(tally.cut.world)[:, None]
+        self.owner, self.wave, self.context = tally.owner(chunks), tally.wave(chunks, direction), contexts
+        self.home = groups.context(self.owner)
+        self.user = groups.keeper(np.arange(groups.query)[:, None, None], contexts)
+        self.keeper = groups.keeper(np.arange(groups.query)[:, None, None], self.home)
+        self.rows, self.all_rows = tally.rows(groups, inner, side), tally.rows(groups, _nowhere, side)[:, :1]
+        grid = inner(contexts[:, None], contexts)
+        self.whole = (grid == grid[:, :1]).all(1) if side is Side.QUERY else (grid == grid[:1]).all(0)
+
+    def _bytes(self, *, wide: int | None = None, payload: Payload = Payload.ALL) -> int:
+        """Of a row, of one part of the heads."""
+        size = self.shape.side_bytes(self.side, self.direction, wide=wide, payload=payload)
+        return size // self.groups.count(self.side)
+
+    def outward(self) -> list[Columns]:
+        """Columns of :class:`Messages`, of shards."""
+        distance = self.groups.distance(self.owner, self.user, self.world, wave=self.wave)
+        rows = self.rows
+        if not (self.groups.keep and self.direction is Direction.BACKWARD):
+            if self.groups.keep:
+                rows = np.where(self.context == self.home, self.lengths[:, None], rows)
+            return [(distance, self.owner, self.user, rows * self._bytes(), SHARD)]
+        contexts = len(self.context)
+        slices = rows.reshape(contexts, -1, contexts).sum(1)
+        keeper = self.keeper[:, :: self.groups.query * self.chunks]
+        far = self.groups.distance(keeper, self.user, self.world)
+        kept = far, keeper, self.user, slices * self._bytes(payload=Payload.INPUTS), SHARD
+        if self.side is Side.KEY:
+            return [kept]
+        return [kept, (distance, self.owner, self.user, rows * self._bytes(payload=Payload.GRADIENTS), SHARD)]
+
+    def homeward(self, last: np.ndarray) -> list[Columns]:
+        """The same of results; ``last`` [U, W, R]: the step at which the last part of them is computed."""
+        io, partial = (self._bytes(wide=wide) for wide in (self.shape.io, self.shape.partial))
+        if self.groups.query == 1:
+            return [(last + 2, self.user, self.owner, self.rows * partial, PARTIAL)]
+        shared = self.groups.query > self.groups.count(self.side)
+        whole = self.whole[self.home] & (not shared)
+        here = self.context == self.home
+        all_rows = self.all_rows * ~whole
+        ready = np.where(last < 0, 0, last + 1 + ~here).max(2, keepdims=True)
+        return [
+            (last + 2, self.user, self.owner, self.rows * whole * io, PARTIAL),
+            (last + 2, self.user, self.keeper, self.rows * (~whole & ~here) * partial, PARTIAL),
+            (ready + 1, self.keeper, self.owner, all_rows * (partial if shared else io), PARTIAL | RELAYED),
+        ]
+
+
+def _nowhere(i: np.ndarray, j: np.ndarray) -> np.ndarray:
+    """All at one place: what any rank needs."""
+    return 0 * i + 0 * j
+
+
+def rows_sent_directly(tiles: np.ndarray, host: np.ndarray) -> int:
+    """Key rows that leave the busiest host when each shard goes straight to the ranks whose queries see it."""
+    union = Union.of(tiles[:, 1] * len(host) + tiles[:, 0], tiles[:, 4], tiles[:, 5])
+    owner, user = np.divmod(union.keys, len(host))
+    return _most_by_host(np.where(host[owner] == host[user], 0, union.counts), owner, host)
+
+
+def rows_sent_by_nodes(tiles: np.ndarray, host: np.ndarray) -> int:
+    """Key rows that leave the busiest host when each shard goes once to each host where queries see it."""
+    hosts = int(host.max()) + 1
+    union = Union.of(tiles[:, 1] * hosts + host[tiles[:, 0]], tiles[:, 4], tiles[:, 5])
+    owner, there = np.divmod(union.keys, hosts)
+    return _most_by_host(np.where(host[owner] == there, 0, union.counts), owner, host)
+
+
+def rows_sent_round(tiles: np.ndarray, host: np.ndarray) -> int:
+    """Key rows that leave the busiest host when each shard goes from rank to rank, to the last whose queries see it."""
+    world = len(host)
+    owner, counts, distance = painted(tiles[:, 1], tiles[:, 4], tiles[:, 5], (tiles[:, 0] - tiles[:, 1]) % world)
+    crossing = np.bincount(np.r_[owner, owner + distance], np.r_[counts, -counts], minlength=2 * world)
+    sent = np.cumsum(crossing).reshape(2, -1)[:, :world].sum(0).astype(np.int64)  # by each rank, to the next
+    rank = np.arange(world)
+    return _most_by_host(np.where(host == host[(rank + 1) % world], 0, sent), rank, host)
+
+
+def _most_by_host(rows: np.ndarray, rank: np.ndarray, host: np.ndarray) -> int:
+    """Of rows that ranks send, those of the host with most."""
+    return int(np.bincount(host[rank], rows, minlength=1).max())

@@ -1,0 +1,1 @@
+"""Train, evaluate and export language models on long documents with burst-attention; predict what a run costs."""

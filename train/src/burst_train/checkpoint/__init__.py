@@ -1,0 +1,1 @@
+"""Checkpoints that a run resumes from, over any number of ranks."""

@@ -1,0 +1,116 @@
+"""``burst eval``: flags to an EvalConfig, then the ranks that evaluate it, then a table."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+
+import tyro
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress, TaskID
+from rich.table import Table
+
+from burst_attention.cli.numbers import numbers
+from burst_attention.launch import local as launch
+
+from ..step.evaluation import EngineResult, EvalConfig, Evaluation
+from . import train
+from .preflight import check_evaluation
+
+COMMAND = "burst eval"
+QUIET = 10.0  # seconds between two lines of progress, where no terminal shows a bar
+PIPED_WIDTH = 160  # columns of a table that no terminal shows
+
+
+def main(arguments: list[str]) -> int:
+    """Run ``burst eval``; returns the exit status: 0 if an engine ran, 1 if one failed, 2 if none can be asked."""
+    config = tyro.cli(EvalConfig, prog=COMMAND, args=launch.spelled_out(arguments), registry=numbers())
+    try:
+        config.check()
+        config = resolve(config, launch.torchrun_ranks(config.ranks))
+        check_evaluation(config, config.ranks or 1)
+    except ValueError as error:
+        return launch.refuse(COMMAND, error)
+    return launch.start(COMMAND, _evaluate, config, ranks=config.ranks or 1)
+
+
+def resolve(config: EvalConfig, running: tuple[int, int] | None) -> EvalConfig:
+    """As :func:`burst_train.cli.train.resolve`."""
+    resolved = train.resolve(config.as_training, running)
+    return replace(config, ranks=resolved.parallel.ranks, device=resolved.parallel.device, dtype=resolved.model.dtype)
+
+
+def _evaluate(config: EvalConfig) -> None:
+    from ..step.evaluate import evaluate
+    from ..step.model import quieten_transformers
+
+    quieten_transformers()
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=PIPED_WIDTH)
+    with Told(console) as told:
+        results = evaluate(config, told.result, told.progress)
+    if launch.is_rank_0():
+        console.print(table(config, results))
+        if config.json is not None:
+            Evaluation.of(config, results).write(config.json)
+            console.print(f"as JSON: [bold]{escape(str(config.json))}[/]")
+
+
+class Told(ExitStack):
+    """What is shown while engines run: a bar on a terminal, elsewhere a line now and then."""
+
+    def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._console, self._clock, self._last = console, clock, clock()
+        self._bar: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+
+    def progress(self, engine: str, done: int, of: int) -> None:
+        """So many of an engine's sequences are done."""
+        if not self._console.is_terminal:
+            if done < of and self._clock() - self._last >= QUIET:
+                self._last = self._clock()
+                self._console.print(f"{engine}: {done:,} of {of:,} sequences")
+            return
+        if self._bar is None:
+            self._bar = self.enter_context(Progress(console=self._console, transient=True))
+        if engine not in self._tasks:
+            self._tasks[engine] = self._bar.add_task(engine, total=of)
+        self._bar.update(self._tasks[engine], completed=done, refresh=True)
+
+    def result(self, result: EngineResult) -> None:
+        """An engine is through."""
+        if self._bar is not None and result.engine in self._tasks:
+            self._bar.remove_task(self._tasks.pop(result.engine))
+        self._console.print(f"{result.engine}: {result.sequences:,} sequences in {result.seconds:,.1f} s")
+
+
+def table(config: EvalConfig, results: list[EngineResult]) -> Table:
+    """One row for each engine; of one that refused, why."""
+    ran = [result for result in results if result.refused is None]
+    title = (
+        f"{config.model}, {ran[0].sequences} sequences, {config.dtype}, {config.ranks} ranks" if ran else config.model
+    )
+    shown = Table(title=escape(title))
+    for name in ("engine", "loss", "perplexity", "tokens", "seconds"):
+        shown.add_column(name, justify="left" if name == "engine" else "right")
+    shown.add_column("greatest difference", justify="right")
+    if len(ran) < len(results):
+        shown.add_column("refused")
+    for result in results:
+        shown.add_row(result.engine, *_figures(result), *([escape(result.refused)] if result.refused else []))
+    reference = ran[0].reference if ran else None
+    shown.caption = f"difference: of a token's log-likelihood from that of {reference}, in nats"
+    return shown
+
+
+def _figures(result: EngineResult) -> list[str]:
+    if result.loss is None:
+        return ["-"] * 5
+    apart = "reference" if result.engine == result.reference else f"{result.greatest_difference:.1e}"
+    loss, perplexity = f"{result.loss:.6f}", f"{result.perplexity:,.4f}"
+    return [loss, perplexity, f"{result.tokens:,}", f"{result.seconds:,.1f}", apart]

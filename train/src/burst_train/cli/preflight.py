@@ -1,0 +1,151 @@
+"""What can be found wrong before a worker is started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..config import TrainConfig
+from ..data.sequences import open_sequences
+from ..data.tokenizer import BYTES
+from ..memory import KEEPING, check_fits, free_memory, parts_text, size_text
+from ..presets import PRESETS
+from ..run.tracking import check_tracking
+from ..step.evaluation import EvalConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from ..engines import Engine
+
+
+@dataclass(frozen=True)
+class Start:
+    """The first lines of a run.
+
+    Attributes:
+        lines: to be printed, one by one.
+        memory: the predicted peak of a rank's tensors by part; None for engines without a prediction.
+    """
+
+    lines: tuple[str, ...]
+    memory: dict[str, int] | None
+
+
+def check_run(config: TrainConfig, world: int, *, local_ranks: int | None = None) -> Start:
+    """Raise ValueError naming the first flag that keeps ``config`` from being trained by ``world`` ranks.
+
+    Reads as much of the data as the first training sequence and the first held-out one need.
+
+    Args:
+        local_ranks: those of this machine; None: all.
+    """
+    config.check()
+    config.check_world(world)
+    check_tracking(config)
+    name, data, parallel = config.model.model, config.data, config.parallel
+    loaded = _load(name)
+    reader, tokenizer = open_sequences(config)
+    from ..step.model import model_config
+
+    positions = None if loaded is None else getattr(loaded, "max_position_embeddings", None)
+    model = model_config(
+        name, tokenizer, data.seq_len, loaded=loaded, max_positions=config.model.max_positions, named=data.tokenizer
+    )
+    sharing = world // parallel.data_parallel
+    lengths = {data.seq_len}
+    next(reader.training())
+    if data.held_out:
+        length = len(first.tokens) if (first := next(reader.held_out(), None)) else 0
+        lengths.add(length)
+        if length < sharing:
+            raise ValueError(
+                f"--held-out {data.held_out} of --data {data.data!r} leaves {length} tokens to evaluate, "
+                f"fewer than the {sharing} ranks that share them; raise it, or give 0 to skip the evaluation"
+            )
+    from ..engines import Heads, choose
+
+    engine = choose(**config.how)
+    for length in lengths:
+        engine.check(Heads.of(model), length, sharing)
+    _check_weights(name)
+    parts = foretell(config, model, engine, world)
+    if parts is not None and parallel.device != "cuda":
+        check_fits(parts, free_memory(), config.memory, seq_len=data.seq_len, ranks=local_ranks or world)
+    return Start(_first_lines(config, model, positions, parts), parts)
+
+
+def foretell(config: TrainConfig, model: PreTrainedConfig, engine: Engine, world: int) -> dict[str, int] | None:
+    """:func:`burst_train.forecast.footprint.training_memory` of a run."""
+    from ..forecast.footprint import training_memory
+
+    return training_memory(
+        model,
+        engine=engine,
+        seq_len=config.data.seq_len,
+        world=world,
+        groups=config.parallel.data_parallel,
+        batch=config.optim.batch,
+        accumulate=config.sequences_per_step // (config.parallel.data_parallel * config.optim.batch),
+        dtype=config.model.compute_dtype(config.parallel.device),
+        memory=config.memory,
+    )
+
+
+def _first_lines(
+    config: TrainConfig, model: PreTrainedConfig, positions: int | None, parts: dict[str, int] | None
+) -> tuple[str, ...]:
+    name, data, parallel = config.model.model, config.data, config.parallel
+    ours = parallel.engine in KEEPING
+    kernel = "PyTorch's own" if not ours else "aten" if parallel.device == "cpu" else "auto, by what proves right there"
+    own = BYTES if name in PRESETS else f"{name}'s own"
+    lines = [
+        f"model {name}, tokenizer {data.tokenizer or own}, data {data.data}, engine {parallel.engine}, kernel {kernel}"
+    ]
+    if config.model.max_positions is not None:
+        before = "" if positions is None else f", in place of {positions:,}"
+        lines.append(f"max_position_embeddings {model.max_position_embeddings:,}{before}; RoPE as the model's says")
+    if parts is None:
+        return (f"memory is not predicted for --engine {parallel.engine}", *lines)
+    process = "PyTorch and Python themselves, some 500 MiB" if parallel.device == "cpu" else "the CUDA context"
+    counted = f"tensors of a rank at their peak: {size_text(sum(parts.values()))} ({parts_text(parts)})"
+    return (f"memory predicted for the {counted}; not counted: {process}", *lines)
+
+
+def check_evaluation(config: EvalConfig, world: int) -> None:
+    """Raise ValueError naming the first flag that keeps ``config`` from being evaluated by ``world`` ranks.
+
+    One engine that can run is enough. Reads as much of the data as the first sequence needs.
+    """
+    config.check()
+    from ..engines import Heads
+    from ..step.evaluate import nothing_to_evaluate, refusal
+    from ..step.model import model_config
+
+    loaded = _load(config.model, training=False)
+    reader, tokenizer = open_sequences(config.as_training)
+    heads = Heads.of(model_config(config.model, tokenizer, config.seq_len, training=False, loaded=loaded))
+    first = next(reader.held_out(), None)
+    if first is None or not first.valid_tokens:
+        raise nothing_to_evaluate(config)
+    refused = [refusal(name, heads, len(first.tokens), world) for name in config.engines]
+    if all(refused):
+        raise ValueError(f"none of --engines {' '.join(config.engines)} can run: {'; '.join(map(str, refused))}")
+    _check_weights(config.model)
+
+
+def _load(model: str, *, training: bool = True) -> PreTrainedConfig | None:
+    """A loaded model's configuration, before its tokenizer is looked for; None for a preset."""
+    if model in PRESETS:
+        return None
+    from ..step.model import load_config  # here, for a preset is checked without transformers
+
+    return load_config(model, training=training)
+
+
+def _check_weights(model: str) -> None:
+    """Raise ValueError for a model's folder that holds none; those of the hub are told of by the hub."""
+    folder = Path(model)
+    if folder.is_dir() and not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
+        raise ValueError(f"--model {model!r}: the folder holds no weights (*.safetensors or *.bin)")

@@ -1,0 +1,158 @@
+"""What a training run shows: a progress bar, and a table at the end."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from burst_attention.launch.processes import UNSAVED
+
+from ..checkpoint.manifest import list_checkpoints, name_of
+from ..config import TrainConfig
+from ..run.interrupt import InterruptedRunError
+from ..run.metrics import StepRecord, Summary, unusual
+
+
+class Screen:
+    """A Reporter for a terminal, of a run whose ``auto`` is decided; where there is no terminal, one line a step."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+
+    def start(self, config: TrainConfig, parameters: int, done: int) -> None:
+        self._done = done
+        self.config, self._began, parallel = config, time.monotonic(), config.parallel
+        self.console.print(
+            f"[bold]{escape(config.model.model)}[/], {parameters / 1e6:,.1f} M parameters in {config.model.dtype}, "
+            f"on {parallel.ranks} {parallel.device} ranks x {torch.get_num_threads()} threads"
+            + (f" in {parallel.data_parallel} groups" if parallel.data_parallel > 1 else "")
+        )
+        self.console.print(
+            f"{escape(config.data.data)}: {config.sequences_per_step} x {config.data.seq_len:,} tokens a step, "
+            f"engine {parallel.engine}, to {escape(config.run.out)}" + (f", going on after step {done}" if done else "")
+        )
+        if self.console.is_terminal:
+            self._bar = Progress(
+                TextColumn("step {task.completed}/{task.total}"),
+                BarColumn(),
+                TextColumn("loss {task.fields[loss]}  {task.fields[speed]}"),
+                TimeElapsedColumn(),
+                TextColumn("ETA"),
+                TimeRemainingColumn(),
+                console=self.console,
+            )
+            self._task = self._bar.add_task("train", total=config.run.steps, completed=done, loss="-", speed="-")
+            self._bar.start()
+
+    def step(self, record: StepRecord) -> None:
+        if told := unusual(record):
+            self.note(told)
+        if self._bar:
+            self._bar.update(self._task, completed=record.step, loss=f"{record.loss:.4f}", speed=_speed(record))
+            if record.held_out_loss is not None:
+                self.console.print(f"step {record.step}: held-out loss {record.held_out_loss:.4f}")
+            return
+        left = (time.monotonic() - self._began) / (record.step - self._done) * (self.config.run.steps - record.step)
+        held_out = "" if record.held_out_loss is None else f"held out {record.held_out_loss:.4f}  "
+        self.console.print(
+            f"step {record.step}/{self.config.run.steps}  loss {record.loss:.4f}  {held_out}"
+            f"{_speed(record)}  ETA {time.strftime('%H:%M:%S', time.gmtime(left))}"
+        )
+
+    def note(self, text: str) -> None:
+        self.console.print(f"[bold yellow]burst train:[/] {escape(text)}")
+
+    def interrupt(self, interrupted: InterruptedRunError) -> None:
+        if self._bar:
+            self._bar.stop()
+        after = f"{interrupted.reason} after step {interrupted.step}/{self.config.run.steps}"
+        if interrupted.saved is None:
+            self.console.print(f"[bold red]burst train:[/] {after}; what came after the last checkpoint is lost")
+            return
+        self.console.print(
+            f"{after}: saved to [bold]{escape(str(interrupted.saved))}[/]; "
+            f"to go on: burst train --out {escape(shlex.quote(self.config.run.out))} --resume"
+        )
+
+    def finish(self, summary: Summary) -> None:
+        if self._bar:
+            self._bar.stop()
+        self.console.print(_table(summary, self.config.parallel.device))
+        if summary.skipped_files:
+            self.console.print(f"{summary.skipped_files} files passed over: not UTF-8 text")
+        self.console.print(f"config, metrics, curve and model: [bold]{escape(self.config.run.out)}[/]")
+        if steps := summary.missing_checkpoints:
+            found = list_checkpoints(Path(self.config.run.out))
+            kept = f"the newest that is kept: {found[0]}" if found else "none is kept"
+            which = f"checkpoint{'s' * (len(steps) > 1)} after step {_some([str(step) for step in steps])}"
+            self.console.print(
+                f"[bold red]burst train:[/] {which} could not be written; {escape(kept)}. "
+                f"The run is finished, and ends with status {UNSAVED}"
+            )
+
+
+# What is counted: on a CPU more than the prediction before the start counts.
+COUNTED = {"cuda": "tensors on its GPU", "cpu": "the whole process: tensors, PyTorch and Python"}
+
+
+def _table(summary: Summary, device: str) -> Table:
+    table = Table(show_header=False)
+    table.add_row("first loss", f"{summary.first_loss:.4f}")
+    table.add_row("last loss", f"{summary.last_loss:.4f}")
+    if summary.held_out_loss is not None:
+        text = f"{summary.held_out_loss:.4f} (perplexity {summary.perplexity:.2f}, {summary.held_out_tokens:,} tokens)"
+        table.add_row("held-out loss", text)
+    if summary.best_step is not None:
+        text = f"{summary.best_held_out_loss:.4f} after step {summary.best_step}, kept as {name_of(summary.best_step)}"
+        table.add_row("best held-out loss", text)
+    if summary.left_out:
+        steps = _some([str(step) for step in summary.left_out])
+        table.add_row("steps left out, no numbers", steps)
+    if summary.spikes:
+        steps = _some([f"step {step} ({multiple:.1f} x)" for step, multiple in summary.spikes.items()])
+        table.add_row("loss spikes, by the running median", steps)
+    table.add_row("tokens/s", "-" if summary.tokens_per_second is None else f"{summary.tokens_per_second:,.0f}")
+    if summary.mfu is not None:
+        table.add_row("MFU", f"{summary.mfu:.1%}")
+    waited = ["-" if seconds is None else f"{seconds:,.3f} s" for seconds in summary.exchange_seconds]
+    table.add_row("waits in exchanges per step, per rank", ", ".join(waited))
+    table.add_row("peak memory per rank", f"{_sizes(summary.peak_memory)}\n({COUNTED[device]})")
+    table.add_row("attention sent per step, per rank", _sizes(summary.bytes_sent))
+    table.add_row("predicted", _sizes(summary.bytes_predicted))
+    return table
+
+
+def _speed(record: StepRecord) -> str:
+    """Tokens a second, and what is known of where the time went."""
+    mfu = "" if record.mfu is None else f"  MFU {record.mfu:.1%}"
+    waits = "" if record.exchange_seconds is None else f"  waits {record.exchange_seconds:.2f} s"
+    return f"{record.tokens_per_second:,.0f} tokens/s{mfu}{waits}"
+
+
+def _some(texts: list[str], most: int = 8) -> str:
+    """As many as a line of a table holds, and how many more there are."""
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more
+
+
+def _sizes(sizes: Sequence[float | None]) -> str:
+    return ", ".join("-" if size is None else _size(size) for size in sizes)
+
+
+def _size(size: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, {"B": "KiB", "KiB": "MiB", "MiB": "GiB"}[unit]
+    return f"{size:,.0f} B" if unit == "B" else f"{size:,.2f} {unit}"

@@ -1,0 +1,253 @@
+"""Where documents come from: source files, text files, folders, JSON lines, or the Hugging Face hub."""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import itertools
+import json
+import os
+import reprlib
+import stat
+import sysconfig
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..run.lock import MARKER
+from .tokenizer import first_line
+
+STANDARD_LIBRARY = "stdlib"
+HUB = "hf:"
+BROKEN_GZIP = (gzip.BadGzipFile, EOFError, zlib.error)
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text, and a name to show in messages."""
+
+    name: str
+    text: str
+
+
+class Corpus(Protocol):
+    """Documents that can be read again and again, in the same order each time."""
+
+    skipped: int
+    """Files passed over because they are not UTF-8 text, counted while reading."""
+
+    def documents(self, order: np.random.Generator | None = None) -> Iterator[Document]:
+        """Yield every document that is not empty: in source order, or roughly as ``order`` draws it.
+
+        Raises:
+            ValueError: what was read is not what its name promises; names the file and the line.
+        """
+        ...
+
+
+def open_corpus(data: str) -> Corpus:
+    """The corpus that ``--data`` names.
+
+    Args:
+        data: ``stdlib`` (the Python standard library's own source files), ``hf:NAME[:CONFIG][@SPLIT]`` (streamed
+            through ``datasets``), a ``*.jsonl`` or ``*.jsonl.gz`` file whose lines have a ``text`` field, a directory
+            (every such file and every text file below it), or any other file: one document, of ``*.gz`` what it
+            decompresses to.
+
+    Raises:
+        ValueError: there is no such file, the directory holds no file or one can't be listed.
+    """
+    if data == STANDARD_LIBRARY:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        files = _below(root, ".py", without=frozenset({"site-packages", "dist-packages", "__pycache__"}))
+        return Files(root, files, strict=False)
+    if data.startswith(HUB):
+        return Hub(data[len(HUB) :])
+    path, status = _stat(data)
+    if stat.S_ISDIR(status.st_mode):
+        return Files(path, _below(path), strict=False)
+    if stat.S_ISREG(status.st_mode):
+        return Files(path.parent, [path])
+    raise ValueError(
+        f"--data {data!r} is neither a file nor a directory, and a pipe or a device can't be read again and again; "
+        "write what it holds to a file"
+    )
+
+
+def _stat(data: str) -> tuple[Path, os.stat_result]:
+    why = "no such file or directory"
+    try:
+        if data:
+            return (path := Path(data).expanduser()), path.stat()
+    except OSError as error:
+        why = (error.strerror or why).lower()
+    except (RuntimeError, ValueError):  # the home of a user who isn't there, a NUL in a name
+        pass
+    raise ValueError(f"--data {data!r}: {why} (give a file, a directory, {STANDARD_LIBRARY} or {HUB}NAME)")
+
+
+def _below(root: Path, suffix: str = "", *, without: frozenset[str] = frozenset()) -> list[Path]:
+    """Files below ``root``, in one order on every machine; not the hidden ones, nor those in folders of ``without``.
+
+    Links to files are read, links to folders aren't followed.
+
+    Raises:
+        ValueError: a folder can't be listed.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise ValueError(f"--data {str(error.filename)!r}: {error.strerror}") from None
+
+    files = []
+    for folder, folders, names in os.walk(root, onerror=refuse):
+        # What a run of ours wrote is no text to train on.
+        marked = {name for name in folders if (Path(folder) / name / MARKER).exists()}
+        folders[:] = [name for name in folders if not (name.startswith(".") or name in without or name in marked)]
+        paths = [Path(folder, name) for name in names if name.endswith(suffix) and not name.startswith(".")]
+        try:
+            files += [path for path in paths if path.is_file()]
+        except OSError as error:
+            refuse(error)
+    return sorted(files, key=lambda path: path.relative_to(root).parts)
+
+
+class Files:
+    """Documents in files below ``root``: JSON lines where the name says so, else one document a file.
+
+    Args:
+        root: what document names are relative to.
+        files: the files, in source order.
+        strict: whether a file that is not UTF-8 text is an error; otherwise it is passed over and counted.
+    """
+
+    def __init__(self, root: Path, files: list[Path], strict: bool = True) -> None:
+        if not files:
+            raise ValueError(f"--data {str(root)!r}: the directory holds no file to read")
+        self.root, self.files, self.strict, self.skipped = root, files, strict, 0
+
+    def documents(self, order: np.random.Generator | None = None) -> Iterator[Document]:
+        self.skipped, empty = 0, True
+        chosen = range(len(self.files)) if order is None else order.permutation(len(self.files))
+        for index in chosen:
+            for document in self._documents_of(self.files[index]):
+                empty = False
+                yield document
+        if empty:
+            where = str(self.files[0] if self.strict else self.root)
+            passed = f"; {self.skipped} of its files are not UTF-8 text" if self.skipped else ""
+            raise ValueError(f"--data {where!r} holds no text{passed}")
+
+    def _documents_of(self, path: Path) -> Iterator[Document]:
+        name = path.relative_to(self.root).as_posix()
+        if path.name.endswith((".jsonl", ".jsonl.gz")):
+            yield from _json_lines(path, name)
+        elif text := self._read(path):
+            yield Document(name, text)
+
+    def _read(self, path: Path) -> str | None:
+        try:
+            # Not read_text: it would turn every line ending into one kind.
+            with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+                return file.read().decode("utf-8")
+        except UnicodeDecodeError as error:
+            if self.strict:
+                raise ValueError(f"--data {str(path)!r}: not UTF-8 text at byte {error.start}") from None
+            self.skipped += 1
+            return None
+        except BROKEN_GZIP as error:
+            raise ValueError(f"--data {str(path)!r}: broken gzip data ({error})") from None
+        except OSError as error:
+            raise ValueError(f"--data {str(path)!r}: {error.strerror}") from None
+
+
+def _json_lines(path: Path, name: str) -> Iterator[Document]:
+    number = 0
+    shown = repr(str(path))[1:-1]  # file names may hold what can't be printed
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                if line.strip() and (text := _text_field(json.loads(line.decode("utf-8")))):
+                    yield Document(f"{name}:{number}", text)
+    except BROKEN_GZIP as error:
+        raise ValueError(f"--data {shown}:{number + 1}: broken gzip data ({error})") from None
+    except RecursionError:
+        raise ValueError(f"--data {shown}:{number}: not JSON that can be read (it is nested too deeply)") from None
+    except ValueError as error:  # not UTF-8, not JSON, or an integer of more digits than Python reads
+        raise ValueError(f"--data {shown}:{number}: not JSON that can be read ({error})") from None
+    except TypeError as error:
+        raise ValueError(f"--data {shown}:{number}: {error}") from None
+    except OSError as error:
+        raise ValueError(f"--data {str(path)!r}: {error.strerror}") from None
+
+
+def _text_field(row: Any) -> str:
+    if not isinstance(row, dict):
+        raise TypeError(f"expected an object with a 'text' field, found {type(row).__name__}")
+    if "text" not in row:
+        raise TypeError(f"no 'text' field among {reprlib.repr(sorted(row))}")
+    if not isinstance(row["text"], str):
+        raise TypeError(f"the 'text' field holds {type(row['text']).__name__}, not a string")
+    # JSON can spell lone surrogates, which no tokenizer takes.
+    return row["text"].encode("utf-8", "replace").decode("utf-8")
+
+
+class Hub:
+    """A split of a data set that the ``datasets`` library can load, streamed, never downloaded whole.
+
+    Args:
+        name: what ``datasets.load_dataset`` takes, a local folder included; ``NAME:CONFIG`` picks a configuration,
+            ``NAME@SPLIT`` or ``NAME:CONFIG@SPLIT`` a split other than ``train``.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.skipped = 0
+        self._stream: Any = None
+        name, _, split = name.partition("@")
+        self.split = split or "train"
+        self.name, _, self.configuration = name.partition(":")
+        if not self.name:
+            raise ValueError(f"--data {HUB}{name}: give the data set's name, as in {HUB}allenai/c4:en")
+
+    def documents(self, order: np.random.Generator | None = None) -> Iterator[Document]:
+        """In source order whatever ``order`` says: a stream has no other."""
+        # Once for all epochs: opening it again would ask the hub again.
+        self._stream = self._load() if self._stream is None else self._stream
+        rows = iter(self._reading())
+        for index in itertools.count():
+            try:
+                text = _text_field(next(rows))
+            except StopIteration:
+                return
+            except TypeError as error:
+                raise ValueError(f"--data {HUB}{self.name}: row {index}: {error}") from None
+            except Exception as error:  # anything, from broken files to a lost connection
+                raise ValueError(f"--data {HUB}{self.name}: row {index} can't be read: {first_line(error)}") from error
+            if text:
+                yield Document(f"{self.name}#{index}", text)
+
+    def _reading(self) -> Any:
+        """A stream holds its reader's place, so each reading has one of its own.
+
+        A deep copy would be one too, but in another thread it enters itself in the hub's table of file systems while it
+        copies that, and fails.
+        """
+        try:
+            return self._stream.shard(num_shards=1, index=0)
+        except Exception as error:
+            raise ValueError(f"--data {HUB}{self.name}: can't be read: {first_line(error)}") from error
+
+    def _load(self) -> Any:
+        try:
+            import datasets
+        except ImportError:
+            raise ValueError(f"--data {HUB}{self.name} needs the datasets library: pip install datasets") from None
+        try:
+            return datasets.load_dataset(self.name, self.configuration or None, split=self.split, streaming=True)
+        except Exception as error:
+            message = " ".join(str(error).split("\n")[:2]) or first_line(error)  # the second lists configurations
+            raise ValueError(f"--data {HUB}{self.name}: {message}") from error

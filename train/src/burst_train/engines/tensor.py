@@ -1,0 +1,182 @@
+"""Tensor parallelism (Megatron-LM, arXiv 1909.08053), plain and with sequence parallelism (arXiv 2205.05198).
+
+Each rank holds some heads and some columns of the feed-forward layers, and computes them for all tokens: attention
+needs no exchange, each block's two sums do. By torch's ``parallelize_module``. Two things make it stronger than the
+papers': a block's input is gathered once for all its projections, and the loss is shared out by tokens, as everywhere
+here, so that nothing of the vocabulary's width is exchanged. Embeddings, norms and the head are whole on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from burst_attention.attention.batch import Plans, shard_batch
+from burst_attention.attention.plan import Plan, lone_plan, make_plan
+from burst_attention.launch.mesh import CONTEXT, DATA
+from burst_attention.loss import Head
+from burst_attention.planner.choice import HeadsOrAuto
+
+from .contract import Heads, PlansByWindow
+from .parameters import shard_parameters
+from .sequence import no_cut, one_of
+from .whole import whole_attention
+
+
+@dataclass(frozen=True)
+class TensorEngine:
+    """``sequence``: between blocks each rank holds its own tokens, and sums are scattered instead of repeated."""
+
+    name: str
+    layout: str
+    sequence: bool
+    posts: bool = False
+
+    @classmethod
+    def named(cls, name: str, layout: str, route: str, heads: HeadsOrAuto) -> TensorEngine:
+        """``tensor`` or ``tensor-sequence``."""
+        no_cut(name, heads)
+        one_of(name, "route", route, ("direct",))
+        return cls(name, one_of(name, "layout", layout, ("contiguous",)), name == "tensor-sequence")
+
+    def check(self, heads: Heads, seq_len: int, world: int) -> None:
+        sizes = {
+            "query heads": heads.q_heads,
+            "key-value heads": heads.kv_heads,
+            "feed-forward columns": heads.intermediate,
+            "tokens (--seq-len)": seq_len,
+        }
+        for what, size in sizes.items():
+            if size % world:
+                raise ValueError(
+                    f"--engine {self.name} shares {size} {what} equally, but {world} ranks don't divide them; "
+                    "use ranks that do, or --engine burst"
+                )
+
+    def plan(self, seqlen: int, *, group: Any, timeout: float | None = None, **_: Any) -> Plan:
+        return make_plan(seqlen, layout=self.layout, route="direct", group=group, timeout=timeout)
+
+    def spread(
+        self,
+        wrapper: nn.Module,
+        *,
+        mesh: DeviceMesh,
+        everyone: DeviceMesh,
+        dtype: torch.dtype,
+        offload: bool = False,
+    ) -> None:
+        if offload:
+            raise ValueError(f"--optimizer-offload is not for --engine {self.name}; leave it out")
+        model = wrapper.get_submodule("model")
+        tied = model.get_parameter("lm_head.weight") is model.get_parameter("model.embed_tokens.weight")
+        parallelize_module(model, mesh[CONTEXT], self._styles(model))
+        if tied:
+            model.get_submodule("lm_head").weight = model.get_parameter("model.embed_tokens.weight")
+        left = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+        if left:
+            raise ValueError(
+                f"--engine {self.name} does not know how to spread {', '.join(left)}: their gradients would not be "
+                "summed; use --engine burst"
+            )
+        # Over the groups that read other sequences; and it keeps fp32 weights beside what computes in bf16.
+        shard_parameters(wrapper, mesh[DATA], dtype)
+
+    def _styles(self, model: nn.Module) -> dict[str, ParallelStyle]:
+        between = Shard(1) if self.sequence else Replicate()  # hidden states [B, S, E] outside the blocks
+        outside = SequenceParallel(use_local_output=True) if self.sequence else _Replicated()
+        # A plain tensor between norm and projections is where their gradients' partial sums are joined, all at once.
+        first = SequenceParallel() if self.sequence else _Replicated()
+        enter_attention = PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": between}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
+        )
+        enter_mlp = PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),))
+        layer: dict[str, ParallelStyle] = {
+            "input_layernorm": first,
+            "self_attn": enter_attention,
+            "self_attn.q_proj": ColwiseParallel(),
+            "self_attn.k_proj": ColwiseParallel(),
+            "self_attn.v_proj": ColwiseParallel(),
+            "self_attn.o_proj": RowwiseParallel(output_layouts=between),
+            "post_attention_layernorm": first,
+            "mlp": enter_mlp,
+            "mlp.gate_proj": ColwiseParallel(),
+            "mlp.up_proj": ColwiseParallel(),
+            "mlp.down_proj": RowwiseParallel(output_layouts=between),
+        }
+        for norm in ("q_norm", "k_norm"):  # of each head by itself, so of this rank's heads: [B, S, heads, D]
+            if f"model.layers.0.self_attn.{norm}.weight" in dict(model.named_parameters()):
+                layer[f"self_attn.{norm}"] = SequenceParallel(sequence_dim=2, use_local_output=True)
+        styles: dict[str, ParallelStyle] = {f"model.layers.*.{name}": style for name, style in layer.items()}
+        return styles | {"model.embed_tokens": outside, "model.norm": outside, "lm_head": _Replicated()}
+
+    def shard(self, batch: Mapping[str, Tensor], plans: PlansByWindow) -> dict[str, Tensor]:
+        shard = shard_batch(batch, plans)
+        plan = Plans.of(plans).one
+        positions = lone_plan(plan.seqlen, mask=plan.mask).document_positions.to(shard["input_ids"].device)
+        shard["position_ids"] = positions.repeat(shard["input_ids"].shape[0], 1)  # attention is over all tokens
+        return shard if self.sequence else shard | {"input_ids": batch["input_ids"]}
+
+    def hidden(self, model: Any, shard: Mapping[str, Tensor], plans: PlansByWindow) -> Tensor:
+        hidden = model.model(
+            input_ids=shard["input_ids"],
+            position_ids=shard["position_ids"],
+            use_cache=False,
+            plan={window: _alone(plan) for window, plan in plans.items()},
+            attend=whole_attention,
+        ).last_hidden_state
+        if self.sequence:
+            return hidden
+        whole = DTensor.from_local(hidden, _mesh_of(model), [Replicate()], run_check=False)
+        return whole.redistribute(placements=[Shard(1)]).to_local()
+
+    def head(self, head: Head) -> Head:
+        return replace(head, weight=_partial(head.weight), bias=None if head.bias is None else _partial(head.bias))
+
+    def sent(self, plans: Sequence[Plan], heads: Heads, *, batch: int, dtype: torch.dtype) -> tuple[int, int]:
+        plan = plans[0]
+        one = (plan.world - 1) * batch * plan.length * heads.hidden * dtype.itemsize  # a gather, a scatter, half a sum
+        # Per layer two sums and, going backward, two more; plainly, the last hidden states' gradients are gathered too.
+        return len(plans) * 4 * one, len(plans) * 4 * one + (0 if self.sequence else one)
+
+
+def _partial(parameter: Any) -> Tensor:
+    """A replicated parameter's own tensor, whose gradient is of the loss of this rank's tokens alone."""
+    return parameter.to_local(grad_placements=[Partial()])
+
+
+def _alone(plan: Plan) -> Plan:
+    """The plan of one rank with all tokens; what takes it has seen what the given plan cut into shards."""
+    return lone_plan(plan.seqlen, mask=plan.mask, usage=plan.usage)
+
+
+def _mesh_of(model: Any) -> DeviceMesh:
+    return model.lm_head.weight.device_mesh
+
+
+class _Replicated(ParallelStyle):
+    """Every rank computes the same with the same weights: plain tensors in, plain tensors out."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh, None, self._enter, self._leave)  # type: ignore[arg-type]  # stub
+
+    @staticmethod
+    def _enter(module: nn.Module, inputs: tuple[Tensor, ...], device_mesh: DeviceMesh) -> tuple[Tensor, ...]:
+        return DTensor.from_local(inputs[0], device_mesh, [Replicate()], run_check=False), *inputs[1:]
+
+    @staticmethod
+    def _leave(module: nn.Module, output: Any, device_mesh: DeviceMesh) -> Tensor:
+        return output.to_local()

@@ -1,0 +1,238 @@
+"""A training step foretold, engine by engine: seconds, bytes, memory, the longest sequence that fits. Nothing is run.
+
+The attention is the planner's (:mod:`burst_train.forecast.calls`), memory a formula
+(:mod:`burst_train.forecast.step_memory`) with the attention's buffers from its own programs. The rest of the model is
+its matrix products over a rate, and sharded parameters a simple model (:mod:`burst_train.forecast.collectives`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from burst_attention.planner.choice import WORTH
+
+from . import collectives
+from .buffers import token_bytes
+from .calls import Call, Way
+from .candidates import MAKERS, Candidate, refusal
+from .collectives import Exchange
+from .request import Question
+from .step_memory import REMATS, Remat, Step
+
+MOST_TOKENS = 2**31
+GRAIN = 1024  # tokens to which the longest sequence is told
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """One engine's step.
+
+    Attributes:
+        engine: its name, as it is told.
+        refused: why it can't; all else is empty then.
+        way: how it computes a call, in words; of the layers that see most.
+        attention, rest, parameters: seconds: of attention, its exchange and what is recomputed of it; of the matrix
+            products; of exchanging parameters and gradients as far as products don't hide it.
+        exposed: seconds of the attention's exchange that nothing hides, which are in ``attention``.
+        sent: (inside of a node, across) bytes that a rank sends in a step, in the mean, by what is sent.
+        memory: bytes by part, by what is recomputed.
+        remat: what is recomputed in the step that seconds are of.
+        fits: None if it is not known what a device holds.
+        longest: tokens of the longest sequence that fits, computed the same way, but for what was left open to be
+            recomputed: all of it is; None as for ``fits``.
+        mfu: None where no peak is known, and in fp32.
+        flags: of ``burst train``.
+        standing: the worlds whose ranks stand for all, if they do.
+        ways: how calls are computed, of each kind of layer; empty for an attention that is not ours.
+    """
+
+    engine: str
+    refused: str = ""
+    way: str = ""
+    attention: float = 0.0
+    rest: float = 0.0
+    parameters: float = 0.0
+    exposed: float = 0.0
+    sent: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    memory: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    remat: Remat = "none"
+    fits: bool | None = None
+    longest: int | None = None
+    mfu: float | None = None
+    flags: str = ""
+    standing: tuple[int, int] | None = None
+    ways: tuple[Way, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.attention + self.rest + self.parameters
+
+
+def forecasts(question: Question) -> list[Forecast]:
+    """Of each engine: ours as the planner chooses, and those that it is compared with."""
+    return [forecast_of(name, question) for name in MAKERS]
+
+
+def recommended(found: list[Forecast]) -> Forecast | None:
+    """The first of those that fit, or that may, whose step is the shortest or hardly longer; None if none does."""
+    possible = [each for each in found if not each.refused and each.fits is not False]
+    shortest = min((each.seconds for each in possible), default=0.0)
+    return next((each for each in possible if each.seconds <= WORTH * shortest), None)
+
+
+def forecast_of(name: str, question: Question) -> Forecast:
+    """Of one engine, of :data:`~burst_train.forecast.candidates.MAKERS`.
+
+    Raises:
+        ValueError: what is asked can't be foretold, of ours; what others can't is told as refused.
+    """
+    refused = refusal(name, question)
+    if refused:
+        return Forecast(engine=name, refused=refused)
+    try:
+        step = _Step(question, MAKERS[name](question))
+        # Planned again, as burst train does, for two forwards; no other engine's way depends on that.
+        if name == "burst" and question.remat is None and step.remat == "layer":
+            step = _Step(question, MAKERS[name](replace(question, remat=step.remat)))
+        return step.forecast(name)
+    except ValueError as error:
+        if name == "burst":  # what is asked can't be foretold at all
+            raise
+        return Forecast(engine=name, refused=str(error))
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One engine's answer to a question."""
+
+    q: Question
+    candidate: Candidate
+
+    def forecast(self, name: str) -> Forecast:
+        q, remat = self.q, self.remat
+        calls = self.candidate.calls
+        exposed = sum(n * (self._forwards * c.forward.exposed + c.backward.exposed) for n, c in calls)
+        attention = sum(n * (self._forwards * c.forward.seconds + c.backward.seconds) for n, c in calls)
+        rest = q.rest_flops(remat) / (q.cluster.ranks * q.matrix_rate)
+        moved = self.parameters
+        parameters = max(0.0, moved.seconds - rest)
+        seconds, peak = attention + rest + parameters, q.cluster.device.peak
+        total = sum(self._memory(remat).values())
+        return Forecast(
+            engine=name,
+            way=self.candidate.way,
+            attention=attention,
+            rest=rest,
+            parameters=parameters,
+            exposed=exposed,
+            sent={"attention": self._sent, "parameters": (moved.inside, moved.across)},
+            memory={each: self._memory(each) for each in self._remats},
+            remat=remat,
+            fits=None if q.limit is None else total <= q.limit,
+            longest=self.longest(self._remats[-1] if q.remat is None else remat),
+            mfu=q.flops / (seconds * q.cluster.ranks * peak) if peak and seconds and q.dtype.itemsize == 2 else None,
+            flags=self._flags(),
+            standing=next((call.standing for _, call in calls if call.standing), None),
+            ways=self.candidate.ways,
+        )
+
+    @property
+    def _remats(self) -> list[Remat]:
+        if self.q.model is None:
+            return ["none"]
+        return [each for each in REMATS if self.candidate.keeping or each != "keep-attention"]
+
+    @cached_property
+    def remat(self) -> Remat:
+        """What was asked for, or the least that fits; the most if nothing does."""
+        q = self.q
+        if q.remat in self._remats:
+            return q.remat
+        if q.remat is not None:  # keep-attention, of an engine whose attention can't be kept
+            return self._remats[-1]
+        fitting = (each for each in self._remats if q.limit is None or sum(self._memory(each).values()) <= q.limit)
+        return next(fitting, self._remats[-1])
+
+    @property
+    def _forwards(self) -> int:
+        """Of an attention call in a step."""
+        return 2 if self.remat == "layer" else 1
+
+    @property
+    def _sent(self) -> tuple[float, float]:
+        """Of activations, of all layers."""
+        inside, across = (
+            sum(n * (self._forwards * getattr(c.forward, kind) + getattr(c.backward, kind)) for n, c in self.calls)
+            for kind in ("inside", "across")
+        )
+        return inside, across
+
+    @property
+    def calls(self) -> tuple[tuple[int, Call], ...]:
+        return self.candidate.calls
+
+    @property
+    def parameters(self) -> Exchange:
+        """What sharded parameters move in a step: gathered for the forward and for the backward, the root's once; their
+        gradients scattered in fp32. Where they are not sharded, gradients of what is whole are summed."""
+        m, cluster, io = self.q.model, self.q.cluster, self.q.dtype.itemsize
+        if m is None:
+            return Exchange()
+        layers, root = m.layers * m.layer_size, m.root_size
+        size = 2 * io * root if self.candidate.whole else io * (2 * layers + root) + 4 * (layers + root)
+        return collectives.gather(size, cluster.ranks, cluster.per_node, cluster.rates)
+
+    def _memory(self, remat: Remat, seq_len: int | None = None) -> Mapping[str, int]:
+        """Bytes by part, at the sequence's length or at another, of which the attention's share is in proportion."""
+        q, c = self.q, self.candidate
+        longer = 1.0 if seq_len is None else seq_len / q.seq_len
+        tokens = q.tokens if seq_len is None else -(-seq_len // q.cluster.ranks)
+        held = round(longer * c.buffers)
+        if q.model is None:
+            return {"inputs and results": tokens * token_bytes(q.shape, q.dtype), "attention": held}
+        step = Step(
+            model=q.model,
+            tokens=tokens,
+            batch=q.batch,
+            world=q.cluster.ranks,
+            io=q.dtype.itemsize,
+            buffers=held,
+            remat=remat,
+            mlp_chunks=q.mlp_chunks,
+            kept=round(longer * c.kept),
+            results=round(longer * c.results),
+            gathered=round(longer * c.gathered),
+        )
+        parts = dict(step.parts())
+        if c.whole:
+            more = 4 * round(q.model.root_size * (1 - 1 / q.cluster.ranks))
+            for part, times in (("weights", 1), ("gradients", 1), ("AdamW", 2)):
+                parts[part] += times * more
+            cut = 2 * q.model.layer_size // q.cluster.ranks
+            parts["gathered"] = q.dtype.itemsize * (q.model.root_size + cut) * (parts["gathered"] > 0)
+        return parts
+
+    def longest(self, remat: Remat) -> int | None:
+        """Tokens of the longest sequence that fits, to :data:`GRAIN`; 0 if none does."""
+        limit = self.q.limit
+        if limit is None:
+            return None
+        least, most = 0, MOST_TOKENS // GRAIN  # fits; does not, or is not asked
+        while most - least > 1:
+            middle = (least + most) // 2
+            fits = sum(self._memory(remat, middle * GRAIN).values()) <= limit
+            least, most = (middle, most) if fits else (least, middle)
+        return least * GRAIN
+
+    def _flags(self) -> str:
+        q, flags = self.q, self.candidate.flags
+        if q.model is None or not flags:
+            return ""
+        given = f"--model {q.model.source} --seq-len {q.seq_len} --max-positions {q.seq_len} {flags}"
+        given += f" --dtype {str(q.dtype).removeprefix('torch.')}"
+        given += f" --remat {self.remat}" if self.remat != "none" else ""
+        given += f" --mlp-chunks {q.mlp_chunks}" if q.mlp_chunks > 1 else ""
+        return given + (f" --batch {q.batch} --pack none" if q.batch > 1 else "")

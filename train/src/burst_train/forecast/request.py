@@ -1,0 +1,143 @@
+"""What a forecast is asked: a model, a sequence and a cluster; and the work that follows from these alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from burst_attention import Mask
+from burst_attention.attention.hardware import shape_of
+from burst_attention.plan.balance import seen
+from burst_attention.plan.cost import Shape
+from burst_attention.planner.choice import HeadsOrAuto
+from burst_attention.planner.rates import Rates
+
+from .calls import Setting
+from .machines import USABLE, Device
+from .models import Model
+from .step_memory import Remat
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Ranks, all of which share each sequence, in nodes of ``per_node``."""
+
+    ranks: int
+    per_node: int
+    rates: Rates
+    device: Device
+    efficiency: float = 0.6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is to be foretold.
+
+    Attributes:
+        model: None for attention alone, of ``layers`` layers.
+        window: of all layers, in place of the model's own.
+        borders: of packed documents; None for one.
+        remat: None for what recomputes least of that which fits.
+    """
+
+    seq_len: int
+    cluster: Cluster
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int | None = None
+    layers: int = 1
+    model: Model | None = None
+    batch: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    causal: bool = True
+    window: int | None = None
+    borders: tuple[int, ...] | None = None
+    remat: Remat | None = None
+    mlp_chunks: int = 1
+    layout: str = "auto"
+    route: str = "auto"
+    heads: HeadsOrAuto = "auto"
+    travels: str = "auto"
+
+    @property
+    def masks(self) -> Mapping[Mask, int]:
+        """How many layers see what."""
+        if self.model is None or self.window is not None:
+            windows: Mapping[int | None, int] = {self.window: self.layers}
+        else:
+            windows = self.model.windows_by_count
+        return {Mask(self.causal, window, self.borders): count for window, count in windows.items()}
+
+    @property
+    def shape(self) -> Shape:
+        sizes = {"batch": self.batch, "q_heads": self.q_heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim}
+        return shape_of(self.dtype, **sizes, v_head_dim=self.v_head_dim)
+
+    @property
+    def tokens(self) -> int:
+        """Of the rank that has most, of each sequence."""
+        return -(-self.seq_len // self.cluster.ranks)
+
+    def setting(self, mask: Mask) -> Setting:
+        """An attention call of a layer."""
+        cluster = self.cluster
+        return Setting(
+            seq_len=self.seq_len,
+            mask=mask,
+            world=cluster.ranks,
+            per_node=cluster.per_node,
+            shape=self.shape,
+            rates=cluster.rates,
+            remat=self.remat or "none",
+        )
+
+    @property
+    def attention_flops(self) -> float:
+        """Of a forward of all layers over all ranks: two products for each query and key that it sees."""
+        shape = self.shape
+        each = 2.0 * shape.batch * shape.q_heads * (shape.head_dim + shape.v_head_dim)
+        return each * sum(count * _pairs(mask, self.seq_len) for mask, count in self.masks.items())
+
+    @property
+    def flops(self) -> float:
+        """Of the model, forward and backward, over all ranks; of attention alone, its own. Once: not recomputed."""
+        return 3 * (self.attention_flops + (self._products(1, 1) if self.model else 0.0))
+
+    @property
+    def limit(self) -> float | None:
+        """Bytes that a rank may hold."""
+        memory = self.cluster.device.memory
+        return None if memory is None else USABLE * memory
+
+    def rest_flops(self, remat: Remat) -> float:
+        """Of the matrix products that are computed, recomputed ones too: of layers once more than forward and backward;
+        of a feed-forward layer in pieces once more again; of the head's logits, which are never kept."""
+        return self._products(3 + (remat != "none"), 4) + self._pieces()
+
+    def _products(self, layers: int, head: int) -> float:
+        if self.model is None:
+            return 0.0
+        m = self.model
+        return 2.0 * self.batch * self.seq_len * (layers * m.layers * m.layer_products + head * m.head_products)
+
+    def _pieces(self) -> float:
+        if self.model is None or self.mlp_chunks == 1:
+            return 0.0
+        return 2.0 * self.batch * self.seq_len * self.model.layers * self.model.feed_forward_products
+
+    @property
+    def matrix_rate(self) -> float:
+        """FLOP/s of a rank's matrix products."""
+        cluster = self.cluster
+        if self.dtype.itemsize == 2 and cluster.device.peak is not None:
+            return cluster.efficiency * cluster.device.peak
+        return cluster.rates.speed(self.dtype.itemsize).forward
+
+
+def _pairs(mask: Mask, seq_len: int) -> int:
+    lengths = np.diff(np.asarray(mask.cu_seqlens or (0, seq_len), np.int64)).tolist()
+    return sum(int(seen(mask, n, n)) * lengths.count(n) for n in {*lengths})

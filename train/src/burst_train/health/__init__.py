@@ -1,0 +1,1 @@
+"""Watch a run: non-finite values, slow steps, FLOPs and traces."""

@@ -1,0 +1,101 @@
+"""What a run tells Weights & Biases, if it is asked to: the same figures as the run's folder holds."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ..config import TrainConfig
+from .interrupt import InterruptedRunError
+from .metrics import TRACKED, StepRecord, Summary, goes_on_in, unusual, without_nan
+
+ID = "burst-train-id.txt"
+
+
+def check_tracking(config: TrainConfig) -> None:
+    """Raise ValueError if ``--wandb`` is asked for and not installed."""
+    if config.run.wandb is not None and find_spec("wandb") is None:
+        raise ValueError(f"--wandb {config.run.wandb!r} needs wandb: pip install 'burst-attention[wandb]'")
+
+
+def _at_last(text: str) -> None:
+    """Other reporters are through when this one is."""
+    sys.stderr.write(f"burst train: {text}\n")
+
+
+class Tracking:
+    """A Reporter to Weights & Biases, with its files in the run's folder. What fails there does not end the run.
+
+    A run that goes on does so under the same name there. ``WANDB_MODE=offline`` and its other variables hold.
+
+    Args:
+        project: of ``--wandb``.
+        tell: is given in words where it is to be seen, or what went wrong.
+    """
+
+    def __init__(self, project: str, tell: Callable[[str], None]) -> None:
+        self._project, self._tell, self._run = project, tell, None
+
+    def start(self, config: TrainConfig, parameters: int, done: int) -> None:
+        def begin() -> Any:
+            import wandb
+
+            out = Path(config.run.out)
+            known = out / TRACKED / ID
+            run = wandb.init(
+                project=self._project,
+                name=out.resolve().name,
+                dir=str(out),
+                id=known.read_text("utf-8") if goes_on_in(config) and known.exists() else None,
+                resume="allow",
+                config=asdict(config) | {"parameters": parameters},
+                settings=wandb.Settings(console="off", silent=True),
+            )
+            known.parent.mkdir(exist_ok=True)
+            known.write_text(run.id, "utf-8")
+            # Steps of an earlier start, taken once more, come again: W&B's own count could not go back.
+            run.define_metric("*", step_metric="step")
+            return run
+
+        self._run = self._try(begin)
+        if self._run is not None:
+            self._tell(f"Weights & Biases, project {self._project}: {self._run.url or self._run.dir}")
+
+    def step(self, record: StepRecord) -> None:
+        values = without_nan(asdict(record))
+        self._call(lambda run: run.log({name: value for name, value in values.items() if value is not None}))
+        if told := unusual(record):
+            self.note(told)
+
+    def note(self, text: str) -> None:
+        self._call(lambda run: run.log({"note": text}))
+
+    def interrupt(self, interrupted: InterruptedRunError) -> None:
+        self._tell = _at_last
+        self._call(lambda run: run.finish(exit_code=interrupted.status))
+
+    def finish(self, summary: Summary) -> None:
+        def end(run: Any) -> None:
+            run.summary.update({f"final/{name}": value for name, value in asdict(summary).items()})
+            run.finish()
+
+        self._tell = _at_last
+        self._call(end)
+
+    def _call(self, action: Callable[[Any], object]) -> None:
+        if (run := self._run) is not None:
+            self._try(lambda: action(run))
+
+    def _try(self, action: Callable[[], Any]) -> Any:
+        """What it gives; after a failure, which is told, nothing is told there any more."""
+        try:
+            return action()
+        except Exception as error:  # of any kind: a run must not end for a page that shows it
+            self._run = None
+            first = next(iter(str(error).strip().splitlines()), "")
+            self._tell(f"--wandb: {type(error).__name__}: {first}; the run goes on, and tells it nothing more")
+            return None

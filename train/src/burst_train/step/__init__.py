@@ -1,0 +1,1 @@
+"""One training step: the model, the optimizer, the loop, evaluation and export."""

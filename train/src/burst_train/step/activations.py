@@ -1,0 +1,114 @@
+"""A model's layers, made to keep less: recomputed, by pieces of tokens, in host memory; and compiled.
+
+Weights keep their names and places: a module becomes of a subclass of its class under the same name, as FSDP2 does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+from burst_attention.attention.remat import keep_attention
+
+from ..memory import MemoryConfig
+
+
+def keep_less(layers: nn.ModuleList, memory: MemoryConfig) -> None:
+    """Have decoder layers of transformers do, in place, what ``memory`` asks for. Call it before FSDP2 shards them."""
+    copies = HostCopies() if memory.offload == "activations" else None
+    for layer in layers:
+        if memory.mlp_chunks > 1:
+            by_pieces(layer.get_submodule("mlp"), memory.mlp_chunks)
+        if memory.compile:
+            for name in ("input_layernorm", "post_attention_layernorm", "mlp"):
+                layer.get_submodule(name).compile()
+        if memory.remat != "none":  # by the attributes that transformers' own switch sets
+            kept = keep_attention if memory.remat == "keep-attention" else noop_context_fn
+            layer._gradient_checkpointing_func = partial(_recomputed, kept, copies)  # type: ignore[assignment]
+            layer.gradient_checkpointing = True  # type: ignore[assignment]
+
+
+def _recomputed(kept: Callable[[], Any], copies: HostCopies | None, run: Callable[..., Any], *inputs: Any) -> Any:
+    # Inside of a checkpoint its own hooks take what is saved: these see the inputs alone.
+    with nullcontext() if copies is None else saved_tensors_hooks(copies.pack, copies.unpack):
+        return _again(run, *inputs, context_fn=kept)
+
+
+def _again(run: Callable[..., Any], *inputs: Any, context_fn: Callable[[], Any] = noop_context_fn) -> Any:
+    """What ``run`` gives of the inputs, all but which is computed again in the backward."""
+    # Nothing is drawn at random in a layer: dropout is refused.
+    return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=context_fn)
+
+
+class HostCopies:
+    """Tensors saved for a backward, in pinned host memory meanwhile; copied by a stream of their own, there and back.
+
+    Written for CUDA, and never run on a GPU.
+    """
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    def pack(self, x: Tensor) -> tuple[torch.device, Tensor]:
+        """(where it was, its copy)."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(x.device)
+        copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        self._stream.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(self._stream):
+            copy.copy_(x, non_blocking=True)
+        x.record_stream(self._stream)  # its memory is not given to others before it is copied
+        return x.device, copy
+
+    def unpack(self, held: tuple[torch.device, Tensor]) -> Tensor:
+        """The tensor again, where it was."""
+        device, copy = held
+        assert self._stream is not None
+        current = torch.cuda.current_stream(device)
+        with torch.cuda.stream(self._stream):
+            x = copy.to(device, non_blocking=True)
+        current.wait_stream(self._stream)
+        x.record_stream(current)
+        return x
+
+
+def by_pieces(module: nn.Module, pieces: int) -> None:
+    """Have a module that treats each token by itself take [B, S, E] in so many pieces of S.
+
+    Of each its input alone is kept; the rest is recomputed in its backward, so that one piece's exists at a time.
+    """
+    kind: Any = type(module)
+    module.__class__ = _by_pieces(kind)
+    module.pieces = pieces  # type: ignore[assignment]
+
+
+@cache
+def _by_pieces(kind: Any) -> Any:
+    return type(kind.__name__, (_ByPieces, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
+
+
+class _ByPieces(nn.Module):
+    pieces: int
+
+    def __call__(self, hidden: Tensor) -> Tensor:  # with the module's hooks, which spread a piece over the ranks
+        run = super().__call__
+        if torch.is_grad_enabled():
+            run = partial(_again, run)
+        return torch.cat([run(piece) for piece in _cut(hidden, self.pieces)], 1)
+
+
+def _cut(hidden: Tensor, pieces: int) -> list[Tensor]:
+    """Pieces of dim 1: of a DTensor, pieces of every rank's part, so that cutting moves nothing."""
+    if not isinstance(hidden, DTensor):
+        return list(hidden.chunk(pieces, 1))
+    mesh, placements = hidden.device_mesh, hidden.placements
+    parts = hidden.to_local().chunk(pieces, 1)
+    return [DTensor.from_local(part, mesh, placements, run_check=False) for part in parts]

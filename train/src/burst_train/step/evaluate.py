@@ -1,0 +1,181 @@
+"""Perplexity of one model over the same sequences with each engine, and how far they are apart token by token."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from burst_attention import Plan, make_plan
+from burst_attention.attention.batch import Plans
+from burst_attention.integrations import hf
+from burst_attention.launch.join import RankContext, join
+from burst_attention.launch.mesh import make_mesh
+
+from ..data.sequences import TokenSequence, digest_of, open_sequences
+from ..engines import Heads, choose
+from .evaluation import EngineResult, EvalConfig
+from .model import NextTokenModel, batch_of, build_model, model_config
+
+ALONE = "single"  # has a rank for each sequence
+
+
+@torch.no_grad()
+def token_losses(
+    model: NextTokenModel,
+    sequences: Sequence[TokenSequence],
+    *,
+    plan: Plan,
+    windows: list[int | None],
+    context: RankContext,
+    progress: Callable[[int], None] | None = None,
+) -> Iterator[tuple[int, Tensor]]:
+    """The loss of every token. Every rank must call it and exhaust it; sequences are dealt out to the groups of ranks.
+
+    Args:
+        sequences: all of them, of ``plan.seqlen`` tokens each.
+        plan: of this rank's group, from the model's engine.
+        windows: the layers', from :func:`~burst_attention.integrations.hf.layer_windows`.
+        progress: is called with how many of the sequences are done.
+
+    Yields:
+        (index, fp32 or fp64 [S] on the CPU in global order, 0 where there is no target) of the sequences that this
+        rank answers for. Each has one such rank.
+    """
+    groups = context.world // plan.world
+    for start in range(0, len(sequences), groups):
+        # Every group takes part in every round, for the parameters are gathered from all ranks.
+        index = min(start + context.group_index, len(sequences) - 1)
+        sequence = sequences[index]
+        plans = Plans.by_windows(plan, windows, sequence.cu_seqlens)
+        shard = model.engine.shard(batch_of([sequence], context.device), plans)
+        loss = plans.one.unshard(model(shard, plans, per_token=True), 1)[0]
+        if start + context.group_index < len(sequences) and start // groups % plan.world == plan.rank:
+            yield index, loss.cpu()
+        if progress:
+            progress(min(start + groups, len(sequences)))
+
+
+def refusal(engine: str, heads: Heads, length: int, world: int) -> str | None:
+    """Why an engine can't share sequences of ``length`` tokens among ``world`` ranks; None if it can."""
+    sharing = 1 if engine == ALONE else world
+    try:
+        choose(engine).check(heads, length, sharing)
+    except ValueError as error:
+        return str(error)
+    if length < sharing:
+        return f"sequences of {length} tokens are shorter than the {sharing} ranks that share them; lower --ranks"
+    return None
+
+
+def nothing_to_evaluate(config: EvalConfig) -> ValueError:
+    """The error where the documents give no sequence."""
+    least = f"a document of --seq-len {config.seq_len} tokens, or --pack documents" if config.pack == "none" else "text"
+    share = f"--held-out {config.held_out} of " if config.held_out < 1 else ""
+    return ValueError(f"{share}--data {config.data!r} leaves no token to evaluate; it needs {least}")
+
+
+def evaluate(
+    config: EvalConfig,
+    report: Callable[[EngineResult], None] | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> list[EngineResult]:
+    """Evaluate every engine. Every rank of the job must call it with the same ``config``.
+
+    It runs under torchrun's environment variables, or in the process group that there is already.
+
+    Args:
+        report: what rank 0 calls with the result of each engine that ran, as it comes; ignored on other ranks.
+        progress: what rank 0 calls with an engine's name, how many sequences it has done, and of how many.
+
+    Returns:
+        For each of ``config.engines``, in that order, the same on every rank.
+
+    Raises:
+        ValueError: a setting can't be; names the flag.
+        DisagreementError: the ranks read different sequences.
+        FloatingPointError: a loss is not a number.
+    """
+    config.check()
+    with join(device=config.device, timeout=config.timeout) as context:
+        evaluator = _Evaluator(config, context)
+        results = {name: EngineResult(engine=name, refused=evaluator.refused(name)) for name in config.engines}
+        able = [name for name, result in results.items() if result.refused is None]
+        reference = ALONE if ALONE in able else next(iter(able), None)
+        for name in sorted(able, key=lambda name: name != reference):  # the reference first
+            tell = partial(progress, name) if progress and context.rank == 0 else None
+            results[name] = replace(evaluator.run(name, tell), reference=reference)
+            if report and context.rank == 0:
+                report(results[name])
+            gc.collect()  # a spread model is in cycles, and the next one needs its room
+    return list(results.values())
+
+
+class _Evaluator:
+    """What the engines share on one rank; the first that runs is the reference of the others."""
+
+    def __init__(self, config: EvalConfig, context: RankContext) -> None:
+        self.config, self.context = config, context
+        reader, tokenizer = open_sequences(config.as_training)
+        self.sequences = list(itertools.islice(reader.held_out(), config.sequences))
+        agreement = make_plan(config.seq_len, group=context.everyone, timeout=config.timeout).agreement
+        agreement.agree("the sequences to evaluate", {"digest of tokens and borders": digest_of(self.sequences)})
+        self.tokens = sum(sequence.valid_tokens for sequence in self.sequences)
+        if not self.tokens:
+            raise nothing_to_evaluate(config)
+        self.length = len(self.sequences[0].tokens)
+        self.dtype = config.as_training.model.compute_dtype(context.device.type)
+        self.model_config = model_config(config.model, tokenizer, config.seq_len, training=False)
+        self.windows = hf.layer_windows(self.model_config)
+        self.reference: dict[int, Tensor] | None = None
+
+    def refused(self, name: str) -> str | None:
+        return refusal(name, Heads.of(self.model_config), self.length, self.context.world)
+
+    def run(self, name: str, progress: Callable[[int, int], None] | None = None) -> EngineResult:
+        engine, groups = choose(name), self.context.world if name == ALONE else 1
+        context = replace(self.context, mesh=make_mesh(self.context.device.type, data_parallel=groups))
+        model = build_model(
+            self.config.model,
+            self.model_config,
+            engine,
+            dtype=self.dtype,
+            mesh=context.mesh,
+            everyone=context.everyone,
+            seed=self.config.as_training.run.seed,
+        ).eval()
+        heads, timeout = Heads.of(self.model_config), self.config.timeout
+        plan = engine.plan(self.length, group=context.context_mesh, timeout=timeout, heads=heads, dtype=self.dtype)
+        context.collect(None)  # all start together
+        began = time.perf_counter()
+        tell = (lambda done: progress(done, len(self.sequences))) if progress else None
+        found = token_losses(model, self.sequences, plan=plan, windows=self.windows, context=context, progress=tell)
+        losses = dict(found)
+        return self._result(name, losses, time.perf_counter() - began)
+
+    def _result(self, name: str, losses: dict[int, Tensor], seconds: float) -> EngineResult:
+        """Join what the ranks found in the sequences that each answers for: the same ones with every engine."""
+        if self.reference is None:
+            self.reference = losses
+        sums = {index: loss.sum(dtype=torch.float64).item() for index, loss in losses.items()}
+        differences = [(loss - self.reference[index]).abs().max().item() for index, loss in losses.items()]
+        by_rank = self.context.collect((sums, max(differences, default=0.0), seconds))
+        by_index = {index: value for rank in by_rank for index, value in rank[0].items()}
+        loss = math.fsum(by_index[index] for index in range(len(self.sequences))) / self.tokens
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"--engines {name}: loss {loss}; the model's weights or --dtype are to blame")
+        return EngineResult(
+            engine=name,
+            loss=loss,
+            tokens=self.tokens,
+            sequences=len(self.sequences),
+            seconds=max(rank[2] for rank in by_rank),
+            greatest_difference=max(rank[1] for rank in by_rank),
+        )

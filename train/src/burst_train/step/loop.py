@@ -1,0 +1,126 @@
+"""The training loop: every rank reads the same sequences and computes its shard of those of its group."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from burst_attention.launch.join import RankContext, join
+
+from ..checkpoint.saving import Saver
+from ..checkpoint.writer import SaveError, together
+from ..config import TrainConfig
+from ..run.interrupt import InterruptedRunError, StopRequests
+from ..run.lock import check_inputs
+from ..run.metrics import MODEL, TRACES, UNFINISHED, Reporter, RunFolder, StepRecord, Summary, claim_run, without_auto
+from ..run.tracking import Tracking
+from .export import save_model, saved_dtype
+from .trainer import Trainer as Trainer
+
+
+def train(config: TrainConfig, reporters: Sequence[Reporter] = (), *, held: bool = False) -> Summary:
+    """Train, evaluate, save. Every rank of the job must call it with the same ``config``.
+
+    Args:
+        reporters: what rank 0 tells besides the run's folder; ignored on other ranks.
+        held: whether the caller holds the run's folder, by :func:`burst_train.run.metrics.claim_run`.
+
+    Returns:
+        The same summary on every rank.
+
+    Raises:
+        ValueError: a setting can't be, or the run's folder is not to be written to; names the flag.
+        FloatingPointError: a loss or a gradient is no number, by ``--on-nan``; the same on all ranks.
+        SaveError: the trained model could not be written; the same on all ranks.
+        InterruptedRunError: a rank was asked to stop before the last step; what there is was saved.
+    """
+    config.check()
+    config, chosen = without_auto(config)
+    parallel, summary = config.parallel, None
+    with (
+        StopRequests(config.run.deadline).listening() as requests,
+        join(device=parallel.device, timeout=parallel.timeout, data_parallel=parallel.data_parallel) as context,
+        _folder(config, context, held=held) as folder,
+    ):
+        config.check_world(context.world)
+        trainer = Trainer(config, context)
+        notes = [chosen] * bool(chosen) + trainer.go_on()
+        reporters = [folder, *reporters] if folder else []
+
+        def tell(note: str) -> None:
+            for reporter in reporters:
+                reporter.note(note)
+
+        if folder and config.run.wandb is not None:
+            reporters.append(Tracking(config.run.wandb, tell))
+
+        for reporter in reporters:
+            reporter.start(config, sum(parameter.numel() for parameter in trainer.model.parameters()), trainer.step)
+        for note in notes:
+            tell(note)
+        try:
+            saver = Saver(trainer, requests, tell)
+            with closing(trainer.watch):
+                records = _run(trainer, saver, reporters)
+        except InterruptedRunError as interrupted:
+            stopped = interrupted  # raised below, when the ranks have left their group
+            for reporter in reporters:
+                reporter.interrupt(stopped)
+        else:
+            summary = replace(_finish(trainer, folder, records), missing_checkpoints=saver.missing)
+            if saver.best is not None:
+                summary = replace(summary, best_step=saver.best.step, best_held_out_loss=saver.best.loss)
+            for reporter in reporters:
+                reporter.finish(summary)
+    if summary is None:
+        raise stopped
+    return summary
+
+
+def _run(trainer: Trainer, saver: Saver, reporters: Sequence[Reporter]) -> list[StepRecord]:
+    """The steps that are left."""
+    records = []
+    for record in trainer.steps():
+        began = time.perf_counter()
+        records.append(replace(record, held_out_loss=trainer.evaluate_if_due()))
+        for reporter in reporters:
+            reporter.step(records[-1])
+            if record.step == trainer.config.run.profile:
+                folder = Path(trainer.config.run.out) / TRACES
+                reporter.note(f"step {record.step} was recorded, a file for each rank, in {folder}")
+        trainer.watch.enter("saving")
+        saver.after_step(record.seconds + time.perf_counter() - began)
+    saver.finish()
+    return records
+
+
+def _finish(trainer: Trainer, folder: RunFolder | None, records: list[StepRecord]) -> Summary:
+    """Write the trained model, evaluate it."""
+    dtype = saved_dtype(trainer.model_config, trainer.config.model.save_dtype)
+    context, target = trainer.context, Path(trainer.config.run.out) / UNFINISHED
+    try:
+        together(context, lambda: save_model(trainer.model, trainer.tokenizer, target, rank=context.rank, dtype=dtype))
+    except SaveError as error:
+        raise SaveError(f"the trained model could not be written to {target}: {error}") from None
+    if folder:
+        folder.marker.move(UNFINISHED, MODEL)
+    return trainer.summarise(records)
+
+
+@contextmanager
+def _folder(config: TrainConfig, context: RankContext, *, held: bool) -> Iterator[RunFolder | None]:
+    """Rank 0's folder of the run, held for it; None on other ranks. Every rank raises if it is not to be had."""
+    refusal = None
+    with ExitStack() as stack:
+        if context.rank == 0 and not held:
+            try:
+                check_inputs(config.run.out, config.inputs)
+                stack.enter_context(claim_run(config))
+            except ValueError as error:
+                refusal = str(error)
+        if (refusal := context.collect(refusal)[0]) is not None:
+            raise ValueError(refusal)
+        yield RunFolder(config.run.out) if context.rank == 0 else None

@@ -1,0 +1,241 @@
+"""The model: built from a preset or loaded, its parameters sharded over all ranks, its forward the loss itself."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import register_fsdp_forward_method
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from burst_attention.attention.batch import Plans
+from burst_attention.integrations import hf
+from burst_attention.loss import Head, next_token_loss, next_token_nll
+
+from ..data.sequences import TokenSequence
+from ..data.tokenizer import BYTES, Tokenizer, first_line
+from ..engines import Engine
+from ..memory import MemoryConfig
+from ..presets import PRESETS
+from .activations import keep_less
+
+# Embeddings that a model may have beyond its tokenizer's ids: vocabularies are padded for the sake of matrix products.
+PADDED = 1024
+
+# Those whose parts every engine knows how to spread.
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def model_config(
+    model: str,
+    tokenizer: Tokenizer,
+    seq_len: int,
+    *,
+    training: bool = True,
+    loaded: PreTrainedConfig | None = None,
+    max_positions: int | None = None,
+    named: str | None = None,
+) -> PreTrainedConfig:
+    """The configuration of the model that ``--model`` names.
+
+    Args:
+        training: False allows dropout, which evaluation switches off.
+        loaded: what :func:`load_config` gave, if it was asked already.
+        max_positions: of ``--max-positions``.
+        named: the tokenizer that ``--tokenizer`` names; None: the model's own.
+
+    Raises:
+        ValueError: as :func:`load_config`, its vocabulary is not the tokenizer's, or a model is trained on sequences of
+            more tokens than it has positions.
+    """
+    if max_positions is not None and max_positions < seq_len:
+        raise ValueError(f"--max-positions {max_positions} is less than --seq-len {seq_len}; raise it to that, or more")
+    if model in PRESETS:
+        preset = PRESETS[model]
+        own = {
+            "max_position_embeddings": max_positions or max(seq_len, preset.get("max_position_embeddings", 0)),
+            "vocab_size": preset.get("vocab_size", tokenizer.vocab_size),
+            "bos_token_id": tokenizer.bos_id,
+            "eos_token_id": tokenizer.eos_id,
+        }
+        config: PreTrainedConfig = LlamaConfig(**(preset | own))
+    else:
+        config = loaded or load_config(model, training=training)
+        config.max_position_embeddings = max_positions or getattr(config, "max_position_embeddings", None) or seq_len
+        if training and seq_len > config.max_position_embeddings:
+            raise ValueError(
+                f"--seq-len {seq_len} is beyond the {config.max_position_embeddings} positions that --model {model!r} "
+                f"was made for; lower it, or give --max-positions {seq_len}, if its config.json's rope_parameters, "
+                "which stay as they are, suit so many"
+            )
+        _check_vocabulary(model, config, tokenizer, named)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ValueError(
+            f"--tokenizer has {tokenizer.vocab_size} ids, but --model {model!r} only {config.vocab_size} embeddings"
+        )
+    return config
+
+
+def _check_vocabulary(model: str, config: PreTrainedConfig, tokenizer: Tokenizer, named: str | None) -> None:
+    """Raise ValueError for another model's tokenizer, as far as sizes tell; bytes are taken at their word."""
+    if named in (None, BYTES, model) or tokenizer.vocab_size + PADDED >= config.vocab_size:
+        return
+    raise ValueError(
+        f"--tokenizer {named!r} has {tokenizer.vocab_size} ids, but --model {model!r} {config.vocab_size} embeddings: "
+        f"its ids would be other tokens' to the model; leave it out for the model's own, or say --tokenizer {BYTES}"
+    )
+
+
+def quieten_transformers() -> None:
+    """Let it show no progress bars and no warnings in this process; the screen is the run's."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    # Of norms over (data, context) it tells that they take two sums; they are of one number.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
+def load_config(model: str, *, training: bool = True) -> PreTrainedConfig:
+    """The configuration of a model in a folder or on the hub.
+
+    Args:
+        training: False allows dropout, which evaluation switches off.
+
+    Raises:
+        ValueError: it can't be loaded, its architecture is not one of :data:`ARCHITECTURES`, or it can't be spread over
+            ranks (:func:`burst_attention.integrations.hf.check_config`).
+    """
+    if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
+        raise ValueError(f"--model {model!r}: the folder holds no config.json")
+    try:
+        config = AutoConfig.from_pretrained(model)
+    except Exception as error:
+        raise ValueError(
+            f"--model {model!r} is no preset ({', '.join(PRESETS)}) and can't be loaded: {first_line(error)}"
+        ) from error
+    if config.model_type not in ARCHITECTURES:
+        raise ValueError(f"--model {model!r} is a {config.model_type}; supported are {', '.join(ARCHITECTURES)}")
+    try:
+        hf.check_config(config, training=training)
+    except ValueError as error:
+        raise ValueError(f"--model {model!r}: {error}") from error
+    return config
+
+
+def batch_of(sequences: Sequence[TokenSequence], device: torch.device) -> dict[str, torch.Tensor]:
+    """The global batch that an engine shards: ``input_ids`` and, not shifted, ``labels``, both int64 [B, S]."""
+    ids = torch.from_numpy(np.stack([sequence.tokens for sequence in sequences]).astype(np.int64)).to(device)
+    return {"input_ids": ids, "labels": ids}
+
+
+class NextTokenModel(nn.Module):
+    """A causal language model whose forward is its loss, so that the head's weight is used inside the FSDP root."""
+
+    def __init__(self, model: PreTrainedModel, engine: Engine) -> None:
+        super().__init__()
+        self.model = model
+        self.engine = engine
+        self.form = hf.find_form(model)
+
+    def forward(
+        self,
+        shard: dict[str, torch.Tensor],
+        plans: Plans,
+        num_valid: int | None = None,
+        *,
+        per_token: bool = False,
+    ) -> torch.Tensor:
+        """The loss of :func:`burst_attention.loss.next_token_loss` for what the engine's ``shard`` gives.
+
+        ``per_token``: in its place what it sums, by :func:`burst_attention.loss.next_token_nll`: [B, S_local].
+        """
+        hidden, head = self.engine.hidden(self.model, shard, plans), self._head()
+        plan, labels = Plans.of(plans).one, shard["shift_labels"]
+        if per_token:
+            return next_token_nll(hidden, head.weight, labels, plan, **head.options)
+        return next_token_loss(hidden, head.weight, labels, plan, **head.options, num_valid=num_valid)
+
+    def _head(self) -> Head:
+        return self.engine.head(hf.find_head(self.model, self.form))
+
+    def last_logits(self, shard: dict[str, torch.Tensor], plans: Plans) -> torch.Tensor | None:
+        """Logits of what follows the sequence [B, V], on the rank that holds its last token; None elsewhere."""
+        hidden = self.engine.hidden(self.model, shard, plans)
+        plan = Plans.of(plans).one
+        here = (plan.positions == plan.seqlen - 1).nonzero()
+        return self._head().logits(hidden[:, here[0, 0]]) if len(here) else None
+
+
+def build_model(
+    name: str,
+    config: PreTrainedConfig,
+    engine: Engine,
+    *,
+    dtype: torch.dtype,
+    mesh: DeviceMesh,
+    everyone: DeviceMesh,
+    seed: int,
+    memory: MemoryConfig | None = None,
+) -> NextTokenModel:
+    """The model, its parameters spread as the engine does it; weights are the same whatever the engine and the ranks.
+
+    Rank 0 alone makes or loads the weights and sends the others their shards, so a machine holds them once.
+
+    Args:
+        name: preset, folder or hub name.
+        config: from :func:`model_config`.
+        dtype: of the computation. Weights and gradient sums are fp32, or fp64 if it is.
+        mesh: (data, context) over all ranks.
+        everyone: the same ranks as one axis.
+        seed: of a preset's first weights.
+        memory: what is done to keep less; None for nothing.
+
+    Raises:
+        ValueError: a loaded model lacks weights.
+    """
+    hf.register()
+    master = torch.float64 if dtype == torch.float64 else torch.float32
+    first = everyone.get_rank() == 0
+    torch.manual_seed(seed)
+    with torch.device("cpu" if first else "meta"):
+        if first and name not in PRESETS:
+            model = _load_weights(name, master)
+        else:
+            # Drawn in fp32 whatever the dtype, so that an fp64 run starts from the same weights.
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=hf.NAME, dtype=torch.float32)
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(master)
+    if not first:
+        # Memory that is never written is never backed by a page: sharding keeps this rank's part alone.
+        model.to_empty(device="cpu")
+        model.tie_weights()
+    memory = memory or MemoryConfig()
+    keep_less(model.model.layers, memory)
+    wrapper = NextTokenModel(model.train(), engine)
+    weights = dict(wrapper.state_dict()) if first else {}
+    engine.spread(wrapper, mesh=mesh, everyone=everyone, dtype=dtype, offload=memory.optimizer_offload)
+    register_fsdp_forward_method(wrapper, "last_logits")
+    set_model_state_dict(wrapper, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    for buffer in wrapper.buffers():  # rotary frequencies, which no state dict holds
+        dist.broadcast(buffer, 0)
+    return wrapper
+
+
+def _load_weights(name: str, dtype: torch.dtype) -> PreTrainedModel:
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        name, attn_implementation=hf.NAME, dtype=dtype, output_loading_info=True
+    )
+    model, report = loaded
+    if report["missing_keys"]:
+        raise ValueError(
+            f"--model {name!r} has no weights for {', '.join(sorted(report['missing_keys']))}: they would be random"
+        )
+    return model

@@ -1,0 +1,289 @@
+"""One rank of a training run: its step, and what it measures of it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing, nullcontext
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from burst_attention import Plan
+from burst_attention.attention.batch import Plans
+from burst_attention.integrations import hf
+from burst_attention.launch.join import RankContext
+
+from ..checkpoint.saving import resume
+from ..config import TrainConfig
+from ..data.ahead import ReadAhead
+from ..data.sequences import TokenSequence, TrainingStream, digest_of, open_sequences
+from ..engines import Heads, choose
+from ..health.finite import MOST_LEFT_OUT, OutputWatch, Spikes, first_gradient, name_first
+from ..health.flops import ModelFlops, peak_of
+from ..health.trace import trace_name, traced
+from ..health.watch import StepWatch
+from ..run.metrics import StepRecord, Summary
+from .evaluate import token_losses
+from .model import batch_of, build_model, model_config
+from .optim import clip_by_global_norm, make_optimizer, make_schedule
+
+READ_AHEAD = 2  # steps
+
+
+class Trainer:
+    """One rank of a training run."""
+
+    def __init__(self, config: TrainConfig, context: RankContext) -> None:
+        self.config, self.context = config, context
+        self.reader, self.tokenizer = open_sequences(config)
+        self.dtype = config.model.compute_dtype(context.device.type)
+        self.model_config = model_config(
+            config.model.model,
+            self.tokenizer,
+            config.data.seq_len,
+            max_positions=config.model.max_positions,
+            named=config.data.tokenizer,
+        )
+        self.windows = hf.layer_windows(self.model_config)
+        self.engine = choose(**config.how)
+        self.heads = Heads.of(self.model_config)
+        self.plan = self._make_plan(config.data.seq_len)
+        self.model = build_model(
+            config.model.model,
+            self.model_config,
+            self.engine,
+            dtype=self.dtype,
+            mesh=context.mesh,
+            everyone=context.everyone,
+            seed=config.run.seed,
+            memory=config.memory,
+        )
+        self.flops = ModelFlops.of(self.model, self.heads, self.windows)
+        self.peak = peak_of(context.device, self.dtype, config.parallel.peak_tflops)
+        self.optimizer = make_optimizer(self.model, config)
+        self.schedule = make_schedule(self.optimizer, config)
+        self.sequences: TrainingStream | ReadAhead = self.reader.training()
+        self.step, self.first_loss, self.last_loss = 0, math.nan, math.nan
+        self.held_out: float | None = None
+        self.held_out_tokens = 0
+        self.watch = StepWatch(config.run.step_timeout, rank=context.rank, world=context.world)
+        self._left_out, self._spikes = 0, Spikes()  # steps in a row
+
+    def go_on(self) -> list[str]:
+        """Take over what ``--resume`` names, if rank 0 was told to; returns what is to be told about it."""
+        notes: list[str] = []
+        if resumed := self.context.collect(self.config.run.resume)[0]:
+            resume(self, resumed, notes.append)
+        return notes
+
+    def steps(self) -> Iterator[StepRecord]:
+        """Run the optimizer steps that are left, one by one."""
+        if isinstance(self.sequences, ReadAhead):  # of steps before these, read no further
+            self.sequences = self.reader.training(self.sequences.cursor())
+        with closing(ReadAhead(self.sequences, READ_AHEAD * self.config.sequences_per_step)) as self.sequences:
+            for step in range(self.step + 1, self.config.run.steps + 1):
+                with self._traced(step):
+                    record = self._take(step)
+                yield record
+
+    def _traced(self, step: int) -> AbstractContextManager[None]:
+        """Within it a step is recorded, if it is that of ``--profile``."""
+        if step != self.config.run.profile:
+            return nullcontext()
+        return traced(Path(self.config.run.out) / trace_name(step, self.context.rank))
+
+    def _take(self, step: int) -> StepRecord:
+        """One optimizer step."""
+        self.watch.begin(step)
+        start, sent, waited = time.perf_counter(), self.plan.transport.sent, self._waited()
+        lr = float(self.schedule.get_last_lr()[0])
+        sequences = list(itertools.islice(self.sequences, self.config.sequences_per_step))
+        loss, predicted = self.backward(sequences)
+        self.watch.enter("optimizer")
+        norm = clip_by_global_norm(self.model, self.config.optim.clip)
+        left_out = self._why_left_out(step, loss, norm, sequences)
+        if left_out is None:
+            self.update()
+            self.last_loss = loss
+            self.first_loss = loss if math.isnan(self.first_loss) else self.first_loss
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step = step
+        seconds, flops = time.perf_counter() - start, self.flops.of_step(sequences)
+        return StepRecord(
+            step=step,
+            loss=loss,
+            lr=lr,
+            grad_norm=norm,
+            tokens_per_second=self.tokens_per_step / seconds,
+            seconds=seconds,
+            tokens=step * self.tokens_per_step,
+            bytes_sent=self.plan.transport.sent - sent if self.engine.posts else None,
+            bytes_predicted=predicted,
+            flops=flops,
+            mfu=self._mfu(flops, seconds),
+            exchange_seconds=self._waited() - waited if self.engine.posts else None,
+            left_out=left_out,
+            spike=self._spikes.multiple(loss),
+        )
+
+    def _waited(self) -> float:
+        """Seconds that this rank has waited in the attention's exchanges, and in the agreements before them."""
+        return self.plan.transport.waited + self.plan.agreement.transport.waited
+
+    def _mfu(self, flops: int, seconds: float) -> float | None:
+        return flops / seconds / (self.peak * self.context.world) if self.peak else None
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.sequences_per_step * self.config.data.seq_len
+
+    def backward(self, sequences: list[TokenSequence]) -> tuple[float, int]:
+        """Sum up the gradient of the mean loss over the sequences of one step.
+
+        Args:
+            sequences: those of all groups and accumulation steps.
+
+        Returns:
+            The mean loss, and the bytes that this rank's plans predict for its attention.
+        """
+        self.watch.enter("forward")
+        self._agree_on(sequences)
+        # Known to every rank without a word: all of them read all sequences.
+        num_valid = sum(sequence.valid_tokens for sequence in sequences)
+        loss, predicted = 0.0, 0
+        for batch in self._micro_batches(sequences):
+            part_loss, plans = self._forward(batch, num_valid)
+            self.watch.enter("backward")
+            part_loss.backward()
+            self.watch.enter("forward")
+            loss += part_loss.item()
+            predicted += self._predict_sent(plans)
+        return self.context.sum_over_groups(loss), predicted
+
+    def _forward(self, batch: list[TokenSequence], num_valid: int) -> tuple[Tensor, Plans]:
+        """The batch's part of the mean loss over ``num_valid`` tokens, and the plans by which it was computed."""
+        plans = Plans.by_windows(self.plan, self.windows, batch[0].cu_seqlens)
+        shard = self.engine.shard(batch_of(batch, self.context.device), plans)
+        return self.model(shard, plans, max(num_valid, 1)), plans
+
+    def update(self) -> None:
+        """Take an optimizer step by the gradient that there is."""
+        self.optimizer.step()
+        self.schedule.step()
+
+    def _why_left_out(self, step: int, loss: float, norm: float, sequences: list[TokenSequence]) -> str | None:
+        """Why this step is not taken, by ``--on-nan``; the same on every rank, as loss and norm are.
+
+        Raises:
+            FloatingPointError: it is no number, and steps are not left out, or too many in a row were.
+        """
+        if math.isfinite(loss) and math.isfinite(norm):
+            self._left_out = 0
+            return None
+        self._left_out += 1
+        where = self._first_not_finite(sequences) or "every output and gradient of a layer is finite"
+        text = f"step {step}: loss {loss}, gradient norm {norm}: {where}"
+        if self.config.run.on_nan == "stop":
+            raise FloatingPointError(f"{text}; lower --lr, or have such steps left out by --on-nan skip")
+        if self._left_out == MOST_LEFT_OUT:
+            raise FloatingPointError(f"{text}; --on-nan skip left out {MOST_LEFT_OUT} steps in a row: lower --lr")
+        return text
+
+    def _first_not_finite(self, sequences: list[TokenSequence]) -> str:
+        """Where the first number came that is none: in the forward, which is run once more, else in the backward."""
+        with OutputWatch(self.model.model) as watch, torch.no_grad():
+            for batch in self._micro_batches(sequences):
+                watch.next_batch()
+                self._forward(batch, 1)
+        self._reshard()
+        gradient = first_gradient(self.model.model, list(watch.order))
+        outputs, gradients = zip(*self.context.collect((watch.first, gradient)), strict=True)
+        return name_first(outputs) or name_first(gradients)
+
+    def _reshard(self) -> None:
+        """After a forward without a backward: the outermost module waits for one, and what is saved are the shards."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def evaluate_if_due(self) -> float | None:
+        """The loss of the held-out documents after the latest step, if ``--eval-every`` has it measured there."""
+        every = self.config.run.eval_every
+        self.held_out = None
+        if every and (self.step % every == 0 or self.step == self.config.run.steps):
+            self.watch.enter("evaluation")
+            self.held_out, self.held_out_tokens = self.evaluate()
+        return self.held_out
+
+    def evaluate(self) -> tuple[float | None, int]:
+        """(mean loss per valid token over the held-out sequences, how many tokens those are)."""
+        sequences = list(itertools.islice(self.reader.held_out(), self.config.data.held_out_sequences))
+        self._agree_on(sequences)
+        tokens = sum(sequence.valid_tokens for sequence in sequences)
+        if not tokens:
+            return None, 0
+        length = len(sequences[0].tokens)
+        plan = self.plan if length == self.plan.seqlen else self._make_plan(length)
+        self.model.eval()
+        losses = token_losses(self.model, sequences, plan=plan, windows=self.windows, context=self.context)
+        mine = sum(loss.sum(dtype=torch.float64).item() for _, loss in losses)
+        self.model.train()
+        self._reshard()
+        return sum(self.context.collect(mine)) / tokens, tokens
+
+    def summarise(self, records: list[StepRecord]) -> Summary:
+        """Evaluate, and collect what the ranks have to tell."""
+        measured = self.held_out is not None  # after the last step
+        held_out_loss, held_out_tokens = (self.held_out, self.held_out_tokens) if measured else self.evaluate()
+        waits = [record.exchange_seconds for record in records if record.exchange_seconds is not None]
+        waited = sum(waits) / len(waits) if waits else None
+        counted = [record.bytes_sent for record in records if record.bytes_sent is not None]
+        sent = sum(counted) / len(counted) if counted else None
+        predicted = sum(record.bytes_predicted for record in records) / len(records) if records else None
+        seconds = sum(record.seconds for record in records)
+        by_rank = self.context.collect((self.context.peak_memory(), sent, predicted, waited, seconds))
+        peak_memory, bytes_sent, bytes_predicted, waited_by_rank, durations = map(list, zip(*by_rank, strict=True))
+        return Summary(
+            steps=self.step,
+            left_out=[record.step for record in records if record.left_out],
+            spikes={record.step: record.spike for record in records if record.spike},
+            first_loss=self.first_loss,
+            last_loss=self.last_loss,
+            held_out_loss=held_out_loss,
+            held_out_tokens=held_out_tokens,
+            tokens_per_second=len(records) * self.tokens_per_step / durations[0] if records else None,
+            mfu=self._mfu(sum(record.flops for record in records), durations[0]) if records else None,
+            exchange_seconds=waited_by_rank,
+            skipped_files=self.reader.corpus.skipped,
+            peak_memory=peak_memory,
+            bytes_sent=bytes_sent,
+            bytes_predicted=bytes_predicted,
+        )
+
+    def _agree_on(self, sequences: list[TokenSequence]) -> None:
+        """Raise DisagreementError if ranks that share a sequence read other tokens, as from another copy of a file."""
+        record = {"digest of tokens and borders": digest_of(sequences)}
+        self.plan.agreement.agree("the sequences to train on", record)
+
+    def _make_plan(self, seqlen: int) -> Plan:
+        self.engine.check(self.heads, seqlen, self.context.context_mesh.size())
+        group, timeout = self.context.context_mesh, self.config.parallel.timeout
+        return self.engine.plan(seqlen, group=group, timeout=timeout, heads=self.heads, dtype=self.dtype)
+
+    def _micro_batches(self, sequences: list[TokenSequence]) -> Iterator[list[TokenSequence]]:
+        """This group's sequences, one batch for each accumulation step."""
+        batch, groups = self.config.optim.batch, self.config.parallel.data_parallel
+        for start in range(self.context.group_index * batch, len(sequences), groups * batch):
+            yield sequences[start : start + batch]
+
+    def _predict_sent(self, plans: Plans) -> int:
+        """Bytes that this rank's attention sends in one forward and backward of all layers."""
+        layers = [plans[window] for window in self.windows]
+        forward, backward = self.engine.sent(layers, self.heads, batch=self.config.optim.batch, dtype=self.dtype)
+        # A layer that is recomputed exchanges again, but for the results that no backward needs.
+        return forward * (2 if self.config.memory.remat == "layer" else 1) + backward
