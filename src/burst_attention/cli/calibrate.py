@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
-from burst_train.config import DeviceOrAuto
+from burst_attention.cli.flags import DeviceOrAuto
 from rich.console import Console
 
 from burst_attention.cli.flags import Name, Ranks, Seconds, check_settings

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import torch
 import tyro
-from burst_train.config import DeviceOrAuto
+from burst_attention.cli.flags import DeviceOrAuto
 from rich.console import Console
 from rich.table import Table
 

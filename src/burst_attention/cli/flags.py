@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, TypeAlias, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 MOST = 2**31  # of any count: its square is an int64 yet, as areas of masks are
 MOST_RANKS = 1024
@@ -53,6 +53,7 @@ def interval(value: str) -> str:
     return f"{value!r} must be steps, as in 500, or minutes, as in 30m"
 
 
+DeviceOrAuto = Literal["auto", "cpu", "cuda"]
 Count = Annotated[int, whole()]
 Length = Annotated[int, whole(2)]  # of a sequence: a target is the token that follows
 Natural = Annotated[int, whole(0)]

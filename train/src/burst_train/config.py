@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from burst_attention.cli.flags import (
     Count,
+    DeviceOrAuto,
     Fraction,
     Interval,
     Length,
@@ -40,7 +41,6 @@ PackName = Literal["documents", "none"]
 DtypeOrAuto = Literal["auto", "float32", "bfloat16", "float64", "fp32", "bf16", "fp64"]
 OnNan = Literal["stop", "skip"]
 SaveDtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
-DeviceOrAuto = Literal["auto", "cpu", "cuda"]
 LastRate = Annotated[float, number(lambda value: 0 <= value <= 1, "must be a share of --lr, from 0 to 1")]
 
 

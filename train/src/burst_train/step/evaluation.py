@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from burst_attention.cli.flags import (
     Count,
+    DeviceOrAuto,
     Length,
     Name,
     Natural,
@@ -24,7 +25,6 @@ from burst_attention.cli.flags import (
 
 from ..config import (
     DataConfig,
-    DeviceOrAuto,
     DtypeOrAuto,
     ModelConfig,
     PackName,
