@@ -11,7 +11,6 @@ import torch
 
 from burst_attention import __version__
 
-
 # Each module has ``main(arguments: list[str]) -> int`` and is imported only when its command is called.
 COMMANDS = {
     "calibrate": "measure kernels and links; the planner then uses these rates",

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
-from burst_attention.cli.flags import DeviceOrAuto
 from rich.console import Console
 
 from burst_attention.cli.flags import Name, Ranks, Seconds, check_settings
 from burst_attention.planner.rates import Rates, user_file, write_rates
 
 from ..launch import local as launch
+from .flags import DeviceOrAuto
 
 COMMAND = "burst calibrate"
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import torch
 import tyro
-from burst_attention.cli.flags import DeviceOrAuto
 from rich.console import Console
 from rich.table import Table
 
@@ -23,6 +22,7 @@ from burst_attention.plan.route import RouteOrAuto
 from burst_attention.testing import Case, Report, check
 
 from ..launch import local as launch
+from .flags import DeviceOrAuto
 from .numbers import numbers
 
 COMMAND = "burst check"
