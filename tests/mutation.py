@@ -79,7 +79,7 @@ CONFIG = "tests/unit/test_config.py"
 class Fault:
     """``old`` becomes ``new`` in ``file``; ``tests`` (a pytest file and, optionally, a -k expression) must fail.
 
-    ``file`` is one of the package, or begins with ``benchmarks/``.
+    ``file`` is one of the library, or begins with ``train/`` or ``benchmarks/``.
     """
 
     name: str
@@ -314,10 +314,10 @@ SEEDED = [
     Fault(
         "a missing extra is found by a traceback",
         "cli/__init__.py",
-        "if importlib.util.find_spec(name) is None)",
-        "if importlib.util.find_spec(name) is None and False)",
+        "    if command is None:\n        extra, _",
+        "    if False:\n        extra, _",
         "tests/unit/test_package.py",
-        "one_line",
+        "another_distribution",
     ),
     Fault(
         "what is too much for a rank stays there",
@@ -2266,7 +2266,7 @@ SEEDED = [
     Fault(
         "a switched attention of a parallelized model goes unnoticed",
         "integrations/hf/parallel.py",
-        "        hf_models.check_implementations(model, state.layers)\n",
+        "        models.check_implementations(model, state.layers)\n",
         "",
         PARALLEL,
         "another_number",
@@ -2582,10 +2582,10 @@ def try_fault(fault: Fault) -> tuple[Fault, str, float]:
     """'caught', or what is wrong, and the seconds it took."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="burst-mutation-") as folder:
-        copies = [Path(folder) / name for name in ("src", "benchmarks")]
+        copies = [Path(folder) / name for name in ("src", "train", "benchmarks")]
         for copy in copies:
             shutil.copytree(ROOT / copy.name, copy, ignore=shutil.ignore_patterns("__pycache__"))
-        home = copies[0] / "burst_attention" if not fault.file.startswith("benchmarks/") else Path(folder)
+        home = Path(folder) if fault.file.startswith(("train/", "benchmarks/")) else copies[0] / "burst_attention"
         target = home / fault.file
         text = target.read_text()
         if text.count(fault.old) != 1:
@@ -2593,7 +2593,7 @@ def try_fault(fault: Fault) -> tuple[Fault, str, float]:
         target.write_text(text.replace(fault.old, fault.new))
         command = [sys.executable, "-m", "pytest", *fault.tests.split(), "-x", "-q", "-p", "no:cacheprovider"]
         command += ["-k", fault.only] if fault.only else []
-        paths = f"{copies[0]}{os.pathsep}{copies[1] / 'src'}"
+        paths = os.pathsep.join(map(str, (copies[0], copies[1] / "src", copies[2] / "src")))
         environment = os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
         result = subprocess.run(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

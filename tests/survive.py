@@ -31,8 +31,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from burst_train.checkpoint.manifest import FOLDER  # noqa: E402
 from burst_train.config import TrainConfig  # noqa: E402
+from burst_train.run.folder import FOLDER  # noqa: E402
 from burst_train.run.metrics import AUTO, SUMMARY  # noqa: E402
 
 from tests.training import config_of, write_corpus  # noqa: E402

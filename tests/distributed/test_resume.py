@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from burst_train.checkpoint import writer as draft
-from burst_train.checkpoint.manifest import discard, list_checkpoints
+from burst_train.checkpoint.manifest import discard
+from burst_train.run.folder import list_checkpoints
 from burst_train.run.interrupt import InterruptedRunError, StopRequests
 from burst_train.step.loop import train
 

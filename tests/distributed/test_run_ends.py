@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 from burst_train.checkpoint import writer as draft
-from burst_train.checkpoint.manifest import discard, list_checkpoints, name_of
+from burst_train.checkpoint.manifest import discard
 from burst_train.checkpoint.saving import Saver
 from burst_train.checkpoint.writer import Draft, SaveError
 from burst_train.cli.train import parse
+from burst_train.run.folder import list_checkpoints, name_of
 from burst_train.run.interrupt import InterruptedRunError
 from burst_train.step.export import export
 from burst_train.step.loop import Trainer, train

@@ -17,10 +17,10 @@ import pytest
 import torch
 from burst_train.checkpoint import files as checkpoint
 from burst_train.checkpoint import shards
-from burst_train.checkpoint.manifest import list_checkpoints, name_of
 from burst_train.checkpoint.saving import Saver
 from burst_train.checkpoint.writer import Draft
 from burst_train.cli.export import chosen
+from burst_train.run.folder import list_checkpoints, name_of
 from burst_train.run.interrupt import InterruptedRunError, StopRequests
 from burst_train.step.export import export
 from burst_train.step.loop import Trainer, train

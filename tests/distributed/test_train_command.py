@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from burst_train.checkpoint.manifest import list_checkpoints, step_of
 from burst_train.cli.train import parse
+from burst_train.run.folder import list_checkpoints, step_of
 from burst_train.step.export import export
 from burst_train.step.loop import train
 from safetensors.torch import load_file

@@ -12,17 +12,9 @@ import pytest
 import torch
 from burst_train.checked import read_json
 from burst_train.checkpoint import files as checkpoint
-from burst_train.checkpoint.manifest import (
-    DamagedError,
-    discard,
-    fingerprint,
-    list_checkpoints,
-    name_of,
-    read_header,
-    read_state,
-    seal,
-)
+from burst_train.checkpoint.manifest import DamagedError, discard, fingerprint, read_header, read_state, seal
 from burst_train.cli.export import chosen
+from burst_train.run.folder import list_checkpoints, name_of
 from burst_train.run.lock import MARKER
 from safetensors.torch import save_file
 

@@ -10,6 +10,7 @@ import tomllib
 import zipfile
 from importlib.metadata import EntryPoint, EntryPoints, version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,14 @@ from burst_attention import cli
 from tests.unit.test_rooms import imports
 
 ROOT = Path(__file__).resolve().parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+
+
+def project(folder: Path) -> dict[str, Any]:
+    """Return the metadata of a distribution."""
+    return tomllib.loads((folder / "pyproject.toml").read_text("utf-8"))["project"]
+
+
+PROJECT = project(ROOT)
 
 
 def test_the_version_is_the_installed_packages(capsys):
@@ -27,37 +35,31 @@ def test_the_version_is_the_installed_packages(capsys):
     assert capsys.readouterr().out.startswith(f"burst-attention {burst_attention.__version__}, torch ")
 
 
-@pytest.mark.parametrize("name", [name for name, command in cli.COMMANDS.items() if command.needs])
-def test_a_command_says_in_one_line_which_extra_it_needs(name, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    assert cli.main([name, "--help"]) == 2
-    assert capsys.readouterr() == (
-        "",
-        f"burst {name}: transformers not installed: pip install 'burst-attention[train]'\n",
-    )
-
-
-def test_a_command_of_another_distribution(monkeypatch, capsys):
-    mine = EntryPoint("bench", "operator:length_hint", cli.GROUP)
-    for entries, status, told in (
-        (EntryPoints(), 2, "burst bench: not installed: pip install 'burst-attention[bench]'\n"),
-        (EntryPoints([mine]), 3, ""),
-    ):
+@pytest.mark.parametrize("name", cli.OF_EXTRAS)
+def test_a_command_of_another_distribution(name, monkeypatch, capsys):
+    mine = EntryPoint(name, "operator:length_hint", cli.GROUP)
+    refused = f"burst {name}: not installed: pip install 'burst-attention[{cli.OF_EXTRAS[name][0]}]'\n"
+    for entries, status, printed in ((EntryPoints(), 2, refused), (EntryPoints([mine]), 3, "")):
         monkeypatch.setattr(cli, "entry_points", entries.select)
-        assert cli.main(["bench", "a", "b", "c"]) == status
-        assert capsys.readouterr() == ("", told)
+        assert cli.main([name, "a", "b", "c"]) == status
+        assert capsys.readouterr() == ("", printed)
 
 
-def test_an_extra_brings_what_its_commands_need():
-    assert set(cli.OF_EXTRAS) <= set(PROJECT["optional-dependencies"])
-    for command in cli.COMMANDS.values():
-        brought = PROJECT["optional-dependencies"][command.extra] if command.extra else []
-        assert {line.split(">")[0] for line in brought} >= set(command.needs)
+def test_an_extra_brings_the_distribution_of_its_commands():
+    for extra, _ in cli.OF_EXTRAS.values():
+        assert extra in PROJECT["optional-dependencies"]
+    provided = {
+        name: distribution["name"]
+        for distribution in (project(ROOT / "train"), project(ROOT / "benchmarks"))
+        for name in distribution["entry-points"][cli.GROUP]
+    }
+    for name, (extra, _) in cli.OF_EXTRAS.items():
+        assert PROJECT["optional-dependencies"][extra] == [provided[name]]
 
 
 def test_the_trainers_extra_brings_what_their_bridge_imports():
     room = Path(burst_attention.__file__).parent / "integrations"
-    tops = {name.split(".")[0] for path in room.glob("*.py") for name, _ in imports(path)}
+    tops = {name.split(".")[0] for path in room.rglob("*.py") for name, _ in imports(path)}
     needed = tops - {"burst_attention", "torch", "numpy", *sys.stdlib_module_names}
     assert {"transformers", "accelerate"} <= needed
     assert {line.split(">")[0] for line in PROJECT["optional-dependencies"]["trainer"]} >= needed
@@ -85,8 +87,7 @@ def test_a_wheel_in_an_empty_environment_checks_itself_and_names_the_extra_of_th
     told = run(str(bare / "burst"), "--version").stdout
     assert told.startswith(f"burst-attention {PROJECT['version']}, torch ")
     run(str(bare / "burst"), "check", "--ranks", "2", "--device", "cpu")
-    run(str(bare / "burst"), "plan", "--seq-len", "1000000", "--ranks", "32")
-    for name, extra in {"train": "train", "eval": "train", **{name: name for name in cli.OF_EXTRAS}}.items():
+    for name, (extra, _) in cli.OF_EXTRAS.items():
         refused = run(str(bare / "burst"), name, status=2)
         assert refused.stdout == ""
         assert refused.stderr.count("\n") == 1

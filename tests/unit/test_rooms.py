@@ -8,16 +8,17 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import burst_train
 import pytest
 
 import burst_attention
 
-ROOT = Path(burst_attention.__file__).parent
+ROOT, TRAIN = Path(burst_attention.__file__).parent, Path(burst_train.__file__).parent
 NAME = ROOT.name
 MOST_LEVELS = 7
 
-# What a room may import of the library besides itself. What is not named is forbidden, so a new room can import
-# nothing, and nobody can import it, until it stands here.
+# What a room may import from the other rooms of its distribution. What is not named is forbidden, so a new room can
+# import nothing, and nothing can import it, until it stands here.
 ROOMS: dict[str, set[str]] = {
     "plan": set(),
     "comm": set(),
@@ -26,25 +27,49 @@ ROOMS: dict[str, set[str]] = {
     "attention": {"plan", "comm", "kernels"},
     "loss": {"attention", "comm"},
     "testing": {"attention", "plan", "comm", "kernels", "launch"},
-    "engines": {"attention", "plan", "comm", "loss", "launch"},
     "integrations": {"attention", "loss", "plan"},
     "compat": {"attention", "plan", "comm", "integrations"},
-    "training": {"attention", "plan", "loss", "engines", "integrations", "launch"},
-    "cli": {"", "plan", "attention", "kernels", "training", "launch", "testing"},
+    "cli": {"", "plan", "attention", "kernels", "launch", "testing"},
 }
-# Narrower: of ``plan`` a kernel knows its tiles; no kernel knows another, nor does a trainer know any.
+TRAIN_ROOMS: dict[str, set[str]] = {
+    "checked": set(),
+    "presets": set(),
+    "memory": set(),
+    "figures": set(),
+    "engines": set(),
+    "config": {"engines", "memory", "presets"},
+    "run": {"config"},
+    "data": {"config", "run", "checked", "presets"},
+    "checkpoint": {"config", "run", "data", "checked"},
+    "health": {"engines", "run", "data"},
+    "step": {"config", "engines", "memory", "presets", "run", "data", "checkpoint", "health", "checked"},
+    "forecast": {"engines", "memory", "step"},
+    "cli": {"config", "engines", "memory", "presets", "figures", "run", "data", "checkpoint", "step", "forecast"},
+}
+LAWS = {ROOT: ROOMS, TRAIN: TRAIN_ROOMS}
+# Narrower: of ``plan`` a kernel knows its tiles; no kernel knows another.
 ONLY = {"kernels": {"plan": {"plan.tile"}}}
 
 # Third parties beside torch and numpy. A star: only inside a function, when it is needed.
 THIRD_PARTIES: dict[str, set[str]] = {
-    "kernels": {"*triton", "*flash_attn", "*flash_attn_interface"},
-    "kernels/triton": {"triton"},
-    "integrations": {"transformers", "accelerate"},
-    "compat": {"transformers"},
-    "launch": {"rich"},
-    "testing": {"*rich"},
-    "training": {"transformers", "*tokenizers", "*datasets", "*matplotlib", "*safetensors", "*tomli_w", "*wandb"},
-    "cli": {"rich", "tyro"},
+    "burst_attention/kernels": {"*triton", "*flash_attn", "*flash_attn_interface"},
+    "burst_attention/kernels/triton": {"triton"},
+    "burst_attention/integrations": {"transformers", "accelerate"},
+    "burst_attention/compat": {"transformers"},
+    "burst_attention/launch": {"rich"},
+    "burst_attention/testing": {"*rich"},
+    "burst_attention/cli": {"rich", "tyro"},
+    "burst_train": {
+        NAME,
+        "transformers",
+        "*tokenizers",
+        "*datasets",
+        "*matplotlib",
+        "*safetensors",
+        "*tomli_w",
+        "*wandb",
+    },
+    "burst_train/cli": {"rich", "tyro"},
 }
 
 
@@ -63,7 +88,7 @@ def imports(path: Path, root: Path = ROOT) -> Iterator[tuple[str, bool]]:
 
 
 def room_of(name: str, root: Path = ROOT) -> str:
-    """``plan`` for ``burst_attention.plan.tile.Tile``; of a name that the package itself gives, where it comes from.
+    """Return ``plan`` for ``burst_attention.plan.tile.Tile``; for a name that the package re-exports, its origin.
 
     Empty for what is the package's own, its version.
     """
@@ -74,7 +99,7 @@ def room_of(name: str, root: Path = ROOT) -> str:
 
 
 def crossings(root: Path, rooms: Mapping[str, set[str]]) -> list[str]:
-    """Every import of the library by the library that the law does not name."""
+    """Return every import inside a distribution that its law does not name."""
     found = []
     for path in sorted(root.rglob("*.py")):
         place = path.relative_to(root)
@@ -82,20 +107,20 @@ def crossings(root: Path, rooms: Mapping[str, set[str]]) -> list[str]:
         if room == "__init__":  # the face of the package
             continue
         for name, _ in imports(path, root):
-            if not name.startswith(f"{NAME}."):
+            if not name.startswith(f"{root.name}."):
                 continue
             target, narrow = room_of(name, root), ONLY.get(room, {})
-            inside = name.removeprefix(f"{NAME}.")
+            inside = name.removeprefix(f"{root.name}.")
             allowed = target == room or target in rooms.get(room, set())
-            if target in narrow and not any(f"{inside}.".startswith(f"{each}.") for each in narrow[target]):
-                allowed = False
+            if root.name == NAME and target in narrow:
+                allowed &= any(f"{inside}.".startswith(f"{each}.") for each in narrow[target])
             if not allowed:
                 found.append(f"{place} imports {name}")
     return found
 
 
 def levels(rooms: Mapping[str, set[str]]) -> dict[str, int]:
-    """The floor of each room: one above the highest that it imports. RecursionError if they import in a circle."""
+    """Return each room's level: one above the highest that it imports. RecursionError if they import in a circle."""
 
     def level(room: str) -> int:
         return 1 + max((level(other) for other in rooms[room] if other), default=0)
@@ -103,23 +128,31 @@ def levels(rooms: Mapping[str, set[str]]) -> dict[str, int]:
     return {room: level(room) for room in rooms}
 
 
-def test_rooms_import_what_the_law_names() -> None:
-    assert not crossings(ROOT, ROOMS)
-    assert {path.stem for path in ROOT.iterdir() if path.is_dir() or path.suffix == ".py"} - {"__init__"} <= {
-        *ROOMS,
+@pytest.mark.parametrize("root", LAWS, ids=lambda root: root.name)
+def test_rooms_import_what_the_law_names(root: Path) -> None:
+    assert not crossings(root, LAWS[root])
+    assert {path.stem for path in root.iterdir() if path.is_dir() or path.suffix == ".py"} - {"__init__"} <= {
+        *LAWS[root],
         "__pycache__",
     }
 
 
-def test_every_import_that_the_law_names_is_made() -> None:
-    """Or the law would allow what nobody needs."""
+@pytest.mark.parametrize("root", LAWS, ids=lambda root: root.name)
+def test_every_import_that_the_law_names_is_made(root: Path) -> None:
+    """Or the law would allow what no room needs."""
     made = {
-        (path.relative_to(ROOT).parts[0].removesuffix(".py"), room_of(name))
-        for path in ROOT.rglob("*.py")
-        for name, _ in imports(path)
-        if name.startswith(f"{NAME}.")
+        (path.relative_to(root).parts[0].removesuffix(".py"), room_of(name, root))
+        for path in root.rglob("*.py")
+        for name, _ in imports(path, root)
+        if name.startswith(f"{root.name}.")
     }
-    assert {(room, other) for room, others in ROOMS.items() for other in others} <= made
+    assert {(room, other) for room, others in LAWS[root].items() for other in others} <= made
+
+
+def test_the_library_never_imports_the_distributions_that_use_it() -> None:
+    users = ("burst_train", "burst_bench")
+    found = [f"{path}: {name}" for path in ROOT.rglob("*.py") for name, _ in imports(path) if name.startswith(users)]
+    assert not found
 
 
 @pytest.mark.parametrize(
@@ -128,9 +161,9 @@ def test_every_import_that_the_law_names_is_made() -> None:
         ("plan/layout.py", "from ..kernels import choose"),
         ("comm/local.py", "from burst_attention.plan.tile import Tiles"),
         ("kernels/aten.py", "from ..plan.route import ROUTES"),
-        ("attention/sweep.py", "import burst_train.engines.ring"),
-        ("inference/cache.py", "from ..attention import Plan"),  # a room that nobody has written into the law
-        ("loss.py", "from . import training"),
+        ("attention/sweep.py", "import burst_attention.integrations.hf"),
+        ("inference/cache.py", "from ..attention import Plan"),  # a room that the law does not know
+        ("loss.py", "from . import testing"),
     ],
 )
 def test_a_violation_is_seen(tmp_path: Path, place: str, line: str) -> None:
@@ -145,23 +178,25 @@ def test_a_violation_is_seen(tmp_path: Path, place: str, line: str) -> None:
     assert len(crossings(root, ROOMS)) == 1
 
 
-def test_there_are_seven_levels_and_no_circle() -> None:
+def test_there_are_few_levels_and_no_circle() -> None:
     assert max(levels(ROOMS).values()) <= MOST_LEVELS
+    assert max(levels(TRAIN_ROOMS).values()) <= MOST_LEVELS + 1
     with pytest.raises(RecursionError):
         levels({"a": {"b"}, "b": {"a"}})
 
 
-def test_modules_do_not_import_each_other_in_a_circle() -> None:
+@pytest.mark.parametrize("root", LAWS, ids=lambda root: root.name)
+def test_modules_do_not_import_each_other_in_a_circle(root: Path) -> None:
     """Within rooms, too; with what is imported when it is needed."""
-    names = {".".join((NAME, *path.relative_to(ROOT).with_suffix("").parts)): path for path in ROOT.rglob("*.py")}
-    names = {name.removesuffix(".__init__"): path for name, path in names.items() if path != ROOT / "__init__.py"}
+    names = {".".join((root.name, *path.relative_to(root).with_suffix("").parts)): path for path in root.rglob("*.py")}
+    names = {name.removesuffix(".__init__"): path for name, path in names.items() if path != root / "__init__.py"}
 
     def known(name: str) -> str | None:
         while name and name not in names:
             name = name.rpartition(".")[0]
         return name or None
 
-    edges = {name: {known(n) for n, top in imports(path) if top} - {None, name} for name, path in names.items()}
+    edges = {name: {known(n) for n, top in imports(path, root) if top} - {None, name} for name, path in names.items()}
     done: set[str] = set()
 
     def visit(name: str, above: tuple[str, ...]) -> None:
@@ -176,14 +211,15 @@ def test_modules_do_not_import_each_other_in_a_circle() -> None:
         visit(name, ())
 
 
-def test_third_parties_are_imported_behind_their_doors() -> None:
+@pytest.mark.parametrize("root", LAWS, ids=lambda root: root.name)
+def test_third_parties_are_imported_behind_their_doors(root: Path) -> None:
     found = []
-    for path in sorted(ROOT.rglob("*.py")):
-        place = path.relative_to(ROOT)
-        allowed = {x for room, names in THIRD_PARTIES.items() if str(place).startswith(f"{room}/") for x in names}
-        for name, at_once in imports(path):
+    for path in sorted(root.rglob("*.py")):
+        place = f"{root.name}/{path.relative_to(root)}"
+        allowed = {x for room, names in THIRD_PARTIES.items() if place.startswith(f"{room}/") for x in names}
+        for name, at_once in imports(path, root):
             top = name.split(".")[0]
-            if top in {NAME, "torch", "numpy", *sys.stdlib_module_names}:
+            if top in {root.name, "torch", "numpy", *sys.stdlib_module_names}:
                 continue
             if top not in allowed and (at_once or f"*{top}" not in allowed):
                 found.append(f"{place} imports {name}")
@@ -219,3 +255,12 @@ def test_importing_the_library_imports_nothing_heavy() -> None:
         "print([n for n in ('transformers', 'datasets', 'matplotlib', 'triton', 'tyro', 'rich') if n in sys.modules])\n"
     )
     assert heavy.strip() == "[]"
+
+
+def test_importing_the_library_loads_only_what_a_call_needs() -> None:
+    loaded = run_python(
+        "import sys, burst_attention\nprint(*(n for n in sys.modules if n.startswith('burst_')))\n"
+    ).split()
+    rooms = {name.split(".")[1] for name in loaded if name.startswith(f"{NAME}.")}
+    assert rooms <= {"plan", "comm", "kernels", "attention"}, rooms
+    assert not [name for name in loaded if not name.startswith(NAME)]

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 from burst_train.checked import Checked
-from burst_train.checkpoint.manifest import name_of
 from burst_train.checkpoint.snapshot import check_same_run, settings_of
 from burst_train.cli.screen import Screen
 from burst_train.cli.train import what_is_kept
 from burst_train.config import ParallelConfig, TrainConfig, flag_names
+from burst_train.run.folder import name_of
 from burst_train.run.metrics import Summary
 from rich.console import Console
 

@@ -18,7 +18,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from ..checked import Checked
-from .manifest import FOLDER, DamagedError, Pieces, list_checkpoints, read_header, read_state, step_of, verify
+from ..run.folder import FOLDER, list_checkpoints, step_of
+from .manifest import DamagedError, Pieces, read_header, read_state, verify
 
 DTYPES = {
     torch.float64: "F64",

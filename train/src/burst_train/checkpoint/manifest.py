@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from ..checked import Checked, parse_json, read_json
+from ..run.folder import FOLDER, name_of, step_of
 
-FORMAT, FOLDER = 1, "checkpoints"
+FORMAT = 1
 MANIFEST, STATE = "manifest.json", "state.json"
 UNFINISHED = ".unfinished"  # at the end of the name of a folder that is being written
 LARGEST_MANIFEST = 2**24
@@ -33,23 +34,6 @@ Pieces = Mapping[str, tuple[str, tuple[int, ...], tuple[int, ...]]]  # by tensor
 
 class DamagedError(ValueError):
     """A checkpoint is not what was saved; the text names each file that is wrong and how."""
-
-
-def name_of(step: int) -> str:
-    """The folder of the checkpoint after ``step``."""
-    return f"step-{step:08d}"
-
-
-def list_checkpoints(out: Path) -> list[Path]:
-    """The folders of a run that are called like finished checkpoints, the newest first."""
-    folder = out / FOLDER
-    found = [path for path in folder.glob("step-*") if path.is_dir()] if folder.is_dir() else []
-    return sorted((path for path in found if re.fullmatch(r"step-\d{8,}", path.name)), key=step_of, reverse=True)
-
-
-def step_of(path: Path) -> int:
-    """The step after which the checkpoint of this folder was saved, by its name."""
-    return int(path.name.removeprefix("step-"))
 
 
 def fingerprint(path: Path, rest: Callable[[], None] = lambda: None) -> dict[str, Any]:

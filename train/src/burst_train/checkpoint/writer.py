@@ -23,20 +23,9 @@ from torch import Tensor
 
 from burst_attention.launch.join import RankContext
 
+from ..run.folder import FOLDER, name_of
 from .files import check_pieces, table_of
-from .manifest import (
-    FOLDER,
-    SHARDING,
-    STATE,
-    UNFINISHED,
-    Pieces,
-    discard,
-    fingerprint,
-    name_of,
-    read_header,
-    seal,
-    write_whole,
-)
+from .manifest import SHARDING, STATE, UNFINISHED, Pieces, discard, fingerprint, read_header, seal, write_whole
 from .shards import Pace, sync_file, write_tensors
 
 T = TypeVar("T")

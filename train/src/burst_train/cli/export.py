@@ -39,7 +39,7 @@ def chosen(given: Path, tell: Callable[[str], object], *, best: bool) -> Path:
         ValueError: there is none.
     """
     from ..checkpoint.files import best_checkpoint, newest_whole
-    from ..checkpoint.manifest import FOLDER, list_checkpoints, name_of
+    from ..run.folder import FOLDER, list_checkpoints, name_of
 
     if not given.is_dir():
         raise ValueError(f"CHECKPOINT {str(given)!r} is missing: there is no such folder{_instead(given)}")
@@ -60,7 +60,7 @@ def chosen(given: Path, tell: Callable[[str], object], *, best: bool) -> Path:
 
 def _instead(given: Path) -> str:
     """What can be exported, or loaded, of the run in which a path lies; empty if there is no such run."""
-    from ..checkpoint.manifest import list_checkpoints
+    from ..run.folder import list_checkpoints
     from ..run.metrics import MODEL
 
     run = next((folder for folder in (given, *given.parents) if (folder / MARKER).exists()), None)

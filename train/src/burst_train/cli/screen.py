@@ -16,8 +16,8 @@ from rich.table import Table
 
 from burst_attention.launch.processes import UNSAVED
 
-from ..checkpoint.manifest import list_checkpoints, name_of
 from ..config import TrainConfig
+from ..run.folder import list_checkpoints, name_of
 from ..run.interrupt import InterruptedRunError
 from ..run.metrics import StepRecord, Summary, unusual
 

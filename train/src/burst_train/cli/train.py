@@ -18,9 +18,10 @@ from burst_attention.cli.numbers import numbers
 from burst_attention.launch import local as launch
 from burst_attention.launch.processes import INTERRUPTED, UNSAVED
 
-from ..checkpoint.manifest import FOLDER, STATE, list_checkpoints, read_state
+from ..checkpoint.manifest import STATE, read_state
 from ..config import TrainConfig, as_flags, read_toml
 from ..memory import check_fits
+from ..run.folder import FOLDER, list_checkpoints
 from ..run.lock import check_inputs, was_claimed_by_sibling
 from ..run.metrics import NEWEST, SUMMARY, claim_run, finished_steps, without_auto
 from .preflight import check_run

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..checked import read_json
-from ..checkpoint.manifest import FOLDER, list_checkpoints, read_state, step_of
+from ..checkpoint.manifest import read_state
 from ..config import TrainConfig, write_toml
 from .curve import draw_losses
+from .folder import FOLDER, list_checkpoints, step_of
 from .interrupt import InterruptedRunError
 from .lock import HELD, Marker, claimed
 
