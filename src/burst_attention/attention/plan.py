@@ -386,8 +386,9 @@ def make_plan(
             1-D DeviceMesh.
         timeout: seconds (or a timedelta) that an exchange may take before ExchangeError; None for the group's own.
         nodes: the number of each rank's node, or a 2-D DeviceMesh (node, rank of the node); None: by their host names.
-        rates: how fast kernels and links are, for predictions: :class:`~burst_attention.planner.rates.Rates`, the path of
-            a TOML file, or a preset's name such as ``h100-hgx+infiniband-400g``. None: what ``burst calibrate`` wrote
+        rates: how fast kernels and links are, for predictions: :class:`~burst_attention.planner.rates.Rates`, the path
+            of a TOML file, or a preset's name such as ``h100-hgx+infiniband-400g``. None: what ``burst calibrate``
+            wrote
             for this user, or else a preset for the device: nobody measured these links then, and what is chosen is
             what loses least if they are as fast as that, an eighth, or a 64th. Rank 0's count.
         q_heads, kv_heads, head_dim, dtype: of the calls to come, as far as they are known; they may be others.

@@ -1,6 +1,6 @@
 """Predicted seconds of a pass, step by step as the sweep runs it: post the next exchange, compute, wait, fold.
 
-From the messages of :mod:`~burst_attention.planner.traffic` and the cells that each step completes. How many tiles those are
+From the messages of :mod:`.traffic` and the cells that each step completes. How many tiles those are
 once shards lie side by side is an estimate; what is sent, to whom and when is exact.
 """
 
