@@ -21,6 +21,8 @@ def on_files(files: Any, config: Any) -> Any:
         text = (ROOT / name).read_text("utf-8").replace("](docs/", "](")
         for other, target in PAGES.items():
             text = text.replace(f"]({other}", f"]({target}")
+        # Sources are not on the site: name them there instead of linking.
+        text = re.sub(r"\[([^\]]*)\]\(((?:src|examples)/[^)]*)\)", r"\1 (`\2`)", text)
         files.append(File.generated(config, page, content=text))
     return files
 

@@ -24,7 +24,7 @@ from burst_attention.integrations import hf
 from burst_attention.loss import LogitForm
 from tests.hf_models import HEADS, MODELS, SEQLEN, SMALL, errors_against_the_model, make_batch, make_model, make_plans
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "hugging-face.md"
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -205,15 +205,15 @@ def test_the_trainers_model_computes_the_same(name):
     assert (trained.last_logits(shard, plans) - out.logits[:, -1]).abs().max() <= 1e-12
 
 
-def readme_block(containing):
-    """The README's Python block, but for the lines about the process group, which it says to leave out on one rank."""
-    [block] = [b for b in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL) if containing in b]
+def block_of_the_page(containing):
+    """The page's Python block without the lines about the process group, for one rank."""
+    [block] = [b for b in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if containing in b]
     return "\n".join(line for line in block.splitlines() if not line.startswith("dist."))
 
 
-def test_the_readmes_block_stands_by_itself_and_gives_the_models_loss(capsys):
+def test_the_pages_block_stands_by_itself_and_gives_the_models_loss(capsys):
     names = {}
-    exec(readme_block("hf.register()"), names)
+    exec(block_of_the_page("hf.register()"), names)
     config = type(names["model"].config)(**names["model"].config.to_dict())
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     model.load_state_dict(names["model"].state_dict())

@@ -1,4 +1,4 @@
-"""docs/scaling.md is what its command draws."""
+"""docs/predicted-scaling.md is what its command draws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ways to share a sequence are predicted to send, and to take, on up to thousands of GPUs: docs/scaling.md.
+"""What ways to share a sequence are predicted to send, and to take, on up to thousands of GPUs: docs/predicted-scaling.md.
 
 Nothing is run: all figures are those of ``burst plan``.
 
@@ -24,7 +24,7 @@ from burst_train.forecast.request import Cluster, Question
 from burst_attention.plan.groups import Groups
 from burst_attention.planner.presets import preset
 
-PAGE = Path(__file__).resolve().parents[4] / "docs" / "scaling.md"
+PAGE = Path(__file__).resolve().parents[4] / "docs" / "predicted-scaling.md"
 HARDWARE, PER_NODE = "h100-hgx", 8
 MODEL_NAMES = ("llama-3-8b", "llama-2-7b")
 RANKS = (8, 32, 128, 512, 1024, 4096)
@@ -238,7 +238,7 @@ def draw(*, draw: bool = False) -> None:
     """Tell the page.
 
     Args:
-        draw: write it to docs/scaling.md.
+        draw: write it to docs/predicted-scaling.md.
     """
     text = page()
     if draw:

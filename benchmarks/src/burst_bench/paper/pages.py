@@ -15,7 +15,7 @@ from ..peers.compare import cells
 from ..tables import markdown
 from ..texts import bytes_text, link_text, mebibytes, spread
 from .markdown import PUBLISHED, REFERENCE, Page, find, gflops, outcome, sizes_of, speeds
-from .readme import draw_readme
+from .readme import draw_readme, measured
 from .targets import PEER, targets
 
 GIB = 2**30
@@ -44,7 +44,7 @@ def index(folder: Path, written: Sequence[Path]) -> str:
     minutes = {name: Page.read(folder / f"{name}.json").raw.get("minutes") for name in sections}
     known = {name: took for name, took in minutes.items() if took is not None}
     text = f"# Results\n\n{PROSE['index']}\n\n## Targets\n\n"
-    text += targets(folder, PAGES) + "\n## Pages\n\n"
+    text += targets(folder, PAGES) + "\n## At a glance\n\n" + measured(folder, "glance.md") + "\n\n## Pages\n\n"
     text += "".join(f"- [{title}]({path.name})\n" for path, title in titles)
     took = ", ".join(f"{name} {minutes:.0f}" for name, minutes in known.items())
     text += f"\nMinutes that the sections took: {took}; {sum(known.values()):.0f} in all"

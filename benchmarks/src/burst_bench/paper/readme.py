@@ -1,4 +1,4 @@
-"""The README's table of what was measured, drawn from the figures of docs/results."""
+"""Tables of what was measured, drawn from the figures of docs/results: three rows in the README, all in the index."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def draw_readme(readme: Path, folder: Path) -> None:
     if text.count(BEGIN) != 1 or text.count(END) != 1:
         raise ValueError(f"{readme} must have {BEGIN.strip()!r} and {END!r}, once each")
     before, rest = text.split(BEGIN)
-    readme.write_text(before + BEGIN + measured(folder) + "\n" + END + rest.split(END)[1], "utf-8")
+    readme.write_text(before + BEGIN + measured(folder, "readme.md") + "\n" + END + rest.split(END)[1], "utf-8")
 
 
-def measured(folder: Path) -> str:
-    """The table."""
+def measured(folder: Path, template: str) -> str:
+    """Render a table: ``readme.md``, the README's rows, or ``glance.md``, all rows."""
     pages = {path.stem.replace("-", "_"): Page.read(path) for path in folder.glob("*.json")}
     rows = pages["training"].results("results").rows
     length = longest(rows)
@@ -42,7 +42,7 @@ def measured(folder: Path) -> str:
     by_round = next(row["ratios"] for row in pages["peers"].raw["rows"] if row["name"] == PEER)
     ends = f"{min(by_round):.2f} to {max(by_round):.2f} over {len(by_round)} rounds"
     environment = Environment(loader=PackageLoader(__package__, "."), undefined=StrictUndefined)
-    return environment.get_template("readme.md").render(
+    return environment.get_template(template).render(
         {name: page.raw for name, page in pages.items()},
         tokens=f"{length:,}",
         nodes=rows[0].nodes,

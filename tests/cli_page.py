@@ -1,0 +1,96 @@
+"""Write docs/reference/cli.md: every command's ``--help``, and the programs in benchmarks/ and tests/.
+
+    python tests/cli_page.py
+
+A test compares the page with what the commands print.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "reference" / "cli.md"
+HEAD = """# Commands
+
+`python tests/cli_page.py` writes this page from `--help`; a test compares.
+
+## Install
+
+| extra | brings |
+|---|---|
+{extras}
+
+A checkout has three distributions: the library in `.`, training in `train`, and measurements in `benchmarks`. Install what you
+need in one step, for example `pip install -e '.[trainer]' -e train`. `make demo` and `make test` install all of it in `.venv`.
+
+## burst
+
+Without torchrun, a command starts its own local ranks (`--ranks N`). Under torchrun it uses the ranks that torchrun started:
+`torchrun --nproc-per-node 2 -m burst_attention.cli train --steps 50`.
+"""
+BRINGS = {
+    "hf": "transformers, for `burst_attention.integrations.hf`",
+    "train": "burst-train: `burst train`, `burst eval`, `burst export` and `burst plan`",
+    "trainer": "accelerate, TRL and PEFT, for `burst_attention.integrations.trainers`",
+    "bench": "burst-attention-bench: `burst bench` and the programs below",
+    "peers": "ring-flash-attn, yunchang and ring-attention-pytorch, for `benchmarks/peers.py`",
+    "gpu": 'Triton, for `kernel="triton"`; torch for CUDA includes it',
+    "wandb": "Weights & Biases, for `burst train --wandb PROJECT`",
+    "test": "pytest, hypothesis, ruff, mypy, playwright and Lightning, for `make test` and `make check`",
+    "docs": "mkdocs-material and mkdocstrings, for `make docs`",
+}
+
+
+def help_of(command: str) -> str:
+    """Return what ``burst COMMAND --help`` prints on a terminal of 100 columns."""
+    from burst_attention.cli import find_command
+
+    main = find_command(command)
+    assert main is not None, f"burst {command} is not installed"
+    printed = io.StringIO()
+    os.environ["COLUMNS"] = "100"
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        main(["attention", "--help"] if command == "bench" else ["--help"])
+    text = re.sub(r"\x1b\[[0-9;]*m", "", printed.getvalue())
+    return "\n".join(line.rstrip() for line in text.strip().splitlines())
+
+
+def programs() -> list[tuple[str, str]]:
+    """Return (how it is called, the first line of its docstring) of the programs of a checkout."""
+    import ast
+    import importlib.util
+
+    found = []
+    for path in sorted((ROOT / "benchmarks").glob("*.py")):
+        called = re.search(r"from (burst_bench\S*) import main", path.read_text("utf-8"))
+        assert called is not None, f"{path} must import the main of a module of burst_bench"
+        spec = importlib.util.find_spec(called[1])
+        assert spec is not None and spec.origin is not None
+        found.append((f"python benchmarks/{path.name}", Path(spec.origin)))
+    tests = ("families", "refusals", "survive", "mutation", "rooms", "cli_page")
+    found += [(f"python tests/{name}.py", ROOT / "tests" / f"{name}.py") for name in tests]
+    return [(call, (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").splitlines()[0]) for call, path in found]
+
+
+def page() -> str:
+    """Return the text of the page."""
+    from burst_attention.cli import COMMANDS, OF_EXTRAS
+
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    text = HEAD.format(extras="\n".join(f"| `{name}` | {BRINGS[name]} |" for name in extras))
+    for name in sorted((*COMMANDS, *OF_EXTRAS)):
+        text += f"\n### burst {name}\n\n```\n{help_of(name)}\n```\n"
+    rows = "\n".join(f"| `{call}` | {first} |" for call, first in programs())
+    return f"{text}\n## Programs of a checkout\n\nEach takes `--help`.\n\n| command | what it does |\n|---|---|\n{rows}\n"
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    PAGE.write_text(page(), "utf-8")

@@ -1,0 +1,14 @@
+"""docs/reference/cli.md is what the commands print."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests.cli_page import PAGE, ROOT
+
+
+def test_the_page_is_what_help_prints_today():
+    code = "from tests.cli_page import page; print(page(), end='')"
+    printed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert printed == PAGE.read_text("utf-8"), "python tests/cli_page.py"
