@@ -67,7 +67,7 @@ def test_usp_the_published_and_what_was_planned_are_drawn_where_they_were_measur
         raw["results"]["rows"] = [{k: v for k, v in row.items() if k != "chosen"} for row in rows]
         (copies / f"{name}.json").write_text(json.dumps(raw), "utf-8")
     draw(copies, copies / "front.md")
-    assert "against USP" not in (copies / "front.md").read_text("utf-8") and "burst's plan" not in (
+    assert "against USP" not in (copies / "README.md").read_text("utf-8") and "burst's plan" not in (
         copies / "training.md"
     ).read_text("utf-8")
     for name in ("training", "memory"):
@@ -77,10 +77,10 @@ def test_usp_the_published_and_what_was_planned_are_drawn_where_they_were_measur
         planned = text.replace('"engine": "burst",', '"engine": "burst", "chosen": "zigzag, heads=8, kept, query",')
         (copies / f"{name}.json").write_text(planned, "utf-8")
     draw(copies, copies / "front.md")
-    front, bytes_page = (plain((copies / n).read_text("utf-8")) for n in ("front.md", "bytes.md"))
-    (ulysses,) = re.findall(r"\| against Ulysses, [^|]*\| \| ([^|]*) \|", front)
-    assert f"| against USP, `usp:heads=4`: 8 nodes as a mesh | | {ulysses} |" in front
-    assert "| against itself as published: whole heads, zigzag, whatever the links | | 1.00x and 1.00x |" in front
+    index, bytes_page = (plain((copies / n).read_text("utf-8")) for n in ("README.md", "bytes.md"))
+    (ulysses,) = re.findall(r"\| against Ulysses, [^|]*\| \| ([^|]*) \|", index)
+    assert f"| against USP, `usp:heads=4`: 8 nodes as a mesh | | {ulysses} |" in index
+    assert "| against itself as published: whole heads, zigzag, whatever the links | | 1.00x and 1.00x |" in index
     assert "| burst | 32,768 | as planned: zigzag, heads=8, kept, query | - |" in bytes_page
     assert "| burst:published | 32,768 | 5 * 3/4 n (W - 1) b | 55.1 MB |" in bytes_page
     # 8 n 3 / 4 and, of a ring of two, 4 n, in bf16; 2 n in fp32: with n = 4,096 x 256
