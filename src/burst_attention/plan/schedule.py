@@ -138,7 +138,11 @@ class Schedule:
         layouts = [replace(self.layout, name=name).cut_for(self.mask, self.layout.seqlen) for name in names]
         tried = [replace(self, layout=layout) for layout in layouts]
         alike = alike or len(documents or ()) > MOST_DOCUMENTS
-        found = [schedule.on_all_wires(known, "auto", alike=alike) for schedule in tried]
+        # Whether a rank of many has no token is seen once a layout is chosen: to place all documents takes long.
+        even = self.layout.world > MOST_ON_PAPER
+        given = [*cuts(layouts[0], known, self.heads, self.keep, self._waves)] if even else None
+        asked = [given if layout.name == BALANCED else None for layout in layouts]
+        found = [each.on_all_wires(known, "auto", ways, alike=alike) for each, ways in zip(tried, asked, strict=True)]
         chosen = least_regret([[one for each in on for one in each] for on in zip(*found, strict=True)])
         return tried[int(np.searchsorted(np.cumsum([len(each[0]) for each in found]), chosen, side="right"))]
 

@@ -126,16 +126,16 @@ class Work:
         world, groups, edges = self.layout.world, self.groups, list[Edge]()
         uses = self._uses(cells)
         for key, users in self._fetched(uses, rank):
-            edges += self.route.outward(key, users, groups, world)
+            edges += self.route.outward(key, users, groups, world, rank)
             if groups.query > 1 and key.owner in users:
                 edges.append(Edge(0, key.owner, key.owner, key, users[key.owner].rows))
         for (side, chunk, part), users in uses.items():
             if side in self.direction.returns:
                 key, owner = self.key(side, chunk, part), self.owner(chunk)
-                ranks = self._ranks(side, owner, part) if groups.query > 1 else ()
+                ranks = self._ranks(side, owner, part) if groups.query > 1 else np.empty(0, np.int64)
                 if groups.query == 1 or len(ranks) == 1:
                     finished = groups.query > 1
-                    edges += self.route.homeward(key, users, groups, world, finished=finished)
+                    edges += self.route.homeward(key, users, groups, world, finished=finished, rank=rank)
                 else:
                     finished = len(np.unique(ranks % groups.query)) == 1
                     edges += self.route.through_keepers(key, users, groups, finished=finished)
