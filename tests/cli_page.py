@@ -76,7 +76,9 @@ def programs() -> list[tuple[str, str]]:
         found.append((f"python benchmarks/{path.name}", Path(spec.origin)))
     tests = ("families", "refusals", "survive", "mutation", "rooms", "cli_page")
     found += [(f"python tests/{name}.py", ROOT / "tests" / f"{name}.py") for name in tests]
-    return [(call, (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").splitlines()[0]) for call, path in found]
+    return [
+        (call, (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").splitlines()[0]) for call, path in found
+    ]
 
 
 def page() -> str:
@@ -88,7 +90,9 @@ def page() -> str:
     for name in sorted((*COMMANDS, *OF_EXTRAS)):
         text += f"\n### burst {name}\n\n```\n{help_of(name)}\n```\n"
     rows = "\n".join(f"| `{call}` | {first} |" for call, first in programs())
-    return f"{text}\n## Programs of a checkout\n\nEach takes `--help`.\n\n| command | what it does |\n|---|---|\n{rows}\n"
+    return (
+        f"{text}\n## Programs of a checkout\n\nEach takes `--help`.\n\n| command | what it does |\n|---|---|\n{rows}\n"
+    )
 
 
 if __name__ == "__main__":

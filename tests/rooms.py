@@ -14,7 +14,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests.unit.test_rooms import ROOMS, ROOT, crossings, levels
 
-PROPER = ("plan", "planner", "comm", "kernels", "attention", "loss")  # the attention itself, and the loss over its shards
+PROPER = (
+    "plan",
+    "planner",
+    "comm",
+    "kernels",
+    "attention",
+    "loss",
+)  # the attention itself, and the loss over its shards
 
 
 def lines(room: str) -> int:

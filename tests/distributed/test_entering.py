@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 import time
 from contextlib import nullcontext
@@ -53,24 +54,33 @@ def model(plan):
 
 
 CALLS = {  # of each call, what it does by itself first: made to fail on one rank
-    "burst_attention": ("attention.entry.check_types", attention),
-    "burst_attention as an operator": ("attention.operator.resolve", attention),
-    "the backward of burst_attention": ("attention.operator.row_dot", lambda plan: attention(plan).sum().backward()),
-    "make_plan": ("attention.plan.make_schedule", lambda plan: make_plan(SEQLEN, group=plan.group)),
-    "unshard": ("attention.unshard.check_transforms", unshard),
-    "the backward of unshard": ("attention.unshard.check_batches", lambda plan: unshard(plan).sum().backward()),
-    "next_token_loss": ("loss.next_token.check_arguments", loss),
-    "next_token_loss's logits": ("loss.next_token.measure", loss),
+    "burst_attention": ("burst_attention.attention.entry.check_types", attention),
+    "burst_attention as an operator": ("burst_attention.attention.operator.resolve", attention),
+    "the backward of burst_attention": (
+        "burst_attention.attention.operator.row_dot",
+        lambda plan: attention(plan).sum().backward(),
+    ),
+    "make_plan": ("burst_attention.attention.plan.make_schedule", lambda plan: make_plan(SEQLEN, group=plan.group)),
+    "unshard": ("burst_attention.attention.unshard.check_transforms", unshard),
+    "the backward of unshard": (
+        "burst_attention.attention.unshard.check_batches",
+        lambda plan: unshard(plan).sum().backward(),
+    ),
+    "next_token_loss": ("burst_attention.loss.next_token.check_arguments", loss),
+    "next_token_loss's logits": ("burst_attention.loss.next_token.measure", loss),
     "next_token_nll, told in the next call": (
-        "loss.next_token.measure",
+        "burst_attention.loss.next_token.measure",
         lambda plan: plan.exchange_small([loss(plan, next_token_nll).sum().item()]),
     ),
-    "token_log_probs": ("loss.log_probs.check_arguments", log_probs),
-    "token_log_probs' logits": ("loss.log_probs.measure", log_probs),
-    "exchange_small": ("attention.plan.float", lambda plan: plan.exchange_small([1.0])),
-    "an agreement itself": ("comm.agreement.dict", lambda plan: plan.exchange_small([1.0])),
-    "a model": ("integrations.checks.check_rope", model),
-    "ulysses_attention": ("engines.ulysses.check_ulysses", lambda plan: ulysses_attention(*inputs(plan), plan)),
+    "token_log_probs": ("burst_attention.loss.log_probs.check_arguments", log_probs),
+    "token_log_probs' logits": ("burst_attention.loss.log_probs.measure", log_probs),
+    "exchange_small": ("burst_attention.attention.plan.float", lambda plan: plan.exchange_small([1.0])),
+    "an agreement itself": ("burst_attention.comm.agreement.dict", lambda plan: plan.exchange_small([1.0])),
+    "a model": ("burst_attention.integrations.hf.checks.check_rope", model),
+    "ulysses_attention": (
+        "burst_train.engines.ulysses.check_ulysses",
+        lambda plan: ulysses_attention(*inputs(plan), plan),
+    ),
 }
 
 
@@ -97,7 +107,7 @@ def results_of(call, layout="contiguous", world=3, **options):
 def test_a_rank_that_fails_on_its_way_into_a_call_is_heard_at_once(monkeypatch, name) -> None:
     target, call = CALLS[name]
     module, function = target.rsplit(".", 1)
-    module = __import__(f"burst_attention.{module}", fromlist=["_"])
+    module = importlib.import_module(module)
     real, failures = getattr(module, function, {"float": float, "dict": dict}.get(function)), []
 
     def fails_once(*arguments, **options):

@@ -39,7 +39,7 @@ TRAIN_ROOMS: dict[str, set[str]] = {
     "figures": set(),
     "engines": set(),
     "config": {"engines", "memory", "presets"},
-    "run": {"config"},
+    "run": {"config", "checked"},
     "data": {"config", "run", "checked", "presets"},
     "checkpoint": {"config", "run", "data", "checked"},
     "health": {"engines", "run", "data"},

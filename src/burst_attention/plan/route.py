@@ -95,8 +95,10 @@ class Route:
         """Does it follow the ring of ranks?"""
         return "path" in (self.out, self.home)
 
-    def outward(self, key: Key, uses: Mapping[int, Use], groups: Groups, world: int) -> Iterator[Edge]:
-        """The edges by which ``key``'s tensors reach their users."""
+    def outward(
+        self, key: Key, uses: Mapping[int, Use], groups: Groups, world: int, rank: int | None = None
+    ) -> Iterator[Edge]:
+        """The edges by which ``key``'s tensors reach their users; along a path only those of ``rank``, if given."""
         away = self._by_distance(key, uses, groups, world)
         if self.out != "path":
             for members in self._by_node(away, key.owner):
@@ -105,17 +107,24 @@ class Route:
                 for distance, rank in rest:  # it came to the gate at an earlier step
                     yield Edge(distance, gate, rank, key, uses[rank].rows)
             return
-        beyond = Rows.union(())
-        for hop in range(max((distance for distance, _ in away), default=0), 0, -1):  # from the far end
-            rank = (key.owner + hop) % world
-            if rank in uses:
-                beyond = Rows.union((beyond, uses[rank].rows))
-            yield Edge(hop, (key.owner + hop - 1) % world, rank, key, beyond)
+        far = max((distance for distance, _ in away), default=0)
+        for hop in _hops(key.owner, rank, world, range(far, 0, -1)):
+            beyond = Rows.union(uses[user].rows for distance, user in away if distance >= hop)
+            yield Edge(hop, (key.owner + hop - 1) % world, (key.owner + hop) % world, key, beyond)
 
     def homeward(
-        self, key: Key, uses: Mapping[int, Use], groups: Groups, world: int, *, finished: bool
+        self,
+        key: Key,
+        uses: Mapping[int, Use],
+        groups: Groups,
+        world: int,
+        *,
+        finished: bool,
+        rank: int | None = None,
     ) -> Iterator[Edge]:
         """The edges by which partial results for ``key``'s owner come home; ``finished``: of one rank, so the whole.
+
+        Along a path only those of ``rank``, if given.
 
         A partial computed at step v is sent by exchange v + 2: exchange v + 1 was posted before it existed. A vertex
         of a path first receives (step t), then adds its own partial, then sends (step t + 1 or later).
@@ -130,14 +139,15 @@ class Route:
                 rows = Rows.union(uses[rank].rows for _, rank in members)
                 yield Edge(step + 1, gate, key.owner, key, rows, True, self.exact, finished)
             return
-        step, so_far = 0, Rows.union(())
-        for hop in range(min((distance for distance, _ in away), default=world), world):
-            rank = (key.owner + hop) % world
-            if rank in uses:
-                so_far = Rows.union((so_far, uses[rank].rows))
-                step = max(step, uses[rank].last + 1)
-            step += 1
-            yield Edge(step, rank, (rank + 1) % world, key, so_far, True, self.exact)
+        first = min((distance for distance, _ in away), default=world)
+        # Its hops follow one another from the first, and none leaves before its own rank and those behind are done.
+        done = sorted((distance, uses[user].last + 1 - distance) for distance, user in away)
+        for hop in (hop - 1 for hop in _hops(key.owner, rank, world, range(first + 1, world + 1))):
+            behind = max(ready for distance, ready in done if distance <= hop)
+            so_far = Rows.union(uses[user].rows for distance, user in away if distance <= hop)
+            step = hop + 1 + max(-first, behind)
+            ends = (key.owner + hop) % world, (key.owner + hop + 1) % world
+            yield Edge(step, *ends, key, so_far, True, self.exact)
 
     @property
     def by_nodes(self) -> bool:
@@ -204,6 +214,14 @@ class Route:
             if keeper != key.owner:
                 rows = Rows.union(use.rows for use in users.values())
                 yield Edge(step + 1, keeper, key.owner, key, rows, True, self.exact, finished)
+
+
+def _hops(owner: int, rank: int | None, world: int, hops: range) -> Iterator[int]:
+    """Those of ``hops`` from ``owner`` round the ring that end or begin at ``rank``; all of them if None."""
+    if rank is None:
+        return iter(hops)
+    into = (rank - owner) % world
+    return (hop for hop in sorted({into or world, into + 1}, key=lambda hop: hop * hops.step) if hop in hops)
 
 
 ROUTES: dict[str, Route] = {

@@ -116,14 +116,25 @@ def segment_tiles(q_segments: np.ndarray, k_segments: np.ndarray, regions: np.nd
 
 
 def wanted_tiles(layout: Layout | Chunks, regions: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """int64 [T, 8]: query owner, key owner, then a tile, in order, of the pairs in ``wanted``, bool [W, W]; of chunks
-    in place of owners if ``layout`` is cut into those."""
+    """int64 [T, 8]: query owner, key owner, then a tile, in order, of the pairs of owners in ``wanted``, bool [W, W].
+
+    If ``layout`` is cut into chunks, those stand in place of owners.
+    """
+    waves = layout.world // len(wanted)
     owners: dict[tuple[int, ...], list[int]] = {}  # key owners wanted -> the query owners that want just those
     for i in np.flatnonzero(wanted.any(1)).tolist():
         owners.setdefault(tuple(np.flatnonzero(wanted[i]).tolist()), []).append(i)
-    tables = [_all_tiles(layout, layout, regions, q_owners, k_owners) for k_owners, q_owners in owners.items()]
+    tables = [
+        _all_tiles(layout, layout, regions, *(_chunks(x, waves) for x in (q_owners, k_owners)))
+        for k_owners, q_owners in owners.items()
+    ]
     found = joined(np.concatenate([np.empty((9, 0), np.int64), *(table.T for table in tables)], 1).T)
     return np.delete(found.T, 2, 0).T
+
+
+def _chunks(owners: Sequence[int], waves: int) -> Sequence[int]:
+    """All chunks of these owners."""
+    return owners if waves == 1 else (np.asarray(owners)[:, None] * waves + np.arange(waves)).ravel().tolist()
 
 
 def region_tiles(layout: Layout | Chunks, regions: np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import blake2b
 from itertools import product
 
 import numpy as np
@@ -19,6 +20,8 @@ from .slices import Slice
 from .tile import wanted_tiles
 from .waves import Chunks, in_waves, wave_of
 
+ROWS_AT_ONCE = 64
+
 
 @dataclass(frozen=True, eq=False)
 class Work:
@@ -31,6 +34,7 @@ class Work:
     route: Route
     direction: Direction
     tables: dict[bytes, np.ndarray] = field(default_factory=dict)  # tiles by pairs wanted, kept for the other passes
+    by_slices: bool = False  # does it depend on the context slices of a pair alone who computes it?
 
     @cached_property
     def chunks(self) -> Layout | Chunks:
@@ -62,13 +66,12 @@ class Work:
         """
         world, groups = self.layout.world, self.groups
         known_by = None if self.route.ring else rank
-        chunk, several = np.arange(self.chunks.world), groups.query > 1
-        wanted = np.zeros((len(chunk), len(chunk)), bool)
-        for n in range(groups.query):
-            wanted |= self._concerns(known_by, chunk[:, None], chunk, n)
-        table = self._table(wanted)
+        several = groups.query > 1
+        table = self._table(self._wanted(known_by))
         i, j = table[:, 0], table[:, 1]
-        known = [self._concerns(known_by, i, j, n) for n in range(groups.query)] if several else []
+        known = (
+            [self._concerns(known_by, self.owner(i), self.owner(j), n) for n in range(groups.query)] if several else []
+        )
         group = np.repeat(np.arange(len(known)), [mine.sum() for mine in known]) if several else np.zeros_like(i)
         table = np.concatenate([table[mine] for mine in known]) if several else table
         i, j = table[:, 0], table[:, 1]
@@ -84,18 +87,30 @@ class Work:
             query, key = np.maximum(query, before[0]), before[1]
         return Cells(i, j, group, ranks, query, key, table[:, 2:])
 
+    def _wanted(self, rank: int | None) -> np.ndarray:
+        """bool [W, W]: the pairs of owners of which ``rank`` must know any cell; a few rows at a time, for the numbers
+        of all pairs of thousands of ranks take more room than a program."""
+        size = self.groups.query if self.by_slices else 1
+        first = np.arange(0, self.layout.world, size)  # of a context slice stands for it
+        wanted = np.zeros((len(first), len(first)), bool)
+        for begin in range(0, len(first), ROWS_AT_ONCE):
+            rows = slice(begin, begin + ROWS_AT_ONCE)
+            for n in range(self.groups.query):
+                wanted[rows] |= self._concerns(rank, first[rows, None], first, n)
+        return wanted.repeat(size, 0).repeat(size, 1)
+
     def _table(self, wanted: np.ndarray) -> np.ndarray:
         """The tiles of these pairs, in order: a forward's are mostly its backward's."""
-        key = bytes([self.groups.chunks]) + np.packbits(wanted).tobytes()
+        key = bytes([self.groups.chunks]) + blake2b(np.packbits(wanted).data, digest_size=16).digest()
         if key not in self.tables:
             self.tables[key] = wanted_tiles(self.chunks, self.regions, wanted)
         return self.tables[key]
 
     def _concerns(self, rank: int | None, i: np.ndarray, j: np.ndarray, group: int) -> np.ndarray:
-        """Must ``rank`` know the cells (i, j, group), of chunks i and j? None: all."""
+        """Must ``rank`` know the cells (i, j, group), of shards i and j? None: all."""
         if rank is None:
-            return np.ones_like(i, bool)
-        groups, i, j = self.groups, self.owner(i), self.owner(j)
+            return np.ones(np.broadcast_shapes(i.shape, j.shape), bool)
+        groups = self.groups
         known = (i == rank) | (j == rank) | np.isin(self.cube(i, j, group), self.route.mates(rank))
         if groups.query > 1:  # what it keeps, and whose partial results pass through it
             alike = self.cube(i, j, group) % groups.query == rank % groups.query
@@ -111,16 +126,16 @@ class Work:
         world, groups, edges = self.layout.world, self.groups, list[Edge]()
         uses = self._uses(cells)
         for key, users in self._fetched(uses, rank):
-            edges += self.route.outward(key, users, groups, world)
+            edges += self.route.outward(key, users, groups, world, rank)
             if groups.query > 1 and key.owner in users:
                 edges.append(Edge(0, key.owner, key.owner, key, users[key.owner].rows))
         for (side, chunk, part), users in uses.items():
             if side in self.direction.returns:
                 key, owner = self.key(side, chunk, part), self.owner(chunk)
-                ranks = self._ranks(side, owner, part)
+                ranks = self._ranks(side, owner, part) if groups.query > 1 else np.empty(0, np.int64)
                 if groups.query == 1 or len(ranks) == 1:
                     finished = groups.query > 1
-                    edges += self.route.homeward(key, users, groups, world, finished=finished)
+                    edges += self.route.homeward(key, users, groups, world, finished=finished, rank=rank)
                 else:
                     finished = len(np.unique(ranks % groups.query)) == 1
                     edges += self.route.through_keepers(key, users, groups, finished=finished)

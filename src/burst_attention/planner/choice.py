@@ -98,12 +98,7 @@ class Planner:
 
     def remember(self, key: Hashable, make: Callable[[], T]) -> T:
         """What ``make`` gave for this key, of late or now."""
-        if key not in self._remembered:
-            self._remembered[key] = make()
-            if len(self._remembered) > MOST_REMEMBERED:
-                self._remembered.popitem(last=False)
-        self._remembered.move_to_end(key)
-        return self._remembered[key]  # type: ignore[return-value]
+        return remembered(self._remembered, key, make)  # type: ignore[return-value]
 
     @property
     def forwards(self) -> int:
@@ -118,6 +113,16 @@ class Planner:
         """The same, and slower ones if that is no more than a guess."""
         at = node_numbers(self.nodes, world)
         return [Wire(self.rates.slowed(part), at) for part in (GUESSED if self.guessed else GUESSED[:1])]
+
+
+def remembered(kept: OrderedDict[Hashable, T], key: Hashable, make: Callable[[], T]) -> T:
+    """What ``make`` gave for this key, of late or now; the last few are kept."""
+    if key not in kept:
+        kept[key] = make()
+        if len(kept) > MOST_REMEMBERED:
+            kept.popitem(last=False)
+    kept.move_to_end(key)
+    return kept[key]
 
 
 def least_regret(found: Sequence[Sequence[Prediction]]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -33,8 +33,10 @@ from .choice import (
     in_all_waves,
     least_regret,
     predict,
+    remembered,
     representative,
 )
+from .standing import MOST_BY_EDGES, MOST_ON_PAPER, STANDING, extended, few_nodes, shortened, stand_in, two_worlds
 from .timing import OnPaper, Timed, Wire, on_paper
 from .traffic import Tally, edge_messages, rows_sent_by_nodes, rows_sent_directly, rows_sent_round
 
@@ -136,7 +138,11 @@ class Schedule:
         layouts = [replace(self.layout, name=name).cut_for(self.mask, self.layout.seqlen) for name in names]
         tried = [replace(self, layout=layout) for layout in layouts]
         alike = alike or len(documents or ()) > MOST_DOCUMENTS
-        found = [schedule.on_all_wires(known, "auto", alike=alike) for schedule in tried]
+        # Whether a rank of many has no token is seen once a layout is chosen: to place all documents takes long.
+        even = self.layout.world > MOST_ON_PAPER
+        given = [*cuts(layouts[0], known, self.heads, self.keep, self._waves)] if even else None
+        asked = [given if layout.name == BALANCED else None for layout in layouts]
+        found = [each.on_all_wires(known, "auto", ways, alike=alike) for each, ways in zip(tried, asked, strict=True)]
         chosen = least_regret([[one for each in on for one in each] for on in zip(*found, strict=True)])
         return tried[int(np.searchsorted(np.cumsum([len(each[0]) for each in found]), chosen, side="right"))]
 
@@ -174,7 +180,7 @@ class Schedule:
         """One pass of such a call, of all ranks."""
         contexts = self.layout.world // groups.query
         cube = heads(groups, TRAVELS[travels](contexts)[direction])
-        return Work(self.layout, self.regions, cube, groups, self.route, direction, self._tables)
+        return Work(self.layout, self.regions, cube, groups, self.route, direction, self._tables, by_slices=True)
 
     def assigned(self, assign: Assignment, direction: Direction) -> Program:
         """This rank's program for any assignment of pairs to ranks."""
@@ -234,11 +240,33 @@ class Schedule:
         return self.planner.forwards * forward.seconds + backward.seconds
 
     def timed(self, shape: cost.Shape, travels: str, groups: Groups) -> list[Timed]:
-        """A forward and a backward on any route, foretold from the edges themselves."""
+        """A forward and a backward on any route, predicted from the edges themselves; of many ranks from fewer."""
+        most = MOST_ON_PAPER if self.route.direct else MOST_BY_EDGES
+        if self.layout.world > max(most, groups.query):
+            return self._extended(shape, travels, groups, min(most, STANDING))
         both = self.on_paper(shape, travels, groups, self.planner.wire(self.layout.world))
         if self.route.direct:
             return [one.run() for one in both]
         return [one.run(edge_messages(self.work(travels, one.direction, groups), shape)) for one in both]
+
+    def _extended(self, shape: cost.Shape, travels: str, groups: Groups, most: int) -> list[Timed]:
+        """:meth:`timed`, by a line through two smaller worlds."""
+        worlds = *two_worlds(groups, travels, most), self.layout.world
+        found = [self._over(ranks).timed(shape, travels, groups) for ranks in worlds[:2]]
+        slices = worlds[0] // groups.query, worlds[1] // groups.query, worlds[2] // groups.query
+        return [extended(few, many, slices, travels) for few, many in zip(*found, strict=True)]
+
+    def _over(self, ranks: int) -> Schedule:
+        """Rank 0's of a smaller world that stands for this one."""
+        layout, mask = shortened(*self._representative, ranks)
+        nodes = few_nodes(self.planner.nodes, ranks)
+        route = replace(self.route, nodes=(nodes or ()) if self.route.nodes else ())
+        planner = replace(self.planner, nodes=nodes)
+        return replace(self, layout=layout, mask=mask, route=route, rank=0, planner=planner, heads="auto")
+
+    @cached_property
+    def _representative(self) -> tuple[Layout, Mask]:
+        return representative(self.layout, self.mask)
 
     @property
     def _waves(self) -> WavesOrAuto:
@@ -262,14 +290,30 @@ class Schedule:
         """
         world, shape = self.layout.world, replace(shape, batch=1)
         travels = self.assignment if travels == "auto" else travels
+        key = shape, travels, None if given is None else tuple(given), alike
+        return remembered(self._found, key, lambda: self._on_all_wires(world, shape, travels, given, alike))
+
+    @cached_property
+    def _found(self) -> OrderedDict[Hashable, list[list[Prediction]]]:
+        """Predictions by call: what the planner remembers is found by thousands of documents' borders."""
+        return OrderedDict()
+
+    def _on_all_wires(
+        self, world: int, shape: cost.Shape, travels: str, given: Sequence[Groups] | None, alike: bool
+    ) -> list[list[Prediction]]:
+        planner = self.planner
         if given is None:
             given = [*cuts(self.layout, shape, self.heads, self.keep, self._waves)]
-        layout, mask = representative(self.layout, self.mask) if alike else (self.layout, self.mask)
+        layout, mask = self._representative if alike or world > MOST_ON_PAPER else (self.layout, self.mask)
+        if world > MOST_ON_PAPER:
+            ranks, given = stand_in(given, world)
+            layout, mask = shortened(layout, mask, ranks)
+            planner = replace(planner, nodes=few_nodes(planner.nodes, ranks))
 
         def predicted() -> list[list[Prediction]]:
             tally = Tally(layout, mask.regions(layout.seqlen))
             ways = candidates(tally, shape, given, travels, by_rule=self.heads == 1, partial_bytes=shape.partial)
-            return predict(tally, shape, ways, self.planner.wires(world), forwards=self.planner.forwards)
+            return predict(tally, shape, ways, planner.wires(layout.world), forwards=planner.forwards)
 
         return self.planner.remember((layout, mask, shape, travels, self.heads == 1, *given), predicted)
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..checked import read_json
-from ..checkpoint.manifest import read_state
 from ..config import TrainConfig, write_toml
 from .curve import draw_losses
 from .folder import FOLDER, list_checkpoints, step_of
@@ -134,10 +133,7 @@ def check_unfinished(config: TrainConfig) -> None:
     if steps is None or resumed is None or not goes_on_in(config):
         return
     if resumed != NEWEST:
-        try:
-            steps = read_state(Path(resumed)).natural("step")
-        except ValueError:  # damaged: the ranks say how
-            return
+        steps = step_of(Path(resumed))
     if config.run.steps <= steps:
         raise ValueError(
             f"--resume: {config.run.out!r} holds a finished run, and --steps {config.run.steps} leaves no step after "
