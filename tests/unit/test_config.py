@@ -263,6 +263,10 @@ def test_ranks_that_contradict_torchrun_are_refused(plain_start):
     plain_start.setenv("RANK", "0")
     plain_start.setenv("WORLD_SIZE", "4")
     plain_start.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="MASTER_ADDR and MASTER_PORT are not"):
+        launch.torchrun_ranks(None)
+    plain_start.setenv("MASTER_ADDR", "127.0.0.1")
+    plain_start.setenv("MASTER_PORT", "29500")
     assert launch.started_by_torchrun()
     assert launch.torchrun_ranks(None) == launch.torchrun_ranks(4) == (4, 2)
     with pytest.raises(ValueError, match=r"--ranks 2, but torchrun started 4"):
