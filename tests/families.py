@@ -361,7 +361,8 @@ def is_ours(error: BaseException) -> bool:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    return trace is not None and "burst_attention" in trace.tb_frame.f_code.co_filename
+    ours = ("burst_attention", "burst_train")
+    return trace is not None and any(name in trace.tb_frame.f_code.co_filename for name in ours)
 
 
 def page(verdicts: list[Verdict]) -> str:
