@@ -55,7 +55,7 @@ def test_names_are_unique_over_the_sections():
 
 
 FLAGS = """
---steps 3 --seq-len 64 --out x --seed 7 --ranks 2 --layout striped --data hf:a --model llama-7b --lr 1e-4
+--steps 3 --seq-len 64 --out x --seed 7 --ranks 2 --layout striped --data hf:a --model llama-2-7b --lr 1e-4
 --dtype bfloat16 --data-parallel 2 --accumulate 4 --pack none --batch 3 --overwrite
 """
 
@@ -64,7 +64,7 @@ def test_flags_are_flat():
     config = parse(FLAGS.split())
     assert config.run == RunConfig(steps=3, out="x", seed=7, overwrite=True)
     assert config.data == DataConfig(seq_len=64, data="hf:a", pack="none")
-    assert config.model == ModelConfig(model="llama-7b", dtype="bfloat16")
+    assert config.model == ModelConfig(model="llama-2-7b", dtype="bfloat16")
     assert config.parallel == ParallelConfig(ranks=2, data_parallel=2, layout="striped")
     assert config.optim == OptimConfig(lr=1e-4, accumulate=4, batch=3)
     assert config.sequences_per_step == 24
@@ -320,8 +320,8 @@ def test_presets_have_the_sizes_that_they_are_named_for():
 
     sizes = {
         "tiny": (1e6, 4e6),
-        "llama-7b": (6.7e9, 6.8e9),
-        "llama-13b": (13.0e9, 13.1e9),
+        "llama-2-7b": (6.7e9, 6.8e9),
+        "llama-2-13b": (13.0e9, 13.1e9),
         "llama-3-8b": (8.0e9, 8.1e9),
     }
     assert set(sizes) == set(PRESETS)

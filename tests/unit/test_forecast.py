@@ -297,7 +297,7 @@ def test_a_step_is_attention_products_and_what_is_exposed() -> None:
     # As it is, every engine's attention keeps its buffers; 132 GB of activations don't fit, what is recomputed does.
     assert ours.remat == "keep-attention" and sum(ours.memory["none"].values()) > 0.9 * 80e9
     head = 2 * asked.seq_len * 128256 * 4096
-    assert ours.rest == pytest.approx((4 * (matrices - head) + 4 * head) / (8 * 0.6e15))
+    assert ours.rest == pytest.approx((4 * (matrices - head) + 4 * head) / (8 * 0.4e15))
     call = foretell(ours.ways[0], asked.setting(Mask()))
     assert ours.attention == pytest.approx(32 * call.seconds)
     layer = forecast_of("burst", replace(asked, remat="layer"))

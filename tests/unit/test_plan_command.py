@@ -8,9 +8,14 @@ import sys
 from html.parser import HTMLParser
 from typing import Any
 
+import numpy as np
 import pytest
+from burst_train.cli import plan, plan_page
+from burst_train.cli.plan_words import verdict
 from burst_train.forecast import calls as forecast
+from burst_train.forecast.forecast import Forecast
 from burst_train.forecast.models import model_of
+from burst_train.forecast.timeline import Picture
 
 from burst_attention.cli import main
 
@@ -26,11 +31,13 @@ def test_a_million_tokens_on_32_ranks(capsys: Any) -> None:
     out = told(capsys, "--model", "llama-3-8b", "--seq-len", "1M", "--ranks", "32", "--nodes", "4")
     assert "llama-3-8b, 1M tokens over 32 ranks on 4 nodes, h100-hgx+infiniband-400g" in out
     assert "8.03 billion parameters" in out and "Recommended: burst" in out and "It fits with --remat" in out
-    assert "burst train --model meta-llama/Meta-Llama-3-8B --seq-len 1048576 --max-positions 1048576 --engine" in out
+    start = "torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400"
+    flags = "--model meta-llama/Meta-Llama-3-8B --seq-len 1048576 --max-positions 1048576 --engine"
+    assert f"{start} -m burst_attention.cli train {flags}" in out and out.count("--data DATA --out runs/mine") >= 3
     # 4 D S^2 / 2 per head, 32 heads and layers, and 2 x 7.5 billion products a token; three times
     assert "912 PFLOP a step" in out
     assert "ulysses: not here: --engine ulysses gives each rank whole heads" in out
-    assert "usp, zigzag, all-to-all among 8, a ring of 4: burst train" in out
+    assert "usp, zigzag, all-to-all among 8, a ring of 4: torchrun" in out
     assert "every figure here is foretold" in out
 
 
@@ -51,7 +58,7 @@ def test_other_commands_read_them_too(tmp_path: Any) -> None:
 def test_attention_alone(capsys: Any) -> None:
     out = told(capsys, "--seq-len", "64K", "--ranks", "4", "--q-heads", "8", "--head-dim", "64", "--layers", "2")
     assert "attention alone, 8/8 heads of 64, 2 layers" in out and "Attention alone" in out
-    assert "rest of the model" not in out and "burst train" not in out
+    assert "rest of the model" not in out and "cli train" not in out
     assert "tensor-sequence: not here" in out
     more = ["--q-heads", "4", "--dtype", "float64", "--travels", "either", "--layout", "contiguous", "--heads", "1"]
     assert "burst, contiguous, direct, heads=1, either travels" in told(
@@ -64,6 +71,60 @@ def test_what_does_not_fit_is_told_with_what_would(capsys: Any) -> None:
     assert "Recommended" in out
     out = told(capsys, "--model", "llama-3-70b", "--seq-len", "1M", "--ranks", "8")
     assert "It does not fit" in out and "Recommended" not in out
+
+
+def test_advice_is_not_what_was_done_already(capsys: Any) -> None:
+    asked = ["--seq-len", "4M", "--ranks", "8"]
+    assert "Take more ranks, --mlp-chunks 8 or a shorter --seq-len." in told(capsys, *asked)
+    assert "Take more ranks or a shorter --seq-len." in told(capsys, *asked, "--mlp-chunks", "8")
+
+
+def test_a_faster_engine_within_the_tolerance_is_named() -> None:
+    def engine(name: str, attention: float) -> Forecast:
+        return Forecast(engine=name, way="a way", attention=attention, memory={"none": {"weights": 1}}, fits=None)
+
+    asked = plan.Arguments(seq_len=1024, ranks=2, q_heads=2).question()
+    said = verdict(asked, [engine("burst", 1.01), engine("ulysses", 1.0)])
+    assert said.startswith("Recommended: burst (a way), 1.01 s a step (ulysses is 1.0% faster, which is within the 2%")
+    assert "faster" not in verdict(asked, [engine("burst", 1.0), engine("ulysses", 1.0)])
+    assert verdict(asked, [engine("burst", 1.03), engine("ulysses", 1.0)]).startswith("Recommended: ulysses")
+
+
+def test_a_narrow_terminal_gets_whole_words(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    out = told(capsys, "--seq-len", "128K", "--ranks", "8")
+    table = [line for line in out.splitlines() if line[:1] in "│┃┏┡└"]
+    assert max(map(len, table)) <= 80
+    names = [cell.strip() for line in table if line.startswith("┃") for cell in line.split("┃")]
+    assert {"burst", "burst as published", "ring", "ulysses", "usp", "tensor-sequence"} <= set(names)
+
+
+def test_speed_is_told_per_rank_and_by_what_is_recomputed(capsys: Any, tmp_path: Any) -> None:
+    written = tmp_path / "plan.json"
+    out = told(capsys, "--seq-len", "128K", "--ranks", "8", "--json", str(written))
+    assert "tokens/s per rank" in out and "a step, --remat layer" in out
+    for each in json.loads(written.read_text())["engines"]:
+        if not each["refused"]:
+            assert each["tokens_per_second"] == pytest.approx(131072 / (8 * each["seconds"]))
+            assert each["steps"][each["remat"]] == pytest.approx(each["seconds"])
+            assert each["steps"]["none"] <= each["steps"].get("keep-attention", 1e9) and each["steps"]["layer"] > 0
+
+
+def test_a_b200_is_known(capsys: Any) -> None:
+    assert main(["plan", "--hardware", "b200-hgx", "--seq-len", "128K", "--ranks", "8"]) == 0
+    out = capsys.readouterr().out
+    assert "2.25 PFLOP/s" in out and "180 GB" in out
+
+
+def test_one_ranks_cells_are_coloured_by_step() -> None:
+    nothing = np.zeros((4, 4))
+    steps = np.arange(16).reshape(4, 4) % 2
+    one = Picture(4, np.zeros((4, 4), np.int64), steps, nothing, [0], [[]])
+    assert "in 2 steps, which colours show" in plan_page._coloured(one)
+    drawn = plan_page._cells(one, "forward")
+    assert all(drawn.count(f'fill="{colour}"') == 8 for colour in plan_page.COLOURS[:2])
+    several = Picture(4, np.arange(16).reshape(4, 4) % 4, steps, nothing, [0], [[]])
+    assert "each colour is the rank" in plan_page._coloured(several)
 
 
 class Parsed(HTMLParser):
@@ -101,7 +162,7 @@ def test_a_page_and_a_file_hold_the_same_figures(capsys: Any, tmp_path: Any) -> 
     assert {"burst", "ring", "ulysses", "usp"} <= {*able} and values["recommended"] in able
     for each in able.values():
         assert each["seconds"] == pytest.approx(each["attention"] + each["rest"] + each["parameters"])
-        assert f"burst train {each['flags']}" in parsed.text or not each["flags"]
+        assert f"-m burst_attention.cli train {each['flags']}" in parsed.text or not each["flags"]
         assert each["fits"] is (sum(each["memory"][each["remat"]].values()) <= 0.9 * 80e9)
     assert values["model"]["parameters"] == 8_030_261_248 and values["ranks_of_a_node"] == 4
     assert "foretold" in values["rates"]["source"] and len(values["assumptions"]) > 4

@@ -44,6 +44,8 @@ class Network:
 _A100 = Speeds(Speed(forward=228e12, backward=197e12), Speed(forward=14e12, backward=12e12))
 # 989 TFLOP/s, of which FlashAttention-3 reaches 75 % forward (arXiv 2407.08608); backward a guess from it.
 _HOPPER = Speeds(Speed(forward=740e12, backward=550e12), Speed(forward=45e12, backward=40e12))
+# 2,250 TFLOP/s, of which FlashAttention-4 reaches 1,613 forward (arXiv 2603.05451); backward is a guess from it.
+_BLACKWELL = Speeds(Speed(forward=1.6e15, backward=1.2e15), Speed(forward=6e13, backward=5e13))
 
 
 def _gpu(source: str, latency: float, link: float, speeds: Speeds, fold: float) -> Node:
@@ -86,6 +88,13 @@ NODES: Mapping[str, Node] = {
     ),
     "h200-hgx": _gpu(
         "H200 HGX: NVIDIA's data sheet (NVLink 4, 450 GB/s each way), arXiv 2407.08608", 1.5e-5, 4.5e11, _HOPPER, 1.6e12
+    ),
+    "b200-hgx": _gpu(
+        "B200 HGX: NVIDIA's data sheet (NVLink 5, 900 GB/s each way), arXiv 2603.05451",
+        1.5e-5,
+        9e11,
+        _BLACKWELL,
+        2.6e12,
     ),
 }
 
@@ -134,7 +143,8 @@ def preset(name: str) -> Rates:
 def usual(device: str) -> Rates:
     """For a device by its name: what torch calls a GPU, or ``cpu``."""
     lowered = device.lower()
-    for part, name in (("h200", "h200-hgx"), ("h100", "h100-hgx"), ("pcie", "a100-pcie"), ("a100", "a100-nvlink")):
+    names = {"b200": "b200-hgx", "h200": "h200-hgx", "h100": "h100-hgx", "pcie": "a100-pcie", "a100": "a100-nvlink"}
+    for part, name in names.items():
         if part in lowered:
             return preset(name)
     return preset("cpu" if lowered == "cpu" else "a100-nvlink")

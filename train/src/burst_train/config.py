@@ -105,7 +105,7 @@ class ModelConfig:
     """What is trained."""
 
     model: Name = "tiny"
-    """A preset (tiny, llama-7b, llama-13b, llama-3-8b), or the folder or hub name of a model to load."""
+    """A preset (tiny, llama-2-7b, llama-2-13b, llama-3-8b), or the folder or hub name of a model to load."""
     dtype: DtypeOrAuto = "auto"
     """Of the computation; weights are trained in fp32 (fp64). auto: float32 on CPU, bfloat16 on GPU."""
     save_dtype: SaveDtype = "auto"

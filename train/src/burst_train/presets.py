@@ -16,8 +16,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "initializer_range": 0.0625,
     },
-    "llama-7b": _LLAMA | _LLAMA_7B,
-    "llama-13b": _LLAMA | _LLAMA_13B,
+    "llama-2-7b": _LLAMA | _LLAMA_7B,
+    "llama-2-13b": _LLAMA | _LLAMA_13B,
     "llama-3-8b": {
         "vocab_size": 128256,
         "hidden_size": 4096,

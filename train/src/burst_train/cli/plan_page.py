@@ -14,6 +14,7 @@ from ..figures import bytes_text, seconds_text
 from ..forecast.forecast import Forecast
 from ..forecast.request import Question
 from ..forecast.timeline import Picture, drawn, picture
+from .plan_words import command
 
 WIDTH = 760
 HATCH = (
@@ -46,7 +47,7 @@ def page(
         f"<div class=wide>{_table(['a rank, in a step', *(each.engine for each in able)], rows)}</div>",
         *(f"<p>{escape(each.engine)}: not here: {escape(each.refused)}</p>" for each in found if each.refused),
         *(
-            f"<p>{escape(x.engine)}, {escape(x.way)}: <code>burst train {escape(x.flags)}</code></p>"
+            f"<p>{escape(x.engine)}, {escape(x.way)}: <code>{escape(command(question, x.flags))}</code></p>"
             for x in able
             if x.flags
         ),
@@ -127,12 +128,24 @@ def _pictures(question: Question, able: Sequence[Forecast]) -> Iterator[str]:
             name = direction.name.lower()
             yield f"<h3>{name.capitalize()}</h3>"
             yield (
-                "<p>Left: which rank computes which cell (query owner down, key owner across) of the first head group, "
-                "by colour, and at which step. Right: what travels, from each rank (down) to each other (across).</p>"
+                f"<p>Left: {_coloured(one)} Query owners go down, key owners across, of the first head group. "
+                "Right: what travels, from each rank (down) to each other (across).</p>"
             )
             yield _cells(one, name)
             yield "<p>Where time goes: filled, a rank computes; hatched, it waits for what its next step needs.</p>"
             yield _gantt(one, name)
+
+
+def _coloured(one: Picture) -> str:
+    """Say what the colours of cells mean."""
+    computing = np.unique(one.ranks[one.ranks >= 0]).tolist()
+    if len(computing) > 1:
+        return "each colour is the rank that computes a cell; numbers are steps."
+    steps = len(np.unique(one.steps[one.ranks >= 0]))
+    parts = f"in {steps} steps, which colours show" if steps > 1 else "in one step"
+    return (
+        f"rank {computing[0]} computes every cell of its head group {parts}." if computing else "nothing is computed."
+    )
 
 
 def _cells(one: Picture, name: str) -> str:
@@ -141,7 +154,7 @@ def _cells(one: Picture, name: str) -> str:
     computing = np.unique(one.ranks[one.ranks >= 0]).tolist()
     for i, j in np.argwhere(one.ranks >= 0).tolist():
         rank, step = int(one.ranks[i, j]), int(one.steps[i, j])
-        colour = COLOURS[computing.index(rank) % len(COLOURS)]
+        colour = COLOURS[(computing.index(rank) if len(computing) > 1 else step) % len(COLOURS)]
         parts.append(
             _box(20 + side * j, side * i, side - 0.5, side - 0.5, colour, f"({i}, {j}) at rank {rank}, step {step}")
         )

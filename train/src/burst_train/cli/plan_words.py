@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from burst_attention.planner.choice import WORTH
+
 from ..figures import bytes_text, digits, flops_text, seconds_text, tokens_text
-from ..forecast.forecast import Forecast, recommended
+from ..forecast.forecast import Forecast, fastest, recommended
 from ..forecast.machines import USABLE
 from ..forecast.request import Question
 
@@ -34,9 +36,18 @@ def verdict(question: Question, found: list[Forecast]) -> str:
         longest = (
             f"the longest sequence that fits is {longest_text(best.longest)} tokens" if best.longest else "none does"
         )
-        told = f"It does not fit: {best.engine} needs {needs} a rank{remat}; {longest}."
-        return f"{told} Take more ranks, or --mlp-chunks 8."
+        remedies = ["more ranks", "a shorter --seq-len"]
+        if question.model and question.mlp_chunks == 1:
+            remedies.insert(1, "--mlp-chunks 8")
+        why = f"It does not fit: {best.engine} needs {needs} a rank{remat}; {longest}."
+        return f"{why} Take {', '.join(remedies[:-1])} or {remedies[-1]}."
     told = f"Recommended: {best.engine} ({best.way}), {seconds_text(best.seconds)} a step"
+    first = fastest(found)
+    if first is not None and first is not best:
+        told += (
+            f" ({first.engine} is {1 - first.seconds / best.seconds:.1%} faster, which is within the "
+            f"{WORTH - 1:.0%} that predictions can't tell apart)"
+        )
     if best.fits is None:
         return f"{told}; whether it fits is not known."
     needs = bytes_text(sum(best.memory[best.remat].values()))
@@ -53,10 +64,14 @@ def rows(question: Question, found: list[Forecast]) -> Iterator[tuple[str, ...]]
 
     model = question.model is not None
     yield row("a step" if model else "all layers", lambda x: seconds_text(x.seconds))
+    yield row("tokens/s per rank", lambda x: digits(x.tokens_per_second))
     if model:
         yield row(" attention", lambda x: seconds_text(x.attention))
         yield row(" rest of the model", lambda x: seconds_text(x.rest))
         yield row(" parameters, exposed", lambda x: seconds_text(x.parameters))
+        for remat in dict.fromkeys(remat for each in able for remat in each.steps):
+            name = "as it is" if remat == "none" else f"--remat {remat}"
+            yield row(f"a step, {name}", lambda x, r=remat: seconds_text(x.steps[r]) if r in x.steps else "-")
     yield row("exchange, exposed", lambda x: seconds_text(x.exposed))
     for what in ("attention", "parameters")[: 2 if model else 1]:
         for n, where in enumerate(("in a node", "across")):
@@ -135,14 +150,24 @@ def assumptions(question: Question, found: list[Forecast]) -> Iterator[str]:
         yield "No MFU: the peak of these devices is not known; --peak-tflops tells it."
 
 
+def command(question: Question, flags: str) -> str:
+    """Return the command that runs a step with these flags of ``burst train``."""
+    cluster = question.cluster
+    nodes = -(-cluster.ranks // cluster.per_node)
+    ranks = min(cluster.ranks, cluster.per_node)
+    meet = " --rdzv-backend c10d --rdzv-endpoint HOST:29400" if nodes > 1 else ""
+    start = f"torchrun --nnodes {nodes} --nproc-per-node {ranks}{meet} -m burst_attention.cli train"
+    return f"{start} {flags} --data DATA --out runs/mine"
+
+
 def _of_a_model(question: Question) -> Iterator[str]:
     cluster, model, io = question.cluster, question.model, question.dtype.itemsize
     assert model is not None
     yield f"{model.name}: {digits(model.size / 1e9)} billion parameters, figures of the config.json of {model.source}."
     if io == 2 and cluster.device.peak is not None:
         how = (
-            f"{cluster.efficiency:.0%} of the {flops_text(cluster.device.peak)}/s of the matrix units, an assumption "
-            "(--matmul-efficiency), norms and activations in it"
+            f"{cluster.efficiency:.0%} of the {flops_text(cluster.device.peak)}/s of the matrix units "
+            "(--matmul-efficiency); norms and activations are in it"
         )
     else:
         how = f"the rate of attention kernels, {flops_text(question.matrix_rate)}/s, an assumption"
@@ -151,6 +176,11 @@ def _of_a_model(question: Question) -> Iterator[str]:
         "Parameters, gradients in fp32 and AdamW's moments are sharded over all ranks (FSDP2; tensor-sequence cuts "
         f"them by heads and columns). A step gathers weights twice in {io} bytes an element and scatters gradients in "
         "fp32, by rings, hidden behind the matrix products as far as these last. The optimizer's own time is left out."
+    )
+    yield "Offloading and mixtures of experts are not modelled; a model with experts is refused by name."
+    yield (
+        "Engines other than burst and ring can't keep their attention here (--remat keep-attention). Compare steps "
+        "with equal --remat to see the exchanges alone."
     )
     yield (
         "Memory is what burst train foretells before it starts, by formula; of ulysses, usp and tensor-sequence, which "

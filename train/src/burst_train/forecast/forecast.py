@@ -42,6 +42,8 @@ class Forecast:
         fits: None if it is not known what a device holds.
         longest: tokens of the longest sequence that fits, computed the same way, but for what was left open to be
             recomputed: all of it is; None as for ``fits``.
+        steps: seconds of a step by what is recomputed, of each policy that the engine has.
+        tokens_per_second: of each rank.
         mfu: None where no peak is known, and in fp32.
         flags: of ``burst train``.
         standing: the worlds whose ranks stand for all, if they do.
@@ -60,6 +62,8 @@ class Forecast:
     remat: Remat = "none"
     fits: bool | None = None
     longest: int | None = None
+    steps: Mapping[str, float] = field(default_factory=dict)
+    tokens_per_second: float = 0.0
     mfu: float | None = None
     flags: str = ""
     standing: tuple[int, int] | None = None
@@ -77,10 +81,16 @@ def forecasts(question: Question) -> list[Forecast]:
 
 
 def recommended(found: list[Forecast]) -> Forecast | None:
-    """The first of those that fit, or that may, whose step is the shortest or hardly longer; None if none does."""
-    possible = [each for each in found if not each.refused and each.fits is not False]
-    shortest = min((each.seconds for each in possible), default=0.0)
-    return next((each for each in possible if each.seconds <= WORTH * shortest), None)
+    """Return the first engine that fits, or may fit, within :data:`WORTH` of the shortest step; None if none fits."""
+    shortest = fastest(found)
+    possible = (each for each in found if not each.refused and each.fits is not False)
+    return next((each for each in possible if shortest and each.seconds <= WORTH * shortest.seconds), None)
+
+
+def fastest(found: list[Forecast]) -> Forecast | None:
+    """Return the engine that fits, or may fit, with the shortest step; None if none fits."""
+    possible = (each for each in found if not each.refused and each.fits is not False)
+    return min(possible, key=lambda each: each.seconds, default=None)
 
 
 def forecast_of(name: str, question: Question) -> Forecast:
@@ -104,6 +114,11 @@ def forecast_of(name: str, question: Question) -> Forecast:
         return Forecast(engine=name, refused=str(error))
 
 
+def _forwards(remat: Remat) -> int:
+    """Return how often an attention call's forward runs in a step."""
+    return 2 if remat == "layer" else 1
+
+
 @dataclass(frozen=True)
 class _Step:
     """One engine's answer to a question."""
@@ -112,14 +127,10 @@ class _Step:
     candidate: Candidate
 
     def forecast(self, name: str) -> Forecast:
-        q, remat = self.q, self.remat
-        calls = self.candidate.calls
-        exposed = sum(n * (self._forwards * c.forward.exposed + c.backward.exposed) for n, c in calls)
-        attention = sum(n * (self._forwards * c.forward.seconds + c.backward.seconds) for n, c in calls)
-        rest = q.rest_flops(remat) / (q.cluster.ranks * q.matrix_rate)
-        moved = self.parameters
-        parameters = max(0.0, moved.seconds - rest)
-        seconds, peak = attention + rest + parameters, q.cluster.device.peak
+        q, remat, moved, peak = self.q, self.remat, self.parameters, self.q.cluster.device.peak
+        exposed = sum(n * (self._forwards * c.forward.exposed + c.backward.exposed) for n, c in self.calls)
+        attention, rest, parameters = self._seconds(remat)
+        seconds = attention + rest + parameters
         total = sum(self._memory(remat).values())
         return Forecast(
             engine=name,
@@ -133,11 +144,20 @@ class _Step:
             remat=remat,
             fits=None if q.limit is None else total <= q.limit,
             longest=self.longest(self._remats[-1] if q.remat is None else remat),
+            steps={each: sum(self._seconds(each)) for each in self._remats},
+            tokens_per_second=q.batch * q.seq_len / (seconds * q.cluster.ranks) if seconds else 0.0,
             mfu=q.flops / (seconds * q.cluster.ranks * peak) if peak and seconds and q.dtype.itemsize == 2 else None,
             flags=self._flags(),
-            standing=next((call.standing for _, call in calls if call.standing), None),
+            standing=next((call.standing for _, call in self.calls if call.standing), None),
             ways=self.candidate.ways,
         )
+
+    def _seconds(self, remat: Remat) -> tuple[float, float, float]:
+        """Return (attention, other matrix products, parameters that these don't hide) with ``remat``."""
+        q, forwards = self.q, _forwards(remat)
+        attention = sum(n * (forwards * c.forward.seconds + c.backward.seconds) for n, c in self.calls)
+        rest = q.rest_flops(remat) / (q.cluster.ranks * q.matrix_rate)
+        return attention, rest, max(0.0, self.parameters.seconds - rest)
 
     @property
     def _remats(self) -> list[Remat]:
@@ -158,8 +178,7 @@ class _Step:
 
     @property
     def _forwards(self) -> int:
-        """Of an attention call in a step."""
-        return 2 if self.remat == "layer" else 1
+        return _forwards(self.remat)
 
     @property
     def _sent(self) -> tuple[float, float]:

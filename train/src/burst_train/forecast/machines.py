@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from burst_attention.planner.rates import Rates
 
+from ..health.flops import PEAKS
+
 # What of a device's memory a training step may take: the rest is the process's, the allocator's and the libraries'.
 USABLE = 0.9
 
@@ -25,10 +27,11 @@ class Device:
 
 
 DEVICES: Mapping[str, Device] = {
-    "a100-pcie": Device(peak=312e12, memory=80e9),
-    "a100-nvlink": Device(peak=312e12, memory=80e9),
-    "h100-hgx": Device(peak=989e12, memory=80e9),
-    "h200-hgx": Device(peak=989e12, memory=141e9),
+    "a100-pcie": Device(peak=PEAKS["A100"], memory=80e9),
+    "a100-nvlink": Device(peak=PEAKS["A100"], memory=80e9),
+    "h100-hgx": Device(peak=PEAKS["H100"], memory=80e9),
+    "h200-hgx": Device(peak=PEAKS["H200"], memory=141e9),
+    "b200-hgx": Device(peak=PEAKS["B200"], memory=180e9),
 }
 
 

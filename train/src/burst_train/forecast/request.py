@@ -29,7 +29,7 @@ class Cluster:
     per_node: int
     rates: Rates
     device: Device
-    efficiency: float = 0.6
+    efficiency: float = 0.4
 
 
 @dataclass(frozen=True, kw_only=True)
