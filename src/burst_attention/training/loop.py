@@ -53,6 +53,8 @@ def train(config: TrainConfig, reporters: Sequence[Reporter] = (), *, held: bool
             for reporter in reporters:
                 reporter.note(note)
 
+        if folder:
+            folder.tell = tell
         if folder and config.run.wandb is not None:
             reporters.append(Tracking(config.run.wandb, tell))
 
