@@ -126,7 +126,7 @@ SEEDED = [
     Fault(
         "forecast: an attention that is recomputed takes no time",
         "train/src/burst_train/forecast/forecast.py",
-        'return 2 if self.remat == "layer" else 1',
+        'return 2 if remat == "layer" else 1',
         "return 1",
         FORECAST,
         "a_step_is",

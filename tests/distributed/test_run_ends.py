@@ -17,15 +17,18 @@ import torch
 from burst_train.checkpoint import writer as draft
 from burst_train.checkpoint.manifest import discard
 from burst_train.checkpoint.saving import Saver
-from burst_train.checkpoint.writer import Draft, SaveError
+from burst_train.checkpoint.writer import Draft
 from burst_train.cli.train import parse
+from burst_train.run.errors import SaveError
 from burst_train.run.folder import list_checkpoints, name_of
 from burst_train.run.interrupt import InterruptedRunError
+from burst_train.run.metrics import RunFolder, StepRecord, Summary, claim_run
 from burst_train.step.export import export
 from burst_train.step.loop import Trainer, train
 from transformers import AutoConfig
 
 from burst_attention.launch.join import join
+from burst_attention.launch.local import RefusedError
 from burst_attention.testing import WorkerError
 from tests.distributed.test_saving import Reporter, end_at, steps_saved
 from tests.distributed.test_train_command import command, environment
@@ -136,6 +139,65 @@ def test_a_model_that_can_not_be_written_ends_all_ranks_with_a_sentence(pools, c
     wanted = f"the trained model could not be written to {tmp_path}/model.unfinished: rank 0: File too large"
     assert told == [wanted] * 2
     assert not (tmp_path / "summary.json").exists()
+
+
+def train_on_a_full_disk(config, freed):
+    """The disk takes 300 bytes of a file from step 1 until step ``freed``; what was told, and an error."""
+    before, noted = resource.getrlimit(resource.RLIMIT_FSIZE), []
+
+    def at(record):
+        limits = {1: 300, freed: before[0]}
+        if record.step in limits:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limits[record.step], before[1]))
+
+    reporter = Reporter(at, noted.append)
+    try:
+        train(config, [reporter])
+    except RefusedError as error:
+        return noted, str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return noted, ""
+
+
+def test_metrics_wait_for_room_on_a_full_disk(pools, corpus, tmp_path):
+    config = config_of(corpus, tmp_path, steps=6, save_every="9")
+    ((told, raised),) = pools(1).run(train_on_a_full_disk, config, 4)
+    wanted = f"{tmp_path}/metrics.jsonl could not be written: File too large; "
+    assert [note for note in told if "metrics.jsonl" in note] == [
+        wanted + "training goes on, and its lines wait in memory for room"
+    ]
+    assert raised == "" and metrics_of(tmp_path, "step") == [1, 2, 3, 4, 5, 6]
+    assert summary_of(tmp_path)["steps"] == 6
+
+
+def folder_that_fills_up(config):
+    """What a run's folder tells if its disk is full from the second step to the end, and its error."""
+    before, folder, told = resource.getrlimit(resource.RLIMIT_FSIZE), RunFolder(config.run.out), []
+    folder.tell = told.append
+    record = StepRecord(1, 2.0, 0.1, 1.0, 10.0, 1.0, 10, 0, 0)
+    with claim_run(config):
+        folder.start(config, 1, 0)
+        folder.step(record)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300, before[1]))
+        try:
+            folder.step(replace(record, step=2))
+            folder.step(replace(record, step=3))
+            folder.finish(Summary(3, 2.0, 2.0, None, 0, 10.0, 0, [1], [0.0], [0.0]))
+        except RefusedError as error:
+            return told, str(error)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return told, ""
+
+
+def test_metrics_that_never_find_room_end_the_run_with_a_sentence(pools, corpus, tmp_path):
+    ((told, raised),) = pools(1).run(folder_that_fills_up, config_of(corpus, tmp_path))
+    cause = f"{tmp_path}/metrics.jsonl could not be written: File too large; "
+    assert [note for note in told if "metrics.jsonl" in note] == [
+        cause + "training goes on, and its lines wait in memory for room"
+    ]
+    assert raised == cause + f"the model is in {tmp_path}/model"
 
 
 def draft_without_memory(out):

@@ -15,6 +15,7 @@ from burst_attention.launch.local import RefusedError
 from ..checked import Checked
 from ..config import TrainConfig
 from ..data.cursor import Cursor
+from ..run.errors import SaveError
 from ..run.folder import FOLDER, list_checkpoints, step_of
 from ..run.interrupt import InterruptedRunError, StopRequests, reason_of
 from ..run.metrics import NEWEST, goes_on_in
@@ -24,7 +25,7 @@ from .generators import read_generators
 from .manifest import UNFINISHED, discard, discard_unfinished, read_state
 from .shards import seconds_to_write
 from .snapshot import MOMENTS, WAITING, Run, check_same_run, restore, state_of, tensors_of
-from .writer import Draft, SaveError, together
+from .writer import Draft, together
 
 
 class Saver:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import threading
 import time
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from burst_attention.launch.join import RankContext
 
+from ..run.errors import SaveError, text_of
 from ..run.folder import FOLDER, name_of
 from .files import check_pieces, table_of
 from .manifest import SHARDING, STATE, UNFINISHED, Pieces, discard, fingerprint, read_header, seal, write_whole
@@ -30,10 +30,6 @@ from .shards import Pace, sync_file, write_tensors
 
 T = TypeVar("T")
 LOWEST = 19  # priority of a thread on Linux
-
-
-class SaveError(RuntimeError):
-    """A checkpoint could not be written, on all ranks alike; what was written of it is gone, the earlier ones stay."""
 
 
 class Draft:
@@ -196,15 +192,6 @@ def together(context: RankContext, action: Callable[[], T]) -> list[T]:
     if text := next((text for _, text in results if text), ""):
         raise SaveError(text)
     return [result for result, _ in results]
-
-
-def text_of(error: BaseException) -> str:
-    """Return a short error message; prefer the operating system's text."""
-    if isinstance(error, SaveError):
-        return str(error)
-    if found := re.search(r"\(os error (\d+)\)", str(error)):  # as safetensors tells what the system told it
-        return os.strerror(int(found[1]))
-    return (isinstance(error, OSError) and error.strerror) or f"{type(error).__name__}: {error}"
 
 
 def _copy_of(tensor: Tensor) -> Tensor:

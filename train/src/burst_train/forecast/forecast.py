@@ -83,14 +83,16 @@ def forecasts(question: Question) -> list[Forecast]:
 def recommended(found: list[Forecast]) -> Forecast | None:
     """Return the first engine that fits, or may fit, within :data:`WORTH` of the shortest step; None if none fits."""
     shortest = fastest(found)
-    possible = (each for each in found if not each.refused and each.fits is not False)
-    return next((each for each in possible if shortest and each.seconds <= WORTH * shortest.seconds), None)
+    return next((each for each in _possible(found) if shortest and each.seconds <= WORTH * shortest.seconds), None)
 
 
 def fastest(found: list[Forecast]) -> Forecast | None:
     """Return the engine that fits, or may fit, with the shortest step; None if none fits."""
-    possible = (each for each in found if not each.refused and each.fits is not False)
-    return min(possible, key=lambda each: each.seconds, default=None)
+    return min(_possible(found), key=lambda each: each.seconds, default=None)
+
+
+def _possible(found: list[Forecast]) -> list[Forecast]:
+    return [each for each in found if not each.refused and each.fits is not False]
 
 
 def forecast_of(name: str, question: Question) -> Forecast:

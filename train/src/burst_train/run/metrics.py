@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from burst_attention.launch.local import RefusedError
+
 from ..checked import read_json
 from ..config import TrainConfig, write_toml
 from .curve import draw_losses
+from .errors import text_of
 from .folder import FOLDER, list_checkpoints, step_of
 from .interrupt import InterruptedRunError
 from .lock import HELD, Marker, claimed
@@ -192,11 +196,15 @@ def how_to_go_on(config: TrainConfig) -> str:
 class RunFolder:
     """A Reporter that writes everything down as it comes, into a folder that is held for it.
 
-    What an earlier run wrote there is removed when this one starts; what no run wrote stays.
+    What an earlier run wrote there is removed when this one starts; what no run wrote stays. A full disk does not end
+    the training: ``tell`` is given the cause once, and lines of metrics wait in memory until there is room for them.
     """
 
+    tell: Callable[[str], None]
+
     def __init__(self, out: str) -> None:
-        self.path, self.marker = Path(out), Marker(Path(out))
+        self.path, self.marker, self.tell = Path(out), Marker(Path(out)), self.note
+        self._waiting, self._failed = b"", set[str]()  # bytes of metrics; files that could not be written
         self._losses: list[float] = []
         self._held_out: dict[int, float] = {}  # by step
 
@@ -218,7 +226,7 @@ class RunFolder:
         self._losses = [math.nan if record["loss"] is None else record["loss"] for record in records]
         found = {record["step"]: record.get("held_out_loss") for record in records}
         self._held_out = {step: loss for step, loss in found.items() if loss is not None}
-        self._lines = (self.path / METRICS).open("a", encoding="utf-8", buffering=1)
+        self._lines = (self.path / METRICS).open("ab", buffering=0)  # a write says how much the disk took
         earlier = set(self.path.glob(f"{EVENTS}/*"))
         self._events: Any = SummaryWriter(str(self.path / EVENTS), purge_step=done + 1 if kept else None)
         added = set(self.path.glob(f"{EVENTS}/*")) - earlier
@@ -234,32 +242,66 @@ class RunFolder:
 
     def step(self, record: StepRecord) -> None:
         self._losses.append(record.loss)
-        self._lines.write(json.dumps(without_nan(asdict(record))) + "\n")
+        self._waiting += (json.dumps(without_nan(asdict(record))) + "\n").encode()
         for name in ("loss", "lr", "grad_norm", "tokens_per_second", "mfu", "exchange_seconds"):
             if (value := getattr(record, name)) is not None:
-                self._events.add_scalar(name, value, record.step)
-        if told := unusual(record):
-            self._events.add_text("notes", told, record.step)
+                self._add_scalar(name, value, record.step)
         if record.held_out_loss is not None:
             self._held_out[record.step] = record.held_out_loss
-            self._events.add_scalar("held_out_loss", record.held_out_loss, record.step)
+            self._add_scalar("held_out_loss", record.held_out_loss, record.step)
+        if told := unusual(record):
+            self.note(told)
+        self._try(METRICS, self._write_waiting, "training goes on, and its lines wait in memory for room")
+
+    def _write_waiting(self) -> None:
+        while self._waiting:
+            self._waiting = self._waiting[self._lines.write(self._waiting) :]
+
+    def _add_scalar(self, name: str, value: float, step: int) -> None:
+        self._try(EVENTS, lambda: self._events.add_scalar(name, value, step))
+
+    def _try(self, name: str, write: Callable[[], None], then: str = "training goes on without it") -> None:
+        """Write to a file; the first time that the disk does not take it, say why."""
+        try:
+            write()
+        except OSError as error:
+            if name not in self._failed:
+                self._failed.add(name)
+                self.tell(f"{self.path / name} could not be written: {text_of(error)}; {then}")
 
     def note(self, text: str) -> None:
-        self._events.add_text("notes", text, len(self._losses))
+        self._try(EVENTS, lambda: self._events.add_text("notes", text, len(self._losses)))
 
     def interrupt(self, interrupted: InterruptedRunError) -> None:
-        self._events.close()
-        self._lines.close()
+        self._close()
+
+    def _close(self) -> None:
+        with suppress(OSError):  # the run is over: what is missing is missing
+            self._events.close()
+        with self._lines, suppress(OSError):
+            self._write_waiting()
 
     def finish(self, summary: Summary) -> None:
+        """Write what is known at the end; RefusedError if the disk does not take it."""
         if summary.held_out_loss is not None and summary.steps not in self._held_out:
-            self._events.add_scalar("held_out_loss", summary.held_out_loss, summary.steps)
-        self._events.close()
-        self._lines.close()
-        self.marker.add(SUMMARY, CURVE)
-        written = asdict(summary) | {"perplexity": summary.perplexity}
-        (self.path / SUMMARY).write_text(json.dumps(written, indent=2) + "\n", "utf-8")
-        draw_losses(self._losses, summary.held_out_loss, self.path / CURVE, measured=self._held_out)
+            self._add_scalar("held_out_loss", summary.held_out_loss, summary.steps)
+        self._close()
+        written = json.dumps(asdict(summary) | {"perplexity": summary.perplexity}, indent=2) + "\n"
+        name = METRICS
+        try:
+            if self._waiting:
+                with (self.path / METRICS).open("ab", buffering=0) as self._lines:
+                    self._write_waiting()
+            name = SUMMARY
+            self.marker.add(SUMMARY, CURVE)
+            (self.path / SUMMARY).write_text(written, "utf-8")
+            name = CURVE
+            draw_losses(self._losses, summary.held_out_loss, self.path / CURVE, measured=self._held_out)
+        except OSError as error:
+            model = self.path / MODEL
+            raise RefusedError(
+                f"{self.path / name} could not be written: {text_of(error)}; the model is in {model}"
+            ) from None
 
 
 def without_nan(values: dict[str, Any]) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from ..checked import Checked
 from ..checkpoint import files
 from ..checkpoint.manifest import UNFINISHED
 from ..checkpoint.snapshot import WEIGHTS
-from ..checkpoint.writer import text_of
 from ..data.tokenizer import Tokenizer, open_tokenizer
+from ..run.errors import text_of
 from .model import ARCHITECTURES, NextTokenModel
 
 OURS = "model."  # before a parameter's name in transformers, where it is one of a NextTokenModel

@@ -11,8 +11,9 @@ from pathlib import Path
 from burst_attention.launch.join import RankContext, join
 
 from ..checkpoint.saving import Saver
-from ..checkpoint.writer import SaveError, together
+from ..checkpoint.writer import together
 from ..config import TrainConfig
+from ..run.errors import SaveError
 from ..run.interrupt import InterruptedRunError, StopRequests
 from ..run.lock import check_inputs
 from ..run.metrics import MODEL, TRACES, UNFINISHED, Reporter, RunFolder, StepRecord, Summary, claim_run, without_auto
@@ -54,6 +55,8 @@ def train(config: TrainConfig, reporters: Sequence[Reporter] = (), *, held: bool
             for reporter in reporters:
                 reporter.note(note)
 
+        if folder:
+            folder.tell = tell
         if folder and config.run.wandb is not None:
             reporters.append(Tracking(config.run.wandb, tell))
 
