@@ -27,7 +27,7 @@ from .hf_answer import ParallelOutput
 from .hf_attention import register
 from .hf_head import find_form, find_head, next_token_loss, next_token_nll, token_log_probs
 from .hf_models import NAME, check_config, check_model, layer_windows
-from .hf_parallel import parallelize
+from .hf_parallel import parallelize, unparallelize
 
 __all__ = [
     "NAME",
@@ -43,4 +43,5 @@ __all__ = [
     "register",
     "shard_batch",
     "token_log_probs",
+    "unparallelize",
 ]
