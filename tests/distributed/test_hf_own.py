@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from burst_attention.integrations import hf
 from tests.distributed.test_hf_parallel import BATCHES, gradients, model_of, plain, stock_loss
 from tests.distributed.test_hf_wrapped import classifier, norm
-from tests.hf_models import SMALL
+from tests.hf_models import SMALL, make_model
 
 
 def smoothed(logits, labels, vocab_size, num_items_in_batch=None, **_):
@@ -261,6 +261,24 @@ def with_the_norm(model):
 def test_a_head_that_is_sharded_by_itself(pools, loss, head):
     for got, wanted in pools(2).run(sharded, loss, head):
         assert got == pytest.approx(wanted, rel=2e-6)
+
+
+def mixed_precision():
+    """The loss under FSDP2's mixed precision, layers giving out fp32, as under BurstMixin; and that in fp32."""
+    one, model = (make_model("llama", "sdpa", dtype=torch.float32) for _ in range(2))
+    give(one, "smoothed")
+    give(hf.parallelize(model, timeout=30), "smoothed")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    for part in (*model.model.layers, model):
+        fully_shard(part, mp_policy=policy)
+    loss = model(**plain()).loss
+    loss.backward()
+    return loss.item(), one(**plain()).loss.item()
+
+
+def test_the_models_own_loss_in_mixed_precision(pools):
+    for loss, expected in pools(2).run(mixed_precision):
+        assert loss == pytest.approx(expected, rel=4e-3)
 
 
 def sharded_alone():

@@ -144,11 +144,12 @@ def _around(model: Any, body: Callable[[], Any], call: Call) -> Any:
 
     The gradients of all else, a head say, are whole on every rank, those of the hidden states a rank's share.
     """
-    world, whole = float(call.plan.world), MoeModelOutputWithPast()
+    world, whole, head = float(call.plan.world), MoeModelOutputWithPast(), model.get_output_embeddings()
 
     def results() -> Any:
         made = body()
-        whole.last_hidden_state = Scaled.apply(call.rows.restore(call.plan.unshard(made[0], 1)), world)
+        hidden = made[0] if head is None else _for_head(made[0], head.weight)
+        whole.last_hidden_state = Scaled.apply(call.rows.restore(call.plan.unshard(hidden, 1)), world)
         if call.router:
             whole.router_logits = tuple(Scaled.apply(each, world) for each in _whole_routers(made, call))
         return whole
