@@ -93,6 +93,11 @@ class MaskedForCausalLM(LlamaForCausalLM):
         return super().forward(input_ids=torch.where(input_ids == 7, 1, input_ids), **kwargs)
 
 
+class UnmaskedForCausalLM(LlamaForCausalLM):
+    def forward(self, input_ids=None, attention_mask=None, **kwargs):
+        return super().forward(input_ids=input_ids, **kwargs)
+
+
 class RandomForCausalLM(LlamaForCausalLM):
     def forward(self, input_ids=None, **kwargs):
         torch.rand(1)
@@ -108,6 +113,7 @@ KINDS = {
         ScaledForCausalLM,
         TwiceForCausalLM,
         MaskedForCausalLM,
+        UnmaskedForCausalLM,
         RandomForCausalLM,
     )
 }
@@ -201,6 +207,7 @@ def refused(make, loss, case, changes):
     [
         ("ScaledForCausalLM", None, "plain", {}, "calls its model with another inputs_embeds"),
         ("MaskedForCausalLM", None, "plain", {}, "calls its model with another input_ids"),
+        ("UnmaskedForCausalLM", None, "right padded", {}, "calls its model with another attention_mask"),
         ("TwiceForCausalLM", None, "plain", {}, "calls its model twice"),
         ("RandomForCausalLM", None, "plain", {}, "draws random values"),
         ("llama", "random", "plain", {}, "draws random values"),
@@ -278,7 +285,7 @@ def mixed_precision():
 
 def test_the_models_own_loss_in_mixed_precision(pools):
     for loss, expected in pools(2).run(mixed_precision):
-        assert loss == pytest.approx(expected, rel=4e-3)
+        assert loss == pytest.approx(expected, rel=1e-2)  # the loss itself is in bf16
 
 
 def sharded_alone():

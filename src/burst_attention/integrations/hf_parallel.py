@@ -83,6 +83,9 @@ def parallelize(
     Returns:
         ``model``.
 
+    A ``loss_function`` or a forward that is not transformers' runs as it is, on each rank, on the hidden states of the
+    whole batch: its logits are formed whole, and what it returns is returned.
+
     Weights must be equal on all ranks, as those of any replicas: DDP and FSDP see to it, and a sample of them is
     compared in the first call. A batch without any label has the loss 0 and no gradient (transformers gives NaN).
 
