@@ -58,6 +58,7 @@ CHECK = "tests/unit/test_check.py"
 CLAIM = "tests/unit/test_claim.py"
 TRAINERS = "tests/distributed/test_trainers.py"
 PARALLEL = "tests/distributed/test_hf_parallel.py"
+OWN = "tests/distributed/test_hf_own.py"
 BATCHES = "tests/unit/test_hf_batch.py"
 RESUME = "tests/distributed/test_resume.py"
 FILES = "tests/unit/test_checkpoint_files.py"
@@ -2298,10 +2299,106 @@ SEEDED = [
     Fault(
         "a classifier's gradients are summed as shares",
         "integrations/hf/outputs.py",
-        "whole = Scaled.apply(call.rows.restore(call.plan.unshard(hidden, 1)), world)",
-        "whole = call.rows.restore(call.plan.unshard(hidden, 1))",
+        "Scaled.apply(call.rows.restore(call.plan.unshard(hidden, 1)), world)",
+        "call.rows.restore(call.plan.unshard(hidden, 1))",
         "tests/distributed/test_hf_wrapped.py",
         "classify",
+    ),
+    Fault(
+        "a loss that was set on a model is ignored",
+        "integrations/hf/parallel.py",
+        "(not labeled or stub_forward.has_stock_loss(model))",
+        "True",
+        OWN,
+        "the_models_own_loss",
+    ),
+    Fault(
+        "a subclass's forward is bypassed",
+        "integrations/hf/parallel.py",
+        "    if stub_forward.has_stock_forward(model) and (not labeled",
+        "    if (not labeled",
+        OWN,
+        "a_forward_of_a_subclass",
+    ),
+    Fault(
+        "a loss of transformers is taken for that of the next token",
+        "integrations/hf/stub_forward.py",
+        "return code if code.co_qualname == name else None",
+        "return code",
+        OWN,
+        "ForMaskedLM",
+    ),
+    Fault(
+        "a forward may call its body with another batch",
+        "integrations/hf/stub_forward.py",
+        "if not self._is_given(name, value)]",
+        "if False]",
+        OWN,
+        "cannot_be_proved",
+    ),
+    Fault(
+        "a forward may leave its mask out",
+        "integrations/hf/stub_forward.py",
+        "if asked.get(name) is None and self._matters(name)]",
+        "if False]",
+        OWN,
+        "cannot_be_proved",
+    ),
+    Fault(
+        "a forward of a model may draw random values",
+        "integrations/hf/stub_forward.py",
+        "        self._check_random(state[-1])\n        if not called:",
+        "        if not called:",
+        OWN,
+        "cannot_be_proved",
+    ),
+    Fault(
+        "a loss may depend on padding",
+        "integrations/hf/outputs.py",
+        "if call.rows.real is not None and model._burst.form is not None:",
+        "if False:",
+        OWN,
+        "cannot_be_proved",
+    ),
+    Fault(
+        "what a forward sets on its model is lost",
+        "integrations/hf/stub_forward.py",
+        "                own[name] = value\n",
+        "                pass\n",
+        OWN,
+        "a_forward_of_a_subclass",
+    ),
+    Fault(
+        "a router's logits in a loss of the model's own are a rank's share",
+        "integrations/hf/outputs.py",
+        "tuple(Scaled.apply(each, world) for each in _whole_routers(made, call))",
+        "_whole_routers(made, call)",
+        OWN,
+        "with_a_router",
+    ),
+    Fault(
+        "a tuple's gradients are not shared out",
+        "integrations/hf/stub_forward.py",
+        "return type(out)(mapped(each, change) for each in out)",
+        "return out",
+        OWN,
+        "tuples",
+    ),
+    Fault(
+        "the fused loss ignores what it is divided by",
+        "integrations/hf/outputs.py",
+        "mask.sum().clamp(min=1) if items is None else items or 1.0",
+        "mask.sum().clamp(min=1)",
+        OWN,
+        "fused_loss",
+    ),
+    Fault(
+        "hidden states that the configuration asks for are left out",
+        "integrations/hf/parallel.py",
+        "if getattr(model.config, name, False) and given.get(name) is not False:",
+        "if False:",
+        OWN,
+        "configuration_asks",
     ),
     Fault(
         "a layer that is recomputed keeps all of it",

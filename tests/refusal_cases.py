@@ -160,6 +160,7 @@ MODELS: Cases = [
     ("hf.check_config(config('lfm2'))", "a convolution needs the neighbours of a token"),
     ("hf.check_config(config('qwen3_next'))", "a linear attention's state goes from token to token"),
     ("hf.check_config(config('bloom'))", "its scores have a bias that no kernel here adds"),
+    ("hf.unparallelize(eager)", "there is nothing to undo"),
     ("hf.check_model(eager, plan)", "another attention would see one shard"),
     ("hf.check_model(shifting, plan)", "what is not known by class is not trusted"),
     ("hf.check_model(disguised, plan)", "names can mislead, so it is measured too"),

@@ -68,6 +68,8 @@ _ALL = (
     Case("an epoch, its last batch dropped", "padded", 4, 2, _EPOCH | {"samples": 78, "dataloader_drop_last": True}),
     Case("best model at end", "padded", options=_BEST),
     Case("mixture", "padded", options={"mixture": True}),
+    Case("own loss", "padded", 3, 3, {"own_loss": True}),
+    Case("own loss, data 2 x context 2", "padded", 4, 2, {"own_loss": True}),
     Case("sft padded", "sft"),
     Case("sft mixture", "sft", options={"mixture": True}),
     Case("sft wrapped before", "sft", options={"lora": "wrapped"}),

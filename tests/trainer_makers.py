@@ -41,6 +41,7 @@ _OWN = (
     "mixture",
     "fsdp",
     "launched",
+    "own_loss",
 )  # options that are no arguments
 
 
@@ -66,6 +67,9 @@ def _train(case: Case, ours: bool, kind: type, arguments: type, folder: str, **g
     told = "parallelism" in case.options or "launched" in case.options
     more = {"context_size": case.context} if ours and not told else {}
     lora = case.options.get("lora")
+    if case.options.get("own_loss"):
+        given["model"] = make_model("llama", "sdpa", dtype=torch.float32)
+        given["model"].loss_function = smoothed
     if lora is True:
         given["peft_config"] = _lora()
     model = mixture() if case.options.get("mixture") else make_model("llama", "sdpa", dtype=torch.float32)
@@ -78,6 +82,14 @@ def _train(case: Case, ours: bool, kind: type, arguments: type, folder: str, **g
         model = f"{os.path.dirname(folder)}/model"
     given.setdefault("model", model)
     return (over_contexts(kind) if ours else kind)(args=args, **given, **more)
+
+
+def smoothed(logits: Any, labels: Any, vocab_size: int, num_items_in_batch: Any = None, **_: Any) -> Any:
+    """A loss that is not transformers': the next token's, its labels smoothed."""
+    targets = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].reshape(-1)
+    logits = logits.view(-1, vocab_size)
+    loss = torch.nn.functional.cross_entropy(logits, targets, label_smoothing=0.2, reduction="sum")
+    return loss / ((targets != -100).sum() if num_items_in_batch is None else num_items_in_batch)
 
 
 def mixture() -> Any:

@@ -18,6 +18,8 @@ EVERYDAY = (
     "data 2 x context 2",
     "iterable",
     "fsdp2, shard 2 x context 2",
+    "own loss",
+    "own loss, data 2 x context 2",
     "sft packed",
     "dpo",
     "grpo, data 2 x context 2",

@@ -27,7 +27,7 @@ from .attention import register
 from .heads import find_form, find_head, next_token_loss, next_token_nll, token_log_probs
 from .models import NAME, check_config, check_model, layer_windows
 from .outputs import ParallelOutput
-from .parallel import parallelize
+from .parallel import parallelize, unparallelize
 
 __all__ = [
     "NAME",
@@ -43,4 +43,5 @@ __all__ = [
     "register",
     "shard_batch",
     "token_log_probs",
+    "unparallelize",
 ]

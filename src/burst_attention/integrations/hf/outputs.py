@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils import ModelOutput
 
 from burst_attention.attention.batch import Plans
 from burst_attention.attention.plan import Plan
-from burst_attention.loss import TokenLogProbs
+from burst_attention.loss import Head, TokenLogProbs
 from burst_attention.loss import next_token_loss as loss_of
 from burst_attention.loss import token_log_probs as log_probs_of
 
 from . import heads, stub_forward
-from .batch import IGNORED, Rows
+from .batch import IGNORED, PACKING, Rows
 
 
 @dataclass
@@ -59,6 +63,7 @@ class Call:
     items: float | None  # num_items_in_batch
     keep: int  # logits asked for, of each row
     router: bool  # whether the loss of a mixture's router is
+    own: bool  # whether the model's own forward or loss is not transformers', and runs on whole hidden states
     plans: Plans
     shard: dict[str, Tensor] = field(default_factory=dict)
 
@@ -84,15 +89,25 @@ class Scaled(torch.autograd.Function):
 @torch.compiler.disable
 def answer(model: Any, body: Any, call: Call) -> Any:
     """What the caller gets, of what the body made of this rank's shard."""
-    given = call.given
     if model._burst.form is None:
-        return _classified(model, body[0], call)
+        return _around(model, lambda: body, call)
     out = _results(model, body[0], call)
     if call.keep:
         out.logits = _last_logits(model, body[0], call)
     if call.router:
         _add_router_loss(model, body, out, call)
-    return out if given.get("return_dict", True) else out.to_tuple()
+    wanted = call.given.get("return_dict", getattr(model.config, "return_dict", True))
+    return out if wanted else out.to_tuple()
+
+
+@torch.compiler.disable
+def answer_by_own(model: Any, body: Callable[[], Any], call: Call) -> Any:
+    """Return what the model's own forward and loss make of the whole batch's hidden states and logits.
+
+    Raises:
+        ValueError: the forward does what can't be spread, or its loss depends on padding.
+    """
+    return _around(model, body, call)
 
 
 def _results(model: Any, hidden: Tensor, call: Call) -> ParallelOutput:
@@ -101,7 +116,7 @@ def _results(model: Any, hidden: Tensor, call: Call) -> ParallelOutput:
     if rows.targets is None:
         return ParallelOutput()
     state = model._burst
-    head = heads.find_head(model, state.form)
+    head = _head_of(model)
     items, labels = call.items, call.shard["shift_labels"]
     hidden = _for_head(hidden, head.weight)
     if not given.get("fused_lm_head"):
@@ -124,27 +139,64 @@ def _results(model: Any, hidden: Tensor, call: Call) -> ParallelOutput:
     return replace(out, loss=loss, log_probs=log_probs, entropy=entropy, label_mask=mask)
 
 
-def _classified(model: Any, hidden: Tensor, call: Call) -> Any:
-    """What the model's own forward returns, its classifier run by each rank on whole hidden states.
+def _around(model: Any, body: Callable[[], Any], call: Call) -> Any:
+    """Return what the model's own forward returns, run by each rank on the whole hidden states of its parallel body.
 
-    The classifier's gradients are whole on every rank, those of the hidden states a rank's share.
+    The gradients of all else, a head say, are whole on every rank, those of the hidden states a rank's share.
     """
-    state, world = model._burst, float(call.plan.world)
-    whole = Scaled.apply(call.rows.restore(call.plan.unshard(hidden, 1)), world)
-    out = stub_forward.classified(model, whole, call.given)
-    if state.gradients == "mean":
-        return out
-    for name in ("loss", "logits"):
-        if out.get(name) is not None:
-            out[name] = Scaled.apply(out[name], 1 / world)
-    return out
+    world, whole, head = float(call.plan.world), MoeModelOutputWithPast(), model.get_output_embeddings()
+
+    def results() -> Any:
+        made = body()
+        hidden = made[0] if head is None else _for_head(made[0], head.weight)
+        whole.last_hidden_state = Scaled.apply(call.rows.restore(call.plan.unshard(hidden, 1)), world)
+        if call.router:
+            whole.router_logits = tuple(Scaled.apply(each, world) for each in _whole_routers(made, call))
+        return whole
+
+    names = ("input_ids", "attention_mask", "position_ids", *PACKING)
+    around = stub_forward.Around(model, call.given, names, router=call.router)
+    out = around.run(results, lambda: call.plan.agreement.entering("the model"))
+    if call.rows.real is not None and model._burst.form is not None:
+        _check_padding(model, around, out, whole, call.rows.real)
+    return out if model._burst.gradients == "mean" else stub_forward.mapped(out, lambda x: Scaled.apply(x, 1 / world))
+
+
+@torch.no_grad()
+def _check_padding(model: Any, around: stub_forward.Around, out: Any, whole: Any, real: Tensor) -> None:
+    """Refuse a loss that depends on the hidden states of padding, which are others than on one device."""
+    hidden = whole.last_hidden_state
+    other = MoeModelOutputWithPast(last_hidden_state=torch.where(real[..., None], hidden, 1 - 2 * hidden))
+    other.router_logits = whole.router_logits
+    again = around.run(lambda: other, nullcontext, keep=False)
+    for first, second in zip(stub_forward.tensors_of(out), stub_forward.tensors_of(again), strict=True):
+        if first.dim() == 0 and not torch.allclose(first, second, rtol=1e-6, atol=0.0, equal_nan=True):
+            raise ValueError(
+                f"the loss of {type(model).__name__} depends on the logits of padding, which differ over ranks; leave "
+                "out of it the tokens whose label is -100, or pass batches without padding"
+            )
+
+
+def _head_of(model: Any) -> Head:
+    """Return the model's head, whole.
+
+    Raises:
+        TypeError: FSDP gathers it only while the head itself is called.
+    """
+    head = heads.find_head(model, model._burst.form)
+    if isinstance(head.weight, DTensor) and isinstance(model.get_output_embeddings(), FSDPModule):
+        raise TypeError(
+            "model's head is sharded alone, so its weight is not whole in the model's forward; shard the norm and the "
+            "head as one group: fully_shard([model.model.norm, model.lm_head])"
+        )
+    return head
 
 
 def _last_logits(model: Any, hidden: Tensor, call: Call) -> Tensor:
     """[B, keep, V] of each row's last positions."""
     with torch.no_grad():
         whole = call.rows.restore(call.plan.unshard(hidden.detach(), 1))[:, -call.keep :]
-        head = heads.find_head(model, model._burst.form)
+        head = _head_of(model)
         return head.logits(_for_head(whole, head.weight))
 
 
@@ -156,10 +208,15 @@ def _for_head(hidden: Tensor, weight: Tensor) -> Tensor:
 def _add_router_loss(model: Any, body: Any, out: ParallelOutput, call: Call) -> None:
     """The loss of a mixture's router over the tokens of all ranks, as the model's own forward makes it, added once."""
     state = model._burst
-    rows = call.rows
-    layers = [call.plan.unshard(logits.unflatten(0, (len(rows.input_ids), -1)), 1) for logits in body.router_logits]
-    whole = tuple(rows.restore(logits).flatten(0, 1) for logits in layers)
+    whole = _whole_routers(body, call)
     aux = stub_forward.router_loss(model, whole, call.given.get("attention_mask"))
     out.aux_loss = state.share(aux)
     if out.loss is not None and out.aux_loss is not None:
         out.loss = out.loss + model.router_aux_loss_coef * out.aux_loss.to(out.loss)
+
+
+def _whole_routers(body: Any, call: Call) -> tuple[Tensor, ...]:
+    """Return each layer's router logits, [tokens, experts] of the whole batch in its own order."""
+    rows = call.rows
+    layers = [call.plan.unshard(logits.unflatten(0, (len(rows.input_ids), -1)), 1) for logits in body.router_logits]
+    return tuple(rows.restore(logits).flatten(0, 1) for logits in layers)

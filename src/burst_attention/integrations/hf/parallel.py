@@ -8,6 +8,7 @@ From outside the ranks of a group look like replicas that read the same batch, s
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Mapping
@@ -25,11 +26,11 @@ from burst_attention.attention.plan import make_plan
 from burst_attention.loss import LogitForm
 from burst_attention.loss.checks import divisor_of
 
-from . import heads, models
+from . import heads, models, stub_forward
 from .attention import register, sizes_to_come
 from .batch import IGNORED, PACKING, PlanCache, Rows, rows_of
 from .checks import check_rope, shown
-from .outputs import Call, Scaled, answer
+from .outputs import Call, Scaled, answer, answer_by_own
 
 Gradients = Literal["mean", "sum"]
 Model = TypeVar("Model", bound=nn.Module)
@@ -82,6 +83,9 @@ def parallelize(
     Returns:
         ``model``.
 
+    A ``loss_function`` or a forward that is not transformers' runs as it is, on each rank, on the hidden states of the
+    whole batch: its logits are formed whole, and what it returns is returned.
+
     Weights must be equal on all ranks, as those of any replicas: DDP and FSDP see to it, and a sample of them is
     compared in the first call. A batch without any label has the loss 0 and no gradient (transformers gives NaN).
 
@@ -103,7 +107,7 @@ def parallelize(
             raise TypeError(f"model is a {type(base).__name__}; pass a causal language model of transformers")
         if isinstance(base, _Parallel):
             raise ValueError(f"model is parallelized over {base._burst.plans.base.world} ranks already; do it once")
-        form = None if _classifies(base) else heads.find_form(base)
+        form = _form_of(base)
         _check_own_forward(base)
         if plan.world > 1:
             models.check_layers(base.config)
@@ -125,6 +129,30 @@ def parallelize(
     return model
 
 
+def unparallelize(model: Model) -> Model:
+    """Undo :func:`parallelize`: the model's own class and attention again, with the same weights. Exchanges nothing.
+
+    Args:
+        model: what :func:`parallelize` returned, not wrapped. It is changed in place.
+
+    Returns:
+        ``model``, which can be pickled again, by ``torch.save`` for example.
+
+    Raises:
+        ValueError: ``model`` is not parallelized.
+    """
+    wrapped = not isinstance(model, _Parallel) and hasattr(model, "get_base_model")
+    base: Any = model.get_base_model() if wrapped else model  # type: ignore[operator]
+    if not isinstance(base, _Parallel):
+        raise ValueError(f"model is a {type(base).__name__} that is not parallelized; leave out hf.unparallelize")
+    alone = base._burst.alone
+    spread: Any = base
+    del spread._burst
+    spread.__class__ = spread.stock_class
+    spread.set_attn_implementation(alone)
+    return model
+
+
 def _wrapper(model: Any) -> str | None:
     """Return the name of what wraps a model of transformers: DDP, FSDP1, a compiler."""
     if isinstance(model, torch._dynamo.OptimizedModule):
@@ -135,19 +163,23 @@ def _wrapper(model: Any) -> str | None:
 
 
 def _check_own_forward(model: Any) -> None:
-    """Refuse a forward that somebody has put over the class's, but for TRL's fused head, which ours answers for."""
+    """Refuse a forward set on the model, except TRL's fused head, whose results our own forward gives."""
     own = vars(model).get("forward")
-    code = getattr(getattr(own, "__func__", own), "__code__", None)
-    if own is not None and getattr(code, "co_name", None) != "_fused_forward":
+    if own is not None and not stub_forward.is_fused_by_trl(model, own):
         raise ValueError(
             f"model has a forward of its own, {getattr(own, '__qualname__', own)}, over its class's, which would be "
             "lost; parallelize the model before it is wrapped"
         )
 
 
-def _classifies(model: Any) -> bool:
-    """Whether it is one that makes a few scores of whole sequences, as reward models do."""
-    return type(model).__name__.endswith("ForSequenceClassification")
+def _form_of(model: Any) -> LogitForm | None:
+    """Return the form of the model's logits; None if it makes a few scores of whole sequences, as reward models do."""
+    if type(model).__name__.endswith("ForSequenceClassification"):
+        return None
+    if stub_forward.has_stock_forward(model):
+        return heads.find_form(model)
+    heads.check_untouched(model)
+    return LogitForm()  # never applied: a forward that is not transformers' makes its logits itself
 
 
 @dataclass(eq=False)
@@ -183,6 +215,26 @@ class _Parallel:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         with _alone(self):
             return super().generate(*args, **kwargs)  # type: ignore[misc]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"a parallelized {type(self).__name__} can't be pickled, for it holds a group of ranks; save "
+            "model.state_dict(), call model.save_pretrained(folder), or pickle hf.unparallelize(model)"
+        )
+
+    def __copy__(self) -> Any:
+        return self._copied(self.__dict__)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self)] = new = self._copied({})
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return new
+
+    def _copied(self, members: dict[str, Any]) -> Any:
+        """Return another model of this class; by default copies are made as pickles are, which are refused."""
+        new = object.__new__(type(self))
+        new.__dict__.update(members)
+        return new
 
 
 @functools.cache
@@ -232,10 +284,16 @@ def _named(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict
 def _forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The forward of a parallelized model."""
     call = _agreed(model, args, kwargs)
+    if call.own:
+        return answer_by_own(model, lambda: _body(model, call), call)
+    return answer(model, _body(model, call), call)
+
+
+def _body(model: Any, call: Call) -> Any:
+    """Return what the body makes of this rank's shard."""
     ids, positions = call.shard["input_ids"], call.shard["position_ids"]
     asked = {"output_router_logits": True} if call.router else {}
-    body = model.base_model(input_ids=ids, position_ids=positions, plan=call.plans, use_cache=False, **asked)
-    return answer(model, body, call)
+    return model.base_model(input_ids=ids, position_ids=positions, plan=call.plans, use_cache=False, **asked)
 
 
 @torch.compiler.disable
@@ -246,6 +304,7 @@ def _agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cal
     with base.agreement.entering("the model"):
         given = _named(model, args, kwargs)
         _check_keywords(model, given)
+        own = _runs_its_own(model, given)
         models.check_implementations(model, state.layers)
         if state.form is not None:
             heads.check_untouched(model)
@@ -254,12 +313,28 @@ def _agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cal
         items, keep = divisor_of(given.get("num_items_in_batch")), int(given.get("logits_to_keep", 0))
         _check_rows(model, given, rows, items, keep)
         plans = state.plans.get(rows.input_ids.shape[1], rows.cu_seqlens)
-        call = Call(given, rows, items, keep, _wants_router(model, given), plans)
+        call = Call(given, rows, items, keep, _wants_router(model, given), own, plans)
         fields = _fields(model, call)
     base.agreement.agree("the model", fields, remedy=SAME_BATCH, remedies={_WEIGHTS: _SAME_WEIGHTS})
     state.compared = True
     call.shard.update(cut(rows.input_ids, rows.targets, plans.one))
     return call
+
+
+def _runs_its_own(model: Any, given: Mapping[str, Any]) -> bool:
+    """Return whether a causal model's own forward must run: ours knows transformers' forwards and loss alone."""
+    if model._burst.form is None:
+        return False
+    labeled = any(given.get(name) is not None for name in ("labels", "shift_labels"))
+    if stub_forward.has_stock_forward(model) and (not labeled or stub_forward.has_stock_loss(model)):
+        return False
+    wrong = "fused_lm_head" if given.get("fused_lm_head") else "logits_to_keep"
+    if given.get(wrong) and (labeled or wrong == "fused_lm_head"):
+        raise ValueError(
+            f"{wrong}={shown(given[wrong])} is refused: {type(model).__name__} has a forward or a loss_function that "
+            f"is not transformers', and it would not be asked; leave {wrong} out"
+        )
+    return True
 
 
 def _check_keywords(model: Any, given: Mapping[str, Any]) -> None:
@@ -268,6 +343,9 @@ def _check_keywords(model: Any, given: Mapping[str, Any]) -> None:
             continue
         remedy = _REMEDIES.get(name, "what it would do over ranks is not known; leave it out")
         raise ValueError(f"{name}={shown(value)} is refused: {remedy}")
+    for name in ("output_hidden_states", "output_attentions"):
+        if getattr(model.config, name, False) and given.get(name) is not False:
+            raise ValueError(f"{name}=True of the configuration is refused: {_REMEDIES[name]}")
     keep = given.get("logits_to_keep", 0)
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
         raise ValueError(f"logits_to_keep={shown(keep)} must be a number of last positions, 0 for none")
@@ -278,7 +356,7 @@ def _check_keywords(model: Any, given: Mapping[str, Any]) -> None:
 
 def _check_rows(model: Any, given: Mapping[str, Any], rows: Rows, items: float | None, keep: int) -> None:
     """Refuse a batch that this model can't be called with."""
-    if rows.targets is None and not keep and model._burst.form is not None:
+    if rows.targets is None and not keep and model._burst.form is not None and stub_forward.has_stock_forward(model):
         raise ValueError(
             "labels are missing: over ranks a model gives its loss, and logits only if logits_to_keep says of how "
             "many last positions; generate with model.generate"
@@ -322,6 +400,7 @@ def _fields(model: Any, call: Call) -> dict[str, Any]:
         "logits_to_keep": call.keep,
         "output_router_logits": call.router,
         "gradients are wanted": torch.is_grad_enabled(),
+        "a forward or a loss of the model's own": call.own,
     }
     if call.plan.world > 1 and not model._burst.compared:
         fields[_WEIGHTS] = _sample(model)

@@ -1,12 +1,58 @@
-"""What a model's own forward makes of results that come from elsewhere: it runs with some of its modules replaced."""
+"""A model's own forward, run around results that come from elsewhere; and whether its forward and loss are stock."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import CodeType
 from typing import Any
 
-from torch import Tensor
+import torch
+import transformers
+from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
+
+_TRANSFORMERS = Path(transformers.__file__).parent
+_SILENT = ("use_cache", "return_dict")  # keywords of a body that change none of its results
+
+
+def has_stock_forward(model: Any) -> bool:
+    """Return whether the class's forward is transformers' code, and computes its loss by ``loss_function``.
+
+    The name of a class proves nothing: a subclass, a decorator or an assignment to the class may replace its forward.
+    """
+    kind: Any = getattr(model, "stock_class", type(model))
+    owner = next(each for each in kind.__mro__ if "forward" in vars(each))
+    forward = vars(owner)["forward"]
+    code = _stock_code(forward, f"{owner.__qualname__}.forward")
+    return code is not None and "loss_function" in code.co_names
+
+
+def has_stock_loss(model: Any) -> bool:
+    """Return whether the model's loss is transformers' loss of the next token."""
+    return _stock_code(model.loss_function, "ForCausalLMLoss") is not None
+
+
+def _stock_code(function: Any, name: str) -> CodeType | None:
+    """Return the innermost code of a function and its decorators if transformers wrote them all, under this name."""
+    while True:
+        code = getattr(function, "__code__", None)
+        if not isinstance(code, CodeType) or _TRANSFORMERS not in Path(code.co_filename).parents:
+            return None
+        if not hasattr(function, "__wrapped__"):
+            return code if code.co_qualname == name else None
+        function = function.__wrapped__
+
+
+def is_fused_by_trl(model: Any, forward: Any) -> bool:
+    """Return whether a forward set on the model is TRL's fused head, put over the forward of the model's class."""
+    function = getattr(forward, "__func__", forward)
+    names = getattr(function, "__globals__", {})
+    if names.get("__name__") != "trl.trainer.utils" or function.__code__.co_name != "_fused_forward":
+        return False
+    below = inspect.getclosurevars(function).nonlocals.get("original_forward")
+    return getattr(below, "__func__", None) is type(model).forward
 
 
 def twin_of(model: Any, stand_ins: Mapping[str, Callable[..., Any]]) -> Any:
@@ -37,7 +83,136 @@ def router_loss(model: Any, router_logits: Any, attention_mask: Tensor | None) -
     return twin.forward(attention_mask=attention_mask, output_router_logits=True).aux_loss
 
 
-def classified(model: Any, hidden: Tensor, given: Mapping[str, Any]) -> Any:
-    """What a model that classifies sequences returns for the hidden states [B, S, E] of whole sequences."""
-    body = MoeModelOutputWithPast(last_hidden_state=hidden)
-    return twin_of(model, {model.base_model_prefix: lambda *_, **__: body}).forward(**given)
+class Around:
+    """A model's own forward around its parallel body, which it must call once, with the batch as it was given.
+
+    Args:
+        model: a parallelized model.
+        given: the arguments of the call, by name.
+        batch: names of the arguments that the body must be called with.
+        router: whether the body gives its router's logits.
+    """
+
+    def __init__(self, model: Any, given: Mapping[str, Any], batch: tuple[str, ...], *, router: bool) -> None:
+        self._model, self._given, self._router = model, given, router
+        tensors = {name: given[name] for name in batch if isinstance(given.get(name), Tensor)}
+        self._batch = {name: value.clone() for name, value in tensors.items()}  # a forward may write into them
+        self._kind = getattr(model, "stock_class", type(model)).__name__
+
+    def run(self, body: Callable[[], Any], entering: Callable[[], Any], *, keep: bool = True) -> Any:
+        """Return what the forward returns, where ``body()`` gives the whole batch's results.
+
+        ``entering()`` gives the context in which its call of the body is checked; ``keep``: what it sets on the model
+        stays.
+
+        Raises:
+            ValueError: the forward does what is not known to be right over ranks; names it.
+        """
+        prefix, state = self._model.base_model_prefix, [_random_state(self._model)]
+        called: list[bool] = []
+
+        def stand_in(*args: Any, **kwargs: Any) -> Any:
+            with entering():
+                self._check(args, kwargs, again=bool(called))
+                self._check_random(state[-1])
+            called.append(True)
+            results = body()
+            state.append(_random_state(self._model))
+            return results
+
+        twin = twin_of(self._model, {prefix: _Attributes(self._model._modules[prefix], stand_in)})
+        out = twin.forward(**self._given)
+        self._check_random(state[-1])
+        if not called:
+            raise ValueError(f"{self._kind}.forward never calls its {prefix}; run it without hf.parallelize")
+        if keep:
+            self._keep_what_was_set(twin, prefix)
+        return out
+
+    def _check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, again: bool) -> None:
+        """Refuse a call of the body that is not that of the whole batch, once."""
+        prefix = self._model.base_model_prefix
+        if again:
+            raise ValueError(
+                f"{self._kind}.forward calls its {prefix} twice, which is not supported over ranks; call it once, or "
+                "run the model without hf.parallelize"
+            )
+        names = list(inspect.signature(self._model._modules[prefix].forward).parameters)
+        asked = dict(zip(names, args, strict=False)) | dict(kwargs)
+        wrong = [name for name, value in asked.items() if not self._is_given(name, value)]
+        wrong += [name for name in self._batch if asked.get(name) is None and self._matters(name)]
+        if wrong:
+            raise ValueError(
+                f"{self._kind}.forward calls its {prefix} with another {wrong[0]} than it was given, which can't be "
+                f"spread over ranks; move that change into {prefix}, or run the model without hf.parallelize"
+            )
+
+    def _is_given(self, name: str, value: Any) -> bool:
+        if value is None or name in _SILENT:
+            return True
+        if name in self._batch:
+            return isinstance(value, Tensor) and torch.equal(value, self._batch[name])
+        if name == "output_router_logits":
+            return bool(value) == self._router
+        return value is False or value is self._given.get(name)
+
+    def _matters(self, name: str) -> bool:
+        return name != "attention_mask" or not bool(self._batch[name].all())
+
+    def _check_random(self, before: list[Tensor]) -> None:
+        """Refuse random values, which differ between ranks or repeat on all of them."""
+        if any(not torch.equal(a, b) for a, b in zip(before, _random_state(self._model), strict=True)):
+            raise ValueError(
+                f"{self._kind}.forward, or its loss function, draws random values, which differ between ranks; "
+                "remove them (set dropout to 0), or run the model without hf.parallelize"
+            )
+
+    def _keep_what_was_set(self, twin: Any, prefix: str) -> None:
+        """Set the attributes on the model that its forward has set on the twin."""
+        own = vars(self._model)
+        for name, value in vars(twin).items():
+            if name not in ("_modules", "forward", prefix) and own.get(name) is not value:
+                own[name] = value
+
+
+class _Attributes:
+    """Stands for a module: another call, the attributes of the real one."""
+
+    def __init__(self, real: nn.Module, call: Callable[..., Any]) -> None:
+        self._real, self._call = real, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+def _random_state(model: Any) -> list[Tensor]:
+    """Return the states of the generators that a forward draws from by default."""
+    states, device = [torch.get_rng_state()], model.device
+    if device.type not in ("cpu", "meta"):
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return states
+
+
+def tensors_of(out: Any) -> Iterator[Tensor]:
+    """Yield the tensors of what a forward returned: a mapping, a tuple or a tensor."""
+    if isinstance(out, Tensor):
+        yield out
+    elif isinstance(out, (Mapping, tuple, list)):
+        for each in out.values() if isinstance(out, Mapping) else out:
+            yield from tensors_of(each)
+
+
+def mapped(out: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return what a forward returned with ``change`` of each tensor that has a gradient."""
+    if isinstance(out, Tensor):
+        return change(out) if out.requires_grad else out
+    if isinstance(out, Mapping):
+        for name in out:
+            out[name] = mapped(out[name], change)  # type: ignore[index]  # an output of transformers, a dict
+        return out
+    if type(out) in (tuple, list):
+        return type(out)(mapped(each, change) for each in out)
+    return out

@@ -1,0 +1,373 @@
+"""A model with a loss or a forward of its own, parallelized: as on one device, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from burst_attention.integrations import hf
+from tests.distributed.test_hf_parallel import BATCHES, gradients, model_of, plain, stock_loss
+from tests.distributed.test_hf_wrapped import classifier, norm
+from tests.hf_models import SMALL, make_model
+
+
+def smoothed(logits, labels, vocab_size, num_items_in_batch=None, **_):
+    targets = F.pad(labels, (0, 1), value=-100)[..., 1:].reshape(-1)
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    loss = F.cross_entropy(logits.view(-1, vocab_size), targets, label_smoothing=0.2, reduction=reduction)
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+def with_z_loss(logits, labels, vocab_size, **_):
+    seen = F.pad(labels, (0, 1), value=-100)[..., 1:] != -100
+    loss = smoothed(logits, labels, vocab_size)
+    return loss + (logits.logsumexp(-1)[seen] ** 2).mean()
+
+
+def over_padding(logits, **_):
+    return (logits**2).mean()
+
+
+def random(logits, **_):
+    return F.dropout(logits, 0.5).sum()
+
+
+LOSSES = {"smoothed": smoothed, "z-loss": with_z_loss, "over padding": over_padding, "random": random}
+
+
+class ZForCausalLM(LlamaForCausalLM):
+    """A z-loss, labels masked inside, and a value set for a log."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        masked = labels.masked_fill(labels % 5 == 0, -100)
+        out = super().forward(input_ids=input_ids, labels=masked, **kwargs)
+        z_loss = (out.logits[:, :-1].logsumexp(-1)[masked[:, 1:] != -100] ** 2).mean()
+        self.last_z_loss = z_loss.item()
+        out.loss = out.loss + 0.1 * z_loss
+        return out
+
+
+def doubled(forward):
+    @functools.wraps(forward)
+    def inner(self, *args, **kwargs):
+        out = forward(self, *args, **kwargs)
+        out.loss = 2 * out.loss
+        return out
+
+    return inner
+
+
+class DecoratedForCausalLM(LlamaForCausalLM):
+    forward = doubled(LlamaForCausalLM.forward)
+
+
+class LossForCausalLM(LlamaForCausalLM):
+    @property
+    def loss_function(self):
+        return smoothed
+
+
+class ScaledForCausalLM(LlamaForCausalLM):
+    def forward(self, input_ids=None, **kwargs):
+        return super().forward(inputs_embeds=3 * self.model.embed_tokens(input_ids), **kwargs)
+
+
+class TwiceForCausalLM(LlamaForCausalLM):
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        out = super().forward(input_ids=input_ids, labels=labels, **kwargs)
+        if labels is not None:
+            out.loss = out.loss + super().forward(input_ids=input_ids, labels=labels, **kwargs).loss
+        return out
+
+
+class MaskedForCausalLM(LlamaForCausalLM):
+    def forward(self, input_ids=None, **kwargs):
+        return super().forward(input_ids=torch.where(input_ids == 7, 1, input_ids), **kwargs)
+
+
+class UnmaskedForCausalLM(LlamaForCausalLM):
+    def forward(self, input_ids=None, attention_mask=None, **kwargs):
+        return super().forward(input_ids=input_ids, **kwargs)
+
+
+class RandomForCausalLM(LlamaForCausalLM):
+    def forward(self, input_ids=None, **kwargs):
+        torch.rand(1)
+        return super().forward(input_ids=input_ids, **kwargs)
+
+
+KINDS = {
+    each.__name__: each
+    for each in (
+        ZForCausalLM,
+        DecoratedForCausalLM,
+        LossForCausalLM,
+        ScaledForCausalLM,
+        TwiceForCausalLM,
+        MaskedForCausalLM,
+        UnmaskedForCausalLM,
+        RandomForCausalLM,
+    )
+}
+
+
+def own(name):
+    if name == "Patched":
+        kind = type("PatchedForCausalLM", (LlamaForCausalLM,), {})
+        kind.forward = doubled(kind.forward)
+    else:
+        kind = KINDS[name]
+    torch.manual_seed(0)
+    return kind(LlamaConfig(**SMALL, attn_implementation="sdpa", pad_token_id=0)).double()
+
+
+def give(model, loss):
+    if loss in LOSSES:
+        model.loss_function = LOSSES[loss]
+    elif loss is not None:
+        model.loss_type = loss
+
+
+def against_one(make, loss, when, case, reduction):
+    """(relative errors of the loss and of the worst gradient) against the same model on one device."""
+    batch, one, model = BATCHES[case](), make(), make()
+    give(one, loss)
+    expected = one(**{name: value.clone() for name, value in batch.items()}, use_cache=False).loss
+    wanted = gradients(one, expected)
+    if when == "before":
+        give(model, loss)
+    hf.parallelize(model, gradients=reduction, timeout=30)
+    if when == "after":
+        give(model, loss)
+    out = model(**batch)
+    got = gradients(model, out.loss)
+    for gradient in got.values():
+        dist.all_reduce(gradient)
+        gradient /= dist.get_world_size() if reduction == "mean" else 1
+    if hasattr(one, "last_z_loss"):
+        assert model.last_z_loss == pytest.approx(one.last_z_loss, rel=1e-6)
+    error = max(((got[n] - w).norm() / w.norm().clamp(min=1e-9)).item() for n, w in wanted.items())
+    return abs(out.loss.item() / expected.item() - 1), error
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    ("loss", "case"),
+    [
+        ("smoothed", "plain"),
+        ("smoothed", "padded on both sides"),
+        ("z-loss", "packed by row"),
+        ("ForMaskedLM", "plain"),
+    ],
+)
+def test_the_models_own_loss(pools, loss, case, when, reduction):
+    make = functools.partial(model_of, "tied" if reduction == "mean" else "llama")
+    for error, gradient in pools(3).run(against_one, make, loss, when, case, reduction):
+        assert error <= 1e-6  # transformers' own losses compute in fp32
+        assert gradient <= 2e-6
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("case", ["plain", "prompts", "right padded"])
+def test_the_models_own_loss_with_a_router(pools, case, reduction):
+    make = functools.partial(model_of, "mixtral")
+    for error, gradient in pools(2).run(against_one, make, "smoothed", "after", case, reduction):
+        assert error <= 1e-6
+        assert gradient <= 2e-6
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("case", ["prompts", "padded on both sides", "packed by row"])
+@pytest.mark.parametrize("name", ["ZForCausalLM", "DecoratedForCausalLM", "LossForCausalLM", "Patched"])
+def test_a_forward_of_a_subclass(pools, name, case, reduction):
+    for error, gradient in pools(2).run(against_one, functools.partial(own, name), None, "before", case, reduction):
+        assert error <= 1e-6
+        assert gradient <= 2e-6
+
+
+def refused(make, loss, case, changes):
+    model = hf.parallelize(make(), timeout=10)
+    give(model, loss)
+    with pytest.raises((TypeError, ValueError)) as error:
+        model(**BATCHES[case]() | changes)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "loss", "case", "changes", "message"),
+    [
+        ("ScaledForCausalLM", None, "plain", {}, "calls its model with another inputs_embeds"),
+        ("MaskedForCausalLM", None, "plain", {}, "calls its model with another input_ids"),
+        ("UnmaskedForCausalLM", None, "right padded", {}, "calls its model with another attention_mask"),
+        ("TwiceForCausalLM", None, "plain", {}, "calls its model twice"),
+        ("RandomForCausalLM", None, "plain", {}, "draws random values"),
+        ("llama", "random", "plain", {}, "draws random values"),
+        ("llama", "over padding", "right padded", {}, "depends on the logits of padding"),
+        (
+            "llama",
+            "smoothed",
+            "plain",
+            {"fused_lm_head": True},
+            "fused_lm_head=True is refused: LlamaForCausalLM has a",
+        ),
+        ("llama", "smoothed", "plain", {"logits_to_keep": 2}, "logits_to_keep=2 is refused: LlamaForCausalLM has a"),
+    ],
+)
+def test_what_cannot_be_proved_is_refused_by_name(pools, name, loss, case, changes, message):
+    make = functools.partial(own, name) if name in KINDS else functools.partial(model_of, name)
+    for text in pools(2).run(refused, make, loss, case, changes):
+        assert message in text
+
+
+def on_one_rank_alone():
+    model = hf.parallelize(model_of("llama"), timeout=10)
+    if dist.get_rank() == 1:
+        model.loss_function = smoothed
+    with pytest.raises(ValueError) as error:
+        model(**plain())
+    return str(error.value)
+
+
+def test_a_loss_on_one_rank_alone(pools):
+    for text in pools(2).run(on_one_rank_alone):
+        assert "a forward or a loss of the model's own" in text
+
+
+def sharded(loss, head):
+    """(loss, gradient norm) under FSDP2, and of one device."""
+    one, model = model_of("llama"), hf.parallelize(model_of("llama"), timeout=30)
+    give(one, loss)
+    give(model, loss)
+    expected = stock_loss(one, plain()) if loss is None else one(**plain()).loss
+    expected.backward()
+    for part in (*model.model.layers, head(model), model):
+        fully_shard(part)
+    got = model(**plain()).loss
+    got.backward()
+    return (got.item(), norm(model)), (expected.item(), norm(one))
+
+
+def alone(model):
+    return model.lm_head
+
+
+def with_the_norm(model):
+    return [model.model.norm, model.lm_head]
+
+
+@pytest.mark.parametrize(("loss", "head"), [("smoothed", alone), ("smoothed", with_the_norm), (None, with_the_norm)])
+def test_a_head_that_is_sharded_by_itself(pools, loss, head):
+    for got, wanted in pools(2).run(sharded, loss, head):
+        assert got == pytest.approx(wanted, rel=2e-6)
+
+
+def mixed_precision():
+    """The loss under FSDP2's mixed precision, layers giving out fp32, as under BurstMixin; and that in fp32."""
+    one, model = (make_model("llama", "sdpa", dtype=torch.float32) for _ in range(2))
+    give(one, "smoothed")
+    give(hf.parallelize(model, timeout=30), "smoothed")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    for part in (*model.model.layers, model):
+        fully_shard(part, mp_policy=policy)
+    loss = model(**plain()).loss
+    loss.backward()
+    return loss.item(), one(**plain()).loss.item()
+
+
+def test_the_models_own_loss_in_mixed_precision(pools):
+    for loss, expected in pools(2).run(mixed_precision):
+        assert loss == pytest.approx(expected, rel=1e-2)  # the loss itself is in bf16
+
+
+def sharded_alone():
+    with pytest.raises(TypeError) as error:
+        sharded(None, alone)
+    return str(error.value)
+
+
+def test_a_head_that_is_sharded_alone_names_the_group(pools):
+    for text in pools(2).run(sharded_alone):
+        assert "fully_shard([model.model.norm, model.lm_head])" in text
+
+
+def fused_and_plain(items):
+    model = hf.parallelize(model_of("llama"), timeout=30)
+    options = plain() | {"num_items_in_batch": items}
+    return model(**options, fused_lm_head=True).loss.item(), model(**options).loss.item()
+
+
+@pytest.mark.parametrize("items", [None, 7, torch.tensor(61.0)])
+def test_the_fused_loss_is_divided_as_the_plain_one(pools, items):
+    for fused, loss in pools(2).run(fused_and_plain, items):
+        assert fused == pytest.approx(loss, rel=1e-12)
+
+
+def tuples(reduction):
+    one, model, ids = classifier(), classifier(), plain()["input_ids"]
+    labels = torch.tensor([0.5, -1.0], dtype=torch.float64)
+    expected = one(input_ids=ids, labels=labels, return_dict=False)
+    wanted = gradients(one, expected[0])
+    hf.parallelize(model, gradients=reduction, timeout=30)
+    out = model(input_ids=ids, labels=labels, return_dict=False)
+    got = gradients(model, out[0])
+    for gradient in got.values():
+        dist.all_reduce(gradient)
+        gradient /= dist.get_world_size() if reduction == "mean" else 1
+    torch.testing.assert_close(out[:2], expected[:2], rtol=2e-6, atol=2e-6)
+    return max(((got[n] - w).norm() / w.norm().clamp(min=1e-9)).item() for n, w in wanted.items())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_classifier_that_returns_tuples(pools, reduction):
+    assert max(pools(2).run(tuples, reduction)) <= 5e-6
+
+
+def configured():
+    model = hf.parallelize(model_of("llama"), timeout=30)
+    model.config.return_dict = False
+    assert isinstance(model(**plain()), tuple)
+    model.config.output_hidden_states = True
+    with pytest.raises(ValueError) as error:
+        model(**plain())
+    assert isinstance(model(**plain(), output_hidden_states=False), tuple)
+    return str(error.value)
+
+
+def test_what_the_configuration_asks_for(pools):
+    for text in pools(2).run(configured):
+        assert "output_hidden_states=True of the configuration is refused" in text
+
+
+def pickled():
+    one, model = model_of("llama"), hf.parallelize(model_of("llama"), timeout=30)
+    with pytest.raises(TypeError) as error:
+        torch.save(model, io.BytesIO())
+    before = model(**plain()).loss.item()
+    for again in (copy.copy(model), copy.deepcopy(model)):
+        assert again(**plain()).loss.item() == before
+    hf.unparallelize(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert type(loaded) is LlamaForCausalLM
+    assert loaded.config._attn_implementation == one.config._attn_implementation
+    assert loaded(**plain()).loss.item() == one(**plain()).loss.item()
+    with pytest.raises(ValueError, match="that is not parallelized"):
+        hf.unparallelize(model)
+    assert hf.parallelize(model, timeout=30)(**plain()).loss.item() == before
+    return str(error.value)
+
+
+def test_pickling_names_the_way_back(pools):
+    for text in pools(2).run(pickled):
+        assert "pickle hf.unparallelize(model)" in text
