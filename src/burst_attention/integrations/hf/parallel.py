@@ -8,6 +8,7 @@ From outside the ranks of a group look like replicas that read the same batch, s
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Mapping
@@ -25,7 +26,7 @@ from burst_attention.attention.plan import make_plan
 from burst_attention.loss import LogitForm
 from burst_attention.loss.checks import divisor_of
 
-from . import heads, models
+from . import heads, models, parts
 from .attention import register, sizes_to_come
 from .batch import IGNORED, PACKING, PlanCache, Rows, rows_of
 from .checks import check_rope, shown
@@ -108,14 +109,16 @@ def parallelize(
         if plan.world > 1:
             models.check_layers(base.config)
             check_rope(base.config.get_text_config(decoder=True))
-            models.check_structure(base.base_model if form is None else base)
+            parts.check_structure(base.base_model if form is None else base)
+            parts.check_hooks(base, root=False)
+            parts.check_randomness(base.base_model)
     plan.agreement.agree("parallelize", {"layout": layout, "gradients": gradients, "temperature": temperature})
     register()
     own = base.config._attn_implementation
-    alone = "sdpa" if own == models.NAME else own
-    base.set_attn_implementation(models.NAME)
+    alone = "sdpa" if own == parts.NAME else own
+    _switch(base, parts.NAME)
     windows = models.layer_windows(base.config.get_text_config(decoder=True))
-    layers = models.attention_configs(base)
+    layers = parts.attention_configs(base)
     absolute = models.places_absolutely(base)
     state = _Context(PlanCache(plan, windows), form, gradients, temperature, alone, layers, absolute)
     vars(base).pop("forward", None)  # of TRL's fused head, which our own answers for
@@ -163,10 +166,23 @@ class _Context:
     absolute: bool  # more than the distance of two tokens matters
     generating: bool = field(default=False, init=False)
     compared: bool = field(default=False, init=False)  # the ranks' weights
+    found_right: Any = field(default=None, init=False)  # the classes of the parts that were checked, and their mode
 
-    def __deepcopy__(self, _: Any) -> _Context:
-        """Copies of a model share their ranks, which can't be copied."""
-        return replace(self)
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Context:
+        """Copies of a model share their ranks, which can't be copied; their layers have configurations of their own."""
+        return replace(self, layers=copy.deepcopy(self.layers, memo))
+
+    def check_parts(self, model: Any) -> None:
+        """Refuse what was attached to the model since the last call: adapters, hooks, another attention."""
+        if self.plans.base.world == 1:
+            return
+        body = model.base_model
+        parts.check_hooks(body)
+        found = model.training, *map(type, body.modules())
+        if found != self.found_right:
+            parts.check_structure(body)
+            parts.check_randomness(body)
+            self.layers, self.found_right = parts.attention_configs(model), found
 
     def share(self, whole: Any) -> Any:
         """The same value; its gradient as ``gradients`` asks for it. A rank's backward gives its share of the sum."""
@@ -208,12 +224,19 @@ def _parallel_class(kind: Any) -> Any:
 def _alone(model: Any) -> Any:
     """Within it the model is one rank's own, with the attention that it had."""
     model._burst.generating = True
-    model.set_attn_implementation(model._burst.alone)
+    _switch(model, model._burst.alone)
     try:
         yield
     finally:
-        model.set_attn_implementation(models.NAME)
+        _switch(model, parts.NAME)
         model._burst.generating = False
+
+
+def _switch(model: Any, implementation: str) -> None:
+    """Have all layers use this attention, those too that hold a copy of the model's configuration."""
+    model.set_attn_implementation(implementation)
+    for config in parts.attention_configs(model):
+        config._attn_implementation = implementation
 
 
 def _named(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -246,7 +269,8 @@ def _agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cal
     with base.agreement.entering("the model"):
         given = _named(model, args, kwargs)
         _check_keywords(model, given)
-        models.check_implementations(model, state.layers)
+        parts.check_implementations(model, state.layers)
+        state.check_parts(model)
         if state.form is not None:
             heads.check_untouched(model)
         batch = {name: given.get(name) for name in _BATCH if name != "labels" or state.form is not None}
