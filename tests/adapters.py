@@ -17,7 +17,10 @@ PROMPT = r"inputs_embeds=|past_key_values=|position_ids"  # prompts are made out
 TUNERS = {
     "ADALORA": ({"init_r": 4, "target_r": 2, "total_step": 10, "target_modules": LINEARS}, None),
     "ADAMSS": ({"r": 8, "num_subspaces": 2, "subspace_rank": 1, "target_modules": LINEARS}, None),
-    "ADAPTION_PROMPT": ({"adapter_len": 3, "adapter_layers": 1, "task_type": "CAUSAL_LM"}, r"AdaptedAttention is not among"),
+    "ADAPTION_PROMPT": (
+        {"adapter_len": 3, "adapter_layers": 1, "task_type": "CAUSAL_LM"},
+        r"AdaptedAttention is not among",
+    ),
     "BEFT": ({"target_modules": LINEARS}, None),
     "BOFT": ({"boft_block_size": 4, "target_modules": LINEARS}, None),
     "C3A": ({"block_size": 8, "target_modules": LINEARS}, None),

@@ -1,4 +1,4 @@
-"""Every tuner of the installed PEFT over ranks: its loss and gradients equal one process's, or it is refused by name."""
+"""Every tuner of the installed PEFT over ranks: loss and gradients equal one process's, or it is refused by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
+from burst_attention import DisagreementError
 from burst_attention.integrations import hf
+from burst_attention.testing import WorkerError, local_world
 from tests.adapters import LINEARS, LORA, TUNERS, adapted, saved_adapter
 from tests.distributed.test_hf_parallel import BATCHES, gradients
 from tests.hf_models import make_model
@@ -92,3 +94,61 @@ def test_every_tuner_is_equal_or_refused(pools, tuner):
 @pytest.mark.parametrize("variant", LORA)
 def test_every_kind_of_lora_is_equal_or_refused(pools, variant):
     judge(pools(2).run(trained, "LORA", variant), LORA[variant][1])
+
+
+@pytest.mark.parametrize("variant", ["saved embeddings", "embeddings", "trainable tokens"])
+def test_adapters_of_embeddings_take_padding_in_front(pools, variant):
+    """A copy of the embeddings is no second one, of positions."""
+    judge(pools(2).run(trained, "LORA", variant, "left padded"), None)
+
+
+@pytest.mark.parametrize(("tuner", "refusal"), [("LORA", None), ("LILY", "mixes tokens")])
+def test_adapters_attached_between_two_calls(pools, tuner, refusal):
+    judge(pools(2).run(trained, tuner, None, CASE, True), refusal)
+
+
+@pytest.mark.parametrize(
+    ("options", "refusal"),
+    [
+        (("LOHA", {"module_dropout": 0.5}), "module_dropout={'default': 0.5}"),
+        (("LOKR", {"rank_dropout": 0.5}), "rank_dropout={'default': 0.5}"),
+        (("OFT", {"module_dropout": 0.5}), "oft.layer.MultiplicativeDropoutLayer draws random values"),
+        (("BOFT", {"boft_dropout": 0.5}), "boft.layer.MultiplicativeDropoutLayer draws random values"),
+    ],
+)
+def test_adapters_that_draw_weights_are_refused(options, refusal):
+    kind, changes = options
+    config = PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(kind)](**TUNERS[kind][0] | changes)
+    model = adapted(make_model("llama", "sdpa", dtype=torch.float32), config).train()
+    with local_world(2, timeout=20) as ranks, pytest.raises(WorkerError) as caught:
+        ranks.run(lambda group: hf.parallelize(model, group))
+    assert set(map(type, caught.value.errors.values())) == {ValueError}
+    assert refusal in str(caught.value)
+
+
+def summed():
+    model = adapted(make_model("llama", "sdpa", dtype=torch.float32), config_of("ADALORA"))
+    hf.parallelize(model, gradients="sum", timeout=30)
+    return model(**BATCHES[CASE]()).loss
+
+
+def test_adalora_takes_no_sums_of_gradients(pools):
+    """What it adds to the loss itself would be counted once for each rank."""
+    with pytest.raises(WorkerError, match="AdaLoRA adds to the loss on every rank") as caught:
+        pools(2).run(summed)
+    assert set(map(type, caught.value.errors.values())) == {ValueError}
+
+
+def random_buffers():
+    """What VeLoRA, UniLoRA and others draw when they are made is no parameter."""
+    model = adapted(make_model("llama", "sdpa", dtype=torch.float32), config_of("UNILORA"))
+    indices = next(buffer for name, buffer in model.named_buffers() if "indices" in name)
+    indices.fill_(dist.get_rank())
+    hf.parallelize(model, timeout=30)
+    return model(**BATCHES[CASE]()).loss
+
+
+def test_buffers_that_differ_are_noticed(pools):
+    with pytest.raises(WorkerError, match="a sample of the weights") as caught:
+        pools(2).run(random_buffers)
+    assert set(map(type, caught.value.errors.values())) == {DisagreementError}

@@ -133,3 +133,12 @@ def reason_of_adapter(module: nn.Module, kind: type) -> str | None:
         if not known:
             return f"of {variant.__name__} {_REFUSED_VARIANTS.get(variant.__name__, _UNKNOWN)}"
     return None
+
+
+def check_added_losses(model: nn.Module) -> None:
+    """Refuse adapters whose wrapper adds to the loss on every rank, where gradients are summed over the ranks."""
+    if any(type(module).__module__.startswith("peft.tuners.adalora.") for module in model.modules()):
+        raise ValueError(
+            "gradients='sum' is refused: AdaLoRA adds to the loss on every rank, so its part would be counted once for "
+            "each; use gradients='mean'"
+        )

@@ -27,6 +27,7 @@ from burst_attention.loss import LogitForm
 from burst_attention.loss.checks import divisor_of
 
 from . import heads, models, parts
+from .adapters import check_added_losses
 from .attention import register, sizes_to_come
 from .batch import IGNORED, PACKING, PlanCache, Rows, rows_of
 from .checks import check_rope, shown
@@ -182,6 +183,8 @@ class _Context:
         if found != self.found_right:
             parts.check_structure(body)
             parts.check_randomness(body)
+            if self.gradients == "sum":
+                check_added_losses(body)
             self.layers, self.found_right = parts.attention_configs(model), found
 
     def share(self, whole: Any) -> Any:
@@ -354,7 +357,9 @@ def _fields(model: Any, call: Call) -> dict[str, Any]:
 
 @torch.no_grad()
 def _sample(model: Any) -> str:
-    """A digest of a few numbers of each parameter that is whole here; parts that ranks share out say nothing."""
-    whole = [p for p in model.parameters() if type(p) is nn.Parameter and p.device.type != "meta" and p.numel()]
+    """A digest of a few numbers of each parameter and buffer that is whole here; sharded ones are left out."""
+    every = (*model.parameters(), *model.buffers())
+    kinds = (nn.Parameter, torch.Tensor)
+    whole = [p for p in every if type(p) in kinds and p.device.type != "meta" and p.numel() and not p.is_complex()]
     few = [p.flatten()[:: max(1, p.numel() // 8)][:8].double().cpu() for p in whole]
     return digest_of(torch.cat(few)) if few else ""

@@ -95,7 +95,7 @@ def check_hooks(model: nn.Module, *, root: bool = True) -> None:
         root: False leaves out those on the model itself.
     """
     for name, module in model.named_modules():
-        if not (root or name):
+        if hasattr(module, "stock_class") or not (root or name):  # parallelized: it is given whole batches
             continue
         hooks = (
             *module._forward_pre_hooks.values(),
@@ -185,8 +185,9 @@ def _called(function: Any) -> str:
 
 
 def _definer(kind: type) -> type:
-    """The class that defines a module class's forward; ``nn.Module`` for one that has none."""
-    return next(base for base in kind.__mro__ if "forward" in vars(base))
+    """The class that defines a module class's forward, under FSDP's; ``nn.Module`` for one that has none."""
+    bases = (base for base in kind.__mro__ if not _within(base.__module__, ["torch.distributed.fsdp"]))
+    return next(base for base in bases if "forward" in vars(base))
 
 
 def _reason(module: nn.Module) -> str | None:
