@@ -793,15 +793,15 @@ SEEDED = [
     ),
     Fault(
         "unknown parts are taken for known",
-        "integrations/hf/models.py",
-        "or not _has_own_forward(module) or",
-        "or _has_own_forward(module) or",
+        "integrations/hf/parts.py",
+        'or kind.__name__.endswith("Attention") else _UNKNOWN',
+        'or kind.__name__.endswith("Attention") else None',
         HF_MODELS,
         "part",
     ),
     Fault(
         "positions that a model counts itself are not noticed",
-        "integrations/hf/models.py",
+        "integrations/hf/parts.py",
         "if _places_tokens(module):",
         "if False:",
         "tests/unit/test_families.py",
@@ -809,7 +809,7 @@ SEEDED = [
     ),
     Fault(
         "layers with another attention are not noticed",
-        "integrations/hf/models.py",
+        "integrations/hf/parts.py",
         "if config._attn_implementation not in names:",
         "if False:",
         HF_MODELS,
@@ -2267,7 +2267,7 @@ SEEDED = [
     Fault(
         "a switched attention of a parallelized model goes unnoticed",
         "integrations/hf/parallel.py",
-        "        models.check_implementations(model, state.layers)\n",
+        "        parts.check_implementations(model, state.layers)\n",
         "",
         PARALLEL,
         "another_number",

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
 from burst_attention.integrations import hf
+from burst_attention.testing import WorkerError
 from tests.distributed.test_hf_parallel import BATCHES, gradients, model_of, plain, stock_loss
 from tests.hf_models import SMALL, make_model
 
@@ -179,3 +180,39 @@ def saved(folder):
 
 def test_saved_as_the_stock_model(pools, tmp_path):
     assert pools(2).run(saved, str(tmp_path)) == ["LlamaForCausalLM"] * 2
+
+
+def copied_and_switched():
+    """(loss of a copy, loss before) once the original was given back the attention that it had."""
+    model = hf.parallelize(model_of("llama"), timeout=30)
+    batch = plain()
+    before = model(**batch).loss.item()
+    again = copy.deepcopy(model)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="attn_implementation='sdpa' of layers"):
+        model(**batch)
+    return again(**batch).loss.item(), before
+
+
+def test_a_copy_has_layers_of_its_own(pools):
+    for again, before in pools(2).run(copied_and_switched):
+        assert again == before
+
+
+def hooked(late):
+    model = model_of("llama")
+    if not late:
+        model.model.layers[0].register_forward_hook(lambda *_: None)
+    model = hf.parallelize(model, timeout=30)
+    model.register_forward_hook(lambda *_: None)  # is given whole results
+    model.enable_input_require_grads()
+    model(**plain())
+    model.model.layers[0].register_forward_hook(lambda *_: None)
+    return model(**plain()).loss
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_hooks_on_parts_are_refused_whenever_they_come(pools, late):
+    with pytest.raises(WorkerError, match=r"layers\.0 \(LlamaDecoderLayer\) has the hook hooked") as caught:
+        pools(2).run(hooked, late)
+    assert set(map(type, caught.value.errors.values())) == {ValueError}

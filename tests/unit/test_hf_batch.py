@@ -50,6 +50,26 @@ def test_padding_in_front_goes_behind():
     assert torch.equal(rows.restore(rows.input_ids), IDS)
 
 
+@pytest.mark.parametrize(
+    ("mask", "positions", "shifted"),
+    [
+        ([0, 0, 1, 1], [1, 1, 0, 1], False),
+        ([0, 0, 1, 1], [0, 0, 2, 3], True),
+        ([0, 0, 1, 1], [0, 1, 2, 3], True),
+        ([0, 1, 1, 0], [5, 0, 1, 1], False),
+        ([1, 1, 1, 0], [0, 1, 2, 0], False),
+        ([1, 1, 1, 1], [2, 3, 4, 5], True),
+    ],
+)
+def test_a_row_begins_with_its_first_token_and_not_with_padding(mask, positions, shifted):
+    """Positions are looked at once padding has moved behind: what stands on padding says nothing."""
+    given = {"input_ids": torch.tensor([[7, 8, 9, 10]]), "attention_mask": torch.tensor([mask])}
+    rows = rows_of(given | {"position_ids": torch.tensor([positions])}, ranks=2)
+    assert rows.shifted is shifted
+    assert rows.cu_seqlens is None
+    assert rows_of(given, ranks=2).shifted is (not mask[0])
+
+
 def test_rows_with_documents_of_their_own_are_laid_end_to_end():
     places = torch.tensor([[0, 1, 2, 3, 4, 5], [0, 1, 0, 1, 2, 3]])
     rows = rows_of(batch(position_ids=places), ranks=2)

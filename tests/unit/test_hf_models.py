@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from burst_train.data.tokenizer import ByteTokenizer
@@ -16,13 +18,20 @@ from transformers import (
     Lfm2Config,
     Lfm2ForCausalLM,
     LlamaConfig,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     Qwen3NextConfig,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
     T5Config,
 )
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from burst_attention import Mask, burst_attention, make_plan
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf import checks
+from burst_attention.integrations.hf import checks, parts
 from burst_attention.loss import next_token_loss, next_token_nll
 from burst_attention.testing import WorkerError, local_world
 from tests.hf_models import MIXED, SEQLEN, SMALL, WINDOW, make_batch, make_model
@@ -45,7 +54,46 @@ class Shift(nn.Module):
 
 
 class ShiftLayer(Shift):
-    """The same under a name that parts which only hold others have."""
+    """The same from a package whose classes are named by what they do, under a name of what only holds others."""
+
+    def forward(self, x):
+        return super().forward(x)
+
+
+ShiftLayer.__module__ = "transformers_modules.of_somebody"
+
+
+class LengthLayer(nn.Module):
+    """Depends on how many tokens there are alone."""
+
+    def forward(self, x):
+        return x * x.shape[1]
+
+
+class NoiseLayer(nn.Module):
+    """Draws random values in training, which no nn.Dropout does."""
+
+    def forward(self, x):
+        return x + torch.rand_like(x) if self.training else x
+
+
+LengthLayer.__module__ = NoiseLayer.__module__ = "transformers_modules.of_somebody"
+
+
+class OwnLinear(nn.Linear):
+    """A subclass with a forward of its own."""
+
+    def forward(self, x):
+        return super().forward(x) + x.mean(1, keepdim=True)
+
+
+class NamedLinear(nn.Linear):
+    """A subclass that computes what nn.Linear does."""
+
+
+class OwnMLP(LlamaMLP):
+    def forward(self, x):
+        return super().forward(x - x.mean(1, keepdim=True))
 
 
 def with_part(part):
@@ -86,10 +134,79 @@ def test_a_hybrid_is_refused_by_its_layers_attention_alone():
     assert forward(model, make_plan(SEQLEN))[0].isfinite().all()
 
 
-def test_what_names_do_not_tell_is_measured():
-    model = with_part(ShiftLayer())
+@pytest.mark.parametrize("part", [ShiftLayer(), LengthLayer()])
+def test_what_names_do_not_tell_is_measured(part):
+    model = with_part(part)
     told = over_ranks(lambda plan: hf.check_model(model, plan))
-    assert "hidden states of LlamaForCausalLM depend on other tokens" in told
+    assert "hidden states of LlamaForCausalLM depend on other tokens, on their place or on their number" in told
+
+
+def test_random_values_are_measured_in_training():
+    model = with_part(nn.Sequential(NoiseLayer(), nn.Dropout(0.5)))
+    assert "differ from run to run" in over_ranks(lambda plan: hf.check_model(copy.deepcopy(model).train(), plan))
+    with local_world(2, timeout=20) as ranks:
+        ranks.run(lambda group: hf.check_model(copy.deepcopy(model).eval(), make_plan(SEQLEN, group=group)))
+
+
+def test_a_subclass_is_trusted_if_it_inherits_its_forward():
+    own, named = OwnLinear(32, 32).double(), NamedLinear(32, 32).double()
+    assert "(OwnLinear) is not known" in over_ranks(lambda plan: forward(with_part(own), plan))
+    with local_world(2, timeout=20) as ranks:
+        ranks.run(lambda group: forward(with_part(named), make_plan(SEQLEN, group=group)) and None)
+    model = make_model("llama")
+    model.model.layers[1].mlp = OwnMLP(model.config).double()
+    assert "layers.1.mlp (OwnMLP) is not known" in over_ranks(lambda plan: forward(model, plan))
+
+
+def test_a_part_with_another_forward_is_refused():
+    model = make_model("llama")
+    part = model.model.layers[0].mlp
+    part.forward = lambda x: type(part).forward(part, x - x.mean(1, keepdim=True))
+    assert "layers.0.mlp (LlamaMLP) has a forward of its own" in over_ranks(lambda plan: forward(model, plan))
+
+
+@pytest.mark.parametrize("put", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"])
+def test_hooks_on_parts_are_refused(put):
+    def by_length(module, *args):
+        return None
+
+    model = make_model("llama")
+    getattr(model.model.layers[1], put)(by_length)
+    refusal = "model.layers.1 (LlamaDecoderLayer) has the hook test_hooks_on_parts_are_refused.<locals>.by_length"
+    assert refusal.removeprefix("model.") in over_ranks(lambda plan: forward(model, plan))
+    assert refusal in over_ranks(lambda plan: hf.check_model(model, plan))
+    assert refusal in over_ranks(lambda plan: hf.parallelize(model, plan.transport.group))
+
+
+def random_model(name):
+    if name == "starcoder2":
+        return Starcoder2ForCausalLM(Starcoder2Config(**SMALL, residual_dropout=0.3, attn_implementation="burst"))
+    if name == "mixtral":
+        changes = {"num_local_experts": 4, "router_jitter_noise": 0.1, "sliding_window": None}
+        return MixtralForCausalLM(MixtralConfig(**SMALL | changes, attn_implementation="burst"))
+    config = OPTConfig(vocab_size=64, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4)
+    config.attention_dropout, config.dropout, config.layerdrop = 0.0, 0.0, 0.5
+    config._attn_implementation = "burst"
+    return OPTForCausalLM(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [("starcoder2", "residual_dropout=0.3"), ("mixtral", "jitter_noise=0.1"), ("opt", "layerdrop=0.5")],
+)
+def test_random_values_of_parts_are_refused_in_training(name, setting):
+    hf.register()
+    model = random_model(name)
+    with pytest.raises(ValueError, match=setting):
+        parts.check_randomness(model.train())
+    if name != "opt":  # a rank that drops all its layers calls no attention
+        assert setting in over_ranks(lambda plan: forward(model.train(), plan))
+        assert setting in over_ranks(lambda plan: hf.parallelize(model.train(), plan.transport.group))
+        with pytest.raises(ValueError, match=setting):
+            hf.check_config(model.config)
+        hf.check_config(model.config, training=False)
+    with local_world(2, timeout=20) as ranks:
+        ranks.run(lambda group: forward(model.eval(), make_plan(SEQLEN, group=group)) and None)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

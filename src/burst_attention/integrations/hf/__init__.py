@@ -19,7 +19,7 @@ says what is seen. What a model asks for and the plan does not hold is refused b
 try:
     import transformers  # noqa: F401
 except ImportError as error:
-    raise ImportError("transformers is not installed: pip install 'burst-attention[train]'") from error
+    raise ImportError("transformers is not installed: pip install 'burst-attention[hf]'") from error
 
 from burst_attention.attention.batch import shard_batch
 

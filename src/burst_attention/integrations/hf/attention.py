@@ -16,7 +16,7 @@ from burst_attention.attention.checks import DTYPES
 from burst_attention.attention.entry import burst_attention
 from burst_attention.attention.plan import Plan
 
-from . import checks, models
+from . import checks, models, parts
 from .checks import UNSTATED, MaskRequest
 from .models import NAME
 
@@ -120,7 +120,7 @@ def _request_mask(
     """The mask function that transformers calls in place of building a mask; None stands for plain causal."""
     model = models.running_model()
     if model is not None:
-        models.check_attention_is_ours(model)
+        parts.check_attention_is_ours(model)
     causal, window, foreign = False, None, []
     for kind, part in _mask_parts(mask_function):
         if kind == "causal_mask_function":

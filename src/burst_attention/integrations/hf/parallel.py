@@ -26,7 +26,8 @@ from burst_attention.attention.plan import make_plan
 from burst_attention.loss import LogitForm
 from burst_attention.loss.checks import divisor_of
 
-from . import heads, models, stub_forward
+from . import heads, models, parts, stub_forward
+from .adapters import check_added_losses
 from .attention import register, sizes_to_come
 from .batch import IGNORED, PACKING, PlanCache, Rows, rows_of
 from .checks import check_rope, shown
@@ -112,14 +113,16 @@ def parallelize(
         if plan.world > 1:
             models.check_layers(base.config)
             check_rope(base.config.get_text_config(decoder=True))
-            models.check_structure(base.base_model if form is None else base)
+            parts.check_structure(base.base_model if form is None else base)
+            parts.check_hooks(base, root=False)
+            parts.check_randomness(base.base_model)
     plan.agreement.agree("parallelize", {"layout": layout, "gradients": gradients, "temperature": temperature})
     register()
     own = base.config._attn_implementation
-    alone = "sdpa" if own == models.NAME else own
-    base.set_attn_implementation(models.NAME)
+    alone = "sdpa" if own == parts.NAME else own
+    _switch(base, parts.NAME)
     windows = models.layer_windows(base.config.get_text_config(decoder=True))
-    layers = models.attention_configs(base)
+    layers = parts.attention_configs(base)
     absolute = models.places_absolutely(base)
     state = _Context(PlanCache(plan, windows), form, gradients, temperature, alone, layers, absolute)
     vars(base).pop("forward", None)  # of TRL's fused head, which our own answers for
@@ -195,10 +198,25 @@ class _Context:
     absolute: bool  # more than the distance of two tokens matters
     generating: bool = field(default=False, init=False)
     compared: bool = field(default=False, init=False)  # the ranks' weights
+    found_right: Any = field(default=None, init=False)  # the classes of the parts that were checked, and their mode
 
-    def __deepcopy__(self, _: Any) -> _Context:
-        """Copies of a model share their ranks, which can't be copied."""
-        return replace(self)
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Context:
+        """Copies of a model share their ranks, which can't be copied; their layers have configurations of their own."""
+        return replace(self, layers=copy.deepcopy(self.layers, memo))
+
+    def check_parts(self, model: Any) -> None:
+        """Refuse what was attached to the model since the last call: adapters, hooks, another attention."""
+        if self.plans.base.world == 1:
+            return
+        body = model.base_model
+        parts.check_hooks(body)
+        found = model.training, *map(type, body.modules())
+        if found != self.found_right:
+            parts.check_structure(body)
+            parts.check_randomness(body)
+            if self.gradients == "sum":
+                check_added_losses(body)
+            self.layers, self.found_right = parts.attention_configs(model), found
 
     def share(self, whole: Any) -> Any:
         """The same value; its gradient as ``gradients`` asks for it. A rank's backward gives its share of the sum."""
@@ -260,12 +278,19 @@ def _parallel_class(kind: Any) -> Any:
 def _alone(model: Any) -> Any:
     """Within it the model is one rank's own, with the attention that it had."""
     model._burst.generating = True
-    model.set_attn_implementation(model._burst.alone)
+    _switch(model, model._burst.alone)
     try:
         yield
     finally:
-        model.set_attn_implementation(models.NAME)
+        _switch(model, parts.NAME)
         model._burst.generating = False
+
+
+def _switch(model: Any, implementation: str) -> None:
+    """Have all layers use this attention, those too that hold a copy of the model's configuration."""
+    model.set_attn_implementation(implementation)
+    for config in parts.attention_configs(model):
+        config._attn_implementation = implementation
 
 
 def _named(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -305,7 +330,8 @@ def _agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cal
         given = _named(model, args, kwargs)
         _check_keywords(model, given)
         own = _runs_its_own(model, given)
-        models.check_implementations(model, state.layers)
+        parts.check_implementations(model, state.layers)
+        state.check_parts(model)
         if state.form is not None:
             heads.check_untouched(model)
         batch = {name: given.get(name) for name in _BATCH if name != "labels" or state.form is not None}
@@ -409,7 +435,9 @@ def _fields(model: Any, call: Call) -> dict[str, Any]:
 
 @torch.no_grad()
 def _sample(model: Any) -> str:
-    """A digest of a few numbers of each parameter that is whole here; parts that ranks share out say nothing."""
-    whole = [p for p in model.parameters() if type(p) is nn.Parameter and p.device.type != "meta" and p.numel()]
+    """A digest of a few numbers of each parameter and buffer that is whole here; sharded ones are left out."""
+    every = (*model.parameters(), *model.buffers())
+    kinds = (nn.Parameter, torch.Tensor)
+    whole = [p for p in every if type(p) in kinds and p.device.type != "meta" and p.numel() and not p.is_complex()]
     few = [p.flatten()[:: max(1, p.numel() // 8)][:8].double().cpu() for p in whole]
     return digest_of(torch.cat(few)) if few else ""

@@ -1,0 +1,154 @@
+"""Every tuner of the installed PEFT over ranks: loss and gradients equal one process's, or it is refused by name."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import warnings
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+from burst_attention import DisagreementError
+from burst_attention.integrations import hf
+from burst_attention.testing import WorkerError, local_world
+from tests.adapters import LINEARS, LORA, TUNERS, adapted, saved_adapter
+from tests.distributed.test_hf_parallel import BATCHES, gradients
+from tests.hf_models import make_model
+
+CASE = "packed by row"
+
+
+def config_of(tuner, variant=None):
+    options = LORA[variant][0] if variant else TUNERS[tuner][0]
+    if tuner == "LORA":
+        options = {"r": 4, "target_modules": LINEARS, "init_lora_weights": False} | options
+    if tuner == "XLORA":
+        options = options | {"adapters": saved_adapter(tempfile.mkdtemp(), make_model("llama", dtype=torch.float32))}
+    return PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(tuner)](**options)
+
+
+def reference(model, batch):
+    """(loss, gradients) of the adapted stock model on one device, in fp64."""
+    inputs = {name: batch[name] for name in ("input_ids", "position_ids", "attention_mask") if name in batch}
+    logits = model(**inputs, use_cache=False).logits
+    labels = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    return loss.item(), gradients(model, loss)
+
+
+def trained(tuner, variant=None, case=CASE, late=False):
+    """(loss's relative error, the worst of what learns) over ranks, or how it was refused."""
+    warnings.simplefilter("ignore")
+    config, batch = config_of(tuner, variant), BATCHES[case]()
+    base = make_model("llama", "sdpa", dtype=torch.float32, use_cache=False)
+    try:
+        if late:  # attached once the model has run over ranks
+            base = hf.parallelize(base.double(), timeout=30)
+            base(**batch)
+            model = adapted(base, config)
+        else:
+            model = adapted(base, config).train()
+            hf.parallelize(model, timeout=30)
+        loss = model(**batch).loss
+    except (TypeError, ValueError) as refusal:
+        return f"{type(refusal).__name__}: {refusal}"
+    learning = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    got = gradients(model, loss)
+    expected, wanted = reference(adapted(make_model("llama", "sdpa", dtype=torch.float32), config).train(), batch)
+    worst = 0.0
+    for name in sorted(learning):
+        dist.all_reduce(got[name])
+        got[name] /= dist.get_world_size()
+        worst = max(worst, ((got[name] - wanted[name]).norm() / wanted[name].norm().clamp(min=1e-9)).item())
+    return abs(loss.item() / expected - 1), worst, max(wanted[name].norm().item() for name in learning)
+
+
+def judge(results, refusal, bound=2e-6):
+    for result in results:
+        if refusal is None:
+            assert not isinstance(result, str), result
+            loss, gradient, largest = result
+            assert loss <= bound
+            assert gradient <= 10 * bound
+            assert largest > 1e-3  # the adapter acts
+        else:
+            assert isinstance(result, str), result
+            assert re.search(refusal, result), result
+
+
+def test_every_tuner_of_peft_has_a_case():
+    assert set(TUNERS) == {kind.value for kind in PEFT_TYPE_TO_CONFIG_MAPPING}
+
+
+@pytest.mark.parametrize("tuner", TUNERS)
+def test_every_tuner_is_equal_or_refused(pools, tuner):
+    if tuner == "ADAMSS":
+        pytest.importorskip("sklearn")
+    judge(pools(2).run(trained, tuner), TUNERS[tuner][1])
+
+
+@pytest.mark.parametrize("variant", LORA)
+def test_every_kind_of_lora_is_equal_or_refused(pools, variant):
+    judge(pools(2).run(trained, "LORA", variant), LORA[variant][1])
+
+
+@pytest.mark.parametrize("variant", ["saved embeddings", "embeddings", "trainable tokens"])
+def test_adapters_of_embeddings_take_padding_in_front(pools, variant):
+    """A copy of the embeddings is no second one, of positions."""
+    judge(pools(2).run(trained, "LORA", variant, "left padded"), None)
+
+
+@pytest.mark.parametrize(("tuner", "refusal"), [("LORA", None), ("LILY", "mixes tokens")])
+def test_adapters_attached_between_two_calls(pools, tuner, refusal):
+    judge(pools(2).run(trained, tuner, None, CASE, True), refusal)
+
+
+@pytest.mark.parametrize(
+    ("options", "refusal"),
+    [
+        (("LOHA", {"module_dropout": 0.5}), "module_dropout={'default': 0.5}"),
+        (("LOKR", {"rank_dropout": 0.5}), "rank_dropout={'default': 0.5}"),
+        (("OFT", {"module_dropout": 0.5}), "oft.layer.MultiplicativeDropoutLayer draws random values"),
+        (("BOFT", {"boft_dropout": 0.5}), "boft.layer.MultiplicativeDropoutLayer draws random values"),
+    ],
+)
+def test_adapters_that_draw_weights_are_refused(options, refusal):
+    kind, changes = options
+    config = PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(kind)](**TUNERS[kind][0] | changes)
+    model = adapted(make_model("llama", "sdpa", dtype=torch.float32), config).train()
+    with local_world(2, timeout=20) as ranks, pytest.raises(WorkerError) as caught:
+        ranks.run(lambda group: hf.parallelize(model, group))
+    assert set(map(type, caught.value.errors.values())) == {ValueError}
+    assert refusal in str(caught.value)
+
+
+def summed():
+    model = adapted(make_model("llama", "sdpa", dtype=torch.float32), config_of("ADALORA"))
+    hf.parallelize(model, gradients="sum", timeout=30)
+    return model(**BATCHES[CASE]()).loss
+
+
+def test_adalora_takes_no_sums_of_gradients(pools):
+    """What it adds to the loss itself would be counted once for each rank."""
+    with pytest.raises(WorkerError, match="AdaLoRA adds to the loss on every rank") as caught:
+        pools(2).run(summed)
+    assert set(map(type, caught.value.errors.values())) == {ValueError}
+
+
+def random_buffers():
+    """What VeLoRA, UniLoRA and others draw when they are made is no parameter."""
+    model = adapted(make_model("llama", "sdpa", dtype=torch.float32), config_of("UNILORA"))
+    indices = next(buffer for name, buffer in model.named_buffers() if "indices" in name)
+    indices.fill_(dist.get_rank())
+    hf.parallelize(model, timeout=30)
+    return model(**BATCHES[CASE]()).loss
+
+
+def test_buffers_that_differ_are_noticed(pools):
+    with pytest.raises(WorkerError, match="a sample of the weights") as caught:
+        pools(2).run(random_buffers)
+    assert set(map(type, caught.value.errors.values())) == {DisagreementError}
