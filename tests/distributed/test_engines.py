@@ -365,3 +365,10 @@ def test_usp_refuses_heads_that_do_not_divide():
 def test_ulysses_refuses_on_every_rank(pools):
     told = pools(2).run(refused_shape)
     assert all(text and "3 query heads for 2 ranks" in text for text in told)
+
+
+@pytest.mark.parametrize("remat", ["none", "layer", "keep-attention"])
+def test_an_engine_plans_for_what_is_recomputed(remat):
+    with local_world(1) as ranks:
+        (planned,) = ranks.run(lambda group: choose("burst", remat=remat).plan(64, group=group).schedule.planner.remat)
+    assert planned == remat
