@@ -5,15 +5,19 @@
 Each rank prints its plan (which tokens it holds) and the bytes that this call sent and received, per direction.
 """
 
+import os
+
 import torch
 import torch.distributed as dist
 
 from burst_attention import Mask, burst_attention, make_plan
 
-dist.init_process_group("gloo")  # under torchrun
+if "RANK" in os.environ:  # under torchrun; without it this process is the only rank
+    dist.init_process_group("gloo")
 plan = make_plan(10_007, mask=Mask(causal=True, window=4096), layout="zigzag")
 q, k, v = (torch.randn(1, heads, plan.length, 64, requires_grad=True) for heads in (8, 2, 2))
 out = burst_attention(q, k, v, plan)  # [1, 8, plan.length, 64]: exact, over all 10,007 tokens
 out.sum().backward()
 print(plan, plan.bytes(batch=1, q_heads=8, kv_heads=2, head_dim=64, dtype=q.dtype))
-dist.destroy_process_group()
+if dist.is_initialized():
+    dist.destroy_process_group()

@@ -312,3 +312,27 @@ def make_lightning(case: Case, ours: bool, folder: str) -> Any:
     from tests.trainer_lightning import Fitted
 
     return Fitted(ours, case.ranks, folder)
+
+
+def classifier(problem: str) -> Any:
+    """A head of four scores; ``problem`` as transformers names it."""
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    torch.manual_seed(0)
+    own = {"num_labels": 1 if problem == "regression" else 4, "problem_type": problem}
+    return LlamaForSequenceClassification(LlamaConfig(**SMALL, **own, pad_token_id=0, attn_implementation="sdpa"))
+
+
+def graded(count: int, seed: int, problem: str) -> list[dict[str, Any]]:
+    """Token ids and what a head of :func:`classifier` learns of them; one class is unknown."""
+    marks = {
+        "single_label_classification": lambda ids: -100 if ids[0] % 7 == 0 else ids[0] % 4,
+        "multi_label_classification": lambda ids: [float(ids[place] % 2) for place in range(4)],
+        "regression": lambda ids: ids[0] / VOCABULARY,
+    }
+    return [{"input_ids": ids, "labels": marks[problem](ids)} for ids in _ids(_lengths(count, 9, 27, seed), seed)]
+
+
+def collate_graded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    padded = collate([{**row, "labels": row["input_ids"]} for row in rows])
+    return padded | {"labels": torch.tensor([row["labels"] for row in rows])}

@@ -96,6 +96,12 @@ def test_every_engine_gives_the_loss_of_plain_transformers(pools, asked):
     assert results["burst"].greatest_difference > 0, "another order of sums"
 
 
+def test_a_presets_weights_are_those_of_the_seed(pools, asked):
+    one = replace(asked, model="tiny", engines=("single",))
+    zero, again, other = (pools(1).run(evaluate, replace(one, seed=seed))[0][0].loss for seed in (0, 0, 1))
+    assert zero == again != other
+
+
 def test_half_precision_shows_in_the_greatest_difference(pools, asked):
     burst, single = pools(2).run(evaluate, replace(asked, dtype="bf16", engines=("burst", "single")))[0]
     assert 1e-3 < burst.greatest_difference < 0.3

@@ -74,7 +74,8 @@ ODD = {
     "kernel": ({"kernel": "reference"}, "DisagreementError", "kernel"),
     "bad scale": ({"scale": float("nan")}, "ValueError", "scale=nan"),
     "huge scale": ({"scale": 10**400}, "ValueError", "scale=1000"),
-    "negative scale": ({"scale": -0.5}, "ValueError", "scale=-0.5"),
+    "negative scale": ({"scale": -0.5}, "DisagreementError", "scale"),
+    "vanishing scale": ({"scale": 5e-324}, "ValueError", "scale=5e-324 is too small for torch.float32"),
     "bad kernel": ({"kernel": "magic"}, "ValueError", "kernel='magic'"),
     "bad dtype": ({"dtype": torch.complex64, "grad": ""}, "TypeError", "complex64"),
     "bad length": ({"keep": 2}, "ValueError", "tokens"),
@@ -97,6 +98,25 @@ def test_disagreement_after_many_healthy_calls(pools) -> None:
     for raised, text, _, _ in pools(3).run(disagree, {"scale": 0.25}, 20):
         assert raised == "DisagreementError"
         assert "rank 2 has 0.25" in text and "ranks 0, 1 have" in text
+
+
+def plans_mixed_up(one: list[int], other: list[int]) -> tuple:
+    """The last rank takes a plan by ``other`` nodes, where all others take that by ``one``."""
+    plans = [make_plan(SEQLEN, route="nodes", heads=1, nodes=nodes, timeout=5) for nodes in (one, other)]
+    mine = plans[plans[0].rank == plans[0].world - 1]
+    sent = mine.transport.sent
+    told = caught(burst_attention, *tensors(mine), mine)
+    moved = mine.transport.sent - sent
+    burst_attention(*tensors(plans[1]), plans[1]).sum().backward()
+    return *told, moved
+
+
+def test_plans_by_other_nodes_are_not_the_same(pools) -> None:
+    for raised, text, _, moved in pools(4).run(plans_mixed_up, [0, 0, 1, 1], [0, 1, 0, 1]):
+        assert (raised, moved) == ("DisagreementError", 0), text
+        assert "disagree on route: rank 3 has nodes (2, digest" in text
+    for raised, text, _, moved in pools(4).run(plans_mixed_up, [0, 0, 1, 1], [7, 7, 3, 3]):  # by other names
+        assert raised == "nothing" and moved > 0, text
 
 
 def odd_plan(name: str) -> tuple:

@@ -354,6 +354,13 @@ BEHIND[0, -2:] = 0
         ("llama", "plain", {"output_router_logits": True}, "all", "LlamaForCausalLM adds no loss of a router"),
         ("llama", "plain", {"labels": None}, "all", "labels are missing"),
         ("llama", "right padded", {"labels": None, "logits_to_keep": 2}, "all", "reaches into padding"),
+        (
+            "llama",
+            "plain",
+            {"attention_mask": torch.ones(2, 1, LENGTH, LENGTH)},
+            "all",
+            "pass position_ids that restart",
+        ),
         ("llama", "plain", {"past_key_values": 1}, "all", "a cache holds whole sequences"),
         ("llama", "plain", {"inputs_embeds": torch.zeros(2, 3)}, "one", "embeddings that are made outside"),
         ("mixtral", "plain", {"output_router_logits": False}, "one", "output_router_logits"),
@@ -400,9 +407,25 @@ def other_weights():
         return str(error)
 
 
+def wrapped_before(how):
+    model = model_of("llama")
+    model = torch.compile(model) if how == "torch.compile" else torch.nn.parallel.DistributedDataParallel(model)
+    with pytest.raises(TypeError) as error:
+        hf.parallelize(model, timeout=10)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("how", ["torch.compile", "DistributedDataParallel"])
+def test_a_model_that_is_wrapped_already_names_the_order(pools, how):
+    for text in pools(2).run(wrapped_before, how):
+        assert f"model = hf.parallelize(model), then {how}(model)" in text
+
+
 def test_ranks_with_other_weights(pools):
     for text in pools(2).run(other_weights):
         assert "a sample of the weights" in text
+        assert "broadcast rank 0's" in text
+        assert "whole batch" not in text
 
 
 def changed_after(what):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from burst_attention.launch.join import join
-from burst_attention.launch.local import launch
+from burst_attention.launch.local import RefusedError, launch
 
 TIMEOUT = 1.0
 
@@ -30,6 +30,10 @@ def act(folder, ways):
             os.kill(os.getpid(), signal.SIGKILL)
         elif way == "raises":
             raise LookupError("no [bold]such[/] thing")
+        elif way == "refuses":
+            raise RefusedError("--lr 2 is not what the checkpoint was made with")
+        elif way == "is lost in NaN":
+            raise FloatingPointError("step 3: the loss is nan; lower --lr")
         elif way == "gives up":
             raise SystemExit(1)
         elif way == "waits":
@@ -55,6 +59,8 @@ def is_alive(pid):
             "burst x: rank 1 failed: killed by SIGKILL, which the system sends when memory runs",
         ),
         (("raises", "sleeps"), 1, "burst x: rank 0 failed: LookupError: no [bold]such[/] thing"),
+        (("refuses", "sleeps"), 1, "burst x: rank 0 failed: --lr 2 is not what the checkpoint was made with"),
+        (("is lost in NaN", "sleeps"), 1, "burst x: rank 0 failed: step 3: the loss is nan; lower --lr"),
         (("sleeps", "gives up"), 1, "burst x: rank 1 failed: exit code 1"),
     ],
     ids=lambda value: " and ".join(value) if isinstance(value, tuple) else "",

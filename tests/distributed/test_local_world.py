@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -101,6 +102,41 @@ def test_ranks_that_disagree_are_told_apart():
         ranks.run(rank)
     assert all(isinstance(error, DisagreementError) for error in raised.value.errors.values())
     assert "rank 2 has 8" in str(raised.value.errors[0])
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize("odd", [0, 2])
+def test_a_rank_without_gradients_is_told_apart(mode, odd):
+    """Its buffers are inference tensors, which other threads may not write to outside of that mode."""
+
+    def rank(group):
+        plan = make_plan(32, group=group)
+        q = torch.randn(1, 2, plan.length, 4, requires_grad=True)
+        with mode() if plan.rank == odd else nullcontext(), pytest.raises(DisagreementError) as raised:
+            burst_attention(q, q, q, plan)
+        burst_attention(q, q, q, plan).sum().backward()  # the group is unharmed
+        return str(raised.value)
+
+    with local_world(3) as ranks:
+        for told in ranks.run(rank):
+            assert "the ranks disagree on gradients wanted by q, k, v" in told and f"rank {odd} has [False" in told
+
+
+@pytest.mark.parametrize("modes", [(torch.inference_mode,) * 2, (torch.inference_mode, nullcontext)])
+def test_ranks_without_gradients_may_be_in_any_mode(modes):
+    case = Case(seqlen=33)
+
+    def rank(group):
+        plan = make_plan(case.seqlen, group=group)
+        with modes[plan.rank]():
+            return burst_attention(*(plan.shard(case.inputs()[name], 2) for name in "qkv"), plan)
+
+    plan, inputs = make_plan(case.seqlen), case.inputs()
+    right = burst_attention(*(inputs[name] for name in "qkv"), plan)
+    with local_world(2) as ranks:
+        first, second = ranks.run(rank)
+        (zeroth, _) = ranks.run(lambda group: make_plan(case.seqlen, group=group).positions)
+    assert torch.allclose(first, right[:, :, zeroth], atol=1e-6) and second.shape[2] == 16
 
 
 def test_a_rank_that_is_late_is_named():

@@ -14,6 +14,8 @@ from burst_bench.claims.numerics import relative_errors, stock_errors
 from torch.distributed.device_mesh import init_device_mesh
 
 from burst_attention import Mask, burst_attention, make_plan
+from burst_attention.attention.plan import lone_plan
+from burst_attention.engines.whole import whole_attention
 from burst_attention.testing import Case
 
 
@@ -192,14 +194,57 @@ def test_a_scale_is_any_real_number(scale) -> None:
     "scale",
     [
         *(True, np.True_, torch.tensor(True)),
-        *(np.float32("nan"), np.float64("inf"), np.float32(0), torch.tensor(-1.0), 10**400),
+        *(np.float32("nan"), np.float64("inf"), -np.inf, 10**400),
         *(torch.tensor([0.5]), torch.tensor(0.5, requires_grad=True), np.complex64(1), "1"),
     ],
 )
 def test_what_is_no_scale_is_refused(scale) -> None:
     q = torch.zeros(1, 2, 10, 4)
-    with pytest.raises(ValueError, match=r"scale=.* must be a positive, finite number"):
+    with pytest.raises(ValueError, match=r"scale=.* must be a finite number"):
         burst_attention(q, q, q, make_plan(10), scale=scale)
+
+
+def of_no_tokens(options: dict) -> list:
+    """Shapes of results and gradients, and bytes sent: of a plan of no tokens, and of one that had some before."""
+    before = make_plan(24, layout=options.get("layout", "auto"), heads=options.get("heads", "auto"))
+    plans = [make_plan(0, **options), *(before.with_mask(m, seqlen=0) for m in (Mask(), Mask(cu_seqlens=[0, 0])))]
+    found = []
+    for plan in (before, *plans):
+        q, k, v = (torch.randn(2, n, plan.length, d, requires_grad=True) for n, d in ((4, 8), (4, 8), (4, 6)))
+        sent = plan.transport.sent
+        out, lse = burst_attention(q, k, v, plan, return_lse=True)
+        torch.autograd.backward((out, lse), (torch.ones_like(out), torch.ones_like(lse)))
+        found.append([*(tuple(x.shape) for x in (out, lse, q.grad, k.grad, v.grad)), plan.transport.sent - sent])
+        sizes = {"batch": 2, "q_heads": 4, "kv_heads": 4, "head_dim": 8, "v_head_dim": 6}
+        assert plan.bytes(**sizes).forward_sent + plan.bytes(**sizes).backward_sent == found[-1][-1]
+        assert "predicted" in plan.explain(**sizes)
+    return found[1:]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"heads": heads} for heads in (1, 2, 4, "auto")),
+        *({"heads": 2, "keep": keep, "waves": waves} for keep in (True, False) for waves in (0, 1, 2)),
+        *({"heads": 4, "layout": name} for name in ("contiguous", "zigzag-by-halves", "balanced")),
+        {"heads": 2, "assignment": "blocks"},
+        {"heads": 2, "nodes": [0, 0, 1, 1], "route": "nodes"},
+        {"heads": "auto", "q_heads": 4, "head_dim": 8},
+    ],
+    ids=str,
+)
+def test_no_tokens_give_empty_results(pools, options) -> None:
+    right = [(2, 4, 0, 6), (2, 4, 0), (2, 4, 0, 8), (2, 4, 0, 8), (2, 4, 0, 6), 0]
+    for found in pools(4).run(of_no_tokens, options):
+        assert found == [right] * 3
+
+
+def test_whole_attention_of_no_tokens_is_empty() -> None:
+    for mask in (Mask(), Mask(window=3), Mask(cu_seqlens=[0, 0])):
+        q, k, v = (torch.randn(1, heads, 0, 8, requires_grad=True) for heads in (4, 2, 2))
+        out = whole_attention(q, k, v, lone_plan(0, mask=mask))
+        out.sum().backward()
+        assert out.shape == q.grad.shape == (1, 4, 0, 8) and k.grad.shape == v.grad.shape == (1, 2, 0, 8)
 
 
 def test_lengths_that_are_numbers():

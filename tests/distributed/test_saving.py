@@ -222,11 +222,11 @@ def test_the_best_held_out_checkpoint_is_kept_and_exported(pools, corpus, tmp_pa
     assert [(summary.best_step, summary.best_held_out_loss) for summary in summaries] == [(2, 1.0)] * 2
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["held_out_loss"] for line in lines][:3] == [3.0, 1.0, 2.0]
-    source = chosen(tmp_path / "run", best=True)
+    source = chosen(tmp_path / "run", pytest.fail, best=True)
     assert source.name == name_of(2)
     export(source, tmp_path / "model")
     with pytest.raises(ValueError, match=r"--best: .* holds no checkpoint that was evaluated"):
-        chosen(tmp_path, best=True)
+        chosen(tmp_path, pytest.fail, best=True)
 
 
 def test_a_run_that_is_evaluated_on_the_way_has_the_weights_of_one_that_is_not(pools, corpus, tmp_path):
@@ -248,6 +248,7 @@ def test_a_way_that_was_given_up_goes_with_the_first_save_of_another(pools, corp
     (tmp_path / "run" / "checkpoints" / "step-00000008.unfinished").mkdir()
     early = str(tmp_path / "run" / "checkpoints" / name_of(2))
     other = replace(config, run=replace(config.run, resume=early, steps=3, save_every="3", keep=1))
+    other = replace(other, optim=replace(other.optim, decay_steps=6))
     pools(1).run(train, other)
     assert names(tmp_path / "run") == [name_of(3)]
 

@@ -95,6 +95,63 @@ def test_evaluating_before_training_predicting_and_generating(pools, tmp_path):
         assert generated == expected
 
 
+PROBLEMS = ("single_label_classification", "multi_label_classification", "regression")
+
+
+def evaluated_head(folder, problem):
+    """The eval_loss of a classifier, or of a mixture of experts, over 23 samples."""
+    return trained_head(folder, problem).evaluate()["eval_loss"]
+
+
+def trained_head(folder, problem):
+    case = CASES["data 2 x context 2"]
+    with trainer_cases.as_started(case, ours=True):
+        model, data, collated = head_of(problem)
+        args = trainer_makers.arguments_of(case, True, folder)
+        kind = trainer_makers.over_contexts(Trainer)
+        return kind(model=model, args=args, eval_dataset=data, data_collator=collated, context_size=2)
+
+
+def head_of(problem):
+    if problem == "mixture":
+        return trainer_makers.mixture(), trainer_makers.samples(23, 2), trainer_makers.collate
+    return trainer_makers.classifier(problem), trainer_makers.graded(23, 2, problem), trainer_makers.collate_graded
+
+
+def batches_of(data, size):
+    return [data[i : i + size] for i in range(0, len(data), size)]
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_a_classifier_is_evaluated_over_contexts_as_in_one_process(pools, tmp_path, problem):
+    model, data, collated = head_of(problem)
+    with torch.no_grad():
+        expected = sum(len(b) * model.eval()(**collated(b)).loss.item() for b in batches_of(data, 4)) / len(data)
+    for found in pools(4).run(evaluated_head, str(tmp_path), problem):
+        assert found == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_routers_loss_is_in_an_evaluation_once(pools, tmp_path):
+    model, data, collated = head_of("mixture")
+
+    def parts(rows):
+        with torch.no_grad():
+            out = model.eval()(**collated(rows))
+        aux = model.router_aux_loss_coef * out.aux_loss.item()
+        tokens = (collated(rows)["labels"][:, 1:] != -100).sum().item()
+        return out.loss.item() - aux, aux, tokens
+
+    expected = one_process = 0.0
+    for batch in batches_of(data, 4):
+        plain, whole, tokens = parts(batch)
+        routed = sum(aux * n for _, aux, n in map(parts, batches_of(batch, 2))) / tokens
+        expected += len(batch) * (plain + routed) / len(data)
+        one_process += len(batch) * (plain + whole) / len(data)
+    for found in pools(4).run(evaluated_head, str(tmp_path), "mixture"):
+        assert found == pytest.approx(expected, abs=1e-5)
+        assert found == pytest.approx(one_process, rel=0.02)
+
+
 def alone(folder, ours):
     """What a trainer without ranks logs, and the class of its accelerator."""
     with trainer_cases.as_started(CASES["right-padded"], ours=False):

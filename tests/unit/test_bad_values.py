@@ -120,6 +120,7 @@ BAD = [
     ("train", "--lr", "0", "-1", "nan", "inf", "1e-400"),
     ("train", "--min-lr", "-1", "2", "nan"),
     ("train", "--warmup", "-1", HUGE),
+    ("train", "--decay-steps", "0", "-1", HUGE),
     ("train", "--weight-decay", "-1", "nan", "inf"),
     ("train", "--beta1", "1", "-1", "nan"),
     ("train", "--beta2", "1", "nan"),

@@ -51,6 +51,16 @@ def shares(schedule: Schedule) -> np.ndarray:
     return work / work.mean()
 
 
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_take_turns_in_having_a_token_more(world: int, count: int) -> None:
+    """Each document dealt out leaves a token for some ranks, which must not be the same ones each time."""
+    for length in (world * 1000 + 1, world * 1000 + world - 1):
+        documents = Mask(cu_seqlens=borders([length] * count))
+        lengths = Layout("balanced", length * count, world).cut_for(documents, length * count).lengths
+        assert max(lengths) - min(lengths) <= 1
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, 200), st.integers(1, 9), st.data())
 def test_every_token_is_on_one_rank_and_none_holds_more_than_is_said(seqlen: int, world: int, data) -> None:

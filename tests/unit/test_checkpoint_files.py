@@ -12,8 +12,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from burst_attention import cli
+from burst_attention.cli.export import chosen
 from burst_attention.training import checkpoint
 from burst_attention.training.checked import read_json
+from burst_attention.training.claim import MARKER
 from burst_attention.training.manifest import (
     DamagedError,
     discard,
@@ -196,11 +199,54 @@ def test_whole_checkpoints_under_each_others_names_are_told(tmp_path):
     older.rename(tmp_path / "x")
     newer.rename(older)
     (tmp_path / "x").rename(newer)
-    with pytest.raises(ValueError, match=r"none of the 2 checkpoints in .* is whole; leave --resume out"):
-        checkpoint.newest_whole(tmp_path, lambda _: None)
+    with pytest.raises(DamagedError, match=r"no checkpoint in .* is whole") as raised:
+        checkpoint.newest_whole(tmp_path, pytest.fail)
+    assert str(raised.value).count("it is another checkpoint's") == 2
+    told = str(checkpoint.not_resumed(raised.value))
+    assert told.startswith("--resume: no checkpoint") and told.endswith(
+        "Give --overwrite in place of --resume to start the run again"
+    )
     shutil.rmtree(tmp_path / "checkpoints")
-    with pytest.raises(ValueError, match="holds no checkpoint; leave --resume out"):
-        checkpoint.newest_whole(tmp_path, lambda _: None)
+    with pytest.raises(ValueError, match="holds no checkpoint") as raised:
+        checkpoint.newest_whole(tmp_path, pytest.fail)
+    assert str(checkpoint.not_resumed(raised.value)).endswith("leave --resume out to start a new run")
+
+
+def test_a_runs_folder_is_exported_by_its_newest_checkpoint_or_its_best(tmp_path, capsys):
+    run = tmp_path / "run"
+    older, newer = write(run, 4), write(run, 8)
+    (run / MARKER).write_text('{"format": 1, "wrote": []}')
+    assert chosen(run, pytest.fail, best=False) == newer
+    assert chosen(older, pytest.fail, best=False) == older
+    for folder, loss in ((older, 1.0), (newer, 2.0)):
+        forge_state(folder, lambda state, loss=loss: state.update(losses={"held_out": loss}))
+    assert chosen(run, pytest.fail, best=True) == older
+    flip(newer / SHARDS[0], -3)
+    notes = []
+    assert chosen(run, notes.append, best=False) == older
+    assert len(notes) == 1 and f"{newer}: {SHARDS[0]} is not what was saved" in notes[0]
+
+
+def test_what_is_missing_is_called_missing_and_what_there_is_named(tmp_path, capsys):
+    run = tmp_path / "run"
+    newer = write(run, 8)
+    (run / MARKER).write_text('{"format": 1, "wrote": []}')
+
+    def told(*words):
+        assert cli.main(["export", *map(str, words), str(tmp_path / "exported")]) == 2
+        return " ".join(capsys.readouterr().err.split())
+
+    missing = f"burst export: CHECKPOINT '{tmp_path}/nowhere' is missing: there is no such folder"
+    assert told(tmp_path / "nowhere") == told("--best", tmp_path / "nowhere") == missing
+    gone = newer.with_name(name_of(9))
+    there = f"; name '{run}', whose newest is {newer.name}, or --best with it"
+    assert told(gone) == f"burst export: CHECKPOINT '{gone}' is missing: there is no such folder{there}"
+    discard(newer)
+    assert told(run) == f"burst export: CHECKPOINT '{run}' is a run that holds no checkpoint"
+    (run / "model").mkdir()
+    trained = f"; its trained model is a Hugging Face folder already: '{run}/model'"
+    assert told(run) == f"burst export: CHECKPOINT '{run}' is a run that holds no checkpoint{trained}"
+    assert told(gone).endswith(f"is missing: there is no such folder{trained}")
 
 
 def test_what_is_being_written_or_removed_is_no_checkpoint(tmp_path):

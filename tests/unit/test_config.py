@@ -301,6 +301,14 @@ def test_the_learning_rate_rises_then_falls_by_a_cosine():
     assert rates_of(no_warmup) == pytest.approx([0.1])
 
 
+@pytest.mark.parametrize("steps", [60, 300])
+def test_the_learning_rate_falls_over_decay_steps_however_many_steps_there_are(steps):
+    optim = OptimConfig(lr=2.0, warmup=10, min_lr=0.25)
+    plain = rates_of(TrainConfig(run=RunConfig(steps=110), optim=optim))
+    rates = rates_of(TrainConfig(run=RunConfig(steps=steps), optim=dataclasses.replace(optim, decay_steps=110)))
+    assert rates == (plain + [pytest.approx(0.5)] * 190)[:steps]
+
+
 def test_presets_have_the_sizes_that_they_are_named_for():
     from transformers import AutoModelForCausalLM
 

@@ -90,6 +90,13 @@ def test_many_small_documents_take_few_launches() -> None:
     assert len(tiles) == 400 and len(list(cut(tiles))) <= 4000 // (SMALL // 2)
 
 
+@pytest.mark.parametrize("window", [1, 8, 100, 255, 256, 700])
+def test_short_windows_take_few_launches(window: int) -> None:
+    launches = list(cut(tiles_of(Mask(window=window), 4096)))
+    assert len(launches) <= 4096 // (SMALL // 2) + 2
+    assert all(each.q_stop - each.q_start <= max(SMALL, window) for each in launches)
+
+
 CASES = {
     "causal": Mask(),
     "full": Mask(causal=False),

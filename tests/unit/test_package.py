@@ -98,3 +98,10 @@ def test_the_trainers_bridge_says_in_one_line_what_to_install(monkeypatch):
     monkeypatch.delitem(sys.modules, "burst_attention.integrations.trainer", raising=False)
     with pytest.raises(ImportError, match=r"accelerate is not installed: pip install 'burst-attention\[trainer\]'"):
         importlib.import_module("burst_attention.integrations.trainer")
+
+
+def test_hugging_faces_bridge_says_in_one_line_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "burst_attention.integrations.hf", raising=False)
+    with pytest.raises(ImportError, match=r"transformers is not installed: pip install 'burst-attention\[train\]'"):
+        importlib.import_module("burst_attention.integrations.hf")

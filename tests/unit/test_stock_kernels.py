@@ -15,13 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from burst_attention import kernels
+from burst_attention import Mask, burst_attention, kernels, make_plan
 from burst_attention.kernels import aten, aten_ops, choose, explain, flash
 from burst_attention.kernels.prove import check_against_reference
 from burst_attention.kernels.reference import Reference
 from burst_attention.kernels.surrogate import surrogate_output
 from burst_attention.kernels.windowed import Window, Windowed, launches_of, window_of
 from burst_attention.plan.tile import Tile, Tiles
+from burst_attention.testing import attend
 from burst_attention.testing.check import relative_l2
 from tests.tile_cases import BANDS, LARGE, compare, inputs
 from tests.unit.test_plan import seen_by_tile
@@ -280,6 +281,27 @@ def test_head_dims_are_padded(name, dim, value_dim, installed, monkeypatch):
 @pytest.mark.parametrize("name", STOCK)
 def test_a_gradient_of_the_lse_alone(name, installed, monkeypatch):
     compare(kernel_over(name, installed, monkeypatch), BANDS["causal"], 16, 16, dlse=True)
+
+
+@pytest.mark.parametrize("scale", [-0.7, 0.0])
+@pytest.mark.parametrize("name", STOCK)
+def test_calls_give_it_a_positive_scale(name, scale, installed, monkeypatch):
+    """These kernels take the maximum of unscaled scores, and multiply a mask's -inf by the scale."""
+    kernel, given = kernel_over(name, installed, monkeypatch), []
+    for each in ("run_forward", "run_backward"):
+        run = getattr(kernel, each)
+        keep = lambda *arguments, run=run: (given.append(arguments[-1]), run(*arguments))[1]  # noqa: E731
+        object.__setattr__(kernel, each, keep)
+    monkeypatch.setattr("burst_attention.attention.checks.choose", lambda *_, **__: kernel)
+    plan = make_plan(40, mask=Mask(window=9))
+    q, k, v, dout = inputs(40, 40, 16, 16)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out, lse = burst_attention(*leaves, plan, scale=scale, return_lse=True)
+    grads = torch.autograd.grad((out, lse), leaves, (dout, torch.ones_like(lse)))
+    right = attend(q, k, v, plan.mask, dout=dout, dlse=torch.ones_like(lse), scale=scale)
+    assert given and min(given) > 0
+    for actual, (_, expected) in zip((out, lse, *grads), right.items(), strict=True):
+        assert relative_l2(actual, expected) < 1e-5
 
 
 def test_windows_say_what_tiles_say():

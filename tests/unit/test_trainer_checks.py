@@ -6,10 +6,11 @@ import accelerate
 import pytest
 import transformers
 from accelerate import Accelerator
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from burst_attention.integrations import trainer_checks
 from burst_attention.integrations.trainer import BurstMixin
+from tests.hf_models import make_model
 
 
 class Mine(BurstMixin, Trainer):
@@ -47,3 +48,34 @@ def test_the_installed_packages_have_every_hook(monkeypatch):
     for kind in (Trainer, Accelerator):
         assert any(holder is kind for holder, *_ in trainer_checks._HOOKS)
     trainer_checks.check_hooks(Mine, BurstMixin)
+
+
+def test_a_trainer_before_the_mixin_is_refused_when_the_class_is_made():
+    with pytest.raises(TypeError, match=r"write class Wrong\(BurstMixin, Trainer\)"):
+
+        class Wrong(Trainer, BurstMixin):
+            pass
+
+    class Right(Mine):
+        pass
+
+    class Own(Trainer):
+        pass
+
+    class AlsoRight(BurstMixin, Own):
+        pass
+
+    with pytest.raises(TypeError, match=r"write class Below\(BurstMixin, Own\)"):
+
+        class Below(Own, Mine):
+            pass
+
+
+def test_metrics_that_are_assigned_later_are_refused_before_training(tmp_path):
+    args = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+    trainer = Mine(model=make_model("llama", "sdpa"), args=args, train_dataset=[{}])
+    for name in ("compute_metrics", "preprocess_logits_for_metrics"):
+        setattr(trainer, name, lambda *given: {})
+        with pytest.raises(ValueError, match=f"{name}=.* needs whole logits"):
+            trainer.train()
+        setattr(trainer, name, None)

@@ -77,10 +77,11 @@ def started(tmp_path, monkeypatch):
 def test_the_first_line_tells_the_memory_and_what_is_not_there_starts_no_rank(started, monkeypatch, capsys):
     assert started("--remat", "layer")[0] == 0
     first, second, *_ = capsys.readouterr().out.splitlines()
-    assert first.startswith("memory foretold, at the peak of a rank: ") and "weights 3 MiB" in first
+    assert first.startswith("memory predicted for the tensors of a rank at their peak: ") and "weights 3 MiB" in first
+    assert first.endswith("; not counted: PyTorch and Python themselves, some 500 MiB")
     assert second == "model tiny, tokenizer bytes, data text.txt, engine burst, kernel aten"
     assert started("--engine", "ulysses")[0] == 0
-    assert "memory is not foretold for --engine ulysses" in capsys.readouterr().out
+    assert "memory is not predicted for --engine ulysses" in capsys.readouterr().out
     monkeypatch.setattr(preflight, "free_memory", lambda: (10 * 2**20, "memory available"))
     assert started("--remat", "layer") == (2, [])
     told = capsys.readouterr().err

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from ..comm.scalars import real
 from ..kernels import choose
 from ..kernels.contract import Kernel
-from ..kernels.precision import DTYPES
+from ..kernels.precision import DTYPES, accumulation_dtype
 from ..plan.cost import Shape
 from ..plan.groups import Groups
 from ..plan.mask import Mask
@@ -46,13 +46,47 @@ def check_types(q: Any, k: Any, v: Any, scale: Any, travels: Any, kernel: Any) -
             raise TypeError(f"{name} is a {type(x).__name__}, not a tensor")
         if isinstance(x, DTensor):
             raise TypeError(f"{name} is a DTensor; pass this rank's shard of the sequence as a plain tensor")
-    number = None if scale is None else real(scale)
-    if scale is not None and (number is None or not 0 < number <= sys.float_info.max):
-        raise ValueError(f"scale={scale!r} must be a positive, finite number, or None for 1 / sqrt(head dim)")
+    number = check_scale(scale, q.dtype)
     check_travels(travels)
     if not isinstance(kernel, str):
         raise ValueError(f"kernel={kernel!r} must be a kernel's name, or auto")
-    return None if number is None else float(number)
+    return number
+
+
+def check_scale(scale: Any, dtype: torch.dtype) -> float | None:
+    """The scale of a call with ``dtype`` inputs as a float, or None.
+
+    Raises:
+        ValueError: it is not a finite number, or its size is not a normal number of the accumulation dtype.
+    """
+    if scale is None:
+        return None
+    number = real(scale)
+    if number is None or not abs(number) <= sys.float_info.max:
+        raise ValueError(f"scale={scale!r} must be a finite number, or None for 1 / sqrt(head dim)")
+    wide = accumulation_dtype(dtype)
+    # Kernels also use scale * log2(e), which must be finite too.
+    least, most = torch.finfo(wide).tiny, torch.finfo(wide).max / 2
+    if number and not least <= abs(number) <= most:
+        raise ValueError(
+            f"scale={scale!r} is too {'small' if abs(number) < least else 'large'} for {wide}, in which scores are "
+            f"computed. Use 0, or a size from {least:.3g} to {most:.3g}"
+        )
+    return float(number)
+
+
+def signless(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """(q, scale) with the same scores and a scale above 0.
+
+    Fused kernels take the maximum of scores before they scale, and scale a mask's -inf, so they need a positive scale.
+    The sign goes into q, without rounding; so does a zero, which keeps NaN and inf in q visible.
+    """
+    return (q, scale) if scale > 0 else (q * sign_of(scale), abs(scale) or 1.0)
+
+
+def sign_of(scale: float) -> float:
+    """-1, 0 or 1."""
+    return float((scale > 0) - (scale < 0))
 
 
 def kernel_for(
@@ -155,6 +189,11 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, length: int) -> None:
             raise ValueError(f"{name} has shape {list(x.shape)}; it must be [batch, heads, S_local, head dim]")
         if (x.dtype, x.device) != (q.dtype, q.device):
             raise TypeError(f"{name} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}; they must be alike")
+        if x.shape[2] != length and x.shape[1] == length:
+            raise ValueError(
+                f"{name} has shape {list(x.shape)}, with this rank's {length} tokens in dim 1; it must be "
+                f"[batch, heads, S_local, head dim]: pass {name}.transpose(1, 2)"
+            )
         if x.shape[2] != length:
             raise ValueError(
                 f"{name} has shape {list(x.shape)}, but this rank holds {length} tokens (dim 2); cut it with plan.shard"

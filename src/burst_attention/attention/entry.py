@@ -54,7 +54,8 @@ def burst_attention(
         k: [B, Hkv, S_local, D], Hq divisible by Hkv.
         v: [B, Hkv, S_local, Dv].
         plan: from :func:`burst_attention.make_plan`; it says which positions are here and what a query sees.
-        scale: of the scores, any real number (numpy's and 0-d tensors too); 1 / sqrt(D) if None.
+        scale: of the scores; 1 / sqrt(D) if None. Any finite number (numpy's and 0-d tensors too), also zero or
+            negative; other sizes must be normal numbers of fp32 (fp64 for fp64 inputs), in which scores are computed.
         travels: which tensors are sent from rank to rank. ``query``: keys and values in the forward; in the backward
             queries and what belongs to them, and dQ comes home (arXiv 2403.09347, algorithm 2). ``key-value``: keys
             and values in both; in the backward dK and dV come home (RingAttention). ``either``: of each pair of shards

@@ -20,7 +20,7 @@ from ..kernels.precision import accumulation_dtype
 from ..plan.assignment import TRAVELS
 from ..plan.groups import Groups
 from ..plan.rows import Side
-from .checks import kernel_for, resolve, shared_fields
+from .checks import kernel_for, resolve, shared_fields, sign_of, signless
 from .derivatives import check_transforms, refuse_second
 from .passes import Backward, Forward, kept_shapes
 from .plan import plan_of
@@ -31,7 +31,7 @@ QUERY, KEY, VALUE = 1, 2, 4  # bits of ``wanted``
 # torch keeps compiled graphs on disk, the backward that it traced among them, under the operator's name and arguments
 # alone. As one of the arguments, this keeps a graph of another formula from being run: add one to it with each change
 # of this file that a graph may hold; a test goes red until it is done.
-FORMULA_VERSION = 4
+FORMULA_VERSION = 5
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,8 @@ def attend(
         kept_q, kept_k, kept_v = (x.new_empty(shape) for x, shape in zip((q, k, v), shapes, strict=True))
         keeping = (kept_q, kept_k, kept_v) if keep else None
         q, k, v = map(_dense_rows, (q, k, v))
-        work = Forward(q, k, v, call.scale, call.kernel, call.groups, keeping)
+        q, scale = signless(q, call.scale)
+        work = Forward(q, k, v, scale, call.kernel, call.groups, keeping)
         program = plan.schedule.program(call.travels, work.direction, call.groups)
     plan.agreement.agree("burst_attention", fields)
     plan.usage.note_call()
@@ -161,13 +162,16 @@ def attend_backward(
             delta = delta - dlse
         dout, q, k, v = map(_dense_rows, (dout, q, k, v))
         stats = torch.stack((lse, delta), -1)
-        work = Backward(dout, q, k, v, stats, forward.scale, kernel, plan.world == 1, groups, kept)
+        q, scale = signless(q, forward.scale)  # what was kept has its sign already
+        work = Backward(dout, q, k, v, stats, scale, kernel, plan.world == 1, groups, kept)
         program = plan.schedule.program(forward.travels, work.direction, groups)
     # Ranks that run the backwards of several calls in different orders would add up each other's.
     plan.agreement.agree("the backward of burst_attention", fields)
     with torch.autocast(q.device.type, enabled=False):
         sums = sweep(program, plan.transport, work, plan.indices)
     grads = [*sums.pop(Side.QUERY), *sums.pop(Side.KEY)]
+    if forward.scale <= 0:
+        grads[0] = grads[0] * sign_of(forward.scale)
     for n, grad in enumerate(grads):  # one by one, so that a sum is free once it is rounded
         grads[n] = grad.to(q.dtype).contiguous()
     return grads[0], grads[1], grads[2]

@@ -241,12 +241,12 @@ class Plan:
     def explain(
         self,
         *,
-        batch: int,
-        q_heads: int,
-        kv_heads: int,
-        head_dim: int,
+        batch: int = 1,
+        q_heads: int | None = None,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
         v_head_dim: int | None = None,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         travels: str = "auto",
     ) -> str:
         """How a call of :func:`burst_attention` will be computed, how long that is predicted to take, and why so.
@@ -254,14 +254,26 @@ class Plan:
         A few lines: what was chosen; predicted seconds of one forward (two where layers are recomputed) and backward,
         and how many of them are exchange that nothing hides; bytes by kind of link; visits and launches; what else
         could have been chosen; and what is retained from the forward to the backward. Arguments are those of
-        :meth:`bytes`. Any rank may call it alone.
+        :meth:`bytes`. Without sizes it explains the calls that :func:`make_plan` was given sizes of. Any rank may
+        call it alone.
 
         Raises:
-            TypeError, ValueError: for shapes that the call would refuse.
+            TypeError, ValueError: for shapes that the call would refuse, or if no sizes are known.
         """
-        sizes = {"batch": batch, "q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim}
-        shape = checked_shape(dtype, **sizes, v_head_dim=v_head_dim)
         check_travels(travels)
+        known = None if (q_heads, kv_heads, head_dim) != (None,) * 3 else self.schedule.planner.known
+        if known is not None:
+            q_heads, kv_heads, head_dim = known.q_heads, known.kv_heads, known.head_dim
+        if q_heads is None or head_dim is None:
+            raise TypeError(
+                f"q_heads={q_heads}, head_dim={head_dim}: pass both, such as plan.explain(batch=1, q_heads=32, "
+                "kv_heads=8, head_dim=128, dtype=torch.bfloat16), or to make_plan"
+            )
+        kv_heads = q_heads if kv_heads is None else kv_heads
+        sizes = {"batch": batch, "q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim}
+        shape = checked_shape(torch.float32 if dtype is None else dtype, **sizes, v_head_dim=v_head_dim)
+        if known is not None and dtype is None:
+            shape = replace(shape, io=known.io, partial=known.partial, accumulate=known.accumulate)
         return explain(self.schedule, shape, travels)
 
     def exchange_small(self, values: Sequence[float]) -> list[list[float]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -14,8 +16,10 @@ from rich.table import Table
 
 from burst_attention.training.config import TrainConfig
 from burst_attention.training.interrupt import InterruptedRunError
-from burst_attention.training.manifest import name_of
+from burst_attention.training.manifest import list_checkpoints, name_of
 from burst_attention.training.metrics import StepRecord, Summary, unusual
+
+from ..launch.processes import UNSAVED
 
 
 class Screen:
@@ -84,13 +88,25 @@ class Screen:
     def finish(self, summary: Summary) -> None:
         if self._bar:
             self._bar.stop()
-        self.console.print(_table(summary))
+        self.console.print(_table(summary, self.config.parallel.device))
         if summary.skipped_files:
             self.console.print(f"{summary.skipped_files} files passed over: not UTF-8 text")
         self.console.print(f"config, metrics, curve and model: [bold]{escape(self.config.run.out)}[/]")
+        if steps := summary.missing_checkpoints:
+            found = list_checkpoints(Path(self.config.run.out))
+            kept = f"the newest that is kept: {found[0]}" if found else "none is kept"
+            which = f"checkpoint{'s' * (len(steps) > 1)} after step {_some([str(step) for step in steps])}"
+            self.console.print(
+                f"[bold red]burst train:[/] {which} could not be written; {escape(kept)}. "
+                f"The run is finished, and ends with status {UNSAVED}"
+            )
 
 
-def _table(summary: Summary) -> Table:
+# What is counted: on a CPU more than the prediction before the start counts.
+COUNTED = {"cuda": "tensors on its GPU", "cpu": "the whole process: tensors, PyTorch and Python"}
+
+
+def _table(summary: Summary, device: str) -> Table:
     table = Table(show_header=False)
     table.add_row("first loss", f"{summary.first_loss:.4f}")
     table.add_row("last loss", f"{summary.last_loss:.4f}")
@@ -106,15 +122,14 @@ def _table(summary: Summary) -> Table:
     if summary.spikes:
         steps = _some([f"step {step} ({multiple:.1f} x)" for step, multiple in summary.spikes.items()])
         table.add_row("loss spikes, by the running median", steps)
-    table.add_row("tokens/s", f"{summary.tokens_per_second:,.0f}")
+    table.add_row("tokens/s", "-" if summary.tokens_per_second is None else f"{summary.tokens_per_second:,.0f}")
     if summary.mfu is not None:
         table.add_row("MFU", f"{summary.mfu:.1%}")
     waited = ["-" if seconds is None else f"{seconds:,.3f} s" for seconds in summary.exchange_seconds]
     table.add_row("waits in exchanges per step, per rank", ", ".join(waited))
-    table.add_row("peak memory per rank", ", ".join(_size(size) for size in summary.peak_memory))
-    sent = [("-" if size is None else _size(size)) for size in summary.bytes_sent]
-    table.add_row("attention sent per step, per rank", ", ".join(sent))
-    table.add_row("predicted", ", ".join(_size(size) for size in summary.bytes_predicted))
+    table.add_row("peak memory per rank", f"{_sizes(summary.peak_memory)}\n({COUNTED[device]})")
+    table.add_row("attention sent per step, per rank", _sizes(summary.bytes_sent))
+    table.add_row("predicted", _sizes(summary.bytes_predicted))
     return table
 
 
@@ -129,6 +144,10 @@ def _some(texts: list[str], most: int = 8) -> str:
     """As many as a line of a table holds, and how many more there are."""
     more = f" and {len(texts) - most} more" if len(texts) > most else ""
     return ", ".join(texts[:most]) + more
+
+
+def _sizes(sizes: Sequence[float | None]) -> str:
+    return ", ".join("-" if size is None else _size(size) for size in sizes)
 
 
 def _size(size: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,11 +18,11 @@ from burst_attention.training.claim import check_inputs, was_claimed_by_sibling
 from burst_attention.training.config import TrainConfig, as_flags, read_toml
 from burst_attention.training.manifest import FOLDER, STATE, list_checkpoints, read_state
 from burst_attention.training.memory import check_fits
-from burst_attention.training.metrics import NEWEST, SUMMARY, claim_run, without_auto
+from burst_attention.training.metrics import NEWEST, SUMMARY, claim_run, finished_steps, without_auto
 from burst_attention.training.preflight import check_run
 
 from ..launch import local as launch
-from ..launch.processes import INTERRUPTED
+from ..launch.processes import INTERRUPTED, UNSAVED
 from .numbers import numbers
 
 COMMAND = "burst train"
@@ -83,20 +83,23 @@ def settings_of_checkpoint(resumed: str, out: str) -> list[str]:
     Raises:
         ValueError: there is no checkpoint that can be read.
     """
+    from burst_attention.training.checkpoint import none_whole, not_resumed
     from burst_attention.training.snapshot import settings_to_go_on
 
     folders = list_checkpoints(Path(out)) if resumed == NEWEST else [Path(resumed)]
-    error = ValueError(f"--resume: {out!r} holds no checkpoint; leave --resume out to start anew")
+    if not folders and finished_steps(Path(out)) is not None:
+        raise ValueError(f"--resume: {out!r} holds a finished run, and no checkpoint to train it further from")
+    wrong = []
     for folder in folders:
         try:
             flags = as_flags(settings_to_go_on(read_state(folder)), folder / STATE)
-        except ValueError as its:  # the ranks go back to the one before it, and tell why
-            error = ValueError(f"--resume {its}")
+        except ValueError as error:  # the ranks go back to the one before it, and say why
+            wrong.append(str(error))
             continue
         # A checkpoint in a run's folder is that run's, which goes on there.
         inside = resumed != NEWEST and folder.resolve().parent.name == FOLDER
         return [f"--out={folder.resolve().parent.parent}", *flags] if inside else flags
-    raise error
+    raise not_resumed(none_whole(Path(out), wrong)) if resumed == NEWEST else ValueError(f"--resume {wrong[0]}")
 
 
 def main(arguments: list[str]) -> int:
@@ -120,20 +123,26 @@ def main(arguments: list[str]) -> int:
             told = Console(highlight=False, soft_wrap=True)
             for line in ([f"{COMMAND}: {chosen}"] if chosen else []) + [*begun.lines]:
                 told.print(line, markup=False)
+        before = list_checkpoints(Path(config.run.out))
         worker = partial(_train, begun.memory)
         status = launch.start(COMMAND, worker, config, ranks=config.parallel.ranks or 1, patient=True)
-        if status not in (0, INTERRUPTED):
-            sys.stderr.write(what_is_kept(config.run.out, asked=status > 128))
+        if status not in (0, UNSAVED, INTERRUPTED):
+            sys.stderr.write(what_is_kept(config.run.out, before, asked=status > 128))
         return status
 
 
-def what_is_kept(out: str, *, asked: bool) -> str:
-    """A line for a run that ended before it could tell; empty if it failed, and there is nothing to go on from.
+def what_is_kept(out: str, before: Sequence[Path], *, asked: bool) -> str:
+    """A line for a run that ended early; empty if it failed and saved nothing.
+
+    A failed run's checkpoints of an earlier start are not named: they may be why it failed.
 
     Args:
+        before: the checkpoints that there were when it started.
         asked: whether it was ended by a signal to its launcher.
     """
     found = list_checkpoints(Path(out))
+    if not asked and found[:1] == list(before[:1]):
+        return ""
     if not found:
         return f"{COMMAND}: ended at once, before anything was saved\n" if asked else ""
     command = f"burst train --out {shlex.quote(out)} --resume"
@@ -192,6 +201,8 @@ def _train(memory: dict[str, int] | None, config: TrainConfig) -> None:
         free, _ = torch.cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", "0")))
         check_fits(memory, (free, "free on its GPU"), config.memory, seq_len=config.data.seq_len, ranks=1)
     try:
-        train(config, [Screen()], held=True)
+        summary = train(config, [Screen()], held=True)
     except InterruptedRunError as interrupted:  # told by the screen
         sys.exit(interrupted.status)
+    if summary.missing_checkpoints:  # the same on all ranks
+        sys.exit(UNSAVED)

@@ -68,10 +68,12 @@ class Agreement:
         own: Any = None,
         *,
         remedy: str = "Pass the same on every rank of the group",
+        remedies: Mapping[str, str] | None = None,
     ) -> list[Any]:
         """Check that every rank makes ``call`` with equal ``fields``; return every rank's ``own`` by rank.
 
-        All values must be JSON's. Floats arrive exactly. ``remedy`` ends the text of a disagreement.
+        All values must be JSON's. Floats arrive exactly. ``remedy`` ends the text of a disagreement; ``remedies`` has
+        others, by field.
 
         Raises:
             DisagreementError: on every rank, naming the fields, their values and the odd rank.
@@ -99,7 +101,8 @@ class Agreement:
         }
         if odd:
             told = "; ".join(f"{name}: {_by_value(values)}" for name, values in odd.items())
-            raise DisagreementError(f"{call}: the ranks disagree on {told}. {remedy}")
+            ways = dict.fromkeys((remedies or {}).get(name, remedy) for name in odd)
+            raise DisagreementError(f"{call}: the ranks disagree on {told}. {'. '.join(ways)}")
         return [record["own"] for record in records]
 
     def refuse(self, error: Exception) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from datetime import timedelta
@@ -24,9 +25,21 @@ _HEALTH: weakref.WeakKeyDictionary[dist.ProcessGroup, Health] = weakref.WeakKeyD
 
 
 def resolve_group(group: Any) -> dist.ProcessGroup | LocalGroup | None:
-    """None (the default group, or no group if torch.distributed is not initialised), a group, or a 1-D DeviceMesh."""
+    """None (the default group, or no group if torch.distributed is not initialised), a group, or a 1-D DeviceMesh.
+
+    Raises:
+        TypeError, ValueError: ``group`` is none of them, or None in a job's rank that has not joined the others.
+    """
     if group is None:
-        return dist.group.WORLD if dist.is_initialized() else None
+        if dist.is_initialized():
+            return dist.group.WORLD
+        world = os.environ.get("WORLD_SIZE", "1") if "RANK" in os.environ else "1"
+        if world.isdigit() and int(world) > 1:
+            raise ValueError(
+                f"group=None, but torch.distributed is not initialised in this rank of WORLD_SIZE={world}; call "
+                "torch.distributed.init_process_group() first, or unset RANK and WORLD_SIZE to run on one rank"
+            )
+        return None
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(f"group={group} has {group.ndim} axes; pass one axis of it, such as mesh['context']")

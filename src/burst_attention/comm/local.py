@@ -82,10 +82,12 @@ class Exchange:
             if (sent.tensor.shape, sent.tensor.dtype) != (received.tensor.shape, received.tensor.dtype):
                 told = [f"{list(x.tensor.shape)} {x.tensor.dtype}" for x in (sent, received)]
                 raise RuntimeError(f"a message of {told[0]} met a buffer of {told[1]}")
-            if sent.ready is None:
-                received.tensor.copy_(sent.tensor)
-            else:
-                self._copy_on_stream(sent, received)
+            # Either thread makes the copy, in its own mode; a buffer of the other's inference mode takes no other.
+            with torch.inference_mode():
+                if sent.ready is None:
+                    received.tensor.copy_(sent.tensor)
+                else:
+                    self._copy_on_stream(sent, received)
         except Exception as error:
             sent.failure = received.failure = str(error)
         finally:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from burst_attention.attention.checks import check_types
 from burst_attention.attention.derivatives import check_transforms
 from burst_attention.attention.plan import Plan, lone_plan
 
@@ -32,6 +33,7 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: flo
         ValueError: the heads don't divide by the ranks, the layout is another, or the ranks disagree: on all of them.
     """
     with plan.agreement.entering("ulysses_attention"):
+        scale = check_types(q, k, v, scale, "query", "auto")
         check_transforms("ulysses_attention", q=q, k=k, v=v)
         for name, x in (("q", q), ("k", k), ("v", v)):
             if x.ndim != 4 or x.shape[2] != plan.length:

@@ -119,7 +119,7 @@ class UspAttention:
             TypeError, ValueError: an argument can't be used, or the ranks disagree: the same class on all of them.
         """
         with plan.agreement.entering(CALL):
-            check_types(q, k, v, scale, "key-value", "auto")
+            scale = check_types(q, k, v, scale, "key-value", "auto")
             check_transforms(CALL, q=q, k=k, v=v)
             check_tensors(q, k, v, plan.length)
             plan.transport.check_device(q.device)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from burst_attention.attention.checks import signless
 from burst_attention.attention.plan import Plan
 from burst_attention.plan.mask import Mask
 
@@ -23,6 +24,8 @@ def whole_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float
     """
     if plan.world > 1:
         raise ValueError(f"plan spreads the sequence over {plan.world} ranks; whole_attention wants all of it on one")
+    if scale is not None:
+        q, scale = signless(q, scale)
     parts = []
     for rows, columns, mask in _calls(plan.mask, plan.seqlen):
         parts.append(
@@ -45,7 +48,7 @@ def _calls(mask: Mask, seqlen: int) -> Iterator[tuple[slice, slice, Tensor | Non
         window = mask.window
         if window is None or window >= stop - start:
             whole = slice(start, stop)
-            if stop > start:
+            if stop > start or not seqlen:  # no tokens: one empty call, whose result has gradients
                 yield whole, whole, torch.from_numpy(mask.dense(seqlen)) if mask.prefix else None
             continue
         for top in range(start, stop, WINDOW_ROWS):  # a mask of the whole would take memory in the length's square

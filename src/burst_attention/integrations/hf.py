@@ -16,6 +16,11 @@ sliding window for models that mix windowed and full layers (``windowed_plan = f
 says what is seen. What a model asks for and the plan does not hold is refused by name, on all ranks at once.
 """
 
+try:
+    import transformers  # noqa: F401
+except ImportError as error:
+    raise ImportError("transformers is not installed: pip install 'burst-attention[train]'") from error
+
 from burst_attention.attention.batch import shard_batch
 
 from .hf_answer import ParallelOutput

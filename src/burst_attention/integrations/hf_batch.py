@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from burst_attention.attention.batch import Plans, mask_refusal
+from burst_attention.attention.batch import Plans
 from burst_attention.attention.plan import Plan
 from burst_attention.plan.mask import Mask
 
@@ -151,15 +151,22 @@ def _padding(batch: Mapping[str, Any], ids: torch.Tensor) -> tuple[torch.Tensor 
         return None, None
     if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:
         what = f"of shape {list(mask.shape)}" if isinstance(mask, torch.Tensor) else f"that is a {type(mask).__name__}"
-        raise mask_refusal(f"a mask {what}")
+        raise _mask_refusal(what)
     real = mask != 0
     if real.all():
         return None, None
     before = (real.cumsum(1) == 0).sum(1)
     behind = (real.flip(1).cumsum(1) == 0).sum(1)
     if not (real.sum(1) == (real.shape[1] - before - behind).clamp(min=0)).all():
-        raise mask_refusal("a mask with zeros between tokens")
+        raise _mask_refusal("with zeros between tokens")
     return real, before if before.any() else None
+
+
+def _mask_refusal(what: str) -> ValueError:
+    return ValueError(
+        f"attention_mask: a mask {what} is not supported; pass [batch, sequence] with zeros for padding alone. "
+        "For packed documents pass position_ids that restart at 0 where each begins, and leave attention_mask out"
+    )
 
 
 def _targets(batch: Mapping[str, Any], ids: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor | None:

@@ -44,6 +44,11 @@ _REMEDIES = {
     "output_hidden_states": "hidden states are spread over the ranks; leave it out",
     "output_attentions": "the attention weights are never formed; leave it out",
 }
+_WEIGHTS = "a sample of the weights"
+_SAME_WEIGHTS = (
+    "Every rank must hold the same weights: set one seed before the model is made, load them from one checkpoint, or "
+    "broadcast rank 0's"
+)
 
 
 def parallelize(
@@ -83,11 +88,17 @@ def parallelize(
     Raises:
         TypeError, ValueError: the model can't be spread, or an argument is wrong; on every rank.
     """
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    wrapper = _wrapper(model)
+    base: Any = model.get_base_model() if not wrapper and hasattr(model, "get_base_model") else model  # type: ignore
     plan = make_plan(1, layout=layout, group=group, timeout=timeout, **sizes_to_come(base))
     with plan.agreement.entering("parallelize"):
         if gradients not in get_args(Gradients):
             raise ValueError(f"gradients={gradients!r} is unknown; choose one of {', '.join(get_args(Gradients))}")
+        if wrapper:
+            raise TypeError(
+                f"model is wrapped by {wrapper} already; parallelize it first: model = hf.parallelize(model), then "
+                f"{wrapper}(model)"
+            )
         if not isinstance(base, PreTrainedModel):
             raise TypeError(f"model is a {type(base).__name__}; pass a causal language model of transformers")
         if isinstance(base, _Parallel):
@@ -112,6 +123,15 @@ def parallelize(
     spread._burst = state
     spread.__class__ = _parallel_class(type(spread))  # type: ignore[arg-type]
     return model
+
+
+def _wrapper(model: Any) -> str | None:
+    """Return the name of what wraps a model of transformers: DDP, FSDP1, a compiler."""
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        return "torch.compile"
+    inner = getattr(model, "module", None) if isinstance(model, nn.Module) else None
+    wrapped = not isinstance(model, PreTrainedModel) and isinstance(inner, nn.Module)
+    return type(model).__name__ if wrapped else None
 
 
 def _check_own_forward(model: Any) -> None:
@@ -236,7 +256,7 @@ def _agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cal
         plans = state.plans.get(rows.input_ids.shape[1], rows.cu_seqlens)
         call = Call(given, rows, items, keep, _wants_router(model, given), plans)
         fields = _fields(model, call)
-    base.agreement.agree("the model", fields, remedy=SAME_BATCH)
+    base.agreement.agree("the model", fields, remedy=SAME_BATCH, remedies={_WEIGHTS: _SAME_WEIGHTS})
     state.compared = True
     call.shard.update(cut(rows.input_ids, rows.targets, plans.one))
     return call
@@ -304,7 +324,7 @@ def _fields(model: Any, call: Call) -> dict[str, Any]:
         "gradients are wanted": torch.is_grad_enabled(),
     }
     if call.plan.world > 1 and not model._burst.compared:
-        fields["a sample of the weights"] = _sample(model)
+        fields[_WEIGHTS] = _sample(model)
     return fields
 
 

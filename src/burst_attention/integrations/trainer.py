@@ -23,13 +23,14 @@ try:
 except ImportError as error:
     raise ImportError(f"{error.name} is not installed: pip install 'burst-attention[trainer]'") from error
 
-from .hf_batch import IGNORED
 from .hf_parallel import parallelize
 from .trainer_checks import (
     check_hooks,
+    check_order,
     check_settings,
     check_trainer,
     context_size_of,
+    counted,
     launched_config,
     without_context,
 )
@@ -54,7 +55,11 @@ class BurstMixin(OneGeneration):
         RuntimeError: the installed transformers, accelerate or TRL is not one that this was written for.
     """
 
-    _shares_of_all = False
+    _own_mean = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        check_order(cls, BurstMixin)
 
     def __init__(self, *args: Any, context_size: int | None = None, layout: str = "auto", **kwargs: Any) -> None:
         check_trainer(type(self))
@@ -120,13 +125,17 @@ class BurstMixin(OneGeneration):
 
     # Evaluation: over several contexts the last batch is filled up with samples of the first.
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        check_settings(self)  # a setting may have been assigned since
+        return super().train(*args, **kwargs)  # type: ignore[misc]
+
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        args: Any = self.args  # type: ignore[attr-defined]
-        self._shares_of_all = num_items_in_batch is not None and args.average_tokens_across_devices
+        # In an evaluation each context gives the mean over its own samples, which its weight belongs to.
+        items = None if self._own_mean else num_items_in_batch
         return super().compute_loss(  # type: ignore[misc]
-            model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+            model, inputs, return_outputs=return_outputs, num_items_in_batch=items
         )
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
@@ -137,36 +146,40 @@ class BurstMixin(OneGeneration):
                 "predict() returns whole logits, which are never formed over ranks; set prediction_loss_only=True in "
                 "the arguments, or predict in one process"
             )
-        accelerator: Any = self.accelerator  # type: ignore[attr-defined]
-        by_tokens = accelerator.num_processes > 1 and "labels" in inputs
-        if by_tokens:
-            inputs = self._without_repeated(inputs)
-        loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys)  # type: ignore[misc]
-        if by_tokens:
-            loss = self._of_all_contexts(loss, inputs)
+        trainer: Any = self
+        shared = trainer.accelerator.num_processes > 1 and "labels" in inputs
+        own = self._own_samples(inputs["labels"]) if shared else 0
+        if own:
+            whole = trainer.args.eval_batch_size
+            inputs = {name: x[:own] if _has_rows(x, whole) else x for name, x in inputs.items()}
+        self._own_mean = shared
+        try:
+            loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys)  # type: ignore[misc]
+        finally:
+            self._own_mean = False
+        if shared:
+            loss = self._mean_of_contexts(loss, counted(trainer.model, inputs["labels"]) if own else 0)
         return loss, None, None
 
-    def _without_repeated(self, inputs: Any) -> Any:
-        """A batch of which this context's samples that only fill it up have no labels.
+    def _own_samples(self, labels: torch.Tensor) -> int:
+        """Return how many rows of this context's batch do not only fill it up.
 
-        Samples laid end to end in one row are told apart by nothing: some of them count twice, as under DDP.
+        Samples laid end to end in one row can't be separated: some of them count twice, as under DDP.
         """
         trainer: Any = self
-        accelerator, labels, samples = trainer.accelerator, inputs["labels"], trainer.args.eval_batch_size
-        state = accelerator.gradient_state
+        state, samples = trainer.accelerator.gradient_state, trainer.args.eval_batch_size
         if not state.end_of_dataloader or state.remainder < 1:
-            return inputs
-        own = max(0, state.remainder - accelerator.process_index * samples)
-        if own > 0 and len(labels) != samples:
-            return inputs
-        labels = labels.clone()
-        labels[own:] = IGNORED
-        return {**inputs, "labels": labels}
+            return len(labels)
+        own = state.remainder - trainer.accelerator.process_index * samples
+        return min(max(0, own), len(labels)) if len(labels) == samples or own <= 0 else len(labels)
 
-    def _of_all_contexts(self, loss: torch.Tensor, inputs: Any) -> torch.Tensor:
-        """The loss of the batches of all contexts, as one process that read them together would have it."""
+    def _mean_of_contexts(self, loss: torch.Tensor, weight: int) -> torch.Tensor:
+        """Return the contexts' mean loss by weight: a mixture's router adds the mean of its loss over contexts."""
         accelerator: Any = self.accelerator  # type: ignore[attr-defined]
-        tokens = (inputs["labels"][:, 1:] != IGNORED).sum().to(loss)
-        weight = torch.ones_like(loss) if self._shares_of_all else tokens
-        share, whole = accelerator.reduce(torch.stack([loss * weight, weight]), reduction="sum")
-        return share / whole.clamp(min=1)
+        share = loss * weight if weight else torch.zeros_like(loss)  # a classifier's loss without labels is NaN
+        share, whole = accelerator.reduce(torch.stack([share, loss.new_tensor(weight)]), reduction="sum")
+        return share / whole
+
+
+def _has_rows(x: Any, rows: int) -> bool:
+    return isinstance(x, torch.Tensor) and x.ndim > 0 and len(x) == rows

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
+import torch
 from accelerate import Accelerator, ParallelismConfig
 from torch import nn
 from transformers import Trainer
 
+from .hf_batch import IGNORED
 from .hf_checks import shown
 
 # What is overridden, or called with arguments of our own: (class, package, method, parameters that it must have).
@@ -48,6 +50,17 @@ def check_trainer(kind: type) -> None:
     for each in own:
         if not each.__name__.startswith("_") and each.__name__ not in _TRL:
             raise TypeError(f"{each.__name__} is not supported over contexts; choose Trainer, {', '.join(_TRL)}")
+
+
+def check_order(kind: type, mixin: type) -> None:
+    """Refuse a class in which a Trainer comes before the mixin, which then overrides nothing."""
+    order = kind.__mro__
+    first = next((each for each in order[1 : order.index(mixin)] if issubclass(each, Trainer)), None)
+    if first is not None and not issubclass(first, mixin):
+        raise TypeError(
+            f"{kind.__name__} has {first.__name__} before {mixin.__name__}, so it would train without contexts; "
+            f"write class {kind.__name__}({mixin.__name__}, {first.__name__})"
+        )
 
 
 def check_hooks(kind: type, mixin: type) -> None:
@@ -103,6 +116,16 @@ def _check_dropout(model: nn.Module) -> None:
     for name, part in model.named_modules():
         if isinstance(part, nn.Dropout) and part.p > 0:
             raise ValueError(f"{name} drops out with p={part.p}, which is not supported over ranks; set it to 0")
+
+
+def counted(model: Any, labels: torch.Tensor) -> int:
+    """Return over how many labels the loss of a parallelized model is a mean."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if base._burst.form is not None:  # the next tokens'
+        return int((labels[:, 1:] != IGNORED).sum())
+    if base.config.problem_type == "single_label_classification":
+        return int((labels != IGNORED).sum())
+    return len(labels)
 
 
 def launched_config() -> ParallelismConfig | None:

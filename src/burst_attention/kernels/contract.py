@@ -35,7 +35,7 @@ class Kernel(Protocol):
     """Attention over all tiles of one pair: queries [B, Hq, Sq, D], keys [B, Hkv, Sk, D], values [B, Hkv, Sk, Dv].
 
     The tensors hold just the rows that some tile touches, may be strided (the last dim is dense) and are never
-    written to. Hq % Hkv == 0. Tiles are disjoint; every row and every column of a tile sees something.
+    written to. Hq % Hkv == 0. Tiles are disjoint; every row and every column of a tile sees something. ``scale`` > 0.
     """
 
     @property

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from .memory import kills_for_memory, why_killed
-from .processes import INTERRUPTED, end_with
+from .processes import INTERRUPTED, UNSAVED, end_with
 
 GRACE = 1.5  # seconds that ranks have to end by themselves after a failure, and again once they were told to
 
@@ -30,6 +30,13 @@ GRACE = 1.5  # seconds that ranks have to end by themselves after a failure, and
 def started_by_torchrun() -> bool:
     """Whether this process is itself a rank of a job."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+class RefusedError(ValueError):
+    """An expected failure: its sentence says what is wrong and what to do, so no traceback is shown."""
+
+
+EXPECTED = (RefusedError, FloatingPointError)  # the latter: non-finite losses
 
 
 def spelled_out(arguments: list[str]) -> list[str]:
@@ -48,10 +55,16 @@ def torchrun_ranks(asked: int | None) -> tuple[int, int] | None:
     """(all ranks, those on this machine) that torchrun started; None without it.
 
     Raises:
-        ValueError: ``--ranks`` asked for another number.
+        ValueError: ``--ranks`` asked for another number, or the environment does not say where ranks meet.
     """
     if not started_by_torchrun():
         return None
+    absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if absent:
+        raise ValueError(
+            f"RANK and WORLD_SIZE are set, but {' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} not; start "
+            "the command with torchrun, or unset RANK and WORLD_SIZE to have it start its own workers"
+        )
     world = int(os.environ["WORLD_SIZE"])
     if asked is not None and asked != world:
         raise ValueError(f"--ranks {asked}, but torchrun started {world} (WORLD_SIZE); leave --ranks out")
@@ -71,7 +84,11 @@ def start(command: str, worker: Callable[[Any], Any], argument: Any, *, ranks: i
         return launch(command, worker, argument, ranks=ranks, patient=patient)
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    record(worker)(argument)
+    try:
+        record(worker)(argument)
+    except EXPECTED as error:
+        refuse(command, error)
+        return 1
     return 0
 
 
@@ -87,8 +104,8 @@ def launch(command: str, worker: Callable[..., Any], *arguments: Any, ranks: int
             themselves. A second Ctrl-C ends them.
 
     Returns:
-        The exit status: 0; 1 if a worker failed, whose error is shown; 130 after Ctrl-C, 143 after SIGTERM; 75 if the
-        ranks were asked to end, and did with that status.
+        The exit status: 0; 1 if a worker failed, whose error is shown; 130 after Ctrl-C, 143 after SIGTERM; 74 or 75
+        if the ranks ended with that status.
     """
     from torch.distributed import TCPStore
 
@@ -203,7 +220,7 @@ def _wait_for_all(processes: Sequence[BaseProcess], folder: Path, kills: dict[st
         for sentinel in wait(list(waiting)):
             rank = waiting.pop(sentinel)  # type: ignore[arg-type]  # a number, as they went in
             processes[rank].join()
-            if (code := processes[rank].exitcode) and code != INTERRUPTED:
+            if (code := processes[rank].exitcode) and code not in (INTERRUPTED, UNSAVED):
                 failures[rank] = Failure.of(rank, code, folder, kills)
     return failures
 
@@ -255,8 +272,8 @@ def _worker(
         worker(*arguments)
     except Exception as error:
         report = {
-            "message": f"{type(error).__name__}: {error}",
-            "trace": traceback.format_exc(),
+            "message": f"{error}" if isinstance(error, EXPECTED) else f"{type(error).__name__}: {error}",
+            "trace": "" if isinstance(error, EXPECTED) else traceback.format_exc(),
             "seconds": time.time(),
         }
         (folder / str(rank)).write_text(json.dumps(report), "utf-8")

@@ -7,7 +7,9 @@ import os
 import signal
 import sys
 
-INTERRUPTED = 75  # exit status of a rank, and of its launcher, that was asked to stop and saved what it had
+# Exit statuses of a rank and of its launcher, as sysexits.h has EX_IOERR and EX_TEMPFAIL.
+UNSAVED = 74  # a run came to its end, and checkpoints that it should hold could not be written
+INTERRUPTED = 75  # it was asked to stop, and saved what it had
 _PR_SET_PDEATHSIG = 1
 
 

@@ -131,8 +131,11 @@ def least_regret(found: Sequence[Sequence[Prediction]]) -> int:
 
 
 def _regrets(found: Sequence[Sequence[Prediction]]) -> list[float]:
-    """How many times as long each takes as the fastest on the same wire, at the worst."""
-    shortest = [min(one.seconds for one in each) for each in found]
+    """How many times as long each takes as the fastest on the same wire, at the worst.
+
+    Where the fastest takes no time (no tokens, no overheads), the seconds.
+    """
+    shortest = [min(one.seconds for one in each) or 1.0 for each in found]
     by_candidate = (zip(ones, shortest, strict=True) for ones in zip(*found, strict=True))
     return [max(one.seconds / least for one, least in each) for each in by_candidate]
 

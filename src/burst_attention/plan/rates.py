@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -97,16 +97,18 @@ class Rates:
 
     @classmethod
     def from_dict(cls, values: Any) -> Rates:
-        """Checked.
+        """Checked rates.
 
         Raises:
-            ValueError: a figure is missing, unknown, or none that can be.
+            ValueError: a figure is missing, unknown or out of its range, or a text can't be written as UTF-8.
         """
         _check_names(values, cls, "the rates")
         parts = {name: _part(kind, values[name], name) for name, kind in _PARTS.items()}
         for name in ("name", "source"):
             if not isinstance(values[name], str):
-                raise ValueError(f"{name}={values[name]!r} must be a text")
+                raise ValueError(f"{name}={values[name]!r:.{MOST_SHOWN}} must be a text")
+            if any("\ud800" <= character <= "\udfff" for character in values[name]):
+                raise ValueError(f"{name}={values[name]!r:.{MOST_SHOWN}} has a lone surrogate, which UTF-8 can't hold")
         return cls(name=values["name"], source=values["source"], **parts)
 
 
@@ -118,7 +120,15 @@ _PARTS: dict[str, type] = {
     "double": Speed,
     "overhead": Overhead,
 }
-_MAY_BE_ZERO = ("latency", "launch_forward", "launch_backward", "visit", "block", "call", "at_once")
+MOST_SHOWN = 40  # characters of a bad value in an error
+
+# Within these ranges a prediction of any sequence neither overflows nor vanishes.
+_PER_SECOND, _SECONDS = (1.0, 1e30), (0.0, 1e9)
+_RANGES: Mapping[str, tuple[float, float]] = {
+    **dict.fromkeys(("bytes_per_second", "forward", "backward", "fold"), _PER_SECOND),
+    **dict.fromkeys(("latency", "launch_forward", "launch_backward", "visit", "call"), _SECONDS),
+    **dict.fromkeys(("block", "at_once"), (0.0, 1e9)),
+}
 
 
 def _check_names(values: Any, kind: Any, what: str) -> None:
@@ -135,11 +145,11 @@ def _part(kind: Any, values: Any, name: str) -> Any:
     for key, value in values.items():
         if key == "shared":
             if not isinstance(value, bool):
-                raise ValueError(f"{name}.shared={value!r} must be true or false")
+                raise ValueError(f"{name}.shared={value!r:.{MOST_SHOWN}} must be true or false")
             continue
-        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        if not number or value < 0 or (value == 0 and key not in _MAY_BE_ZERO):
-            raise ValueError(f"{name}.{key}={value!r} must be a positive, finite number")
+        least, most = _RANGES[key]
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+            raise ValueError(f"{name}.{key}={value!r:.{MOST_SHOWN}} must be a number from {least:g} to {most:g}")
     return kind(**{key: value if key == "shared" else float(value) for key, value in values.items()})
 
 
@@ -149,23 +159,27 @@ def user_file() -> Path:
 
 
 def read_rates(path: Path | str) -> Rates:
-    """Of a TOML file that :func:`write_rates` or somebody wrote.
+    """Read rates from a TOML file.
 
     Raises:
-        ValueError: it can't be read, or is not one of rates; the file is named.
+        ValueError: it can't be read, or does not hold rates; the file is named.
     """
     try:
         return Rates.from_dict(tomllib.loads(Path(path).read_text("utf-8")))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"rates of {path}: {error}; write them anew with burst calibrate, or remove the file"
+            f"rates of {path}: {error}; write them again with burst calibrate, or remove the file"
         ) from error
 
 
 def write_rates(rates: Rates, path: Path) -> None:
-    """As TOML; the folder is made."""
+    """Write rates as TOML; the folder is made.
+
+    Raises:
+        ValueError: :func:`read_rates` would refuse them.
+    """
     lines = []
-    for name, value in rates.as_dict().items():
+    for name, value in Rates.from_dict(rates.as_dict()).as_dict().items():
         if isinstance(value, dict):
             lines += ["", f"[{name}]", *(f"{key} = {_toml(x)}" for key, x in value.items())]
         else:
@@ -176,5 +190,6 @@ def write_rates(rates: Rates, path: Path) -> None:
 
 def _toml(value: Any) -> str:
     if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        # JSON's escapes are TOML's, but JSON leaves DEL as it is.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return str(value).lower() if isinstance(value, bool) else repr(float(value))

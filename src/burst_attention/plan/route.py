@@ -9,6 +9,7 @@ moves along the ring.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -142,6 +143,16 @@ class Route:
     def by_nodes(self) -> bool:
         """Does it matter who is on a node with whom?"""
         return self.out == "nodes"
+
+    @cached_property
+    def description(self) -> str:
+        """The name, and where nodes matter a digest: equal on two ranks iff messages take the same ways."""
+        if not (self.by_nodes and self.nodes):
+            return self.name
+        numbers: dict[int, int] = {}  # the same nodes by other numbers are the same
+        places = [numbers.setdefault(node, len(numbers)) for node in self.nodes]
+        told = hashlib.blake2b(repr(places).encode(), digest_size=8).hexdigest()
+        return f"{self.name} ({len(numbers)}, digest {told})"
 
     def node(self, rank: int) -> int:
         """The node of a rank, as far as it matters to the way of messages."""

@@ -146,7 +146,7 @@ class Schedule:
         return {
             "seqlen": self.layout.seqlen,
             "layout": self.layout.description,
-            "route": self.route.name,
+            "route": self.route.description,
             "mask": f"{self.mask!r}" + (f" (digest {digest(self.mask)})" if self.mask.cu_seqlens else ""),
             "heads": self.heads,
             "keep": self.keep,

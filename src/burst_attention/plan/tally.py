@@ -159,6 +159,8 @@ class Tally:
         beside = self.beside(chunk, groups)
         order = np.lexsort([first, beside])
         beside, first, length, stride = (x[order] for x in (beside, first, length, stride))
+        if not len(beside):  # no tokens
+            return np.zeros(self.world // groups.query * self.chunks, np.int64)
         goes_on = (beside[1:] == beside[:-1]) & (first[1:] == (first + length * stride)[:-1]) & (stride[1:] == 1)
         return np.bincount(beside[np.r_[True, ~goes_on]], minlength=self.world // groups.query * self.chunks)
 

@@ -8,7 +8,7 @@ then. Nothing in it is a pickle, and nothing that is read is executed. What make
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,22 +112,42 @@ def best_checkpoint(out: Path, step: int | None = None) -> Best | None:
     return min(found, key=lambda best: (best.loss, best.step), default=None)
 
 
-def newest_whole(out: Path, tell: Callable[[str], None]) -> Path:
+def newest_whole(out: Path, tell: Callable[[str], object]) -> Path:
     """The newest checkpoint of a run that is what was saved; ``tell`` is called with what is wrong with newer ones.
 
     Raises:
-        ValueError: there is none.
+        DamagedError: none is whole; says what is wrong with each.
+        ValueError: there is none at all.
     """
-    found = list_checkpoints(out)
-    for folder in found:
+    wrong = []
+    for folder in list_checkpoints(out):
         try:
             check(folder)
         except DamagedError as error:
-            tell(f"{error}; the one before it is tried")
+            wrong.append(str(error))
             continue
+        for each in wrong:
+            tell(f"{each}; the one before it is tried")
         return folder
-    what = f"none of the {len(found)} checkpoints in {out / FOLDER} is whole" if found else f"{out} holds no checkpoint"
-    raise ValueError(f"--resume: {what}; leave --resume out to start anew")
+    raise none_whole(out, wrong)
+
+
+def none_whole(out: Path, wrong: Sequence[str]) -> ValueError:
+    """The error of a run's folder without a whole checkpoint.
+
+    Args:
+        wrong: the error of each checkpoint that there is.
+    """
+    if not wrong:
+        return ValueError(f"{str(out)!r} holds no checkpoint")
+    return DamagedError(f"no checkpoint in {str(out / FOLDER)!r} is whole: {'; '.join(wrong)}")
+
+
+def not_resumed(error: ValueError) -> ValueError:
+    """The refusal of ``--resume`` after an error of :func:`none_whole`, with the one way out."""
+    if isinstance(error, DamagedError):
+        return ValueError(f"--resume: {error}. Give --overwrite in place of --resume to start the run again")
+    return ValueError(f"--resume: {error}; leave --resume out to start a new run")
 
 
 def load(folder: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -158,7 +158,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """How it is trained: AdamW, warm-up and cosine decay."""
+    """The optimizer and its schedule: AdamW, warm-up and cosine decay."""
 
     lr: Positive | None = None
     """Highest learning rate. Default: 2e-3 for tiny, 3e-4 for the other presets, 2e-5 for a loaded model."""
@@ -166,6 +166,8 @@ class OptimConfig:
     """Last learning rate, as a share of --lr."""
     warmup: Natural = 10
     """Steps of linear warm-up."""
+    decay_steps: Count | None = None
+    """The step at which the learning rate reaches --min-lr, where it stays. Default: --steps, as the run began."""
     weight_decay: NonNegative = 0.1
     """Of matrices, embeddings and the head among them; norms and biases have none."""
     beta1: Fraction = 0.9
@@ -211,6 +213,11 @@ class TrainConfig:
         if self.optim.lr is not None:
             return self.optim.lr
         return 2e-3 if self.model.model == "tiny" else 3e-4 if self.model.model in PRESETS else 2e-5
+
+    @property
+    def decay_steps(self) -> int:
+        """The step at which the learning rate has fallen to its least."""
+        return self.optim.decay_steps or self.run.steps
 
     @property
     def sequences_per_step(self) -> int:

@@ -209,7 +209,7 @@ def together(context: RankContext, action: Callable[[], T]) -> list[T]:
 
 
 def text_of(error: BaseException) -> str:
-    """An error in a few words: what the system says of it, if it is the system's."""
+    """Return a short error message; prefer the operating system's text."""
     if isinstance(error, SaveError):
         return str(error)
     if found := re.search(r"\(os error (\d+)\)", str(error)):  # as safetensors tells what the system told it

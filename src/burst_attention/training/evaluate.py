@@ -149,7 +149,7 @@ class _Evaluator:
             dtype=self.dtype,
             mesh=context.mesh,
             everyone=context.everyone,
-            seed=self.config.seed,
+            seed=self.config.as_training.run.seed,
         ).eval()
         heads, timeout = Heads.of(self.model_config), self.config.timeout
         plan = engine.plan(self.length, group=context.context_mesh, timeout=timeout, heads=heads, dtype=self.dtype)

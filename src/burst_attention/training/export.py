@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from . import checkpoint
 from .checked import Checked
+from .draft import text_of
 from .manifest import UNFINISHED
 from .model import ARCHITECTURES, NextTokenModel
 from .snapshot import WEIGHTS
@@ -42,7 +43,7 @@ def save_model(
     weights = {name.removeprefix(OURS): value.to(dtype or value.dtype) for name, value in weights.items()}
     if model.lm_head.weight is model.model.embed_tokens.weight:
         del weights["lm_head.weight"]  # gathered, the two no longer share memory and would be written twice
-    model.save_pretrained(folder, state_dict=weights)
+    _write(model, folder, state_dict=weights)
     if dtype is not None:  # the model that was saved says that of its own weights
         file = folder / "config.json"
         told = json.loads(file.read_text("utf-8")) | {"dtype": str(dtype).removeprefix("torch.")}
@@ -92,13 +93,23 @@ def export(source: Path, folder: Path) -> None:
         model.generation_config = GenerationConfig.from_dict(dict(state.value("generation", dict)))
     unfinished = folder.with_name(folder.name + UNFINISHED)
     try:
-        model.save_pretrained(unfinished)
+        _write(model, unfinished)
         tokenizer.save(unfinished)
         unfinished.replace(folder)
     except OSError as error:
-        raise ValueError(f"DIR {str(folder)!r} can't be written to: {error.strerror or error}") from None
+        raise ValueError(f"DIR {str(folder)!r} can't be written to: {text_of(error)}") from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _write(model: Any, folder: Path, **options: Any) -> None:
+    """Save a model of transformers; OSError if the disk does not take it."""
+    from safetensors import SafetensorError
+
+    try:
+        model.save_pretrained(folder, **options)
+    except SafetensorError as error:  # no OSError, even where the system refused
+        raise OSError(str(error)) from error
 
 
 def _config_of(state: Checked) -> PreTrainedConfig:

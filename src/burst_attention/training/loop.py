@@ -11,6 +11,7 @@ from pathlib import Path
 from ..launch.join import RankContext, join
 from .claim import check_inputs
 from .config import TrainConfig
+from .draft import SaveError, together
 from .export import save_model, saved_dtype
 from .interrupt import InterruptedRunError, StopRequests
 from .metrics import MODEL, TRACES, UNFINISHED, Reporter, RunFolder, StepRecord, Summary, claim_run, without_auto
@@ -32,6 +33,7 @@ def train(config: TrainConfig, reporters: Sequence[Reporter] = (), *, held: bool
     Raises:
         ValueError: a setting can't be, or the run's folder is not to be written to; names the flag.
         FloatingPointError: a loss or a gradient is no number, by ``--on-nan``; the same on all ranks.
+        SaveError: the trained model could not be written; the same on all ranks.
         InterruptedRunError: a rank was asked to stop before the last step; what there is was saved.
     """
     config.check()
@@ -67,7 +69,7 @@ def train(config: TrainConfig, reporters: Sequence[Reporter] = (), *, held: bool
             for reporter in reporters:
                 reporter.interrupt(stopped)
         else:
-            summary = _finish(trainer, folder, records)
+            summary = replace(_finish(trainer, folder, records), missing_checkpoints=saver.missing)
             if saver.best is not None:
                 summary = replace(summary, best_step=saver.best.step, best_held_out_loss=saver.best.loss)
             for reporter in reporters:
@@ -96,13 +98,12 @@ def _run(trainer: Trainer, saver: Saver, reporters: Sequence[Reporter]) -> list[
 
 def _finish(trainer: Trainer, folder: RunFolder | None, records: list[StepRecord]) -> Summary:
     """Write the trained model, evaluate it."""
-    save_model(
-        trainer.model,
-        trainer.tokenizer,
-        Path(trainer.config.run.out) / UNFINISHED,
-        rank=trainer.context.rank,
-        dtype=saved_dtype(trainer.model_config, trainer.config.model.save_dtype),
-    )
+    dtype = saved_dtype(trainer.model_config, trainer.config.model.save_dtype)
+    context, target = trainer.context, Path(trainer.config.run.out) / UNFINISHED
+    try:
+        together(context, lambda: save_model(trainer.model, trainer.tokenizer, target, rank=context.rank, dtype=dtype))
+    except SaveError as error:
+        raise SaveError(f"the trained model could not be written to {target}: {error}") from None
     if folder:
         folder.marker.move(UNFINISHED, MODEL)
     return trainer.summarise(records)

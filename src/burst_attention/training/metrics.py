@@ -9,11 +9,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from .checked import read_json
 from .claim import HELD, Marker, claimed
 from .config import TrainConfig, write_toml
 from .curve import draw_losses
 from .interrupt import InterruptedRunError
-from .manifest import FOLDER, list_checkpoints, step_of
+from .manifest import FOLDER, list_checkpoints, read_state, step_of
 
 CONFIG, METRICS, SUMMARY, CURVE = "config.toml", "metrics.jsonl", "summary.json", "loss.png"
 EVENTS, MODEL, UNFINISHED = "tensorboard", "model", "model.unfinished"
@@ -73,7 +74,8 @@ class Summary:
 
     ``held_out_loss`` is None without evaluation; ``best_step`` and ``best_held_out_loss`` are of the checkpoint that
     ``--eval-every`` kept as the best; ``left_out`` are steps that ``--on-nan skip`` left out, ``spikes`` multiples of
-    the running median by step.
+    the running median by step. ``missing_checkpoints`` are steps after which a save failed and no later one made it
+    good. Figures per step are of this start's steps; None if it took none, as one that resumes after the last step.
     """
 
     steps: int
@@ -81,16 +83,17 @@ class Summary:
     last_loss: float
     held_out_loss: float | None
     held_out_tokens: int
-    tokens_per_second: float
+    tokens_per_second: float | None
     skipped_files: int
     peak_memory: list[int]
     bytes_sent: list[float | None]
-    bytes_predicted: list[float]
+    bytes_predicted: list[float | None]
     best_step: int | None = None
     best_held_out_loss: float | None = None
     mfu: float | None = None
     exchange_seconds: list[float | None] = field(default_factory=list)
     left_out: list[int] = field(default_factory=list)
+    missing_checkpoints: list[int] = field(default_factory=list)
     spikes: dict[int, float] = field(default_factory=dict)
 
     @property
@@ -115,8 +118,38 @@ class Reporter(Protocol):
 
 def claim_run(config: TrainConfig) -> AbstractContextManager[Marker]:
     """Hold ``--out`` for this run: see :func:`burst_attention.training.claim.claimed`."""
+    check_unfinished(config)
     overwrite, held = config.run.overwrite or goes_on_in(config), how_to_go_on(config)
     return claimed(config.run.out, by="burst train", overwrite=overwrite, writes=WRITES, held=held)
+
+
+def check_unfinished(config: TrainConfig) -> None:
+    """Raise ValueError if ``--resume`` names a finished run, or its last checkpoint, and no step is left to take.
+
+    Its summary says what was measured, which a start without a step could not measure again.
+    """
+    out, resumed = Path(config.run.out), config.run.resume
+    steps = finished_steps(out)
+    if steps is None or resumed is None or not goes_on_in(config):
+        return
+    if resumed != NEWEST:
+        try:
+            steps = read_state(Path(resumed)).natural("step")
+        except ValueError:  # damaged: the ranks say how
+            return
+    if config.run.steps <= steps:
+        raise ValueError(
+            f"--resume: {config.run.out!r} holds a finished run, and --steps {config.run.steps} leaves no step after "
+            f"step {steps}; its model is in {str(out / MODEL)!r}. Raise --steps to train it further"
+        )
+
+
+def finished_steps(out: Path) -> int | None:
+    """The steps of the finished run in a folder; None if it holds none, or if writing its summary was cut short."""
+    try:
+        return read_json(out / SUMMARY).natural("steps")
+    except ValueError:
+        return None
 
 
 def goes_on_in(config: TrainConfig) -> bool:

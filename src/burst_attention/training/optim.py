@@ -25,13 +25,20 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig) -> LRScheduler:
-    """A linear rise over the warm-up, then half a cosine from ``lr`` to ``min_lr * lr``, reached at the last step."""
+    """A linear rise over the warm-up, then half a cosine from ``lr`` to ``min_lr * lr``.
+
+    The rate reaches its least at ``decay_steps`` and stays there: a run whose ``--steps`` were raised goes on with it.
+    """
     for group in optimizer.param_groups:
         group["initial_lr"] = config.peak_lr
     # It counts from 0, where the rate is 0 and nothing would be learnt: the first step is its step 1.
-    return get_cosine_with_min_lr_schedule_with_warmup(
-        optimizer, config.optim.warmup, config.run.steps, min_lr_rate=config.optim.min_lr, last_epoch=0
+    last = config.decay_steps
+    schedule = get_cosine_with_min_lr_schedule_with_warmup(
+        optimizer, config.optim.warmup, last, min_lr_rate=config.optim.min_lr, last_epoch=0
     )
+    # Beyond its last step transformers' cosine would rise again.
+    schedule.lr_lambdas = [lambda step, rate=rate: rate(min(step, last)) for rate in schedule.lr_lambdas]
+    return schedule
 
 
 def clip_by_global_norm(model: nn.Module, largest: float) -> float:

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Start:
-    """What a run's first lines tell.
+    """The first lines of a run.
 
     Attributes:
-        lines: to be told, one by one.
-        memory: a rank's peak by part, foretold; None for engines of which it is not.
+        lines: to be printed, one by one.
+        memory: the predicted peak of a rank's tensors by part; None for engines without a prediction.
     """
 
     lines: tuple[str, ...]
@@ -106,10 +106,11 @@ def _first_lines(
     if config.model.max_positions is not None:
         before = "" if positions is None else f", in place of {positions:,}"
         lines.append(f"max_position_embeddings {model.max_position_embeddings:,}{before}; RoPE as the model's says")
-    told = f"is not foretold for --engine {parallel.engine}"
-    if parts is not None:
-        told = f"foretold, at the peak of a rank: {size_text(sum(parts.values()))} ({parts_text(parts)})"
-    return (f"memory {told}", *lines)
+    if parts is None:
+        return (f"memory is not predicted for --engine {parallel.engine}", *lines)
+    process = "PyTorch and Python themselves, some 500 MiB" if parallel.device == "cpu" else "the CUDA context"
+    counted = f"tensors of a rank at their peak: {size_text(sum(parts.values()))} ({parts_text(parts)})"
+    return (f"memory predicted for the {counted}; not counted: {process}", *lines)
 
 
 def check_evaluation(config: EvalConfig, world: int) -> None:

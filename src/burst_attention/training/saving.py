@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from ..launch.local import RefusedError
 from . import checkpoint
 from .checked import Checked
 from .checkpoint import Best, best_checkpoint
@@ -51,6 +52,8 @@ class Saver:
         self._draft: Draft | None = None
         self._held_out: float | None = None  # of the checkpoint under way
         self._waited = False
+        self._saved: list[int] = []
+        self._failed: dict[int, float] = {}  # held-out loss by step, infinite without one
         self._out, self._is_first = Path(run.config.run.out), run.context.rank == 0
         if self._is_first:
             discard_unfinished(self._out)
@@ -112,6 +115,19 @@ class Saver:
         if self._draft is not None:
             self._seal()
 
+    @property
+    def missing(self) -> list[int]:
+        """Steps whose checkpoints could not be written, and which the run would still hold if they had been.
+
+        A failed save is made good by ``--keep`` later ones, which would have replaced it; one that did best on the
+        held-out documents, by a later one that did better.
+        """
+        newest = sorted([*self._saved, *self._failed])[-self.run.config.run.keep :]
+        best = min(self._failed, key=lambda step: (self._failed[step], step), default=None)
+        if best is None or self._failed[best] >= (self.best.loss if self.best else math.inf):
+            best = None
+        return [step for step in self._failed if step in newest or step == best]
+
     def _begin(self) -> None:
         """Copy what is saved."""
         run, began = self.run, self._clock()
@@ -122,21 +138,22 @@ class Saver:
             self._draft = Draft(self._out, tensors, state, step=run.step, context=run.context)
             self._held_out = run.held_out
         except SaveError as error:
-            self._tell_of_failure(run.step, error)
+            self._note_failure(run.step, run.held_out, error)
         self._saved_at = self._clock()
         self._copying = self._saved_at - began
 
     def _seal(self) -> Path | None:
         """Give the checkpoint under way its name and remove those that it makes superfluous."""
-        draft, self._draft, self._held_out = self._draft, None, None
+        draft, held_out, self._draft, self._held_out = self._draft, self._held_out, None, None
         assert draft is not None
         try:
             folder = draft.seal()
         except SaveError as error:
-            self._tell_of_failure(draft.step, error)
+            self._note_failure(draft.step, held_out, error)
             return None
         finally:
             self._longest_save = max(self._longest_save, self._copying + draft.seconds)
+        self._saved.append(draft.step)
         found = None
         if self._is_first:
             found = best_checkpoint(self._out, draft.step)
@@ -170,7 +187,8 @@ class Saver:
                 "for it, now and whenever this comes again; a longer --save-every would not wait"
             )
 
-    def _tell_of_failure(self, step: int, error: SaveError) -> None:
+    def _note_failure(self, step: int, held_out: float | None, error: SaveError) -> None:
+        self._failed[step] = held_out if held_out is not None and math.isfinite(held_out) else math.inf
         if self._is_first:
             self.tell(f"the checkpoint after step {step} could not be written: {error}; the earlier ones stay")
 
@@ -187,8 +205,14 @@ def resume(run: Run, resumed: str, tell: Callable[[str], None]) -> None:
         folder = found[0]
         state = together(context, lambda: _read(run.config, folder))[context.rank]
     except SaveError as error:
-        raise ValueError(str(error).removeprefix("rank 0: ").removeprefix("ValueError: ")) from None
+        raise RefusedError(str(error).removeprefix("rank 0: ").removeprefix("ValueError: ")) from None
     load(run, folder, state)
+    if (decay := run.config.decay_steps) != (steps := run.config.run.steps):
+        rest = f", and is at its least, {run.config.peak_lr * run.config.optim.min_lr:.3g}, from there on"
+        tell(
+            f"--steps {steps}: the learning rate keeps the run's schedule, which falls over {decay} steps"
+            + rest * (steps > decay)
+        )
 
 
 def load(run: Run, folder: Path, state: Checked) -> None:
@@ -202,7 +226,10 @@ def load(run: Run, folder: Path, state: Checked) -> None:
 
 def _find(config: TrainConfig, resumed: str, tell: Callable[[str], None]) -> Path:
     if resumed == NEWEST:
-        return checkpoint.newest_whole(Path(config.run.out), tell)
+        try:
+            return checkpoint.newest_whole(Path(config.run.out), tell)
+        except ValueError as error:
+            raise checkpoint.not_resumed(error) from None
     try:
         checkpoint.check(Path(resumed))
     except ValueError as error:

@@ -30,7 +30,7 @@ LASTING = {
     "model": ("model", "dtype"),
     "data": ("data", "tokenizer", "seq_len", "pack", "held_out"),
     "run": ("seed",),
-    "optim": ("lr", "min_lr", "warmup", "weight_decay", "beta1", "beta2", "eps", "clip"),
+    "optim": ("lr", "min_lr", "warmup", "decay_steps", "weight_decay", "beta1", "beta2", "eps", "clip"),
 }
 # Settings of the place where a run went on, which the next place decides anew.
 PASSING = {"run": ("out", "overwrite", "resume", "profile"), "parallel": ("ranks", "device"), "optim": ("accumulate",)}
@@ -122,8 +122,12 @@ def _generation_of(model: nn.Module) -> dict[str, Any] | None:
 
 
 def settings_of(config: TrainConfig) -> dict[str, dict[str, Any]]:
-    """The settings by section, the sequences of a step as one number that holds for any number of ranks."""
-    optim = replace(config.optim, global_batch=config.sequences_per_step)
+    """The settings by section.
+
+    The sequences of a step are one number, which holds for any number of ranks; the schedule's length is named, which
+    holds for any number of steps.
+    """
+    optim = replace(config.optim, global_batch=config.sequences_per_step, decay_steps=config.decay_steps)
     return asdict(replace(config, optim=optim))
 
 
@@ -145,10 +149,20 @@ def check_same_run(config: TrainConfig, state: Checked) -> None:
         held = theirs.value(section, dict)
         for name in names:
             if ours[section][name] != held.get(name):
-                raise ValueError(
-                    f"{flag(name)} {ours[section][name]} is not what the checkpoint {state.where} was made with, "
-                    f"{held.get(name)}; leave the flag out to go on, or start anew in another --out"
-                )
+                raise ValueError(_difference(config, name, ours[section][name], held.get(name), state.where))
+
+
+def _difference(config: TrainConfig, name: str, value: object, held: object, where: str) -> str:
+    """The text of a refusal: the setting ``name`` has a ``value`` here, and ``held`` in the checkpoint."""
+    if name == "decay_steps" and config.optim.decay_steps is None:
+        return (
+            f"--steps {config.run.steps} would change the learning rates of the checkpoint {where}, whose schedule has "
+            f"{held} steps; give --decay-steps {held} too, which keeps them"
+        )
+    return (
+        f"{flag(name)} {value} is not what the checkpoint {where} was made with, {held}; "
+        "leave the flag out to go on, or start a new run in another --out"
+    )
 
 
 def restore(run: Run, state: Checked, cursor: Cursor) -> None:

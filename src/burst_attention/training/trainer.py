@@ -244,7 +244,7 @@ class Trainer:
         waited = sum(waits) / len(waits) if waits else None
         counted = [record.bytes_sent for record in records if record.bytes_sent is not None]
         sent = sum(counted) / len(counted) if counted else None
-        predicted = sum(record.bytes_predicted for record in records) / max(len(records), 1)
+        predicted = sum(record.bytes_predicted for record in records) / len(records) if records else None
         seconds = sum(record.seconds for record in records)
         by_rank = self.context.collect((self.context.peak_memory(), sent, predicted, waited, seconds))
         peak_memory, bytes_sent, bytes_predicted, waited_by_rank, durations = map(list, zip(*by_rank, strict=True))
@@ -256,7 +256,7 @@ class Trainer:
             last_loss=self.last_loss,
             held_out_loss=held_out_loss,
             held_out_tokens=held_out_tokens,
-            tokens_per_second=len(records) * self.tokens_per_step / durations[0] if records else 0.0,
+            tokens_per_second=len(records) * self.tokens_per_step / durations[0] if records else None,
             mfu=self._mfu(sum(record.flops for record in records), durations[0]) if records else None,
             exchange_seconds=waited_by_rank,
             skipped_files=self.reader.corpus.skipped,

@@ -1,0 +1,351 @@
+"""How runs end: on a full disk, finished before, resumed from damage; and what their last lines say."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from burst_attention.cli.train import parse
+from burst_attention.launch.join import join
+from burst_attention.testing import WorkerError
+from burst_attention.training import draft
+from burst_attention.training.draft import Draft, SaveError
+from burst_attention.training.export import export
+from burst_attention.training.interrupt import InterruptedRunError
+from burst_attention.training.loop import Trainer, train
+from burst_attention.training.manifest import discard, list_checkpoints, name_of
+from burst_attention.training.saving import Saver
+from tests.distributed.test_saving import Reporter, end_at, steps_saved
+from tests.distributed.test_train_command import command, environment
+from tests.training import config_of, losses, write_corpus
+
+SCHEDULE = 6  # steps of the runs whose rates are compared
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def told_by(words, *, most=None):
+    """(exit status, all that it printed) of ``burst``; ``most``: bytes of the largest file that it may write."""
+    limit = None if most is None else lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    ended = subprocess.run(
+        [sys.executable, "-m", "burst_attention.cli", *words],
+        env=environment(),
+        preexec_fn=limit,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+    )
+    return ended.returncode, ended.stdout
+
+
+def summary_of(out):
+    return json.loads((Path(out) / "summary.json").read_text())
+
+
+def metrics_of(out, name):
+    return [json.loads(line)[name] for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+
+
+# A full disk
+
+
+def test_a_run_whose_saves_all_failed_says_so_and_ends_with_its_own_status(corpus, tmp_path):
+    """The disk takes the model, 6.4 MB, and not a rank's shard of weights and moments, 9.6 MB."""
+    flags = ("--ranks", "2", "--steps", "4", "--save-every", "2")
+    status, told = told_by(command(corpus, tmp_path, *flags), most=8_000_000)
+    assert status == 74, told
+    last = "burst train: checkpoints after step 2, 4 could not be written; none is kept. "
+    assert told.splitlines()[-1] == last + "The run is finished, and ends with status 74"
+    assert summary_of(tmp_path)["missing_checkpoints"] == [2, 4] and steps_saved(tmp_path) == []
+    assert (tmp_path / "model" / "model.safetensors").exists()
+    assert "to go on" not in told
+
+
+def train_full(config, failing, held_out):
+    """Rank 1's disk is full when some steps' checkpoints are written; held-out losses are given, by step."""
+    put, evaluate = Draft._put, Trainer.evaluate
+
+    def full(self, path):
+        if self.step in failing and self._context.rank == self._context.world - 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return put(self, path)
+
+    Draft._put = full
+    if held_out:
+        Trainer.evaluate = lambda self: (held_out[self.step], 10)
+    try:
+        return train(config)
+    finally:
+        Draft._put, Trainer.evaluate = put, evaluate
+
+
+@pytest.mark.parametrize(
+    ("failing", "keep", "held_out", "missing", "saved"),
+    [
+        ({2}, 1, [], [], [4]),
+        ({2}, 2, [], [2], [4]),
+        ({4}, 1, [], [4], [2]),
+        ({2}, 1, [9.0, 1.0, 2.0, 1.5], [2], [4]),  # it did best
+        ({2}, 1, [9.0, 1.0, 2.0, 0.5], [], [4]),
+    ],
+    ids=["replaced by a later one", "one of two kept", "the last", "the best", "a better one later"],
+)
+def test_missing_are_checkpoints_that_the_run_would_hold(
+    pools, corpus, tmp_path, failing, keep, held_out, missing, saved
+):
+    config = config_of(corpus, tmp_path, save_every="2", keep=keep, eval_every=1 if held_out else 0)
+    summaries = pools(2).run(train_full, config, failing, dict(enumerate(held_out, start=1)))
+    assert [summary.missing_checkpoints for summary in summaries] == [missing] * 2
+    assert steps_saved(tmp_path) == saved
+
+
+def train_without_room_for_the_model(config):
+    """Rank 0 can write no large file from the last step on."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def at(record):
+        if record.step == config.run.steps:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+
+    try:
+        train(config, [Reporter(at)])
+    except SaveError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_model_that_can_not_be_written_ends_all_ranks_with_a_sentence(pools, corpus, tmp_path):
+    told = pools(2).run(train_without_room_for_the_model, config_of(corpus, tmp_path), timeout=100)
+    wanted = f"the trained model could not be written to {tmp_path}/model.unfinished: rank 0: File too large"
+    assert told == [wanted] * 2
+    assert not (tmp_path / "summary.json").exists()
+
+
+def draft_without_memory(out):
+    """Rank 1 has no memory for its copy; (what is raised, what is left in the folder)."""
+
+    def full(tensor):
+        raise MemoryError("no room")
+
+    copy = draft._copy_of
+    with join(device="cpu", timeout=20) as context:
+        draft._copy_of = full if context.rank == 1 else copy
+        raised = "nothing"
+        try:
+            Draft(Path(out), {"w": torch.zeros(3), "v": torch.zeros(4)}, {}, step=1, context=context)
+        except (MemoryError, SaveError) as error:
+            raised = f"{type(error).__name__}: {error}"
+        finally:
+            draft._copy_of = copy
+        context.collect(None)
+        return raised, [path.name for path in (Path(out) / "checkpoints").iterdir()]
+
+
+def test_a_rank_without_memory_for_its_copy_fails_the_save_on_all_ranks(pools, tmp_path):
+    answers = pools(2).run(draft_without_memory, str(tmp_path), timeout=30)
+    assert answers == [("SaveError: rank 1: MemoryError: no room", [])] * 2
+
+
+# A finished run
+
+
+@pytest.fixture(scope="module")
+def finished(pools, corpus, tmp_path_factory):
+    """A run of six steps over one rank that was saved after every second one."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    pools(1).run(train, config_of(corpus, out, steps=SCHEDULE, save_every="2", keep=9))
+    return out
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_finished_run_is_not_resumed_and_keeps_its_summary(pools, corpus, finished, named):
+    before = (finished / "summary.json").read_bytes(), (finished / "metrics.jsonl").read_bytes()
+    resume = str(finished / "checkpoints" / name_of(SCHEDULE)) if named else "newest"
+    config = config_of(corpus, finished, steps=SCHEDULE, resume=resume)
+    with pytest.raises(
+        WorkerError, match=r"holds a finished run, and --steps 6 leaves no step after step 6; its model"
+    ):
+        pools(1).run(train, config)
+    status, told = told_by(["train", "--out", str(finished), "--resume", *([resume] if named else [])])
+    assert status == 2 and "holds a finished run" in told and told.count("\n") == 1, told
+    assert before == ((finished / "summary.json").read_bytes(), (finished / "metrics.jsonl").read_bytes())
+
+
+def test_a_run_that_was_killed_before_its_summary_is_finished_without_made_up_figures(pools, corpus, tmp_path):
+    config = config_of(corpus, tmp_path, save_every="2")
+    whole = pools(1).run(train, config)[0]
+    (tmp_path / "summary.json").unlink()
+    (again,) = pools(1).run(train, replace(config, run=replace(config.run, resume="newest")))
+    assert (again.tokens_per_second, again.bytes_sent, again.bytes_predicted) == (None, [None], [None])
+    assert (again.last_loss, again.held_out_loss) == (whole.last_loss, whole.held_out_loss)
+    assert (tmp_path / "summary.json").exists() and (tmp_path / "model" / "model.safetensors").exists()
+
+
+def train_noting(config):
+    reporter = Reporter()
+    train(config, [reporter])
+    return [note for note in reporter.notes if "training waits" not in note]  # as it may, where the disk is slow
+
+
+@pytest.mark.parametrize("ended", [3, SCHEDULE], ids=["interrupted", "finished"])
+def test_raised_steps_keep_the_schedule_of_the_run_and_say_how(pools, corpus, tmp_path, finished, ended):
+    config = config_of(corpus, tmp_path, steps=SCHEDULE, save_every="2")
+    if ended < SCHEDULE:
+        assert pools(1).run(end_at, config, ended, {}) == [75]
+    else:
+        pools(1).run(train, config)
+    more = parse(["--out", str(tmp_path), "--resume", "--steps", "9"])
+    assert (more.run.steps, more.optim.decay_steps) == (9, SCHEDULE)
+    notes = pools(1).run(train_noting, more)[0]
+    kept = "--steps 9: the learning rate keeps the run's schedule, which falls over 6 steps"
+    assert notes == [kept + ", and is at its least, 0.0002, from there on"]
+    assert metrics_of(tmp_path, "lr") == metrics_of(finished, "lr") + [pytest.approx(2e-4, rel=1e-12)] * 3
+    assert metrics_of(tmp_path, "loss")[:SCHEDULE] == losses(finished)
+    assert parse(["--config", str(tmp_path / "config.toml")]).optim.decay_steps == SCHEDULE
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"steps": 9}, "--steps 9 would change the learning rates .* has 6 steps; give --decay-steps 6 too"),
+        ({"steps": 6, "decay_steps": 9}, "--decay-steps 9 is not what the checkpoint .* was made with, 6"),
+    ],
+)
+def test_another_schedule_is_refused(pools, corpus, tmp_path, finished, changes, told):
+    source = finished / "checkpoints" / name_of(4)
+    config = config_of(corpus, tmp_path / "run", resume=str(source), **changes)
+    with pytest.raises(WorkerError, match=told):
+        pools(1).run(train, config)
+
+
+# Damage
+
+
+def test_damaged_checkpoints_have_one_way_out_which_works(pools, corpus, tmp_path):
+    config = config_of(corpus, tmp_path, save_every="2")
+    assert pools(1).run(end_at, config, 3, {}) == [75]
+    assert steps_saved(tmp_path) == [2, 3]
+    for folder in list_checkpoints(tmp_path):
+        os.truncate(next(folder.glob("shard-*")), 100)
+    status, told = told_by(["train", "--out", str(tmp_path), "--resume"])
+    assert status != 0
+    last = told.splitlines()[-1]
+    assert all(f"{name_of(step)}: shard-00001" in last for step in (2, 3)) and "is truncated: 100 bytes" in last
+    assert last.endswith("Give --overwrite in place of --resume to start the run again")
+    assert "to go on" not in told and "kept" not in told, told
+    again = ["--ranks", "1", "--steps", "2", "--overwrite"]
+    assert told_by(command(corpus, tmp_path, *again))[0] == 0
+
+
+def test_states_that_can_not_be_read_have_the_same_way_out(pools, corpus, tmp_path):
+    assert pools(1).run(end_at, config_of(corpus, tmp_path, save_every="2"), 3, {}) == [75]
+    for folder in list_checkpoints(tmp_path):
+        (folder / "state.json").write_text("{}")
+    status, told = told_by(["train", "--out", str(tmp_path), "--resume"])
+    assert status == 2 and told.count("\n") == 1, told
+    assert all(f"{name_of(step)}: state.json is not what was saved" in told for step in (2, 3))
+    assert told.endswith("Give --overwrite in place of --resume to start the run again\n")
+
+
+# What is said of steps, and of the best
+
+
+def train_scripted(config, held_out):
+    evaluate = Trainer.evaluate
+    Trainer.evaluate = lambda self: (held_out[self.step], 10)
+    try:
+        return train(config)
+    finally:
+        Trainer.evaluate = evaluate
+
+
+def test_a_held_out_loss_is_of_the_step_after_which_it_was_measured(pools, corpus, tmp_path):
+    """Of others there is none, in the metrics and in checkpoints, so that the best is one that was evaluated."""
+    config = config_of(corpus, tmp_path, steps=5, eval_every=2, save_every="1", keep=9)
+    held_out = {2: 1.0, 4: 2.0, 5: 3.0}
+    (summary,) = pools(1).run(train_scripted, config, held_out)
+    assert metrics_of(tmp_path, "held_out_loss") == [None, 1.0, None, 2.0, 3.0]
+    states = {path.name: json.loads((path / "state.json").read_text()) for path in list_checkpoints(tmp_path)}
+    assert [states[name_of(step)]["losses"]["held_out"] for step in range(1, 6)] == [None, 1.0, None, 2.0, 3.0]
+    assert (summary.best_step, summary.best_held_out_loss) == (2, 1.0)
+    config = replace(config, run=replace(config.run, out=str(tmp_path / "again")))
+    (summary,) = pools(1).run(train_full, config, {2}, held_out)
+    assert (summary.best_step, summary.best_held_out_loss) == (4, 2.0), "what was evaluated after step 2 is lost"
+
+
+def test_a_run_that_went_back_forgets_the_best_of_the_way_that_it_gave_up(pools, corpus, tmp_path):
+    config = config_of(corpus, tmp_path, steps=4, eval_every=1, save_every="9", keep=9)
+    pools(1).run(train_scripted, config, {1: 4.0, 2: 3.0, 3: 2.0, 4: 1.0})
+    early = str(tmp_path / "checkpoints" / name_of(2))
+    config = replace(config, run=replace(config.run, resume=early))
+    (summary,) = pools(1).run(train_scripted, config, {3: 2.5, 4: 2.7})
+    assert (summary.best_step, summary.best_held_out_loss) == (3, 2.5)
+    assert steps_saved(tmp_path) == [1, 2, 3]
+
+
+def train_evaluating_slowly(config, seconds):
+    """Seconds that the saver was told of each step, and what was the deadline's reserve."""
+    evaluate, after_step, told = Trainer.evaluate, Saver.after_step, []
+
+    def slow(trainer):
+        time.sleep(seconds)
+        return 1.0, 10
+
+    def note(saver, step_seconds):
+        told.append((step_seconds, saver.run.step))
+        after_step(saver, step_seconds)
+
+    Trainer.evaluate, Saver.after_step = slow, note
+    began = time.monotonic()
+    try:
+        train(config)
+    except InterruptedRunError as interrupted:
+        return told, interrupted.reason, time.monotonic() - began
+    finally:
+        Trainer.evaluate, Saver.after_step = evaluate, after_step
+    return told, "", time.monotonic() - began
+
+
+def test_an_evaluation_counts_as_a_part_of_its_step_before_a_deadline(pools, corpus, tmp_path):
+    config = config_of(corpus, tmp_path, steps=1000, eval_every=2, save_every="9", deadline=12.0)
+    ((told, reason, seconds),) = pools(1).run(train_evaluating_slowly, config, 2.0)
+    assert reason == "--deadline" and seconds < 12.0
+    assert len(told) > 1 and all(took >= 2.0 for took, step in told if step % 2 == 0)
+
+
+def test_tensorboard_has_each_step_once_after_a_run_went_back(pools, corpus, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = config_of(corpus, tmp_path, steps=SCHEDULE, save_every="2")
+    assert pools(1).run(end_at, config, 5, {}) == [75]
+    discard(list_checkpoints(tmp_path)[0])  # as if it had been killed: step 5 is taken again
+    pools(1).run(train, replace(config, run=replace(config.run, resume="newest")))
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("loss")
+    assert [event.step for event in events] == [1, 2, 3, 4, 5, 6]
+    assert [event.value for event in events] == pytest.approx(losses(tmp_path), rel=1e-6)
+
+
+def test_the_trained_model_and_an_exported_one_have_the_dtype_that_was_asked_for(pools, corpus, tmp_path):
+    pools(1).run(train, config_of(corpus, tmp_path / "run", steps=1, save_every="1", save_dtype="float16"))
+    export(list_checkpoints(tmp_path / "run")[0], tmp_path / "exported")
+    for folder in (tmp_path / "run" / "model", tmp_path / "exported"):
+        from safetensors.torch import load_file
+
+        assert {x.dtype for x in load_file(folder / "model.safetensors").values()} == {torch.float16}, folder
+        assert AutoConfig.from_pretrained(folder).dtype == torch.float16, folder

@@ -1,0 +1,146 @@
+"""Scales of any sign and size: against fp64 on several ranks, in every kernel, through every entry, or refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from burst_attention import DisagreementError, Mask, burst_attention, make_plan
+from burst_attention.compat import ring_flash_attn as compat
+from burst_attention.engines.ulysses import ulysses_attention
+from burst_attention.engines.usp import UspAttention
+from burst_attention.engines.whole import whole_attention
+from burst_attention.testing import Case, attend, local_world
+from burst_attention.testing.check import relative_l2
+
+SIGNS = (-0.7, 0.0, 0.3)
+CASE = Case(seqlen=44, q_heads=4, kv_heads=2, head_dim=8)
+MASKS = {"causal": Mask(), "window": Mask(window=9), "documents": Mask(cu_seqlens=[0, 5, 29, 44])}
+
+
+def errors(case: Case, scale: float, attention=burst_attention, group=None) -> float:
+    """The worst error of out and the gradients of q, k and v on this rank, against dense attention in fp64."""
+    options = {"layout": case.layout, "heads": case.heads, "keep": case.keep}
+    plan, inputs = make_plan(case.seqlen, mask=case.mask, group=group, **options), case.inputs()
+    chosen = {"kernel": case.kernel, "travels": case.travels} if attention is burst_attention else {}
+    leaves = [plan.shard(inputs[name], 2).requires_grad_() for name in ("q", "k", "v")]
+    out = attention(*leaves, plan, scale=scale, **chosen)
+    grads = torch.autograd.grad(out, leaves, plan.shard(inputs["dout"], 2))
+    right = attend(inputs["q"], inputs["k"], inputs["v"], case.mask, dout=inputs["dout"], scale=scale)
+    wanted = [plan.shard(x, 2) for x in (right.out, right.dq, right.dk, right.dv)]
+    return max(map(relative_l2, (out, *grads), wanted))
+
+
+@pytest.mark.parametrize("scale", SIGNS)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("kernel", ["reference", "aten", "aten-fp32"])
+def test_every_sign_on_the_cpu(pools, kernel: str, mask: str, scale: float) -> None:
+    case = replace(CASE, mask=MASKS[mask], kernel=kernel)
+    for travels in ("query", "key-value", "either"):
+        assert max(pools(2).run(errors, replace(case, travels=travels), scale)) < 1e-5
+
+
+@pytest.mark.parametrize("scale", SIGNS)
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("heads", [2, 4])
+def test_every_sign_with_heads_cut(pools, heads: int, keep: bool, scale: float) -> None:
+    case = replace(CASE, heads=heads, keep=keep, kv_heads=4)
+    assert max(pools(4).run(errors, case, scale)) < 1e-5
+
+
+@pytest.mark.parametrize("scale", SIGNS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_every_sign_in_the_triton_kernel(dtype, scale: float) -> None:
+    pytest.importorskip("triton")
+    case = replace(CASE, kernel="triton", dtype=dtype, mask=Mask(window=9), head_dim=16)
+    bound = 1e-5 if dtype == torch.float32 else 3e-3
+    with local_world(2) as ranks:
+        assert max(ranks.run(lambda group: errors(case, scale, group=group))) < bound
+
+
+def by_usp(case: Case, scale: float) -> float:
+    return errors(case, scale, UspAttention(2))
+
+
+@pytest.mark.parametrize("scale", SIGNS)
+def test_every_sign_in_other_engines(pools, scale: float) -> None:
+    case = replace(CASE, mask=Mask(window=9), q_heads=4, kv_heads=4)
+    assert errors(case, scale, whole_attention) < 1e-5
+    assert max(pools(2).run(errors, replace(case, layout="contiguous"), scale, ulysses_attention)) < 1e-5
+    assert max(pools(4).run(by_usp, case, scale)) < 1e-5
+
+
+def by_ring_flash_attn(scale: float) -> float:
+    inputs, plan = CASE.inputs(), make_plan(44, layout="zigzag", heads=1)
+    q, k, v, dout = (plan.shard(inputs[name], 2).transpose(1, 2) for name in ("q", "k", "v", "dout"))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = compat.zigzag_ring_flash_attn_func(*leaves, softmax_scale=scale, causal=True)
+    grads = torch.autograd.grad(out, leaves, dout)
+    right = attend(inputs["q"], inputs["k"], inputs["v"], Mask(), dout=inputs["dout"], scale=scale)
+    wanted = [plan.shard(x, 2).transpose(1, 2) for x in (right.out, right.dq, right.dk, right.dv)]
+    return max(map(relative_l2, (out, *grads), wanted))
+
+
+@pytest.mark.parametrize("scale", SIGNS)
+def test_every_sign_by_other_packages_names(pools, scale: float) -> None:
+    assert max(pools(2).run(by_ring_flash_attn, scale)) < 1e-5
+
+
+@pytest.mark.parametrize("scale", SIGNS)
+def test_every_sign_in_a_compiled_call(scale: float) -> None:
+    def compiled(*tensors, scale: float, **_) -> torch.Tensor:
+        torch.compiler.reset()  # a second scale would be a variable of the graph
+        return torch.compile(burst_attention, fullgraph=True, backend="aot_eager")(*tensors, scale=scale)
+
+    assert errors(CASE, scale, compiled) < 1e-5
+
+
+def test_a_zero_scale_keeps_nan_in_sight() -> None:
+    q, k, v = (torch.randn(1, 2, 10, 8) for _ in range(3))
+    q[0, 0, 3, 2] = torch.nan
+    out = burst_attention(q, k, v, make_plan(10), scale=0.0)
+    assert out[0, 0, 3].isnan().all() and out.isfinite().sum() == out.numel() - 8
+
+
+def signs_apart() -> str:
+    plan = make_plan(12, timeout=5)
+    q, k, v = (torch.randn(1, 2, plan.length, 8) for _ in range(3))
+    try:
+        burst_attention(q, k, v, plan, scale=(0.5, -0.5)[plan.rank])
+    except DisagreementError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_ranks_whose_scales_differ_in_sign_alone_disagree(pools) -> None:
+    for text in pools(2).run(signs_apart):
+        assert "the ranks disagree on scale: rank 0 has 0.5, rank 1 has -0.5" in text
+
+
+OUT_OF_RANGE = {torch.float32: (5e-324, -1e-40, 1.1e-38, 2e38, -1e300), torch.float64: (5e-324, -1e-310, 1.2e308)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_scale_that_scores_can_not_hold_is_refused(dtype) -> None:
+    q, wide = torch.randn(1, 2, 10, 8).to(dtype), torch.promote_types(dtype, torch.float32)
+    for scale in OUT_OF_RANGE[wide]:
+        told = rf"scale={scale} is too (small|large) for {wide}, .* Use 0, or a size from"
+        with pytest.raises(ValueError, match=told.replace("+", r"\+")):
+            burst_attention(q, q, q, make_plan(10), scale=scale)
+        with pytest.raises(ValueError, match="scale="):
+            compat.ring_flash_attn_func(q, q, q, softmax_scale=np.float64(scale), causal=True)
+        with pytest.raises(ValueError, match="scale="):
+            ulysses_attention(q, q, q, make_plan(10), scale=scale)
+
+
+@pytest.mark.parametrize("kernel", ["reference", "aten", "aten-fp32", "triton"])
+def test_the_least_scale_gives_what_zero_gives(kernel: str) -> None:
+    plan, given = make_plan(20, mask=Mask(window=7)), CASE.inputs()
+    q, k, v = (given[name][:, :, :20].requires_grad_() for name in ("q", "k", "v"))
+    least = burst_attention(q, k, v, plan, scale=torch.finfo(torch.float32).tiny, kernel=kernel)
+    grads = torch.autograd.grad(least.sum(), (q, k, v))
+    assert relative_l2(least, burst_attention(q, k, v, plan, scale=0.0, kernel=kernel)) < 1e-6
+    assert all(x.isfinite().all() for x in grads)

@@ -1,0 +1,48 @@
+"""Calibration of a link whose latency and bandwidth are known."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from burst_attention.attention import calibrate
+from burst_attention.comm.transport import PACKED_BYTES
+
+
+class Link:
+    """A clock, and a transport whose waits take what a link's messages take, one after another at a port."""
+
+    rank, world = 0, 2
+
+    def __init__(self, latency: float, bytes_per_second: float) -> None:
+        self.latency, self.bytes_per_second, self.now = latency, bytes_per_second, 0.0
+        self.transport = self
+        self.schedule = SimpleNamespace(planner=SimpleNamespace(nodes=(0, 0)))
+
+    def exchange_small(self, values: Any) -> list[list[float]]:
+        return [list(values)] * self.world
+
+    def post(self, sends: Any, receives: Any, *, label: str) -> Any:
+        assert len(sends) == len(receives) == calibrate.AT_ONCE
+        assert sum(each.tensor.nbytes for each in sends) > PACKED_BYTES  # or they would go as one message
+        return sends
+
+    def wait(self, sends: Any) -> None:
+        self.now += sum(self.latency + each.tensor.nbytes / self.bytes_per_second for each in sends)
+
+
+@pytest.mark.parametrize(
+    ("latency", "bytes_per_second"), [(0.0, 1e9), (2e-5, 1e9), (1e-4, 5e8), (5e-3, 2e7), (1e-6, 1e11), (2e-4, 3e6)]
+)
+def test_a_link_s_latency_and_bandwidth_are_recovered(monkeypatch, latency: float, bytes_per_second: float) -> None:
+    link: Any = Link(latency, bytes_per_second)
+    clock = SimpleNamespace(perf_counter=lambda: link.now, process_time=lambda: link.now)
+    monkeypatch.setattr(calibrate, "time", clock)
+    probe = calibrate._Probe(link, torch.device("cpu"), calibrate.Sizes(repeats=1))
+    inside, across = probe.links(None)  # type: ignore[arg-type]
+    assert across is None and inside is not None
+    assert inside.bytes_per_second == pytest.approx(bytes_per_second, rel=1e-6)
+    assert inside.latency == pytest.approx(latency, rel=1e-6, abs=1e-12)

@@ -1,0 +1,83 @@
+"""One process alone: what makes it the only rank, and what refuses to take it for that."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from burst_attention import burst_attention, make_plan
+from burst_attention.launch import local
+
+ROOT = Path(__file__).resolve().parents[2]
+JOB = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def no_job(monkeypatch):
+    for name in JOB:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_rank_of_a_job_that_has_not_joined_the_others_is_refused(monkeypatch):
+    assert make_plan(8).world == 1
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert make_plan(8).world == 1  # a cluster's own variable: no rank is named
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ValueError, match=r"WORLD_SIZE=4; call torch\.distributed\.init_process_group\(\) first"):
+        make_plan(8)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert make_plan(8).world == 1
+
+
+def test_a_rank_that_can_not_meet_the_others_is_told_what_is_missing(monkeypatch):
+    assert local.torchrun_ranks(None) is None
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="MASTER_ADDR and MASTER_PORT are not; start the command with torchrun"):
+        local.torchrun_ranks(None)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    with pytest.raises(ValueError, match="MASTER_PORT is not"):
+        local.torchrun_ranks(None)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert local.torchrun_ranks(None) == (2, 2)
+
+
+def test_under_torchrun_an_expected_failure_is_a_sentence(monkeypatch, capfd):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+
+    def worker(text):
+        raise local.RefusedError(text)
+
+    assert local.start("burst x", worker, "--lr 2 is another", ranks=1) == 1
+    error = capfd.readouterr().err
+    assert error.strip().splitlines()[-1] == "burst x: --lr 2 is another"
+    assert "Traceback" not in error
+
+
+def test_the_first_example_runs_without_torchrun(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name not in JOB}
+    command = [sys.executable, str(ROOT / "examples" / "attention.py")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Plan(rank 0 of 1")
+
+
+def test_tensors_with_the_sequence_before_the_heads_are_told_to_transpose():
+    plan = make_plan(6)
+    q, k, v = (torch.randn(1, 6, heads, 8) for heads in (4, 2, 2))
+    with pytest.raises(ValueError, match=r"6 tokens in dim 1; .* pass q\.transpose\(1, 2\)"):
+        burst_attention(q, k, v, plan)
+    assert burst_attention(*(x.transpose(1, 2) for x in (q, k, v)), plan).shape == (1, 4, 6, 8)
+
+
+def test_a_plan_explains_the_calls_that_it_was_made_for():
+    sizes = {"q_heads": 8, "kv_heads": 2, "head_dim": 64}
+    with pytest.raises(TypeError, match=r"such as plan\.explain\(batch=1, q_heads=32"):
+        make_plan(64).explain()
+    assert make_plan(64, **sizes).explain() == make_plan(64).explain(batch=1, **sizes)

@@ -1,0 +1,93 @@
+"""Rates: what is taken can be computed with, what is written can be read, all else is refused by name."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from burst_attention import Mask, make_plan
+from burst_attention.attention.hardware import shape_of
+from burst_attention.plan.choose import Planner
+from burst_attention.plan.explain import explain
+from burst_attention.plan.presets import preset
+from burst_attention.plan.rates import _RANGES, Rates, read_rates, write_rates
+from burst_attention.plan.schedule import make_schedule
+
+CPU = preset("cpu")
+
+
+def extreme(*, slow: bool) -> Rates:
+    """Every figure at that end of its range at which calls take longest, or shortest."""
+    rates = CPU.as_dict()
+    for table in rates.values():
+        for key in table if isinstance(table, dict) else ():
+            if key in _RANGES:
+                least, most = _RANGES[key]
+                table[key] = least if slow == (least > 0) else most
+    return Rates.from_dict(rates)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("seqlen", [0, 1, 5000, 2**31])
+@pytest.mark.parametrize("slow", [True, False])
+@pytest.mark.parametrize("guessed", [True, False])
+def test_all_that_is_taken_can_be_computed_with(slow: bool, seqlen: int, guessed: bool) -> None:
+    known = shape_of(torch.bfloat16, batch=1, q_heads=8, kv_heads=4, head_dim=64)
+    planner = Planner(extreme(slow=slow), (0, 0, 1, 1), known, guessed)
+    options = {"mask": Mask(), "layout": "auto", "route": "auto", "heads": "auto"}
+    planned = make_schedule(seqlen, **options, rank=0, world=4, planner=planner)
+    found = planned.predictions(known, "auto")
+    assert all(math.isfinite(one.seconds) and one.seconds >= 0 for one in found)
+    assert "chosen: " in explain(planned, known, "auto")
+
+
+def test_texts_of_any_character_are_read_as_they_were_written(tmp_path: Path) -> None:
+    every = "".join(map(chr, [*range(0x250), 0x2028, 0xFEFF, 0x1F600]))
+    ours = replace(CPU, name=every, source=every[::-1])
+    write_rates(ours, tmp_path / "rates.toml")
+    assert read_rates(tmp_path / "rates.toml") == ours
+
+
+def test_what_can_not_be_read_is_not_written(tmp_path: Path) -> None:
+    path = tmp_path / "rates.toml"
+    write_rates(CPU, path)
+    for odd, told in (
+        (replace(CPU, name="\udcff"), r"name='\\udcff' has a lone surrogate"),
+        (replace(CPU, overhead=replace(CPU.overhead, fold=math.nan)), r"overhead\.fold=nan"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            write_rates(odd, path)
+    assert read_rates(path) == CPU  # as it was
+
+
+@pytest.mark.parametrize(
+    ("key", "given", "told"),
+    [
+        ("fold", "nan", r"overhead\.fold=nan must be a number from 1 to 1e\+30"),
+        ("fold", "1e-305", r"overhead\.fold=1e-305 must be a number from 1 to"),
+        ("fold", "true", r"overhead\.fold=True must be a number"),
+        ("visit", "inf", r"overhead\.visit=inf must be a number from 0 to 1e\+09"),
+        ("visit", str(10**400), r"overhead\.visit=10{39} must be a number"),
+        ("visit", "9" * 5000, "limit"),
+        ("visit", "[" * 5000, "recursion"),
+        ("bytes_per_second", "1e-300", r"inside\.bytes_per_second=1e-300 must"),
+        ("forward", "1e300", r"half\.forward=1e\+300 must"),
+    ],
+)
+def test_a_figure_that_can_not_be_computed_with_is_refused(tmp_path: Path, key: str, given: str, told: str) -> None:
+    path = tmp_path / "rates.toml"
+    write_rates(CPU, path)
+    path.write_text(path.read_text("utf-8").replace(f"\n{key} = ", f"\n{key} = {given} #", 1), "utf-8")
+    with pytest.raises(ValueError, match=rf"(?s)rates of .*rates\.toml: .*{told}") as refused:
+        make_plan(16, rates=path)
+    assert len(str(refused.value)) < 500
+
+
+def test_rates_given_as_an_object_are_checked_too() -> None:
+    for fold in (1e-305, math.inf, 10**400):
+        with pytest.raises(ValueError, match=r"overhead\.fold="):
+            make_plan(16, rates=replace(CPU, overhead=replace(CPU.overhead, fold=fold)))

@@ -1,0 +1,186 @@
+"""What a run says at its end, what another start of it may change, and what `make demo` prints before it trains."""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from burst_attention.cli.screen import Screen
+from burst_attention.cli.train import what_is_kept
+from burst_attention.training.checked import Checked
+from burst_attention.training.config import ParallelConfig, TrainConfig, flag_names
+from burst_attention.training.flags import flag
+from burst_attention.training.manifest import name_of
+from burst_attention.training.metrics import Summary
+from burst_attention.training.snapshot import check_same_run, settings_of
+
+ROOT = Path(__file__).resolve().parents[2]
+# By hand, so that a setting can't be left out of the code's own list unnoticed: another value for each.
+MUST_LAST = {
+    "model": "llama-7b",
+    "dtype": "float64",
+    "data": "other.txt",
+    "tokenizer": "bytes",
+    "seq_len": 64,
+    "pack": "none",
+    "held_out": 0.3,
+    "seed": 1,
+    "lr": 0.5,
+    "min_lr": 0.5,
+    "warmup": 3,
+    "decay_steps": 7,
+    "weight_decay": 0.5,
+    "beta1": 0.5,
+    "beta2": 0.5,
+    "eps": 0.5,
+    "clip": 0.5,
+    "global_batch": 2,
+}
+MAY_CHANGE = {
+    "steps": 9,
+    "out": "elsewhere",
+    "overwrite": True,
+    "save_every": "3",
+    "keep": 7,
+    "eval_every": 3,
+    "resume": "newest",
+    "deadline": 3.0,
+    "step_timeout": 3.0,
+    "profile": 3,
+    "wandb": "project",
+    "on_nan": "skip",
+    "held_out_sequences": 3,
+    "save_dtype": "float16",
+    "max_positions": 8192,
+    "ranks": 4,
+    "data_parallel": 2,
+    "engine": "ring",
+    "layout": "striped",
+    "route": "ring",
+    "heads": 2,
+    "device": "cpu",
+    "timeout": 3.0,
+    "peak_tflops": 3.0,
+    "batch": 2,
+    "accumulate": 2,
+    "remat": "layer",
+    "offload": "activations",
+    "mlp_chunks": 3,
+    "optimizer_offload": True,
+    "compile": True,
+    "ignore_memory": True,
+}
+
+
+def with_setting(config, name, value):
+    section = flag_names()[name]
+    return replace(config, **{section: replace(getattr(config, section), **{name: value})})
+
+
+@pytest.fixture
+def whole():
+    """A configuration with the two numbers given that otherwise follow from others."""
+    return with_setting(with_setting(TrainConfig(), "global_batch", 4), "decay_steps", 100)
+
+
+def test_every_setting_either_lasts_or_may_change():
+    assert MUST_LAST.keys() | MAY_CHANGE.keys() == flag_names().keys()
+    assert not MUST_LAST.keys() & MAY_CHANGE.keys()
+
+
+@pytest.mark.parametrize("name", MUST_LAST)
+def test_a_setting_that_must_last_is_refused_by_name(whole, name):
+    state = Checked({"config": settings_of(whole)}, "state.json")
+    check_same_run(whole, state)
+    with pytest.raises(ValueError, match=rf"^{flag(name)} .* is not what the checkpoint state\.json was made with"):
+        check_same_run(with_setting(whole, name, MUST_LAST[name]), state)
+
+
+@pytest.mark.parametrize("name", MAY_CHANGE)
+def test_a_setting_that_may_change_is_not_refused(whole, name):
+    check_same_run(with_setting(whole, name, MAY_CHANGE[name]), Checked({"config": settings_of(whole)}, "state.json"))
+
+
+def shown(summary, config):
+    text = io.StringIO()
+    screen = Screen(Console(file=text, width=400, highlight=False))
+    screen.config = config
+    screen.finish(summary)
+    return text.getvalue()
+
+
+@pytest.fixture
+def summary():
+    return Summary(8, 2.5, 1.5, None, 0, 10.0, 0, [2**20], [4.0], [4.0])
+
+
+def test_what_the_peak_of_memory_counts_is_said(summary):
+    on = {device: replace(TrainConfig(), parallel=ParallelConfig(device=device)) for device in ("cpu", "cuda")}
+    assert "(the whole process: tensors, PyTorch and Python)" in shown(summary, on["cpu"])
+    assert "(tensors on its GPU)" in shown(summary, on["cuda"])
+
+
+def test_a_start_without_a_step_shows_no_figures(summary):
+    none = replace(summary, tokens_per_second=None, bytes_sent=[None], bytes_predicted=[None])
+    lines = shown(none, with_setting(TrainConfig(), "device", "cpu")).splitlines()
+    for row in ("tokens/s", "attention sent", "predicted"):
+        (line,) = [line for line in lines if row in line]
+        assert line.split("│")[2].strip() == "-"
+
+
+def test_missing_checkpoints_are_the_last_that_is_shown(summary, tmp_path):
+    config = with_setting(with_setting(TrainConfig(), "device", "cpu"), "out", str(tmp_path))
+    assert "could not be written" not in shown(summary, config)
+    (tmp_path / "checkpoints" / name_of(6)).mkdir(parents=True)
+    last = shown(replace(summary, missing_checkpoints=[8]), config).splitlines()[-1]
+    kept = f"the newest that is kept: {tmp_path}/checkpoints/{name_of(6)}"
+    assert last == (
+        f"burst train: checkpoint after step 8 could not be written; {kept}. "
+        "The run is finished, and ends with status 74"
+    )
+
+
+def test_a_failed_start_names_what_it_saved_itself(tmp_path):
+    older, newer = (tmp_path / "checkpoints" / name_of(step) for step in (4, 6))
+    older.mkdir(parents=True)
+    assert what_is_kept(str(tmp_path), [older], asked=False) == ""
+    assert f"kept: {older}; to go on" in what_is_kept(str(tmp_path), [older], asked=True)
+    newer.mkdir()
+    assert f"kept: {newer}; to go on" in what_is_kept(str(tmp_path), [older], asked=False)
+
+
+FAKE = """#!{python}
+import os, shutil, sys
+from pathlib import Path
+words = sys.argv[1:]
+if words[:2] == ["-m", "venv"]:
+    Path(words[2], "bin").mkdir(parents=True)
+    for name in ("python", "burst"):
+        shutil.copy(sys.argv[0], Path(words[2], "bin", name))
+print(Path(sys.argv[0]).name, *words, flush=True)
+"""
+
+
+def test_make_demo_says_what_it_does_and_how_long_that_takes(tmp_path):
+    python = tmp_path / "fake-python"
+    python.write_text(FAKE.replace("{python}", sys.executable))
+    python.chmod(python.stat().st_mode | stat.S_IEXEC)
+    words = ["make", "--no-print-directory", "-f", str(ROOT / "Makefile"), f"VENV={tmp_path}/venv", f"PYTHON={python}"]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
+    made = subprocess.run([*words, "demo"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert made.returncode == 0, made.stderr
+    lines = made.stdout.splitlines()
+    pips = [n for n, line in enumerate(lines) if line.startswith("python -m pip install")]
+    (trains,) = [n for n, line in enumerate(lines) if line.startswith("burst train")]
+    assert len(pips) == 2 and not any("--quiet" in lines[n] or " -q" in lines[n] for n in pips)
+    assert "2 to 10 minutes" in lines[0] and all(f"make: {n} of 3" in made.stdout for n in (1, 2, 3))
+    assert all(lines[n - 1].startswith("make: ") for n in pips)
+    assert "minutes" in "".join(lines[pips[-1] : trains])
