@@ -6,13 +6,17 @@ import json
 import subprocess
 import sys
 from html.parser import HTMLParser
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from burst_attention.cli import main
+from burst_attention.cli.plan_words import headline
 from burst_attention.plan import forecast
 from burst_attention.plan.models import model_of
+from burst_attention.plan.presets import preset
 
 HARDWARE = ["--hardware", "h100-hgx"]
 
@@ -193,3 +197,11 @@ def test_it_needs_no_library_of_models() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0 and "Recommended" in result.stdout, result.stderr
+
+
+@pytest.mark.parametrize(("ranks", "nodes"), [(8, "1 node,"), (12, "2 nodes,"), (16, "2 nodes,"), (17, "3 nodes,")])
+def test_a_node_that_is_not_full_is_counted(ranks: int, nodes: str) -> None:
+    cluster = SimpleNamespace(ranks=ranks, per_node=8, rates=preset("h100-hgx"))
+    heads = {"q_heads": 8, "kv_heads": 8, "head_dim": 64, "layers": 2}
+    question: Any = SimpleNamespace(cluster=cluster, model=None, seq_len=65536, dtype=torch.bfloat16, **heads)
+    assert f"{ranks} ranks on {nodes}" in headline(question)
