@@ -73,6 +73,13 @@ LOCAL = "tests/distributed/test_local_world.py"
 RUN_ENDS = "tests/distributed/test_run_ends.py"
 RUNS = "tests/unit/test_run_ends.py"
 CONFIG = "tests/unit/test_config.py"
+PLAN_COMMAND = "tests/unit/test_plan_command.py"
+OPERATOR = "tests/distributed/test_operator.py"
+LOSS_OF_ONE = "tests/unit/test_loss.py"
+YUNCHANG = "tests/distributed/test_compat_yunchang.py"
+PROGRESS = "tests/unit/test_progress.py"
+GENERATORS = "tests/unit/test_generators.py"
+CALIBRATE = "tests/unit/test_calibrate.py"
 
 
 @dataclass(frozen=True)
@@ -733,6 +740,22 @@ SEEDED = [
         "dweight.copy_(product(narrow.T, h, compute))",
         TOKENS,
         "one_device_gradient and zigzag",
+    ),
+    Fault(
+        "loss: the default chunk is all tokens",
+        "loss/head.py",
+        "math.ceil(tokens / 4)",
+        "tokens",
+        LOSS_OF_ONE,
+        "default_chunk",
+    ),
+    Fault(
+        "loss: a label of the vocabulary's size is accepted",
+        "loss/checks.py",
+        "(labels >= weight.shape[0])",
+        "(labels > weight.shape[0])",
+        LOSS_OF_ONE,
+        "refusals_name",
     ),
     Fault(
         "what a model does to its logits is not looked at",
@@ -1643,6 +1666,22 @@ SEEDED = [
         "each_tensor",
     ),
     Fault(
+        "the measure of a dtype's error drops the scale",
+        "testing/oracle.py",
+        "is_causal=seen is None, scale=scale, enable_gqa=grouped",
+        "is_causal=seen is None, enable_gqa=grouped",
+        KERNELS,
+        "measure_of_a_dtype",
+    ),
+    Fault(
+        "a world of threads drops its own timeout",
+        "testing/local.py",
+        "LocalGroup(exchange, number, self.timeout)",
+        "LocalGroup(exchange, number, 60.0)",
+        LOCAL,
+        "own_timeout",
+    ),
+    Fault(
         "a check that found something wrong ends well",
         "cli/check.py",
         "raise SystemExit(1)",
@@ -1878,6 +1917,14 @@ SEEDED = [
         'self._plans = self._plans or {None: plan_for(total, mask, "contiguous", group)}',
         COMPAT,
         "trains_the_same",
+    ),
+    Fault(
+        "yunchang: the softcap is dropped",
+        "compat/yunchang.py",
+        "            softcap=softcap,\n",
+        "",
+        YUNCHANG,
+        "can_not_mean",
     ),
     Fault(
         "copied labels are of the latest batch",
@@ -2168,6 +2215,14 @@ SEEDED = [
         "another_run and seed",
     ),
     Fault(
+        "mesh: ranks that share a sequence are not neighbours",
+        "launch/mesh.py",
+        "(data_parallel, world // data_parallel), mesh_dim_names=(DATA, CONTEXT))",
+        "(world // data_parallel, data_parallel), mesh_dim_names=(CONTEXT, DATA))[DATA, CONTEXT]",
+        ENGINES,
+        "neighbours_share",
+    ),
+    Fault(
         "other data are gone on with",
         "training/data.py",
         "if part is None or _digest(part).hex() != start.digest:",
@@ -2302,6 +2357,14 @@ SEEDED = [
         "whole = call.rows.restore(call.plan.unshard(hidden, 1))",
         "tests/distributed/test_hf_wrapped.py",
         "classify",
+    ),
+    Fault(
+        "the router's loss counts padding",
+        "integrations/hf_twin.py",
+        "attention_mask=attention_mask, output_router_logits=True",
+        "attention_mask=None, output_router_logits=True",
+        PARALLEL,
+        "mixtral and behind",
     ),
     Fault(
         "a layer that is recomputed keeps all of it",
@@ -2520,6 +2583,30 @@ SEEDED = [
         "failed_start",
     ),
     Fault(
+        "command lines: K is 1000",
+        "cli/numbers.py",
+        '"K": 1 << 10',
+        '"K": 1000',
+        PLAN_COMMAND,
+        "other_commands",
+    ),
+    Fault(
+        "burst plan: a node that is not full is not counted",
+        "cli/plan_words.py",
+        "nodes = -(-cluster.ranks // cluster.per_node)",
+        "nodes = max(1, cluster.ranks // cluster.per_node)",
+        PLAN_COMMAND,
+        "not_full",
+    ),
+    Fault(
+        "burst calibrate shows the forward's speed as the backward's",
+        "cli/calibrate.py",
+        "{speed.backward / 1e9:,.3g} backward",
+        "{speed.forward / 1e9:,.3g} backward",
+        CALIBRATE,
+        "shown_under",
+    ),
+    Fault(
         "the first save before a deadline is given no time",
         "training/saving.py",
         "save = self._longest_save or self._expected_save",
@@ -2560,6 +2647,38 @@ SEEDED = [
         "launches_of_waves",
     ),
     Fault(
+        "a picture's ranks never wait",
+        "plan/timeline.py",
+        "begin = max(now, end - took)",
+        "begin = now",
+        FORECAST,
+        "waits_until",
+    ),
+    Fault(
+        "a preset with a network named has no device",
+        "plan/machines.py",
+        'DEVICES.get(rates.name.partition("+")[0], Device())',
+        "DEVICES.get(rates.name, Device())",
+        PLAN_COMMAND,
+        "million_tokens_on_32",
+    ),
+    Fault(
+        "tokens are rounded down to whole K",
+        "plan/figures.py",
+        "if value >= size and value % size == 0:",
+        "if value >= size:",
+        FORECAST,
+        "figures_are_for",
+    ),
+    Fault(
+        "rows: an interval inside of an earlier one ends the union",
+        "plan/rows.py",
+        "reach = np.maximum.accumulate(stops)",
+        "reach = stops",
+        PLAN,
+        "rows_are_sets",
+    ),
+    Fault(
         "a pair's visit is of all that its step completes",
         "benchmarks/src/burst_bench/ablation/variants.py",
         "return [[n] for n in range(len(rectangles))]",
@@ -2574,6 +2693,30 @@ SEEDED = [
         "parts = [weights, gradients, weights, gathered, held // 2, peak.attention, loss]",
         "tests/distributed/test_training_memory.py",
         "tensors_at_the_peak",
+    ),
+    Fault(
+        "cursor: borders may end before the sequence",
+        "training/cursor.py",
+        "value[:1] == [0] and value[-1:] == [length]",
+        "value[:1] == [0] and value[-1:] <= [length]",
+        DATA,
+        "whose_borders",
+    ),
+    Fault(
+        "curve: one loss that is no number spoils the mean",
+        "training/curve.py",
+        "        if math.isfinite(loss):\n            total, weight",
+        "        if True:\n            total, weight",
+        PROGRESS,
+        "without_a_loss",
+    ),
+    Fault(
+        "generators: Python's second Gaussian is lost",
+        "training/generators.py",
+        '"numbers": list(numbers), "gauss": gauss}',
+        '"numbers": list(numbers), "gauss": None}',
+        GENERATORS,
+        "goes_on",
     ),
     Fault(
         "unshard: gradients of ranks are summed in their own dtype",
@@ -2592,6 +2735,22 @@ SEEDED = [
         "interrupted_in_the_sweep",
     ),
     Fault(
+        "buffers of blocks don't grow with the slices",
+        "attention/buffers.py",
+        "return round(many + (x - b) * (many - few) / (b - a))",
+        "return many",
+        FORECAST,
+        "buffers_of_many",
+    ),
+    Fault(
+        "keep_attention keeps nothing",
+        "attention/remat.py",
+        "create_selective_checkpoint_contexts([torch.ops.burst_attention.attend.default])",
+        "create_selective_checkpoint_contexts([])",
+        OPERATOR,
+        "checkpointing_may_keep",
+    ),
+    Fault(
         "each receive of an exchange has the whole deadline",
         "comm/transport.py",
         "left = max(0.001, limit - (time.monotonic() - started))",
@@ -2608,6 +2767,30 @@ SEEDED = [
         "plans_for_what_is_recomputed",
     ),
     Fault(
+        "ulysses: a scale is dropped",
+        "engines/ulysses.py",
+        "lone_plan(plan.seqlen, mask=plan.mask), scale=scale)",
+        "lone_plan(plan.seqlen, mask=plan.mask))",
+        SCALES,
+        "every_sign_in_other",
+    ),
+    Fault(
+        "a subgroup counts what it sends as received",
+        "engines/subgroup.py",
+        "self.received += sum(each.tensor.nbytes for each in receives)",
+        "self.received += sum(each.tensor.nbytes for each in sends)",
+        ENGINES,
+        "subgroup_counts",
+    ),
+    Fault(
+        "engines: a head dim of its own is not read",
+        "engines/contract.py",
+        'getattr(config, "head_dim", None) or config.hidden_size',
+        "config.hidden_size",
+        ENGINES,
+        "of_its_own",
+    ),
+    Fault(
         "gradients of repeated heads are summed in their own dtype",
         "kernels/aten_ops.py",
         "gradient.float().unflatten(",
@@ -2616,12 +2799,44 @@ SEEDED = [
         "repeated_heads",
     ),
     Fault(
+        "stock kernels: launches are merged in the inputs' dtype",
+        "kernels/stock.py",
+        "blank_output(q, v, q.shape[2], accumulation_dtype(q.dtype))",
+        "blank_output(q, v, q.shape[2], q.dtype)",
+        KERNELS,
+        "against_the_oracle and bfloat16 and window",
+    ),
+    Fault(
+        "head dims are rounded down to a kernel's multiple",
+        "kernels/widths.py",
+        "-(-max(x.shape[-1] for x in tensors) // multiple) * multiple",
+        "max(x.shape[-1] for x in tensors) // multiple * multiple or multiple",
+        STOCK,
+        "head_dims_are_padded",
+    ),
+    Fault(
         "a lost rank is paired with another's finder",
         "comm/dissemination.py",
         "*max((self.lost, self.finder), (lost, finder)),",
         "max(self.lost, lost),\n            max(self.finder, finder),",
         AGREEMENT,
         "stays_with_its_finder",
+    ),
+    Fault(
+        "a tensor that wants a gradient becomes a number",
+        "comm/scalars.py",
+        ' and not getattr(value, "requires_grad", False)',
+        "",
+        SCALES,
+        "with_a_gradient",
+    ),
+    Fault(
+        "agreements don't know the plan's timeout",
+        "comm/link.py",
+        "Agreement(Transport(group, timeout, CONTROL_TAG, health))",
+        "Agreement(Transport(group, None, CONTROL_TAG, health))",
+        AGREEMENT,
+        "lost_rank_pulls",
     ),
 ]
 
