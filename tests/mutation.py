@@ -2364,7 +2364,7 @@ SEEDED = [
         "attention_mask=attention_mask, output_router_logits=True",
         "attention_mask=None, output_router_logits=True",
         PARALLEL,
-        "mixtral and behind",
+        "mixtral and right and padded",
     ),
     Fault(
         "a layer that is recomputed keeps all of it",
