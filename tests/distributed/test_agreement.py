@@ -243,3 +243,9 @@ def test_who_gives_up_tells_whom_it_missed(monkeypatch: pytest.MonkeyPatch) -> N
     for number in (0, 2, 3, 4):
         assert "rank 1" in texts[number][0] and texts[number][1] < 5
     assert "rank 4 could not finish the agreement on a call: rank 2 can't reach rank 1" in texts[4][0]
+
+
+def test_a_lost_rank_stays_with_its_finder() -> None:
+    one = Summary(b"a" * 16, b"a" * 16, 7, lost=3, finder=1)
+    two = Summary(b"a" * 16, b"a" * 16, 7, lost=2, finder=5)
+    assert one.joined(two.pack()) == two.joined(one.pack()) == one

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from burst_train.engines import ENGINES, Heads, choose
+from burst_train.engines.subgroup import Subgroup
 from burst_train.engines.ulysses import ulysses_attention
 from burst_train.engines.usp import Slices, UspAttention
 from burst_train.engines.whole import whole_attention
@@ -17,6 +18,7 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from burst_attention import Mask, make_plan
 from burst_attention.attention.batch import Plans
 from burst_attention.attention.plan import lone_plan
+from burst_attention.comm.transport import Receive, Send
 from burst_attention.integrations import hf
 from burst_attention.launch.mesh import make_mesh
 from burst_attention.plan.layout import Layout
@@ -365,3 +367,47 @@ def test_usp_refuses_heads_that_do_not_divide():
 def test_ulysses_refuses_on_every_rank(pools):
     told = pools(2).run(refused_shape)
     assert all(text and "3 query heads for 2 ranks" in text for text in told)
+
+
+@pytest.mark.parametrize("remat", ["none", "layer", "keep-attention"])
+def test_an_engine_plans_for_what_is_recomputed(remat):
+    with local_world(1) as ranks:
+        (planned,) = ranks.run(lambda group: choose("burst", remat=remat).plan(64, group=group).schedule.planner.remat)
+    assert planned == remat
+
+
+def test_a_head_dim_of_its_own_is_read():
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
+    for config, head_dim in ((Qwen3Config(**sizes, head_dim=32), 32), (Qwen2Config(**sizes), 16)):
+        expected = Heads(q_heads=4, kv_heads=2, head_dim=head_dim, hidden=64, intermediate=96)
+        assert Heads.of(config) == expected
+
+
+def test_a_subgroup_counts_what_it_sends_and_what_it_receives():
+    """Ranks 2 and 0 of three, in this order; 2 sends three numbers and 0 sends five."""
+
+    def exchange(group):
+        whole = make_plan(6, group=group, timeout=20).transport
+        if whole.rank == 1:
+            return None
+        part, before = Subgroup(whole, (2, 0)), (whole.sent, whole.received)
+        mine, theirs = ((3, 5), (5, 3))[part.rank]
+        arriving, peer = torch.empty(theirs), 1 - part.rank
+        leaving = torch.full((mine,), float(whole.rank))
+        part.wait(part.post([Send(peer, leaving)], [Receive(peer, arriving)], label="a test"))
+        counted = whole.sent - before[0], whole.received - before[1]
+        return arriving.tolist(), (part.sent, part.received), counted
+
+    with local_world(3) as ranks:
+        zero, _, two = ranks.run(exchange)
+    assert two == ([0.0] * 5, (12, 20), (12, 20)) and zero == ([2.0] * 3, (20, 12), (20, 12))
+
+
+def mesh_rows():
+    mesh = make_mesh("cpu", data_parallel=2)
+    return mesh["context"].mesh.tolist(), mesh["data"].mesh.tolist()
+
+
+def test_neighbours_share_a_sequence(pools):
+    rows = [([0, 1], [0, 2]), ([0, 1], [1, 3]), ([2, 3], [0, 2]), ([2, 3], [1, 3])]
+    assert pools(4).run(mesh_rows) == rows

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -14,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from burst_attention import DisagreementError, ExchangeError, Mask, burst_attention, make_plan
-from burst_attention.comm.transport import Pending
-from burst_attention.testing import WorkerPool
+from burst_attention.comm.transport import Pending, Receive
+from burst_attention.testing import WorkerPool, local_world
 
 SEQLEN = 24
 
@@ -395,3 +396,54 @@ def test_a_plan_leaves_no_group_behind(pools) -> None:
 
 def test_disagreement_is_a_value_error() -> None:
     assert issubclass(DisagreementError, ValueError) and issubclass(ExchangeError, RuntimeError)
+
+
+def interrupted_in_the_sweep() -> tuple:
+    """A user's Ctrl-C arrives on rank 1 in the middle of a backward; the process survives and calls again."""
+    from burst_attention.kernels.reference import Reference
+
+    plan = make_plan(SEQLEN, mask=Mask(causal=False), timeout=4)
+    out = burst_attention(*tensors(plan), plan)
+
+    class Interrupted(Reference):
+        def backward(self, *_: Any, **__: Any):
+            raise KeyboardInterrupt
+
+    if plan.rank == 1:
+        take_kernel(Interrupted())
+    try:
+        first = caught(out.sum().backward)[0]
+    except KeyboardInterrupt:
+        first = "KeyboardInterrupt"
+    return first, plan.transport.health.failure, caught(burst_attention, *tensors(plan), plan)
+
+
+def test_a_rank_interrupted_in_the_sweep_refuses_its_next_call() -> None:
+    with WorkerPool(2) as pool:
+        _, (first, failure, again) = pool.run(interrupted_in_the_sweep)
+    assert first == "KeyboardInterrupt" and failure is not None and "KeyboardInterrupt" in failure
+    assert again[0] == "ExchangeError" and "KeyboardInterrupt" in again[1]
+
+
+class SlowWork:
+    """A receive that arrives after ``seconds``, or at its deadline fails as gloo's does."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def wait(self, timeout: timedelta) -> None:
+        time.sleep(min(self.seconds, timeout.total_seconds()))
+        if self.seconds > timeout.total_seconds():
+            raise RuntimeError("timed out")
+
+
+def test_slow_receives_share_one_deadline() -> None:
+    def wait(group) -> tuple[str, str, float]:
+        transport = make_plan(8, group=group, timeout=1.5).transport
+        receives = [Receive(0, torch.empty(1)) for _ in range(6)]
+        return caught(transport.wait, Pending("slow receives", receives, [SlowWork(0.6) for _ in receives]))
+
+    with local_world(1) as ranks:
+        ((raised, text, seconds),) = ranks.run(wait)
+    assert raised == "ExchangeError" and "slow receives" in text
+    assert seconds < 2.7  # the deadline is 1.5 s; with one each the receives take 3.6 s

@@ -169,3 +169,20 @@ def test_messages_of_other_sizes_are_refused():
 def test_bad_worlds_are_refused(arguments):
     with pytest.raises(ValueError, match=r"world=|timeout="), local_world(**arguments):
         pass
+
+
+def test_a_world_s_own_timeout_ends_an_exchange():
+    ended = threading.Event()
+
+    def rank(group):
+        transport = make_plan(4, group=group).transport
+        if group.rank() == 0:
+            return ended.wait(20)  # sends nothing until the other has given up
+        try:
+            transport.wait(transport.post([], [Receive(0, torch.empty(1))], label="a test"))
+        except ExchangeError:
+            ended.set()
+        return ended.is_set()
+
+    with local_world(2, timeout=0.3) as ranks:
+        assert ranks.run(rank) == [True, True]

@@ -252,3 +252,16 @@ def test_lengths_that_are_numbers():
     for seqlen in (10**20, 2**31 + 1):
         with pytest.raises(ValueError, match="tokens whose pairs can be counted"):
             make_plan(seqlen)
+
+
+def summed_in_bf16() -> list[float]:
+    plan = make_plan(8)
+    shard = torch.zeros(plan.length, dtype=torch.bfloat16, requires_grad=True)
+    whole = plan.unshard(shard, 0, grad="sum")
+    whole.backward(torch.full_like(whole, 256 if plan.rank == 0 else 1))
+    return shard.grad.tolist()
+
+
+def test_gradients_of_unshard_are_summed_in_fp32(pools):
+    for gradients in pools(4).run(summed_in_bf16):
+        assert gradients == [260.0] * 2  # 259 rounded once; in bf16 256 + 1 is 256

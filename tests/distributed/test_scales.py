@@ -144,3 +144,13 @@ def test_the_least_scale_gives_what_zero_gives(kernel: str) -> None:
     grads = torch.autograd.grad(least.sum(), (q, k, v))
     assert relative_l2(least, burst_attention(q, k, v, plan, scale=0.0, kernel=kernel)) < 1e-6
     assert all(x.isfinite().all() for x in grads)
+
+
+def test_a_scale_with_a_gradient_is_refused() -> None:
+    q = torch.randn(1, 1, 8, 4)
+    plan = make_plan(8)
+    assert torch.equal(
+        burst_attention(q, q, q, plan, scale=torch.tensor(0.5)), burst_attention(q, q, q, plan, scale=0.5)
+    )
+    with pytest.raises(ValueError, match="must be a finite number"):
+        burst_attention(q, q, q, plan, scale=torch.tensor(0.5, requires_grad=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 import torch
 
 from burst_attention.attention import calibrate
+from burst_attention.cli.calibrate import _show
 from burst_attention.comm.transport import PACKED_BYTES
+from burst_attention.planner.presets import preset
 
 
 class Link:
@@ -46,3 +49,15 @@ def test_a_link_s_latency_and_bandwidth_are_recovered(monkeypatch, latency: floa
     assert across is None and inside is not None
     assert inside.bytes_per_second == pytest.approx(bytes_per_second, rel=1e-6)
     assert inside.latency == pytest.approx(latency, rel=1e-6, abs=1e-12)
+
+
+def test_what_was_measured_is_shown_under_its_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    _show(preset("cpu+ethernet-25g"), tmp_path / "rates.toml")
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[:5] == [
+        "inside of a node: 200 us a message, 1 GB/s",
+        "across nodes: 80 us a message, 2.8 GB/s, shared by the ranks of a node",
+        "kernels, 2 bytes an element: 90 forward, 135 backward, 10^9 operations a second",
+        "kernels, 4 bytes an element: 94 forward, 88 backward, 10^9 operations a second",
+        "kernels, 8 bytes an element: 45 forward, 38 backward, 10^9 operations a second",
+    ]

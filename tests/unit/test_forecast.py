@@ -25,7 +25,7 @@ from burst_train.forecast.machines import Device
 from burst_train.forecast.models import MODELS, Model, model_of
 from burst_train.forecast.request import Cluster, Question
 from burst_train.forecast.step_memory import PARTS, Step
-from burst_train.forecast.timeline import drawn, picture
+from burst_train.forecast.timeline import Bar, _bars, drawn, picture
 from burst_train.memory import MemoryConfig
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
@@ -397,3 +397,8 @@ def test_figures_are_for_people() -> None:
         "3.47 days",
     ]
     assert [tokens_text(x) for x in (1 << 20, 96 << 10, 1000, 2097153)] == ["1M", "96K", "1,000", "2,097,153"]
+
+
+def test_a_rank_waits_until_what_it_needs_has_come() -> None:
+    bars = _bars([1.0, 4.0, 4.0, 6.0], np.array([1.0, 2.0, 0.0, 2.0]))
+    assert bars == [Bar(0, 0, 1, False), Bar(1, 1, 2, True), Bar(1, 2, 4, False), Bar(3, 4, 6, False)]

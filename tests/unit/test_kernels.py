@@ -19,6 +19,7 @@ from burst_attention.plan.layout import Layout
 from burst_attention.plan.tile import Tile, Tiles, pair_tiles
 from burst_attention.testing import attend, dense_attention
 from burst_attention.testing.check import relative_l2
+from burst_attention.testing.oracle import torch_attention
 from tests.unit.test_plan import seen_by_tile, worlds
 
 CPU = torch.device("cpu")
@@ -255,3 +256,12 @@ def test_the_oracle_takes_the_gradient_of_the_lse_alone(length, mask) -> None:
     moved, lse = (dense_attention(x, k.double(), v.double(), mask)[1] for x in (q + step, q.double()))
     change = ((moved - lse)[:, :, seen] * dlse[:, :, seen]).sum()
     torch.testing.assert_close(change, (alone.dq * step).sum(), rtol=1e-4, atol=1e-11)
+
+
+@pytest.mark.parametrize("mask", [Mask(), Mask(window=3), Mask(causal=False), Mask(cu_seqlens=[0, 4, 11])], ids=repr)
+@pytest.mark.parametrize("scale", [None, 0.9])
+def test_the_measure_of_a_dtype_s_error_is_the_same_attention(mask: Mask, scale: float | None) -> None:
+    q, k, v, dout = (torch.randn(2, heads, 11, 8, dtype=torch.float64) for heads in (4, 2, 2, 4))
+    exact = dict(attend(q, k, v, mask, dout=dout, scale=scale).items())
+    for name, found in torch_attention(q, k, v, mask, dout=dout, scale=scale).items():
+        torch.testing.assert_close(found, exact[name], rtol=1e-10, atol=1e-12)

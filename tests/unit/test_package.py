@@ -104,5 +104,5 @@ def test_the_trainers_bridge_says_in_one_line_what_to_install(monkeypatch):
 def test_hugging_faces_bridge_says_in_one_line_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.delitem(sys.modules, "burst_attention.integrations.hf", raising=False)
-    with pytest.raises(ImportError, match=r"transformers is not installed: pip install 'burst-attention\[train\]'"):
+    with pytest.raises(ImportError, match=r"transformers is not installed: pip install 'burst-attention\[hf\]'"):
         importlib.import_module("burst_attention.integrations.hf")

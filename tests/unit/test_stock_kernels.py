@@ -538,3 +538,9 @@ def test_many_documents_go_to_the_kernel_that_takes_them_in_one_launch():
 
 def test_windows_without_limits():
     assert window_of(Tile(0, 5, 0, 7, -6, 4)) == Window(None, None)
+
+
+def test_gradients_of_repeated_heads_are_summed_in_fp32():
+    gradient = torch.tensor([256.0, 1, 1, 1], dtype=torch.bfloat16).view(1, 4, 1, 1)
+    total = aten_ops._summed(gradient, 1)
+    assert total.dtype == torch.float32 and total.item() == 259  # bf16 has no 259

@@ -18,7 +18,7 @@ def headline(question: Question) -> str:
     """What was asked, in a line."""
     cluster, model = question.cluster, question.model
     heads = f"{question.q_heads}/{question.kv_heads} heads of {question.head_dim}, {question.layers} layers"
-    nodes = -(-cluster.ranks // cluster.per_node)
+    nodes = cluster.nodes
     return (
         f"{model.name if model else f'attention alone, {heads}'}, {tokens_text(question.seq_len)} tokens over "
         f"{cluster.ranks:,} rank{'s' * (cluster.ranks > 1)} on {nodes:,} node{'s' * (nodes > 1)}, "
@@ -153,8 +153,7 @@ def assumptions(question: Question, found: list[Forecast]) -> Iterator[str]:
 def command(question: Question, flags: str) -> str:
     """Return the command that runs a step with these flags of ``burst train``."""
     cluster = question.cluster
-    nodes = -(-cluster.ranks // cluster.per_node)
-    ranks = min(cluster.ranks, cluster.per_node)
+    nodes, ranks = cluster.nodes, min(cluster.ranks, cluster.per_node)
     meet = " --rdzv-backend c10d --rdzv-endpoint HOST:29400" if nodes > 1 else ""
     start = f"torchrun --nnodes {nodes} --nproc-per-node {ranks}{meet} -m burst_attention.cli train"
     return f"{start} {flags} --data DATA --out runs/mine"

@@ -31,6 +31,11 @@ class Cluster:
     device: Device
     efficiency: float = 0.4
 
+    @property
+    def nodes(self) -> int:
+        """How many nodes there are; the last may have fewer ranks."""
+        return -(-self.ranks // self.per_node)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
