@@ -2927,14 +2927,6 @@ SEEDED = [
         SCALES,
         "with_a_gradient",
     ),
-    Fault(
-        "agreements don't know the plan's timeout",
-        "comm/link.py",
-        "Agreement(Transport(group, timeout, CONTROL_TAG, health))",
-        "Agreement(Transport(group, None, CONTROL_TAG, health))",
-        AGREEMENT,
-        "lost_rank_pulls",
-    ),
 ]
 
 
