@@ -342,7 +342,7 @@ def refused_by_usp():
     engine = choose("usp")
     plan = engine.plan(16, group=None)
     told = []
-    for heads, scale in ((4 if plan.rank else 3, None), (4, -1.0)):
+    for heads, scale in ((4 if plan.rank else 3, None), (4, float("nan"))):
         q, k = (torch.randn(1, n, plan.length, 8) for n in (heads, 2))
         try:
             engine.attend(q, k, k, plan, scale=scale)
@@ -354,7 +354,7 @@ def refused_by_usp():
 def test_usp_refuses_on_every_rank_before_anything_moves(pools):
     for (shapes, scale), sent in pools(2).run(refused_by_usp):
         assert "q has 3 heads, not a multiple of the 2" in shapes
-        assert "scale=-1.0 must be a positive" in scale
+        assert "scale=nan must be a finite number" in scale
         assert sent == 0
 
 
