@@ -35,7 +35,7 @@ check: $(READY)  ## ruff and mypy
 	$(BIN)/mypy
 
 mutation: $(READY)  ## seed faults one at a time and see the suite catch each
-	$(BIN)/python tests/mutation.py
+	$(BIN)/python tests/tools/mutation.py
 
 docs: $(READY)  ## the documentation site in site/, every warning an error, every link checked
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: without a GPU it runs interpreted
 
 from burst_attention.testing import WorkerPool
-from tests.memory import poison_memory
+from tests.support.memory import poison_memory
 
 torch.set_num_threads(1)  # as the ranks of the pools have: two cores serve them all
 if not torch.cuda.is_available():  # on a GPU it would choose other algorithms, and block sizes, than calls do

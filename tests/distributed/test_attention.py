@@ -30,7 +30,7 @@ from burst_attention.planner.rates import Link
 from burst_attention.planner.schedule import Schedule, make_schedule
 from burst_attention.testing import Case, attend, check
 from burst_attention.testing.check import relative_l2
-from tests.pairwise import covering_array
+from tests.support.pairwise import covering_array
 from tests.unit.test_plan import masks
 
 SEQLEN = 150  # divisible by 2 and 3 worlds, ragged over 4 and 8

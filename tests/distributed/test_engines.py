@@ -24,7 +24,7 @@ from burst_attention.launch.mesh import make_mesh
 from burst_attention.plan.layout import Layout
 from burst_attention.testing import attend, local_world
 from burst_attention.testing.check import relative_l2
-from tests.training import config_of, losses, norms, write_corpus
+from tests.support.training import config_of, losses, norms, write_corpus
 
 STEPS = 20
 EVERY = [

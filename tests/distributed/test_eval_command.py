@@ -26,8 +26,8 @@ from burst_attention import DisagreementError, Mask, make_plan
 from burst_attention.cli import main
 from burst_attention.loss import next_token_loss, next_token_nll
 from burst_attention.testing import WorkerError
-from tests.hf_models import SMALL
-from tests.training import config_of, write_corpus
+from tests.support.hf_models import SMALL
+from tests.support.training import config_of, write_corpus
 
 SEQ_LEN, SEQUENCES = 96, 3
 

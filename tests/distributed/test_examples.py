@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = {path.name: path for path in sorted((ROOT / "examples").glob("*.py"))}
 PAPER = EXAMPLES["burst_attention_in_80_lines.py"]
-AS_RANKS = ROOT / "tests" / "as_ranks.py"
+AS_RANKS = ROOT / "tests" / "support" / "as_ranks.py"
 BLOCKS = {
     f"{page.stem} {n}": block
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))

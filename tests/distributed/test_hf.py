@@ -15,7 +15,15 @@ from transformers import AttentionInterface
 from burst_attention import Mask, make_plan
 from burst_attention.integrations import hf
 from burst_attention.loss import next_token_loss
-from tests.hf_models import MODELS, SEQLEN, WINDOW, cache_with_earlier_tokens, make_batch, make_model, make_plans
+from tests.support.hf_models import (
+    MODELS,
+    SEQLEN,
+    WINDOW,
+    cache_with_earlier_tokens,
+    make_batch,
+    make_model,
+    make_plans,
+)
 
 DOCUMENTS = (0, 3, 21, 22, 41)
 

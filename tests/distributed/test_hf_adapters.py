@@ -15,9 +15,9 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from burst_attention import DisagreementError
 from burst_attention.integrations import hf
 from burst_attention.testing import WorkerError, local_world
-from tests.adapters import LINEARS, LORA, TUNERS, adapted, saved_adapter
 from tests.distributed.test_hf_parallel import BATCHES, gradients
-from tests.hf_models import make_model
+from tests.support.adapters import LINEARS, LORA, TUNERS, adapted, saved_adapter
+from tests.support.hf_models import make_model
 
 CASE = "packed by row"
 

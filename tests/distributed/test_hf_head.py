@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM
 
 from burst_attention import make_plan
 from burst_attention.integrations import hf
-from tests.hf_models import HEADS, SEQLEN, errors_against_the_model, make_batch, make_model, make_plans
+from tests.support.hf_models import HEADS, SEQLEN, errors_against_the_model, make_batch, make_model, make_plans
 
 
 def summed(gradient):

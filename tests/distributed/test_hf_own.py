@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from burst_attention.integrations import hf
 from tests.distributed.test_hf_parallel import BATCHES, gradients, model_of, plain, stock_loss
 from tests.distributed.test_hf_wrapped import classifier, norm
-from tests.hf_models import SMALL, make_model
+from tests.support.hf_models import SMALL, make_model
 
 
 def smoothed(logits, labels, vocab_size, num_items_in_batch=None, **_):

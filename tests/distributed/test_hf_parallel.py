@@ -10,7 +10,7 @@ import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
 from burst_attention.integrations import hf
-from tests.hf_models import SMALL, VOCABULARY, make_model
+from tests.support.hf_models import SMALL, VOCABULARY, make_model
 
 LENGTH = 37  # divides by no number of ranks
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClas
 from burst_attention.integrations import hf
 from burst_attention.testing import WorkerError
 from tests.distributed.test_hf_parallel import BATCHES, gradients, model_of, plain, stock_loss
-from tests.hf_models import SMALL, make_model
+from tests.support.hf_models import SMALL, make_model
 
 CASE = "packed by row"
 

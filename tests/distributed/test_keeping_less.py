@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from burst_attention.launch.join import join
 from burst_attention.loss.head import default_chunk
-from tests.training import config_of, losses, norms, write_corpus
+from tests.support.training import config_of, losses, norms, write_corpus
 
 STEPS = 4
 SMALL = {"seq_len": 96, "steps": STEPS, "held_out": 0.0}

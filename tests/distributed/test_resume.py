@@ -19,7 +19,7 @@ from burst_train.run.interrupt import InterruptedRunError, StopRequests
 from burst_train.step.loop import train
 
 from burst_attention.testing import WorkerError
-from tests.training import config_of, losses, norms, weights, write_corpus
+from tests.support.training import config_of, losses, norms, weights, write_corpus
 
 STEPS = 7
 

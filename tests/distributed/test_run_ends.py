@@ -32,7 +32,7 @@ from burst_attention.launch.local import RefusedError
 from burst_attention.testing import WorkerError
 from tests.distributed.test_saving import Reporter, end_at, steps_saved
 from tests.distributed.test_train_command import command, environment
-from tests.training import config_of, losses, write_corpus
+from tests.support.training import config_of, losses, write_corpus
 
 SCHEDULE = 6  # steps of the runs whose rates are compared
 

@@ -28,8 +28,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from burst_attention.launch.join import join
 from burst_attention.testing import WorkerError
-from tests.survive import ROOT
-from tests.training import config_of, losses, weights, write_corpus
+from tests.support.training import config_of, losses, weights, write_corpus
+from tests.tools.survive import ROOT
 
 LONG = 60.0  # seconds that a test waits for what comes at once
 
@@ -392,7 +392,7 @@ from pathlib import Path
 import torch.distributed as dist
 from burst_train.step.loop import train
 from tests.distributed.test_saving import Reporter, names
-from tests.training import config_of
+from tests.support.training import config_of
 corpus, disk, meeting = sys.argv[1:]
 os.environ |= dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
 dist.init_process_group("gloo", init_method="file://" + meeting, rank=0, world_size=1)

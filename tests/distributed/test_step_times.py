@@ -11,7 +11,7 @@ from burst_train.step.loop import Trainer, train
 
 from burst_attention.comm.transport import Transport
 from burst_attention.launch.join import join
-from tests.training import config_of, write_corpus
+from tests.support.training import config_of, write_corpus
 
 LATE = 0.2
 LONG = 20

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from tests.survive import ROOT
+from tests.tools.survive import ROOT
 
 
 def survivors(points, seed, *worlds):
     """What the command prints, in a process of its own: a fork server must begin without threads."""
-    words = ["tests/survive.py", "--points", str(points), "--seed", str(seed), "--worlds", *worlds]
+    words = ["tests/tools/survive.py", "--points", str(points), "--seed", str(seed), "--worlds", *worlds]
     result = subprocess.run(
         [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=60 * points + 200
     )

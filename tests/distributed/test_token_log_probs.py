@@ -14,7 +14,7 @@ from burst_attention import Mask, make_plan
 from burst_attention.integrations import hf
 from burst_attention.loss import next_token_loss, token_log_probs
 from burst_attention.testing import local_world
-from tests.hf_models import make_batch, make_model, make_plans
+from tests.support.hf_models import make_batch, make_model, make_plans
 from tests.unit.test_token_log_probs import ALL, DIFFERENTIABLE, dense, relative
 
 BATCH, WIDTH, VOCABULARY, PROMPT = 4, 8, 23, 6

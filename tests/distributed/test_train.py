@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig
 from burst_attention import DisagreementError
 from burst_attention.launch.join import join
 from burst_attention.testing import WorkerError
-from tests.training import config_of, losses, norms, weights, write_corpus
+from tests.support.training import config_of, losses, norms, weights, write_corpus
 
 SMALL = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 256, "eos_token_id": 257}

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from burst_attention import cli
-from tests.training import config_of, losses, write_corpus
+from tests.support.training import config_of, losses, write_corpus
 
 
 @pytest.fixture(scope="module")

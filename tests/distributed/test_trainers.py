@@ -1,4 +1,4 @@
-"""The trainers over contexts against the stock ones in one process: what ``python tests/trainers.py`` shows, held."""
+"""The trainers over contexts against the stock ones in one process: what ``python tests/tools/trainers.py`` shows, held."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Trainer
 
-from tests import trainer_cases, trainer_makers
-from tests.trainer_cases import CASES
-from tests.trainers import Sides
+from tests.support import trainer_cases, trainer_makers
+from tests.support.trainer_cases import CASES
+from tests.tools.trainers import Sides
 
 EVERYDAY = (
     "data 2 x context 2",

@@ -24,7 +24,7 @@ from transformers import (
 
 from burst_attention.launch.join import join
 from burst_attention.testing import WorkerPool
-from tests.training import config_of
+from tests.support.training import config_of
 
 BATCH = 8  # of short sequences: memory without the attention's time
 SIZES = {"vocab_size": 258, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4}

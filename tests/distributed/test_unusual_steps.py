@@ -12,7 +12,7 @@ from burst_train.step.loop import Trainer, train
 from torch.distributed.tensor import DTensor
 
 from burst_attention.launch.join import join
-from tests.training import config_of, write_corpus
+from tests.support.training import config_of, write_corpus
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from burst_train.step.model import model_config
 from transformers import AutoModelForCausalLM
 
 from burst_attention.launch.join import join
-from tests.training import config_of, write_corpus
+from tests.support.training import config_of, write_corpus
 
 from .test_train import one_device
 

@@ -17,7 +17,7 @@ from burst_attention.plan.layout import Layout
 from burst_attention.plan.tile import Tile, Tiles, pair_tiles
 from burst_attention.testing import Case, check, local_world
 from burst_attention.testing.check import relative_l2
-from tests.tile_cases import BANDS, LARGE, compare, inputs
+from tests.support.tile_cases import BANDS, LARGE, compare, inputs
 
 triton = pytest.importorskip("triton")
 from triton.runtime.errors import OutOfResources  # noqa: E402

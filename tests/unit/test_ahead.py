@@ -11,7 +11,7 @@ from burst_train.data.corpus import open_corpus
 from burst_train.data.sequences import SequenceReader
 from burst_train.data.tokenizer import ByteTokenizer
 
-from tests.training import write_corpus
+from tests.support.training import write_corpus
 
 LONG = 60
 

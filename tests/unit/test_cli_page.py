@@ -5,10 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from tests.cli_page import PAGE, ROOT
+from tests.tools.cli_page import PAGE, ROOT
 
 
 def test_the_page_is_what_help_prints_today():
-    code = "from tests.cli_page import page; print(page(), end='')"
+    code = "from tests.tools.cli_page import page; print(page(), end='')"
     printed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert printed == PAGE.read_text("utf-8"), "python tests/cli_page.py"
+    assert printed == PAGE.read_text("utf-8"), "python tests/tools/cli_page.py"

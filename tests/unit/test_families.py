@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests import families
+from tests.tools import families
 
 # By the configuration's layers, by a layer's own attention, by the parts of the model, by the loss, by the call.
 REFUSED = {

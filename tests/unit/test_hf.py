@@ -25,7 +25,7 @@ from burst_attention import Mask, make_plan
 from burst_attention.integrations import hf
 from burst_attention.integrations.hf.checks import MaskRequest
 from burst_attention.loss import next_token_loss
-from tests.hf_models import (
+from tests.support.hf_models import (
     DOCUMENTS,
     MODELS,
     SEQLEN,

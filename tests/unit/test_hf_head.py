@@ -22,7 +22,16 @@ from transformers import (
 from burst_attention import make_plan
 from burst_attention.integrations import hf
 from burst_attention.loss import LogitForm
-from tests.hf_models import HEADS, MODELS, SEQLEN, SMALL, errors_against_the_model, make_batch, make_model, make_plans
+from tests.support.hf_models import (
+    HEADS,
+    MODELS,
+    SEQLEN,
+    SMALL,
+    errors_against_the_model,
+    make_batch,
+    make_model,
+    make_plans,
+)
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "hugging-face.md"
 

@@ -34,7 +34,7 @@ from burst_attention.integrations import hf
 from burst_attention.integrations.hf import checks, parts
 from burst_attention.loss import next_token_loss, next_token_nll
 from burst_attention.testing import WorkerError, local_world
-from tests.hf_models import MIXED, SEQLEN, SMALL, WINDOW, make_batch, make_model
+from tests.support.hf_models import MIXED, SEQLEN, SMALL, WINDOW, make_batch, make_model
 
 
 def over_ranks(call, world=2):

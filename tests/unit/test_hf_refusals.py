@@ -18,7 +18,7 @@ from transformers import (
 from burst_attention import Mask, make_plan
 from burst_attention.integrations import hf
 from burst_attention.integrations.hf.checks import MaskRequest
-from tests.hf_models import (
+from tests.support.hf_models import (
     DOCUMENTS,
     MIXED,
     SEQLEN,

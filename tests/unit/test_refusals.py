@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from burst_attention import Mask, make_plan
-from tests import refusals
+from tests.tools import refusals
 
 
 def test_the_page_is_what_is_told_today() -> None:
     found = refusals.provoke()
     assert sum(map(len, found.values())) >= 60
     assert all(each.text and each.why for area in found.values() for each in area)
-    assert refusals.page(found) == refusals.PAGE.read_text("utf-8"), "python tests/refusals.py"
+    assert refusals.page(found) == refusals.PAGE.read_text("utf-8"), "python tests/tools/refusals.py"
 
 
 def test_what_is_not_refused_is_no_case() -> None:

@@ -21,7 +21,7 @@ from burst_bench.report.page import page
 from burst_bench.report.write import chart_picture, timeline_names, write_report, write_traces
 from burst_bench.texts import bytes_text, link_text
 
-from tests.bench_results import ENGINES, REFUSED, RESULTS, TIMELINE, WRONG, right
+from tests.support.bench_results import ENGINES, REFUSED, RESULTS, TIMELINE, WRONG, right
 
 
 class Table(HTMLParser):

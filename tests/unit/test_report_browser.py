@@ -13,7 +13,7 @@ import pytest
 from burst_bench.command import main as bench
 from burst_bench.report.page import page
 
-from tests.bench_results import ENGINES, RESULTS
+from tests.support.bench_results import ENGINES, RESULTS
 
 pytest.importorskip("plotly")
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright isn't installed")

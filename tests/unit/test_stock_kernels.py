@@ -24,7 +24,7 @@ from burst_attention.kernels.windowed import Window, Windowed, launches_of, wind
 from burst_attention.plan.tile import Tile, Tiles
 from burst_attention.testing import attend
 from burst_attention.testing.check import relative_l2
-from tests.tile_cases import BANDS, LARGE, compare, inputs
+from tests.support.tile_cases import BANDS, LARGE, compare, inputs
 from tests.unit.test_plan import seen_by_tile
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from burst_train.run.metrics import StepRecord, Summary
 from burst_train.run.tracking import Tracking, check_tracking
 from burst_train.step.loop import train
 
-from tests.training import config_of, losses, write_corpus
+from tests.support.training import config_of, losses, write_corpus
 
 SUMMARY = Summary(1, 2.5, 2.5, None, 0, 10.0, 0, [1], [None], [0.0])
 

@@ -10,7 +10,7 @@ from transformers import Trainer, TrainingArguments
 
 from burst_attention.integrations.trainers import BurstMixin
 from burst_attention.integrations.trainers import checks as trainer_checks
-from tests.hf_models import make_model
+from tests.support.hf_models import make_model
 
 
 class Mine(BurstMixin, Trainer):

@@ -18,8 +18,8 @@ from burst_attention.kernels.reference import Reference
 from burst_attention.plan.tile import Tile, Tiles
 from burst_attention.testing import Case, check, local_world
 from burst_attention.testing.check import relative_l2
-from tests import tile_cases
-from tests.tile_cases import BANDS, inputs
+from tests.support import tile_cases
+from tests.support.tile_cases import BANDS, inputs
 
 pytest.importorskip("triton")
 kernel_module = pytest.importorskip("burst_attention.kernels.triton.kernel")

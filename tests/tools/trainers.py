@@ -1,6 +1,6 @@
 """The stock trainers in one process against ours over ranks: every loss and gradient norm, step by step, in one table.
 
-    python tests/trainers.py [CASE ...]
+    python tests/tools/trainers.py [CASE ...]
 
 Each case trains a tiny model for 10 optimizer steps in fp32, accumulating 2 batches, with clipping active and two
 evaluations of 23 samples, which no batch size divides. Exit status 1 if a difference is over its bound.
@@ -17,10 +17,10 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.trainer_cases import CASES, Case, difference, run_case, save_model  # noqa: E402
+from tests.support.trainer_cases import CASES, Case, difference, run_case, save_model  # noqa: E402
 
 COLUMNS = ("case", "ranks", "context", "loss", "gradient norm", "evaluation", "metrics", "bounds", "ok")
 

@@ -1,8 +1,8 @@
 """Ask for everything that is refused, and write what is told: docs/refusals.md.
 
-    python tests/refusals.py
+    python tests/tools/refusals.py
 
-Every case of ``tests/refusal_cases.py`` is asked for in this process, on two ranks as threads where ranks matter. A
+Every case of ``tests/support/refusal_cases.py`` is asked for in this process, on two ranks as threads where ranks matter. A
 test asks again and compares with the page, so that no text on it can go stale.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 PAGE = ROOT / "docs" / "refusals.md"
 LONGEST = 300  # characters of a text on the page
@@ -29,12 +29,12 @@ HEAD = """# What is refused, and why
 
 What is not supported is refused by name: never approximated, never ignored. A refusal comes on every rank, before
 anything moves, with the same class everywhere; it names what was asked, its value and what to do instead. Here are the
-refusals' own words, each provoked by what stands beside it: `python tests/refusals.py` writes this page, and a test
+refusals' own words, each provoked by what stands beside it: `python tests/tools/refusals.py` writes this page, and a test
 compares. [Models](models.md) has a verdict for every family of transformers.
 
 `q`, `k` and `v` have 4, 2 and 2 heads and the 8 tokens of `plan`; `right` is what a tiny Llama is rightly called with;
 `rank` stands where two ranks were asked at once, and what is told is the first one's. The other names are in
-`tests/refusal_cases.py`.
+`tests/support/refusal_cases.py`.
 """
 
 
@@ -51,7 +51,7 @@ class Refusal:
 def provoke() -> dict[str, list[Refusal]]:
     """Every area's refusals. AssertionError for a case that is not refused, or not by the library."""
     from burst_attention.testing import local_world
-    from tests.refusal_cases import AREAS
+    from tests.support.refusal_cases import AREAS
 
     found = {}
     for area, (cases, names, world) in AREAS.items():
@@ -94,7 +94,7 @@ def told(asked: str, known: dict[str, Any]) -> tuple[str, str]:
     try:
         eval(asked, known)
     except Exception as error:
-        from tests.families import is_ours
+        from tests.tools.families import is_ours
 
         if not is_ours(error):
             raise

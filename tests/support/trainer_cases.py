@@ -1,4 +1,4 @@
-"""What ``tests/trainers.py`` trains: tiny models, tokenizers and data made offline, and a trainer for each case."""
+"""What ``tests/tools/trainers.py`` trains: tiny models, tokenizers and data made offline, and a trainer for each case."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from tests import trainer_makers
-from tests.hf_models import make_model
+from tests.support import trainer_makers
+from tests.support.hf_models import make_model
 
 PLAIN = {"loss": 1e-6, "grad_norm": 5e-6}
 PREFERENCE = {"loss": 1e-5, "grad_norm": 1e-4}

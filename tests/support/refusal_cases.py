@@ -1,4 +1,4 @@
-"""What ``python tests/refusals.py`` asks for: by area, (what is asked, why it is refused).
+"""What ``python tests/tools/refusals.py`` asks for: by area, (what is asked, why it is refused).
 
 What is asked is a Python expression, or a command line if it begins with ``burst``.
 """
@@ -24,9 +24,9 @@ from burst_attention.compat import ring_flash_attn
 from burst_attention.compat.yunchang import LongContextAttention
 from burst_attention.integrations import hf
 from burst_attention.loss import next_token_loss, token_log_probs
-from tests import families
-from tests.hf_models import SEQLEN, cache_with_earlier_tokens, make_batch, make_model
-from tests.trainer_refusals import TRAINERS, trainer_names
+from tests.support.hf_models import SEQLEN, cache_with_earlier_tokens, make_batch, make_model
+from tests.support.trainer_refusals import TRAINERS, trainer_names
+from tests.tools import families
 
 Cases = list[tuple[str, str]]
 

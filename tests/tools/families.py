@@ -1,6 +1,6 @@
 """Every causal language model of the installed transformers, tiny and random, over three ranks: equal or refused?
 
-    python tests/families.py [MODEL_TYPE ...]        writes docs/models.md when no model type is given
+    python tests/tools/families.py [MODEL_TYPE ...]        writes docs/models.md when no model type is given
 
 A model that comes out "different" (plausible wrong numbers) or "error" (no refusal by name) is a bug of ours.
 """
@@ -30,7 +30,7 @@ from burst_attention.integrations.hf import models
 from burst_attention.loss import next_token_loss
 from burst_attention.testing import WorkerError, local_world
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 WORLD, SEQLEN, WINDOW, VOCABULARY = 3, 37, 5, 97
 LARGEST = 20_000_000  # parameters of a model that is run; of larger ones only the parts are looked at
 # Relative L2. Models in fp64 round to fp32 in their norms and rotary angles.
@@ -374,7 +374,7 @@ def page(verdicts: list[Verdict]) -> str:
         f"Every causal language model of transformers {transformers.__version__} ({len(verdicts)} model types), each",
         f"with tiny random weights, over {WORLD} ranks: {SEQLEN} tokens, fp64 (norms and rotary angles are fp32 in the",
         "models themselves), compared with eager attention in one process: hidden states, loss, and each gradient.",
-        "Written by `python tests/families.py`.",
+        "Written by `python tests/tools/families.py`.",
         "",
         ", ".join(f"{kind}: {count}" for kind, count in sorted(counts.items())) + ".",
         "",

@@ -1,6 +1,6 @@
 """A script's ranks as torchrun would start them, but forked after the imports: seconds less for each.
 
-python tests/as_ranks.py WORLD SCRIPT [ARGUMENTS]
+python tests/support/as_ranks.py WORLD SCRIPT [ARGUMENTS]
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ import lightning
 import torch
 
 from burst_attention.integrations import hf
-from tests.hf_models import make_model
-from tests.trainer_makers import ACCUMULATED, BATCH, COMMON, STEPS, collate, samples
+from tests.support.hf_models import make_model
+from tests.support.trainer_makers import ACCUMULATED, BATCH, COMMON, STEPS, collate, samples
 
 
 class Fitted:

@@ -1,6 +1,6 @@
 """Write docs/reference/cli.md: every command's ``--help``, and the programs in benchmarks/ and tests/.
 
-    python tests/cli_page.py
+    python tests/tools/cli_page.py
 
 A test compares the page with what the commands print.
 """
@@ -15,11 +15,11 @@ import sys
 import tomllib
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reference" / "cli.md"
 HEAD = """# Commands
 
-`python tests/cli_page.py` writes this page from `--help`; a test compares.
+`python tests/tools/cli_page.py` writes this page from `--help`; a test compares.
 
 ## Install
 

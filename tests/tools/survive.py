@@ -1,6 +1,6 @@
 """Kill training runs at random points, have them go on, and compare the final weights with an undisturbed run's.
 
-    python tests/survive.py [--points 50] [--seed 0] [--worlds 2 3]
+    python tests/tools/survive.py [--points 50] [--seed 0] [--worlds 2 3]
 
 A run is started and disturbed, goes on from its newest checkpoint and is disturbed again, until it comes to its end:
 then it must have the very bits of a run over as many ranks that nothing disturbed. Each point draws what is done to
@@ -28,14 +28,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from burst_train.config import TrainConfig  # noqa: E402
 from burst_train.run.folder import FOLDER  # noqa: E402
 from burst_train.run.metrics import AUTO, SUMMARY  # noqa: E402
 
-from tests.training import config_of, write_corpus  # noqa: E402
+from tests.support.training import config_of, write_corpus  # noqa: E402
 
 STEPS, TIMEOUT, PATIENCE, GRACE = 8, 60.0, 120.0, 1.5
 MEMORY = Path("/dev/shm")  # where it is, a disk that is slow at syncing is not what takes the time
@@ -94,7 +94,7 @@ class Job:
 
     def __init__(self, config: TrainConfig, world: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.survive_ranks"])
+        context.set_forkserver_preload(["tests.support.survive_ranks"])
         self.folder, self.config = Path(config.run.out).parent, config
         meeting = tempfile.mktemp(dir=self.folder)
         self.ranks = [context.Process(target=_serve, args=(rank, world, meeting, config)) for rank in range(world)]
@@ -130,7 +130,7 @@ class Job:
 
 
 def _serve(*arguments: object) -> None:
-    from tests.survive_ranks import serve  # imported already, where this runs
+    from tests.support.survive_ranks import serve  # imported already, where this runs
 
     serve(*arguments)  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""What ``python tests/refusals.py`` asks of trainers, as tests/refusal_cases.py has it for all else."""
+"""What ``python tests/tools/refusals.py`` asks of trainers, as tests/support/refusal_cases.py has it for all else."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainingArguments
 
-from tests.hf_models import make_model
+from tests.support.hf_models import make_model
 
 TRAINERS: list[tuple[str, str]] = [
     ("trainer(context_size=2)", "contexts are of one size; here is one process"),

@@ -1,4 +1,4 @@
-"""The trainers that ``tests/trainers.py`` compares, with tiny tokenizers and data made offline."""
+"""The trainers that ``tests/tools/trainers.py`` compares, with tiny tokenizers and data made offline."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch.distributed as dist
 from peft import get_peft_model
 from transformers import MixtralConfig, MixtralForCausalLM, TrainerCallback, TrainingArguments
 
-from tests.hf_models import SMALL, VOCABULARY, make_model
+from tests.support.hf_models import SMALL, VOCABULARY, make_model
 
 if TYPE_CHECKING:
-    from tests.trainer_cases import Case
+    from tests.support.trainer_cases import Case
 
 STEPS, ACCUMULATED, BATCH = 10, 2, 4
 COMMON = {
@@ -321,7 +321,7 @@ def make_grpo(case: Case, ours: bool, folder: str) -> Any:
 
 
 def make_lightning(case: Case, ours: bool, folder: str) -> Any:
-    from tests.trainer_lightning import Fitted
+    from tests.support.trainer_lightning import Fitted
 
     return Fitted(ours, case.ranks, folder)
 

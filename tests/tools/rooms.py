@@ -1,6 +1,6 @@
 """The library's rooms: lines, levels of the import order, what each may import; circles would end it with an error.
 
-    python tests/rooms.py
+    python tests/tools/rooms.py
 
 The law is that of ``tests/unit/test_rooms.py``, which holds the sources against it.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.unit.test_rooms import ROOMS, ROOT, crossings, levels
 

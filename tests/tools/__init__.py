@@ -1,0 +1,1 @@
+"""Programs that check or write something; each runs by itself."""
