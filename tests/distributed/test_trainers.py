@@ -1,4 +1,4 @@
-"""The trainers over contexts against the stock ones in one process: what ``python tests/tools/trainers.py`` shows, held."""
+"""Trainers over contexts against the stock ones in one process, as ``python tests/tools/trainers.py`` shows them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of ``tests/tools/survive.py`` run: imported by a fork server once, so that none of them imports anything.
+"""What the ranks of ``tests/tools/survive.py`` run. A fork server imports it once, so that no rank has to.
 
 A run tells when it is somewhere by a file in the folder ``marks`` beside its own.
 """

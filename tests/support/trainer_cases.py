@@ -1,4 +1,4 @@
-"""What ``tests/tools/trainers.py`` trains: tiny models, tokenizers and data made offline, and a trainer for each case."""
+"""Tiny models, tokenizers and data made offline, and a trainer for each case of ``tests/tools/trainers.py``."""
 
 from __future__ import annotations
 

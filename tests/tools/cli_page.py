@@ -27,13 +27,14 @@ HEAD = """# Commands
 |---|---|
 {extras}
 
-A checkout has three distributions: the library in `.`, training in `train`, and measurements in `benchmarks`. Install what you
-need in one step, for example `pip install -e '.[trainer]' -e train`. `make demo` and `make test` install all of it in `.venv`.
+A checkout has three distributions: the library in `.`, training in `train`, and measurements in `benchmarks`. Install
+need in one step, for example `pip install -e ".[trainer]" -e train`. `make demo` and `make test` install all of
+it in `.venv`.
 
 ## burst
 
-Without torchrun, a command starts its own local ranks (`--ranks N`). Under torchrun it uses the ranks that torchrun started:
-`torchrun --nproc-per-node 2 -m burst_attention.cli train --steps 50`.
+Without torchrun, a command starts its own local ranks (`--ranks N`). Under torchrun it uses the ranks that torchrun
+started: `torchrun --nproc-per-node 2 -m burst_attention.cli train --steps 50`.
 """
 BRINGS = {
     "hf": "transformers, for `burst_attention.integrations.hf`",
@@ -74,8 +75,8 @@ def programs() -> list[tuple[str, str]]:
         spec = importlib.util.find_spec(called[1])
         assert spec is not None and spec.origin is not None
         found.append((f"python benchmarks/{path.name}", Path(spec.origin)))
-    tests = ("families", "refusals", "survive", "mutation", "rooms", "cli_page")
-    found += [(f"python tests/{name}.py", ROOT / "tests" / f"{name}.py") for name in tests]
+    tools = [path for path in sorted((ROOT / "tests" / "tools").glob("*.py")) if path.stem != "__init__"]
+    found += [(f"python tests/tools/{path.name}", path) for path in tools]
     return [
         (call, (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").splitlines()[0]) for call, path in found
     ]

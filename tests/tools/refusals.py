@@ -2,8 +2,8 @@
 
     python tests/tools/refusals.py
 
-Every case of ``tests/support/refusal_cases.py`` is asked for in this process, on two ranks as threads where ranks matter. A
-test asks again and compares with the page, so that no text on it can go stale.
+Every case of ``tests/support/refusal_cases.py`` is asked for in this process, on two ranks as threads where needed.
+A test asks again and compares with the page, so that no text on it can go stale.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HEAD = """# What is refused, and why
 
 What is not supported is refused by name: never approximated, never ignored. A refusal comes on every rank, before
 anything moves, with the same class everywhere; it names what was asked, its value and what to do instead. Here are the
-refusals' own words, each provoked by what stands beside it: `python tests/tools/refusals.py` writes this page, and a test
+refusals' own words, each with the call that provokes it. `python tests/tools/refusals.py` writes this page, and a test
 compares. [Models](models.md) has a verdict for every family of transformers.
 
 `q`, `k` and `v` have 4, 2 and 2 heads and the 8 tokens of `plan`; `right` is what a tiny Llama is rightly called with;

@@ -21,7 +21,7 @@ PROPER = (
     "kernels",
     "attention",
     "loss",
-)  # the attention itself, and the loss over its shards
+)  # attention proper
 
 
 def lines(room: str) -> int:

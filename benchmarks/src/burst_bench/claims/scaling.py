@@ -1,4 +1,4 @@
-"""What ways to share a sequence are predicted to send, and to take, on up to thousands of GPUs: docs/predicted-scaling.md.
+"""Predict bytes and times of ways to share a sequence, on up to thousands of GPUs: docs/predicted-scaling.md.
 
 Nothing is run: all figures are those of ``burst plan``.
 
