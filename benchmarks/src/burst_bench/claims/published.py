@@ -34,7 +34,7 @@ HEAD = """# Predictions and published speeds
 `python benchmarks/published.py --draw` writes this page. Nothing on it was measured by this project.
 
 Published: UPipe ([arXiv 2602.21196](https://arxiv.org/abs/2602.21196)), Llama 3 8B on 8 H100, tokens per second of each
-GPU. Predicted: `burst plan --model llama-3-8b --ranks 8 --hardware h100-hgx --remat layer`, by the rates of data sheets.
+GPU. Predicted: `burst plan --model llama-3-8b --ranks 8 --hardware h100-hgx --remat layer`, by data sheets.
 
 The prediction assumes that the rest of the model reaches {efficiency:.0%} of the matrix units' peak. That share is
 fitted: 60 % is 19 % too fast for Ulysses at 128K, where the rest of the model matters most. At 1M attention dominates.
