@@ -113,7 +113,7 @@ def parallelize(
         if plan.world > 1:
             models.check_layers(base.config)
             check_rope(base.config.get_text_config(decoder=True))
-            parts.check_structure(base.base_model if form is None else base)
+            parts.check_structure(base.base_model)
             parts.check_hooks(base, root=False)
             parts.check_randomness(base.base_model)
     plan.agreement.agree("parallelize", {"layout": layout, "gradients": gradients, "temperature": temperature})

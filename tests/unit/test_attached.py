@@ -1,0 +1,12 @@
+"""docs/attached.md: what users attach to a model equals one process over ranks, or is refused by name."""
+
+from __future__ import annotations
+
+from tests.tools.attached import CASES, PAGE, judge_all, page
+
+
+def test_everything_attached_is_equal_or_refused_and_stands_on_the_page() -> None:
+    verdicts = judge_all()
+    assert sum(map(len, CASES.values())) >= 60
+    assert not [name for area in verdicts.values() for name, each in area.items() if each.kind == "WRONG"]
+    assert page(verdicts) == PAGE.read_text("utf-8"), "python tests/tools/attached.py"
