@@ -164,6 +164,10 @@ MODELS: Cases = [
     ("hf.check_model(shifting, plan)", "what is not known by class is not trusted"),
     ("hf.check_model(disguised, plan)", "names can mislead, so it is measured too"),
     ("forward(shifting)", "seen at the first call, too, without check_model"),
+    ("forward(hooked)", "a hook on a part would be given one shard"),
+    ("forward(noisy)", "each rank would draw other values"),
+    ("hf.parallelize(lily, plan.transport.group)", "an adapter that mixes tokens"),
+    ("hf.parallelize(activated, plan.transport.group)", "offsets are counted on whole inputs"),
     (
         "next_token_loss(forward(eager, plan=None), head, labels, plan)",
         "labels were cut, but nobody attended over ranks",
