@@ -112,8 +112,8 @@ def test_adapters_attached_between_two_calls(pools, tuner, refusal):
     [
         (("LOHA", {"module_dropout": 0.5}), "module_dropout={'default': 0.5}"),
         (("LOKR", {"rank_dropout": 0.5}), "rank_dropout={'default': 0.5}"),
-        (("OFT", {"module_dropout": 0.5}), "oft.layer.MultiplicativeDropoutLayer draws random values"),
-        (("BOFT", {"boft_dropout": 0.5}), "boft.layer.MultiplicativeDropoutLayer draws random values"),
+        (("OFT", {"module_dropout": 0.5}), "oft.layer.MultiplicativeDropoutLayer, which draws random values"),
+        (("BOFT", {"boft_dropout": 0.5}), "boft.layer.MultiplicativeDropoutLayer, which draws random values"),
     ],
 )
 def test_adapters_that_draw_weights_are_refused(options, refusal):
