@@ -74,7 +74,7 @@ def judge(results, refusal, bound=2e-6):
             loss, gradient, largest = result
             assert loss <= bound
             assert gradient <= 10 * bound
-            assert largest > 1e-3  # the adapter acts
+            assert largest > 1e-4  # the adapter acts
         else:
             assert isinstance(result, str), result
             assert re.search(refusal, result), result
@@ -112,8 +112,8 @@ def test_adapters_attached_between_two_calls(pools, tuner, refusal):
     [
         (("LOHA", {"module_dropout": 0.5}), "module_dropout={'default': 0.5}"),
         (("LOKR", {"rank_dropout": 0.5}), "rank_dropout={'default': 0.5}"),
-        (("OFT", {"module_dropout": 0.5}), "oft.layer.MultiplicativeDropoutLayer draws random values"),
-        (("BOFT", {"boft_dropout": 0.5}), "boft.layer.MultiplicativeDropoutLayer draws random values"),
+        (("OFT", {"module_dropout": 0.5}), "oft.layer.MultiplicativeDropoutLayer, which draws random values"),
+        (("BOFT", {"boft_dropout": 0.5}), "boft.layer.MultiplicativeDropoutLayer, which draws random values"),
     ],
 )
 def test_adapters_that_draw_weights_are_refused(options, refusal):

@@ -135,6 +135,31 @@ def test_compiled(pools):
         assert same
 
 
+def compiled_by_layer(name):
+    """(loss, gradient norm) of layers that are each one graph; that of one device; whether a batch comes out again."""
+    one = of_one_device(name)
+    model = hf.parallelize(model_of(name), timeout=60)
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)  # raises where a graph would break
+    losses = []
+    for case in (CASE, "plain", CASE):
+        model.zero_grad()
+        loss = model(**BATCHES[case]()).loss
+        loss.backward()
+        losses.append(loss.item())
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+    return (losses[0], norm(model)), one, losses[0] == losses[2]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_compiled_by_layer_without_graph_breaks(pools, name):
+    for got, wanted, same in pools(2).run(compiled_by_layer, name):
+        assert got == pytest.approx(wanted, rel=2e-6)
+        assert same
+
+
 def classifier():
     torch.manual_seed(0)
     config = LlamaConfig(**SMALL, num_labels=1, pad_token_id=0, attn_implementation="sdpa")

@@ -19,7 +19,7 @@ TUNERS = {
     "ADAMSS": ({"r": 8, "num_subspaces": 2, "subspace_rank": 1, "target_modules": LINEARS}, None),
     "ADAPTION_PROMPT": (
         {"adapter_len": 3, "adapter_layers": 1, "task_type": "CAUSAL_LM"},
-        r"AdaptedAttention is not among",
+        r"AdaptedAttention, which is not among",
     ),
     "BEFT": ({"target_modules": LINEARS}, None),
     "BOFT": ({"boft_block_size": 4, "target_modules": LINEARS}, None),
@@ -38,7 +38,10 @@ TUNERS = {
     "HIRA": ({"r": 4, "target_modules": LINEARS}, None),
     "HRA": ({"r": 4, "target_modules": LINEARS}, None),
     "IA3": ({"target_modules": LINEARS, "feedforward_modules": ["down_proj"]}, None),
-    "LILY": ({"r": 4, "stride_A": 1, "num_B": 2, "target_modules": ["q_proj", "v_proj"]}, r"lily.* mixes tokens"),
+    "LILY": (
+        {"r": 4, "stride_A": 1, "num_B": 2, "target_modules": ["q_proj", "v_proj"]},
+        r"lily.layer.Linear, which mixes",
+    ),
     "LN_TUNING": ({"target_modules": ["input_layernorm", "norm"]}, None),
     "LOHA": ({"r": 4, "target_modules": LINEARS}, None),
     "LOKR": ({"r": 4, "target_modules": LINEARS}, None),

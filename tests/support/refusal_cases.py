@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 from burst_train import engines
 from burst_train.data.corpus import open_corpus
@@ -24,6 +26,7 @@ from burst_attention.compat import ring_flash_attn
 from burst_attention.compat.yunchang import LongContextAttention
 from burst_attention.integrations import hf
 from burst_attention.loss import next_token_loss, token_log_probs
+from tests.support.adapters import LORA, TUNERS
 from tests.support.hf_models import SEQLEN, cache_with_earlier_tokens, make_batch, make_model
 from tests.support.trainer_refusals import TRAINERS, trainer_names
 from tests.tools import families
@@ -165,6 +168,10 @@ MODELS: Cases = [
     ("hf.check_model(shifting, plan)", "what is not known by class is not trusted"),
     ("hf.check_model(disguised, plan)", "names can mislead, so it is measured too"),
     ("forward(shifting)", "seen at the first call, too, without check_model"),
+    ("forward(hooked)", "a hook on a part would be given one shard"),
+    ("forward(noisy)", "each rank would draw other values"),
+    ("hf.parallelize(lily, plan.transport.group)", "an adapter that mixes tokens"),
+    ("hf.parallelize(activated, plan.transport.group)", "offsets are counted on whole inputs"),
     (
         "next_token_loss(forward(eager, plan=None), head, labels, plan)",
         "labels were cut, but nobody attended over ranks",
@@ -321,7 +328,13 @@ class Shift(nn.Module):
 
 
 class ShiftLayer(Shift):
-    """The same under a name that parts have which only hold others."""
+    """The same from a package whose classes are named by what they do, under a name of what only holds others."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+ShiftLayer.__module__ = "transformers_modules.of_somebody"
 
 
 def with_part(part: nn.Module) -> Any:
@@ -336,6 +349,18 @@ def config(model_type: str, **changes: Any) -> Any:
     return made
 
 
+def departing() -> list[Any]:
+    """Models with a hook on a part, with random values of a part, and with two adapters."""
+    hooked, noisy, *adapted = (make_model("llama", dtype=torch.float32) for _ in range(4))
+    hooked.model.layers[0].register_forward_hook(print)
+    noisy.model.layers[0].mlp.residual_dropout = 0.3
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        configs = peft.LilyConfig(**TUNERS["LILY"][0]), peft.LoraConfig(r=4, **LORA["activated"][0])
+        with_adapters = [peft.get_peft_model(*each) for each in zip(adapted, configs, strict=True)]
+    return [hooked.double(), noisy.double().train(), *with_adapters]
+
+
 def model_names(group: Any) -> dict[str, Any]:
     """A tiny Llama, others that depart from it, a batch, and what the model is rightly called with."""
     plan, batch, model, cache = (
@@ -348,6 +373,7 @@ def model_names(group: Any) -> dict[str, Any]:
     ids, labels, head = batch["input_ids"], right.pop("shift_labels"), model.lm_head.weight
     hidden, wrapped = torch.randn(2, plan.length, 32, dtype=torch.float64), nn.Sequential(model)
     eager, shifting, disguised = make_model("llama", "eager"), with_part(Shift()), with_part(ShiftLayer())
+    hooked, noisy, lily, activated = departing()
     padding, borders = torch.ones(2, SEQLEN, dtype=torch.long), torch.tensor([0, SEQLEN])
     padding[1, -3:] = 0
     unlike = {None: plan, 7: make_plan(SEQLEN, layout="striped", mask=Mask(window=7), group=group)}

@@ -2,8 +2,8 @@
 
     python tests/tools/attached.py
 
-Losses, subclasses, hooks, heads and adapters are put on a tiny Llama in fp64. Loss and every gradient over two ranks (as
-threads) are compared with one process, for a plain batch and a padded one. Exit status 1 if something is neither equal
+Losses, subclasses, hooks, heads and adapters are put on a tiny Llama in fp64. Loss and every gradient over two ranks,
+as threads, are compared with one process, for a plain batch and a padded one. Exit status 1 if a case is neither equal
 nor refused.
 """
 
@@ -38,9 +38,9 @@ PAGE = ROOT / "docs" / "attached.md"
 WORLD, BOUND = 2, 2e-6  # transformers computes its loss in fp32
 HEAD = """# What may be attached to a model
 
-`python tests/tools/attached.py` writes this page, and a test compares. Each row puts something on a tiny Llama, which is
-then parallelized over two ranks. *Equal*: the loss and every gradient are those of one process in fp64, for a plain batch
-and for a padded one. *Refused*: every rank raises this error before a wrong number can leave.
+`python tests/tools/attached.py` writes this page, and a test compares. Each row puts something on a tiny Llama and
+parallelizes it over two ranks. *Equal*: the loss and every gradient are those of one process in fp64, for a plain and
+for a padded batch. *Refused*: every rank raises this error before a wrong number can leave.
 
 """
 Make = Callable[[], nn.Module]

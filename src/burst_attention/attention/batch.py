@@ -25,10 +25,14 @@ class Plans(Mapping[int | None, Plan]):
 
     Args:
         by_window: at least one; they speak for the same ranks and differ in their masks' windows alone.
+        positions: the position ids that the caller passes with them, if it has checked the model and cut them itself:
+            an attention that is given this very tensor need not compare it, nor look for the model. A compiler can
+            trace that, and no comparison.
     """
 
-    def __init__(self, by_window: Mapping[int | None, Plan]) -> None:
+    def __init__(self, by_window: Mapping[int | None, Plan], *, positions: torch.Tensor | None = None) -> None:
         self._by_window = dict(by_window)
+        self.positions = positions
 
     @classmethod
     def of(cls, plan: Any) -> Plans:

@@ -126,12 +126,12 @@ def reason_of_adapter(module: nn.Module, kind: type) -> str | None:
         return None
     name = name.removeprefix("peft.tuners.")
     if name not in _TOKENWISE:
-        return f"of peft.{name} {_REFUSED.get(name, _UNKNOWN)}"
+        return f"is peft.tuners.{name}, which {_REFUSED.get(name, _UNKNOWN)}"
     variants: Any = getattr(module, "lora_variant", {})
     for variant in map(type, variants.values()):
         known = variant.__module__ == "peft.tuners.lora.variants" and variant.__name__ in _VARIANTS
         if not known:
-            return f"of {variant.__name__} {_REFUSED_VARIANTS.get(variant.__name__, _UNKNOWN)}"
+            return f"uses {variant.__name__}, which {_REFUSED_VARIANTS.get(variant.__name__, _UNKNOWN)}"
     return None
 
 

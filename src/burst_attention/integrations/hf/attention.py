@@ -74,10 +74,13 @@ class Attention:
             checks.check_causal(chosen, [causal] if request is None else [causal, request.causal])
             checks.check_lengths(query, key, chosen)
             checks.check_rope(getattr(module, "config", None))
-            self._models.check(module, chosen)
-            self._check_positions(position_ids, query, chosen)
+            checked = position_ids is not None and getattr(plan, "positions", None) is position_ids
+            if not checked:
+                self._models.check(module, chosen)
+                self._check_positions(position_ids, query, chosen)
             query, key, value = _autocast(query, key, value)
-        checks.note_use(plan, position_ids)
+        if not checked:
+            checks.note_use(plan, position_ids)
         out = attend(query, key, value, chosen, scale=scaling)
         return out.transpose(1, 2).contiguous(), None
 

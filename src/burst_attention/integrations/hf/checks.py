@@ -58,7 +58,8 @@ class MaskRequest:
 def choose(plan: Any, window: Any) -> Plan:
     """The plan whose mask holds the layer's window; ``UNSTATED`` for a layer that knows no windows."""
     if isinstance(plan, Mapping):
-        _check_same_layout(plan)
+        if getattr(plan, "positions", None) is None:  # else a parallelized model made them of one
+            _check_same_layout(plan)
         wanted = None if window is UNSTATED else window
         if wanted not in plan and _reach(wanted, Plans.of(plan).one) is None:
             wanted = None
@@ -68,7 +69,8 @@ def choose(plan: Any, window: Any) -> Plan:
                 f"add {wanted}: full_plan.with_mask(Mask(window={wanted}))"
             )
         plan = plan[wanted]
-    if window is not UNSTATED and _reach(window, plan) != _reach(plan.mask.window, plan):
+    stated = window is not UNSTATED and window != plan.mask.window
+    if stated and _reach(window, plan) != _reach(plan.mask.window, plan):
         raise ValueError(
             f"sliding_window={window} of the layer is not the window={plan.mask.window} of the plan's mask; "
             f"give this layer a plan with Mask(window={window}), by plan={{None: ..., {window}: ...}} if layers differ"

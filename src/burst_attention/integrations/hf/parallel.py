@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from burst_attention.attention.batch import SAME_BATCH, batch_fields, cut, digest_of
+from burst_attention.attention.batch import SAME_BATCH, Plans, batch_fields, cut, digest_of
 from burst_attention.attention.plan import make_plan
 from burst_attention.loss import LogitForm
 from burst_attention.loss.checks import divisor_of
@@ -317,8 +317,9 @@ def _forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
 def _body(model: Any, call: Call) -> Any:
     """Return what the body makes of this rank's shard."""
     ids, positions = call.shard["input_ids"], call.shard["position_ids"]
+    plans = Plans(call.plans, positions=positions)
     asked = {"output_router_logits": True} if call.router else {}
-    return model.base_model(input_ids=ids, position_ids=positions, plan=call.plans, use_cache=False, **asked)
+    return model.base_model(input_ids=ids, position_ids=positions, plan=plans, use_cache=False, **asked)
 
 
 @torch.compiler.disable
