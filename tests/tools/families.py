@@ -27,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 from burst_attention import Mask, burst_attention, make_plan
 from burst_attention.integrations import hf
 from burst_attention.integrations.hf import models
+from burst_attention.integrations.hf.parts import check_structure
 from burst_attention.loss import next_token_loss
 from burst_attention.testing import WorkerError, local_world
 
@@ -267,7 +268,7 @@ def _by_parts(model_type: str, parts: torch.nn.Module, otherwise: str, kind: str
     """The verdict of ``hf.check_model`` on a model that can't be run here, by its parts alone."""
     try:
         models.check_layers(parts.config)
-        models.check_structure(parts)
+        check_structure(parts)
     except ValueError as error:
         return Verdict(model_type, "refused", str(error))
     return Verdict(model_type, kind, otherwise)
