@@ -72,6 +72,7 @@ _ADDED_BY = (
     "peft.utils",
     "torch",
     "transformers",
+    "trl",  # a fused head, over the whole model's forward
 )
 _UNKNOWN = "is not known to treat each token by itself"
 _SHARD_ALONE = "and each rank would see its shard alone"
