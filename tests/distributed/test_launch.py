@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,13 @@ import torch.distributed as dist
 from burst_attention.launch.join import join
 from burst_attention.launch.local import RefusedError, launch
 
+FORMING = 60.0  # seconds for ranks to meet, which a busy machine may need
 TIMEOUT = 1.0
 
 
 def act(folder, ways):
     """Meet the other ranks, then end in the way that is this rank's."""
-    with join(device="cpu", timeout=TIMEOUT) as context:
+    with join(device="cpu", timeout=FORMING) as context:
         numbers = context.collect(context.rank)
         (Path(folder) / str(context.rank)).write_text(f"{os.getpid()} {time.time()} {numbers}")
         context.collect("all have written it")
@@ -37,7 +39,7 @@ def act(folder, ways):
         elif way == "gives up":
             raise SystemExit(1)
         elif way == "waits":
-            dist.recv(torch.zeros(1), 1)
+            dist.irecv(torch.zeros(1), 1).wait(timedelta(seconds=TIMEOUT))
         elif way == "sleeps":
             time.sleep(60)
 

@@ -6,10 +6,12 @@ What is asked is a Python expression, or a command line if it begins with ``burs
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import peft
 import torch
@@ -64,6 +66,7 @@ PLAN: Cases = [
     ("make_plan(8, remat='all')", "nobody knows what that recomputes"),
     ("make_plan(8, mask='causal')", "masks are compared between ranks field by field"),
     ("make_plan(8, timeout=0)", "every exchange would fail"),
+    ("unjoined(make_plan, 8)", "each rank would take itself for the only one"),
     ("make_plan(8, group='all')", "only a group says who the peers are"),
     ("Mask(window=0)", "a softmax over no keys is undefined"),
     ("Mask(window=2.5)", "half a token can't be seen"),
@@ -414,9 +417,16 @@ def file_names(_: Any) -> dict[str, Any]:
     return {"read": read, "twice": twice}
 
 
+def unjoined(call: Any, *given: Any) -> Any:
+    """Make the call as a rank of a job that has not joined the others."""
+    with mock.patch.dict(os.environ, RANK="0", WORLD_SIZE="4"):
+        return call(*given)
+
+
 # What every expression may name.
 COMMON = {
-    each.__name__: each for each in (Mask, burst_attention, make_plan, next_token_loss, make_model, config, tangent)
+    each.__name__: each
+    for each in (Mask, burst_attention, make_plan, next_token_loss, make_model, config, tangent, unjoined)
 }
 COMMON |= {each.__name__: each for each in (whole_attention, ulysses_attention, grad, token_log_probs)}
 COMMON |= {"ring_flash_attn": ring_flash_attn, "LongContextAttention": LongContextAttention}

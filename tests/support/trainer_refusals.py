@@ -26,6 +26,7 @@ TRAINERS: list[tuple[str, str]] = [
     ("trainer(train_sampling_strategy='batch_rebalance')", "ranks of a context read one batch"),
     ("trainer(parallelism_config=ParallelismConfig(tp_size=2))", "both would cut the same heads' work"),
     ("trainer(context_size=4, parallelism_config=ParallelismConfig(cp_size=2))", "they say different things"),
+    ("type('Mine', (Trainer, BurstMixin), {})", "the trainer's own methods would run, and train without contexts"),
     ("spread(dict)", "there would be nothing to mix into"),
     ("spread(trl.RLOOTrainer)", "it gathers by rank, past the accelerator"),
     ("spread(trl.DistillationTrainer)", "a teacher's distribution needs whole logits"),
@@ -69,4 +70,4 @@ def trainer_names(_: Any) -> dict[str, Any]:
     def accuracy(prediction: Any) -> dict[str, float]:
         return {}
 
-    return {"trl": trl, "ParallelismConfig": ParallelismConfig} | locals()
+    return {"trl": trl, "Trainer": Trainer, "ParallelismConfig": ParallelismConfig} | locals()
