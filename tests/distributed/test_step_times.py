@@ -10,6 +10,7 @@ import pytest
 from burst_train.step.loop import Trainer, train
 
 from burst_attention.comm.transport import Transport
+from burst_attention.integrations.hf import token_wise
 from burst_attention.launch.join import join
 from tests.support.training import config_of, write_corpus
 
@@ -42,7 +43,7 @@ def step_with_rank_1_late(config):
                 time.sleep(0.01)
             time.sleep(LATE)
 
-        trainer.model.model.get_submodule("model.layers.0.input_layernorm").register_forward_hook(hook)
+        trainer.model.model.get_submodule("model.layers.0.input_layernorm").register_forward_hook(token_wise(hook))
         try:
             return next(trainer.steps()).exchange_seconds
         finally:

@@ -11,6 +11,7 @@ from burst_train.health.finite import Spikes
 from burst_train.step.loop import Trainer, train
 from torch.distributed.tensor import DTensor
 
+from burst_attention.integrations.hf import token_wise
 from burst_attention.launch.join import join
 from tests.support.training import config_of, write_corpus
 
@@ -37,7 +38,7 @@ def spoil(trainer, layer, *, steps, rank, backward, place=0):
             return DTensor.from_local(local + spoilt, output.device_mesh, output.placements, run_check=False)
         return local + spoilt
 
-    trainer.model.model.get_submodule(layer).register_forward_hook(hook)
+    trainer.model.model.get_submodule(layer).register_forward_hook(token_wise(hook))
 
 
 class Spoilt:

@@ -178,6 +178,34 @@ def test_hooks_on_parts_are_refused(put):
     assert refusal in over_ranks(lambda plan: hf.parallelize(model, plan.transport.group))
 
 
+def test_what_is_declared_to_treat_each_token_by_itself_is_taken():
+    seen = []
+
+    class OwnNorm(nn.Module):
+        def forward(self, x):
+            return x / x.norm(dim=-1, keepdim=True)
+
+    class ShiftedNorm(OwnNorm):
+        def forward(self, x):
+            return super().forward(x.roll(1, 1))
+
+    assert hf.token_wise(OwnNorm) is OwnNorm
+    model = with_part(OwnNorm())
+    model.model.layers[1].register_forward_hook(hf.token_wise(lambda *_: seen.append(True)))
+    with local_world(2) as ranks:
+        ranks.run(lambda group: forward(model, make_plan(SEQLEN, group=group)) and None)
+    assert seen
+    assert "ShiftedNorm) is not known" in over_ranks(lambda plan: forward(with_part(ShiftedNorm()), plan))
+    hf.token_wise(ShiftedNorm)
+    assert "depend on other tokens" in over_ranks(lambda plan: hf.check_model(with_part(ShiftedNorm()), plan))
+
+
+@pytest.mark.parametrize("wrong", [3, int, NamedLinear])
+def test_a_declaration_is_of_a_module_class_with_a_forward_or_of_a_function(wrong):
+    with pytest.raises(TypeError, match=r"token_wise\("):
+        hf.token_wise(wrong)
+
+
 def random_model(name):
     if name == "starcoder2":
         return Starcoder2ForCausalLM(Starcoder2Config(**SMALL, residual_dropout=0.3, attn_implementation="burst"))

@@ -16,7 +16,9 @@ from burst_train.cli import plan, plan_page
 from burst_train.cli.plan_words import headline, verdict
 from burst_train.forecast import calls as forecast
 from burst_train.forecast.forecast import Forecast
+from burst_train.forecast.machines import device_of
 from burst_train.forecast.models import model_of
+from burst_train.forecast.request import Cluster
 from burst_train.forecast.timeline import Picture
 
 from burst_attention.cli import main
@@ -261,7 +263,8 @@ def test_it_needs_no_library_of_models() -> None:
 
 @pytest.mark.parametrize(("ranks", "nodes"), [(8, "1 node,"), (12, "2 nodes,"), (16, "2 nodes,"), (17, "3 nodes,")])
 def test_a_node_that_is_not_full_is_counted(ranks: int, nodes: str) -> None:
-    cluster = SimpleNamespace(ranks=ranks, per_node=8, rates=preset("h100-hgx"))
+    rates = preset("h100-hgx")
+    cluster = Cluster(ranks=ranks, per_node=8, rates=rates, device=device_of(rates))
     heads = {"q_heads": 8, "kv_heads": 8, "head_dim": 64, "layers": 2}
     question: Any = SimpleNamespace(cluster=cluster, model=None, seq_len=65536, dtype=torch.bfloat16, **heads)
     assert f"{ranks} ranks on {nodes}" in headline(question)

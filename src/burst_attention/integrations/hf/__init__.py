@@ -28,6 +28,7 @@ from .heads import find_form, find_head, next_token_loss, next_token_nll, token_
 from .models import NAME, check_config, check_model, layer_windows
 from .outputs import ParallelOutput
 from .parallel import parallelize, unparallelize
+from .parts import token_wise
 
 __all__ = [
     "NAME",
@@ -43,5 +44,6 @@ __all__ = [
     "register",
     "shard_batch",
     "token_log_probs",
+    "token_wise",
     "unparallelize",
 ]

@@ -6,11 +6,12 @@ of packages whose classes are named by what they do, a name will do; a user's ow
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -74,11 +75,49 @@ _ADDED_BY = (
     "transformers",
     "trl",  # a fused head, over the whole model's forward
 )
+_DECLARED = "_burst_token_wise"  # by token_wise, on a class or a hook
+_Declared = TypeVar("_Declared", bound=Callable[..., Any])
 _UNKNOWN = "is not known to treat each token by itself"
 _SHARD_ALONE = "and each rank would see its shard alone"
 # Settings of parts that make them draw random values, though no nn.Dropout does; attention has a check of its own.
 _RANDOM = re.compile(r"^(?!.*att).*(drop|jitter)")
 _SAMPLING = ("PhimoeTopKRouter",)  # whenever it is in training mode
+
+
+def token_wise(treats: _Declared) -> _Declared:
+    """Declare that a module class, or a hook, treats each token by itself, so that each rank may give it a shard.
+
+    Use it as a decorator, or call it on a class of another package before ``parallelize``. What is declared is not
+    proved: ``hf.check_model`` measures it. A subclass with another ``forward`` needs a declaration of its own.
+
+    Args:
+        treats: an ``nn.Module`` class that defines ``forward``, or a function for ``register_forward_hook`` and the
+            like.
+
+    Returns:
+        The class itself, or a function that calls the hook.
+
+    Raises:
+        TypeError: it is neither, or the class inherits its ``forward``.
+    """
+    if isinstance(treats, type):
+        if not issubclass(treats, nn.Module) or "forward" not in vars(treats):
+            raise TypeError(f"token_wise({treats.__name__}): needs an nn.Module class that defines forward itself")
+        setattr(treats, _DECLARED, True)
+        return treats
+    if not callable(treats):
+        raise TypeError(f"token_wise({treats!r}): needs an nn.Module class or a hook, a function")
+
+    @functools.wraps(treats)
+    def hook(*given: Any, **named: Any) -> Any:
+        return treats(*given, **named)
+
+    setattr(hook, _DECLARED, True)
+    return hook
+
+
+def _is_declared(treats: Any) -> bool:
+    return _DECLARED in getattr(treats, "__dict__", ())
 
 
 def check_structure(model: nn.Module) -> None:
@@ -105,10 +144,11 @@ def check_hooks(model: nn.Module, *, root: bool = True) -> None:
             *module._backward_hooks.values(),
         )
         for hook in hooks:
-            if not _within(_origin(hook), _ADDED_BY):
+            if not (_is_declared(hook) or _within(_origin(hook), _ADDED_BY)):
                 raise ValueError(
                     f"{_shown(name, module)} has the hook {_called(hook)}, which would be given this rank's shard of "
-                    "the tokens; remove it, or put it on the model itself"
+                    "the tokens; remove it, put it on the model itself, or, if it treats each token by itself, put "
+                    "hf.token_wise(hook) there"
                 )
 
 
@@ -203,14 +243,14 @@ def _reason(module: nn.Module) -> str | None:
         return "computes its attention itself"
     if is_called(module, "CrossAttention") or getattr(module, "is_cross_attention", False):
         return "looks at another sequence"
-    if kind is nn.Module or kind in _TOKENWISE:
+    if kind is nn.Module or kind in _TOKENWISE or _is_declared(kind):
         return None
     if _within(kind.__module__, ["peft"]):
         return reason_of_adapter(module, kind)
     if _within(kind.__module__, ["torch"]):
         return None if kind.__name__ in _TRANSPARENT else _UNKNOWN
     if not _within(kind.__module__, _NAMED):
-        return _UNKNOWN
+        return f"{_UNKNOWN} (if it does, say so: hf.token_wise({kind.__name__}))"
     return _reason_by_name(module, kind)
 
 

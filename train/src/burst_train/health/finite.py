@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from burst_attention.integrations.hf import token_wise
+
 MOST_LEFT_OUT = 10  # steps in a row: then it is no accident
 SPIKE, REMEMBERED, LEAST_REMEMBERED = 2.0, 50, 10
 
@@ -63,7 +65,7 @@ class OutputWatch(ExitStack):
             if self.first is None and (found := _count(_tensors(output)))[0]:
                 self.first = Place((self._batch, number), f"the output of {name}", *found)
 
-        return look
+        return token_wise(look)
 
 
 def first_gradient(model: nn.Module, order: Sequence[str]) -> Place | None:
