@@ -11,7 +11,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -113,7 +113,7 @@ def token_wise(treats: _Declared) -> _Declared:
         return treats(*given, **named)
 
     setattr(hook, _DECLARED, True)
-    return hook
+    return cast("_Declared", hook)
 
 
 def _is_declared(treats: Any) -> bool:
