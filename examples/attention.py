@@ -14,7 +14,7 @@ from burst_attention import Mask, burst_attention, make_plan
 
 if "RANK" in os.environ:  # under torchrun; without it this process is the only rank
     dist.init_process_group("gloo")
-plan = make_plan(10_007, mask=Mask(causal=True, window=4096), layout="zigzag")
+plan = make_plan(10_007, mask=Mask(causal=True, window=4096))
 q, k, v = (torch.randn(1, heads, plan.length, 64, requires_grad=True) for heads in (8, 2, 2))
 out = burst_attention(q, k, v, plan)  # [1, 8, plan.length, 64]: exact, over all 10,007 tokens
 out.sum().backward()

@@ -44,7 +44,7 @@ def token_ids(folder, text):
 
 
 def main():
-    given, scratch = options(), tempfile.TemporaryDirectory()  # each rank has a scratch folder of its own
+    given, scratch = options(), tempfile.TemporaryDirectory()  # one scratch folder per rank
     folder = given.model or tiny_llama(Path(scratch.name))
     ranked = "RANK" in os.environ  # under torchrun; else this process is a world of one
     if ranked:

@@ -66,7 +66,7 @@ def losses(kind):
 def main():
     found = losses(BurstSFTTrainer)
     if os.environ["RANK"] == "0":
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # a process of its own is no rank of anything
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # a separate process is no rank
             del os.environ[name]
         with multiprocessing.get_context("spawn").Pool(1) as single:
             expected = single.apply(losses, (SFTTrainer,))

@@ -1,4 +1,4 @@
-"""A training loop of one's own over four local ranks: FSDP2, packed documents, gradient accumulation and clipping.
+"""A training loop over four local ranks: FSDP2, packed documents, gradient accumulation and clipping.
 
 `python examples/train_loop.py` prints each step's loss, which falls, and fails if the first is not one rank's own.
 """
@@ -63,7 +63,7 @@ def main(rank, ranks):
         fully_shard(module)
         module.set_gradient_divide_factor(1.0)  # ranks' gradients are shares of one loss: their sum, not their mean
         module.set_force_sum_reduction_for_comms(True)  # gloo knows no sum that divides as it goes
-    plan, optimizer = make_plan(LENGTH, layout="zigzag"), torch.optim.AdamW(model.parameters(), lr=1e-2)
+    plan, optimizer = make_plan(LENGTH), torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(STEPS):
         loss = backward(model, plan, step)
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()  # of all ranks' parts

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from burst_attention import Mask, Plan, burst_attention, make_plan
+from burst_attention import Mask, Plan, Strategy, burst_attention, make_plan
 from burst_attention.attention.passes import Backward, Forward
 from burst_attention.attention.sweep import sweep
 from burst_attention.kernels import choose
@@ -24,13 +24,14 @@ from burst_attention.plan.cost import Shape
 from burst_attention.plan.groups import Groups
 from burst_attention.plan.route import ROUTES
 from burst_attention.plan.rows import Direction, Side
-from burst_attention.planner.choice import Planner
+from burst_attention.plan.schedule import Schedule
+from burst_attention.planner.planner import Planner
 from burst_attention.planner.presets import preset
 from burst_attention.planner.rates import Link
-from burst_attention.planner.schedule import Schedule, make_schedule
 from burst_attention.testing import Case, attend, check
 from burst_attention.testing.check import relative_l2
 from tests.support.pairwise import covering_array
+from tests.support.schedules import make_schedule
 from tests.unit.test_plan import masks
 
 SEQLEN = 150  # divisible by 2 and 3 worlds, ragged over 4 and 8
@@ -47,14 +48,14 @@ FACTORS = {
     "mask": list(MASKS),
     "groups": [1, 4, 8],
     "layout": ["contiguous", "zigzag", "zigzag-by-halves", "striped", "zigzag-per-document", "balanced"],
-    "travels": ["query", "key-value", "either", "blocks"],
+    "circulate": ["query", "key-value", "nearest", "blocks"],
     "route": ["direct", "ring"],
     "kernel": ["reference", "aten", "aten-fp32"],
 }
 
 
 def case_of(row: dict) -> Case:
-    options = {name: row[name] for name in ("dtype", "layout", "travels", "route", "kernel")}
+    options = {name: row[name] for name in ("dtype", "layout", "circulate", "route", "kernel")}
     heads = {"q_heads": 8, "kv_heads": 8 // row["groups"], "head_dim": 16}
     return Case(seqlen=SEQLEN, mask=MASKS[row["mask"]], **options, **heads)
 
@@ -78,7 +79,7 @@ def test_every_two_values_meet(pools, world: int) -> None:
 
 
 def test_eight_ranks(pools) -> None:
-    rows = covering_array({name: FACTORS[name] for name in ("layout", "travels", "route", "mask")}, seed=8)
+    rows = covering_array({name: FACTORS[name] for name in ("layout", "circulate", "route", "mask")}, seed=8)
     extra = [{"dtype": torch.float32, "groups": 4, "kernel": "aten"}, {"dtype": torch.bfloat16, "groups": 1}]
     cases = [case_of({"kernel": "aten-fp32"} | row | extra[n % 2]) for n, row in enumerate(rows)]
     for found in pools(8).run(failures, cases):
@@ -86,8 +87,8 @@ def test_eight_ranks(pools) -> None:
 
 
 CUT = {name: values for name, values in FACTORS.items() if name != "route"} | {
-    "keep": [True, False, "auto"],
-    "waves": [0, 1, 2, 3, "auto"],
+    "cache_qkv": [True, False, "auto"],
+    "chunks": [0, 1, 2, 3, "auto"],
 }
 
 
@@ -95,21 +96,22 @@ def cut_case(row: dict, world: int) -> Case:
     """Heads that ``world`` divides, of which the groups may be more than key-value heads."""
     q_heads = 12 if world == 3 else 8
     heads = {"q_heads": q_heads, "kv_heads": {1: q_heads, 4: q_heads // 4, 8: 1}[row["groups"]], "head_dim": 16}
-    options = {name: row[name] for name in ("dtype", "layout", "travels", "kernel", "heads", "keep", "waves")}
+    names = ("dtype", "layout", "circulate", "kernel", "ulysses_degree", "cache_qkv", "chunks")
+    options = {name: row[name] for name in names}
     return Case(seqlen=SEQLEN, mask=MASKS[row["mask"]], route="direct", **options, **heads)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_every_two_values_meet_with_heads_cut(pools, world: int) -> None:
-    factors = CUT | {"heads": [n for n in (2, 3, 4, "auto") if n == "auto" or world % n == 0]}
+    factors = CUT | {"ulysses_degree": [n for n in (2, 3, 4, "auto") if n == "auto" or world % n == 0]}
     cases = [cut_case(row, world) for row in covering_array(factors, seed=world)]
     for found in pools(world).run(failures, cases):
         assert not found, "\n".join(found)
 
 
 def test_eight_ranks_with_heads_cut(pools) -> None:
-    names = ("layout", "travels", "mask", "keep", "groups", "waves")
-    rows = covering_array({name: CUT[name] for name in names} | {"heads": [2, 4, 8]}, seed=8)
+    names = ("layout", "circulate", "mask", "cache_qkv", "groups", "chunks")
+    rows = covering_array({name: CUT[name] for name in names} | {"ulysses_degree": [2, 4, 8]}, seed=8)
     extra = [{"dtype": torch.float32, "kernel": "aten"}, {"dtype": torch.bfloat16, "kernel": "aten-fp32"}]
     cases = [cut_case(row | extra[n % 2], 8) for n, row in enumerate(rows)]
     for found in pools(8).run(failures, cases):
@@ -136,7 +138,7 @@ def ragged_cases(world: int) -> list[Case]:
         for n, layout in enumerate(FACTORS["layout"]):
             window = seqlen % 3 == n
             mask = Mask(window=2, cu_seqlens=sorted({0, seqlen // 2, seqlen})) if window else Mask(causal=n > 0)
-            options = {"travels": FACTORS["travels"][seqlen % 3], "route": FACTORS["route"][(seqlen + n) % 2]}
+            options = {"circulate": FACTORS["circulate"][seqlen % 3], "route": FACTORS["route"][(seqlen + n) % 2]}
             kernel = ("aten", "reference")[(seqlen // 2) % 2]
             heads = {"q_heads": 2, "kv_heads": 1, "head_dim": 8, "batch": 2}
             cases.append(
@@ -155,7 +157,7 @@ def test_ragged_and_empty_shards(pools, world: int) -> None:
 @pytest.mark.parametrize("kernel", ["reference", "aten", "aten-fp32"])
 def test_value_dim_of_its_own(pools, value_dim: int, kernel: str) -> None:
     shapes = {"head_dim": 24, "v_head_dim": value_dim, "batch": 2, "kv_heads": 2}
-    cases = [Case(seqlen=60, kernel=kernel, travels=t, **shapes) for t in FACTORS["travels"]]
+    cases = [Case(seqlen=60, kernel=kernel, circulate=t, **shapes) for t in FACTORS["circulate"]]
     assert not any(pools(2).run(failures, cases))
 
 
@@ -196,16 +198,16 @@ def saturated_errors(kernel: str) -> list[float]:
 
 
 @pytest.mark.parametrize("kernel", ["reference", "aten", "aten-fp32"])
-@pytest.mark.parametrize("travels", ["query", "key-value", "either"])
-def test_the_lse_alone_has_a_gradient(pools, kernel: str, travels: str) -> None:
+@pytest.mark.parametrize("circulate", ["query", "key-value", "nearest"])
+def test_the_lse_alone_has_a_gradient(pools, kernel: str, circulate: str) -> None:
     """dO = 0 in some or all rows while dlse is not: D is then no row sum of dO * O."""
     for blank in ("all", "half", "one entry"):
         for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
-            worst = max(max(e) for e in pools(2).run(dlse_errors, kernel, travels, blank, dtype))
-            assert worst <= bound, (kernel, travels, blank, dtype, worst)
+            worst = max(max(e) for e in pools(2).run(dlse_errors, kernel, circulate, blank, dtype))
+            assert worst <= bound, (kernel, circulate, blank, dtype, worst)
 
 
-def dlse_errors(kernel: str, travels: str, blank: str, dtype: torch.dtype) -> list[float]:
+def dlse_errors(kernel: str, circulate: str, blank: str, dtype: torch.dtype) -> list[float]:
     case = Case(seqlen=70, dtype=dtype, kv_heads=2, mask=Mask(window=50))
     inputs = case.inputs()
     dout = inputs["dout"]
@@ -215,9 +217,9 @@ def dlse_errors(kernel: str, travels: str, blank: str, dtype: torch.dtype) -> li
         dout[:, :, ::2] = 0
     else:
         dout[..., 1:] = 0
-    plan = make_plan(70, mask=case.mask)
+    plan = make_plan(70, mask=case.mask, strategy=Strategy(circulate=circulate))
     q, k, v = (plan.shard(inputs[n], 2).requires_grad_() for n in ("q", "k", "v"))
-    out, lse = burst_attention(q, k, v, plan, kernel=kernel, travels=travels, return_lse=True)
+    out, lse = burst_attention(q, k, v, plan, kernel=kernel, return_lse=True)
     torch.autograd.backward([out, lse], [plan.shard(inputs[n], 2) for n in ("dout", "dlse")])
     oracle = attend(inputs["q"], inputs["k"], inputs["v"], plan.mask, dout=dout, dlse=inputs["dlse"])
     expected = [plan.shard(x, 2) for x in (oracle.dq, oracle.dk, oracle.dv)]
@@ -233,7 +235,9 @@ def over_nodes(schedule: Schedule) -> Schedule:
 def random_assignment(seed: int, route: str, mask: Mask) -> list[float]:
     """The sweep, forward and backward, with pairs computed by whomever the dice say."""
     case = Case(seqlen=90, dtype=torch.float64, mask=mask, kv_heads=2, seed=seed)
-    plan = make_plan(case.seqlen, mask=mask, layout=["zigzag", "striped", "contiguous"][seed % 3], route=route)
+    plan = make_plan(
+        case.seqlen, mask=mask, strategy=Strategy(layout=["zigzag", "striped", "contiguous"][seed % 3], route=route)
+    )
     dice = torch.Generator().manual_seed(seed)
     assignment = table(torch.randint(0, plan.world, (plan.world, plan.world), generator=dice).numpy())
     inputs = case.inputs()
@@ -264,7 +268,7 @@ def random_cube(seed: int, count: int, shared: int, mask: Mask) -> list[float]:
     """The sweep, forward and backward, with cells computed by whomever the dice say."""
     case = Case(seqlen=90, dtype=torch.float64, mask=mask, q_heads=4, kv_heads=shared, seed=seed)
     layout, route = ["zigzag", "striped", "contiguous"][seed % 3], ["direct", "nodes"][seed % 2]
-    plan = make_plan(case.seqlen, mask=mask, layout=layout, route=route)
+    plan = make_plan(case.seqlen, mask=mask, strategy=Strategy(layout=layout, route=route))
     waves = 0 if route == "nodes" else 2 + seed
     groups, schedule = Groups.of(count, q_heads=4, kv_heads=shared, waves=waves), over_nodes(plan.schedule)
     ranks = np.random.default_rng(seed).integers(0, plan.world, (count, plan.world, plan.world))
@@ -301,16 +305,18 @@ class Gapped(Schedule):
         return self.mask.regions(self.layout.seqlen)[::2]
 
 
-def rows_that_see_nothing(kernel: str, travels: str, route: str) -> None:
+def rows_that_see_nothing(kernel: str, circulate: str, route: str) -> None:
     mask = Mask(cu_seqlens=[0, 13, 20, 21, 40, 48])
-    plan = make_plan(48, mask=mask, route=route)
-    gapped = Gapped(plan.schedule.layout, mask, plan.schedule.route, plan.rank)
-    plan = Plan(gapped, plan.transport, plan.agreement)
+    plan = make_plan(48, mask=mask, strategy=Strategy(route=route, circulate=circulate))
+    gapped = Gapped(
+        plan.schedule.layout, mask, plan.schedule.route, plan.rank, Strategy(ulysses_degree=1, circulate=circulate)
+    )
+    plan = Plan(gapped, plan.planner, plan.transport, plan.agreement)
     case = Case(seqlen=48, mask=mask, kv_heads=2)
     inputs = case.inputs()
     q, k, v, dout, dlse = (plan.shard(x, 2) for x in inputs.values())
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out, lse = burst_attention(q, k, v, plan, kernel=kernel, travels=travels, return_lse=True)
+    out, lse = burst_attention(q, k, v, plan, kernel=kernel, return_lse=True)
     torch.autograd.backward([out, lse], [dout, dlse])
     oracle = attend(*(inputs[n] for n in ("q", "k", "v")), mask, dout=inputs["dout"], dlse=inputs["dlse"])
     position = plan.positions
@@ -324,10 +330,10 @@ def rows_that_see_nothing(kernel: str, travels: str, route: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["reference", "aten"])
-@pytest.mark.parametrize("travels", ["query", "key-value", "either"])
-def test_queries_that_see_nothing(pools, kernel: str, travels: str) -> None:
+@pytest.mark.parametrize("circulate", ["query", "key-value", "nearest"])
+def test_queries_that_see_nothing(pools, kernel: str, circulate: str) -> None:
     for route in ("direct", "ring-attention"):
-        pools(3).run(rows_that_see_nothing, kernel, travels, route)
+        pools(3).run(rows_that_see_nothing, kernel, circulate, route)
 
 
 @st.composite
@@ -339,7 +345,7 @@ def cases(draw) -> Case:
         mask=draw(masks(seqlen)),
         layout=draw(st.sampled_from(FACTORS["layout"])),
         route=draw(st.sampled_from(["direct", "ring", "ring-attention", "auto"])),
-        travels=draw(st.sampled_from(["query", "key-value", "either", "auto"])),
+        circulate=draw(st.sampled_from(["query", "key-value", "nearest", "auto"])),
         kernel=draw(st.sampled_from(FACTORS["kernel"])),
         dtype=draw(st.sampled_from([torch.float64, torch.float32])),
         batch=draw(st.integers(1, 3)),
@@ -360,7 +366,7 @@ def test_random_calls(pools, world: int, case: Case) -> None:
 
 def window_of_one() -> tuple:
     """Each query sees itself alone: nothing is needed of another rank."""
-    plan = make_plan(12, mask=Mask(window=1), layout="contiguous")
+    plan = make_plan(12, mask=Mask(window=1), strategy=Strategy(layout="contiguous"))
     q, k, v = (torch.randn(1, 2, plan.length, 4, requires_grad=True) for _ in range(3))
     out = burst_attention(q, k, v, plan)
     out.sum().backward()
@@ -373,11 +379,11 @@ def test_a_window_of_one_sends_nothing(pools) -> None:
         assert dq < 1e-6  # P is 1: dP and D cancel
 
 
-def views(kernel: str, travels: str, heads: int = 1) -> None:
+def views(kernel: str, circulate: str, heads: int = 1) -> None:
     """Inputs and gradients in odd memory (every second element, transposed, expanded); gradients of some of them; all
     one tensor; under checkpointing and inference mode."""
-    plan = make_plan(33, mask=Mask(window=20), heads=heads)
-    options = {"kernel": kernel, "travels": travels}
+    plan = make_plan(33, mask=Mask(window=20), strategy=Strategy(ulysses_degree=heads, circulate=circulate))
+    options = {"kernel": kernel}
     make = torch.Generator().manual_seed(plan.rank)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -409,9 +415,9 @@ def views(kernel: str, travels: str, heads: int = 1) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["reference", "aten", "aten-fp32"])
-@pytest.mark.parametrize("travels", ["query", "key-value", "either"])
-def test_views_subsets_and_checkpointing(pools, kernel: str, travels: str) -> None:
-    pools(2).run(views, kernel, travels)
+@pytest.mark.parametrize("circulate", ["query", "key-value", "nearest"])
+def test_views_subsets_and_checkpointing(pools, kernel: str, circulate: str) -> None:
+    pools(2).run(views, kernel, circulate)
 
 
 def test_views_subsets_and_checkpointing_with_heads_cut(pools) -> None:
@@ -420,13 +426,13 @@ def test_views_subsets_and_checkpointing_with_heads_cut(pools) -> None:
 
 def overflowing_parts(kernel: str) -> list[torch.Tensor]:
     """Each rank's part of dQ is beyond fp16; their sum is not."""
-    plan = make_plan(4, mask=Mask(causal=False), layout="contiguous")
+    plan = make_plan(4, mask=Mask(causal=False), strategy=Strategy(layout="contiguous", circulate="query"))
     q, k, v = (torch.zeros(1, 1, 2, 8, dtype=torch.float16, requires_grad=True) for _ in range(3))
     with torch.no_grad():
         k[:] = 240.0
         v[..., 0] = 60.0 if plan.rank == 0 else -60.0
     dout = torch.full_like(q, 60.0)
-    out = burst_attention(q, k, v, plan, scale=8.0, travels="query", kernel=kernel)
+    out = burst_attention(q, k, v, plan, scale=8.0, kernel=kernel)
     return list(torch.autograd.grad(out, (q, k, v), dout))
 
 
@@ -464,8 +470,7 @@ def test_two_foreign_shards_are_held_at_most(pools) -> None:
 
 
 def byte_counts(case: Case) -> tuple:
-    cut = {"heads": case.heads, "keep": case.keep}
-    plan = make_plan(case.seqlen, mask=case.mask, layout=case.layout, route=case.route, **cut)
+    plan = make_plan(case.seqlen, mask=case.mask, strategy=case.strategy)
     predicted = plan.bytes(
         batch=case.batch,
         q_heads=case.q_heads,
@@ -473,11 +478,10 @@ def byte_counts(case: Case) -> tuple:
         head_dim=case.head_dim,
         v_head_dim=case.v_head_dim,
         dtype=case.dtype,
-        travels=case.travels,
     )
     inputs = case.inputs()
     q, k, v, dout = (plan.shard(inputs[name], 2).requires_grad_() for name in ("q", "k", "v", "dout"))
-    out = burst_attention(q, k, v, plan, travels=case.travels, kernel=case.kernel)
+    out = burst_attention(q, k, v, plan, kernel=case.kernel)
     forward = plan.transport.sent, plan.transport.received
     out.backward(dout)
     total = plan.transport.sent, plan.transport.received
@@ -491,14 +495,14 @@ def byte_counts(case: Case) -> tuple:
 
 
 @pytest.mark.parametrize("route", ["direct", "ring", "ring-attention"])
-@pytest.mark.parametrize("travels", ["query", "key-value", "either", "auto"])
-def test_bytes_are_as_predicted(pools, route: str, travels: str) -> None:
+@pytest.mark.parametrize("circulate", ["query", "key-value", "nearest", "auto"])
+def test_bytes_are_as_predicted(pools, route: str, circulate: str) -> None:
     sent = 0
     for layout, mask, dtype in product(
         FACTORS["layout"], [Mask(), Mask(window=9), Mask(cu_seqlens=[0, 30, 31, 50])], [torch.float64, torch.bfloat16]
     ):
         shape = {"q_heads": 4, "kv_heads": 2, "head_dim": 8, "v_head_dim": 12, "batch": 2}
-        case = Case(seqlen=50, mask=mask, layout=layout, route=route, travels=travels, dtype=dtype, **shape)
+        case = Case(seqlen=50, mask=mask, layout=layout, route=route, circulate=circulate, dtype=dtype, **shape)
         for counted, predicted in pools(3).run(byte_counts, case):
             assert counted == predicted
             sent += sum(counted)
@@ -511,7 +515,16 @@ def test_bytes_are_as_predicted_with_heads_cut(pools, heads: int | str) -> None:
     masks_and_dtypes = [(Mask(), torch.bfloat16), (Mask(window=9), torch.float64), (Mask(causal=False), torch.float16)]
     for layout, (mask, dtype), keep in product(["contiguous", "zigzag"], masks_and_dtypes, [True, False]):
         shape = {"q_heads": 8, "kv_heads": 2, "head_dim": 8, "v_head_dim": 12, "batch": 2}
-        case = Case(seqlen=50, mask=mask, layout=layout, heads=heads, keep=keep, dtype=dtype, route="direct", **shape)
+        case = Case(
+            seqlen=50,
+            mask=mask,
+            layout=layout,
+            ulysses_degree=heads,
+            cache_qkv=keep,
+            dtype=dtype,
+            route="direct",
+            **shape,
+        )
         for counted, predicted in pools(4).run(byte_counts, case):
             assert counted == predicted
             sent += sum(counted)
@@ -529,7 +542,8 @@ def ring_flash_attn(seqlen: int, world: int, q_heads: int, kv_heads: int) -> flo
 
 @pytest.mark.parametrize(("world", "kv_heads", "mean", "busiest"), [(4, 8, 0.24, 0.25), (8, 8, 0.135, 0.14)])
 def test_bytes_of_ring_flash_attn_that_are_left(pools, world: int, kv_heads: int, mean: float, busiest: float) -> None:
-    case = Case(seqlen=256, heads=world, dtype=torch.bfloat16, q_heads=8, kv_heads=kv_heads, head_dim=128, keep=True)
+    cut = {"ulysses_degree": world, "cache_qkv": True}
+    case = Case(seqlen=256, dtype=torch.bfloat16, q_heads=8, kv_heads=kv_heads, head_dim=128, **cut)
     theirs = ring_flash_attn(case.seqlen, world, 8, kv_heads)
     moved = [counted for counted, _ in pools(world).run(byte_counts, case)]
     sent, received = (
@@ -540,7 +554,7 @@ def test_bytes_of_ring_flash_attn_that_are_left(pools, world: int, kv_heads: int
 
 
 @pytest.mark.parametrize(
-    ("world", "q_heads", "kv_heads", "travels", "share"),
+    ("world", "q_heads", "kv_heads", "circulate", "share"),
     [
         (8, 32, 8, "auto", 0.32),
         (16, 32, 8, "auto", 0.19),
@@ -552,13 +566,21 @@ def test_bytes_of_ring_flash_attn_that_are_left(pools, world: int, kv_heads: int
     ],
 )
 def test_bytes_of_many_ranks_by_the_plans_own_count(
-    world: int, q_heads: int, kv_heads: int, travels: str, share: float
+    world: int, q_heads: int, kv_heads: int, circulate: str, share: float
 ) -> None:
     slow = replace(preset("cpu+ethernet-25g"), across=Link(latency=0.0, bytes_per_second=1e5))
-    options = {"mask": Mask(), "layout": "zigzag", "route": "direct", "rank": 0, "world": world, "heads": "auto"}
+    options = {
+        "mask": Mask(),
+        "layout": "zigzag",
+        "route": "direct",
+        "rank": 0,
+        "world": world,
+        "ulysses_degree": "auto",
+    }
     schedule = make_schedule(128 * world, **options, planner=Planner(slow, tuple(range(world))))
     sizes = {"batch": 1, "head_dim": 128, "v_head_dim": 128, "io": 2, "partial": 2, "accumulate": 4}
     shape = Shape(q_heads=q_heads, kv_heads=kv_heads, **sizes)
-    groups = schedule.choose_groups(shape, travels)
-    moved = schedule.bytes_moved(shape, travels, groups)
+    schedule = schedule.under(strategy=Strategy(circulate=circulate))
+    groups, circulate = schedule.decide(shape)
+    moved = schedule.bytes_moved(shape, circulate, groups)
     assert moved[0].mean() <= share * ring_flash_attn(128 * world, world, q_heads, kv_heads), groups

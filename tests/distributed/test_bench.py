@@ -263,7 +263,7 @@ def test_the_command_writes_results_and_report(tmp_path, capsys):
     arguments = ["train", "--engines", "burst", "tensor", "single", "--seq-lens", "64", "96", "--worlds", "2", *shape]
     assert main([*arguments, "--out", str(out)]) == 0
     told = capsys.readouterr().out
-    assert "left out: single, 2 ranks: --engine single gives each sequence a rank of its own" in told
+    assert "left out: single, 2 ranks: --engine single runs each sequence on one rank" in told
     results = Results.read(out / "results.json")
     assert [(row.engine, row.seq_len) for row in results.rows] == [
         (engine, length) for length in (64, 96) for engine in ("burst", "tensor", "single")
@@ -321,11 +321,13 @@ def test_ranks_are_calibrated_and_plans_go_by_it(pools):
     rates = calibrated(pools(2))
     assert rates.source.startswith("measured by burst calibrate on 2 ranks")
     plan = planned(engine_of("burst"), replace(SMALL, rates=rates), None)
-    assert plan.schedule.planner.rates == replace(rates, source=plan.schedule.planner.rates.source)
+    assert plan.planner.rates == replace(rates, source=plan.planner.rates.source)
     job = replace(SMALL, task="attention", engines=("burst", "ulysses"), rates=rates, rounds=0)
     for ours, ulysses in pools(2).run(measure, job):
         assert re.fullmatch(
-            r"(zigzag|zigzag-by-halves|contiguous), heads=[12](, kept)?(, [124] waves?)?, [a-z-]+", ours.chosen
+            r"(zigzag|zigzag-by-halves|contiguous), circulate='[a-z-]+', ulysses_degree=[12]"
+            r"(, cache_qkv=(True|False), chunks=[124])?",
+            ours.chosen,
         )
         assert ulysses.chosen is None
         assert ours.counted == ours.predicted > 0

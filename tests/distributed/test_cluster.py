@@ -323,7 +323,7 @@ def test_a_rank_whose_node_is_gone_sends_nothing() -> None:
 def test_without_iproute2_or_root(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("shutil.which", lambda name, path: None if name == "tc" else f"/bin/{name}")
-        with pytest.raises(ClusterError, match="needs tc of iproute2: install"):
+        with pytest.raises(ClusterError, match="needs tc of iproute2; install"):
             Cluster(2, 1)
     with monkeypatch.context() as patch:
         patch.setattr("shutil.which", lambda name, path: f"/bin/{name}")

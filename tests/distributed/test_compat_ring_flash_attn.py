@@ -268,9 +268,9 @@ def test_plans_are_made_once_and_forgotten_with_their_group() -> None:
         q = torch.randn(1, 4, 2, 4)
         for length in (4, 4, 2, 4):
             compat.ring_flash_attn_func(*[q[:, :length]] * 3, group=group)
-        schedules = [schedule for schedule, _ in _PLANNED[group].values()]
+        schedules = [schedule for schedule, *_ in _PLANNED[group].values()]
         compat.ring_flash_attn_func(q, q, q, group=group)
-        assert [schedule for schedule, _ in _PLANNED[group].values()] == schedules and len(schedules) == 2
+        assert [schedule for schedule, *_ in _PLANNED[group].values()] == schedules and len(schedules) == 2
         for window in range(MOST_PLANS + 3):
             compat.ring_flash_attn_func(q, q, q, causal=True, window_size=(window, 0), group=group)
         assert len(_PLANNED[group]) == MOST_PLANS
@@ -396,7 +396,7 @@ def test_models_that_would_go_wrong_are_refused(pools) -> None:
         "call update_ring_flash_attn_params before",
         "ends at 7, which 2 ranks can't share equally",
         "is not that of substitute_hf_flash_attn",
-        "position_ids are not those of the plan's tokens",
+        "position_ids differ from the positions of the plan's tokens",
         "input_ids has 3 tokens",
         "attn_implementation='sdpa'",
     ]

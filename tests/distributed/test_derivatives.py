@@ -9,7 +9,7 @@ import torch
 from burst_train.engines.ulysses import ulysses_attention
 from torch.autograd import forward_ad
 
-from burst_attention import burst_attention, make_plan
+from burst_attention import Strategy, burst_attention, make_plan
 from burst_attention.loss import next_token_loss, token_log_probs
 from burst_attention.testing import local_world
 
@@ -90,14 +90,14 @@ def refused(plan, call, derivative):
 @pytest.mark.parametrize("derivative", DERIVATIVES)
 @pytest.mark.parametrize("call", CALLS)
 def test_other_derivatives_are_refused_by_name(call, derivative) -> None:
-    text = refused(make_plan(SEQLEN, layout="contiguous"), call, DERIVATIVES[derivative])
+    text = refused(make_plan(SEQLEN, strategy=Strategy(layout="contiguous")), call, DERIVATIVES[derivative])
     assert call in text
     assert any(told in text for told in ("torch.func", "no forward-mode", "can be differentiated once"))
 
 
 def one_asks(group, call):
     """Rank 1 asks for a tangent, rank 0 for the call alone; then both make it."""
-    plan = make_plan(SEQLEN, layout="contiguous", group=group)
+    plan = make_plan(SEQLEN, group=group, strategy=Strategy(layout="contiguous"))
     x, plain = tensor(plan, 1, 2, plan.length, 4), lambda f, x: f(x)
     started = time.monotonic()
     text = refused(plan, call, forward_mode if plan.rank == 1 else plain)

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
-from burst_attention import Mask, make_plan
+from burst_attention import Mask, Strategy, make_plan
 from burst_attention.attention.batch import Plans
-from burst_attention.attention.plan import lone_plan
+from burst_attention.attention.plan import single_rank_plan
 from burst_attention.comm.transport import Receive, Send
 from burst_attention.integrations import hf
 from burst_attention.launch.mesh import make_mesh
@@ -95,7 +95,7 @@ MODELS = {
 
 def parameter_gradients(engine_name, layout, kind="llama"):
     """Whole fp64 gradients by name on this rank, of one packed sequence."""
-    engine, world = choose(engine_name, layout=layout), torch.distributed.get_world_size()
+    engine, world = choose(engine_name, strategy=Strategy(layout=layout)), torch.distributed.get_world_size()
     mesh, everyone = make_mesh("cpu"), init_device_mesh("cpu", (world,))
     config = MODELS[kind]()
     engine.check(Heads.of(config), 64, world)
@@ -171,7 +171,9 @@ def ulysses_and_oracle(seqlen, kv_heads, mask):
 
 
 def usp_and_oracle(seqlen, kv_heads, mask, layout, heads="auto"):
-    return engine_and_oracle(choose("usp", layout=layout, heads=heads), seqlen, kv_heads, mask)
+    return engine_and_oracle(
+        choose("usp", strategy=Strategy(layout=layout, ulysses_degree=heads)), seqlen, kv_heads, mask
+    )
 
 
 def engine_and_oracle(engine, seqlen, kv_heads, mask):
@@ -228,7 +230,7 @@ def test_usp_over_eight_ranks_as_threads():
     """A mesh of 2 x 4, over a transport that is none of torch's."""
 
     def compared(group):
-        engine = choose("usp", heads=2)
+        engine = choose("usp", strategy=Strategy(ulysses_degree=2))
         plan = engine.plan(45, group=group)
         make = torch.Generator().manual_seed(0)
         q, k, v, dout = (torch.randn(1, 4, 45, 8, generator=make, dtype=torch.float64) for _ in range(4))
@@ -278,7 +280,7 @@ def test_whole_attention_in_windows_longer_than_one_call():
     q, k, v, dout = (torch.randn(1, heads, seqlen, 8, generator=make) for heads in (2, 1, 1, 2))
     mask = Mask(window=900, cu_seqlens=[0, 700, seqlen])  # a later call starts inside of its document
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = whole_attention(*inputs, lone_plan(seqlen, mask=mask))
+    out = whole_attention(*inputs, single_rank_plan(seqlen, mask=mask))
     grads = torch.autograd.grad(out, inputs, dout)
     right = attend(q, k, v, mask, dout=dout)
     for x, y in zip((out, *grads), (right.out, right.dq, right.dk, right.dv), strict=True):
@@ -315,19 +317,19 @@ def test_what_an_engine_can_share_is_not_refused(engine):
 def test_unknown_engines_layouts_and_routes_are_refused():
     for arguments, told in (
         ({"name": "megatron"}, "'megatron' is unknown; choose one of burst"),
-        ({"name": "ring", "layout": "striped"}, "--layout striped is not for --engine ring"),
-        ({"name": "ulysses", "layout": "zigzag"}, "--layout zigzag is not for --engine ulysses"),
-        ({"name": "usp", "layout": "striped"}, "--layout striped is not for --engine usp"),
-        ({"name": "usp", "route": "direct"}, "--route direct is not for --engine usp"),
-        ({"name": "usp", "heads": 0}, "--heads 0 must be a number of head groups"),
-        ({"name": "tensor", "route": "ring"}, "--route ring is not for --engine tensor"),
+        ({"name": "ring", "strategy": Strategy(layout="striped")}, "--layout striped is not for --engine ring"),
+        ({"name": "ulysses", "strategy": Strategy(layout="zigzag")}, "--layout zigzag is not for --engine ulysses"),
+        ({"name": "usp", "strategy": Strategy(layout="striped")}, "--layout striped is not for --engine usp"),
+        ({"name": "usp", "strategy": Strategy(route="direct")}, "--route direct is not for --engine usp"),
+        ({"name": "ring", "strategy": Strategy(ulysses_degree=2)}, "--ulysses-degree 2 is not for --engine ring"),
+        ({"name": "tensor", "strategy": Strategy(route="ring")}, "--route ring is not for --engine tensor"),
     ):
         with pytest.raises(ValueError, match=told):
             choose(**arguments)
 
 
 def refused_shape():
-    plan = make_plan(16, layout="contiguous")
+    plan = make_plan(16, strategy=Strategy(layout="contiguous"))
     heads = 4 if plan.rank else 3
     x = torch.randn(1, heads, plan.length, 8)
     try:
@@ -360,8 +362,10 @@ def test_usp_refuses_on_every_rank_before_anything_moves(pools):
 
 def test_usp_refuses_heads_that_do_not_divide():
     for world, heads in ((6, 4), (8, 16)):
-        with pytest.raises(ValueError, match=f"--engine usp with --heads {heads}: it must divide the {world} ranks"):
-            choose("usp", heads=heads).check(LLAMA, 1024, world)
+        with pytest.raises(
+            ValueError, match=f"--engine usp with --ulysses-degree {heads}: it must divide the {world} ranks"
+        ):
+            choose("usp", strategy=Strategy(ulysses_degree=heads)).check(LLAMA, 1024, world)
 
 
 def test_ulysses_refuses_on_every_rank(pools):
@@ -372,7 +376,7 @@ def test_ulysses_refuses_on_every_rank(pools):
 @pytest.mark.parametrize("remat", ["none", "layer", "keep-attention"])
 def test_an_engine_plans_for_what_is_recomputed(remat):
     with local_world(1) as ranks:
-        (planned,) = ranks.run(lambda group: choose("burst", remat=remat).plan(64, group=group).schedule.planner.remat)
+        (planned,) = ranks.run(lambda group: choose("burst", remat=remat).plan(64, group=group).planner.remat)
     assert planned == remat
 
 

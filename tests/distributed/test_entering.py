@@ -12,7 +12,7 @@ import torch
 from burst_train.engines.ulysses import ulysses_attention
 
 import burst_attention
-from burst_attention import PeerError, make_plan
+from burst_attention import PeerError, Strategy, make_plan
 from burst_attention.comm.agreement import RECORD_BYTES
 from burst_attention.integrations.hf.attention import Attention
 from burst_attention.loss import next_token_loss, next_token_nll, token_log_probs
@@ -60,7 +60,7 @@ CALLS = {  # of each call, what it does by itself first: made to fail on one ran
         "burst_attention.attention.operator.row_dot",
         lambda plan: attention(plan).sum().backward(),
     ),
-    "make_plan": ("burst_attention.attention.plan.make_schedule", lambda plan: make_plan(SEQLEN, group=plan.group)),
+    "make_plan": ("burst_attention.attention.plan.known_shape", lambda plan: make_plan(SEQLEN, group=plan.group)),
     "unshard": ("burst_attention.attention.unshard.check_transforms", unshard),
     "the backward of unshard": (
         "burst_attention.attention.unshard.check_batches",
@@ -84,11 +84,11 @@ CALLS = {  # of each call, what it does by itself first: made to fail on one ran
 }
 
 
-def results_of(call, layout="contiguous", world=3, **options):
+def results_of(call, layout="contiguous", world=3, **strategy):
     """(what ``call(plan)`` raised, seconds, what a call raised afterwards) of each rank."""
 
     def rank(group):
-        plan, told = make_plan(SEQLEN, layout=layout, group=group, **options), []
+        plan, told = make_plan(SEQLEN, group=group, strategy=Strategy(layout=layout, **strategy)), []
         for made in (call, attention):
             started = time.monotonic()
             try:
@@ -187,7 +187,7 @@ def test_a_rank_keeps_its_error_where_nobody_can_be_told() -> None:
         return None
 
     with local_world(2, timeout=0.5) as ranks:
-        assert "The other ranks could not be told: rank 1 could not" in ranks.run(call)[1]
+        assert "The other ranks could not be notified: rank 1 could not" in ranks.run(call)[1]
 
 
 @pytest.mark.parametrize("what", ["q was written to", "a saved tensor can't be had again"])
@@ -209,6 +209,6 @@ def test_a_rank_that_has_lost_what_it_saved_is_heard_at_once(what):
         out.sum().backward()
 
     # Where what was fetched is kept, q itself is not needed, and may be written to.
-    for rank, (error, seconds, afterwards, _) in enumerate(results_of(call, world=2, keep=False)):
+    for rank, (error, seconds, afterwards, _) in enumerate(results_of(call, world=2, cache_qkv=False)):
         assert afterwards is None and seconds < 2
         assert isinstance(error, RuntimeError | MemoryError) if rank == 1 else type(error) is PeerError, repr(error)

@@ -22,7 +22,7 @@ from burst_train.step.evaluation import EvalConfig, Evaluation
 from burst_train.step.loop import train
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from burst_attention import DisagreementError, Mask, make_plan
+from burst_attention import DisagreementError, Mask, Strategy, make_plan
 from burst_attention.cli import main
 from burst_attention.loss import next_token_loss, next_token_nll
 from burst_attention.testing import WorkerError
@@ -199,7 +199,7 @@ def test_ranks_that_read_other_tokens_are_told(pools, asked):
 
 def likelihoods(chunk_tokens):
     """(the whole sequence's, their sum over the loss times its tokens, torch's own) in fp64."""
-    plan = make_plan(41, layout="zigzag", mask=Mask(cu_seqlens=[0, 7, 7, 40, 41]))
+    plan = make_plan(41, mask=Mask(cu_seqlens=[0, 7, 7, 40, 41]), strategy=Strategy(layout="zigzag"))
     make = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(*shape, generator=make, dtype=torch.float64) for shape in ((2, 41, 8), (23, 8)))
     ids = torch.randint(23, (2, 41), generator=make)
@@ -285,12 +285,12 @@ def test_torchrun_evaluates_and_tells_what_is_refused(asked):
 @pytest.mark.parametrize(
     ("change", "more", "told"),
     [
-        ({"model": "/nowhere/model"}, (), "--model '/nowhere/model' is no preset"),
+        ({"model": "/nowhere/model"}, (), "--model '/nowhere/model' is not a preset"),
         ({"data": "/nowhere/c4.jsonl.gz"}, (), "--data '/nowhere/c4.jsonl.gz': no such file or directory"),
         ({"seq_len": 1}, (), "--seq-len 1 must be at least 2"),
         ({}, ("--held-out", "0"), "--held-out 0.0 must be above 0 and at most 1"),
         ({}, ("--ranks", "0"), "--ranks 0 must be at least 1"),
-        ({}, ("--json", "/nowhere/eval.json"), "--json /nowhere/eval.json is in no directory that exists"),
+        ({}, ("--json", "/nowhere/eval.json"), "--json /nowhere/eval.json is in a missing directory"),
         ({"seq_len": 5000}, ("--pack", "none"), "leaves no token to evaluate"),
         ({}, ("--engines", "ulysses", "tensor", "--ranks", "3"), "none of --engines ulysses tensor can run"),
     ],

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from burst_attention import DisagreementError, ExchangeError, Mask, burst_attention, make_plan
+from burst_attention import DisagreementError, ExchangeError, Hardware, Mask, Plan, Strategy, burst_attention, make_plan
 from burst_attention.comm.transport import Pending, Receive
 from burst_attention.testing import WorkerPool, local_world
 
@@ -40,13 +41,18 @@ def caught(function, *arguments: Any, **options: Any) -> tuple[str, str, float]:
 
 def disagree(odd: dict[str, Any], warm: int = 0) -> tuple:
     """The last rank makes an odd call, after ``warm`` healthy ones; then all make a healthy one."""
+    odd = dict(odd)
+    circulate = odd.pop("circulate", "auto")
     plan = make_plan(SEQLEN, timeout=5)
     last = plan.rank == plan.world - 1
     for _ in range(warm):
         burst_attention(*tensors(plan), plan).sum().backward()
     options = dict(odd) if last else {}
-    call: dict[str, Any] = {n: options.pop(n) for n in ("scale", "travels", "kernel", "return_lse") if n in options}
+    call: dict[str, Any] = {n: options.pop(n) for n in ("scale", "kernel", "return_lse") if n in options}
     used = plan.with_mask(options.pop("mask")) if "mask" in options else plan
+    if last and circulate != "auto":
+        schedule = replace(plan.schedule, strategy=replace(plan.schedule.strategy, circulate=circulate))
+        used = Plan(schedule, plan.planner, plan.transport, plan.agreement)
     if "keep" in options:  # a shard of another length
         q, k, v = (x[:, :, : options["keep"]] for x in tensors(plan))
     else:
@@ -69,7 +75,7 @@ ODD = {
     "mask": ({"mask": Mask(window=3)}, "DisagreementError", "window=3"),
     "scale": ({"scale": 0.5}, "DisagreementError", "scale"),
     "gradients": ({"grad": "qk"}, "DisagreementError", "gradients wanted"),
-    "travels": ({"travels": "key-value"}, "DisagreementError", "travels"),
+    "circulate": ({"circulate": "key-value"}, "DisagreementError", "circulate"),
     "return_lse": ({"return_lse": True}, "DisagreementError", "return_lse"),
     "kernel": ({"kernel": "reference"}, "DisagreementError", "kernel"),
     "bad scale": ({"scale": float("nan")}, "ValueError", "scale=nan"),
@@ -102,7 +108,10 @@ def test_disagreement_after_many_healthy_calls(pools) -> None:
 
 def plans_mixed_up(one: list[int], other: list[int]) -> tuple:
     """The last rank takes a plan by ``other`` nodes, where all others take that by ``one``."""
-    plans = [make_plan(SEQLEN, route="nodes", heads=1, nodes=nodes, timeout=5) for nodes in (one, other)]
+    plans = [
+        make_plan(SEQLEN, timeout=5, strategy=Strategy(route="nodes", ulysses_degree=1), hardware=Hardware(nodes=nodes))
+        for nodes in (one, other)
+    ]
     mine = plans[plans[0].rank == plans[0].world - 1]
     sent = mine.transport.sent
     told = caught(burst_attention, *tensors(mine), mine)
@@ -121,9 +130,8 @@ def test_plans_by_other_nodes_are_not_the_same(pools) -> None:
 
 def odd_plan(name: str) -> tuple:
     rank = int(os.environ["RANK"])
-    options = {"seqlen": 16} | ({name: {"seqlen": 17, "layout": "striped", "route": "ring"}[name]} if rank == 1 else {})
-    seqlen = options.pop("seqlen")
-    return caught(make_plan, seqlen, timeout=5, **options)
+    odd = {name: {"seqlen": 17, "layout": "striped", "route": "ring"}[name]} if rank == 1 else {}
+    return caught(make_plan, odd.pop("seqlen", 16), timeout=5, strategy=Strategy(**odd))
 
 
 @pytest.mark.parametrize("name", ["seqlen", "layout", "route"])
@@ -139,7 +147,7 @@ def one_bad_plan(options: dict[str, Any]) -> tuple:
 
 @pytest.mark.parametrize(
     ("options", "told"),
-    [({"mask": Mask(prefix=99)}, "prefix=99"), ({"timeout": -1}, "timeout=-1"), ({"layout": "spiral"}, "spiral")],
+    [({"mask": Mask(prefix=99)}, "prefix=99"), ({"timeout": -1}, "timeout=-1"), ({"strategy": "spiral"}, "spiral")],
 )
 def test_one_rank_refuses_its_plan(pools, options: dict[str, Any], told: str) -> None:
     for raised, text, seconds in pools(2).run(one_bad_plan, options):
@@ -178,8 +186,8 @@ def test_different_calls(pools) -> None:
 
 def fall(rank: int, how: str, when: str, route: str, cut: int) -> tuple:
     """``rank`` dies or stops: before a call, between forward and backward, or in the middle of a sweep."""
-    options = {"heads": cut, "waves": 2} if cut > 1 else {"heads": 1}
-    plan = make_plan(96, mask=Mask(causal=False), route=route, **options, timeout=4)
+    strategy = Strategy(route=route, ulysses_degree=cut, chunks=2 if cut > 1 else "auto")
+    plan = make_plan(96, mask=Mask(causal=False), timeout=4, strategy=strategy)
     q, k, v = tensors(plan, heads=3)
     out = burst_attention(q, k, v, plan)
     out.sum().backward()

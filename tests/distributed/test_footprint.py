@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from burst_attention import Mask, make_plan
+from burst_attention import Mask, Strategy, make_plan
 from burst_attention.attention.footprint import LiveBytes, example, peak_of
 from burst_attention.attention.sweep import sweep
 from burst_attention.kernels.contract import BackwardInputs
@@ -35,35 +35,36 @@ class Idle:
         return torch.zeros_like(inputs.q), torch.zeros_like(inputs.k), torch.zeros_like(inputs.v)
 
 
-def live_and_foretold(layout: str, route: str, travels: str, mask: Mask, **cut: Any) -> list[tuple[int, int]]:
+def live_and_foretold(layout: str, route: str, circulate: str, mask: Mask, **cut: Any) -> list[tuple[int, int]]:
     """Forward, then backward."""
-    plan = make_plan(4096, layout=layout, route=route, mask=mask, **cut)
+    plan = make_plan(4096, mask=mask, strategy=Strategy(layout=layout, route=route, circulate=circulate, **cut))
     dtype = torch.bfloat16
     heads = {"q_heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM, "v_head_dim": V_DIM}
     shape = Shape(batch=1, **heads, io=2, partial=2, accumulate=4)
     pairs = []
     for direction in Direction:
         schedule, device = plan.schedule, torch.device("cpu")
-        groups, travels = schedule.decide(shape, travels)
+        chosen = plan.planner.decide(schedule, shape)
+        groups, circulate = chosen
         work, known = example(schedule, groups, direction, shape, dtype, Idle(), device=device)
         with LiveBytes(*known) as live:
-            sums = sweep(schedule.program(travels, direction, groups), plan.transport, work)
+            sums = sweep(schedule.program(circulate, direction, groups), plan.transport, work)
             results = [x for side in tuple(sums) for x in sums.pop(side)]
             for n, x in enumerate(results):
                 results[n] = x.to(dtype)
             del x
-        pairs.append((live.most, peak_of(plan.schedule, shape, dtype, travels, direction)))
+        pairs.append((live.most, peak_of(plan.schedule, shape, dtype, chosen, direction)))
         del sums, results
     return pairs
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize(
-    ("layout", "route", "travels", "mask"),
+    ("layout", "route", "circulate", "mask"),
     [
         ("zigzag", "direct", "query", Mask()),
         ("zigzag", "direct", "key-value", Mask()),
-        ("contiguous", "direct", "either", Mask()),
+        ("contiguous", "direct", "nearest", Mask()),
         ("striped", "ring", "query", Mask()),
         ("zigzag", "ring-attention", "key-value", Mask()),
         ("zigzag", "direct", "query", Mask(window=700)),
@@ -71,12 +72,12 @@ def live_and_foretold(layout: str, route: str, travels: str, mask: Mask, **cut: 
     ],
 )
 def test_what_is_live_is_what_was_foretold(
-    pools: Any, world: int, layout: str, route: str, travels: str, mask: Mask
+    pools: Any, world: int, layout: str, route: str, circulate: str, mask: Mask
 ) -> None:
     near = 0.01  # index arrays, which a CPU's tensors share with numpy, are counted
-    for told in pools(world).run(live_and_foretold, layout, route, travels, mask):
-        for live, foretold in told:
-            assert foretold == pytest.approx(live, rel=near)
+    for told in pools(world).run(live_and_foretold, layout, route, circulate, mask):
+        for live, predicted in told:
+            assert predicted == pytest.approx(live, rel=near)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,7 @@ def test_what_is_live_is_what_was_foretold(
 def test_what_is_live_with_heads_cut_is_what_was_foretold(
     pools: Any, layout: str, heads: int, keep: bool, mask: Mask
 ) -> None:
-    cut = functools.partial(live_and_foretold, heads=heads, keep=keep)
+    cut = functools.partial(live_and_foretold, ulysses_degree=heads, cache_qkv=keep)
     for told in pools(4).run(cut, layout, "direct", "query", mask):
-        for live, foretold in told:
-            assert foretold == pytest.approx(live, rel=0.04)  # more index arrays, of which a CPU keeps no copies
+        for live, predicted in told:
+            assert predicted == pytest.approx(live, rel=0.04)  # more index arrays, of which a CPU keeps no copies

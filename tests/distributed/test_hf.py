@@ -1,4 +1,4 @@
-"""Hugging Face models over ranks: equal to the one-device model, and all ranks refuse together."""
+"""Test Hugging Face models over ranks: results equal one device's, and all ranks refuse wrong calls together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AttentionInterface
 
-from burst_attention import Mask, make_plan
+from burst_attention import Mask, Strategy, make_plan
 from burst_attention.integrations import hf
 from burst_attention.loss import next_token_loss
 from tests.support.hf_models import (
@@ -33,7 +33,7 @@ def relative(x, y):
 
 
 def one_device(name, batch, cu_seqlens):
-    """(logits, loss, gradients) of transformers' own attention, which finds documents by restarting positions."""
+    """Return (logits, loss, gradients) of transformers' attention, which finds documents by restarting positions."""
     model = make_model(name, "sdpa")
     rows, seqlen = batch["input_ids"].shape
     positions = torch.arange(seqlen)
@@ -55,7 +55,7 @@ def distributed_loss(model, shard, plan, one):
 
 
 def errors_of_model(name, seqlen, cu_seqlens, options):
-    """Relative errors of logits, loss and every parameter's gradient, summed over ranks."""
+    """Return relative errors of logits, loss and every parameter's gradient, summed over ranks."""
     batch = make_batch(seqlen)
     expected = one_device(name, batch, cu_seqlens)
     plan = make_plans(name, seqlen, cu_seqlens, timeout=20, layout=options.get("layout", "zigzag"))
@@ -89,7 +89,7 @@ def test_layouts_and_checkpointing(pools, options):
 
 
 class LossModel(torch.nn.Module):
-    """The FSDP root: its forward returns the loss."""
+    """An FSDP root whose forward returns the loss."""
 
     def __init__(self, model):
         super().__init__()
@@ -126,7 +126,7 @@ def test_a_mapping_of_plans_under_fsdp(pools, name):
 
 
 def raised(call):
-    """(class, text, seconds) of what a call raised."""
+    """Run a call and return (class, text, seconds) of its error."""
     dist.barrier()
     start = time.monotonic()
     try:
@@ -136,11 +136,11 @@ def raised(call):
     return "", "nothing was raised", time.monotonic() - start
 
 
-# What rank 1 alone passes to model(...), and what the error must say.
+# Text of the error: wrong arguments that only rank 1 passes to model(...).
 BAD_CALLS = {
     "a padding mask": lambda plan: {"attention_mask": (torch.arange(plan.length) > 1).repeat(2, 1)},
     "a mask Tensor": lambda plan: {"attention_mask": torch.ones(2, 1, plan.length, plan.length).bool()},
-    "position_ids are not those": lambda plan: {"position_ids": None},
+    "position_ids differ from": lambda plan: {"position_ids": None},
     "past_key_values": lambda plan: {"past_key_values": cache_with_earlier_tokens(), "use_cache": True},
     "is_causal=False": lambda plan: {"is_causal": False},
     "cu_seq_lens_q": lambda plan: {"cu_seq_lens_q": torch.tensor([0, 1])},
@@ -157,7 +157,7 @@ BAD_CALLS = {
 
 
 def bad_call_on_rank_1(message):
-    plan = make_plan(SEQLEN, layout="contiguous", timeout=10)
+    plan = make_plan(SEQLEN, timeout=10, strategy=Strategy(layout="contiguous"))
     model = make_model("llama")
     good = {**hf.shard_batch(make_batch(), plan), "plan": plan, "use_cache": False}
     arguments = good | BAD_CALLS[message](plan) if plan.rank == 1 else good
@@ -179,7 +179,7 @@ def test_a_bad_call_on_one_rank_is_refused_on_all(pools, message):
     assert_refused_by_rank_1(pools(2).run(bad_call_on_rank_1, message), message)
 
 
-# What rank 1 alone has for a model or a plan's mask, and what the error must say.
+# Text of the error: (model, changes on rank 1 only, window of the plan's mask).
 BAD_MODELS = {
     "dropout=0.5": ("llama", {"attention_dropout": 0.5}, None),
     "rope type 'dynamic'": (
@@ -235,8 +235,8 @@ def test_a_bad_scaling_on_one_rank_is_refused_on_all(pools):
 
 
 def forgotten_position_ids():
-    """Contiguous: on rank 0 what transformers makes up is right, on rank 1 it is not."""
-    plan = make_plan(SEQLEN, layout="contiguous", timeout=10)
+    """Leave position ids out. For contiguous shards transformers' default is right on rank 0 and wrong on rank 1."""
+    plan = make_plan(SEQLEN, timeout=10, strategy=Strategy(layout="contiguous"))
     shard = hf.shard_batch(make_batch(), plan)
     del shard["position_ids"]
     return raised(lambda: make_model("llama")(**shard, plan=plan, use_cache=False))
@@ -245,12 +245,12 @@ def forgotten_position_ids():
 def test_forgotten_position_ids_are_refused_on_all(pools):
     for kind, text, seconds in pools(2).run(forgotten_position_ids):
         assert kind == "ValueError"
-        assert "position_ids are not those of the plan's tokens on rank 1" in text
+        assert "position_ids differ from the positions of the plan's tokens on rank 1" in text
         assert seconds < 5
 
 
 def inferred():
-    """Logits in inference mode, and what rank 1's wrong positions raise there."""
+    """Compare logits in inference mode, and return the error of rank 1's wrong positions there."""
     plan = make_plan(SEQLEN, timeout=10)
     model, batch = make_model("llama"), make_batch()
     expected = model(**hf.shard_batch(batch, plan), plan=plan, use_cache=False).logits
@@ -265,4 +265,6 @@ def inferred():
 
 
 def test_inference_mode(pools):
-    assert_refused_by_rank_1(pools(2).run(inferred), "position_ids are not those of the plan's tokens on rank 1")
+    assert_refused_by_rank_1(
+        pools(2).run(inferred), "position_ids differ from the positions of the plan's tokens on rank 1"
+    )

@@ -1,4 +1,4 @@
-"""Every tuner of the installed PEFT over ranks: loss and gradients equal one process's, or it is refused by name."""
+"""Test every PEFT tuner over ranks: loss and gradients equal one process's, or an error names the adapter."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def config_of(tuner, variant=None):
 
 
 def reference(model, batch):
-    """(loss, gradients) of the adapted stock model on one device, in fp64."""
+    """Return (loss, gradients) of the adapted stock model on one device, in fp64."""
     inputs = {name: batch[name] for name in ("input_ids", "position_ids", "attention_mask") if name in batch}
     logits = model(**inputs, use_cache=False).logits
     labels = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
@@ -41,12 +41,12 @@ def reference(model, batch):
 
 
 def trained(tuner, variant=None, case=CASE, late=False):
-    """(loss's relative error, the worst of what learns) over ranks, or how it was refused."""
+    """Return (relative error of the loss, worst error and largest norm of gradients), or the error message."""
     warnings.simplefilter("ignore")
     config, batch = config_of(tuner, variant), BATCHES[case]()
     base = make_model("llama", "sdpa", dtype=torch.float32, use_cache=False)
     try:
-        if late:  # attached once the model has run over ranks
+        if late:  # attach the adapter after the model has run over ranks
             base = hf.parallelize(base.double(), timeout=30)
             base(**batch)
             model = adapted(base, config)
@@ -74,7 +74,7 @@ def judge(results, refusal, bound=2e-6):
             loss, gradient, largest = result
             assert loss <= bound
             assert gradient <= 10 * bound
-            assert largest > 1e-4  # the adapter acts
+            assert largest > 1e-4  # the adapter has an effect
         else:
             assert isinstance(result, str), result
             assert re.search(refusal, result), result
@@ -98,7 +98,7 @@ def test_every_kind_of_lora_is_equal_or_refused(pools, variant):
 
 @pytest.mark.parametrize("variant", ["saved embeddings", "embeddings", "trainable tokens"])
 def test_adapters_of_embeddings_take_padding_in_front(pools, variant):
-    """A copy of the embeddings is no second one, of positions."""
+    """A copy of the embeddings must not count as learned positions."""
     judge(pools(2).run(trained, "LORA", variant, "left padded"), None)
 
 
@@ -133,14 +133,14 @@ def summed():
 
 
 def test_adalora_takes_no_sums_of_gradients(pools):
-    """What it adds to the loss itself would be counted once for each rank."""
+    """AdaLoRA's term of the loss would be counted once per rank."""
     with pytest.raises(WorkerError, match="AdaLoRA adds to the loss on every rank") as caught:
         pools(2).run(summed)
     assert set(map(type, caught.value.errors.values())) == {ValueError}
 
 
 def random_buffers():
-    """What VeLoRA, UniLoRA and others draw when they are made is no parameter."""
+    """Random buffers (UniLoRA's indices, for example) must be equal on all ranks, too."""
     model = adapted(make_model("llama", "sdpa", dtype=torch.float32), config_of("UNILORA"))
     indices = next(buffer for name, buffer in model.named_buffers() if "indices" in name)
     indices.fill_(dist.get_rank())

@@ -1,4 +1,4 @@
-"""The loss of Hugging Face models' own logits over ranks, and refusals of a head on all of them."""
+"""Test the loss of Hugging Face models' logits over ranks, and that all ranks refuse an unsupported head."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_loss_and_gradients_equal_the_models_own(pools, name):
 
 
 class Shifted(LlamaForCausalLM):
-    """Adds to its logits what no head of a known form would."""
+    """A model that adds a constant to its logits, which no known form describes."""
 
     def forward(self, *args, **kwargs):
         out = super().forward(*args, **kwargs)
@@ -43,7 +43,7 @@ def odd_model(name):
 
 
 def odd_model_on_rank_1(name):
-    """The text of what each rank raised, and the loss of a good call after it."""
+    """Return the text of this rank's error, and whether a later correct call works."""
     plan = make_plan(SEQLEN, timeout=10)
     labels, good = plan.shard_labels(make_batch()["labels"]), make_model("llama")
     hidden = torch.ones(2, plan.length, 32, dtype=torch.float64)

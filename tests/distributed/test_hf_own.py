@@ -1,4 +1,4 @@
-"""A model with a loss or a forward of its own, parallelized: as on one device, or refused by name."""
+"""Test parallelized models with a custom loss or forward: results equal one device's, or an error names the cause."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LOSSES = {"smoothed": smoothed, "z-loss": with_z_loss, "over padding": over_padd
 
 
 class ZForCausalLM(LlamaForCausalLM):
-    """A z-loss, labels masked inside, and a value set for a log."""
+    """A model with a z-loss, labels masked in its forward, and an attribute set for logging."""
 
     def forward(self, input_ids=None, labels=None, **kwargs):
         masked = labels.masked_fill(labels % 5 == 0, -100)
@@ -137,7 +137,7 @@ def give(model, loss):
 
 
 def against_one(make, loss, when, case, reduction):
-    """(relative errors of the loss and of the worst gradient) against the same model on one device."""
+    """Return relative errors of the loss and of the worst gradient against the same model on one device."""
     batch, one, model = BATCHES[case](), make(), make()
     give(one, loss)
     expected = one(**{name: value.clone() for name, value in batch.items()}, use_cache=False).loss
@@ -172,7 +172,7 @@ def against_one(make, loss, when, case, reduction):
 def test_the_models_own_loss(pools, loss, case, when, reduction):
     make = functools.partial(model_of, "tied" if reduction == "mean" else "llama")
     for error, gradient in pools(3).run(against_one, make, loss, when, case, reduction):
-        assert error <= 1e-6  # transformers' own losses compute in fp32
+        assert error <= 1e-6  # transformers' losses compute in fp32
         assert gradient <= 2e-6
 
 
@@ -243,7 +243,7 @@ def test_a_loss_on_one_rank_alone(pools):
 
 
 def sharded(loss, head):
-    """(loss, gradient norm) under FSDP2, and of one device."""
+    """Return (loss, gradient norm) under FSDP2, and on one device."""
     one, model = model_of("llama"), hf.parallelize(model_of("llama"), timeout=30)
     give(one, loss)
     give(model, loss)
@@ -271,7 +271,7 @@ def test_a_head_that_is_sharded_by_itself(pools, loss, head):
 
 
 def mixed_precision():
-    """The loss under FSDP2's mixed precision, layers giving out fp32, as under BurstMixin; and that in fp32."""
+    """Return the loss under FSDP2's mixed precision with fp32 outputs, as under BurstMixin, and the loss in fp32."""
     one, model = (make_model("llama", "sdpa", dtype=torch.float32) for _ in range(2))
     give(one, "smoothed")
     give(hf.parallelize(model, timeout=30), "smoothed")

@@ -1,4 +1,4 @@
-"""A parallelized model against the stock model on one device: the whole batch in, the whole loss and gradients out."""
+"""Compare a parallelized model with the stock model on one device: loss, gradients and outputs of whole batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForC
 from burst_attention.integrations import hf
 from tests.support.hf_models import SMALL, VOCABULARY, make_model
 
-LENGTH = 37  # divides by no number of ranks
+LENGTH = 37  # not divisible by any number of ranks
 
 
 def ids_of(rows, length=LENGTH, seed=1):
@@ -46,7 +46,7 @@ def padded(*, left=(0, 0), right=(0, 0)):
 
 
 def packed(*documents, borders="position_ids"):
-    """One row of documents for each list of their lengths; of each document's first token no label."""
+    """Return a batch with one row for each list of document lengths; first tokens have no label."""
     ids = ids_of(len(documents))
     batch = {"input_ids": ids, "labels": ids.clone()}
     places = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in documents])
@@ -60,7 +60,7 @@ def packed(*documents, borders="position_ids"):
 
 
 def across_documents():
-    """Targets over the documents' borders, as the labels say."""
+    """Return a packed batch whose labels cross the documents' borders."""
     batch = packed((11, 20, 6))
     return batch | {"labels": batch["input_ids"].clone()}
 
@@ -116,7 +116,7 @@ def model_of(name, implementation="sdpa"):
             output_router_logits=True,
             router_aux_loss_coef=0.5,
             attn_implementation=implementation,
-            experts_implementation="eager",  # the other knows no fp64
+            experts_implementation="eager",  # the default does not support fp64
         )
         return MixtralForCausalLM(config).double()
     return make_model(
@@ -125,7 +125,7 @@ def model_of(name, implementation="sdpa"):
 
 
 def stock_loss(model, batch):
-    """The loss of the stock model's logits in fp64, where transformers would cast them to fp32; and of its router."""
+    """Return the stock model's loss in fp64, with its router loss; transformers would cast logits to fp32."""
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids") if name in batch}
     out = model(**inputs, use_cache=False)
     labels = batch.get("shift_labels", torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100))
@@ -140,7 +140,7 @@ def gradients(model, loss):
 
 
 def against_stock(name, case, reduction, checkpointing=None):
-    """(relative error of the loss, of the gradients) over the ranks against the stock model on one."""
+    """Return relative errors of the loss and the gradients against the stock model on one device."""
     batch, one, model = BATCHES[case](), model_of(name), model_of(name)
     if checkpointing is not None:
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
@@ -171,7 +171,7 @@ def test_a_batch_gives_the_one_device_loss_and_gradients(pools, world, case):
         ("tied", "packed by row", "sum"),
         ("qwen3", "right padded", "sum"),
         ("qwen3", "packed by row", "sum"),
-        ("gemma2", "packed by row", "sum"),  # with padding its stock attention in fp64 gives NaN
+        ("gemma2", "packed by row", "sum"),  # unpadded: with padding the stock attention gives NaN in fp64
         ("mixtral", "right padded", "sum"),
         ("mixtral", "packed by row", "sum"),
         ("mixtral", "packed by row", "mean"),
@@ -191,7 +191,7 @@ def test_checkpointed_layers(pools, reentrant):
 
 
 def tokens_of(model, batch, temperature):
-    """Log-probabilities and entropies [B, S - 1] of the stock model's logits."""
+    """Return log-probabilities and entropies [B, S - 1] of the stock model's logits."""
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids") if name in batch}
     logits = model(**inputs, use_cache=False).logits[:, :-1] / temperature
     every, labels = logits.log_softmax(-1), batch["labels"][:, 1:]
@@ -246,7 +246,7 @@ def test_logits_only_of_the_last_positions_that_are_asked_for(pools):
 
 
 def generate():
-    """Each rank by itself, another prompt on each, and training goes on after it."""
+    """Generate from another prompt on each rank, then compute a loss over the ranks."""
     one, model = model_of("llama"), model_of("llama")
     prompt = ids_of(1, length=5, seed=dist.get_rank())
     options = {"max_new_tokens": 6 + dist.get_rank(), "do_sample": False, "pad_token_id": 0}
@@ -260,7 +260,7 @@ def test_ranks_generate_by_themselves(pools):
 
 
 def different(what):
-    """The error's text on each rank whose batch is another one on rank 1; and that the model works afterwards."""
+    """Give rank 1 a different batch; return this rank's error, and the loss of a later correct call."""
     model, batch = hf.parallelize(model_of("llama"), timeout=30), packed((11, 20, 6))
     odd = batch if dist.get_rank() == 0 else {name: value.clone() for name, value in batch.items()}
     if dist.get_rank() == 1:
@@ -317,11 +317,11 @@ def shard_batch_differs():
 def test_shard_batch_compares_batches(pools):
     for text in pools(2).run(shard_batch_differs):
         assert "the digest of input_ids" in text
-        assert "give their samplers one seed" in text
+        assert "Give their samplers the same seed" in text
 
 
 def refused(name, case, changes, calls):
-    """What each rank's call raises, and whether a good call works after it. ``changes``: on rank 1 alone or on all."""
+    """Change arguments on rank 1 or on all ranks; return this rank's error, and whether a later correct call works."""
     model = hf.parallelize(model_of(name), timeout=10)
     batch = BATCHES[case]()
     good = plain()
@@ -351,9 +351,9 @@ BEHIND[0, -2:] = 0
         ("llama", "plain", {"input_ids": FAR}, "one", f"input_ids holds {VOCABULARY}, outside of the model's"),
         ("llama", "plain", {"num_items_in_batch": torch.tensor(0)}, "all", "num_items_in_batch=0, but"),
         ("llama", "plain", {"num_items_in_batch": -5, "fused_lm_head": True}, "all", "not negative"),
-        ("llama", "plain", {"output_router_logits": True}, "all", "LlamaForCausalLM adds no loss of a router"),
+        ("llama", "plain", {"output_router_logits": True}, "all", "LlamaForCausalLM has no router loss"),
         ("llama", "plain", {"labels": None}, "all", "labels are missing"),
-        ("llama", "right padded", {"labels": None, "logits_to_keep": 2}, "all", "reaches into padding"),
+        ("llama", "right padded", {"labels": None, "logits_to_keep": 2}, "all", "would return logits of padding"),
         (
             "llama",
             "plain",
@@ -362,7 +362,7 @@ BEHIND[0, -2:] = 0
             "pass position_ids that restart",
         ),
         ("llama", "plain", {"past_key_values": 1}, "all", "a cache holds whole sequences"),
-        ("llama", "plain", {"inputs_embeds": torch.zeros(2, 3)}, "one", "embeddings that are made outside"),
+        ("llama", "plain", {"inputs_embeds": torch.zeros(2, 3)}, "one", "embeddings computed outside"),
         ("mixtral", "plain", {"output_router_logits": False}, "one", "output_router_logits"),
         ("mixtral", "plain", {"attention_mask": BEHIND, "labels": None}, "one", "labels are missing"),
         (
@@ -370,9 +370,9 @@ BEHIND[0, -2:] = 0
             "plain",
             {"position_ids": torch.arange(5, 5 + LENGTH)[None]},
             "all",
-            "first token at another position",
+            "first token away from position 0",
         ),
-        ("gpt2", "left padded", {}, "all", "first token at another position"),
+        ("gpt2", "left padded", {}, "all", "first token away from position 0"),
     ],
 )
 def test_what_would_be_another_number_is_refused_on_all_ranks(pools, name, case, changes, calls, message):
@@ -382,7 +382,7 @@ def test_what_would_be_another_number_is_refused_on_all_ranks(pools, name, case,
 
 
 def other_padding():
-    """Padding behind the tokens on rank 1 alone: the router's loss would be another there."""
+    """Pass padding only on rank 1, where the router loss would then differ."""
     model, batch = hf.parallelize(model_of("mixtral"), timeout=10), plain()
     batch["labels"][0, -2:] = -100
     try:
@@ -440,7 +440,7 @@ def changed_after(what):
         return str(error)
 
 
-@pytest.mark.parametrize(("what", "message"), [("forward", "a forward of its own"), ("hook", "has a hook")])
+@pytest.mark.parametrize(("what", "message"), [("forward", "in place of its class's forward"), ("hook", "has a hook")])
 def test_what_is_put_over_a_model_is_refused(pools, what, message):
     for text in pools(2).run(changed_after, what):
         assert message in text

@@ -1,4 +1,4 @@
-"""A parallelized model under what people wrap models in: DDP, FSDP2, PEFT, a compiler; and one that classifies."""
+"""Test a parallelized model under DDP, FSDP2, PEFT and torch.compile, and a classifier."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def norm(model, largest=1.0):
 
 
 def of_one_device(name="llama"):
-    """(loss, gradient norm) of the stock model."""
+    """Return (loss, gradient norm) of the stock model."""
     one = model_of(name)
     loss = stock_loss(one, BATCHES[CASE]())
     loss.backward()
@@ -34,7 +34,7 @@ def of_one_device(name="llama"):
 
 
 def wrapped(how, gradients):
-    """(loss, gradient norm) and those of one device."""
+    """Return (loss, gradient norm) under a wrapper, and on one device."""
     model = hf.parallelize(model_of("llama"), gradients=gradients, timeout=30)
     if how == "DDP":
         model = DistributedDataParallel(model)
@@ -58,7 +58,7 @@ def test_wrappers_defaults_give_the_one_device_norm(pools, how, reduction):
 
 
 def mixed_precision():
-    """The loss in bf16 under FSDP2's mixed precision, which casts what goes in and what comes out, and in fp32."""
+    """Return the loss under FSDP2's mixed precision, which casts inputs and outputs to bf16, and the loss in fp32."""
     expected = stock_loss(make_model("llama", "sdpa", dtype=torch.float32), BATCHES[CASE]())
     model = hf.parallelize(make_model("llama", "sdpa", dtype=torch.float32), timeout=30)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, output_dtype=torch.bfloat16)
@@ -71,7 +71,7 @@ def mixed_precision():
 
 def test_mixed_precision_of_fsdp(pools):
     for dtype, loss, norm_, expected in pools(2).run(mixed_precision):
-        assert dtype == torch.bfloat16  # as it was told
+        assert dtype == torch.bfloat16  # the policy's output_dtype
         assert loss == pytest.approx(expected, rel=4e-3)
         assert 0 < norm_ < 10
 
@@ -85,7 +85,7 @@ def adapted(model):
 
 
 def peft(first):
-    """(loss, gradients' relative error) of an adapted model that was parallelized before or after it was adapted."""
+    """Return relative errors of the loss and gradients of a model adapted before or after parallelize."""
     one, batch = adapted(model_of("llama")), BATCHES[CASE]()
     inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
     logits = one(**inputs, use_cache=False).logits
@@ -136,11 +136,11 @@ def test_compiled(pools):
 
 
 def compiled_by_layer(name):
-    """(loss, gradient norm) of layers that are each one graph; that of one device; whether a batch comes out again."""
+    """Return (loss, gradient norm) with each layer compiled, on one device, and whether a repeated batch agrees."""
     one = of_one_device(name)
     model = hf.parallelize(model_of(name), timeout=60)
     for layer in model.model.layers:
-        layer.compile(backend="aot_eager", fullgraph=True)  # raises where a graph would break
+        layer.compile(backend="aot_eager", fullgraph=True)  # raises at a graph break
     losses = []
     for case in (CASE, "plain", CASE):
         model.zero_grad()
@@ -170,7 +170,7 @@ def classify(case, reduction):
     batch, one, model = BATCHES[case](), classifier(), classifier()
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
     if "attention_mask" in inputs:
-        inputs["input_ids"] = inputs["input_ids"] * inputs["attention_mask"]  # padding is what has the padding's id
+        inputs["input_ids"] = inputs["input_ids"] * inputs["attention_mask"]  # the model finds padding by its id
     scores = one(**inputs).logits
     wanted = gradients(one, (scores * torch.tensor([[1.0], [-2.0]])).sum())
     hf.parallelize(model, gradients=reduction, timeout=30)
@@ -190,7 +190,7 @@ def test_models_that_classify_sequences(pools, case, reduction):
 
 
 def saved(folder):
-    """A folder as the stock model's own, which loads as one; a copy of the model that is as parallel."""
+    """Save a parallelized model, load it as a stock model, and compare losses, also with a deep copy."""
     model = hf.parallelize(model_of("llama"), timeout=30)
     if dist.get_rank() == 0:
         model.save_pretrained(folder)
@@ -208,7 +208,7 @@ def test_saved_as_the_stock_model(pools, tmp_path):
 
 
 def copied_and_switched():
-    """(loss of a copy, loss before) once the original was given back the attention that it had."""
+    """Switch the original's attention; return the loss of its copy after, and its loss before."""
     model = hf.parallelize(model_of("llama"), timeout=30)
     batch = plain()
     before = model(**batch).loss.item()
@@ -229,7 +229,7 @@ def hooked(late):
     if not late:
         model.model.layers[0].register_forward_hook(lambda *_: None)
     model = hf.parallelize(model, timeout=30)
-    model.register_forward_hook(lambda *_: None)  # is given whole results
+    model.register_forward_hook(lambda *_: None)  # allowed: it gets whole results
     model.enable_input_require_grads()
     model(**plain())
     model.model.layers[0].register_forward_hook(lambda *_: None)

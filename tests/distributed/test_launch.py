@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from burst_train.run.errors import SaveError
 
 from burst_attention.launch.join import join
 from burst_attention.launch.local import RefusedError, launch
@@ -34,6 +35,8 @@ def act(folder, ways):
             raise LookupError("no [bold]such[/] thing")
         elif way == "refuses":
             raise RefusedError("--lr 2 is not what the checkpoint was made with")
+        elif way == "can't save":
+            raise SaveError("checkpoint of step 3: No space left on device")
         elif way == "is lost in NaN":
             raise FloatingPointError("step 3: the loss is nan; lower --lr")
         elif way == "gives up":
@@ -54,7 +57,7 @@ def is_alive(pid):
 @pytest.mark.parametrize(
     ("ways", "status", "told"),
     [
-        (("waits", "stops"), 1, "rank 1 did not end when told to: stopped, or hung"),
+        (("waits", "stops"), 1, "rank 1 did not end on SIGTERM: stopped, or hung"),
         (
             ("waits", "is killed"),
             1,
@@ -62,6 +65,7 @@ def is_alive(pid):
         ),
         (("raises", "sleeps"), 1, "burst x: rank 0 failed: LookupError: no [bold]such[/] thing"),
         (("refuses", "sleeps"), 1, "burst x: rank 0 failed: --lr 2 is not what the checkpoint was made with"),
+        (("can't save", "sleeps"), 1, "burst x: rank 0 failed: checkpoint of step 3: No space left on device"),
         (("is lost in NaN", "sleeps"), 1, "burst x: rank 0 failed: step 3: the loss is nan; lower --lr"),
         (("sleeps", "gives up"), 1, "burst x: rank 1 failed: exit code 1"),
     ],

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from burst_attention import Mask, burst_attention, make_plan
+from burst_attention import Mask, Strategy, burst_attention, make_plan
 from burst_attention.attention.hardware import shape_of
 from burst_attention.plan.program import Visit
 from burst_attention.plan.rows import Direction
@@ -24,12 +24,12 @@ WORLD, HEADS, DIM = 8, 8, 16
 
 def counted(group: Any, started: Counter[tuple[int, str]], mask: Mask, cut: dict[str, Any]) -> tuple[Any, ...]:
     """How heads are cut; by direction a rank's visits, the steps that have any, and the programs that were started."""
-    plan = make_plan(40, mask=mask, layout="zigzag", heads=WORLD, group=group, **cut)
+    plan = make_plan(40, mask=mask, group=group, strategy=Strategy(layout="zigzag", ulysses_degree=WORLD, **cut))
     shape = shape_of(torch.float32, batch=1, q_heads=HEADS, kv_heads=HEADS, head_dim=DIM)
-    groups, travels = plan.schedule.decide(shape, "auto")
+    groups, circulate = plan.planner.decide(plan.schedule, shape)
     steps = []
     for direction in Direction:
-        visits = [op.step for op in plan.schedule.program(travels, direction, groups).ops if isinstance(op, Visit)]
+        visits = [op.step for op in plan.schedule.program(circulate, direction, groups).ops if isinstance(op, Visit)]
         steps.append((len(visits), len({*visits})))
     q, k, v = (torch.randn(1, HEADS, plan.length, DIM, requires_grad=True) for _ in range(3))
     burst_attention(q, k, v, plan, kernel="triton").sum().backward()
@@ -41,9 +41,9 @@ def counted(group: Any, started: Counter[tuple[int, str]], mask: Mask, cut: dict
     ("mask", "cut"),
     [
         (Mask(), {}),  # as the planner has it
-        (Mask(causal=False), {"waves": 2, "keep": False}),
-        pytest.param(Mask(), {"waves": 2, "keep": False}, marks=pytest.mark.slow),
-        pytest.param(Mask(), {"waves": 0, "keep": False}, marks=pytest.mark.slow),
+        (Mask(causal=False), {"chunks": 2, "cache_qkv": False}),
+        pytest.param(Mask(), {"chunks": 2, "cache_qkv": False}, marks=pytest.mark.slow),
+        pytest.param(Mask(), {"chunks": 0, "cache_qkv": False}, marks=pytest.mark.slow),
     ],
     ids=["auto", "waves, all seen", "waves, nothing kept", "owner by owner"],
 )

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from burst_attention import Mask, burst_attention, make_plan
+from burst_attention import Mask, Strategy, burst_attention, make_plan
 from burst_attention.comm.agreement import DisagreementError
 from burst_attention.comm.transport import ExchangeError, Receive, Send
 from burst_attention.loss import next_token_loss
@@ -17,8 +17,8 @@ from burst_attention.testing import Case, WorkerError, check, local_world
 from burst_attention.testing.check import distributed_call
 
 CASES = [
-    Case(seqlen=67, dtype=torch.float64, q_heads=4, kv_heads=2, head_dim=8, v_head_dim=12, travels="query"),
-    Case(seqlen=67, dtype=torch.float64, mask=Mask(window=20), travels="key-value", route="ring", head_dim=8),
+    Case(seqlen=67, dtype=torch.float64, q_heads=4, kv_heads=2, head_dim=8, v_head_dim=12, circulate="query"),
+    Case(seqlen=67, dtype=torch.float64, mask=Mask(window=20), circulate="key-value", route="ring", head_dim=8),
     Case(seqlen=130, mask=Mask(cu_seqlens=[0, 30, 30, 101, 130]), layout="striped", route="ring-attention", head_dim=8),
     Case(seqlen=5, mask=Mask(causal=False), layout="contiguous", dtype=torch.float64, head_dim=4),
     Case(seqlen=256, dtype=torch.bfloat16, head_dim=16),
@@ -34,7 +34,7 @@ def test_threads_are_exact(world, case):
 
 
 def shards(case, group=None):
-    plan = make_plan(case.seqlen, mask=case.mask, layout=case.layout, route=case.route, group=group)
+    plan = make_plan(case.seqlen, mask=case.mask, group=group, strategy=Strategy(layout=case.layout, route=case.route))
     results = dict(distributed_call(case, plan, case.inputs()).items())
     return results, plan.transport.sent, plan.transport.received
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
 
-from burst_attention import Mask, make_plan
+from burst_attention import Mask, Strategy, make_plan
 from burst_attention.loss import next_token_loss
 
 BATCH, WIDTH, VOCABULARY = 2, 8, 23
@@ -67,7 +67,9 @@ def relative(x, y):
 
 def run_case(case):
     """On each rank: its value, and the errors of the gradients summed over ranks."""
-    plan = make_plan(case.seqlen, layout=case.layout, mask=Mask(cu_seqlens=case.cu_seqlens), timeout=5)
+    plan = make_plan(
+        case.seqlen, mask=Mask(cu_seqlens=case.cu_seqlens), timeout=5, strategy=Strategy(layout=case.layout)
+    )
     hidden, weight, bias, ids = global_tensors(case)
     local = plan.shard(hidden, 1).requires_grad_()
     parameters = [x.requires_grad_() for x in (weight, bias) if x is not None]

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from burst_bench.claims.nodes import Claim, Way, claims, holds, measured
+from burst_bench.claims.nodes import CallOnNodes, Claim, claims, holds, measured
 
 from tests.distributed.test_cluster import emulated
 
@@ -27,7 +27,7 @@ def test_what_does_not_hold_is_told() -> None:
 
 
 def test_no_share_of_nothing_is_told() -> None:
-    way = Way(seq_len=64)
+    way = CallOnNodes(seq_len=64)
     nothing = Claim(what="", ours=way, plain=way, most=0.0)
     assert holds(nothing, {"payload": 0, "across": 9000, "share": 0.2})
     assert not holds(nothing, {"payload": 8, "across": 9000, "share": 0.2})

@@ -13,7 +13,7 @@ import torch
 from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.checkpoint import checkpoint
 
-from burst_attention import Mask, burst_attention, make_plan
+from burst_attention import Mask, Strategy, burst_attention, make_plan
 from burst_attention.attention import operator
 from burst_attention.attention.operator import FORMULA_VERSION, Settled, attend, attend_backward
 from burst_attention.attention.remat import keep_attention
@@ -36,8 +36,8 @@ def shards(plan, *, dtype=torch.float64, kv_heads=2, grad=True):
 def test_opcheck(mask, dtype):
     plan = make_plan(33, mask=mask)
     q, k, v = shards(plan, dtype=dtype)
-    torch.library.opcheck(attend, (q, k, v, plan.handle, None, "auto", "auto", 1, 0, 7, True, FORMULA_VERSION))
-    out, lse, settled, *kept = attend(q, k, v, plan.handle, 0.5, "auto", "auto", 1, 0, 7, True, FORMULA_VERSION)
+    torch.library.opcheck(attend, (q, k, v, plan.handle, None, "auto", 1, 0, 7, True, FORMULA_VERSION))
+    out, lse, settled, *kept = attend(q, k, v, plan.handle, 0.5, "auto", 1, 0, 7, True, FORMULA_VERSION)
     assert [x.shape for x in kept] == [(0,)] * 3
     assert Settled.unpack(settled) == Settled(0, 0.5, "query", "aten", 0)
     saved = [x.detach() for x in (q, k, v, out, lse, settled)]
@@ -55,7 +55,7 @@ def layer(q, k, v, plan, **options):
 
 def eager_and_compiled(group=None, backend="aot_eager", **cut):
     """(loss, gradients) of both, and how often the compiled call was traced."""
-    plan = make_plan(33, mask=Mask(window=20), group=group, **cut)
+    plan = make_plan(33, mask=Mask(window=20), group=group, strategy=Strategy(**cut))
     results = []
     compiled = torch.compile(layer, fullgraph=True, backend=backend)
     for function in (layer, compiled):
@@ -92,7 +92,7 @@ def test_a_compiled_graph_names_the_formula_so_that_one_on_disk_is_not_run_after
 
 
 # The version, and the digest of the source of what a graph on disk may hold, as of the last change.
-LAST = (5, "40123591e4d8")
+LAST = (6, "0d9a370e9648")
 
 
 def test_a_formula_that_changed_has_a_version_of_its_own():
@@ -115,14 +115,14 @@ def test_compiled_over_ranks(pools):
 @pytest.mark.parametrize("keep", [True, False])
 def test_compiled_over_ranks_with_heads_cut(pools, keep):
     """What is kept has known shapes, and is a result that nothing aliases."""
-    for results in pools(2).run(partial(eager_and_compiled, heads="auto", keep=keep)):
+    for results in pools(2).run(partial(eager_and_compiled, ulysses_degree="auto", cache_qkv=keep)):
         assert_equal(results)
 
 
 def eager_and_dynamic(keep, group=None):
     """(difference, most of the gradient) for batches of several sizes, which one graph with symbolic sizes serves."""
     torch._dynamo.reset()
-    plan, graphs, seen = make_plan(33, heads=2, keep=keep, group=group), [], []
+    plan, graphs, seen = make_plan(33, group=group, strategy=Strategy(ulysses_degree=2, cache_qkv=keep)), [], []
 
     def backend(graph, inputs):
         graphs.append(graph)
@@ -159,13 +159,13 @@ def test_a_graph_keeps_its_plan_and_a_lost_one_is_named():
     assert all(grad.abs().max() > 0 for grad in torch.autograd.grad(loss, inputs))
     handle = make_plan(33).handle
     gc.collect()
-    with pytest.raises(ValueError, match=f"plan handle {handle} is of no plan any more"):
-        attend(*inputs, handle, None, "auto", "auto", 1, 0, 7, True, FORMULA_VERSION)
+    with pytest.raises(ValueError, match=f"the plan with handle {handle} was freed"):
+        attend(*inputs, handle, None, "auto", 1, 0, 7, True, FORMULA_VERSION)
 
 
 def checkpointed(group=None, keep=True, heads=1):
     """Gradients without and with checkpointing, and the bytes that its recomputation sent."""
-    plan = make_plan(33, group=group, heads=heads)
+    plan = make_plan(33, group=group, strategy=Strategy(ulysses_degree=heads))
     plain = shards(plan)
     expected = torch.autograd.grad(layer(*plain, plan), plain)
     inputs = shards(plan)

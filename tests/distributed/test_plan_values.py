@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader
 
-from burst_attention import Mask, burst_attention, make_plan
+from burst_attention import Mask, Strategy, burst_attention, make_plan
 from burst_attention.attention.plan import plan_of
 from burst_attention.testing import attend, local_world
 
@@ -56,7 +56,9 @@ def error_of(plan) -> float:
 
 @pytest.mark.parametrize("how", COPIES)
 def test_a_plan_of_one_rank_is_a_value(how) -> None:
-    plans = [make_plan(10, mask=mask, layout=layout) for mask in MASKS for layout in ("zigzag", "striped")]
+    plans = [
+        make_plan(10, mask=mask, strategy=Strategy(layout=layout)) for mask in MASKS for layout in ("zigzag", "striped")
+    ]
     copies = [COPIES[how](plan) for plan in plans]
     assert len({plan.handle for plan in [*plans, *copies]}) == 2 * len(plans)
     told = [(plan.schedule.description, plan.layout, plan.positions.tolist()) for plan in plans]
@@ -75,7 +77,7 @@ def test_masks_and_schedules_are_values(value) -> None:
 
 def test_a_plan_does_not_change() -> None:
     plan = make_plan(10)
-    with pytest.raises(AttributeError, match="a plan does not change"):
+    with pytest.raises(AttributeError, match="plans are immutable"):
         plan.schedule = plan.with_mask(Mask(window=2)).schedule
 
 

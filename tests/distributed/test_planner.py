@@ -12,29 +12,31 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from burst_attention import Mask, burst_attention, make_plan
-from burst_attention.attention.calibrate import Sizes, calibrate
+from burst_attention import CallShape, Hardware, Mask, burst_attention, make_plan
+from burst_attention.attention.calibrate import CalibrationSizes, calibrate
 from burst_attention.comm.agreement import RECORD_BYTES, DisagreementError
-from burst_attention.integrations.hf.attention import sizes_to_come
+from burst_attention.integrations.hf.attention import call_shape
 from burst_attention.planner.presets import NETWORKS, NODES, preset
 from burst_attention.planner.rates import Link, Rates, user_file, write_rates
 from burst_attention.testing import Case, local_world
 from burst_attention.testing.check import compare
+from tests.support.schedules import plan_options
 
 SLOW = replace(preset("cpu"), across=Link(latency=1e-4, bytes_per_second=1e6, shared=True))
 SIZES = {"q_heads": 4, "kv_heads": 4, "head_dim": 32}
+CALL = CallShape(**SIZES)
 
 
 def test_all_ranks_choose_by_the_rates_of_rank_0() -> None:
     def plan(group: Any) -> tuple[str, str]:
         rates = SLOW if dist_rank(group) == 0 else preset("h200-hgx")
-        plan = make_plan(256, group=group, rates=rates, nodes=[0, 1, 2, 3], **SIZES)
+        plan = make_plan(256, group=group, hardware=Hardware(rates=rates, nodes=[0, 1, 2, 3]), call=CALL)
         return plan.explain(batch=2, **SIZES), plan.layout
 
     with local_world(4) as ranks:
         told = ranks.run(plan)
     assert len({*told}) == 1
-    assert "heads=4" in told[0][0] and SLOW.name in told[0][0]
+    assert "ulysses_degree=4" in told[0][0] and SLOW.name in told[0][0]
 
 
 def dist_rank(group: Any) -> int:
@@ -48,7 +50,7 @@ def test_links_are_a_guess_until_rank_0_is_told_or_has_measured_them(
 
     def guessed(group: Any, rates: str | None) -> bool:
         own = rates if dist_rank(group) == 0 else "h200-hgx"
-        return make_plan(256, group=group, rates=own).schedule.planner.guessed
+        return make_plan(256, group=group, hardware=Hardware(rates=own)).planner.guessed
 
     with local_world(2) as ranks:
         assert ranks.run(guessed, None) == [True] * 2 and ranks.run(guessed, "cpu") == [False] * 2
@@ -62,7 +64,13 @@ def test_links_are_a_guess_until_rank_0_is_told_or_has_measured_them(
 def test_what_is_chosen_is_right(mask: Mask, rates: Rates) -> None:
     def failures(group: Any) -> list[str]:
         nodes = list(range(group.size()))
-        plan = make_plan(150, mask=mask, group=group, rates=rates, nodes=nodes, **SIZES, dtype=torch.float64)
+        plan = make_plan(
+            150,
+            mask=mask,
+            group=group,
+            call=replace(CALL, dtype=torch.float64),
+            hardware=Hardware(rates=rates, nodes=nodes),
+        )
         rows = compare(Case(seqlen=150, mask=mask, dtype=torch.float64, **SIZES), plan)
         return [f"{row.tensor}: {row.error}" for row in rows if not row.passed]
 
@@ -74,16 +82,16 @@ def test_what_is_chosen_is_right(mask: Mask, rates: Rates) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (lambda rank: {"assignment": ("query", "either")[rank]}, "assignment"),
+        (lambda rank: {"circulate": ("query", "nearest")[rank]}, "circulate"),
         (lambda rank: {"nodes": [0, rank]}, "nodes"),
-        (lambda rank: {"q_heads": 4 * (1 + rank), "head_dim": 8}, "heads to come"),
+        (lambda rank: {"q_heads": 4 * (1 + rank), "head_dim": 8}, "calls to expect"),
         (lambda rank: {"layout": ("auto", "zigzag")[rank]}, "layout"),
     ],
 )
 def test_ranks_that_ask_for_other_plans_are_named(options, told: str) -> None:
     def attempt(group: Any) -> str:
         with pytest.raises(DisagreementError) as error:
-            make_plan(64, group=group, **options(group.rank()))
+            make_plan(64, group=group, **plan_options(**options(group.rank())))
         return str(error.value)
 
     with local_world(2) as ranks:
@@ -93,7 +101,7 @@ def test_ranks_that_ask_for_other_plans_are_named(options, told: str) -> None:
 def test_a_broken_file_on_rank_0_is_refused_on_all_ranks(tmp_path) -> None:
     def attempt(group: Any) -> str:
         with pytest.raises(ValueError) as error:
-            make_plan(64, group=group, rates=tmp_path / "rates.toml" if group.rank() == 0 else None)
+            make_plan(64, group=group, hardware=Hardware(rates=tmp_path / "rates.toml" if group.rank() == 0 else None))
         return str(error.value)
 
     (tmp_path / "rates.toml").write_text("half = 3")
@@ -110,7 +118,9 @@ def test_rates_fit_the_record_by_which_ranks_agree() -> None:
 
             def plan(group: Any, rates: Rates = rates) -> bool:
                 options = {"rates": rates, "nodes": [0, 1], "layout": "zigzag-per-document"}
-                return bool(make_plan(mask.cu_seqlens[-1], mask=mask, group=group, **options, **SIZES))
+                return bool(
+                    make_plan(mask.cu_seqlens[-1], mask=mask, group=group, call=CALL, **plan_options(**options))
+                )
 
             with local_world(2) as ranks:
                 assert ranks.run(plan) == [True, True], RECORD_BYTES
@@ -119,10 +129,10 @@ def test_rates_fit_the_record_by_which_ranks_agree() -> None:
 def on_a_mesh_of_nodes() -> list[list[int] | None]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
     half = [dist.new_group([0, 2]), dist.new_group([1, 3])][dist.get_rank() % 2]
-    found = [make_plan(64, nodes=mesh), make_plan(64, nodes=mesh, group=half)]
+    found = [make_plan(64, hardware=Hardware(nodes=mesh)), make_plan(64, group=half, hardware=Hardware(nodes=mesh))]
     with pytest.raises(ValueError, match="axes"):
-        make_plan(64, nodes=mesh["node"])
-    return [list(plan.schedule.planner.nodes) for plan in found]
+        make_plan(64, hardware=Hardware(nodes=mesh["node"]))
+    return [list(plan.planner.nodes) for plan in found]
 
 
 def test_nodes_are_told_by_a_mesh(pools) -> None:
@@ -130,11 +140,11 @@ def test_nodes_are_told_by_a_mesh(pools) -> None:
 
 
 def test_what_is_measured_is_the_same_on_all_ranks_and_can_be_planned_by(pools) -> None:
-    few = partial(calibrate, name="few", sizes=Sizes(rows=64, message=1 << 12, repeats=1))
+    few = partial(calibrate, name="few", sizes=CalibrationSizes(rows=64, message=1 << 12, repeats=1))
     first, second = pools(2).run(few)
     assert first == second == Rates.from_dict(first.as_dict())
     assert first.name == "few" and first.source.startswith("measured by burst calibrate on 2 ranks, cpu")
-    assert "links across as foretold by cpu" in first.source
+    assert "links across as estimated by cpu" in first.source
     assert first.across == preset("cpu").across != first.inside
 
 
@@ -145,16 +155,16 @@ def test_a_models_configuration_tells_of_its_calls() -> None:
     class Model:
         config, dtype = Config(), torch.bfloat16
 
-    assert sizes_to_come(Model()) == {"q_heads": 8, "kv_heads": 2, "head_dim": 8, "dtype": torch.bfloat16}
+    assert call_shape(Model()) == CallShape(q_heads=8, kv_heads=2, head_dim=8, dtype=torch.bfloat16)
     Config.num_key_value_heads = 3  # no such call
-    assert sizes_to_come(Model()) == sizes_to_come(object()) == {}
+    assert call_shape(Model()) == call_shape(object()) == CallShape()
 
 
 def test_sequences_shorter_than_the_world_are_planned_too() -> None:
     def lengths(group: Any) -> list[int]:
         found = []
         for seqlen in (0, 1, 5):
-            plan = make_plan(seqlen, group=group, **SIZES)
+            plan = make_plan(seqlen, group=group, call=CALL)
             q = torch.randn(1, 4, plan.length, 32, requires_grad=True)
             burst_attention(q, q, q, plan).sum().backward()
             assert "predicted" in plan.explain(batch=1, **SIZES)

@@ -14,9 +14,10 @@ from burst_bench.claims.numerics import relative_errors, stock_errors
 from burst_train.engines.whole import whole_attention
 from torch.distributed.device_mesh import init_device_mesh
 
-from burst_attention import Mask, burst_attention, make_plan
-from burst_attention.attention.plan import lone_plan
+from burst_attention import Mask, Strategy, burst_attention, make_plan
+from burst_attention.attention.plan import single_rank_plan
 from burst_attention.testing import Case
+from tests.support.schedules import plan_options
 
 
 def test_a_world_of_one_needs_no_process_group() -> None:
@@ -64,14 +65,14 @@ def test_masks_change_and_layouts_stay() -> None:
         (lambda p: p.unshard(torch.zeros(4), 0), ValueError, "10 tokens"),
         (lambda p: p.unshard(torch.zeros(10), 0, grad="mean"), ValueError, "grad='mean'"),
         (lambda p: p.shard_labels(torch.zeros(10)), ValueError, "labels"),
-        (lambda p: p.bytes(batch=1, q_heads=1, kv_heads=1, head_dim=1, travels="air"), ValueError, "travels='air'"),
+        (lambda p: p.bytes(batch=1, q_heads=1, kv_heads=1, head_dim=1, circulate="query"), TypeError, "circulate"),
         (lambda p: p.bytes(batch=1, q_heads=3, kv_heads=2, head_dim=1), ValueError, "q_heads=3"),
         (lambda p: p.bytes(batch=0, q_heads=2, kv_heads=2, head_dim=1), ValueError, "batch=0"),
         (lambda p: p.bytes(batch=1, q_heads=2, kv_heads=2, head_dim=1, dtype=torch.int32), TypeError, "int32"),
         (lambda p: burst_attention(*[torch.zeros(1, 2, 10, 4)] * 3, "plan"), TypeError, "make_plan"),
         (lambda p: burst_attention(*[torch.zeros(2, 10, 4)] * 3, p), ValueError, r"q has shape \[2, 10, 4\]"),
         (lambda p: burst_attention(torch.zeros(1, 3, 10, 4), *[torch.zeros(1, 2, 10, 4)] * 2, p), ValueError, "heads"),
-        (lambda p: burst_attention(*[torch.zeros(1, 2, 10, 4)] * 3, p, travels="air"), ValueError, "travels='air'"),
+        (lambda p: burst_attention(*[torch.zeros(1, 2, 10, 4)] * 3, p, circulate="query"), TypeError, "circulate"),
         (lambda p: burst_attention(*[torch.zeros(1, 2, 10, 4)] * 3, p, scale=float("inf")), ValueError, "scale=inf"),
         (lambda p: burst_attention(*[torch.zeros(1, 2, 10, 4).int()] * 3, p), TypeError, "int32"),
         (lambda p: make_plan(-1), ValueError, "seqlen=-1"),
@@ -106,7 +107,7 @@ def test_a_second_derivative_is_refused() -> None:
 
 
 def resharded(layout: str, seqlen: int) -> None:
-    plan = make_plan(seqlen, layout=layout, mask=Mask(cu_seqlens=[0, seqlen // 3, seqlen]))
+    plan = make_plan(seqlen, mask=Mask(cu_seqlens=[0, seqlen // 3, seqlen]), strategy=Strategy(layout=layout))
     rank, world = plan.rank, plan.world
     make = torch.Generator().manual_seed(7)
     x = torch.randn(2, 3, seqlen, 2, generator=make, dtype=torch.float64)
@@ -160,17 +161,17 @@ def test_groups_and_meshes(pools) -> None:
     pools(4).run(groups_and_meshes)
 
 
-@pytest.mark.parametrize("travels", ["query", "key-value", "either"])
-def test_errors_do_not_grow_with_the_world(pools, travels: str) -> None:
+@pytest.mark.parametrize("circulate", ["query", "key-value", "nearest"])
+def test_errors_do_not_grow_with_the_world(pools, circulate: str) -> None:
     """docs/numerics.md: kernels with fp32 partials, W=8 within 1.05 of W=1, 1.25 for what is rounded on the wire; those
     that round every tile within 1.5 of PyTorch's own, and W=8 within 1.15 of W=2."""
     shape = {"seqlen": 512, "q_heads": 4, "kv_heads": 4, "head_dim": 32, "dlse": False, "dtype": torch.bfloat16}
-    wire = {"query": ("dq",), "key-value": ("dk", "dv"), "either": ("out", "dq", "dk", "dv")}[travels]
-    exact = Case(**shape, kernel="aten-fp32", travels=travels)
+    wire = {"query": ("dq",), "key-value": ("dk", "dv"), "nearest": ("out", "dq", "dk", "dv")}[circulate]
+    exact = Case(**shape, kernel="aten-fp32", circulate=circulate)
     one, eight = relative_errors(exact), pools(8).run(relative_errors, exact)[0]
     for name in one:
         assert eight[name] <= (1.25 if name in wire else 1.05) * one[name], (name, one, eight)
-    rounding = Case(**shape, kernel="aten", travels=travels)
+    rounding = Case(**shape, kernel="aten", circulate=circulate)
     stock = stock_errors(rounding)
     two, eight = (pools(world).run(relative_errors, rounding)[0] for world in (2, 8))
     for name in stock:
@@ -206,8 +207,12 @@ def test_what_is_no_scale_is_refused(scale) -> None:
 
 def of_no_tokens(options: dict) -> list:
     """Shapes of results and gradients, and bytes sent: of a plan of no tokens, and of one that had some before."""
-    before = make_plan(24, layout=options.get("layout", "auto"), heads=options.get("heads", "auto"))
-    plans = [make_plan(0, **options), *(before.with_mask(m, seqlen=0) for m in (Mask(), Mask(cu_seqlens=[0, 0])))]
+    asked = {name: options.get(name, "auto") for name in ("layout", "ulysses_degree")}
+    before = make_plan(24, strategy=Strategy(**asked))
+    plans = [
+        make_plan(0, **plan_options(**options)),
+        *(before.with_mask(m, seqlen=0) for m in (Mask(), Mask(cu_seqlens=[0, 0]))),
+    ]
     found = []
     for plan in (before, *plans):
         q, k, v = (torch.randn(2, n, plan.length, d, requires_grad=True) for n, d in ((4, 8), (4, 8), (4, 6)))
@@ -224,12 +229,12 @@ def of_no_tokens(options: dict) -> list:
 @pytest.mark.parametrize(
     "options",
     [
-        *({"heads": heads} for heads in (1, 2, 4, "auto")),
-        *({"heads": 2, "keep": keep, "waves": waves} for keep in (True, False) for waves in (0, 1, 2)),
-        *({"heads": 4, "layout": name} for name in ("contiguous", "zigzag-by-halves", "balanced")),
-        {"heads": 2, "assignment": "blocks"},
-        {"heads": 2, "nodes": [0, 0, 1, 1], "route": "nodes"},
-        {"heads": "auto", "q_heads": 4, "head_dim": 8},
+        *({"ulysses_degree": degree} for degree in (1, 2, 4, "auto")),
+        *({"ulysses_degree": 2, "cache_qkv": cache, "chunks": n} for cache in (True, False) for n in (0, 1, 2)),
+        *({"ulysses_degree": 4, "layout": name} for name in ("contiguous", "zigzag-by-halves", "balanced")),
+        {"ulysses_degree": 2, "circulate": "blocks"},
+        {"ulysses_degree": 2, "nodes": [0, 0, 1, 1], "route": "nodes"},
+        {"ulysses_degree": "auto", "q_heads": 4, "head_dim": 8},
     ],
     ids=str,
 )
@@ -242,7 +247,7 @@ def test_no_tokens_give_empty_results(pools, options) -> None:
 def test_whole_attention_of_no_tokens_is_empty() -> None:
     for mask in (Mask(), Mask(window=3), Mask(cu_seqlens=[0, 0])):
         q, k, v = (torch.randn(1, heads, 0, 8, requires_grad=True) for heads in (4, 2, 2))
-        out = whole_attention(q, k, v, lone_plan(0, mask=mask))
+        out = whole_attention(q, k, v, single_rank_plan(0, mask=mask))
         out.sum().backward()
         assert out.shape == q.grad.shape == (1, 4, 0, 8) and k.grad.shape == v.grad.shape == (1, 2, 0, 8)
 

@@ -96,7 +96,7 @@ def test_a_run_that_goes_on_has_the_weights_of_one_that_was_never_interrupted(po
     end_at(pools(world), lost, 5)
     discard(list_checkpoints(tmp_path / "lost")[0])  # as if it had been killed there
     assert [path.name for path in list_checkpoints(tmp_path / "lost")] == ["step-00000004"]
-    with pytest.raises(WorkerError, match="holds an unfinished run, saved after step 4; add --resume to go on"):
+    with pytest.raises(WorkerError, match="holds an unfinished run, saved after step 4; add --resume to continue"):
         pools(world).run(train, lost)
     pools(world).run(train, changed(lost, resume="newest"))
     assert losses(tmp_path / "lost") == losses(tmp_path / "whole")
@@ -134,11 +134,11 @@ def test_a_run_goes_on_over_other_ranks_layouts_engines_and_groups(pools, corpus
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"seq_len": 96}, "--seq-len 96 is not what the checkpoint .* was made with, 97"),
-        ({"dtype": "float64"}, "--dtype float64 is not what"),
-        ({"seed": 1}, "--seed 1 is not what"),
-        ({"global_batch": 4}, "--global-batch 4 is not what"),
-        ({"lr": 1.0}, "--lr 1.0 is not what"),
+        ({"seq_len": 96}, "--seq-len 96 differs from the checkpoint .*, which has 97"),
+        ({"dtype": "float64"}, "--dtype float64 differs from"),
+        ({"seed": 1}, "--seed 1 differs from"),
+        ({"global_batch": 4}, "--global-batch 4 differs from"),
+        ({"lr": 1.0}, "--lr 1.0 differs from"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -163,14 +163,14 @@ def test_changed_data_is_told(pools, corpus, tmp_path, interrupted):
         path.write_text(path.read_text().replace("sense", "cents"))
     state = tmp_path / "run"
     config = config_of(str(other), state, steps=STEPS, global_batch=2, resume="newest")
-    with pytest.raises(WorkerError, match=r"--data .* is not what the checkpoint .* was made with"):
+    with pytest.raises(WorkerError, match=r"--data .* differs from the checkpoint .*, which has "):
         pools(2).run(train, config)
     for path in Path(corpus).iterdir():  # by the same name
         path.rename(path.with_suffix(".kept"))
     try:
         for path in other.iterdir():
             shutil.copy(path, Path(corpus) / path.name)
-        with pytest.raises(WorkerError, match="is not what the checkpoint was made with: document"):
+        with pytest.raises(WorkerError, match="is not the data of the checkpoint: document"):
             pools(2).run(train, replace(config, data=replace(config.data, data=corpus)))
     finally:
         for path in Path(corpus).iterdir():
@@ -186,7 +186,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_taken(pools, corpus,
     file.write_bytes(data)
     config = config_of(corpus, tmp_path / "run", steps=STEPS, global_batch=2, resume="newest")
     notes = pools(2).run(train_told, config)[0]
-    assert len(notes) == 1 and f"{file.name} is not what was saved" in notes[0] and "before it is tried" in notes[0]
+    assert len(notes) == 1 and f"{file.name} is damaged" in notes[0] and "trying the checkpoint before it" in notes[0]
     assert len(losses(tmp_path / "run")) == STEPS
 
 
@@ -232,7 +232,7 @@ def train_without_room(config):
 def test_a_save_that_fails_is_told_and_training_goes_on(pools, corpus, tmp_path):
     config = config_of(corpus, tmp_path / "run", steps=5, save_every="2")
     (notes, kept), _ = pools(2).run(train_without_room, config)
-    notes = [note for note in notes if "training waits" not in note]  # as it may, where the disk is slow
+    notes = [note for note in notes if "Training waits" not in note]  # as it may, where the disk is slow
     assert len(notes) == 1 and "the checkpoint after step 2 could not be written: rank 0: File too large" in notes[0]
     assert kept == ["step-00000004"], "nothing half is left"
     assert len(losses(tmp_path / "run")) == 5

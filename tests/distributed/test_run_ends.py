@@ -17,7 +17,7 @@ import torch
 from burst_train.checkpoint import writer as draft
 from burst_train.checkpoint.manifest import discard
 from burst_train.checkpoint.saving import Saver
-from burst_train.checkpoint.writer import Draft
+from burst_train.checkpoint.writer import CheckpointWriter
 from burst_train.cli.train import parse
 from burst_train.run.errors import SaveError
 from burst_train.run.folder import list_checkpoints, name_of
@@ -73,29 +73,29 @@ def test_a_run_whose_saves_all_failed_says_so_and_ends_with_its_own_status(corpu
     flags = ("--ranks", "2", "--steps", "4", "--save-every", "2")
     status, told = told_by(command(corpus, tmp_path, *flags), most=8_000_000)
     assert status == 74, told
-    last = "burst train: checkpoints after step 2, 4 could not be written; none is kept. "
-    assert told.splitlines()[-1] == last + "The run is finished, and ends with status 74"
+    last = "burst train: checkpoints after step 2, 4 could not be written; no checkpoint was saved. "
+    assert told.splitlines()[-1] == last + "Training is finished; the exit status is 74"
     assert summary_of(tmp_path)["missing_checkpoints"] == [2, 4] and steps_saved(tmp_path) == []
     assert (tmp_path / "model" / "model.safetensors").exists()
-    assert "to go on" not in told
+    assert "to resume" not in told
 
 
 def train_full(config, failing, held_out):
     """Rank 1's disk is full when some steps' checkpoints are written; held-out losses are given, by step."""
-    put, evaluate = Draft._put, Trainer.evaluate
+    put, evaluate = CheckpointWriter._put, Trainer.evaluate
 
     def full(self, path):
         if self.step in failing and self._context.rank == self._context.world - 1:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return put(self, path)
 
-    Draft._put = full
+    CheckpointWriter._put = full
     if held_out:
         Trainer.evaluate = lambda self: (held_out[self.step], 10)
     try:
         return train(config)
     finally:
-        Draft._put, Trainer.evaluate = put, evaluate
+        CheckpointWriter._put, Trainer.evaluate = put, evaluate
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_metrics_wait_for_room_on_a_full_disk(pools, corpus, tmp_path):
     ((told, raised),) = pools(1).run(train_on_a_full_disk, config, 4)
     wanted = f"{tmp_path}/metrics.jsonl could not be written: File too large; "
     assert [note for note in told if "metrics.jsonl" in note] == [
-        wanted + "training goes on, and its lines wait in memory for room"
+        wanted + "training goes on, and its metrics wait in memory for disk space"
     ]
     assert raised == "" and metrics_of(tmp_path, "step") == [1, 2, 3, 4, 5, 6]
     assert summary_of(tmp_path)["steps"] == 6
@@ -195,7 +195,7 @@ def test_metrics_that_never_find_room_end_the_run_with_a_sentence(pools, corpus,
     ((told, raised),) = pools(1).run(folder_that_fills_up, config_of(corpus, tmp_path))
     cause = f"{tmp_path}/metrics.jsonl could not be written: File too large; "
     assert [note for note in told if "metrics.jsonl" in note] == [
-        cause + "training goes on, and its lines wait in memory for room"
+        cause + "training goes on, and its metrics wait in memory for disk space"
     ]
     assert raised == cause + f"the model is in {tmp_path}/model"
 
@@ -211,7 +211,7 @@ def draft_without_memory(out):
         draft._copy_of = full if context.rank == 1 else copy
         raised = "nothing"
         try:
-            Draft(Path(out), {"w": torch.zeros(3), "v": torch.zeros(4)}, {}, step=1, context=context)
+            CheckpointWriter(Path(out), {"w": torch.zeros(3), "v": torch.zeros(4)}, {}, step=1, context=context)
         except (MemoryError, SaveError) as error:
             raised = f"{type(error).__name__}: {error}"
         finally:
@@ -263,7 +263,7 @@ def test_a_run_that_was_killed_before_its_summary_is_finished_without_made_up_fi
 def train_noting(config):
     reporter = Reporter()
     train(config, [reporter])
-    return [note for note in reporter.notes if "training waits" not in note]  # as it may, where the disk is slow
+    return [note for note in reporter.notes if "Training waits" not in note]  # as it may, where the disk is slow
 
 
 @pytest.mark.parametrize("ended", [3, SCHEDULE], ids=["interrupted", "finished"])
@@ -276,8 +276,8 @@ def test_raised_steps_keep_the_schedule_of_the_run_and_say_how(pools, corpus, tm
     more = parse(["--out", str(tmp_path), "--resume", "--steps", "9"])
     assert (more.run.steps, more.optim.decay_steps) == (9, SCHEDULE)
     notes = pools(1).run(train_noting, more)[0]
-    kept = "--steps 9: the learning rate keeps the run's schedule, which falls over 6 steps"
-    assert notes == [kept + ", and is at its least, 0.0002, from there on"]
+    kept = "--steps 9: the learning rate keeps the schedule of the run's start, which ends at step 6"
+    assert notes == [kept + " and then stays at its minimum, 0.0002"]
     assert metrics_of(tmp_path, "lr") == metrics_of(finished, "lr") + [pytest.approx(2e-4, rel=1e-12)] * 3
     assert metrics_of(tmp_path, "loss")[:SCHEDULE] == losses(finished)
     assert parse(["--config", str(tmp_path / "config.toml")]).optim.decay_steps == SCHEDULE
@@ -286,8 +286,8 @@ def test_raised_steps_keep_the_schedule_of_the_run_and_say_how(pools, corpus, tm
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"steps": 9}, "--steps 9 would change the learning rates .* has 6 steps; give --decay-steps 6 too"),
-        ({"steps": 6, "decay_steps": 9}, "--decay-steps 9 is not what the checkpoint .* was made with, 6"),
+        ({"steps": 9}, "--steps 9 would change the learning rates .* has 6 steps; add --decay-steps 6 to keep them"),
+        ({"steps": 6, "decay_steps": 9}, "--decay-steps 9 differs from the checkpoint .*, which has 6"),
     ],
 )
 def test_another_schedule_is_refused(pools, corpus, tmp_path, finished, changes, told):
@@ -310,8 +310,8 @@ def test_damaged_checkpoints_have_one_way_out_which_works(pools, corpus, tmp_pat
     assert status != 0
     last = told.splitlines()[-1]
     assert all(f"{name_of(step)}: shard-00001" in last for step in (2, 3)) and "is truncated: 100 bytes" in last
-    assert last.endswith("Give --overwrite in place of --resume to start the run again")
-    assert "to go on" not in told and "kept" not in told, told
+    assert last.endswith("Give --overwrite instead of --resume to start the run again")
+    assert "to resume" not in told and "newest checkpoint" not in told, told
     again = ["--ranks", "1", "--steps", "2", "--overwrite"]
     assert told_by(command(corpus, tmp_path, *again))[0] == 0
 
@@ -322,8 +322,8 @@ def test_states_that_can_not_be_read_have_the_same_way_out(pools, corpus, tmp_pa
         (folder / "state.json").write_text("{}")
     status, told = told_by(["train", "--out", str(tmp_path), "--resume"])
     assert status == 2 and told.count("\n") == 1, told
-    assert all(f"{name_of(step)}: state.json is not what was saved" in told for step in (2, 3))
-    assert told.endswith("Give --overwrite in place of --resume to start the run again\n")
+    assert all(f"{name_of(step)}: state.json is damaged" in told for step in (2, 3))
+    assert told.endswith("Give --overwrite instead of --resume to start the run again\n")
 
 
 # What is said of steps, and of the best

@@ -18,7 +18,7 @@ import torch
 from burst_train.checkpoint import files as checkpoint
 from burst_train.checkpoint import shards
 from burst_train.checkpoint.saving import Saver
-from burst_train.checkpoint.writer import Draft
+from burst_train.checkpoint.writer import CheckpointWriter
 from burst_train.cli.export import chosen
 from burst_train.run.folder import list_checkpoints, name_of
 from burst_train.run.interrupt import InterruptedRunError, StopRequests
@@ -79,7 +79,7 @@ def write_what_changes(out):
         spread = distribute_tensor(whole.clone(), context.everyone, [Shard(0)])
         tensors = {"spread": spread, "strided": whole.clone().t(), "half": whole.to(torch.bfloat16), "none": whole[:0]}
         state = {"format": 1, "list": [1]}
-        draft = Draft(Path(out), tensors, state, step=3, context=context)
+        draft = CheckpointWriter(Path(out), tensors, state, step=3, context=context)
         for tensor in (spread.to_local(), tensors["strided"], tensors["half"]):
             tensor.fill_(7.0)
         state["list"].append(2)
@@ -100,7 +100,7 @@ def test_what_is_changed_after_it_was_copied_does_not_reach_the_disk(pools, tmp_
 
 def train_beside(config):
     """Writing waits until two more steps were taken, on all ranks; returns what was to be seen then."""
-    written, seen, write = threading.Event(), [], Draft.write
+    written, seen, write = threading.Event(), [], CheckpointWriter.write
 
     def late(draft):
         assert written.wait(LONG)
@@ -111,14 +111,14 @@ def train_beside(config):
             seen.append(names(config.run.out))
             written.set()
 
-    Draft.write = late
+    CheckpointWriter.write = late
     try:
         if os.environ.get("RANK") != "0":
             written.set()
         reporter = Reporter(at)
         train(config, [reporter])
     finally:
-        Draft.write = write
+        CheckpointWriter.write = write
     return seen, reporter.notes
 
 
@@ -132,7 +132,7 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_none_is_to_be_seen_before
 
 def train_slowly(config):
     """What is written takes until somebody is told that training waits for it; returns what was told."""
-    told, write = threading.Event(), Draft.write
+    told, write = threading.Event(), CheckpointWriter.write
     reporter = Reporter(noted=lambda _: told.set())
 
     def late(draft):
@@ -140,25 +140,25 @@ def train_slowly(config):
             assert told.wait(LONG)
         write(draft)
 
-    Draft.write = late
+    CheckpointWriter.write = late
     try:
         train(config, [reporter])
     finally:
-        Draft.write = write
+        CheckpointWriter.write = write
     return reporter.notes
 
 
 def test_a_checkpoint_that_is_due_while_one_is_written_waits_for_it(pools, corpus, tmp_path):
     config = config_of(corpus, tmp_path / "run", steps=6, save_every="2", keep=9)
     notes = pools(2).run(train_slowly, config)[0]
-    assert [note for note in notes if "training waits for it" in note] == notes and len(notes) == 1
+    assert [note for note in notes if "Training waits for it" in note] == notes and len(notes) == 1
     assert "the checkpoint after step 2 is still being written" in notes[0]
     assert steps_saved(tmp_path / "run") == [2, 4, 6]
 
 
 def train_with_other_bytes(config):
     """What rank 1 writes for the first checkpoint is not what it meant to write; returns what was told."""
-    put = Draft._put
+    put = CheckpointWriter._put
 
     def damaging(draft, path):
         written = put(draft, path)
@@ -171,12 +171,12 @@ def train_with_other_bytes(config):
         return written
 
     if os.environ.get("RANK") == "1":
-        Draft._put = damaging
+        CheckpointWriter._put = damaging
     try:
         reporter = Reporter()
         train(config, [reporter])
     finally:
-        Draft._put = put
+        CheckpointWriter._put = put
     return reporter.notes, names(config.run.out)
 
 
@@ -184,7 +184,7 @@ def test_what_can_not_be_read_back_as_it_was_written_is_told(pools, corpus, tmp_
     config = config_of(corpus, tmp_path / "run", steps=4, save_every="2")
     notes, kept = pools(2).run(train_with_other_bytes, config)[0]
     failed = [note for note in notes if "could not be written" in note]
-    assert len(failed) == 1 and "after step 2" in failed[0] and "rank 1" in failed[0] and "read back" in failed[0]
+    assert len(failed) == 1 and "after step 2" in failed[0] and "rank 1" in failed[0] and "other bytes" in failed[0]
     assert kept == [name_of(4)]
 
 
@@ -226,7 +226,7 @@ def test_the_best_held_out_checkpoint_is_kept_and_exported(pools, corpus, tmp_pa
     source = chosen(tmp_path / "run", pytest.fail, best=True)
     assert source.name == name_of(2)
     export(source, tmp_path / "model")
-    with pytest.raises(ValueError, match=r"--best: .* holds no checkpoint that was evaluated"):
+    with pytest.raises(ValueError, match=r"--best: .* holds no evaluated checkpoint"):
         chosen(tmp_path, pytest.fail, best=True)
 
 
@@ -259,18 +259,18 @@ def test_resume_auto_goes_on_where_there_is_something_to_go_on_from(pools, corpu
     config = config_of(corpus, out, steps=4, resume="auto")
     assert pools(2).run(end_at, config, 2, {}) == [75, 75]
     notes = pools(2).run(train_noting, config)[0]
-    assert notes == [f"--resume auto: {out} holds an unfinished run, saved after step 2: it goes on"]
+    assert notes == [f"--resume auto: {out} holds an unfinished run, saved after step 2: resuming it"]
     assert len(losses(out)) == 4
     with pytest.raises(WorkerError, match="already holds a run; choose another folder or add --overwrite"):
         pools(2).run(train_noting, config)
     over = replace(config, run=replace(config.run, overwrite=True))
-    assert pools(2).run(train_noting, over)[0] == [f"--resume auto: {out} holds a finished run: a run begins"]
+    assert pools(2).run(train_noting, over)[0] == [f"--resume auto: {out} holds a finished run: starting a run"]
     shutil.rmtree(out / "checkpoints", ignore_errors=True)
     (out / "summary.json").unlink()  # as if it had been killed before it saved
     notes = pools(2).run(train_noting, config)[0]
-    assert notes == [f"--resume auto: {out} holds a run that saved nothing: a run begins"]
+    assert notes == [f"--resume auto: {out} holds a run without checkpoints: starting a run"]
     assert pools(2).run(train_noting, config_of(corpus, tmp_path / "new", steps=1, resume="auto"))[0] == [
-        f"--resume auto: {tmp_path / 'new'} holds no run: a run begins"
+        f"--resume auto: {tmp_path / 'new'} holds no run: starting a run"
     ]
 
 
@@ -406,7 +406,7 @@ def at(record):
         Path(disk, "ballast").unlink()
 reporter = Reporter(at)
 train(config_of(corpus, disk + "/run", steps=7, save_every="2", keep=5, eval_every=0, held_out=0.0), [reporter])
-print("notes", [note for note in reporter.notes if "training waits" not in note])
+print("notes", [note for note in reporter.notes if "Training waits" not in note])
 print("kept", names(disk + "/run"))
 assert not os.system("mount -o remount,ro " + disk)
 try:

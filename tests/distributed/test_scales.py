@@ -11,7 +11,7 @@ from burst_train.engines.ulysses import ulysses_attention
 from burst_train.engines.usp import UspAttention
 from burst_train.engines.whole import whole_attention
 
-from burst_attention import DisagreementError, Mask, burst_attention, make_plan
+from burst_attention import DisagreementError, Mask, Strategy, burst_attention, make_plan
 from burst_attention.compat import ring_flash_attn as compat
 from burst_attention.testing import Case, attend, local_world
 from burst_attention.testing.check import relative_l2
@@ -23,9 +23,8 @@ MASKS = {"causal": Mask(), "window": Mask(window=9), "documents": Mask(cu_seqlen
 
 def errors(case: Case, scale: float, attention=burst_attention, group=None) -> float:
     """The worst error of out and the gradients of q, k and v on this rank, against dense attention in fp64."""
-    options = {"layout": case.layout, "heads": case.heads, "keep": case.keep}
-    plan, inputs = make_plan(case.seqlen, mask=case.mask, group=group, **options), case.inputs()
-    chosen = {"kernel": case.kernel, "travels": case.travels} if attention is burst_attention else {}
+    plan, inputs = make_plan(case.seqlen, mask=case.mask, group=group, strategy=case.strategy), case.inputs()
+    chosen = {"kernel": case.kernel} if attention is burst_attention else {}
     leaves = [plan.shard(inputs[name], 2).requires_grad_() for name in ("q", "k", "v")]
     out = attention(*leaves, plan, scale=scale, **chosen)
     grads = torch.autograd.grad(out, leaves, plan.shard(inputs["dout"], 2))
@@ -39,15 +38,15 @@ def errors(case: Case, scale: float, attention=burst_attention, group=None) -> f
 @pytest.mark.parametrize("kernel", ["reference", "aten", "aten-fp32"])
 def test_every_sign_on_the_cpu(pools, kernel: str, mask: str, scale: float) -> None:
     case = replace(CASE, mask=MASKS[mask], kernel=kernel)
-    for travels in ("query", "key-value", "either"):
-        assert max(pools(2).run(errors, replace(case, travels=travels), scale)) < 1e-5
+    for circulate in ("query", "key-value", "nearest"):
+        assert max(pools(2).run(errors, replace(case, circulate=circulate), scale)) < 1e-5
 
 
 @pytest.mark.parametrize("scale", SIGNS)
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("heads", [2, 4])
 def test_every_sign_with_heads_cut(pools, heads: int, keep: bool, scale: float) -> None:
-    case = replace(CASE, heads=heads, keep=keep, kv_heads=4)
+    case = replace(CASE, ulysses_degree=heads, cache_qkv=keep, kv_heads=4)
     assert max(pools(4).run(errors, case, scale)) < 1e-5
 
 
@@ -74,7 +73,7 @@ def test_every_sign_in_other_engines(pools, scale: float) -> None:
 
 
 def by_ring_flash_attn(scale: float) -> float:
-    inputs, plan = CASE.inputs(), make_plan(44, layout="zigzag", heads=1)
+    inputs, plan = CASE.inputs(), make_plan(44, strategy=Strategy(layout="zigzag", ulysses_degree=1))
     q, k, v, dout = (plan.shard(inputs[name], 2).transpose(1, 2) for name in ("q", "k", "v", "dout"))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out = compat.zigzag_ring_flash_attn_func(*leaves, softmax_scale=scale, causal=True)

@@ -108,9 +108,9 @@ def step_until_told(config):
 
 def test_a_rank_that_keeps_others_waiting_is_named_while_they_wait(pools, corpus, tmp_path):
     first, second = pools(2).run(step_until_told, config_of(corpus, tmp_path / "told", step_timeout=1.5))
-    assert first[0].startswith("rank 0: step 1 has taken ") and "it is in its forward" in first[0]
-    assert second[0].startswith("rank 1: step 1 has taken ") and "it is in its data" in second[0]
-    assert first[1:] == ["step 1: behind is rank 1, in the data, where others are in the forward"]
+    assert first[0].startswith("rank 0: step 1 has taken ") and "it has been in its forward phase" in first[0]
+    assert second[0].startswith("rank 1: step 1 has taken ") and "it has been in its data phase" in second[0]
+    assert first[1:] == ["step 1: behind: rank 1, in the data phase; others are in the forward phase"]
 
 
 def test_a_step_is_recorded_on_every_rank_and_belongs_to_the_run(pools, corpus, tmp_path):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from burst_attention import Mask, make_plan
+from burst_attention import Mask, Strategy, make_plan
 from burst_attention.integrations import hf
 from burst_attention.loss import next_token_loss, token_log_probs
 from burst_attention.testing import local_world
@@ -79,7 +79,9 @@ def one_device(case):
 
 def run_case(case):
     """On each rank: all fields, the loss, and the errors of the gradients summed over ranks."""
-    plan = make_plan(case.seqlen, layout=case.layout, mask=Mask(cu_seqlens=case.cu_seqlens), timeout=5)
+    plan = make_plan(
+        case.seqlen, mask=Mask(cu_seqlens=case.cu_seqlens), timeout=5, strategy=Strategy(layout=case.layout)
+    )
     (hidden, weight, bias), ids = global_tensors(case)
     local = plan.shard(hidden, 1).requires_grad_()
     parameters = [x.requires_grad_() for x in (weight, bias) if x is not None]
@@ -145,7 +147,7 @@ def gradients_again(case):
 
 
 def run_gradients(case):
-    plan = make_plan(case.seqlen, layout=case.layout, timeout=5)
+    plan = make_plan(case.seqlen, timeout=5, strategy=Strategy(layout=case.layout))
     leaves, ids = global_tensors(case)
     leaves = [x.requires_grad_() for x in (plan.shard(leaves[0], 1), *leaves[1:]) if x is not None]
     result = token_log_probs(*leaves[:2], plan.shard_labels(ids), plan, temperature=0.7)
@@ -177,7 +179,7 @@ BAD = {
 
 def bad_on_rank_1(message):
     """[(class, text, seconds)] of the bad call, and a sum of a good one after it."""
-    plan = make_plan(20, layout="contiguous", timeout=10)
+    plan = make_plan(20, timeout=10, strategy=Strategy(layout="contiguous"))
     (hidden, weight, _), ids = global_tensors(Case(seqlen=20))
     good = {
         "hidden": plan.shard(hidden, 1),

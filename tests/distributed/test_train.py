@@ -202,7 +202,7 @@ def test_a_folder_that_lacks_weights_is_refused(pools, corpus, tmp_path, mistral
     kept = {key: value for key, value in load_file(file).items() if key != "model.layers.1.mlp.up_proj.weight"}
     save_file(kept, file, metadata={"format": "pt"})
     with pytest.raises(
-        WorkerError, match=r"no weights for model\.layers\.1\.mlp\.up_proj\.weight: they would be random"
+        WorkerError, match=r"no weights for model\.layers\.1\.mlp\.up_proj\.weight; they would be random"
     ):
         pools(1).run(train, config_of(corpus, tmp_path / "run", model=str(tmp_path / "damaged"), tokenizer="bytes"))
 

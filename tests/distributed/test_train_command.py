@@ -114,7 +114,7 @@ def test_a_second_ctrl_c_ends_a_run_that_hangs_at_once_and_tells_what_is_kept(co
     assert process.returncode == 130, told
     assert not any(map(is_alive, workers))
     (kept,) = list_checkpoints(tmp_path)
-    last = f"burst train: kept: {kept}; to go on: burst train --out {tmp_path} --resume"
+    last = f"burst train: newest checkpoint: {kept}; to resume: burst train --out {tmp_path} --resume"
     assert told.splitlines()[-1] == last, told
 
 
@@ -125,7 +125,7 @@ def test_a_deadline_ends_the_command_with_its_status(corpus, tmp_path):
     assert process.returncode == 75, told
     (saved,) = list_checkpoints(tmp_path)
     assert f"--deadline after step {step_of(saved)}/100000: saved to {saved}" in told
-    assert f"to go on: burst train --out {tmp_path} --resume" in told
+    assert f"to resume: burst train --out {tmp_path} --resume" in told
 
 
 def test_under_torchrun_a_rank_that_is_killed_once_has_the_run_go_on_by_itself(pools, corpus, tmp_path):
@@ -149,7 +149,7 @@ def test_under_torchrun_a_rank_that_is_killed_once_has_the_run_go_on_by_itself(p
     finally:
         process.terminate()  # its ranks go with it
     assert process.returncode == 0, told
-    assert re.search(r"going on after step \d", told), told
+    assert re.search(r"resuming after step \d", told), told
     pools(1).run(train, config_of(corpus, tmp_path / "whole", steps=8))
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), abs=2e-5)
 
@@ -177,10 +177,10 @@ def test_an_interrupted_command_goes_on_and_its_checkpoint_can_be_exported(pools
     told, _ = process.communicate(timeout=60)
     assert process.returncode == 75, told
     (saved,) = list_checkpoints(tmp_path / "run")
-    assert f"to go on: burst train --out {tmp_path}/run --resume" in told
+    assert f"to resume: burst train --out {tmp_path}/run --resume" in told
     again = start("-m", "burst_attention.cli", *shared)
     told, _ = again.communicate(timeout=60)
-    assert again.returncode == 2 and "add --resume to go on, or --overwrite to start anew" in told
+    assert again.returncode == 2 and "add --resume to continue, or --overwrite to start over" in told
     # What is not said again is as it was: the data, the rate.
     step = int(saved.name.removeprefix("step-"))
     settings = parse(["--out", str(tmp_path / "run"), "--resume", "--steps", str(step + 2)])
@@ -192,7 +192,7 @@ def test_an_interrupted_command_goes_on_and_its_checkpoint_can_be_exported(pools
     assert AutoTokenizer.from_pretrained(tmp_path / "exported")("ab")["input_ids"] == [256, 97, 98]
     embedded = torch.cat([load_file(path)["weights.model.model.embed_tokens.weight"] for path in shards(saved)])
     assert torch.equal(model.model.embed_tokens.weight, embedded)
-    with pytest.raises(ValueError, match="is there already and is not empty"):
+    with pytest.raises(ValueError, match="already exists and is not empty"):
         export(saved, tmp_path / "exported")
 
 

@@ -1,4 +1,4 @@
-"""Trainers over contexts against the stock ones in one process, as ``python tests/tools/trainers.py`` shows them."""
+"""Compare trainers over contexts with stock trainers in one process, like ``python tests/tools/trainers.py``."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_losses_norms_and_evaluations_are_the_stock_trainers(sides, name):
 
 
 def histories(folder):
-    """Of a run, and of the same stopped after 5 steps and resumed: what they logged, and the last weights."""
+    """Return logged losses and final weights of a whole run, a run stopped after 5 steps, and its continuation."""
     case, told = CASES["resumed"], []
     with trainer_cases.as_started(case, ours=True):
         for name, stop in (("whole", False), ("parts", True), ("parts", False)):
@@ -69,7 +69,7 @@ def test_a_resumed_run_is_to_the_bit_one_that_was_not_stopped(pools, tmp_path):
 
 
 def questions(folder):
-    """What a trainer that was never trained answers."""
+    """Evaluate, predict and generate with a trainer before training."""
     case = CASES["data 2 x context 2"]
     with trainer_cases.as_started(case, ours=True):
         trainer = trainer_makers.make_padded(case, True, folder)
@@ -101,7 +101,7 @@ PROBLEMS = ("single_label_classification", "multi_label_classification", "regres
 
 
 def evaluated_head(folder, problem):
-    """The eval_loss of a classifier, or of a mixture of experts, over 23 samples."""
+    """Return the eval_loss of a classifier, or of a mixture of experts, over 23 samples."""
     return trained_head(folder, problem).evaluate()["eval_loss"]
 
 
@@ -155,7 +155,7 @@ def test_a_routers_loss_is_in_an_evaluation_once(pools, tmp_path):
 
 
 def alone(folder, ours):
-    """What a trainer without ranks logs, and the class of its accelerator."""
+    """Train in one process; return logged losses, the accelerator's class and the number of predictions."""
     with trainer_cases.as_started(CASES["right-padded"], ours=False):
         kind = trainer_makers.over_contexts(Trainer) if ours else Trainer
         given = {"train_dataset": trainer_makers.samples(80, 1), "eval_dataset": trainer_makers.samples(23, 2)}
@@ -175,7 +175,7 @@ def test_in_one_process_it_is_the_trainer_that_it_was(sides, tmp_path):
 
 
 def rounded(folder):
-    """How many of the losses that are logged are bf16's."""
+    """Count the logged losses that are exact bf16 values."""
     log = trainer_cases.run_case("fsdp2 in bf16", folder, True)
     losses = torch.tensor([row["loss"] for row in log if "loss" in row])
     return (losses == losses.bfloat16()).sum().item()
@@ -186,7 +186,7 @@ def test_losses_of_mixed_precision_are_logged_unrounded(pools, tmp_path):
 
 
 def reading(folder, contexts_of):
-    """The samples of this rank's first batches, and what is counted, when so many ranks are one."""
+    """Return this rank's first batch, and gathered and reduced values, for contexts of ``contexts_of`` ranks."""
     case = CASES["data 2 x context 2"]
     with trainer_cases.as_started(case, ours=True):
         trainer = trainer_makers.make_padded(case, True, folder)
@@ -216,7 +216,7 @@ def test_ranks_of_a_context_read_one_batch_and_count_once(pools, tmp_path):
 
 
 def groups(folder, **changes):
-    """What is told of batches that hold no whole groups of completions."""
+    """Return the error for batches that don't hold whole groups of completions."""
     from dataclasses import replace
 
     Path(folder).parent.mkdir(exist_ok=True)

@@ -22,6 +22,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from burst_attention import Strategy
 from burst_attention.launch.join import join
 from burst_attention.testing import WorkerPool
 from tests.support.training import config_of
@@ -77,10 +78,10 @@ def most_of_tensors(config):
         return held + allocated_during(lambda: [*itertools.islice(trainer.steps(), 2)])[1]
 
 
-def foretold(model, length, world, engine="burst", batch=BATCH, how=None, **flags):
+def predicted(model, length, world, engine="burst", batch=BATCH, how=None, **flags):
     parts = training_memory(
         AutoConfig.from_pretrained(model),
-        engine=choose(engine, **(how or {})),
+        engine=choose(engine, strategy=Strategy(**(how or {}))),
         seq_len=length,
         world=world,
         batch=batch,
@@ -110,18 +111,18 @@ def hold(config, told, world):
 def test_the_tensors_at_the_peak_are_what_was_foretold(pools, corpus, model, tmp_path, world, remat):
     length = 250 * world
     most = max(pools(world).run(most_of_tensors, config_for(corpus, model, tmp_path, length, remat=remat)))
-    assert most == pytest.approx(foretold(model, length, world, remat=remat), rel=0.1)
+    assert most == pytest.approx(predicted(model, length, world, remat=remat), rel=0.1)
 
 
 @pytest.mark.parametrize(("kv_heads", "remat"), [(4, "none"), (4, "keep-attention"), (1, "keep-attention")])
 def test_what_attention_keeps_of_its_slice_is_foretold(pools, corpus, tmp_path, remat, kv_heads):
     """Where heads are cut: in place of q, k and v, and under keep-attention beside the layer's input and out."""
     sizes = SIZES | {"intermediate_size": 128, "num_key_value_heads": kv_heads}
-    folder, cut = tmp_path / "model", {"heads": 2}
+    folder, cut = tmp_path / "model", {"ulysses_degree": 2}
     LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)
     config = config_for(corpus, str(folder), tmp_path / "out", 500, remat=remat, **cut)
     most = max(pools(2).run(most_of_tensors, config))
-    told = foretold(str(folder), 500, 2, how=cut, remat=remat)
+    told = predicted(str(folder), 500, 2, how=cut, remat=remat)
     assert most == pytest.approx(told, rel=0.1)
 
 
@@ -130,7 +131,7 @@ def test_what_attention_keeps_of_its_slice_is_foretold(pools, corpus, tmp_path, 
 @pytest.mark.parametrize("length", [700, 1_000, 1_500])
 @pytest.mark.parametrize("remat", ["none", "layer", "keep-attention"])
 def test_the_peak_is_what_was_foretold_at_three_lengths(corpus, model, tmp_path, length, world, remat):
-    told = foretold(model, length * world, world, remat=remat)
+    told = predicted(model, length * world, world, remat=remat)
     hold(config_for(corpus, model, tmp_path, length * world, remat=remat), told, world)
 
 
@@ -142,17 +143,17 @@ def test_the_peak_is_what_was_foretold_where_weights_are_most_of_it(corpus, tmp_
     folder = tmp_path / "model"
     LlamaForCausalLM(LlamaConfig(**SIZES | sizes)).save_pretrained(folder)
     config = config_for(corpus, str(folder), tmp_path / "out", tokens, remat=remat, batch=1)
-    hold(config, foretold(str(folder), tokens, world, batch=1, remat=remat), world)
+    hold(config, predicted(str(folder), tokens, world, batch=1, remat=remat), world)
 
 
 def test_each_flag_lowers_what_is_foretold(model):
     plain, layer, pieces, keep = (
-        foretold(model, 8192, 2, **flags)
+        predicted(model, 8192, 2, **flags)
         for flags in ({}, {"remat": "layer"}, {"remat": "layer", "mlp_chunks": 4}, {"remat": "keep-attention"})
     )
     assert plain > 1.5 * layer and layer > 1.1 * pieces and plain > keep > layer
-    assert plain > 1.3 * foretold(model, 8192, 2, mlp_chunks=4), "pieces are recomputed, whatever the layer is"
-    assert foretold(model, 16384, 4, remat="layer") == pytest.approx(layer, rel=0.05), "of a rank"
+    assert plain > 1.3 * predicted(model, 8192, 2, mlp_chunks=4), "pieces are recomputed, whatever the layer is"
+    assert predicted(model, 16384, 4, remat="layer") == pytest.approx(layer, rel=0.05), "of a rank"
 
 
 @pytest.mark.parametrize("kind", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config])

@@ -75,7 +75,7 @@ def test_the_rank_and_the_layer_where_a_number_was_lost_are_named_alike_on_all_r
     told = pools(2).run(train_spoilt, config, "model.layers.0.mlp.down_proj", [3], 1)
     assert told[0] == told[1]
     assert told[0].startswith("step 3: loss nan, gradient norm nan: the output of model.layers.0.mlp.down_proj is the ")
-    assert "first that is not finite, on rank 1 (1 of " in told[0] and "--on-nan skip" in told[0]
+    assert "first non-finite one, on rank 1 (1 of " in told[0] and "--on-nan skip" in told[0]
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
 
 
@@ -84,7 +84,7 @@ def test_a_layer_is_named_whatever_is_done_to_layers(pools, corpus, tmp_path, mo
     config = config_of(corpus, tmp_path / "run", **more)
     told = pools(2).run(train_spoilt, config, "model.layers.1.post_attention_layernorm", [1], 1)
     assert told[0] == told[1]
-    assert "the output of model.layers.1.post_attention_layernorm is the first that is not finite, on rank 1" in told[0]
+    assert "the output of model.layers.1.post_attention_layernorm is the first non-finite one, on rank 1" in told[0]
 
 
 def test_a_token_without_a_target_is_found_by_its_output_too(pools, corpus, tmp_path):
@@ -100,7 +100,9 @@ def test_a_gradient_that_is_no_number_is_named(pools, corpus, tmp_path):
     told = pools(2).run(train_spoilt, config, "model.layers.0.mlp.down_proj", [2], 1, True)
     assert told[0] == told[1]
     assert told[0].startswith("step 2: loss ") and "loss nan" not in told[0]
-    assert "gradient norm nan: the gradient of model.layers.0.mlp.down_proj.weight is the first that is not " in told[0]
+    assert (
+        "gradient norm nan: the gradient of model.layers.0.mlp.down_proj.weight is the first non-finite one" in told[0]
+    )
 
 
 def leave_out(config, *spoilt):

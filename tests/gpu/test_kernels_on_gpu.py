@@ -154,18 +154,18 @@ def test_auto_tells_what_it_took():
 @pytest.mark.parametrize("name", ["auto", "triton"])
 @pytest.mark.parametrize("world", [1, 4, 8])
 @pytest.mark.parametrize(
-    ("mask", "layout", "travels"),
+    ("mask", "layout", "circulate"),
     [
         (Mask(), "zigzag", "query"),
         (Mask(window=100), "striped", "key-value"),
         (Mask(window=250), "zigzag", "query"),  # tall tiles, limited at one side
-        (Mask(), "contiguous", "either"),
+        (Mask(), "contiguous", "nearest"),
     ],
 )
-def test_the_distributed_algorithm(mask, layout, travels, world, name):
+def test_the_distributed_algorithm(mask, layout, circulate, world, name):
     chosen(name, torch.bfloat16)
     shape = {"seqlen": 515, "q_heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": torch.bfloat16, "device": "cuda"}
-    case = Case(**shape, mask=mask, layout=layout, travels=travels, kernel=name)
+    case = Case(**shape, mask=mask, layout=layout, circulate=circulate, kernel=name)
     with local_world(world, timeout=600.0) as ranks:  # the first call measures block sizes
         for report in ranks.run(lambda group: check(case, group=group)):
             assert report.passed, report

@@ -27,7 +27,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from burst_attention import Mask, make_plan
+from burst_attention import Mask, Strategy, make_plan
 from burst_attention.integrations import hf
 from burst_attention.loss import next_token_loss
 
@@ -81,9 +81,9 @@ def make_model(name, implementation="burst", dtype=torch.float64, **changes):
     return model
 
 
-def make_plans(name, seqlen=SEQLEN, cu_seqlens=None, **options):
+def make_plans(name, seqlen=SEQLEN, cu_seqlens=None, layout="auto", **options):
     """What the model takes as its plan: one for all layers, or a mapping."""
-    full = make_plan(seqlen, mask=Mask(cu_seqlens=cu_seqlens), **options)
+    full = make_plan(seqlen, mask=Mask(cu_seqlens=cu_seqlens), strategy=Strategy(layout=layout), **options)
     windowed = full.with_mask(Mask(window=WINDOW, cu_seqlens=cu_seqlens))
     alone = dict.fromkeys(("llama", "granite", "cohere", "phi"), full) | {"mistral": windowed}
     return alone.get(name, {None: full, WINDOW: windowed})

@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from burst_train.checkpoint.writer import Draft
+from burst_train.checkpoint.writer import CheckpointWriter
 from burst_train.config import TrainConfig
 from burst_train.run.curve import draw_losses
 from burst_train.run.interrupt import InterruptedRunError
@@ -46,9 +46,9 @@ def serve(rank: int, world: int, meeting: str, config: TrainConfig) -> None:
     marks.mkdir(parents=True, exist_ok=True)
     _mark(Trainer, "backward", marks / "step")
     _mark(Trainer, "evaluate", marks / "evaluation")
-    _mark(Draft, "__init__", marks / "copy")
-    _mark(Draft, "write", marks / "write", pause=WRITING)
-    _mark(Draft, "seal", marks / "seal")
+    _mark(CheckpointWriter, "__init__", marks / "copy")
+    _mark(CheckpointWriter, "write", marks / "write", pause=WRITING)
+    _mark(CheckpointWriter, "seal", marks / "seal")
     try:
         torch.distributed.init_process_group(
             "gloo",

@@ -1,4 +1,4 @@
-"""What ``python tests/tools/refusals.py`` asks of trainers, as tests/support/refusal_cases.py has it for all else."""
+"""The refused trainers that ``python tests/tools/refusals.py`` runs; see also tests/support/refusal_cases.py."""
 
 from __future__ import annotations
 
@@ -10,31 +10,34 @@ from transformers import Trainer, TrainingArguments
 from tests.support.hf_models import make_model
 
 TRAINERS: list[tuple[str, str]] = [
-    ("trainer(context_size=2)", "contexts are of one size; here is one process"),
-    ("trainer(context_size='all')", "it is a number"),
-    ("trainer(compute_metrics=accuracy)", "it is called with the logits of every token"),
-    ("trainer(preprocess_logits_for_metrics=accuracy)", "it is called with the logits of every token"),
-    ("trainer(compute_loss_func=own_loss)", "it is called with the logits of every token"),
+    ("trainer(context_size=2)", "all contexts must have the same size, and there is one process"),
+    ("trainer(context_size='all')", "a context size must be a number"),
+    ("trainer(compute_metrics=accuracy)", "it needs the logits of every token"),
+    ("trainer(preprocess_logits_for_metrics=accuracy)", "it needs the logits of every token"),
+    ("trainer(compute_loss_func=own_loss)", "it needs the logits of every token"),
     ("trainer(label_smoothing_factor=0.1)", "smoothing needs the logits of the whole vocabulary"),
-    ("trainer(model=None, model_init=lambda: model)", "the model that training would begin with is not spread"),
-    ("trainer(model=dropping)", "ranks of a context would draw the same for different tokens"),
-    ("trainer(neftune_noise_alpha=5.0)", "each rank would draw other noise than one device"),
-    ("trainer(torch_compile=True)", "the ranks' agreements are no graph"),
-    ("trainer(accelerator_config={'dispatch_batches': True})", "ranks of a context read one batch"),
-    ("trainer(accelerator_config={'split_batches': True})", "ranks of a context read one batch"),
-    ("trainer(eval_use_gather_object=True)", "each sample would count once for each rank"),
-    ("trainer(train_sampling_strategy='batch_rebalance')", "ranks of a context read one batch"),
-    ("trainer(parallelism_config=ParallelismConfig(tp_size=2))", "both would cut the same heads' work"),
-    ("trainer(context_size=4, parallelism_config=ParallelismConfig(cp_size=2))", "they say different things"),
-    ("type('Mine', (Trainer, BurstMixin), {})", "the trainer's own methods would run, and train without contexts"),
-    ("spread(dict)", "there would be nothing to mix into"),
-    ("spread(trl.RLOOTrainer)", "it gathers by rank, past the accelerator"),
+    ("trainer(model=None, model_init=lambda: model)", "training would start with a model that is not parallelized"),
+    ("trainer(model=dropping)", "ranks of a context would draw equal values for different tokens"),
+    ("trainer(neftune_noise_alpha=5.0)", "each rank would draw different noise than one device"),
+    ("trainer(torch_compile=True)", "communication between ranks can't be compiled into the model's graph"),
+    ("trainer(accelerator_config={'dispatch_batches': True})", "all ranks of a context must read the same batch"),
+    ("trainer(accelerator_config={'split_batches': True})", "all ranks of a context must read the same batch"),
+    ("trainer(eval_use_gather_object=True)", "each sample would count once per rank"),
+    ("trainer(train_sampling_strategy='batch_rebalance')", "all ranks of a context must read the same batch"),
+    (
+        "trainer(parallelism_config=ParallelismConfig(tp_size=2))",
+        "tensor parallelism and contexts would both split the attention",
+    ),
+    ("trainer(context_size=4, parallelism_config=ParallelismConfig(cp_size=2))", "the two sizes contradict each other"),
+    ("type('Mine', (Trainer, BurstMixin), {})", "the trainer's methods would run instead of the mixin's"),
+    ("spread(dict)", "the class is not a Trainer"),
+    ("spread(trl.RLOOTrainer)", "it gathers by rank, without the accelerator"),
     ("spread(trl.DistillationTrainer)", "a teacher's distribution needs whole logits"),
 ]
 
 
 def trainer_names(_: Any) -> dict[str, Any]:
-    """``trainer(...)`` makes one of transformers with the mixin; ``spread(kind)`` puts the mixin before another."""
+    """Return names: ``trainer(...)`` builds a Trainer with the mixin, ``spread(kind)`` mixes it into another class."""
 
     import trl
     from accelerate import ParallelismConfig

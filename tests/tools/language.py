@@ -32,7 +32,7 @@ BANNED = (
     r"anew",
     r"besides?",
     r"hears? of",
-    r"(?:is|are) none",
+    r"(?:is|are) (?-i:none)",
     r"that which",
     r"for want of",
     r"but for",
@@ -72,7 +72,8 @@ def sentences(text: str) -> Iterator[str]:
     """Split prose at full stops, colons, semicolons, list items and blank lines; a code span counts as one word."""
     plain = _CODE.sub(lambda found: found.group(1) or "code", text)
     for sentence in _END.split(plain):
-        if len(re.findall(r"[A-Za-z]{2,}", sentence)) >= 2:
+        enumeration = sentence.count(",") > 6  # sizes and settings, in a row
+        if len(re.findall(r"[A-Za-z]{2,}", sentence)) >= 2 and not enumeration:
             yield sentence
 
 

@@ -1,4 +1,4 @@
-"""What a thread reads ahead is what would have been read, and its place that of what was taken."""
+"""Reading ahead in a thread gives the same sequences, and the cursor counts only sequences taken."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_sequences_and_places_are_those_of_the_stream(tmp_path, packed, taken):
 
 
 class Counting:
-    """A stream without end that tells how much of it was read."""
+    """An endless stream that counts how much of it was read."""
 
     def __init__(self, fails_at=None):
         self.read, self.fails_at, self.changed = 0, fails_at, threading.Condition()
@@ -85,5 +85,5 @@ def test_what_can_not_be_read_is_told_where_it_would_have_been_taken():
 
 
 def test_nothing_was_taken_yet():
-    with pytest.raises(ValueError, match="before its first sequence"):
+    with pytest.raises(ValueError, match="no cursor yet"):
         ReadAhead(Counting(), 1).cursor()

@@ -1,4 +1,4 @@
-"""docs/architecture.md: the rooms on the page are those of the tree and of the law."""
+"""docs/architecture.md lists the same rooms as the tree and the import rules."""
 
 from __future__ import annotations
 

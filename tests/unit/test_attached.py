@@ -1,4 +1,4 @@
-"""docs/attached.md: what users attach to a model equals one process over ranks, or is refused by name."""
+"""docs/attached.md: modules attached to a model give one process's results over ranks, or are refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every flag of every command with values that can't be: exit status 2 and one sentence that names the flag."""
+"""Every flag of every command with invalid values: exit status 2, and one sentence that names the flag."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BAD = [
     ("plan", "--v-head-dim", "0 --q-heads 4", "-3 --q-heads 4", HUGE + " --q-heads 4", "64"),
     ("plan", "--documents", "0", "65"),
     ("plan", "--window", "0", "5 --no-causal --q-heads 4"),
-    ("plan", "--heads", "0", "3", HUGE),
+    ("plan", "--ulysses-degree", "0", "3", HUGE),
     ("plan", "--remat", "some", "layer --q-heads 4"),
     ("plan", "--mlp-chunks", "0", HUGE, "2 --q-heads 4"),
     ("plan", "--matmul-efficiency", "0", "1.1", "nan"),
@@ -46,11 +46,11 @@ BAD = [
     ("plan", "--html", "", "theirs", "theirs/no/x.html"),
     ("plan", "--layout", "zickzack", ""),
     ("plan", "--dtype", "fp8", "float64"),
-    ("plan", "--travels", "by-car"),
+    ("plan", "--circulate", "by-car"),
     ("check", "--masks", (), "causal causal", "ring"),
     ("check", "--layouts", (), "zigzag zigzag"),
     ("check", "--dtypes", (), "float32 float32"),
-    ("check", "--travels", (), "query query"),
+    ("check", "--circulate", (), "query query"),
     ("check", "--seq-len", "0", HUGE, "100000"),
     ("check", "--ranks", "0", "-1", HUGE),
     ("check", "--q-heads", "0", "3"),
@@ -63,7 +63,17 @@ BAD = [
     ("calibrate", "--ranks", "0", "-1", HUGE),
     ("calibrate", "--out", "", "theirs", "text.txt/rates.toml"),
     ("calibrate", "--timeout", "0", "nan", "inf"),
-    ("bench", "--engines", (), "burst burst", "", "größer", "burst:heads=0", "burst:keep=perhaps", "ring:heads=2"),
+    (
+        "bench",
+        "--engines",
+        (),
+        "burst burst",
+        "",
+        "größer",
+        "burst:ulysses_degree=0",
+        "burst:cache_qkv=perhaps",
+        "ring:ulysses_degree=2",
+    ),
     ("bench", "--seq-lens", (), "0", "64 64", HUGE),
     ("bench", "--worlds", (), "0", "2 2", HUGE),
     ("cluster", "--link", (), "", "nan", "none none", "-5mbit"),
@@ -114,7 +124,7 @@ BAD = [
     ("train", "--held-out-sequences", "0", HUGE),
     ("train", "--ranks", "0", HUGE),
     ("train", "--data-parallel", "0", HUGE),
-    ("train", "--heads", "0", "-1", "3", HUGE, "3 --engine usp", "2 --engine ring"),
+    ("train", "--ulysses-degree", "0", "-1", "3", HUGE, "3 --engine usp", "2 --engine ring"),
     ("train", "--timeout", "0", "nan", "inf", "1e300"),
     ("train", "--peak-tflops", "0", "-1", "nan", "inf"),
     ("train", "--lr", "0", "-1", "nan", "inf", "1e-400"),
@@ -133,7 +143,7 @@ BAD = [
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder with somebody's files, and nothing that starts a rank."""
+    """Return a folder with foreign files; starting ranks fails the test."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -173,7 +183,7 @@ def test_every_flag_that_takes_a_value_is_tried(capsys):
     named = {"timeline", "calibrate", "overwrite", "causal", "ignore-memory", "compile"}  # yes or no
     named |= {"optimizer-offload"}
     named |= {"help", "nproc-per-node"}
-    choices = {"pack", "dtype", "engine", "layout", "route", "device", "travels"}  # one of a list, by the parser
+    choices = {"pack", "dtype", "engine", "layout", "route", "device", "circulate"}  # one of a list, by the parser
     choices |= {"save-dtype"}
     for command in GIVEN:
         outcome([command, *(["attention"] if command in ("bench", "cluster") else []), "--help"])

@@ -1,4 +1,4 @@
-"""The balanced layout: work and tokens by rank, what it keeps off the wire, and what it does not depend on."""
+"""The balanced layout: work and tokens by rank, the traffic that it avoids, and its invariants."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burst_attention import Mask, make_plan
+from burst_attention import Mask, Strategy, make_plan
 from burst_attention.attention.batch import Plans
 from burst_attention.plan.balance import most_tokens, seen
 from burst_attention.plan.band import band_area
@@ -20,10 +20,11 @@ from burst_attention.plan.cost import Shape
 from burst_attention.plan.layout import Layout
 from burst_attention.plan.route import ROUTES
 from burst_attention.plan.rows import Direction
+from burst_attention.plan.schedule import Schedule
 from burst_attention.plan.tile import wanted_tiles
-from burst_attention.planner.choice import Planner
-from burst_attention.planner.schedule import Schedule, make_schedule
+from burst_attention.planner.planner import Planner
 from burst_attention.planner.traffic import rows_sent_by_nodes, rows_sent_directly, rows_sent_round
+from tests.support.schedules import make_schedule
 from tests.unit.test_plan import masks, worlds
 
 SHAPE = Shape(batch=1, q_heads=8, kv_heads=4, head_dim=8, v_head_dim=8, io=2, partial=2, accumulate=4)
@@ -38,14 +39,14 @@ def borders(lengths) -> list[int]:
 
 
 def areas(schedule: Schedule) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(query owner, key owner, how many pairs are seen), of each tile."""
+    """Return (query owner, key owner, number of unmasked pairs) of each tile."""
     world = schedule.layout.world
     i, j, *rest = wanted_tiles(schedule.layout, schedule.regions, np.ones((world, world), bool)).T
     return i, j, band_area(rest[1] - rest[0], rest[3] - rest[2], *rest[4:])
 
 
 def shares(schedule: Schedule) -> np.ndarray:
-    """Each rank's share of the work of its queries, in means, counted tile by tile."""
+    """Return each rank's work for its queries divided by the mean, counted tile by tile."""
     i, _, area = areas(schedule)
     work = np.bincount(i, area, minlength=schedule.layout.world)
     return work / work.mean()
@@ -54,7 +55,7 @@ def shares(schedule: Schedule) -> np.ndarray:
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_take_turns_in_having_a_token_more(world: int, count: int) -> None:
-    """Each document dealt out leaves a token for some ranks, which must not be the same ones each time."""
+    """A split document gives some ranks an extra token; these must not always be the same ranks."""
     for length in (world * 1000 + 1, world * 1000 + world - 1):
         documents = Mask(cu_seqlens=borders([length] * count))
         lengths = Layout("balanced", length * count, world).cut_for(documents, length * count).lengths
@@ -87,7 +88,7 @@ def test_what_queries_see_is_counted_as_the_mask_says(length: int, data) -> None
 @pytest.mark.parametrize("world", [4, 8, 16])
 @pytest.mark.parametrize("seqlen", [1 << 12, 1 << 16, 1 << 20])
 def test_one_long_document_and_many_short_ones(seqlen: int, world: int) -> None:
-    """Half of the sequence is one document: work within 1.08, which zigzag does not come near."""
+    """Half of the sequence is one document: work stays within 1.08, far better than zigzag."""
     dice = np.random.default_rng(seqlen + world)
     cuts = np.sort(dice.choice(np.arange(seqlen // 2 + 1, seqlen), min(500, seqlen // 64), replace=False))
     for first in (True, False):
@@ -106,7 +107,7 @@ def test_one_long_document_and_many_short_ones(seqlen: int, world: int) -> None:
     ids=lambda lengths: "-".join(map(str, lengths)),
 )
 def test_documents_that_fit_send_nothing(lengths: list[int], world: int) -> None:
-    """So many of each length as there are ranks, in any order."""
+    """There is one document of each length per rank, in any order."""
     shuffled = np.random.default_rng(7).permutation(lengths * world).tolist()
     schedule = planned(Mask(cu_seqlens=borders(shuffled)), sum(shuffled), world)
     assert set(schedule.layout.lengths) == {sum(lengths)}
@@ -158,11 +159,11 @@ def test_a_mask_derived_later_keeps_the_tokens_and_a_length_cuts_anew() -> None:
     assert schedule.with_mask(other).layout is schedule.layout
     anew = schedule.with_mask(other, seqlen=120)
     assert anew.layout == planned(other, 120, 4).layout != schedule.layout
-    assert schedule.with_mask(other).description != anew.description  # ranks of which one cut anew are told apart
+    assert schedule.with_mask(other).description != anew.description  # a rank that chose another layout is detected
 
 
 def test_all_layers_of_a_model_share_one_cut() -> None:
-    plan = make_plan(400, layout="balanced")
+    plan = make_plan(400, strategy=Strategy(layout="balanced"))
     plans = Plans.by_windows(plan, [7, None, 50], (0, 300, 400))
     assert len({each.schedule.layout for each in plans.values()}) == 1
     assert plans.one.schedule.layout.mask == Mask(cu_seqlens=(0, 300, 400))
@@ -173,14 +174,14 @@ def test_all_layers_of_a_model_share_one_cut() -> None:
 @pytest.mark.parametrize("layout", ["balanced", "zigzag"])
 def test_equal_masks_share_a_schedule_and_many_leave_nothing_behind(layout: str, count: int) -> None:
     base = planned(Mask(), 64, 4, layout)
-    one = base.with_mask(Mask(cu_seqlens=[0, 7, 64]), seqlen=64)
-    assert base.with_mask(Mask(cu_seqlens=(0, 7, 64)), seqlen=64) is one
-    assert base.with_mask(Mask(cu_seqlens=(0, 7, 64))) is not one
+    one = base.with_mask(Mask(cu_seqlens=[0, 7, 64]), seqlen=64).schedule
+    assert base.with_mask(Mask(cu_seqlens=(0, 7, 64)), seqlen=64).schedule is one
+    assert base.with_mask(Mask(cu_seqlens=(0, 7, 64))).schedule is not one
     taken = []
     tracemalloc.start()
     for n in range(count):
         derived = base.with_mask(Mask(cu_seqlens=[0, 1 + n % 31, 32 + n % 29, 64]), seqlen=64)
-        derived.program(derived.choose_travels(SHAPE), Direction.FORWARD)
+        derived.program(derived.choose_circulation(SHAPE), Direction.FORWARD)
         if n in (count // 2, count - 1):
             del derived
             gc.collect()
@@ -190,20 +191,20 @@ def test_equal_masks_share_a_schedule_and_many_leave_nothing_behind(layout: str,
 
 
 def test_a_sample_of_documents_chooses_as_all_of_them(monkeypatch) -> None:
-    """Where documents are many, some stand for all in what is chosen, never in what is told."""
+    """With many documents the planner chooses by a sample, but reported figures count all of them."""
     borders_of = borders(np.random.default_rng(1).integers(400, 600, 100).tolist())  # many rows a rank
     for layout in ("striped", "zigzag-per-document", "balanced"):
         chosen = []
         for most in (1 << 30, 16):
-            monkeypatch.setattr("burst_attention.planner.schedule.MOST_DOCUMENTS", most)
-            chosen.append(planned(Mask(cu_seqlens=borders_of), borders_of[-1], 8, layout).choose_travels(SHAPE))
+            monkeypatch.setattr("burst_attention.planner.planner.MOST_DOCUMENTS", most)
+            chosen.append(planned(Mask(cu_seqlens=borders_of), borders_of[-1], 8, layout).choose_circulation(SHAPE))
         assert chosen[0] == chosen[1]
 
 
 def test_many_ranks_choose_as_fewer_would() -> None:
-    for layout, expected in (("zigzag", "key-value"), ("contiguous", "either")):
+    for layout, expected in (("zigzag", "key-value"), ("contiguous", "nearest")):
         schedule = planned(Mask(), 1 << 20, 4096, layout)
-        assert schedule.choose_travels(SHAPE) == expected
+        assert schedule.choose_circulation(SHAPE) == expected
     planner = Planner(nodes=tuple(rank // 8 for rank in range(1024)))
     options = {"mask": Mask(causal=False), "layout": "contiguous", "rank": 900, "world": 1024}
     assert make_schedule(1 << 20, route="auto", planner=planner, **options).route.name == "nodes"

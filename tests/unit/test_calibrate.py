@@ -1,4 +1,4 @@
-"""Calibration of a link whose latency and bandwidth are known."""
+"""Calibration of a link with known latency and bandwidth."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from burst_attention.planner.presets import preset
 
 
 class Link:
-    """A clock, and a transport whose waits take what a link's messages take, one after another at a port."""
+    """A clock, and a transport whose waits take the time of a link's messages, which share one port."""
 
     rank, world = 0, 2
 
     def __init__(self, latency: float, bytes_per_second: float) -> None:
         self.latency, self.bytes_per_second, self.now = latency, bytes_per_second, 0.0
         self.transport = self
-        self.schedule = SimpleNamespace(planner=SimpleNamespace(nodes=(0, 0)))
+        self.planner = SimpleNamespace(nodes=(0, 0))
 
     def exchange_small(self, values: Any) -> list[list[float]]:
         return [list(values)] * self.world
@@ -44,7 +44,7 @@ def test_a_link_s_latency_and_bandwidth_are_recovered(monkeypatch, latency: floa
     link: Any = Link(latency, bytes_per_second)
     clock = SimpleNamespace(perf_counter=lambda: link.now, process_time=lambda: link.now)
     monkeypatch.setattr(calibrate, "time", clock)
-    probe = calibrate._Probe(link, torch.device("cpu"), calibrate.Sizes(repeats=1))
+    probe = calibrate._Probe(link, torch.device("cpu"), calibrate.CalibrationSizes(repeats=1))
     inside, across = probe.links(None)  # type: ignore[arg-type]
     assert across is None and inside is not None
     assert inside.bytes_per_second == pytest.approx(bytes_per_second, rel=1e-6)

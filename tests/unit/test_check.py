@@ -1,4 +1,4 @@
-"""``burst check`` finds what is wrong, in each tensor, and says so by its exit status."""
+"""``burst check`` finds errors in each tensor and reports them by its exit status."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SOUND = run_check.__globals__["distributed_call"]
 
 
 def spoiled(name, by):
-    """The call with one tensor a little off."""
+    """Return a call whose results are slightly wrong in one tensor."""
 
     def call(*arguments):
         found = SOUND(*arguments)
@@ -45,7 +45,7 @@ def test_the_command_fails_where_a_tensor_is_wrong(monkeypatch, capsys, wrong):
         yield SimpleNamespace(device=torch.device("cpu"), rank=0)
 
     monkeypatch.setattr(join, "join", alone)
-    asked = command.Arguments(seq_len=64, masks=("causal",), layouts=("zigzag",), dtypes=("float64",))
+    asked = command.CheckArguments(seq_len=64, masks=("causal",), layouts=("zigzag",), dtypes=("float64",))
     if wrong:
         monkeypatch.setitem(run_check.__globals__, "distributed_call", spoiled("dk", 1e-9))
         with pytest.raises(SystemExit) as ended:

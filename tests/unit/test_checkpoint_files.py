@@ -1,4 +1,4 @@
-"""What makes a checkpoint whole: every kind of damage is named, before anything of it is used."""
+"""Damaged checkpoints: every kind of damage is named before any part of the checkpoint is used."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHARDS = ("shard-00001-model-00001-of-00001.safetensors", "shard-00002-model-000
 
 
 def write(out, step):
-    """A checkpoint as two ranks write it: ``w`` cut in two, ``v`` whole with the second."""
+    """Write a checkpoint as two ranks do: ``w`` is split, and the second rank writes all of ``v``."""
     folder = out / "checkpoints" / f"{name_of(step)}.unfinished"
     folder.mkdir(parents=True)
     w = torch.arange(6.0).view(3, 2) + step
@@ -57,14 +57,14 @@ def truncate(path, size):
 
 
 def rewrite(folder, change):
-    """The manifest as ``change`` leaves it."""
+    """Change the manifest with ``change``."""
     content = json.loads((folder / "manifest.json").read_text())
     change(content)
     (folder / "manifest.json").write_text(json.dumps(content))
 
 
 def sealed_again(folder, name):
-    """The file's own entry in the manifest, as one who forges it would write it."""
+    """Update the file's entry in the manifest, as a forger would."""
     rewrite(folder, lambda content: content["files"].update({name: fingerprint(folder / name)}))
 
 
@@ -92,35 +92,38 @@ def forge_place(folder, place):
 
 
 DAMAGES = {
-    "a bit of a tensor": (lambda f: flip(f / SHARDS[0], -3), f"{SHARDS[0]} is not what was saved: its SHA-256"),
-    "a bit of a header": (lambda f: flip(f / SHARDS[1], 20), f"{SHARDS[1]} is not what was saved"),
-    "a bit of the state": (lambda f: flip(f / "state.json", 9), "state.json is not what was saved"),
+    "a bit of a tensor": (lambda f: flip(f / SHARDS[0], -3), f"{SHARDS[0]} is damaged: its SHA-256"),
+    "a bit of a header": (lambda f: flip(f / SHARDS[1], 20), f"{SHARDS[1]} is damaged"),
+    "a bit of the state": (lambda f: flip(f / "state.json", 9), "state.json is damaged"),
     "truncated": (lambda f: truncate(f / SHARDS[0], 100), f"{SHARDS[0]} is truncated: 100 bytes, not "),
     "empty": (lambda f: truncate(f / SHARDS[0], 0), f"{SHARDS[0]} is truncated: 0 bytes"),
     "longer": (lambda f: (f / SHARDS[0]).open("ab").write(b"x"), f"{SHARDS[0]} is too long"),
     "missing": (lambda f: (f / SHARDS[1]).unlink(), f"{SHARDS[1]} is missing"),
     "the state missing": (lambda f: (f / "state.json").unlink(), "state.json is missing"),
-    "foreign": (lambda f: (f / "shard-00003.safetensors").write_bytes(b"x"), "shard-00003.safetensors is in no manif"),
-    "a foreign folder": (lambda f: (f / "more").mkdir(), "more is in no manifest: it is foreign"),
-    "a folder for a file": (lambda f: ((f / SHARDS[0]).unlink(), (f / SHARDS[0]).mkdir()), f"{SHARDS[0]} is no file"),
+    "foreign": (lambda f: (f / "shard-00003.safetensors").write_bytes(b"x"), "shard-00003.safetensors is foreign"),
+    "a foreign folder": (lambda f: (f / "more").mkdir(), "more is foreign: it is not in the manifest"),
+    "a folder for a file": (
+        lambda f: ((f / SHARDS[0]).unlink(), (f / SHARDS[0]).mkdir()),
+        f"{SHARDS[0]} is not a file",
+    ),
     "a link for a file": (
         lambda f: ((f / SHARDS[0]).rename(f.parent / "x"), (f / SHARDS[0]).symlink_to(f.parent / "x")),
-        f"{SHARDS[0]} is no file",
+        f"{SHARDS[0]} is not a file",
     ),
-    "no manifest": (lambda f: (f / "manifest.json").unlink(), "there is no manifest.json, so this is no whole"),
-    "half a manifest": (lambda f: truncate(f / "manifest.json", 60), "manifest.json is not JSON that can be read"),
-    "an empty manifest": (lambda f: truncate(f / "manifest.json", 0), "manifest.json is not JSON"),
+    "no manifest": (lambda f: (f / "manifest.json").unlink(), "there is no manifest.json, so this is not a whole"),
+    "half a manifest": (lambda f: truncate(f / "manifest.json", 60), "manifest.json is not valid JSON"),
+    "an empty manifest": (lambda f: truncate(f / "manifest.json", 0), "manifest.json is not valid JSON"),
     "a deep manifest": (lambda f: (f / "manifest.json").write_text("[" * 10**6), "it is nested too deeply"),
     "a list for a manifest": (lambda f: (f / "manifest.json").write_text("[1]"), "holds no JSON object"),
     "of another format": (lambda f: rewrite(f, lambda m: m.update(format=2)), "manifest.json: 'format' must be 1"),
-    "of another step": (lambda f: rewrite(f, lambda m: m.update(step=4)), "it is another checkpoint's"),
+    "of another step": (lambda f: rewrite(f, lambda m: m.update(step=4)), "but the folder's name has another step"),
     "a way out": (
         lambda f: rewrite(f, lambda m: m["files"].update({"../x": m["files"]["state.json"]})),
-        "'../x' is no name of a file in the folder",
+        "'../x' is not the name of a file in the folder",
     ),
     "a wrong hash": (
         lambda f: rewrite(f, lambda m: m["files"]["state.json"].update(sha256="x")),
-        "'state.json' must have its size and SHA-256",
+        "'state.json' must have a size and a SHA-256",
     ),
     "a wrong size": (
         lambda f: rewrite(f, lambda m: m["files"]["state.json"].update(bytes=True)),
@@ -130,13 +133,13 @@ DAMAGES = {
         lambda f: forge_header(
             f, lambda h: h["__metadata__"].update(DCP_SHARDING_INFO='{"w":{"saved_offsets":[2,0]}}')
         ),
-        "does not belong to it",
+        "has a wrong or repeated piece",
     ),
     "a forged place far away": (
         lambda f: forge_header(
             f, lambda h: h["__metadata__"].update(DCP_SHARDING_INFO='{"w":{"saved_offsets":[9,0]}}')
         ),
-        "does not belong to it",
+        "has a wrong or repeated piece",
     ),
     "a forged shape": (
         lambda f: forge_header(f, lambda h: h["w"].update(shape=[2**40, 2**40])),
@@ -145,17 +148,17 @@ DAMAGES = {
     "a forged name": (lambda f: forge_header(f, lambda h: h.update(x=h.pop("w"))), "'w' must be|'x' must be"),
     "forged numbers": (
         lambda f: forge_header(f, lambda h: h["w"].update(shape=[-2, -2])),
-        "must be some whole numbers",
+        "must be a list of integers of at least 0",
     ),
     "forged sizes": (
         lambda f: forge_state(f, lambda s: s["tensors"]["w"].update(shape=[2**31, 2**31])),
-        "of the tensor 'w' 6 of",
+        "the tensor 'w' has 6 of",
     ),
     "a tensor too few": (
         lambda f: forge_state(f, lambda s: s["tensors"].update(u={"dtype": "F32", "shape": [1]})),
-        "of the tensor 'u' 0 of 1",
+        "the tensor 'u' has 0 of 1",
     ),
-    "a tensor too many": (lambda f: forge_state(f, lambda s: s["tensors"].pop("v")), "the tensor 'v' is foreign"),
+    "a tensor too many": (lambda f: forge_state(f, lambda s: s["tensors"].pop("v")), "the tensor 'v' does not belong"),
     "an odd state": (lambda f: forge_state(f, lambda s: s.update(tensors=[])), "'tensors' must be of type dict"),
 }
 
@@ -163,7 +166,7 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_is_named_and_the_checkpoint_before_it_taken(tmp_path, damage):
     older, newer = write(tmp_path, 4), write(tmp_path, 8)
-    assert checkpoint.check(newer).natural("step") == 8
+    assert checkpoint.check(newer).non_negative_int("step") == 8
     change, told = DAMAGES[damage]
     change(newer)
     with pytest.raises(DamagedError, match=told) as raised:
@@ -182,7 +185,7 @@ def test_swapped_files_are_named(tmp_path):
         checkpoint.check(newer)
     swap(newer / "state.json", newer / SHARDS[0])
     swap(newer / SHARDS[0], newer.with_name(name_of(4)) / SHARDS[0])  # of one size
-    with pytest.raises(DamagedError, match="is not what was saved"):
+    with pytest.raises(DamagedError, match="is damaged"):
         checkpoint.check(newer)
 
 
@@ -191,17 +194,17 @@ def test_whole_checkpoints_under_each_others_names_are_told(tmp_path):
     older.rename(tmp_path / "x")
     newer.rename(older)
     (tmp_path / "x").rename(newer)
-    with pytest.raises(DamagedError, match=r"no checkpoint in .* is whole") as raised:
+    with pytest.raises(DamagedError, match=r"every checkpoint in .* is damaged") as raised:
         checkpoint.newest_whole(tmp_path, pytest.fail)
-    assert str(raised.value).count("it is another checkpoint's") == 2
+    assert str(raised.value).count("but the folder's name has another step") == 2
     told = str(checkpoint.not_resumed(raised.value))
-    assert told.startswith("--resume: no checkpoint") and told.endswith(
-        "Give --overwrite in place of --resume to start the run again"
+    assert told.startswith("--resume: every checkpoint") and told.endswith(
+        "Give --overwrite instead of --resume to start the run again"
     )
     shutil.rmtree(tmp_path / "checkpoints")
     with pytest.raises(ValueError, match="holds no checkpoint") as raised:
         checkpoint.newest_whole(tmp_path, pytest.fail)
-    assert str(checkpoint.not_resumed(raised.value)).endswith("leave --resume out to start a new run")
+    assert str(checkpoint.not_resumed(raised.value)).endswith("omit --resume to start a new run")
 
 
 def test_a_runs_folder_is_exported_by_its_newest_checkpoint_or_its_best(tmp_path, capsys):
@@ -216,7 +219,7 @@ def test_a_runs_folder_is_exported_by_its_newest_checkpoint_or_its_best(tmp_path
     flip(newer / SHARDS[0], -3)
     notes = []
     assert chosen(run, notes.append, best=False) == older
-    assert len(notes) == 1 and f"{newer}: {SHARDS[0]} is not what was saved" in notes[0]
+    assert len(notes) == 1 and f"{newer}: {SHARDS[0]} is damaged" in notes[0]
 
 
 def test_what_is_missing_is_called_missing_and_what_there_is_named(tmp_path, capsys):
@@ -231,12 +234,12 @@ def test_what_is_missing_is_called_missing_and_what_there_is_named(tmp_path, cap
     missing = f"burst export: CHECKPOINT '{tmp_path}/nowhere' is missing: there is no such folder"
     assert told(tmp_path / "nowhere") == told("--best", tmp_path / "nowhere") == missing
     gone = newer.with_name(name_of(9))
-    there = f"; name '{run}', whose newest is {newer.name}, or --best with it"
+    there = f"; give '{run}' to export its newest checkpoint, {newer.name}, or add --best"
     assert told(gone) == f"burst export: CHECKPOINT '{gone}' is missing: there is no such folder{there}"
     discard(newer)
     assert told(run) == f"burst export: CHECKPOINT '{run}' is a run that holds no checkpoint"
     (run / "model").mkdir()
-    trained = f"; its trained model is a Hugging Face folder already: '{run}/model'"
+    trained = f"; its trained model is already a Hugging Face folder: '{run}/model'"
     assert told(run) == f"burst export: CHECKPOINT '{run}' is a run that holds no checkpoint{trained}"
     assert told(gone).endswith(f"is missing: there is no such folder{trained}")
 
@@ -254,7 +257,7 @@ def test_a_checkpoint_is_written_over_what_was_damaged_at_its_step(tmp_path):
     first = write(tmp_path, 8)
     flip(first / SHARDS[0], -1)
     assert write(tmp_path, 8) == first
-    assert checkpoint.check(first).natural("step") == 8
+    assert checkpoint.check(first).non_negative_int("step") == 8
 
 
 def test_a_thousand_broken_headers_and_states_are_errors_and_take_no_memory(tmp_path):
@@ -282,7 +285,7 @@ def test_a_thousand_broken_headers_and_states_are_errors_and_take_no_memory(tmp_
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 10e6
-    assert read_state(newer).natural("step") == 8
+    assert read_state(newer).non_negative_int("step") == 8
 
 
 def test_a_header_that_claims_to_be_huge_is_not_read(tmp_path):

@@ -1,4 +1,4 @@
-"""What a run may write to, and what it must leave alone."""
+"""The folders that a run may write to, and those that it must not touch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from burst_train.run.lock import MARKER, Marker, check_inputs, claimed
+from burst_train.run.lock import MARKER, RunFolderLock, check_inputs, claimed
 
 WRITES = ("new.txt", "model/*.json", "model.unfinished")
 
@@ -19,7 +19,7 @@ def claim(out, *, overwrite=False):
 
 
 def run(out, *, overwrite=False):
-    """Write as a run does: a file, and a folder that is moved when it is whole."""
+    """Write as a run does: a file, and a folder that is moved when complete."""
     with claim(out, overwrite=overwrite) as marker:
         marker.remove_old()
         marker.add("new.txt", "model.unfinished/")
@@ -55,7 +55,7 @@ def test_a_run_that_wrote_nothing_leaves_nothing(tmp_path):
 def test_a_folder_that_no_run_marked_is_left_alone(tmp_path, name, overwrite):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("mine")
-    with pytest.raises(ValueError, match="no marker says that a run wrote them"), claim(tmp_path, overwrite=overwrite):
+    with pytest.raises(ValueError, match="no marker of an earlier run"), claim(tmp_path, overwrite=overwrite):
         pytest.fail("it was given away")
     assert files(tmp_path) == {name: "mine"}
 
@@ -88,7 +88,7 @@ def test_what_no_run_wrote_is_not_written_over(tmp_path, name):
     before = files(tmp_path)
     with pytest.raises(ValueError, match=f"{name.split('/')[0] if name != 'link' else 'model'}.*which no run wrote"):
         run(tmp_path, overwrite=True)
-    Marker(tmp_path).remove_old()  # nor would it be removed
+    RunFolderLock(tmp_path).remove_old()  # nor would it be removed
     assert before.items() - files(tmp_path).items() <= {("new.txt", "by a run"), *before.items()}
     assert (tmp_path / "kept" / "config.json").exists() if name == "link" else (tmp_path / name).exists()
 
@@ -118,7 +118,7 @@ def test_one_run_at_a_time_and_a_killed_one_holds_nothing(tmp_path):
     process.start()
     pid = ours.recv()
     for overwrite in (False, True):
-        with pytest.raises(ValueError, match=f"is being written to by burst test, process {pid} on "):
+        with pytest.raises(ValueError, match=f"is in use by burst test, process {pid} on "):
             run(out, overwrite=overwrite)
     process.kill()
     process.join()
@@ -154,7 +154,7 @@ def test_inputs_inside_the_output_are_refused_through_links(tmp_path):
 
 def test_a_way_through_a_folder_that_is_yet_to_be_made_leads_where_it_says(tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
-    with pytest.raises(ValueError, match="leads back out"), claim(tmp_path / "new" / ".."):
+    with pytest.raises(ValueError, match="after a missing folder"), claim(tmp_path / "new" / ".."):
         pytest.fail("it was given away")
     assert files(tmp_path) == {"mine.txt": "mine"}
 

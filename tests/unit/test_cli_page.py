@@ -1,4 +1,4 @@
-"""docs/reference/cli.md is what the commands print."""
+"""docs/reference/cli.md equals the commands' output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ``burst`` command finds commands of other distributions, and says in a line what to install for its own."""
+"""The ``burst`` command finds other distributions' commands, and names what to install for a missing one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing but burst-attention-bench, by the entry points that its pyproject.toml names."""
+    """Install only the entry points of burst-attention-bench's pyproject.toml."""
     groups = tomllib.loads((BENCHMARKS / "pyproject.toml").read_text("utf-8"))["project"]["entry-points"]
     folder = tmp_path / "burst_attention_bench-0.dist-info"
     folder.mkdir()

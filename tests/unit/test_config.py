@@ -1,4 +1,4 @@
-"""Flags, TOML and defaults to one tree; what can't be is refused in one line before anything starts."""
+"""Flags, TOML and defaults form one configuration; invalid values are refused in one line before anything starts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def write(folder, text):
 
 @pytest.fixture
 def plain_start(monkeypatch):
-    """As if no torchrun were around, whatever started the tests."""
+    """Remove torchrun's environment variables."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
@@ -134,8 +134,8 @@ REFUSED = {
     "--data short.txt --pack none --seq-len 64": "--pack none",
     "--data short.txt --ranks 8 --seq-len 64": "fewer than the 8 ranks that share them",
     "--out taken": "already holds a run; choose another folder or add --overwrite",
-    "--out foreign": "--out 'foreign' holds files, and no marker says that a run wrote them",
-    "--out foreign --overwrite": "--out 'foreign' holds files, and no marker says that a run wrote them",
+    "--out foreign": "--out 'foreign' holds files, but no marker of an earlier run",
+    "--out foreign --overwrite": "--out 'foreign' holds files, but no marker of an earlier run",
     "--out /sys/run": "--out '/sys/run' can't be written to",
     "--out new --data new/text.txt": "--data 'new/text.txt' lies in --out 'new'",
     "--out folder --config folder/config.toml": "--config 'folder/config.toml' lies in --out 'folder'",
@@ -224,11 +224,11 @@ def test_an_evaluation_replaces_an_evaluation_only(tmp_path):
     config = EvalConfig(model="tiny", data="stdlib", json=path)
     config.check()
     Evaluation.of(config, []).write(path)
-    with pytest.raises(ValueError, match="is there already; name another file or add --overwrite"):
+    with pytest.raises(ValueError, match="already exists; name another file or add --overwrite"):
         config.check()
     dataclasses.replace(config, overwrite=True).check()
     path.write_text("[1, 2]")
-    with pytest.raises(ValueError, match="is no evaluation: it is not written over"):
+    with pytest.raises(ValueError, match="is not an evaluation; name another file"):
         dataclasses.replace(config, overwrite=True).check()
 
 
@@ -282,7 +282,7 @@ def test_the_command_names_its_commands(capsys):
 
 
 def rates_of(config):
-    """Of every step of a run, of both groups of parameters."""
+    """Return the learning rates of every step, for both groups of parameters."""
     model, rates = torch.nn.LayerNorm(3), []
     optimizer = make_optimizer(model, config)
     schedule = make_schedule(optimizer, config)

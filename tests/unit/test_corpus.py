@@ -1,4 +1,4 @@
-"""Where documents come from, and what is said of a corpus that can't be read."""
+"""Sources of documents, and the errors of unreadable corpora."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_directory_is_read_below_in_one_order_and_what_is_not_text_is_counted(
     assert corpus.skipped == 1
     shuffled_names = [document.name for document in corpus.documents(np.random.default_rng(3))]
     assert sorted(shuffled_names) == sorted(name for name, _ in read)
-    assert corpus.skipped == 1, "counted anew at each reading"
+    assert corpus.skipped == 1, "counted again at each reading"
 
 
 def test_a_local_data_set_is_streamed_through_the_datasets_library(tmp_path):
@@ -68,7 +68,7 @@ def test_a_local_data_set_is_streamed_through_the_datasets_library(tmp_path):
 
 
 def test_a_streamed_data_set_is_read_by_several_threads_each_from_its_start(tmp_path):
-    """As a run reads its data and what is held out: another thread each, and another than opened the data set."""
+    """A run reads training data and held-out data in two threads; neither opened the data set."""
     (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": f"row {index}"}) + "\n" for index in range(5)))
     corpus = open_corpus(f"hf:{tmp_path}")
     here = corpus.documents()
@@ -105,11 +105,11 @@ def write_bad(folder, kind):
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("syntax", r"syntax.jsonl:3: not JSON"),
+        ("syntax", r"syntax.jsonl:3: not valid JSON"),
         ("no-field", r"no-field.jsonl:3: no 'text' field among \['body'\]"),
         ("not-a-string", r"not-a-string.jsonl:3: the 'text' field holds int"),
         ("not-an-object", r"not-an-object.jsonl:3: expected an object"),
-        ("encoding", r"encoding.jsonl:3: not JSON"),
+        ("encoding", r"encoding.jsonl:3: not valid JSON"),
         ("gzip", r"gzip.jsonl.gz:\d+: broken gzip"),
         ("not-gzip", r"not-gzip.jsonl.gz:1: broken gzip"),
     ],

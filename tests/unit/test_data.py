@@ -1,4 +1,4 @@
-"""Documents to sequences: what is held out, how the rest is packed, cut and shuffled."""
+"""Documents become sequences: some are held out; the rest are packed, cut and shuffled."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 
 class Texts:
-    """A corpus of given texts."""
+    """A corpus with the given texts."""
 
     skipped = 0
 
@@ -36,12 +36,12 @@ def reader_of(*texts, seq_len=32, packed=True, held_out=0.2, seed=0):
 
 
 def many(count=60, length=20):
-    """Texts of different lengths, each of one character of its own."""
+    """Return texts of different lengths; each repeats a different character."""
     return [chr(0x400 + index) * (length + 7 * index % 31) for index in range(count)]
 
 
 def documents_of(sequence):
-    """The token pieces between the borders of a sequence."""
+    """Return the token pieces between the borders of a sequence."""
     borders = sequence.cu_seqlens or (0, len(sequence.tokens))
     return [sequence.tokens[start:stop] for start, stop in itertools.pairwise(borders)]
 
@@ -214,7 +214,7 @@ def test_the_order_is_the_seeds_and_epochs_differ():
 
 
 class InSourceOrder(Texts):
-    """Texts that come as they are whatever order is asked for, as from a stream; it keeps what order would give."""
+    """A corpus that ignores the requested order, as a stream does, but records it."""
 
     def documents(self, order=None):
         self.asked = getattr(self, "asked", [])
@@ -275,7 +275,7 @@ def test_a_corpus_without_a_usable_document_is_refused():
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("buffer", [1, 3])
 def test_a_stream_goes_on_anywhere(monkeypatch, packed, buffer):
-    """Through JSON, and over the ends of documents and epochs."""
+    """The cursor passes through JSON, and crosses the ends of documents and epochs."""
     monkeypatch.setattr(data, "SHUFFLED_TOKENS", buffer * 16)
     reader = reader_of(*[f"{n} " * (7 + 5 * n) for n in range(7)], seq_len=16, packed=packed, held_out=0.0)
     whole = list(itertools.islice(reader.training(), 60))

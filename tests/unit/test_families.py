@@ -13,7 +13,7 @@ REFUSED = {
     "falcon_h1": "layer_types of the configuration has 'hybrid'",
     "bloom": "BloomAttention) computes its attention itself",
     "bart": "BartDecoder) counts positions itself",
-    "mamba": "no attention has taken the plan for this batch",
+    "mamba": "no attention has used the plan for this batch",
     "stablelm": "plan is missing",
 }
 

@@ -1,4 +1,4 @@
-"""A call and a step foretold: against the plan's own bytes and times, larger worlds, and the memory a model shows."""
+"""Predictions of calls and steps, compared with the plan's bytes and times, larger worlds, and a model's memory."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from burst_train.figures import bytes_text, flops_text, seconds_text, tokens_tex
 from burst_train.forecast import buffers as buffers_module
 from burst_train.forecast import collectives
 from burst_train.forecast.buffers import buffers, token_bytes
-from burst_train.forecast.calls import Setting, Way, chosen, foretell
+from burst_train.forecast.calls import AttentionStrategy, Workload, chosen, predict_call
 from burst_train.forecast.candidates import MAKERS
 from burst_train.forecast.footprint import training_memory
 from burst_train.forecast.forecast import GRAIN, forecast_of, forecasts, recommended
 from burst_train.forecast.machines import Device
 from burst_train.forecast.models import MODELS, Model, model_of
-from burst_train.forecast.request import Cluster, Question
+from burst_train.forecast.request import Cluster, ForecastRequest
 from burst_train.forecast.step_memory import PARTS, Step
 from burst_train.forecast.timeline import Bar, _bars, drawn, picture
 from burst_train.memory import MemoryConfig
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from burst_attention import Mask
+from burst_attention import CallShape, Hardware, Mask, Strategy
 from burst_attention.attention.footprint import peak_of
 from burst_attention.attention.hardware import shape_of
 from burst_attention.plan.groups import Groups
@@ -41,34 +41,34 @@ from burst_attention.testing import local_world
 H100 = preset("h100-hgx")
 SHAPE = shape_of(torch.bfloat16, batch=2, q_heads=8, kv_heads=4, head_dim=16)
 WAYS = [
-    Way(layout="zigzag", travels="query"),
-    Way(layout="zigzag", travels="key-value", route="ring-attention"),
-    Way(layout="zigzag", travels="query", route="nodes"),
-    Way(layout="contiguous", travels="either"),
-    Way(layout="zigzag", travels="blocks"),
-    Way(layout="zigzag", travels="key-value", groups=Groups(2, 2, keep=True)),
-    Way(layout="contiguous", travels="query", groups=Groups(4, 4)),
-    Way(layout="zigzag", travels="key-value", groups=Groups(4, 4, keep=True, waves=2)),
+    AttentionStrategy(layout="zigzag", circulate="query"),
+    AttentionStrategy(layout="zigzag", circulate="key-value", route="ring-attention"),
+    AttentionStrategy(layout="zigzag", circulate="query", route="nodes"),
+    AttentionStrategy(layout="contiguous", circulate="nearest"),
+    AttentionStrategy(layout="zigzag", circulate="blocks"),
+    AttentionStrategy(layout="zigzag", circulate="key-value", groups=Groups(2, 2, keep=True)),
+    AttentionStrategy(layout="contiguous", circulate="query", groups=Groups(4, 4)),
+    AttentionStrategy(layout="zigzag", circulate="key-value", groups=Groups(4, 4, keep=True, waves=2)),
 ]
 MASKS = [Mask(), Mask(window=100), Mask(cu_seqlens=(0, 300, 517, 1000))]
 
 
 def setting(
     world: int, tokens: int = 250, *, mask: Mask | None = None, shape: Any = SHAPE, per_node: int = 2
-) -> Setting:
+) -> Workload:
     given = Mask() if mask is None else mask
-    return Setting(seq_len=world * tokens, mask=given, world=world, per_node=per_node, shape=shape, rates=H100)
+    return Workload(seq_len=world * tokens, mask=given, world=world, per_node=per_node, shape=shape, rates=H100)
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=repr)
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_bytes_and_seconds_are_those_of_the_plan(way: Way, mask: Mask) -> None:
+def test_bytes_and_seconds_are_those_of_the_plan(way: AttentionStrategy, mask: Mask) -> None:
     asked = setting(4, mask=mask)
-    call, schedules = foretell(way, asked), [asked.schedule(way, rank) for rank in range(4)]
-    traffic = [each.traffic(SHAPE, way.travels, way.groups) for each in schedules]
+    call, schedules = predict_call(way, asked), [asked.schedule(way, rank) for rank in range(4)]
+    traffic = [each.traffic(SHAPE, way.circulate, way.groups) for each in schedules]
     for one, name in ((call.forward, "forward_sent"), (call.backward, "backward_sent")):
         assert (one.inside + one.across) * 4 == pytest.approx(sum(getattr(each, name) for each in traffic), rel=1e-12)
-    timed = schedules[0].timed(SHAPE, way.travels, way.groups)
+    timed = asked.planner.timed(schedules[0], SHAPE, way.circulate, way.groups)
     assert [call.forward.seconds, call.backward.seconds] == [each.seconds for each in timed]
     assert [call.forward.exposed, call.backward.exposed] == [each.exposed for each in timed]
     assert call.standing is None
@@ -81,25 +81,27 @@ def test_what_is_chosen_and_its_time_are_what_plan_explain_tells() -> None:
     def told(group: Any) -> str:
         from burst_attention import make_plan
 
-        plan = make_plan(asked.seq_len, group=group, rates=H100, nodes=[0, 0, 1, 1], **sizes)
+        hardware = Hardware(rates=H100, nodes=[0, 0, 1, 1])
+        plan = make_plan(asked.seq_len, group=group, hardware=hardware, call=CallShape(**sizes))
         return plan.explain(batch=1, **sizes)
 
-    way = chosen(asked)
-    call = foretell(way, asked)
+    way = chosen(asked, Strategy())
+    call = predict_call(way, asked)
     with local_world(4) as world:
         text = world.run(told)[0]
     assert f"layout {way.layout}, route {way.route}" in text
-    assert f"chosen: {Candidate(way.groups, way.travels)}: {call.seconds:.3g} s predicted" in text
+    assert f"chosen: {Candidate(way.groups, way.circulate).strategy(way.layout, way.route)}" in text
+    assert f"predicted: {call.seconds:.3g} s" in text
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_many_ranks_are_extrapolated_from_fewer(way: Way) -> None:
-    """As 32 ranks foretell 128, 256 do more."""
-    most, world = (16, 32) if way.route != "direct" else (100, 256) if way.travels == "blocks" else (32, 128)
+def test_many_ranks_are_extrapolated_from_fewer(way: AttentionStrategy) -> None:
+    """The test extrapolates from 32 to 128 ranks, as the library does from 256 to more."""
+    most, world = (16, 32) if way.route != "direct" else (100, 256) if way.circulate == "blocks" else (32, 128)
     asked = setting(world, 4096, shape=replace(SHAPE, q_heads=32, kv_heads=8, head_dim=128, v_head_dim=128), per_node=4)
-    few, all_of_them = foretell(way, asked, most=most), foretell(way, asked)
+    few, all_of_them = predict_call(way, asked, most=most), predict_call(way, asked)
     assert few.standing is not None and few.standing[1] <= most and all_of_them.standing is None
-    close = 0.15 if way.travels == "blocks" else 0.02
+    close = 0.15 if way.circulate == "blocks" else 0.02
     for a, b in ((few.forward, all_of_them.forward), (few.backward, all_of_them.backward)):
         assert a.computing == pytest.approx(b.computing, rel=close)
         assert a.seconds == pytest.approx(b.seconds, rel=close)
@@ -110,27 +112,27 @@ def test_many_ranks_are_extrapolated_from_fewer(way: Way) -> None:
 def test_documents_and_windows_that_few_ranks_can_not_stand_for_are_refused() -> None:
     way = WAYS[0]
     with pytest.raises(ValueError, match="--window 3000 is more than half"):
-        foretell(way, setting(64, 100, mask=Mask(window=3000)), most=16)
+        predict_call(way, setting(64, 100, mask=Mask(window=3000)), most=16)
     with pytest.raises(ValueError, match="documents of 3,200 tokens are longer"):
-        foretell(way, setting(64, 100, mask=Mask(cu_seqlens=(0, 3200, 6400))), most=16)
-    with pytest.raises(ValueError, match=r"--ranks 521 can't be foretold.*ask for 768"):
-        chosen(setting(521))
+        predict_call(way, setting(64, 100, mask=Mask(cu_seqlens=(0, 3200, 6400))), most=16)
+    with pytest.raises(ValueError, match=r"--ranks 521 can't be predicted.*use --ranks 768"):
+        chosen(setting(521), Strategy())
     with pytest.raises(ValueError, match="two nodes at least"):
-        foretell(way, setting(64, per_node=16), most=16)
-    near = foretell(way, setting(64, 100, mask=Mask(window=50)), most=16)
-    assert near.seconds == pytest.approx(foretell(way, setting(64, 100, mask=Mask(window=50))).seconds, rel=0.05)
+        predict_call(way, setting(64, per_node=16), most=16)
+    near = predict_call(way, setting(64, 100, mask=Mask(window=50)), most=16)
+    assert near.seconds == pytest.approx(predict_call(way, setting(64, 100, mask=Mask(window=50))).seconds, rel=0.05)
 
 
 @pytest.mark.parametrize("way", [w for w in WAYS if w.route != "nodes"], ids=str)
-def test_buffers_of_many_ranks_are_those_of_a_few(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffers_of_many_ranks_are_those_of_a_few(way: AttentionStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, dtype = setting(32, 64), torch.bfloat16
     monkeypatch.setattr(buffers_module, "ENOUGH", 16)
     whole = [
-        peak_of(asked.schedule(way, rank), SHAPE, dtype, way.travels, Direction.BACKWARD)
+        peak_of(asked.schedule(way, rank), SHAPE, dtype, Candidate(way.groups, way.circulate), Direction.BACKWARD)
         - 64 * token_bytes(SHAPE, dtype)
         for rank in (0, 10, 20, 31)
     ]
-    close = 0.2 if way.travels == "blocks" else 0.06
+    close = 0.2 if way.circulate == "blocks" else 0.06
     assert buffers(way, asked, dtype) == pytest.approx(max(whole), rel=close)
 
 
@@ -165,7 +167,7 @@ def test_models_by_name_are_as_large_as_they_were_published() -> None:
 
 
 def test_memory_is_what_the_model_itself_shows_where_its_head_holds_most(tmp_path: Any) -> None:
-    """Logits, and the gradients of the head: few tokens and a large vocabulary."""
+    """With few tokens and a large vocabulary, logits and the head's gradients take the most memory."""
     for vocabulary, tokens in ((8192, 1024), (16384, 2048)):
         config = LlamaConfig(**TINY | {"vocab_size": vocabulary}, head_dim=16)
         sizes = {"dtype": torch.bfloat16, "memory": MemoryConfig(remat="layer")}
@@ -223,7 +225,7 @@ def test_what_other_engines_send_is_what_they_count() -> None:
     def sent(group: Any) -> tuple[Any, ...]:
         whole, cut = (choose(name) for name in ("ulysses", "tensor-sequence"))
         plan = whole.plan(asked.seq_len, group=group)
-        meshes = [choose("usp", heads=n) for n in (1, 2, 4)]
+        meshes = [choose("usp", strategy=Strategy(ulysses_degree=n)) for n in (1, 2, 4)]
         of_meshes = [each.sent([each.plan(asked.seq_len, group=group)], heads, **sizes) for each in meshes]
         return ulysses_sent(plan, heads, 2, torch.bfloat16), cut.sent([plan], heads, **sizes), *of_meshes
 
@@ -236,11 +238,11 @@ def test_what_other_engines_send_is_what_they_count() -> None:
         assert call.backward.inside + call.backward.across == pytest.approx(backward, rel=1e-12)
     assert all(call.forward.exposed > 0 and call.forward.inside * 3 >= call.forward.across for call in calls[:2])
     uncut, mesh, whole = calls[2:]
-    assert uncut == foretell(collectives.RING, asked)  # a neighbour alone exchanges nothing
+    assert uncut == predict_call(collectives.RING, asked)  # a neighbour alone exchanges nothing
     assert whole.forward.inside == calls[0].forward.inside
     assert whole.forward.seconds == pytest.approx(calls[0].forward.seconds, rel=1e-6)  # another layout's borders
     # On two nodes of two ranks each neighbours share a node, and the ring of two is all that crosses.
-    ring = foretell(collectives.RING, collectives.ring_of(asked, 2))
+    ring = predict_call(collectives.RING, collectives.ring_of(asked, 2))
     assert (ring.forward.inside, ring.forward.across) == (0, mesh.forward.across)
     assert mesh.backward.exposed > ring.backward.exposed
 
@@ -277,12 +279,12 @@ def test_a_gather_is_the_busier_link_s() -> None:
     assert collectives.gather(8e9, 1, 8, rates) == collectives.Exchange()
 
 
-def question(**more: Any) -> Question:
+def question(**more: Any) -> ForecastRequest:
     device = Device(peak=1e15, memory=more.pop("memory", 80e9))
     cluster = Cluster(ranks=more.pop("ranks", 8), per_node=8, rates=H100, device=device)
     model = MODELS["llama-3-8b"]
     given = {"seq_len": 1 << 17, "model": model, "q_heads": 32, "kv_heads": 8, "head_dim": 128, "layers": 32}
-    return Question(cluster=cluster, **(given | more))
+    return ForecastRequest(cluster=cluster, **(given | more))
 
 
 def test_a_step_is_attention_products_and_what_is_exposed() -> None:
@@ -291,14 +293,14 @@ def test_a_step_is_attention_products_and_what_is_exposed() -> None:
     ours = found["burst"]
     seen, model = asked.seq_len * (asked.seq_len + 1) // 2, MODELS["llama-3-8b"]
     attention = 32 * 4 * 32 * 128 * seen
-    matrices = 2 * asked.seq_len * (model.size - 128256 * 4096 - 65 * 4096)  # but for embedding and norms
+    matrices = 2 * asked.seq_len * (model.size - 128256 * 4096 - 65 * 4096)  # without embedding and norms
     assert asked.flops == pytest.approx(3 * (attention + matrices))
     assert ours.mfu == pytest.approx(asked.flops / (ours.seconds * 8 * 1e15))
     # As it is, every engine's attention keeps its buffers; 132 GB of activations don't fit, what is recomputed does.
     assert ours.remat == "keep-attention" and sum(ours.memory["none"].values()) > 0.9 * 80e9
     head = 2 * asked.seq_len * 128256 * 4096
     assert ours.rest == pytest.approx((4 * (matrices - head) + 4 * head) / (8 * 0.4e15))
-    call = foretell(ours.ways[0], asked.setting(Mask()))
+    call = predict_call(ours.ways[0], asked.setting(Mask()))
     assert ours.attention == pytest.approx(32 * call.seconds)
     layer = forecast_of("burst", replace(asked, remat="layer"))
     assert layer.attention == pytest.approx(32 * (call.seconds + call.forward.seconds))
@@ -327,8 +329,8 @@ def test_nothing_fits_a_small_device_and_nothing_is_known_of_another() -> None:
 
 
 def test_what_a_forward_fetched_is_kept_with_its_results() -> None:
-    """In place of q, k and v, which keep-attention would compute again: those it must keep."""
-    asked = question(heads=16, ranks=16, route="direct")
+    """keep-attention would recompute local q, k and v, but it must keep the cached ones."""
+    asked = question(ulysses_degree=16, ranks=16, route="direct")
     candidate = MAKERS["burst"](asked)
     groups = candidate.ways[0].groups
     assert replace(groups, waves=0) == Groups(16, 8, keep=True)
@@ -350,7 +352,9 @@ def test_what_a_forward_fetched_is_kept_with_its_results() -> None:
 
 def test_a_part_that_stands_for_all_can_have_its_heads_cut_as_asked() -> None:
     assert (
-        chosen(setting(768, 64, shape=replace(SHAPE, q_heads=6, kv_heads=3)), layout="zigzag", heads=3).groups.query
+        chosen(
+            setting(768, 64, shape=replace(SHAPE, q_heads=6, kv_heads=3)), Strategy(layout="zigzag", ulysses_degree=3)
+        ).groups.query
         == 3
     )
 
@@ -365,10 +369,10 @@ def test_layers_with_windows_are_counted_apart() -> None:
 
 
 @pytest.mark.parametrize(("way", "direction"), [*product(WAYS, Direction)], ids=str)
-def test_pictures_show_what_the_planner_predicts(way: Way, direction: Direction) -> None:
+def test_pictures_show_what_the_planner_predicts(way: AttentionStrategy, direction: Direction) -> None:
     asked = setting(4, 1024)
     one = picture(way, drawn(way, asked), direction)
-    call = foretell(way, asked)
+    call = predict_call(way, asked)
     whole = call.forward if direction is Direction.FORWARD else call.backward
     assert one.world == 4 and one.bytes.sum() == pytest.approx(4 * (whole.inside + whole.across))
     ends = [bars[-1].end for bars in one.bars]

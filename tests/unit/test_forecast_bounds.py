@@ -11,7 +11,7 @@ import pytest
 import torch
 from burst_train.engines import choose
 from burst_train.forecast import collectives
-from burst_train.forecast.calls import Pass, _Line, foretell
+from burst_train.forecast.calls import Pass, _Line, predict_call
 from burst_train.forecast.footprint import training_memory
 from burst_train.forecast.models import MODELS
 from burst_train.forecast.step_memory import Step
@@ -39,7 +39,7 @@ def test_groups_that_straddle_nodes_cost_what_the_worst_member_sends(world: int,
     asked = replace(setting(world, 96, shape=shape, per_node=per_node), rates=replace(H100, **links))
     mesh, ring = (
         each.forward
-        for each in (collectives.usp(asked, groups), foretell(collectives.RING, collectives.ring_of(asked, groups)))
+        for each in (collectives.usp(asked, groups), predict_call(collectives.RING, collectives.ring_of(asked, groups)))
     )
     inside, across = mesh.inside - ring.inside, mesh.across - ring.across
     far = members_elsewhere(world, groups, per_node)
@@ -54,7 +54,7 @@ def test_no_wait_is_less_than_nothing() -> None:
     assert line.extended(few, many).exposed == pytest.approx(0.1)
     for way in WAYS:
         if way.route == "direct":
-            call = foretell(way, setting(32, 64, per_node=2), most=16)
+            call = predict_call(way, setting(32, 64, per_node=2), most=16)
             assert call.standing is not None and min(call.forward.exposed, call.backward.exposed) >= 0
 
 

@@ -1,4 +1,4 @@
-"""The memory of a call before it is made: what is counted, how it falls with the ranks; and plans that cannot be."""
+"""Predicted memory of a call: its parts, its decrease with the ranks, and impossible plans."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from burst_attention.attention.buffers import DeviceIndices, Sums
 from burst_attention.attention.footprint import LiveBytes, peak_memory, peak_of
-from burst_attention.attention.sweep import DeviceIndices, _Sums
 from burst_attention.cli import main
 from burst_attention.plan.cost import Shape
+from burst_attention.plan.groups import Groups
 from burst_attention.plan.layout import Layout
 from burst_attention.plan.mask import Mask
 from burst_attention.plan.route import ROUTES
 from burst_attention.plan.rows import Direction, Rows, Side
-from burst_attention.planner.schedule import Schedule
+from burst_attention.plan.schedule import Schedule
+from burst_attention.plan.strategy import Strategy
+from burst_attention.planner.choice import Candidate
+from burst_attention.planner.planner import Planner
 
 SHAPE = Shape(batch=2, q_heads=4, kv_heads=2, head_dim=8, v_head_dim=12, io=2, partial=2, accumulate=4)
 
@@ -25,7 +29,7 @@ PLACE, DTYPES = (Side.KEY, 0, 0), np.array([torch.float32, torch.bfloat16], obje
 
 
 class Adding:
-    """What sums ask of a pass."""
+    """The part of a pass that sums need."""
 
     def blank(self, side: Side, rows: int) -> tuple[Tensor, ...]:
         return (torch.zeros(1, 1, rows, 2),)
@@ -54,37 +58,39 @@ def test_live_bytes_are_those_alive_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("travels", "units"), [("query", (9.1, 16.2, 20.3, 22.8)), ("key-value", (9.1, 15.1, 20.1, 26.1))]
+    ("circulate", "units"), [("query", (9.1, 16.2, 20.3, 22.8)), ("key-value", (9.1, 15.1, 20.1, 26.1))]
 )
-def test_a_sweep_holds_no_more_than_it_did(travels: str, units: tuple[float, ...]) -> None:
-    """In tensors of a shard: what is foretold is the sweep's own, so a sweep that held more would foretell more."""
+def test_a_sweep_holds_no_more_than_it_did(circulate: str, units: tuple[float, ...]) -> None:
+    """The unit is a shard's tensor. The prediction follows the sweep, so a sweep that held more would predict more."""
     shape = Shape(batch=1, q_heads=8, kv_heads=8, head_dim=64, v_head_dim=64, io=2, partial=2, accumulate=4)
     for world, most in zip((1, 2, 4, 8), units, strict=True):
-        schedule = Schedule(Layout("zigzag", 512 * world, world), Mask(), ROUTES["direct"], 0)
-        assert peak_memory(schedule, shape, torch.bfloat16, travels) <= 1.02 * most * 512 * 8 * 64 * 2
+        strategy = Strategy(ulysses_degree=1, circulate=circulate)
+        schedule = Schedule(Layout("zigzag", 512 * world, world), Mask(), ROUTES["direct"], 0, strategy)
+        assert peak_memory(Planner(), schedule, shape, torch.bfloat16) <= 1.02 * most * 512 * 8 * 64 * 2
 
 
 @pytest.mark.parametrize(
     ("layout", "waves", "units"), [("zigzag", 2, (10.6, 14.8)), ("zigzag-by-halves", 4, (9.7, 14.9))]
 )
 def test_waves_hold_no_more_than_a_single_one(layout: str, waves: int, units: tuple[float, float]) -> None:
-    """In tensors of a shard: what a wave completed is held as it came, and until it has left; the rest is widened."""
+    """The unit is a shard's tensor. Rows completed by a chunk stay unchanged until sent; others are widened."""
     shape = Shape(batch=1, q_heads=8, kv_heads=8, head_dim=64, v_head_dim=64, io=2, partial=2, accumulate=4)
     for direction, most in zip(Direction, units, strict=True):
         held = {}
         for count in (1, waves):
-            schedule = Schedule(Layout(layout, 2048, 4), Mask(), ROUTES["direct"], 1, 4, True, "query", count)
-            held[count] = peak_of(schedule, shape, torch.bfloat16, "query", direction) / (512 * 8 * 64 * 2)
+            chosen = Candidate(Groups(4, 4, True, count), "query")
+            schedule = Schedule(Layout(layout, 2048, 4), Mask(), ROUTES["direct"], 1, chosen.strategy())
+            held[count] = peak_of(schedule, shape, torch.bfloat16, chosen, direction) / (512 * 8 * 64 * 2)
         assert held[waves] <= min(most, 1.06 * held[1])
 
 
 def test_rows_are_pieces_until_they_meet() -> None:
-    """Sums of two parts that touch, overlap or come by index are those of one buffer, whatever left before."""
+    """Two parts that touch, overlap or have indices sum to the same result as one buffer, whatever was sent before."""
     dice = np.random.default_rng(0)
     for case in range(200):
         rows, right = 12, torch.zeros(1, 1, 12, 2)
         program = SimpleNamespace(sum_rows={PLACE: Rows.all(rows)})
-        sums = _Sums(program, Adding(), DeviceIndices())  # type: ignore[arg-type]
+        sums = Sums(program, Adding(), DeviceIndices())  # type: ignore[arg-type]
         for _ in range(6):
             start, stop = sorted(dice.choice(rows + 1, 2, replace=False).tolist())
             chosen = dice.permutation(rows)[: stop - start]
@@ -106,8 +112,10 @@ def test_rows_are_pieces_until_they_meet() -> None:
 
 def test_memory_falls_with_the_world() -> None:
     def memory(world: int) -> int:
-        schedule = Schedule(Layout("zigzag", 4096, world), Mask(), ROUTES["direct"], 0)
-        return peak_memory(schedule, SHAPE, torch.bfloat16, "query")
+        schedule = Schedule(
+            Layout("zigzag", 4096, world), Mask(), ROUTES["direct"], 0, Strategy(ulysses_degree=1, circulate="query")
+        )
+        return peak_memory(Planner(), schedule, SHAPE, torch.bfloat16)
 
     # A lone rank holds no sums in fp32, one of two has but one exchange each way.
     assert memory(8) * 1.6 < memory(4) < memory(2) / 1.3 and memory(2) < memory(1)

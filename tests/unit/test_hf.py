@@ -47,7 +47,7 @@ def forward_and_gradients(model, inputs, **options):
 
 
 def assert_close(ours, theirs, bound=1e-6):
-    """fp64 models round to fp32 in their norms and rotary angles, so they agree to fp32's rounding."""
+    """Compare with fp32's precision, because fp64 models compute norms and rotary angles in fp32."""
     pairs = [(ours[0], theirs[0]), *((ours[1][name], theirs[1][name]) for name in theirs[1])]
     for x, y in pairs:
         assert y.norm() > 0
@@ -222,7 +222,7 @@ def test_mask_functions(create, options, foreign):
 
 @pytest.mark.parametrize("position_ids", [None, torch.tensor([[0, 1, 5, 6]])])
 def test_the_window_of_a_mask_function(position_ids):
-    """A layer that does not state its window to its attention states it here."""
+    """Some layers don't pass their window to the attention; then it comes from the mask."""
     hf.register()
     config = MistralConfig(**SMALL, sliding_window=3, attn_implementation="burst")
     request = create_sliding_window_causal_mask(config, torch.zeros(1, 4, 32), None, None, position_ids=position_ids)
@@ -250,8 +250,8 @@ def test_inference_mode_compares_positions_in_every_call(llama):
         assert shard["position_ids"].is_inference()
         for _ in range(2):
             assert torch.equal(llama(**shard, plan=plan, use_cache=False).logits, expected)
-        shard["position_ids"][:, 3] += 1  # which an inference tensor tells nobody
-        with pytest.raises(ValueError, match="position_ids are not those"):
+        shard["position_ids"][:, 3] += 1  # an inference tensor does not record this write
+        with pytest.raises(ValueError, match="position_ids differ from"):
             llama(**shard, plan=plan, use_cache=False)
-    # What inference left behind is fit for training.
+    # A plan that was used in inference mode still works for training.
     llama(**hf.shard_batch(batch, plan), plan=plan, use_cache=False).logits.sum().backward()

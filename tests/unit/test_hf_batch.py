@@ -1,4 +1,4 @@
-"""How a batch's documents and padding are read, and the way back to its order."""
+"""Test how a batch's documents and padding become rows, and how results return to the batch's order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from burst_attention import Mask, make_plan
 from burst_attention.integrations.hf.batch import PlanCache, rows_of
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.rows import Direction
-from burst_attention.planner.schedule import make_schedule
+from tests.support.schedules import make_schedule
 
 IDS = torch.arange(1, 13).view(2, 6)
 
@@ -62,7 +62,7 @@ def test_padding_in_front_goes_behind():
     ],
 )
 def test_a_row_begins_with_its_first_token_and_not_with_padding(mask, positions, shifted):
-    """Positions are looked at once padding has moved behind: what stands on padding says nothing."""
+    """Positions are read after padding has moved behind the tokens, so positions of padding don't count."""
     given = {"input_ids": torch.tensor([[7, 8, 9, 10]]), "attention_mask": torch.tensor([mask])}
     rows = rows_of(given | {"position_ids": torch.tensor([positions])}, ranks=2)
     assert rows.shifted is shifted
@@ -75,7 +75,7 @@ def test_rows_with_documents_of_their_own_are_laid_end_to_end():
     rows = rows_of(batch(position_ids=places), ranks=2)
     assert rows.cu_seqlens == (0, 6, 8, 12)
     assert rows.input_ids.shape == (1, 12)
-    assert rows.targets[0, 5] == -100  # no row foretells the next
+    assert rows.targets[0, 5] == -100  # a row's last token must not predict the next row
     assert torch.equal(rows.restore(rows.input_ids), IDS)
 
 
@@ -112,7 +112,7 @@ def test_a_batch_shorter_than_its_ranks_is_lengthened():
         ({"labels": IDS[:, :5]}, ValueError, r"labels has shape \[2, 5\], input_ids \[2, 6\]"),
         ({"attention_mask": torch.ones(2, 1, 6, 6)}, ValueError, r"a mask of shape \[2, 1, 6, 6\]"),
         ({"attention_mask": torch.tensor([[1, 0, 1, 1, 1, 1]] * 2)}, ValueError, "zeros between tokens"),
-        ({"attention_mask": ones(right=2)}, ValueError, "labels has targets for tokens of padding"),
+        ({"attention_mask": ones(right=2)}, ValueError, "labels has targets for padding tokens"),
         ({"attention_mask": ones(left=2), "labels": labels(ignored=(0, 1))}, ValueError, "first token behind padding"),
         ({"position_ids": torch.tensor([[0, 1, 2, 4, 5, 6]])}, ValueError, "goes from 2 to 4 in row 0"),
         ({"position_ids": torch.zeros(3, 2, 6).long()}, ValueError, r"position_ids has shape \[3, 2, 6\]"),
@@ -121,12 +121,12 @@ def test_a_batch_shorter_than_its_ranks_is_lengthened():
             ValueError,
             "Leave attention_mask out for packed documents",
         ),
-        ({"cu_seq_lens_q": torch.tensor([0, 4, 8, 12])}, ValueError, "reaches over the end of a row"),
+        ({"cu_seq_lens_q": torch.tensor([0, 4, 8, 12])}, ValueError, "crosses the end of a row"),
         ({"cu_seq_lens_q": torch.tensor([0, 4, 6])}, ValueError, "cu_seq_lens_q: cu_seqlens ends at 6"),
         (
             {"cu_seq_lens_q": torch.tensor([0, 4, 6, 10, 12]), "cu_seq_lens_k": torch.tensor([0, 3, 6, 10, 12])},
             ValueError,
-            "cu_seq_lens_q and cu_seq_lens_k tell of different documents",
+            "cu_seq_lens_q and cu_seq_lens_k describe different documents",
         ),
     ],
 )
@@ -149,7 +149,7 @@ def test_a_few_masks_plans_are_kept():
 
 
 def test_a_new_mask_costs_milliseconds():
-    """Eight documents over four ranks, a mask never seen before: at most 5 ms in the quietest of many."""
+    """A new mask of eight documents over four ranks takes at most 5 ms, as the best of 40 runs."""
     base = make_schedule(1, mask=Mask(), layout="zigzag", route="direct", rank=1, world=4)
     shape = Shape(batch=1, q_heads=8, kv_heads=8, head_dim=64, v_head_dim=64, io=2, partial=2, accumulate=4)
     times = []
@@ -158,6 +158,6 @@ def test_a_new_mask_costs_milliseconds():
         start = time.perf_counter()
         schedule = base.with_mask(Mask(cu_seqlens=(0, *cuts.tolist(), 32768)), seqlen=32768)
         for direction in Direction:
-            schedule.program(schedule.choose_travels(shape), direction)
+            schedule.program(schedule.choose_circulation(shape), direction)
         times.append(time.perf_counter() - start)
     assert min(times) <= 5e-3

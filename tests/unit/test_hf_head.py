@@ -118,22 +118,22 @@ def test_a_factor_before_the_cap_is_found():
 
 
 def masked(z):
-    """Chameleon's: some tokens are never to be drawn."""
+    """Mask some token ids, like Chameleon, so that they are never sampled."""
     z = z.clone()
     z[..., 5:9] = torch.finfo(z.dtype).min
     return z
 
 
 STRANGE = {
-    "a bias of its own": (lambda z: z + torch.linspace(-1, 1, z.shape[-1]), "neither a factor"),
+    "another bias": (lambda z: z + torch.linspace(-1, 1, z.shape[-1]), "neither a factor"),
     "a factor for each token id": (lambda z: z * torch.linspace(1, 2, z.shape[-1]), "neither a factor"),
     "masked token ids": (masked, "for token id 5"),
     "another saturation": (lambda z: z.clamp(-30, 30), "neither a factor"),
     "softmax": (lambda z: z.log_softmax(-1), "neither a factor"),
     "nothing left": (lambda z: 0 * z, "neither a factor"),
     "not a number": (lambda z: z * float("nan"), "neither a factor"),
-    "a shorter vocabulary": (lambda z: z[..., :-1], r"makes torch.float64 \[1, 3, 63\] of a product"),
-    "half precision": (lambda z: z.bfloat16(), "makes torch.bfloat16"),
+    "a shorter vocabulary": (lambda z: z[..., :-1], r"returns torch.float64 \[1, 3, 63\] for a head product"),
+    "half precision": (lambda z: z.bfloat16(), "returns torch.bfloat16"),
     "an error": (lambda z: z.nothing, "AttributeError: 'Tensor' object has no attribute 'nothing'"),
 }
 
@@ -154,12 +154,12 @@ def test_hidden_states_changed_before_the_head_are_refused():
     with torch.device("meta"):
         model = MiniCPM3ForCausalLM(MiniCPM3Config(vocab_size=7, num_hidden_layers=1))
     assert model.config.logits_scaling != 1
-    with pytest.raises(ValueError, match="MiniCPM3ForCausalLM does not give its lm_head the hidden states"):
+    with pytest.raises(ValueError, match="MiniCPM3ForCausalLM does not pass the hidden states of its model"):
         hf.find_form(model)
 
 
 def with_adapter():
-    """A head to whose product something is added, as LoRA does."""
+    """Return a model whose head adds to its product, like LoRA."""
 
     class Adapted(nn.Linear):
         def forward(self, x):
@@ -199,7 +199,7 @@ def test_nll_is_the_models_own(name):
 
 @pytest.mark.parametrize("name", ["granite", "phi", "gemma3 capped"])
 def test_the_trainers_model_computes_the_same(name):
-    """Its loss, its evaluation and its last logits."""
+    """Compare loss, loss per token and last logits."""
     plan = make_plans(name)
     plans = plan if isinstance(plan, dict) else {None: plan}
     shard = hf.shard_batch(make_batch(), plan)
@@ -215,7 +215,7 @@ def test_the_trainers_model_computes_the_same(name):
 
 
 def block_of_the_page(containing):
-    """The page's Python block without the lines about the process group, for one rank."""
+    """Return the page's Python block for one rank, without lines about the process group."""
     [block] = [b for b in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if containing in b]
     return "\n".join(line for line in block.splitlines() if not line.startswith("dist."))
 
@@ -240,5 +240,5 @@ def test_a_head_that_something_was_added_to_is_refused(how):
         model.lm_head.register_forward_pre_hook(lambda module, given: (given[0] * 0.5,))
     else:
         model.lm_head.forward = lambda x: x
-    with pytest.raises(TypeError, match=r"lm_head has a (hook|forward of its own)"):
+    with pytest.raises(TypeError, match=r"lm_head has a (hook|replaced forward)"):
         hf.find_head(model)

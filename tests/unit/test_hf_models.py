@@ -1,4 +1,4 @@
-"""What a model over several ranks is refused for by its parts, and how its batches are watched."""
+"""Test that models with parts that mix tokens are refused, and that batches without the plan's attention are."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from transformers import (
     MixtralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
+    Qwen2MoeConfig,
     Qwen3NextConfig,
     Starcoder2Config,
     Starcoder2ForCausalLM,
@@ -38,7 +39,7 @@ from tests.support.hf_models import MIXED, SEQLEN, SMALL, WINDOW, make_batch, ma
 
 
 def over_ranks(call, world=2):
-    """Every rank's error of ``call(plan)``, by rank; all must raise the same class."""
+    """Return rank 0's error text of ``call(plan)``; all ranks must raise a ValueError."""
     with pytest.raises(WorkerError) as caught, local_world(world, timeout=20) as ranks:
         ranks.run(lambda group: call(make_plan(SEQLEN, group=group)))
     assert len(caught.value.errors) == world
@@ -47,14 +48,14 @@ def over_ranks(call, world=2):
 
 
 class Shift(nn.Module):
-    """Adds to each token the one before it: a part that no name gives away but by not being known."""
+    """A part that adds the previous token to each token; its class is unknown."""
 
     def forward(self, x):
         return x + x.roll(1, 1)
 
 
 class ShiftLayer(Shift):
-    """The same from a package whose classes are named by what they do, under a name of what only holds others."""
+    """The same under a harmless name, in a package whose class names are trusted."""
 
     def forward(self, x):
         return super().forward(x)
@@ -64,14 +65,14 @@ ShiftLayer.__module__ = "transformers_modules.of_somebody"
 
 
 class LengthLayer(nn.Module):
-    """Depends on how many tokens there are alone."""
+    """A part that depends only on the number of tokens."""
 
     def forward(self, x):
         return x * x.shape[1]
 
 
 class NoiseLayer(nn.Module):
-    """Draws random values in training, which no nn.Dropout does."""
+    """A part that draws random values in training without nn.Dropout."""
 
     def forward(self, x):
         return x + torch.rand_like(x) if self.training else x
@@ -81,14 +82,14 @@ LengthLayer.__module__ = NoiseLayer.__module__ = "transformers_modules.of_somebo
 
 
 class OwnLinear(nn.Linear):
-    """A subclass with a forward of its own."""
+    """A subclass with another forward."""
 
     def forward(self, x):
         return super().forward(x) + x.mean(1, keepdim=True)
 
 
 class NamedLinear(nn.Linear):
-    """A subclass that computes what nn.Linear does."""
+    """A subclass that inherits nn.Linear's forward."""
 
 
 class OwnMLP(LlamaMLP):
@@ -97,7 +98,7 @@ class OwnMLP(LlamaMLP):
 
 
 def with_part(part):
-    """A model whose first layer's feed-forward is followed by ``part``."""
+    """Return a model with ``part`` after the feed-forward of its first layer."""
     model = make_model("llama")
     model.model.layers[0].mlp = nn.Sequential(model.model.layers[0].mlp, part)
     return model
@@ -112,8 +113,8 @@ def forward(model, plan, plans=None):
 @pytest.mark.parametrize(
     ("part", "name"),
     [
-        (Shift(), "layers.0.mlp.1 (Shift) is not known to treat each token by itself"),
-        (nn.Conv1d(SEQLEN // 2, SEQLEN // 2, 1).double(), "(Conv1d) is not known to treat each token by itself"),
+        (Shift(), "layers.0.mlp.1 (Shift) is not known to treat each token independently"),
+        (nn.Conv1d(SEQLEN // 2, SEQLEN // 2, 1).double(), "(Conv1d) is not known to treat each token independently"),
     ],
 )
 def test_a_part_that_is_not_known_is_refused_by_the_attention(part, name):
@@ -162,7 +163,7 @@ def test_a_part_with_another_forward_is_refused():
     model = make_model("llama")
     part = model.model.layers[0].mlp
     part.forward = lambda x: type(part).forward(part, x - x.mean(1, keepdim=True))
-    assert "layers.0.mlp (LlamaMLP) has a forward of its own" in over_ranks(lambda plan: forward(model, plan))
+    assert "layers.0.mlp (LlamaMLP) has the forward test_a_part_with" in over_ranks(lambda plan: forward(model, plan))
 
 
 @pytest.mark.parametrize("put", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"])
@@ -176,6 +177,10 @@ def test_hooks_on_parts_are_refused(put):
     assert refusal.removeprefix("model.") in over_ranks(lambda plan: forward(model, plan))
     assert refusal in over_ranks(lambda plan: hf.check_model(model, plan))
     assert refusal in over_ranks(lambda plan: hf.parallelize(model, plan.transport.group))
+
+
+def test_a_window_that_is_not_used_may_be_anything():
+    hf.check_config(Qwen2MoeConfig(**SMALL, num_experts=4, use_sliding_window=False))
 
 
 def test_what_is_declared_to_treat_each_token_by_itself_is_taken():
@@ -227,7 +232,7 @@ def test_random_values_of_parts_are_refused_in_training(name, setting):
     model = random_model(name)
     with pytest.raises(ValueError, match=setting):
         parts.check_randomness(model.train())
-    if name != "opt":  # a rank that drops all its layers calls no attention
+    if name != "opt":  # a rank that drops all its layers never calls the attention
         assert setting in over_ranks(lambda plan: forward(model.train(), plan))
         assert setting in over_ranks(lambda plan: hf.parallelize(model.train(), plan.transport.group))
         with pytest.raises(ValueError, match=setting):
@@ -270,7 +275,7 @@ def test_a_switched_layer_is_refused_by_the_others():
 @pytest.mark.parametrize("loss", [next_token_loss, next_token_nll])
 @pytest.mark.parametrize("moved", [False, True])
 def test_a_switched_model_is_refused_by_the_loss(loss, moved):
-    """Also where the labels are copies, as after a move to a device."""
+    """This holds for copied labels too, as after a move to a device."""
     model = make_model("llama", "sdpa")
 
     def call(plan):
@@ -278,7 +283,7 @@ def test_a_switched_model_is_refused_by_the_loss(loss, moved):
         labels = shard["shift_labels"].clone() if moved else shard["shift_labels"]
         loss(hidden, model.lm_head.weight, labels, plan)
 
-    assert "no attention has taken the plan for this batch" in over_ranks(call)
+    assert "no attention has used the plan for this batch" in over_ranks(call)
 
 
 def test_a_model_that_is_switched_between_batches_is_refused_by_the_loss():
@@ -289,7 +294,7 @@ def test_a_model_that_is_switched_between_batches_is_refused_by_the_loss():
             hidden, shard = forward(model, plan)
             next_token_loss(hidden, model.lm_head.weight, shard["shift_labels"], plan)
 
-    assert "no attention has taken the plan for this batch" in over_ranks(call)
+    assert "no attention has used the plan for this batch" in over_ranks(call)
 
 
 def test_an_attention_counts_for_its_own_batch():
@@ -302,7 +307,7 @@ def test_an_attention_counts_for_its_own_batch():
         next_token_loss(out, ours.lm_head.weight, first["shift_labels"], plan)
         next_token_loss(out, ours.lm_head.weight, second["shift_labels"], plan)
 
-    assert "no attention has taken the plan for this batch" in over_ranks(call)
+    assert "no attention has used the plan for this batch" in over_ranks(call)
 
 
 def test_batches_cut_ahead_and_copies_of_positions_are_no_mistake():
@@ -363,7 +368,7 @@ def test_configurations_that_are_fine():
 
 
 def test_plans_made_apart_are_watched_together():
-    """A batch may be cut by one of the plans that the model takes."""
+    """Cut a batch by one of the plans that the model takes."""
     model = make_model("qwen3")
 
     def call(group):
@@ -376,7 +381,7 @@ def test_plans_made_apart_are_watched_together():
 
 
 def test_a_model_with_its_own_attention_is_refused_with_one_rank_too():
-    """It would get no mask, and look ahead."""
+    """Its tokens would see later tokens, because it gets no mask."""
     hf.register()
     config = BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4, attn_implementation="burst")
     with pytest.raises(ValueError, match=r"BloomAttention\) computes its attention itself"):
@@ -399,11 +404,11 @@ def test_copied_labels_of_a_batch_that_nobody_attended_to_are_noticed():
             out = one.model(shard["input_ids"], position_ids=shard["position_ids"], plan=plan, use_cache=False)[0]
             next_token_loss(out, model.lm_head.weight, labels(shard["shift_labels"]), plan)
 
-    assert "no attention has taken the plan for this batch" in over_ranks(call)
+    assert "no attention has used the plan for this batch" in over_ranks(call)
 
 
 def test_an_attention_of_ones_own_counts():
-    """Without a model of transformers: the plan is taken by burst_attention itself."""
+    """Without a transformers model, burst_attention itself marks the plan as used."""
 
     def call(group):
         plan = make_plan(SEQLEN, group=group)

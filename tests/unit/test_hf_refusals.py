@@ -1,4 +1,4 @@
-"""What the Hugging Face integration refuses, by name, on one rank."""
+"""Test the error messages of the Hugging Face integration on one rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import (
     Llama4TextConfig,
 )
 
-from burst_attention import Mask, make_plan
+from burst_attention import Mask, Strategy, make_plan
 from burst_attention.integrations import hf
 from burst_attention.integrations.hf.checks import MaskRequest
 from tests.support.hf_models import (
@@ -42,14 +42,14 @@ def padding():
     return mask
 
 
-# What is passed to model(...) beside or instead of the right arguments, and what the error must say.
+# Text of the error: wrong arguments of model(...), which replace or extend correct ones.
 REFUSED_CALLS = {
     "plan is missing": {"plan": None},
     "plan='zigzag' must be a Plan": {"plan": "zigzag"},
     "plan={} must be a Plan": {"plan": {}},
     "attention_mask: a padding mask": {"attention_mask": padding()},
     "attention_mask: a mask Tensor [2, 1, 40, 40]": {"attention_mask": torch.ones(2, 1, SEQLEN, SEQLEN).bool()},
-    "position_ids are not those": {"position_ids": torch.arange(SEQLEN)[None] + 1},
+    "position_ids differ from": {"position_ids": torch.arange(SEQLEN)[None] + 1},
     "past_key_values: 45 keys for 40 queries": {"past_key_values": cache_with_earlier_tokens(), "use_cache": True},
     "is_causal=False": {"is_causal": False},
     "cu_seq_lens_q=Tensor [2] is refused": {"cu_seq_lens_q": torch.tensor([0, SEQLEN])},
@@ -87,7 +87,7 @@ def test_position_ids_changed_in_place_are_compared_again(llama):
     shard = hf.shard_batch(make_batch(), plan)
     llama(**shard, plan=plan, use_cache=False)
     shard["position_ids"][1, 4] += 1
-    with pytest.raises(ValueError, match="position_ids are not those"):
+    with pytest.raises(ValueError, match="position_ids differ from"):
         llama(**shard, plan=plan, use_cache=False)
 
 
@@ -95,7 +95,7 @@ def test_position_ids_of_another_plan_are_compared_again(llama):
     plan = make_plan(SEQLEN, mask=Mask(cu_seqlens=DOCUMENTS))
     shard = hf.shard_batch(make_batch(), plan)
     llama(**shard, plan=plan, use_cache=False)
-    with pytest.raises(ValueError, match="position_ids are not those"):
+    with pytest.raises(ValueError, match="position_ids differ from"):
         llama(**shard, plan=make_plan(SEQLEN), use_cache=False)
 
 
@@ -144,7 +144,7 @@ FULL, WINDOWED, WIDER = (Mask(window=w) for w in (None, WINDOW, WINDOW + 1))
     [
         ("mistral", FULL, "sliding_window=7 of the layer is not the window=None"),
         ("mistral", WIDER, "sliding_window=7 of the layer is not the window=8"),
-        ("mistral", {None: FULL}, r"sliding_window=7 of the layer is not among the plans \[None\]"),
+        ("mistral", {None: FULL}, r"sliding_window=7 of the layer is not among the plans' windows \[None\]"),
         ("mistral", {7: WIDER}, "sliding_window=7 of the layer is not the window=8"),
         ("qwen3", WINDOWED, "sliding_window=None of the layer is not the window=7"),
         ("qwen3", FULL, "sliding_window=7 of the layer is not the window=None"),
@@ -167,7 +167,7 @@ def test_windows_that_the_plan_does_not_hold(name, masks, message):
 
 @pytest.mark.parametrize("cu_seqlens", [None, DOCUMENTS])
 def test_the_least_window_that_is_none(cu_seqlens):
-    """One less than the longest document hides one pair of tokens, and is a window."""
+    """A window one token shorter than the longest document hides one pair of tokens, so it counts."""
     longest = SEQLEN if cu_seqlens is None else max(b - a for a, b in itertools.pairwise(cu_seqlens))
     plan = make_plan(SEQLEN, mask=Mask(cu_seqlens=cu_seqlens))
     shard = hf.shard_batch(make_batch(), plan)
@@ -177,7 +177,7 @@ def test_the_least_window_that_is_none(cu_seqlens):
 
 
 def test_plans_of_different_layouts(llama):
-    plan = {None: make_plan(SEQLEN), 7: make_plan(SEQLEN, layout="striped", mask=Mask(window=7))}
+    plan = {None: make_plan(SEQLEN), 7: make_plan(SEQLEN, mask=Mask(window=7), strategy=Strategy(layout="striped"))}
     with pytest.raises(ValueError, match="different"):
         llama(**hf.shard_batch(make_batch(), plan), plan=plan, use_cache=False)
 
@@ -208,12 +208,12 @@ def test_a_model_that_looks_both_ways_by_an_overlay():
         ({"position_ids": None}, "position_ids=None did not reach the attention"),
         ({"position_ids": torch.arange(SEQLEN)}, "position_ids has shape [40]"),
         ({"position_ids": torch.arange(SEQLEN).repeat(3, 1)}, "position_ids has shape [3, 40]"),
-        ({"position_ids": torch.arange(SEQLEN - 1)[None]}, "position_ids are not those"),
+        ({"position_ids": torch.arange(SEQLEN - 1)[None]}, "position_ids differ from"),
         ({"attention_mask": torch.zeros(2, SEQLEN)}, "attention_mask: a padding mask"),
         ({"attention_mask": object()}, "attention_mask: a mask <object"),
         (
             {"sliding_window": 3, "attention_mask": MaskRequest(True, 4, ())},
-            "sliding_window=3 of the layer is not the 4",
+            "sliding_window=3 of the layer is not the window 4",
         ),
         ({"attention_mask": MaskRequest(True, 4, ())}, "sliding_window=4 of the layer is not the window=None"),
         ({"attention_mask": MaskRequest(False, None, ())}, "is_causal=False"),
@@ -222,7 +222,7 @@ def test_a_model_that_looks_both_ways_by_an_overlay():
     ],
 )
 def test_refused_by_the_attention_itself(changes, message):
-    """Models differ in what they pass on; here the attention is called as a layer calls it."""
+    """Call the attention directly, because models pass on different arguments."""
     hf.register()
     plan = make_plan(SEQLEN)
     q, k, v = (torch.randn(2, heads, SEQLEN, 8, dtype=torch.float64) for heads in (4, 2, 2))
@@ -238,7 +238,7 @@ def test_refused_by_the_attention_itself(changes, message):
 
 
 def test_chunked_attention():
-    """Only the mask knows the chunks: the layer tells its attention nothing of them."""
+    """Only the mask has the chunks; the layer does not pass them to its attention."""
     hf.register()
     config = Llama4TextConfig(
         **SMALL | {"intermediate_size_mlp": 48, "num_local_experts": 2},

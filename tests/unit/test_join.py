@@ -1,4 +1,4 @@
-"""Ranks that torchrun starts anew meet apart from those before."""
+"""Ranks that torchrun restarts form a new group, separate from the old one."""
 
 from __future__ import annotations
 

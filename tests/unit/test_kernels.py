@@ -1,4 +1,4 @@
-"""One device: pieces, merge, surrogate outputs, and each kernel against the reference and the oracle."""
+"""Kernels on one device: pieces, merging, surrogate outputs, and comparison with the reference and the oracle."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_memory_that_nothing_was_written_to_holds_nan() -> None:
 
 
 class Blind(Mask):
-    """Causal, but the first two queries see nothing."""
+    """A causal mask under which the first two queries attend to no key."""
 
     def dense(self, seqlen: int) -> np.ndarray:
         seen = super().dense(seqlen)

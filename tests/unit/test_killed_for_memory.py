@@ -1,4 +1,4 @@
-"""What is told of a rank that was killed: whether the kernel did it because memory ran out."""
+"""Error messages for killed ranks say whether the kernel killed them because memory ran out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PERHAPS = "which the system sends when memory runs out"
 
 
 def system(root, *, groups, files):
-    """A system's files under ``root``, as far as they matter."""
+    """Write the relevant files of a system under ``root``."""
     (root / "proc/self").mkdir(parents=True, exist_ok=True)
     (root / "proc/self/cgroup").write_text(groups)
     for name, text in files.items():

@@ -1,4 +1,4 @@
-"""next_token_loss on one rank, against torch's own cross entropy."""
+"""next_token_loss on one rank, compared with torch's own cross entropy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def torch_loss(hidden, weight, labels, num_valid=None, *, bias=None, factor=1.0,
 
 
 def run(hidden, weight, labels, *, grad=None, loss=next_token_loss, **options):
-    """(value, dhidden, dweight) of a fresh pair of leaves."""
+    """Return (value, dhidden, dweight) for new leaves."""
     hidden, weight = hidden.detach().clone().requires_grad_(), weight.detach().clone().requires_grad_()
     if loss is next_token_loss:
         options = {"plan": make_plan(hidden.shape[1]), **options}
@@ -75,7 +75,7 @@ FORMS = {
 
 
 def with_bias(form, dtype=torch.float64, vocabulary=VOCABULARY):
-    """A form's options with a leaf in place of True."""
+    """Replace True in a form's options by a leaf."""
     if "bias" not in form:
         return form
     bias = torch.randn(vocabulary, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
@@ -234,7 +234,7 @@ def test_no_valid_token_gives_zero_and_stays_connected(num_valid, seqlen):
 
 
 class Largest(TorchDispatchMode):
-    """Remembers the largest number of elements of any tensor made under it, views of ``known`` aside."""
+    """A mode that records the largest number of elements of any new tensor, except views of ``known``."""
 
     def __init__(self, *known):
         super().__init__()

@@ -1,4 +1,4 @@
-"""NaN in, NaN out, in the rows that see it and in no other: out, lse and every gradient, kernel by kernel."""
+"""A NaN in an input reaches exactly the rows that attend to it, in out, lse and every gradient, for each kernel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from burst_attention import Mask, burst_attention, make_plan
+from burst_attention import Mask, Strategy, burst_attention, make_plan
 from burst_attention.kernels import choose
 from burst_attention.kernels.contract import BackwardInputs
 from burst_attention.plan.tile import Tiles
@@ -36,14 +36,14 @@ def tensors(dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def spoiled(given: dict[str, Tensor], name: str, at: int, what: float = math.nan) -> dict[str, Tensor]:
-    """With one number of the first head of ``name`` another."""
+    """Replace one number in the first head of ``name``."""
     copy = given[name].clone()
     copy[0, 0, at, -1] = what
     return given | {name: copy}
 
 
 def reached(mask: Mask, name: str, at: int) -> dict[str, Tensor]:
-    """bool [heads, rows]: what a dense attention, written out in seen pairs alone, makes of a NaN in the first head."""
+    """Return bool [heads, rows]: rows that a NaN in the first head reaches in dense attention over unmasked pairs."""
     seen = torch.from_numpy(mask.dense(LENGTH))
     row, key = torch.zeros(2, LENGTH, dtype=torch.bool), torch.zeros(1, LENGTH, dtype=torch.bool)
     queries, keys = row.clone(), key.clone()
@@ -116,7 +116,7 @@ def test_an_infinity_counts_as_a_nan(kernel: str) -> None:
 
 @pytest.mark.parametrize("kernel", ["reference", "aten"])
 def test_sums_that_overflow_make_no_nan(kernel: str) -> None:
-    """All numbers are finite, their sum is not: that alone tells nothing."""
+    """All numbers are finite although their sum is not; that alone is no error."""
     given = tensors(torch.float32)
     given["v"][:] = 1e37
     q, k, v, _ = (given[name] for name in INPUTS)
@@ -126,16 +126,16 @@ def test_sums_that_overflow_make_no_nan(kernel: str) -> None:
     assert lse.isfinite().all()
 
 
-@pytest.mark.parametrize("travels", ["query", "key-value", "either"])
+@pytest.mark.parametrize("circulate", ["query", "key-value", "nearest"])
 @pytest.mark.parametrize(("world", "layout"), [(1, "contiguous"), (2, "zigzag"), (3, "striped")])
-def test_a_nan_on_any_number_of_ranks(world: int, layout: str, travels: str) -> None:
+def test_a_nan_on_any_number_of_ranks(world: int, layout: str, circulate: str) -> None:
     mask, given = MASKS["documents"], tensors(torch.float32)
 
     def call(group, given: dict[str, Tensor]) -> dict[str, Tensor]:
-        plan = make_plan(LENGTH, mask=mask, layout=layout, group=group)
+        plan = make_plan(LENGTH, mask=mask, group=group, strategy=Strategy(layout=layout, circulate=circulate))
         q, k, v, dout = (plan.shard(given[name], 2) for name in INPUTS)
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        out, lse = burst_attention(*leaves, plan, return_lse=True, travels=travels, kernel="aten")
+        out, lse = burst_attention(*leaves, plan, return_lse=True, kernel="aten")
         results = (out, lse, *torch.autograd.grad(out, leaves, dout))
         return {name: plan.unshard(x.detach(), 2) for name, x in zip(RESULTS, results, strict=True)}
 

@@ -1,4 +1,4 @@
-"""Whatever lies at ``--data`` gives documents, or one sentence with file (and line); never a hang or a crash."""
+"""Any content of ``--data`` gives documents, or one sentence with file (and line); it never hangs or crashes."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ ROWS = {
     "long integer as text": (b'{"text": ' + b"1" * 5000 + b"}", r":1: .*integer"),
     "long fraction": (b'{"text": "x", "id": 0.' + b"9" * 5000 + b"}", ["x"]),
     "not a number": (b'{"text": "x", "id": NaN}', ["x"]),
-    "NUL as such": (b'{"text": "a\x00b"}', r":1: not JSON"),
-    "NUL between": (GOOD + b"\x00\n", r":2: not JSON"),
+    "NUL as such": (b'{"text": "a\x00b"}', r":1: not valid JSON"),
+    "NUL between": (GOOD + b"\x00\n", r":2: not valid JSON"),
     "NUL escaped": (rb'{"text": "a\u0000b"}', ["a\x00b"]),
     "byte order mark": (BOM + GOOD, ["fine"]),
-    "byte order mark later": (GOOD + BOM + GOOD, r":2: not JSON"),
-    "UTF-16": ('{"text": "x"}\n'.encode("utf-16"), r":1: not JSON"),
-    "UTF-16 without a mark": (b"\n" + '{"text": "x"}'.encode("utf-16-le"), r":2: not JSON"),
+    "byte order mark later": (GOOD + BOM + GOOD, r":2: not valid JSON"),
+    "UTF-16": ('{"text": "x"}\n'.encode("utf-16"), r":1: not valid JSON"),
+    "UTF-16 without a mark": (b"\n" + '{"text": "x"}'.encode("utf-16-le"), r":2: not valid JSON"),
     "text null": (GOOD + b'{"text": null}\n', r":2: the 'text' field holds NoneType"),
     "text number": (b'{"text": 3.5}', r":1: the 'text' field holds float"),
     "text list": (b'{"text": ["a", "b"]}', r":1: the 'text' field holds list"),
@@ -43,15 +43,15 @@ ROWS = {
     "lone surrogate": (rb'{"text": "a\ud800b"}', ["a?b"]),
     "surrogates in a pair": (rb'{"text": "\ud83e\udd99"}', ["🦙"]),
     "surrogate in a field": (rb'{"te\ud800xt": "a"}', r":1: no 'text' field"),
-    "carriage returns": (b'{"text": "a"}\r{"text": "b"}\r', r":1: not JSON"),
+    "carriage returns": (b'{"text": "a"}\r{"text": "b"}\r', r":1: not valid JSON"),
     "both line ends": (b'{"text": "a"}\r\n\r\n{"text": "b"}\r\n', ["a", "b"]),
-    "one object over lines": (b'{\n"text": "a"\n}\n', r":1: not JSON"),
+    "one object over lines": (b'{\n"text": "a"\n}\n', r":1: not valid JSON"),
     "one array": (b'[{"text": "a"}]', r":1: expected an object"),
-    "single quotes": (b"{'text': 'a'}", r":1: not JSON"),
+    "single quotes": (b"{'text': 'a'}", r":1: not valid JSON"),
     "a string": (b'"text"', r":1: expected an object with a 'text' field, found str"),
-    "bad UTF-8": (b'{"text": "caf\xe9"}', r":1: not JSON"),
-    "surrogate in UTF-8": (b'{"text": "\xed\xa0\x80"}', r":1: not JSON"),
-    "cut in the middle": (GOOD + GOOD[:9], r":2: not JSON"),
+    "bad UTF-8": (b'{"text": "caf\xe9"}', r":1: not valid JSON"),
+    "surrogate in UTF-8": (b'{"text": "\xed\xa0\x80"}', r":1: not valid JSON"),
+    "cut in the middle": (GOOD + GOOD[:9], r":2: not valid JSON"),
     "line of 20 MB": (b'{"text": "' + b"x" * 20_000_000 + b'"}', ["x" * 20_000_000]),
     "no line": (b"", r"' holds no text"),
     "blank lines": (b"\n  \n\t\n", r"' holds no text"),
@@ -70,14 +70,14 @@ ROWS = {
 
 
 def texts_of(data):
-    """The texts; each can be encoded."""
+    """Return the texts, after checking that each can be encoded."""
     documents = list(open_corpus(str(data)).documents())
     assert all(len(ByteTokenizer().encode(document.text)) > 2 for document in documents)
     return [document.text for document in documents]
 
 
 def check(data, named, expected):
-    """``expected``: the texts, or what is said after ``named``, whether the file is asked for or its folder."""
+    """Check a file and its folder; ``expected`` is the texts, or the message after ``named``."""
     if isinstance(expected, list):
         assert texts_of(data) == expected
         return
@@ -98,9 +98,9 @@ def test_odd_rows_give_documents_or_name_the_line(tmp_path, name):
 # name: (what makes something at a path, the texts or what the refusal says)
 PLACES = {
     "nothing": (lambda path: None, "no such file or directory"),
-    "pipe": (os.mkfifo, "neither a file nor a directory.*write what it holds to a file"),
-    "device": (lambda path: path.symlink_to("/dev/zero"), "neither a file nor a directory"),
-    "terminal": (lambda path: path.symlink_to("/dev/null"), "neither a file nor a directory"),
+    "pipe": (os.mkfifo, "not a file or a directory.*Write its content to a file"),
+    "device": (lambda path: path.symlink_to("/dev/zero"), "not a file or a directory"),
+    "terminal": (lambda path: path.symlink_to("/dev/null"), "not a file or a directory"),
     "link to itself": (lambda path: path.symlink_to(path), "too many levels of symbolic links"),
     "link to nothing": (lambda path: path.symlink_to(path.with_name("gone")), "no such file or directory"),
     "link to a text": (lambda path: path.symlink_to(text_at(path.with_name("text"))), ["text"]),
@@ -113,7 +113,7 @@ PLACES = {
     "carriage returns": (lambda path: path.write_bytes(b"a\rb\r\n"), ["a\rb\r\n"]),
     "empty folder": (Path.mkdir, "holds no file"),
 }
-# Beside a text in a folder: what else is read, or what the refusal says.
+# Further contents of a folder with a text: the extra texts read, or the message of the refusal.
 BESIDE = {
     "pipe": [],
     "device": [],

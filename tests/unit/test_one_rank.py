@@ -1,4 +1,4 @@
-"""One process alone: what makes it the only rank, and what refuses to take it for that."""
+"""A single process: when it counts as the only rank, and when it is refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from burst_attention import burst_attention, make_plan
+from burst_attention import CallShape, burst_attention, make_plan
 from burst_attention.launch import local
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,4 +80,4 @@ def test_a_plan_explains_the_calls_that_it_was_made_for():
     sizes = {"q_heads": 8, "kv_heads": 2, "head_dim": 64}
     with pytest.raises(TypeError, match=r"such as plan\.explain\(batch=1, q_heads=32"):
         make_plan(64).explain()
-    assert make_plan(64, **sizes).explain() == make_plan(64).explain(batch=1, **sizes)
+    assert make_plan(64, call=CallShape(**sizes)).explain() == make_plan(64).explain(batch=1, **sizes)

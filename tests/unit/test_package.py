@@ -1,4 +1,4 @@
-"""The package as it is installed: its version, its wheel, and what a command says of a missing extra."""
+"""The installed package: its version, its wheel, and the message about a missing extra."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_trainers_extra_brings_what_their_bridge_imports():
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_wheel_in_an_empty_environment_checks_itself_and_names_the_extra_of_the_rest(tmp_path):
-    """Needs pip's index: it installs the wheel, and torch at the tested version, with nothing else beside them."""
+    """Install only the wheel and the tested version of torch; this needs pip's index."""
     pip, pins = ("-m", "pip", "--disable-pip-version-check", "--quiet"), ("-c", str(ROOT / "constraints.txt"))
 
     def run(*words: str, status: int = 0, where: Path = tmp_path) -> subprocess.CompletedProcess[str]:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burst_attention.plan.assignment import TRAVELS, Cube, blocks, columns, heads, nearest, rows, table
+from burst_attention.plan.assignment import CIRCULATIONS, Cube, blocks, columns, heads, nearest, rows, table
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.groups import WHOLE, Groups
 from burst_attention.plan.layout import BALANCED, LAYOUTS, PER_DOCUMENT, Layout
@@ -20,12 +20,14 @@ from burst_attention.plan.mask import Mask
 from burst_attention.plan.program import Drop, Move, Post, Visit, Wait
 from burst_attention.plan.route import ROUTES, Edge
 from burst_attention.plan.rows import Direction, Payload, Rows, Side
+from burst_attention.plan.schedule import Schedule
 from burst_attention.plan.slices import Slice
+from burst_attention.plan.strategy import Strategy
 from burst_attention.plan.tile import pair_tiles
 from burst_attention.plan.waves import Chunks
-from burst_attention.planner.choice import Planner
-from burst_attention.planner.schedule import Schedule, make_schedule
-from burst_attention.planner.traffic import Tally
+from burst_attention.planner.planner import Planner, traffic_model_of
+from burst_attention.planner.traffic import TrafficModel
+from tests.support.schedules import make_schedule
 
 
 @st.composite
@@ -189,9 +191,10 @@ COLUMNS = {Payload.ALL: [0, 1], Payload.INPUTS: [0], Payload.GRADIENTS: [1]}
 
 
 class Simulation:
-    """Runs all ranks' programs on sets of positions instead of tensors, each rank as far as its messages allow.
+    """Run all ranks' programs on sets of positions instead of tensors.
 
-    Of a shard both payloads' positions are held, a column each; -1 where nothing has come yet.
+    Each rank runs as far as its messages allow. A shard has a column of positions for each of its two payloads. -1
+    marks positions that have not arrived.
     """
 
     def __init__(self, schedules: list[Schedule], cube: Cube, direction: Direction, groups: Groups = WHOLE) -> None:
@@ -307,7 +310,7 @@ class Simulation:
             total[row] += more
 
     def check(self, mask: Mask, direction: Direction) -> None:
-        """Every cell's contribution has come home once, and nothing is left over."""
+        """Check that every cell's contribution arrived once at its owner, and that nothing is left over."""
         dense = mask.dense(self.layout.seqlen)
         assert not any(self.wires.values()), "unread messages"
         for rank, program in enumerate(self.programs):
@@ -328,7 +331,7 @@ def told(edge) -> tuple:
 
 
 def nodes_of(world: int) -> st.SearchStrategy[tuple[int, ...]]:
-    """For each rank the node that it is on: uneven ones, and such as are not of neighbours."""
+    """Return each rank's node; nodes are uneven, and their ranks need not be adjacent."""
     return st.lists(st.integers(0, 2), min_size=world, max_size=world).map(tuple)
 
 
@@ -353,7 +356,7 @@ def test_programs_bring_every_pair_home_once(
 
 @st.composite
 def cubes(draw) -> tuple[Layout, Mask, Cube, Groups]:
-    """Heads cut in groups, and who computes which cells: by slices, kept or not, or by the dice."""
+    """Return splits of heads into groups with assignments of cells: by sequence groups, cached or not, or at random."""
     layout, mask = draw(worlds(most_tokens=30, most_ranks=1))
     count, contexts = draw(st.sampled_from([(2, 1), (2, 2), (3, 1), (4, 1), (2, 3), (1, 3)]))
     layout = dataclasses.replace(layout, world=count * contexts)
@@ -413,15 +416,15 @@ def test_the_ranks_of_a_node_share_out_what_crosses() -> None:
     nodes = (0, 0, 0, 0, 1, 1, 1, 1)
     over = dataclasses.replace(ROUTES["nodes"], nodes=nodes)
     schedule = Schedule(Layout("contiguous", 64, 8), Mask(causal=False), over, 0)
-    for direction, travels in product(Direction, ("query", "key-value")):
-        work = schedule.work(travels, direction)
+    for direction, circulate in product(Direction, ("query", "key-value")):
+        work = schedule.work(circulate, direction)
         crossing = [e for e in work.edges(work.cells()) if nodes[e.source] != nodes[e.target]]
         assert set(Counter(e.source for e in crossing).values()) == set(Counter(e.target for e in crossing).values())
         assert len(set(Counter(e.source for e in crossing).values())) == 1
 
 
 def test_a_step_is_one_visit_and_the_last_completes_whole_sequences() -> None:
-    """Of a head group, whatever the ranks: new queries with all keys held, old queries with the new keys."""
+    """A step of a head group has one visit: new queries with all keys held, and old queries with the new keys."""
     layout = Layout("contiguous", 64, 8)
     for direction, keep in product(Direction, (False, True)):
         groups = Groups(8, 8, keep)
@@ -483,23 +486,23 @@ def test_bytes_counted_for_a_choice_are_those_of_the_programs(mask: Mask, world:
     sizes = {"batch": 2, "head_dim": 8, "v_head_dim": 4, "io": 2, "partial": 4, "accumulate": 4}
     shape = Shape(q_heads=12, kv_heads=heads, **sizes)
     waves = (0, 2) if count > 1 else (0,)
-    for layout, travels, keep, n in product(("zigzag", "striped"), TRAVELS, {False, count > 1}, waves):
+    for layout, circulate, keep, n in product(("zigzag", "striped"), CIRCULATIONS, {False, count > 1}, waves):
         groups = Groups.of(count, q_heads=12, kv_heads=heads, keep=keep, waves=n)
         schedules = [Schedule(Layout(layout, 50, world), mask, ROUTES["direct"], rank) for rank in range(world)]
-        moved = schedules[0].bytes_moved(shape, travels, groups)
-        traffic = [schedule.traffic(shape, travels, groups) for schedule in schedules]
+        moved = Planner().bytes_moved(schedules[0], shape, circulate, groups)
+        traffic = [schedule.traffic(shape, circulate, groups) for schedule in schedules]
         assert moved.tolist() == [[t.sent for t in traffic], [t.received for t in traffic]]
         for direction in Direction:
-            assert messages_told(schedules[0], shape, travels, direction, groups) == messages_of_edges(
-                schedules[0], shape, travels, direction, groups
+            assert messages_told(schedules[0], shape, circulate, direction, groups) == messages_of_edges(
+                schedules[0], shape, circulate, direction, groups
             )
 
 
 def messages_told(
-    schedule: Schedule, shape: Shape, travels: str, direction: Direction, groups: Groups
+    schedule: Schedule, shape: Shape, circulate: str, direction: Direction, groups: Groups
 ) -> dict[tuple[int, ...], int]:
-    """Bytes by (step, source, target), as times are predicted from them."""
-    inner, tally = TRAVELS[travels](schedule.layout.world // groups.query)[direction], schedule.tally
+    """Return bytes by (step, source, target), as used to predict times."""
+    inner, tally = CIRCULATIONS[circulate](schedule.layout.world // groups.query)[direction], traffic_model_of(schedule)
     tally = tally.for_groups(groups)
     found = tally.messages(shape, direction, inner, groups, tally.cells(direction, groups, inner))
     told = Counter[tuple[int, ...]]()
@@ -509,10 +512,10 @@ def messages_told(
 
 
 def messages_of_edges(
-    schedule: Schedule, shape: Shape, travels: str, direction: Direction, groups: Groups
+    schedule: Schedule, shape: Shape, circulate: str, direction: Direction, groups: Groups
 ) -> dict[tuple[int, ...], int]:
-    """The same of what runs."""
-    work, sent = schedule.work(travels, direction, groups), Counter[tuple[int, ...]]()
+    """Return the same bytes from the programs that run."""
+    work, sent = schedule.work(circulate, direction, groups), Counter[tuple[int, ...]]()
     for edge in work.edges(work.cells()):
         if edge.source != edge.target and edge.rows.count:
             size = edge.rows.count * shape.row_bytes(edge, direction) // groups.count(edge.side)
@@ -535,7 +538,7 @@ def test_blocks_are_of_one_size_or_nearly(world: int) -> None:
 @pytest.mark.parametrize("assignment", [rows, columns], ids=["rows", "columns"])
 @pytest.mark.parametrize("direction", list(Direction))
 def test_buffers_do_not_grow_with_the_world(route: str, direction: Direction, assignment) -> None:
-    """Two foreign shards at most, in use or arriving; one partial out and one in for each exchange."""
+    """A rank holds at most two foreign shards, and one outgoing and one incoming partial per exchange."""
     for world in (4, 8, 12):
         layout = Layout("zigzag", 16 * world, world)
         for rank in range(world):
@@ -576,7 +579,7 @@ def test_the_next_exchange_is_posted_before_a_visit() -> None:
 
 
 def across(edges: list[Edge], nodes: tuple[int, ...], shape: Shape, direction: Direction, groups: Groups) -> int:
-    """Bytes that go from node to node, each where it is sent."""
+    """Return the bytes between nodes, by sender."""
     return sum(
         edge.rows.count * shape.row_bytes(edge, direction) // groups.count(edge.side)
         for edge in edges
@@ -585,7 +588,7 @@ def across(edges: list[Edge], nodes: tuple[int, ...], shape: Shape, direction: D
 
 
 @pytest.mark.parametrize(
-    ("nodes", "heads", "kv_heads", "count", "travels", "most"),
+    ("nodes", "heads", "kv_heads", "count", "circulate", "most"),
     [
         ((0, 0, 1, 1), 4, 4, 2, "query", 0.55),  # heads cut within a node: every byte of K and V crosses once
         ((0, 0, 1, 1), 4, 1, 1, "key-value", 0.60),  # one key-value head: by two levels
@@ -594,9 +597,9 @@ def across(edges: list[Edge], nodes: tuple[int, ...], shape: Shape, direction: D
     ],
 )
 def test_what_crosses_to_another_node_does_so_once(
-    nodes: tuple[int, ...], heads: int, kv_heads: int, count: int, travels: str, most: float
+    nodes: tuple[int, ...], heads: int, kv_heads: int, count: int, circulate: str, most: float
 ) -> None:
-    """Against zigzag whose messages all go straight, forward and backward, bf16."""
+    """Compare with zigzag and direct messages, forward and backward, bf16."""
     world, sizes = len(nodes), {"batch": 1, "head_dim": 128, "v_head_dim": 128, "io": 2, "partial": 2, "accumulate": 4}
     shape = Shape(q_heads=heads, kv_heads=kv_heads, **sizes)
     total = {}
@@ -605,8 +608,8 @@ def test_what_crosses_to_another_node_does_so_once(
         ("nodes", Groups.of(count, q_heads=heads, kv_heads=kv_heads, keep=count > 1)),
     ):
         over = dataclasses.replace(ROUTES[route], nodes=nodes)
-        schedule = Schedule(Layout("zigzag", 64 * world, world), Mask(), over, 0, heads=groups.query)
-        works = [schedule.work(travels, direction, groups) for direction in Direction]
+        schedule = Schedule(Layout("zigzag", 64 * world, world), Mask(), over, 0, Strategy(ulysses_degree=groups.query))
+        works = [schedule.work(circulate, direction, groups) for direction in Direction]
         total[route] = sum(across(w.edges(w.cells()), nodes, shape, w.direction, groups) for w in works)
     assert total["nodes"] <= most * total["direct"]
 
@@ -638,9 +641,9 @@ def test_wire_of_the_papers_table() -> None:
     assert traffic.forward_sent == traffic.forward_received == 2 * n * hops * 2
     assert traffic.backward_sent == traffic.backward_received == 3 * n * hops * 2 + statistics
     assert schedule.traffic(shape, "key-value").backward_sent == 4 * n * hops * 2
-    assert schedule.choose_travels(shape) == "query"
+    assert schedule.choose_circulation(shape) == "query"
     grouped = Shape(**sizes, kv_heads=heads // 2)
-    assert schedule.choose_travels(grouped) == "key-value"
+    assert schedule.choose_circulation(grouped) == "key-value"
 
 
 @pytest.mark.parametrize("world", [3, 4, 5, 8, 16])
@@ -648,19 +651,19 @@ def test_either_balances_a_contiguous_layout(world: int) -> None:
     """Half a ring of whole blocks each: 1 / world more than the mean at most; fewer bytes than zigzag's best."""
     shape = Shape(batch=1, q_heads=8, kv_heads=8, head_dim=8, v_head_dim=8, io=2, partial=2, accumulate=4)
     sent = {}
-    for layout, expected in (("contiguous", "either"), ("zigzag", "query"), ("striped", "query")):
+    for layout, expected in (("contiguous", "nearest"), ("zigzag", "query"), ("striped", "query")):
         schedules = [Schedule(Layout(layout, 32 * world, world), Mask(), ROUTES["direct"], r) for r in range(world)]
-        assert {s.choose_travels(shape) for s in schedules} == {expected}
+        assert {Planner().choose_circulation(s, shape) for s in schedules} == {expected}
         sent[layout] = sum(s.traffic(shape, expected).sent for s in schedules)
     assert sent["contiguous"] < 0.8 * sent["zigzag"] if world > 3 else sent["contiguous"] < 0.9 * sent["zigzag"]
     contiguous = Schedule(Layout("contiguous", 32 * world, world), Mask(), ROUTES["direct"], 0)
-    for direction, assign in TRAVELS["either"](world).items():
+    for direction, assign in CIRCULATIONS["nearest"](world).items():
         work = np.zeros(world)
         for (i, j), tiles in contiguous.pairs().items():
             work[assign(np.array(i), np.array(j))] += tiles.area
         assert work.max() <= (1 + 1.05 / world) * work.mean(), direction
     for rank in range(world):
-        ops = Schedule(contiguous.layout, Mask(), ROUTES["direct"], rank).program("either", Direction.BACKWARD).ops
+        ops = Schedule(contiguous.layout, Mask(), ROUTES["direct"], rank).program("nearest", Direction.BACKWARD).ops
         assert max(op.step for op in ops if isinstance(op, Visit)) <= world // 2
 
 
@@ -669,7 +672,7 @@ def test_either_balances_a_contiguous_layout(world: int) -> None:
 def test_rows_needed_are_those_of_the_pairs(world: tuple[Layout, Mask]) -> None:
     layout, mask = world
     ranks, regions = range(layout.world), mask.regions(layout.seqlen)
-    tiles, counted = pair_tiles(layout, layout, regions, ranks, ranks), Tally(layout, regions).pairs
+    tiles, counted = pair_tiles(layout, layout, regions, ranks, ranks), TrafficModel(layout, regions).pairs
     assert [*zip(counted.i.tolist(), counted.j.tolist(), strict=True)] == sorted(tiles)
     for n, pair in enumerate(sorted(tiles)):
         found = (counted.area[n], counted.rows[Side.QUERY][n], counted.rows[Side.KEY][n])
@@ -680,7 +683,7 @@ def test_choosing_what_travels_is_quick_for_many_ranks() -> None:
     schedule = make_schedule(1 << 20, mask=Mask(), layout="zigzag", route="direct", rank=5, world=256)
     shape = Shape(batch=1, q_heads=8, kv_heads=8, head_dim=8, v_head_dim=8, io=2, partial=2, accumulate=4)
     started = time.perf_counter()
-    assert schedule.choose_travels(shape) == "query"
+    assert schedule.choose_circulation(shape) == "query"
     assert (
         time.perf_counter() - started < 3.0
     )  # about 0.1 s on an idle core; objects for 65,536 pairs take half a minute
@@ -740,11 +743,14 @@ def test_masks_refuse_by_name(options: dict, error: type[Exception], told: str) 
         ({"layout": "balanced-per-document"}, "use layout='balanced'"),
         ({"route": "scenic"}, "route='scenic'"),
         ({"rank": 2}, "rank=2"),
-        ({"heads": 3}, "heads=3 does not divide the 2 ranks"),
-        ({"heads": 0}, "heads=0"),
-        ({"heads": True}, "heads=True"),
-        ({"heads": 2, "route": "ring"}, "route='ring'"),
-        ({"keep": "yes"}, "keep='yes'"),
+        ({"ulysses_degree": 3}, "ulysses_degree=3 does not divide the 2 ranks"),
+        ({"ulysses_degree": 0}, "ulysses_degree=0"),
+        ({"ulysses_degree": True}, "ulysses_degree=True"),
+        ({"ulysses_degree": 2, "route": "ring"}, "route='ring'"),
+        ({"cache_qkv": "yes"}, "cache_qkv='yes'"),
+        ({"circulate": "air"}, "circulate='air'"),
+        ({"chunks": -1}, "chunks=-1"),
+        ({"chunks": 2, "route": "ring"}, "chunks=2"),
     ],
 )
 def test_schedules_refuse_by_name(options: dict, told: str) -> None:
@@ -763,7 +769,7 @@ def test_masks_are_values() -> None:
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Mask)])
 def test_ranks_agree_on_every_field_of_a_mask(field: str) -> None:
-    """A field that ranks could differ in unnoticed would be a wrong result on some of them."""
+    """If a field could differ between ranks unnoticed, some ranks would compute wrong results."""
     other = Mask(**{field: {"causal": False, "window": 3, "cu_seqlens": [0, 3, 8], "prefix": 2}[field]})
     told = [
         make_schedule(8, mask=m, layout="zigzag", route="direct", rank=0, world=2).description for m in (Mask(), other)

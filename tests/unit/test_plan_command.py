@@ -1,4 +1,4 @@
-"""``burst plan`` as users see it: the table, the files that it writes, what it refuses, and how much it looks at."""
+"""``burst plan`` for users: its table, its files, its errors, and the number of ranks it simulates."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def test_a_million_tokens_on_32_ranks(capsys: Any) -> None:
     flags = "--model meta-llama/Meta-Llama-3-8B --seq-len 1048576 --max-positions 1048576 --engine"
     assert f"{start} -m burst_attention.cli train {flags}" in out and out.count("--data DATA --out runs/mine") >= 3
     # 4 D S^2 / 2 per head, 32 heads and layers, and 2 x 7.5 billion products a token; three times
-    assert "912 PFLOP a step" in out
-    assert "ulysses: not here: --engine ulysses gives each rank whole heads" in out
-    assert "usp, zigzag, all-to-all among 8, a ring of 4: torchrun" in out
-    assert "every figure here is foretold" in out
+    assert "912 PFLOP per step" in out
+    assert "ulysses: not possible: --engine ulysses gives each rank whole heads" in out
+    assert "usp, zigzag layout, all-to-all among 8 ranks, ring of 4: torchrun" in out
+    assert "every figure here is a prediction" in out
 
 
 def test_numbers_are_read_as_people_write_them(capsys: Any) -> None:
@@ -62,11 +62,22 @@ def test_other_commands_read_them_too(tmp_path: Any) -> None:
 
 def test_attention_alone(capsys: Any) -> None:
     out = told(capsys, "--seq-len", "64K", "--ranks", "4", "--q-heads", "8", "--head-dim", "64", "--layers", "2")
-    assert "attention alone, 8/8 heads of 64, 2 layers" in out and "Attention alone" in out
+    assert "attention only, 8 query and 8 key-value heads of dimension 64, 2 layers" in out and "Attention only" in out
     assert "rest of the model" not in out and "cli train" not in out
-    assert "tensor-sequence: not here" in out
-    more = ["--q-heads", "4", "--dtype", "float64", "--travels", "either", "--layout", "contiguous", "--heads", "1"]
-    assert "burst, contiguous, direct, heads=1, either travels" in told(
+    assert "tensor-sequence: not possible" in out
+    more = [
+        "--q-heads",
+        "4",
+        "--dtype",
+        "float64",
+        "--circulate",
+        "nearest",
+        "--layout",
+        "contiguous",
+        "--ulysses-degree",
+        "1",
+    ]
+    assert "burst, contiguous layout, direct route, circulate='nearest', ulysses_degree=1" in told(
         capsys, "--seq-len", "1K", "--ranks", "4", *more
     )
 
@@ -80,17 +91,19 @@ def test_what_does_not_fit_is_told_with_what_would(capsys: Any) -> None:
 
 def test_advice_is_not_what_was_done_already(capsys: Any) -> None:
     asked = ["--seq-len", "4M", "--ranks", "8"]
-    assert "Take more ranks, --mlp-chunks 8 or a shorter --seq-len." in told(capsys, *asked)
-    assert "Take more ranks or a shorter --seq-len." in told(capsys, *asked, "--mlp-chunks", "8")
+    assert "Use more ranks, --mlp-chunks 8 or a shorter --seq-len." in told(capsys, *asked)
+    assert "Use more ranks or a shorter --seq-len." in told(capsys, *asked, "--mlp-chunks", "8")
 
 
 def test_a_faster_engine_within_the_tolerance_is_named() -> None:
     def engine(name: str, attention: float) -> Forecast:
         return Forecast(engine=name, way="a way", attention=attention, memory={"none": {"weights": 1}}, fits=None)
 
-    asked = plan.Arguments(seq_len=1024, ranks=2, q_heads=2).question()
+    asked = plan.PlanArguments(seq_len=1024, ranks=2, q_heads=2).question()
     said = verdict(asked, [engine("burst", 1.01), engine("ulysses", 1.0)])
-    assert said.startswith("Recommended: burst (a way), 1.01 s a step (ulysses is 1.0% faster, which is within the 2%")
+    assert said.startswith(
+        "Recommended: burst (a way), 1.01 s per step (ulysses is 1.0% faster, but a difference of up to 2%"
+    )
     assert "faster" not in verdict(asked, [engine("burst", 1.0), engine("ulysses", 1.0)])
     assert verdict(asked, [engine("burst", 1.03), engine("ulysses", 1.0)]).startswith("Recommended: ulysses")
 
@@ -107,7 +120,7 @@ def test_a_narrow_terminal_gets_whole_words(capsys: Any, monkeypatch: pytest.Mon
 def test_speed_is_told_per_rank_and_by_what_is_recomputed(capsys: Any, tmp_path: Any) -> None:
     written = tmp_path / "plan.json"
     out = told(capsys, "--seq-len", "128K", "--ranks", "8", "--json", str(written))
-    assert "tokens/s per rank" in out and "a step, --remat layer" in out
+    assert "tokens/s per rank" in out and "step time, --remat layer" in out
     for each in json.loads(written.read_text())["engines"]:
         if not each["refused"]:
             assert each["tokens_per_second"] == pytest.approx(131072 / (8 * each["seconds"]))
@@ -125,15 +138,15 @@ def test_one_ranks_cells_are_coloured_by_step() -> None:
     nothing = np.zeros((4, 4))
     steps = np.arange(16).reshape(4, 4) % 2
     one = Picture(4, np.zeros((4, 4), np.int64), steps, nothing, [0], [[]])
-    assert "in 2 steps, which colours show" in plan_page._coloured(one)
+    assert "in 2 steps, shown by colour" in plan_page._coloured(one)
     drawn = plan_page._cells(one, "forward")
     assert all(drawn.count(f'fill="{colour}"') == 8 for colour in plan_page.COLOURS[:2])
     several = Picture(4, np.arange(16).reshape(4, 4) % 4, steps, nothing, [0], [[]])
-    assert "each colour is the rank" in plan_page._coloured(several)
+    assert "is the rank that computes it" in plan_page._coloured(several)
 
 
 class Parsed(HTMLParser):
-    """Every element that was opened and closed, what it fetches, and the text."""
+    """A parser that records all elements opened and closed, all URLs, and the text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -170,14 +183,14 @@ def test_a_page_and_a_file_hold_the_same_figures(capsys: Any, tmp_path: Any) -> 
         assert f"-m burst_attention.cli train {each['flags']}" in parsed.text or not each["flags"]
         assert each["fits"] is (sum(each["memory"][each["remat"]].values()) <= 0.9 * 80e9)
     assert values["model"]["parameters"] == 8_030_261_248 and values["ranks_of_a_node"] == 4
-    assert "foretold" in values["rates"]["source"] and len(values["assumptions"]) > 4
+    assert "estimated" in values["rates"]["source"] and len(values["assumptions"]) > 4
 
 
 def test_many_ranks_are_never_all_looked_at(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """So a plan over thousands takes no longer, and no more memory, than one over hundreds."""
-    worlds, on_paper = [], forecast.on_paper
+    """A plan over thousands of ranks takes no more time and memory than one over hundreds."""
+    worlds, simulations = [], forecast.simulations
     monkeypatch.setattr(
-        forecast, "on_paper", lambda way, setting: worlds.append(setting.world) or on_paper(way, setting)
+        forecast, "simulations", lambda way, setting: worlds.append(setting.world) or simulations(way, setting)
     )
     monkeypatch.setattr(forecast, "MOST_RANKS", 64)
     out = told(
@@ -190,14 +203,14 @@ def test_many_ranks_are_never_all_looked_at(monkeypatch: pytest.MonkeyPatch, cap
         "zigzag",
         "--q-heads",
         "8",
-        "--heads",
+        "--ulysses-degree",
         "1",
         "--route",
         "direct",
     )
     assert max(worlds) == 64 and len(worlds) == 8
-    assert "burst is not run on paper over all 4,096 ranks: it is extrapolated from worlds of 32 and 64" in out
-    assert "burst as published, ring is not run" in out
+    assert "burst is not simulated over all 4,096 ranks: it is extrapolated from simulations of 32 and 64 ranks" in out
+    assert "burst as published, ring is not simulated" in out
 
 
 @pytest.mark.slow
@@ -209,12 +222,12 @@ def test_a_hundred_million_tokens_on_4096_ranks(capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mixtral"}, "is of model_type 'mixtral', whose work and memory are not known"),
+        ({"model_type": "mixtral"}, "is of model_type 'mixtral', which is not supported"),
         ({"hidden_size": None}, "lacks 'hidden_size'"),
-        ({"num_key_value_heads": 3}, "has 4 query heads, no multiple of its 3"),
+        ({"num_key_value_heads": 3}, "has 4 query heads, which is not a multiple of its 3"),
         ({"vocab_size": -1}, "has vocab_size -1"),
         ({"attention_bias": True}, "has attention_bias"),
-        ({"num_attention_heads": 3, "num_key_value_heads": 3}, "no multiple of its 3 heads, and no head_dim"),
+        ({"num_attention_heads": 3, "num_key_value_heads": 3}, "not a multiple of its 3 heads, and no head_dim"),
         ({"model_type": "mistral", "sliding_window": 0}, "has sliding_window 0"),
         ({"model_type": "mistral", "sliding_window": 8, "layer_types": []}, "has 0 layer_types for 2 layers"),
     ],

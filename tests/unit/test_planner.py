@@ -1,9 +1,9 @@
-"""The plan that is predicted to be fastest: what is chosen, alike whatever was chosen before, and its prediction."""
+"""The planner's choices: the predicted fastest plan, independent of earlier choices, and its prediction."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import product
 from typing import Any
 
@@ -13,29 +13,32 @@ import torch
 from burst_bench.claims import planning
 from burst_train.config import TrainConfig
 from burst_train.forecast.machines import Device
-from burst_train.forecast.request import Cluster, Question
+from burst_train.forecast.request import Cluster, ForecastRequest
 from burst_train.memory import MemoryConfig
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from burst_attention import Mask, burst_attention, make_plan
+from burst_attention import CallShape, Hardware, Mask, burst_attention, make_plan
 from burst_attention.attention.hardware import resolve_nodes, resolve_rates
+from burst_attention.attention.renamed import OF_PLAN
 from burst_attention.kernels.pieces import cut
-from burst_attention.plan.assignment import TRAVELS
+from burst_attention.plan.assignment import CIRCULATIONS
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.groups import WHOLE, Groups
 from burst_attention.plan.program import Visit
 from burst_attention.plan.rows import Direction
+from burst_attention.plan.strategy import NAMED, Strategy, strategy_of
 from burst_attention.planner import choice as choose
 from burst_attention.planner import explain
-from burst_attention.planner import schedule as schedule_module
-from burst_attention.planner.choice import WORTH, Candidate, Planner, Prediction
+from burst_attention.planner import planner as planner_module
+from burst_attention.planner.choice import WORTH, Candidate, Prediction
+from burst_attention.planner.planner import Planner
 from burst_attention.planner.presets import NETWORKS, NODES, preset, usual
 from burst_attention.planner.rates import Link, Rates, read_rates, user_file, write_rates
-from burst_attention.planner.schedule import Schedule, make_schedule
-from burst_attention.planner.timing import Computing, OnPaper, Wire, _share, timed
+from burst_attention.planner.timing import Computing, PassSimulation, Wire, _share, timed
 from burst_attention.planner.traffic import PARTIAL, SHARD, Messages
 from burst_attention.testing import local_world
+from tests.support.schedules import Planned, make_schedule
 
 CPU = preset("cpu")
 
@@ -46,41 +49,41 @@ def shape(kv_heads: int = 8, q_heads: int = 8, batch: int = 1) -> Shape:
 
 
 def link(mbit: float) -> Rates:
-    """Nodes of one rank each that share two cores, as in the emulated cluster."""
+    """Return rates of nodes with one rank each that share two cores, as in the emulated cluster."""
     overhead = replace(CPU.overhead, at_once=2.0)
     return replace(CPU, across=Link(latency=2e-4, bytes_per_second=mbit * 1e6 / 8, shared=True), overhead=overhead)
 
 
 def schedule(
     rates: Rates, *, world: int = 4, known: Shape | None = None, seqlen: int = 4096, **options: Any
-) -> Schedule:
-    options = {"mask": Mask(), "layout": "auto", "route": "direct", "heads": "auto"} | options
+) -> Planned:
+    options = {"mask": Mask(), "layout": "auto", "route": "direct", "ulysses_degree": "auto"} | options
     return make_schedule(seqlen, rank=0, world=world, planner=Planner(rates, tuple(range(world)), known), **options)
 
 
 def test_heads_are_cut_as_often_as_there_are_ranks_and_come_in_waves_on_slow_links() -> None:
     planned = schedule(link(200), known=shape())
-    assert planned.layout.name == "zigzag-by-halves" and planned.choose(shape()).candidate.groups.waves == 4
-    assert planned.choose(shape()).candidate.groups.query == 4
+    assert planned.layout.name == "zigzag-by-halves" and planned.choose_call(shape()).candidate.groups.waves == 4
+    assert planned.choose_call(shape()).candidate.groups.query == 4
     named = schedule(link(200), known=shape(), layout="zigzag")
-    assert named.layout.name == "zigzag" and named.choose(shape()).candidate.groups.waves == 2
-    assert named.choose(shape()).seconds > planned.choose(shape()).seconds
+    assert named.layout.name == "zigzag" and named.choose_call(shape()).candidate.groups.waves == 2
+    assert named.choose_call(shape()).seconds > planned.choose_call(shape()).seconds
 
 
 def test_where_exchange_is_hidden_anyway_the_fewest_launches_decide() -> None:
     planned = schedule(preset("h100-hgx"), known=shape(), seqlen=1 << 18)
-    found = planned.predictions(shape(), "auto")
+    found = planned.predictions(shape())
     shortest = min(each.seconds for each in found if each.forward)
     near = [each for each in found if each.forward and each.seconds <= WORTH * shortest]
-    chosen = planned.choose(shape())
+    chosen = planned.choose_call(shape())
     assert len(near) > 2 and chosen in near and chosen.launches == min(each.launches for each in near)
-    assert chosen.candidate.groups.query == 4 and found[0] in near  # heads that nobody cuts take no longer
+    assert chosen.candidate.groups.query == 4 and found[0] in near  # whole heads are within the same margin
 
 
 @pytest.mark.parametrize("mbit", [50, 200, 1000])
 def test_one_key_value_head_is_not_worth_cutting_query_heads(mbit: float) -> None:
     planned = schedule(replace(link(mbit), overhead=CPU.overhead), known=shape(1))
-    assert planned.choose(shape(1)).candidate.groups == WHOLE
+    assert planned.choose_call(shape(1)).candidate.groups == WHOLE
 
 
 def test_without_heads_a_layout_is_balanced() -> None:
@@ -101,34 +104,34 @@ def test_a_choice_is_never_predicted_worse_than_what_is_flat(world, kv_heads, ma
     call = shape(kv_heads)
     planned = schedule(link(mbit), world=world, seqlen=512, mask=mask, layout=layout)
     if world == 1:
-        assert planned.choose_groups(call, "auto") == WHOLE
+        assert planned.choose_groups(call) == WHOLE
         return
-    chosen = planned.choose(call)
-    flat = replace(planned, heads=1, planner=Planner(planned.planner.rates, planned.planner.nodes))
-    assert chosen.seconds <= WORTH * flat.choose(call).seconds  # of ways as good, that with the fewest launches
-    assert chosen.seconds <= WORTH * min(each.seconds for each in planned.predictions(call, "auto") if each.forward)
+    chosen = planned.choose_call(call)
+    flat = planned.under(strategy=Strategy(ulysses_degree=1))
+    assert chosen.seconds <= WORTH * flat.choose_call(call).seconds  # of ways as good, that with the fewest launches
+    assert chosen.seconds <= WORTH * min(each.seconds for each in planned.predictions(call) if each.forward)
 
 
 def test_a_bound_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is ruled out by its bound would have been ruled out by its time."""
+    """A candidate that its bound excludes would also be excluded by its time."""
     planned = schedule(link(50))
     tally, wire = planned.tally, planned.planner.wire(4)
-    for groups, travels in product([WHOLE, Groups(2, 2), Groups(4, 4, True), Groups(4, 4, True, 2)], TRAVELS):
-        inner = TRAVELS[travels](4 // groups.query)
+    for groups, circulate in product([WHOLE, Groups(2, 2), Groups(4, 4, True), Groups(4, 4, True, 2)], CIRCULATIONS):
+        inner = CIRCULATIONS[circulate](4 // groups.query)
         for direction in Direction:
-            one = OnPaper(tally, shape(), direction, inner[direction], groups, wire)
+            one = PassSimulation(tally, shape(), direction, inner[direction], groups, wire)
             (moving,) = one.moving([wire])
             assert max(one.computing(), moving) <= one.run().seconds * (1 + 1e-9)
 
 
 def test_of_many_ranks_those_are_looked_at_that_move_least() -> None:
-    """Of 64 ranks not every way is run; all that zigzag has take as long to compute, and some of them far longer."""
+    """With 64 ranks some candidates aren't simulated: zigzag's compute equally long, but some take far longer."""
     h100 = preset("h100-hgx+infiniband-400g")
     call = Shape(batch=1, q_heads=32, kv_heads=8, head_dim=128, v_head_dim=128, io=2, partial=2, accumulate=4)
     planner = Planner(h100, tuple(n // 8 for n in range(64)), call)
-    options = {"mask": Mask(), "layout": "zigzag", "route": "direct", "rank": 0, "world": 64, "heads": "auto"}
+    options = {"mask": Mask(), "layout": "zigzag", "route": "direct", "rank": 0, "world": 64, "ulysses_degree": "auto"}
     planned = make_schedule(64 << 13, **options, planner=planner)
-    chosen = planned.choose(call)
+    chosen = planned.choose_call(call)
     whole = planned.timed(call, "key-value", Groups(8, 8, True, 1))
     assert chosen.candidate.groups.query > 1
     assert chosen.seconds <= WORTH * sum(each.seconds for each in whole)
@@ -137,29 +140,32 @@ def test_of_many_ranks_those_are_looked_at_that_move_least() -> None:
 def test_where_links_are_guessed_that_is_chosen_which_loses_least_on_slower_ones() -> None:
     sure = Planner(preset("cpu"), tuple(range(4)), shape())
     unsure = replace(sure, guessed=True)
-    options = {"mask": Mask(), "layout": "auto", "route": "direct", "rank": 0, "world": 4, "heads": "auto"}
+    options = {"mask": Mask(), "layout": "auto", "route": "direct", "rank": 0, "world": 4, "ulysses_degree": "auto"}
     fast, wary = (make_schedule(4096, **options, planner=planner) for planner in (sure, unsure))
-    chosen = wary.choose(shape()).candidate
-    assert chosen.groups == replace(fast.choose(shape()).candidate.groups, waves=2)  # where that has one wave
+    chosen = wary.choose_call(shape()).candidate
+    assert chosen.groups == replace(fast.choose_call(shape()).candidate.groups, waves=2)  # where that has one wave
 
     def worst(layout: str, candidate: Candidate) -> float:
-        """How many times as long as the fastest, on the slowest of the links that may be meant."""
+        """Return the worst slowdown relative to the fastest candidate, over the assumed link speeds."""
         slow = Planner(preset("cpu").slowed(1 / 64), tuple(range(4)), shape())
         found = make_schedule(4096, **(options | {"layout": layout}), planner=slow)
-        passes = found.timed(shape(), candidate.travels, candidate.groups)
-        return sum(one.seconds for one in passes) / make_schedule(4096, **options, planner=slow).choose(shape()).seconds
+        passes = found.timed(shape(), candidate.circulate, candidate.groups)
+        return (
+            sum(one.seconds for one in passes)
+            / make_schedule(4096, **options, planner=slow).choose_call(shape()).seconds
+        )
 
-    assert worst(wary.layout.name, chosen) < 1.1 < 1.25 < worst(fast.layout.name, fast.choose(shape()).candidate)
-    assert "nobody measured these links" in explain.explain(wary, shape(), "auto")
-    assert "nobody measured" not in explain.explain(fast, shape(), "auto")
+    assert worst(wary.layout.name, chosen) < 1.1 < 1.25 < worst(fast.layout.name, fast.choose_call(shape()).candidate)
+    assert "these links were not measured" in explain.explain(wary.planner, wary.schedule, shape())
+    assert "not measured" not in explain.explain(fast.planner, fast.schedule, shape())
 
 
 def test_what_was_chosen_before_changes_nothing() -> None:
-    """Ranks that ask for other plans in between choose alike; steps with other documents share a choice."""
+    """Requests for other plans in between don't change the choice; steps with other documents share a choice."""
     masks = [Mask(cu_seqlens=[0, n, 4096]) for n in (1, 700, 2048, 4000)]
     one, other = schedule(link(200)), schedule(link(200))
-    first = [one.with_mask(mask).choose(shape()).candidate for mask in masks]
-    second = [other.with_mask(mask).choose(shape()).candidate for mask in reversed(masks)]
+    first = [one.with_mask(mask).choose_call(shape()).candidate for mask in masks]
+    second = [other.with_mask(mask).choose_call(shape()).candidate for mask in reversed(masks)]
     assert first == second[::-1]
     assert len(one.planner._remembered) == 2  # one document, or about two
 
@@ -167,53 +173,53 @@ def test_what_was_chosen_before_changes_nothing() -> None:
 def test_no_more_is_remembered_than_is_useful() -> None:
     planner = Planner()
     for n in range(2 * choose.MOST_REMEMBERED):
-        assert planner.remember(n, lambda n=n: n) == n
+        assert planner._remember(n, lambda n=n: n) == n
     assert len(planner._remembered) == choose.MOST_REMEMBERED
-    assert planner.remember(2 * choose.MOST_REMEMBERED - 1, lambda: "made anew") != "made anew"
+    assert planner._remember(2 * choose.MOST_REMEMBERED - 1, lambda: "made anew") != "made anew"
 
 
 def test_a_choice_does_not_depend_on_the_batch() -> None:
-    """A compiler may not know it, and a plan's bytes are of the same choice."""
+    """A compiler may not know the batch size, and a plan's bytes must belong to the same choice."""
     planned = schedule(link(200))
-    assert planned.choose(shape(batch=16)).candidate == planned.choose(shape()).candidate
+    assert planned.choose_call(shape(batch=16)).candidate == planned.choose_call(shape()).candidate
 
 
 def test_choosing_is_quick_for_many_ranks() -> None:
     for world, limit in ((8, 1.0), (256, 20.0)):  # 0.04 and 0.9 s of a busy core
         planned = schedule(preset("a100-pcie+ethernet-25g"), world=world, seqlen=4096 * world, layout="zigzag")
         started = time.process_time()
-        planned.choose(shape(8, 32))
+        planned.choose_call(shape(8, 32))
         assert time.process_time() - started < limit
 
 
-@pytest.mark.parametrize("heads", ["auto", 4])
-def test_one_call_asks_the_planner_once(heads: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("degree", ["auto", 4])
+def test_one_call_asks_the_planner_once(degree: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    predict = schedule_module.predict
+    predict = planner_module.predict
     monkeypatch.setattr(
-        schedule_module, "predict", lambda *given, **more: asked.append(given) or predict(*given, **more)
+        planner_module, "predict", lambda *given, **more: asked.append(given) or predict(*given, **more)
     )
-    for travels in ("auto", "key-value"):
+    for circulate in ("auto", "key-value"):
         asked.clear()
-        planned = schedule(CPU, layout="zigzag", heads=heads)
-        groups, settled = planned.decide(shape(), travels)
+        planned = schedule(CPU, layout="zigzag", ulysses_degree=degree, circulate=circulate)
+        groups, settled = planned.decide(shape())
         assert len(asked) == 1
-        chosen = planned.choose(shape(), travels).candidate
-        assert (groups, settled) == (chosen.groups, chosen.travels) and len(asked) == 1
-        assert planned.settle(shape(), travels, replace(groups, waves=0)) == (groups, settled) and len(asked) == 1
+        chosen = planned.choose_call(shape()).candidate
+        assert (groups, settled) == (chosen.groups, chosen.circulate) and len(asked) == 1
+        assert planned.settle(shape(), replace(groups, waves=0)) == (groups, settled) and len(asked) == 1
     # Groups that were not chosen are settled, too: all else is chosen for them.
     other = replace(groups, keep=not groups.keep) if groups.query > 1 else Groups(4, 4)
-    assert replace(planned.settle(shape(), "auto", other)[0], waves=0) == replace(other, waves=0)
+    assert replace(planned.settle(shape(), other)[0], waves=0) == replace(other, waves=0)
 
 
 def test_visits_and_launches_are_about_those_that_run() -> None:
-    for layout, count, travels in product(("zigzag", "contiguous"), (1, 2, 4), ("query", "key-value")):
+    for layout, count, circulate in product(("zigzag", "contiguous"), (1, 2, 4), ("query", "key-value")):
         groups = Groups(count, count, count > 1)
         planned = schedule(CPU, layout=layout, mask=Mask(causal=False))
-        for direction, told in zip(Direction, planned.timed(shape(), travels, groups), strict=True):
+        for direction, told in zip(Direction, planned.timed(shape(), circulate, groups), strict=True):
             ran, tiles = [], []
             for rank in range(4):
-                ops = replace(planned, rank=rank).program(travels, direction, groups).ops
+                ops = planned.under(rank=rank).program(circulate, direction, groups).ops
                 visits = [op for op in ops if isinstance(op, Visit)]
                 ran.append(len(visits))
                 tiles.append(sum(len(visit.tiles) for visit in visits))
@@ -230,13 +236,16 @@ def test_launches_of_waves_are_those_that_run(world: int, count: int, layout: st
     groups = Groups(count, count, keep, waves)
     planned = schedule(CPU, world=world, layout=layout)
     for direction, told in zip(Direction, planned.timed(shape(), "query", groups), strict=True):
-        programs = [replace(planned, rank=rank).program("query", direction, groups) for rank in range(world)]
+        programs = [planned.under(rank=rank).program("query", direction, groups) for rank in range(world)]
         visits = [[op.tiles for op in each.ops if isinstance(op, Visit)] for each in programs]
         assert told.launches == max(sum(len([*cut(tiles)]) for tiles in mine) for mine in visits)
 
 
 def exchanged(*messages: tuple[int, int, int, int], work: list[list[float]], rates: Rates = CPU) -> float:
-    """Seconds of messages (step, source, target, MB) beside ``work`` by rank and step, without a call's own."""
+    """Return seconds of messages (step, source, target, MB) that overlap ``work``, without the call's overhead.
+
+    ``work`` is given by rank and step.
+    """
     columns = (np.array(column) for column in zip(*messages, strict=True))
     step, source, target, size = columns
     parts = Messages.of([(step, source, target, size * 10**6, SHARD)])
@@ -274,22 +283,25 @@ def test_ranks_on_shared_cores_share_them() -> None:
 
 def test_explain_tells_what_and_why() -> None:
     planned = schedule(link(200), known=shape())
-    told = explain.explain(planned, shape(), "auto").splitlines()
+    told = explain.explain(planned.planner, planned.schedule, shape()).splitlines()
     assert told[0].startswith("layout zigzag-by-halves, route direct, 4 ranks, Mask(causal=True)")
-    assert told[1].startswith("chosen: heads=4, kept, 4 waves, query: ") and "exchange that nothing hides" in told[1]
-    assert told[2].startswith("forward: ") and told[3].startswith("backward: ") and "MB across" in told[3]
-    assert "or, of one row of a batch: " in told[4] and "heads=1, " in told[4]
-    assert told[5].startswith("rates: cpu+ethernet-25g (measured")
+    chosen = told[1].removeprefix("chosen: ")
+    assert "ulysses_degree=4, cache_qkv=True, chunks=4" in chosen
+    assert eval(chosen, {"Strategy": Strategy}) == planned.decide(shape()).strategy("zigzag-by-halves", "direct")
+    assert told[2].startswith("predicted: ") and "exchange that no computation hides" in told[2]
+    assert told[3].startswith("forward: ") and told[4].startswith("backward: ") and "MB across" in told[4]
+    assert told[5].startswith("alternatives, ") and "ulysses_degree=1: " in told[5]
+    assert told[6].startswith("rates: cpu+ethernet-25g (measured")
     ring = make_schedule(4096, mask=Mask(), layout="zigzag", route="ring", rank=0, world=4)
-    assert "chosen: heads=1, query" in explain.explain(ring, shape(), "auto")
+    assert "circulate='query', ulysses_degree=1)" in explain.explain(ring.planner, ring.schedule, shape())
     assert "nothing is exchanged" in make_plan(64).explain(batch=1, q_heads=2, kv_heads=2, head_dim=8)
 
 
 def test_explained_bytes_are_those_that_are_sent() -> None:
     planned = schedule(link(200), known=shape())
-    groups, _ = planned.decide(shape(), "auto")
+    groups, _ = planned.decide(shape())
     for direction, told in zip(Direction, planned.timed(shape(), "query", groups), strict=True):
-        traffic = [replace(planned, rank=rank).traffic(shape(), "query", groups) for rank in range(4)]
+        traffic = [planned.under(rank=rank).traffic(shape(), "query", groups) for rank in range(4)]
         name = direction.value
         most = max(max(getattr(t, f"{name}_sent"), getattr(t, f"{name}_received")) for t in traffic)
         assert (told.inside, told.across) == (0, most)
@@ -304,7 +316,7 @@ def test_a_route_that_is_faster_between_crowded_hosts_is_taken_when_the_calls_ar
         "route": "auto",
         "rank": 0,
         "world": 8,
-        "heads": "auto",
+        "ulysses_degree": "auto",
     }
     assert make_schedule(4096, **options, planner=Planner(slow, nodes, call)).route.name == "nodes"
     assert make_schedule(4096, **options, planner=Planner(slow, nodes)).route.name == "direct"
@@ -315,7 +327,7 @@ def test_presets_tell_where_they_come_from(name: str) -> None:
     rates = preset(name)
     assert rates.name.startswith(name)
     assert ("measured" in rates.source) == (name == "cpu")
-    assert "foretold" in rates.source  # a network at least
+    assert "estimated" in rates.source  # a network at least
     assert Rates.from_dict(rates.as_dict()) == rates
 
 
@@ -333,7 +345,7 @@ def test_rates_are_written_and_read(tmp_path, monkeypatch: pytest.MonkeyPatch) -
     assert resolve_rates(None, on_gpus=False) == read_rates(user_file()) == ours
     assert resolve_rates(str(user_file()), on_gpus=False) == resolve_rates(user_file(), on_gpus=False) == ours
     assert resolve_rates(preset("h100-hgx"), on_gpus=False) == resolve_rates("h100-hgx", on_gpus=True)
-    assert make_plan(16).schedule.planner.rates == ours
+    assert make_plan(16).planner.rates == ours
 
 
 @pytest.mark.parametrize(
@@ -352,29 +364,60 @@ def test_a_broken_file_of_rates_is_refused_by_name(tmp_path, break_it, told: str
     write_rates(CPU, path)
     path.write_text(break_it(path.read_text("utf-8")), "utf-8")
     with pytest.raises(ValueError, match=told):
-        make_plan(16, rates=path)
+        make_plan(16, hardware=Hardware(rates=path))
 
 
 @pytest.mark.parametrize(
     ("options", "error", "told"),
     [
-        ({"rates": "abacus"}, ValueError, "rates='abacus' is no preset"),
-        ({"rates": 3}, TypeError, "rates=3 must be Rates"),
-        ({"rates": "nowhere.toml"}, ValueError, r"rates of nowhere\.toml"),
-        ({"assignment": "air"}, ValueError, "assignment='air'"),
-        ({"nodes": [0, 1]}, ValueError, r"nodes=\[0, 1\] must be one integer"),
-        ({"nodes": 3}, TypeError, "nodes=3 must be the node of each rank"),
-        ({"nodes": [True]}, ValueError, "nodes="),
-        ({"q_heads": 8}, ValueError, "q_heads=8, head_dim=None: pass both"),
-        ({"q_heads": 8, "kv_heads": 3, "head_dim": 64}, ValueError, "multiple of kv_heads=3"),
-        ({"q_heads": 0, "head_dim": 64}, ValueError, "q_heads=0"),
-        ({"q_heads": 8, "head_dim": 64, "dtype": torch.int32}, TypeError, "int32"),
-        ({"heads": "all"}, ValueError, "heads='all'"),
+        ({"hardware": {"rates": "abacus"}}, ValueError, "rates='abacus' is no preset"),
+        ({"hardware": {"rates": 3}}, TypeError, "rates=3 must be Rates"),
+        ({"hardware": {"rates": "nowhere.toml"}}, ValueError, r"rates of nowhere\.toml"),
+        ({"strategy": {"circulate": "air"}}, ValueError, "circulate='air'"),
+        ({"hardware": {"nodes": [0, 1]}}, ValueError, r"nodes=\[0, 1\] must be one integer"),
+        ({"hardware": {"nodes": 3}}, TypeError, "nodes=3 must be the node of each rank"),
+        ({"hardware": {"nodes": [True]}}, ValueError, "nodes="),
+        ({"call": {"q_heads": 8}}, ValueError, "q_heads=8 and head_dim=None; give both"),
+        ({"call": {"q_heads": 8, "kv_heads": 3, "head_dim": 64}}, ValueError, "multiple of kv_heads=3"),
+        ({"call": {"q_heads": 0, "head_dim": 64}}, ValueError, "q_heads=0"),
+        ({"call": {"q_heads": 8, "head_dim": 64, "dtype": torch.int32}}, TypeError, "int32"),
+        ({"strategy": {"ulysses_degree": "half"}}, ValueError, "ulysses_degree='half'"),
+        ({"call": {"remat": "all"}}, ValueError, "remat='all'"),
     ],
 )
 def test_what_can_not_be_planned_is_refused(options: dict[str, Any], error: type[Exception], told: str) -> None:
+    kinds = {"strategy": Strategy, "call": CallShape, "hardware": Hardware}
+    with pytest.raises(error, match=told):
+        make_plan(64, **{name: kinds[name](**values) for name, values in options.items()})
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "told"),
+    [
+        ({"strategy": "burst"}, ValueError, "strategy='burst' is unknown; choose one of auto, burst-attention"),
+        ({"strategy": "usp"}, ValueError, "usp:U"),
+        ({"strategy": "usp:0"}, ValueError, "strategy='usp:0' is unknown"),
+        ({"strategy": 4}, TypeError, "strategy=4 must be a Strategy or a name"),
+        ({"call": 4}, TypeError, "call=4 must be a CallShape"),
+        ({"hardware": "h100-hgx"}, TypeError, "hardware='h100-hgx' must be a Hardware"),
+        *(({old: 1}, TypeError, rf"make_plan\({old}=\.\.\.\) is now {new[:8]}") for old, new in OF_PLAN.items()),
+    ],
+)
+def test_what_make_plan_does_not_take_is_refused(options: dict[str, Any], error: type[Exception], told: str) -> None:
     with pytest.raises(error, match=told):
         make_plan(64, **options)
+
+
+@pytest.mark.parametrize("name", [*NAMED, "usp:2"])
+def test_each_published_scheme_is_a_strategy_that_is_kept(name: str) -> None:
+    """A scheme runs what it fixes, and the text of a strategy parses to the same strategy."""
+    strategy, world = strategy_of(name), 4
+    planned = Planned(Planner(), Planner().choose(64, mask=Mask(), strategy=strategy, rank=0, world=world))
+    chosen = planned.decide(shape()).strategy(planned.layout.name, planned.route.name)
+    for field in fields(Strategy):
+        asked = getattr(strategy.over(world), field.name)
+        assert asked == "auto" or getattr(chosen, field.name) == asked
+    assert eval(repr(strategy), {"Strategy": Strategy}) == strategy
 
 
 def test_nodes_are_told_by_a_list() -> None:
@@ -388,15 +431,15 @@ def test_a_prediction_that_is_a_bound_says_so() -> None:
 
 def test_left_open_documents_are_balanced_where_that_is_faster() -> None:
     borders = [0, 1000, 43690, 129072, 131072]
-    options = {"seqlen": 131072, "world": 8, "known": shape(1), "heads": 1}
+    options = {"seqlen": 131072, "world": 8, "known": shape(1), "ulysses_degree": 1}
     planned = schedule(preset("h100-hgx"), mask=Mask(cu_seqlens=borders), **options)
     assert planned.layout.name == "balanced" and planned.layout.mask == planned.mask
     busiest, seconds = {}, {}
     for name in ("balanced", "zigzag"):
         named = schedule(preset("h100-hgx"), mask=planned.mask, layout=name, **options)
-        (found,) = named.on_all_wires(shape(1), "auto", alike=False)
+        (found,) = named.predict_for_links(shape(1), alike=False)
         seconds[name] = min(each.seconds for each in found if each.forward)
-        area = named.tally.areas(TRAVELS["query"](8)[Direction.FORWARD], WHOLE, 0)
+        area = named.tally.areas(CIRCULATIONS["query"](8)[Direction.FORWARD], WHOLE, 0)
         busiest[name] = area.max() / area.mean()
     assert busiest["balanced"] <= 1.08 < busiest["zigzag"] and WORTH * seconds["balanced"] < seconds["zigzag"]
     assert schedule(preset("h100-hgx"), **options).layout.name != "balanced"
@@ -405,10 +448,10 @@ def test_left_open_documents_are_balanced_where_that_is_faster() -> None:
 @pytest.mark.parametrize("layout", ["striped", "zigzag-per-document"])
 def test_documents_that_are_over_all_ranks_are_judged_by_one(layout: str) -> None:
     borders = list(range(0, 64001, 640))
-    planned = schedule(link(200), seqlen=64000, world=8, mask=Mask(cu_seqlens=borders), layout=layout, heads=1)
-    assert planned._tally_to_choose.layout.seqlen <= 1280
+    planned = schedule(link(200), seqlen=64000, world=8, mask=Mask(cu_seqlens=borders), layout=layout, ulysses_degree=1)
+    assert planner_module._smaller_traffic_model(planned.schedule).layout.seqlen <= 1280
     for call in (shape(1), shape(8)):
-        assert planned.choose_travels(call) == choose.by_work_and_bytes(planned.tally, call, call.partial)
+        assert planned.choose_circulation(call) == choose.by_work_and_bytes(planned.tally, call, call.partial)
 
 
 def test_planning_is_timed() -> None:
@@ -431,32 +474,39 @@ def test_layers_that_are_recomputed_run_the_forward_twice() -> None:
     found = {}
     for remat in ("none", "layer", "keep-attention"):
         planner = Planner(link(200), tuple(range(4)), shape(), remat=remat)  # type: ignore[arg-type]
-        options = {"mask": Mask(), "layout": "zigzag", "route": "direct", "rank": 0, "world": 4, "heads": "auto"}
+        options = {
+            "mask": Mask(),
+            "layout": "zigzag",
+            "route": "direct",
+            "rank": 0,
+            "world": 4,
+            "ulysses_degree": "auto",
+        }
         planned = make_schedule(4096, **options, planner=planner)
-        best = planned.choose(shape())
+        best = planned.choose_call(shape())
         assert best.forward and best.backward
         assert best.seconds == (2 if remat == "layer" else 1) * best.forward.seconds + best.backward.seconds
-        for each in planned.predictions(shape(), "auto"):
+        for each in planned.predictions(shape()):
             assert each.at_least <= each.seconds * (1 + 1e-9)
-        told = explain.explain(planned, shape(), "auto")
+        told = explain.explain(planned.planner, planned.schedule, shape())
         assert ("with the forward twice" in told) == (remat == "layer")
         (line,) = (line for line in told.splitlines() if line.startswith("retained"))
         found[remat] = float(line.split(": ")[1].split()[0])
     # q, k, v and out of a rank's tokens in bf16, and lse; what was kept of the slice stays with attention's results
     held = (4 * 1024 * 8 * 128 * 2 + 1024 * 8 * 4) / 1e6
     assert found == {"none": pytest.approx(held, rel=1e-3), "layer": 0.0, "keep-attention": found["none"]}
-    assert make_plan(64, remat="layer").schedule.planner.forwards == 2
+    assert make_plan(64, call=CallShape(remat="layer")).planner.forwards == 2
     assert TrainConfig(memory=MemoryConfig(remat="layer")).how["remat"] == "layer"
 
 
 @pytest.mark.parametrize("seqlen", [1, 2, 3, 5])
-@pytest.mark.parametrize("options", [{}, {"heads": 2, "keep": True}])
+@pytest.mark.parametrize("options", [{}, {"ulysses_degree": 2, "cache_qkv": True}])
 def test_fewer_tokens_than_ranks_are_kept_by_none(seqlen: int, options: dict[str, Any]) -> None:
     """What ranks keep has to be asked of all alike, be there a token in their slice or none."""
     q, k = (torch.randn(1, n, seqlen, 16, dtype=torch.float64) for n in (8, 2))
 
     def call(group: Any) -> Any:
-        plan = make_plan(seqlen, group=group, **options)
+        plan = make_plan(seqlen, group=group, strategy=Strategy(**options))
         inputs = [x[:, :, plan.positions].clone().requires_grad_() for x in (q, k, k)]
         out = burst_attention(*inputs, plan)
         out.sum().backward()
@@ -469,9 +519,9 @@ def test_fewer_tokens_than_ranks_are_kept_by_none(seqlen: int, options: dict[str
 
 
 def test_what_a_plan_is_told_to_recompute_it_is_planned_for() -> None:
-    """The flags that burst plan prints have burst train plan what was foretold."""
+    """With the flags printed by burst plan, burst train plans what was predicted."""
     cluster = Cluster(ranks=8, per_node=4, rates=preset("h100-hgx+ethernet-100g"), device=Device())
-    q = Question(seq_len=8 << 12, cluster=cluster, q_heads=32, kv_heads=32, head_dim=128, remat="layer")
+    q = ForecastRequest(seq_len=8 << 12, cluster=cluster, q_heads=32, kv_heads=32, head_dim=128, remat="layer")
     (mask,) = q.masks
     assert q.setting(mask).planner.forwards == 2 and replace(q, remat=None).setting(mask).planner.forwards == 1
 
@@ -479,18 +529,18 @@ def test_what_a_plan_is_told_to_recompute_it_is_planned_for() -> None:
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_ranks_that_share_cores_take_what_all_compute(layout: str, count: int) -> None:
-    """However far one is ahead of another."""
+    """This holds however far one rank is ahead of another."""
     planned = schedule(link(1e5), world=8, seqlen=8192, layout=layout)
-    for each in planned.predictions(shape(), "auto"):
+    for each in planned.predictions(shape()):
         if each.forward is None or each.candidate.groups.query != count:
             continue
-        passes = planned.on_paper(shape(), each.candidate.travels, each.candidate.groups, planned.planner.wire(8))
+        passes = planned.simulations(shape(), each.candidate.circulate, each.candidate.groups)
         for one, told in zip(passes, (each.forward, each.backward), strict=True):
             assert told.seconds >= one.work().seconds.sum() / 2
 
 
 def test_ranks_that_share_cores_fold_in_turns() -> None:
-    """What comes home after the last visit, too: a second each, of 4 ranks, two at a time."""
+    """Folds after the last visit count too: a second for each of 4 ranks, two at a time."""
     rates = link(1e5)
     rates = replace(rates, overhead=replace(rates.overhead, fold=1e6, call=0.0))
     ranks, work = np.arange(4), np.zeros((4, 1))

@@ -1,4 +1,4 @@
-"""Planning for thousands of ranks: what it takes, and that a small world's choice is a good one."""
+"""Planning for thousands of ranks: time and memory, and the quality of choices made in a smaller world."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from burst_attention.plan.cost import Shape
 from burst_attention.plan.groups import Groups
 from burst_attention.plan.rows import Direction
 from burst_attention.planner import choice as choose
-from burst_attention.planner import schedule as schedule_module
-from burst_attention.planner.choice import Planner
+from burst_attention.planner import planner as planner_module
 from burst_attention.planner.explain import explain
+from burst_attention.planner.planner import Planner
 from burst_attention.planner.presets import preset
-from burst_attention.planner.schedule import Schedule, make_schedule
 from burst_attention.planner.standing import MOST_ON_PAPER, few_nodes, stand_in
+from tests.support.schedules import Planned, make_schedule
 
 SHAPE = Shape(batch=1, q_heads=32, kv_heads=8, head_dim=128, v_head_dim=128, io=2, partial=2, accumulate=4)
 TOKENS = 10_000_000
@@ -32,14 +32,14 @@ def documents(count: int, seqlen: int = TOKENS) -> Mask:
     return Mask(cu_seqlens=[0, *cuts, seqlen]) if count > 1 else Mask()
 
 
-def planned(world: int, mask: Mask, seqlen: int = TOKENS, rates: str = "h100-hgx+infiniband-400g") -> Schedule:
+def planned(world: int, mask: Mask, seqlen: int = TOKENS, rates: str = "h100-hgx+infiniband-400g") -> Planned:
     planner = Planner(preset(rates), tuple(rank // 8 for rank in range(world)), SHAPE)
-    options = {"layout": "auto", "route": "auto", "heads": "auto", "planner": planner}
+    options = {"layout": "auto", "route": "auto", "ulysses_degree": "auto", "planner": planner}
     return make_schedule(seqlen, mask=mask, rank=world // 3, world=world, **options)
 
 
 def taken(make: Callable[[], object]) -> tuple[float, int]:
-    """Seconds of CPU time, and bytes at the peak in a run of its own."""
+    """Return (seconds of CPU time, peak bytes), measured in separate runs."""
     start = time.process_time()
     make()
     seconds = time.process_time() - start
@@ -56,18 +56,18 @@ def test_a_plan_for_thousands_of_ranks_takes_a_second_and_little_memory(world: i
 
     def make() -> None:
         schedule = planned(world, mask)
-        schedule.decide(SHAPE, "auto")
-        explain(schedule, SHAPE, "auto")
+        schedule.decide(SHAPE)
+        explain(schedule.planner, schedule.schedule, SHAPE)
 
     seconds, most = taken(make)
     assert seconds < 4 and most < 150e6  # about a second; of the whole world's traffic they were minutes and gigabytes
 
 
 def test_a_program_over_a_ring_of_many_ranks_takes_seconds() -> None:
-    """A rank makes its own edges, not those of all."""
+    """A rank builds its own edges only."""
     planner = Planner(nodes=tuple(rank // 8 for rank in range(128)))
     for route in ("ring", "ring-attention"):
-        options = {"layout": "zigzag", "route": route, "heads": 1, "planner": planner}
+        options = {"layout": "zigzag", "route": route, "ulysses_degree": 1, "planner": planner}
         schedule = make_schedule(1 << 20, mask=Mask(), rank=40, world=128, **options)
         seconds, _ = taken(lambda schedule=schedule: [schedule.program("key-value", each) for each in Direction])
         assert seconds < 8
@@ -83,13 +83,13 @@ def test_a_small_worlds_choice_is_as_good_as_the_whole_worlds(
     seqlen = world << 13
     seen = {"causal": Mask(), "window": Mask(window=20_000), "documents": documents(40, seqlen)}[mask]
     whole = planned(world, seen, seqlen, rates)
-    best = whole.choose(SHAPE)
-    monkeypatch.setattr(schedule_module, "MOST_ON_PAPER", 48)
+    best = whole.choose_call(SHAPE)
+    monkeypatch.setattr(planner_module, "MOST_ON_PAPER", 48)
     chosen = planned(world, seen, seqlen, rates)
-    groups, travels = chosen.decide(SHAPE, "auto")
-    monkeypatch.setattr(schedule_module, "MOST_ON_PAPER", 128)
-    by_whole = [one.seconds for one in replace(chosen, planner=whole.planner).timed(SHAPE, travels, groups)]
-    aside = sum(one.seconds for one in whole.timed(SHAPE, best.candidate.travels, best.candidate.groups))
+    groups, circulate = chosen.decide(SHAPE)
+    monkeypatch.setattr(planner_module, "MOST_ON_PAPER", 128)
+    by_whole = [one.seconds for one in Planned(whole.planner, chosen.schedule).timed(SHAPE, circulate, groups)]
+    aside = sum(one.seconds for one in whole.timed(SHAPE, best.candidate.circulate, best.candidate.groups))
     assert sum(by_whole) <= (1.15 if mask == "documents" else 1.02) * aside
 
 
@@ -103,17 +103,15 @@ def test_which_ranks_stand_for_many() -> None:
 
 
 def test_choosing_again_hashes_no_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call under a known mask finds its choice by its own few numbers."""
+    """A call with a known mask looks up its choice by a few numbers."""
     schedule = planned(MOST_ON_PAPER // 4, documents(10_000))
-    first = schedule.decide(SHAPE, "auto")
+    first = schedule.decide(SHAPE)
 
     def once_more(*_: object) -> None:
         raise AssertionError("looked at the documents again")
 
     monkeypatch.setattr(Mask, "__hash__", once_more)
-    monkeypatch.setattr(schedule_module, "representative", once_more)
+    monkeypatch.setattr(planner_module, "representative", once_more)
     monkeypatch.setattr(choose, "representative", once_more)
-    assert schedule.decide(SHAPE, "auto") == first
-    assert schedule.choose_groups(SHAPE, "auto") == replace(
-        first[0], waves=schedule.choose(SHAPE).candidate.groups.waves
-    )
+    assert schedule.decide(SHAPE) == first
+    assert schedule.choose_groups(SHAPE) == replace(first[0], waves=schedule.choose_call(SHAPE).candidate.groups.waves)

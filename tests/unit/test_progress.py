@@ -1,4 +1,4 @@
-"""What is shown of a run while it goes on, and how its losses are drawn."""
+"""The progress display of a run, and the drawing of its losses."""
 
 from __future__ import annotations
 

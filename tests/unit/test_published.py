@@ -1,4 +1,4 @@
-"""docs/results/published.md is what its command draws, and no prediction is far off."""
+"""docs/results/published.md equals its command's output, and all predictions are close."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rates: what is taken can be computed with, what is written can be read, all else is refused by name."""
+"""Rates: accepted values can be used, written values can be read, and others are refused by name."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from burst_attention import Mask, make_plan
+from burst_attention import Hardware, Mask, make_plan
 from burst_attention.attention.hardware import shape_of
-from burst_attention.planner.choice import Planner
 from burst_attention.planner.explain import explain
+from burst_attention.planner.planner import Planner
 from burst_attention.planner.presets import preset
 from burst_attention.planner.rates import _RANGES, Rates, read_rates, write_rates
-from burst_attention.planner.schedule import make_schedule
+from tests.support.schedules import make_schedule
 
 CPU = preset("cpu")
 
 
 def extreme(*, slow: bool) -> Rates:
-    """Every figure at that end of its range at which calls take longest, or shortest."""
+    """Return rates with every figure at the end of its range where calls take longest, or shortest."""
     rates = CPU.as_dict()
     for table in rates.values():
         for key in table if isinstance(table, dict) else ():
@@ -38,11 +38,11 @@ def extreme(*, slow: bool) -> Rates:
 def test_all_that_is_taken_can_be_computed_with(slow: bool, seqlen: int, guessed: bool) -> None:
     known = shape_of(torch.bfloat16, batch=1, q_heads=8, kv_heads=4, head_dim=64)
     planner = Planner(extreme(slow=slow), (0, 0, 1, 1), known, guessed)
-    options = {"mask": Mask(), "layout": "auto", "route": "auto", "heads": "auto"}
+    options = {"mask": Mask(), "layout": "auto", "route": "auto", "ulysses_degree": "auto"}
     planned = make_schedule(seqlen, **options, rank=0, world=4, planner=planner)
-    found = planned.predictions(known, "auto")
+    found = planned.predictions(known)
     assert all(math.isfinite(one.seconds) and one.seconds >= 0 for one in found)
-    assert "chosen: " in explain(planned, known, "auto")
+    assert "chosen: " in explain(planned.planner, planned.schedule, known)
 
 
 def test_texts_of_any_character_are_read_as_they_were_written(tmp_path: Path) -> None:
@@ -83,11 +83,11 @@ def test_a_figure_that_can_not_be_computed_with_is_refused(tmp_path: Path, key: 
     write_rates(CPU, path)
     path.write_text(path.read_text("utf-8").replace(f"\n{key} = ", f"\n{key} = {given} #", 1), "utf-8")
     with pytest.raises(ValueError, match=rf"(?s)rates of .*rates\.toml: .*{told}") as refused:
-        make_plan(16, rates=path)
+        make_plan(16, hardware=Hardware(rates=path))
     assert len(str(refused.value)) < 500
 
 
 def test_rates_given_as_an_object_are_checked_too() -> None:
     for fold in (1e-305, math.inf, 10**400):
         with pytest.raises(ValueError, match=r"overhead\.fold="):
-            make_plan(16, rates=replace(CPU, overhead=replace(CPU.overhead, fold=fold)))
+            make_plan(16, hardware=Hardware(rates=replace(CPU, overhead=replace(CPU.overhead, fold=fold))))

@@ -1,4 +1,4 @@
-"""What is told of memory while documents are read: a line's slope, and the real readers' sequences."""
+"""Memory while documents are read: the slope of a fitted line, and the real readers' sequences."""
 
 from __future__ import annotations
 

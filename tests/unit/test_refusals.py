@@ -1,4 +1,4 @@
-"""docs/refusals.md: every text on it is what the library says today."""
+"""docs/refusals.md: every message on it equals the library's current message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of ``burst bench``: what is told of which row, the pictures and the page's text."""
+"""The report of ``burst bench``: the figures of each row, the image files and the page's text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.bench_results import ENGINES, REFUSED, RESULTS, TIMELINE, WRO
 
 
 class Table(HTMLParser):
-    """The cells of the page's table, row by row, as a reader sees them."""
+    """A parser that collects the visible cells of the page's table, row by row."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def figures(text: str) -> dict[str, Any]:
 
 
 def points(text: str, plot: str) -> dict[str, list[tuple[float, float]]]:
-    """Each line's points by the engine it belongs to and its name."""
+    """Return each line's points by engine and name."""
     lines = figures(text)[plot]["data"]
     return {f"{line['meta']['engine']}|{line['name']}": list(zip(line["x"], line["y"], strict=True)) for line in lines}
 
@@ -96,7 +96,7 @@ def test_every_figure_stands_under_its_header(text: str) -> None:
 
 
 def test_times_are_compared_with_the_first_engines_round_by_round() -> None:
-    """The machine grew slower by half from round to round: the ratio of the medians would be 1.5, of rounds it is 2."""
+    """The machine slows by half from round to round. The ratio of medians is 1.5; the ratio of rounds is 2."""
     rows = [right("burst", 64, seconds=(1.0, 2.0, 3.0)), right("ring", 64, seconds=(2.0, 3.0, 9.0))]
     header, *cells = Table(page(replace(RESULTS, rows=rows))).rows
     assert [row[header.index("/ first's")] for row in cells] == ["-", "2.00 (1.50 to 3.00)"]
@@ -115,7 +115,7 @@ def test_a_wrong_row_tells_its_error_and_nothing_else(text: str) -> None:
 @pytest.mark.parametrize("error", [None, float("nan")])
 def test_a_row_without_a_proven_result_tells_no_figure(error: float | None) -> None:
     made = page(replace(RESULTS, rows=[replace(WRONG, error=error)]))
-    said = "not checked, so no figure is told" if error is None else "WRONG"
+    said = "not checked, so no figures" if error is None else "WRONG"
     assert Table(made).rows[1] == [
         "tensor",
         "4,096",
@@ -226,7 +226,7 @@ def test_pictures_of_every_chart_and_timeline(written: list[Path]) -> None:
 
 
 def test_timelines_are_trace_events_with_a_process_for_each_rank(tmp_path: Path) -> None:
-    """The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU."""
+    """Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU."""
     written = write_traces(RESULTS, tmp_path)
     assert [path.name for path in written] == [
         "timeline-burst-4096-nolimit.trace.json",
@@ -248,7 +248,7 @@ def test_timelines_are_trace_events_with_a_process_for_each_rank(tmp_path: Path)
         ]
         assert sorted(complete) == sorted(expected, key=lambda span: span[:2])
         assert {event["ph"] for event in own} == {"M", "X", "b", "e"}
-    assert len({event["id"] for event in events if event["ph"] == "b"}) == 2, "ranks' exchanges are told apart"
+    assert len({event["id"] for event in events if event["ph"] == "b"}) == 2, "ranks' exchanges have different ids"
 
 
 def test_rows_that_share_a_name_get_a_picture_each() -> None:

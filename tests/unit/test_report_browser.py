@@ -1,4 +1,4 @@
-"""The report's page in a real browser: nothing complains, every plot is drawn, the engine filter works."""
+"""The report's page in a real browser: no errors, every plot is drawn, and the engine filter works."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Page:
-    """The report in the browser, and every complaint that it made."""
+    """The report in the browser, and every error it raised."""
 
     def __init__(self, browser: Any, path: Path, fragment: str = "") -> None:
         self.complaints: list[str] = []
@@ -53,13 +53,13 @@ class Page:
         self.inner.goto(path.as_uri() + fragment)
 
     def settle(self, engines: list[str]) -> None:
-        """Wait until the page has drawn just ``engines``."""
+        """Wait until the page has drawn exactly ``engines``."""
         self.inner.wait_for_function(
             "want => document.body.dataset.engines === want", arg=_compact(engines), timeout=20_000
         )
 
     def plots(self) -> dict[str, dict[str, Any]]:
-        """For each plot element in sight: its size and the marks that it has drawn."""
+        """Return the size and the drawn marks of each visible plot element."""
         return self.inner.evaluate(
             """() => Object.fromEntries([...document.querySelectorAll(".plot")].filter(p => p.offsetParent).map(p => [
               p.id, {
@@ -74,7 +74,7 @@ class Page:
         )
 
     def shown(self) -> dict[str, set[str]]:
-        """The engines in sight in the table and in the timelines."""
+        """Return the visible engines of the table and of the timelines."""
         return {
             place: set(
                 self.inner.evaluate(

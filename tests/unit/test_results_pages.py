@@ -1,4 +1,4 @@
-"""docs/results and the README: every figure is drawn from what was recorded, so none can go stale."""
+"""docs/results and the README: every figure is drawn from recorded figures, so none can be stale."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from burst_bench.paper.pages import draw
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
 RECORDED = sorted(RESULTS.glob("*.json"))
-NOT_DRAWN = {"gpu.md", "published.md"}  # what never ran; predictions, which a test of their own draws
+NOT_DRAWN = {"gpu.md", "published.md"}  # gpu.md has no figures; test_published.py checks published.md
 
 
 @pytest.fixture
 def copies(tmp_path: Path) -> Path:
-    """The recorded figures and the README's text, without the pages."""
+    """Copy the recorded figures and the README, without the pages."""
     for path in [*RECORDED, ROOT / "README.md"]:
         shutil.copy(path, tmp_path / path.name.replace("README", "front"))
     return tmp_path
@@ -54,14 +54,14 @@ def with_rows(path: Path, like: str, **changes: object) -> None:
 
 
 def plain(text: str) -> str:
-    """Without what pads columns, and in signs that are on every keyboard."""
+    """Remove the padding of columns, and replace special characters by ASCII."""
     for sign, letters in (("\N{MULTIPLICATION SIGN}", "x"), ("\N{MINUS SIGN}", "-"), ("· ¾", "* 3/4")):
         text = text.replace(sign, letters)
     return re.sub(r" +", " ", text)
 
 
 def test_usp_the_published_and_what_was_planned_are_drawn_where_they_were_measured(copies: Path) -> None:
-    for name in ("training", "memory"):  # as if neither had been measured, nor what was planned been told
+    for name in ("training", "memory"):  # remove these engines' rows, and the recorded plans
         raw = json.loads((copies / f"{name}.json").read_text("utf-8"))
         rows = [row for row in raw["results"]["rows"] if not row["engine"].startswith(("usp", "burst:"))]
         raw["results"]["rows"] = [{k: v for k, v in row.items() if k != "chosen"} for row in rows]

@@ -1,4 +1,4 @@
-"""The law of imports: what each room may import, as docs/architecture.md draws it, and what an import costs."""
+"""Import rules: the imports allowed in each room, as in docs/architecture.md, and the cost of an import."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROOMS: dict[str, set[str]] = {
     "kernels": {"plan"},
     "attention": {"plan", "planner", "comm", "kernels"},
     "loss": {"attention", "comm"},
-    "testing": {"attention", "plan", "planner", "comm", "kernels", "launch"},
+    "testing": {"attention", "plan", "comm", "kernels", "launch"},
     "integrations": {"attention", "loss", "plan"},
     "compat": {"attention", "plan", "planner", "comm", "integrations"},
     "cli": {"", "plan", "planner", "attention", "kernels", "launch", "testing"},
@@ -51,7 +51,7 @@ LAWS = {ROOT: ROOMS, TRAIN: TRAIN_ROOMS}
 # Narrower: of ``plan`` a kernel knows its tiles; no kernel knows another.
 ONLY = {"kernels": {"plan": {"plan.tile"}}}
 
-# Third parties beside torch and numpy. A star: only inside a function, when it is needed.
+# Third-party packages except torch and numpy. A star: imported only inside a function, when needed.
 THIRD_PARTIES: dict[str, set[str]] = {
     "burst_attention/kernels": {"*triton", "*flash_attn", "*flash_attn_interface"},
     "burst_attention/kernels/triton": {"triton"},
@@ -75,7 +75,7 @@ THIRD_PARTIES: dict[str, set[str]] = {
 
 
 def imports(path: Path, root: Path = ROOT) -> Iterator[tuple[str, bool]]:
-    """(absolute name, whether it is imported with the module) of each import in a file."""
+    """Yield (absolute name, whether the module's import triggers it) of each import in a file."""
     package = (root.name, *path.relative_to(root).parts[:-1])
     tree = ast.parse(path.read_text("utf-8"))
     lazy = {id(n) for f in ast.walk(tree) if isinstance(f, (ast.FunctionDef, ast.Lambda)) for n in ast.walk(f)}
@@ -140,7 +140,7 @@ def test_rooms_import_what_the_law_names(root: Path) -> None:
 
 @pytest.mark.parametrize("root", LAWS, ids=lambda root: root.name)
 def test_every_import_that_the_law_names_is_made(root: Path) -> None:
-    """Or the law would allow what no room needs."""
+    """Otherwise the rules would allow imports that no room needs."""
     made = {
         (path.relative_to(root).parts[0].removesuffix(".py"), room_of(name, root))
         for path in root.rglob("*.py")
@@ -188,7 +188,7 @@ def test_there_are_few_levels_and_no_circle() -> None:
 
 @pytest.mark.parametrize("root", LAWS, ids=lambda root: root.name)
 def test_modules_do_not_import_each_other_in_a_circle(root: Path) -> None:
-    """Within rooms, too; with what is imported when it is needed."""
+    """This also holds within rooms, and for deferred imports."""
     names = {".".join((root.name, *path.relative_to(root).with_suffix("").parts)): path for path in root.rglob("*.py")}
     names = {name.removesuffix(".__init__"): path for name, path in names.items() if path != root / "__init__.py"}
 

@@ -1,4 +1,4 @@
-"""What a run says at its end, what another start of it may change, and what `make demo` prints before it trains."""
+"""Messages at a run's end, settings that a restart may change, and what `make demo` prints before training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from burst_train.checked import Checked
-from burst_train.checkpoint.snapshot import check_same_run, settings_of
+from burst_train.checkpoint.snapshot import check_same_run, settings_of, settings_to_go_on
 from burst_train.cli.screen import Screen
 from burst_train.cli.train import what_is_kept
 from burst_train.config import ParallelConfig, TrainConfig, flag_names
@@ -65,7 +65,7 @@ MAY_CHANGE = {
     "engine": "ring",
     "layout": "striped",
     "route": "ring",
-    "heads": 2,
+    "ulysses_degree": 2,
     "device": "cpu",
     "timeout": 3.0,
     "peak_tflops": 3.0,
@@ -87,7 +87,7 @@ def with_setting(config, name, value):
 
 @pytest.fixture
 def whole():
-    """A configuration with the two numbers given that otherwise follow from others."""
+    """Return a configuration with the two numbers set that are otherwise derived."""
     return with_setting(with_setting(TrainConfig(), "global_batch", 4), "decay_steps", 100)
 
 
@@ -100,13 +100,26 @@ def test_every_setting_either_lasts_or_may_change():
 def test_a_setting_that_must_last_is_refused_by_name(whole, name):
     state = Checked({"config": settings_of(whole)}, "state.json")
     check_same_run(whole, state)
-    with pytest.raises(ValueError, match=rf"^{flag(name)} .* is not what the checkpoint state\.json was made with"):
+    with pytest.raises(ValueError, match=rf"^{flag(name)} .* differs from the checkpoint state\.json, which has"):
         check_same_run(with_setting(whole, name, MUST_LAST[name]), state)
 
 
 @pytest.mark.parametrize("name", MAY_CHANGE)
 def test_a_setting_that_may_change_is_not_refused(whole, name):
     check_same_run(with_setting(whole, name, MAY_CHANGE[name]), Checked({"config": settings_of(whole)}, "state.json"))
+
+
+def test_settings_of_a_checkpoint_of_0_2_are_taken_over():
+    """Its schedule was as long as the run, and the Ulysses degree had another name."""
+    whole = with_setting(TrainConfig(), "ulysses_degree", 2)
+    saved = settings_of(whole)
+    saved["parallel"]["heads"] = saved["parallel"].pop("ulysses_degree")
+    del saved["optim"]["decay_steps"]
+    state = Checked({"config": saved}, "state.json")
+    check_same_run(whole, state)
+    assert settings_to_go_on(state)["parallel"]["ulysses_degree"] == 2
+    with pytest.raises(ValueError, match="--decay-steps"):
+        check_same_run(with_setting(whole, "steps", whole.run.steps + 1), state)
 
 
 def shown(summary, config):
@@ -141,10 +154,10 @@ def test_missing_checkpoints_are_the_last_that_is_shown(summary, tmp_path):
     assert "could not be written" not in shown(summary, config)
     (tmp_path / "checkpoints" / name_of(6)).mkdir(parents=True)
     last = shown(replace(summary, missing_checkpoints=[8]), config).splitlines()[-1]
-    kept = f"the newest that is kept: {tmp_path}/checkpoints/{name_of(6)}"
+    kept = f"the newest saved checkpoint is {tmp_path}/checkpoints/{name_of(6)}"
     assert last == (
         f"burst train: checkpoint after step 8 could not be written; {kept}. "
-        "The run is finished, and ends with status 74"
+        "Training is finished; the exit status is 74"
     )
 
 
@@ -152,9 +165,9 @@ def test_a_failed_start_names_what_it_saved_itself(tmp_path):
     older, newer = (tmp_path / "checkpoints" / name_of(step) for step in (4, 6))
     older.mkdir(parents=True)
     assert what_is_kept(str(tmp_path), [older], asked=False) == ""
-    assert f"kept: {older}; to go on" in what_is_kept(str(tmp_path), [older], asked=True)
+    assert f"newest checkpoint: {older}; to resume" in what_is_kept(str(tmp_path), [older], asked=True)
     newer.mkdir()
-    assert f"kept: {newer}; to go on" in what_is_kept(str(tmp_path), [older], asked=False)
+    assert f"newest checkpoint: {newer}; to resume" in what_is_kept(str(tmp_path), [older], asked=False)
 
 
 FAKE = """#!{python}

@@ -1,4 +1,4 @@
-"""docs/predicted-scaling.md is what its command draws."""
+"""docs/predicted-scaling.md equals its command's output."""
 
 from __future__ import annotations
 

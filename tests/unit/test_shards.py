@@ -1,4 +1,4 @@
-"""A file of tensors that is written piece by piece is what safetensors reads, and is written at a pace."""
+"""A tensor file written piece by piece can be read by safetensors, and is written at a limited rate."""
 
 from __future__ import annotations
 

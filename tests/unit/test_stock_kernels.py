@@ -1,6 +1,6 @@
-"""The adapters of GPU packages, over emulations that have their signatures and quirks and compute on the CPU.
+"""Adapters of GPU packages, tested with CPU emulations that have the packages' signatures and quirks.
 
-What the packages themselves compute is for tests/gpu. Here: windows, pieces, padding, layouts, lse, what is refused.
+tests/gpu tests the packages themselves. These tests cover windows, pieces, padding, layouts, lse and refusals.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of [B, H, S, D], heads repeated."""
+    """Return dense attention of [B, H, S, D] tensors, with key-value heads repeated."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = (q @ k.mT * scale).masked_fill(~seen, -math.inf)
     lse = scores.logsumexp(-1)
@@ -39,7 +39,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tuple[
 
 
 def gradients(dout, q, k, v, out, lse, seen, scale) -> tuple[Tensor, Tensor, Tensor]:
-    """Of :func:`dense`, as flash backwards do it: D is formed of ``out``, P of ``lse``."""
+    """Return the gradients of :func:`dense` as flash backwards compute them: D from ``out``, P from ``lse``."""
     heads, groups = k.shape[1], q.shape[1] // k.shape[1]
     wide_k, wide_v = (x.repeat_interleave(groups, 1) for x in (k, v))
     p = torch.exp(q @ wide_k.mT * scale - lse.unsqueeze(-1)) * seen
@@ -49,9 +49,10 @@ def gradients(dout, q, k, v, out, lse, seen, scale) -> tuple[Tensor, Tensor, Ten
 
 
 def bottom_right(rows: int, columns: int, left: int | None, right: int | None) -> Tensor:
-    """What FlashAttention 2's windows see, its set_params_fprop's rules included.
+    """Return the keys visible in FlashAttention 2's windows, with the rules of its set_params_fprop.
 
-    None, negative numbers and as many keys as there are are no limit; beside a limit no limit is as many keys.
+    None, a negative number, or at least the number of keys means no limit. If one side has a limit, no limit on the
+    other side means the number of keys.
     """
     left, right = (None if side is None or side < 0 or side >= columns else side for side in (left, right))
     if (left is None) != (right is None):
@@ -184,7 +185,7 @@ def installed(monkeypatch):
 
 
 class Emulated:
-    """``torch.ops.aten``: arguments are bound by the true operator's schema, which must know every one of them."""
+    """An emulated ``torch.ops.aten``; arguments must match the real operator's schema."""
 
     def __init__(self) -> None:
         self.called: set[str] = set()
@@ -268,7 +269,7 @@ def test_every_band(name, band, installed, monkeypatch):
 
 @pytest.mark.parametrize("name", STOCK)
 def test_shards_that_came_over_a_wire(name, installed, monkeypatch):
-    """Those are [B, H, S, D] in memory."""
+    """Such shards are [B, H, S, D] in memory."""
     compare(kernel_over(name, installed, monkeypatch), BANDS["several"], 16, 16, heads_first=True)
 
 
@@ -286,7 +287,7 @@ def test_a_gradient_of_the_lse_alone(name, installed, monkeypatch):
 @pytest.mark.parametrize("scale", [-0.7, 0.0])
 @pytest.mark.parametrize("name", STOCK)
 def test_calls_give_it_a_positive_scale(name, scale, installed, monkeypatch):
-    """These kernels take the maximum of unscaled scores, and multiply a mask's -inf by the scale."""
+    """These kernels compute the maximum of unscaled scores, and multiply a mask's -inf by the scale."""
     kernel, given = kernel_over(name, installed, monkeypatch), []
     for each in ("run_forward", "run_backward"):
         run = getattr(kernel, each)
@@ -381,7 +382,7 @@ def test_widths_without_a_program_are_refused(installed, monkeypatch):
 
 @pytest.mark.parametrize(("name", "dim"), [("flash2", 256), ("aten-flash", 254), ("aten-cudnn", 128)])
 def test_the_widest_heads_have_room_for_a_gradient_of_the_lse_alone(name, dim, installed, monkeypatch):
-    """No column can be appended: a call of its own brings what D contributes."""
+    """No column can be appended, so a separate call adds D's contribution."""
     compare(kernel_over(name, installed, monkeypatch), BANDS["several"], dim, dim, dlse=True)
 
 
@@ -466,7 +467,7 @@ class BlindRowsWrong(Reference):
 
 
 class LostWithoutDo(Reference):
-    """D comes of dO and out alone, as in a kernel that takes no D."""
+    """A kernel that computes D from dO and out only, as kernels without a D argument do."""
 
     def backward(self, inputs):
         return super().backward(replace(inputs, delta=inputs.delta * inputs.dout.any(-1)))
@@ -518,7 +519,7 @@ def test_auto_passes_over_a_kernel_that_proves_wrong(fresh, monkeypatch):
 
     monkeypatch.setitem(kernels._MAKERS, "triton", Wrong)
     monkeypatch.setattr(kernels, "candidates", lambda *_, **__: ("triton", "reference"))
-    device = torch.device("meta")  # not the CPU, whose kernels are not proven anew
+    device = torch.device("meta")  # not the CPU, because its kernels aren't checked again
     monkeypatch.setattr(
         kernels,
         "check_against_reference",

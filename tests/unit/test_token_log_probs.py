@@ -1,4 +1,4 @@
-"""token_log_probs on one rank, against logits written out."""
+"""token_log_probs on one rank, compared with explicit logits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FORMS = {
 
 
 def make_inputs(dtype=torch.float64, *, seqlen=SEQLEN, vocabulary=VOCABULARY, width=WIDTH, biased=True):
-    """(hidden, weight, bias) leaves and token ids."""
+    """Return (hidden, weight, bias) leaves and token ids."""
     generator = torch.Generator().manual_seed(1)
     shapes = [(BATCH, seqlen, width), (vocabulary, width), (vocabulary,)][: 3 if biased else 2]
     leaves = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
@@ -37,7 +37,7 @@ def make_inputs(dtype=torch.float64, *, seqlen=SEQLEN, vocabulary=VOCABULARY, wi
 
 
 def dense(hidden, weight, bias, ids, *, temperature=1.0, factor=1.0, softcap=None, ends=()):
-    """All fields for all positions at once, in the dtype of the inputs; ``ends``: positions without a label."""
+    """Return all fields for all positions, in the inputs' dtype; ``ends`` are positions without a label."""
     logits = F.linear(hidden[:, :-1], weight, bias) * factor
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
@@ -59,7 +59,7 @@ def ends_of(mask):
 
 
 def both(name, *, dtype=torch.float64, mask=MASK, outputs=ALL, exact=False, **options):
-    """Per side (ours, dense): its fields, and its leaves. ``exact``: the dense side is in fp64."""
+    """Return fields and leaves of (ours, dense); with ``exact`` the dense side is in fp64."""
     form, sides = dict(FORMS[name]), []
     biased = form.pop("bias", False)
     for ours in (True, False):
@@ -157,7 +157,7 @@ def test_low_precision_rounds_only_at_the_end(dtype):
 
 
 def test_the_least_gradients_of_tokens_lose_no_digits():
-    """Those of a mean over many tokens are small: multiplied by probabilities they would be lost in a low precision."""
+    """Gradients of a mean over many tokens are small; times probabilities they would vanish in low precision."""
     sizes, form, results = (1.0, 2.0**-126), {"factor": 2.0**30, "temperature": 0.5}, []
     for size in sizes:
         leaves, ids = make_inputs(torch.float32, biased=False)

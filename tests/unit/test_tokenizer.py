@@ -1,4 +1,4 @@
-"""Text to ids and back, and that a tokenizer which was saved is the one that was trained with."""
+"""Text to ids and back; a saved tokenizer equals the one used in training."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ TEXTS = st.lists(st.sampled_from(SPELLED) | st.text(max_size=8), max_size=6).map
 
 
 def model_folder(folder, architecture):
-    """A folder with the config.json of a small model; its kind is what AutoTokenizer looks at."""
+    """Return a folder with a small model's config.json; AutoTokenizer reads its model type."""
     kind = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[architecture]
     getattr(transformers, f"{kind}Config")(vocab_size=300).save_pretrained(folder)
     return folder
 
 
 def small_bpe(special, *, opened=False):
-    """A byte-level BPE with a few merges, and whether its own pipeline opens a text by its first special token."""
+    """Return a byte-level BPE with a few merges; its pipeline may prepend the first special token."""
     raw = tokenizers.Tokenizer(tokenizers.models.BPE())
     raw.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = tokenizers.decoders.ByteLevel()
@@ -42,7 +42,7 @@ def small_bpe(special, *, opened=False):
 
 
 def hub_tokenizer(folder, kind):
-    """Of its own folder, with no model beside it."""
+    """Save a tokenizer to a folder without a model."""
     if kind == "qwen2":
         model = json.loads(small_bpe(["<|endoftext|>"]).to_str())["model"]
         inner = Qwen2Tokenizer(vocab=model["vocab"], merges=[tuple(merge) for merge in model["merges"]])
@@ -59,7 +59,7 @@ def tokenizer_of(kind, folder):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """By (architecture, kind): the tokenizer trained with, and the folder in which it was saved beside a model."""
+    """Return, by (architecture, kind), the tokenizer and the folder where it was saved with a model."""
     pairs = {}
     for architecture, kind in itertools.product(ARCHITECTURES, ("bytes", "plain", "qwen2")):
         tokenizer = tokenizer_of(kind, tmp_path_factory.mktemp(f"{kind}-own"))
@@ -70,7 +70,7 @@ def saved(tmp_path_factory):
 
 
 def body_of(tokenizer, ids):
-    """The ids between the tokens that open and close."""
+    """Return the ids between the opening and closing special tokens."""
     return ids[tokenizer.bos_id is not None : len(ids) - (tokenizer.eos_id is not None)]
 
 

@@ -1,4 +1,4 @@
-"""Weights & Biases are told what the run's folder holds, and end no run."""
+"""Weights & Biases gets the contents of the run's folder, and its errors never end a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SUMMARY = Summary(1, 2.5, 2.5, None, 0, 10.0, 0, [1], [None], [0.0])
 
 
 class Fake:
-    """In place of the package, and of a run of it."""
+    """A stand-in for the package and for one of its runs."""
 
     def __init__(self, fails_at=0):
         self.logged, self.asked, self.finished, self.summary, self.fails_at = [], [], [], {}, fails_at
@@ -67,7 +67,7 @@ def test_what_fails_there_is_told_once(monkeypatch, tmp_path):
     for step in (1, 2, 3):
         each.step(record(step))
     each.finish(SUMMARY)
-    assert told[1:] == ["--wandb: ConnectionError: no network; the run goes on, and tells it nothing more"]
+    assert told[1:] == ["--wandb: ConnectionError: no network; the run continues without logging to it"]
     assert [values["step"] for values in fake.logged] == [1] and not fake.finished
 
 

@@ -1,4 +1,4 @@
-"""A trainer's packages are refused, with their versions, when something that the mixin takes hold of is not there."""
+"""Test that BurstMixin refuses package versions that lack a method, and settings that it does not support."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a machine has, what is refused because of it, and what a run's first lines tell."""
+"""A machine's resources, the settings refused because of them, and a run's first lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GIB = 2**30
 
 
 def write_machine(root, *, limit="max", used=0):
-    """A file system of a machine with 8 GiB, of which a control group around this process's has some."""
+    """Write the system files of a machine with 8 GiB, with a lower limit in an outer control group."""
     group = root / "sys/fs/cgroup/a/b"
     group.mkdir(parents=True)
     (root / "proc/self").mkdir(parents=True)
@@ -47,9 +47,15 @@ def test_what_does_not_fit_is_refused_with_what_would_lower_it():
     check_fits(parts, free, MemoryConfig(), seq_len=64, ranks=2)
     check_fits(parts, None, MemoryConfig(), seq_len=64, ranks=9)
     check_fits(parts, free, MemoryConfig(ignore_memory=True), seq_len=64, ranks=3)
-    with pytest.raises(ValueError, match=r"^--seq-len 64 needs 3,072 MiB a rank .*weights 1,024 MiB, act") as told:
+    with pytest.raises(
+        ValueError, match=r"^--seq-len 64 is predicted to need 3,072 MiB per rank .*weights 1,024 MiB, act"
+    ) as told:
         check_fits(parts, free, MemoryConfig(), seq_len=64, ranks=3)
-    named = ("for 3 here 9,216 MiB, of 8,192 MiB memory available", "--remat layer, --mlp-chunks 8", "--ignore-memory")
+    named = (
+        "9,216 MiB for 3 ranks here; there is only 8,192 MiB memory available",
+        "--remat layer, --mlp-chunks 8",
+        "--ignore-memory",
+    )
     assert all(part in str(told.value) for part in named), told.value
     with pytest.raises(ValueError) as told:
         check_fits(parts, free, MemoryConfig(remat="layer", mlp_chunks=2), seq_len=64, ranks=3)
@@ -58,7 +64,7 @@ def test_what_does_not_fit_is_refused_with_what_would_lower_it():
 
 @pytest.fixture
 def started(tmp_path, monkeypatch):
-    """``started(*flags)``: (exit status, what ranks were given) of a command that starts none."""
+    """Return ``started(*flags)``, which gives (exit status, arguments of the ranks) without starting ranks."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
@@ -77,15 +83,15 @@ def started(tmp_path, monkeypatch):
 def test_the_first_line_tells_the_memory_and_what_is_not_there_starts_no_rank(started, monkeypatch, capsys):
     assert started("--remat", "layer")[0] == 0
     first, second, *_ = capsys.readouterr().out.splitlines()
-    assert first.startswith("memory predicted for the tensors of a rank at their peak: ") and "weights 3 MiB" in first
-    assert first.endswith("; not counted: PyTorch and Python themselves, some 500 MiB")
+    assert first.startswith("predicted peak memory of the tensors of a rank: ") and "weights 3 MiB" in first
+    assert first.endswith("; not included: PyTorch and Python themselves, about 500 MiB")
     assert second == "model tiny, tokenizer bytes, data text.txt, engine burst, kernel aten"
     assert started("--engine", "ulysses")[0] == 0
     assert "memory is not predicted for --engine ulysses" in capsys.readouterr().out
     monkeypatch.setattr(preflight, "free_memory", lambda: (10 * 2**20, "memory available"))
     assert started("--remat", "layer") == (2, [])
     told = capsys.readouterr().err
-    assert "--seq-len 64 needs" in told and "10 MiB memory available" in told and told.count("\n") == 1
+    assert "--seq-len 64 is predicted to need" in told and "10 MiB memory available" in told and told.count("\n") == 1
     assert started("--remat", "layer", "--ignore-memory")[0] == 0
 
 
@@ -100,9 +106,11 @@ def folder(tmp_path):
 def test_positions_are_raised_by_a_flag_alone(started, folder, capsys):
     flags = ("--model", str(folder), "--tokenizer", "bytes")
     assert started(*flags) == (2, [])
-    assert "is beyond the 48 positions" in (told := capsys.readouterr().err) and "give --max-positions 64" in told
+    assert "exceeds the 48 positions" in (told := capsys.readouterr().err) and "give --max-positions 64" in told
     assert started(*flags, "--max-positions", "100")[0] == 0
-    assert "max_position_embeddings 100, in place of 48; RoPE as the model's says" in capsys.readouterr().out
+    assert (
+        "max_position_embeddings 100, in place of 48; RoPE as in the model's configuration" in capsys.readouterr().out
+    )
     assert started(*flags, "--max-positions", "63") == (2, [])
 
 

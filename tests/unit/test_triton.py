@@ -1,4 +1,4 @@
-"""Our Triton kernels in Triton's interpreter: every band, grouped queries, odd lengths and dims, carried state."""
+"""Triton kernels in Triton's interpreter: all bands, grouped queries, odd lengths and dimensions, carried state."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_head_dims(dim, value_dim):
 
 @pytest.mark.parametrize("seed", range(24))
 def test_any_tile_in_blocks_of_any_size(seed):
-    """Where a block's keys are cut into masked and whole steps depends on all of these."""
+    """All of these affect how a block's keys are split into masked and unmasked steps."""
     dice = np.random.default_rng(seed)
     rows, columns = (int(n) for n in dice.integers(1, 150, 2))
     lo, hi = sorted(int(n) for n in dice.integers(-columns, rows, 2))
@@ -110,7 +110,7 @@ def test_the_sweep_over_ranks_with_our_kernel(pools, mask, layout):
 
 
 def test_ranks_as_threads_take_turns_in_the_interpreter():
-    """It patches Triton's language for all threads while it runs a program."""
+    """The interpreter patches Triton's language for all threads while it runs a program."""
     case = Case(seqlen=50, kernel="triton", q_heads=2, kv_heads=1, head_dim=16)
     with local_world(2) as ranks:
         for report in ranks.run(lambda group: check(case, group=group)):

@@ -1,4 +1,4 @@
-"""Triton's programs compiled, down to machine code, for GPUs that need not be here: the interpreter knows no types."""
+"""Compile Triton programs to machine code for GPUs that may be absent; the interpreter does not check types."""
 
 from __future__ import annotations
 

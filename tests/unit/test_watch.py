@@ -1,4 +1,4 @@
-"""A step that takes too long is told, and who is behind in it, whatever the ranks wait for."""
+"""The watcher reports slow steps and the ranks that are behind, for any kind of wait."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LONG = 30
 
 
 class Lines(list):
-    """What was told, to be waited for."""
+    """A list of reported lines that tests can wait for."""
 
     def __init__(self):
         super().__init__()
@@ -45,9 +45,12 @@ def test_each_rank_tells_its_phase_and_rank_0_who_is_behind():
     lines[0].wait_for(2)
     for rank in (1, 2):
         lines[rank].wait_for(1)
-    assert lines[1][0].startswith("rank 1: step 7 has taken ") and "--step-timeout 1: it is in its data" in lines[1][0]
-    assert "it is in its backward, for " in lines[2][0]
-    assert lines[0][1] == "step 7: behind is rank 1, in the data, where others are in the backward"
+    assert (
+        lines[1][0].startswith("rank 1: step 7 has taken ")
+        and "--step-timeout 1; it has been in its data phase" in lines[1][0]
+    )
+    assert "it has been in its backward phase for " in lines[2][0]
+    assert lines[0][1] == "step 7: behind: rank 1, in the data phase; others are in the backward phase"
     for each in three:
         each.close()
 
@@ -82,7 +85,7 @@ def test_a_rank_that_says_nothing_is_named(monkeypatch):
     lines, (one, _) = watches(2)
     one.begin(3)
     lines[0].wait_for(2)
-    assert lines[0][1] == "step 3: nothing is heard of rank 1; all that are heard of are in their data"
+    assert lines[0][1] == "step 3: no report from rank 1; all reporting ranks are in their data phase"
     one.close()
 
 
@@ -90,8 +93,8 @@ def test_a_rank_that_says_nothing_is_named(monkeypatch):
     ("heard", "told"),
     [
         ({0: (4, 2, "forward"), 1: (4, 2, "forward")}, "all ranks are in their forward"),
-        ({0: (4, 4, "forward"), 1: (4, 2, "forward")}, "behind is rank 1, in the forward, where others are in the for"),
-        ({0: (4, 9, "saving"), 1: (4, 1, "data"), 2: (4, 1, "data")}, "behind is ranks 1, 2, in the data, where oth"),
+        ({0: (4, 4, "forward"), 1: (4, 2, "forward")}, "behind: rank 1, in the forward phase; others are in the for"),
+        ({0: (4, 9, "saving"), 1: (4, 1, "data"), 2: (4, 1, "data")}, "behind: ranks 1, 2, in the data phase; oth"),
     ],
 )
 def test_behind_is_who_has_come_least_far(heard, told):

@@ -1,1 +1,1 @@
-"""The engines side by side: what is measured, where it runs, and how it is told."""
+"""Measure the engines next to each other, and report the results."""

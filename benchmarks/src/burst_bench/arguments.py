@@ -1,4 +1,4 @@
-"""What the commands that measure one attention call over some ranks are asked, and where their figures go."""
+"""Shared arguments of the commands that measure one attention call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ A = TypeVar("A")
 
 @dataclass(frozen=True, kw_only=True)
 class CallArguments:
-    """The sizes of one causal attention call."""
+    """Sizes of one causal attention call."""
 
     seq_len: int = 8192
     heads: int = 8
@@ -30,7 +30,7 @@ class CallArguments:
 
     @property
     def workload(self) -> Workload:
-        """One attention call of these sizes."""
+        """Return an attention call of these sizes."""
         sizes = {"heads": self.heads, "kv_heads": self.heads, "head_dim": self.head_dim, "dtype": self.dtype}
         return Workload(seq_len=self.seq_len, **sizes)
 
@@ -39,7 +39,7 @@ class CallArguments:
         return f"causal, {self.dtype}, S={self.seq_len}, H={self.heads}, D={self.head_dim}"
 
     def write(self, script: str, **figures: Any) -> None:
-        """To ``json``, if it was given, with the sizes and where they come from."""
+        """Write figures, sizes and their origin to ``json``, if it was given."""
         if self.json is not None:
             names = ("world", "seq_len", "heads", "head_dim", "dtype")
             size = {name: getattr(self, name) for name in names if hasattr(self, name)}
@@ -48,18 +48,18 @@ class CallArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class TimedArguments(CallArguments):
-    """How many ranks take it, and how often it is timed."""
+    """Sizes of a call, the number of ranks, and the number of timed rounds."""
 
     world: int = 2
     rounds: int = 9
 
 
 def command_given(script: str, json: Path | None) -> str:
-    """The command line of this process, of ``benchmarks/{script}.py``, but for where its figures go."""
+    """Return the command line of ``benchmarks/{script}.py`` in this process, without ``--json FILE``."""
     command = shlex.join(["python", f"benchmarks/{script}.py", *sys.argv[1:]])
     return command.replace(f" --json {shlex.quote(str(json))}", "")
 
 
 def asked(default: A, description: str | None) -> A:
-    """The command line's arguments in place of ``default``'s."""
+    """Parse the command line; ``default`` holds the default values."""
     return tyro.cli(type(default), default=default, description=description)

@@ -1,4 +1,4 @@
-"""``burst bench``: the engines side by side on local ranks; and the same on an emulated cluster."""
+"""``burst bench``: compare engines on local ranks or on an emulated cluster."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import tyro
-from burst_train.run.lock import Marker, claimed
+from burst_train.run.lock import RunFolderLock, claimed
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
@@ -21,7 +21,7 @@ from burst_attention.testing import WorkerError
 from .cluster import ClusterError, parse_cluster, parse_rate
 from .harness.results import TASKS, Results, Row
 
-# All that share a sequence: `single` gives each a rank of its own, and can be asked for with --worlds 1.
+# All engines that share a sequence. `single` runs on one rank only; ask for it with --worlds 1.
 EVERY = ("burst", "ring", "ring:contiguous", "ulysses", "usp", "tensor", "tensor-sequence")
 CLUSTER = "python -m burst_bench.cluster"
 WRITES = ("results.json", "report.html", "*.png", "*.trace.json")
@@ -29,37 +29,43 @@ WRITES = ("results.json", "report.html", "*.png", "*.trace.json")
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """Time, bytes, memory and error of every engine; the engines take turns, and a wrong one gets no figures.
+    """Measure time, bytes, memory and error of each engine. The engines take turns; a wrong one gets no figures.
 
-    Runs on this machine's CPU over gloo. Writes results.json, report.html and pictures to --out.
+    Runs on this machine's CPU over gloo. Writes results.json, report.html and image files to --out.
     """
 
     engines: Annotated[tuple[str, ...], distinct] = EVERY
-    """burst, ring, ulysses, usp, tensor, tensor-sequence or single, with :LAYOUT where it is not the engine's best; of
-    burst also :heads=N, :keep=no, with commas, and :published, as the paper has it; of usp :heads=N."""
+    """Engines: burst, ring, ulysses, usp, tensor, tensor-sequence or single. Append :LAYOUT to replace the engine's
+    best layout. burst also takes :ulysses_degree=N, :cache_qkv=no and :chunks=N, separated by commas, and :published
+    (as in the paper); usp takes :ulysses_degree=N."""
     seq_lens: Annotated[tuple[Count, ...], distinct] = (1024, 2048, 4096)
-    """Tokens of the sequence, over all ranks."""
+    """Tokens of the whole sequence."""
     worlds: Annotated[tuple[Ranks, ...], distinct] | None = None
-    """Numbers of local ranks, 2 if not given."""
+    """Numbers of local ranks; 2 if not given."""
     rounds: Count = 3
     """Timed calls of each engine."""
     layers: Count = 1
     heads: Count = 8
     kv_heads: Count | None = None
-    """--heads if not given."""
+    """Key-value heads; --heads if not given."""
     head_dim: Count = 32
     vocabulary: Count = 512
     dtype: DtypeName = "bfloat16"
     calibrate: bool = False
-    """First measure ranks and links, for burst to plan by; else it goes by burst calibrate's file or a preset."""
+    """First measure ranks and links, and let burst plan with these rates; otherwise with burst calibrate's file or a
+    preset."""
     timeline: bool = True
-    """Also draw what each rank does in one more call."""
+    """Also run one more call, and draw a timeline of each rank."""
     out: Name = "runs/bench"
     overwrite: bool = False
-    """Replace the results that --out already holds."""
+    """Replace results that are already in --out."""
 
     def check(self) -> None:
-        """Raise ValueError for what can't be."""
+        """Check the arguments.
+
+        Raises:
+            ValueError: An argument, or a combination of them, is invalid.
+        """
         from .harness.workload import engine_of
 
         check_settings(self)
@@ -72,40 +78,42 @@ class Arguments:
                 raise ValueError(f"--engines {spec!r}: {error}") from None
         shortest, most = min(self.seq_lens), max(self.ranks())
         if shortest < most:
-            raise ValueError(f"--seq-lens {shortest} is shorter than the {most} ranks: every rank needs a token")
+            raise ValueError(
+                f"--seq-lens {shortest} is shorter than the {most} ranks; give at least one token per rank"
+            )
 
     @property
     def own_kv_heads(self) -> int:
         return self.heads if self.kv_heads is None else self.kv_heads
 
     def ranks(self) -> tuple[int, ...]:
-        """How many there will be."""
+        """Return the numbers of ranks to run."""
         return (2,) if self.worlds is None else self.worlds
 
     @property
     def nodes(self) -> tuple[int, int] | None:
-        """(nodes, ranks of each) of an emulated cluster."""
+        """Return (nodes, ranks per node) of the emulated cluster; None without one."""
         return None
 
     def rates(self) -> list[float | None]:
-        """Of the nodes' links, in bits per second."""
+        """Return the rates of the nodes' links in bits per second."""
         return [None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterArguments(Arguments):
-    __doc__ = f"{Arguments.__doc__}\n\nThe nodes are network namespaces joined by a bridge: needs root and iproute2."
+    __doc__ = f"{Arguments.__doc__}\n\nThe nodes are network namespaces connected by a bridge. Needs root and iproute2."
     cluster: str = "8x1"
-    """NODESxRANKS: so many nodes with so many ranks on each; --worlds is not taken."""
+    """NODESxRANKS: number of nodes and ranks per node. It replaces --worlds."""
     link: Annotated[tuple[str, ...], distinct] = ("none",)
-    """Rates of the nodes' links, such as 100mbit; none for no limit."""
+    """Rates of the nodes' links, such as 100mbit; none: no limit."""
     calibrate: bool = True
-    """First measure ranks and links, for burst to plan by, at each rate of the links anew."""
+    """First measure ranks and links, and let burst plan with these rates, separately for each link rate."""
 
     def check(self) -> None:
         if self.worlds is not None:
             raise ValueError(
-                f"--worlds can't be given with --cluster {self.cluster}, which says how many ranks there are"
+                f"--worlds can't be given with --cluster {self.cluster}, which sets the number of ranks; leave it out"
             )
         check_settings(self)
         self.rates()
@@ -125,27 +133,32 @@ class ClusterArguments(Arguments):
 
 
 def main(arguments: list[str]) -> int:
-    """Run ``burst bench``; returns the exit status: 1 if an engine was wrong or a rank failed, 2 if none could run."""
+    """Run ``burst bench`` and return its exit status.
+
+    The status is 1 if an engine was wrong or a rank failed, and 2 if no engine could run.
+    """
     flags = {given.partition("=")[0] for given in arguments}
     if "--cluster" in flags or "--link" in flags:
         what = "--cluster is an option" if "--cluster" in flags else "--link needs --cluster, an option"
-        return launch.refuse("burst bench", ValueError(f"{what} of `{CLUSTER}`: this machine's own is not touched"))
+        return launch.refuse(
+            "burst bench", ValueError(f"{what} of `{CLUSTER}`; burst bench never changes this machine's network")
+        )
     return compare("burst bench", Arguments, arguments)
 
 
 def compare(name: str, kind: type[Arguments], arguments: list[str]) -> int:
-    """:func:`main` of a command called ``name`` that takes ``kind``."""
+    """Run the command ``name`` with arguments of type ``kind``, as :func:`main` does."""
     if not arguments or arguments[0] not in TASKS:
         given = arguments[0] if arguments else "nothing"
         if given in ("-h", "--help"):
             Console().print(f"usage: {name} {{{','.join(TASKS)}}} [OPTIONS]; --help after the task lists the options")
             return 0
-        return launch.refuse(name, ValueError(f"give what to compare, {', '.join(TASKS)}, not {given}"))
+        return launch.refuse(name, ValueError(f"the task is {given}; give {', '.join(TASKS)}"))
     task, rest = arguments[0], launch.spelled_out(arguments[1:])
     parsed = tyro.cli(kind, prog=f"{name} {task}", args=rest)
     try:
         if launch.started_by_torchrun():
-            raise ValueError("starts its own ranks; run it without torchrun")
+            raise ValueError("this command starts its own ranks; run it without torchrun")
         parsed.check()
         with claimed(parsed.out, by=name, overwrite=parsed.overwrite, writes=WRITES) as marker:
             results = _run(task, parsed, f"{name} {shlex.join(arguments)}", marker)
@@ -161,14 +174,14 @@ def compare(name: str, kind: type[Arguments], arguments: list[str]) -> int:
     return 0 if all(row.passed or row.refused for row in results.rows) else 1
 
 
-def _run(task: str, arguments: Arguments, command: str, marker: Marker) -> Results:
+def _run(task: str, arguments: Arguments, command: str, marker: RunFolderLock) -> Results:
     from .harness.run import World, results_of
     from .harness.workload import Workload
     from .report.write import write_report, write_traces
 
     console = Console()
     if not console.is_terminal:
-        console = Console(width=200)  # a file has no width of its own
+        console = Console(width=200)  # a file has no terminal width
     shared = ("engines", "rounds", "timeline", "layers", "heads", "head_dim", "vocabulary", "dtype")
     sizes = {name: getattr(arguments, name) for name in shared}
     workload = Workload(task=task, seq_len=0, kv_heads=arguments.own_kv_heads, **sizes)
@@ -198,7 +211,7 @@ def _show(results: Results, console: Console) -> None:
     from .tables import terminal
 
     right = [row for row in results.rows if row.passed]
-    # A terminal has little room: the page has the rest.
+    # A terminal is narrow; the page shows all columns.
     shown = (c for c in measured(results) if c.header not in ("min to max s", "bytes uncounted"))
     columns = tuple(c for c in shown if any(c.text(row) != "-" for row in right))
     headers = [column.header for column in (*PLACE, *columns, *CHECK)]

@@ -1,4 +1,7 @@
-"""Rows of named cells as tables, in Markdown for the pages and for the terminal; a row may leave cells out."""
+"""Tables in Markdown and for the terminal.
+
+A row maps column names to cells; it may leave cells out.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,16 @@ Rows = Iterable[Mapping[str, Any]]
 
 
 def markdown(rows: Rows) -> str:
-    """Columns stand in the order in which the rows first name them; nothing for no rows."""
+    """Return a Markdown table, or an empty string without rows.
+
+    The columns have the order in which the rows first name them.
+    """
     frame = _frame(rows)
     return frame.to_markdown(index=False, tablefmt="github", disable_numparse=True) + "\n" if len(frame) else ""
 
 
 def terminal(rows: Rows, **options: Any) -> Table:
-    """The same for a rich console; ``options``: the table's."""
+    """Return the table for a rich console; ``options`` go to :class:`rich.table.Table`."""
     frame = _frame(rows)
     table = Table(*frame.columns, **options)
     for cells in frame.itertuples(index=False):

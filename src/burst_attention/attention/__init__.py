@@ -1,4 +1,4 @@
-"""Exact attention over shards: the public call, its operator, plans, and the sweep that computes it (GAO)."""
+"""Exact attention over shards: the public call, its torch operator, plans, and the sweep that computes it (GAO)."""
 
 from .entry import burst_attention
 from .plan import Plan, make_plan

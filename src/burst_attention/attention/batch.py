@@ -1,4 +1,7 @@
-"""A whole batch in, this rank's shard out; and the plans of one call, by the window of the layers that take them."""
+"""Cut a whole batch into this rank's shard, and hold the plans of one call.
+
+A call has one plan for each sliding window among its layers.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +14,23 @@ import torch
 from ..plan.mask import Mask
 from .plan import Plan
 
-PlanArgument: TypeAlias = Plan | Mapping[int | None, Plan]  # one for all layers, or by a layer's sliding window
+PlanArgument: TypeAlias = Plan | Mapping[int | None, Plan]  # one plan for all layers, or one per sliding window
 
 PADDING = "a padding mask (zeros in attention_mask)"
 SAME_BATCH = (
-    "Every rank of a group must hold the same whole batch: give their samplers one seed, and their loader one share of "
-    "the data for the group, not one for each rank"
+    "Every rank of a group needs the same whole batch. Give their samplers the same seed, and give the loader one "
+    "share of the data per group, not one per rank"
 )
 
 
 class Plans(Mapping[int | None, Plan]):
-    """The plans of one call, by the window of the layers that take them.
+    """The plans of one call, by the sliding window of the layers that use them.
 
     Args:
-        by_window: at least one; they speak for the same ranks and differ in their masks' windows alone.
-        positions: the position ids that the caller passes with them, if it has checked the model and cut them itself:
-            an attention that is given this very tensor need not compare it, nor look for the model. A compiler can
-            trace that, and no comparison.
+        by_window: at least one plan. They cover the same ranks and differ only in their masks' windows.
+        positions: the position ids of the call, if the caller has checked the model and cut them itself. An attention
+            that gets this same tensor object skips the comparison and the search for the model. Compilers can trace
+            an identity check, but not a comparison of values.
     """
 
     def __init__(self, by_window: Mapping[int | None, Plan], *, positions: torch.Tensor | None = None) -> None:
@@ -36,17 +39,17 @@ class Plans(Mapping[int | None, Plan]):
 
     @classmethod
     def of(cls, plan: Any) -> Plans:
-        """What a caller passes as ``plan``: one for all layers, or a mapping.
+        """Wrap a caller's ``plan`` argument: one plan for all layers, or a mapping by window.
 
         Raises:
-            TypeError, ValueError: it is neither; there is no plan yet to refuse it through.
+            TypeError, ValueError: ``plan`` is neither. Only this rank raises; it can't notify others without a plan.
         """
         if isinstance(plan, Plans):
             return plan
         if plan is None:
             raise ValueError(
                 "plan is missing: call model(..., plan=plan), with plan = make_plan(seqlen, ...). "
-                "A model that does not hand keywords on to its attention can't be used"
+                "A model that does not pass keyword arguments on to its attention can't be used"
             )
         plans = plan if isinstance(plan, Mapping) else {None: plan}
         if not plans or not all(isinstance(each, Plan) for each in plans.values()):
@@ -57,9 +60,9 @@ class Plans(Mapping[int | None, Plan]):
 
     @classmethod
     def by_windows(cls, plan: Plan, windows: Iterable[int | None], cu_seqlens: Sequence[int] | None) -> Plans:
-        """``plan`` under each of the windows and these documents; nothing is exchanged.
+        """Return ``plan`` under each of the windows, with these documents. Exchanges nothing.
 
-        A layout that goes by the mask is cut anew, for the layers that see furthest, and is one for all of them.
+        A layout that depends on the mask is cut again for the widest window. All layers then share that layout.
         """
         distinct = dict.fromkeys(windows)
         if plan.schedule.layout.by_mask:
@@ -69,7 +72,7 @@ class Plans(Mapping[int | None, Plan]):
 
     @property
     def one(self) -> Plan:
-        """Any of them: to shard with, to refuse through."""
+        """Return any one of the plans, to shard with or to report errors through."""
         return next(iter(self._by_window.values()))
 
     def __getitem__(self, window: int | None) -> Plan:
@@ -83,23 +86,25 @@ class Plans(Mapping[int | None, Plan]):
 
 
 def shard_batch(batch: Mapping[str, Any], plan: PlanArgument, *, ignore_index: int = -100) -> dict[str, torch.Tensor]:
-    """This rank's shard of a global batch. Every rank must call it with the same batch: digests of it are compared.
+    """Return this rank's shard of a global batch.
+
+    Every rank must call this with the same batch. The ranks compare digests of it.
 
     Args:
         batch: ``input_ids`` [B, S]; optionally ``labels`` [B, S], *not* shifted; optionally ``attention_mask``
-            [B, S] of ones only. It is left out of the result: it says nothing, and documents and windows are the
-            plan's. Any other key is refused, for nothing here knows how to shard it.
+            [B, S] of ones only. The mask is left out of the result, because the plan holds documents and windows.
+            Any other key is refused, because this function can't know how to shard it.
         plan: as for ``model(..., plan=plan)``.
         ignore_index: the label of a token without a target.
 
     Returns:
-        ``input_ids`` and ``position_ids`` (restarting at each document) [B, S_local] and, when there are labels,
-        ``shift_labels`` [B, S_local], shifted over the whole sequence before sharding, as the loss wants
-        them. (``model(labels=...)`` would shift them within the shard, and lose a token at every border.)
+        ``input_ids`` and ``position_ids`` (restarting at each document) [B, S_local]. With labels also
+        ``shift_labels`` [B, S_local], shifted over the whole sequence before sharding, as the loss needs them.
+        (``model(labels=...)`` would shift them within the shard and lose one token per shard border.)
 
     Raises:
-        DisagreementError: on every rank, if their batches, or their documents, differ.
-        TypeError, ValueError: naming the key, or a sequence with fewer tokens than ranks; on every rank.
+        DisagreementError: on every rank, if batches or documents differ between ranks.
+        TypeError, ValueError: on every rank, for a bad key (named) or a sequence with fewer tokens than ranks.
     """
     one = Plans.of(plan).one
     with one.agreement.entering("shard_batch"):
@@ -109,21 +114,21 @@ def shard_batch(batch: Mapping[str, Any], plan: PlanArgument, *, ignore_index: i
         targets = None if labels is None else one.shift_labels(labels, ignore_index=ignore_index)
         fields = batch_fields(one, input_ids=ids, labels=targets)
     one.agreement.agree("shard_batch", fields, remedy=SAME_BATCH)
-    return cut(ids, targets, one)
+    return shard_tokens(ids, targets, one)
 
 
-def cut(ids: torch.Tensor, targets: torch.Tensor | None, plan: Plan) -> dict[str, torch.Tensor]:
-    """What :func:`shard_batch` returns, of ids and shifted labels [B, S] that all ranks have alike."""
+def shard_tokens(ids: torch.Tensor, targets: torch.Tensor | None, plan: Plan) -> dict[str, torch.Tensor]:
+    """Cut ids and shifted labels [B, S], equal on all ranks, into what :func:`shard_batch` returns."""
     positions = plan.document_positions.to(ids.device)
     shard = {"input_ids": plan.shard(ids, 1), "position_ids": positions.repeat(ids.shape[0], 1)}
     if targets is not None:
         shard["shift_labels"] = plan.shard(targets, 1)
-    plan.usage.give_out(shard["position_ids"], shard.get("shift_labels"))
+    plan.usage.mark_sharded(shard["position_ids"], shard.get("shift_labels"))
     return shard
 
 
 def batch_fields(plan: Plan, **tensors: torch.Tensor | None) -> dict[str, Any]:
-    """What ranks compare before they compute on one batch: its documents, and a digest of each tensor."""
+    """Return what ranks compare before they compute on a batch: its documents, and a digest of each tensor."""
     if plan.world == 1:
         return {}
     digests = {f"the digest of {name}": None if x is None else digest_of(x) for name, x in tensors.items()}
@@ -131,7 +136,10 @@ def batch_fields(plan: Plan, **tensors: torch.Tensor | None) -> dict[str, Any]:
 
 
 def digest_of(x: torch.Tensor) -> str:
-    """Of integers by their values, whatever their dtype and device; of other numbers as they are."""
+    """Return a digest of a tensor's values and shape.
+
+    Integers are compared by value, so their dtype doesn't matter; floating-point numbers are compared bit by bit.
+    """
     values = x.detach().cpu()
     values = values if values.is_floating_point() else values.long()
     number = hashlib.blake2b(values.contiguous().view(torch.uint8).numpy().data, digest_size=8).hexdigest()
@@ -139,18 +147,18 @@ def digest_of(x: torch.Tensor) -> str:
 
 
 def check_tokens(plan: Plan) -> None:
-    """Refuse a plan by which some rank has no token: models of transformers can't run on an empty shard."""
+    """Raise ValueError if some rank has no token: transformers models can't run on an empty shard."""
     if plan.seqlen < plan.world:
         raise ValueError(
             f"the sequence has {plan.seqlen} tokens for {plan.world} ranks, so some rank would have none, and models "
-            f"can't run on nothing; use at most {plan.seqlen} ranks, or pack short documents into one sequence"
+            f"can't run on an empty shard; use at most {plan.seqlen} ranks, or pack short documents into one sequence"
         )
 
 
 def mask_refusal(what: str) -> ValueError:
-    """The error for a mask that a plan's can't hold."""
+    """Return the error for a mask that a plan can't express."""
     return ValueError(
-        f"attention_mask: {what} is not supported; what is seen is the plan's mask. "
+        f"attention_mask: {what} is not supported; only the plan's mask applies. "
         "Pack documents with Mask(cu_seqlens=...) instead of padding them, and leave attention_mask out"
     )
 
@@ -162,7 +170,7 @@ def _check_batch(batch: Any, plan: Plan) -> None:
     if unknown:
         raise ValueError(
             f"batch has {unknown}, which can't be sharded here; pass input_ids, labels (not shifted) and at most an "
-            "attention_mask of ones. Positions are the plan's"
+            "attention_mask of ones. Position ids come from the plan"
         )
     if batch.get("input_ids") is None:
         raise ValueError("batch has no input_ids; pass token ids [batch, sequence]")
@@ -179,4 +187,4 @@ def _check_entry(key: str, value: Any, rows: int, seqlen: int) -> None:
     if value.dim() != 2 or value.shape[1] != seqlen:
         raise ValueError(f"{key} has shape {list(value.shape)}; pass [batch, {seqlen}], the plan's whole sequence")
     if value.shape[0] != rows:
-        raise ValueError(f"{key} has {value.shape[0]} rows, input_ids {rows}; pass as many")
+        raise ValueError(f"{key} has {value.shape[0]} rows, input_ids {rows}; pass the same number of rows")

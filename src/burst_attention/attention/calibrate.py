@@ -1,4 +1,7 @@
-"""Measures what a plan's time is predicted from: kernels, on all ranks at once, and links, by the transport."""
+"""Measure the rates that a plan's time is predicted from.
+
+Kernels run on all ranks at the same time. Links are measured with the library's own transport.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +20,30 @@ from ..kernels import choose
 from ..kernels.contract import BackwardInputs, Kernel
 from ..kernels.merge import merge_
 from ..plan.groups import WHOLE
+from ..plan.strategy import Strategy
 from ..plan.tile import Tile, Tiles
+from ..planner.planner import traffic_model_of
 from ..planner.rates import Link, Rates, Speed
+from ..planner.timing import simulations
 from .entry import burst_attention
-from .hardware import shape_of, usual_rates
-from .plan import Plan, lone_plan, make_plan
+from .hardware import Hardware, shape_of, usual_rates
+from .plan import Plan, make_plan, single_rank_plan
 
 DIM = 128
-AT_ONCE = 8  # messages: as many as a call sends in a step, more or less
-SMALL = 32  # rows and columns of a tile that takes no time but its launch
+AT_ONCE = 8  # messages in flight; a call sends about this many in a step
+SMALL = 32  # rows and columns of a tile whose time is its launch only
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """How much is measured: rows of a large tile, its heads, bytes of messages sent at once, of which there are 512 KiB
-    at least, and how often each is repeated."""
+class CalibrationSizes:
+    """How much is measured.
+
+    Attributes:
+        rows: rows of a large tile.
+        heads: heads of a large tile.
+        message: bytes of all messages sent at the same time; 512 KiB at least are sent.
+        repeats: how often each measurement is repeated.
+    """
 
     rows: int = 1024
     heads: int = 2
@@ -40,22 +52,29 @@ class Sizes:
 
 
 def calibrate(
-    *, group: Any = None, device: torch.device | str = "cpu", name: str = "", sizes: Sizes | None = None
+    *, group: Any = None, device: torch.device | str = "cpu", name: str = "", sizes: CalibrationSizes | None = None
 ) -> Rates:
-    """Rates of the ranks at hand. Every rank of the group must call it, and gets the same.
+    """Measure the rates of the group's ranks. Every rank must call it, and gets the same result.
 
-    What can't be measured here is taken from the preset that is usual, and ``source`` says so: links across nodes on
-    one node, or between ranks where there is one.
+    Links that don't exist here come from the usual preset for the device, and ``source`` says so. On one node these
+    are the links across nodes; on one rank, all links.
 
     Args:
-        name: of the machine, in a few words.
-        sizes: how much is measured; half a minute of it if None.
+        group: as for :func:`burst_attention.make_plan`.
+        device: where kernels run and messages are sent from.
+        name: the machine's name, in a few words.
+        sizes: how much is measured. Default: about half a minute of measurements.
     """
     device = torch.device(device)
     usual = usual_rates(on_gpus=device.type == "cuda")
-    plan = make_plan(64, layout="zigzag", heads=1, group=group, rates=usual)
-    probe = _Probe(plan, device, sizes or Sizes())
-    usual = plan.schedule.planner.rates  # rank 0's
+    plan = make_plan(
+        64,
+        group=group,
+        strategy=Strategy(layout="zigzag", ulysses_degree=1, circulate="query"),
+        hardware=Hardware(rates=usual),
+    )
+    probe = _Probe(plan, device, sizes or CalibrationSizes())
+    usual = plan.planner.rates  # rank 0's, so that all ranks start from the same rates
     half, *launches, block, row = probe.kernel(torch.bfloat16)
     single, double = (probe.kernel(dtype)[0] for dtype in (torch.float32, torch.float64))
     inside, across = probe.links(usual)
@@ -71,10 +90,10 @@ def calibrate(
         at_once=probe.at_once,
     )
     links = {"inside of a node": inside, "across": across}
-    foretold = [what for what, link in links.items() if link is None]
+    assumed = [what for what, link in links.items() if link is None]
     source = f"measured by burst calibrate on {plan.world} ranks, {device.type}, torch {torch.__version__}"
-    if foretold:
-        source += f"; links {' and '.join(foretold)} as foretold by {usual.name}"
+    if assumed:
+        source += f"; links {' and '.join(assumed)} as estimated by {usual.name}"
     rates = Rates(
         name=name or f"{device.type}, {plan.world} ranks",
         source=source,
@@ -89,24 +108,27 @@ def calibrate(
 
 
 class _Probe:
-    """What one rank measures; each figure is the same on all ranks."""
+    """The measurements of one rank. All ranks get the same figures."""
 
-    def __init__(self, plan: Plan, device: torch.device, sizes: Sizes) -> None:
+    def __init__(self, plan: Plan, device: torch.device, sizes: CalibrationSizes) -> None:
         self.plan, self.device, self.sizes = plan, device, sizes
-        self.nodes = plan.schedule.planner.nodes or (0,) * plan.world
+        self.nodes = plan.planner.nodes or (0,) * plan.world
         cores = len(os.sched_getaffinity(0)) // torch.get_num_threads() if device.type == "cpu" else 0
         here = self.nodes.count(self.nodes[plan.rank])
         (self.at_once,) = self._slowest([float(cores if 0 < cores < here else 0)])
-        # On cores that are shared, with other ranks or with strangers, theirs is what the processor spends on them.
+        # Ranks and other processes may share the cores, so count processor time where one thread does the work.
         alone = device.type == "cpu" and torch.get_num_threads() == 1
         self.clock = time.process_time if alone else time.perf_counter
 
     def _slowest(self, mine: list[float]) -> list[float]:
-        """Of all ranks."""
+        """Return the element-wise maximum over all ranks."""
         return [max(values) for values in zip(*self.plan.exchange_small(mine), strict=True)]
 
     def seconds(self, call: Callable[[], Any], clock: Callable[[], float] | None = None) -> float:
-        """Of a call that all ranks make at once: the slowest rank's, the least of several, for much else adds to it."""
+        """Return the seconds of a call that all ranks make at the same time.
+
+        Each repeat counts the slowest rank. The result is the fastest repeat, because disturbances only add time.
+        """
         clock, took = clock or self.clock, []
         for _ in range(self.sizes.repeats + 1):
             self.plan.exchange_small([0.0])
@@ -125,8 +147,13 @@ class _Probe:
         return torch.randn(*shape, device=self.device).to(dtype)
 
     def kernel(self, dtype: torch.dtype) -> tuple[Speed, float, float, float, float]:
-        """Speed, seconds of a launch forward and backward, the block that a mask's border costs, and seconds of a row
-        of one head, whatever it sees: of a forward, and half of a backward's, which has keys' too."""
+        """Measure the kernel for inputs of ``dtype``.
+
+        Returns:
+            The speed; seconds of a forward's launch; seconds of a backward's launch; the block size that a mask's
+            border costs, in rows; and seconds per row of one head, however much that row sees. The last is the mean
+            of a forward's and of half a backward's, because a backward also handles the keys' rows.
+        """
         kernel = choose("auto", device=self.device, dtype=dtype, head_dims=(DIM, DIM))
         rows, heads = self.sizes.rows, self.sizes.heads
         small, narrow, full, causal = (
@@ -134,7 +161,8 @@ class _Probe:
             for tile in (_full(SMALL), _full(rows, rows // 4), _full(rows), Tile(0, rows, 0, rows, 0, rows - 1))
         )
         cells = heads * rows * rows
-        # What three quarters of the columns add, unless a kernel is so much quicker with few that all add up to less.
+        # Three quarters of the columns give the time per cell. Some kernels are much faster with few columns; for them
+        # the difference to the small tile is less, and counts.
         added = [min((wide - some) / 0.75, wide - less) for wide, some, less in zip(full, narrow, small, strict=True)]
         each = [max(1e-12, seconds) / cells for seconds in added]
         rest = [max(0.0, whole - one * cells - less) for whole, one, less in zip(full, each, small, strict=True)]
@@ -143,11 +171,11 @@ class _Probe:
         alone = [less + more for less, more in zip(small, rest, strict=True)]
         triangle = rows * (rows + 1) / 2
         border = [(x - y) / one / heads - triangle for x, y, one in zip(causal, alone, each, strict=True)]
-        block = min(float(rows), max(0.0, sum(border) / rows))  # the mean of both passes, half of it lost in each row
+        block = min(float(rows), max(0.0, sum(border) / rows))  # the mean of both passes; each row loses half a block
         return Speed(forward=flops[0] / each[0], backward=flops[1] / each[1]), small[0], small[1], block, row
 
     def _passes(self, kernel: Kernel, tile: Tile, dtype: torch.dtype) -> list[float]:
-        """Seconds of the forward and of the backward of one tile."""
+        """Return the seconds of one tile's forward and backward."""
         sizes = (tile.rows, tile.columns, tile.columns, tile.rows)
         q, k, v, dout = (self.random(1, self.sizes.heads, n, DIM, dtype=dtype) for n in sizes)
         tiles, scale = Tiles(torch.tensor([tile]).numpy()), DIM**-0.5
@@ -159,7 +187,7 @@ class _Probe:
         ]
 
     def fold(self, row: float) -> float:
-        """Bytes per second of partial results that are merged, of which a kernel takes ``row`` seconds a row."""
+        """Return the bytes per second at which partial results are merged; a kernel takes ``row`` seconds per row."""
         shape = 1, self.sizes.heads, 4 * self.sizes.rows
         out, part = (self.random(*shape, DIM, dtype=torch.float32) for _ in range(2))
         lse = torch.zeros(shape, device=self.device)
@@ -167,19 +195,22 @@ class _Probe:
         return out.nbytes / max(1e-9, merged + row * lse.numel())
 
     def rows(self, rates: Rates) -> float:
-        """``fold`` with all that a visit does with rows, gathered, widened, added up: what a call over all ranks takes
-        of the processor beyond ``rates``' work. Other clocks count what is waited for, too."""
+        """Return the fold rate that covers all of a visit's work on rows: gathering, widening and adding.
+
+        It is fitted to the processor time that a call over all ranks takes beyond the work in ``rates``. Other clocks
+        would count waiting too, so with them the measured fold rate is returned as it is.
+        """
         folded = rates.overhead.fold
         if self.plan.world == 1 or self.clock is not time.process_time:
             return folded
         plan = self.plan.with_mask(self.plan.mask, seqlen=self.sizes.rows * self.plan.world)
         sizes = {"batch": 1, "q_heads": self.sizes.heads, "kv_heads": self.sizes.heads, "head_dim": DIM}
         shape = shape_of(torch.bfloat16, **sizes)
-        wire = plan.schedule.planner.wire(plan.world)
+        wire = plan.planner.wire(plan.world)
 
         def computed(fold: float) -> float:
             told = replace(rates, overhead=replace(rates.overhead, fold=fold))
-            passes = plan.schedule.on_paper(shape, "query", WHOLE, replace(wire, rates=told))
+            passes = simulations(traffic_model_of(plan.schedule), shape, "query", WHOLE, replace(wire, rates=told))
             return sum(float(each.work().seconds.sum(1).max()) for each in passes)
 
         none = computed(math.inf)
@@ -187,7 +218,7 @@ class _Probe:
         return min(folded, (computed(1.0) - none) / max(1e-9, took - none))
 
     def links(self, usual: Rates) -> tuple[Link | None, Link | None]:
-        """Inside of a node, and across; None where there is no such link."""
+        """Return the links inside a node and across nodes; None where there is no such link."""
         mine = [rank for rank, node in enumerate(self.nodes) if node == self.nodes[self.plan.rank]]
         every = sorted({*self.nodes})
         place, counts = mine.index(self.plan.rank), [self.nodes.count(node) for node in every]
@@ -204,8 +235,10 @@ class _Probe:
         return inside, across
 
     def _ring(self, ranks: list[int]) -> tuple[float, float]:
-        """(Seconds of a message beside those of its bytes, bytes per second), of several at once from each of ``ranks``
-        to the next, as calls send them; a rank that is not one of them only waits."""
+        """Return (latency of a message in seconds, bytes per second).
+
+        Each of ``ranks`` sends several messages at the same time to the next, as calls do. Other ranks only wait.
+        """
         taking_part = self.plan.rank in ranks
         at = ranks.index(self.plan.rank) if taking_part else 0
         ahead, behind = ranks[(at + 1) % len(ranks)], ranks[at - 1]
@@ -220,25 +253,27 @@ class _Probe:
 
             return self.seconds(exchange, time.perf_counter) / AT_ONCE
 
-        least = 2 * PACKED_BYTES // AT_ONCE  # or they would go as one
+        least = 2 * PACKED_BYTES // AT_ONCE  # smaller messages would be packed into one
         most = max(4 * least, self.sizes.message // AT_ONCE)
         few, many = send(least), send(most)
         rate = (most - least) / (many - few) if many > 1.5 * few else most / many
         return max(0.0, few - least / rate), rate
 
     def calls(self, launch: float) -> tuple[float, float]:
-        """Seconds of a visit and of a pass that nothing hides, from calls of few tokens; ``launch`` of both passes."""
-        alone = lone_plan(SMALL)
+        """Return the seconds that a visit and a pass add and nothing hides, measured with calls of few tokens.
+
+        Args:
+            launch: seconds of a forward's and a backward's launch together.
+        """
+        alone = single_rank_plan(SMALL)
         here = self.seconds(lambda: self._call(alone)) - launch
-        visit = max(0.0, here / 4)  # of each pass half is the visit, half the operator around it
+        visit = max(0.0, here / 4)  # half of each pass is the visit, half the operator around it
         together = self.seconds(lambda: self._call(self.plan), time.perf_counter)
         return visit, max(0.0, together / 2 - self.plan.world * (visit + launch / 2))
 
     def _call(self, plan: Plan, heads: int = 1) -> None:
         q, k, v, dout = (self.random(1, heads, plan.length, DIM, dtype=torch.bfloat16) for _ in range(4))
-        burst_attention(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), plan, travels="query").backward(
-            dout
-        )
+        burst_attention(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), plan).backward(dout)
 
 
 def _full(rows: int, columns: int | None = None) -> Tile:

@@ -1,4 +1,4 @@
-"""A call of the attention: what is checked, what all ranks must pass alike, and what it moves."""
+"""Check a call of the attention, and list what all ranks must pass equally."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..plan.cost import Shape
 from ..plan.groups import Groups
 from ..plan.mask import Mask
 from .hardware import shape_of
-from .plan import Plan, check_travels, plan_of
+from .plan import Plan, plan_of
 
 if TYPE_CHECKING:
     DtypeName: TypeAlias = str
@@ -29,32 +29,31 @@ else:  # what command lines take
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
-    """Everything but the tensors, after ``None`` and ``auto`` were resolved."""
+class ResolvedCall:
+    """A call without its tensors, with ``None`` and ``auto`` resolved."""
 
     plan: Plan
     scale: float
-    travels: str
+    circulate: str
     groups: Groups
     kernel: Kernel
 
 
-def check_types(q: Any, k: Any, v: Any, scale: Any, travels: Any, kernel: Any) -> float | None:
-    """The scale as a float; raise TypeError or ValueError for what an operator's schema can't hold."""
+def check_types(q: Any, k: Any, v: Any, scale: Any, kernel: Any) -> float | None:
+    """Return the scale as a float; raise TypeError or ValueError for arguments that an operator can't take."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}, not a tensor")
         if isinstance(x, DTensor):
             raise TypeError(f"{name} is a DTensor; pass this rank's shard of the sequence as a plain tensor")
     number = check_scale(scale, q.dtype)
-    check_travels(travels)
     if not isinstance(kernel, str):
         raise ValueError(f"kernel={kernel!r} must be a kernel's name, or auto")
     return number
 
 
 def check_scale(scale: Any, dtype: torch.dtype) -> float | None:
-    """The scale of a call with ``dtype`` inputs as a float, or None.
+    """Return the scale of a call with ``dtype`` inputs as a float, or None.
 
     Raises:
         ValueError: it is not a finite number, or its size is not a normal number of the accumulation dtype.
@@ -76,23 +75,23 @@ def check_scale(scale: Any, dtype: torch.dtype) -> float | None:
 
 
 def signless(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """(q, scale) with the same scores and a scale above 0.
+    """Return (q, scale) with the same scores and a positive scale.
 
-    Fused kernels take the maximum of scores before they scale, and scale a mask's -inf, so they need a positive scale.
-    The sign goes into q, without rounding; so does a zero, which keeps NaN and inf in q visible.
+    Fused kernels take the maximum of the scores before they scale, and they scale a mask's -inf, so they need a
+    positive scale. The sign moves into q, without rounding. So does a zero, which keeps NaN and inf in q visible.
     """
     return (q, scale) if scale > 0 else (q * sign_of(scale), abs(scale) or 1.0)
 
 
 def sign_of(scale: float) -> float:
-    """-1, 0 or 1."""
+    """Return -1, 0 or 1."""
     return float((scale > 0) - (scale < 0))
 
 
 def kernel_for(
     name: str, mask: Mask, *, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int]
 ) -> Kernel:
-    """What a call under ``mask`` takes."""
+    """Return the kernel that a call under ``mask`` uses."""
     documents = max(1, len(mask.cu_seqlens or ()) - 1)
     return choose(name, device=device, dtype=dtype, head_dims=head_dims, documents=documents)
 
@@ -104,12 +103,11 @@ def resolve(
     plan: Plan,
     *,
     scale: float | None,
-    travels: str,
     kernel: str,
     heads: int,
     keep: bool,
-) -> Call:
-    """The call, checked; ``heads`` and ``keep`` as :func:`cut` gives them.
+) -> ResolvedCall:
+    """Check a call and resolve its open arguments; ``heads`` and ``keep`` come from :func:`cut`.
 
     Raises:
         TypeError, ValueError: an argument can't be used.
@@ -119,39 +117,39 @@ def resolve(
     head_dims = q.shape[3], v.shape[3]
     chosen = kernel_for(kernel, plan.mask, device=q.device, dtype=q.dtype, head_dims=head_dims)
     groups = Groups.of(heads, q_heads=q.shape[1], kv_heads=k.shape[1], keep=keep)
-    groups, travels = plan.schedule.settle(_shape(q, k, v), travels, groups)
+    groups, circulate = plan.planner.settle(plan.schedule, _shape(q, k, v), groups)
     if scale is None:
         scale = 1 / math.sqrt(q.shape[3])
-    return Call(plan, scale, travels, groups, chosen)
+    return ResolvedCall(plan, scale, circulate, groups, chosen)
 
 
-def cut(q: Tensor, k: Tensor, v: Tensor, plan: Plan, travels: str) -> tuple[int, int]:
-    """Into how many groups a call's heads are cut, and how many rows of its context slice a rank keeps of one of them.
+def split_heads(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[int, int]:
+    """Return a call's Ulysses degree, and how many rows of its sequence group this rank caches.
 
     Raises:
-        TypeError, ValueError: the tensors can't be used, or their heads be cut so.
+        TypeError, ValueError: the tensors can't be used, or their heads can't be split so.
     """
-    if plan.world == 1 or plan.schedule.heads == 1:
+    if plan.world == 1 or plan.schedule.strategy.ulysses_degree == 1:
         return 1, 0
     check_tensors(q, k, v, plan.length)
-    # By index() a compiler that takes sizes for variables takes these for constants.
+    # index() makes a compiler treat these sizes as constants.
     heads = operator.index(q.shape[1]), operator.index(k.shape[1])
     dims = operator.index(q.shape[3]), operator.index(v.shape[3])
-    return _cut(plan.handle_text, str(q.dtype), *heads, *dims, travels)
+    return _split_heads(plan.handle_text, str(q.dtype), *heads, *dims)
 
 
-def _cut(
-    handle: str, dtype: str, q_heads: int, kv_heads: int, head_dim: int, v_head_dim: int, travels: str
+def _split_heads(
+    handle: str, dtype: str, q_heads: int, kv_heads: int, head_dim: int, v_head_dim: int
 ) -> tuple[int, int]:
-    """:func:`cut`, of what a compiler knows of a call; whatever its batch is, the choice is the same."""
+    """Choose as :func:`split_heads` does, from what a compiler knows of a call; the batch does not matter."""
     plan, io = plan_of(int(handle)), getattr(torch, dtype.removeprefix("torch."))
     shape = shape_of(io, batch=1, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, v_head_dim=v_head_dim)
-    groups = plan.schedule.choose_groups(shape, travels)
+    groups = plan.planner.choose_groups(plan.schedule, shape)
     return groups.query, plan.schedule.slice_length(groups) if groups.keep else 0
 
 
-# As torch.compiler.assume_constant_result does it, whose import is a compiler's: it need not look into arrays.
-setattr(_cut, "_dynamo_marked_constant", True)  # noqa: B010
+# As torch.compiler.assume_constant_result does, whose import loads the compiler: tracing need not enter arrays.
+setattr(_split_heads, "_dynamo_marked_constant", True)  # noqa: B010
 
 
 def _shape(q: Tensor, k: Tensor, v: Tensor) -> Shape:
@@ -159,8 +157,8 @@ def _shape(q: Tensor, k: Tensor, v: Tensor) -> Shape:
     return shape_of(q.dtype, **sizes, head_dim=q.shape[3], v_head_dim=v.shape[3])
 
 
-def shared_fields(q: Tensor, k: Tensor, v: Tensor, call: Call, wanted: list[bool]) -> dict[str, Any]:
-    """What all ranks must pass alike."""
+def shared_fields(q: Tensor, k: Tensor, v: Tensor, call: ResolvedCall, wanted: list[bool]) -> dict[str, Any]:
+    """What all ranks must pass equally."""
     return {
         **call.plan.schedule.description,
         "batch": q.shape[0],
@@ -171,24 +169,24 @@ def shared_fields(q: Tensor, k: Tensor, v: Tensor, call: Call, wanted: list[bool
         "dtype": str(q.dtype),
         "device": q.device.type,
         "scale": call.scale,
-        "travels": call.travels,
-        "head groups": call.groups.query,
-        "kept": call.groups.keep,
-        "waves": call.groups.waves,
+        "circulate": call.circulate,
+        "ulysses_degree": call.groups.query,
+        "cache_qkv": call.groups.keep,
+        "chunks": call.groups.waves,
         "kernel": call.kernel.name,
         "gradients wanted by q, k, v": wanted,
     }
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, length: int) -> None:
-    """Raise TypeError or ValueError if these can't be this rank's shards, ``length`` tokens each."""
+    """Raise TypeError or ValueError unless these can be this rank's shards of ``length`` tokens."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} is {x.dtype}; use one of {', '.join(map(str, DTYPES))}")
         if x.ndim != 4:
             raise ValueError(f"{name} has shape {list(x.shape)}; it must be [batch, heads, S_local, head dim]")
         if (x.dtype, x.device) != (q.dtype, q.device):
-            raise TypeError(f"{name} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}; they must be alike")
+            raise TypeError(f"{name} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}; they must be equal")
         if x.shape[2] != length and x.shape[1] == length:
             raise ValueError(
                 f"{name} has shape {list(x.shape)}, with this rank's {length} tokens in dim 1; it must be "

@@ -1,7 +1,7 @@
-"""Which derivatives there are: a backward, once. All others are refused by name; torch would give zeros for some.
+"""Refuse all derivatives except one backward. For some of the others torch would silently return zeros.
 
-An operator drops forward-mode tangents without a word, and a function marked ``once_differentiable`` is cut off from
-the graph of its gradients: ``torch.autograd.functional.jvp``, which differentiates twice, takes that for zeros.
+A torch operator drops forward-mode tangents silently. A function marked ``once_differentiable`` has no graph for its
+gradients: ``torch.autograd.functional.jvp``, which differentiates twice, then returns zeros.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 
 def check_transforms(call: str, **tensors: Tensor | None) -> None:
-    """Raise ValueError inside of torch.func's transforms, and for tensors with a forward-mode tangent."""
+    """Raise ValueError inside torch.func's transforms, and for tensors with a forward-mode tangent."""
     remedy = "use backward() or torch.autograd.grad"
     if torch._C._are_functorch_transforms_active():
         raise ValueError(f"{call} can't be transformed by torch.func (grad, jacrev, jvp, jacfwd, vmap, ...); {remedy}")
@@ -25,15 +25,15 @@ def check_transforms(call: str, **tensors: Tensor | None) -> None:
 
 
 def check_batches(call: str, *grads: Tensor) -> None:
-    """Raise ValueError for gradients that torch batches (``is_grads_batched``, ``vectorize``)."""
+    """Raise ValueError for gradients that torch has batched (``is_grads_batched``, ``vectorize``)."""
     if any(torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads):
         raise ValueError(f"{call} takes no batches of gradients; leave out is_grads_batched and vectorize")
 
 
 def differentiable_once(call: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates the backward of an autograd Function: what it gives can't be differentiated again, by whatever tensor.
+    """Decorate an autograd Function's backward so that its results refuse to be differentiated again.
 
-    The backward is called with (ctx, saved, *grads); ``saved`` is ``ctx.saved_tensors``, which may be read once only.
+    The backward is called with (ctx, saved, *grads). ``saved`` is ``ctx.saved_tensors``, which may be read only once.
     """
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,7 +52,7 @@ def differentiable_once(call: str) -> Callable[[Callable[..., Any]], Callable[..
 
 
 class _Refused(torch.autograd.Function):
-    """Ledger. in a gradient and all that it depends on; out the same gradient; back an error."""
+    """Ledger. in a gradient and the tensors it depends on; out the same gradient; back an error."""
 
     @staticmethod
     def forward(ctx: Any, call: str, gradient: Tensor, *sources: Tensor) -> Tensor:
@@ -65,5 +65,5 @@ class _Refused(torch.autograd.Function):
 
 
 def refuse_second(call: str) -> NoReturn:
-    """Raise RuntimeError: a gradient of ``call`` is differentiated."""
-    raise RuntimeError(f"{call} can be differentiated once: the gradients that it gives have none of their own")
+    """Raise RuntimeError because a gradient of ``call`` is differentiated."""
+    raise RuntimeError(f"{call} can be differentiated once; second derivatives are not supported")

@@ -1,4 +1,7 @@
-"""The memory of a call, foretold: the sweep itself, over tensors without data and a transport that sends nothing."""
+"""Predict the memory of a call.
+
+This runs the sweep itself, on tensors without data and a transport that sends nothing.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,22 @@ from ..kernels.precision import accumulation_dtype
 from ..plan.cost import Shape
 from ..plan.groups import Groups
 from ..plan.rows import Direction
+from ..plan.schedule import Schedule
 from ..plan.tile import Tiles
-from ..planner.schedule import Schedule
-from .passes import Backward, Forward, Pass, kept_shapes
+from ..planner.choice import Candidate
+from ..planner.planner import Planner
+from .passes import Backward, Forward, Pass, cached_shapes
 from .sweep import sweep
 
-WALKED = 4  # ranks whose programs are run, spread over the group: all of many would take their time
+WALKED = 4  # ranks to simulate, spread over the group; simulating every rank of a large group would take too long
 
 
 class LiveBytes(TorchDispatchMode):
-    """Watches the tensors ``known``, and all that are made while it is on: ``most`` is the most bytes alive at once."""
+    """Track the bytes of the tensors ``known`` and of all tensors made while this mode is active.
+
+    Attributes:
+        most: the largest number of bytes alive at the same time.
+    """
 
     def __init__(self, *known: Tensor) -> None:
         super().__init__()
@@ -42,7 +51,7 @@ class LiveBytes(TorchDispatchMode):
                 if ref.cdata not in self._live:
                     self._live[ref.cdata] = ref, x.untyped_storage().nbytes()
                     self._now += x.untyped_storage().nbytes()
-        if self._now > self.most:  # only then does it matter what is gone since it was last looked at
+        if self._now > self.most:  # freed storages can only lower the sum, so drop them only at a new peak
             self._live = {key: entry for key, entry in self._live.items() if not entry[0].expired()}
             self._now = sum(size for _, size in self._live.values())
             self.most = max(self.most, self._now)
@@ -54,22 +63,28 @@ class LiveBytes(TorchDispatchMode):
 
 
 def peak_memory(
-    schedule: Schedule, shape: Shape, dtype: torch.dtype, travels: str, *, exact_partials: bool = False
+    planner: Planner, schedule: Schedule, shape: Shape, dtype: torch.dtype, *, exact_partials: bool = False
 ) -> int:
-    """Bytes at the peak of one forward and backward, the most of :data:`WALKED` ranks spread over the group.
+    """Return the peak bytes of one forward and backward: the maximum over :data:`WALKED` ranks spread over the group.
 
-    Counted: inputs (laid out as models have them, [B, S, H, D]), results, sums, foreign shards, what is under way,
-    copies of what is sent, what a kernel gives for a pair, and the surrogate of out by which a stock kernel is given
-    the global lse and D. Not counted: a kernel's own workspace.
+    Counted are:
+
+    - inputs, laid out as in models, [B, S, H, D];
+    - results, sums, and shards of other ranks;
+    - messages in flight and copies of what is sent;
+    - a kernel's results for a pair;
+    - the surrogate of out that passes the global lse and D to a stock kernel.
+
+    A kernel's workspace is not counted.
 
     Args:
-        exact_partials: the kernel gives partial results in the accumulation dtype, and needs no surrogate.
+        exact_partials: the kernel gives partial results in the accumulation dtype and needs no surrogate.
     """
-    world = schedule.layout.world
+    world, chosen = schedule.layout.world, planner.decide(schedule, shape)
     walked = min(world, WALKED)
     ranks = {n * (world - 1) // max(1, walked - 1) for n in range(walked)}
     return max(
-        peak_of(replace(schedule, rank=rank), shape, dtype, travels, direction, exact_partials=exact_partials)
+        peak_of(replace(schedule, rank=rank), shape, dtype, chosen, direction, exact_partials=exact_partials)
         for rank in sorted(ranks)
         for direction in Direction
     )
@@ -79,19 +94,19 @@ def peak_of(
     schedule: Schedule,
     shape: Shape,
     dtype: torch.dtype,
-    travels: str,
+    chosen: Candidate,
     direction: Direction,
     *,
     exact_partials: bool = False,
 ) -> int:
-    """What :func:`peak_memory` counts, of one pass on ``schedule.rank``."""
+    """Return the peak bytes of one pass on ``schedule.rank``, counted as in :func:`peak_memory`."""
     kernel = _Allocating(exact_partials)
-    groups, travels = schedule.decide(shape, travels)
+    groups, circulate = chosen
     work, inputs = example(schedule, groups, direction, shape, dtype, kernel, device=torch.device("meta"))
     with LiveBytes(*inputs) as live:
-        sums = sweep(schedule.program(travels, direction, groups), _Silent(None), work)
+        sums = sweep(schedule.program(circulate, direction, groups), _Silent(None), work)
         results = [x for side in tuple(sums) for x in sums.pop(side)]
-        for n in range(len(results)):  # as the operator does it: a sum is free once it is rounded
+        for n in range(len(results)):  # as in the operator: each sum is freed once it is rounded
             results[n] = results[n].to(dtype)
     return live.most
 
@@ -106,7 +121,7 @@ def example(
     *,
     device: torch.device,
 ) -> tuple[Pass, Sequence[Tensor]]:
-    """(one pass of a call on ``schedule.rank``, all tensors that are alive throughout)."""
+    """Return (one pass of a call on ``schedule.rank``, the tensors that are alive throughout)."""
     tokens, alone = schedule.layout.lengths[schedule.rank], schedule.layout.world == 1
 
     def new(heads: int, dim: int) -> Tensor:
@@ -116,13 +131,13 @@ def example(
     k, v = new(shape.kv_heads, shape.head_dim), new(shape.kv_heads, shape.v_head_dim)
     kept = None
     if groups.keep:
-        shapes = kept_shapes(q, k, v, groups.query, schedule.slice_length(groups))
+        shapes = cached_shapes(q, k, v, groups.query, schedule.slice_length(groups))
         kept = tuple(x.new_zeros(size) for x, size in zip((q, k, v), shapes, strict=True))
     if direction is Direction.FORWARD:
         return Forward(q, k, v, 1.0, kernel, groups, kept), (q, k, v, *(kept or ()))
     out, dout = (new(shape.q_heads, shape.v_head_dim) for _ in range(2))
     rows = (shape.batch, shape.q_heads, tokens)
-    # lse and D, and both of them packed
+    # one stands for lse and D, the other is both packed together
     lse_and_delta, stats = (torch.zeros(*rows, 2, dtype=accumulation_dtype(dtype), device=device) for _ in range(2))
     known = (*(kept or (q, k, v)), out, dout, lse_and_delta, stats)
     if kept:
@@ -131,7 +146,7 @@ def example(
 
 
 class _Silent(Transport):
-    """Messages that nobody gets."""
+    """A transport that sends nothing."""
 
     def _start(self, operations: Sequence[Operation]) -> list[Any]:
         return []
@@ -139,7 +154,7 @@ class _Silent(Transport):
 
 @dataclass(frozen=True)
 class _Allocating:
-    """Takes the memory that a kernel's results take, and computes nothing."""
+    """A kernel that allocates its results and computes nothing."""
 
     exact: bool
     name: ClassVar[str] = "allocating"

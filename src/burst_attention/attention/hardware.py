@@ -1,11 +1,12 @@
-"""What ``make_plan`` is told of the machine, and of the calls to come: rates, nodes, heads; checked."""
+"""Check ``make_plan``'s arguments about the machine and the coming calls: rates, nodes, heads."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -13,18 +14,77 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..kernels.precision import DTYPES, accumulation_dtype, wire_dtype
 from ..plan.cost import Shape
+from ..planner.planner import Remat
 from ..planner.presets import preset, usual
 from ..planner.rates import Rates, read_rates, user_file
 
 RatesGiven = Rates | Path | str | None
 
 
-def resolve_rates(rates: RatesGiven, *, on_gpus: bool) -> Rates:
-    """What was given, by a preset's name or as a file; if nothing was, what ``burst calibrate`` wrote for this user,
-    or else the preset that is usual for the device.
+@dataclass(frozen=True, kw_only=True)
+class CallShape:
+    """The attention calls to expect: the planner chooses for them.
+
+    Attributes:
+        q_heads, kv_heads, head_dim: sizes of q, k and v; ``kv_heads`` is ``q_heads`` if None.
+        dtype: of q, k and v; bfloat16 if None.
+        remat: what a layer's backward recomputes: ``none``, ``layer`` (the forward then runs twice a step), or
+            ``keep-attention``. It changes predictions only.
 
     Raises:
-        TypeError, ValueError: it is none, or the file can't be read.
+        ValueError: ``remat`` is unknown.
+    """
+
+    q_heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    dtype: torch.dtype | None = None
+    remat: Remat = "none"
+
+    def __post_init__(self) -> None:
+        if self.remat not in get_args(Remat):
+            raise ValueError(f"remat={self.remat!r} is unknown; choose one of {', '.join(get_args(Remat))}")
+
+    @staticmethod
+    def of(call: Any) -> CallShape:
+        """Return ``call``, or an empty one for None."""
+        if not isinstance(call, CallShape | None):
+            raise TypeError(
+                f"call={call!r} must be a CallShape, such as CallShape(q_heads=32, kv_heads=8, head_dim=128)"
+            )
+        return call or CallShape()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """The machines, for predictions.
+
+    Attributes:
+        rates: how fast kernels and links are: :class:`~burst_attention.planner.rates.Rates`, the path of a TOML file,
+            or a preset's name such as ``h100-hgx+infiniband-400g``. None: what ``burst calibrate`` measured for this
+            user, else a preset for the device. Preset rates are guesses: the choice then minimises the worst-case
+            slowdown over links as fast as the preset's, 1/8 and 1/64 of it. All ranks use rank 0's rates.
+        nodes: the node number of each rank, or a 2-D DeviceMesh (node, rank in the node). None: by host name.
+    """
+
+    rates: RatesGiven = None
+    nodes: Sequence[int] | DeviceMesh | None = None
+
+    @staticmethod
+    def of(hardware: Any) -> Hardware:
+        """Return ``hardware``, or an empty one for None."""
+        if not isinstance(hardware, Hardware | None):
+            raise TypeError(f"hardware={hardware!r} must be a Hardware, such as Hardware(rates='h100-hgx')")
+        return hardware or Hardware()
+
+
+def resolve_rates(rates: RatesGiven, *, on_gpus: bool) -> Rates:
+    """Return the rates that were given: Rates, a preset's name, or a TOML file.
+
+    Without any, return those that ``burst calibrate`` wrote for this user, or else the usual preset for the device.
+
+    Raises:
+        TypeError, ValueError: ``rates`` is no such thing, or the file can't be read.
     """
     if rates is None:
         if user_file().is_file():
@@ -40,20 +100,20 @@ def resolve_rates(rates: RatesGiven, *, on_gpus: bool) -> Rates:
 
 
 def guessed(rates: RatesGiven) -> bool:
-    """Are these rates nobody's: not given, nor measured for this user?"""
+    """Return whether the rates are a preset's guess: neither given nor measured for this user."""
     return rates is None and not user_file().is_file()
 
 
 def usual_rates(*, on_gpus: bool) -> Rates:
-    """Of the preset for the device."""
+    """Return the rates of the usual preset for the device."""
     return usual(torch.cuda.get_device_name() if on_gpus else "cpu")
 
 
 def resolve_nodes(nodes: Any, group: Any, world: int) -> list[int] | None:
-    """The node of each rank of the group; None if it was not said.
+    """Return the node of each rank of the group; None if no ``nodes`` are given.
 
     Raises:
-        TypeError, ValueError: it does not say where each rank is.
+        TypeError, ValueError: ``nodes`` does not give a node for each rank.
     """
     if nodes is None:
         return None
@@ -63,7 +123,7 @@ def resolve_nodes(nodes: Any, group: Any, world: int) -> list[int] | None:
         own = dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else list(range(world))
         at = {rank: node for node, ranks in enumerate(nodes.mesh.tolist()) for rank in ranks}
         if any(rank not in at for rank in own):
-            raise ValueError(f"nodes={nodes} does not hold all ranks of the group, {own}")
+            raise ValueError(f"nodes={nodes} does not hold all ranks of the group; pass a mesh that holds {own}")
         return [at[rank] for rank in own]
     if isinstance(nodes, (str, bytes)) or not isinstance(nodes, Sequence):
         raise TypeError(f"nodes={nodes!r} must be the node of each rank, as a list of integers, or a 2-D DeviceMesh")
@@ -75,32 +135,30 @@ def resolve_nodes(nodes: Any, group: Any, world: int) -> list[int] | None:
 
 
 def carries_gpus(group: Any) -> bool:
-    """Are tensors of GPUs what a group exchanges?"""
+    """Return whether the group exchanges GPU tensors (by NCCL)."""
     return isinstance(group, dist.ProcessGroup) and "nccl" in str(dist.get_backend_config(group))
 
 
 def digest_of_numbers(numbers: Sequence[int]) -> str:
-    """Short, and equal on two ranks iff they are."""
+    """Return a short digest that is equal on two ranks if and only if the numbers are."""
     return hashlib.blake2b(repr(list(numbers)).encode(), digest_size=8).hexdigest()
 
 
-def known_shape(
-    q_heads: int | None, kv_heads: int | None, head_dim: int | None, dtype: torch.dtype | None
-) -> Shape | None:
-    """Of the calls to come; None if nothing was said of them. Key-value heads are as many as query heads, and inputs
-    bf16, if not told.
+def known_shape(call: CallShape) -> Shape | None:
+    """The shape of the calls to expect, one row of a batch; None if nothing is known of them.
 
     Raises:
-        TypeError, ValueError: there are no such calls, or more must be known.
+        TypeError, ValueError: no such call exists, or too little is known.
     """
+    q_heads, kv_heads, head_dim = call.q_heads, call.kv_heads, call.head_dim
     if q_heads is None and kv_heads is None and head_dim is None:
         return None
     if q_heads is None or head_dim is None:
         raise ValueError(
-            f"q_heads={q_heads}, head_dim={head_dim}: pass both, and kv_heads where it is another, or none of them"
+            f"CallShape has q_heads={q_heads} and head_dim={head_dim}; give both, and kv_heads if it differs, or none"
         )
     return checked_shape(
-        torch.bfloat16 if dtype is None else dtype,
+        torch.bfloat16 if call.dtype is None else call.dtype,
         batch=1,
         q_heads=q_heads,
         kv_heads=q_heads if kv_heads is None else kv_heads,
@@ -109,10 +167,10 @@ def known_shape(
 
 
 def checked_shape(dtype: Any, **sizes: int | None) -> Shape:
-    """As :func:`shape_of`.
+    """Check the sizes; return the shape that :func:`shape_of` makes of them.
 
     Raises:
-        TypeError, ValueError: for shapes that a call would refuse.
+        TypeError, ValueError: a call would refuse such a shape.
     """
     for name, size in sizes.items():
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
@@ -127,7 +185,7 @@ def checked_shape(dtype: Any, **sizes: int | None) -> Shape:
 def shape_of(
     dtype: torch.dtype, *, batch: int, q_heads: int, kv_heads: int, head_dim: int, v_head_dim: int | None = None
 ) -> Shape:
-    """What a call with inputs of ``dtype`` moves per row; ``v_head_dim``: ``head_dim`` if None."""
+    """Return the sizes of a call with inputs of ``dtype``. ``v_head_dim`` defaults to ``head_dim``."""
     return Shape(
         batch=batch,
         q_heads=q_heads,

@@ -1,7 +1,7 @@
-"""What the two passes of a call are to the sweep: what travels, what a pair gives, how partial results are joined.
+"""Forward and backward as the sweep sees them.
 
-A forward merges (out, lse) by online softmax, a backward adds up gradients; each says what its results are rounded to
-on the wire.
+Each pass defines what circulates, what a pair of shards yields, and how to combine partial results. A forward merges
+(out, lse) by online softmax. A backward adds up gradients. Each also defines the dtypes of results on the wire.
 """
 
 from __future__ import annotations
@@ -20,42 +20,42 @@ from ..plan.groups import WHOLE, Groups
 from ..plan.rows import Direction, Payload, Side
 from ..plan.tile import Tiles
 
-Tensors = tuple[Tensor, ...]  # dim 2 of each is the rows of a shard: [B, H, rows, ...] or [B, H, rows]
+Tensors = tuple[Tensor, ...]  # dim 2 of each holds a shard's rows: [B, H, rows, ...] or [B, H, rows]
 Running = Callable[[], Tensors | None]
 
 
 class Pass(Protocol):
-    """What differs between a forward and a backward."""
+    """The differences between a forward and a backward."""
 
     @property
     def direction(self) -> Direction:
-        """Which of the two it is."""
+        """Return whether this is a forward or a backward."""
         ...
 
     @property
     def own(self) -> Mapping[Side, Tensors]:
-        """What this rank holds of each side, and what travels of it."""
+        """Return the tensors of each side that this rank holds and that circulate."""
         ...
 
     @property
     def own_slice(self) -> Mapping[Side, tuple[Tensor | None, ...]]:
-        """Of the buffers that a forward keeps for its backward the tensors that are there; None: no such tensor yet."""
+        """Return the buffers that cache the sequence group's q, k, v, by side; None for a tensor that is not cached."""
         ...
 
     def payload(self, side: Side, payload: Payload) -> tuple[int, ...]:
-        """Which of the side's tensors these are."""
+        """Return the indices of the side's tensors that belong to the payload."""
         ...
 
     def visit(self, query: Tensors, key: Tensors, tiles: Tiles, running: Running) -> Mapping[Side, Tensors]:
-        """Partial results of one pair, for the sides that get any.
+        """Compute one pair; return the partial results by side, for the sides that get any.
 
-        ``running()``: the query side's total so far, its rows of this pair, in the accumulation dtype; None if there is
-        none. What is folded into it in place is no partial result.
+        ``running()`` returns the query side's total so far: this pair's rows, in the accumulation dtype, or None if
+        there is no total yet. Results that a kernel adds to that total in place are not returned.
         """
         ...
 
     def blank(self, side: Side, rows: int) -> Tensors:
-        """The identity of :meth:`combine`, in the accumulation dtype, for one part of the heads."""
+        """Return the identity of :meth:`combine`, in the accumulation dtype, for one part of the heads."""
         ...
 
     def combine(self, side: Side, total: Tensors, part: Tensors) -> None:
@@ -63,32 +63,36 @@ class Pass(Protocol):
         ...
 
     def wire_dtypes(self, side: Side, *, exact: bool) -> tuple[torch.dtype, ...]:
-        """What partial results are rounded to before they are sent."""
+        """Return the dtypes that partial results are rounded to before they are sent."""
         ...
 
     def final_dtypes(self, side: Side) -> tuple[torch.dtype, ...]:
-        """What results are rounded to when nothing will be added to them."""
+        """Return the dtypes of the final results."""
         ...
 
 
 def part_of(tensors: Tensors, parts: int, part: int) -> Tensors:
-    """One of so many equal parts of the heads: views."""
+    """Return views of one of ``parts`` equal parts of the heads."""
     if parts == 1:
         return tensors
     return tuple(x.narrow(1, part * (x.shape[1] // parts), x.shape[1] // parts) for x in tensors)
 
 
-def kept_shapes(q: Tensor, k: Tensor, v: Tensor, heads: int, rows: int) -> list[tuple[int, ...]]:
-    """The shapes of what a forward keeps of its context slice's q, k and v, one of ``heads`` groups; [0] if no rows."""
+def cached_shapes(q: Tensor, k: Tensor, v: Tensor, heads: int, rows: int) -> list[tuple[int, ...]]:
+    """Return the shapes of the cached q, k, v of a sequence group, for one of ``heads`` head groups; [0] if no rows."""
     if not rows:
         return [(0,)] * 3
-    counts = q.shape[1] // heads, *(max(1, k.shape[1] // heads),) * 2  # groups beyond the key-value heads share them
+    counts = q.shape[1] // heads, *(max(1, k.shape[1] // heads),) * 2  # surplus groups share a key-value head
     return [(x.shape[0], n, rows, x.shape[3]) for x, n in zip((q, k, v), counts, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
 class Forward:
-    """Queries q [B, Hq, Sq, D] meet keys k [B, Hkv, Sk, D] and values v [B, Hkv, Sk, Dv]; (out, lse) result."""
+    """The forward pass: (out, lse) from q [B, Hq, Sq, D], k [B, Hkv, Sk, D] and v [B, Hkv, Sk, Dv].
+
+    Attributes:
+        keeping: buffers to fill with q, k and v of the sequence group, for one head group; None to cache nothing.
+    """
 
     direction: ClassVar[Direction] = Direction.FORWARD
 
@@ -98,7 +102,7 @@ class Forward:
     scale: float
     kernel: Kernel
     groups: Groups = WHOLE
-    keeping: Tensors | None = None  # q, k and v of a context slice, one head group's; to be filled
+    keeping: Tensors | None = None
 
     @property
     def own(self) -> Mapping[Side, Tensors]:
@@ -135,7 +139,15 @@ class Forward:
 
 @dataclass(frozen=True, eq=False)
 class Backward:
-    """With dout [B, Hq, Sq, Dv] and, per query row, ``stats`` = (lse, D) [B, Hq, Sq, 2]; (dq) and (dk, dv) result."""
+    """The backward pass: (dq) and (dk, dv).
+
+    Attributes:
+        dout: [B, Hq, Sq, Dv].
+        q, k, v: as in :class:`Forward`. With ``keeping``, only their shapes are used, except the number of rows.
+        stats: (lse, D) per query row, [B, Hq, Sq, 2].
+        alone: whether a single pair gives the whole result, so that nothing is added to it.
+        keeping: the q, k and v that the forward cached; None if it cached nothing.
+    """
 
     direction: ClassVar[Direction] = Direction.BACKWARD
 
@@ -146,9 +158,9 @@ class Backward:
     stats: Tensor
     scale: float
     kernel: Kernel
-    alone: bool = False  # one pair is all there is: nothing is added to what it gives
+    alone: bool = False
     groups: Groups = WHOLE
-    keeping: Tensors | None = None  # as the forward filled them; of q, k and v only shapes count then, but for rows
+    keeping: Tensors | None = None
 
     @property
     def own(self) -> Mapping[Side, Tensors]:

@@ -1,4 +1,4 @@
-"""What activation checkpointing keeps: recomputing a layer need not repeat its attention, nor its exchanges."""
+"""Activation checkpointing that recomputes a layer without repeating its attention or exchanges."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from . import operator as op
 
 
 def keep_attention() -> tuple[Any, Any]:
-    """The ``context_fn`` of ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`` that keeps (out, lse).
+    """Save (out, lse) in activation checkpointing.
 
-    Everything else of a layer is computed again in the backward; the attention is not, and sends nothing. It costs one
-    tensor of out's size and one of lse's for each call; where a plan keeps what a forward fetched, that, too, which is
-    as much as q, k and v: ``make_plan(keep=False)`` is for that. With transformers:
-    ``model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": keep_attention})``.
+    Pass this function as ``context_fn`` to ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)``. The
+    backward recomputes the rest of the layer. It does not recompute the attention, which sends nothing again.
+
+    Each call saves one tensor of out's size and one of lse's. If the plan caches the fetched q, k and v, they are saved
+    too. They are as large as the call's own q, k and v. Use ``make_plan(keep=False)`` to avoid that.
+
+    With transformers: ``model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": keep_attention})``.
     """
-    assert op.attend is not None  # imported, hence registered
+    assert op.attend is not None  # importing the module registers the operator
     return create_selective_checkpoint_contexts([torch.ops.burst_attention.attend.default])

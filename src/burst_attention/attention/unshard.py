@@ -1,4 +1,4 @@
-"""From shards to the global tensor and back, differentiably."""
+"""Differentiable gathering of shards into the global tensor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Reshard:
     number: int
 
     def all_to_all(self, parts: list[Tensor], lengths: list[int], *, phase: str) -> list[Tensor]:
-        """Send ``parts[r]`` to each rank r; return what each sent here, ``lengths[r]`` rows (dim 0) of it."""
+        """Send ``parts[r]`` to each rank r; return what each rank r sent here, ``lengths[r]`` rows (dim 0)."""
         rank = self.transport.rank
         arriving = [parts[rank].new_empty(n, *parts[rank].shape[1:]) for n in lengths]
         arriving[rank] = parts[rank]
@@ -34,11 +34,11 @@ class _Reshard:
 
 
 def unshard(x: Tensor, dim: int, grad: str, layout: Layout, transport: Transport, agreement: Agreement) -> Tensor:
-    """See :meth:`burst_attention.Plan.unshard`."""
+    """Implement :meth:`burst_attention.Plan.unshard`."""
     length = layout.lengths[transport.rank]
     with agreement.entering("unshard"):
         if not isinstance(x, Tensor):
-            raise TypeError(f"x is a {type(x).__name__}, not a tensor")
+            raise TypeError(f"x is a {type(x).__name__}, not a tensor; pass this rank's shard")
         check_transforms("unshard", x=x)
         transport.check_device(x.device)
         if grad not in ("slice", "sum"):
@@ -64,8 +64,8 @@ def unshard(x: Tensor, dim: int, grad: str, layout: Layout, transport: Transport
 class _Unshard(torch.autograd.Function):
     """Ledger. in x, S_local entries along dim; out the global tensor, S entries; saved nothing.
 
-    back    slice: dx = this rank's entries of dy; sum: dx = the sum over ranks r, in rank order, fp32, of those
-            entries of dy_r
+    back    slice: dx = this rank's entries of dy.
+            sum: dx = the sum over ranks r of those entries of dy_r, in rank order, in the accumulation dtype.
     """
 
     @staticmethod

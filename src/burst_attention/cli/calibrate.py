@@ -18,7 +18,7 @@ COMMAND = "burst calibrate"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
+class CalibrateArguments:
     """Measure kernels and links, in about half a minute, and write down what plans are chosen by from then on.
 
     Started plainly it launches its own local workers. Under torchrun it uses the ranks that it finds, on all nodes:
@@ -55,7 +55,7 @@ def _writable(path: Path) -> bool:
 
 def main(arguments: list[str]) -> int:
     """Run ``burst calibrate``; returns the exit status: 0, 1 if a rank failed, 2 if it can't be asked."""
-    parsed = tyro.cli(Arguments, prog=COMMAND, args=arguments)
+    parsed = tyro.cli(CalibrateArguments, prog=COMMAND, args=arguments)
     try:
         parsed.check()
         running = launch.torchrun_ranks(parsed.ranks)
@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> int:
     return launch.start(COMMAND, _calibrate, parsed, ranks=ranks)
 
 
-def _calibrate(arguments: Arguments) -> None:
+def _calibrate(arguments: CalibrateArguments) -> None:
     from burst_attention.attention.calibrate import calibrate
     from burst_attention.launch.join import join
 

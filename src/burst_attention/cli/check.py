@@ -14,9 +14,9 @@ from rich.table import Table
 
 from burst_attention import Mask
 from burst_attention.attention.checks import DtypeName
-from burst_attention.cli.flags import Natural, Ranks, Seconds, check_settings, distinct, require, whole
+from burst_attention.cli.flags import NonNegativeInt, Ranks, Seconds, check_settings, distinct, require, whole
 from burst_attention.kernels import KERNELS
-from burst_attention.plan.assignment import TRAVELS
+from burst_attention.plan.assignment import CIRCULATIONS
 from burst_attention.plan.layout import LAYOUTS, LayoutName
 from burst_attention.plan.route import RouteOrAuto
 from burst_attention.testing import Case, Report, check
@@ -37,18 +37,18 @@ MASKS: dict[str, Callable[[int], Mask]] = {
 
 if TYPE_CHECKING:
     MaskName: TypeAlias = str
-    TravelsName: TypeAlias = str
+    CirculateName: TypeAlias = str
 else:
     MaskName = Literal[*MASKS]
-    TravelsName = Literal[*TRAVELS, "auto"]
+    CirculateName = Literal[*CIRCULATIONS, "auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
+class CheckArguments:
     """Compare distributed attention with a dense fp64 oracle on every rank: out, lse, dq, dk, dv.
 
-    Every combination of the listed masks, layouts, dtypes and travels is run. Started plainly it launches its own local
-    workers. Under torchrun it uses the ranks that it finds:
+    It runs every combination of the listed masks, layouts, dtypes and circulated tensors. Started plainly it launches
+    local workers. Under torchrun it uses torchrun's ranks:
     torchrun --nproc-per-node 2 -m burst_attention.cli check [OPTIONS].
     """
 
@@ -59,7 +59,7 @@ class Arguments:
     masks: Annotated[tuple[MaskName, ...], distinct] = ("causal", "documents")
     layouts: Annotated[tuple[LayoutName, ...], distinct] = tuple(LAYOUTS)
     dtypes: Annotated[tuple[DtypeName, ...], distinct] = ("float64", "bfloat16")
-    travels: Annotated[tuple[TravelsName, ...], distinct] = tuple(TRAVELS)
+    circulate: Annotated[tuple[CirculateName, ...], distinct] = tuple(CIRCULATIONS)
     route: RouteOrAuto = "auto"
     kernel: str = "auto"
     """A name of burst_attention.kernels.KERNELS, or auto."""
@@ -67,7 +67,7 @@ class Arguments:
     kv_heads: Size = 2
     head_dim: Size = 32
     v_head_dim: Size | None = None
-    seed: Natural = 0
+    seed: NonNegativeInt = 0
     device: DeviceOrAuto = "auto"
     timeout: Seconds = 60.0
     """Seconds that an exchange may take before it is an error."""
@@ -87,21 +87,21 @@ class Arguments:
         require(self.kernel in known, "kernel", self.kernel, f"is unknown; choose one of {', '.join(known)}")
 
 
-def cases(arguments: Arguments, device: str) -> list[Case]:
+def cases(arguments: CheckArguments, device: str) -> list[Case]:
     """One for each combination."""
     s = arguments.seq_len
     same = ("route", "kernel", "q_heads", "kv_heads", "head_dim", "v_head_dim", "seed")
     shape = {name: getattr(arguments, name) for name in same} | {"seqlen": s, "device": device}
-    combinations = itertools.product(arguments.masks, arguments.layouts, arguments.dtypes, arguments.travels)
+    combinations = itertools.product(arguments.masks, arguments.layouts, arguments.dtypes, arguments.circulate)
     return [
-        Case(mask=MASKS[mask](s), layout=layout, dtype=getattr(torch, dtype), travels=travels, **shape)
-        for mask, layout, dtype, travels in combinations
+        Case(mask=MASKS[mask](s), layout=layout, dtype=getattr(torch, dtype), circulate=circulate, **shape)
+        for mask, layout, dtype, circulate in combinations
     ]
 
 
 def main(arguments: list[str]) -> int:
     """Run ``burst check``; returns the exit status: 0 if all is right, 1 if not, 2 if it can't be asked."""
-    parsed = tyro.cli(Arguments, prog=COMMAND, args=arguments, registry=numbers())
+    parsed = tyro.cli(CheckArguments, prog=COMMAND, args=arguments, registry=numbers())
     try:
         parsed.check()
         running = launch.torchrun_ranks(parsed.ranks)
@@ -113,7 +113,7 @@ def main(arguments: list[str]) -> int:
     return launch.start(COMMAND, _check, parsed, ranks=ranks)
 
 
-def _check(arguments: Arguments) -> None:
+def _check(arguments: CheckArguments) -> None:
     from burst_attention.launch.join import join
 
     with join(device=arguments.device, timeout=arguments.timeout) as context:
@@ -129,13 +129,15 @@ def _show(todo: list[Case], reports: list[Report]) -> None:
     """One table for each mask; of each case the tensor and the rank that come closest to their bound."""
     console = Console()
     for mask in dict.fromkeys(case.mask for case in todo):
-        table = Table("layout", "dtype", "travels", "worst", "error", "bound", "", title=f"S={todo[0].seqlen}, {mask}")
+        table = Table(
+            "layout", "dtype", "circulate", "worst", "error", "bound", "", title=f"S={todo[0].seqlen}, {mask}"
+        )
         for case, report in zip(todo, reports, strict=True):
             if case.mask == mask:
                 worst = max(report.rows, key=lambda r: (not r.passed, r.error / r.bound if r.bound else r.error))
                 figures = (f"{worst.tensor}, rank {worst.rank}", f"{worst.error:.1e}", f"{worst.bound:.1e}")
                 verdict = "[green]ok[/]" if report.passed else "[red]WRONG[/]"
-                names = (case.layout, str(case.dtype).removeprefix("torch."), case.travels)
+                names = (case.layout, str(case.dtype).removeprefix("torch."), case.circulate)
                 table.add_row(*names, *figures, verdict)
         console.print(table)
     for report in reports:

@@ -56,7 +56,7 @@ def interval(value: str) -> str:
 DeviceOrAuto = Literal["auto", "cpu", "cuda"]
 Count = Annotated[int, whole()]
 Length = Annotated[int, whole(2)]  # of a sequence: a target is the token that follows
-Natural = Annotated[int, whole(0)]
+NonNegativeInt = Annotated[int, whole(0)]
 Ranks = Annotated[int, whole(most=MOST_RANKS)]
 Name = Annotated[str, text]
 Interval = Annotated[str, interval]

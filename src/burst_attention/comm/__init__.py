@@ -1,1 +1,1 @@
-"""Process groups and opaque tensors: posted exchanges, deadlines, agreement. Bytes only."""
+"""Communication over process groups: exchanges in flight, deadlines and agreement. Tensors are opaque bytes here."""

@@ -1,10 +1,14 @@
-"""All ranks or none: one small exchange by which the ranks of a group agree on a call before any of its bytes move.
+"""Agreement: one small exchange by which all ranks of a group make a call, or none does, before its bytes move.
 
-Each rank has a record: the call, fields that must be equal, values of its own, or what kept it from the call: a
-refusal, or another error. Digests go round, ceil(log2 W) messages from each rank, and where they are equal that is all.
-Where they differ, or some rank has something to tell, or values of their own are asked for, every rank knows it and
-gathers all records, in as many messages again: every rank sees the same ones and comes to the same verdict.
-Point to point, not a collective: a rank that is gone is named.
+Each rank has a record. It holds the call, the fields that must be equal and values that may differ by rank. If the rank
+could not make the call, it holds the refusal or error instead.
+
+The ranks first exchange digests of their records, with ceil(log2 W) messages per rank. If all digests are equal, the
+agreement is done. Otherwise the ranks gather all records, with the same number of messages again. They also do so if a
+rank reports an error, or if the call asks for values that differ by rank. Every rank sees the same records and reaches
+the same verdict.
+
+Messages are point to point, not a collective, so that errors can name a rank that is gone.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from .dissemination import DIGEST_BYTES, NOTHING, Summary, disseminate, gather
 from .transport import ExchangeError, Transport
 
 RECORD_BYTES = 2048
-TEXT_BYTES = RECORD_BYTES - 64  # of a refusal's or a failure's text
+TEXT_BYTES = RECORD_BYTES - 64  # limit for the text of a refusal or failure; the rest of the record needs the other 64
 _REFUSALS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": ValueError}
 
 
@@ -30,27 +34,27 @@ class DisagreementError(ValueError):
 
 
 class PeerError(RuntimeError):
-    """Another rank failed on its way into a call: it ran out of memory, say, and has an error of its own.
+    """Another rank failed before a call, for example because it ran out of memory. Look at that rank's error.
 
-    The ranks had not agreed on the call yet: nothing was moved, and the group is as good as before.
+    The ranks had not agreed on the call yet, so nothing was moved and the group can still be used.
     """
 
 
 @dataclass(frozen=True, eq=False)
 class Agreement:
-    """Exchanges records over ``transport``, whose group must take CPU tensors."""
+    """Exchange records over ``transport``, whose group must carry CPU tensors."""
 
     transport: Transport
 
     @contextmanager
     def entering(self, call: str) -> Iterator[None]:
-        """What a rank does by itself before it agrees on ``call``. What is raised within, the others hear of at once.
+        """Guard what a rank does alone before it agrees on ``call``. If the block raises, the other ranks raise too.
 
-        Call :meth:`agree` after it, never within: what that raises is known to all ranks.
+        Call :meth:`agree` after the block, never inside it: all ranks already know the errors that it raises.
 
         Raises:
-            TypeError, ValueError: raised within, or refused by another rank: the same class on every rank.
-            Exception: any other that was raised within, here; on the other ranks it is a PeerError.
+            TypeError, ValueError: the block raised it, or another rank refused. Every rank raises the same class.
+            Exception: the block raised any other error; the other ranks raise PeerError.
         """
         try:
             yield
@@ -72,19 +76,24 @@ class Agreement:
     ) -> list[Any]:
         """Check that every rank makes ``call`` with equal ``fields``; return every rank's ``own`` by rank.
 
-        All values must be JSON's. Floats arrive exactly. ``remedy`` ends the text of a disagreement; ``remedies`` has
-        others, by field.
+        Args:
+            call: the name of the call.
+            fields: values that must be equal on all ranks. All values must be JSON types; floats arrive exactly.
+            own: this rank's values, which may differ by rank.
+            remedy: the last sentence of a disagreement's message.
+            remedies: other remedies, by field.
 
         Raises:
-            DisagreementError: on every rank, naming the fields, their values and the odd rank.
-            TypeError, ValueError: another rank refused the call (:meth:`refuse`); the same class on every rank.
+            DisagreementError: fields differ. Every rank raises; the message names the fields, their values and the
+                rank that differs.
+            TypeError, ValueError: another rank refused the call (:meth:`refuse`). Every rank raises the same class.
             PeerError: another rank failed before it came here (:meth:`entering`).
         """
         if self.transport.world == 1:
             return [own]
         with self.entering(call):
             shared, asked = dict(fields), own is not None
-            # What must be equal, in a text that equal values share. The verdict is the records', should texts differ.
+            # Equal values give equal texts. If texts differ, the records decide whether the values do.
             digest = blake2b(json.dumps([call, shared, asked]).encode(), digest_size=DIGEST_BYTES).digest()
             encoded = _encoded({"call": call, "fields": shared, "own": own})
         records = self._exchange(encoded, f"the agreement on {call}", digest, gathers=asked)
@@ -93,7 +102,9 @@ class Agreement:
         _raise_refusal(records, self.transport.rank)
         calls = [record["call"] for record in records]
         if len(set(calls)) > 1:
-            raise DisagreementError(f"the ranks are in different calls: {_by_value(calls)}")
+            raise DisagreementError(
+                f"the ranks are in different calls: {_by_value(calls)}. Make the same calls on every rank"
+            )
         odd = {
             name: [record["fields"].get(name) for record in records]
             for name in records[0]["fields"]
@@ -106,9 +117,9 @@ class Agreement:
         return [record["own"] for record in records]
 
     def refuse(self, error: Exception) -> NoReturn:
-        """Tell the others, who are in :meth:`agree`, that this rank can't make the call; then raise.
+        """Notify the other ranks, which are in :meth:`agree`, that this rank can't make the call; then raise.
 
-        The class raised is the lowest refusing rank's, on every rank: TypeError or ValueError (for any other error).
+        Every rank raises the class of the lowest refusing rank: TypeError, or ValueError for any other error.
         """
         if self.transport.world == 1:
             raise error
@@ -118,17 +129,17 @@ class Agreement:
         raise error
 
     def _tell(self, record: dict[str, Any], error: Exception) -> list[dict[str, Any]]:
-        """Exchange what became of the call here; ``error`` is raised if that can't be done, too."""
+        """Exchange a record of this rank's failure. Raise ``error`` if that fails too."""
         try:
             return self._exchange(_encoded(record), "the agreement on a refused call") or []
         except ExchangeError as unreachable:
-            error.add_note(f"The other ranks could not be told: {unreachable}")
+            error.add_note(f"The other ranks could not be notified: {unreachable}")
             raise error from unreachable
 
     def _exchange(
         self, encoded: bytes, label: str, digest: bytes = NOTHING, *, gathers: bool = True
     ) -> list[dict[str, Any]] | None:
-        """All ranks' records; None if what must be equal, of which ``digest`` is, is equal, and nobody ``gathers``."""
+        """Return all ranks' records; None if all digests are equal and the call does not gather records."""
         everyone = disseminate(self.transport, Summary(digest, digest, len(encoded)), label)
         if everyone.agreed and not gathers:
             return None
@@ -136,26 +147,28 @@ class Agreement:
 
 
 def _encoded(record: dict[str, Any]) -> bytes:
-    """The record in JSON, at most RECORD_BYTES of it.
+    """Return the record in JSON.
 
     Raises:
-        TypeError, ValueError: it is not JSON's, or longer.
+        TypeError, ValueError: the record holds other types than JSON's, or has more than RECORD_BYTES.
     """
     encoded = json.dumps(record).encode()
     if len(encoded) > RECORD_BYTES:
-        raise ValueError(f"{record['call']} has {len(encoded)} bytes to agree on, more than {RECORD_BYTES}")
+        raise ValueError(
+            f"{record['call']} has {len(encoded)} bytes to agree on, more than {RECORD_BYTES}; pass shorter values"
+        )
     return encoded
 
 
 def _text(error: Exception | None) -> str:
     try:
         return str(error)
-    except Exception:  # an error that can't tell itself must not keep the others waiting
+    except Exception:  # if an error's __str__ fails, the other ranks must still be notified
         return "(it has no text)"
 
 
 def _shortened(text: str) -> str:
-    """As much of it as leaves a record room for the rest: a character takes one to twelve bytes in JSON."""
+    """Return the longest prefix that fits in a record; a character takes 1 to 12 bytes in JSON."""
     sizes = accumulate(len(json.dumps(character)) - 2 for character in text[:TEXT_BYTES])
     return text[: sum(size <= TEXT_BYTES for size in sizes)]
 
@@ -178,7 +191,7 @@ def _raise_refusal(records: list[dict[str, Any]], rank: int, error: Exception | 
 
 
 def _by_value(values: list[Any]) -> str:
-    """'rank 2 has 65, ranks 0, 1, 3 have 64': the odd ones first."""
+    """Return text such as 'rank 2 has 65, ranks 0, 1, 3 have 64', with the rarest values first."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(str(value), []).append(rank)

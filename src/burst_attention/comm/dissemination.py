@@ -1,8 +1,9 @@
-"""What all ranks know after ceil(log2 W) small messages each: a digest of what everybody brought, or all of it.
+"""Exchange a summary of all ranks' records, or the records themselves, in ceil(log2 W) small messages per rank.
 
-In round k rank r sends to rank r + 2^k and receives from rank r - 2^k, modulo W, what the sender knows by then: of
-itself and of the 2^k - 1 ranks before it (Hensgen, Finkel and Manber's dissemination barrier; with blocks in place of a
-summary it is Bruck's all-gather). What each brings reaches all, some of it twice, which least and greatest don't mind.
+In round k, rank r sends to rank r + 2^k and receives from rank r - 2^k, modulo W. Each sender sends all that it knows:
+its own part and those of the 2^k - 1 ranks before it. With summaries this is the dissemination barrier of Hensgen,
+Finkel and Manber; with blocks of records it is Bruck's all-gather. Every part reaches every rank. Some parts arrive
+twice, which does not change a minimum or maximum.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ NOTHING = bytes(DIGEST_BYTES)
 
 @dataclass(frozen=True)
 class Summary:
-    """Of some ranks, what a round's message carries.
+    """A summary of several ranks' records: the message of one round.
 
     Attributes:
-        least, greatest: digest of what they bring, DIGEST_BYTES; equal if all bring the same. NOTHING: of a rank that
-            was kept from the call.
-        size: bytes of the longest record among theirs.
-        lost, finder: a rank that could not be reached, and the one that tried; NOBODY, or any such two.
+        least, greatest: the least and greatest digest of the records, DIGEST_BYTES each. They are equal if all records
+            are. A rank that could not make the call has the digest NOTHING.
+        size: bytes of the longest record.
+        lost, finder: a rank that could not be reached, and the rank that tried; ``NOBODY`` for both if all were
+            reached. With several such pairs, any one of them.
     """
 
     least: bytes
@@ -42,12 +44,12 @@ class Summary:
         return self.least == self.greatest
 
     def pack(self) -> torch.Tensor:
-        """uint8, as it travels."""
+        """Return the summary as a uint8 tensor to send."""
         fields = self.least, self.greatest, self.size, self.lost, self.finder
         return torch.frombuffer(bytearray(FORM.pack(*fields)), dtype=torch.uint8)
 
     def joined(self, packed: torch.Tensor) -> Summary:
-        """Of these ranks and of those that ``packed`` tells of."""
+        """Return the summary of these ranks and of those in ``packed``."""
         least, greatest, size, lost, finder = FORM.unpack(packed.numpy().data)
         return Summary(
             min(self.least, least),
@@ -58,23 +60,23 @@ class Summary:
 
 
 def rounds(rank: int, world: int) -> list[tuple[int, int]]:
-    """(whom ``rank`` sends to, from whom it receives) in each round; no two rounds have the same."""
+    """Return (rank to send to, rank to receive from) for each round. No two rounds have the same pair."""
     hops = [1 << k for k in range((world - 1).bit_length())]
     return [((rank + hop) % world, (rank - hop) % world) for hop in hops]
 
 
 def disseminate(transport: Transport, own: Summary, label: str) -> Summary:
-    """The summary of all ranks. All must call it.
+    """Return the summary of all ranks. All must call it.
 
     Raises:
-        ExchangeError: a rank could not be reached, by this one or by another, which then said so in place of its
-            message: nobody waits for those who gave up.
+        ExchangeError: a rank could not be reached, by this rank or by another. A rank that gives up sends a report in
+            place of its message, so that no rank waits for it.
     """
     peers = rounds(transport.rank, transport.world)
     buffers = [torch.empty(FORM.size, dtype=torch.uint8) for _ in peers]
     done = 0  # rounds
     try:
-        # Posted ahead of all sends: whoever is heard from at all can be sent to without waiting.
+        # Post all receives before any send. A rank that has sent something then takes messages without a wait.
         arriving = [
             transport.post([], [Receive(source, buffer)], label=_told(label, source, 1 << n, transport.world))
             for n, ((_, source), buffer) in enumerate(zip(peers, buffers, strict=True))
@@ -101,13 +103,13 @@ def disseminate(transport: Transport, own: Summary, label: str) -> Summary:
 
 
 def gather(transport: Transport, own: bytes, size: int, label: str) -> list[bytes]:
-    """Every rank's record, padded with spaces to ``size`` bytes, by rank. All must call it, with one ``size``.
+    """Return every rank's record by rank, padded with spaces to ``size`` bytes. All must call it with one ``size``.
 
     Raises:
         ExchangeError: a rank could not be reached.
     """
     world, rank = transport.world, transport.rank
-    blocks = torch.empty(world, size, dtype=torch.uint8)  # of rank - n at n
+    blocks = torch.empty(world, size, dtype=torch.uint8)  # row n holds the record of rank - n
     blocks[0] = torch.frombuffer(bytearray(own.ljust(size)), dtype=torch.uint8)
     held = 1
     for target, source in rounds(rank, world):
@@ -119,10 +121,10 @@ def gather(transport: Transport, own: bytes, size: int, label: str) -> list[byte
 
 
 def _told(label: str, source: int, hop: int, world: int) -> str:
-    """The label of the wait for ``source``, from which a round that goes ``hop`` ranks far brings word of so many."""
+    """Return the label of the wait for ``source``; it names the other ranks whose parts ``source`` forwards."""
     news = min(hop, world - hop)
     if news == 1:
         return label
     first, last = (source - news + 1) % world, (source - 1) % world
     others = f"rank {first}" if first == last else f"ranks {first} to {last}"
-    return f"{label}, where rank {source} has word of {others} too,"
+    return f"{label} (rank {source} also forwards messages of {others})"

@@ -1,4 +1,4 @@
-"""From a process group to the transports over it."""
+"""Make the transports and the agreement of a process group."""
 
 from __future__ import annotations
 
@@ -20,15 +20,20 @@ from .transport import Health, Transport
 
 DATA_TAG, CONTROL_TAG = 0xB0, 0xB1
 
-# One for each process group, whatever the number of plans; kept weakly, so that a destroyed group leaves nothing.
+# One entry per process group, shared by its plans. Weak keys: the entry of a destroyed group disappears.
 _HEALTH: weakref.WeakKeyDictionary[dist.ProcessGroup, Health] = weakref.WeakKeyDictionary()
 
 
 def resolve_group(group: Any) -> dist.ProcessGroup | LocalGroup | None:
-    """None (the default group, or no group if torch.distributed is not initialised), a group, or a 1-D DeviceMesh.
+    """Return the group to communicate over; None for a world of one.
+
+    Args:
+        group: a group, a 1-D DeviceMesh, or None. None stands for the default group, or for a world of one if
+            torch.distributed is not initialised.
 
     Raises:
-        TypeError, ValueError: ``group`` is none of them, or None in a job's rank that has not joined the others.
+        TypeError, ValueError: ``group`` has another type, or no group was given to one of several ranks that has not
+            initialised torch.distributed.
     """
     if group is None:
         if dist.is_initialized():
@@ -50,7 +55,7 @@ def resolve_group(group: Any) -> dist.ProcessGroup | LocalGroup | None:
 
 
 def resolve_timeout(timeout: float | timedelta | None) -> float | None:
-    """Seconds, or None for the group's own."""
+    """Return the timeout in seconds; None for the group's own timeout."""
     if timeout is None:
         return None
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
@@ -61,10 +66,10 @@ def resolve_timeout(timeout: float | timedelta | None) -> float | None:
 
 
 def connect(group: dist.ProcessGroup | LocalGroup | None, timeout: float | None) -> tuple[Transport, Agreement]:
-    """The data transport of a group and its agreement. The first call for a group must be made by all its ranks.
+    """Return the data transport of a group and its agreement. All ranks must make the first call for a group.
 
     Raises:
-        ValueError: the group can't carry CPU tensors, which agreements are.
+        ValueError: the group can't carry CPU tensors, which agreements need.
     """
     if group is None or group.size() == 1:
         return Transport(None), Agreement(Transport(None))
@@ -73,7 +78,7 @@ def connect(group: dist.ProcessGroup | LocalGroup | None, timeout: float | None)
         return data, Agreement(control)
     if not _has_gloo(group):
         raise ValueError(
-            f"group has the backend {dist.get_backend_config(group)}, agreements need gloo beside it; "
+            f"group has the backend {dist.get_backend_config(group)}, but agreements need gloo too; "
             f"make it with init_process_group('cpu:gloo,cuda:nccl')"
         )
     if group not in _HEALTH:

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: the same exchanges, as copies between tensors of one device."""
+"""Ranks as threads of one process: exchanges become copies between tensors of one device."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from .transport import Health, Operation, Send, Transport
 
 @dataclass(eq=False)
 class _Half:
-    """One side of a message: the tensor to send, or to receive into; a work that can be waited for.
+    """One side of a message: the tensor to send or to receive into. It can be waited for, like torch's works.
 
     Attributes:
-        ready: on CUDA, when the tensor may be read or written.
-        copied: on CUDA, when it has been.
+        patience: seconds that a wait without a timeout may take.
+        ready: on CUDA, the event after which the tensor may be read or written.
+        copied: on CUDA, the event after which the copy is done.
+        failure: why the message failed; None if it did not.
+        done: set when the copy is made (on CUDA: started) or has failed.
     """
 
     tensor: Tensor
@@ -32,7 +35,7 @@ class _Half:
     done: threading.Event = field(default_factory=threading.Event)
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Block until the copy was made (on CUDA: let this thread's stream wait); RuntimeError if it won't be."""
+        """Block until the copy is made (on CUDA: let this thread's stream wait). Raise RuntimeError if it fails."""
         if not self.done.wait(self.patience if timeout is None else timeout.total_seconds()):
             raise RuntimeError("timed out")
         if self.failure:
@@ -42,17 +45,17 @@ class _Half:
 
 
 class Exchange:
-    """Where the threads of a local world meet: sends and receives that wait for each other, in the order posted."""
+    """The shared state of a local world: matches the threads' sends and receives in the order posted."""
 
     def __init__(self, world: int) -> None:
         self.world = world
         self._lock = threading.Lock()
         self._waiting: dict[tuple[int, int, int, bool], deque[_Half]] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._ended: dict[int, str] = {}  # ranks that raised, and what
+        self._ended: dict[int, str] = {}  # rank that raised -> its error
 
     def post(self, half: _Half, *, source: int, target: int, tag: int, sends: bool) -> None:
-        """Meet the other side, or wait for it. Whoever comes second makes the copy; nobody blocks."""
+        """Match the other side, or queue until it comes. The side that comes second makes the copy; neither blocks."""
         with self._lock:
             others = self._waiting.get((source, target, tag, not sends))
             peer = target if sends else source
@@ -68,7 +71,7 @@ class Exchange:
         self._copy(sent, received)
 
     def fail(self, rank: int, failure: str) -> None:
-        """End all waits for ``rank``, now and later; what it had sent before is still taken, as between processes."""
+        """Fail all waits for ``rank``, now and later. As with processes, its earlier messages are still delivered."""
         with self._lock:
             self._ended[rank] = failure
             waits = [key for key in self._waiting if (key[1] if key[3] else key[0]) == rank]
@@ -81,8 +84,10 @@ class Exchange:
         try:
             if (sent.tensor.shape, sent.tensor.dtype) != (received.tensor.shape, received.tensor.dtype):
                 told = [f"{list(x.tensor.shape)} {x.tensor.dtype}" for x in (sent, received)]
-                raise RuntimeError(f"a message of {told[0]} met a buffer of {told[1]}")
-            # Either thread makes the copy, in its own mode; a buffer of the other's inference mode takes no other.
+                raise RuntimeError(
+                    f"a message of {told[0]} met a buffer of {told[1]}; their shapes and dtypes must be equal"
+                )
+            # The other thread's buffer may be an inference tensor, which only inference mode can write.
             with torch.inference_mode():
                 if sent.ready is None:
                     received.tensor.copy_(sent.tensor)
@@ -102,7 +107,7 @@ class Exchange:
             stream = self._streams[device]
         with torch.cuda.stream(stream):
             for half in (sent, received):
-                assert half.ready is not None  # both are on one device
+                assert half.ready is not None  # both tensors are on the same device
                 stream.wait_event(half.ready)
                 half.tensor.record_stream(stream)
             received.tensor.copy_(sent.tensor, non_blocking=True)
@@ -113,12 +118,13 @@ class Exchange:
 
 @dataclass(eq=False)
 class LocalGroup:
-    """One thread's place in a local world, in place of a process group: pass it as ``make_plan(..., group=group)``.
+    """One thread's rank in a local world. Pass it as ``make_plan(..., group=group)`` like a process group.
 
     Args:
         exchange: shared by all ranks.
-        rank: this thread's.
-        timeout: seconds that an exchange may take if its plan does not say.
+        own_rank: this thread's rank.
+        timeout: seconds that an exchange may take if the plan has no timeout.
+        health: whether the group failed before.
     """
 
     exchange: Exchange
@@ -127,7 +133,7 @@ class LocalGroup:
     health: Health = field(default_factory=Health)
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a local group is one thread's place in this process: it can't be pickled or deep-copied")
+        raise TypeError("a local group belongs to one thread of this process; don't pickle or deep-copy it")
 
     def rank(self) -> int:
         return self.own_rank
@@ -152,7 +158,7 @@ class LocalTransport(Transport):
         return works
 
     def check_device(self, device: torch.device) -> None:
-        """Any device will do."""
+        """Accept any device."""
 
 
 def _recorded(tensor: Tensor) -> torch.cuda.Event | None:

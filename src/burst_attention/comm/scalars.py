@@ -1,4 +1,4 @@
-"""What counts as a number among arguments."""
+"""Conversion of arguments to Python numbers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 
 def real(value: Any) -> int | float | None:
-    """A real number as Python's own, be it numpy's or a 0-d tensor; None for anything else, bools among it.
+    """Return a real number (Python's, numpy's or a 0-d tensor) as a Python number; None for anything else.
 
-    A tensor that wants a gradient is none: the number would have forgotten it.
+    Bools are not numbers here. Neither is a tensor that requires a gradient, because the number would lose it.
     """
     if getattr(value, "ndim", None) == 0 and not getattr(value, "requires_grad", False):
         value = value.item()

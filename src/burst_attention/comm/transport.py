@@ -1,4 +1,4 @@
-"""Posted exchanges between the ranks of one group: batched point-to-point messages, each wait with a deadline."""
+"""Exchanges between the ranks of one group: batched point-to-point messages, waited for with a deadline."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Receive(NamedTuple):
 Operation = Send | Receive
 
 
-# What goes to one peer in one exchange travels as one message up to this size: a message costs gloo three packets and
-# as many threads woken, some hundred microseconds, a copy of this size ten.
+# Up to this size, all tensors for one peer in one exchange are packed into one message. A gloo message costs three
+# packets and three thread wake-ups, about 100 microseconds. Copying this many bytes takes about 10.
 PACKED_BYTES = 1 << 16
 
 
@@ -46,7 +46,7 @@ class ExchangeError(RuntimeError):
     """A peer did not send or take a message within the deadline, or its connection broke.
 
     Attributes:
-        peer: the rank of the group that was waited for; None if it is not known, or no message was tried.
+        peer: the rank of the group that this rank waited for; None if it is unknown, or if no message was tried.
     """
 
     peer: int | None = None
@@ -54,10 +54,13 @@ class ExchangeError(RuntimeError):
 
 @dataclass(eq=False)
 class Pending:
-    """An exchange on the wire. Holds its buffers until it has been waited for.
+    """An exchange in flight. Holds its buffers until it has been waited for.
 
     Attributes:
-        packed: messages that arrive as one, and the tensors that they fill.
+        label: names the step and the phase in errors.
+        operations: the messages.
+        works: torch's handles to wait for.
+        packed: (packed message to receive, tensors to fill from it).
     """
 
     label: str
@@ -68,30 +71,35 @@ class Pending:
 
 @dataclass
 class Health:
-    """Of one process group: what went wrong on it before, for messages of a failed exchange may still be under way, and
-    how many calls were made on it, by which a backward is told from another's."""
+    """The state of one process group.
+
+    Attributes:
+        failure: an earlier error on the group; None if there was no error. Messages of a failed exchange may still be
+            in flight, so a failed group can't be used again.
+        calls: how many calls were made on the group. A backward is identified by the number of its call.
+    """
 
     failure: str | None = None
     calls: int = 0
 
     def next_call(self) -> int:
-        """A number for a call: the same on all ranks, which agree on each call before they take it."""
+        """Return a new call number. It is the same on all ranks, because they agree on each call first."""
         self.calls += 1
         return self.calls
 
 
 @dataclass(eq=False)
 class Transport:
-    """Messages between the ranks of ``group``, with a count of what was moved.
+    """Messages between the ranks of ``group``, with counts of the bytes moved.
 
     Args:
         group: a ProcessGroup; None for a world of one.
-        timeout: seconds that one exchange may take; None for the group's own.
-        tag: keeps these messages apart from others on the same group.
+        timeout: seconds that one exchange may take; None for the group's own timeout.
+        tag: separates these messages from others on the same group.
         health: shared by all transports of one group.
 
-    ``sent`` and ``received`` count payload bytes, ``waited`` the seconds that the host was in :meth:`wait`: on CUDA,
-    where a stream waits in its place, next to none.
+    ``sent`` and ``received`` count payload bytes. ``waited`` counts the seconds that the host spent in :meth:`wait`. On
+    CUDA that is almost 0, because a stream waits instead of the host.
     """
 
     group: Any
@@ -107,10 +115,13 @@ class Transport:
         self.world = 1 if self.group is None else self.group.size()
 
     def post(self, sends: Sequence[Send], receives: Sequence[Receive], *, label: str) -> Pending:
-        """Start an exchange and return at once. ``label`` names the step and the phase in an error.
+        """Start an exchange without waiting for it. ``label`` names the step and the phase in errors.
 
-        Between two ranks, messages of one exchange match in the order given. Both post the same of them in it, of sizes
-        that they have agreed on: small ones to one peer travel as one.
+        Between two ranks, messages of one exchange match in the order given. Both ranks must post matching messages, of
+        sizes that they have agreed on. Small messages to one peer are packed into one.
+
+        Raises:
+            ExchangeError: the group failed before, or the messages could not be started.
         """
         if self.health.failure:
             raise ExchangeError(
@@ -119,7 +130,7 @@ class Transport:
             )
         self.sent += sum(each.tensor.nbytes for each in sends)
         self.received += sum(each.tensor.nbytes for each in receives)
-        # What arrives comes first: a wait for it leaves the sends done.
+        # Wait for receives first: the sends are usually done by then.
         operations: list[Operation] = [each for each in receives if each.tensor.numel()]
         operations += [each for each in sends if each.tensor.numel()]
         messages, packed = pack(operations)
@@ -134,7 +145,7 @@ class Transport:
         return pending
 
     def _start(self, operations: Sequence[Operation]) -> list[Any]:
-        """Works to wait for: one for each operation, or one for all."""
+        """Start the operations; return works to wait for, one per operation or one for all."""
         if all(each.tensor.is_cpu for each in operations):
             return [self._start_one(each) for each in operations]
         batch = [
@@ -150,7 +161,7 @@ class Transport:
         return dist.batch_isend_irecv(batch)
 
     def _start_one(self, each: Operation) -> Any:
-        """What dist.isend and dist.irecv come to on gloo, without their checks."""
+        """Do what dist.isend and dist.irecv do on gloo, without their checks."""
         start = self.group.send if isinstance(each, Send) else self.group.recv
         tensor = torch.view_as_real(each.tensor) if each.tensor.is_complex() else each.tensor
         return start([tensor], each.peer, self.tag)
@@ -159,12 +170,12 @@ class Transport:
         """Finish an exchange.
 
         Raises:
-            ExchangeError: names this rank, the peer waited for, and the label. On CUDA the group's own watchdog ends a
-                wait; on CPU the deadline is ``timeout``.
+            ExchangeError: the exchange failed. The message names this rank, the peer it waited for, and the label. On
+                CPU the deadline is ``timeout``; on CUDA the group's own watchdog ends the wait.
         """
         started = time.monotonic()
-        one_each = len(pending.works) == len(pending.operations)  # NCCL gives one work for the whole batch
-        # On CUDA a wait makes the stream wait; given a deadline it would be the host that does.
+        one_each = len(pending.works) == len(pending.operations)  # NCCL returns one work for the whole batch
+        # On CUDA a wait blocks only the stream; with a deadline it would block the host.
         limit = None if any(each.tensor.is_cuda for each in pending.operations) else self.timeout
         for n, work in enumerate(pending.works):
             try:
@@ -185,9 +196,9 @@ class Transport:
         pending.operations, pending.works, pending.packed = [], [], []
 
     def send_last(self, sends: Sequence[Send]) -> None:
-        """Send what can still be sent on a group that failed, and wait for it for a second at most. Nothing is raised.
+        """Send what can still be sent on a failed group; wait for it for at most one second. Raise nothing.
 
-        Those who don't take it in time are cut off by gloo, and so hear at least of that.
+        If a peer does not take a message in time, gloo closes the connection, so the peer gets at least that error.
         """
         ends, works = time.monotonic() + min(1.0, self.timeout or 1.0), []
         for each in sends:
@@ -200,9 +211,9 @@ class Transport:
     def all_to_all(
         self, leaving: Sequence[Sequence[Tensor]], arriving: Sequence[Sequence[Tensor]], *, label: str
     ) -> None:
-        """Send the tensors of ``leaving[r]`` to each other rank r and fill those of ``arriving[r]`` with what r sends.
+        """Send the tensors of ``leaving[r]`` to each other rank r; fill those of ``arriving[r]`` with what r sends.
 
-        This rank's own entries are not looked at.
+        This rank's own entries are ignored.
         """
         hops = range(1, self.world)
         ahead, behind = ([(self.rank + step * hop) % self.world for hop in hops] for step in (1, -1))
@@ -220,22 +231,22 @@ class Transport:
             backend = "none"
         if backend in ("none", "gloo"):
             raise ValueError(
-                f"tensors on {device} need a group with a backend for them, this group's is {backend}; "
+                f"tensors on {device} need a group with a backend for them, but this group's is {backend}; "
                 f"make it with init_process_group('cpu:gloo,cuda:nccl')"
             )
 
     def warm_up(self, device: torch.device) -> None:
-        """NCCL wants every rank in a group's first batch: pass one byte round the ring."""
+        """Send one byte round the ring, because NCCL needs every rank in a group's first batch."""
         send, receive = (torch.zeros(1, dtype=torch.uint8, device=device) for _ in range(2))
         ahead, behind = (self.rank + 1) % self.world, (self.rank - 1) % self.world
         self.wait(self.post([Send(ahead, send)], [Receive(behind, receive)], label="warm-up"))
 
     def failed(self, told: str, failure: str, peer: int | None = None) -> ExchangeError:
-        """The error of an exchange that failed for want of ``peer``. From now on the group is of no use."""
+        """Return the error of an exchange that failed because of ``peer``, and mark the group as failed."""
         self.health.failure = failure
         error = ExchangeError(
             f"rank {self.rank} {told}. "
-            f"That peer is down or stuck, or itself a victim of one that is: look at its own error first"
+            f"That peer is down, or stuck, or waiting for another rank that is; look at its own error first"
         )
         error.peer = peer
         return error
@@ -246,9 +257,12 @@ class Transport:
 
 
 def pack(operations: Sequence[Operation]) -> tuple[list[Operation], list[tuple[Tensor, list[Tensor]]]]:
-    """Small CPU tensors to, or from, one peer as one message: the messages, and what those fill that arrive.
+    """Pack small CPU tensors to, or from, one peer into one message.
 
-    Both ends decide alike, for it depends on the sizes alone, which they agreed on.
+    Both ends make the same decision, because it depends only on sizes and devices, which they agreed on.
+
+    Returns:
+        The messages, and (packed message to receive, tensors to fill from it) pairs.
     """
     together: dict[tuple[type[Operation], int], list[Tensor]] = {}
     for each in operations:
@@ -269,5 +283,5 @@ def pack(operations: Sequence[Operation]) -> tuple[list[Operation], list[tuple[T
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """uint8, one dim: a contiguous tensor's own memory."""
+    """Return a contiguous tensor's memory as a 1-D uint8 view."""
     return x.detach().view(-1).view(torch.uint8)

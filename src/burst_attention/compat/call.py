@@ -11,15 +11,17 @@ from typing import Any
 
 from torch import Tensor
 
+from ..attention.buffers import DeviceIndices
 from ..attention.entry import burst_attention
 from ..attention.plan import Plan, make_plan
-from ..attention.sweep import DeviceIndices
 from ..comm.link import connect, resolve_group
 from ..plan.mask import Mask
-from ..planner.schedule import Schedule
+from ..plan.schedule import Schedule
+from ..plan.strategy import Strategy
+from ..planner.planner import Planner
 
 MOST_PLANS = 16  # of a group: masks and lengths in turn, such as of a step's micro-batches
-_Planned = OrderedDict[tuple[int, Mask, str], tuple[Schedule, DeviceIndices]]
+_Planned = OrderedDict[tuple[int, Mask, str], tuple[Schedule, Planner, DeviceIndices]]
 
 # What was planned for each group. The functions answered to are given no plan and keep none, so it is kept here: weakly
 # by group and without its transport, so that a destroyed group leaves nothing, and few for each.
@@ -108,16 +110,16 @@ def attend(
 def plan_for(seqlen: int, mask: Mask, layout: str, group: Any) -> Plan:
     """The plan of a call, made once for all calls with these arguments; all ranks must ask for the same, in turn."""
     if group is None or group.size() == 1:  # nothing is exchanged
-        return make_plan(seqlen, mask=mask, layout=layout, group=group)
+        return make_plan(seqlen, mask=mask, group=group, strategy=Strategy(layout=layout))
     planned, key = _PLANNED.setdefault(group, OrderedDict()), (seqlen, mask, layout)
     if key not in planned:
-        plan = make_plan(seqlen, mask=mask, layout=layout, group=group)
-        planned[key] = plan.schedule, plan.indices
+        plan = make_plan(seqlen, mask=mask, group=group, strategy=Strategy(layout=layout))
+        planned[key] = plan.schedule, plan.planner, plan.indices
         if len(planned) > MOST_PLANS:
             planned.popitem(last=False)
     planned.move_to_end(key)
-    schedule, indices = planned[key]
-    return Plan(schedule, *connect(group, None), indices=indices)
+    schedule, planner, indices = planned[key]
+    return Plan(schedule, planner, *connect(group, None), indices=indices)
 
 
 def _unpacked(tensors: tuple[Any, ...], *, packed_dim: int) -> list[Any]:

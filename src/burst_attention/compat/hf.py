@@ -1,4 +1,4 @@
-"""transformers' attention without a plan in the call: the documents are told ahead, as ring-flash-attn's adapter is."""
+"""transformers' attention without a plan in the call: documents are set in advance, as in ring-flash-attn's adapter."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _Substitute(Attention):
         return super().__call__(*tensors, plan=plan, **keywords)
 
     def _told(self, window: int | None) -> Plan:
-        """The plan of the documents told last, under a layer's window."""
+        """Return the plan of the documents set last, under a layer's window."""
         if not self._plans:
             connect(self._group, None)[1].refuse(
                 ValueError("cu_seqlens are not known; call update_ring_flash_attn_params before the model")

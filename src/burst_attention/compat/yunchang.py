@@ -1,7 +1,8 @@
 """yunchang's LongContextAttention, computed by :func:`burst_attention.burst_attention`.
 
-One keyword more than there: groups are told to the module and not kept for the process, so ``set_seq_parallel_pg`` goes
-and ``ulysses_degree`` comes in its place. What is exchanged is ours to choose; the degree only says who holds what.
+One keyword differs. The module takes its groups as arguments instead of reading them from the process, so
+``ulysses_degree`` replaces ``set_seq_parallel_pg``. The planner chooses what is exchanged; the degree only says which
+rank holds which tokens.
 """
 
 from __future__ import annotations

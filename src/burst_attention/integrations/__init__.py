@@ -1,1 +1,1 @@
-"""Bridges to other libraries; each imports its library only when it is itself imported."""
+"""Integrations with other libraries. Each one imports its library only when you import it."""

@@ -125,8 +125,8 @@ def _choose_auto(
                 fixed = kernel.untuned() if isinstance(kernel, Measuring) else kernel
                 check_against_reference(fixed, device, dtype, head_dims)
         except torch.OutOfMemoryError:
-            raise  # says nothing of the kernel
-        except Exception as error:  # a package may fail in any way; what is taken in its place is told
+            raise  # not the kernel's fault
+        except Exception as error:  # a package may fail in any way; explain() lists the reason
             refused.append(f"{name}: no, {str(error).strip().partition(chr(10))[0]}")
             continue
         return kernel, (*refused, f"{name}: taken for {dtype} on {device}")

@@ -69,7 +69,7 @@ class Continuing(Kernel, Protocol):
     def extend(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, out: Tensor, lse: Tensor) -> None:
         """Fold these tiles into the running (out, lse) of their rows, in place and in the accumulation dtype.
 
-        The merge of :func:`burst_attention.kernels.merge.merge_` without a pass of its own over memory. ``out`` and
+        It does what :func:`burst_attention.kernels.merge.merge_` does, without another pass over memory. ``out`` and
         ``lse`` may be strided.
         """
         ...

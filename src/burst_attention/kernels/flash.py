@@ -1,8 +1,8 @@
 """FlashAttention 2, 3 and 4 (arXiv 2307.08691, 2407.08608; package flash_attn), by their private forward and backward.
 
-The public functions keep the lse to themselves, or give it no gradient. The private ones change from version to
-version: their parameters are read when they are imported, an unknown one without a default is refused with the
-version in the message, and so is an lse of another shape when it comes back.
+The public functions don't return the lse, or give it no gradient. The private ones change between versions, so we read
+their parameters at import. An unknown parameter without a default is refused, and so is an lse of another shape. Both
+messages name the version.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from .windowed import Window
 
 @dataclass(frozen=True)
 class Generation:
-    """Where a FlashAttention lives, and on what it runs."""
+    """A FlashAttention package, its module, and the devices that it runs on."""
 
-    package: str  # whose version is told
+    package: str  # named in messages, with its version
     module: str
     forward: str
     backward: str
@@ -126,7 +126,7 @@ def flash_ops(generation: int) -> FlashOps:
     source = GENERATIONS[generation]
     try:
         module = importlib.import_module(source.module)
-    except Exception as error:  # not there, or of another CUDA, or of another of its own dependencies
+    except Exception as error:  # missing, or built for another CUDA or other dependencies
         raise ValueError(
             f"kernel='flash{generation}' needs {source.module} ({type(error).__name__}: {error}): pip install "
             f"{source.package}, or use kernel='triton'"

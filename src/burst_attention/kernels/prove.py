@@ -89,7 +89,7 @@ def _continued(kernel: Continuing, q: Tensor, k: Tensor, v: Tensor, scale: float
 
 
 def _half(tile: Tile, n: int) -> Tile | None:
-    """Of its columns."""
+    """Sums over its columns."""
     middle = tile.columns // 2
     return tile.part((0, tile.rows), ((0, middle), (middle, tile.columns))[n])
 

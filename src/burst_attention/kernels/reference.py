@@ -11,7 +11,7 @@ from torch import Tensor
 from ..plan.tile import Tile, Tiles
 from .contract import BackwardInputs, band_seen
 from .merge import blank_output, merge_
-from .poison import contained_backward, contained_forward
+from .nan_policy import contained_backward, contained_forward
 from .precision import accumulation_dtype
 
 

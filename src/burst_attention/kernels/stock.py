@@ -13,8 +13,8 @@ from torch import Tensor
 from ..plan.tile import Tile, Tiles
 from .contract import BackwardInputs
 from .merge import blank_output, merge_
+from .nan_policy import contained_backward, contained_forward
 from .pieces import Piece
-from .poison import contained_backward, contained_forward
 from .precision import accumulation_dtype
 from .surrogate import BackwardCall, GradientSums, backward_calls
 from .widths import check_width, same_width
@@ -32,7 +32,7 @@ class Stock(ABC, Generic[Launch]):
     @property
     @abstractmethod
     def multiple(self) -> int:
-        """Of head dims."""
+        """The supported head dims."""
 
     @property
     @abstractmethod

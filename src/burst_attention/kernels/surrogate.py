@@ -1,9 +1,9 @@
-"""An output that makes a stock flash backward compute the D it is meant to.
+"""A substitute for ``out`` that makes a stock flash backward compute the right D.
 
-Those backwards take ``out`` only to form D = rowsum(dO * out). So that ``out`` need not travel, any out' with that row
-sum will do. Two columns of it carry D: the quotient by a large dO of the row, rounded, and what rounding lost, over
-another. Where dO is too small to carry D (only possible once the lse has a gradient of its own), columns are appended
-that v does not have.
+Those backwards use ``out`` only to form D = rowsum(dO * out). Any out' with that row sum will do, so ``out`` need not
+be sent. Two columns of out' carry D. The first is D divided by a large dO of the row, rounded. The second is the
+rounding error divided by another dO. If dO is too small to carry D, which needs a gradient of the lse, columns are
+appended that v lacks.
 """
 
 from __future__ import annotations

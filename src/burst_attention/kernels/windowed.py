@@ -1,13 +1,13 @@
-"""Stock flash kernels that take a window of keys for each query: a launch for each tile, whatever its band.
+"""Stock flash kernels with a sliding window: one launch per tile, for any band.
 
 They count the window from the bottom right corner of rows x columns: row i sees keys i + d - left to i + d + right,
-d = columns - rows. A tile's lo <= i - j <= hi is left = hi + d and right = -lo - d, neither of them negative: every row
-and every column of a tile sees something. Tall tiles need two launches, for what FlashAttention 2 makes of a side:
+with d = columns - rows. A tile's lo <= i - j <= hi becomes left = hi + d and right = -lo - d. Neither is negative,
+because every row and column of a tile sees something. Tall tiles need two launches, because of FlashAttention 2:
 
-- as many keys as there are, or more, count as no limit; a tall tile's right may be that without seeing all, so its rows
-  that see to the last key get a launch of their own;
-- no limit to the right, beside a limit to the left, is made a limit of as many keys as there are, which is too few for
-  the first rows of a tall tile; those see all keys and get a launch of their own.
+- It treats a limit of at least the number of keys as no limit. A tall tile's right limit can be that large although
+  some rows see fewer keys, so the rows that see up to the last key get a separate launch.
+- With a left limit and no right limit, it limits the right to the number of keys. That is too few for the first rows of
+  a tall tile. They see all keys, and get a separate launch.
 """
 
 from __future__ import annotations

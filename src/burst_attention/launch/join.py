@@ -66,7 +66,7 @@ class RankContext:
 
     @property
     def group_index(self) -> int:
-        """Which of the groups that read sequences of their own this rank belongs to."""
+        """The data-parallel group of this rank."""
         return self.mesh.get_local_rank(DATA)
 
     @property
@@ -105,12 +105,12 @@ class RankContext:
 
 @contextmanager
 def join(*, device: str, timeout: float, data_parallel: int = 1) -> Iterator[RankContext]:
-    """This rank's context among the ranks that torchrun's environment names, or of the process group that there is.
+    """Return this rank's context in torchrun's job, or in the existing process group.
 
     Args:
-        device: ``cpu``, ``cuda``, or ``auto``: a GPU for each rank where there are as many.
+        device: ``cpu``, ``cuda``, or ``auto``: a GPU for each rank if the machine has enough.
         timeout: seconds that an operation of a new process group may take.
-        data_parallel: how many groups of ranks read sequences of their own.
+        data_parallel: the number of data-parallel groups, which read different sequences.
 
     Raises:
         ValueError: ``cuda`` without a GPU for every rank, or ``data_parallel`` does not divide the number of ranks.
@@ -138,10 +138,10 @@ def join(*, device: str, timeout: float, data_parallel: int = 1) -> Iterator[Ran
 
 
 def _meeting_again(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Where ranks meet that torchrun started anew on one machine, as ``init_process_group`` takes it; else nothing.
+    """Return arguments of ``init_process_group`` for ranks that torchrun restarted on one machine; else none.
 
-    torchrun's store outlives them there, with the addresses of those that are gone, which new ones would call; theirs
-    are kept apart. (On several machines it makes a store for each start, and each machine counts for itself.)
+    torchrun's store survives the restart and still holds the old ranks' addresses, which new ranks would call. So each
+    start uses a separate prefix. (On several machines torchrun makes a new store for each start.)
     """
     count, agents = environment.get("TORCHELASTIC_RESTART_COUNT", "0"), environment.get("GROUP_WORLD_SIZE", "1")
     if count == "0" or agents != "1" or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

@@ -24,7 +24,7 @@ from rich.markup import escape
 from .memory import kills_for_memory, why_killed
 from .processes import INTERRUPTED, UNSAVED, end_with
 
-GRACE = 1.5  # seconds that ranks have to end by themselves after a failure, and again once they were told to
+GRACE = 1.5  # seconds that ranks have to end after a failure, and again after SIGTERM
 
 
 def started_by_torchrun() -> bool:
@@ -36,7 +36,9 @@ class RefusedError(ValueError):
     """An expected failure: its sentence says what is wrong and what to do, so no traceback is shown."""
 
 
-EXPECTED = (RefusedError, FloatingPointError)  # the latter: non-finite losses
+def is_expected(error: BaseException) -> bool:
+    """Return whether an error needs no traceback: refusals, non-finite losses, classes with ``expected = True``."""
+    return isinstance(error, (RefusedError, FloatingPointError)) or getattr(error, "expected", False)
 
 
 def spelled_out(arguments: list[str]) -> list[str]:
@@ -86,7 +88,9 @@ def start(command: str, worker: Callable[[Any], Any], argument: Any, *, ranks: i
 
     try:
         record(worker)(argument)
-    except EXPECTED as error:
+    except Exception as error:
+        if not is_expected(error):
+            raise
         refuse(command, error)
         return 1
     return 0
@@ -95,13 +99,13 @@ def start(command: str, worker: Callable[[Any], Any], argument: Any, *, ranks: i
 def launch(command: str, worker: Callable[..., Any], *arguments: Any, ranks: int, patient: bool = False) -> int:
     """Run ``worker(*arguments)`` in ``ranks`` processes of this machine and wait for them.
 
-    After the first failure the others have :data:`GRACE` seconds to end by themselves, and as long again once they were
-    told to; then they are killed, which ends a stopped one too.
+    After the first failure the others have :data:`GRACE` seconds to end. Then they get SIGTERM and the same time again.
+    Then they are killed, which ends a stopped process too.
 
     Args:
         worker: a function of a module; it finds its rank in torchrun's environment variables.
-        patient: whether the first Ctrl-C or SIGTERM is told to the ranks, as SIGTERM, and they are left to end by
-            themselves. A second Ctrl-C ends them.
+        patient: whether the first Ctrl-C or SIGTERM is passed to the ranks as SIGTERM, and they may finish. A second
+            Ctrl-C ends them.
 
     Returns:
         The exit status: 0; 1 if a worker failed, whose error is shown; 130 after Ctrl-C, 143 after SIGTERM; 74 or 75
@@ -147,7 +151,7 @@ def launch(command: str, worker: Callable[..., Any], *arguments: Any, ranks: int
 
 
 class _Signalled(BaseException):
-    """This process was told to end."""
+    """This process received a signal to end."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -272,8 +276,8 @@ def _worker(
         worker(*arguments)
     except Exception as error:
         report = {
-            "message": f"{error}" if isinstance(error, EXPECTED) else f"{type(error).__name__}: {error}",
-            "trace": "" if isinstance(error, EXPECTED) else traceback.format_exc(),
+            "message": f"{error}" if is_expected(error) else f"{type(error).__name__}: {error}",
+            "trace": "" if is_expected(error) else traceback.format_exc(),
             "seconds": time.time(),
         }
         (folder / str(rank)).write_text(json.dumps(report), "utf-8")
@@ -294,7 +298,7 @@ def _leave(status: int) -> NoReturn:
 def _show(command: str, failure: Failure, killed: Sequence[int]) -> None:
     """The first failure's traceback and, as the last line, which rank failed of what."""
     sys.stderr.write(failure.trace)
-    stuck = f"; {_ranks(killed)} did not end when told to: stopped, or hung" if killed else ""
+    stuck = f"; {_ranks(killed)} did not end on SIGTERM: stopped, or hung" if killed else ""
     Console(stderr=True, soft_wrap=True).print(
         f"[bold red]{command}:[/] rank {failure.rank} failed: {escape(failure.message)}{stuck}", highlight=False
     )

@@ -1,4 +1,4 @@
-"""The mesh of a job: groups of ranks that read sequences of their own, times the ranks that share each sequence."""
+"""The mesh of a job: data-parallel groups times the ranks that share each sequence."""
 
 from __future__ import annotations
 

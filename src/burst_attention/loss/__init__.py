@@ -1,4 +1,7 @@
-"""Losses over shards: exact, chunked, and shared out so that gradients sum to the one-device gradient."""
+"""Exact, chunked losses over shards.
+
+Each rank's backward gives its share of the gradient. Summed over ranks, the shares are the one-device gradient.
+"""
 
 from .head import Head, LogitForm
 from .log_probs import TokenLogProbs, token_log_probs

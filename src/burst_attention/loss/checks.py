@@ -1,4 +1,4 @@
-"""What the loss over shards refuses of its arguments. Each check raises TypeError or ValueError."""
+"""Checks of the arguments of losses over shards. Each check raises TypeError or ValueError."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..comm.scalars import real
 
 
 def divisor_of(num_valid: Any) -> float | None:
-    """``num_valid`` as a float, None for None."""
+    """Return ``num_valid`` as a float; None for None."""
     if num_valid is None:
         return None
     if isinstance(num_valid, torch.Tensor) and num_valid.numel() == 1:
@@ -30,10 +30,10 @@ def divisor_of(num_valid: Any) -> float | None:
 
 
 def check_plan(plan: Any) -> None:
-    """Refuse what is not one plan; there is none yet to refuse it through."""
+    """Raise TypeError if ``plan`` is no Plan. Only this rank raises; it can't notify others without a plan."""
     if not isinstance(plan, Plan):
         raise TypeError(
-            f"plan={plan!r} must come from make_plan(seqlen, ...); of a mapping by window pass any one plan"
+            f"plan={plan!r} must come from make_plan(seqlen, ...); from a mapping by window pass any one plan"
         )
 
 
@@ -45,7 +45,7 @@ def check_arguments(
     ignore_index: int,
     chunk_tokens: int | None,
 ) -> None:
-    """Refuse what the product of the head and the labels can't be."""
+    """Check the hidden states, the head's weight, the labels, and how they are processed."""
     _check_tensors(hidden=hidden, lm_head_weight=weight, labels=labels)
     _check_dtypes(hidden, weight, labels)
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
@@ -75,7 +75,7 @@ def check_arguments(
 
 
 def check_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: Any, factor: Any, softcap: Any) -> None:
-    """Refuse what can't follow the product of the head; ``hidden`` and ``weight`` have been checked."""
+    """Check what follows the head's product: bias, factor, cap. ``hidden`` and ``weight`` are checked already."""
     if isinstance(factor, bool) or not isinstance(factor, (int, float)):
         raise TypeError(f"factor={factor!r} must be a number")
     if isinstance(softcap, bool) or not isinstance(softcap, (int, float, NoneType)):
@@ -94,7 +94,7 @@ def check_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: Any, factor: 
 
 
 def check_temperature(temperature: Any) -> None:
-    """Refuse what logits can't be divided by."""
+    """Check the number that logits are divided by."""
     if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
         raise TypeError(f"temperature={temperature!r} must be a number")
     if not (math.isfinite(temperature) and temperature > 0):
@@ -102,7 +102,7 @@ def check_temperature(temperature: Any) -> None:
 
 
 def check_outputs(outputs: Any, known: tuple[str, ...]) -> tuple[str, ...]:
-    """``outputs`` in the order of ``known``, each once, and the first of those in any case."""
+    """Return ``outputs`` without duplicates, in the order of ``known``. The first of ``known`` is always included."""
     if isinstance(outputs, str) or not isinstance(outputs, (Sequence, Set)):
         raise TypeError(f"outputs={outputs!r} must be a sequence of names out of {', '.join(known)}")
     unknown = [name for name in outputs if name not in known]
@@ -117,8 +117,8 @@ def _check_tensors(*, hidden: torch.Tensor, **others: torch.Tensor) -> None:
             raise TypeError(f"{name} is a {type(tensor).__name__}; pass a tensor")
         if isinstance(tensor, DTensor):
             raise TypeError(
-                f"{name} is a DTensor, a part of the whole; under FSDP call next_token_loss inside the root module's "
-                "forward, where parameters are whole, and elsewhere pass full_tensor()"
+                f"{name} is a DTensor, which may hold only a part; under FSDP call next_token_loss inside the root "
+                "module's forward, where parameters are unsharded, and elsewhere pass full_tensor()"
             )
         if tensor.device != hidden.device:
             raise ValueError(f"{name} is on {tensor.device}, hidden on {hidden.device}; put them on one device")
@@ -129,8 +129,8 @@ def _check_dtypes(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tens
         raise TypeError(f"hidden has dtype {hidden.dtype}; pass fp64, fp32, bf16 or fp16")
     if weight.dtype != hidden.dtype:
         raise TypeError(
-            f"lm_head_weight has dtype {weight.dtype}, hidden {hidden.dtype}; cast one of them, so that the precision "
-            "of the logits is your choice"
+            f"lm_head_weight has dtype {weight.dtype}, hidden {hidden.dtype}; cast one of them to choose "
+            "the precision of the logits"
         )
     if labels.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"labels has dtype {labels.dtype}; pass int64 or int32, as plan.shard_labels gives them")

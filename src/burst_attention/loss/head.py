@@ -1,4 +1,4 @@
-"""A model's head: how logits come of hidden states, and the products that they take."""
+"""A model's head: the logits of hidden states, and the matrix products for them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ CHUNK_ELEMENTS = 2**22
 
 @dataclass(frozen=True)
 class LogitForm:
-    """What a model makes of its head's product: ``factor * product``, with a cap softcap * tanh(that / softcap).
+    """How a model turns its head's product into logits.
+
+    Logits are y = ``factor * product``. With a cap they are ``softcap * tanh(y / softcap)``.
 
     Attributes:
-        factor: 1.0 for none.
-        softcap: what no logit passes; None for no cap.
+        factor: the number that multiplies the product; 1.0 changes nothing.
+        softcap: the bound of the logits' magnitude; None for no cap.
     """
 
     factor: float = 1.0
     softcap: float | None = None
 
     def apply_(self, product: torch.Tensor) -> torch.Tensor:
-        """Logits of the product, in its place."""
+        """Turn the product into logits in place."""
         if self.factor != 1.0:
             product.mul_(self.factor)
         return product if self.softcap is None else product.div_(self.softcap).tanh_().mul_(self.softcap)
@@ -33,11 +35,12 @@ class LogitForm:
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """How a model makes logits [..., V] of hidden states [..., E]: ``form`` of ``hidden @ weight.T + bias``.
+    """A model's head: logits [..., V] are ``form`` of ``hidden @ weight.T + bias``, hidden states are [..., E].
 
     Attributes:
         weight: [V, E].
-        bias: [V]; None for none.
+        bias: [V]; None for no bias.
+        form: what turns the product into logits.
     """
 
     weight: torch.Tensor
@@ -46,31 +49,42 @@ class Head:
 
     @property
     def options(self) -> dict[str, Any]:
-        """All but the weight, as keywords of the functions of :mod:`burst_attention.loss`."""
+        """Return all but the weight, as keyword arguments for the functions of :mod:`burst_attention.loss`."""
         return {"bias": self.bias, "factor": self.form.factor, "softcap": self.form.softcap}
 
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., V] of hidden [..., E] in its dtype, all at once and without a gradient: for a few tokens."""
+        """Return logits [..., V] of hidden [..., E], in its dtype and without a gradient.
+
+        All logits exist at the same time, so use it for a few tokens only.
+        """
         return self.form.apply_(F.linear(hidden, self.weight, self.bias))
 
     def chunk(self, hidden: torch.Tensor, weight: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
-        """[n, V] in the compute dtype, of hidden [n, E] and the weight as :func:`product` takes them."""
+        """Return logits [n, V] in the compute dtype. Hidden [n, E] and the weight come from :func:`operand`."""
         logits = product(hidden, weight.T, compute)
         return self.form.apply_(logits if self.bias is None else logits.add_(self.bias))
 
 
 def operand(x: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
-    """x as the products take it: as it is on CUDA (see :func:`product`), else in the compute dtype."""
+    """Return x as :func:`product` takes it: unchanged on CUDA, else in the compute dtype."""
     return x if x.is_cuda else x.to(compute)
 
 
 def product(a: torch.Tensor, b: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
-    """a @ b in the compute dtype. Products of two halves are exact in fp32, and CUDA sums and returns them in it."""
+    """Return a @ b in the compute dtype.
+
+    Products of two half-precision numbers are exact in fp32. CUDA sums and returns them in fp32 without a cast first.
+    """
     return a @ b if a.dtype == compute else torch.mm(a, b, out_dtype=compute)
 
 
 def default_chunk(tokens: int, vocabulary: int, width: int) -> int:
-    """How many tokens' logits exist at once, of ``tokens`` tokens [width] and a head [vocabulary, width]."""
+    """Return how many tokens' logits may exist at the same time.
+
+    Args:
+        tokens: the number of tokens.
+        vocabulary, width: the shape of the head's weight.
+    """
     elements = max(CHUNK_ELEMENTS, tokens * width)
     return max(1, min(elements // max(vocabulary, 1), math.ceil(tokens / 4)))

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of a whole sequence's tokens, for losses that are more than their mean."""
+"""Log-probabilities and entropies of a whole sequence's tokens, for losses other than their mean."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from .tokens import MEASURES, Measurement, measure
 
 @dataclass(frozen=True)
 class TokenLogProbs:
-    """What the logits of a whole sequence say of each token, the same on every rank.
+    """Per-token values from the logits of a whole sequence, the same on every rank.
 
-    Every field is [B, S - 1], in the order of the sequence: column i is of the logits at position i, and of the token
-    at i + 1 as their label. It is 0, or False, where there is no label. Fields are fp32 (fp64 for fp64), None if not
-    asked for. z are the logits divided by the temperature, p is their softmax over the vocabulary.
+    Every field is [B, S - 1], in the order of the sequence. Column i uses the logits at position i, with the token at
+    i + 1 as label. It is 0, or False, where there is no label. Fields are fp32 (fp64 for fp64). None stands for a field
+    that was not requested. z are the logits divided by the temperature, p is their softmax over the vocabulary.
 
     Attributes:
         log_probs: log p of the label. Differentiable.
         entropy: -sum of p log p. Differentiable.
         mean_logits: the mean of z.
-        is_top1: bool, whether no other token has a greater z than the label.
+        is_top1: bool, True if no other token has a greater z than the label.
         log_sum_sq_probs: the logarithm of the sum of p^2.
     """
 
@@ -51,11 +51,11 @@ def token_log_probs(
     outputs: Sequence[str] = ("log_probs", "entropy"),
     chunk_tokens: int | None = None,
 ) -> TokenLogProbs:
-    """What a head's logits say of each label, of the tokens of all ranks of ``plan``, in the order of the sequence.
+    """Return log-probabilities, entropies and more of each label, over the tokens of all ranks of ``plan``.
 
-    For preference and policy-gradient losses: every rank computes the same scalar from the whole result and calls its
-    backward, which moves nothing and gives this rank's share. *Summed* over ranks the gradients are the one-device
-    gradient. The logits of all tokens never exist at once.
+    Use it for preference and policy-gradient losses. Every rank computes the same scalar from the whole result and
+    calls its backward, which moves nothing and gives this rank's share. *Summed* over ranks, the gradients are the
+    one-device gradient. The logits of all tokens never exist at the same time.
 
         ours = token_log_probs(hidden, lm_head_weight, plan.shard_labels(ids), plan)
         loss = -(advantages * ours.log_probs).mean() - 0.01 * ours.entropy.mean()
@@ -63,23 +63,24 @@ def token_log_probs(
 
     Args:
         hidden, lm_head_weight, labels: this rank's, as for :func:`next_token_loss`. The batch size is the same on all
-            ranks. The last position of the sequence has no label, and no column in the result.
-        temperature: what the logits are divided by, after ``factor`` and ``softcap``: finite, greater than 0, the same
-            on all ranks.
-        bias, factor, softcap: how logits are made, as for :func:`next_token_loss`.
+            ranks. The last position of the sequence has no label and no column in the result.
+        plan: the plan that sharded the sequence.
+        temperature: the number that logits are divided by, after ``factor`` and ``softcap``. It is finite, greater than
+            0, and the same on all ranks.
+        bias, factor, softcap: how logits are computed, as for :func:`next_token_loss`.
         ignore_index: the label of a token without a target.
-        outputs: names of the fields of :class:`TokenLogProbs` to compute, the same on all ranks. ``log_probs``, which
-            costs nothing more, is always among them.
-        chunk_tokens: how many tokens' logits exist at once, as for :func:`next_token_loss`. A cap holds as many numbers
-            again in the backward, and so do the entropy and ``log_sum_sq_probs``.
+        outputs: names of the fields of :class:`TokenLogProbs` to compute, the same on all ranks. ``log_probs`` is
+            always computed, at no extra cost.
+        chunk_tokens: how many tokens' logits exist at the same time, as for :func:`next_token_loss`. A cap needs the
+            same memory again in the backward. So do the entropy and ``log_sum_sq_probs``.
 
     Returns:
-        The fields that were asked for, of all S - 1 positions. Logits, their softmax and the sums are fp32 (fp64 for
-        fp64), autocast or not. A rank without a label gets gradients of zeros.
+        The requested fields, for all S - 1 positions. Logits, their softmax and the sums are fp32 (fp64 for fp64),
+        with or without autocast. A rank without a label gets gradients of zeros.
 
     Raises:
-        TypeError, ValueError: a bad argument, on every rank if it is bad on one; ranks that differ in ``temperature``,
-            ``outputs``, ``factor``, ``softcap``, or the shape of the head or of its bias.
+        TypeError, ValueError: an argument is bad on some rank, or ``temperature``, ``outputs``, ``factor``,
+            ``softcap``, or the shape of the head or of its bias differs between ranks. Every rank raises.
     """
     check_plan(plan)
     with plan.agreement.entering("token_log_probs"):
@@ -103,7 +104,7 @@ def token_log_probs(
 
 
 def _of_table(whole: torch.Tensor, measures: tuple[str, ...]) -> TokenLogProbs:
-    """The fields of a table [measures, B, S - 1]."""
+    """Return the fields of a table [measures, B, S - 1]."""
     given = dict(zip(measures, whole.unbind(0), strict=True))
     for field in fields(TokenLogProbs):
         if field.name in given and field.name not in ("log_probs", "entropy"):
@@ -114,7 +115,7 @@ def _of_table(whole: torch.Tensor, measures: tuple[str, ...]) -> TokenLogProbs:
 
 
 def _check_last(labels: torch.Tensor, plan: Plan, ignore_index: int) -> None:
-    """Refuse a label of the sequence's last position, which has no column in the result."""
+    """Raise ValueError for a label at the sequence's last position, which has no column in the result."""
     last = (plan.positions == plan.seqlen - 1).to(labels.device)
     if (labels[:, last] != ignore_index).any():
         raise ValueError(

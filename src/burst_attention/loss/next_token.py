@@ -1,4 +1,4 @@
-"""Next-token loss over shards: exact, chunked, and shared out so that gradients sum to the one-device gradient."""
+"""Exact, chunked next-token loss over shards, whose gradients sum over ranks to the one-device gradient."""
 
 from __future__ import annotations
 
@@ -36,36 +36,38 @@ def next_token_loss(
     num_valid: float | torch.Tensor | None = None,
     chunk_tokens: int | None = None,
 ) -> torch.Tensor:
-    """The cross entropy of a head's logits against ``labels``, over the tokens of all ranks of ``plan``.
+    """Return the cross entropy of a head's logits against ``labels``, over the tokens of all ranks.
 
-    The logits are ``factor * (hidden @ lm_head_weight.T + bias)`` and, with a cap, ``softcap * tanh(that / softcap)``.
-    :func:`burst_attention.integrations.hf.next_token_loss` finds all of it in a transformers model.
+    The logits are y = ``factor * (hidden @ lm_head_weight.T + bias)``. With a cap they are
+    ``softcap * tanh(y / softcap)``. For a transformers model,
+    :func:`burst_attention.integrations.hf.next_token_loss` finds these arguments itself.
 
     Args:
         hidden: [B, S_local, E], this rank's shard, after the model's last norm; fp64, fp32, bf16 or fp16.
         lm_head_weight: [V, E], same dtype and device. It may be the tied embedding. Under FSDP it must be whole, so
             call this inside the root module's forward.
-        labels: integers [B, S_local] in [0, V) or ``ignore_index``: already shifted, as ``plan.shard_labels`` gives
-            them. ``labels`` shifted after sharding would lose a token at every border.
-        bias: [V], dtype and device as ``hidden``; it gets its gradient too. Default: none.
-        factor: what the model multiplies its logits by, finite and not 0, the same on all ranks. A model that divides
-            them by 8 has the factor 1 / 8.
-        softcap: what the model caps its logits at, greater than 0, the same on all ranks. Default: no cap.
+        labels: integers [B, S_local] in [0, V) or ``ignore_index``, already shifted: the result of
+            ``plan.shard_labels``. Shifting after sharding would lose one token per shard border.
+        plan: the plan that sharded the sequence.
+        bias: [V], dtype and device as ``hidden``; it gets a gradient too. Default: no bias.
+        factor: the number that the model multiplies its logits by, finite and not 0, the same on all ranks. A model
+            that divides them by 8 has the factor 1 / 8.
+        softcap: the bound that the model caps its logits at, greater than 0, the same on all ranks. Default: no cap.
         ignore_index: the label of a token without a target.
-        num_valid: what the sum is divided by, the same on all ranks. Default: the valid tokens of the plan's group.
-            Pass the count over all groups and accumulation steps to normalise by those.
-        chunk_tokens: how many tokens' logits exist at once. Default: about 2^22 logits, or as many as ``hidden`` has
-            elements if that is more, and never more than a quarter of the shard's. A cap holds as many numbers again
-            in the backward.
+        num_valid: the divisor of the sum, the same on all ranks. Default: the number of valid tokens in the plan's
+            group. To normalise over all groups and gradient accumulation steps, pass the count over all of them.
+        chunk_tokens: how many tokens' logits exist at the same time. Default: about 2^22 logits, or as many as
+            ``hidden`` has elements if that is more, but at most a quarter of the shard's tokens. A cap needs the same
+            memory again in the backward.
 
     Returns:
         A scalar, fp32 (fp64 for fp64): (sum over all ranks) / ``num_valid``, the same on every rank. Its backward
-        gives this rank's share without communication: *summed* over ranks the gradients are the one-device gradient.
-        A rank without a valid token gets gradients of zeros. Without a valid token in the whole group the value and
-        all gradients are 0. Logits, their softmax and the sums are fp32 (fp64 for fp64), autocast or not.
+        gives this rank's share without communication. *Summed* over ranks, the gradients are the one-device gradient.
+        A rank without a valid token gets gradients of zeros. If the whole group has no valid token, the value and all
+        gradients are 0. Logits, their softmax and the sums are fp32 (fp64 for fp64), with or without autocast.
 
     Raises:
-        TypeError, ValueError: a bad argument, on every rank if it is bad on one.
+        TypeError, ValueError: an argument is bad on some rank. Every rank raises.
     """
     check_plan(plan)
     with plan.agreement.entering("next_token_loss"):
@@ -93,19 +95,20 @@ def next_token_nll(
     ignore_index: int = -100,
     chunk_tokens: int | None = None,
 ) -> torch.Tensor:
-    """The negative log-likelihood of each of this rank's labels: the very numbers that :func:`next_token_loss` sums.
+    """Return the negative log-likelihood of each of this rank's labels.
 
-    For evaluation: it has no gradient and exchanges nothing. ``plan.unshard(nll, 1)`` puts it in global order.
+    These are the numbers that :func:`next_token_loss` sums. Use it for evaluation: it has no gradient and exchanges
+    nothing. ``plan.unshard(nll, 1)`` puts the result in global order.
 
     Args:
-        hidden, lm_head_weight, labels, bias, factor, softcap, ignore_index, chunk_tokens: as for
+        hidden, lm_head_weight, labels, plan, bias, factor, softcap, ignore_index, chunk_tokens: as for
             :func:`next_token_loss`.
 
     Returns:
         [B, S_local] in nats, fp32 (fp64 for fp64); 0 where the label is ``ignore_index``.
 
     Raises:
-        TypeError, ValueError: a bad argument; on the other ranks in their next call with this plan.
+        TypeError, ValueError: an argument is bad. The other ranks raise in their next call with this plan.
     """
     check_plan(plan)
     with plan.agreement.entering("next_token_nll"):
@@ -125,7 +128,7 @@ class _Mean(torch.autograd.Function):
 
     forward   value = -c * sum over ranks of sum(l)        backward  dl_n = -c * the gradient of the value
 
-    Saved: nothing but c. The ranks exchange their sums in the forward; the backward moves nothing.
+    Saved: only c. The ranks exchange their sums in the forward; the backward moves nothing.
     """
 
     @staticmethod
@@ -145,7 +148,7 @@ class _Mean(torch.autograd.Function):
 
 
 def _mean(settings: _Settings, local_sum: float, local_count: int) -> tuple[float, float]:
-    """(value, divisor), the same floats on every rank: one exchange, summed in rank order."""
+    """Return (value, divisor), the same floats on every rank. One exchange; sums are in rank order."""
     same = {
         "num_valid": settings.num_valid,
         "factor": settings.form.factor,

@@ -1,4 +1,7 @@
-"""What the logits of each token say of its label, without the logits of all: the one loop of every loss over shards."""
+"""Per-token values from logits, computed in chunks so that the logits of all tokens never exist.
+
+Every loss over shards uses the loop in this file.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,14 @@ MEASURES = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs"
 
 @dataclass(frozen=True)
 class Measurement:
-    """What is measured of each token.
+    """The values to compute for each token.
 
     Attributes:
-        call: the public function that it is for, which errors name.
-        form: what the head makes of its product.
-        temperature: what the logits are divided by.
-        measures: names out of ``MEASURES``, ``log_probs`` first; that and ``entropy`` have gradients.
-        chunk_tokens: how many tokens' logits exist at once; None for the default.
+        call: the public function to name in errors.
+        form: how the head's product becomes logits.
+        temperature: the number that logits are divided by.
+        measures: names from ``MEASURES``, ``log_probs`` first. ``log_probs`` and ``entropy`` have gradients.
+        chunk_tokens: how many tokens' logits exist at the same time; None for the default.
     """
 
     call: str
@@ -36,13 +39,18 @@ class Measurement:
 def measure(
     hidden: torch.Tensor, head: Head, labels: torch.Tensor, ignore_index: int, measurement: Measurement
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows, table): int64 [n], where in the flattened ``labels`` a label is, and a row [n] for each measure.
-
-    The table is in fp32 (fp64 for fp64); what is true or false is 1 or 0 in it. It exchanges nothing.
+    """Compute the measures of this rank's labels. Exchanges nothing.
 
     Args:
         hidden: [B, S_local, E].
+        head: the head whose logits are measured.
         labels: [B, S_local] in [0, V), or ``ignore_index``.
+        ignore_index: the label of a token without a target.
+        measurement: what to compute.
+
+    Returns:
+        (rows, table). ``rows`` is int64 [n]: the indices of the n labels in the flattened ``labels``. ``table`` is
+        [measures, n] in fp32 (fp64 for fp64), with 1 and 0 for True and False.
     """
     label = labels.flatten()
     rows = (label != ignore_index).nonzero().squeeze(1)
@@ -50,23 +58,25 @@ def measure(
 
 
 class _Measure(torch.autograd.Function):
-    """Ledger, for the n tokens of this rank that have a label (N = B * S_local in all), chunk by chunk of them:
+    """Ledger, for the n tokens of this rank that have a label (N = B * S_local in all), chunk by chunk:
 
-    h_nE = hidden[rows], W_VE, b_V = bias or 0, t_n = target; f = factor, k = softcap, T = temperature
-      forward   y_nV = f (h W^T + b)                       z_nV = k tanh(y / k) / T, y / T without a cap
-                lse_n = logsumexp(z)                       log p_nV = z - lse
-                log_probs l_n = z[t] - lse                 entropy H_n = -sum over V of p log p
-                mean_logits = mean over V of z             is_top1 = (z[t] = max over V of z)
-                log_sum_sq_probs = log of the sum over V of p^2
-      backward  dl_n, dH_n given, r_n = max(|dl|, |dH|), u = max over n of r; without an entropy r = -dl
-                dz_nV = (dl (onehot(t) - p) - dH p (log p + H)) / r
-                dy_nV = dz (1 - (T z / k)^2), dz without a cap
-                dh_nE = r (f / T) dy W (0 in the other rows)
-                dW_VE = u (f / T) ((r / u) dy)^T h         db_V = u (f / T) sum over n of (r / u) dy
+    h_nE = hidden[rows], W_VE, b_V = bias or 0, t_n = target; f = factor, k = softcap, T = temperature.
 
-    Saved: hidden, W and b (as given), rows, t, lse and H (n numbers each). z is computed again in the backward: it is
-    the one tensor that would not fit. dW and db are summed over chunks in fp32 and rounded once. r, u and f / T are
-    applied after the products: a mean's 1 / n would flush dy to zero in fp16.
+      forward   y_nV = f (h W^T + b);                      z_nV = k tanh(y / k) / T, y / T without a cap;
+                lse_n = logsumexp(z);                      log p_nV = z - lse;
+                log_probs l_n = z[t] - lse;                entropy H_n = -sum over V of p log p;
+                mean_logits = mean over V of z;            is_top1 = (z[t] = max over V of z);
+                log_sum_sq_probs = log of the sum over V of p^2.
+
+      backward  dl_n, dH_n given, r_n = max(|dl|, |dH|), u = max over n of r; without an entropy r = -dl;
+                dz_nV = (dl (onehot(t) - p) - dH p (log p + H)) / r;
+                dy_nV = dz (1 - (T z / k)^2), dz without a cap;
+                dh_nE = r (f / T) dy W (0 in the other rows);
+                dW_VE = u (f / T) ((r / u) dy)^T h;        db_V = u (f / T) sum over n of (r / u) dy.
+
+    Saved: hidden, W and b (as given), rows, t, lse and H (n numbers each). The backward computes z again, because z
+    for all tokens would not fit. dW and db are summed over chunks in fp32 (fp64 for fp64) and rounded once. r, u and
+    f / T are applied after the products, because a mean's 1 / n would flush dy to zero in fp16.
     """
 
     @staticmethod
@@ -101,7 +111,7 @@ class _Measure(torch.autograd.Function):
 
 
 def _measured(measures: tuple[str, ...], logits: torch.Tensor, lse: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The ledger's [measures, n] of z [n, V], which it overwrites."""
+    """Return the ledger's measures [measures, n] of z [n, V]. Overwrites z."""
     label = logits.gather(1, target[:, None]).squeeze(1)
     given = {"log_probs": label - lse}
     if "mean_logits" in measures:
@@ -111,7 +121,7 @@ def _measured(measures: tuple[str, ...], logits: torch.Tensor, lse: torch.Tensor
     if "entropy" in measures or "log_sum_sq_probs" in measures:
         log_p = _log_p_(logits, lse)
         p = log_p.exp()
-        if "log_sum_sq_probs" in measures:  # the sum is at least 1 / V
+        if "log_sum_sq_probs" in measures:  # no log of 0: the sum is at least 1 / V
             given["log_sum_sq_probs"] = 2 * torch.linalg.vector_norm(p, dim=1).log()
         if "entropy" in measures:
             given["entropy"] = -p.mul_(log_p).sum(1)
@@ -119,7 +129,7 @@ def _measured(measures: tuple[str, ...], logits: torch.Tensor, lse: torch.Tensor
 
 
 def _backward(ctx: Any, saved: tuple[torch.Tensor, ...], grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """The ledger's backward, of a table's gradient."""
+    """Compute the ledger's backward from the gradient of the table."""
     measurement: Measurement = ctx.measurement
     check_transforms(f"the backward of {measurement.call}", grad=grad)
     check_batches(f"the backward of {measurement.call}", grad)
@@ -149,7 +159,7 @@ def _backward(ctx: Any, saved: tuple[torch.Tensor, ...], grad: torch.Tensor) -> 
                 dweight += product(narrow.T, h, compute)
     if dhidden is not None:
         dhidden = dhidden.view(hidden.shape)
-    # A rank without a label contributes exactly 0, whatever the gradient.
+    # A rank without a label contributes exactly 0, so it must not be multiplied by a factor that may not be finite.
     for total in (dweight, dbias):
         if total is not None and len(rows):
             total.mul_(shares.unit * form)
@@ -158,15 +168,15 @@ def _backward(ctx: Any, saved: tuple[torch.Tensor, ...], grad: torch.Tensor) -> 
 
 @dataclass(frozen=True, eq=False)
 class _Shares:
-    """How a table's gradient is spread over the factors of the ledger's backward. Tensors are [n].
+    """The gradient of a table, split into the factors of the ledger's backward. Tensors are [n].
 
     Attributes:
         row: r.
-        unit: u, of magnitudes.
-        of_unit: r / u; None where it is 1 for all.
-        of_label: -dl / r; None without an entropy, where it is 1.
+        unit: u, the maximum of the magnitudes of r.
+        of_unit: r / u; None if it is 1 everywhere.
+        of_label: -dl / r; None without an entropy, because it is 1 then.
         of_entropy: dH / r; None without an entropy.
-        entropy: H, None without.
+        entropy: H; None without an entropy.
     """
 
     row: torch.Tensor
@@ -178,27 +188,27 @@ class _Shares:
 
     @staticmethod
     def of(measures: tuple[str, ...], grad: torch.Tensor, entropy: torch.Tensor | None) -> _Shares:
-        """The shares of a gradient [measures, n]."""
+        """Split a gradient [measures, n]."""
         dlog_probs = grad[measures.index("log_probs")]
         if entropy is None:
             return _Shares(-dlog_probs, *_unit(-dlog_probs))
         dentropy = grad[measures.index("entropy")]
         row = torch.maximum(dlog_probs.abs(), dentropy.abs())
-        # A row whose gradient is 0 or not finite takes that from r alone.
+        # Don't divide by an r that is 0 or not finite. The later product with r carries it into the result.
         divides = (row > 0) & row.isfinite()
         of_label = torch.where(divides, -dlog_probs / row, 1)
         of_entropy = torch.where(divides, dentropy / row, 0)
         return _Shares(row, *_unit(row), of_label, of_entropy, entropy)
 
     def part(self, part: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """Columns [rows of the part, 1]: of_label, of_entropy and H. None without an entropy."""
+        """Return the part's of_label, of_entropy and H as columns [rows, 1]; None without an entropy."""
         if self.of_label is None or self.of_entropy is None or self.entropy is None:
             return None
         return self.of_label[part, None], self.of_entropy[part, None], self.entropy[part, None]
 
 
 def _unit(row: torch.Tensor) -> tuple[float, torch.Tensor | None]:
-    """(u, r / u), the latter None where it is 1 for all, and where u can't divide: the sums take u alone then."""
+    """Return (u, r / u), with None for r / u if it is 1 everywhere, or if u is 0 or not finite."""
     unit = row.abs().max().item() if len(row) else 0.0
     if not 0 < unit < float("inf"):
         return unit, None
@@ -213,7 +223,7 @@ def _dproduct(
     target: torch.Tensor,
     shares: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
-    """The ledger's dy [n, V] of T z [n, V], which it overwrites."""
+    """Return the ledger's dy [n, V] from T z [n, V]. Overwrites its input."""
     softcap = measurement.form.softcap
     slope = None if softcap is None else (logits / softcap).square_().neg_().add_(1)
     logits = _divided_(logits, measurement.temperature)
@@ -239,7 +249,7 @@ def _divided_(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 
 
 def _log_p_(logits: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """log p in place of z, and of minus infinity the least number, which a probability of 0 can be multiplied by."""
+    """Turn z into log p in place. Minus infinity becomes the least finite number, so that p log p is 0 where p is 0."""
     return logits.sub_(lse[:, None]).clamp_(min=torch.finfo(lse.dtype).min)
 
 

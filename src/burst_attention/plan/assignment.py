@@ -1,7 +1,7 @@
-"""Which rank computes which cell (query owner, key owner, head group). All that travels and returns follows from it.
+"""Which rank computes which cell (query owner, key owner, head group). It decides what circulates and what returns.
 
-An assignment is a function of two broadcastable integer arrays, query owners i and key owners j, that gives the rank;
-a cube is one of three, of which the last is the head group.
+An assignment is a function of two broadcastable integer arrays, query owners i and key owners j, that returns the rank.
+A cube is a function of three; the third is the head group.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ Cube = Callable[[np.ndarray, np.ndarray, int], np.ndarray]
 
 
 def rows(i: np.ndarray, j: np.ndarray) -> np.ndarray:
-    """Rank i computes (i, .): keys and values travel. GAO's forward and RingAttention's backward."""
+    """Rank i computes (i, .): keys and values circulate. GAO's forward and RingAttention's backward."""
     return i + 0 * j
 
 
 def columns(i: np.ndarray, j: np.ndarray) -> np.ndarray:
-    """Rank j computes (., j): the query side travels. GAO's backward (arXiv 2403.09347, section 3.1)."""
+    """Rank j computes (., j): the query side circulates. GAO's backward (arXiv 2403.09347, section 3.1)."""
     return 0 * i + j
 
 
 def nearest(world: int) -> Assignment:
-    """The end of a pair that the other reaches by less than half of the ring, forward: K, V or queries travel.
+    """Assign each pair to the end that the other reaches in less than half a ring: K, V or queries circulate.
 
-    Of what a causal mask leaves of a contiguous layout every rank gets half a ring of whole blocks, where rows and
-    columns give the last and the first rank nearly all of theirs.
+    With a contiguous layout and a causal mask, every rank computes half a ring of whole blocks. Rows and columns would
+    give nearly all work to the last or the first rank.
     """
 
     def assign(i: np.ndarray, j: np.ndarray) -> np.ndarray:
@@ -43,45 +43,48 @@ def nearest(world: int) -> Assignment:
 
 
 def blocks(world: int, keys: int) -> Assignment:
-    """Blocks of many queries' shards with ``keys`` neighbours' keys: both sides travel a little, O(1 / sqrt(world)) of
-    them (Mesh-Attention, arXiv 2512.20968). Any ``keys``; where it divides ``world`` blocks are of one size, and each
-    rank owns a row and a column of its own."""
+    """Assign blocks of query shards with the keys of ``keys`` neighbours: each shard visits O(sqrt(world)) ranks.
+
+    ``keys`` may be any number. If it divides ``world``, all blocks have one size. Source: Mesh-Attention (arXiv
+    2512.20968).
+    """
 
     def assign(i: np.ndarray, j: np.ndarray) -> np.ndarray:
         first = j // keys * keys
-        return first + i % np.minimum(keys, world - first)  # the last neighbours may be fewer, with more queries each
+        return first + i % np.minimum(keys, world - first)  # the last group may be smaller, with more queries each
 
     return assign
 
 
 def heads(groups: Groups, inner: Assignment) -> Cube:
-    """Heads are cut first, then context slices: cell (i, j, h) at the rank of group h where ``inner`` has their slices.
+    """Split heads first, then sequence groups: cell (i, j, h) goes to group h's rank in the group that ``inner`` picks.
 
-    Every tensor is cut by heads, and no result is a sum over groups: the fewest bytes, as far as there are heads.
-    Ulysses is one slice, and no inner assignment; USP and LoongTrain have rows inside.
+    Every tensor is split by heads, and no result is a sum over head groups. So this sends the fewest bytes as long as
+    there are enough heads. Ulysses has one sequence group and needs no inner assignment. USP and LoongTrain use
+    :func:`rows` inside.
     """
 
     def assign(i: np.ndarray, j: np.ndarray, group: int) -> np.ndarray:
-        return groups.keeper(np.asarray(group), inner(groups.context(i), groups.context(j)))
+        return groups.cache_owner(np.asarray(group), inner(groups.context(i), groups.context(j)))
 
     return assign
 
 
-# What travels in the backward, and the assignment of each pass that it stands for: the paper's, RingAttention's,
-# whichever side of a pair is on its way anyway, and both in square blocks.
-TRAVELS: dict[str, Callable[[int], Mapping[Direction, Assignment]]] = {
+# What circulates in the backward, and the assignment of each pass: the paper's, RingAttention's, the nearer side of
+# each pair, and both sides of square blocks.
+CIRCULATIONS: dict[str, Callable[[int], Mapping[Direction, Assignment]]] = {
     "query": lambda world: {Direction.FORWARD: rows, Direction.BACKWARD: columns},
     "key-value": lambda world: dict.fromkeys(Direction, rows),
-    "either": lambda world: dict.fromkeys(Direction, nearest(world)),
+    "nearest": lambda world: dict.fromkeys(Direction, nearest(world)),
     "blocks": lambda world: dict.fromkeys(Direction, blocks(world, math.isqrt(world))),
 }
 
 if TYPE_CHECKING:
-    TravelsOrAuto: TypeAlias = str
+    CirculateOrAuto: TypeAlias = str
 else:  # what command lines take
-    TravelsOrAuto = Literal["auto", *TRAVELS]
+    CirculateOrAuto = Literal["auto", *CIRCULATIONS]
 
 
 def table(ranks: np.ndarray) -> Assignment:
-    """Any assignment: ``ranks[i, j]`` computes (i, j)."""
+    """Return the assignment in which ``ranks[i, j]`` computes (i, j)."""
     return lambda i, j: ranks[i, j]

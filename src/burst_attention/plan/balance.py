@@ -1,9 +1,9 @@
-"""Which rank holds which part of which document, so that all have as much to compute and hardly more to hold.
+"""Place documents on ranks so that all ranks have equal work and nearly equal numbers of tokens.
 
-A document that fits a rank is whole there: then nobody sends its keys. A longer one is cut into parts alike: of
-one causal document a piece from its front and the mirrored one from its end (a token sees the more the later it stands,
-and two mirrored ones together see as much as any other two), where a short window has all see alike one piece. Parts of
-the longest documents are dealt out evenly, the others go to whoever has least so far, the largest first.
+A document that fits one rank stays whole there, so its keys need not be sent. A longer one is cut into equal parts. In
+a causal document a later token sees more keys, so a part is a piece from the front and the mirrored piece from the end:
+any two mirrored pieces have equal work. Under a short window all tokens see equally many keys, and a part is one piece.
+Parts of the longest documents are dealt out evenly. The others go to the least loaded rank, largest first.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class _Documents:
         rooms = [rest + spare * mean for (mean, rest), spare in zip(means, (1 / SPARE, MOST_WORK - 1), strict=True)]
         shares = np.maximum(self.lengths / rooms[0], self.work / rooms[1])  # of a rank, were all before it spread
         few = 2 * np.maximum(shares, 1) <= self.world
-        longest = int(np.argmax(few)) if few.any() else len(few)  # so many are spread
+        longest = int(np.argmax(few)) if few.any() else len(few)  # documents to spread
         tokens, work = (room[min(longest, len(room) - 1)] for room in rooms)
         counts = np.ceil(np.maximum(self.lengths / tokens, self.work / work) * 2**fineness).astype(np.int64)
         counts[:longest] = self.world

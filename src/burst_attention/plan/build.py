@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from .demand import Cells, PassSpec
 from .program import Drop, Message, Move, Op, Place, Post, Program, Visit, Wait
 from .route import Edge, Key
 from .rows import Payload, Rows, Side
 from .slices import Slice
 from .tile import Tiles, segment_tiles
-from .uses import Cells, Work
 
 Moment = tuple[int, int, int]  # in a step: 0, 0 its wait; 0, 1 after that; 1, n its visits; 2, 0 after those
 
@@ -25,7 +25,7 @@ IN_FLIGHT = 2  # exchanges under way at once, at most; fewer where a shard is pa
 class Builder:
     """Where the rows of ``rank`` lie in one pass, and its program, which follows from that."""
 
-    def __init__(self, work: Work, rank: int) -> None:
+    def __init__(self, work: PassSpec, rank: int) -> None:
         self.work, self.rank, self.groups, self.world = work, rank, work.groups, work.layout.world
         self.known: Cells = work.cells(rank)
         self.cells = self.known.at(rank)
@@ -204,7 +204,7 @@ class Builder:
         yield from ((some, tuple(them)) for some, them in queries_of.items())
 
     def _tiles(self, rectangles: list[Rectangle]) -> list[Tiles]:
-        """Of each rectangle; all that share their queries at once, or their keys: a call costs more than a tile."""
+        """Group rectangles that share queries, or keys, into one visit: a call costs more than a tile."""
         if self.groups.query == 1:  # a rectangle is a pair
             pairs = ((r.chunks[Side.QUERY][0], r.chunks[Side.KEY][0]) for r in rectangles)
             return [Tiles(self.known.by_pair[pair]) for pair in pairs]

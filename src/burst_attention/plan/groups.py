@@ -1,7 +1,7 @@
-"""Head groups: how heads are cut, which ranks compute which of them, and how far apart ranks are then.
+"""Head groups: how heads are split, which ranks compute which groups, and the distance between ranks.
 
-Of U R ranks, u + U c computes head group u for *context slice* c, the shards of ranks U c to U c + U - 1. One group,
-U = 1, is an attention whose heads nobody cuts: a slice is a shard then.
+Of U R ranks, rank u + U c computes head group u for *sequence group* c: the shards of ranks U c to U c + U - 1. With
+U = 1 heads stay whole, and a sequence group is one shard.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ Ranks = TypeVar("Ranks", int, np.ndarray)
 
 @dataclass(frozen=True)
 class Groups:
-    """Heads in ``query`` groups, each a contiguous part of the query heads with the key-value heads that it needs.
+    """How a call splits its heads: ``query`` groups of contiguous query heads, with the key-value heads they need.
 
     Args:
-        query: U.
-        key: into how many parts keys and values are cut: ``query``, or all key-value heads where there are fewer.
-        keep: what a forward fetched of its rank's own context slice is saved for the backward, in place of local
-            q, k and v.
-        waves: shards of a context slice come together, a stretch of the sequence at a time, in so many waves; 0: one
-            owner's at a time.
+        query: U, the Ulysses degree.
+        key: into how many parts keys and values are split: ``query``, or the number of key-value heads if smaller.
+        keep: whether the forward caches the q, k and v of its sequence group for the backward, instead of the rank's
+            own.
+        waves: the number of chunks, by position, in which a sequence group's shards arrive. 0: one owner at a time.
     """
 
     query: int = 1
@@ -37,57 +36,58 @@ class Groups:
 
     @classmethod
     def of(cls, count: int, *, q_heads: int, kv_heads: int, keep: bool = False, waves: int = 0) -> Groups:
-        """``count`` groups of so many heads.
+        """Split heads into ``count`` groups.
 
         Raises:
-            ValueError: they don't divide.
+            ValueError: the heads don't divide.
         """
         if not cls.divide(count, q_heads=q_heads, kv_heads=kv_heads):
             raise ValueError(
-                f"heads={count} can't cut {q_heads} query heads and {kv_heads} key-value heads into groups; it must "
-                "divide the key-value heads, or be a multiple of them that divides the query heads: choose another, or "
-                "'auto'"
+                f"ulysses_degree={count} can't split {q_heads} query heads and {kv_heads} key-value heads; it must "
+                "divide the key-value heads, or be a multiple of them that divides the query heads. Choose another, "
+                "or 'auto'"
             )
         return cls(count, min(count, kv_heads), keep, waves)
 
     @staticmethod
     def divide(count: int, *, q_heads: int, kv_heads: int) -> bool:
-        """Can so many heads be cut into ``count`` groups?"""
+        """Return whether these heads can be split into ``count`` groups."""
         return kv_heads % count == 0 or (count % kv_heads == 0 and q_heads % count == 0)
 
     def count(self, side: Side) -> int:
-        """Into how many parts the heads of a side are cut."""
+        """Return into how many parts a side's heads are split."""
         return self.query if side is Side.QUERY else self.key
 
     def part(self, side: Side, group: Ranks) -> Ranks:
-        """Which part of a side's heads a group needs."""
+        """Return which part of a side's heads a group needs."""
         return group * self.count(side) // self.query
 
     def context(self, rank: Ranks) -> Ranks:
-        """The context slice that a rank is of."""
+        """Return a rank's sequence group."""
         return rank // self.query
 
     def members(self, context: int) -> range:
-        """The ranks whose shards are a context slice."""
+        """Return the ranks of a sequence group."""
         return range(context * self.query, (context + 1) * self.query)
 
-    def keeper(self, group: Ranks | int, context: Ranks) -> Ranks:
-        """The rank that computes ``group`` for its own ``context``, and keeps what it fetched of that."""
+    def cache_owner(self, group: Ranks | int, context: Ranks) -> Ranks:
+        """Return the rank of ``group`` in sequence group ``context``, which caches its tensors."""
         return group + self.query * context
 
     @property
     def chunks(self) -> int:
-        """How many parts of a shard travel by themselves."""
+        """Return how many parts of a shard are sent separately."""
         return max(1, self.waves)
 
     def distance(self, source: Ranks, rank: Ranks, world: int, *, contexts: int = 1, wave: Ranks | int = 0) -> Ranks:
-        """The step at which what starts at ``source`` reaches ``rank``: own context first, at each step a permutation
-        of the ranks, or in waves of contexts.
+        """Return the step at which data from ``source`` reaches ``rank``.
+
+        The own sequence group comes first. Each step is a permutation of the ranks, or a chunk of a sequence group.
 
         Args:
-            contexts: so many neighbouring contexts are on one node; own node first, and to each other node the rank of
-                the same place there. Not of what goes in waves.
-            wave: by which it comes, from 0; also of what is at hand, for all of a wave is computed together.
+            contexts: how many neighbouring sequence groups share a node. The own node comes first; each other node is
+                entered at the rank of the same place. Unused with chunks.
+            wave: the chunk, from 0. Local data has one too, because a chunk is computed together.
         """
         here, there = self.context(source), self.context(rank)
         if self.waves:
@@ -96,9 +96,9 @@ class Groups:
         return (nodes * contexts + (there - here) % contexts) * self.query + (rank - source) % self.query
 
 
-WHOLE = Groups()  # heads that nobody cuts
+WHOLE = Groups()  # whole heads
 
 
 def divisors(world: int) -> Iterator[int]:
-    """Those of ``world``, ascending."""
+    """Yield the divisors of ``world``, ascending."""
     return (n for n in range(1, world + 1) if world % n == 0)

@@ -82,7 +82,7 @@ else:  # what command lines and configurations take
 
 
 def digest(part: Any) -> str:
-    """Of a dataclass's fields: equal on two ranks iff they are."""
+    """Return a digest of a dataclass's fields; equal on two ranks only if the fields are."""
     return hashlib.blake2b(repr(astuple(part)).encode(), digest_size=8).hexdigest()
 
 
@@ -90,12 +90,12 @@ def digest(part: Any) -> str:
 class Layout:
     """``seqlen`` positions over ``world`` ranks, by one of :data:`LAYOUTS`.
 
-    With ``-per-document`` after its name a layout cuts each of the documents with the borders ``documents`` over all
-    ranks, and a rank holds its parts of them one after another. Under a causal mask ``zigzag-per-document`` gives every
-    rank the same work whatever the documents' lengths; shards differ by at most one token for each document.
+    With ``-per-document`` after its name a layout cuts each document (borders: ``documents``) over all ranks. A rank
+    holds its parts one after another. Under a causal mask ``zigzag-per-document`` gives every rank the same work for
+    any document lengths. Shards differ by at most one token per document.
 
-    ``balanced`` goes by ``mask``: documents that fit a rank are whole there, longer ones spread, so that all ranks have
-    the same work within a few percent, and hold at most 1 / 32 more tokens than the mean.
+    ``balanced`` follows ``mask``. Documents that fit one rank stay whole there; longer ones are spread. All ranks then
+    have the same work within a few percent, and at most 1 / 32 more tokens than the mean.
     """
 
     name: str
@@ -133,7 +133,7 @@ class Layout:
         return np.concatenate([table[:0], *(table[begins[rank] : begins[rank + 1]] for rank in ranks)])
 
     def _cut(self, ranks: Sequence[int]) -> np.ndarray:
-        """The table of these ranks, by what :data:`LAYOUTS` says of each part."""
+        """Return the segment table of these ranks, as :data:`LAYOUTS` defines each part."""
         owners, borders = np.asarray(ranks, np.int64)[:, None], np.asarray(self._parts, np.int64)
         lengths, columns = np.diff(borders), []
         for start, stop, stride in LAYOUTS[self._plain](lengths, self.world, owners):

@@ -22,12 +22,12 @@ def _integer(name: str, value: Any) -> int:
 
 @dataclass(frozen=True)
 class Mask:
-    """What a query sees. One mask holds for all rows of a batch.
+    """Which keys each query sees. One mask holds for all rows of a batch.
 
     Args:
         causal: a query at position p sees keys at positions <= p.
         window: how many keys a query sees, itself included (needs ``causal``).
-        cu_seqlens: global document borders ``[0, ..., S]``; a query sees keys of its own document only. Any sequence
+        cu_seqlens: global document borders ``[0, ..., S]``; a query sees only keys of its document. Any sequence
             of integers or a 1-D tensor; repeated borders are empty documents.
         prefix: positions < ``prefix`` are seen by every query (refused with ``cu_seqlens`` or ``window``).
     """

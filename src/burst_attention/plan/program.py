@@ -57,7 +57,7 @@ class Wait:
 
 @dataclass(frozen=True, eq=False)
 class Move:
-    """What needs no wire: this rank's own rows beside the others' of their slice, or its own results from there."""
+    """A local copy: this rank's rows into its sequence group's buffer, or its results out of it."""
 
     source: Message
     target: Message
@@ -76,12 +76,12 @@ Op = Visit | Post | Wait | Move | Drop
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """What one rank does for one pass.
+    """One rank's operations for one pass.
 
     Attributes:
-        held_rows: the rows of each buffer that is filled from several messages.
-        sum_rows: the rows that it accumulates, per buffer; its own results are those of :meth:`home`.
-        kept: the buffers of its own context slice that a forward keeps for its backward.
+        held_rows: the rows of each buffer that several messages fill.
+        sum_rows: the accumulated rows, per buffer; :meth:`home` names the buffers of this rank's results.
+        kept: the buffers of this rank's sequence group that the forward caches for the backward.
     """
 
     rank: int

@@ -1,10 +1,10 @@
-"""Who forwards which shard to whom, and who passes which partial results home through whom.
+"""Which rank forwards which shard to whom, and through whom partial results return.
 
-Per owner and side a route gives an out-tree from the owner and an in-tree to it, as edges. Each edge carries the rows
-that the ranks behind it need, and the step of the exchange that carries it. Step t of an exchange is waited for before
-the visits of step t; a rank at distance d from an owner (round the ring, but for routes by nodes) receives that owner's
-shard at step d in every route, so one step of a direct route is a permutation of the ranks, and one step of a relay
-moves along the ring.
+For each owner and side a route gives an out-tree from the owner and an in-tree to it, as edges. An edge carries the
+rows that the ranks behind it need, and the step of its exchange. A rank waits for step t of the exchange before the
+visits of step t. A rank at distance d from an owner receives that owner's shard at step d in every route. The distance
+is counted around the ring, except for routes by nodes. So one step of a direct route is a permutation of the ranks, and
+one step of a relay moves along the ring.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from .rows import Payload, Rows, Side
 
 
 class Key(NamedTuple):
-    """What travels: tensors of one side, of one owner's shard, or its rows of one wave, and one part of its heads.
+    """A message's content: one side's tensors of an owner's shard (or one chunk of it), for one part of the heads.
 
-    ``owner`` of what is kept (:attr:`Payload.INPUTS`) is the rank that keeps it, the shard its context slice.
+    For cached tensors (:attr:`Payload.INPUTS`) ``owner`` is the rank that caches them, and the shard its sequence
+    group.
     """
 
     side: Side
@@ -36,8 +37,8 @@ class Key(NamedTuple):
 class Edge:
     """One message: ``rows`` of ``key``'s shard (or partial results for them) from ``source`` to ``target``.
 
-    ``exact`` partials travel in the accumulation dtype, the others are rounded once: to the wire's dtype, or, when
-    ``finished``, to that of the inputs, for nothing will be added to them.
+    ``exact`` partials are sent in the accumulation dtype. Others are rounded once: to the wire's dtype, or to the
+    inputs' dtype if ``finished``, because nothing will be added to them.
     """
 
     step: int
@@ -68,15 +69,17 @@ class Use:
 
 @dataclass(frozen=True)
 class Route:
-    """``out`` and ``home`` are ``star`` (straight between owner and user), ``path`` (along the ring of ranks) or
-    ``nodes`` (to another node once, and from there to those of its ranks that need it; the other way round home).
+    """How shards go out and partial results come home.
 
-    RingAttention is (path, path, exact). The paper's Burst is a path out, and dQ round the ring; here dQ goes straight
-    home, so that each partial is rounded once whatever the world size. A path is of heads that are not cut: it would
-    run through ranks that compute other heads.
+    ``out`` and ``home`` are ``star`` (directly between owner and user), ``path`` (along the ring of ranks) or ``nodes``
+    (to another node once, and there to the ranks that need it; home in reverse).
+
+    RingAttention is (path, path, exact). The paper's BurstAttention sends dQ around the ring; here dQ goes directly
+    home, so that each partial is rounded once for any world size. A path needs whole heads: it would run through ranks
+    that compute other heads.
 
     Args:
-        nodes: for each rank the node that it is on; without it each rank is one of its own.
+        nodes: each rank's node; empty: each rank is a separate node.
     """
 
     name: str
@@ -196,24 +199,26 @@ class Route:
             together.setdefault((node, rank if node == self.node(owner) else None), []).append((distance, rank))
         return list(together.values())
 
-    def through_keepers(self, key: Key, uses: Mapping[int, Use], groups: Groups, *, finished: bool) -> Iterator[Edge]:
+    def through_cache_owners(
+        self, key: Key, uses: Mapping[int, Use], groups: Groups, *, finished: bool
+    ) -> Iterator[Edge]:
         """As :meth:`homeward`, of heads that are cut: first to the rank of the same heads in the owner's context slice.
 
         There they are added up before they are rounded; ``finished``: there is one such rank.
         """
         by_keeper: dict[int, dict[int, Use]] = {}
         for _, rank in sorted((use.last, rank) for rank, use in uses.items()):
-            keeper = groups.keeper(rank % groups.query, groups.context(key.owner))
-            by_keeper.setdefault(keeper, {})[rank] = uses[rank]
-        for keeper, users in by_keeper.items():
+            cache_owner = groups.cache_owner(rank % groups.query, groups.context(key.owner))
+            by_keeper.setdefault(cache_owner, {})[rank] = uses[rank]
+        for cache_owner, users in by_keeper.items():
             step = 0
             for rank, use in users.items():
-                step = max(step, use.last + 1 + (rank != keeper))
-                if rank != keeper:
-                    yield Edge(use.last + 2, rank, keeper, key, use.rows, True, self.exact)
-            if keeper != key.owner:
+                step = max(step, use.last + 1 + (rank != cache_owner))
+                if rank != cache_owner:
+                    yield Edge(use.last + 2, rank, cache_owner, key, use.rows, True, self.exact)
+            if cache_owner != key.owner:
                 rows = Rows.union(use.rows for use in users.values())
-                yield Edge(step + 1, keeper, key.owner, key, rows, True, self.exact, finished)
+                yield Edge(step + 1, cache_owner, key.owner, key, rows, True, self.exact, finished)
 
 
 def _hops(owner: int, rank: int | None, world: int, hops: range) -> Iterator[int]:

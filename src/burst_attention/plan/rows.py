@@ -37,7 +37,7 @@ class Payload(Enum):
 
     ALL = "all"
     INPUTS = "inputs"  # q, or k and v
-    GRADIENTS = "gradients"  # what a backward's query side has besides: dO, lse and D
+    GRADIENTS = "gradients"  # the rest of a backward's query side: dO, lse and D
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +142,7 @@ class Union:
 
 
 def runs(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """begins[0], begins[0] + 1, ..., so many as counts[0], and so on."""
+    """Return counts[0] integers from begins[0] on, then counts[1] from begins[1] on, and so on."""
     return np.repeat(begins - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
 
 

@@ -1,8 +1,8 @@
-"""Shards cut by position: the rows of every shard that lie in one stretch of the sequence travel together, as a wave.
+"""Chunks of the all-to-all: the rows of every shard that lie in one stretch of the sequence are sent together.
 
-Under a causal mask a stretch of queries needs the keys up to it, and no later ones: what a wave completes is final, and
-goes home while the next is on its way. With the forward's waves from the start of the sequence and the backward's from
-its end that holds of all results (chunked all-to-all, as FPDT's, arXiv 2408.16978, over ranks' memory in its place).
+Under a causal mask a stretch of queries needs no later keys. So the results of a chunk are final, and go home while the
+next chunk is on the wire. The forward starts at the front of the sequence and the backward at its end, so this holds
+for all results. Source: the chunked all-to-all of FPDT (arXiv 2408.16978), which moves chunks to host memory instead.
 """
 
 from __future__ import annotations

@@ -1,37 +1,27 @@
-"""The plan that is predicted to be fastest: how heads are cut, what travels, which layout. Chosen alike on all ranks.
-
-A choice is a function of what all ranks know: lengths, what kind the mask is, a call's heads and dtype, rates (rank
-0's) and nodes. What was chosen before is remembered, and changes nothing.
-"""
+"""The ways to compute a call, their predicted times, and the rule that picks one of them."""
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Literal, TypeVar
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from ..plan.assignment import TRAVELS
+from ..plan.assignment import CIRCULATIONS
 from ..plan.cost import Shape
 from ..plan.groups import WHOLE, Groups, divisors
 from ..plan.layout import Layout
 from ..plan.mask import Mask
 from ..plan.rows import Direction, Side
-from .presets import preset
-from .rates import Rates
-from .timing import OnPaper, Timed, Wire, node_numbers, on_paper
-from .traffic import Tally
+from ..plan.strategy import ChunksOrAuto, Strategy
+from .timing import PassSimulation, Timed, Wire, simulations
+from .traffic import TrafficModel
 
-HeadsOrAuto = int | Literal["auto"]
-KeepOrAuto = bool | Literal["auto"]
-WavesOrAuto = int | Literal["auto"]
-Remat = Literal["none", "layer", "keep-attention"]
 WORTH = 1.02  # how many times as long the simpler of two may take
-GUESSED = (1, 1 / 8, 1 / 64)  # of the rates of links that nobody measured, all that is looked at
+GUESSED = (1, 1 / 8, 1 / 64)  # link speeds to consider if links were not measured, as shares of the preset's
 MOST_REMEMBERED = 64
 FEW = 32  # ranks up to which every candidate is run that may be the fastest
 MOST_RUN = 6  # of more ranks'
@@ -39,22 +29,25 @@ LAYOUTS_TRIED = ("zigzag", "zigzag-by-halves", "contiguous")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """One way to compute a call: how heads are cut, and what travels, of ``TRAVELS``."""
+class Candidate(NamedTuple):
+    """One way to compute a call: how heads are split, and what circulates, a name of ``CIRCULATIONS``."""
 
     groups: Groups
-    travels: str
+    circulate: str
+
+    def strategy(self, layout: str = "auto", route: str = "auto") -> Strategy:
+        """The strategy that asks for it."""
+        groups = self.groups
+        strategy = Strategy(layout=layout, route=route, circulate=self.circulate, ulysses_degree=groups.query)
+        return strategy if groups.query == 1 else replace(strategy, cache_qkv=groups.keep, chunks=groups.waves)
 
     def __str__(self) -> str:
-        kept = ", kept" if self.groups.keep else ""
-        waves = f", {self.groups.waves} wave{'s'[: self.groups.waves > 1]}" if self.groups.waves else ""
-        return f"heads={self.groups.query}{kept}{waves}, {self.travels}"
+        return repr(self.strategy()).removeprefix("Strategy(").removesuffix(")")
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A candidate's two passes; None for those that can't be shorter than ``at_least``, which is enough to know.
+    """A candidate's predicted passes; None if the lower bound ``at_least`` already rules it out.
 
     ``forwards``: how often the forward runs in a step.
     """
@@ -67,56 +60,19 @@ class Prediction:
 
     @property
     def launches(self) -> float:
-        """Of the rank that has most."""
+        """Launches of the rank with the most."""
         return sum(one.launches for one in (self.forward, self.backward) if one)
 
     @property
     def seconds(self) -> float:
-        """Of the forward, as often as it runs, and the backward."""
+        """Seconds of the backward and of all forwards of a step."""
         if self.forward is None or self.backward is None:
             return self.at_least
         return self.forwards * self.forward.seconds + self.backward.seconds
 
 
-@dataclass(eq=False)
-class Planner:
-    """What choices are made from, and those of late; one for a plan and those derived from it.
-
-    Attributes:
-        known: what ``make_plan`` was told of the calls to come: a layout that was left to it is chosen for them.
-        nodes: the node of each rank; None if they share one.
-        guessed: nobody measured these links, nor told them: what is chosen is what loses least if they are slower, too.
-        remat: what of a layer is recomputed for its backward.
-    """
-
-    rates: Rates = field(default_factory=partial(preset, "cpu"))
-    nodes: tuple[int, ...] | None = None
-    known: Shape | None = None
-    guessed: bool = False
-    remat: Remat = "none"
-    _remembered: OrderedDict[Hashable, object] = field(default_factory=OrderedDict, repr=False, init=False)
-
-    def remember(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What ``make`` gave for this key, of late or now."""
-        return remembered(self._remembered, key, make)  # type: ignore[return-value]
-
-    @property
-    def forwards(self) -> int:
-        """How often a call's forward runs in a step: again where the layer around it is recomputed."""
-        return 2 if self.remat == "layer" else 1
-
-    def wire(self, world: int) -> Wire:
-        """The ports of ``world`` ranks."""
-        return Wire(self.rates, node_numbers(self.nodes, world))
-
-    def wires(self, world: int) -> list[Wire]:
-        """The same, and slower ones if that is no more than a guess."""
-        at = node_numbers(self.nodes, world)
-        return [Wire(self.rates.slowed(part), at) for part in (GUESSED if self.guessed else GUESSED[:1])]
-
-
 def remembered(kept: OrderedDict[Hashable, T], key: Hashable, make: Callable[[], T]) -> T:
-    """What ``make`` gave for this key, of late or now; the last few are kept."""
+    """Return ``make()`` for this key, remembered if it was made recently."""
     if key not in kept:
         kept[key] = make()
         if len(kept) > MOST_REMEMBERED:
@@ -126,9 +82,15 @@ def remembered(kept: OrderedDict[Hashable, T], key: Hashable, make: Callable[[],
 
 
 def least_regret(found: Sequence[Sequence[Prediction]]) -> int:
-    """Which of the same candidates on each of several wires: that which at the worst takes least longer than the
-    fastest there. On one wire that is the fastest. Of those that take longer by less than it is worth to look on that
-    with the fewest launches, for small ones cost more than is known of them; then the fastest."""
+    """Return the index of the candidate with the smallest worst-case slowdown over several link speeds.
+
+    The slowdown is against the fastest candidate at the same speed; with one speed the fastest wins. Among candidates
+    within :data:`WORTH` of the best, the one with the fewest launches wins, then the fastest: small launches cost more
+    than the model knows.
+
+    Args:
+        found: predictions of the same candidates, for each link speed.
+    """
     run = [n for n, one in enumerate(found[0]) if one.forward]
     worst = dict(zip(run, _regrets([[each[n] for n in run] for each in found]), strict=True))
     near = (n for n in run if worst[n] <= WORTH * min(worst.values()))
@@ -136,9 +98,9 @@ def least_regret(found: Sequence[Sequence[Prediction]]) -> int:
 
 
 def _regrets(found: Sequence[Sequence[Prediction]]) -> list[float]:
-    """How many times as long each takes as the fastest on the same wire, at the worst.
+    """Return each candidate's worst-case slowdown against the fastest at the same link speed.
 
-    Where the fastest takes no time (no tokens, no overheads), the seconds.
+    If the fastest takes no time (no tokens, no overheads), return seconds.
     """
     shortest = [min(one.seconds for one in each) or 1.0 for each in found]
     by_candidate = (zip(ones, shortest, strict=True) for ones in zip(*found, strict=True))
@@ -146,21 +108,24 @@ def _regrets(found: Sequence[Sequence[Prediction]]) -> list[float]:
 
 
 def predict(
-    tally: Tally, shape: Shape, candidates: Sequence[Candidate], wires: Sequence[Wire], *, forwards: int = 1
+    tally: TrafficModel, shape: Shape, candidates: Sequence[Candidate], wires: Sequence[Wire], *, forwards: int = 1
 ) -> list[list[Prediction]]:
-    """On each wire both passes of each candidate over direct routes, in their order; ``forwards`` in a step.
+    """Predict both passes of each candidate over direct routes, for each link speed.
 
-    The first is run, for the others are compared with it; those that it or a better one rules out by their work and
-    bytes alone are not. Of many ranks' no more than the most promising are, which differ in more than their waves, and
-    the best of them in all waves.
+    The first candidate is always simulated. Others are skipped when a lower bound by work and bytes shows that they
+    can't win. For many ranks only the most promising are simulated, and then the best of them with every number of
+    chunks.
+
+    Args:
+        forwards: how often a forward runs in a step.
     """
-    both = [on_paper(tally, shape, each.travels, each.groups, wires[0]) for each in candidates]
+    both = [simulations(tally, shape, each.circulate, each.groups, wires[0]) for each in candidates]
     times = forwards, 1
     busy = [[one.computing() for one in ones] for ones in both]
     computing = [sum(n * seconds for n, seconds in zip(times, each, strict=True)) for each in busy]
     found = [[Prediction(*each, forwards=forwards) for each in zip(candidates, computing, strict=True)] for _ in wires]
     _run(found, both, 0, wires)
-    alike = [replace(each, groups=replace(each.groups, waves=0)) for each in candidates]
+    alike = [each._replace(groups=replace(each.groups, waves=0)) for each in candidates]
     moving: dict[Candidate, list[tuple[float, ...]]] = {}  # in how many waves shards come does not change their bytes
     for n in range(1, len(candidates)):
         if any(computing[n] * WORTH < each[0].seconds for each in found):
@@ -183,9 +148,12 @@ def predict(
 
 
 def _run_promising(
-    found: Sequence[list[Prediction]], both: Sequence[Sequence[OnPaper]], order: Sequence[int], wires: Sequence[Wire]
+    found: Sequence[list[Prediction]],
+    both: Sequence[Sequence[PassSimulation]],
+    order: Sequence[int],
+    wires: Sequence[Wire],
 ) -> None:
-    """Candidates in this order, until none can be better any more."""
+    """Simulate candidates in this order until no other can win."""
     for n in order:
         worst = _regrets(found)
         if worst[n] * WORTH >= min(worst[m] for m, one in enumerate(found[0]) if one.forward):
@@ -193,41 +161,45 @@ def _run_promising(
         _run(found, both, n, wires)
 
 
-def _run(found: Sequence[list[Prediction]], both: Sequence[Sequence[OnPaper]], n: int, wires: Sequence[Wire]) -> None:
-    """The ``n``-th candidate on every wire."""
+def _run(
+    found: Sequence[list[Prediction]], both: Sequence[Sequence[PassSimulation]], n: int, wires: Sequence[Wire]
+) -> None:
+    """Simulate the ``n``-th candidate at every link speed."""
     passes = zip(*(one.run_on(wires) for one in both[n]), strict=True)
     for each, timed in zip(found, passes, strict=True):
         each[n] = replace(each[n], forward=timed[0], backward=timed[1])
 
 
-def cuts(layout: Layout, shape: Shape, heads: HeadsOrAuto, keep: KeepOrAuto, waves: WavesOrAuto) -> Iterator[Groups]:
-    """The ways to cut heads that were left open, the fewest groups first.
+def cuts(layout: Layout, shape: Shape, strategy: Strategy) -> Iterator[Groups]:
+    """Yield the ways to split heads that a strategy leaves open, the fewest groups first.
 
     Raises:
-        ValueError: these heads can't be cut into as many groups as were asked for.
+        ValueError: these heads can't be split into as many groups as the strategy asks for.
     """
     q_heads, kv_heads, world = shape.q_heads, shape.kv_heads, layout.world
-    if heads != "auto":
-        counts = [heads]
+    if isinstance(strategy.ulysses_degree, int):
+        counts = [strategy.ulysses_degree]
     else:
         counts = [n for n in divisors(world) if Groups.divide(n, q_heads=q_heads, kv_heads=kv_heads)]
     for count in counts:
         groups = Groups.of(count, q_heads=q_heads, kv_heads=kv_heads)
-        # Where a slice has no token its ranks would have nothing to keep, others would.
+        # Ranks of a sequence group without tokens would have nothing to cache, and others would.
         nothing = count == 1 or _some_slice_is_empty(layout, count)
-        keeps = [False] if nothing else [False, True] if keep == "auto" else [keep]
+        keeps = [False] if nothing else [False, True] if strategy.cache_qkv == "auto" else [strategy.cache_qkv]
         for kept in keeps:
-            yield from in_all_waves(layout, replace(groups, keep=kept), waves)
+            yield from in_all_waves(layout, replace(groups, keep=kept), strategy.chunks)
 
 
 def _some_slice_is_empty(layout: Layout, count: int) -> bool:
-    """Has none of ``count`` neighbours a token?"""
+    """Return whether some group of ``count`` neighbours has no token."""
     return bool((np.add.reduceat(layout.lengths, range(0, layout.world, count)) == 0).any())
 
 
-def in_all_waves(layout: Layout, groups: Groups, waves: WavesOrAuto) -> Iterator[Groups]:
-    """The numbers of waves that are tried, if it is not said: all at once; one for each stretch of the sequence that is
-    spread over all ranks; and owner by owner, where contexts behind one another hide that."""
+def in_all_waves(layout: Layout, groups: Groups, waves: ChunksOrAuto) -> Iterator[Groups]:
+    """Yield the numbers of chunks to try: one; one per stretch that is spread over all ranks; and owner by owner.
+
+    Owner by owner is tried only if several sequence groups can hide it.
+    """
     if groups.query == 1:
         counts: list[int] = [0]
     elif waves != "auto":
@@ -239,46 +211,46 @@ def in_all_waves(layout: Layout, groups: Groups, waves: WavesOrAuto) -> Iterator
 
 
 def candidates(
-    tally: Tally, shape: Shape, given: Sequence[Groups], travels: str, *, by_rule: bool, partial_bytes: int
+    tally: TrafficModel, shape: Shape, given: Sequence[Groups], circulate: str, *, by_rule: bool, partial_bytes: int
 ) -> list[Candidate]:
-    """All that was left open, the simplest first: heads that nobody cuts, by the rule for those.
+    """List the candidates that were left open, the simplest first: whole heads, as the rule for them says.
 
     Args:
-        given: how heads may be cut.
-        travels: a name of ``TRAVELS``, or ``auto``.
-        by_rule: what travels where none is cut is :func:`by_work_and_bytes`, and nothing else.
-        partial_bytes: as for that.
+        given: how heads may be split.
+        travels: a name of ``CIRCULATIONS``, or ``auto``.
+        by_rule: with whole heads, only the choice of :func:`by_work_and_bytes` is a candidate.
+        partial_bytes: as for :func:`by_work_and_bytes`.
     """
     found = []
     for groups in given:
-        if travels != "auto":
-            names: tuple[str, ...] = (travels,)
+        if circulate != "auto":
+            names: tuple[str, ...] = (circulate,)
         elif groups.query == tally.world > 1:  # one context slice: nothing travels between slices
             names = ("query",)
         elif groups == WHOLE:  # blocks would hold many shards at once
             first = by_work_and_bytes(tally, shape, partial_bytes)
-            names = (first,) if by_rule else (first, *(x for x in TRAVELS if x not in (first, "blocks")))
+            names = (first,) if by_rule else (first, *(x for x in CIRCULATIONS if x not in (first, "blocks")))
         else:
-            names = tuple(TRAVELS)
+            names = tuple(CIRCULATIONS)
         found += [Candidate(groups, name) for name in names]
     return found
 
 
-def by_work_and_bytes(tally: Tally, shape: Shape, partial_bytes: int) -> str:
-    """What had best travel if heads are not cut, whatever the rates.
+def by_work_and_bytes(tally: TrafficModel, shape: Shape, partial_bytes: int) -> str:
+    """Choose what circulates with whole heads, for any rates.
 
-    Either, where that leaves the busiest rank markedly less to compute: a contiguous layout under a causal mask. Else
-    what needs fewer bytes in the backward, the query side on a tie. Counted as if each shard went straight to its users
-    and partial results, of ``partial_bytes`` an element, straight home, whatever the route.
+    ``nearest`` if it leaves the busiest rank clearly less to compute, as for a contiguous layout under a causal mask.
+    Otherwise the side with fewer bytes in the backward; the query side on a tie. Bytes are counted as if each shard
+    went directly to its users, and partial results (``partial_bytes`` per element) directly home.
     """
     pairs = tally.pairs
     busiest = {}
-    for travels in ("query", "key-value", "either"):
-        by = TRAVELS[travels](tally.world)
+    for circulate in ("query", "key-value", "nearest"):
+        by = CIRCULATIONS[circulate](tally.world)
         most = {d: np.bincount(assign(pairs.i, pairs.j), pairs.area, 1).max(initial=0) for d, assign in by.items()}
-        busiest[travels] = most[Direction.FORWARD] + 2.5 * most[Direction.BACKWARD]
-    if busiest["either"] < 0.95 * min(busiest["query"], busiest["key-value"]):
-        return "either"
+        busiest[circulate] = most[Direction.FORWARD] + 2.5 * most[Direction.BACKWARD]
+    if busiest["nearest"] < 0.95 * min(busiest["query"], busiest["key-value"]):
+        return "nearest"
     totals = {}
     for name, side in (("query", Side.QUERY), ("key-value", Side.KEY)):
         out, home = (shape.side_bytes(side, Direction.BACKWARD, wide=wide) for wide in (None, partial_bytes))
@@ -287,9 +259,9 @@ def by_work_and_bytes(tally: Tally, shape: Shape, partial_bytes: int) -> str:
 
 
 def representative(layout: Layout, mask: Mask) -> tuple[Layout, Mask]:
-    """A mask of the same kind: packed documents as so many equal ones, a power of two, as have about their work.
+    """Return a similar mask and its layout: packed documents become equal ones with about the same work.
 
-    So that steps whose documents differ share a choice; a choice need not be made anew for each.
+    Their number is a power of two. Steps with similar documents then share one choice.
     """
     if mask.cu_seqlens is None:
         return layout, mask

@@ -1,38 +1,40 @@
-"""How a call will be computed, and what else could have been chosen, in a few lines of text."""
+"""Explain how a call will be computed, and list the alternatives."""
 
 from __future__ import annotations
 
 from ..plan.cost import Shape
 from ..plan.groups import Groups
+from ..plan.schedule import Schedule
 from .choice import Candidate, Prediction
-from .schedule import Schedule
+from .planner import Planner
 from .timing import Timed
 
-SHOWN = 6  # of what else could have been chosen
-GUESSED = "; nobody measured these links: chosen is what loses least if they are slower, too; see burst calibrate"
+SHOWN = 6  # alternatives
+GUESSED = "; these links were not measured: the choice also minimises the loss if they are slower; run burst calibrate"
 
 
-def explain(schedule: Schedule, shape: Shape, travels: str) -> str:
-    """Of a call of this shape; ``travels`` as in the call."""
+def explain(planner: Planner, schedule: Schedule, shape: Shape) -> str:
+    """Explain how a call of this shape is computed, and why."""
     layout, world = schedule.layout, schedule.layout.world
     asked = [f"layout {layout.name}, route {schedule.route.name}, {world} ranks, {schedule.mask!r}"]
     if world == 1:
         return "\n".join([*asked, "one rank computes everything: nothing is exchanged"])
-    groups, travels = schedule.decide(shape, travels)
-    passes = schedule.timed(shape, travels, groups)
-    rates, times = schedule.planner.rates, (schedule.planner.forwards, 1)
+    chosen = planner.decide(schedule, shape)
+    passes = planner.timed(schedule, shape, chosen.circulate, chosen.groups)
+    rates, times = planner.rates, (planner.forwards, 1)
     seconds, exposed = (
         sum(n * getattr(one, name) for n, one in zip(times, passes, strict=True)) for name in ("seconds", "exposed")
     )
     return "\n".join(
         [
             *asked,
-            f"chosen: {Candidate(groups, travels)}: {seconds:.3g} s predicted, of which {exposed:.3g} s are exchange "
-            "that nothing hides" + ", with the forward twice" * (times[0] > 1),
+            f"chosen: {chosen.strategy(layout.name, schedule.route.name)!r}",
+            f"predicted: {seconds:.3g} s, of which {exposed:.3g} s are exchange that no computation hides"
+            + ", with the forward twice" * (times[0] > 1),
             *(_line(name, p) for name, p in zip(("forward", "backward"), passes, strict=True)),
-            *_others(schedule, shape, Candidate(groups, travels)),
-            f"rates: {rates.name} ({rates.source}){GUESSED if schedule.planner.guessed else ''}",
-            _retained(schedule, shape, groups),
+            *_others(planner, schedule, shape, chosen),
+            f"rates: {rates.name} ({rates.source}){GUESSED if planner.guessed else ''}",
+            _retained(planner, schedule, shape, chosen.groups),
         ]
     )
 
@@ -44,9 +46,9 @@ def _line(name: str, one: Timed) -> str:
     )
 
 
-def _retained(schedule: Schedule, shape: Shape, groups: Groups) -> str:
-    """What a rank's call holds from its forward to its backward: q, k and v, or its slice's; out and lse."""
-    remat, own = schedule.planner.remat, schedule.layout.lengths[schedule.rank]
+def _retained(planner: Planner, schedule: Schedule, shape: Shape, groups: Groups) -> str:
+    """Say what a rank holds from a call's forward to its backward: q, k and v, or its sequence group's; out and lse."""
+    remat, own = planner.remat, schedule.layout.lengths[schedule.rank]
     rows = schedule.slice_length(groups) if groups.keep else own
     parts = (groups.query, groups.key) if groups.keep else (1, 1)
     of_queries = shape.q_heads // parts[0] * shape.head_dim
@@ -54,22 +56,21 @@ def _retained(schedule: Schedule, shape: Shape, groups: Groups) -> str:
     inputs = shape.batch * rows * shape.io * (of_queries + of_keys)
     results = shape.batch * own * shape.q_heads * (shape.v_head_dim * shape.io + shape.accumulate)
     held = {"none": inputs + results, "layer": 0, "keep-attention": results + groups.keep * inputs}[remat]
-    return f"retained from a forward to its backward, with remat={remat}: {held / 1e6:,.4g} MB"
+    return f"retained from forward to backward, with remat={remat}: {held / 1e6:,.4g} MB"
 
 
-def _others(schedule: Schedule, shape: Shape, chosen: Candidate) -> list[str]:
-    """What one row of a batch would take by other ways, the fastest first."""
-    if schedule.heads == 1 or not schedule.route.direct:
+def _others(planner: Planner, schedule: Schedule, shape: Shape, chosen: Candidate) -> list[str]:
+    """Say how long one row of a batch takes with other Ulysses degrees, the fastest first."""
+    if schedule.strategy.ulysses_degree == 1 or not schedule.route.direct:
         return []
-    found = [each for each in schedule.predictions(shape, "auto") if each.candidate != chosen]
-    best: dict[int, Prediction] = {}  # of each number of head groups
+    found = [each for each in planner.predictions(schedule, shape) if each.candidate != chosen]
+    best: dict[int, Prediction] = {}  # of each Ulysses degree
     for each in sorted(found, key=lambda each: (each.forward is None, each.seconds)):
         best.setdefault(each.candidate.groups.query, each)
     ways = sorted(best.values(), key=lambda each: each.seconds)[:SHOWN]
-    return [f"or, of one row of a batch: {'; '.join(map(_told, ways))}"] if ways else []
+    return [f"alternatives, for one row of a batch: {'; '.join(map(_seconds, ways))}"] if ways else []
 
 
-def _told(each: Prediction) -> str:
-    if each.forward is None:
-        return f"{each.candidate}: at least {each.seconds:.3g} s"
-    return f"{each.candidate}: {each.seconds:.3g} s"
+def _seconds(each: Prediction) -> str:
+    least = "" if each.forward else "at least "
+    return f"{each.candidate}: {least}{each.seconds:.3g} s"

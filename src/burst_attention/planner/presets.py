@@ -1,7 +1,7 @@
 """Rates of machines by name, where nothing was measured: from makers' data sheets and published measurements.
 
 ``NODE+NETWORK``: a kind of node, and what joins nodes. Of the GPUs none was ever run with this library: all that is
-said of them is foretold.
+said of them is estimated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Node:
 
 
 class Speeds(NamedTuple):
-    """Of kernels for 2 and 4 bytes."""
+    """Kernel rates for 2 and 4 bytes per element."""
 
     half: Speed
     single: Speed
@@ -53,7 +53,7 @@ def _gpu(source: str, latency: float, link: float, speeds: Speeds, fold: float) 
     third of the memory's, for a sum is read, its part too, and it is written."""
     times = {"launch_forward": 1e-5, "launch_backward": 2e-5, "visit": 5e-5, "block": 128.0, "call": 5e-4}
     return Node(
-        source=f"{source}; foretold",
+        source=f"{source}; estimated",
         link=Link(latency=latency, bytes_per_second=0.8 * link),
         half=speeds.half,
         single=speeds.single,
@@ -100,25 +100,25 @@ NODES: Mapping[str, Node] = {
 
 NETWORKS: Mapping[str, Network] = {
     "infiniband-400g": Network(
-        source="400 Gbit/s InfiniBand, a port for each GPU, nine tenths of it; foretold",
+        source="400 Gbit/s InfiniBand, a port for each GPU, nine tenths of it; estimated",
         link=Link(latency=2.5e-5, bytes_per_second=4.5e10),
     ),
     "ethernet-100g": Network(
-        source="100 Gbit/s Ethernet, a port for each node, nine tenths of it; foretold",
+        source="100 Gbit/s Ethernet, a port for each node, nine tenths of it; estimated",
         link=Link(latency=6e-5, bytes_per_second=1.12e10, shared=True),
     ),
     "ethernet-25g": Network(
-        source="25 Gbit/s Ethernet, a port for each node, nine tenths of it; foretold",
+        source="25 Gbit/s Ethernet, a port for each node, nine tenths of it; estimated",
         link=Link(latency=8e-5, bytes_per_second=2.8e9, shared=True),
     ),
 }
 
 
 def preset(name: str) -> Rates:
-    """Of ``NODE+NETWORK``, or ``NODE`` alone, with the network that is usual for it.
+    """Return the rates of ``NODE+NETWORK``, or of ``NODE`` with its usual network.
 
     Raises:
-        ValueError: there is none of this name.
+        ValueError: no preset has this name.
     """
     node, _, network = name.partition("+")
     network = network or ("ethernet-25g" if node == "cpu" else "infiniband-400g")

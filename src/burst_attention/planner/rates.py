@@ -15,12 +15,12 @@ FILE = "rates.toml"
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Between two ranks.
+    """A link between two ranks.
 
     Args:
-        latency: seconds of a message, beside those of its bytes.
+        latency: seconds of a message, without its bytes.
         bytes_per_second: of a port, each way.
-        shared: all ranks of a node share one port; else each has its own.
+        shared: all ranks of a node share one port; otherwise each rank has a port.
     """
 
     latency: float
@@ -30,7 +30,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Of attention kernels in one dtype, FLOP/s, of what is seen."""
+    """Attention kernels' FLOP/s in one dtype, counting unmasked pairs."""
 
     forward: float
     backward: float
@@ -38,16 +38,15 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True)
 class Overhead:
-    """What computing takes besides.
+    """Costs of computing that are not FLOPs.
 
     Args:
-        launch_forward, launch_backward: seconds of a tile, whatever its size.
-        visit: seconds of a visit.
-        fold: bytes per second of partial results that are merged or added up, what a kernel takes for a row in it.
-        block: rows and columns that a kernel computes together: of those on a mask's border half are computed for
-            nothing.
-        call: seconds of a pass that nothing hides: checks, agreement, rounding.
-        at_once: how many of all ranks compute at once, where they share cores; 0: each has its own.
+        launch_forward, launch_backward: seconds per tile of any size.
+        visit: seconds per visit.
+        fold: bytes per second of partial results that are merged or added, including a kernel's time per row.
+        block: rows and columns that a kernel computes together; at a mask's border half of them are wasted.
+        call: exposed seconds of a pass: checks, agreement, rounding.
+        at_once: how many ranks compute at the same time if they share cores; 0: each rank has a core.
     """
 
     launch_forward: float
@@ -61,14 +60,14 @@ class Overhead:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What one kind of cluster does.
+    """The rates of one kind of cluster.
 
     Args:
         name: in a few words.
-        source: where the figures come from; ``foretold`` in it: they were never measured by this library.
+        source: where the figures come from; ``estimated`` in it: this library never measured them.
         inside, across: links between ranks of one node, and of two.
         half, single, double: kernels by the inputs' bytes, 2, 4 and 8.
-        overhead: what computing takes besides.
+        overhead: costs of computing that are not FLOPs.
     """
 
     name: str
@@ -88,11 +87,11 @@ class Rates:
         return replace(self, inside=inside, across=across)
 
     def speed(self, itemsize: int) -> Speed:
-        """Of inputs with so many bytes per element."""
+        """Return the kernel rates for inputs of this many bytes per element."""
         return {2: self.half, 4: self.single, 8: self.double}[itemsize]
 
     def as_dict(self, *, most: int | None = None) -> dict[str, Any]:
-        """Of plain values, as :meth:`from_dict` takes it; of its texts no more than so many characters."""
+        """Return a dict of plain values for :meth:`from_dict`; ``most``: the longest text, in characters."""
         return asdict(self) | {"name": self.name[:most], "source": self.source[:most]}
 
     @classmethod

@@ -1,7 +1,7 @@
-"""A small world that stands for a large one: as many tokens for each rank, under a mask that is shortened with them.
+"""A small world that represents a large one: the same tokens per rank, under a shorter mask of the same kind.
 
-A rank's work and what it receives both grow with the context slices, so which way is faster hardly depends on how many
-there are. ``tests/unit/test_planning_scale.py`` holds choices so made against those of the whole world.
+A rank's work and its traffic both grow with the number of sequence groups. So the fastest strategy hardly depends on
+that number. ``tests/unit/test_planning_scale.py`` compares these choices with those of the whole world.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from ..plan.layout import Layout
 from ..plan.mask import Mask
 from .timing import Timed
 
-MOST_ON_PAPER = 128  # ranks up to which all of them are run on paper
-MOST_BY_EDGES = 32  # the same on routes whose edges are made one by one
-STANDING = 64  # ranks that stand for more
-MOST_STANDING = 96  # where heads are cut into numbers that don't divide those
+MOST_ON_PAPER = 128  # up to this many ranks, all are simulated
+MOST_BY_EDGES = 32  # the same for routes whose edges are made one by one
+STANDING = 64  # ranks that represent more
+MOST_STANDING = 96  # the same if the Ulysses degree does not divide them
 
 
 def stand_in(given: Sequence[Groups], world: int) -> tuple[int, list[Groups]]:
-    """How many ranks stand for ``world``, and which ways to cut heads they can show: two context slices each, at least.
+    """Return how many ranks represent ``world``, and the head splits with at least two sequence groups there.
 
-    The first way is always one of them.
+    The first split is always among them.
     """
     ranks, shown = 1, set[int]()
     for count in sorted({groups.query for groups in given}):
@@ -53,29 +53,29 @@ def shortened(layout: Layout, mask: Mask, ranks: int) -> tuple[Layout, Mask]:
 
 
 def few_nodes(nodes: tuple[int, ...] | None, ranks: int) -> tuple[int, ...] | None:
-    """The nodes of the first ranks; where one node holds all those and others follow, four in its place."""
+    """Return the nodes of the first ranks; if one large node holds them all, four nodes instead."""
     if nodes is None or len(set(nodes)) == 1 or len(set(nodes[:ranks])) > 1:
         return nodes and nodes[:ranks]
     return tuple(4 * rank // ranks for rank in range(ranks))
 
 
-def two_worlds(groups: Groups, travels: str, most: int) -> tuple[int, int]:
-    """Two worlds of about ``most`` ranks, through whose figures a line is laid: blocks' context slices are squares."""
+def two_worlds(groups: Groups, circulate: str, most: int) -> tuple[int, int]:
+    """Return two worlds of about ``most`` ranks to extrapolate from; ``blocks`` needs square numbers of groups."""
     cut = groups.query
-    if travels == "blocks":
+    if circulate == "blocks":
         side = max(4, isqrt(most // cut) // 2 * 2)
         return cut * (side // 2) ** 2, cut * side**2
     slices = max(2, most // cut // 2)
     return cut * slices, cut * 2 * slices
 
 
-def extended(few: Timed, many: Timed, slices: tuple[int, int, int], travels: str) -> Timed:
-    """A pass over the last of three numbers of context slices, from those over the first two.
+def extended(few: Timed, many: Timed, slices: tuple[int, int, int], circulate: str) -> Timed:
+    """Extrapolate a pass to the last of three numbers of sequence groups, from the first two.
 
-    What a rank computes grows with the slices, and what it sends too, but by blocks with their sides. Where less and
-    less is exposed, it is no less than what was seen.
+    Work and bytes grow with the number of groups; with ``blocks`` bytes grow with its square root. Exposed time never
+    falls below the larger world's.
     """
-    sides = [(isqrt(n) + n / isqrt(n)) / 2 for n in slices] if travels == "blocks" else [float(n) for n in slices]
+    sides = [(isqrt(n) + n / isqrt(n)) / 2 for n in slices] if circulate == "blocks" else [float(n) for n in slices]
 
     def at(axis: Sequence[float], name: str) -> float:
         a, b = getattr(few, name), getattr(many, name)

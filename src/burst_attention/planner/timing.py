@@ -13,12 +13,12 @@ from functools import cached_property
 
 import numpy as np
 
-from ..plan.assignment import TRAVELS, Assignment
+from ..plan.assignment import CIRCULATIONS, Assignment
 from ..plan.cost import Shape
 from ..plan.groups import Groups
 from ..plan.rows import Direction, Side
 from .rates import Link, Rates
-from .traffic import PARTIAL, RELAYED, Messages, Steps, Tally
+from .traffic import PARTIAL, RELAYED, Messages, Steps, TrafficModel
 
 IN_FLIGHT = 2  # exchanges under way at once, as the builder posts them
 RUNS = 1.5  # a slice that is not whole yet is as many pieces for each of a shard's, in the mean
@@ -56,7 +56,7 @@ class Wire:
         return (self.nodes[messages.source] != self.nodes[messages.target]).astype(np.int64)
 
     def seconds(self, messages: Messages) -> tuple[np.ndarray, ...]:
-        """Of each message: the port that it leaves by, that by which it arrives, its seconds on either."""
+        """Return each message's ports of departure and arrival, and its seconds on either."""
         kind = self.across(messages)
         latency, rate = (np.array([getattr(x, name) for x in self._links]) for name in ("latency", "bytes_per_second"))
         took = latency[kind] + messages.size / rate[kind]
@@ -69,9 +69,9 @@ class Wire:
 
 
 def computing(
-    tally: Tally, shape: Shape, direction: Direction, steps: Steps, groups: Groups, rates: Rates
+    tally: TrafficModel, shape: Shape, direction: Direction, steps: Steps, groups: Groups, rates: Rates
 ) -> Computing:
-    """Of one pass."""
+    """Work of one pass."""
     before = groups.keep and direction is Direction.BACKWARD
     contexts, step = tally.world // groups.query, steps.step
     last = int(step.max(initial=0)) + 1
@@ -109,7 +109,12 @@ def _per_cell(shape: Shape, direction: Direction, groups: Groups, rates: Rates) 
 
 
 def _launches(
-    tally: Tally, by_step: Callable[[np.ndarray], np.ndarray], steps: Steps, groups: Groups, *, fetched_before: bool
+    tally: TrafficModel,
+    by_step: Callable[[np.ndarray], np.ndarray],
+    steps: Steps,
+    groups: Groups,
+    *,
+    fetched_before: bool,
 ) -> tuple[np.ndarray, np.ndarray, dict[Side, np.ndarray]]:
     """Launches, visits and rows folded by side [G, R, T]: new queries with all keys held, old queries with new keys."""
     pairs = tally.pairs
@@ -138,7 +143,7 @@ def _launches(
 
 
 def _of_waves(
-    tally: Tally, by_step: Callable[[np.ndarray], np.ndarray], steps: Steps, groups: Groups
+    tally: TrafficModel, by_step: Callable[[np.ndarray], np.ndarray], steps: Steps, groups: Groups
 ) -> tuple[np.ndarray, np.ndarray, dict[Side, np.ndarray]]:
     """The same where chunks come together that lie side by side, in stretches: a tile where one meets itself, and for
     the others of two slices one for each stretch of queries, or of keys if those are fewer."""
@@ -173,11 +178,11 @@ def _first(codes: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """One pass, foretold.
+    """The predicted figures of one pass.
 
     Attributes:
         seconds: until the last rank is done.
-        computing: of those the seconds in which that rank computes; the rest is exchange that nothing hides.
+        computing: the seconds in which that rank computes; the rest is exposed exchange.
         visits, launches: of the rank that has most.
         inside, across: bytes of the rank that sends or receives most, on each kind of link.
     """
@@ -196,7 +201,7 @@ class Timed:
 
 
 def timed(messages: Messages, work: Computing, wire: Wire) -> Timed:
-    """Run a pass on paper, all ranks at once."""
+    """Simulate a pass of all ranks together."""
     world = len(wire.nodes)
     ends, computed = _run(messages, work.seconds, wire)
     slowest = int(ends.argmax()) if world else 0
@@ -293,17 +298,17 @@ def _exchange(
 
 
 def node_numbers(nodes: Sequence[int] | None, world: int) -> np.ndarray:
-    """int64 [W]: the node of each rank, numbered from 0; all on one if not told."""
+    """Return each rank's node, int64 [W], numbered from 0; None: all share one node."""
     if nodes is None:
         return np.zeros(world, np.int64)
     return np.unique(np.asarray(nodes), return_inverse=True)[1].astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)
-class OnPaper:
-    """One pass, over direct routes if not told."""
+class PassSimulation:
+    """One pass, ready to be simulated; over direct routes by default."""
 
-    whole: Tally  # of shards
+    whole: TrafficModel  # of shards
     shape: Shape
     direction: Direction
     inner: Assignment
@@ -311,8 +316,8 @@ class OnPaper:
     wire: Wire
 
     @property
-    def tally(self) -> Tally:
-        """Of what travels by itself."""
+    def tally(self) -> TrafficModel:
+        """The traffic model of the parts that are sent separately."""
         return self.whole.for_groups(self.groups)
 
     def computing(self) -> float:
@@ -349,7 +354,7 @@ class OnPaper:
         return self.tally.cells(self.direction, self.groups, self.inner)
 
 
-def on_paper(tally: Tally, shape: Shape, travels: str, groups: Groups, wire: Wire) -> list[OnPaper]:
-    """A forward and a backward; ``travels`` is a name of ``TRAVELS``."""
-    inner = TRAVELS[travels](tally.world // groups.query)
-    return [OnPaper(tally, shape, direction, inner[direction], groups, wire) for direction in Direction]
+def simulations(tally: TrafficModel, shape: Shape, circulate: str, groups: Groups, wire: Wire) -> list[PassSimulation]:
+    """A forward and a backward; ``circulate`` is a name of ``CIRCULATIONS``."""
+    inner = CIRCULATIONS[circulate](tally.world // groups.query)
+    return [PassSimulation(tally, shape, direction, inner[direction], groups, wire) for direction in Direction]

@@ -1,7 +1,7 @@
-"""What all ranks send, receive and compute at each step, by arrays: for choosing, before there is any program.
+"""The traffic model: what all ranks send, receive and compute at each step, as arrays.
 
-The same messages as :meth:`~burst_attention.plan.uses.Work.edges` has, which a test compares; no objects, for hundreds
-of ranks have too many.
+The planner uses it before any program exists. Its messages equal :meth:`~burst_attention.plan.demand.PassSpec.edges`; a
+test compares them. Arrays replace objects, which would be too many for hundreds of ranks.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy as np
 from ..plan.assignment import Assignment
 from ..plan.band import band_area
 from ..plan.cost import Shape
+from ..plan.demand import PassSpec
 from ..plan.groups import Groups
 from ..plan.layout import Layout
 from ..plan.rows import Direction, Payload, Side, Union, painted
 from ..plan.tile import region_tiles
-from ..plan.uses import Work
 from ..plan.waves import in_waves, wave_of
 
 SHARD, PARTIAL, RELAYED = 0, 1, 2
@@ -42,15 +42,15 @@ class Messages:
 
     @classmethod
     def of(cls, parts: list[Columns]) -> Messages:
-        """Of such columns, to be broadcast; what is empty, or stays on a rank, is no message."""
+        """Make messages of broadcastable columns; drop empty ones and those that stay on a rank."""
         flat = [[x.ravel() for x in np.broadcast_arrays(*part)] for part in parts]
         step, source, target, size, kind = (np.concatenate(column) for column in zip(*flat, strict=True))
         sent = (size > 0) & (source != target)
         return cls(*(x[sent] for x in (step, source, target, size, kind)))
 
 
-def edge_messages(work: Work, shape: Shape) -> Messages:
-    """Of any route, from the edges themselves: for few ranks."""
+def edge_messages(work: PassSpec, shape: Shape) -> Messages:
+    """Return the messages of any route from its edges; practical for few ranks."""
     edges, groups = work.edges(work.cells()), work.groups
     rows = [
         (
@@ -67,12 +67,11 @@ def edge_messages(work: Work, shape: Shape) -> Messages:
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """Of each pair of shards that sees anything, int64 [N]: its owners, (query, key) seen, borders, tiles, and rows.
+    """Pairs of shards with any visible pair of tokens, int64 [N] each: owners, visible area, borders, tiles, and rows.
 
-    ``border``: rows of tiles that a band cuts off at their end, twice if at both; ``spare``: (query, key) of these
-    tiles that are not seen. ``tiles`` are those of one document or prefix counted as one, which joining makes of nearly
-    all of them. ``rows`` are those that some tile touches; ``touched``: counted as often as there are tiles, between
-    segments, that do.
+    ``border``: rows of tiles that a band cuts at one end; counted twice if at both. ``spare``: masked (query, key)
+    pairs of these tiles. ``tiles``: the tiles of one document or prefix count as one, because joining merges nearly all
+    of them. ``rows``: rows that some tile touches. ``touched``: the same, counted once per tile between segments.
     """
 
     i: np.ndarray
@@ -99,8 +98,8 @@ class Steps:
     new_key: np.ndarray
 
 
-class Tally:
-    """One layout under one mask; with ``chunks`` > 1 of chunks in place of shards, of which an owner has so many."""
+class TrafficModel:
+    """One layout under one mask. With ``chunks`` > 1 each owner has that many chunks instead of a shard."""
 
     def __init__(self, layout: Layout, regions: np.ndarray, *, chunks: int = 1) -> None:
         self.layout, self.regions, self.world, self.chunks = layout, regions, layout.world, chunks
@@ -108,14 +107,14 @@ class Tally:
         self.lengths = np.array(self.cut.lengths)
         self._table = region_tiles(self.cut, regions)
         self._rows: dict[tuple[int, Side], tuple[np.ndarray, np.ndarray, Union]] = {}
-        self._finer: dict[int, Tally] = {}
+        self._finer: dict[int, TrafficModel] = {}
 
-    def for_groups(self, groups: Groups) -> Tally:
+    def for_groups(self, groups: Groups) -> TrafficModel:
         """This, or of chunks where shards come in several waves."""
         if groups.chunks == self.chunks:
             return self
         if groups.chunks not in self._finer:
-            self._finer[groups.chunks] = Tally(self.layout, self.regions, chunks=groups.chunks)
+            self._finer[groups.chunks] = TrafficModel(self.layout, self.regions, chunks=groups.chunks)
         return self._finer[groups.chunks]
 
     def owner(self, chunk: np.ndarray) -> np.ndarray:
@@ -205,17 +204,17 @@ class Tally:
             rows.flat[joined.keys] = joined.counts
         return rows
 
-    def looked_at(self, groups: Groups) -> np.ndarray:
+    def sampled(self, groups: Groups) -> np.ndarray:
         """The head groups whose cells are looked at, one by one or as examples."""
         count = min(groups.query, max(2, MOST_CELLS // max(1, len(self.pairs.i))))
         return np.unique(np.linspace(0, groups.query - 1, count).round().astype(np.int64))
 
     def cells(self, direction: Direction, groups: Groups, inner: Assignment) -> Steps:
-        """When each pair is computed, for each head group of :meth:`looked_at`."""
+        """When each pair is computed, for each head group of :meth:`sampled`."""
         fetched_before = groups.keep and direction is Direction.BACKWARD
         user = inner(*(groups.context(self.owner(chunk)) for chunk in (self.pairs.i, self.pairs.j)))
-        group = self.looked_at(groups)[:, None]
-        rank = groups.keeper(group, user)
+        group = self.sampled(groups)[:, None]
+        rank = groups.cache_owner(group, user)
         arrives = {
             side: np.maximum.reduce([groups.distance(x, rank, self.world, wave=wave) for x, wave in sources])
             for side, sources in self._sources(groups, group, direction, fetched_before).items()
@@ -231,7 +230,7 @@ class Tally:
         i, j = zip(owners, (self.wave(chunk, direction) for chunk in (self.pairs.i, self.pairs.j)), strict=True)
         if not fetched_before:
             return {Side.QUERY: [i], Side.KEY: [j]}
-        kept_i, kept_j = (groups.keeper(group, groups.context(owner)) for owner in owners)
+        kept_i, kept_j = (groups.cache_owner(group, groups.context(owner)) for owner in owners)
         first = np.zeros(1, np.int64)
         return {Side.QUERY: [i, (kept_i, first)], Side.KEY: [(kept_j, first)]}
 
@@ -274,8 +273,8 @@ class Tally:
         return last.reshape(-1, self.cut.world, contexts)[self.example(groups)]
 
     def example(self, groups: Groups) -> np.ndarray:
-        """Which of :meth:`looked_at` stands for each head group."""
-        known = self.looked_at(groups)
+        """Which of :meth:`sampled` stands for each head group."""
+        known = self.sampled(groups)
         return np.abs(known - np.arange(groups.query)[:, None]).argmin(1)
 
     def moved(self, shape: Shape, assignments: Mapping[Direction, Assignment], groups: Groups) -> np.ndarray:
@@ -292,7 +291,7 @@ class _Side:
     """One side of one pass, over all head groups: arrays [U, W * chunks, R], or of one group's, which are alike."""
 
     def __init__(
-        self, tally: Tally, shape: Shape, inner: Assignment, groups: Groups, direction: Direction, side: Side
+        self, tally: TrafficModel, shape: Shape, inner: Assignment, groups: Groups, direction: Direction, side: Side
     ) -> None:
         self.shape, self.groups, self.direction, self.side = shape, groups, direction, side
         self.lengths, self.world, self.chunks = tally.lengths, tally.world, tally.chunks
@@ -300,14 +299,14 @@ class _Side:
         chunks = np.arange(tally.cut.world)[:, None]
         self.owner, self.wave, self.context = tally.owner(chunks), tally.wave(chunks, direction), contexts
         self.home = groups.context(self.owner)
-        self.user = groups.keeper(np.arange(groups.query)[:, None, None], contexts)
-        self.keeper = groups.keeper(np.arange(groups.query)[:, None, None], self.home)
+        self.user = groups.cache_owner(np.arange(groups.query)[:, None, None], contexts)
+        self.cache_owner = groups.cache_owner(np.arange(groups.query)[:, None, None], self.home)
         self.rows, self.all_rows = tally.rows(groups, inner, side), tally.rows(groups, _nowhere, side)[:, :1]
         grid = inner(contexts[:, None], contexts)
         self.whole = (grid == grid[:, :1]).all(1) if side is Side.QUERY else (grid == grid[:1]).all(0)
 
     def _bytes(self, *, wide: int | None = None, payload: Payload = Payload.ALL) -> int:
-        """Of a row, of one part of the heads."""
+        """Return the bytes of a row, for one part of the heads."""
         size = self.shape.side_bytes(self.side, self.direction, wide=wide, payload=payload)
         return size // self.groups.count(self.side)
 
@@ -321,9 +320,9 @@ class _Side:
             return [(distance, self.owner, self.user, rows * self._bytes(), SHARD)]
         contexts = len(self.context)
         slices = rows.reshape(contexts, -1, contexts).sum(1)
-        keeper = self.keeper[:, :: self.groups.query * self.chunks]
-        far = self.groups.distance(keeper, self.user, self.world)
-        kept = far, keeper, self.user, slices * self._bytes(payload=Payload.INPUTS), SHARD
+        cache_owner = self.cache_owner[:, :: self.groups.query * self.chunks]
+        far = self.groups.distance(cache_owner, self.user, self.world)
+        kept = far, cache_owner, self.user, slices * self._bytes(payload=Payload.INPUTS), SHARD
         if self.side is Side.KEY:
             return [kept]
         return [kept, (distance, self.owner, self.user, rows * self._bytes(payload=Payload.GRADIENTS), SHARD)]
@@ -340,8 +339,8 @@ class _Side:
         ready = np.where(last < 0, 0, last + 1 + ~here).max(2, keepdims=True)
         return [
             (last + 2, self.user, self.owner, self.rows * whole * io, PARTIAL),
-            (last + 2, self.user, self.keeper, self.rows * (~whole & ~here) * partial, PARTIAL),
-            (ready + 1, self.keeper, self.owner, all_rows * (partial if shared else io), PARTIAL | RELAYED),
+            (last + 2, self.user, self.cache_owner, self.rows * (~whole & ~here) * partial, PARTIAL),
+            (ready + 1, self.cache_owner, self.owner, all_rows * (partial if shared else io), PARTIAL | RELAYED),
         ]
 
 
@@ -376,5 +375,5 @@ def rows_sent_round(tiles: np.ndarray, host: np.ndarray) -> int:
 
 
 def _most_by_host(rows: np.ndarray, rank: np.ndarray, host: np.ndarray) -> int:
-    """Of rows that ranks send, those of the host with most."""
+    """Return the rows that the busiest host sends."""
     return int(np.bincount(host[rank], rows, minlength=1).max())

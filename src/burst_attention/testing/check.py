@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from ..attention.hardware import shape_of
 from ..attention.plan import Plan, make_plan
 from ..kernels.contract import Kernel
 from ..plan.mask import Mask
-from ..planner.choice import HeadsOrAuto, KeepOrAuto, WavesOrAuto
+from ..plan.strategy import CacheOrAuto, ChunksOrAuto, DegreeOrAuto, Strategy
 from .oracle import Gradients, attend, torch_attention
 
 
@@ -27,10 +27,10 @@ class Case:
     mask: Mask = field(default_factory=Mask)
     layout: str = "zigzag"
     route: str = "auto"
-    heads: HeadsOrAuto = 1
-    keep: KeepOrAuto = "auto"
-    waves: WavesOrAuto = "auto"
-    travels: str = "auto"
+    circulate: str = "auto"
+    ulysses_degree: DegreeOrAuto = 1
+    cache_qkv: CacheOrAuto = "auto"
+    chunks: ChunksOrAuto = "auto"
     kernel: str = "auto"
     dtype: torch.dtype = torch.float32
     batch: int = 1
@@ -42,6 +42,11 @@ class Case:
     logits: float = 1.0
     seed: int = 0
     device: str = "cpu"
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy under test."""
+        return Strategy(**{each.name: getattr(self, each.name) for each in fields(Strategy)})
 
     def inputs(self) -> dict[str, Tensor]:
         """Global q, k, v, dout, dlse: the same on every rank."""
@@ -124,7 +129,7 @@ def distributed_call(case: Case, plan: Plan, inputs: dict[str, Tensor]) -> Gradi
     """This rank's share of the call: its shards of out, lse, dq, dk, dv."""
     q, k, v, dout, dlse = (plan.shard(inputs[name], 2) for name in ("q", "k", "v", "dout", "dlse"))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out, lse = burst_attention(q, k, v, plan, travels=case.travels, kernel=case.kernel, return_lse=True)
+    out, lse = burst_attention(q, k, v, plan, kernel=case.kernel, return_lse=True)
     results, grads = ([out, lse], [dout, dlse]) if case.dlse else ([out], [dout])
     torch.autograd.backward(results, grads)
     return Gradients(out.detach(), lse.detach(), q.grad, k.grad, v.grad)
@@ -193,14 +198,13 @@ def _rounded_on_wire(case: Case, plan: Plan) -> tuple[str, ...]:
     """The results whose partials come home in the io dtype."""
     if plan.world == 1 or plan.schedule.route.exact:
         return ()
-    travels = case.travels
     sizes = {name: getattr(case, name) for name in ("batch", "q_heads", "kv_heads", "head_dim", "v_head_dim")}
     shape = shape_of(case.dtype, **sizes)
-    groups, travels = plan.schedule.decide(shape, travels)
+    groups, circulate = plan.planner.decide(plan.schedule, shape)
     if groups.query > 1 and groups.query == plan.world:
         return ("dk", "dv") if groups.key < groups.query else ()
     both = ("out", "dq", "dk", "dv")
-    rounded = {"query": ("dq",), "key-value": ("dk", "dv"), "either": both, "blocks": both}[travels]
+    rounded = {"query": ("dq",), "key-value": ("dk", "dv"), "nearest": both, "blocks": both}[circulate]
     return (*rounded, "dk", "dv") if groups.key < groups.query else rounded
 
 
@@ -211,8 +215,7 @@ def check(case: Case | None = None, *, group: Any = None, timeout: float | None 
     print ``report.table()`` with a rich console on one of them.
     """
     case = case or Case()
-    options = {name: getattr(case, name) for name in ("mask", "layout", "route", "heads", "keep", "waves")}
-    plan = make_plan(case.seqlen, **options, group=group, timeout=timeout)
+    plan = make_plan(case.seqlen, mask=case.mask, strategy=case.strategy, group=group, timeout=timeout)
     mine = compare(case, plan)
     figures = [figure for row in mine for figure in (row.error, row.bound)]
     rows = [
@@ -222,6 +225,6 @@ def check(case: Case | None = None, *, group: Any = None, timeout: float | None 
     ]
     kernel = _kernel(case).name
     title = f"{plan.world} ranks, S={case.seqlen}, {case.mask}, {case.layout}, {plan.route}, {kernel}, {case.dtype}"
-    if case.heads != 1:
-        title += f", heads={case.heads}, keep={case.keep}, waves={case.waves}"
+    if case.ulysses_degree != 1:
+        title += f", ulysses_degree={case.ulysses_degree}, cache_qkv={case.cache_qkv}, chunks={case.chunks}"
     return Report(title, tuple(rows))

@@ -66,8 +66,8 @@ def local_world(world: int, *, timeout: float = 60.0) -> Iterator[LocalWorld]:
         with local_world(8) as ranks:
             outs = ranks.run(lambda group: attend(make_plan(seqlen, group=group)))
 
-    The same plans, programs, sweep and agreements run as between processes; messages are copies on the device, on CUDA
-    on a stream of their own. Threads take turns in Python, so don't time a CPU's ranks by it.
+    Plans, programs, sweep and agreements are the same as between processes. Messages are copies on the device, on CUDA
+    in a separate stream. Threads take turns in Python, so don't time CPU ranks with it.
 
     Args:
         world: how many ranks.

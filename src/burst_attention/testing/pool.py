@@ -1,4 +1,4 @@
-"""A persistent pool of local ranks: spawned processes in one gloo group, met through a file, or as each is told."""
+"""A persistent pool of local ranks: spawned processes in one gloo group."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def _serve(
     timeout: float,
     tied: int | None,
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank wherever it is, without a traceback of its own
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank anywhere, without a traceback
     if tied is not None:
         end_with(tied)
     init_method = entry if isinstance(entry, str) else entry()
@@ -185,7 +185,7 @@ def _serve(
             answer = ("error", _portable(error))
         try:
             pipe.send(answer)
-        except OSError:  # nobody waits for it any more
+        except OSError:  # the caller is gone
             break
         except Exception as error:  # a result that can't be pickled
             pipe.send(("error", _portable(error)))

@@ -1,4 +1,4 @@
-"""The configuration of a training run: one tree of frozen dataclasses, from flags and TOML, written back as TOML."""
+"""Configuration of a training run: frozen dataclasses, read from flags and TOML, written as TOML."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from burst_attention.cli.flags import (
     Interval,
     Length,
     Name,
-    Natural,
     NonNegative,
+    NonNegativeInt,
     Positive,
     Ranks,
     Seconds,
@@ -29,6 +29,7 @@ from burst_attention.cli.flags import (
 )
 from burst_attention.plan.layout import LayoutOrAuto
 from burst_attention.plan.route import RouteOrAuto
+from burst_attention.plan.strategy import DegreeOrAuto, Strategy
 
 from .engines import EngineName
 from .memory import MemoryConfig
@@ -46,75 +47,75 @@ LastRate = Annotated[float, number(lambda value: 0 <= value <= 1, "must be a sha
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What is run, and where its results go."""
+    """How long the run is, and where its results go."""
 
     steps: Count = 100
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     out: Name = "runs/train"
-    """Folder of the run: config, metrics, curve and the trained model."""
-    seed: Natural = 0
-    """Of the model's first weights and of the order of the documents."""
+    """Folder of the run: config, metrics, loss curve, checkpoints and the trained model."""
+    seed: NonNegativeInt = 0
+    """Seed of the model's initial weights and of the document order."""
     overwrite: bool = False
     """Replace the run that --out already holds."""
     save_every: Interval = "30m"
-    """Steps, or minutes with an m (30m), after which a checkpoint is written to --out."""
+    """Interval between checkpoints in --out: a number of steps, or minutes with an m (30m)."""
     keep: Count = 2
-    """How many checkpoints are kept: the newest ones, and with --eval-every the best beside them."""
-    eval_every: Natural = 0
-    """Steps after which the held-out documents are evaluated, and a checkpoint saved if none did as well.
+    """Number of newest checkpoints to keep. With --eval-every, the best one is kept too."""
+    eval_every: NonNegativeInt = 0
+    """Steps between evaluations of the held-out documents. A checkpoint is saved when their loss is the lowest so far.
 
-    0: they are evaluated at the end alone."""
+    0: evaluate only at the end."""
     resume: Name | None = None
-    """Go on from a checkpoint: its folder, or newest (alone, the same) for the newest whole one of --out.
+    """Resume from a checkpoint: its folder, or newest (also without a value): the newest undamaged one in --out.
 
-    auto: so if --out holds an unfinished run; else begin."""
+    auto: resume if --out holds an unfinished run; otherwise start a new one."""
     deadline: Seconds | None = None
-    """Seconds from the start after which the run must be over: before that it saves and ends with status 75."""
+    """Time limit of the run, in seconds from its start. Before the limit, the run saves and exits with status 75."""
     step_timeout: Seconds | None = None
-    """Seconds after which a step that still runs is told: each rank its phase, rank 0 who is behind. It goes on."""
+    """Seconds after which a running step is reported: each rank's phase, and the stragglers. The run continues."""
     profile: Count | None = None
-    """A step of which every rank writes a trace to --out/profile, for Chrome or ui.perfetto.dev."""
+    """Step to profile. Every rank writes a trace to --out/profile, for Chrome or ui.perfetto.dev."""
     wandb: Name | None = None
-    """A project of Weights & Biases that the run is told to as well: pip install 'burst-attention[wandb]'."""
+    """Weights & Biases project to log to. Needs: pip install 'burst-attention[wandb]'."""
     on_nan: OnNan = "stop"
-    """When a loss or gradient is no number. Either way the rank and layer where it came first are named.
+    """Action on a non-finite loss or gradient. Both choices report the rank and layer where it first appeared.
 
-    skip: leave the step out, whose data are passed over, and go on; end after 10 in a row."""
+    stop: end the run. skip: leave out the update, discard its data and continue; end after 10 in a row."""
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What is read, and how it becomes sequences."""
+    """Which documents are read, and how they become sequences."""
 
     data: Name = "stdlib"
-    """FILE.txt, a directory, *.jsonl, either as .gz, hf:NAME[:CONFIG][@SPLIT], or stdlib: Python's own source files."""
+    """FILE.txt or FILE.jsonl (also as .gz), a directory, hf:NAME[:CONFIG][@SPLIT], or stdlib: Python's source files."""
     tokenizer: Name | None = None
-    """bytes, or a Hugging Face tokenizer's path or name. Default: the loaded model's own; bytes for a preset."""
+    """bytes, or the path or hub name of a Hugging Face tokenizer. Default: the loaded model's; bytes for a preset."""
     seq_len: Length = 4096
-    """Tokens of a sequence, over all ranks that share it."""
+    """Tokens per sequence, over all ranks that share it."""
     pack: PackName = "documents"
-    """documents: fill sequences with documents, masked from each other. none: cut each from one long document."""
+    """documents: pack documents into sequences, masked from each other. none: cut each sequence from one document."""
     held_out: Fraction = 0.05
-    """Share of the documents kept for evaluation and never trained on; 0 to skip the evaluation."""
+    """Share of the documents used for evaluation and never trained on; 0 skips the evaluation."""
     held_out_sequences: Count = 8
-    """At most this many held-out sequences are evaluated."""
+    """Maximum number of held-out sequences to evaluate."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What is trained."""
+    """Which model is trained, and in which precision."""
 
     model: Name = "tiny"
     """A preset (tiny, llama-2-7b, llama-2-13b, llama-3-8b), or the folder or hub name of a model to load."""
     dtype: DtypeOrAuto = "auto"
-    """Of the computation; weights are trained in fp32 (fp64). auto: float32 on CPU, bfloat16 on GPU."""
+    """Dtype of the computation; weights are trained in fp32 (fp64). auto: float32 on CPU, bfloat16 on GPU."""
     save_dtype: SaveDtype = "auto"
-    """Of the weights in --out's model. auto: a loaded model's own dtype; fp32 (fp64), as trained, for a preset."""
+    """Dtype of the weights saved in --out/model. auto: a loaded model's dtype; for a preset fp32 (fp64) as trained."""
     max_positions: Length | None = None
-    """Sets max_position_embeddings of the model's configuration, for --seq-len beyond it. RoPE stays as it is."""
+    """New max_position_embeddings for the model, if --seq-len exceeds it. RoPE settings do not change."""
 
     def compute_dtype(self, device_type: str) -> torch.dtype:
-        """What ``dtype`` means on a device of this type."""
+        """Return the torch dtype for ``dtype`` on this type of device."""
         import torch
 
         automatic = "bfloat16" if device_type == "cuda" else "float32"
@@ -124,36 +125,39 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Who computes what."""
+    """How the work is divided among ranks."""
 
     ranks: Ranks | None = None
-    """Local workers to launch. Default: one per GPU, else one per core."""
+    """Local workers to launch. Default: one per GPU, or one per core without GPUs."""
     data_parallel: Count = 1
-    """Groups of ranks that read sequences of their own; the ranks of a group share each sequence."""
+    """Number of data-parallel groups. Each group reads different sequences; its ranks share each sequence."""
     engine: EngineName = "burst"
-    """How a sequence is shared: ours, or one to compare it with. All give the same loss."""
+    """How ranks share a sequence: burst, or an engine to compare it with. All give the same loss."""
     layout: LayoutOrAuto = "auto"
-    """Which tokens of a sequence each rank holds. auto: the engine's best; for burst what is predicted to be best."""
+    """Which tokens of a sequence each rank holds. auto: the engine's best; for burst, the predicted fastest."""
     route: RouteOrAuto = "auto"
-    """How shards travel, for --engine burst."""
-    heads: Count | None = None
-    """Groups into which heads are cut, for --engine burst; 1: none. Default: as many as are predicted to be fastest.
-    For --engine usp how many neighbours exchange tokens for heads. Default: the most that divide ranks and heads."""
+    """How shards circulate, for --engine burst."""
+    ulysses_degree: Count | None = None
+    """Number of head groups, for --engine burst; 1: heads stay whole. Default: predicted fastest.
+    For --engine usp: how many neighbouring ranks exchange tokens for heads. Default: the largest common divisor of
+    the numbers of ranks and heads."""
     device: DeviceOrAuto = "auto"
-    """auto: a GPU for every rank if the machine has as many, else the CPU."""
+    """auto: GPUs if the machine has one for every rank; otherwise the CPU."""
     timeout: Seconds = 600.0
-    """Seconds a rank waits for another before it gives up."""
+    """Seconds that a rank waits for another rank before it gives up."""
     peak_tflops: Positive | None = None
-    """TFLOP/s of a rank's device, of which MFU is the share that the model's own operations take.
+    """Peak TFLOP/s of one rank's device, for MFU: the rate of the model's operations divided by this peak.
 
-    These are 6 x parameters of linear layers (head included, embedding not) for a token, and 12 x head_dim for a head
-    and a pair that the mask lets see each other. Default: of a known GPU its data sheet's in bf16; else no MFU."""
+    The model's operations are 6 per token and parameter of linear layers (head included, embedding excluded), and
+    12 x head_dim per layer, head and unmasked (query, key) pair. Default: a known GPU's bf16 rate from its data
+    sheet; else no MFU."""
 
     @property
     def how(self) -> dict[str, Any]:
         """The engine, as it was asked for."""
-        heads = "auto" if self.heads is None else self.heads
-        return {"name": self.engine, "layout": self.layout, "route": self.route, "heads": heads}
+        degree: DegreeOrAuto = "auto" if self.ulysses_degree is None else self.ulysses_degree
+        strategy = Strategy(layout=self.layout, route=self.route, ulysses_degree=degree)
+        return {"name": self.engine, "strategy": strategy}
 
 
 @dataclass(frozen=True)
@@ -161,34 +165,34 @@ class OptimConfig:
     """The optimizer and its schedule: AdamW, warm-up and cosine decay."""
 
     lr: Positive | None = None
-    """Highest learning rate. Default: 2e-3 for tiny, 3e-4 for the other presets, 2e-5 for a loaded model."""
+    """Peak learning rate. Default: 2e-3 for tiny, 3e-4 for the other presets, 2e-5 for a loaded model."""
     min_lr: LastRate = 0.1
-    """Last learning rate, as a share of --lr."""
-    warmup: Natural = 10
+    """Final learning rate, as a share of --lr."""
+    warmup: NonNegativeInt = 10
     """Steps of linear warm-up."""
     decay_steps: Count | None = None
-    """The step at which the learning rate reaches --min-lr, where it stays. Default: --steps, as the run began."""
+    """Step at which the learning rate reaches --min-lr and stays there. Default: --steps of the run's first start."""
     weight_decay: NonNegative = 0.1
-    """Of matrices, embeddings and the head among them; norms and biases have none."""
+    """Weight decay of matrices, including embeddings and the head; norms and biases have none."""
     beta1: Fraction = 0.9
-    """AdamW's memory of the gradient."""
+    """AdamW's decay rate of the first moment (mean gradient)."""
     beta2: Fraction = 0.95
-    """AdamW's memory of its square."""
+    """AdamW's decay rate of the second moment (mean squared gradient)."""
     eps: Positive = 1e-8
-    """Added to the root of AdamW's second moment."""
+    """AdamW's epsilon, added to the root of the second moment."""
     clip: NonNegative = 1.0
-    """Largest global norm of the gradient; 0 to leave it alone."""
+    """Maximum global gradient norm; 0 turns clipping off."""
     batch: Count = 1
-    """Sequences that a group computes at once; more than one needs --pack none."""
+    """Sequences per group and micro-step; more than one needs --pack none."""
     accumulate: Count | None = None
-    """Micro-steps whose gradients are summed before an optimizer step. Default: what --global-batch leaves, else 1."""
+    """Micro-steps of gradient accumulation per optimizer step. Default: derived from --global-batch, or 1."""
     global_batch: Count | None = None
-    """Sequences of an optimizer step, over all groups. Default: --data-parallel x --batch x --accumulate."""
+    """Sequences per optimizer step, over all groups. Default: --data-parallel x --batch x --accumulate."""
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Train a Llama on long documents; every sequence is shared by several ranks."""
+    """Train a Llama on long documents; several ranks share every sequence."""
 
     run: RunConfig = field(default_factory=RunConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -199,47 +203,47 @@ class TrainConfig:
 
     @property
     def how(self) -> dict[str, Any]:
-        """The engine, as :func:`burst_train.engines.choose` takes it."""
+        """The engine settings that :func:`burst_train.engines.choose` takes."""
         return {**self.parallel.how, "remat": self.memory.remat}
 
     @property
     def packed(self) -> bool:
-        """Whether a sequence holds several documents."""
+        """Whether a sequence can hold several documents."""
         return self.data.pack == "documents"
 
     @property
     def peak_lr(self) -> float:
-        """``lr``, or what suits the model."""
+        """Return ``lr``, or the model's default peak learning rate."""
         if self.optim.lr is not None:
             return self.optim.lr
         return 2e-3 if self.model.model == "tiny" else 3e-4 if self.model.model in PRESETS else 2e-5
 
     @property
     def decay_steps(self) -> int:
-        """The step at which the learning rate has fallen to its least."""
+        """The step at which the learning rate reaches its minimum."""
         return self.optim.decay_steps or self.run.steps
 
     @property
     def sequences_per_step(self) -> int:
-        """Sequences that one optimizer step reads, over all groups."""
+        """Sequences per optimizer step, over all groups."""
         return self.optim.global_batch or self.parallel.data_parallel * self.optim.batch * (self.optim.accumulate or 1)
 
     @property
     def inputs(self) -> dict[str, str | None]:
-        """What is read, by flag: paths, or names of something else."""
+        """Inputs by flag: paths or other names."""
         return {"--model": self.model.model, "--tokenizer": self.data.tokenizer, "--data": self.data.data}
 
     def check(self) -> None:
-        """Raise ValueError naming the first flag whose value can't be."""
+        """Raise ValueError naming the first flag with an invalid value."""
         for section in dataclasses.fields(self):
             check_settings(getattr(self, section.name))
-        single = "needs --pack none, as packed sequences differ in their masks; use --accumulate instead"
+        single = "needs --pack none, because packed sequences have different masks; use --accumulate instead"
         require(not self.packed or self.optim.batch == 1, "batch", self.optim.batch, single)
         self._check_global_batch()
         evaluated = self.run.eval_every == 0 or self.data.held_out > 0
-        nothing = "needs documents to evaluate, and --held-out 0 keeps none; give a share, or leave --eval-every out"
+        nothing = "needs documents to evaluate, but --held-out 0 keeps none; raise --held-out or omit --eval-every"
         require(evaluated, "eval_every", self.run.eval_every, nothing)
-        beyond = f"is no step of a run of --steps {self.run.steps}"
+        beyond = f"is after the last of --steps {self.run.steps}; choose an earlier step"
         require(self.run.profile is None or self.run.profile <= self.run.steps, "profile", self.run.profile, beyond)
         self.memory.check(self.parallel.engine, self.parallel.device)
 
@@ -249,22 +253,22 @@ class TrainConfig:
         if asked is None:
             return
         parts = f"--data-parallel {self.parallel.data_parallel} x --batch {self.optim.batch}"
-        rule = f"must be a multiple of {parts}, the {at_once} sequences that are computed at once"
+        rule = f"must be a multiple of {at_once}, the sequences computed in one micro-step ({parts})"
         require(asked % at_once == 0, "global_batch", asked, rule)
-        rule = f"is not {parts} x --accumulate {accumulate}; leave --accumulate out, it follows"
+        rule = f"is not {parts} x --accumulate {accumulate}; omit --accumulate, which is then derived"
         require(accumulate is None or asked == at_once * accumulate, "global_batch", asked, rule)
 
     def check_world(self, world: int) -> None:
-        """Raise ValueError if ``world`` ranks can't run this."""
+        """Raise ValueError if ``world`` ranks can't run this configuration."""
         groups = self.parallel.data_parallel
         require(world % groups == 0, "data_parallel", groups, f"must divide the number of ranks, {world}")
-        short = f"is shorter than the {world // groups} ranks that share a sequence: every rank of a training run needs"
-        short += " a token; raise --seq-len or lower --ranks"
+        short = f"is shorter than the {world // groups} ranks that share a sequence, and every rank needs a token;"
+        short += " raise --seq-len or lower --ranks"
         require(self.data.seq_len >= world // groups, "seq_len", self.data.seq_len, short)
 
 
 def flag_names() -> dict[str, str]:
-    """Every setting's name and the section of the tree that holds it; names are unique over the sections."""
+    """Return the section of each setting by name; names are unique across sections."""
     sections = TrainConfig()
     return {
         setting.name: section.name
@@ -274,12 +278,12 @@ def flag_names() -> dict[str, str]:
 
 
 def read_toml(path: Path) -> list[str]:
-    """The command-line flags that a TOML file stands for, so that one parser checks both.
+    """Convert a TOML file to command-line flags, so that one parser checks both.
 
-    A setting is spelled like its flag (``seq_len`` or ``seq-len``), at the top of the file or in its section's table.
+    A setting has the name of its flag (``seq_len`` or ``seq-len``), at the top level or in its section's table.
 
     Raises:
-        ValueError: the file can't be read, or a key is no setting; names the file and the key.
+        ValueError: the file can't be read, or a key is not a setting; names the file and the key.
     """
     try:
         content = tomllib.loads(path.read_text("utf-8"))
@@ -291,6 +295,7 @@ def read_toml(path: Path) -> list[str]:
         inner = value if key in known.values() and isinstance(value, dict) else None
         for name, given in {key: value}.items() if inner is None else inner.items():
             name = name.replace("-", "_")
+            name = {"heads": "ulysses_degree"}.get(name, name)  # 0.2 wrote `heads`
             if name not in known or (inner is not None and known[name] != key):
                 where = f" in [{key}]" if inner is not None else ""
                 raise ValueError(f"--config {path}: unknown setting {name!r}{where}{_closest(name, known)}")
@@ -299,7 +304,7 @@ def read_toml(path: Path) -> list[str]:
 
 
 def _closest(name: str, known: Iterable[str]) -> str:
-    """The setting that may have been meant, as a question; empty if none is like it."""
+    """Return a question that suggests the closest setting; empty if none is similar."""
     return "".join(f"; did you mean {each!r}?" for each in difflib.get_close_matches(name, known, 1))
 
 
@@ -312,13 +317,13 @@ def _as_flags(path: Path, name: str, value: object) -> list[str]:
 
 
 def as_flags(settings: Mapping[str, Mapping[str, Any]], where: Path) -> list[str]:
-    """The flags that stand for settings by section and name; ``where`` they were read, for errors."""
+    """Return the flags for settings given by section and name; errors name their source ``where``."""
     given = (pair for held in settings.values() for pair in held.items())
     return [part for name, value in given if value is not None for part in _as_flags(where, name, value)]
 
 
 def write_toml(config: TrainConfig) -> str:
-    """The configuration as :func:`read_toml` reads it back; what is left to its default of None is left out."""
+    """Return the configuration as TOML that :func:`read_toml` reads back; settings of None are omitted."""
     import tomli_w
 
     sections = dataclasses.asdict(config).items()

@@ -1,4 +1,4 @@
-"""Figures for people: three digits and a unit, as in 8.19 PFLOP, 1.4 GB, 23 ms."""
+"""Numbers formatted for people: three digits and a unit, as in 8.19 PFLOP, 1.4 GB, 23 ms."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ _LARGE = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
 
 
 def scaled(value: float, unit: str, *, step: float = 1000.0) -> str:
-    """With the prefix that leaves 1 to ``step`` before the unit; thousands are ``k``, and 0 is 0."""
+    """Format ``value`` with a unit prefix that leaves a number from 1 to ``step``; thousands are ``k``."""
     power = 0
     while abs(value) >= 0.9995 * step and power < len(_LARGE) - 1:
         value, power = value / step, power + 1
@@ -14,7 +14,7 @@ def scaled(value: float, unit: str, *, step: float = 1000.0) -> str:
 
 
 def digits(value: float) -> str:
-    """Three of them, none behind a whole number that has as many, no exponent."""
+    """Format with three significant digits: no exponent, no trailing zeros, integers in full."""
     if value == 0:
         return "0"
     places = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
@@ -23,7 +23,7 @@ def digits(value: float) -> str:
 
 
 def seconds_text(value: float) -> str:
-    """From nanoseconds to days."""
+    """Format a duration in a unit from nanoseconds to days."""
     if value == 0:
         return "0 s"
     for most, size, unit in ((1e-6, 1e-9, "ns"), (1e-3, 1e-6, "us"), (1.0, 1e-3, "ms"), (120.0, 1.0, "s")):
@@ -36,17 +36,17 @@ def seconds_text(value: float) -> str:
 
 
 def bytes_text(value: float) -> str:
-    """In powers of 1000, as devices and links are sold: 80 GB."""
+    """Format bytes in powers of 1000, as vendors state device memory and bandwidth: 80 GB."""
     return scaled(value, "B")
 
 
 def flops_text(value: float) -> str:
-    """Of multiplications and additions."""
+    """Format a number of floating-point operations."""
     return scaled(value, "FLOP")
 
 
 def tokens_text(value: int) -> str:
-    """As a command line takes it: 1M is 1024 times 1024, 96K 96 times 1024; others as they are."""
+    """Format a token count as flags take it: 1M is 1024 x 1024, 96K is 96 x 1024; others in full."""
     for size, unit in ((1 << 20, "M"), (1 << 10, "K")):
         if value >= size and value % size == 0:
             return f"{value // size}{unit}"

@@ -1,4 +1,4 @@
-"""What a run may do to need less memory: its flags, and which of them go together."""
+"""Memory-saving options of a run, and the check that the run fits in memory."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from pathlib import Path
 from typing import Literal
 
 from burst_attention.cli.flags import Count, flag, require
-from burst_attention.planner.choice import Remat as RematName
+from burst_attention.planner.planner import Remat as RematName
 
 OffloadName = Literal["none", "activations"]
-# Engines whose attention is the operator that a checkpoint can keep by name; those that compute in DTensors.
+# Engines with an attention operator that a checkpoint can keep by name; engines that compute with DTensors.
 KEEPING, TENSOR = ("burst", "ring"), ("tensor", "tensor-sequence")
 
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """What is computed again, or lies elsewhere, so that longer sequences fit. None of it changes the loss."""
+    """Save memory by recomputing, offloading or splitting work, for longer sequences. The loss does not change."""
 
     remat: RematName = "none"
-    """What is recomputed in the backward. layer: every decoder layer, of which its input alone is kept.
-    keep-attention: all of it but the attention, so that its exchanges are not repeated (burst and ring)."""
+    """What the backward recomputes. layer: whole decoder layers, of which only the inputs are kept.
+    keep-attention: all but the attention, so that its exchanges are not repeated (burst and ring)."""
     offload: OffloadName = "none"
-    """activations: the layers' inputs that --remat keeps lie in host memory meanwhile (GPUs; never run on one)."""
+    """activations: keep the layer inputs saved by --remat in host memory (GPUs only; not yet run on a GPU)."""
     mlp_chunks: Count = 1
-    """Feed-forward layers take a rank's tokens in so many pieces, each recomputed in the backward."""
+    """Feed-forward layers process a rank's tokens in this many chunks; the backward recomputes each chunk."""
     optimizer_offload: bool = False
-    """Weights, gradients and AdamW's moments lie in host memory, and AdamW runs there (GPUs; never run on one)."""
+    """Keep weights, gradients and AdamW's moments in host memory; run AdamW there (GPUs only; not yet run on one)."""
     compile: bool = False
-    """Compile norms and feed-forward layers by torch.compile; not for tensor and tensor-sequence."""
+    """Compile norms and feed-forward layers with torch.compile; not for tensor and tensor-sequence."""
     ignore_memory: bool = False
-    """Start even if the memory that is foretold is more than the machine has."""
+    """Start even if the predicted memory exceeds the machine's."""
 
     def check(self, engine: str, device: str) -> None:
-        """Raise ValueError naming the first flag that can't be with this engine, or on this type of device."""
-        keeps = f"is for --engine {' and '.join(KEEPING)}; --engine {engine} has another attention: use --remat layer"
+        """Raise ValueError naming the first flag that the engine or device does not support."""
+        keeps = f"works only with --engine {' and '.join(KEEPING)}; for --engine {engine} use --remat layer"
         require(self.remat != "keep-attention" or engine in KEEPING, "remat", self.remat, keeps)
-        offload = "needs --remat layer or keep-attention: what it moves are the layers' inputs that those keep"
+        offload = "moves the layer inputs that --remat layer or keep-attention saves; add one of the two"
         require(self.offload == "none" or self.remat != "none", "offload", self.offload, offload)
-        there = "is for GPUs: on --device cpu everything lies in host memory already; leave it out"
+        there = "is for GPUs; with --device cpu everything is already in host memory. Leave it out"
         require(self.offload == "none" or device != "cpu", "offload", self.offload, there)
         if self.optimizer_offload and device == "cpu":
             raise ValueError(f"{flag('optimizer_offload')} {there}")
@@ -49,10 +49,10 @@ class MemoryConfig:
 
 
 def free_memory(root: Path = Path("/")) -> tuple[int, str] | None:
-    """Bytes that this machine has for new processes, and what limits them; None where nothing tells.
+    """Return the bytes free for new processes and the limit's name; None if unknown.
 
     Args:
-        root: of the file system; another for tests.
+        root: root of the file system; tests pass another.
     """
     limits = [*_of_machine(root / "proc/meminfo"), *_of_cgroup(root)]
     return min(limits) if limits else None
@@ -66,7 +66,7 @@ def _of_machine(told: Path) -> Iterator[tuple[int, str]]:
 
 
 def _of_cgroup(root: Path) -> Iterator[tuple[int, str]]:
-    """What the limits of this process's control group (version 2), and of those around it, leave."""
+    """Memory left by the limits of this process's control groups (version 2)."""
     own = root / "proc/self/cgroup"
     lines = own.read_text().splitlines() if own.is_file() else []
     inside = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
@@ -82,12 +82,12 @@ def _of_cgroup(root: Path) -> Iterator[tuple[int, str]]:
 def check_fits(
     parts: Mapping[str, int], free: tuple[int, str] | None, memory: MemoryConfig, *, seq_len: int, ranks: int
 ) -> None:
-    """Raise ValueError if what is foretold for ``ranks`` ranks is more than is free; names what would lower it.
+    """Raise ValueError if the predicted memory of ``ranks`` ranks exceeds free memory; suggest remedies.
 
     Args:
-        parts: a rank's, of :func:`burst_train.forecast.footprint.training_memory`.
-        free: of :func:`free_memory`, or a GPU's.
-        ranks: that share what is free.
+        parts: one rank's bytes, from :func:`burst_train.forecast.footprint.training_memory`.
+        free: from :func:`free_memory`, or a GPU's free memory.
+        ranks: number of ranks that share the free memory.
     """
     per_rank = sum(parts.values())
     if free is None or memory.ignore_memory or per_rank * ranks <= free[0]:
@@ -95,17 +95,17 @@ def check_fits(
     lower = ["--remat layer"] if memory.remat == "none" else []
     lower += ["--mlp-chunks 8"] if memory.mlp_chunks == 1 else []
     raise ValueError(
-        f"{flag('seq_len')} {seq_len} needs {size_text(per_rank)} a rank as foretold ({parts_text(parts)}), for "
-        f"{ranks} here {size_text(per_rank * ranks)}, of {size_text(free[0])} {free[1]}; lower it by "
-        f"{', '.join([*lower, 'a shorter --seq-len or ranks on more machines'])}, or start anyway by --ignore-memory"
+        f"{flag('seq_len')} {seq_len} is predicted to need {size_text(per_rank)} per rank ({parts_text(parts)}), "
+        f"{size_text(per_rank * ranks)} for {ranks} ranks here; there is only {size_text(free[0])} {free[1]}. Try "
+        f"{', '.join([*lower, 'a shorter --seq-len or ranks on more machines'])}, or start anyway with --ignore-memory"
     )
 
 
 def parts_text(parts: Mapping[str, int]) -> str:
-    """The parts that are there, in words."""
+    """Return the non-zero parts as text."""
     return ", ".join(f"{name} {size_text(size)}" for name, size in parts.items() if size)
 
 
 def size_text(size: float) -> str:
-    """In MiB, or from 10 GiB on in GiB."""
+    """Format a size in MiB, or in GiB from 10 GiB on."""
     return f"{size / 2**20:,.0f} MiB" if size < 10 * 2**30 else f"{size / 2**30:,.1f} GiB"

@@ -1,4 +1,4 @@
-"""Sizes of the models that can be trained from nothing, as ``transformers.LlamaConfig`` names them."""
+"""Model sizes that can be trained from scratch, in the terms of ``transformers.LlamaConfig``."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What each part is worth: our attention, each time with one thing undone."""
+"""Ablation: measure our attention with one feature disabled at a time."""

@@ -1,15 +1,17 @@
-"""One causal attention, forward and backward, over W ranks: ours as it is planned for the ranks and links at hand,
-which are measured first, and each time one thing about it undone; then the paper's, whole heads and zigzag, likewise.
+"""Time one causal attention over W ranks, forward and backward, with one feature removed at a time.
 
-The variants take turns, round by round, on the same ranks and cores, 1 thread a rank. Before that each one's out, dq,
-dk, dv are compared with fp64 at a length where that fits. What errs more than 3 times as much as torch's own kernel in
-the same dtype is shown as WRONG, without a time; io-dtype accumulation, whose error is the point, may err 6 times as
-much. Peak memory is of each rank's resident memory in one call above that before its inputs were made; it is measured
-in processes of its own, in which glibc gives freed tensors back at once. The last column is of the (query, key) pairs
-in the forward and in the backward: with more ranks than cores the wall time does not show how they are shared out.
+First the ranks and links are measured, and ours is planned for them. Each variant removes one feature of that plan. The
+paper's strategy (zigzag, whole heads) follows in the same way.
 
-    python benchmarks/ablation.py [--world 4] [--seq-len 8192] [--heads 8] [--head-dim 32] [--rounds 5] [--json FILE]
-"""
+The variants take turns, round by round, on the same ranks and cores, with one thread per rank. Before that, each
+one's out, dq, dk and dv are compared with fp64 at a length where fp64 fits. A variant whose error exceeds 3 times
+that of torch's own kernel in the same dtype is printed as WRONG, without a time. The limit is 6 times for io-dtype
+accumulation, whose error is the point. Peak memory is each rank's peak resident memory in one call, minus the memory
+before its inputs were made. Separate processes measure it, in which glibc returns freed memory at once. The last
+column gives the (query, key) pairs that ranks compute in the forward and the backward; with more ranks than cores the
+wall time does not show how evenly they are shared.
+
+    python benchmarks/ablation.py [--world 4] [--seq-len 8192] [--heads 8] [--head-dim 32] [--rounds 5] [--json FILE]"""
 
 from __future__ import annotations
 
@@ -50,25 +52,37 @@ def compare(
     variants: Sequence[Variant] = VARIANTS,
     timeout: float = 1800.0,
 ) -> list[dict[str, Any]]:
-    """Check every variant; count, time and watch the memory of those that are right; a dict for each, in their order.
+    """Check every variant, and measure the correct ones; return a dict for each, in the same order.
 
     Args:
-        rounds: timed ones, at least 1.
-        entries: for :class:`burst_attention.testing.WorkerPool`: where the ranks run that are checked, counted and
-            timed; None for plain processes. Memory is always measured in plain ones: it doesn't depend on the links.
-        calibrate: first measure ranks and links, for ours to plan by; ``link``: the limit of each node's, in bits per
-            second, as ``entries`` have it; None for none.
-        check_len: tokens of the comparison with fp64, at most; it takes memory for 10 squares of them.
-        variants: the first is what the others are compared with.
-        timeout: seconds that one call may take.
+        world: Number of ranks.
+        workload: Sizes of the call.
+        rounds: Timed rounds, at least 1.
+        entries: Entries for :class:`burst_attention.testing.WorkerPool`, which say where ranks are checked, counted and
+            timed; None for plain processes. Memory is always measured in plain processes, because it doesn't depend on
+            the links.
+        calibrate: First measure ranks and links, and let our variants plan with these rates.
+        link: Rate of each node's link in bits per second, as set for ``entries``; None for no limit.
+        check_len: Most tokens of the comparison with fp64, which needs memory for 10 matrices of that size squared.
+        variants: The variants; the others are compared with the first.
+        timeout: Seconds that one call may take.
 
     Returns:
-        ``name``, ``differs``; ``errors`` and ``bounds``: relative L2 against fp64 by tensor, over all ranks, at
-        ``check_len`` tokens; ``correct``. Empty where not correct: ``seconds``: of each round, the slowest rank's;
-        ``ratios``: by round, to the first variant's (above 1: that is faster); ``bytes_forward``,
-        ``bytes_backward``: sent by each rank, as its transport counted; ``scores_forward``, ``scores_backward``:
-        (query, key) pairs that each rank computes, of one head; ``peak_forward``, ``peak``: bytes of memory of each
-        rank, by the end of the forward and of the backward, q, k, v, out, dout, dq, dk and dv included.
+        Dicts with these keys; those after ``correct`` are empty for wrong variants:
+
+        - ``name``, ``differs``;
+        - ``errors``, ``bounds``: relative L2 error against fp64 and its limit by tensor, over all ranks, at
+          ``check_len`` tokens;
+        - ``correct``: whether all errors are within their limits;
+        - ``seconds``: the slowest rank's seconds in each round;
+        - ``ratios``: time divided by the first variant's, by round (above 1: the first is faster);
+        - ``bytes_forward``, ``bytes_backward``: bytes that each rank's transport sent;
+        - ``scores_forward``, ``scores_backward``: (query, key) pairs of one head that each rank computes;
+        - ``peak_forward``, ``peak``: each rank's peak memory in bytes by the end of the forward and of the backward,
+          including q, k, v, out, dout, dq, dk and dv.
+
+    Raises:
+        ValueError: ``rounds`` is below 1.
     """
     if rounds < 1:
         raise ValueError(f"rounds={rounds} must be at least 1")
@@ -99,18 +113,20 @@ def compare(
 
 
 def scores(variant: Variant, workload: Workload) -> list[int]:
-    """On a rank: the (query, key) pairs that it computes in the forward and in the backward, of one head; of a part
-    of the heads as much less."""
+    """Run on a rank: return its (query, key) pairs of one head in [forward, backward].
+
+    If the rank computes only a part of the heads, the pairs are scaled by that part.
+    """
     plan = ready(variant, workload).call.plan
     assert plan is not None
     chosen = variant.candidate(plan, workload)
-    programs = [plan.schedule.program(chosen.travels, direction, chosen.groups) for direction in Direction]
+    programs = [plan.schedule.program(chosen.circulate, direction, chosen.groups) for direction in Direction]
     areas = [sum(op.tiles.area for op in program.ops if isinstance(op, Visit)) for program in programs]
     return [area // chosen.groups.query for area in areas]
 
 
 def tables(rows: list[dict[str, Any]], title: str, check_title: str) -> list[Table]:
-    """What it costs, and how far it is from fp64."""
+    """Return two tables: the costs, and the errors against fp64."""
     costs = terminal(({"": row["name"]} | _figures(row) for row in rows), title=title)
     return [costs, terminal(map(_exactness, rows), title=check_title)]
 

@@ -1,8 +1,7 @@
-"""What ``ablation.py`` compares: our attention, and each time one thing about it undone.
+"""The variants of ``ablation.py``: our attention with one feature removed at a time.
 
-Most differ by a value that the library takes. The others are a
-:class:`burst_attention.attention.passes.Pass` or a transport of their own, run by the library's sweep.
-"""
+Most differ by an argument of the library. The others replace a :class:`burst_attention.attention.passes.Pass` or the
+transport, and run through the library's sweep."""
 
 from __future__ import annotations
 
@@ -10,7 +9,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +23,8 @@ from burst_attention.kernels.merge import merge_, row_dot
 from burst_attention.plan.build import Builder, Rectangle
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.rows import Direction, Side
-from burst_attention.planner.choice import Candidate, HeadsOrAuto, KeepOrAuto, WavesOrAuto
+from burst_attention.plan.strategy import NAMED, Strategy
+from burst_attention.planner.choice import Candidate
 
 from ..harness.calls import Begin, Call, Ours
 from ..harness.trace import over
@@ -34,49 +33,42 @@ from ..harness.workload import Workload
 
 @dataclass(frozen=True, kw_only=True)
 class Variant(Ours):
-    """Ours, as it is planned for the calls and the machine, with one thing undone.
+    """Our attention as planned for the call and the machine, with one feature removed.
 
     Attributes:
-        differs: what is not as in ours, in words.
-        assignment, keep, waves: as for :func:`burst_attention.make_plan`; if ``keep`` or ``waves`` is told, and heads
-            are not, heads are cut, and what travels does, as where both are left open.
-        transport: of the messages; the plan's own class if None.
-        builder: of the programs.
-        forward, backward: the passes; if both are the library's, the public call is taken. Others are for whole heads.
+        differs: Description of the difference from ours.
+        strategy: As for :func:`burst_attention.make_plan`. If it fixes ``cache_qkv`` or ``chunks`` and not the
+            Ulysses degree, the rest is as the planner chooses it without them.
+        transport: Class of the transport; None: the plan's own class.
+        builder: Class that builds the programs.
+        forward, backward: Classes of the passes. If both are the library's, the public call runs. Others support whole
+            heads only.
     """
 
     differs: str
-    layout: str = "auto"
-    heads: HeadsOrAuto = "auto"
-    keep: KeepOrAuto = "auto"
-    waves: WavesOrAuto = "auto"
-    assignment: str = "auto"
+    strategy: Strategy = field(default=Strategy())
     transport: type[Transport] | None = None
     builder: type[Builder] = Builder
     forward: type[Forward] = Forward
     backward: type[Backward] = Backward
 
     def plan(self, workload: Workload) -> Plan:
-        if (self.keep, self.waves) != ("auto", "auto") and self.heads == "auto":
+        asked = self.strategy
+        if (asked.cache_qkv, asked.chunks) != ("auto", "auto") and asked.ulysses_degree == "auto":
             return self.held(workload).plan(workload)
         plan = super().plan(workload)
         if self.builder is not Builder:
-            plan = Plan(replace(plan.schedule, builder=self.builder), plan.transport, plan.agreement)
+            plan = Plan(replace(plan.schedule, builder=self.builder), plan.planner, plan.transport, plan.agreement)
         return plan if self.transport is None else over(plan, self.transport, agreement=plan.agreement)
 
-    def options(self, workload: Workload) -> dict[str, Any]:
-        more = {"keep": self.keep, "assignment": self.assignment, "waves": self.waves}
-        return super().options(workload) | more
-
     def held(self, workload: Workload) -> Variant:
-        """This one, all else as it is where nothing is told: by itself it would be planned otherwise."""
-        planned = replace(self, keep="auto", waves="auto")
+        """Return this variant with the rest as the full plan has it; alone it would be planned differently."""
+        asked = self.strategy
+        planned = replace(self, strategy=replace(asked, cache_qkv="auto", chunks="auto"))
         plan = planned.plan(workload)
-        groups, travels = plan.schedule.decide(planned.shape(workload), planned.travels)
-        keep = groups.keep if self.keep == "auto" else self.keep
-        waves = groups.waves if self.waves == "auto" else self.waves
-        found = {"layout": plan.layout, "heads": groups.query, "keep": keep, "waves": waves, "assignment": travels}
-        return replace(self, **found)  # type: ignore[arg-type]
+        found = planned.candidate(plan, workload).strategy(plan.layout, asked.route)
+        held = {name: getattr(asked, name) for name in ("cache_qkv", "chunks") if getattr(asked, name) != "auto"}
+        return replace(self, strategy=replace(found, **held))
 
     def build(self, workload: Workload) -> Call:
         call = super().build(workload)
@@ -84,11 +76,11 @@ class Variant(Ours):
         return replace(call, detail=f"{call.plan.layout}, {self.candidate(call.plan, workload)}, {call.plan.route}")
 
     def candidate(self, plan: Plan, workload: Workload) -> Candidate:
-        """How heads are cut, and what travels."""
-        return Candidate(*plan.schedule.decide(self.shape(workload), self.travels))
+        """Return what the planner chose for the call."""
+        return plan.planner.decide(plan.schedule, self.shape(workload))
 
     def shape(self, workload: Workload) -> Shape:
-        """Of a call."""
+        """Return the shape of a call."""
         sizes = {"q_heads": workload.heads, "kv_heads": workload.kv_heads, "head_dim": workload.head_dim}
         return shape_of(workload.torch_dtype, batch=1, **sizes)
 
@@ -100,7 +92,10 @@ class Variant(Ours):
 def swept(
     variant: Variant, plan: Plan, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
 ) -> tuple[Tensor, Callable[[], Tensors]]:
-    """The call with the variant's own passes, put together as in the public one; all [1, H, S_local, D]."""
+    """Run the call with the variant's own passes, in the order of the public call.
+
+    Return (out, backward); all tensors are [1, H, S_local, D].
+    """
     scale = 1 / math.sqrt(q.shape[-1])
     kernel = choose(variant.kernel, device=q.device, dtype=q.dtype)
     plan.agreement.agree("an ablation's forward", {"variant": variant.name})
@@ -110,9 +105,9 @@ def swept(
         plan.agreement.agree("an ablation's backward", {"variant": variant.name})
         stats = torch.stack((lse, row_dot(dout, out, lse.dtype)), -1)
         work = variant.backward(dout, q, k, v, stats, scale, kernel)
-        sums = sweep(plan.schedule.program(variant.travels, Direction.BACKWARD), plan.transport, work)
+        sums = sweep(plan.schedule.program(variant.strategy.circulate, Direction.BACKWARD), plan.transport, work)
         grads = [*sums.pop(Side.QUERY), *sums.pop(Side.KEY)]
-        for n, grad in enumerate(grads):  # one by one, so that a sum is free once it is rounded
+        for n, grad in enumerate(grads):  # one by one, so that each fp32 sum is freed after rounding
             grads[n] = grad.to(q.dtype).contiguous()
         return tuple(grads)
 
@@ -128,9 +123,10 @@ def _forward(work: Forward, plan: Plan) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class LateMerge(Forward):
-    """A forward that keeps each hop's (out, lse) and merges them, in the same order, when the sweep is over.
+    """A forward that stores each hop's (out, lse) and merges them, in the same order, after the sweep.
 
-    Only for layouts in which a pair's rows are consecutive: of others it gets a copy of the total's rows to fold into.
+    It works only for layouts in which a pair's rows are consecutive. For other layouts ``combine`` gets a copy of the
+    total's rows, so merging would not change the total.
     """
 
     parts: list[tuple[Tensors, Tensors]] = field(default_factory=list)
@@ -139,14 +135,14 @@ class LateMerge(Forward):
         self.parts.append((total, part))
 
     def merge(self) -> None:
-        """Fold in what was kept."""
+        """Merge the stored parts."""
         for total, part in self.parts:
             merge_(*total, *part)
 
 
 @dataclass(frozen=True, eq=False)
 class NarrowForward(Forward):
-    """A forward whose out is rounded to the io dtype after each visit; a visit itself is merged in fp32."""
+    """A forward that rounds out to the io dtype after each visit; each merge runs in fp32."""
 
     def blank(self, side: Side, rows: int) -> Tensors:
         out, lse = super().blank(side, rows)
@@ -165,7 +161,7 @@ class NarrowForward(Forward):
 
 @dataclass(frozen=True, eq=False)
 class NarrowBackward(Backward):
-    """A backward whose sums dq, dk, dv are rounded to the io dtype after each visit."""
+    """A backward that rounds the sums dq, dk and dv to the io dtype after each visit."""
 
     def blank(self, side: Side, rows: int) -> Tensors:
         return tuple(x.to(self.q.dtype) for x in super().blank(side, rows))
@@ -175,7 +171,7 @@ class NarrowBackward(Backward):
 
 
 class PairByPair(Builder):
-    """Programs that visit one pair of shards at a time, or of their chunks where they come in waves."""
+    """A builder of programs that visit one pair of shards, or of their chunks, at a time."""
 
     def products(self, keys: dict[int, list[int]], group: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
         return (((j,), (i,)) for i, these in keys.items() for j in these)
@@ -185,7 +181,7 @@ class PairByPair(Builder):
 
 
 class Waiting(Transport):
-    """A transport that finishes each exchange before it goes on: nothing is computed while it is on the wire."""
+    """A transport that waits for each exchange, so that no computation overlaps it."""
 
     def post(self, sends: Sequence[Send], receives: Sequence[Receive], *, label: str) -> Pending:
         pending = super().post(sends, receives, label=label)
@@ -193,50 +189,55 @@ class Waiting(Transport):
         return pending
 
 
-Published = partial(Variant, layout="zigzag", heads=1, route="direct")
+PAPER = NAMED["burst-attention"]
+Published = partial(Variant, strategy=replace(PAPER, route="direct"))
+RING = replace(NAMED["ring-attention"], route="direct")
 VARIANTS = (
-    Variant(name="ours", differs=""),  # what was planned is told in its place
-    Variant(name="heads uncut", differs="heads=1, all else planned", heads=1),
-    Variant(name="nothing kept", differs="the backward fetches its context slice again", keep=False),
-    Variant(name="one wave", differs="a context slice's shards come all at once", waves=1),
-    Variant(name="owner by owner", differs="a context slice's shards come one by one", waves=0),
-    Variant(name="pair by pair", differs="each pair of shards, or of their waves, a visit", builder=PairByPair),
-    Variant(name="no overlap", differs="each exchange waited for when posted", transport=Waiting),
+    Variant(name="ours", differs=""),  # the report prints what was planned in its place
+    Variant(name="heads whole", differs="ulysses_degree=1, all else planned", strategy=Strategy(ulysses_degree=1)),
+    Variant(name="no cache", differs="the backward exchanges q, k, v again", strategy=Strategy(cache_qkv=False)),
+    Variant(name="one chunk", differs="a sequence group's shards come together", strategy=Strategy(chunks=1)),
+    Variant(name="owner by owner", differs="a sequence group's shards come one by one", strategy=Strategy(chunks=0)),
+    Variant(name="pair by pair", differs="a visit for each pair of shards, or of their chunks", builder=PairByPair),
+    Variant(name="no overlap", differs="waits for each exchange immediately", transport=Waiting),
     Variant(name="no LAO", differs="eager tiles", kernel="reference"),
-    Published(name="published", differs="as in the paper: zigzag, heads uncut, query travels", travels="query"),
+    Published(name="published", differs="as in the paper: zigzag, heads whole, Q circulates"),
     Published(
         name="no GAO",
-        differs="published, each hop's (out, lse) kept, merged at the end",
-        travels="query",
+        differs="published, stores each hop's (out, lse) and merges them at the end",
         forward=LateMerge,
     ),
     Published(
         name="published, no overlap",
-        differs="published, each exchange waited for when posted",
-        travels="query",
+        differs="published, waits for each exchange immediately",
         transport=Waiting,
     ),
-    Published(name="key-value travels", differs="published, backward moves K, V, dK, dV", travels="key-value"),
-    Published(name="ring route", differs="published, shards passed on round the ring", route="ring", travels="query"),
-    Published(
+    Variant(name="key-value circulates", differs="published, backward moves K, V, dK, dV", strategy=RING),
+    Variant(
+        name="ring route",
+        differs="published, shards passed on around the ring",
+        strategy=replace(PAPER, route="ring"),
+    ),
+    Variant(
         name="RingAttention",
-        differs="published, K, V, dK, dV round the ring, dK, dV in fp32",
-        route="ring-attention",
-        travels="key-value",
+        differs="published, K, V, dK, dV around the ring, dK, dV in fp32",
+        strategy=NAMED["ring-attention"],
     ),
     Published(
         name="io-dtype accumulation",
         differs="published, out, dq, dk, dv rounded after each visit",
-        travels="query",
         forward=NarrowForward,
         backward=NarrowBackward,
         tolerance=6.0,  # the error is the point
     ),
-    Published(name="contiguous", differs="published, but for the layout", layout="contiguous", travels="query"),
-    Published(
-        name="contiguous, either travels",
-        differs="published, but for the layout, and each pair is computed at its nearer end",
-        layout="contiguous",
-        travels="either",
+    Variant(
+        name="contiguous",
+        differs="published, in another layout",
+        strategy=replace(PAPER, layout="contiguous", route="direct"),
+    ),
+    Variant(
+        name="contiguous, nearest circulates",
+        differs="published, in another layout, each pair computed at its nearer end",
+        strategy=replace(PAPER, layout="contiguous", route="direct", circulate="nearest"),
     ),
 )

@@ -1,1 +1,1 @@
-"""One claim each, measured by a command of its own: speed, memory, error, agreement, kernels on a GPU."""
+"""Commands that each measure one claim: speed, memory, error, agreement, or kernels on a GPU."""

@@ -1,11 +1,10 @@
-"""What an agreement costs, beside torch's own all_reduce of 8 bytes, and what a tiny call is made of.
+"""Compare the cost of an agreement with torch's all_reduce of 8 bytes, and break down a tiny call.
 
-The two take turns, over processes; larger worlds are threads of one process, which take turns in Python, and for which
-torch has no collective. Of a call over 64 tokens, forward and backward, waits are told by what was waited for, CPU time
-by whose it is: the rank's own thread's, or gloo's beside it.
+The two take turns, over processes. Larger worlds are threads of one process, which take turns in Python; torch has no
+collective for them. For a call over 64 tokens, forward and backward, waits are listed by their cause. CPU time is
+listed by thread: the rank's own, or gloo's.
 
-    python benchmarks/agreement.py [--worlds 2 4 8] [--rounds 9] [--calls 20]
-"""
+    python benchmarks/agreement.py [--worlds 2 4 8] [--rounds 9] [--calls 20]"""
 
 from __future__ import annotations
 
@@ -31,11 +30,11 @@ from ..texts import spread
 
 TOKENS, HEADS, HEAD_DIM = 64, 4, 32
 WAITED = "agreement", "hop"
-THREADS = 16, 32, 64  # ranks
+THREADS = 16, 32, 64  # numbers of ranks
 
 
 def repeated(call: Callable[[], Any], calls: int) -> float:
-    """Seconds of one of ``calls`` calls, made one after another."""
+    """Return the mean seconds of ``calls`` consecutive calls."""
     call()
     return seconds_of(lambda: [call() for _ in range(calls)]) / calls
 
@@ -45,7 +44,7 @@ def agreement(group: Any = None) -> Callable[[], Any]:
 
 
 def in_turns(rounds: int, calls: int) -> list[list[float]]:
-    """On a rank: by round the seconds of an agreement, and of an all_reduce."""
+    """Run on a rank: return each round's seconds of (an agreement, an all_reduce)."""
     timed = agreement(), partial(dist.all_reduce, torch.zeros(8, dtype=torch.uint8))
     return take_turns([partial(repeated, call, calls) for call in timed], rounds)
 
@@ -56,7 +55,7 @@ def tiny_call(attention: Callable[..., Tensor], length: int) -> Callable[[], Any
 
 
 def tiny_parts(calls: int) -> dict[str, float]:
-    """On a rank: milliseconds of one tiny call, where they go, and how many exchanges it posts."""
+    """Run on a rank: return the milliseconds of one tiny call, their parts, and its number of exchanges."""
     plan, trace = make_plan(TOKENS), Trace()
     watched = traced(plan, trace)
     plain, seen = (tiny_call(partial(burst_attention, plan=each), plan.length) for each in (plan, watched))
@@ -75,7 +74,7 @@ def tiny_parts(calls: int) -> dict[str, float]:
 
 
 def run(*, worlds: tuple[int, ...] = (2, 4, 8), rounds: int = 9, calls: int = 20) -> None:
-    """Measure and print."""
+    """Measure, and print the tables."""
     torch.set_num_threads(1)
     costs, parts = [], []
     for world in (1, *worlds):
@@ -91,7 +90,7 @@ def run(*, worlds: tuple[int, ...] = (2, 4, 8), rounds: int = 9, calls: int = 20
         with local_world(world) as ranks:
             turns = [max(ranks.run(lambda group: repeated(agreement(group), calls))) * 1e6 for _ in range(rounds)]
         costs.append({"ranks": f"{world} threads", "agreement, us": spread(turns, ".0f")})
-    Console().print(terminal(costs, title="an agreement beside all_reduce of 8 bytes"))
+    Console().print(terminal(costs, title="an agreement, and all_reduce of 8 bytes"))
     alone = repeated(tiny_call(scaled_dot_product_attention, TOKENS), calls)
     title = f"S={TOKENS}, H={HEADS}, D={HEAD_DIM}, fp32, forward and backward, ms; torch's own alone: {alone * 1e3:.2f}"
     Console().print(terminal(parts, title=title))

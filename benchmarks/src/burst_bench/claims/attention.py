@@ -1,7 +1,7 @@
-"""Attention, forward and backward: W ranks x 1 thread against one process x W threads of torch's own kernel.
+"""Time W ranks x 1 thread of our attention against torch's own kernel in one process x W threads.
 
-The two take turns in one run, round by round, on the same cores; printed is the ratio per round (theirs / ours, above 1
-is faster), its median and its spread. Before the clock starts the result is checked against the stock kernel's.
+Both run forward and backward, and take turns, round by round, on the same cores. The program prints the median and the
+range of each round's ratio (theirs / ours; above 1: ours is faster). Results are first compared with torch's.
 
     python benchmarks/attention.py [--world 2] [--seq-len 8192] [--heads 8] [--head-dim 128] [--rounds 9]
         [--json docs/results/attention.json]
@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 from torch.nn.functional import scaled_dot_product_attention
 
+from burst_attention.plan.strategy import Strategy
 from burst_attention.testing import WorkerPool
 
 from ..arguments import TimedArguments, asked
@@ -38,13 +39,13 @@ def main() -> None:
     a = asked(Arguments(), __doc__)
     torch.set_num_threads(a.world)
     workload = a.workload.at(a.seq_len, kv_heads=a.kv_heads or a.heads)
-    ours = Ours(layout=a.layout, route=a.route, kernel=a.kernel)
+    ours = Ours(strategy=Strategy(layout=a.layout, route=a.route, ulysses_degree=1), kernel=a.kernel)
     call = partial(scaled_dot_product_attention, is_causal=True, enable_gqa=workload.heads != workload.kv_heads)
     stock = Ready(Call(begin=by_autograd(call), positions=torch.arange(a.seq_len)), random_qkv(workload))
     with WorkerPool(a.world, timeout=300) as pool:
         errors = pool.run(checked, ours, workload, stock.run())[0]
         if not all(error < 2e-2 for error in errors.values()):
-            raise SystemExit(f"the results differ, so no time is reported: relative L2 {errors}")
+            raise SystemExit(f"the results differ from torch's, so no time is reported: relative L2 errors {errors}")
         calls = (lambda: seconds_of(stock.run), lambda: slowest(pool, ours, workload)[0])
         theirs, mine = take_turns(calls, a.rounds)
     by_round = ratios(mine, theirs)

@@ -1,8 +1,8 @@
-"""The cost model held against what is measured, on emulated clusters: time predicted and taken, and plans chosen.
+"""Compare the cost model's predicted times and choices with measurements on emulated clusters.
 
-Each cluster is calibrated first, by ``burst calibrate``'s own measurements; none of the configurations that are timed
-then is in them. Every way to compute a call is timed in turns; printed are the median and the worst error of predicted
-times, and how often the way that the planner chose takes no more than a tenth longer than the fastest.
+Each cluster is first calibrated as by ``burst calibrate``, which times none of the configurations below. All candidates
+of a call are then timed in turns. The program prints the median and the worst error of predicted times. It also prints
+how often the planner's choice takes at most a tenth longer than the fastest candidate.
 
     python benchmarks/cost_model.py [--quick] [--rounds 3] [--json docs/results/cost-model.json]
 """
@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from burst_attention import Mask, burst_attention, make_plan
+from burst_attention import Mask, Strategy, burst_attention, make_plan
 from burst_attention.attention.hardware import shape_of
-from burst_attention.planner.choice import Candidate, Planner
+from burst_attention.plan.schedule import Schedule
+from burst_attention.planner.choice import Candidate
+from burst_attention.planner.planner import Planner
 from burst_attention.planner.rates import Rates
-from burst_attention.planner.schedule import Schedule, make_schedule
 from burst_attention.testing import WorkerPool
 
 from ..arguments import asked, command_given
@@ -46,7 +47,7 @@ MASKS = {
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
     quick: bool = False
-    """A handful of configurations."""
+    """Time only a few configurations."""
     clusters: tuple[str, ...] = ("2x1", "4x1", "2x2", "8x1")
     links: tuple[str, ...] = ("50mbit", "200mbit", "1gbit")
     seq_len: int = 2048
@@ -55,8 +56,8 @@ class Arguments:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """One call on one cluster, to be computed in several ways."""
+class CallSetting:
+    """One call on one cluster; several candidates compute it."""
 
     cluster: str
     link: str
@@ -64,50 +65,44 @@ class Setting:
     kv_heads: int
     seq_len: int
 
-    def schedule(self, rates: Rates, layout: str) -> Schedule:
-        """Of rank 0, heads and what travels left open."""
+    def planned(self, rates: Rates, layout: str) -> tuple[Planner, Schedule]:
+        """Return a planner and rank 0's schedule; what circulates and the Ulysses degree stay open."""
         nodes, ranks = parse_cluster(self.cluster)
         planner = Planner(rates, tuple(node for node in range(nodes) for _ in range(ranks)))
-        options = {"mask": MASKS[self.mask](self.seq_len), "layout": layout, "route": "direct", "heads": "auto"}
-        return make_schedule(self.seq_len, **options, rank=0, world=nodes * ranks, planner=planner)
+        strategy, mask = Strategy(layout=layout, route="direct"), MASKS[self.mask](self.seq_len)
+        return planner, planner.choose(self.seq_len, mask=mask, strategy=strategy, rank=0, world=nodes * ranks)
 
 
 @dataclass(frozen=True)
-class Way:
-    """How: a layout and a candidate of the planner's."""
+class Choice:
+    """A layout and one of the planner's candidates."""
 
     layout: str
     candidate: Candidate
 
 
-def ways(setting: Setting, rates: Rates) -> dict[Way, float]:
-    """Seconds predicted of what may be the best of each layout, and of heads that nobody cuts; the planner's choice is
-    the first of the fastest."""
+def ways(setting: CallSetting, rates: Rates) -> dict[Choice, float]:
+    """Return predicted seconds of the best candidates of each layout and Ulysses degree.
+
+    The planner's choice is the first of the fastest.
+    """
     sizes = {"q_heads": HEADS, "kv_heads": setting.kv_heads, "head_dim": DIM}
-    shape, found = shape_of(torch.bfloat16, batch=1, **sizes), dict[Way, float]()
+    shape, found = shape_of(torch.bfloat16, batch=1, **sizes), dict[Choice, float]()
     for layout in ("zigzag", "contiguous"):
-        predictions = setting.schedule(rates, layout).predictions(shape, "auto")
+        planner, schedule = setting.planned(rates, layout)
+        predictions = planner.predictions(schedule, shape)
         run = sorted((each for each in predictions if each.forward), key=lambda each: each.seconds)
         first_of_each = {each.candidate.groups.query: each for each in reversed(run)}
-        found |= {Way(layout, each.candidate): each.seconds for each in first_of_each.values()}
+        found |= {Choice(layout, each.candidate): each.seconds for each in first_of_each.values()}
     return found
 
 
 @cache
-def ready(setting: Setting, way: Way) -> Any:
-    """On a rank: what computes the call once; built when all ranks ask for it."""
+def ready(setting: CallSetting, way: Choice) -> Any:
+    """Run on a rank: return a function that computes the call once; all ranks must call this together."""
     torch.set_num_threads(1)
-    groups = way.candidate.groups
-    plan = make_plan(
-        setting.seq_len,
-        mask=MASKS[setting.mask](setting.seq_len),
-        layout=way.layout,
-        route="direct",
-        heads=groups.query,
-        keep=groups.keep,
-        waves=groups.waves,
-        assignment=way.candidate.travels,
-    )
+    strategy = way.candidate.strategy(way.layout, "direct")
+    plan = make_plan(setting.seq_len, mask=MASKS[setting.mask](setting.seq_len), strategy=strategy)
     counts = HEADS, setting.kv_heads, setting.kv_heads, HEADS
     q, k, v, dout = (torch.randn(1, n, plan.length, DIM, dtype=torch.bfloat16) for n in counts)
 
@@ -119,26 +114,26 @@ def ready(setting: Setting, way: Way) -> Any:
     return call
 
 
-def timed(setting: Setting, way: Way) -> float:
-    """On a rank: seconds of one call."""
+def timed(setting: CallSetting, way: Choice) -> float:
+    """Run on a rank: return the seconds of one call."""
     return seconds_of(ready(setting, way))
 
 
-def slowest(pool: WorkerPool, setting: Setting, way: Way) -> float:
+def slowest(pool: WorkerPool, setting: CallSetting, way: Choice) -> float:
     return max(pool.run(timed, setting, way, timeout=600))
 
 
-def settings(a: Arguments, cluster: str, link: str) -> Iterator[Setting]:
-    """Calls on one cluster with one link."""
+def settings(a: Arguments, cluster: str, link: str) -> Iterator[CallSetting]:
+    """Yield the calls for one cluster and one link rate."""
     cases: Sequence[tuple[str, int]] = [*product(MASKS, (HEADS, 2))]
     if a.quick:
         cases = [("causal", HEADS), ("window", 2)]
     for mask, kv_heads in cases:
-        yield Setting(cluster, link, mask, kv_heads, a.seq_len)
+        yield CallSetting(cluster, link, mask, kv_heads, a.seq_len)
 
 
 def measured(a: Arguments, cluster: str) -> Iterator[dict[str, Any]]:
-    """A row for each way of each call."""
+    """Yield a row for each candidate of each call."""
     nodes, ranks = parse_cluster(cluster)
     with Cluster(nodes, ranks) as network, WorkerPool(network.world, entries=network.entries(), timeout=600) as pool:
         unlimited = calibrated(pool)
@@ -154,7 +149,7 @@ def measured(a: Arguments, cluster: str) -> Iterator[dict[str, Any]]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Errors of predicted times, and how often the choice was nearly the best."""
+    """Return errors of predicted times, and the number of near-optimal choices."""
     errors = [abs(row["predicted"] / min(row["seconds"]) - 1) for row in rows]
     calls: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
@@ -182,7 +177,7 @@ def main() -> None:
     for cluster in a.clusters:
         rows += measured(a, cluster)
         told = summary(rows)
-        if a.json is not None:  # after each: it takes a while
+        if a.json is not None:  # write after each cluster, because a run takes long
             write_json(a.json, {"summary": told, "rows": rows} | origin(command_given("cost_model", a.json)))
     lines = (
         {name: str(row[name]) for name in ("cluster", "link", "mask", "kv_heads", "layout", "way")}

@@ -1,11 +1,10 @@
-"""Tile kernels on a GPU: TFLOP/s beside the stock kernels and a matrix product, and what distribution itself costs.
+"""Measure tile kernels on a GPU: TFLOP/s next to stock kernels and a matrix product, and the cost of distribution.
 
     python benchmarks/kernels.py [--seq-lens 8192 ... --head-dims 64 128] [--rounds 9] [--out docs/results/gpu.md]
 
-A kernel is timed only after small results of it agree with the reference's. All take turns, round by round; a figure is
-the median, its ratio the median of the rounds' ratios. FLOPs: of what the mask leaves, 4 D forward and 10 D backward
-for each (query, key) and head.
-"""
+A kernel is timed only after small results agree with the reference. All kernels take turns, round by round. A figure is
+the median, and its ratio is the median of the rounds' ratios. FLOPs count the unmasked (query, key) pairs: 4 D forward
+and 10 D backward for each pair and head."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ from .memory import predicted
 
 WINDOW = 4096
 MASKS = {"full": Mask(causal=False), "causal": Mask(), f"window {WINDOW}": Mask(window=WINDOW)}
-# PyTorch's own calls, with nothing of ours around them: what the others are measured against.
+# PyTorch's own calls without our code; other kernels are compared with these.
 STOCK = {"torch cuDNN": SDPBackend.CUDNN_ATTENTION, "torch flash": SDPBackend.FLASH_ATTENTION}
 DEVICE = torch.device("cuda")
 PLACE = ("tokens", "D", "mask", "pass", "kernel")
@@ -61,16 +60,16 @@ def tiles_of(mask: Mask, seqlen: int) -> Tiles:
 
 
 def subjects(names: list[str], q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> tuple[list[Subject], list[str]]:
-    """Those that can be had here and prove right, and why the others can't."""
+    """Return the kernels that run here with correct results, and why the others can't run."""
     able, refused, scale, dout = [], [], q.shape[3] ** -0.5, torch.randn_like(q)
     for name in names:
         try:
             kernel = choose(name, device=DEVICE, dtype=q.dtype)
-            # torch's own add up in any order: they are compared, but `auto` takes none.
+            # torch's kernels add in no fixed order. They are compared here, but `auto` never takes them.
             fixed_order = not name.startswith("aten")
             check_against_reference(kernel, DEVICE, q.dtype, (q.shape[3], v.shape[3]), fixed_order=fixed_order)
             out, lse = kernel.forward(q, k, v, tiles, scale)
-        except Exception as error:  # whatever a package may say
+        except Exception as error:  # packages raise errors of any type
             refused.append(f"{name}: {error}")
             continue
         delta = (out.float() * dout.float()).sum(-1)
@@ -83,7 +82,7 @@ def _subject(name: str, kernel: Kernel, x: BackwardInputs) -> Subject:
 
 
 def stock(mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> list[Subject]:
-    """PyTorch's own, where it has the mask."""
+    """Return PyTorch's own kernels; none if they lack the mask."""
     if mask.window is not None:
         return []
     able, dout = [], torch.randn_like(q)
@@ -104,7 +103,7 @@ def stock(mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> list[Subject]:
 
 
 def seconds(call: Callable[[], Any]) -> float:
-    """On the device, of one call."""
+    """Return the seconds of one call on the device."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     call()
@@ -114,7 +113,7 @@ def seconds(call: Callable[[], Any]) -> float:
 
 
 def compare(seqlen: int, dim: int, mask_name: str, rounds: int) -> list[dict[str, str]]:
-    """A row for each kernel and pass."""
+    """Return a row for each kernel and pass."""
     heads = 2048 // dim
     tiles = tiles_of(MASKS[mask_name], seqlen)
     q, k, v = (torch.randn(1, heads, seqlen, dim, dtype=torch.bfloat16, device=DEVICE) for _ in "qkv")
@@ -126,7 +125,7 @@ def compare(seqlen: int, dim: int, mask_name: str, rounds: int) -> list[dict[str
     rows = []
     for direction, each in (("forward", 4), ("backward", 10)):
         calls = {s.name: getattr(s, direction) for s in able} | {"matmul": lambda: a @ a}
-        for call in (*calls.values(), *calls.values()):  # what is compiled is compiled by the second
+        for call in (*calls.values(), *calls.values()):  # after two calls everything is compiled
             call()
         turns = take_turns([partial(seconds, call) for call in calls.values()], rounds)
         taken = dict(zip(calls, turns, strict=True))
@@ -143,7 +142,10 @@ def compare(seqlen: int, dim: int, mask_name: str, rounds: int) -> list[dict[str
 
 
 def distribution(world: int, seqlen: int, dim: int, rounds: int) -> dict[str, str]:
-    """Device time of all kernels of ``world`` ranks (tiles, merges, casts; no copies) by that of one rank's call."""
+    """Return one rank's device time divided by the total device time of ``world`` ranks.
+
+    The time counts all kernels (tiles, merges, casts) except copies.
+    """
     shape = (1, 2048 // dim, seqlen, dim)
     whole = [torch.randn(shape, dtype=torch.bfloat16, device=DEVICE) for _ in range(4)]
 
@@ -168,14 +170,14 @@ def distribution(world: int, seqlen: int, dim: int, rounds: int) -> dict[str, st
                     torch.cuda.synchronize()
             kernels = (e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA)
             took.append(sum(e.device_time_total for e in kernels if "Memcpy" not in e.name))
-        if n:  # the first compiles
+        if n:  # the first round compiles
             ratios.append(took[0] / took[1])
     sizes = {"ranks": str(world), "tokens": f"{seqlen:,}", "D": str(dim)}
     return sizes | {"ratio": spread(ratios, ".3f")}
 
 
 def memory(seqlen: int, heads: int, dim: int, world: int) -> dict[str, str]:
-    """Peak of a forward and backward, of all ranks, by inputs + outputs + gradients; beside what the plan predicts."""
+    """Return all ranks' peak memory per byte of inputs, outputs and gradients, and the plan's prediction."""
     tensor = seqlen * heads * dim * 2
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -210,9 +212,16 @@ def run(
     rounds: int = 9,
     out: Path | None = None,
 ) -> None:
-    """Measure and print; ``out``: write the page there too."""
+    """Measure, and print the page.
+
+    Args:
+        seq_lens: Lengths of the sequences.
+        head_dims: Head dimensions.
+        rounds: Timed calls of each kernel.
+        out: File to which the page is also written.
+    """
     if not torch.cuda.is_available():
-        raise SystemExit("kernels.py: needs a GPU: torch.cuda.is_available() is False here")
+        raise SystemExit("kernels.py: torch.cuda.is_available() is False; run it on a machine with a GPU")
     sizes = [(seqlen, dim, mask) for dim in head_dims for seqlen in seq_lens for mask in MASKS]
     rows = [row for size in sizes for row in compare(*size, rounds)]
     page = (
@@ -221,8 +230,10 @@ def run(
         f"Command: `python benchmarks/kernels.py --rounds {rounds}`. bf16, batch 1, heads · D = 2,048.\n\n"
         f"`auto`:\n\n```\n{explain(device=DEVICE, dtype=torch.bfloat16)}\n```\n\n" + markdown(rows)
     )
-    page += "\n## What distribution costs apart from the network\n\nOne rank's kernels by those of all ranks, "
-    page += "zigzag, causal, forward and backward:\n\n"
+    page += (
+        "\n## What distribution costs apart from the network\n\nThe time of one rank's kernels divided by the total "
+    )
+    page += "of all ranks, zigzag, causal, forward and backward:\n\n"
     page += markdown(distribution(8, max(seq_lens), dim, 3) for dim in head_dims)
     page += "\n## Memory\n\nH = 32, D = 128, forward and backward, the Triton kernel:\n\n"
     page += markdown(memory(131072, 32, 128, world) for world in (1, 8))

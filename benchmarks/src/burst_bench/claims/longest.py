@@ -1,12 +1,11 @@
-"""The longest sequence that trains one step within so much memory per rank, by engine and by what is recomputed.
+"""Find the longest sequence that trains one step within a memory limit per rank, by engine and recompute policy.
 
-Lengths are doubled until a step does not fit: each is run, none extrapolated. A rank's figure is the peak of its
-resident memory above what was resident before its model was built. A limit on its data segment, a quarter above the
-memory, ends a step that goes far beyond. The sequence is of packed documents, which makes such lengths possible on a
-few cores: attention's time is then in the length, not in its square. What there was no time for is told as not run.
+Lengths double until a step does not fit. Each length is run; none is extrapolated. A rank's figure is its peak resident
+memory minus the memory before its model was built. A limit on the data segment, a quarter above the memory limit, ends
+a step that needs far more. The sequence consists of packed documents, so the attention's time grows with the length and
+not with its square; a few cores can then run such lengths. Lengths for which no time was left are printed as not run.
 
-    python benchmarks/longest.py [--ranks 4] [--gib 2] [--minutes 60] [--json docs/results/longest.json]
-"""
+    python benchmarks/longest.py [--ranks 4] [--gib 2] [--minutes 60] [--json docs/results/longest.json]"""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """A small model, and from where lengths are doubled."""
+    """Sizes of a small model, and the range of lengths."""
 
     ranks: int = 4
     gib: float = 2.0
@@ -61,13 +60,13 @@ class Sizes:
     first: int = 65536
     """The first length; a power of two times 1,024."""
     most: int = 2**21
-    """The last length that is tried."""
+    """The largest length to try."""
     layers: int = 2
     heads: int = 4
     head_dim: int = 16
     intermediate: int = 1024
     document: int = 4096
-    """Tokens of each document; 0: the sequence is one."""
+    """Tokens of each document; 0: the whole sequence is one document."""
 
     @property
     def config(self) -> LlamaConfig:
@@ -85,21 +84,21 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments(Sizes):
-    """What is tried, for how long, and where it is written."""
+    """Sizes, time limit and output file."""
 
     minutes: float = 60.0
-    """No step is begun after so many."""
+    """Minutes after which no further step starts."""
     json: Path | None = None
     """Also write the figures to this file."""
 
 
 def _engine(name: str, flags: dict[str, Any]) -> Engine:
-    """As ``burst train`` has it with these flags."""
+    """Return the engine that ``burst train`` uses with these flags."""
     return choose(name, remat=MemoryConfig(**flags).remat)
 
 
 def step(sizes: Sizes, engine_name: str, flags: dict[str, Any], length: int) -> None:
-    """An optimizer step of ``length`` random tokens, the model made for it."""
+    """Build a model and run one optimizer step on ``length`` random tokens."""
     engine, mesh = _engine(engine_name, flags), make_mesh("cpu")
     everyone = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     engine.check(Heads.of(sizes.config), length, everyone.size())
@@ -118,7 +117,10 @@ def step(sizes: Sizes, engine_name: str, flags: dict[str, Any], length: int) -> 
 
 
 def peak_of_step(sizes: Sizes, engine: str, flags: dict[str, Any], length: int) -> int:
-    """Bytes resident at the peak of a step above those before it, on this rank; a short step went before."""
+    """Return this rank's peak resident bytes during a step, minus those before it.
+
+    A short step runs first, so that memory allocated on first use doesn't count.
+    """
     step(sizes, engine, flags, 1024 * sizes.ranks)
     gc.collect()
     give_back()
@@ -133,7 +135,7 @@ def peak_of_step(sizes: Sizes, engine: str, flags: dict[str, Any], length: int) 
 
 
 class _Ranks:
-    """A pool of ranks, another one after a step that was ended."""
+    """A pool of ranks, replaced after a step breaks it."""
 
     def __init__(self, world: int) -> None:
         self._world, self._pool = world, WorkerPool(world, timeout=900)
@@ -149,14 +151,14 @@ class _Ranks:
 
 
 def tried(ranks: _Ranks, sizes: Sizes, engine: str, flags: dict[str, Any], length: int) -> dict[str, Any]:
-    """A row: what one length took."""
+    """Run one length, and return its row."""
     began = time.monotonic()
     row = {"engine": engine, **asdict(MemoryConfig(**flags)), "tokens": length}
     row = {name: row[name] for name in ("engine", "remat", "mlp_chunks", "tokens")}
     try:
         peaks = ranks.run(peak_of_step, sizes, engine, flags, length)
     except WorkerError as error:
-        if not REFUSED.search(str(error)):  # anything else is a fault
+        if not REFUSED.search(str(error)):  # any other error is a bug
             raise
         peaks = None
     told = training_memory(
@@ -176,7 +178,7 @@ def tried(ranks: _Ranks, sizes: Sizes, engine: str, flags: dict[str, Any], lengt
 
 
 def search(sizes: Sizes, until: float, tell: Any) -> list[dict[str, Any]]:
-    """Every case's lengths in turn, shorter ones of all first, until ``until`` by the monotonic clock."""
+    """Run every case at one length before the next length; stop when the monotonic clock reaches ``until``."""
     rows: list[dict[str, Any]] = []
     going, length, ranks = list(CASES), sizes.first, _Ranks(sizes.ranks)
     try:
@@ -207,7 +209,7 @@ def main() -> None:
 
 
 def longest_of(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """By case: the longest that fits, and whether a longer one was tried."""
+    """Return, for each case, the longest length that fits and the result of the next longer one."""
     lines = []
     for key in dict.fromkeys((row["engine"], row["remat"], row["mlp_chunks"]) for row in rows):
         own = [row for row in rows if (row["engine"], row["remat"], row["mlp_chunks"]) == key]
@@ -218,7 +220,7 @@ def longest_of(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
         cells["longest"] = "none of those tried" if best is None else f"{best['tokens']:,} tokens"
         cells["peak per rank"] = "-" if best is None else f"{best['peak'] / 2**20:,.0f} MiB"
         told = best and best["foretold"]
-        cells["foretold"] = f"{told / 2**20:,.0f} MiB" if told else "-"
+        cells["predicted"] = f"{told / 2**20:,.0f} MiB" if told else "-"
         cells["twice that"] = _beyond(beyond[0]) if beyond else "not run"
         lines.append(cells)
     return lines

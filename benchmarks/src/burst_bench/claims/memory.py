@@ -1,11 +1,10 @@
-"""Peak memory of the attention per rank, forward and backward, against world size: it falls as 1 / world.
+"""Measure the attention's peak memory per rank, forward and backward, against world size: it falls as 1 / world.
 
-Measured in each rank as the peak of its resident memory during the call above that before its inputs were made, so
-inputs, outputs and gradients are in it; beside it, what those alone take, and what the plan predicts. glibc is told to
-give freed tensors back at once, so that the peak is of live ones.
+Each rank's figure is its peak resident memory during the call minus the memory before its inputs were made. So it
+includes inputs, outputs and gradients. The next columns give the size of those alone, and the plan's prediction. glibc
+is set to return freed memory at once, so that the peak counts live tensors.
 
-    python benchmarks/memory.py [--seq-len 32768] [--worlds 1 2 4] [--json docs/results/memory-by-world.json]
-"""
+    python benchmarks/memory.py [--seq-len 32768] [--worlds 1 2 4] [--json docs/results/memory-by-world.json]"""
 
 from __future__ import annotations
 
@@ -18,7 +17,8 @@ from rich.console import Console
 from burst_attention import Mask
 from burst_attention.attention.footprint import peak_memory
 from burst_attention.attention.hardware import shape_of
-from burst_attention.planner.schedule import make_schedule
+from burst_attention.plan.strategy import Strategy
+from burst_attention.planner.planner import Planner
 from burst_attention.testing import WorkerPool
 
 from ..arguments import CallArguments, asked
@@ -28,12 +28,12 @@ from ..tables import terminal
 
 
 def predicted(world: int, workload: Workload, **options: Any) -> int:
-    """The same peak by the plan."""
-    layout = {"mask": Mask(), "layout": "zigzag", "route": "direct"}
-    schedule = make_schedule(workload.seq_len, **layout, rank=0, world=world)
+    """Return the peak that the plan predicts, in bytes per rank."""
+    planner, strategy = Planner(), Strategy(layout="zigzag", route="direct", ulysses_degree=1)
+    schedule = planner.choose(workload.seq_len, mask=Mask(), strategy=strategy, rank=0, world=world)
     sizes = {"q_heads": workload.heads, "kv_heads": workload.kv_heads, "head_dim": workload.head_dim}
     shape = shape_of(workload.torch_dtype, batch=1, **sizes)
-    return peak_memory(schedule, shape, workload.torch_dtype, schedule.choose_travels(shape), **options)
+    return peak_memory(planner, schedule, shape, workload.torch_dtype, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Arguments(CallArguments):
 
 def main() -> None:
     a = asked(Arguments(seq_len=32768, head_dim=64), __doc__)
-    token = 8 * a.heads * a.head_dim * a.workload.torch_dtype.itemsize  # of q, k, v, out, dout, dq, dk and dv
+    token = 8 * a.heads * a.head_dim * a.workload.torch_dtype.itemsize  # q, k, v, out, dout, dq, dk and dv
     rows = []
     for world in a.worlds:
         with WorkerPool(world, timeout=1800) as pool:

@@ -1,7 +1,7 @@
-"""Error against fp64 by kernel and world size: it must not grow with the world.
+"""Measure errors against fp64 by kernel and world size; they must not grow with the world size.
 
-Relative L2 over the whole sequence, all ranks together; the first row of each dtype is PyTorch's own kernel on one
-device. docs/numerics.md says what the bounds are.
+Errors are relative L2 over the whole sequence and all ranks. The first row of each dtype is PyTorch's own kernel on one
+device. docs/numerics.md lists the bounds.
 
     python benchmarks/numerics.py [--seq-len 1024] [--worlds 1 2 4 8] [--dtypes bfloat16 float32]
 """
@@ -28,8 +28,11 @@ from ..tables import terminal
 
 
 def relative_errors(case: Case) -> dict[str, float]:
-    """Relative L2 error of out, dq, dk and dv over all ranks; every rank must call it and gets the same figures."""
-    plan = make_plan(case.seqlen, mask=case.mask, layout=case.layout, route=case.route, heads=case.heads)
+    """Return the relative L2 errors of out, dq, dk and dv over all ranks.
+
+    All ranks must call it, and get the same figures.
+    """
+    plan = make_plan(case.seqlen, mask=case.mask, strategy=case.strategy)
     inputs = case.inputs()
     actual = dict(distributed_call(case, plan, inputs).items())
     dlse = inputs["dlse"] if case.dlse else None
@@ -40,7 +43,10 @@ def relative_errors(case: Case) -> dict[str, float]:
 
 
 def stock_errors(case: Case) -> dict[str, float]:
-    """The same of PyTorch's own kernel on one device, in the case's dtype; the lse gets no gradient there."""
+    """Return the same errors of PyTorch's own kernel on one device, in the case's dtype.
+
+    Its lse gets no gradient.
+    """
     inputs = case.inputs()
     arguments = inputs["q"], inputs["k"], inputs["v"], case.mask
     theirs = dict(torch_attention(*arguments, dout=inputs["dout"]).items())
@@ -53,20 +59,20 @@ def run(
     seq_len: int = 1024,
     worlds: tuple[int, ...] = (1, 2, 4, 8),
     dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32"),
-    travels: tuple[str, ...] = ("query", "key-value"),
+    circulate: tuple[str, ...] = ("query", "key-value"),
     mask: Literal["causal", "full"] = "causal",
 ) -> None:
-    """Compute and print."""
+    """Compute the errors, and print the tables."""
     base = {"seqlen": seq_len, "mask": Mask(causal=mask == "causal"), "q_heads": 8, "kv_heads": 8}
     shape = base | {"head_dim": 64, "dlse": False}
     with ExitStack() as stack:
         pools = {world: stack.enter_context(WorkerPool(world)) for world in worlds}
         for dtype in dtypes:
             case = Case(**shape, dtype=getattr(torch, dtype))
-            rows = [{"kernel": "torch, one device", "travels": "", "world": "1"} | _cells(stock_errors(case))]
-            for kernel, side, (world, pool) in product(("reference", "aten", "aten-fp32"), travels, pools.items()):
-                errors = pool.run(relative_errors, replace(case, kernel=kernel, travels=side))[0]
-                rows.append({"kernel": kernel, "travels": side, "world": str(world)} | _cells(errors))
+            rows = [{"kernel": "torch, one device", "circulate": "", "world": "1"} | _cells(stock_errors(case))]
+            for kernel, side, (world, pool) in product(("reference", "aten", "aten-fp32"), circulate, pools.items()):
+                errors = pool.run(relative_errors, replace(case, kernel=kernel, circulate=side))[0]
+                rows.append({"kernel": kernel, "circulate": side, "world": str(world)} | _cells(errors))
             Console().print(terminal(rows, title=f"{dtype}, {mask}, S={seq_len}"))
 
 

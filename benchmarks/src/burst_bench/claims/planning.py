@@ -1,10 +1,9 @@
-"""What planning a step costs one rank: from a new mask to the programs of both passes, and the memory that they take.
+"""Measure what planning a step costs one rank: the time from a new mask to both passes' programs, and the memory.
 
-Seconds are of this process's own CPU time, the least of some runs, so that other work on the machine counts little;
-memory is what tracemalloc sees at the peak, in a run of its own.
+Seconds are this process's CPU time, the least of several runs, so that other work on the machine counts little. Memory
+is the peak that tracemalloc sees in a separate run.
 
-    python benchmarks/planning.py [--seq-len 1048576] [--documents 2000] [--ranks 8 64 256]
-"""
+    python benchmarks/planning.py [--seq-len 1048576] [--documents 2000] [--ranks 8 64 256]"""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ from burst_attention import Mask
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.layout import LAYOUTS
 from burst_attention.plan.rows import Direction
-from burst_attention.planner.choice import Planner
-from burst_attention.planner.schedule import make_schedule
+from burst_attention.plan.strategy import Strategy
+from burst_attention.planner.planner import Planner
 
 from ..arguments import asked
 from ..tables import terminal
@@ -31,19 +30,19 @@ SHAPE = Shape(batch=1, q_heads=32, kv_heads=8, head_dim=128, v_head_dim=128, io=
 
 
 def masks(seqlen: int, documents: int) -> dict[str, Mask]:
-    """Documents of random lengths, and one alone."""
+    """Return two masks: documents of random lengths, and one document."""
     dice = np.random.default_rng(0)
     cuts = np.sort(dice.choice(np.arange(1, seqlen), documents - 1, replace=False)).tolist()
     return {f"{documents:,} documents": Mask(cu_seqlens=[0, *cuts, seqlen]), "one document": Mask()}
 
 
 def planned(seqlen: int, mask: Mask, layout: str, route: str, ranks: int, heads: int) -> Any:
-    """All that a rank does before its first call under a mask."""
+    """Do everything that a rank does before its first call with a mask."""
     planner = Planner(nodes=tuple(rank // 8 for rank in range(ranks)))
-    options = {"mask": mask, "layout": layout, "route": route, "heads": heads, "planner": planner}
-    schedule = make_schedule(seqlen, **options, rank=ranks // 3, world=ranks)
-    groups, travels = schedule.decide(SHAPE, "auto")
-    return [schedule.program(travels, direction, groups) for direction in Direction]
+    strategy = Strategy(layout=layout, route=route, ulysses_degree=heads)
+    schedule = planner.choose(seqlen, mask=mask, strategy=strategy, rank=ranks // 3, world=ranks)
+    groups, circulate = planner.decide(schedule, SHAPE)
+    return [schedule.program(circulate, direction, groups) for direction in Direction]
 
 
 def seconds(*case: Any, runs: int) -> float:
@@ -71,7 +70,7 @@ class Arguments:
     routes: tuple[str, ...] = ("direct",)
     ranks: tuple[int, ...] = (8, 64, 256)
     heads: tuple[int, ...] = (1,)
-    """Into how many groups heads are cut."""
+    """Ulysses degrees."""
     runs: int = 3
 
 

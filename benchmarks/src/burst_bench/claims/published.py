@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
-from burst_train.cli.plan import Arguments
+from burst_train.cli.plan import PlanArguments
 from burst_train.forecast.forecast import forecast_of
 
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "results" / "published.md"
@@ -55,12 +55,12 @@ class Published:
 
 def page() -> str:
     """Return the text of the page."""
-    text = HEAD.format(efficiency=Arguments.matmul_efficiency)
+    text = HEAD.format(efficiency=PlanArguments.matmul_efficiency)
     for scheme, engine, tokens, published in CELLS:
         length = f"{tokens // M}M" if tokens >= M else f"{tokens // K}K"
         found = "not modelled | -"
         if engine is not None:
-            given = Arguments(seq_len=tokens, ranks=8, model="llama-3-8b", hardware="h100-hgx", remat="layer")
+            given = PlanArguments(seq_len=tokens, ranks=8, model="llama-3-8b", hardware="h100-hgx", remat="layer")
             speed = forecast_of(engine, given.question()).tokens_per_second
             found = f"{speed:,.0f} | {speed / published - 1:+.0%}"
         text += f"| {scheme} | {length} | {published:,} | {found} |\n"

@@ -1,12 +1,11 @@
-"""What reading holds: many small documents of one gzip file through the real reader, packer, shuffler and read-ahead.
+"""Measure the memory of reading: many small documents of one gzip file pass through the real reader.
 
-Sequences are taken as fast as they come, for so many minutes. Told are the resident memory of the process as it goes,
-and how much it grows in an hour by a line laid through the later half (the shuffler and the allocator fill up first),
-with twice that line's standard error: of a stream that goes up and down, minutes tell an hour's growth no better. It
-is flat if the growth and that error are within the bound together; else the exit status is 1.
+The reader, packer, shuffler and read-ahead deliver sequences as fast as they can for some minutes. The program prints
+the resident memory of the process over time. It fits a line through the later half, because the shuffler and the
+allocator fill up first, and prints the line's growth per hour with twice its standard error. Memory is flat if the
+growth plus that error stays within the bound; otherwise the exit status is 1.
 
-    python benchmarks/reading.py [--minutes 3] [--documents 2000000] [--through files datasets] [--bound 64]
-"""
+    python benchmarks/reading.py [--minutes 3] [--documents 2000000] [--through files datasets] [--bound 64]"""
 
 from __future__ import annotations
 
@@ -37,20 +36,20 @@ Through = Literal["files", "datasets"]
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
     minutes: float = 3.0
-    """For each way to read."""
+    """Minutes for each value of --through."""
     documents: int = 2_000_000
     through: tuple[Through, ...] = ("files", "datasets")
-    """files: our own reader of JSON lines; datasets: a stream of that library's, of the same file."""
+    """files: our own reader of JSON lines; datasets: a stream of the datasets library over the same file."""
     seq_len: int = 1024
     every: float = 10.0
-    """Seconds between two looks at the memory."""
+    """Seconds between two samples of the memory."""
     bound: float = 64.0
-    """MiB that it may grow in an hour."""
+    """Allowed growth in MiB per hour."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """What there was after so many seconds."""
+    """The state after some seconds."""
 
     seconds: float
     sequences: int
@@ -58,7 +57,7 @@ class Look:
 
 
 def write_documents(path: Path, documents: int) -> None:
-    """So many of 5 to 40 words each, as gzipped JSON lines."""
+    """Write documents of 5 to 40 words each, as gzipped JSON lines."""
     dice = random.Random(0)
     words = [f"w{n:x}" for n in range(5000)]
     with gzip.open(path, "wt", compresslevel=1) as file:
@@ -67,7 +66,7 @@ def write_documents(path: Path, documents: int) -> None:
 
 
 def config_of(folder: Path, through: Through, seq_len: int) -> TrainConfig:
-    """Of a run that reads the file in ``folder``."""
+    """Return the configuration of a run that reads the file in ``folder``."""
     data = str(folder / "documents.jsonl.gz") if through == "files" else f"{HUB}{folder}"
     return TrainConfig(
         run=RunConfig(out=str(folder / "out")),
@@ -77,7 +76,7 @@ def config_of(folder: Path, through: Through, seq_len: int) -> TrainConfig:
 
 
 def watch(config: TrainConfig, *, seconds: float, every: float) -> list[Look]:
-    """Take sequences for so long, and look at the memory at the start and now and then."""
+    """Take sequences for ``seconds``, and sample the memory at the start and every ``every`` seconds."""
     reader, _ = open_sequences(config)
     sequences, taken, looks = ReadAhead(reader.training(), 2), 0, list[Look]()
     began = time.monotonic()
@@ -87,7 +86,7 @@ def watch(config: TrainConfig, *, seconds: float, every: float) -> list[Look]:
                 looks.append(Look(now, taken, resident()))
             next(sequences)
             taken += 1
-            if looks[-1].sequences + 1 == taken:  # now and then, as a save does it
+            if looks[-1].sequences + 1 == taken:  # after each sample, as a checkpoint does
                 sequences.cursor()
     finally:
         sequences.close()
@@ -95,7 +94,7 @@ def watch(config: TrainConfig, *, seconds: float, every: float) -> list[Look]:
 
 
 def growth(looks: list[Look]) -> tuple[float, float]:
-    """(bytes an hour, by a line through the later half, and twice its standard error)."""
+    """Fit a line through the later half; return (bytes per hour, twice their standard error)."""
     later = [look for look in looks if look.seconds >= looks[-1].seconds / 2]
     hours = np.array([look.seconds for look in later]) / 3600
     held = np.array([look.bytes for look in later], dtype=np.float64)

@@ -1,12 +1,11 @@
-"""What a training step costs more while a checkpoint is written beside it.
+"""Measure how much slower a training step is while a checkpoint is being written.
 
-A Llama of about a hundred million parameters with random weights takes steps: some alone, then, a checkpoint having
-been begun, as many as the writing takes, and so on in turn. Only steps count during the whole of which a rank was
-writing. A round's ratio is of the median of its steps beside the writing to that of the steps alone around it, for the
-machine's speed drifts; what is told are the median and the range over the rounds.
+A Llama of about a hundred million parameters with random weights takes steps: some alone, then as many as the writing
+of a checkpoint takes, and so on in turn. Only steps during which a rank was writing all the time count. A round's ratio
+divides the median of its steps during the writing by that of the steps alone around it, because the machine's speed
+drifts. The program prints the median and the range over the rounds.
 
-    python benchmarks/saving.py [--rounds 9] [--ranks 2] [--seq-len 512] [--dtype float32] [--out FOLDER]
-"""
+    python benchmarks/saving.py [--rounds 9] [--ranks 2] [--seq-len 512] [--dtype float32] [--out FOLDER]"""
 
 from __future__ import annotations
 
@@ -39,12 +38,12 @@ class Arguments:
     dtype: str = "float32"
     layers: int = 12
     out: Path | None = None
-    """A folder on the disk that is to be measured, which is emptied of what was written; default: a temporary one."""
+    """A folder on the disk to measure; files written there are removed. Default: a temporary folder."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """Seconds of steps alone before, of those beside the writing, and of what all wait for: the copy and the seal."""
+    """Seconds of steps alone, of steps during the writing, and of the copy and the seal, for which all ranks wait."""
 
     alone: list[float]
     beside: list[float]
@@ -54,7 +53,7 @@ class Round:
 
 
 def make_model(folder: Path, layers: int) -> None:
-    """A Llama with random weights that the tokenizer of bytes suits."""
+    """Save a Llama with random weights that works with the byte tokenizer."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     sizes = {"hidden_size": 640, "intermediate_size": 1792, "num_attention_heads": 10, "num_hidden_layers": layers}
@@ -71,11 +70,11 @@ def config_of(a: Arguments, model: Path, out: Path) -> TrainConfig:
 
 
 def measure(config: TrainConfig, rounds: int) -> tuple[int, list[Round]]:
-    """On each rank: the parameters, and what each round took."""
+    """Run on each rank: return the number of parameters and the rounds."""
     from burst_train.checkpoint.generators import read_generators
     from burst_train.checkpoint.manifest import discard
     from burst_train.checkpoint.snapshot import state_of, tensors_of
-    from burst_train.checkpoint.writer import Draft
+    from burst_train.checkpoint.writer import CheckpointWriter
     from burst_train.step.loop import Trainer
 
     from burst_attention.launch.join import join
@@ -83,13 +82,13 @@ def measure(config: TrainConfig, rounds: int) -> tuple[int, list[Round]]:
     with join(device="cpu", timeout=600.0) as context:
         trainer = Trainer(config, context)
         steps = (record.seconds for record in trainer.steps())
-        list(itertools.islice(steps, 2))  # the first ones are slower
+        list(itertools.islice(steps, 2))  # the first steps are slower
         found = []
         for _ in range(rounds):
             alone, began = list(itertools.islice(steps, ALONE)), time.perf_counter()
             state = state_of(trainer, context.collect(read_generators()))
             tensors = tensors_of(trainer.model, trainer.optimizer)
-            draft = Draft(Path(config.run.out), tensors, state, step=trainer.step, context=context)
+            draft = CheckpointWriter(Path(config.run.out), tensors, state, step=trainer.step, context=context)
             copying = time.perf_counter() - began
             draft.write_beside()
             beside = list(_while_written(steps, draft, context.greatest))
@@ -102,7 +101,7 @@ def measure(config: TrainConfig, rounds: int) -> tuple[int, list[Round]]:
 
 
 def _while_written(steps: Iterator[float], draft, greatest) -> Iterator[float]:  # type: ignore[no-untyped-def]
-    """Steps, until all ranks have written; those at whose end one still writes."""
+    """Yield the seconds of steps that end while some rank still writes."""
     for seconds in steps:
         if not greatest(int(draft.is_being_written))[0]:
             return
@@ -110,7 +109,7 @@ def _while_written(steps: Iterator[float], draft, greatest) -> Iterator[float]: 
 
 
 def ratios_of(rounds: list[Round]) -> list[float]:
-    """By round that had a step beside the writing: its median to that of the steps alone before and after it."""
+    """Divide each round's median step during the writing by that of the steps alone before and after it."""
     after = [each.alone for each in rounds[1:]] + [[]]
     return [
         statistics.median(each.beside) / statistics.median(each.alone + following)
@@ -136,7 +135,7 @@ def main() -> None:
     beside = [seconds for each in rounds for seconds in each.beside]
     found = ratios_of(rounds)
     if not found:
-        raise SystemExit("no step began and ended while a checkpoint was written: lower --seq-len, or raise --layers")
+        raise SystemExit("no step ran entirely while a checkpoint was being written; lower --seq-len or raise --layers")
     figures = {
         "a step alone, s": alone,
         "a step while a checkpoint is written, s": beside,
@@ -147,6 +146,6 @@ def main() -> None:
     }
     rows = ({"what": name, "median (range)": spread(values)} for name, values in figures.items())
     title = (
-        f"{parameters / 1e6:.0f} M parameters, {a.dtype}, {a.ranks} ranks, S={a.seq_len}, {len(beside)} steps beside"
+        f"{parameters / 1e6:.0f} M parameters, {a.dtype}, {a.ranks} ranks, S={a.seq_len}, {len(beside)} while writing"
     )
     Console().print(terminal(rows, title=title))

@@ -16,12 +16,13 @@ import torch
 import tyro
 from burst_train.figures import bytes_text, flops_text, seconds_text, tokens_text
 from burst_train.forecast import collectives
-from burst_train.forecast.calls import Call, Setting, Way, chosen, foretell
+from burst_train.forecast.calls import AttentionStrategy, Call, Workload, chosen, predict_call
 from burst_train.forecast.machines import device_of
 from burst_train.forecast.models import MODELS, Model
-from burst_train.forecast.request import Cluster, Question
+from burst_train.forecast.request import Cluster, ForecastRequest
 
 from burst_attention.plan.groups import Groups
+from burst_attention.plan.strategy import Strategy
 from burst_attention.planner.presets import preset
 
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "predicted-scaling.md"
@@ -31,73 +32,84 @@ RANKS = (8, 32, 128, 512, 1024, 4096)
 KEPT_RANKS = (8, 16)
 REMATS = ("none", "layer", "keep-attention")
 LINE = 120
-PER_RANK, FIXED = 8 << 10, 8 << 20  # tokens: of a rank where the sequence grows with the ranks, of the sequence else
+# Tokens per rank if the sequence grows with the ranks; tokens of the whole sequence otherwise.
+PER_RANK, FIXED = 8 << 10, 8 << 20
 
-Foretold = Callable[[Setting], Call | None]  # None: it does not come with so many ranks
+Foretold = Callable[[Workload], Call | None]  # None: it does not support this number of ranks
 
 
 @dataclass(frozen=True)
 class Subject:
-    """One column: a way to share a sequence."""
+    """One column: a strategy."""
 
     name: str
     told: str
-    foretell: Foretold
+    predict_call: Foretold
 
 
-def _ulysses(setting: Setting) -> Call | None:
+def _ulysses(setting: Workload) -> Call | None:
     shape, world = setting.shape, setting.world
     return None if shape.q_heads % world or shape.kv_heads % world else collectives.ulysses(setting)
 
 
-def _usp(setting: Setting) -> Call | None:
+def _usp(setting: Workload) -> Call | None:
     return collectives.usp(setting, PER_NODE)
 
 
-def _by(way: Way) -> Foretold:
-    return lambda setting: foretell(way, setting)
+def _by(way: AttentionStrategy) -> Foretold:
+    return lambda setting: predict_call(way, setting)
 
 
 SUBJECTS = (
     Subject(
         "ring",
-        "RingAttention, zigzag: keys and values go round the ring, their gradients in fp32 after them",
+        "RingAttention, zigzag: keys and values circulate around the ring, followed by their gradients in fp32",
         _by(collectives.RING),
     ),
     Subject(
-        "Ulysses", "all tokens of some heads, by all-to-alls that nothing hides; up to the key-value heads", _ulysses
+        "Ulysses",
+        "all-to-alls give a rank all tokens of some heads, without overlap; at most as many ranks as key-value heads",
+        _ulysses,
     ),
     Subject(
         "USP",
-        f"Ulysses' all-to-alls among the {PER_NODE} ranks of a node, ring over nodes, zigzag",
+        f"Ulysses' all-to-alls among the {PER_NODE} ranks of a node, a ring over the nodes, zigzag",
         _usp,
     ),
     Subject(
         "Burst as published",
-        "zigzag, the query side travels in the backward, each shard crosses to a node once",
-        _by(Way(layout="zigzag", route="nodes", travels="query")),
+        "zigzag, the query side circulates in the backward, each shard crosses to each node once",
+        _by(AttentionStrategy(layout="zigzag", route="nodes", circulate="query")),
     ),
-    Subject("blocks", "squares of pairs, heads whole, zigzag", _by(Way(layout="zigzag", travels="blocks"))),
-    Subject("the cube", "the planner's choice: `burst` as it is", lambda setting: foretell(chosen(setting), setting)),
+    Subject(
+        "blocks",
+        "each rank computes a square of (query shard, key shard) pairs, heads whole, zigzag",
+        _by(AttentionStrategy(layout="zigzag", circulate="blocks")),
+    ),
+    Subject(
+        "the cube",
+        "the planner's choice, as `burst` computes it",
+        lambda setting: predict_call(chosen(setting, Strategy()), setting),
+    ),
 )
 
 
 @dataclass(frozen=True)
 class Row:
-    """One model, sequence and number of ranks; calls by subject."""
+    """One model, sequence and number of ranks, with the call of each subject."""
 
-    question: Question
+    question: ForecastRequest
     calls: tuple[Call | None, ...]
 
     def sent(self, call: Call) -> float:
-        """Bytes of a layer."""
+        """Return the bytes that a rank sends for one layer."""
         return sum(one.inside + one.across for one in (call.forward, call.backward))
 
     def across(self, call: Call) -> float:
         return call.forward.across + call.backward.across
 
     def seconds(self, call: Call) -> float:
-        """Of a step in which nothing is recomputed but logits."""
+        """Return the seconds of a step that recomputes only logits."""
         q = self.question
         rest = q.rest_flops("none") / (q.cluster.ranks * q.matrix_rate)
         return q.layers * call.seconds + rest
@@ -106,34 +118,34 @@ class Row:
         return self.question.layers * (call.forward.exposed + call.backward.exposed)
 
 
-def asked(model: Model, seq_len: int, ranks: int) -> Question:
-    """Of one row."""
+def asked(model: Model, seq_len: int, ranks: int) -> ForecastRequest:
+    """Return the request of one row."""
     rates = preset(HARDWARE)
     cluster = Cluster(ranks=ranks, per_node=PER_NODE, rates=rates, device=device_of(rates))
     sizes = {name: getattr(model, name) for name in ("q_heads", "kv_heads", "head_dim", "layers")}
-    return Question(seq_len=seq_len, cluster=cluster, model=model, dtype=torch.bfloat16, **sizes)
+    return ForecastRequest(seq_len=seq_len, cluster=cluster, model=model, dtype=torch.bfloat16, **sizes)
 
 
 def row(model: Model, seq_len: int, ranks: int) -> Row:
-    """Every subject's figures."""
+    """Return the row with every subject's figures."""
     question = asked(model, seq_len, ranks)
     setting = question.setting(next(iter(question.masks)))
-    return Row(question, tuple(subject.foretell(setting) for subject in SUBJECTS))
+    return Row(question, tuple(subject.predict_call(setting) for subject in SUBJECTS))
 
 
 def page() -> str:
-    """All of it, in Markdown."""
+    """Return the whole page in Markdown."""
     models = (line for name in MODEL_NAMES for line in _of_model(MODELS[name]))
     return "\n".join([*_head(), *models, *_of_keeping(MODELS[MODEL_NAMES[0]])]) + "\n"
 
 
 def _head() -> Iterator[str]:
-    yield from ("# Scaling, foretold", "")
+    yield from ("# Predicted scaling", "")
     yield fill(
-        "What ways to share a sequence are predicted to send and to take on up to 4,096 GPUs. Nobody has measured this "
-        "hardware with this library: every figure on this page is foretold. `python benchmarks/scaling.py --draw` "
-        "draws it, by the planner that `make_plan` chooses by. `burst plan --seq-len 8M --ranks 1024 --hardware "
-        "h100-hgx` tells more of one row: memory, and what fits.",
+        "Predicted bytes and seconds of ways to share a sequence over up to 4,096 GPUs. This hardware has not been "
+        "measured with this library: every figure on this page is a prediction. `python benchmarks/scaling.py --draw` "
+        "writes it, with the planner of `make_plan`. `burst plan --seq-len 8M --ranks 1024 --hardware h100-hgx` "
+        "prints more about one row: memory, and what fits.",
         LINE,
     )
     yield from ("", "| | |", "|---|---|")
@@ -147,20 +159,23 @@ def _assumptions() -> Iterator[str]:
     question = asked(MODELS[MODEL_NAMES[0]], 8 * PER_RANK, 8)
     peak = flops_text(question.cluster.device.peak or 0.0)
     yield f"Rates of {rates.name}: {rates.source}. {PER_NODE} ranks a node."
-    yield "One causal sequence over all ranks, bf16, batch 1; parameters' exchange is hidden and left out."
     yield (
-        f"The rest of the model is its matrix products at {question.cluster.efficiency:.0%} of {peak}/s. Nothing is "
-        "recomputed but the head's logits, so that times of ways compare; whether it fits is another question."
+        "One causal sequence over all ranks, bf16, batch 1. The parameters' exchange is left out, because it overlaps "
+        "computation."
     )
     yield (
-        "Up to 256 ranks are run on paper one by one (32 on routes by nodes and round a ring); of more, two smaller "
-        "worlds with as many tokens a rank and nodes as large, and a line through both. `tests/unit/test_forecast.py` "
-        "holds such lines against what they stand for: within 2 %, of blocks within 15 %."
+        f"The rest of the model is its matrix products at {question.cluster.efficiency:.0%} of {peak}/s. Only the "
+        "head's logits are recomputed, so that times compare. Whether a row fits in memory is not considered."
     )
     yield (
-        "What is exchanged for one step of an attention travels while the step before is computed; the "
-        "all-to-alls of Ulysses and USP hide behind nothing. Exchange that nothing hides is all time in which the "
-        "last rank to end does not compute: it may also wait for a rank that has more to do, as in blocks."
+        "Up to 256 ranks are simulated one by one (32 on routes by nodes and around a ring). More ranks are "
+        "extrapolated by a line through two smaller worlds with the same tokens per rank and nodes of the same size. "
+        "`tests/unit/test_forecast.py` bounds the error of such lines: 2 %, and 15 % for blocks."
+    )
+    yield (
+        "The exchange of one step overlaps the computation of the step before. The all-to-alls of Ulysses and USP "
+        "overlap nothing. Exposed exchange is all time in which the last rank to finish does not compute. It may also "
+        "wait for a rank with more work, as in blocks."
     )
 
 
@@ -173,24 +188,25 @@ def _of_model(model: Model) -> Iterator[str]:
 
 def _section(title: str, rows: Sequence[Row]) -> Iterator[str]:
     yield from ("", f"### {title}", "")
-    yield from ("Sent by a rank for one layer, forward and backward; across nodes in brackets:", "")
+    yield from ("Bytes that a rank sends for one layer, forward and backward; those across nodes in brackets:", "")
     yield from table(rows, sent)
-    yield from ("", "Time of a step; exchange that nothing hides in brackets:", "")
+    yield from ("", "Time of a step; exposed exchange in brackets:", "")
     yield from table(rows, taken)
 
 
 def _of_keeping(model: Model) -> Iterator[str]:
-    yield from ("", "## Keeping what a forward fetched", "")
+    yield from ("", "## Caching q, k and v of the forward", "")
     yield fill(
-        f"{model.name}, {tokens_text(PER_RANK)} tokens a rank, heads cut over all ranks (of {KEPT_RANKS[1]} two share "
-        "a key-value head). For one layer: what a rank sends in a step, and what attention retains from its forward to "
-        "its backward, with and without `keep`. A layer that is recomputed whole runs its forward twice and retains "
-        "nothing in between; under `keep-attention` the operator's results stay, and with them what was kept.",
+        f"{model.name}, {tokens_text(PER_RANK)} tokens a rank, heads split over all ranks (of {KEPT_RANKS[1]} "
+        "ranks, two share a key-value head). For one layer the table shows the bytes that a rank sends in a step, and "
+        "the bytes that the attention retains from its forward to its backward, with and without `cache_qkv`. A layer "
+        "that is recomputed whole runs its forward twice and retains nothing in between. Under `keep-attention` the "
+        "attention's results stay, and cached q, k and v stay with them.",
         LINE,
     )
     yield from (
         "",
-        "| ranks | recomputed | sent | sent, kept | retained | retained, kept |",
+        "| ranks | recomputed | sent | sent, cached | retained | retained, cached |",
         "|---|---|---|---|---|---|",
     )
     for ranks in KEPT_RANKS:
@@ -201,11 +217,18 @@ def _of_keeping(model: Model) -> Iterator[str]:
 
 
 def kept_row(model: Model, ranks: int, remat: str, *, keep: bool) -> tuple[float, float]:
-    """Bytes that a rank sends for a layer, and that its attention retains, under a way to recompute."""
+    """Return the bytes that a rank sends for one layer, and those that its attention retains.
+
+    Args:
+        model: The model.
+        ranks: Number of ranks.
+        remat: What is recomputed, one of :data:`REMATS`.
+        keep: Whether the forward's q, k and v are cached for the backward.
+    """
     question = asked(model, PER_RANK * ranks, ranks)
     setting, shape = question.setting(next(iter(question.masks))), question.shape
     groups = Groups.of(ranks, q_heads=shape.q_heads, kv_heads=shape.kv_heads, keep=keep, waves=1)
-    call = foretell(Way(layout="zigzag", travels="query", groups=groups), setting)
+    call = predict_call(AttentionStrategy(layout="zigzag", circulate="query", groups=groups), setting)
     forward, backward = (one.inside + one.across for one in (call.forward, call.backward))
     queries = shape.q_heads * shape.head_dim * shape.io
     keys = 2 * shape.kv_heads * shape.head_dim * shape.io * (ranks // groups.key if keep else 1)
@@ -215,17 +238,17 @@ def kept_row(model: Model, ranks: int, remat: str, *, keep: bool) -> tuple[float
 
 
 def sent(row: Row, call: Call) -> str:
-    """Bytes of a layer."""
+    """Return the bytes of a layer as text, with those across nodes in brackets."""
     return f"{bytes_text(row.sent(call))} ({bytes_text(row.across(call))})"
 
 
 def taken(row: Row, call: Call) -> str:
-    """Seconds of a step."""
+    """Return the seconds of a step as text, with exposed exchange in brackets."""
     return f"{seconds_text(row.seconds(call))} ({seconds_text(row.exposed(call))})"
 
 
 def table(rows: Sequence[Row], tell: Callable[[Row, Call], str]) -> Iterator[str]:
-    """In Markdown; a dash for what does not come with so many ranks."""
+    """Yield a Markdown table; a dash marks a scheme that does not support this number of ranks."""
     yield f"| ranks | tokens | {' | '.join(each.name for each in SUBJECTS)} |"
     yield "|---" * (2 + len(SUBJECTS)) + "|"
     for each in rows:
@@ -235,10 +258,10 @@ def table(rows: Sequence[Row], tell: Callable[[Row, Call], str]) -> Iterator[str
 
 
 def draw(*, draw: bool = False) -> None:
-    """Tell the page.
+    """Print the page.
 
     Args:
-        draw: write it to docs/predicted-scaling.md.
+        draw: Write the page to docs/predicted-scaling.md instead.
     """
     text = page()
     if draw:

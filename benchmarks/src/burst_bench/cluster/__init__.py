@@ -1,4 +1,4 @@
-"""An emulated cluster on one machine, for what differs only where bytes cost time: root and iproute2 on Linux."""
+"""An emulated cluster on one Linux machine, with limited link rates; needs root and iproute2."""
 
 from .emulated import INTERFACE, NETWORK, Cluster, Entry, parse_cluster, parse_rate
 from .namespaces import ClusterError, remove_leftovers

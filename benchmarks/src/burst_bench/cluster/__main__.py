@@ -1,4 +1,7 @@
-"""``burst bench`` on an emulated cluster: python -m burst_bench.cluster train --cluster 8x1 --link 100mbit none."""
+"""Run ``burst bench`` on an emulated cluster.
+
+Example: ``python -m burst_bench.cluster train --cluster 8x1 --link 100mbit none``.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""An emulated cluster on this machine: a network namespace per node, veth pairs on a bridge, token buckets as links.
+"""Emulate a cluster on this machine.
 
-Everything lies in namespaces that the cluster makes and removes itself; the machine's own network is neither seen nor
-touched. There is no route out of them: traffic can go only from node to node.
+Each node is a network namespace. Pairs of virtual interfaces (veth) connect the nodes to a bridge, and token buckets
+limit the rate of each link. The cluster creates and removes all of its namespaces. It never touches the machine's own
+network, and no route leads out of the namespaces: traffic flows only between nodes.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from pathlib import Path
 
 from .namespaces import ClusterError, call, enter, exit_on_sigterm, inside, name_host, remove, remove_leftovers, tools
 
-NETWORK = ipaddress.ip_network("198.18.0.0/15")  # for benchmarks of networks (RFC 2544): nobody's address
+NETWORK = ipaddress.ip_network("198.18.0.0/15")  # reserved for network benchmarks (RFC 2544), so never in use
 MOST_NODES = 250
-INTERFACE = "burst0"  # a node's only one but lo; a name that no machine's own interface has
+INTERFACE = "burst0"  # a node's only interface except lo; the host has no interface of this name
 FIRST_PORT = 29500
-_WINDOW = 1 << 20  # bytes that a TCP connection may have under way
-_PACKET = 32768  # bytes that cross a veth as one (segmentation is left to a network card that isn't there)
-_SETTINGS = {  # of each namespace, under /proc/sys/net
-    # IPv6 would chat on every new link of its own accord, and be counted.
+_WINDOW = 1 << 20  # bytes that a TCP connection may have in flight
+_PACKET = 32768  # bytes of one veth packet; without a network card there is no segmentation
+_SETTINGS = {  # for each namespace, under /proc/sys/net
+    # IPv6 sends messages on every new link, which the byte counters would include.
     "ipv6/conf/default/disable_ipv6": "1",
-    # The host's default would make the figures the host's. Reno is in every kernel and, as nothing is dropped here,
-    # only opens its window; BBR's pacing costs eight nodes on few cores much of their rate.
+    # Fix the algorithm, so that figures don't depend on the host's default. Every kernel has Reno; as these links drop
+    # no packets, its window only grows. BBR's pacing slows eight nodes on few cores considerably.
     "ipv4/tcp_congestion_control": "reno",
     "ipv4/tcp_rmem": f"4096 131072 {_WINDOW}",
 }
@@ -36,14 +37,14 @@ _UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
 def parse_cluster(text: str) -> tuple[int, int]:
-    """``"8x1"``: (nodes, ranks of each node).
+    """Parse ``"8x1"`` into (nodes, ranks per node).
 
     Raises:
-        ValueError: another form, or a number out of range.
+        ValueError: The text has another form, or a number is out of range.
     """
     match = re.fullmatch(r"(\d+)x(\d+)", text.strip().lower())
     if match is None:
-        raise ValueError(f"--cluster {text!r}: give NODESxRANKS, such as 8x1 for 8 nodes with a rank each")
+        raise ValueError(f"--cluster {text!r}: give NODESxRANKS, such as 8x1 for 8 nodes with one rank each")
     nodes, ranks = int(match[1]), int(match[2])
     if not 1 <= nodes <= MOST_NODES or ranks < 1:
         raise ValueError(f"--cluster {text!r}: give 1 to {MOST_NODES} nodes and at least one rank on each")
@@ -51,10 +52,10 @@ def parse_cluster(text: str) -> tuple[int, int]:
 
 
 def parse_rate(text: str) -> float | None:
-    """``"100mbit"``, ``"1.5gbit"``: bits per second; ``"none"``: None, no limit.
+    """Parse a rate such as ``"1.5gbit"`` into bits per second; ``"none"`` gives None, no limit.
 
     Raises:
-        ValueError: another form, or too little.
+        ValueError: The text has another form, or the rate is below 10 kbit/s.
     """
     lowered = text.strip().lower()
     if lowered == "none":
@@ -70,12 +71,12 @@ def parse_rate(text: str) -> float | None:
 
 @dataclass(frozen=True)
 class Entry:
-    """How a process enters its node; called as the first thing in it, before any thread that is to talk is started.
+    """Move a process into its node; call it before starting any thread that communicates.
 
     Attributes:
-        namespace: the node's, under /run/netns.
-        interface: the one that gloo shall use.
-        rendezvous: where rank 0 listens, as ``init_method`` of ``init_process_group``.
+        namespace: Name of the node's namespace under /run/netns.
+        interface: Network interface for gloo.
+        rendezvous: Address on which rank 0 listens, as ``init_method`` of ``init_process_group``.
     """
 
     namespace: str
@@ -83,26 +84,31 @@ class Entry:
     rendezvous: str
 
     def __call__(self) -> str:
-        """Enter; return the rendezvous. OSError if the namespace is gone: nothing may then be sent."""
+        """Enter the node and return the rendezvous.
+
+        Raises:
+            OSError: The namespace no longer exists; send nothing then.
+        """
         enter(self.namespace)
-        name_host(self.namespace)  # by which ranks see who shares a node with them
+        name_host(self.namespace)  # ranks compare host names to find out who shares their node
         os.environ["GLOO_SOCKET_IFNAME"] = self.interface
         return self.rendezvous
 
 
 class Cluster:
-    """``nodes`` emulated hosts with ``ranks`` ranks each. Use as a context manager, or close it.
+    """Emulated hosts with the same number of ranks each; a context manager.
 
-    Rank r is on node r // ranks. Ranks of one node talk over its loopback, which has no limit and isn't counted.
+    Rank r is on node r // ranks. Ranks of one node communicate over loopback, which has no limit and isn't counted.
+    Without a ``with`` block, call :meth:`close`.
 
     Args:
-        nodes: how many hosts, 1 to 250.
-        ranks: ranks of each.
-        rate: of each node's link in bits per second, each way; None for no limit.
+        nodes: Number of hosts, 1 to 250.
+        ranks: Ranks on each host.
+        rate: Rate of each node's link in bits per second, in each direction; None for no limit.
 
     Raises:
-        ValueError: an argument is out of range.
-        ClusterError: not root, no iproute2, or the kernel refused; nothing is then left behind.
+        ValueError: An argument is out of range.
+        ClusterError: The process isn't root, iproute2 is missing, or the kernel refused; nothing is left behind.
     """
 
     def __init__(self, nodes: int, ranks: int, *, rate: float | None = None) -> None:
@@ -131,24 +137,29 @@ class Cluster:
 
     @property
     def world(self) -> int:
-        """Ranks in all."""
+        """Total number of ranks."""
         return self.nodes * self.ranks
 
     def entry(self, rank: int, *, port: int = FIRST_PORT) -> Entry:
-        """How ``rank``'s process enters its node. ``port``: where rank 0 listens; each group needs its own."""
+        """Return the entry of ``rank``'s process into its node.
+
+        Args:
+            rank: Rank of the process.
+            port: Port on which rank 0 listens; each process group needs another.
+        """
         if not 0 <= rank < self.world:
             raise ValueError(f"rank={rank}: this cluster has ranks 0 to {self.world - 1}")
         return Entry(self._node(rank // self.ranks), INTERFACE, f"tcp://{NETWORK[1]}:{port}")
 
     def entries(self) -> list[Entry]:
-        """One for each rank of a new group."""
+        """Return an entry for each rank of a new process group."""
         port, self._port = self._port, self._port + 1
         return [self.entry(rank, port=port) for rank in range(self.world)]
 
     def set_rate(self, rate: float | None) -> None:
-        """Limit what each node sends and what it receives to ``rate`` bits per second each; None for no limit.
+        """Limit each node's link to ``rate`` bits per second in each direction; None for no limit.
 
-        Takes effect at once, on open connections too.
+        The limit takes effect immediately, also on open connections.
         """
         _check_rate(rate)
         kind = "noqueue" if rate is None else self._bucket(rate)
@@ -158,8 +169,8 @@ class Cluster:
         self.rate = rate
 
     def close(self) -> None:
-        """Remove everything. Processes inside lose their links."""
-        if os.getpid() != self._owner:  # a fork's copy: it isn't its to remove
+        """Remove all namespaces; processes in them lose their links."""
+        if os.getpid() != self._owner:  # a forked copy must not remove its parent's cluster
             return
         remove(self._prefix, self._tools["ip"])
         self._handlers.close()
@@ -175,7 +186,7 @@ class Cluster:
         return f"{self._prefix}{k}"
 
     def _make(self) -> None:
-        """Namespaces, bridge and links."""
+        """Create the namespaces, the bridge and the links."""
         ip, names = self._tools["ip"], [self._switch, *map(self._node, range(self.nodes))]
         for name in names:
             call([ip, "netns", "add", name])
@@ -194,9 +205,10 @@ class Cluster:
             self._batch("ip", self._node(k), lines)
 
     def _bucket(self, rate: float) -> str:
-        """The token bucket. What it lets pass at once is a packet with its headers, or a millisecond of a fast link.
+        """Return the token bucket's description for ``tc``.
 
-        Its queue holds every window that can be open to a node, so a link delays and never drops.
+        Its burst is one packet with headers, or a millisecond of a fast link. Its queue holds all TCP windows that can
+        be open to a node, so the link delays packets but never drops them.
         """
         connections = self.ranks * max(1, self.world - self.ranks)
         burst, limit = max(_PACKET * 9 // 8, round(rate / 8e3)), min(_WINDOW * connections, 1 << 30)
@@ -212,11 +224,11 @@ def _configure(namespace: str) -> None:
             path = Path("/proc/sys/net") / name
             try:
                 path.write_text(value)
-            except FileNotFoundError:  # IPv6 is left out of some kernels
+            except FileNotFoundError:  # some kernels have no IPv6
                 if not name.startswith("ipv6"):
                     raise
             except OSError as error:
-                raise ClusterError(f"{path} can't be set to {value!r} in a new network namespace: {error}") from error
+                raise ClusterError(f"can't set {path} to {value!r} in a new network namespace: {error}") from error
 
 
 def _check_rate(rate: float | None) -> None:

@@ -1,4 +1,4 @@
-"""Network namespaces of this machine: the tools that make them, how a thread enters one, how they are removed."""
+"""Create, enter and remove network namespaces of this machine."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ NAMESPACES = Path("/run/netns")
 
 
 class ClusterError(RuntimeError):
-    """The cluster can't be made or changed on this machine; the text says why and what to do."""
+    """The cluster can't be created or changed; the message says why and what to do."""
 
 
 def remove_leftovers() -> list[str]:
-    """Remove the namespaces of clusters whose process is dead (SIGKILL can't be caught); return their names."""
+    """Remove namespaces left by dead processes and return their names.
+
+    A process that ends by SIGKILL can't remove its namespaces itself.
+    """
     ip, removed = tools()["ip"], []
     for path in NAMESPACES.glob("burst-*-*-*"):
         match = re.match(r"burst-(\d+)-", path.name)
@@ -44,54 +47,61 @@ def _alive(pid: int) -> bool:
 
 
 def remove(prefix: str, ip: str) -> list[str]:
-    """Remove the namespaces whose names start so; the links go with the switch's. Return the names."""
+    """Remove the namespaces whose names start with ``prefix`` and return their names.
+
+    The links disappear with the namespace of the switch.
+    """
     names = sorted(path.name for path in NAMESPACES.glob(f"{prefix}*"))
     for name in names:
         try:
             call([ip, "netns", "delete", name])
         except ClusterError:
-            if (NAMESPACES / name).exists():  # else another process was quicker
+            if (NAMESPACES / name).exists():  # otherwise another process removed it first
                 raise
     return names
 
 
 def tools() -> dict[str, str]:
-    """Where ``ip`` and ``tc`` are."""
+    """Return the paths of ``ip`` and ``tc``.
+
+    Raises:
+        ClusterError: A tool is missing, or the process isn't root.
+    """
     path = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
     places = {name: shutil.which(name, path=path) for name in ("ip", "tc")}
     missing = " and ".join(name for name, where in places.items() if where is None)
     if missing:
-        raise ClusterError(f"an emulated cluster needs {missing} of iproute2: install it (apt-get install iproute2)")
+        raise ClusterError(f"an emulated cluster needs {missing} of iproute2; install it (apt-get install iproute2)")
     if os.geteuid() != 0:
         raise ClusterError(
-            "an emulated cluster needs root, to make network namespaces: run as root, or without a cluster"
+            "an emulated cluster needs root to create network namespaces; run as root, or without a cluster"
         )
     return {name: where for name, where in places.items() if where is not None}
 
 
 def call(command: list[str], text: str | None = None) -> None:
-    # In a session of its own: Ctrl-C is for us, who then remove what was made, not for a half-done ip.
+    # A new session: Ctrl-C must reach this process, which cleans up, and not interrupt a running ip.
     done = subprocess.run(command, input=text, capture_output=True, text=True, start_new_session=True, check=False)
     if done.returncode:
         reason = (done.stderr or done.stdout).strip()
         raise ClusterError(
-            f"{' '.join(command)}: {reason}. The kernel must allow network namespaces, veth, bridge and tbf, and the "
-            "process must have CAP_SYS_ADMIN and CAP_NET_ADMIN (in a container: --privileged)"
+            f"{' '.join(command)}: {reason}. The kernel must support network namespaces, veth, bridge and tbf. The "
+            "process needs CAP_SYS_ADMIN and CAP_NET_ADMIN (in a container: --privileged)"
         )
 
 
 def enter(namespace: str) -> None:
-    """The calling thread, and the threads that it starts from now on, are in this namespace.
+    """Move the calling thread, and threads that it starts later, into a namespace.
 
     Raises:
-        OSError: there is none of that name, or the process isn't root.
+        OSError: No namespace has this name, or the process isn't root.
     """
     with (NAMESPACES / namespace).open("rb") as file:
         _set_namespace(file.fileno())
 
 
 def name_host(name: str) -> None:
-    """This process has a host name of its own from now on."""
+    """Set a host name that only this process and its children see."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWUTS):
         raise OSError(ctypes.get_errno(), f"unshare: {os.strerror(ctypes.get_errno())}")
@@ -100,7 +110,7 @@ def name_host(name: str) -> None:
 
 @contextmanager
 def inside(namespace: str) -> Iterator[None]:
-    """The calling thread is in the namespace for a moment; other threads aren't."""
+    """Run the block with the calling thread in the namespace; other threads stay outside."""
     with open("/proc/thread-self/ns/net", "rb") as home:
         try:
             enter(namespace)
@@ -110,22 +120,22 @@ def inside(namespace: str) -> Iterator[None]:
 
 
 def interface_bytes(table: str) -> dict[str, tuple[int, int]]:
-    """(received, sent) so far by each interface, of the text of a ``/proc/.../net/dev``."""
+    """Return the bytes (received, sent) of each interface, from the text of ``/proc/.../net/dev``."""
     lines = (line.partition(":") for line in table.splitlines()[2:])
     return {name.strip(): (int(counts.split()[0]), int(counts.split()[8])) for name, _, counts in lines}
 
 
 def _set_namespace(descriptor: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)  # os.setns is Python 3.12's
+    libc = ctypes.CDLL(None, use_errno=True)  # os.setns needs Python 3.12
     if libc.setns(descriptor, CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}")
 
 
 @contextmanager
 def exit_on_sigterm() -> Iterator[None]:
-    """While inside, SIGTERM ends the program as sys.exit does, by way of what is to be cleaned up.
+    """Turn SIGTERM into ``sys.exit`` within the block, so that cleanup code runs.
 
-    A handler that the program has set itself is left alone, and only the main thread can set one.
+    A handler set by the program stays. Only the main thread can set a handler; in other threads this does nothing.
     """
 
     def leave(number: int, _: FrameType | None) -> None:

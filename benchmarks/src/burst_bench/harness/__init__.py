@@ -1,1 +1,1 @@
-"""One measurement: what runs on the ranks, who judges it, and the rows that come of it."""
+"""Measurements: the work on each rank, the checks of its results, and the rows of figures."""

@@ -1,6 +1,6 @@
-"""One causal attention, forward and backward, by several variants: checked, counted and timed by one procedure.
+"""Check, count and time one causal attention, forward and backward, by several variants.
 
-What runs on a rank finds its variant by :func:`ready`; :func:`contest` is what drives the ranks.
+:func:`contest` drives the ranks. Functions that run on a rank get their variant from :func:`ready`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_attention import Mask, Plan, burst_attention, make_plan
-from burst_attention.planner.choice import HeadsOrAuto
+from burst_attention import CallShape, Hardware, Mask, Plan, Strategy, burst_attention, make_plan
 from burst_attention.planner.rates import Rates
 from burst_attention.testing import WorkerError, WorkerPool, attend
 from burst_attention.testing.check import relative_l2
@@ -32,15 +31,16 @@ Begin = Callable[..., tuple[Tensor, Callable[[], Sequence[Tensor]]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What a variant makes on a rank.
+    """A variant's call on one rank.
 
     Attributes:
-        begin: the forward of q, k, v and dout, this rank's shards: (out, what gives dq, dk, dv, or nothing).
-        positions: int64 [S_local]: the global ones of this rank's tokens, in the order in which it holds them.
-        heads_first: tensors are [1, H, S_local, D] rather than [1, S_local, H, D].
-        plan: ours; None for a package's.
-        detail: what was chosen, in words.
-        aside: how many seconds this process has spent so far on what others would not have to do.
+        begin: Run the forward on this rank's shards of q, k, v and dout. It returns (out, backward); backward returns
+            (dq, dk, dv), or an empty sequence for variants without a backward.
+        positions: int64 [S_local]: global positions of this rank's tokens, in the order in which the rank holds them.
+        heads_first: Whether tensors are [1, H, S_local, D] rather than [1, S_local, H, D].
+        plan: Our plan; None for a package's variant.
+        detail: Description of the chosen strategy.
+        aside: Return the seconds that this process has spent so far on work that a GPU package would not need.
     """
 
     begin: Begin
@@ -52,7 +52,7 @@ class Call:
 
 
 class Variant(Protocol):
-    """One way to compute the attention. Must be hashable and picklable: it is sent to the ranks."""
+    """A way to compute the attention; hashable, and picklable because it is sent to the ranks."""
 
     @property
     def name(self) -> str: ...
@@ -62,53 +62,47 @@ class Variant(Protocol):
 
     @property
     def tolerance(self) -> float:
-        """Relative L2 error allowed, in multiples of that of torch's own kernel in the same dtype."""
+        """Allowed relative L2 error, as a multiple of the error of torch's own kernel in the same dtype."""
         ...
 
     def build(self, workload: Workload) -> Call:
-        """On every rank at the same time."""
+        """Build the call; all ranks must call it at the same time."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ours:
-    """The library's call; if not told, of heads that nobody cuts, so that it is the same wherever it is measured.
+    """The library's call. By default heads stay whole, so that it is the same on every machine.
 
     Attributes:
-        rates: of the machine, for what is left open; None for those of this user or this kind of machine.
+        rates: The machine's rates, with which the planner chooses what the strategy leaves open. None: this user's
+            calibrated rates, or a preset.
     """
 
     name: str = "burst"
-    layout: str = "zigzag"
-    route: str = "auto"
-    heads: HeadsOrAuto = 1
-    travels: str = "auto"
+    strategy: Strategy = field(default=Strategy(layout="zigzag", ulysses_degree=1))
     kernel: str = "auto"
     tolerance: float = 3.0
     has_backward: bool = True
     rates: Rates | None = None
 
     def plan(self, workload: Workload) -> Plan:
-        return make_plan(workload.seq_len, **self.options(workload))
-
-    def options(self, workload: Workload) -> dict[str, Any]:
-        """What the plan is told."""
         sizes = {"q_heads": workload.heads, "kv_heads": workload.kv_heads, "head_dim": workload.head_dim}
-        told = {"layout": self.layout, "route": self.route, "heads": self.heads, "rates": self.rates}
-        return told | sizes | {"dtype": workload.torch_dtype}
+        call = CallShape(**sizes, dtype=workload.torch_dtype)
+        return make_plan(workload.seq_len, strategy=self.strategy, call=call, hardware=Hardware(rates=self.rates))
 
     def build(self, workload: Workload) -> Call:
         plan = self.plan(workload)
-        detail = f"route {plan.route}, travels {self.travels}"
+        detail = f"route {plan.route}, {self.strategy}"
         return Call(begin=self.begin(plan), positions=plan.positions, plan=plan, detail=detail)
 
     def begin(self, plan: Plan) -> Begin:
-        call = partial(burst_attention, plan=plan, travels=self.travels, kernel=self.kernel)
+        call = partial(burst_attention, plan=plan, kernel=self.kernel)
         return by_autograd(call, backward=self.has_backward)
 
 
 def by_autograd(attention: Callable[..., Tensor], *, backward: bool = True) -> Begin:
-    """:attr:`Call.begin` of a function of q, k and v that torch differentiates."""
+    """Return a :attr:`Call.begin` that runs ``attention(q, k, v)`` and differentiates it by autograd."""
 
     def begin(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, Callable[[], Sequence[Tensor]]]:
         inputs = [x.detach().requires_grad_(backward) for x in (q, k, v)]
@@ -120,20 +114,20 @@ def by_autograd(attention: Callable[..., Tensor], *, backward: bool = True) -> B
 
 @dataclass(frozen=True)
 class Ready:
-    """A variant's call on this rank with its inputs."""
+    """A variant's call on this rank, with its inputs."""
 
     call: Call
     inputs: list[Tensor]
 
     def run(self) -> list[Tensor]:
-        """out, and dq, dk and dv where the variant has a backward."""
+        """Return [out], followed by dq, dk and dv if the variant has a backward."""
         out, backward = self.call.begin(*self.inputs)
         return [out, *backward()]
 
 
 @cache
 def ready(variant: Variant, workload: Workload) -> Ready:
-    """Built at the first call, which every rank makes at the same time."""
+    """Return the variant's call, built on first use; all ranks must call this at the same time."""
     call = variant.build(workload)
     return Ready(call, _shards(call, workload))
 
@@ -144,7 +138,13 @@ def _shards(call: Call, workload: Workload) -> list[Tensor]:
 
 
 def checked(variant: Variant, workload: Workload, expected: list[Tensor]) -> dict[str, float]:
-    """On a rank: each result's relative L2 error over all ranks. ``expected``: of the whole sequence, [1, H, S, D]."""
+    """Run on a rank: return each result's relative L2 error over all ranks.
+
+    Args:
+        variant: The variant to check.
+        workload: Sizes of the call.
+        expected: Correct results of the whole sequence, [1, H, S, D].
+    """
     own = ready(variant, workload)
     results = [x if own.call.heads_first else x.transpose(1, 2) for x in own.run()]
     right = [x.index_select(2, own.call.positions) for x in expected[: len(results)]]
@@ -152,7 +152,10 @@ def checked(variant: Variant, workload: Workload, expected: list[Tensor]) -> dic
 
 
 def errors_over_ranks(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
-    """Relative L2 of tensors of which each rank has a part; every rank must call it, and gets the same figures."""
+    """Return relative L2 errors of sharded tensors.
+
+    All ranks must call it, and get the same figures.
+    """
     pairs = [(x.cpu().double(), y.double()) for x, y in zip(actual, expected, strict=True)]
     squares = torch.stack([torch.stack([(x - y).square().sum(), y.square().sum()]) for x, y in pairs])
     if dist.is_initialized():
@@ -161,9 +164,10 @@ def errors_over_ranks(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> l
 
 
 def counted(variant: Variant, workload: Workload) -> tuple[str, dict[str, int | None]]:
-    """On a rank: what was chosen, and the bytes of one call, as given to the process group and to our plan's transport.
+    """Run on a rank: return the chosen strategy, and the bytes sent in one call.
 
-    The latter are without the records by which ranks agree on a call.
+    ``bytes`` counts all payload given to the process groups. ``transport_bytes`` counts the payload of our plan's
+    transport, without the agreements' records.
     """
     own = ready(variant, workload)
     transport = None if own.call.plan is None else own.call.plan.transport
@@ -180,26 +184,29 @@ def counted(variant: Variant, workload: Workload) -> tuple[str, dict[str, int | 
 
 
 def timed(variant: Variant, workload: Workload) -> tuple[float, float]:
-    """On a rank: seconds of one call, and how many of them were :attr:`Call.aside`."""
+    """Run on a rank: return the seconds of one call, and how many of them :attr:`Call.aside` counted."""
     own = ready(variant, workload)
     before = own.call.aside()
     return seconds_of(own.run), own.call.aside() - before
 
 
 def slowest(pool: WorkerPool, variant: Variant, workload: Workload, timeout: float = 1800.0) -> tuple[float, float]:
-    """:func:`timed` of the rank that took longest."""
+    """Return :func:`timed` of the slowest rank."""
     return max(pool.run(timed, variant, workload, timeout=timeout))
 
 
 def memory_peaks(variant: Variant, workload: Workload) -> tuple[int, int]:
-    """On a rank: peak resident memory above the start by the end of the forward and of all, what goes in included."""
+    """Run on a rank: return the peak resident memory of (the forward, forward and backward), in bytes.
+
+    Both exclude the memory at the start, and include the inputs.
+    """
     call = variant.build(workload)
 
     def forward() -> tuple[Any, ...]:
         inputs = _shards(call, workload)
         return inputs, *call.begin(*inputs)
 
-    for _ in range(2):  # the first call also leaves what libraries allocate for good
+    for _ in range(2):  # in the first call libraries also allocate memory that they never free
         if dist.is_initialized():
             dist.barrier()
         give_back()
@@ -211,17 +218,20 @@ def memory_peaks(variant: Variant, workload: Workload) -> tuple[int, int]:
 
 
 def reference(workload: Workload, *, dense: bool) -> tuple[list[Tensor], dict[str, float]]:
-    """Global out, dq, dk and dv; and the relative L2 error of torch's own kernel in the workload's dtype, by name.
+    """Return correct global out, dq, dk and dv, and the relative L2 errors of torch's own kernel.
+
+    The errors are those of the workload's dtype, by tensor name.
 
     Args:
-        dense: written out in fp64, which takes memory for ten squares of the length; else by torch's kernel in fp32,
-            or in fp64 for inputs in fp32.
+        workload: Sizes and dtype of the call.
+        dense: Compute with explicit scores in fp64, which needs memory for ten S x S matrices. Otherwise use torch's
+            kernel in fp32, or in fp64 for fp32 inputs.
     """
     wide = torch.float64 if workload.torch_dtype == torch.float32 else torch.float32
     right, plain = [], []
     q, k, v, dout = random_qkv(workload)
     group = workload.heads // workload.kv_heads
-    for head in range(workload.kv_heads):  # the scores of few heads at a time
+    for head in range(workload.kv_heads):  # one key-value head at a time limits the memory for scores
         own = slice(head * group, (head + 1) * group)
         inputs, of_out = (q[:, own], k[:, head : head + 1], v[:, head : head + 1]), dout[:, own]
         if dense:
@@ -236,14 +246,17 @@ def reference(workload: Workload, *, dense: bool) -> tuple[list[Tensor], dict[st
 
 @dataclass
 class Outcome:
-    """What came of a variant; figures only where its results were right.
+    """Outcome of a variant; it has figures only if its results were right.
 
     Attributes:
-        refused: why there is no result.
-        errors, bounds: relative L2 over all ranks, by tensor.
-        counts: :func:`counted`'s by rank; None where some rank could not tell.
-        seconds: of each round, the slowest rank's; ``aside``: how many of them were :attr:`Call.aside`.
-        ratios: of ``seconds`` by round, to those of the first variant that has as many passes.
+        variant: The variant.
+        refused: Reason why it has no result.
+        errors, bounds: Relative L2 error and its limit over all ranks, by tensor.
+        detail: Description of the chosen strategy.
+        counts: Counts of :func:`counted`, one per rank; None if some rank could not count.
+        seconds: The slowest rank's seconds in each round.
+        aside: Seconds of each round that :attr:`Call.aside` counted.
+        ratios: ``seconds`` of each round divided by those of the first variant with the same passes.
     """
 
     variant: Variant
@@ -258,7 +271,9 @@ class Outcome:
 
     @property
     def correct(self) -> bool:
-        return bool(self.errors) and all(error <= self.bounds[name] for name, error in self.errors.items())  # NaN: no
+        return bool(self.errors) and all(
+            error <= self.bounds[name] for name, error in self.errors.items()
+        )  # False for NaN
 
 
 def contest(
@@ -271,13 +286,17 @@ def contest(
     check: Workload | None = None,
     timeout: float = 1800.0,
 ) -> list[Outcome]:
-    """Check every variant, then count and time those that are right; an outcome for each, in their order.
+    """Check every variant, then count and time the correct ones; return outcomes in the same order.
 
     Args:
-        rounds: timed calls of each; they begin when each has been called twice, by which all is compiled.
-        refused: why variants of these names can't run; one that raises is then refused, too. None: it is an error.
-        check: the sizes at which results are compared with fp64; None: with fp32 at ``workload``'s own.
-        timeout: seconds that one call may take.
+        pool: The ranks.
+        variants: The variants; the first ones of each kind of pass are the base of the ratios.
+        workload: Sizes of the timed call.
+        rounds: Timed calls of each variant. They start after two calls of each, so that everything is compiled.
+        refused: Reasons why variants can't run, by name. If given, a variant that raises also counts as refused; None
+            lets the error through.
+        check: Sizes at which results are compared with fp64. None: compare with fp32 at the sizes of ``workload``.
+        timeout: Seconds that one call may take.
     """
     at = workload if check is None else check
     expected, stock = reference(at, dense=check is not None)
@@ -288,7 +307,7 @@ def contest(
         try:
             own.errors = pool.run(checked, own.variant, at, expected, timeout=timeout)[0]
         except WorkerError as error:
-            if pool.broken or refused is None:  # a rank is lost or out of step: nothing more can be compared
+            if pool.broken or refused is None:  # a rank is lost or out of step, so no later comparison is possible
                 raise
             own.refused = str(error.errors[0]).strip().splitlines()[0] or type(error.errors[0]).__name__
         own.bounds = {name: own.variant.tolerance * stock[name] for name in own.errors}
@@ -301,6 +320,6 @@ def contest(
     for own, took in zip(right, turns, strict=True):
         own.seconds, own.aside = [seconds for seconds, _ in took], [aside for _, aside in took]
         base = next(other for other in outcomes if other.variant.has_backward == own.variant.has_backward)
-        if base.correct:  # whose seconds are known by now
+        if base.correct:  # the loop has set its seconds already
             own.ratios = ratios(base.seconds, own.seconds)
     return outcomes

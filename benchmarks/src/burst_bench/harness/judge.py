@@ -1,4 +1,4 @@
-"""How far an engine's results are from fp64: no figure is told of an engine that is wrong."""
+"""Compare an engine's results with fp64. Wrong engines get no figures."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from .trace import Trace
 from .workload import Workload, engine_of, random_qkv
 
 FLOOR = {"float64": 1e-11, "float32": 1e-5, "bfloat16": 1e-3, "float16": 1e-3}
-# Where rounding may add up: between engines, and of sums over all tokens; by a tensor's size.
+# Allowed differences relative to a tensor's size, where rounding errors add up: between engines, in sums over tokens.
 AGREEMENT = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
 FACTOR = 3.0  # times the error of a single rank in the same dtype
 
 
 def judge(workload: Workload) -> dict[str, tuple[float, float]]:
-    """For each engine that can do ``workload``: (relative L2 error against fp64, what it may be), of the worst tensor.
+    """Return (relative L2 error against fp64, its bound) of each engine that supports ``workload``.
 
-    The tensors are out, dq, dk and dv; each parameter's gradient; or the logits. What an error may be is ``FACTOR``
-    times that of a single rank in the same dtype. Every rank must call it, at a ``seq_len`` of which fp64 is
-    affordable, and gets the same figures.
+    Both are those of the worst tensor. The tensors are out, dq, dk and dv; each parameter's gradient; or the logits. A
+    bound is ``FACTOR`` times the error of a single rank in the same dtype. All ranks must call this and get the same
+    figures. ``seq_len`` must be short enough for fp64.
     """
     quieten_transformers()
     able = [spec for spec in workload.engines if refusal(workload, engine_of(spec)) is None]
@@ -46,17 +46,17 @@ def judge(workload: Workload) -> dict[str, tuple[float, float]]:
 
 
 def _worst(errors: list[float], bounds: list[float]) -> tuple[float, float]:
-    """The error that comes closest to its bound, or is furthest beyond; one that is no number before all."""
+    """Return the error with the largest ratio to its bound, and the bound; NaN counts as largest."""
     return max(
         zip(errors, bounds, strict=True), key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0] / pair[1]
     )
 
 
 def sampled_error(workload: Workload, subject: Any, rows: int = 32) -> float | None:
-    """Of an attention subject's last call: the error of out and dq against fp64 in a few rows of each rank.
+    """Return the error of an attention subject's last out and dq, against fp64, in a few rows of each rank.
 
-    This is what can be afforded at any length; of dK and dV two sums that they must have, which tell if they are more
-    than :data:`AGREEMENT` off. None for other subjects.
+    A few rows are affordable at any length. Two sums of dK and of dV show errors above :data:`AGREEMENT`. The result is
+    None for other subjects.
     """
     if not isinstance(subject, AttentionSubject):
         return None
@@ -71,12 +71,15 @@ def sampled_error(workload: Workload, subject: Any, rows: int = 32) -> float | N
             actual = subject.results[n][0, :, local].double()
             squares[n] += torch.stack([(actual - right).square().sum(), right.square().sum()])
     dist.all_reduce(squares)
-    sampled, off = (squares[:, 0] / squares[:, 1]).sqrt().max(), _off_balance(subject)  # NaN if one is
+    sampled, off = (
+        (squares[:, 0] / squares[:, 1]).sqrt().max(),
+        _off_balance(subject),
+    )  # the maximum is NaN if one of them is
     return (sampled if off <= AGREEMENT[workload.dtype] else torch.maximum(sampled, off)).item()
 
 
 def _off_balance(subject: AttentionSubject) -> Tensor:
-    """What is amiss with sum(dV * V) = sum(dO * O) and sum(dK * K) = sum(dQ * Q), by the size of the terms."""
+    """Return the error of sum(dV * V) = sum(dO * O) and sum(dK * K) = sum(dQ * Q), relative to the terms' size."""
     out, *grads = subject.results
     q, k, v, dout = subject.inputs
     products = [x.double() * y.double() for x, y in zip((dout, *grads), (out, q, k, v), strict=True)]
@@ -87,7 +90,7 @@ def _off_balance(subject: AttentionSubject) -> Tensor:
 
 
 def _one_row(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, dq) [H, D] of one query in fp64: q and dout [Hq, D], k and v [Hkv, S, D]."""
+    """Return (out, dq) [H, D] of one query in fp64, from q and dout [Hq, D], k and v [Hkv, S, D]."""
     group = q.shape[0] // k.shape[0]
     q, k, v, dout = q.double(), k.double(), v.double(), dout.double()
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
@@ -112,13 +115,13 @@ def _model_errors(workload: Workload, spec: str, exact: list[Tensor]) -> list[fl
 
 
 def _reference(workload: Workload, dtype: str) -> list[Tensor]:
-    """What a rank that has the sequence to itself gives in ``dtype``; every rank does the same."""
+    """Return the results of a single rank in ``dtype``; every rank computes the same."""
     alone = workload.at(workload.seq_len, dtype=dtype)
     return _gradients_or_logits(ModelSubject(alone, choose("single"), Trace(), groups=dist.get_world_size()))
 
 
 def _gradients_or_logits(subject: ModelSubject) -> list[Tensor]:
-    """The gradient of each parameter, or the logits, on every rank."""
+    """Return each parameter's gradient, or the logits, on every rank."""
     if subject.workload.task == "prefill":
         return [whole_logits(subject.logits())]
     subject.backward()

@@ -1,4 +1,4 @@
-"""What each rank does of a measurement: engines taking turns, each call begun together and timed by itself."""
+"""Measure engines on a rank: they take turns, all ranks start each call together, and each call is timed separately."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .workload import Workload, engine_of
 
 @dataclass
 class Measurement:
-    """Of one engine on one rank. Bytes are this rank's (``wire``: its node's, one number for each round)."""
+    """One engine's figures on one rank. Bytes are this rank's (``wire``: its node's, one number per round)."""
 
     engine: str
     refused: str | None = None
@@ -40,11 +40,11 @@ class Measurement:
 
 
 def measure(workload: Workload) -> list[Measurement]:
-    """What every engine of ``workload`` takes on this rank. Every rank must call it."""
+    """Measure every engine of ``workload`` on this rank; all ranks must call it."""
     measured = [Measurement(spec, refused=refusal(workload, engine_of(spec))) for spec in workload.engines]
     able = [(own, engine_of(own.engine)) for own in measured if own.refused is None]
     if workload.resources:
-        # What libraries allocate on first use is nobody's memory: a short call of each goes before.
+        # Libraries allocate memory on first use. A short call of each engine keeps it out of the figures.
         short = workload.at(min(workload.seq_len, 32 * dist.get_world_size()))
         for at in (short, workload):
             for own, engine in able:
@@ -55,21 +55,21 @@ def measure(workload: Workload) -> list[Measurement]:
 
 
 def _measure_resources(workload: Workload, own: Measurement, engine: Engine) -> None:
-    """One engine by itself: the peak of its memory, its bytes, and its results against the others' and fp64."""
+    """Run one engine alone, and record its peak memory, its bytes, its fingerprints and its error against fp64."""
     give_back()
     before, trace = resident(), Trace()
     collectives = Collectives(trace, dist.get_world_size())
     dist.barrier()
     start = time.perf_counter()
     subject, peak = peak_during(lambda: _run_once(workload, engine, trace, collectives))
-    if not workload.rounds:  # too long to run twice
+    if not workload.rounds:  # such calls take too long to run twice
         own.seconds = [time.perf_counter() - start]
     own.peak, own.resident = peak - before, peak
     own.predicted, own.counted = subject.predicted, subject.sent + collectives.activations
     own.fingerprints, own.sampled = subject.fingerprints(), sampled_error(workload, subject)
     own.chosen = subject.chosen
     del subject
-    gc.collect()  # a spread model is in cycles
+    gc.collect()  # a sharded model contains reference cycles
 
 
 def _run_once(workload: Workload, engine: Engine, trace: Trace, collectives: Collectives) -> Subject:
@@ -80,7 +80,7 @@ def _run_once(workload: Workload, engine: Engine, trace: Trace, collectives: Col
 
 
 def _measure_time(workload: Workload, able: list[tuple[Measurement, Engine]]) -> None:
-    """All engines in turn, round by round; then, if asked, once more with what each rank does written down."""
+    """Time all engines in turns, round by round; then record a timeline of one more call, if requested."""
     trace = Trace()
     subjects = [(own, make_subject(workload, engine, trace)) for own, engine in able]
     for _, subject in subjects:
@@ -100,7 +100,7 @@ def _measure_time(workload: Workload, able: list[tuple[Measurement, Engine]]) ->
 
 
 def _one_round(workload: Workload, subject: Subject) -> tuple[float, int]:
-    """Seconds of a call, and the bytes that left this rank's node until all ranks were done with it."""
+    """Return a call's seconds, and the bytes that left this rank's node until all ranks finished."""
     before = _sent_by_interface(workload.interface)
     seconds = seconds_of(subject.run)
     dist.barrier()
@@ -108,5 +108,5 @@ def _one_round(workload: Workload, subject: Subject) -> tuple[float, int]:
 
 
 def _sent_by_interface(interface: str | None) -> int:
-    """Bytes that ever left by an interface of this process's network namespace; 0 for None."""
+    """Return all bytes sent so far by an interface of this process's network namespace; 0 for None."""
     return 0 if interface is None else interface_bytes(Path("/proc/thread-self/net/dev").read_text())[interface][1]

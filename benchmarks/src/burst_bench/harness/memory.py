@@ -1,4 +1,4 @@
-"""The resident memory of this process and its peak, and that of its tensors alone."""
+"""Measure this process's resident memory, its peak, and the memory of tensors alone."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _MMAP_ALWAYS, _MMAP_SELDOM = 64 * 1024, 32 * 1024 * 1024
 
 
 def resident(field: str = "VmRSS") -> int:
-    """Bytes resident now; ``VmHWM``: at the peak."""
+    """Return the resident bytes; with ``VmHWM``, those at the peak."""
     line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field))
     return int(line.split()[1]) * 1024
 
 
 def give_back() -> None:
-    """Collect what is in cycles and let glibc return what is free to the system."""
+    """Collect reference cycles, and let glibc return free memory to the system."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 
 
 def peak_during(call: Callable[[], T]) -> tuple[T, int]:
-    """(what ``call`` gave, the most bytes that were resident while it ran).
+    """Return (result of ``call``, the most bytes that were resident while it ran).
 
-    glibc is told to give freed tensors back at once meanwhile, so that the peak is of live ones; it makes the call
-    slower, so take no times from it. Before the first of these it keeps what is free, and gives pieces of that to the
-    call's tensors: let what comes before, such as a first step, run within one, too.
+    During the call, glibc returns freed tensors to the system immediately, so that the peak counts live tensors. That
+    makes the call slower: don't time it. Before the first such call glibc keeps freed memory and reuses it for the
+    call's tensors. So run earlier work, such as a first step, within this function, too.
     """
     libc = ctypes.CDLL(None)
     libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_ALWAYS)
@@ -47,11 +47,11 @@ def peak_during(call: Callable[[], T]) -> tuple[T, int]:
 
 
 def allocated_during(call: Callable[[], T]) -> tuple[T, int]:
-    """(what ``call`` gave, the most bytes of tensors that it made which were there at once).
+    """Return (result of ``call``, the most bytes of tensors made by it that existed at the same time).
 
-    Counted by torch's own allocator for the CPU, so tensors within its operators are in it, and neither rounding to
-    pages, nor what is free, nor anything that is no tensor. What another thread sets free, as gloo's do, is noticed
-    when its place is taken again: of several ranks it may be too much, by messages.
+    torch's CPU allocator counts them. So tensors within operators are included; rounding to pages, free memory and
+    everything except tensors is not. Memory that another thread frees, as gloo's threads do, counts until its address
+    is allocated again. With several ranks the result may therefore be too high, by the size of messages.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         result = call()

@@ -1,4 +1,4 @@
-"""Where figures come from: the command, the moment, the machine and the code."""
+"""The origin of figures: command, date, machine and revision of the code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIBRARIES = ("burst-attention", "torch", "numpy", "transformers")
 
 
 def origin(command: str) -> dict[str, Any]:
-    """``command``, ``date``, ``machine``, ``revision`` and ``versions`` of what is measured now."""
+    """Return ``command``, ``date``, ``machine``, ``revision`` and ``versions`` of a measurement made now."""
     return {
         "command": command,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -28,7 +28,7 @@ def origin(command: str) -> dict[str, Any]:
 
 
 def machine() -> str:
-    """This machine in a line."""
+    """Return a one-line description of this machine."""
     info = Path("/proc/cpuinfo")
     names = [x.partition(":")[2].strip() for x in info.read_text().splitlines() if x.startswith("model name")]
     kind = names[0] if names else platform.machine()
@@ -37,7 +37,7 @@ def machine() -> str:
 
 
 def revision() -> str:
-    """Of this checkout, with ``-dirty`` where it has changes of its own; ``unknown`` without git or a checkout."""
+    """Return this checkout's revision, with ``-dirty`` if it has changes; ``unknown`` without git or a checkout."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
@@ -49,5 +49,5 @@ def revision() -> str:
 def _version(name: str) -> str:
     try:
         return version(name)
-    except PackageNotFoundError:  # run from its sources
+    except PackageNotFoundError:  # the package runs from its sources
         return "not installed"

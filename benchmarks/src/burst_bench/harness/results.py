@@ -1,4 +1,7 @@
-"""What ``burst bench`` measured: rows of figures, as JSON. The report and the tables are made from these alone."""
+"""Results of ``burst bench``: rows of figures, stored as JSON.
+
+The report and the tables need nothing else.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,15 @@ KINDS = ("compute", "wait", "exchange")
 
 @dataclass(frozen=True)
 class Span:
-    """One stretch of one rank's time, in seconds since the ranks started together.
+    """An interval of one rank's time, in seconds since all ranks started.
 
     Attributes:
-        kind: ``wait`` (the rank does nothing but wait for activations) and ``compute`` (all else; waiting for FSDP2's
-            parameters too) share the rank's time between them; ``exchange`` (messages on the wire) runs beside them.
-        label: what it was, such as ``hop 3 of the forward``.
+        kind: ``wait`` (the rank only waits for activations), ``compute`` (everything else, including waits for FSDP2's
+            parameters) or ``exchange`` (messages on the wire). ``wait`` and ``compute`` together fill the rank's time;
+            ``exchange`` overlaps them.
+        start: Start of the interval.
+        end: End of the interval.
+        label: Description, such as ``hop 3 of the forward``.
     """
 
     kind: str
@@ -36,24 +42,25 @@ class Row:
     """One engine at one sequence length, world and link rate.
 
     Attributes:
-        engine: its name, such as ``burst`` or ``ring:contiguous``.
-        seq_len: tokens of the sequence, over all ranks.
-        world: ranks.
-        link: rate of each node's link in bits per second; None for no limit.
-        chosen: what burst planned for this link, in words; None of other engines.
-        refused: why the engine can't run this; every figure is then None or empty.
-        seconds: wall time of each round, the slowest rank's.
-        tokens_per_second, flops_per_second: by the median round; the model's work, not the work done twice.
-        bytes_counted: sent per rank and call as the transport counted, activations only; mean over ranks.
-        bytes_predicted: the same, predicted before the run.
-        bytes_wire: on the interfaces of the emulated cluster, per rank; None without one.
-        nodes: of the emulated cluster.
-        peak_memory: bytes, the highest rank's, above what was resident before the engine was built.
-        peak_resident: bytes, the highest rank's, all that was resident at its peak.
-        error: relative, against fp64: of the tensor that comes closest to its ``bound``, at 512 tokens; of attention
-            also in rows drawn at this length.
-        bound: what ``error`` may be.
-        timeline: for each rank, what it did in one call.
+        engine: Its name, such as ``burst`` or ``ring:contiguous``.
+        seq_len: Tokens of the whole sequence.
+        world: Number of ranks.
+        link: Rate of each node's link in bits per second; None for no limit.
+        chosen: Description of burst's plan for this link; None for other engines.
+        refused: Reason why the engine can't run this; every figure is then None or empty.
+        seconds: The slowest rank's wall time in each round.
+        tokens_per_second, flops_per_second: Rates in the median round. FLOPs count the model's work; recomputation
+            doesn't count.
+        bytes_counted: Bytes of activations sent per rank and call, as the transport counted; mean over ranks.
+        bytes_predicted: The same bytes, predicted before the run.
+        bytes_wire: Bytes per rank on the interfaces of the emulated cluster; None without a cluster.
+        nodes: Number of nodes of the emulated cluster.
+        peak_memory: Peak bytes of the highest rank, minus the bytes resident before the engine was built.
+        peak_resident: Peak bytes of the highest rank, everything resident included.
+        error: Relative error against fp64 of the tensor closest to its ``bound``, at 512 tokens. For attention, also
+            the error in random rows at this length.
+        bound: Largest allowed ``error``.
+        timeline: Spans of one call, for each rank.
     """
 
     engine: str
@@ -77,19 +84,20 @@ class Row:
 
     @property
     def passed(self) -> bool:
-        """Whether its result was right; nothing else of it is told if not."""
+        """Whether its result was right; wrong results get no figures."""
         return self.error is not None and self.bound is not None and self.error <= self.bound
 
     @property
     def median(self) -> float | None:
-        """Seconds of the median round."""
+        """Return the seconds of the median round."""
         return statistics.median(self.seconds) if self.seconds else None
 
     @property
     def bytes_uncounted(self) -> float | None:
-        """On the wire beyond what was counted: parameters, their gradients, headers, and what gloo sends too much.
+        """Return the bytes on the wire that the transport did not count.
 
-        None where a node has several ranks: what those send each other is counted, but not by the interface.
+        They are parameters, their gradients, headers, and gloo's overhead. The result is None if nodes have several
+        ranks: the transport counts messages between them, and the interface doesn't.
         """
         if self.bytes_wire is None or self.bytes_counted is None or self.nodes != self.world:
             return None
@@ -97,7 +105,7 @@ class Row:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """As JSON with a line for each row of each table: what changed can be read in a diff."""
+    """Write JSON with one line for each row of a table, so that diffs are readable."""
 
     def lines(value: Any, depth: int) -> str:
         inner, outer = "\n" + " " * (depth + 1), "\n" + " " * depth
@@ -116,13 +124,14 @@ class Results:
     """A run of ``burst bench``.
 
     Attributes:
-        task: one of :data:`TASKS`.
-        command: that makes it again.
-        date: ISO 8601.
-        machine: what it ran on, in a line.
-        revision: of the code, as git names it.
-        versions: of the libraries, by name.
-        setting: sizes that all rows share, such as ``{"layers": 1, "heads": 8, "head_dim": 32, "dtype": "bfloat16"}``.
+        task: One of :data:`TASKS`.
+        command: Command that repeats the run.
+        date: Date in ISO 8601.
+        machine: One-line description of the machine.
+        rows: The figures.
+        revision: Git revision of the code.
+        versions: Versions of the libraries, by name.
+        setting: Sizes that all rows share, such as ``{"layers": 1, "heads": 8, "head_dim": 32, "dtype": "bfloat16"}``.
     """
 
     task: str
@@ -135,16 +144,17 @@ class Results:
     versions: dict[str, str] = field(default_factory=dict)
 
     def ratios_to_first(self, row: Row) -> list[float]:
-        """By round: ``row``'s time by the first engine's at the same length, ranks and link.
+        """Return ``row``'s time divided by the first engine's, for each round.
 
-        Empty for the first engine itself, where that one was wrong or refused, and without rounds.
+        Both have the same length, ranks and link. The list is empty for the first engine itself, if the first engine
+        was wrong or refused, and without rounds.
         """
         place = (row.seq_len, row.world, row.link)
         first = next(other for other in self.rows if (other.seq_len, other.world, other.link) == place)
         return ratios(first.seconds, row.seconds) if first is not row and first.passed and row.seconds else []
 
     def write(self, path: Path) -> None:
-        """As JSON."""
+        """Write the results as JSON."""
         content = asdict(self)
         for fields, row in zip(content["rows"], self.rows, strict=True):
             fields["bytes_uncounted"] = row.bytes_uncounted
@@ -152,15 +162,17 @@ class Results:
 
     @classmethod
     def read(cls, path: Path) -> Results:
-        """What :meth:`write` wrote."""
+        """Read a file that :meth:`write` wrote."""
         return cls.of(json.loads(path.read_text("utf-8")))
 
     @classmethod
     def of(cls, content: dict[str, Any]) -> Results:
-        """From its fields as JSON has them."""
+        """Build the results from the content of their JSON."""
         content, rows = dict(content), []
         for row in content.pop("rows"):
-            row = {name: value for name, value in row.items() if name != "bytes_uncounted"}  # follows from the others
+            row = {
+                name: value for name, value in row.items() if name != "bytes_uncounted"
+            }  # computed from other fields
             rows.append(
                 Row(**row | {"timeline": [[Span(**span) for span in rank] for rank in row.get("timeline", ())]})
             )

@@ -1,4 +1,4 @@
-"""Ranks that measure: links and lengths in turn, engines side by side, rows of figures at the end."""
+"""Run a measurement over ranks: for each link rate and length, compare the engines and return rows of figures."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .results import Results, Row
 from .workload import Workload
 
 CHECKED_TOKENS = 512
-LOSS_AGREEMENT = 1e-3  # of a mean over all tokens
+LOSS_AGREEMENT = 1e-3  # relative difference of losses, each a mean over all tokens
 PATIENCE = 6 * 3600.0
-STRAGGLE = 120.0  # seconds between the first rank that answers and the last
+STRAGGLE = 120.0  # seconds that the last rank may take longer than the first
 
 
 def results_of(
@@ -36,13 +36,13 @@ def results_of(
     cluster: tuple[int, int] | None,
     by_rates: bool = False,
 ) -> Results:
-    """Rows of one task with what tells where they come from."""
+    """Return the rows of one task, with their setting and origin."""
     told = setting(workload, cluster, by_rates=by_rates)
     return Results(task=workload.task, setting=told, rows=list(rows), **origin(command))
 
 
 class World:
-    """A group of ranks that measures, on this machine or in an emulated cluster."""
+    """A group of ranks for measurements, on this machine or in an emulated cluster."""
 
     def __init__(
         self,
@@ -55,9 +55,9 @@ class World:
     ) -> None:
         self.pool, self.cluster, self.per_node, self.say = pool, cluster, per_node, say
         self.calibrates = calibrates and pool.world > 1
-        self._rates: Rates | None = None  # at links without a limit
+        self._rates: Rates | None = None  # with unlimited links
         self._judged: dict[Workload, dict[str, tuple[float, float]]] = {}
-        self._typical: dict[Workload, list[float]] = {}  # what the engines agreed on, by what they computed
+        self._typical: dict[Workload, list[float]] = {}  # the engines' common results, by workload
 
     @classmethod
     @contextmanager
@@ -69,11 +69,14 @@ class World:
         calibrate: bool = False,
         say: Callable[[str], None] = lambda text: None,
     ) -> Iterator[World]:
-        """Start ``world`` ranks; with ``cluster`` (nodes, ranks of each), each in its node.
+        """Start ``world`` ranks.
 
         Args:
-            calibrate: measure ranks and links once, so that engines which plan by predicted time do so for them, at
-                each limit of the links anew.
+            world: Number of ranks.
+            cluster: (nodes, ranks per node) of an emulated cluster; None for plain processes.
+            calibrate: Measure ranks and links first, and adapt the rates to each limit of the links. Engines that plan
+                by predicted time then use these rates.
+            say: Function that reports progress.
         """
         with ExitStack() as stack:
             made = None if cluster is None else stack.enter_context(Cluster(*cluster))
@@ -82,11 +85,11 @@ class World:
             yield cls(pool, made, 1 if cluster is None else cluster[1], say, calibrates=calibrate)
 
     def rows(self, workload: Workload, seq_lens: Sequence[int], links: Sequence[float | None] = (None,)) -> list[Row]:
-        """One for each length, link and engine of ``workload``."""
+        """Return a row for each length, link and engine of ``workload``."""
         return [row for seq_len in seq_lens for row in self._at(workload, seq_len, links)]
 
     def judge(self, workload: Workload) -> dict[str, tuple[float, float]]:
-        """(error against fp64, what it may be) of each engine; done once for each kind of workload."""
+        """Return (error against fp64, bound) of each engine; computed once for each kind of workload."""
         key = workload.at(CHECKED_TOKENS, rounds=1, resources=True, timeline=False)
         if key not in self._judged:
             self.say(f"{self.pool.world} ranks, {workload.task}: checking against fp64 at {CHECKED_TOKENS} tokens")
@@ -94,7 +97,7 @@ class World:
         return self._judged[key]
 
     def rates(self, link: float | None) -> Rates | None:
-        """Of these ranks at this limit of their links; None where nothing is calibrated."""
+        """Return the rates of these ranks at this limit of their links; None without calibration."""
         if not self.calibrates:
             return None
         if self._rates is None:
@@ -105,18 +108,20 @@ class World:
         return limited(self._rates, link)
 
     def _run(self, function: Callable[..., Any], workload: Workload) -> list[Any]:
-        """On all ranks; one that fails is not waited for by the others' deadlines."""
+        """Run a function on all ranks; after a rank fails, don't wait for the full timeout of the others."""
         return self.pool.run(function, workload, timeout=PATIENCE, patience=STRAGGLE)
 
     def _at(self, workload: Workload, seq_len: int, links: Sequence[float | None]) -> Iterator[Row]:
         judged = self.judge(workload)
-        resources: dict[str, list[Measurement]] = {}  # of the first link: the same at every one, if plans are
+        resources: dict[
+            str, list[Measurement]
+        ] = {}  # measured at the first link only, unless plans differ between links
         for n, link in enumerate(links):
             rates = self.rates(link)
             if self.cluster is not None:
                 self.cluster.set_rate(link)
             elif link is not None:
-                raise ValueError(f"links={links} need a cluster: this machine's own is not touched")
+                raise ValueError(f"links={links} need a cluster; this program never changes this machine's own network")
             self.say(f"{self.pool.world} ranks, {workload.task}, {seq_len:,} tokens, {link_text(link)}")
             interface = None if self.cluster is None else INTERFACE
             anew = n == 0 or self.calibrates
@@ -132,7 +137,10 @@ class World:
             self.cluster.set_rate(None)
 
     def _agreed(self, workload: Workload, by_engine: dict[str, list[Measurement]]) -> list[float]:
-        """The median over engines of each of their results; one by itself is held to what several agreed on before."""
+        """Return the median over engines of each fingerprint.
+
+        A single engine is compared with the median of an earlier comparison of several engines.
+        """
         key = replace(workload, engines=(), rounds=1, resources=False, timeline=False)
         fingerprints = [ranks[0].fingerprints for ranks in by_engine.values() if ranks[0].fingerprints]
         if len(fingerprints) > 1 or not self._typical.get(key):
@@ -140,7 +148,7 @@ class World:
         return self._typical[key]
 
     def _wire(self, ranks: list[Measurement]) -> float | None:
-        """Bytes by the interfaces, per rank and round."""
+        """Return the bytes that the interfaces counted, per rank and round."""
         counted = [n for each in ranks for n in each.wire]
         return statistics.fmean(counted) / self.per_node if self.cluster is not None and counted else None
 
@@ -182,7 +190,10 @@ class World:
 def _worst(
     workload: Workload, measured: Measurement, sampled: float | None, typical: list[float], judged: tuple[float, float]
 ) -> tuple[float, float]:
-    """Of: fp64 at a short length, fp64 in some rows at this one, the other engines at this one; with its bound."""
+    """Return the largest of three errors, with its bound.
+
+    They are against fp64 at a short length, fp64 in some rows at this length, and the other engines at this length.
+    """
     error, bound = judged
     if sampled is not None and not sampled <= error:
         error = sampled
@@ -191,23 +202,29 @@ def _worst(
         if workload.task == "train" and n == 0:
             agreement = min(agreement, LOSS_AGREEMENT)
         apart = abs(own.value - value) / (own.size or 1.0)
-        if not apart <= agreement:  # NaN too
+        if not apart <= agreement:  # also true for NaN
             return apart, agreement
     return error, bound
 
 
 def _median(values: list[float]) -> float:
-    """Of those that are numbers."""
+    """Return the median of the finite values."""
     return statistics.median([value for value in values if math.isfinite(value)] or [math.nan])
 
 
 def _of_all(join: Callable[..., Any], values: Sequence[float | None]) -> Any:
-    """None if some rank does not know."""
+    """Join the ranks' values; return None if a rank has none."""
     return None if None in values else join(values)
 
 
 def setting(workload: Workload, cluster: tuple[int, int] | None, *, by_rates: bool = False) -> dict[str, Any]:
-    """The sizes that all rows share; ``by_rates``: what ranks and links do was measured before, for plans."""
+    """Return the sizes that all rows share.
+
+    Args:
+        workload: The workload of the rows.
+        cluster: (nodes, ranks per node) of the emulated cluster, or None.
+        by_rates: Whether the engines planned with rates measured before.
+    """
     names = {"heads": "heads", "key-value heads": "kv_heads", "head dim": "head_dim", "dtype": "dtype"}
     if workload.task != "attention":
         names |= {"layers": "layers", "width": "hidden", "feed-forward": "intermediate", "vocabulary": "vocabulary"}

@@ -1,4 +1,4 @@
-"""What is timed: one attention call, one training step, one prefill; each on one engine."""
+"""The timed calls: one attention call, one training step, or one prefill, on one engine."""
 
 from __future__ import annotations
 
@@ -18,81 +18,85 @@ from burst_attention.attention.batch import Plans
 from burst_attention.attention.hardware import shape_of
 from burst_attention.attention.plan import Plan
 from burst_attention.launch.mesh import CONTEXT, make_mesh
-from burst_attention.plan.assignment import TRAVELS
 from burst_attention.plan.rows import Direction
-from burst_attention.planner.choice import Candidate
 
 from .trace import Trace, traced
 from .workload import Workload, random_qkv
 
 
 class Fingerprint(NamedTuple):
-    """A tensor's product with a random one, the same for every engine, and the size that its error is measured by."""
+    """A tensor's product with a random tensor, and the size to which errors are relative.
+
+    All engines use the same random tensor.
+    """
 
     value: float
     size: float
 
 
 class Subject(Protocol):
-    """One engine, ready to run again and again."""
+    """One engine, ready for repeated calls."""
 
     def run(self) -> None:
-        """One call: what is timed."""
+        """Run one call; this is timed."""
         ...
 
     def warm_up(self) -> None:
-        """Make what is made on first use, without a whole call."""
+        """Prepare everything that is made on first use, without a whole call."""
         ...
 
     def fingerprints(self) -> list[Fingerprint]:
-        """Of the last call's results, alike for every engine that is right. Every rank must call it."""
+        """Return fingerprints of the last results; all correct engines have equal ones. Every rank must call it."""
         ...
 
     @property
     def sent(self) -> int:
-        """Bytes that this rank has sent so far for activations, by its plan's transport."""
+        """Return the bytes of activations that this rank's transport has sent so far."""
         ...
 
     @property
     def predicted(self) -> int:
-        """Bytes that this rank sends in one call."""
+        """Return the predicted bytes that this rank sends in one call."""
         ...
 
     @property
     def chosen(self) -> str | None:
-        """:func:`in_words`."""
+        """Return the description by :func:`in_words`."""
         ...
 
 
 def refusal(workload: Workload, engine: Engine) -> str | None:
-    """Why ``engine`` can't do ``workload`` over the ranks at hand; None if it can."""
+    """Return why ``engine`` can't run ``workload`` over these ranks; None if it can."""
     try:
         engine.check(workload.sizes, workload.seq_len, dist.get_world_size())
     except ValueError as error:
         return str(error)
     if workload.task == "attention" and not engine.posts:
-        return f"--engine {engine.name} exchanges around the attention, not in it: see train and prefill"
+        return f"--engine {engine.name} exchanges around the attention, not within it; compare it in train or prefill"
     return None
 
 
 def planned(engine: Engine, workload: Workload, group: Any) -> Plan:
-    """The engine's plan for the workload."""
+    """Return the engine's plan for the workload."""
     sizes = {"heads": workload.sizes, "dtype": workload.torch_dtype}
     return engine.plan(workload.seq_len, group=group, timeout=workload.timeout, rates=workload.rates, **sizes)
 
 
 def in_words(engine: Engine, plan: Plan, workload: Workload) -> str | None:
-    """What burst's plan came to: its layout, how heads are cut, what travels; None of an engine that has no choice."""
+    """Describe burst's plan: layout, Ulysses degree and what circulates; None for engines without a choice."""
     if not isinstance(engine, SequenceEngine) or engine.name != "burst" or plan.world == 1:
         return None
     sizes = workload.sizes
     heads = {"q_heads": sizes.q_heads, "kv_heads": sizes.kv_heads, "head_dim": sizes.head_dim}
-    shape, travels = shape_of(workload.torch_dtype, batch=1, **heads), engine.travels or "auto"
-    return f"{plan.layout}, {Candidate(*plan.schedule.decide(shape, travels))}"
+    shape = shape_of(workload.torch_dtype, batch=1, **heads)
+    return f"{plan.layout}, {plan.planner.decide(plan.schedule, shape)}"
 
 
 def make_subject(workload: Workload, engine: Engine, trace: Trace) -> Subject:
-    """The subject of ``workload`` on ``engine``, which can do it. Every rank must call it."""
+    """Return the subject of ``workload`` on ``engine``.
+
+    All ranks must call it. The engine must support the workload.
+    """
     return (
         AttentionSubject(workload, engine, trace)
         if workload.task == "attention"
@@ -101,7 +105,7 @@ def make_subject(workload: Workload, engine: Engine, trace: Trace) -> Subject:
 
 
 class AttentionSubject:
-    """Causal attention over shards, forward and backward."""
+    """Causal attention over sharded tensors, forward and backward."""
 
     def __init__(self, workload: Workload, engine: Engine, trace: Trace) -> None:
         self.plan = traced(planned(engine, workload, None), trace)
@@ -121,9 +125,8 @@ class AttentionSubject:
         schedule, sizes = self.plan.schedule, self.workload.sizes
         heads = {"q_heads": sizes.q_heads, "kv_heads": sizes.kv_heads, "head_dim": sizes.head_dim}
         shape = shape_of(self.workload.torch_dtype, batch=1, **heads)
-        for asked in ("auto", *TRAVELS):  # the programs of all, for it is the attention that chooses
-            groups, travels = schedule.decide(shape, asked)
-            assert all(schedule.program(travels, direction, groups) for direction in Direction)
+        groups, circulate = self.plan.planner.decide(schedule, shape)
+        assert all(schedule.program(circulate, direction, groups) for direction in Direction)
 
     def fingerprints(self) -> list[Fingerprint]:
         positions = self.plan.positions
@@ -145,10 +148,13 @@ class AttentionSubject:
 class ModelSubject:
     """A Llama of ``workload``'s size: an optimizer step on random tokens, or a forward to the next token's logits.
 
-    The step is of rate 0: all of it is computed, and every call's loss and gradients can be compared.
+    The learning rate is 0, so that the whole step is computed and the loss and gradients of all calls can be compared.
 
     Args:
-        groups: how many groups of ranks each do the same; more than one for the engine that is a rank's own.
+        workload: Sizes of the model and of the sequence.
+        engine: The engine of the attention.
+        trace: Trace that records exchanges.
+        groups: Number of groups of ranks that each compute the same; more than one for the engine ``single``.
     """
 
     def __init__(self, workload: Workload, engine: Engine, trace: Trace, *, groups: int = 1) -> None:
@@ -165,7 +171,7 @@ class ModelSubject:
         self._logits: Tensor | None = None
 
     def _take(self, workload: Workload) -> None:
-        """Compute these tokens from now on."""
+        """Set the tokens of the next calls."""
         plan = planned(self._engine, workload, self._mesh[CONTEXT])
         self.workload, self.plans = workload, Plans.by_windows(traced(plan, self._trace), [None], None)
         ids = random_ids(workload)
@@ -175,12 +181,12 @@ class ModelSubject:
         if self.workload.task == "prefill":
             self._logits = self.logits()
             return
-        self.optimizer.zero_grad(set_to_none=True)  # first, so that the gradients are there to be looked at
+        self.optimizer.zero_grad(set_to_none=True)  # before the backward, so that the gradients stay for comparison
         self._loss = self.backward()
         self.optimizer.step()
 
     def warm_up(self) -> None:
-        """A step, or a forward, on a few tokens: FSDP and AdamW make their states on first use."""
+        """Run a call on a few tokens, because FSDP and AdamW create their states on first use."""
         full = self.workload, self.plans, self.shard
         self._take(self.workload.at(min(self.workload.seq_len, 32 * dist.get_world_size())))
         self.run()
@@ -188,11 +194,11 @@ class ModelSubject:
 
     @torch.no_grad()
     def logits(self) -> Tensor | None:
-        """Of the next token [1, V], on the rank that holds the last one."""
+        """Return the next token's logits [1, V], on the rank that holds the last token."""
         return self.model.last_logits(self.shard, self.plans)
 
     def backward(self) -> float:
-        """The gradients of the mean loss; returns it."""
+        """Compute the gradients of the mean loss, and return the loss."""
         loss = self.model(self.shard, self.plans, (self.workload.seq_len - 1) * self.groups)
         loss.backward()
         return loss.item()
@@ -213,18 +219,18 @@ class ModelSubject:
 
 @cache
 def _meshes(groups: int) -> tuple[DeviceMesh, DeviceMesh]:
-    """Of this process's ranks, made once: each has sockets, and no engine is given groups of its own."""
+    """Return meshes of this job's ranks, made once because each opens sockets; all engines share them."""
     return make_mesh("cpu", data_parallel=groups), init_device_mesh("cpu", (dist.get_world_size(),))
 
 
 def random_ids(workload: Workload) -> Tensor:
-    """int64 [1, S], the same on every rank."""
+    """Return random token ids, int64 [1, S], the same on every rank."""
     make = torch.Generator().manual_seed(workload.seed)
     return torch.randint(0, workload.vocabulary, (1, workload.seq_len), generator=make)
 
 
 def llama_config(workload: Workload) -> LlamaConfig:
-    """A Llama of ``workload``'s sizes."""
+    """Return the configuration of a Llama of ``workload``'s sizes."""
     return LlamaConfig(
         vocab_size=workload.vocabulary,
         hidden_size=workload.hidden,
@@ -239,7 +245,7 @@ def llama_config(workload: Workload) -> LlamaConfig:
 
 
 def whole_logits(logits: Tensor | None) -> Tensor:
-    """On every rank what the rank that holds the last token has."""
+    """Return, on every rank, the logits of the rank with the last token."""
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, logits)
     return next(x for x in by_rank if x is not None)

@@ -1,4 +1,4 @@
-"""What a rank does when: the time it waits for messages, the time that messages are on the wire, and their bytes."""
+"""Trace a rank: the time it waits for messages, the time that messages are on the wire, and their bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ from .results import Span
 
 @dataclass(eq=False)
 class Trace:
-    """The spans of one rank, in the order in which they ended; ``start`` is their time 0."""
+    """Spans of one rank, in the order of their ends.
+
+    Attributes:
+        start: Time 0 of the spans, by ``time.perf_counter``.
+        spans: The spans recorded so far.
+    """
 
     start: float = field(default_factory=time.perf_counter)
     spans: list[Span] = field(default_factory=list)
@@ -30,11 +35,11 @@ class Trace:
         self.spans.append(Span(kind, start - self.start, end - self.start, label))
 
     def clear(self) -> None:
-        """Begin again, now."""
+        """Delete all spans and restart the clock."""
         self.start, self.spans = time.perf_counter(), []
 
     def finish(self) -> list[Span]:
-        """All spans by their starts, and between the waits what is left: compute."""
+        """Return all spans, sorted by start; the time between waits becomes ``compute`` spans."""
         now, end = 0.0, time.perf_counter() - self.start
         compute = []
         for span in sorted((s for s in self.spans if s.kind == "wait"), key=lambda s: s.start):
@@ -47,7 +52,7 @@ class Trace:
 
 @dataclass(eq=False, kw_only=True)
 class TracedTransport(Transport):
-    """A transport that writes down its exchanges."""
+    """A transport that records its exchanges."""
 
     trace: Trace
     posted: dict[int, float] = field(default_factory=dict)
@@ -67,29 +72,36 @@ class TracedTransport(Transport):
 
 
 def traced(plan: Plan, trace: Trace) -> Plan:
-    """The same plan; what its calls exchange is written down in ``trace``."""
+    """Return the same plan with a transport that records exchanges in ``trace``."""
     return over(plan, TracedTransport, trace=trace)
 
 
 def over(plan: Plan, kind: type[Transport], *, agreement: Agreement | None = None, **options: Any) -> Plan:
-    """The same plan; its messages go by a transport of this kind, those of ``agreement`` too if that is None."""
+    """Return the same plan with transports of class ``kind``.
+
+    Args:
+        plan: The plan.
+        kind: Class of the new transport.
+        agreement: Agreement of the new plan; None gives one that also uses a transport of class ``kind``.
+        options: Further arguments of ``kind``.
+    """
 
     def remade(old: Transport) -> Transport:
         return kind(old.group, old.timeout, old.tag, old.health, old.sent, old.received, **options)
 
     agreement = Agreement(remade(plan.agreement.transport)) if agreement is None else agreement
-    return Plan(plan.schedule, remade(plan.transport), agreement)
+    return Plan(plan.schedule, plan.planner, remade(plan.transport), agreement)
 
 
 class Collectives(TorchDispatchMode):
-    """Writes down the collectives of tensor parallelism, and counts their bytes as the ring algorithm sends them.
+    """Record the collectives of tensor parallelism, and count the bytes that the ring algorithm would send.
 
     Attributes:
-        activations: bytes that this rank sends of tensors of three dims or more.
-        parameters: the same of gradients of parameters, which have fewer.
+        activations: Bytes that this rank sends for tensors with three dimensions or more.
+        parameters: Bytes for tensors with fewer dimensions: gradients of parameters.
     """
 
-    # Payload sent by each of W ranks, as a multiple of (W - 1) / W of the larger side of the collective.
+    # Payload sent by each of W ranks, divided by (W - 1) / W times the larger of the collective's input and output.
     FACTORS: ClassVar = {"all_reduce": 2, "all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}
 
     def __init__(self, trace: Trace, world: int) -> None:
@@ -100,7 +112,7 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind in (DTensor, AsyncCollectiveTensor) for kind in types):
-            return NotImplemented  # they call this again with what is inside
+            return NotImplemented  # these classes call this method again with their inner tensors
         namespace, _, name = func._schema.name.partition("::")
         if namespace != "_c10d_functional":
             return func(*args, **(kwargs or {}))

@@ -1,4 +1,7 @@
-"""What this process hands to torch.distributed's process groups to send, counted where all of Python's calls pass."""
+"""Count the bytes that this process gives to torch.distributed's process groups.
+
+The meter wraps methods of ``ProcessGroup``, through which all Python calls pass.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-# Methods of ProcessGroup -> bytes that leave this rank. An all-to-all keeps its own part; gloo and NCCL gather round a
-# ring, so each rank passes on world - 1 parts. A barrier's few bytes are left out.
+# Methods of ProcessGroup -> bytes that leave this rank. In an all-to-all a rank keeps one part; gloo and NCCL gather
+# around a ring, so each rank passes on world - 1 parts. A barrier's few bytes don't count.
 _COUNTED: dict[str, Callable[..., int]] = {
     "send": lambda group, tensors, *_: sum(x.nbytes for x in tensors),
     "alltoall_base": lambda group, output, given, *_: given.nbytes * (group.size() - 1) // group.size(),
@@ -26,9 +29,10 @@ _OTHERS = (
 
 
 class TrafficMeter(ExitStack):
-    """A context in which what this process sends is counted, whichever package and group it goes through.
+    """A context that counts all bytes this process sends, through any package and process group.
 
-    ``sent``: payload bytes so far; None after a call of a kind that can't be counted.
+    Attributes:
+        sent: Payload bytes so far; None after a call that can't be counted.
     """
 
     sent: int | None = 0

@@ -1,4 +1,4 @@
-"""The one loop of every comparison: calls take turns, round by round, and are compared within a round."""
+"""The loop of every comparison: calls take turns, and ratios compare calls of the same round."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ T = TypeVar("T")
 
 
 def take_turns(calls: Sequence[Callable[[], T]], rounds: int) -> list[list[T]]:
-    """What each of ``calls`` gave in each round.
+    """Run the calls in turns; return each call's results, one per round.
 
-    A round begins with another than the last, so none is always the one that runs after a pause.
+    Each round starts with a different call, so that the pause between rounds affects all calls equally.
     """
     given: list[list[T]] = [[] for _ in calls]
     for n in range(rounds):
@@ -26,7 +26,7 @@ def take_turns(calls: Sequence[Callable[[], T]], rounds: int) -> list[list[T]]:
 
 
 def seconds_of(call: Callable[[], Any]) -> float:
-    """Of one call, on this rank; where there are several ranks all must call it, and begin together."""
+    """Return the seconds of one call on this rank. All ranks must call it; they start together."""
     if dist.is_initialized():
         dist.barrier()
     _synchronize()
@@ -37,7 +37,7 @@ def seconds_of(call: Callable[[], Any]) -> float:
 
 
 def ratios(mine: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """By round: how many times as long theirs took. Rounds are paired, for the machine's speed drifts."""
+    """Return theirs / mine for each round. Rounds are paired because the machine's speed drifts."""
     return [b / a for a, b in zip(mine, theirs, strict=True)]
 
 

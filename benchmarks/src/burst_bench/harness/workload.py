@@ -1,37 +1,40 @@
-"""What all ranks of one measurement do, and how much work that is."""
+"""The workload of one measurement, and its FLOPs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from burst_train.engines import Engine, Heads, burst, choose, published
+from burst_train.engines import Engine, Heads, choose, published
 from torch import Tensor
 
+from burst_attention.plan.strategy import Strategy
 from burst_attention.planner.rates import Rates
 
 _YES_OR_NO = {"yes": True, "no": False}
-BLOCK = 4096  # positions that are drawn together
+BLOCK = 4096  # positions per block of random numbers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Engines at one sequence length over the ranks at hand.
+    """Engines at one sequence length.
 
     Attributes:
         task: ``attention`` (one call, forward and backward), ``train`` (an optimizer step) or ``prefill`` (the forward
             up to the logits of the next token).
-        engines: names, each with what :func:`engine_of` takes where it is not the engine's best.
-        rounds: timed calls of each engine, taking turns; 0 takes the time of the one by itself, which is a little
-            longer.
-        resources: first run each engine once by itself, to count its bytes and see its peak memory.
-        timeline: write down what each rank does in one more call.
-        interface: of the emulated cluster, whose counter is read around each call; None without one.
-        dtype: of the computation.
-        device: of an attention call beside other packages' (cpu or cuda); all else is on the CPU.
-        timeout: seconds that an exchange may take.
-        rates: of the ranks and links, that plans are chosen by; None for those of this user or this kind of machine.
+        engines: Names of engines, with settings as :func:`engine_of` parses them.
+        seq_len: Tokens of the whole sequence.
+        rounds: Timed calls of each engine, in turns. With 0, the time comes from the separate call for ``resources``,
+            which is slightly slower.
+        resources: First run each engine once alone, to count its bytes and measure its peak memory.
+        timeline: Record a timeline of each rank in one more call.
+        interface: Interface of the emulated cluster whose byte counter is read around each call; None without a
+            cluster.
+        dtype: Dtype of the computation.
+        device: cpu or cuda, for an attention call that is compared with other packages; all else runs on the CPU.
+        timeout: Seconds that an exchange may take.
+        rates: Rates of ranks and links for the planner; None: this user's calibrated rates, or a preset.
     """
 
     task: str = "attention"
@@ -54,12 +57,12 @@ class Workload:
 
     @property
     def hidden(self) -> int:
-        """The model's width."""
+        """Return the model's width."""
         return self.heads * self.head_dim
 
     @property
     def intermediate(self) -> int:
-        """Of the feed-forward layers: 2.75 times the width, in multiples of 64."""
+        """Return the width of the feed-forward layers: 2.75 times the hidden size, in multiples of 64."""
         return max(64, round(2.75 * self.hidden / 64) * 64)
 
     @property
@@ -80,9 +83,9 @@ class Workload:
         return replace(self, seq_len=seq_len, **changes)
 
     def flops(self) -> float:
-        """Floating-point operations of one call, over all ranks: the model's own, nothing that is done twice.
+        """Return the floating-point operations of one call over all ranks; recomputation doesn't count.
 
-        A causal query sees half of the keys on average; a backward is twice a forward.
+        A causal query attends to half of the keys on average; a backward takes twice the operations of a forward.
         """
         s, width = self.seq_len, self.heads * self.head_dim
         attention = 2 * s * (s + 1) * width
@@ -97,52 +100,56 @@ class Workload:
 
 
 def engine_of(spec: str) -> Engine:
-    """``ring``, ``ring:contiguous``; of burst also ``burst:heads=4``, ``burst:contiguous,heads=4,keep=no``, and
-    ``burst:published``: as in the paper.
+    """Return the engine that a text names, with a layout and settings after a colon.
+
+    Examples: ``ring``, ``ring:contiguous``, ``usp:ulysses_degree=4``, ``burst:contiguous,cache_qkv=no,chunks=2``, and
+    ``burst:published`` for the paper's own strategy.
 
     Raises:
-        ValueError: there is none such.
+        ValueError: No engine has this name, or the engine lacks a setting.
     """
-    name, _, told = spec.partition(":")
+    name, _, settings = spec.partition(":")
     if spec == "burst:published":
         return published()
-    parts = [part.partition("=") for part in told.split(",")] if told else []
+    parts = [part.partition("=") for part in settings.split(",")] if settings else []
     options = {key: value for key, sign, value in parts if sign}
     layouts = [key for key, sign, _ in parts if not sign]
-    odd = sorted({*options} - {"heads", "keep", "waves"})
+    odd = {*options} - {"ulysses_degree", "cache_qkv", "chunks"}
     if odd or len(layouts) > 1 or len(options) + len(layouts) < len(parts):
         raise ValueError(
-            "give at most a layout, heads=N, keep=yes or keep=no and waves=N, with commas, such as burst:heads=4"
+            f"{spec}: give at most a layout, ulysses_degree=N, cache_qkv=yes or no, and chunks=N, with commas, such as "
+            "burst:ulysses_degree=4"
         )
-    layout, heads = (layouts or ["auto"])[0], _cut(options.get("heads", "auto"))
-    if not {*options} & {"keep", "waves"}:
-        return choose(name, layout=layout, heads=heads)
-    keep, waves = options.get("keep", "auto"), options.get("waves", "auto")
-    if name != "burst" or keep not in ("auto", *_YES_OR_NO):
-        raise ValueError(f"keep={keep} must be yes or no, of burst")
-    if waves != "auto" and not waves.isdecimal():
-        raise ValueError(f"waves={waves} must be a number of waves, or auto")
-    waves = waves if waves == "auto" else int(waves)
-    return burst(layout, heads=heads, keep=_YES_OR_NO.get(keep, "auto"), waves=waves)
+    if name != "burst" and {*options} & {"cache_qkv", "chunks"}:
+        raise ValueError(f"{spec}: cache_qkv and chunks are settings of burst; leave them out")
+    values = {key: _value(spec, key, text) for key, text in options.items()}
+    strategy = Strategy(layout=(layouts or ["auto"])[0], **values)
+    return choose(name, strategy=strategy)
 
 
-def _cut(text: str) -> int | Literal["auto"]:
+def _value(spec: str, key: str, text: str) -> Any:
+    """Return a setting's value."""
     if text == "auto":
-        return "auto"
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"heads={text} must be a number of head groups, at least 1, or auto")
-    return int(text)
+        return text
+    if key == "cache_qkv" and text in _YES_OR_NO:
+        return _YES_OR_NO[text]
+    if key != "cache_qkv" and text.isdecimal():
+        return int(text)
+    raise ValueError(f"{spec}: {key}={text} must be {'yes or no' if key == 'cache_qkv' else 'a number'}, or auto")
 
 
 def random_qkv(workload: Workload, positions: Tensor | None = None) -> list[Tensor]:
-    """q, k, v, dout [1, heads, S, D] at these (ascending) positions, all if None; the same whoever asks.
+    """Return random q, k, v and dout [1, heads, S, D] at ascending ``positions``; None: at all positions.
 
-    Drawn block by block: a rank's peak memory must not be that of drawing what others hold.
+    A position has the same values on every rank. Blocks are drawn one by one, so that a rank's peak memory doesn't
+    include other ranks' tokens.
     """
     make = torch.Generator().manual_seed(workload.seed)
     positions = torch.arange(workload.seq_len) if positions is None else positions
     starts = range(0, workload.seq_len, BLOCK)
-    cuts = torch.searchsorted(positions, torch.tensor([*starts, workload.seq_len])).tolist()  # where each block's lie
+    cuts = torch.searchsorted(
+        positions, torch.tensor([*starts, workload.seq_len])
+    ).tolist()  # bounds of each block in ``positions``
     inputs = []
     for heads in (workload.heads, workload.kv_heads, workload.kv_heads, workload.heads):
         x = torch.empty(1, heads, len(positions), workload.head_dim, dtype=workload.torch_dtype)

@@ -1,1 +1,1 @@
-"""The paper's tables: what measures each section, and the pages, targets and README figures drawn from it."""
+"""The paper's tables: measure each section, then draw the pages, targets and README figures."""

@@ -1,16 +1,16 @@
-"""The paper's tables at this machine's scale: every engine, measured, as docs/results/*.md beside the raw figures.
+"""Measure every engine for the paper's tables, at this machine's scale, and write docs/results/*.md and raw figures.
 
     python benchmarks/paper.py [--out docs/results] [--only training prefill ...] [--quick]
     python benchmarks/paper.py --draw
 
-Each section leaves its figures as JSON; the pages, and the README's table, are drawn from those, so a section can be
-run again by itself, and --draw draws all again and measures nothing.
+Each section writes its figures as JSON. The pages and the README's table are drawn from these files, so you can run a
+section alone. With --draw the program only draws, and measures nothing.
 
-BurstAttention's claims (arXiv 2403.09347, section 4) are relative, so are these: each is a ratio of two engines that
-took turns in one run. The cluster is emulated: a network namespace for each node, and three link rates, chosen so that
-tensor parallelism with sequence parallelism spends none, half and most of its step communicating. It needs root and
-iproute2. docs/results/README.md tells how many minutes a full run took. --quick is to see that everything runs; it took
-10 minutes on 2 busy cores, and 5 of processor time.
+BurstAttention's claims (arXiv 2403.09347, section 4) are relative, and so are these. Each claim is a ratio of two
+engines that took turns in one run. The cluster is emulated, with a network namespace for each node; it needs root and
+iproute2. At its three link rates, tensor parallelism with sequence parallelism exchanges for none, half and most of its
+step. docs/results/README.md lists the minutes of a full run. --quick only tests that everything runs; it took 10
+minutes on 2 busy cores (5 minutes of CPU time).
 """
 
 from __future__ import annotations
@@ -33,19 +33,17 @@ RESULTS, README = Path("docs/results"), Path("README.md")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="docs/results; with --quick runs/paper-quick")
+    parser.add_argument("--out", type=Path, help="output folder; default: docs/results, with --quick runs/paper-quick")
     parser.add_argument("--only", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
-    parser.add_argument(
-        "--rounds", type=int, help="at most so many of everything; fewer than full ones leave no spread"
-    )
-    parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything runs")
-    parser.add_argument(
-        "--draw", action="store_const", dest="only", const=[], help="only draw what was measured before"
-    )
+    parser.add_argument("--rounds", type=int, help="at most this many rounds of everything; few rounds leave no spread")
+    parser.add_argument("--quick", action="store_true", help="use small sizes, to test that everything runs")
+    parser.add_argument("--draw", action="store_const", dest="only", const=[], help="only draw figures measured before")
     a = parser.parse_args()
     out = a.out or (Path("runs/paper-quick") if a.quick else RESULTS)
     out.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # ranks in namespaces have no addresses by name, and say so
+    os.environ.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "ERROR"
+    )  # ranks in namespaces can't resolve host names, and would log a warning
     scale = QUICK if a.quick else Scale()
     command = "python benchmarks/paper.py" + " --quick" * a.quick
     if a.rounds is not None:

@@ -1,4 +1,4 @@
-"""What the pages of docs/results share: their raw figures, what they begin with, tables of rows."""
+"""Shared parts of the pages of docs/results: raw figures, heads and tables."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ..tables import markdown
 from ..texts import bytes_text, link_text, number_text, spread
 
 REFERENCE = "tensor-sequence"
-PUBLISHED = "burst:published"  # whole heads and zigzag, whatever the network: the paper's
-# What gloo sends for four gathers and four scatters, by what a ring sends: its reduce-scatter is a whole all-reduce.
+PUBLISHED = "burst:published"  # the paper's strategy on any network: whole heads, zigzag
+# Bytes of gloo for four gathers and four scatters, divided by a ring's: its reduce-scatter is a whole all-reduce.
 GLOO_WASTE = 1.5
 ORIGIN = ("command", "date", "machine", "revision", "versions")
 
 
 @dataclass(frozen=True)
 class Page:
-    """The figures of one section: what it measured, minutes, and where it comes from (:func:`..harness.origin`)."""
+    """The figures of one section, with its minutes and its origin (:func:`..harness.origin`)."""
 
     raw: dict[str, Any]
 
@@ -34,7 +34,7 @@ class Page:
         return Results.of(self.raw[key] | {name: self.raw[name] for name in ORIGIN})
 
     def head(self, title: str, about: str, sizes: str) -> str:
-        """What every page begins with."""
+        """Return the head of a page."""
         versions = ", ".join(f"{name} {version}" for name, version in self.raw["versions"].items())
         code = f"revision `{self.raw['revision']}`, {versions}"
         origin = {"Machine": self.raw["machine"], "Date": self.raw["date"], "Code": code, "Sizes": sizes}
@@ -43,29 +43,29 @@ class Page:
 
 
 def sizes_of(results: Results) -> str:
-    """The sizes that all rows share."""
-    return ", ".join(f"{name} {value}" for name, value in results.setting.items())
+    """Return the sizes that all rows share, as text."""
+    return "; ".join(f"{name} {value}" for name, value in results.setting.items())
 
 
 def find(rows: Iterable[Row], **wanted: Any) -> Row | None:
-    """The right row with these attributes, if there is one."""
+    """Return the first correct row with these attributes, or None."""
     return next((r for r in rows if r.passed and all(getattr(r, k) == v for k, v in wanted.items())), None)
 
 
 def outcome(row: Row) -> str | None:
-    """Why a row has no figures; None if it has."""
+    """Return why a row has no figures; None if it has figures."""
     if row.refused:
         return row.refused
     return None if row.passed else f"WRONG: error {row.error:.1e}, bound {row.bound:.1e}"
 
 
 def gflops(row: Row) -> str:
-    """GFLOP/s."""
+    """Return a row's GFLOP/s as text."""
     return number_text((row.flops_per_second or 0) / 1e9)
 
 
 def speeds(results: Results) -> str:
-    """Times of every row, and its ratio to burst's by round."""
+    """Return a table with every row's times, and their ratios to burst's in each round."""
 
     plans = any(row.chosen for row in results.rows)
 

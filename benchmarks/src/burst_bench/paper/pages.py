@@ -1,4 +1,4 @@
-"""Figures to Markdown: a page of docs/results for each JSON of benchmarks/paper.py, and an index with every target."""
+"""Draw the pages of docs/results from the JSON files of benchmarks/paper.py, and the index with all targets."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .readme import draw_readme, measured
 from .targets import PEER, targets
 
 GIB = 2**30
-# What each page says of its figures: a paragraph for each of the functions below.
+# Each page's introduction, by the name of the function below that draws the page.
 PROSE = tomllib.loads(resources.files(__package__).joinpath("prose.toml").read_text("utf-8"))
 
 
 def draw(folder: Path, readme: Path | None = None) -> list[Path]:
-    """Write a page for each section's figures, the index, and the table of ``readme``; returns what was written."""
+    """Write each section's page, the index, and the table of ``readme``; return the paths written."""
     written = []
     for name, pages in (PAGES | BESIDE).items():
         if (folder / f"{name}.json").exists():
@@ -38,7 +38,7 @@ def draw(folder: Path, readme: Path | None = None) -> list[Path]:
 
 
 def index(folder: Path, written: Sequence[Path]) -> str:
-    """Targets, pages and how long they took."""
+    """Return the index: targets, pages, and the minutes of each section."""
     titles = [(path, path.read_text("utf-8").splitlines()[0].removeprefix("# ")) for path in written]
     sections = [name for name in PAGES if (folder / f"{name}.json").exists()]
     minutes = {name: Page.read(folder / f"{name}.json").raw.get("minutes") for name in sections}
@@ -47,12 +47,12 @@ def index(folder: Path, written: Sequence[Path]) -> str:
     text += targets(folder, PAGES) + "\n## At a glance\n\n" + measured(folder, "glance.md") + "\n\n## Pages\n\n"
     text += "".join(f"- [{title}]({path.name})\n" for path, title in titles)
     took = ", ".join(f"{name} {minutes:.0f}" for name, minutes in known.items())
-    text += f"\nMinutes that the sections took: {took}; {sum(known.values()):.0f} in all"
-    return text + (", of 90 that they may take.\n" if set(known) == set(PAGES) else ".\n")
+    text += f"\nMinutes of each section: {took}; {sum(known.values()):.0f} in total"
+    return text + ("; the limit is 90.\n" if set(known) == set(PAGES) else ".\n")
 
 
 def training(page: Page) -> str:
-    """Table 1."""
+    """Write the page of table 1."""
     results, alone = page.results("results"), page.results("alone")
     text = page.head("Training step, by engine, length and link", PROSE["training"], sizes_of(results))
     text += _links(results.rows) + "\n" + speeds(results)
@@ -60,7 +60,7 @@ def training(page: Page) -> str:
 
 
 def _links(rows: Sequence[Row]) -> str:
-    """Each rate by what share of the reference's step it makes exchange."""
+    """Describe each rate by the share of the reference's step that is exchange."""
     lines = []
     burst = {row.link for row in rows if row.engine == "burst" and row.link is not None}
     for length in dict.fromkeys(row.seq_len for row in rows):
@@ -76,13 +76,16 @@ def _links(rows: Sequence[Row]) -> str:
 
 
 def prefill(page: Page) -> str:
-    """Table 2."""
+    """Write the page of table 2."""
     results = page.results("results")
     return page.head("First-token latency", PROSE["prefill"], sizes_of(results)) + speeds(results)
 
 
 def memory(page: Page) -> str:
-    """Table 3: the peak against length, and the length that two GiB hold, by the line through the points."""
+    """Write the page of table 3.
+
+    It shows the peak by length, and the length that fits in 2 GiB by a line through the points.
+    """
     results, alone = page.results("results"), page.results("alone")
     peaks: dict[tuple[str, int], dict[int, int]] = {}
     for row in (*results.rows, *alone.rows):
@@ -109,12 +112,12 @@ def _line(points: dict[int, int]) -> dict[str, str]:
 
 
 def _contiguous(world: int) -> int:
-    """Of the blocks below the diagonal: 2 + 4 where K, V travel (less than half a ring ahead), 2 + 3 where Q does."""
+    """Count tensors of the blocks below the diagonal: 2 + 4 if K, V circulate (less than half a ring ahead), else 2 + 3."""
     return sum((6 if 2 * ahead < world else 5) * (world - ahead) for ahead in range(1, world))
 
 
 FORMULAS: dict[str, tuple[str, Callable[[int, float, float], float]]] = {
-    # of W ranks, n elements of a hidden state per rank, b bytes each; multi-head attention, causal
+    # W ranks, n elements of a hidden state per rank, b bytes each; causal multi-head attention
     PUBLISHED: ("5 · ¾ n (W − 1) b", lambda w, n, b: 3.75 * n * (w - 1) * b),
     "burst:contiguous": (
         "n b · (6 near + 5 far) / W blocks (nearer than W / 2, or not)",
@@ -128,10 +131,11 @@ FORMULAS: dict[str, tuple[str, Callable[[int, float, float], float]]] = {
 
 
 def _formula(row: Row) -> tuple[str, Callable[[int, float, float], float] | None]:
-    """In words and as a function; of what burst planned there is none."""
+    """Return the formula as text and as a function; the planner's own choice has no function."""
     if row.engine == "burst":
         return (f"as planned: {row.chosen}", None) if row.chosen else FORMULAS[PUBLISHED]
-    name, _, told = row.engine.partition(":heads=")
+    # Version 0.2 called the setting `heads`.
+    name, _, told = row.engine.replace(":heads=", ":ulysses_degree=").partition(":ulysses_degree=")
     if name != "usp":
         return FORMULAS[row.engine]
     u = int(told)
@@ -144,7 +148,7 @@ def _formula(row: Row) -> tuple[str, Callable[[int, float, float], float] | None
 
 
 def sent(page: Page) -> str:
-    """Table 4."""
+    """Write the page of table 4."""
     results = page.results("results")
     setting = results.setting
     wires = {(engine, length): size for engine, length, size in page.raw["wire"]}
@@ -171,7 +175,7 @@ def sent(page: Page) -> str:
         lines.append(place | {"formula": in_words} | {name: bytes_text(size) for name, size in sizes.items()} | share)
     text = page.head("Bytes per rank and step", PROSE["sent"], sizes_of(results)) + markdown(lines)
     packages = _peer_bytes(page.raw["counted"], page.raw["size"])
-    return f"{text}\n## The attention alone, beside the packages\n\n{packages}"
+    return f"{text}\n## The attention alone, and other packages\n\n{packages}"
 
 
 def _peer_bytes(rows: list[dict[str, Any]], size: Sequence[int]) -> str:
@@ -197,7 +201,7 @@ def _peer_bytes(rows: list[dict[str, Any]], size: Sequence[int]) -> str:
 
 
 def perplexity(page: Page) -> str:
-    """Table 5."""
+    """Write the page of table 5."""
     text = page.head(
         "Perplexity", PROSE["perplexity"], "the preset `tiny`: 2 layers, width 256, 4 heads, 2 key-value heads; fp32"
     )
@@ -215,7 +219,7 @@ def perplexity(page: Page) -> str:
 
 
 def ablation(page: Page) -> str:
-    """Table 6."""
+    """Write the page of table 6."""
     size = page.raw["sizes"]
     sizes = (
         f"{size['ranks']} emulated nodes, {size['seq_len']:,} tokens, H = {size['heads']}, D = {size['head_dim']}, bf16"
@@ -245,7 +249,7 @@ def ablation(page: Page) -> str:
 
 
 def scaling(page: Page) -> str:
-    """Table 7."""
+    """Write the page of table 7."""
     strong, weak = page.results("strong"), page.results("weak")
     text = page.head("Scaling", PROSE["scaling"], sizes_of(strong))
     for title, results in (("Fixed length", strong), ("Fixed length per rank", weak)):
@@ -265,33 +269,33 @@ def _scaling(results: Results) -> str:
 
 
 def long(page: Page) -> str:
-    """128K tokens."""
+    """Write the page of the run with 128K tokens."""
     results = page.results("results")
     (row,) = results.rows
     text = page.head(f"{row.seq_len:,} tokens through one layer", PROSE["long"], sizes_of(results))
     most = mebibytes(row.peak_resident and row.peak_resident * row.world)
     figures = {
         "ranks": str(row.world),
-        "seconds, of the one call, with its memory watched": outcome(row) or spread(row.seconds, ".1f"),
+        "seconds of the only call, while its memory was measured": outcome(row) or spread(row.seconds, ".1f"),
         "GFLOP/s": gflops(row),
         "sent per rank, counted and predicted": f"{bytes_text(row.bytes_counted)}, {bytes_text(row.bytes_predicted)}",
-        "peak memory of the highest rank, above what was resident before": mebibytes(row.peak_memory),
-        "all ranks, with all that is resident, at most": most,
+        "peak memory of the highest rank, minus the memory resident before": mebibytes(row.peak_memory),
+        "upper bound of all ranks' resident memory": most,
         "error": "-" if row.error is None else f"{row.error:.1e}",
     }
     return text + markdown({"what": what, "measured": figure} for what, figure in figures.items())
 
 
 def peers(page: Page) -> str:
-    """Ours beside the packages."""
+    """Write the page that compares ours with other packages."""
     world, length, heads, dim = page.raw["size"]
     sizes = f"{world} ranks x 1 thread, {length:,} tokens, H = {heads}, D = {dim}, bf16, no limit"
     rows = map(cells, page.raw["rows"])
-    return page.head("Beside the packages", PROSE["peers"], sizes) + markdown(rows)
+    return page.head("Compared with other packages", PROSE["peers"], sizes) + markdown(rows)
 
 
 def longest(page: Page) -> str:
-    """How long a sequence may be, by what is recomputed."""
+    """Write the page of the longest sequence by recompute policy."""
     size = page.raw["size"]
     packed = f"documents of {size['document']:,} tokens" if size["document"] else "one document"
     width = size["heads"] * size["head_dim"]
@@ -313,5 +317,5 @@ PAGES: dict[str, dict[str, Callable[[Page], str]]] = {
     "long": {"long": long},
     "peers": {"peers": peers},
 }
-# Of commands of their own.
+# Pages of separate commands.
 BESIDE: dict[str, dict[str, Callable[[Page], str]]] = {"longest": {"longest": longest}}

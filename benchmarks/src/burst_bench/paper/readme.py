@@ -1,4 +1,4 @@
-"""Tables of what was measured, drawn from the figures of docs/results: three rows in the README, all in the index."""
+"""Draw tables from the figures of docs/results: three rows for the README, all rows for the index."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ BEGIN, END = "<!-- measured: drawn by python benchmarks/paper.py --draw -->\n", 
 
 
 def draw_readme(readme: Path, folder: Path) -> None:
-    """Replace what stands between the two marks of ``readme``.
+    """Replace the text between the two marks of ``readme``.
 
     Raises:
-        ValueError: the marks aren't there, once each; or a row that the table needs was not measured.
+        ValueError: A mark does not stand exactly once, or a row for the table was not measured.
     """
     text = readme.read_text("utf-8")
     if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(f"{readme} must have {BEGIN.strip()!r} and {END!r}, once each")
+        raise ValueError(f"{readme} must contain {BEGIN.strip()!r} and {END!r} exactly once each; restore the marks")
     before, rest = text.split(BEGIN)
     readme.write_text(before + BEGIN + measured(folder, "readme.md") + "\n" + END + rest.split(END)[1], "utf-8")
 
@@ -69,5 +69,5 @@ def _ratio(rows: list[Row], engine: str, other: str, link: float | None) -> floa
 def _one(rows: list[Row], engine: str, link: float | None) -> Row:
     row = find(rows, engine=engine, link=link)
     if row is None:
-        raise ValueError(f"no right row of {engine} at link={link}: measure the section again before drawing")
+        raise ValueError(f"no correct row of {engine} at link={link}; measure the section again before drawing")
     return row

@@ -1,4 +1,4 @@
-"""The sections of the paper's tables: each measures, and gives its figures as they go into its JSON."""
+"""The sections of the paper's tables: each measures, and returns the figures for its JSON."""
 
 from __future__ import annotations
 
@@ -28,15 +28,19 @@ from .targets import limits
 
 ENGINES = ("burst", "ring", "ulysses", "tensor", "tensor-sequence")
 SCALED = (*ENGINES, "usp", PUBLISHED)
-HALF, TRIES = 0.03, 3  # how far from a half the reference's share may be, and how often its rate is corrected
+HALF, TRIES = 0.03, 3  # allowed distance of the reference's share from a half; most corrections of its link rate
 PEERS = ("ring-flash-attn zigzag", "yunchang ulysses")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How large everything is. ``prefill``: (tokens, rounds); ``train``: (tokens, rounds, rounds at the slow rate).
+    """Sizes of all sections.
 
-    Slow steps take long, and vary least.
+    Steps at the slow rate take long and vary least, so they get fewer rounds.
+
+    Attributes:
+        train: (tokens, rounds, rounds at the slow rate) of each length.
+        prefill: (tokens, rounds) of each length.
     """
 
     nodes: int = 8
@@ -59,12 +63,14 @@ class Scale:
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """The engines of the training table. Where there are as many key-value heads as nodes USP at its own best is
-        Ulysses: so two nodes to a ring."""
-        return (*ENGINES, f"usp:heads={max(1, self.nodes // 2)}", PUBLISHED)
+        """Return the engines of the training table.
+
+        With as many key-value heads as nodes, the best USP is Ulysses. So USP here has rings of two nodes.
+        """
+        return (*ENGINES, f"usp:ulysses_degree={max(1, self.nodes // 2)}", PUBLISHED)
 
     def at_most(self, rounds: int) -> Scale:
-        """The same with no more than ``rounds`` of anything."""
+        """Return the same sizes with at most ``rounds`` rounds of everything."""
         return replace(
             self,
             train=tuple((length, min(n, rounds), min(slow, rounds)) for length, n, slow in self.train),
@@ -96,7 +102,13 @@ QUICK = Scale(
 
 
 class Paper:
-    """A run over some of the sections; ``out``: where the figures of those that ran before lie."""
+    """A run over some sections.
+
+    Args:
+        scale: Sizes of the sections.
+        out: Folder with the figures of sections that ran before.
+        console: Console for progress messages.
+    """
 
     def __init__(self, scale: Scale, out: Path, console: Console) -> None:
         self.scale, self.out, self.console = scale, out, console
@@ -106,15 +118,18 @@ class Paper:
         self.console.print(f"[dim]{time.strftime('%H:%M:%S')} {text}[/]", highlight=False)
 
     def links(self, world: World) -> list[float | None]:
-        """No limit, the middle rate and a quarter of it: the training table's in this folder, if it is there."""
+        """Return three link rates: no limit, the middle rate, and a quarter of the middle rate.
+
+        They are those of the training table in this folder, if it exists.
+        """
         links = limits(self.trained())
         return self.find_links(world) if None in links else [None, *links]
 
     def find_links(self, world: World) -> list[float | None]:
-        """The middle rate: at which the reference exchanges for half of its step at the greatest length.
+        """Find the middle rate, at which the reference exchanges for half of its step at the greatest length.
 
-        Found from a step without a limit and its bytes, then corrected by pairs of steps until the share is a half
-        within :data:`HALF`.
+        The first estimate comes from a step without a limit and its bytes. Pairs of steps then correct it, until the
+        share is within :data:`HALF` of a half.
         """
         workload = replace(self.scale.workload, engines=(REFERENCE,), rounds=1, resources=False)
         longest = [self.scale.train[-1][0]]
@@ -126,24 +141,24 @@ class Paper:
             self.say(f"link {rate / 1e6:.1f} Mbit/s: {100 * share:.0f} % of {REFERENCE}'s step is exchange")
             if abs(share - 0.5) <= HALF:
                 break
-            # Within what noise leaves of it: on a busy machine two steps can't tell.
+            # Limit the correction, because two steps on a busy machine are noisy.
             rate *= min(max((limited.median - free.median) / free.median, 0.5), 2.0)
         return [None, rate, rate / 4]
 
     @contextmanager
     def world(self, ranks: int | None = None) -> Iterator[World]:
-        """So many local ranks; the cluster's for None. What they and their links do is measured first."""
+        """Start ``ranks`` local ranks, or the cluster's for None, and measure them and their links first."""
         cluster = self.cluster if ranks is None else None
         with World.of(ranks or self.scale.nodes, cluster, calibrate=True, say=self.say) as world:
             yield world
 
     def results(self, workload: Workload, rows: list[Row], cluster: tuple[int, int] | None = None) -> dict[str, Any]:
-        """Rows of one task as :meth:`Page.results` reads them; timelines would take most of the room."""
+        """Return the rows of one task as :meth:`Page.results` reads them, without the large timelines."""
         content = [{name: value for name, value in vars(row).items() if name != "timeline"} for row in rows]
         return {"task": workload.task, "setting": setting(workload, cluster, by_rates=True), "rows": content}
 
     def alone(self, workload: Workload) -> dict[str, Any]:
-        """The training table's lengths by one rank that has all cores."""
+        """Measure the training table's lengths on one rank with all cores."""
         with self.world(1) as world:
             at = replace(workload, engines=("single",))
             return self.results(workload, world.rows(at, [length for length, *_ in self.scale.train]))
@@ -159,7 +174,7 @@ class Paper:
                 for some, at in ((rounds, links[:-1]), (slow_rounds, links[-1:]))
                 for row in world.rows(replace(workload, rounds=some), [length], at)
             ]
-            # Gloo's reduce-scatter sends twice what it needs to: on links faster by that, what a better one would do.
+            # Gloo's reduce-scatter sends twice the bytes it needs. Faster links show the time of a better one.
             faster = [GLOO_WASTE * link for link in links if link is not None]
             longest = [self.scale.train[-1][0]]
             rows += world.rows(replace(workload, engines=(REFERENCE,), rounds=1), longest, faster)
@@ -167,7 +182,7 @@ class Paper:
         return {"results": results, "alone": self.alone(replace(workload, rounds=1))}
 
     def memory(self) -> dict[str, Any]:
-        """Tables 3 and 4: memory and bytes of a training step, each engine by itself."""
+        """Tables 3 and 4: memory and bytes of a training step, each engine alone."""
         workload = replace(self.scale.workload, engines=self.scale.trained, rounds=0)
         with self.world() as world:
             rows = world.rows(workload, [length for length, *_ in self.scale.train])
@@ -177,17 +192,17 @@ class Paper:
         return {"results": results, "alone": alone, **counted, "wire": self.wire()}
 
     def trained(self) -> list[Row]:
-        """The training table's rows in this folder, if it is there."""
+        """Return the training table's rows in this folder; none if it does not exist."""
         known = self.out / "training.json"
         return Page.read(known).results("results").rows if known.exists() else []
 
     def wire(self) -> list[tuple[str, int, float]]:
-        """(engine, tokens, bytes on the wire by the interfaces) of the training table's steps without a limit."""
+        """Return (engine, tokens, bytes on the wire) of the training table's steps with unlimited links."""
         free = (row for row in self.trained() if row.link is None and row.bytes_wire)
         return [(row.engine, row.seq_len, row.bytes_wire) for row in free]
 
     def prefill(self) -> dict[str, Any]:
-        """Table 2: the first token's latency."""
+        """Table 2: latency of the first token."""
         workload = replace(self.scale.workload, task="prefill", resources=False)
         with self.world() as world:
             middle = self.links(world)[1]
@@ -215,7 +230,7 @@ class Paper:
         return {"engines": raw["results"], "commands": commands}
 
     def ablation(self) -> dict[str, Any]:
-        """Table 6: what each part is worth."""
+        """Table 6: the effect of each feature."""
         scale, workload = self.scale, self.scale.workload
         with self.world() as world:
             middle = self.links(world)[1]
@@ -247,7 +262,7 @@ class Paper:
             return {"results": self.results(workload, world.rows(workload, [self.scale.long_len]))}
 
     def peers(self) -> dict[str, Any]:
-        """Ours against the packages themselves."""
+        """Our attention against the other packages."""
         return self.beside_packages(2, self.scale.peer_len, rounds=self.scale.peer_rounds, names=PEERS)
 
     def beside_packages(

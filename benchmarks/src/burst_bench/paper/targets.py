@@ -1,4 +1,7 @@
-"""The targets: each is computed from the figures and always shown, with the reason where it was missed."""
+"""The targets, computed from the figures.
+
+All are always shown; a missed target comes with an explanation.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,19 @@ from ..texts import bytes_text, link_text, spread
 from .markdown import GLOO_WASTE, REFERENCE, Page, find
 
 PEER = "ring-flash-attn zigzag"
-LOCAL = "without a limit there is nothing to hide, and both run the same kernels on the same cores"
+LOCAL = "on unlimited links no exchange needs overlap, and both run the same kernels on the same cores"
 
 
 class Line(NamedTuple):
-    """One target; ``met``: None if it was not measured; ``why``: what is told where it was missed."""
+    """One target.
+
+    Attributes:
+        what: What is measured.
+        target: The target, as text.
+        measured: The measured value, as text.
+        met: Whether the target was met; None if it was not measured.
+        why: The explanation if it was missed.
+    """
 
     what: str
     target: str
@@ -32,7 +43,12 @@ class Line(NamedTuple):
 
 
 def targets(folder: Path, sections: Collection[str]) -> str:
-    """One row for each target; ``sections``: all that there are."""
+    """Return a table with one row for each target.
+
+    Args:
+        folder: Folder with the figures.
+        sections: Names of all sections.
+    """
     pages = {path.stem: Page.read(path) for path in folder.glob("*.json")}
     rows = pages["training"].results("results").rows if "training" in pages else []
     lines = [*_training(rows), _attention_bytes(pages.get("memory")), _peers(pages.get("peers"))]
@@ -52,17 +68,17 @@ def _training(rows: list[Row]) -> list[Line]:
     mine, theirs = (find(rows, engine=e, seq_len=length, link=middle) for e in ("burst", REFERENCE))
     if not (mine and theirs and mine.bytes_wire and theirs.bytes_wire):
         return [*lines, Line(what, "≤ 0.60")]
-    share, why = mine.bytes_wire / theirs.bytes_wire, "parameters weigh more the shorter the sequence"
+    share, why = mine.bytes_wire / theirs.bytes_wire, "parameters take a larger share of shorter sequences"
     return [*lines, Line(what, "≤ 0.60", f"{share:.2f}", share <= 0.60, why)]
 
 
 def longest(rows: list[Row]) -> int:
-    """The greatest length; 0 for no rows."""
+    """Return the greatest length; 0 without rows."""
     return max((row.seq_len for row in rows), default=0)
 
 
 def limits(rows: list[Row]) -> tuple[float | None, float | None]:
-    """The middle and the slow rate."""
+    """Return the middle and the slow link rate."""
     links = sorted({row.link for row in rows if row.engine == "burst" and row.link is not None}, reverse=True)
     return (links[0], links[1]) if len(links) == 2 else (None, None)
 
@@ -78,8 +94,8 @@ def _speed(rows: list[Row], length: int, link: float | None, name: str, engine: 
         slower = [f"{row.median / first.median:.2f}" for row, first in zip((mine, theirs), free, strict=True)]
         alike = spread(ratios(*(row.seconds for row in free)))
     why = (
-        f"without a limit the ratio is {alike}; this rate makes burst's step {slower[0]} times as long, {engine}'s "
-        f"{slower[1]} times: what an engine exchanges behind its computing costs it nothing"
+        f"without a limit the ratio is {alike}. At this rate burst's step takes {slower[0]} times as long, and {engine}'s "
+        f"{slower[1]} times. Exchange that overlaps computing costs no time"
     )
     values = ratios(mine.seconds, theirs.seconds)
     return Line(what, f"≥ {target}×", f"{spread(values)}×", statistics.median(values) >= target, why)
@@ -91,12 +107,15 @@ def _attention_bytes(page: Page | None) -> Line:
     if (shares := attention_shares(page.raw["counted"] if page else [])) is None:
         return Line(what, target)
     mean, most = shares
-    why = "few tokens: records of agreement weigh"
+    why = "with few tokens, agreements' records take a larger share"
     return Line(what, target, f"{mean:.3f}, the busiest rank {most:.3f}", mean <= 0.135 and most <= 0.14, why)
 
 
 def attention_shares(counted: list[dict[str, Any]]) -> tuple[float, float] | None:
-    """Bytes of our attention's mean and busiest rank by the mean of :data:`PEER`'s; None if one was not counted."""
+    """Return the bytes of our (mean rank, busiest rank) divided by :data:`PEER`'s mean.
+
+    The result is None if one of the two was not counted.
+    """
     rows = {row["name"]: row["bytes"] for row in counted if row["correct"] and row["bytes"]}
     if not {"burst", PEER} <= rows.keys():
         return None
@@ -116,30 +135,32 @@ def _peers(page: Page | None) -> Line:
 
 
 def _long(page: Page | None) -> Line:
-    what = "burst: one layer forward and backward, H = 4, D = 64, 4 ranks: memory of all"
+    what = "burst: one layer forward and backward, H = 4, D = 64: memory of all 4 ranks"
     row = page.results("results").rows[0] if page else None
     if row is None or not row.passed or row.peak_resident is None:
         return Line(what, "128K tokens in 24 GiB")
     total = row.peak_resident * row.world
     measured, met = f"{row.seq_len:,} tokens in {total / 2**30:.2f} GiB", total <= 24 * 2**30
-    return Line(what, "128K tokens in 24 GiB", measured, row.seq_len >= 131072 and met, "a shorter sequence was run")
+    return Line(
+        what, "128K tokens in 24 GiB", measured, row.seq_len >= 131072 and met, "only a shorter sequence was run"
+    )
 
 
 def _minutes(pages: list[Page | None]) -> Line:
-    what, target = "burst's tables: all of them by one command, on 2 cores", "under 90 minutes"
+    what, target = "time to measure all tables with one command on 2 cores", "under 90 minutes"
     whole = [page.raw.get("minutes") if page and "--" not in page.raw["command"] else None for page in pages]
     if None in whole:
         return Line(what, target)
-    return Line(what, target, f"{sum(whole):.0f} minutes", sum(whole) < 90, "the machine was slower than it can be")
+    return Line(what, target, f"{sum(whole):.0f} minutes", sum(whole) < 90, "the machine was slower than usual")
 
 
 def _information(rows: list[Row]) -> str:
-    """What a collective library better than gloo would make of the reference."""
+    """Return the reference's estimated times with a better reduce-scatter than gloo's."""
     length = longest(rows)
     text = (
-        f"Gloo's reduce-scatter sends a whole all-reduce, so {REFERENCE} here sends {GLOO_WASTE} times what it would over a "
-        "library that does not. (The gradients of sharded parameters, in burst and ring, go by all-to-all.) To see what that is worth, "
-        f"{REFERENCE} also ran on links {GLOO_WASTE} times as fast, by itself:\n\n"
+        f"Gloo's reduce-scatter sends a whole all-reduce, so {REFERENCE} here sends {GLOO_WASTE} times the bytes of a "
+        "better library. (burst and ring exchange the gradients of sharded parameters by all-to-all.) To estimate the "
+        f"effect, {REFERENCE} also ran alone on links {GLOO_WASTE} times as fast:\n\n"
     )
     lines = []
     for link, theirs, ratio in relieved(rows, "burst"):
@@ -151,15 +172,18 @@ def _information(rows: list[Row]) -> str:
     ideal = ""
     if mine and theirs and mine.bytes_wire and theirs.bytes_predicted:
         ideal = (
-            f"\nBurst sends {bytes_text(mine.bytes_wire)} a rank in all, {REFERENCE} by the ring algorithm "
-            f"{bytes_text(theirs.bytes_predicted)} of activations alone: a share of "
+            f"\nEach rank sends {bytes_text(mine.bytes_wire)} in total with burst. With {REFERENCE} and the ring algorithm it "
+            f"would send {bytes_text(theirs.bytes_predicted)} of activations alone. burst's share is "
             f"{mine.bytes_wire / theirs.bytes_predicted:.2f}.\n"
         )
     return text + markdown(lines) + ideal
 
 
 def relieved(rows: list[Row], engine: str) -> list[tuple[float, float, float]]:
-    """At the greatest length, by rate: (link, the reference's faster link, its time there by ``engine``'s)."""
+    """Return the reference's ratios on faster links at the greatest length.
+
+    Each item is (link, the reference's faster link, the reference's time divided by ``engine``'s).
+    """
     length = longest(rows)
     ratios_by_link = []
     for link in (x for x in limits(rows) if x is not None):

@@ -1,1 +1,1 @@
-"""Ours beside the packages that people would use instead."""
+"""Ours, and the packages that people would use instead."""

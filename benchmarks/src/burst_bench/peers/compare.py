@@ -1,18 +1,19 @@
-"""One causal attention, forward and backward: ours against the packages that people would use instead, in one run.
+"""Compare our causal attention, forward and backward, with other packages in one run.
 
-All take turns, round by round, on the same ranks and cores, 1 thread a rank, over the same flash kernels: on CPU
-torch's, which flash_attn_stand_in.py gives the packages under flash_attn's names. Each result is first compared with
-one device's in fp32; a variant whose result is wrong is shown with its error and without a time. Variants that have
-only a forward are compared with our forward alone. ring-attention-pytorch's ring has a loop of its own for CPUs.
+All variants take turns, round by round, on the same ranks and cores, with one thread per rank and the same flash
+kernels. On CPUs these are torch's kernels; flash_attn_stand_in.py offers them to the packages under flash_attn's names.
+Each result is first compared with a single device's in fp32. A wrong variant is printed with its error and without a
+time. Variants with only a forward are compared with our forward. ring-attention-pytorch's ring has a separate loop for
+CPUs.
 
     python benchmarks/peers.py [--world 2] [--seq-len 8192] [--heads 8] [--head-dim 128] [--rounds 5] [--json FILE]
                                [--link 100mbit]
 
-With --link each rank is a node of an emulated cluster, its link limited so (it needs root and iproute2). What ours plan
-by is measured first.
+With --link each rank is a node of an emulated cluster with links of this rate (it needs root and iproute2). The rates
+for our plans are measured first.
 
-The packages are the extra ``peers``; without them ours are shown, and what to install. With --device cuda the same file
-runs one rank per GPU on NCCL and the real flash_attn; that was written but has never been run.
+The extra ``peers`` installs the packages. Without them the program prints our variants, and what to install. With
+--device cuda it runs one rank per GPU with NCCL and the real flash_attn; that mode has never been run.
 """
 
 from __future__ import annotations
@@ -52,36 +53,48 @@ def compare(
     link: float | None = None,
     timeout: float = 600.0,
 ) -> list[dict[str, Any]]:
-    """Check, count and time every variant; a dict for each, in the order of ``VARIANTS``.
+    """Check, count and time every variant; return a dict for each, in the order of ``VARIANTS``.
 
     Args:
-        workload: the sizes; in fp32 ring-flash-attn's gradients are wrong (its accumulators alias its buffers).
-        rounds: timed ones; with 0 results are checked and bytes counted only.
-        names: of the variants wanted; None for all. Ours are always among them.
-        entries: for :class:`burst_attention.testing.WorkerPool`: where the ranks run; None for plain processes.
-        link: the limit of each node's, in bits per second, as ``entries`` have it; None for none.
-        timeout: seconds that one call may take.
+        world: Number of ranks, at least 2.
+        workload: Sizes of the call. In fp32, ring-flash-attn's gradients are wrong: its accumulators alias its buffers.
+        rounds: Timed rounds; with 0, only check results and count bytes.
+        names: Names of the variants to run; None for all. Ours always run.
+        entries: Entries for :class:`burst_attention.testing.WorkerPool`, which say where the ranks run; None for plain
+            processes.
+        link: Rate of each node's link in bits per second, as set for ``entries``; None for no limit.
+        timeout: Seconds that one call may take.
 
     Returns:
-        ``name``, ``package``, ``version``, ``passes`` (``forward`` or ``forward and backward``), ``detail``;
-        ``refused``: why there is no result, or None; ``errors`` and ``bounds``: relative L2 by tensor; ``correct``;
-        ``bytes``: sent by each rank in one call, as handed to the process group; ``transport_bytes``: by the plan's own
-        count, without the records by which ranks agree on a call (None for others); ``seconds``: of each round, the
-        slowest rank's; ``copying``: how many of them the stand-in spent on copies; ``ratios``: by round, to ours of the
-        same passes (above 1: ours is faster); ``ratios_without_copies``: as if those copies cost nothing.
+        Dicts with these keys:
+
+        - ``name``, ``package``, ``version``, ``detail``;
+        - ``passes``: ``forward`` or ``forward and backward``;
+        - ``refused``: reason why there is no result, or None;
+        - ``errors``, ``bounds``: relative L2 error and its limit, by tensor;
+        - ``correct``: whether all errors are within their limits;
+        - ``bytes``: bytes that each rank gave to the process group in one call;
+        - ``transport_bytes``: bytes by the plan's count, without the agreements' records; None for other packages;
+        - ``seconds``: the slowest rank's seconds in each round;
+        - ``copying``: seconds of each round that the stand-in spent on copies;
+        - ``ratios``: time divided by that of ours with the same passes, by round (above 1: ours is faster);
+        - ``ratios_without_copies``: ratios without the time of those copies.
+
+    Raises:
+        ValueError: ``world`` is below 2, or a name is unknown.
     """
     if world < 2:
-        raise ValueError(f"world={world} must be at least 2: the packages' rings can't send to themselves")
+        raise ValueError(f"world={world} must be at least 2; the packages' rings can't send to themselves")
     unknown = sorted(set(names or ()) - {v.name for v in VARIANTS})
     if unknown:
-        raise ValueError(f"names has {unknown}; choose from {', '.join(v.name for v in VARIANTS)}")
+        raise ValueError(f"names has unknown variants {unknown}; choose from {', '.join(v.name for v in VARIANTS)}")
     chosen = [v for v in VARIANTS if names is None or isinstance(v, Ours) or v.name in names]
     refused = {variant.name: refusal(variant, world, workload) for variant in chosen}
     with (
         tempfile.TemporaryDirectory(prefix="burst-peers-") as folder,
         WorkerPool(world, threads=1, timeout=timeout, entries=entries) as pool,
     ):
-        if rounds and workload.device == "cpu":  # ours plan by what ranks and links do
+        if rounds and workload.device == "cpu":  # our plans use measured rates
             rates = limited(calibrated(pool), link)
             chosen = [replace(each, rates=rates) if isinstance(each, Ours) else each for each in chosen]
         pool.run(prepare, workload.device, str(Path(folder) / "meeting"), timeout=timeout)
@@ -92,7 +105,7 @@ def compare(
 def _row(own: Outcome) -> dict[str, Any]:
     variant = own.variant
     installed = own.refused is None or not own.refused.startswith("not installed")
-    # A ratio has all of a round's time above the line: without copies it is less by their share.
+    # A variant's time is the numerator of its ratio, so leaving out copies reduces the ratio by their share.
     rest = [1 - copies / seconds for copies, seconds in zip(own.aside, own.seconds, strict=True)]
     return {
         "name": variant.name,
@@ -114,21 +127,21 @@ def _row(own: Outcome) -> dict[str, Any]:
 
 
 def prepare(device: str, meeting: str) -> None:
-    """Once on each rank, before anything else: the stand-ins, or the GPU."""
+    """Install the stand-ins, or set up the GPU; call it once on each rank, before anything else."""
     flash_attn_stand_in.install_adapters()
     if device == "cpu":
         flash_attn_stand_in.install()
         return
     rank, world = dist.get_rank(), dist.get_world_size()
     if world > torch.cuda.device_count():
-        raise ValueError(f"world={world}, but there are {torch.cuda.device_count()} GPUs; take one rank per GPU")
+        raise ValueError(f"world={world} exceeds the {torch.cuda.device_count()} GPUs; use at most one rank per GPU")
     torch.cuda.set_device(rank)
-    dist.destroy_process_group()  # the pool's, which is gloo's alone
+    dist.destroy_process_group()  # the pool's group supports gloo only
     dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{meeting}", rank=rank, world_size=world)
 
 
 def cells(row: dict[str, Any]) -> dict[str, str]:
-    """One of ``compare``'s rows, as the terminal and the page show it."""
+    """Return the cells of one of ``compare``'s rows, for the terminal and the page."""
     name = {"variant": f"{row['name']} {row['version'] or ''}".strip(), "passes": row["passes"]}
     if not row["correct"]:
         return name | {"s": row["refused"] or "WRONG"}
@@ -141,7 +154,7 @@ def cells(row: dict[str, Any]) -> dict[str, str]:
 
 
 def show(console: Console, rows: list[dict[str, Any]], title: str) -> None:
-    """Print ``compare``'s rows: a table, and under it why some have no figures."""
+    """Print ``compare``'s rows as a table, followed by the reasons why some have no figures."""
     strongest = next((row["bytes"] for row in rows if row["name"] == STRONGEST and row["correct"]), None)
     lines, notes = [], []
     for row in rows:
@@ -153,7 +166,7 @@ def show(console: Console, rows: list[dict[str, Any]], title: str) -> None:
             lines[-1][f"of {STRONGEST}'s"] = f"{statistics.fmean(row['bytes']) / statistics.fmean(strongest):.3f}"
         wrong = {name: error for name, error in row["errors"].items() if not error <= row["bounds"][name]}
         for name, error in wrong.items():
-            notes.append(f"{row['name']}: relative L2 of {name} is {error:.1e} and may be {row['bounds'][name]:.1e}")
+            notes.append(f"{row['name']}: relative L2 of {name} is {error:.1e}; the limit is {row['bounds'][name]:.1e}")
     console.print(terminal(lines, title=title))
     for note in notes:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
@@ -162,12 +175,12 @@ def show(console: Console, rows: list[dict[str, Any]], title: str) -> None:
 @dataclass(frozen=True, kw_only=True)
 class Arguments(TimedArguments):
     rounds: int = 5
-    """0: check the results and count the bytes only."""
+    """Timed rounds; 0: only check results and count bytes."""
     device: Literal["cpu", "cuda"] = "cpu"
     link: str | None = None
-    """What a node's link lets through, such as 100mbit; each rank is a node then."""
+    """Rate of each node's link, such as 100mbit; each rank is then a node of an emulated cluster."""
     only: tuple[str, ...] | None = None
-    """Of the others, such as "yunchang zigzag"."""
+    """Variants of other packages to run, such as "yunchang zigzag"; default: all."""
 
 
 def main() -> None:

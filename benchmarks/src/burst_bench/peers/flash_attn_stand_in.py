@@ -1,10 +1,12 @@
-"""What ring-flash-attn and yunchang import of flash_attn, on torch's CPU flash kernels: for processes without a GPU.
+"""A stand-in for flash_attn on torch's CPU flash kernels, for processes without a GPU.
 
-flash_attn needs CUDA even to be installed. :func:`install` puts modules of its names into ``sys.modules``, in this
-process only. They compute what flash_attn 2.8's dense functions compute and refuse by name what isn't needed here.
-flash_attn's tensors are [B, S, H, D], torch's kernels take [B, H, S, D] in any strides but take a tenth longer where a
-head's rows are apart: so inputs are copied first, which is less. That, and the copy of a backward's three results into
-the caller's buffers, are costs that the real package doesn't have; :func:`copying` tells how much time they took.
+ring-flash-attn and yunchang import flash_attn, which can't be installed without CUDA. :func:`install` puts modules of
+the same names into ``sys.modules``, in this process only. They compute what flash_attn 2.8's dense functions compute;
+other functions and arguments raise NotImplementedError.
+
+flash_attn's tensors are [B, S, H, D]. torch's kernels take [B, H, S, D] in any strides, but need a tenth longer if a
+head's rows aren't adjacent. Copying the inputs first takes less time. The real package needs neither these copies nor
+those of a backward's three results into the caller's buffers. :func:`copying` returns the time that both took.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-VERSION = "2.8.3"  # whose signatures these are
+VERSION = "2.8.3"  # the version whose signatures these functions have
 
-# What flash_attn's backward takes after ``causal``, in its order.
+# Parameters of flash_attn's backward after ``causal``, in order.
 _REST = ("window_size_left", "window_size_right", "softcap", "alibi_slopes", "deterministic", "rng_state")
-_copied = [0.0]  # seconds, in this process
+_copied = [0.0]  # seconds of copies in this process
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -33,7 +35,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 def flash_attn_forward(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float, causal: bool, **others: Any
 ) -> tuple[Tensor, Tensor, None, None]:
-    """(out [B, Sq, H, D], lse [B, H, Sq] in fp32, nothing, nothing) of q [B, Sq, H, D] and k, v [B, Sk, H, D]."""
+    """Return (out [B, Sq, H, D], lse [B, H, Sq] in fp32, None, None) of q [B, Sq, H, D] and k, v [B, Sk, H, D]."""
     _check(q, k, causal, dropout_p=dropout_p, **others)
     q, k, v = (_heads_first(x) for x in (q, k, v))
     out, lse = _forward(q, k, v, 0.0, causal, scale=softmax_scale)
@@ -56,7 +58,10 @@ def flash_attn_backward(
     *rest: Any,
     **others: Any,
 ) -> None:
-    """Write the gradients into dq, dk and dv. The real one also returns rowsum(dout * out), which no caller reads."""
+    """Write the gradients into dq, dk and dv.
+
+    The real function also returns rowsum(dout * out), which no caller reads.
+    """
     _check(q, k, causal, dropout_p=dropout_p, **dict(zip(_REST, rest, strict=False)), **others)
     dout, q, k, v = (_heads_first(x) for x in (dout, q, k, v))
     grads = _backward(dout, q, k, v, out.transpose(1, 2), softmax_lse, 0.0, causal, scale=softmax_scale)
@@ -74,38 +79,38 @@ def flash_attn_func(
     causal: bool = False,
     **others: Any,
 ) -> Tensor:
-    """The public, differentiable one: out [B, S, H, D]."""
+    """Return out [B, S, H, D], as the public, differentiable function does."""
     _check(q, k, causal, dropout_p=dropout_p, **others)
     q, k, v = (_heads_first(x) for x in (q, k, v))
     return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=softmax_scale).transpose(1, 2)
 
 
 def install() -> None:
-    """Make ``import flash_attn`` and ``flash_attn.flash_attn_interface`` find these functions, in this process."""
+    """Make ``flash_attn`` and ``flash_attn.flash_attn_interface`` importable in this process."""
     package, interface = (_module(name) for name in ("flash_attn", "flash_attn.flash_attn_interface"))
     functions = {"_flash_attn_forward": flash_attn_forward, "_flash_attn_backward": flash_attn_backward}
     refused = {name: _refused(name) for name in ("_flash_attn_varlen_forward", "_flash_attn_varlen_backward")}
     vars(interface).update(functions, **refused, flash_attn_func=flash_attn_func)
     vars(package).update(__version__=VERSION, flash_attn_func=flash_attn_func, flash_attn_interface=interface)
-    package.__path__ = []  # a package, or its submodule can't be imported
+    package.__path__ = []  # without a path, Python can't import the submodule
 
 
 def install_adapters() -> None:
-    """Empty stand-ins for ``ring_flash_attn.adapters``, which doesn't import beside transformers 5 and isn't needed."""
+    """Install empty stand-ins for ``ring_flash_attn.adapters``, which fails to import with transformers 5."""
     adapters = _module("ring_flash_attn.adapters")
     for name in ("substitute_hf_flash_attn", "update_ring_flash_attn_params"):
         setattr(adapters, name, _refused(name))
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """[B, S, H, D] -> [B, H, S, D] with each head's rows side by side in memory."""
+    """Turn [B, S, H, D] into [B, H, S, D] with each head's rows adjacent in memory."""
     x = x.transpose(1, 2)
     with _watched():
         return x if x.stride(2) == x.shape[3] else x.contiguous()
 
 
 def copying() -> float:
-    """Seconds that this process has spent so far on copies that flash_attn itself does not make."""
+    """Return the seconds this process has spent on copies that flash_attn itself would not make."""
     return _copied[0]
 
 
@@ -125,7 +130,9 @@ def _module(name: str) -> ModuleType:
 
 def _refused(name: str) -> Any:
     def refuse(*_: Any, **__: Any) -> None:
-        raise NotImplementedError(f"{name} has no stand-in")
+        raise NotImplementedError(
+            f"the stand-in for flash_attn lacks {name}; install flash_attn on a machine with CUDA"
+        )
 
     return refuse
 
@@ -133,8 +140,10 @@ def _refused(name: str) -> Any:
 def _check(q: Tensor, k: Tensor, causal: bool, **others: Any) -> None:
     wanted = {name: x for name, x in others.items() if isinstance(x, Tensor) or x not in (None, 0, -1, (-1, -1))}
     if wanted := sorted(wanted.keys() - {"deterministic", "rng_state", "return_softmax"}):
-        raise NotImplementedError(f"the stand-in for flash_attn has no {', '.join(wanted)}")
+        raise NotImplementedError(f"the stand-in for flash_attn does not support {', '.join(wanted)}; leave them out")
     if not q.shape[1] or not k.shape[1]:
         raise ValueError("torch's CPU flash kernel ends the process on an empty q or k; use a longer sequence")
     if causal and q.shape[1] != k.shape[1]:  # flash_attn aligns the mask at the bottom right, torch at the top left
-        raise NotImplementedError(f"causal with {q.shape[1]} queries and {k.shape[1]} keys has no stand-in")
+        raise NotImplementedError(
+            f"the stand-in for flash_attn needs as many keys as queries if causal, not {k.shape[1]} and {q.shape[1]}"
+        )

@@ -1,7 +1,7 @@
-"""Every way of computing one causal attention over W ranks that ``peers.py`` compares: the packages' and ours.
+"""The variants of ``peers.py``: one causal attention over W ranks, by other packages and by ours.
 
-A package's variant says which tokens a rank holds, in what layout of memory it wants them, and how it is called. What
-is called by ``build`` runs on a rank, where a process group is at hand.
+A package's variant defines which tokens a rank holds, their layout in memory, and how to call the package. Functions
+called by ``build`` run on a rank, which has a process group.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from burst_attention.plan.layout import Layout
+from burst_attention.plan.strategy import NAMED, Strategy
 
 from ..harness.calls import Call, Ours, by_autograd
 from ..harness.workload import Workload
@@ -29,23 +30,24 @@ REQUIREMENTS = {  # the versions that these calls were written for
     "yunchang": "yunchang==0.6.4",
     "ring_attention_pytorch": "ring-attention-pytorch==0.5.20",
 }
-# Over flash kernels a right result is at 0.7 to 1.3, in ring-attention-pytorch's ring, whose scores and accumulator are
-# bf16, at 2.5; a tile that is left out, doubled or rescaled is far above.
+# With flash kernels, correct results reach 0.7 to 1.3. ring-attention-pytorch's ring reaches 2.5, because its scores
+# and accumulator are bf16. A missing, doubled or wrongly scaled tile gives far larger errors.
 TOLERANCE = 5.0
 ALL = 0  # ranks of a head-parallel group
 
 
 @dataclass(frozen=True, kw_only=True)
 class Theirs:
-    """A package's way.
+    """A package's variant.
 
     Attributes:
-        package: what it imports.
-        function: (tokens) -> its attention, on every rank at the same time.
-        order: ``contiguous``, ``zigzag`` or ``striped`` over the ring.
-        ulysses: ranks of one head-parallel group, or :data:`ALL`; neighbours in the ring's shard share it out.
-        heads_first: tensors are [B, H, S, D] rather than [B, S, H, D].
-        has_backward: whether it has one that is right over several ranks.
+        name: Its name; the first word is the package.
+        function: Return the package's attention for a number of tokens; all ranks call it at the same time.
+        order: Layout over the ring: ``contiguous``, ``zigzag`` or ``striped``.
+        ulysses: Ranks of one head-parallel group, or :data:`ALL`. The group's ranks split one shard of the ring.
+        heads_first: Whether tensors are [B, H, S, D] rather than [B, S, H, D].
+        has_backward: Whether it has a backward that is correct over several ranks.
+        tolerance: Allowed error, as a multiple of the error of torch's own kernel.
     """
 
     name: str
@@ -68,13 +70,13 @@ class Theirs:
 
 
 def positions(order: str, seq_len: int, world: int, ulysses: int, rank: int) -> Tensor:
-    """int64 [S / W]: the global positions of ``rank``'s tokens, in the order in which it holds them."""
+    """Return int64 [S / W]: global positions of ``rank``'s tokens, in the order in which it holds them."""
     ring = Layout(order, seq_len, world // ulysses)
     return torch.from_numpy(ring.positions(rank // ulysses)).chunk(ulysses)[rank % ulysses]
 
 
 def refusal(variant: Ours | Theirs, world: int, workload: Workload) -> str | None:
-    """Why ``variant`` can't run, as far as that is known beforehand."""
+    """Return the known reason why ``variant`` can't run, or None."""
     if isinstance(variant, Ours):
         return None
     if importlib.util.find_spec(variant.package) is None:
@@ -97,7 +99,7 @@ def refusal(variant: Ours | Theirs, world: int, workload: Workload) -> str | Non
 
 
 def package_version(variant: Ours | Theirs) -> str:
-    """Of an installed package; ours as it says of itself."""
+    """Return the version of an installed package."""
     return version("burst-attention" if isinstance(variant, Ours) else variant.package.replace("_", "-"))
 
 
@@ -112,7 +114,7 @@ def _yunchang(ring: str, ulysses: int, _: int) -> Attention:
 
     world = dist.get_world_size()
     yunchang.set_seq_parallel_pg(ulysses, world // ulysses, dist.get_rank(), world)
-    # It takes the groups that were set last.
+    # LongContextAttention uses the groups set last.
     return partial(yunchang.LongContextAttention(ring_impl_type=ring), causal=True)
 
 
@@ -126,7 +128,7 @@ def _ring_attention_pytorch(_: int) -> Attention:
     from ring_attention_pytorch import ring_flash_attn
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # Its products mix fp32 probabilities with values in the io dtype, which only autocast resolves.
+        # Its matrix products mix fp32 probabilities with values in the io dtype, which works only under autocast.
         with torch.autocast(q.device.type, q.dtype, enabled=q.dtype != torch.float32):
             return ring_flash_attn(q, k, v, causal=True, ring_reduce_col=True)
 
@@ -146,12 +148,12 @@ def _ring_attention_pytorch_zigzag(seq_len: int) -> Attention:
     return attention
 
 
-Planned = partial(Ours, layout="auto", heads="auto", route="direct", tolerance=TOLERANCE)
+Planned = partial(Ours, strategy=Strategy(route="direct"), tolerance=TOLERANCE)
 OURS, STRONGEST = "burst", "ring-flash-attn zigzag"
 VARIANTS = (
     Planned(name=OURS),
     Ours(name="burst, heads uncut", tolerance=TOLERANCE),
-    Ours(name="burst, as RingAttention", route="ring-attention", travels="key-value", tolerance=TOLERANCE),
+    Ours(name="burst, as RingAttention", strategy=NAMED["ring-attention"], tolerance=TOLERANCE),
     Theirs(name="ring-flash-attn basic", function=partial(_ring_flash_attn, "ring_flash_attn_func")),
     Theirs(name=STRONGEST, function=partial(_ring_flash_attn, "zigzag_ring_flash_attn_func"), order="zigzag"),
     Theirs(

@@ -1,1 +1,1 @@
-"""The report of a comparison: one HTML page and its plots as pictures."""
+"""Report of a comparison: one HTML page, and its plots as image files."""

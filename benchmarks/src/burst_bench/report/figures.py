@@ -1,6 +1,6 @@
-"""What a report draws: each chart and each timeline as one Plotly figure, for the page and for the pictures.
+"""Plotly figures of a report: one for each chart and each timeline, for the page and for the image files.
 
-A row that was refused, or whose result wasn't shown to be right, gives nothing here.
+Refused rows, and rows without a correct result, are left out.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from plotly import graph_objects
 from ..harness.results import KINDS, Results, Row
 from ..texts import link_text, ranks_text
 
-# Okabe and Ito's colours, which people with any common colour blindness can tell apart; without the yellow, which is
-# too faint on white, and with a grey.
+# Okabe and Ito's colours, which people with common kinds of colour blindness can distinguish. Grey replaces the yellow,
+# which is too faint on white.
 ENGINE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
-# Paul Tol's high-contrast set: three colours that stay apart in grey too.
+# Paul Tol's high-contrast set: three colours that stay distinct in greyscale.
 KIND_COLOURS = {"compute": "#004488", "wait": "#DDAA33", "exchange": "#BB5566"}
 DASHES = ("solid", "dash", "dot", "dashdot")  # by link
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star")  # by world
@@ -32,13 +32,14 @@ LAYOUT = {
 
 
 class Chart(NamedTuple):
-    """One figure of every row against sequence length.
+    """A chart of one figure against sequence length.
 
     Attributes:
-        key: name of its picture, without the suffix.
-        axis: what the y axis says.
-        unit: suffix of its ticks.
-        value: a row's figure in ``unit``, or None where the row has none.
+        key: Name of its image file, without the suffix.
+        title: Its title.
+        axis: Label of the y axis.
+        unit: Suffix of the ticks.
+        value: Return a row's figure in ``unit``, or None.
     """
 
     key: str
@@ -48,7 +49,10 @@ class Chart(NamedTuple):
     value: Callable[[Row], float | None]
 
     def figure(self, results: Results) -> graph_objects.Figure:
-        """A line per engine × world × link that has a point, in the order of the rows; without data where none has."""
+        """Return the chart, with a line per engine × world × link in the order of the rows.
+
+        Lines without points are left out.
+        """
         shown = right(results)
         links, worlds = ([*dict.fromkeys(getattr(row, name) for row in shown)] for name in ("link", "world"))
         by_line: dict[tuple[str, int, float | None], list[Row]] = {}
@@ -66,13 +70,13 @@ class Chart(NamedTuple):
         ticks = {"tickvals": lengths, "ticktext": [f"{n:,}" for n in lengths]}
         figure.update_xaxes(type="log", title="tokens of the sequence", **ticks)
         figure.update_yaxes(type="log", tickformat="~s", ticksuffix=self.unit)
-        height = max(440, 130 + 19 * len(figure.data))  # the legend needs no scrolling
+        height = max(440, 130 + 19 * len(figure.data))  # high enough for the whole legend
         return figure.update_layout(height=height, margin={"l": 70, "r": 20, "t": 40, "b": 50})
 
     def _add(self, figure: graph_objects.Figure, rows: Sequence[Row], name: str, colour: str) -> None:
         values = [self.value(row) or math.nan for row in rows]
         spread = {}
-        if self.key == "seconds":  # from the least to the greatest round
+        if self.key == "seconds":  # error bars from the fastest to the slowest round
             ends = [(max(row.seconds) - y, y - min(row.seconds)) for row, y in zip(rows, values, strict=True)]
             spread = dict(zip(("array", "arrayminus"), zip(*ends, strict=True), strict=True))
         figure.add_scatter(
@@ -88,12 +92,12 @@ class Chart(NamedTuple):
         )
 
     def has_point(self, row: Row) -> bool:
-        """Whether it has a figure that a logarithmic axis can show."""
+        """Return whether the row has a figure that a logarithmic axis can show."""
         values = [self.value(row), *(row.seconds if self.key == "seconds" else ())]
         return all(value is not None and math.isfinite(value) and value > 0 for value in values)
 
     def zeros(self, results: Results) -> list[str]:
-        """The engines with a figure of zero, which the chart can't show and must say."""
+        """Return the engines with a figure of zero, which the page must list because the chart can't show it."""
         return list(dict.fromkeys(row.engine for row in right(results) if self.value(row) == 0))
 
 
@@ -108,23 +112,23 @@ CHARTS = (
 
 
 def right(results: Results) -> list[Row]:
-    """The rows of which figures may be told."""
+    """Return the rows whose results are right."""
     return [row for row in results.rows if row.passed and row.refused is None]
 
 
 def colours(results: Results) -> dict[str, str]:
-    """Each engine's colour, by its first row; engines beyond the eighth begin again."""
+    """Return each engine's colour, in the order of first rows; the colours repeat after the eighth engine."""
     engines = dict.fromkeys(row.engine for row in results.rows)
     return {engine: ENGINE_COLOURS[i % len(ENGINE_COLOURS)] for i, engine in enumerate(engines)}
 
 
 def timeline_rows(results: Results) -> list[Row]:
-    """The rows that have a timeline and were right."""
+    """Return the correct rows that have a timeline."""
     return [row for row in right(results) if any(row.timeline)]
 
 
 def timelines(results: Results) -> list[graph_objects.Figure]:
-    """What each rank did in one call, a figure per row; engines side by side share one scale."""
+    """Return a timeline figure per row; engines at the same length, ranks and link share one scale."""
     rows, ends = timeline_rows(results), {}
     for row in rows:
         place = row.seq_len, row.world, row.link
@@ -133,12 +137,12 @@ def timelines(results: Results) -> list[graph_objects.Figure]:
 
 
 def _timeline(row: Row, end: float) -> graph_objects.Figure:
-    """A lane per rank and kind, on an axis from 0 to ``end`` seconds."""
+    """Return a figure with a lane per rank and kind, on an axis from 0 to ``end`` seconds."""
     height, ranks = len(KINDS) + 1, range(len(row.timeline))
     figure = graph_objects.Figure(
         layout=LAYOUT,
         layout_height=150 + 34 * len(ranks),
-        # Three storeys above the plot: the title beside the toolbar, then the legend.
+        # Two rows above the plot: the title and the toolbar, then the legend.
         layout_margin={"l": 70, "r": 20, "t": 84, "b": 50},
         layout_title={"text": escape(row_text(row), quote=False), "font_size": 14, "x": 0.01, "y": 1, "yanchor": "top"},
         layout_title_pad_t=30,
@@ -167,9 +171,9 @@ def _timeline(row: Row, end: float) -> graph_objects.Figure:
 
 
 def timeline_names(rows: Iterable[Row]) -> list[str]:
-    """``timeline-<engine>-<seq_len>-<link or nolimit>`` for each row, in characters that any file system takes.
+    """Return ``timeline-<engine>-<seq_len>-<link or nolimit>`` for each row, as a portable file name.
 
-    Rows that would share a name get their ranks in it, and then a number.
+    If rows would share a name, their number of ranks is appended, and then a counter.
     """
     plain = []
     for row in rows:
@@ -185,5 +189,5 @@ def timeline_names(rows: Iterable[Row]) -> list[str]:
 
 
 def row_text(row: Row) -> str:
-    """What a timeline's title says."""
+    """Return the title of a row's timeline."""
     return f"{row.engine}, {row.seq_len:,} tokens, {ranks_text(row.world)}, {link_text(row.link)}"

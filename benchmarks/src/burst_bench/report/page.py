@@ -1,4 +1,4 @@
-"""The page of a report: its table, its plots and its engine filter in one HTML file that needs no network."""
+"""The page of a report: one HTML file with table, plots and engine filter, which needs no network."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .table import CHECK, PLACE, cells, measured, state
 
 
 def page(results: Results) -> str:
-    """The whole page, which carries plotly's JavaScript."""
+    """Return the whole page, including plotly's JavaScript."""
     columns = measured(results)
     figures = {f"plot-{chart.key}": chart.figure(results) for chart in CHARTS}
     figures |= {f"timeline-{i}": figure for i, figure in enumerate(timelines(results))}

@@ -1,14 +1,14 @@
 "use strict";
-// The figures are Plotly's data and layout by the id of their element. An engine's name stands in its table rows and
-// timelines as data-engine and in its lines as meta.engine.
+// `figures` maps the id of an element to Plotly's data and layout. Table rows and timelines have their engine's name in
+// data-engine; lines have it in meta.engine.
 (async () => {
   const figures = JSON.parse(document.getElementById("figures").textContent);
   const boxes = [...document.querySelectorAll("#filter input")];
-  const buttons = ["toImage", "zoom2d", "pan2d", "resetScale2d"]; // none that sends anything anywhere
+  const buttons = ["toImage", "zoom2d", "pan2d", "resetScale2d"]; // no button that sends data to a server
   const config = { responsive: true, displaylogo: false, modeBarButtons: [buttons] };
   const chosen = () => boxes.filter((box) => box.checked).map((box) => box.dataset.engine);
 
-  // "ring" stands for "ring:contiguous" too.
+  // "ring" also selects "ring:contiguous".
   const readFragment = () => {
     const names = new URLSearchParams(location.hash.slice(1)).get("engines")?.split(",");
     for (const box of boxes) {
@@ -23,7 +23,7 @@
     history.replaceState(null, "", all ? location.pathname + location.search : `#engines=${names}`);
   };
 
-  // One change may come while another is being drawn: the last one to be asked for is the one that stays.
+  // A change can arrive while an earlier one is being drawn; the latest change wins.
   let latest = 0;
   const apply = async () => {
     const own = ++latest;
@@ -39,11 +39,11 @@
       lines.forEach((line) => { line.visible = engines.has(line.meta.engine); });
       plot.hidden = lines.length > 0 && !lines.some((line) => line.visible);
       if (lines.length > 0) plot.nextElementSibling.hidden = !plot.hidden;
-      // An element that was hidden has no width to draw to, so a plot is drawn when it is first shown.
+      // A hidden element has no width, so draw a plot only when it is shown.
       if (!plot.hidden) await Plotly.react(plot, data, layout, config);
       if (!plot.hidden) Plotly.Plots.resize(plot);
     }
-    // Says that all is drawn, and for which engines.
+    // Tests read this attribute to learn that drawing is complete, and for which engines.
     if (own === latest) document.body.dataset.engines = JSON.stringify([...engines]);
   };
 

@@ -1,4 +1,4 @@
-"""A row of results as the cells of a table: the page and the terminal show the same."""
+"""Table cells of a row of results, for both the page and the terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..texts import bytes_text, link_text, number_text, spread
 
 
 class Column(NamedTuple):
-    """Its header, a row's text in it, and what it means."""
+    """A column: its header, its text for a row, and its meaning."""
 
     header: str
     text: Callable[[Row], str]
@@ -23,18 +23,18 @@ PLACE = (
     Column("ranks", lambda row: str(row.world)),
     Column("link", lambda row: link_text(row.link), "rate of each node's link"),
 )
-NEAREST = "against fp64, of the tensor closest to its bound: at 512 tokens; of attention in rows at this length, too"
+NEAREST = "against fp64 at 512 tokens, for the tensor closest to its bound; for attention also in rows at this length"
 CHECK = (
     Column("error", lambda row: "-" if row.error is None else f"{row.error:.2e}", NEAREST),
-    Column("bound", lambda row: "-" if row.bound is None else f"{row.bound:.2e}", "what the error may be"),
+    Column("bound", lambda row: "-" if row.bound is None else f"{row.bound:.2e}", "largest allowed error"),
 )
 WIRE = "on the interfaces of the emulated cluster, per rank"
-BEYOND = "on the wire beyond the counted: parameters, their gradients, protocol headers, what gloo sends too much"
-PEAK = "highest rank's, above what was resident before the engine was built"
+BEYOND = "on the wire but not counted: parameters, their gradients, protocol headers, gloo's overhead"
+PEAK = "the highest rank's, minus the memory resident before the engine was built"
 
 
 def measured(results: Results) -> tuple[Column, ...]:
-    """The columns between those of the place and of the check."""
+    """Return the columns with measured figures, between those of ``PLACE`` and ``CHECK``."""
 
     def ends(row: Row) -> str:
         return " to ".join(number_text(end(row.seconds)) for end in (min, max)) if row.seconds else "-"
@@ -48,9 +48,13 @@ def measured(results: Results) -> tuple[Column, ...]:
     return (
         Column("median s", lambda row: number_text(row.median), "wall time of the median round, the slowest rank's"),
         Column("min to max s", ends, "least and greatest round"),
-        Column("/ first's", to_first, "time by the first engine's, each ratio from one round: median and range"),
+        Column(
+            "/ first's",
+            to_first,
+            "time divided by the first engine's; each ratio comes from one round: median and range",
+        ),
         Column("tokens/s", lambda row: number_text(row.tokens_per_second), "by the median round"),
-        Column("GFLOP/s", gflops, "of the model, by the median round; work done twice counts once"),
+        Column("GFLOP/s", gflops, "of the model, by the median round; recomputation does not count"),
         Column("bytes counted", lambda row: bytes_text(row.bytes_counted), "sent per rank and call: activations"),
         Column("bytes predicted", lambda row: bytes_text(row.bytes_predicted), "the same, predicted before the run"),
         Column("bytes on the wire", lambda row: bytes_text(row.bytes_wire), WIRE),
@@ -60,7 +64,7 @@ def measured(results: Results) -> tuple[Column, ...]:
 
 
 def state(row: Row) -> str:
-    """``right``, ``wrong``, ``refused`` or ``unchecked``."""
+    """Return ``right``, ``wrong``, ``refused`` or ``unchecked``."""
     if row.refused is not None:
         return "refused"
     if row.error is None or row.bound is None:
@@ -69,7 +73,12 @@ def state(row: Row) -> str:
 
 
 def cells(row: Row, columns: tuple[Column, ...]) -> list[tuple[str, int]]:
-    """(text, columns that it takes) from left to right; ``columns``: what was measured."""
+    """Return (text, column span) of each cell from left to right.
+
+    Args:
+        row: The row.
+        columns: Columns with measured figures.
+    """
     place, check = ([(column.text(row), 1) for column in some] for some in (PLACE, CHECK))
     match state(row):
         case "right":
@@ -78,4 +87,4 @@ def cells(row: Row, columns: tuple[Column, ...]) -> list[tuple[str, int]]:
             return [*place, (f"refused: {row.refused}", len(columns) + len(CHECK))]
         case "wrong":
             return [*place, ("WRONG", len(columns)), *check]
-    return [*place, ("not checked, so no figure is told", len(columns)), *check]
+    return [*place, ("not checked, so no figures", len(columns)), *check]

@@ -1,4 +1,4 @@
-"""Timelines as trace events, the JSON that Chrome's tracing and https://ui.perfetto.dev open."""
+"""Write timelines as trace events, the JSON format of Chrome's tracing and https://ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from typing import Any
 
 from ..harness.results import Row
 
-COMPUTING, EXCHANGING = 0, 1  # a rank's threads, as the viewer calls them
+COMPUTING, EXCHANGING = 0, 1  # thread ids of a rank in the viewer
 
 
 def trace_events(row: Row) -> Iterator[dict[str, Any]]:
-    """A process for each rank: its time on one thread; on another its exchanges, which may overlap each other."""
+    """Yield trace events, with a process for each rank.
+
+    One thread shows compute and waits; the other shows exchanges, which may overlap.
+    """
     for rank, spans in enumerate(row.timeline):
         yield _name("process_name", f"rank {rank}", rank, COMPUTING)
         yield _name("thread_name", "compute and wait", rank, COMPUTING)

@@ -1,4 +1,4 @@
-"""The report of a run of ``burst bench``: a page, its figures as pictures and traces, made from the results alone."""
+"""Write the report of a ``burst bench`` run: a page, image files and traces, from the results alone."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ MARKERS = {"circle": "o", "square": "s", "diamond": "D", "triangle-up": "^", "x"
 
 
 def write_report(results: Results, folder: Path) -> list[Path]:
-    """Write ``report.html``, a picture per chart and a picture per timeline into ``folder``, which is made if need be.
+    """Write ``report.html``, and an image file for each chart and timeline.
 
     Args:
-        results: what was measured. Rows that were refused or whose result wasn't right stand in the table only.
-        folder: where to; files of the same names are replaced, others stay.
+        results: The results. Refused and wrong rows appear in the table only.
+        folder: Output folder, created if missing. Files of the same names are replaced; others stay.
 
     Returns:
-        The files written, the page first.
+        Paths of the files written, the page first.
     """
     folder.mkdir(parents=True, exist_ok=True)
     written = [folder / "report.html"]
@@ -45,7 +45,7 @@ def write_report(results: Results, folder: Path) -> list[Path]:
 
 
 def write_traces(results: Results, folder: Path) -> list[Path]:
-    """Write ``timeline-….trace.json`` for each row that has a timeline and was right; returns what was written."""
+    """Write ``timeline-….trace.json`` for each correct row with a timeline; return the paths."""
     rows = timeline_rows(results)
     written = [folder / f"{name}.trace.json" for name in timeline_names(rows)]
     for row, path in zip(rows, written, strict=True):
@@ -55,7 +55,7 @@ def write_traces(results: Results, folder: Path) -> list[Path]:
 
 
 def chart_picture(figure: Any, title: str, says: str, unit: str) -> Figure:
-    """A chart of Plotly's, drawn by matplotlib."""
+    """Draw one of Plotly's charts with matplotlib."""
     picture = Figure(figsize=(10, 5), layout="constrained")
     axes = picture.add_subplot()
     if not figure.data:
@@ -79,7 +79,7 @@ def chart_picture(figure: Any, title: str, says: str, unit: str) -> Figure:
 
 
 def timeline_picture(figure: Any, title: str) -> Figure:
-    """A timeline of Plotly's, drawn by matplotlib."""
+    """Draw one of Plotly's timelines with matplotlib."""
     across, down = figure.layout.xaxis, figure.layout.yaxis
     picture = Figure(figsize=(11, 1.6 + 0.5 * len(down.tickvals)), layout="constrained")
     axes = picture.add_subplot()
@@ -96,5 +96,5 @@ def timeline_picture(figure: Any, title: str) -> Figure:
 
 
 def _plain(text: str) -> str:
-    # A pair of dollar signs would begin a formula.
+    # matplotlib would read text between two dollar signs as a formula.
     return text.replace("$", r"\$")

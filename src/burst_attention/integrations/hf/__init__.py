@@ -1,9 +1,9 @@
-"""Hugging Face transformers: models whose ranks together are one, the attention ``burst``, and batches cut into shards.
+"""Hugging Face transformers: parallel models, the attention ``burst``, and batches cut into shards.
 
     model = hf.parallelize(AutoModelForCausalLM.from_pretrained(name), group)
     loss = model(input_ids=ids, labels=labels).loss  # the whole batch on every rank
 
-Or by hand, each step of it:
+Or take each step by hand:
 
     hf.register()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="burst")
@@ -11,9 +11,9 @@ Or by hand, each step of it:
     out = model.model(input_ids=shard["input_ids"], position_ids=shard["position_ids"], plan=plan, use_cache=False)
     loss = hf.next_token_loss(model, out.last_hidden_state, shard["shift_labels"], plan)
 
-The plan is a keyword of ``model(...)``: one Plan, or ``{None: full_plan, 4096: windowed_plan}`` keyed by the layer's
-sliding window for models that mix windowed and full layers (``windowed_plan = full_plan.with_mask(...)``). Its mask
-says what is seen. What a model asks for and the plan does not hold is refused by name, on all ranks at once.
+Pass the plan to ``model(...)`` by keyword. For a model that mixes windowed and full layers pass a dict of plans, keyed
+by the layers' sliding windows: ``{None: full_plan, 4096: full_plan.with_mask(...)}``. The plan's mask decides which
+tokens a query sees. If a layer asks for a mask that the plan does not have, every rank raises an error that names it.
 """
 
 try:

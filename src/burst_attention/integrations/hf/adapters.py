@@ -1,7 +1,7 @@
-"""Which adapters of PEFT treat each token by itself, by the identity of their classes.
+"""The PEFT adapters that treat each token independently, listed by module and class.
 
-A name says nothing: PEFT has some thirty classes called ``Linear``, and one of them averages over all tokens it sees.
-Each entry follows from reading the class's forward. What is not listed is refused, next year's adapters among it.
+A class name alone is not enough: PEFT has about thirty classes called ``Linear``, and one of them averages over all
+tokens of its input. We read the forward of each listed class. Unlisted adapters, future ones included, are refused.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-# The classes that define the forward, without "peft.tuners."
+# The classes that define the forward, without the prefix "peft.tuners."
 _TOKENWISE = frozenset(
     [
         "adalora.bnb.SVDLinear4bit",
@@ -83,18 +83,18 @@ _TOKENWISE = frozenset(
         "waveft.layer.WaveFTLinear",
     ]
 )
-# What wraps a whole module to train a copy of it; the copy is a part, too.
+# These wrap a module to train a copy of it. The copy is a submodule, so it is checked separately.
 _WRAPPERS = ("peft.utils.other.AuxiliaryTrainingWrapper", "peft.utils.other.ModulesToSaveWrapper")
 
-_DRAWS = "draws random values for its weights, each rank others"
+_DRAWS = "draws random values for its weights, different on each rank"
 _REFUSED = {
-    "lily.layer.Linear": "mixes tokens: it averages its routing over all of them",
+    "lily.layer.Linear": "mixes tokens: it averages its routing over all tokens",
     "boft.layer.MultiplicativeDropoutLayer": _DRAWS,
     "oft.layer.MultiplicativeDropoutLayer": _DRAWS,
     "poly.layer.Linear": _DRAWS,
-    "pvera.layer.Linear": "draws random values for its hidden states",
+    "pvera.layer.Linear": "draws random values for its hidden states, different on each rank",
 }
-# Variants of LoRA: objects that compute in place of the layer.
+# LoRA variants: objects that compute instead of the layer.
 _VARIANTS = frozenset(
     [
         "ArrowLinearVariant",
@@ -108,18 +108,19 @@ _VARIANTS = frozenset(
     ]
 )
 _REFUSED_VARIANTS = {
-    "ALoraLinearVariant": "acts on the last tokens of its input, counted on whole inputs (alora_offsets)",
+    "ALoraLinearVariant": "acts on the last tokens of the whole input (alora_offsets), but a rank has only a shard",
     "MontecloraLinearVariant": _DRAWS,
-    "VeloraLinearVariant": "takes the direction of its compression from the mean of the tokens that it sees",
+    "VeloraLinearVariant": "compresses along the mean of all tokens in its input, but a rank has only a shard",
 }
-_UNKNOWN = "is not among the adapters of PEFT that are known to treat each token by itself"
+_UNKNOWN = "is not among the PEFT adapters known to treat each token independently"
 
 
 def reason_of_adapter(module: nn.Module, kind: type) -> str | None:
-    """Why an adapter can't be spread over ranks; None if it can.
+    """Return why an adapter can't run on shards; None if it can.
 
     Args:
-        kind: the class of PEFT that defines the module's forward.
+        module: the adapter.
+        kind: the PEFT class that defines the module's forward.
     """
     name = f"{kind.__module__}.{kind.__qualname__}"
     if name in _WRAPPERS:
@@ -136,9 +137,9 @@ def reason_of_adapter(module: nn.Module, kind: type) -> str | None:
 
 
 def check_added_losses(model: nn.Module) -> None:
-    """Refuse adapters whose wrapper adds to the loss on every rank, where gradients are summed over the ranks."""
+    """Refuse adapters that add to the loss on every rank, if gradients are summed over the ranks."""
     if any(type(module).__module__.startswith("peft.tuners.adalora.") for module in model.modules()):
         raise ValueError(
-            "gradients='sum' is refused: AdaLoRA adds to the loss on every rank, so its part would be counted once for "
-            "each; use gradients='mean'"
+            "gradients='sum' is refused: AdaLoRA adds to the loss on every rank, so its term would be counted once per "
+            "rank; use gradients='mean'"
         )

@@ -1,4 +1,4 @@
-"""The attention ``burst`` as transformers calls it: in every layer, with what the layer and the mask code ask for."""
+"""The attention ``burst`` that transformers calls in every layer, and its checks of the layer's request."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from burst_attention.attention.batch import PlanArgument, Plans
 from burst_attention.attention.checks import DTYPES
 from burst_attention.attention.entry import burst_attention
+from burst_attention.attention.hardware import CallShape
 from burst_attention.attention.plan import Plan
 
 from . import checks, models, parts
@@ -22,24 +23,29 @@ from .models import NAME
 
 
 def register() -> None:
-    """Make ``attn_implementation="burst"`` known to transformers. Calling it again changes nothing.
+    """Register ``attn_implementation="burst"`` with transformers. A second call changes nothing.
 
     Raises:
-        ValueError: something else is registered under that name.
+        ValueError: another attention is registered under that name.
     """
     registered = ALL_ATTENTION_FUNCTIONS.get(NAME)
     if registered is None:
         AttentionInterface.register(NAME, Attention())
     elif not isinstance(registered, Attention):
-        raise ValueError(f"the attention name {NAME!r} is taken in transformers by {registered!r}; don't register that")
-    # Without a mask function transformers drops a padding mask without a word.
+        raise ValueError(
+            f"the attention name {NAME!r} is taken: transformers has {registered!r} under it; don't register that one"
+        )
+    # Without a mask function transformers silently drops a padding mask.
     if NAME not in ALL_MASK_ATTENTION_FUNCTIONS:
         AttentionMaskInterface.register(NAME, _request_mask)
 
 
 class Attention:
-    """The function that every layer calls. It remembers which position ids it found right, so that the layers of a
-    model wait for that comparison once and not each: on a GPU it drains the queue."""
+    """The function that every layer calls.
+
+    It compares position ids with each plan once and remembers the result, so that not every layer has to. On a GPU a
+    comparison waits for all queued kernels.
+    """
 
     def __init__(self, names: Sequence[str] = (NAME,)) -> None:
         self._right: tuple[weakref.ref, int | None, list[weakref.ref]] | None = None
@@ -62,9 +68,15 @@ class Attention:
         sliding_window: Any = UNSTATED,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
-        """query [B, Hq, S_local, D], key and value [B, Hkv, S_local, D or Dv] -> ([B, S_local, Hq, Dv], None).
+        """Check the layer's arguments, then compute its attention.
 
-        ``attend`` computes it once all has been checked: called like :func:`burst_attention`.
+        Args:
+            query: [B, Hq, S_local, D].
+            key, value: [B, Hkv, S_local, D or Dv].
+            attend: computes the attention after the checks; takes the arguments of :func:`burst_attention`.
+
+        Returns:
+            [B, S_local, Hq, Dv], and None for the attention weights.
         """
         with Plans.of(plan).one.agreement.entering("burst_attention"):
             checks.check_keywords(dropout, others)
@@ -80,7 +92,7 @@ class Attention:
                 self._check_positions(position_ids, query, chosen)
             query, key, value = _autocast(query, key, value)
         if not checked:
-            checks.note_use(plan, position_ids)
+            checks.mark_attended(plan, position_ids)
         out = attend(query, key, value, chosen, scale=scaling)
         return out.transpose(1, 2).contiguous(), None
 
@@ -88,7 +100,7 @@ class Attention:
         remedy = "pass position_ids=plan.document_positions, one row for each sequence of the batch"
         if not isinstance(position_ids, torch.Tensor):
             raise ValueError(f"position_ids={position_ids!r} did not reach the attention; {remedy}")
-        # An inference tensor tells nobody that it was written to: it is compared in every layer.
+        # An inference tensor has no version counter that shows writes, so it is compared in every layer.
         version = None if position_ids.is_inference() else position_ids._version
         known = self._right
         if known is None or known[0]() is not position_ids or known[1] != version:
@@ -97,9 +109,11 @@ class Attention:
             return
         if position_ids.dim() != 2 or position_ids.shape[0] not in (1, query.shape[0]):
             raise ValueError(f"position_ids has shape {list(position_ids.shape)}; {remedy}")
-        # Rotary angles depend on differences within a document only: restarting and global positions are both right.
+        # Rotary angles depend only on differences within a document, so restarting and global positions both work.
         if not any(_rows_equal(position_ids, right) for right in (plan.document_positions, plan.positions)):
-            raise ValueError(f"position_ids are not those of the plan's tokens on rank {plan.rank}; {remedy}")
+            raise ValueError(
+                f"position_ids differ from the positions of the plan's tokens on rank {plan.rank}; {remedy}"
+            )
         if version is not None:
             self._right = (*known[:2], [*known[2], weakref.ref(plan)])
 
@@ -109,7 +123,7 @@ def _rows_equal(rows: torch.Tensor, row: torch.Tensor) -> bool:
 
 
 def _autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """What autocast does to torch's own attention: rotary angles are fp32, and would leave q and k unlike v."""
+    """Cast as autocast does for torch's attention. Rotary angles are fp32, so q and k may differ in dtype from v."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return list(tensors)
@@ -120,7 +134,7 @@ def _autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
 def _request_mask(
     *, mask_function: Callable, attention_mask: torch.Tensor | None = None, **_: Any
 ) -> MaskRequest | None:
-    """The mask function that transformers calls in place of building a mask; None stands for plain causal."""
+    """Describe the mask instead of building it; transformers calls this. None means plain causal."""
     model = models.running_model()
     if model is not None:
         parts.check_attention_is_ours(model)
@@ -130,7 +144,8 @@ def _request_mask(
             causal = True
         elif kind == "sliding_window_overlay":
             window = _closure(part)["sliding_window"]
-        # Documents guessed from the position ids: a shard's positions jump, and documents are the plan's.
+        # transformers guesses documents from jumps in position ids. A shard's positions jump anyway, and the plan
+        # defines the documents, so ignore the guess.
         elif kind not in ("packed_sequence_mask_function", "bidirectional_mask_function"):
             foreign.append(f"the mask {kind}")
     if attention_mask is not None and not attention_mask.all():
@@ -141,7 +156,7 @@ def _request_mask(
 
 
 def _mask_parts(function: Callable) -> Iterator[tuple[str, Callable]]:
-    """(kind, function) of the intersected parts of a mask function; any other combination is one part by itself."""
+    """Yield (kind, function) for each part of an intersection of masks; any other combination is one part."""
     kind = getattr(function, "__qualname__", repr(function))
     if getattr(function, "__module__", None) == "transformers.masking_utils":
         kind = kind.split(".")[0]
@@ -159,18 +174,18 @@ def _closure(function: Any) -> dict[str, Any]:
     return {name: cell.cell_contents for name, cell in cells}
 
 
-def sizes_to_come(model: Any) -> dict[str, Any]:
-    """What ``make_plan`` takes of the calls of a model's layers; nothing if its configuration tells too little."""
+def call_shape(model: Any) -> CallShape:
+    """Return the shape of the attention calls of a model's layers; an empty one if its configuration does not say."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     q_heads, width = (getattr(text, name, None) for name in ("num_attention_heads", "hidden_size"))
     head_dim = getattr(text, "head_dim", None)
     if not isinstance(q_heads, int) or not isinstance(width, int) or q_heads < 1:
-        return {}
+        return CallShape()
     kv_heads = getattr(text, "num_key_value_heads", None) or q_heads
     head_dim = head_dim or width // q_heads
     if not isinstance(kv_heads, int) or not isinstance(head_dim, int) or q_heads % kv_heads or head_dim < 1:
-        return {}
+        return CallShape()
     dtype = getattr(model, "dtype", None)
-    sizes = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim}
-    return sizes | ({"dtype": dtype} if dtype in DTYPES else {})
+    dtype = dtype if dtype in DTYPES else None
+    return CallShape(q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)

@@ -1,8 +1,8 @@
-"""A batch as trainers and collators give it, made into rows that one plan holds, and the way back to its own order.
+"""Convert a trainer's batch into rows that fit one plan, and results back into the batch's order.
 
-Documents, padding and packing come in many spellings: positions that restart, cumulative lengths, sequence ids, zeros
-in ``attention_mask``. All become a mask's documents. Rows with documents of their own are laid end to end in one row;
-padding goes behind the tokens, where no causal query sees it.
+Batches describe documents and padding in several ways: positions that restart, cumulative lengths, sequence ids, zeros
+in ``attention_mask``. All of them become documents of one mask. If rows differ in their documents, they are
+concatenated into one row. Padding moves behind the tokens, where no causal query sees it.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from burst_attention.attention.batch import Plans
 from burst_attention.attention.plan import Plan
 from burst_attention.plan.mask import Mask
 
-IGNORED = -100  # the label of a token without a target, as transformers has it
+IGNORED = -100  # transformers' label for a token without a target
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "sequence_ids")
-_LENGTHS = ("max_length_q", "max_length_k")  # say nothing that the borders do not
+_LENGTHS = ("max_length_q", "max_length_k")  # redundant: they follow from the cumulative lengths
 PACKING = (*_PACKED, *_LENGTHS)
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
-    """A whole batch as the plan takes it, alike on every rank.
+class BatchRows:
+    """A whole batch as rows for the plan, the same on every rank.
 
     Attributes:
-        input_ids: [R, T], behind which padding may stand.
-        targets: [R, T], shifted: at each token the next; None without labels.
-        cu_seqlens: the documents of every row; None for one.
-        shape: (B, S) of the batch as it was given.
-        padding: int64 [B], tokens of padding before each row of the batch; None for none.
-        real: bool [B, S], where the batch has tokens and no padding; None if there is none.
-        shifted: whether some row's first token is not at position 0, by its ``position_ids`` or by padding before it.
+        input_ids: [R, T], with padding at the end of rows.
+        targets: [R, T], shifted labels: the next token's id at each token; None without labels.
+        cu_seqlens: document borders, the same for every row; None for one document per row.
+        shape: (B, S) of the original batch.
+        padding: int64 [B], the number of padding tokens before each row of the batch; None if no row has any.
+        real: bool [B, S], True for real tokens, False for padding; None if the batch has no padding.
+        shifted: whether the first token of any row is not at position 0, due to ``position_ids`` or left padding.
     """
 
     input_ids: torch.Tensor
@@ -49,7 +49,7 @@ class Rows:
     shifted: bool
 
     def restore(self, rows: torch.Tensor) -> torch.Tensor:
-        """[R, T, ...] in the order of the batch as it was given: [B, S, ...]."""
+        """Return rows [R, T, ...] in the order of the original batch: [B, S, ...]."""
         batch, length = self.shape
         if rows.shape[0] == batch:
             rows = rows[:, :length]
@@ -57,19 +57,19 @@ class Rows:
         return rows if self.padding is None else _rolled(rows, self.padding)
 
 
-def rows_of(batch: Mapping[str, Any], *, ranks: int) -> Rows:
-    """The rows of a batch of ``input_ids`` and what else says where its documents and its padding are.
+def rows_of(batch: Mapping[str, Any], *, ranks: int) -> BatchRows:
+    """Convert a batch into rows.
 
     Args:
-        batch: ``input_ids`` [B, S] int; and, None or left out: ``labels`` [B, S], not shifted, or ``shift_labels``
-            [B, S], shifted over the whole sequence; ``attention_mask`` [B, S], zeros before and behind each row's
-            tokens; ``position_ids`` [B, S] or [1, S], which count on, or restart where a document begins;
-            ``cu_seq_lens_q`` and ``cu_seq_lens_k`` [documents + 1] over all rows laid end to end; ``seq_idx`` or
-            ``sequence_ids`` [B, S], which change where a document begins.
-        ranks: rows are made at least as long, so that no rank is left without a token.
+        batch: ``input_ids`` [B, S], int. All other entries are optional (None or left out). ``labels`` [B, S]:
+            not shifted. ``shift_labels`` [B, S]: shifted over the whole sequence. ``attention_mask`` [B, S]: zeros
+            only before and behind each row's tokens. ``position_ids`` [B, S] or [1, S]: increase by one, or restart
+            at 0 where a document begins. ``cu_seq_lens_q`` and ``cu_seq_lens_k`` [documents + 1]: over all rows
+            concatenated. ``seq_idx`` or ``sequence_ids`` [B, S]: change where a document begins.
+        ranks: the number of ranks. Shorter rows are padded to this length, so that each rank has a token.
 
     Raises:
-        TypeError, ValueError: naming the entry, and what to do.
+        TypeError, ValueError: an entry is wrong; the message names it and says what to do.
     """
     ids = _tensor(batch, "input_ids")
     if ids is None:
@@ -92,16 +92,16 @@ def rows_of(batch: Mapping[str, Any], *, ranks: int) -> Rows:
         cu_seqlens = (*cu_seqlens, tokens + more)
     targets = None if targets is None else arranged(targets, IGNORED)
     shifted = _shifted(batch, ids, padding)
-    return Rows(arranged(ids, 0), targets, cu_seqlens, (batch_size, length), padding, real, shifted)
+    return BatchRows(arranged(ids, 0), targets, cu_seqlens, (batch_size, length), padding, real, shifted)
 
 
 class PlanCache:
-    """The plans of a model's layers for the batches that come, each by the layer's window; the last few are kept.
+    """A least-recently-used cache of plans, by sequence length, documents and layer window.
 
     Args:
-        base: whose group, layout and route they have.
-        windows: of the model's layers; None for a layer that sees everything.
-        kept: how many masks' plans stay.
+        base: a plan; all plans share its group, layout and route.
+        windows: the sliding windows of the model's layers; None for a layer with full attention.
+        kept: the number of (length, documents) pairs whose plans the cache holds.
     """
 
     def __init__(self, base: Plan, windows: list[int | None], *, kept: int = 16) -> None:
@@ -114,7 +114,7 @@ class PlanCache:
         return len(self._plans)
 
     def get(self, seqlen: int, cu_seqlens: tuple[int, ...] | None) -> Plans:
-        """The plans, by window, of sequences of ``seqlen`` tokens with these documents. Nothing is exchanged."""
+        """Return the plans, by window, for ``seqlen`` tokens and these documents. Nothing is exchanged."""
         key = seqlen, cu_seqlens
         if key not in self._plans:
             first = self.base.with_mask(Mask(cu_seqlens=cu_seqlens), seqlen=seqlen)
@@ -135,17 +135,17 @@ def _tensor(batch: Mapping[str, Any], name: str) -> torch.Tensor | None:
 
 
 def _like(batch: Mapping[str, Any], name: str, ids: torch.Tensor, *, rows: bool = False) -> torch.Tensor | None:
-    """The entry, [B, S]; ``rows``: [1, S] will do for all rows."""
+    """Return an entry as [B, S]. With ``rows``, [1, S] is allowed and expanded to all rows."""
     value = _tensor(batch, name)
     if value is None:
         return None
     if value.shape != ids.shape and not (rows and value.dim() == 2 and value.shape == (1, ids.shape[1])):
-        raise ValueError(f"{name} has shape {list(value.shape)}, input_ids {list(ids.shape)}; pass as many")
+        raise ValueError(f"{name} has shape {list(value.shape)}, input_ids {list(ids.shape)}; make the shapes equal")
     return value.expand(ids.shape)
 
 
 def _padding(batch: Mapping[str, Any], ids: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """(bool [B, S], where the real tokens are; int64 [B], padding before them), each None if there is none."""
+    """Return (bool [B, S], True for real tokens; int64 [B], padding before them); None where there is no padding."""
     mask = batch.get("attention_mask")
     if mask is None:
         return None, None
@@ -164,7 +164,7 @@ def _padding(batch: Mapping[str, Any], ids: torch.Tensor) -> tuple[torch.Tensor 
 
 def _mask_refusal(what: str) -> ValueError:
     return ValueError(
-        f"attention_mask: a mask {what} is not supported; pass [batch, sequence] with zeros for padding alone. "
+        f"attention_mask: a mask {what} is not supported; pass [batch, sequence] with zeros only for padding. "
         "For packed documents pass position_ids that restart at 0 where each begins, and leave attention_mask out"
     )
 
@@ -180,17 +180,17 @@ def _targets(batch: Mapping[str, Any], ids: torch.Tensor, real: torch.Tensor | N
         return None
     if real is not None and (targets[~real] != IGNORED).any():
         raise ValueError(
-            f"labels has targets for tokens of padding (zeros in attention_mask); set the labels of padding, and of "
-            f"the first token behind padding, to {IGNORED}: nothing meaningful foretells them"
+            f"labels has targets for padding tokens (zeros in attention_mask); set the labels of padding and of the "
+            f"first token behind padding to {IGNORED}, because no real token precedes and predicts them"
         )
     return targets
 
 
 def _starts(batch: Mapping[str, Any], ids: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor | None:
-    """bool [B, S], where documents begin besides a row's first token; None if nothing is said of documents.
+    """Return bool [B, S], True where a document begins inside a row; None if no row has a second document.
 
     Raises:
-        ValueError: two entries say different things.
+        ValueError: two entries describe different documents.
     """
     said = {}
     positions = _like(batch, "position_ids", ids, rows=True)
@@ -204,19 +204,21 @@ def _starts(batch: Mapping[str, Any], ids: torch.Tensor, real: torch.Tensor | No
         borders = _tensor(batch, name)
         if borders is not None:
             said[name] = _at(borders, name, ids)
-    # Positions that count on over the whole row say nothing: rotary angles are the same within documents.
+    # Positions that never restart don't contradict other entries: rotary angles within documents stay the same.
     if len(said) > 1 and not said.get("position_ids", torch.ones(1)).any():
         del said["position_ids"]
     names, starts = list(said), list(said.values())
     for name, other in zip(names[1:], starts[1:], strict=True):
         if not torch.equal(starts[0], other):
-            raise ValueError(f"{names[0]} and {name} tell of different documents; pass one of them, or make them equal")
+            raise ValueError(
+                f"{names[0]} and {name} describe different documents; pass one of them, or make them equal"
+            )
     if not starts or not starts[0].any():
         return None
     if batch.get("attention_mask") is not None and names[0] == "position_ids":
         raise ValueError(
-            "position_ids restart and there is an attention_mask: with a mask transformers lets the documents of a row "
-            "see each other, without one not. Leave attention_mask out for packed documents, or let positions count on"
+            "position_ids restart, but there is an attention_mask, with which transformers lets the documents of a row "
+            "see each other. Leave attention_mask out for packed documents; else don't restart position_ids"
         )
     return starts[0]
 
@@ -229,20 +231,20 @@ def _shifted(batch: Mapping[str, Any], ids: torch.Tensor, padding: torch.Tensor 
 
 
 def _restarts(positions: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
-    """Where positions do not count on from the token before."""
+    """Return bool [B, S], True where the position is not one more than the previous token's."""
     step = positions[:, 1:] - positions[:, :-1]
     restart = _inside(step != 1, real)
     if (positions[restart] != 0).any():
         row, place = (restart & (positions != 0)).nonzero()[0].tolist()
         raise ValueError(
             f"position_ids goes from {positions[row, place - 1]} to {positions[row, place]} in row {row}; positions "
-            "must count on by one, or restart at 0 where a document begins"
+            "must increase by one, or restart at 0 where a document begins"
         )
     return restart
 
 
 def _inside(between: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
-    """bool [B, S] of what is said between tokens [B, S - 1]; padding says nothing."""
+    """Expand flags between tokens [B, S - 1] to [B, S]; set them to False at borders of padding."""
     starts = F.pad(between, (1, 0))
     if real is not None:
         starts &= real & F.pad(real[:, :-1], (1, 0))
@@ -250,7 +252,7 @@ def _inside(between: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
 
 
 def _at(borders: torch.Tensor, name: str, ids: torch.Tensor) -> torch.Tensor:
-    """bool [B, S], where the documents of cumulative lengths begin; a row's first token is not told."""
+    """Return bool [B, S], True where documents of the cumulative lengths begin; False at a row's first token."""
     whole = Mask(cu_seqlens=borders.flatten().tolist())
     try:
         whole.check(ids.numel())
@@ -260,12 +262,12 @@ def _at(borders: torch.Tensor, name: str, ids: torch.Tensor) -> torch.Tensor:
     starts[torch.as_tensor(whole.cu_seqlens, device=ids.device)] = True
     starts = starts[:-1].view(ids.shape)
     if not starts[:, 0].all():
-        raise ValueError(f"{name}: a document reaches over the end of a row; documents must end with their row")
+        raise ValueError(f"{name}: a document crosses the end of a row; end each document within its row")
     return F.pad(starts[:, 1:], (1, 0))
 
 
 def _one_mask(starts: torch.Tensor | None, shape: tuple[int, int]) -> tuple[int, tuple[int, ...] | None]:
-    """(rows, borders): as many rows as the batch has if all have the same documents, else all in one."""
+    """Return (rows, borders). If all rows have the same documents, keep the rows; else join them into one."""
     if starts is None:
         return shape[0], None
     begins = starts.cpu().numpy().copy()
@@ -279,11 +281,11 @@ def _one_mask(starts: torch.Tensor | None, shape: tuple[int, int]) -> tuple[int,
 
 
 def _in_front(x: Any, padding: torch.Tensor | None) -> Any:
-    """Rows [B, S] with the padding before them moved behind; None stays None."""
+    """Move left padding of rows [B, S] behind the tokens. None stays None."""
     return x if x is None or padding is None else _rolled(x, -padding)
 
 
 def _rolled(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-    """Each row of [B, S, ...] moved right by so many places, what falls off coming back on the left."""
+    """Rotate each row of [B, S, ...] to the right by its entry of ``by`` [B]."""
     places = (torch.arange(x.shape[1], device=x.device) - by.to(x.device)[:, None]) % x.shape[1]
     return x[torch.arange(len(x), device=x.device)[:, None], places]

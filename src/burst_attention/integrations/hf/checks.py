@@ -1,4 +1,4 @@
-"""What a transformers layer asks of its attention, compared with what the plan holds. Each check raises ValueError."""
+"""Compare what a transformers layer asks of its attention with the plan. Each check raises ValueError."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from burst_attention.attention.plan import Plan
 
 UNSTATED: Any = object()
 
-_DOCUMENTS = "documents are the plan's: make_plan(..., mask=Mask(cu_seqlens=...))"
-# Keywords that reach an attention function and change what it computes, with what to do about each.
+_DOCUMENTS = "the plan defines the documents: make_plan(..., mask=Mask(cu_seqlens=...))"
+# Keywords that would change the result of an attention function, each with a remedy.
 _REFUSED = {
-    "softcap": "attention logits are not capped here; use a model without a soft cap",
+    "softcap": "a soft cap on attention logits is not supported; use a model without one",
     "s_aux": "attention sinks are not supported; use a model without sinks",
-    "head_mask": "heads are not masked here; prune them from the model",
-    "position_bias": "no bias is added to the logits here; use a model with rotary positions",
-    "alibi": "no bias is added to the logits here; use a model with rotary positions",
+    "head_mask": "masking heads is not supported; prune them from the model",
+    "position_bias": "a bias on attention logits is not supported; use a model with rotary positions",
+    "alibi": "a bias on attention logits is not supported; use a model with rotary positions",
     "cu_seq_lens_q": _DOCUMENTS,
     "cu_seq_lens_k": _DOCUMENTS,
     "max_length_q": _DOCUMENTS,
     "max_length_k": _DOCUMENTS,
     "seq_idx": _DOCUMENTS,
-    "output_attentions": "the attention weights are never formed; leave it out",
+    "output_attentions": "attention weights are never computed as a whole; leave it out",
 }
-# Keywords that models pass through to the attention and that it never reads.
+# Keywords that models pass on to the attention but that don't change its result.
 _BENIGN = frozenset(
     {
         "use_cache",
@@ -45,9 +45,14 @@ _BENIGN = frozenset(
 
 @dataclass(frozen=True)
 class MaskRequest:
-    """What a model asked transformers' mask code for, other than the plain causal mask.
+    """A mask other than plain causal that a model requested from transformers' mask code.
 
-    The mask code knows no plan, so it can't refuse on all ranks at once: this travels to the attention, which can.
+    The mask code has no plan, so it can't raise on all ranks. It returns this request, and the attention raises.
+
+    Attributes:
+        causal: whether the requested mask is causal.
+        window: its sliding window; None for no window.
+        foreign: descriptions of parts that a plan's mask can't express.
     """
 
     causal: bool
@@ -56,16 +61,16 @@ class MaskRequest:
 
 
 def choose(plan: Any, window: Any) -> Plan:
-    """The plan whose mask holds the layer's window; ``UNSTATED`` for a layer that knows no windows."""
+    """Return the plan for a layer's window; ``UNSTATED`` stands for a layer that doesn't state one."""
     if isinstance(plan, Mapping):
-        if getattr(plan, "positions", None) is None:  # else a parallelized model made them of one
+        if getattr(plan, "positions", None) is None:  # else a parallelized model derived them all from one plan
             _check_same_layout(plan)
         wanted = None if window is UNSTATED else window
         if wanted not in plan and _reach(wanted, Plans.of(plan).one) is None:
             wanted = None
         if wanted not in plan:
             raise ValueError(
-                f"sliding_window={wanted} of the layer is not among the plans {sorted(plan, key=str)}; "
+                f"sliding_window={wanted} of the layer is not among the plans' windows {sorted(plan, key=str)}; "
                 f"add {wanted}: full_plan.with_mask(Mask(window={wanted}))"
             )
         plan = plan[wanted]
@@ -73,13 +78,13 @@ def choose(plan: Any, window: Any) -> Plan:
     if stated and _reach(window, plan) != _reach(plan.mask.window, plan):
         raise ValueError(
             f"sliding_window={window} of the layer is not the window={plan.mask.window} of the plan's mask; "
-            f"give this layer a plan with Mask(window={window}), by plan={{None: ..., {window}: ...}} if layers differ"
+            f"make the plan with Mask(window={window}), or pass plan={{None: ..., {window}: ...}} if layers differ"
         )
     return plan
 
 
 def _reach(window: int | None, plan: Plan) -> int | None:
-    """The window, or None if no query of the plan's sequence could look past it."""
+    """Return the window, or None if it covers the longest document."""
     borders = plan.mask.cu_seqlens
     longest = plan.seqlen
     if borders is not None:
@@ -91,18 +96,18 @@ def _check_same_layout(plans: Mapping[Any, Plan]) -> None:
     shapes = {(each.seqlen, each.schedule.layout.description, each.world, each.rank) for each in plans.values()}
     if len(shapes) > 1:
         raise ValueError(
-            f"plan holds plans of different (seqlen, layout, world, rank) {sorted(shapes)}; "
-            "make one and derive the others by plan.with_mask"
+            f"plan has plans with different (seqlen, layout, world, rank) {sorted(shapes)}; "
+            "make one plan and derive the others from it by plan.with_mask"
         )
     if len({(each.mask.cu_seqlens, each.mask.prefix) for each in plans.values()}) > 1:
         listed = ", ".join(f"{window}: {each.mask!r}" for window, each in plans.items())
         raise ValueError(
-            f"plan holds masks of different documents or prefixes ({listed}); layers may differ in their window alone"
+            f"plan has masks of different documents or prefixes ({listed}); make masks that differ only in their window"
         )
 
 
 def mask_request(attention_mask: Any) -> MaskRequest | None:
-    """What the mask code asked for, None for nothing; raises for what a plan's mask can't hold."""
+    """Return the mask code's request; None for plain causal. Raise if a plan's mask can't express it."""
     if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2 and attention_mask.all():
         return None
     if attention_mask is None or (isinstance(attention_mask, MaskRequest) and not attention_mask.foreign):
@@ -116,28 +121,30 @@ def mask_request(attention_mask: Any) -> MaskRequest | None:
 
 
 def stated_window(sliding_window: Any, request: MaskRequest | None) -> Any:
-    """The layer's window, by its keyword or by its mask: many models tell both, and some only one."""
+    """Return the layer's window, from its keyword or its mask. Some models state only one of them."""
     asked = None if request is None else request.window
     if asked is None or asked == sliding_window:
         return sliding_window
     if sliding_window is UNSTATED or sliding_window is None:
         return asked
-    raise ValueError(f"sliding_window={sliding_window} of the layer is not the {asked} of its mask; make them equal")
+    raise ValueError(
+        f"sliding_window={sliding_window} of the layer is not the window {asked} of its mask; make them equal"
+    )
 
 
 def check_keywords(dropout: float, others: Mapping[str, Any]) -> None:
-    """Refuse dropout, and every keyword that changes the result or that is not known not to."""
+    """Refuse dropout, and every keyword that changes the result or may change it."""
     if dropout:
         raise ValueError(f"dropout={dropout} of attention weights is not supported; set config.attention_dropout=0.0")
     for name, value in others.items():
         if value is None or name in _BENIGN or (name == "output_attentions" and not value):
             continue
-        remedy = _REFUSED.get(name, "what it does to the attention is not known here; leave it out")
+        remedy = _REFUSED.get(name, "its effect on the attention is unknown; leave it out")
         raise ValueError(f"{name}={shown(value)} is refused: {remedy}")
 
 
 def check_causal(plan: Plan, stated: list[bool]) -> None:
-    """Refuse a layer that looks ahead where the plan's mask does not, or the other way round."""
+    """Refuse a layer if only one of the layer and the plan's mask is causal."""
     if any(causal != plan.mask.causal for causal in stated):
         raise ValueError(
             f"is_causal={not plan.mask.causal} of the layer is not the causal={plan.mask.causal} of the plan's mask; "
@@ -146,8 +153,8 @@ def check_causal(plan: Plan, stated: list[bool]) -> None:
 
 
 @torch.compiler.disable
-def note_use(plans: Any, position_ids: Any) -> None:
-    """Tell the plans of a call that an attention takes them."""
+def mark_attended(plans: Any, position_ids: Any) -> None:
+    """Record in the plans of a call that an attention used them."""
     for each in Plans.of(plans).values():
         each.usage.note(position_ids)
 
@@ -157,23 +164,23 @@ def check_lengths(query: torch.Tensor, key: torch.Tensor, plan: Plan) -> None:
     if query.shape[2] != plan.length:
         raise ValueError(
             f"input_ids has {query.shape[2]} tokens, the plan gives this rank {plan.length} of {plan.seqlen}; "
-            "shard them with hf.shard_batch(batch, plan)"
+            "shard the batch with hf.shard_batch(batch, plan)"
         )
     if key.shape[2] != query.shape[2]:
         raise ValueError(
             f"past_key_values: {key.shape[2]} keys for {query.shape[2]} queries; a cache with earlier tokens is not "
-            "supported, pass use_cache=False"
+            "supported. Pass use_cache=False"
         )
 
 
 def check_rope(config: Any) -> None:
-    """Refuse rotary frequencies that depend on the longest position seen: it differs by rank."""
+    """Refuse rotary frequencies that depend on the largest position, because it differs by rank."""
     for attribute in ("rope_parameters", "rope_scaling"):
         for kind in _rope_types(getattr(config, attribute, None)):
             if "dynamic" in kind or kind in ("longrope", "su"):
                 raise ValueError(
-                    f"{attribute} has rope type {kind!r}, whose frequencies depend on the largest position, which "
-                    "differs by rank; use a model with default, linear, yarn or llama3"
+                    f"{attribute} has rope type {kind!r}: its frequencies depend on the largest position, which "
+                    "differs by rank; use a model with rope type default, linear, yarn or llama3"
                 )
 
 
@@ -187,5 +194,5 @@ def _rope_types(parameters: Any) -> Iterator[str]:
 
 
 def shown(value: Any) -> str:
-    """A value for an error message; tensors by their shape."""
+    """Format a value for an error message; tensors by their shape."""
     return f"{type(value).__name__} {list(value.shape)}" if hasattr(value, "shape") else repr(value)

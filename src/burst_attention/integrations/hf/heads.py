@@ -1,8 +1,8 @@
-"""How a transformers model makes its logits of the hidden states, and the loss of exactly those logits.
+"""Find how a transformers model computes its logits from hidden states, and compute the loss of those logits.
 
-Models multiply, divide, cap or shift the product of their head, each under names of its own. No list of names holds
-for next year's model, so the model's own forward tells: it runs with its body and its head replaced by stand-ins that
-give known numbers, and what comes out is compared with every form that the loss can compute.
+Models scale, cap or shift the product of their head, and each family has other names for these settings. A list of
+names would miss future models, so we run the model's forward instead. Stand-ins replace its body and its head and
+return known numbers. We then compare the resulting logits with the forms that the loss can compute.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from burst_attention.loss import Head, LogitForm, TokenLogProbs
 
 from .stub_forward import twin_of
 
-# What the stand-in for the head gives: next to nothing, far more than any cap, and between.
+# The head's stand-in returns values near zero, values far above any soft cap, and values between.
 _SMALL, _GREAT = 2.0**-30, 1e30
 _PROBES = (0.0, _SMALL, _GREAT, -_GREAT, 1.0, -3.0, 11.0, -37.0, 120.0, -4000.0)
 
-_DTYPES = (torch.float32, torch.float64)  # of logits that tell a form exactly
+_DTYPES = (torch.float32, torch.float64)  # logits in fewer bits would not identify the form
 
 
 def next_token_loss(
@@ -37,19 +37,21 @@ def next_token_loss(
     num_valid: float | Tensor | None = None,
     chunk_tokens: int | None = None,
 ) -> Tensor:
-    """The loss of :func:`burst_attention.loss.next_token_loss` for the logits that ``model`` makes of ``hidden``.
+    """Compute the model's next-token loss over the whole sequence from this rank's hidden states.
+
+    Like :func:`burst_attention.loss.next_token_loss`, with the head taken from ``model``.
 
     Args:
-        model: a causal language model of transformers. Its head's weight and bias, and the factor and the cap that its
-            forward applies to their product, are found in it. Under FSDP call this inside the root's forward.
-        hidden: [B, S_local, E], what the model's body gives: ``model.model(...)[0]``.
+        model: a causal language model of transformers. This function finds its head's weight and bias, and the factor
+            and soft cap that its forward applies to the logits. Under FSDP call it inside the root's forward.
+        hidden: [B, S_local, E], the output of the model's body: ``model.model(...)[0]``.
         shift_labels: [B, S_local], from :func:`burst_attention.integrations.hf.shard_batch`.
         plan: as for ``model(..., plan=plan)``.
         ignore_index, num_valid, chunk_tokens: as for :func:`burst_attention.loss.next_token_loss`.
 
     Returns:
-        A scalar, as :func:`burst_attention.loss.next_token_loss` gives it. What a model adds to its loss (for its
-        router, say) is not in it.
+        A scalar, as from :func:`burst_attention.loss.next_token_loss`, without the model's additional losses (of a
+        router, for example).
 
     Raises:
         TypeError, ValueError: as :func:`burst_attention.loss.next_token_loss` and :func:`find_head`, on every rank.
@@ -77,10 +79,13 @@ def next_token_nll(
     ignore_index: int = -100,
     chunk_tokens: int | None = None,
 ) -> Tensor:
-    """What :func:`next_token_loss` sums, [B, S_local] in nats, as :func:`burst_attention.loss.next_token_nll` gives it.
+    """Return the loss of each token of this rank's shard, [B, S_local], in nats.
+
+    Summed over all ranks and divided by the number of valid labels, it gives :func:`next_token_loss`. The arguments
+    are those of :func:`next_token_loss`. See also :func:`burst_attention.loss.next_token_nll`.
 
     Raises:
-        TypeError, ValueError: a bad argument; on the other ranks in their next call with this plan.
+        TypeError, ValueError: a bad argument. The other ranks raise in their next call with this plan.
     """
     one = Plans.of(plan).one
     head = _head_for(model, one)
@@ -100,14 +105,14 @@ def token_log_probs(
     outputs: Sequence[str] = ("log_probs", "entropy"),
     chunk_tokens: int | None = None,
 ) -> TokenLogProbs:
-    """What the logits that ``model`` makes of ``hidden`` say of each label of the whole sequence.
+    """Return log-probabilities and other values of each label of the whole sequence.
 
     Args:
         model, hidden, shift_labels, plan: as for :func:`next_token_loss`.
         temperature, ignore_index, outputs, chunk_tokens: as for :func:`burst_attention.loss.token_log_probs`.
 
     Returns:
-        What :func:`burst_attention.loss.token_log_probs` gives: fields [B, S - 1], the same on every rank.
+        The fields of :func:`burst_attention.loss.token_log_probs`: each [B, S - 1], the same on every rank.
 
     Raises:
         TypeError, ValueError: as :func:`burst_attention.loss.token_log_probs` and :func:`find_head`, on every rank.
@@ -128,18 +133,19 @@ def token_log_probs(
 
 
 def _head_for(model: nn.Module, plan: Plan, call: str = "next_token_loss") -> Head:
-    """The model's head; a refusal of it reaches the other ranks."""
+    """Return the model's head. If it is refused, the other ranks raise too."""
     with plan.agreement.entering(call):
         return find_head(model)
 
 
 def find_head(model: nn.Module, form: LogitForm | None = None) -> Head:
-    """The head of a causal language model of transformers. It exchanges nothing.
+    """Return the head of a causal language model of transformers. Exchanges nothing.
 
-    Weight and bias are the model's own parameters: under FSDP they are whole inside the root module's forward.
+    Weight and bias are the model's parameters. Under FSDP they are whole only inside the root module's forward.
 
     Args:
-        form: what :func:`find_form` found before, for who calls often; default: it is found anew.
+        model: the model, not its wrapper.
+        form: an earlier result of :func:`find_form`, to save time. By default this function calls it.
 
     Raises:
         TypeError, ValueError: as :func:`find_form`.
@@ -149,12 +155,15 @@ def find_head(model: nn.Module, form: LogitForm | None = None) -> Head:
 
 
 def find_form(model: nn.Module) -> LogitForm:
-    """What a causal language model of transformers makes of its head's product. Takes milliseconds.
+    """Find how a model computes its logits from its head's product. Takes milliseconds.
+
+    Args:
+        model: a causal language model of transformers.
 
     Raises:
-        TypeError: ``model`` has no head of its own that is a plain linear layer.
-        ValueError: its logits are not of a :class:`~burst_attention.loss.LogitForm`; names the model's class, and a
-            logit or what else is in the way.
+        TypeError: the head of ``model`` is not found, is not a plain linear layer, or has a hook.
+        ValueError: no :class:`~burst_attention.loss.LogitForm` describes its logits. The message names the model's
+            class and an example logit, or another reason.
     """
     check_untouched(model)
     name, head = _linear_of(model)
@@ -164,40 +173,40 @@ def find_form(model: nn.Module) -> LogitForm:
 
 
 def check_untouched(model: nn.Module) -> None:
-    """Refuse a model on whose head somebody has put what may change its logits."""
+    """Refuse a model if its head has a hook or a replaced forward, which may change the logits."""
     name, head = _linear_of(model)
     hooks = [*head._forward_hooks.values(), *head._forward_pre_hooks.values()]
-    # Those of FSDP2 and of tensor parallelism gather and scatter what the head holds.
+    # Hooks of FSDP2 and tensor parallelism only gather and scatter the head's tensors.
     added = [hook for hook in hooks if not getattr(hook, "__module__", "").startswith("torch.distributed.")]
     if added or "forward" in vars(head):
-        what = f"hook {getattr(added[0], '__qualname__', added[0])}" if added else "forward of its own"
+        what = f"hook {getattr(added[0], '__qualname__', added[0])}" if added else "replaced forward"
         raise TypeError(
-            f"model's {name} has a {what}, which may change its logits and is not looked into; remove it for training "
-            "over shards"
+            f"model's {name} has a {what}, which may change the logits in an unknown way; remove it to train over "
+            "shards"
         )
 
 
 def _linear_of(model: Any) -> tuple[str, Any]:
-    """(attribute, module) of the head."""
+    """Return the head's attribute name and its module."""
     kind, find = type(model).__name__, getattr(model, "get_output_embeddings", None)
     children = dict(model.named_children()) if isinstance(model, nn.Module) and callable(find) else {}
     head: Any = find() if children and find else None
     name = next((name for name, child in children.items() if child is head), None)
     if name is None or getattr(model, "base_model_prefix", None) not in children:
         raise TypeError(
-            f"model is a {kind}, whose body and head are not found among its modules; pass the causal language model "
-            "of transformers itself and not what wraps it (of a PEFT model: model.get_base_model())"
+            f"model is a {kind}, and its body or its head is not among its modules; pass the causal language model "
+            "of transformers, not its wrapper (for a PEFT model: model.get_base_model())"
         )
     if getattr(type(head), "forward", None) is not nn.Linear.forward:
         raise TypeError(
-            f"model's {name} is a {type(head).__name__}, not a plain linear layer, so its weight does not tell its "
-            f"logits; give {kind} a linear head, or merge into it what was added"
+            f"model's {name} is a {type(head).__name__}, not a plain linear layer, so its weight does not define the "
+            f"logits; give {kind} a linear head, or merge the adapter into it"
         )
     return name, head
 
 
 def _probe(vocabulary: int) -> Tensor:
-    """fp64 [1, tokens, V] that holds all of ``_PROBES``, and several of them in each column."""
+    """Return fp64 [1, tokens, V] with all of ``_PROBES``, and several of them in each column."""
     tokens = max(3, -(-len(_PROBES) // vocabulary))
     index = torch.arange(tokens, device="cpu")[:, None] + tokens * torch.arange(vocabulary, device="cpu")
     return torch.tensor(_PROBES, dtype=torch.float64, device="cpu")[index % len(_PROBES)][None]
@@ -205,9 +214,9 @@ def _probe(vocabulary: int) -> Tensor:
 
 @torch.no_grad()
 def _logits_of(model: Any, name: str, head: Any, product: Tensor) -> Tensor:
-    """The logits [1, tokens, V] that ``model`` would return if its head's product were ``product``."""
+    """Return the model's logits [1, tokens, V] for a given product of its head."""
     kind, tokens = type(model).__name__, product.shape[1]
-    # Exact in every dtype that a model may cast it to.
+    # These values are exact in every dtype that a model may cast to.
     hidden = (torch.arange(tokens * head.weight.shape[1], device="cpu").view(1, tokens, -1) % 7 - 3).double() / 4
     instead = _Product(head, product)
     body = model.base_model_prefix
@@ -217,49 +226,49 @@ def _logits_of(model: Any, name: str, head: Any, product: Tensor) -> Tensor:
         logits = out[0] if isinstance(out, tuple) else out.logits
     except Exception as error:
         raise ValueError(
-            f"{kind}.forward does not run with its {body} and {name} replaced ({type(error).__name__}: {error}), so "
-            "what it does to its logits is not known; its loss can't be computed over shards"
+            f"{kind}.forward fails if stand-ins replace its {body} and {name} ({type(error).__name__}: {error}), so "
+            "how it computes its logits is unknown; its loss can't be computed over shards"
         ) from error
     if instead.seen is None or not torch.equal(instead.seen.detach().cpu().double(), hidden):
         raise ValueError(
-            f"{kind} does not give its {name} the hidden states of its {body} as they are; its loss can't be computed "
+            f"{kind} does not pass the hidden states of its {body} to its {name} unchanged; its loss can't be computed "
             "over shards"
         )
     return logits
 
 
 def _form(kind: str, product: Tensor, logits: Any) -> LogitForm:
-    """That by which every logit comes of its product."""
+    """Return the form that maps each entry of ``product`` to its logit."""
     if not isinstance(logits, Tensor) or logits.shape != product.shape or logits.dtype not in _DTYPES:
         what = f"{logits.dtype} {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
         raise ValueError(
-            f"{kind} makes {what} of a product of its head of shape {list(product.shape)}; its loss can't be computed "
-            "over shards"
+            f"{kind} returns {what} for a head product of shape {list(product.shape)}, not fp32 or fp64 logits of that "
+            "shape; its loss can't be computed over shards"
         )
     made = logits.cpu().double()
     rounding = 16 * torch.finfo(logits.dtype).eps
-    factor = made[product == _SMALL].median().item() / _SMALL  # what holds for most tokens, for a clear refusal
+    factor = made[product == _SMALL].median().item() / _SMALL  # a median, so that the message names the odd token
     if abs(factor - 1) <= rounding:
         factor = 1.0
     most = made[product == _GREAT].abs().median().item()
     softcap = most if 0 < most < _GREAT * abs(factor) / 2 else None
     form = LogitForm(factor, softcap)
     expected = form.apply_(product.clone())
-    wrong = ~((made - expected).abs() <= rounding * expected.abs())  # a logit that is not a number is wrong
+    wrong = ~((made - expected).abs() <= rounding * expected.abs())  # so written, a NaN counts as wrong
     if not factor:
         wrong = product != 0
     if wrong.any():
         where = tuple(wrong.nonzero()[0].tolist())
         raise ValueError(
-            f"the logits of {kind} are neither a factor times its head's product nor a cap's tanh of that: of a "
-            f"product of {product[where].item():g} it makes {made[where].item():g} for token id {where[2]}; its loss "
+            f"the logits of {kind} are neither a factor times its head's product nor its soft cap (tanh): for a "
+            f"product of {product[where].item():g} it returns {made[where].item():g} for token id {where[2]}; its loss "
             "can't be computed over shards"
         )
     return form
 
 
 class _Body:
-    """Stands for the model's body: gives ``hidden`` whatever it is given, and has the attributes of the real one."""
+    """A stand-in for the model's body: always returns ``hidden``, and has the attributes of the real body."""
 
     def __init__(self, real: nn.Module, hidden: Tensor) -> None:
         self._real, self._hidden = real, hidden
@@ -272,7 +281,7 @@ class _Body:
 
 
 class _BodyOutput(tuple):
-    """What bodies return, of one element: ``[0]`` and ``last_hidden_state``. All else that a model may ask is None."""
+    """A body's output with one element: ``[0]`` and ``last_hidden_state``. Any other attribute gives None."""
 
     last_hidden_state: Tensor
 
@@ -287,7 +296,7 @@ class _BodyOutput(tuple):
 
 
 class _Product:
-    """Stands for the head: gives ``product`` and remembers what it was given."""
+    """A stand-in for the head: returns ``product`` and records its input as ``seen``."""
 
     def __init__(self, real: nn.Module, product: Tensor) -> None:
         self._real, self._product = real, product

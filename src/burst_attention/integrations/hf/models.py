@@ -1,9 +1,9 @@
-"""What of a model lets tokens see each other outside of the attention: with several ranks it would see a shard alone.
+"""Check that a model can run on shards: only its attention may mix tokens.
 
-Only attention exchanges anything, so everything else must treat each token by itself: projections, norms, experts,
-rotary angles. A convolution, a recurrence, another attention or positions counted from the shard's start give plausible
-wrong numbers. What is not known to leave tokens alone is refused by its classes before anything runs (``parts``);
-``check_model`` also measures it.
+Only the attention exchanges data between ranks, so every other part (projections, norms, experts, rotary angles) must
+treat each token independently. A convolution, a recurrence, another attention, or positions counted from the shard's
+start would give plausible but wrong numbers. The module ``parts`` refuses parts of unknown classes before anything
+runs. ``check_model`` also measures the model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from burst_attention.attention.batch import PlanArgument, Plans
-from burst_attention.attention.plan import Plan, lone_plan
+from burst_attention.attention.plan import Plan, single_rank_plan
 
 from . import parts
 from .checks import check_rope
@@ -32,31 +32,32 @@ _SOFTCAPS = ("attn_logit_softcapping", "attn_softcap", "attention_logit_cap")
 
 
 def check_config(config: PreTrainedConfig, *, training: bool = True) -> None:
-    """Refuse a configuration whose model can't be spread over ranks; nothing is loaded and no rank is needed.
+    """Check a configuration without loading the model. Runs in one process.
 
     Args:
-        config: of a causal language model.
-        training: False allows dropout, which evaluation switches off.
+        config: the configuration of a causal language model.
+        training: False allows dropout, because evaluation disables it.
 
     Raises:
-        ValueError: naming the setting, its value and what to do.
+        ValueError: the model can't run on shards. The message names the setting, its value and a remedy.
     """
     text = config.get_text_config(decoder=True)
     for name in _DROPOUTS if training else ():
         if getattr(text, name, None):
             raise ValueError(
                 f"{name}={getattr(text, name)} of the configuration: dropout of attention weights is not supported; "
-                f"set {name} to 0.0"
+                f"set {name}=0.0"
             )
     for name in _SOFTCAPS:
         if getattr(text, name, None):
             raise ValueError(
-                f"{name}={getattr(text, name)} of the configuration: attention logits are not capped here; "
-                "use a model without a soft cap"
+                f"{name}={getattr(text, name)} of the configuration: a soft cap on attention logits is not supported; "
+                "use a model without one"
             )
     window = getattr(text, "sliding_window", None)
-    if window is not None and window < 1:
-        raise ValueError(f"sliding_window={window} of the configuration must be at least 1, or null for none")
+    used = getattr(text, "use_sliding_window", True)  # Qwen2-MoE sets a window of 0 if it uses none
+    if used and window is not None and window < 1:
+        raise ValueError(f"sliding_window={window} of the configuration is below 1; set at least 1, or null for none")
     check_rope(text)
     check_layers(text)
     if type(config) in AutoModelForCausalLM._model_mapping:
@@ -65,7 +66,8 @@ def check_config(config: PreTrainedConfig, *, training: bool = True) -> None:
                 model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
         except Exception as error:
             raise ValueError(
-                f"no model can be made of the configuration: {type(error).__name__}: {error}; correct its config.json"
+                f"transformers can't build a model from the configuration ({type(error).__name__}: {error}); correct "
+                "config.json"
             ) from error
         model.train(training)
         parts.check_structure(model)
@@ -73,7 +75,7 @@ def check_config(config: PreTrainedConfig, *, training: bool = True) -> None:
 
 
 def check_layers(config: Any) -> None:
-    """Refuse a configuration that says itself that some layer is none of attention."""
+    """Refuse a configuration that lists layers other than self-attention."""
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"is_encoder_decoder=True of the configuration: cross-attention is not supported; {ALONE}")
     for attribute in ("layer_types", "layers_block_type", "block_types"):
@@ -81,13 +83,13 @@ def check_layers(config: Any) -> None:
         for kind in kinds if isinstance(kinds, (list, tuple)) else ():
             if kind not in _LAYER_TYPES:
                 raise ValueError(
-                    f"{attribute} of the configuration has {kind!r}: such a layer mixes tokens in its own way, and "
-                    f"each rank would see its shard alone; {ALONE}"
+                    f"{attribute} of the configuration has {kind!r}: such a layer mixes tokens without the attention, "
+                    f"so each rank would see only its shard; {ALONE}"
                 )
 
 
 def layer_windows(config: Any) -> list[int | None]:
-    """How many keys a query of each layer sees; None for all of them."""
+    """Return each layer's sliding window, in tokens; None for full attention."""
     window = getattr(config, "sliding_window", None)
     if getattr(config, "use_sliding_window", True) is False:
         window = None
@@ -96,10 +98,10 @@ def layer_windows(config: Any) -> list[int | None]:
 
 
 def places_absolutely(model: Any) -> bool:
-    """Whether more than two tokens' distance matters: learned positions, or scales that grow with the position."""
+    """Return whether absolute positions matter: learned positions, or scales that grow with the position."""
     config = model.config.get_text_config(decoder=True)
     rotary = any(parts.is_called(module, "RotaryEmbedding") for module in model.modules())
-    of_tokens = set(model.get_input_embeddings().modules())  # an adapter may wrap them, and hold copies
+    of_tokens = set(model.get_input_embeddings().modules())  # an adapter may wrap the embeddings and copy them
     learned = any(isinstance(module, nn.Embedding) and module not in of_tokens for module in model.modules())
     rope = getattr(config, "rope_parameters", None)
     scaled = getattr(config, "attn_temperature_tuning", None) or "llama_4_scaling_beta" in str(rope)
@@ -107,23 +109,23 @@ def places_absolutely(model: Any) -> bool:
 
 
 class Watch:
-    """Remembers which models it found right, weakly, so that each is looked at once and not in every layer.
+    """Checks each model once, not in every layer, and remembers it by a weak reference.
 
     Args:
-        names: under which our attention is registered; a model must have it by one of them.
+        names: the names under which our attention is registered; a model must use one of them.
     """
 
     def __init__(self, names: Sequence[str] = (NAME,)) -> None:
         self._names = names
-        # Of each model: whether it was in training mode, and its layers' configurations.
+        # model: (whether it was in training mode, its layers' configurations)
         self._right: weakref.WeakKeyDictionary[nn.Module, tuple[bool, list[Any]]] = weakref.WeakKeyDictionary()
 
     @torch.compiler.disable
     def check(self, module: nn.Module, plan: Plan) -> None:
-        """Refuse the model that calls this layer if it can't be spread; with one rank anything goes.
+        """Refuse the model that calls this layer if it can't run on shards. One rank may run any model.
 
-        A layer knows nothing of its model, so the model is looked for among the calls under way. Where there is none,
-        as in a checkpointed layer that is computed again, the layer's configuration alone is asked.
+        A layer has no reference to its model, so we look for the model in the call stack. If it is not there, as when
+        a checkpointed layer is recomputed, we check only the layer's configuration.
         """
         if plan.world == 1:
             return
@@ -142,7 +144,7 @@ class Watch:
 
 @torch.compiler.disable
 def running_model() -> PreTrainedModel | None:
-    """The outermost model of transformers whose forward is under way in this thread."""
+    """Return the outermost transformers model on this thread's call stack, or None."""
     found, frame = None, inspect.currentframe()
     while frame is not None:
         if frame.f_code.co_varnames[:1] == ("self",):
@@ -153,19 +155,21 @@ def running_model() -> PreTrainedModel | None:
 
 
 def check_model(model: PreTrainedModel, plan: PlanArgument) -> None:
-    """Refuse a model that can't be spread over the plan's ranks, by its parts and by measuring it.
+    """Check by its parts and by measurement that a model can run on shards. Call it on all ranks.
 
-    Call it on all ranks. The attention refuses by the parts too, once it is called; this also finds a model that never
-    calls it (switched to ``sdpa``, say). It runs the model on 8 tokens with an attention by which each token sees
-    itself alone: other tokens before it, another place or another length must leave a token's hidden state as it is.
-    A model in training mode runs in that mode too, its ``nn.Dropout`` switched off, and twice: random values show.
+    The attention also checks the parts, in its first call. ``check_model`` also finds models that never call it (for
+    example, switched to ``sdpa``).
+
+    The measurement runs the model on 8 tokens with an attention in which each token sees only itself. Then other
+    tokens, another place or another length must not change a token's hidden state. If the model is in training mode,
+    it also runs in that mode, with ``nn.Dropout`` disabled. A repeated run detects random values.
 
     Args:
-        model: not sharded yet, on its device.
-        plan: as for ``model(..., plan=plan)``. With one rank nothing is refused.
+        model: the model on its device, not sharded yet.
+        plan: as for ``model(..., plan=plan)``. With one rank nothing is checked.
 
     Raises:
-        ValueError: naming the part, on every rank.
+        ValueError: the model can't run on shards; on every rank. The message names the part.
     """
     one = Plans.of(plan).one
     if one.world == 1:
@@ -181,7 +185,7 @@ def check_model(model: PreTrainedModel, plan: PlanArgument) -> None:
 
 def _check_by_measure(model: PreTrainedModel, plan: PlanArgument) -> None:
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise ValueError("the model's parameters are sharded already; call check_model before fully_shard")
+        raise ValueError("the model's parameters are already sharded; call check_model before fully_shard")
     modes = {module: module.training for module in model.modules()}
     reached: list[bool] = []
     run = _tokens_apart(model, plan, reached)
@@ -189,7 +193,7 @@ def _check_by_measure(model: PreTrainedModel, plan: PlanArgument) -> None:
         for training in sorted({False, model.training}):
             model.train(training)
             for module in model.modules():
-                if type(module) is nn.Dropout:  # known to draw for each token by itself
+                if type(module) is nn.Dropout:  # allowed: it draws independently for each token
                     module.eval()
             _measure(model, run, reached)
     finally:
@@ -198,7 +202,7 @@ def _check_by_measure(model: PreTrainedModel, plan: PlanArgument) -> None:
 
 
 def _measure(model: PreTrainedModel, run: Callable[..., torch.Tensor], reached: list[bool]) -> None:
-    """Run two documents, again, the second after another, both in the other order, and the first without the second."""
+    """Compare hidden states of two documents: repeated, with a changed first one, swapped, and the first one alone."""
     half, bound = 4, max(1e-4, torch.finfo(model.dtype).eps ** 0.5)
     once, then = ((torch.arange(half) + start) % model.config.get_text_config().vocab_size for start in (3, 9))
     counted, restarting = torch.arange(2 * half), torch.arange(half).repeat(2)
@@ -208,14 +212,14 @@ def _measure(model: PreTrainedModel, run: Callable[..., torch.Tensor], reached: 
     shorter = run(once, counted[:half])
     if not reached:
         raise ValueError(
-            f"{type(model).__name__} never called the attention {NAME!r}, so each rank would see its shard alone; load "
-            f"it with attn_implementation={NAME!r}, and {ALONE} if it does not ask transformers for its attention"
+            f"{type(model).__name__} never called the attention {NAME!r}, so each rank would see only its shard; load "
+            f"it with attn_implementation={NAME!r}. If it ignores that argument, {ALONE}"
         )
     most = bound * plain.abs().max().item()
     if not (random := _apart(again, plain)) <= most:
         raise ValueError(
-            f"hidden states of {type(model).__name__} differ from run to run (by {random:.0e}), though no nn.Dropout "
-            f"acts: some part draws random values, each rank others; set what it draws to 0, or {ALONE}"
+            f"hidden states of {type(model).__name__} differ from run to run (by {random:.0e}) without nn.Dropout: "
+            f"some part draws random values, different on each rank; set its rate to 0, or {ALONE}"
         )
     apart = max(
         _apart(others_before, plain[:, half:]), _apart(elsewhere, plain[:, :half]), _apart(shorter, plain[:, :half])
@@ -223,7 +227,7 @@ def _measure(model: PreTrainedModel, run: Callable[..., torch.Tensor], reached: 
     if not apart <= most:
         raise ValueError(
             f"hidden states of {type(model).__name__} depend on other tokens, on their place or on their number, "
-            f"outside of the attention {NAME!r} (by {apart:.0e}), and each rank would see its shard alone; {ALONE}"
+            f"outside of the attention {NAME!r} (by {apart:.0e}), and each rank would see only its shard; {ALONE}"
         )
 
 
@@ -232,15 +236,18 @@ def _apart(x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 def _tokens_apart(model: PreTrainedModel, plan: PlanArgument, reached: list[bool]) -> Callable[..., torch.Tensor]:
-    """A function of (token ids [4 n], positions [4 n]) that gives the hidden states [1, 4 n, E] of n documents in which
-    each token sees itself alone."""
+    """Return a function that runs the model on documents of 4 tokens, where each token sees only itself.
+
+    The function takes token ids [4 n] and positions [4 n], and returns hidden states [1, 4 n, E] of n documents. It
+    appends to ``reached`` whenever the model calls the attention.
+    """
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Plan, *, scale: float | None) -> torch.Tensor:
         reached.append(True)
         return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
 
     def alone(each: Plan, length: int) -> Plan:
-        return lone_plan(length, mask=replace(each.mask, cu_seqlens=tuple(range(0, length + 1, 4)), prefix=None))
+        return single_rank_plan(length, mask=replace(each.mask, cu_seqlens=tuple(range(0, length + 1, 4)), prefix=None))
 
     def run(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         plans: Any = {key: alone(each, len(ids)) for key, each in Plans.of(plan).items()}

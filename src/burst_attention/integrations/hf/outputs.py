@@ -1,4 +1,4 @@
-"""What a parallelized model returns of what its body made of each rank's shard."""
+"""Compute the output of a parallelized model from the hidden states of each rank's shard."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from burst_attention.loss import next_token_loss as loss_of
 from burst_attention.loss import token_log_probs as log_probs_of
 
 from . import heads, stub_forward
-from .batch import IGNORED, PACKING, Rows
+from .batch import IGNORED, PACKING, BatchRows
 
 
 @dataclass
 class ParallelOutput(ModelOutput):
-    """What a parallelized model returns; what was not asked for is None. Everything is equal on all ranks.
+    """The output of a parallelized model, equal on all ranks. Fields that were not requested hold None.
 
-    The fields from ``log_probs`` on are asked for by ``fused_lm_head=True``; each is [B, S - 1] ([B, S] with
+    ``fused_lm_head=True`` requests the fields from ``log_probs`` to ``label_mask``. Each is [B, S - 1] ([B, S] with
     ``shift_labels``) in the order of the batch, and 0 where there is no label.
 
     Attributes:
         loss: the one-device loss, a scalar in fp32 (fp64 for fp64).
-        logits: [B, logits_to_keep, V] of each row's last positions, without a gradient.
-        log_probs: of the labels, differentiable.
-        entropy: of the distributions that foretell the labels, differentiable.
-        mean_logits: the mean over the vocabulary of the logits.
+        logits: [B, logits_to_keep, V], logits of each row's last positions, without a gradient.
+        log_probs: log-probabilities of the labels, in nats, differentiable.
+        entropy: entropies of the distributions that predict the labels, in nats, differentiable.
+        mean_logits: the mean of the logits over the vocabulary.
         is_top1: bool, whether the label is the most likely token.
         log_sum_sq_probs: the logarithm of the sum of squared probabilities.
         label_mask: bool, whether there is a label.
-        aux_loss: the loss of a mixture's router, a scalar; it is in ``loss`` already.
+        aux_loss: the router loss of a mixture of experts, a scalar; ``loss`` already includes it.
     """
 
     loss: Tensor | None = None
@@ -56,30 +56,30 @@ class ParallelOutput(ModelOutput):
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call that all ranks have agreed on."""
+    """One call of the model that all ranks have agreed on."""
 
     given: Mapping[str, Any]
-    rows: Rows
+    rows: BatchRows
     items: float | None  # num_items_in_batch
-    keep: int  # logits asked for, of each row
-    router: bool  # whether the loss of a mixture's router is
-    own: bool  # whether the model's own forward or loss is not transformers', and runs on whole hidden states
+    keep: int  # logits_to_keep
+    router: bool  # whether the caller wants the router loss of a mixture of experts
+    own: bool  # whether a custom forward or loss of the model runs on whole hidden states
     plans: Plans
     shard: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def plan(self) -> Plan:
-        """Any of the plans."""
+        """One of the plans; they differ only in their windows."""
         return self.plans.one
 
 
 class Scaled(torch.autograd.Function):
-    """The value as it is, its gradient ``factor`` times as large."""
+    """Return the value unchanged; multiply its gradient by ``factor``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
         ctx.factor = factor
-        return x.clone()  # trainers scale a loss in place, which a view forbids
+        return x.clone()  # trainers scale a loss in place, which autograd forbids for a view
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -88,7 +88,7 @@ class Scaled(torch.autograd.Function):
 
 @torch.compiler.disable
 def answer(model: Any, body: Any, call: Call) -> Any:
-    """What the caller gets, of what the body made of this rank's shard."""
+    """Return the model's output, computed from the body's output for this rank's shard."""
     if model._burst.form is None:
         return _around(model, lambda: body, call)
     out = _results(model, body[0], call)
@@ -102,16 +102,16 @@ def answer(model: Any, body: Any, call: Call) -> Any:
 
 @torch.compiler.disable
 def answer_by_own(model: Any, body: Callable[[], Any], call: Call) -> Any:
-    """Return what the model's own forward and loss make of the whole batch's hidden states and logits.
+    """Run the model's own forward and loss on the whole batch's hidden states, and return their output.
 
     Raises:
-        ValueError: the forward does what can't be spread, or its loss depends on padding.
+        ValueError: the forward can't run around a parallel body, or its loss depends on padding.
     """
     return _around(model, body, call)
 
 
 def _results(model: Any, hidden: Tensor, call: Call) -> ParallelOutput:
-    """The loss, or all that is asked for of each token."""
+    """Return the loss; with ``fused_lm_head`` also the fields per token."""
     given, rows, plan = call.given, call.rows, call.plan
     if rows.targets is None:
         return ParallelOutput()
@@ -140,9 +140,10 @@ def _results(model: Any, hidden: Tensor, call: Call) -> ParallelOutput:
 
 
 def _around(model: Any, body: Callable[[], Any], call: Call) -> Any:
-    """Return what the model's own forward returns, run by each rank on the whole hidden states of its parallel body.
+    """Run the model's own forward on each rank, on the whole hidden states of the parallel body.
 
-    The gradients of all else, a head say, are whole on every rank, those of the hidden states a rank's share.
+    Each rank then has whole gradients of the other parts (the head, for example), but only its shard's share of the
+    body's gradients. ``Scaled`` multiplies that share by the number of ranks, so that a mean over the ranks is right.
     """
     world, whole, head = float(call.plan.world), MoeModelOutputWithPast(), model.get_output_embeddings()
 
@@ -164,7 +165,7 @@ def _around(model: Any, body: Callable[[], Any], call: Call) -> Any:
 
 @torch.no_grad()
 def _check_padding(model: Any, around: stub_forward.Around, out: Any, whole: Any, real: Tensor) -> None:
-    """Refuse a loss that depends on the hidden states of padding, which are others than on one device."""
+    """Refuse a loss that depends on the hidden states of padding, which differ from those on one device."""
     hidden = whole.last_hidden_state
     other = MoeModelOutputWithPast(last_hidden_state=torch.where(real[..., None], hidden, 1 - 2 * hidden))
     other.router_logits = whole.router_logits
@@ -172,28 +173,28 @@ def _check_padding(model: Any, around: stub_forward.Around, out: Any, whole: Any
     for first, second in zip(stub_forward.tensors_of(out), stub_forward.tensors_of(again), strict=True):
         if first.dim() == 0 and not torch.allclose(first, second, rtol=1e-6, atol=0.0, equal_nan=True):
             raise ValueError(
-                f"the loss of {type(model).__name__} depends on the logits of padding, which differ over ranks; leave "
-                "out of it the tokens whose label is -100, or pass batches without padding"
+                f"the loss of {type(model).__name__} depends on the logits of padding, which differ from one device's; "
+                "exclude tokens with label -100 from the loss, or pass batches without padding"
             )
 
 
 def _head_of(model: Any) -> Head:
-    """Return the model's head, whole.
+    """Return the model's head with its whole weight.
 
     Raises:
-        TypeError: FSDP gathers it only while the head itself is called.
+        TypeError: FSDP gathers the weight only during a call of the head.
     """
     head = heads.find_head(model, model._burst.form)
     if isinstance(head.weight, DTensor) and isinstance(model.get_output_embeddings(), FSDPModule):
         raise TypeError(
-            "model's head is sharded alone, so its weight is not whole in the model's forward; shard the norm and the "
-            "head as one group: fully_shard([model.model.norm, model.lm_head])"
+            "model's head has an FSDP group to itself, so its weight is not whole in the model's forward; shard the "
+            "norm and the head as one group: fully_shard([model.model.norm, model.lm_head])"
         )
     return head
 
 
 def _last_logits(model: Any, hidden: Tensor, call: Call) -> Tensor:
-    """[B, keep, V] of each row's last positions."""
+    """Return the logits [B, keep, V] of each row's last positions."""
     with torch.no_grad():
         whole = call.rows.restore(call.plan.unshard(hidden.detach(), 1))[:, -call.keep :]
         head = _head_of(model)
@@ -201,12 +202,12 @@ def _last_logits(model: Any, hidden: Tensor, call: Call) -> Tensor:
 
 
 def _for_head(hidden: Tensor, weight: Tensor) -> Tensor:
-    """As mixed precision gives it to a head: FSDP may hold the weight in fewer bits than the body gave out."""
+    """Cast to the head's dtype, as mixed precision does, if the weight has fewer bits than the body's output."""
     return hidden.to(weight.dtype) if weight.dtype.itemsize < hidden.dtype.itemsize else hidden
 
 
 def _add_router_loss(model: Any, body: Any, out: ParallelOutput, call: Call) -> None:
-    """The loss of a mixture's router over the tokens of all ranks, as the model's own forward makes it, added once."""
+    """Add the router loss of a mixture of experts, computed over the tokens of all ranks, to the output."""
     state = model._burst
     whole = _whole_routers(body, call)
     aux = stub_forward.router_loss(model, whole, call.given.get("attention_mask"))
@@ -216,7 +217,7 @@ def _add_router_loss(model: Any, body: Any, out: ParallelOutput, call: Call) -> 
 
 
 def _whole_routers(body: Any, call: Call) -> tuple[Tensor, ...]:
-    """Return each layer's router logits, [tokens, experts] of the whole batch in its own order."""
+    """Return each layer's router logits [tokens, experts] of the whole batch, in the batch's order."""
     rows = call.rows
     layers = [call.plan.unshard(logits.unflatten(0, (len(rows.input_ids), -1)), 1) for logits in body.router_logits]
     return tuple(rows.restore(logits).flatten(0, 1) for logits in layers)

@@ -1,9 +1,9 @@
-"""A transformers model whose ranks together are one: the whole batch in on each of them, the whole loss out.
+"""Parallelize a transformers model: each rank passes in the whole batch and gets the whole loss.
 
     parallelize(model, group)
     loss = model(input_ids=ids, labels=labels).loss  # ids and labels [B, S], the same on every rank
 
-From outside the ranks of a group look like replicas that read the same batch, so loops and trainers stay as they are.
+To training loops and trainers the ranks of a group look like replicas that read the same batch. They need no change.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from burst_attention.attention.batch import SAME_BATCH, Plans, batch_fields, cut, digest_of
+from burst_attention.attention.batch import SAME_BATCH, Plans, batch_fields, digest_of, shard_tokens
 from burst_attention.attention.plan import make_plan
+from burst_attention.attention.renamed import renamed
 from burst_attention.loss import LogitForm
 from burst_attention.loss.checks import divisor_of
+from burst_attention.plan.strategy import Strategy
 
 from . import heads, models, parts, stub_forward
 from .adapters import check_added_losses
-from .attention import register, sizes_to_come
-from .batch import IGNORED, PACKING, PlanCache, Rows, rows_of
+from .attention import call_shape, register
+from .batch import IGNORED, PACKING, BatchRows, PlanCache, rows_of
 from .checks import check_rope, shown
 from .outputs import Call, Scaled, answer, answer_by_own
 
@@ -38,76 +40,80 @@ Model = TypeVar("Model", bound=nn.Module)
 
 _BATCH = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", *PACKING)
 _ANSWERED = ("num_items_in_batch", "logits_to_keep", "fused_lm_head", "output_router_logits", "return_dict")
-# What changes nothing that is asked for here.
+# Arguments without an effect on the output of a parallelized model.
 _IGNORED = ("use_cache", "cache_position")
 _REMEDIES = {
-    "inputs_embeds": "pass input_ids; embeddings that are made outside of the model are not supported",
-    "past_key_values": "a cache holds whole sequences; generate with model.generate, which runs on each rank by itself",
-    "output_hidden_states": "hidden states are spread over the ranks; leave it out",
-    "output_attentions": "the attention weights are never formed; leave it out",
+    "inputs_embeds": "embeddings computed outside of the model are not supported; pass input_ids",
+    "past_key_values": "a cache holds whole sequences; call model.generate, which runs on each rank separately",
+    "output_hidden_states": "hidden states are sharded over the ranks; leave it out",
+    "output_attentions": "attention weights are never computed as a whole; leave it out",
 }
 _WEIGHTS = "a sample of the weights"
 _SAME_WEIGHTS = (
-    "Every rank must hold the same weights: set one seed before the model is made, load them from one checkpoint, or "
-    "broadcast rank 0's"
+    "All ranks need equal weights: set one seed before you build the model, load one checkpoint, or broadcast rank 0's "
+    "weights"
 )
 
 
+@renamed({"layout": "strategy=Strategy(layout=...)"})
 def parallelize(
     model: Model,
     group: Any = None,
     *,
-    layout: str = "auto",
+    strategy: Strategy | str | None = None,
     gradients: Gradients = "mean",
     temperature: float = 1.0,
     timeout: float | timedelta | None = None,
 ) -> Model:
-    """Spread each sequence that ``model`` is called with over the ranks of ``group``. Every rank must call it.
+    """Shard each sequence of the model's batches over the ranks of ``group``. Call it on every rank.
 
-    After it ``model(input_ids=..., labels=...)`` takes the whole batch on every rank, and returns a
+    Afterwards ``model(input_ids=..., labels=...)`` takes the whole batch on every rank, and returns a
     :class:`ParallelOutput` with the one-device loss. Documents come from ``position_ids`` that restart,
-    ``cu_seq_lens_q``, ``seq_idx`` or ``sequence_ids``; padding from ``attention_mask``; ``num_items_in_batch`` is what
-    the loss is divided by. ``model.generate`` runs on each rank by itself, as before.
+    ``cu_seq_lens_q``, ``seq_idx`` or ``sequence_ids``. Padding comes from ``attention_mask``. The loss is divided by
+    ``num_items_in_batch`` if given. ``model.generate`` still runs on each rank separately.
 
     Args:
-        model: a causal language model of transformers, one for the classification of sequences (a reward model, whose
-            last hidden states are gathered whole on every rank), or a PEFT model of one. Call this before DDP,
-            ``fully_shard`` and ``torch.compile``. It is changed in place: its class becomes a subclass.
+        model: a transformers model for causal language modelling or sequence classification, or a PEFT model of one.
+            (For classification, such as a reward model, every rank gathers the last hidden states.) Call
+            ``parallelize`` before DDP, ``fully_shard`` and ``torch.compile``. It modifies the model in place and
+            replaces the model's class with a subclass.
         group: a ProcessGroup, one axis of a DeviceMesh, or None: as for :func:`burst_attention.make_plan`.
-        layout: a layout's name, or ``auto``: what is predicted to be fastest for a batch, as for
-            :func:`burst_attention.make_plan`; a forward counts once, be layers recomputed or not.
-        gradients: ``mean``: the mean over all ranks is the one-device gradient, as DDP and FSDP take it. ``sum``: the
-            sum over the ranks of ``group`` is.
-        temperature: of the results per token that ``fused_lm_head=True`` asks for, as TRL does.
+        strategy: as for :func:`burst_attention.make_plan`, such as ``"ulysses"``. None: the predicted fastest for each
+            batch. The prediction counts one forward even if layers are recomputed.
+        gradients: ``mean``: the mean over all ranks is the one-device gradient, as DDP and FSDP expect. ``sum``: the
+            sum over the ranks of ``group`` is the one-device gradient.
+        temperature: the temperature of the fields per token that ``fused_lm_head=True`` requests, as in TRL.
         timeout: as for :func:`burst_attention.make_plan`.
 
     Returns:
         ``model``.
 
-    A ``loss_function`` or a forward that is not transformers' runs as it is, on each rank, on the hidden states of the
-    whole batch: its logits are formed whole, and what it returns is returned.
+    A custom ``loss_function`` or forward runs unchanged on each rank, on the hidden states of the whole batch. So each
+    rank computes whole logits, and the model returns the output of the custom forward.
 
-    Weights must be equal on all ranks, as those of any replicas: DDP and FSDP see to it, and a sample of them is
-    compared in the first call. A batch without any label has the loss 0 and no gradient (transformers gives NaN).
+    Weights must be equal on all ranks. DDP and FSDP ensure that, and the first call compares a sample of the weights.
+    A batch without any label has loss 0 and no gradient (in transformers the loss is NaN).
 
     Raises:
-        TypeError, ValueError: the model can't be spread, or an argument is wrong; on every rank.
+        TypeError, ValueError: the model can't run on shards, or an argument is wrong; on every rank.
     """
     wrapper = _wrapper(model)
     base: Any = model.get_base_model() if not wrapper and hasattr(model, "get_base_model") else model  # type: ignore
-    plan = make_plan(1, layout=layout, group=group, timeout=timeout, **sizes_to_come(base))
+    plan = make_plan(1, strategy=strategy, call=call_shape(base), group=group, timeout=timeout)
     with plan.agreement.entering("parallelize"):
         if gradients not in get_args(Gradients):
             raise ValueError(f"gradients={gradients!r} is unknown; choose one of {', '.join(get_args(Gradients))}")
         if wrapper:
             raise TypeError(
-                f"model is wrapped by {wrapper} already; parallelize it first: model = hf.parallelize(model), then "
+                f"model is already wrapped by {wrapper}; parallelize it first: model = hf.parallelize(model), then "
                 f"{wrapper}(model)"
             )
         if not isinstance(base, PreTrainedModel):
             raise TypeError(f"model is a {type(base).__name__}; pass a causal language model of transformers")
         if isinstance(base, _Parallel):
-            raise ValueError(f"model is parallelized over {base._burst.plans.base.world} ranks already; do it once")
+            raise ValueError(
+                f"model is already parallelized over {base._burst.plans.base.world} ranks; call hf.parallelize once"
+            )
         form = _form_of(base)
         _check_own_forward(base)
         if plan.world > 1:
@@ -116,7 +122,7 @@ def parallelize(
             parts.check_structure(base.base_model)
             parts.check_hooks(base, root=False)
             parts.check_randomness(base.base_model)
-    plan.agreement.agree("parallelize", {"layout": layout, "gradients": gradients, "temperature": temperature})
+    plan.agreement.agree("parallelize", {"gradients": gradients, "temperature": temperature})
     register()
     own = base.config._attn_implementation
     alone = "sdpa" if own == parts.NAME else own
@@ -125,7 +131,7 @@ def parallelize(
     layers = parts.attention_configs(base)
     absolute = models.places_absolutely(base)
     state = _Context(PlanCache(plan, windows), form, gradients, temperature, alone, layers, absolute)
-    vars(base).pop("forward", None)  # of TRL's fused head, which our own answers for
+    vars(base).pop("forward", None)  # TRL's fused head; our forward computes the same results
     spread: Any = base
     spread._burst = state
     spread.__class__ = _parallel_class(type(spread))  # type: ignore[arg-type]
@@ -133,10 +139,10 @@ def parallelize(
 
 
 def unparallelize(model: Model) -> Model:
-    """Undo :func:`parallelize`: the model's own class and attention again, with the same weights. Exchanges nothing.
+    """Undo :func:`parallelize`: restore the model's class and attention. Exchanges nothing.
 
     Args:
-        model: what :func:`parallelize` returned, not wrapped. It is changed in place.
+        model: the result of :func:`parallelize`, not wrapped. It is modified in place and keeps its weights.
 
     Returns:
         ``model``, which can be pickled again, by ``torch.save`` for example.
@@ -147,7 +153,7 @@ def unparallelize(model: Model) -> Model:
     wrapped = not isinstance(model, _Parallel) and hasattr(model, "get_base_model")
     base: Any = model.get_base_model() if wrapped else model  # type: ignore[operator]
     if not isinstance(base, _Parallel):
-        raise ValueError(f"model is a {type(base).__name__} that is not parallelized; leave out hf.unparallelize")
+        raise ValueError(f"model is a {type(base).__name__} that is not parallelized; don't call hf.unparallelize")
     alone = base._burst.alone
     spread: Any = base
     del spread._burst
@@ -157,7 +163,7 @@ def unparallelize(model: Model) -> Model:
 
 
 def _wrapper(model: Any) -> str | None:
-    """Return the name of what wraps a model of transformers: DDP, FSDP1, a compiler."""
+    """Return the name of the model's wrapper (DDP, FSDP1, torch.compile), or None."""
     if isinstance(model, torch._dynamo.OptimizedModule):
         return "torch.compile"
     inner = getattr(model, "module", None) if isinstance(model, nn.Module) else None
@@ -166,46 +172,46 @@ def _wrapper(model: Any) -> str | None:
 
 
 def _check_own_forward(model: Any) -> None:
-    """Refuse a forward set on the model, except TRL's fused head, whose results our own forward gives."""
+    """Refuse a forward set on the model. TRL's fused head is allowed: our forward computes the same results."""
     own = vars(model).get("forward")
     if own is not None and not stub_forward.is_fused_by_trl(model, own):
         raise ValueError(
-            f"model has a forward of its own, {getattr(own, '__qualname__', own)}, over its class's, which would be "
-            "lost; parallelize the model before it is wrapped"
+            f"model has the forward {getattr(own, '__qualname__', own)} in place of its class's forward, and it would "
+            "be lost; parallelize the model before you replace its forward"
         )
 
 
 def _form_of(model: Any) -> LogitForm | None:
-    """Return the form of the model's logits; None if it makes a few scores of whole sequences, as reward models do."""
+    """Return the form of the model's logits; None for a model that scores whole sequences, such as a reward model."""
     if type(model).__name__.endswith("ForSequenceClassification"):
         return None
     if stub_forward.has_stock_forward(model):
         return heads.find_form(model)
     heads.check_untouched(model)
-    return LogitForm()  # never applied: a forward that is not transformers' makes its logits itself
+    return LogitForm()  # a placeholder: a custom forward computes its logits itself
 
 
 @dataclass(eq=False)
 class _Context:
-    """What a parallelized model knows of its ranks."""
+    """The state of a parallelized model."""
 
     plans: PlanCache
-    form: LogitForm | None  # None: it classifies whole sequences
+    form: LogitForm | None  # None: the model classifies whole sequences
     gradients: Gradients
     temperature: float
-    alone: str  # the attention of a rank by itself
-    layers: list[Any]  # the configurations by which the layers choose their attention
-    absolute: bool  # more than the distance of two tokens matters
+    alone: str  # the attention implementation for a single rank, used by generate
+    layers: list[Any]  # the configurations from which the layers read their attention implementation
+    absolute: bool  # whether absolute positions matter, not only distances
     generating: bool = field(default=False, init=False)
-    compared: bool = field(default=False, init=False)  # the ranks' weights
-    found_right: Any = field(default=None, init=False)  # the classes of the parts that were checked, and their mode
+    compared: bool = field(default=False, init=False)  # whether the ranks have compared their weights
+    found_right: Any = field(default=None, init=False)  # training mode and classes of the parts at the last check
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Context:
-        """Copies of a model share their ranks, which can't be copied; their layers have configurations of their own."""
+        """Copy the layers' configurations; share the rest, because a process group can't be copied."""
         return replace(self, layers=copy.deepcopy(self.layers, memo))
 
     def check_parts(self, model: Any) -> None:
-        """Refuse what was attached to the model since the last call: adapters, hooks, another attention."""
+        """Check adapters, hooks and attentions that were attached to the model since the last call."""
         if self.plans.base.world == 1:
             return
         body = model.base_model
@@ -219,14 +225,17 @@ class _Context:
             self.layers, self.found_right = parts.attention_configs(model), found
 
     def share(self, whole: Any) -> Any:
-        """The same value; its gradient as ``gradients`` asks for it. A rank's backward gives its share of the sum."""
+        """Return the same value, with its gradient scaled for ``gradients``.
+
+        Unscaled, each rank's backward gives its share of a sum over ranks.
+        """
         if whole is None or self.gradients == "sum":
             return whole
         return Scaled.apply(whole, float(self.plans.base.world))
 
 
 class _Parallel:
-    """What the class of a parallelized model has before its own methods."""
+    """Methods that take precedence over those of the model's class."""
 
     _burst: _Context
 
@@ -236,7 +245,7 @@ class _Parallel:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            f"a parallelized {type(self).__name__} can't be pickled, for it holds a group of ranks; save "
+            f"a parallelized {type(self).__name__} can't be pickled because it holds a process group; save "
             "model.state_dict(), call model.save_pretrained(folder), or pickle hf.unparallelize(model)"
         )
 
@@ -249,7 +258,7 @@ class _Parallel:
         return new
 
     def _copied(self, members: dict[str, Any]) -> Any:
-        """Return another model of this class; by default copies are made as pickles are, which are refused."""
+        """Return a new model of this class. The default copy would use ``__reduce_ex__``, which raises."""
         new = object.__new__(type(self))
         new.__dict__.update(members)
         return new
@@ -257,7 +266,7 @@ class _Parallel:
 
 @functools.cache
 def _parallel_class(kind: Any) -> Any:
-    """A subclass of a model's class under its name, which is what model cards, checkpoints and trainers ask for."""
+    """Return a subclass under the class's name, which model cards, checkpoints and trainers read."""
 
     @functools.wraps(kind.forward)  # trainers read its signature
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -276,7 +285,7 @@ def _parallel_class(kind: Any) -> Any:
 
 @contextmanager
 def _alone(model: Any) -> Any:
-    """Within it the model is one rank's own, with the attention that it had."""
+    """Run the model on this rank alone, with its original attention, inside this context."""
     model._burst.generating = True
     _switch(model, model._burst.alone)
     try:
@@ -287,27 +296,27 @@ def _alone(model: Any) -> Any:
 
 
 def _switch(model: Any, implementation: str) -> None:
-    """Have all layers use this attention, those too that hold a copy of the model's configuration."""
+    """Switch all layers to an attention, including layers with a copy of the model's configuration."""
     model.set_attn_implementation(implementation)
     for config in parts.attention_configs(model):
         config._attn_implementation = implementation
 
 
 def _named(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Every argument that is not None by its name."""
+    """Return all arguments that are not None, by name."""
     kind = type(model).__name__
     names = [name for name in inspect.signature(model.stock_class.forward).parameters if name != "self"]
     if len(args) > len(names):
-        raise TypeError(f"{kind} takes at most {len(names)} arguments by place, {len(args)} were given; name them")
+        raise TypeError(f"{kind} takes at most {len(names)} positional arguments, got {len(args)}; pass them by name")
     placed = dict(zip(names, args, strict=False))
     twice = sorted(placed.keys() & kwargs.keys())
     if twice:
-        raise TypeError(f"{twice[0]} was given to {kind} by place and by name; give it once")
+        raise TypeError(f"{kind} got {twice[0]} both by position and by name; pass it once")
     return {name: value for name, value in (placed | dict(kwargs)).items() if value is not None}
 
 
 def _forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The forward of a parallelized model."""
+    """Run the forward of a parallelized model."""
     call = _agreed(model, args, kwargs)
     if call.own:
         return answer_by_own(model, lambda: _body(model, call), call)
@@ -315,7 +324,7 @@ def _forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
 
 
 def _body(model: Any, call: Call) -> Any:
-    """Return what the body makes of this rank's shard."""
+    """Run the model's body on this rank's shard."""
     ids, positions = call.shard["input_ids"], call.shard["position_ids"]
     plans = Plans(call.plans, positions=positions)
     asked = {"output_router_logits": True} if call.router else {}
@@ -324,7 +333,7 @@ def _body(model: Any, call: Call) -> Any:
 
 @torch.compiler.disable
 def _agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-    """The call, once all ranks are known to make it alike."""
+    """Check the arguments, agree on the call with the other ranks, and return it."""
     state: _Context = model._burst
     base = state.plans.base
     with base.agreement.entering("the model"):
@@ -344,12 +353,12 @@ def _agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cal
         fields = _fields(model, call)
     base.agreement.agree("the model", fields, remedy=SAME_BATCH, remedies={_WEIGHTS: _SAME_WEIGHTS})
     state.compared = True
-    call.shard.update(cut(rows.input_ids, rows.targets, plans.one))
+    call.shard.update(shard_tokens(rows.input_ids, rows.targets, plans.one))
     return call
 
 
 def _runs_its_own(model: Any, given: Mapping[str, Any]) -> bool:
-    """Return whether a causal model's own forward must run: ours knows transformers' forwards and loss alone."""
+    """Return whether a causal model's forward must run because it or its loss is not transformers'."""
     if model._burst.form is None:
         return False
     labeled = any(given.get(name) is not None for name in ("labels", "shift_labels"))
@@ -358,8 +367,8 @@ def _runs_its_own(model: Any, given: Mapping[str, Any]) -> bool:
     wrong = "fused_lm_head" if given.get("fused_lm_head") else "logits_to_keep"
     if given.get(wrong) and (labeled or wrong == "fused_lm_head"):
         raise ValueError(
-            f"{wrong}={shown(given[wrong])} is refused: {type(model).__name__} has a forward or a loss_function that "
-            f"is not transformers', and it would not be asked; leave {wrong} out"
+            f"{wrong}={shown(given[wrong])} is refused: {type(model).__name__} has a custom forward or loss_function, "
+            f"which {wrong} would bypass; leave {wrong} out"
         )
     return True
 
@@ -368,25 +377,27 @@ def _check_keywords(model: Any, given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if name in (*_BATCH, *_ANSWERED, *_IGNORED) or value is False:
             continue
-        remedy = _REMEDIES.get(name, "what it would do over ranks is not known; leave it out")
+        remedy = _REMEDIES.get(name, "its effect over ranks is unknown; leave it out")
         raise ValueError(f"{name}={shown(value)} is refused: {remedy}")
     for name in ("output_hidden_states", "output_attentions"):
         if getattr(model.config, name, False) and given.get(name) is not False:
             raise ValueError(f"{name}=True of the configuration is refused: {_REMEDIES[name]}")
     keep = given.get("logits_to_keep", 0)
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
-        raise ValueError(f"logits_to_keep={shown(keep)} must be a number of last positions, 0 for none")
+        raise ValueError(f"logits_to_keep={shown(keep)} is not supported; pass a number of last positions, or 0")
     for name in ("logits_to_keep", "fused_lm_head"):
         if given.get(name) and model._burst.form is None:
-            raise ValueError(f"{name}={given[name]} is refused: {type(model).__name__} has no logits of tokens")
+            raise ValueError(
+                f"{name}={given[name]} is refused: {type(model).__name__} has no logits for tokens; leave {name} out"
+            )
 
 
-def _check_rows(model: Any, given: Mapping[str, Any], rows: Rows, items: float | None, keep: int) -> None:
-    """Refuse a batch that this model can't be called with."""
+def _check_rows(model: Any, given: Mapping[str, Any], rows: BatchRows, items: float | None, keep: int) -> None:
+    """Refuse a batch that this model can't take."""
     if rows.targets is None and not keep and model._burst.form is not None and stub_forward.has_stock_forward(model):
         raise ValueError(
-            "labels are missing: over ranks a model gives its loss, and logits only if logits_to_keep says of how "
-            "many last positions; generate with model.generate"
+            "labels are missing: a parallelized model returns its loss, and logits only of logits_to_keep last "
+            "positions; pass labels or logits_to_keep, or generate with model.generate"
         )
     labels = rows.targets if given.get("labels") is None else given["labels"]
     if labels is not None and not isinstance(labels, torch.Tensor):
@@ -395,29 +406,33 @@ def _check_rows(model: Any, given: Mapping[str, Any], rows: Rows, items: float |
     low, high = (int(x) for x in rows.input_ids.aminmax())
     if known is not None and (low < 0 or high >= known):
         wrong = low if low < 0 else high
-        raise ValueError(f"input_ids holds {wrong}, outside of the model's {known} tokens; resize its embeddings")
+        raise ValueError(
+            f"input_ids holds {wrong}, outside of the model's vocabulary of {known}; resize the model's embeddings"
+        )
     if items == 0 and rows.targets is not None and (rows.targets != IGNORED).any():
         raise ValueError("num_items_in_batch=0, but the batch has labels; pass their count, or leave it out")
     if keep and rows.real is not None and not rows.real[:, -keep:].all():
-        raise ValueError(f"logits_to_keep={keep} reaches into padding behind a row's tokens; pad in front of them")
+        raise ValueError(f"logits_to_keep={keep} would return logits of padding; pad in front of a row's tokens")
     if rows.shifted and model._burst.absolute:
         raise ValueError(
-            f"position_ids, or padding in front, put a row's first token at another position than 0, which matters to "
-            f"{type(model).__name__}; pad behind the tokens, or pass position_ids that begin with 0"
+            f"position_ids, or padding in front, move a row's first token away from position 0, which changes the "
+            f"result of {type(model).__name__}; pad behind the tokens, or pass position_ids that begin with 0"
         )
 
 
 def _wants_router(model: Any, given: Mapping[str, Any]) -> bool:
-    """Whether the loss of a mixture's router is asked for."""
+    """Return whether the caller wants the router loss of a mixture of experts."""
     config = model.config.get_text_config()
     wanted = bool(given.get("output_router_logits", getattr(config, "output_router_logits", False)))
     if wanted and not hasattr(model, "router_aux_loss_coef"):
-        raise ValueError(f"output_router_logits=True is refused: {type(model).__name__} adds no loss of a router")
+        raise ValueError(
+            f"output_router_logits=True is refused: {type(model).__name__} has no router loss; leave it out"
+        )
     return wanted
 
 
 def _fields(model: Any, call: Call) -> dict[str, Any]:
-    """What all ranks must be called with alike."""
+    """Return the values that must be equal on all ranks."""
     given, rows = call.given, call.rows
     labels = given.get("labels") if rows.targets is None else rows.targets
     fields = {
@@ -436,7 +451,7 @@ def _fields(model: Any, call: Call) -> dict[str, Any]:
 
 @torch.no_grad()
 def _sample(model: Any) -> str:
-    """A digest of a few numbers of each parameter and buffer that is whole here; sharded ones are left out."""
+    """Return a digest of a few values of each parameter and buffer, except sharded ones."""
     every = (*model.parameters(), *model.buffers())
     kinds = (nn.Parameter, torch.Tensor)
     whole = [p for p in every if type(p) in kinds and p.device.type != "meta" and p.numel() and not p.is_complex()]

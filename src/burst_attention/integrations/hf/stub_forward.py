@@ -1,4 +1,4 @@
-"""A model's own forward, run around results that come from elsewhere; and whether its forward and loss are stock."""
+"""Run a model's own forward with other results for its modules; detect custom forwards and losses."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 _TRANSFORMERS = Path(transformers.__file__).parent
-_SILENT = ("use_cache", "return_dict")  # keywords of a body that change none of its results
+_SILENT = ("use_cache", "return_dict")  # keywords of a body that don't change its results
 
 
 def has_stock_forward(model: Any) -> bool:
-    """Return whether the class's forward is transformers' code, and computes its loss by ``loss_function``.
+    """Return whether the class's forward is transformers' code and computes its loss by ``loss_function``.
 
-    The name of a class proves nothing: a subclass, a decorator or an assignment to the class may replace its forward.
+    The class's name is not enough: a subclass, a decorator or an assignment to the class may replace its forward.
     """
     kind: Any = getattr(model, "stock_class", type(model))
     owner = next(each for each in kind.__mro__ if "forward" in vars(each))
@@ -30,12 +30,12 @@ def has_stock_forward(model: Any) -> bool:
 
 
 def has_stock_loss(model: Any) -> bool:
-    """Return whether the model's loss is transformers' loss of the next token."""
+    """Return whether the model's loss is transformers' next-token loss."""
     return _stock_code(model.loss_function, "ForCausalLMLoss") is not None
 
 
 def _stock_code(function: Any, name: str) -> CodeType | None:
-    """Return the innermost code of a function and its decorators if transformers wrote them all, under this name."""
+    """Return a function's code if transformers defines it under ``name``, and all of its decorators; else None."""
     while True:
         code = getattr(function, "__code__", None)
         if not isinstance(code, CodeType) or _TRANSFORMERS not in Path(code.co_filename).parents:
@@ -46,7 +46,7 @@ def _stock_code(function: Any, name: str) -> CodeType | None:
 
 
 def is_fused_by_trl(model: Any, forward: Any) -> bool:
-    """Return whether a forward set on the model is TRL's fused head, put over the forward of the model's class."""
+    """Return whether a forward set on the model is TRL's fused head around the class's forward."""
     function = getattr(forward, "__func__", forward)
     names = getattr(function, "__globals__", {})
     if names.get("__name__") != "trl.trainer.utils" or function.__code__.co_name != "_fused_forward":
@@ -56,25 +56,29 @@ def is_fused_by_trl(model: Any, forward: Any) -> bool:
 
 
 def twin_of(model: Any, stand_ins: Mapping[str, Callable[..., Any]]) -> Any:
-    """A second object of the model's own class in which other callables stand in for some of its modules, by name.
+    """Return a second object of the model's class, with some modules replaced by other callables.
 
-    The model itself is not touched, nor are hooks of the modules replaced run.
+    The model itself stays unchanged. Hooks of the replaced modules don't run.
+
+    Args:
+        model: the model, parallelized or not.
+        stand_ins: the replacements, by module name.
     """
-    kind: Any = getattr(model, "stock_class", type(model))  # of a parallelized model
+    kind: Any = getattr(model, "stock_class", type(model))  # a parallelized model has both
     twin = object.__new__(kind)
     twin.__dict__.update(model.__dict__)
     twin.__dict__["_modules"] = {name: child for name, child in model._modules.items() if name not in stand_ins}
     twin.__dict__.update(stand_ins)
-    twin.__dict__["forward"] = kind.forward.__get__(twin)  # not what was put over the model's own
+    twin.__dict__["forward"] = kind.forward.__get__(twin)  # the class's, even if the model's was replaced
     return twin
 
 
 def router_loss(model: Any, router_logits: Any, attention_mask: Tensor | None) -> Tensor:
-    """The auxiliary loss of a mixture of experts.
+    """Compute the auxiliary loss of a mixture of experts.
 
     Args:
         model: a causal language model.
-        router_logits: of each layer, [tokens, experts], of the whole batch.
+        router_logits: one tensor per layer, [tokens, experts], of the whole batch.
         attention_mask: [B, S], zeros for padding; or None.
     """
     head = next(name for name, child in model.named_children() if child is model.get_output_embeddings())
@@ -84,13 +88,13 @@ def router_loss(model: Any, router_logits: Any, attention_mask: Tensor | None) -
 
 
 class Around:
-    """A model's own forward around its parallel body, which it must call once, with the batch as it was given.
+    """Runs a model's own forward around its parallel body. The forward must call the body once, on the given batch.
 
     Args:
         model: a parallelized model.
         given: the arguments of the call, by name.
-        batch: names of the arguments that the body must be called with.
-        router: whether the body gives its router's logits.
+        batch: names of the arguments that the forward must pass to the body.
+        router: whether the body returns its router's logits.
     """
 
     def __init__(self, model: Any, given: Mapping[str, Any], batch: tuple[str, ...], *, router: bool) -> None:
@@ -100,13 +104,15 @@ class Around:
         self._kind = getattr(model, "stock_class", type(model)).__name__
 
     def run(self, body: Callable[[], Any], entering: Callable[[], Any], *, keep: bool = True) -> Any:
-        """Return what the forward returns, where ``body()`` gives the whole batch's results.
+        """Run the forward and return its output.
 
-        ``entering()`` gives the context in which its call of the body is checked; ``keep``: what it sets on the model
-        stays.
+        Args:
+            body: returns the body's results for the whole batch.
+            entering: returns the context in which the forward's call of the body is checked.
+            keep: whether attributes that the forward sets stay on the model.
 
         Raises:
-            ValueError: the forward does what is not known to be right over ranks; names it.
+            ValueError: the forward may give wrong results over ranks. The message says why.
         """
         prefix, state = self._model.base_model_prefix, [_random_state(self._model)]
         called: list[bool] = []
@@ -124,13 +130,13 @@ class Around:
         out = twin.forward(**self._given)
         self._check_random(state[-1])
         if not called:
-            raise ValueError(f"{self._kind}.forward never calls its {prefix}; run it without hf.parallelize")
+            raise ValueError(f"{self._kind}.forward never calls its {prefix}; run the model without hf.parallelize")
         if keep:
             self._keep_what_was_set(twin, prefix)
         return out
 
     def _check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, again: bool) -> None:
-        """Refuse a call of the body that is not that of the whole batch, once."""
+        """Refuse a second call of the body, or a call with another batch."""
         prefix = self._model.base_model_prefix
         if again:
             raise ValueError(
@@ -143,8 +149,8 @@ class Around:
         wrong += [name for name in self._batch if asked.get(name) is None and self._matters(name)]
         if wrong:
             raise ValueError(
-                f"{self._kind}.forward calls its {prefix} with another {wrong[0]} than it was given, which can't be "
-                f"spread over ranks; move that change into {prefix}, or run the model without hf.parallelize"
+                f"{self._kind}.forward calls its {prefix} with another {wrong[0]} than it was given, which is not "
+                f"supported over ranks; move that change into {prefix}, or run the model without hf.parallelize"
             )
 
     def _is_given(self, name: str, value: Any) -> bool:
@@ -168,7 +174,7 @@ class Around:
             )
 
     def _keep_what_was_set(self, twin: Any, prefix: str) -> None:
-        """Set the attributes on the model that its forward has set on the twin."""
+        """Copy the attributes that the forward set on the twin to the model."""
         own = vars(self._model)
         for name, value in vars(twin).items():
             if name not in ("_modules", "forward", prefix) and own.get(name) is not value:
@@ -176,7 +182,7 @@ class Around:
 
 
 class _Attributes:
-    """Stands for a module: another call, the attributes of the real one."""
+    """A stand-in for a module: another call, but the attributes of the real module."""
 
     def __init__(self, real: nn.Module, call: Callable[..., Any]) -> None:
         self._real, self._call = real, call
@@ -189,7 +195,7 @@ class _Attributes:
 
 
 def _random_state(model: Any) -> list[Tensor]:
-    """Return the states of the generators that a forward draws from by default."""
+    """Return the states of torch's default random generators on the CPU and the model's device."""
     states, device = [torch.get_rng_state()], model.device
     if device.type not in ("cpu", "meta"):
         states.append(torch.get_device_module(device).get_rng_state(device))
@@ -197,7 +203,7 @@ def _random_state(model: Any) -> list[Tensor]:
 
 
 def tensors_of(out: Any) -> Iterator[Tensor]:
-    """Yield the tensors of what a forward returned: a mapping, a tuple or a tensor."""
+    """Yield all tensors in the output of a forward: a tensor, or nested mappings, tuples and lists."""
     if isinstance(out, Tensor):
         yield out
     elif isinstance(out, (Mapping, tuple, list)):
@@ -206,12 +212,12 @@ def tensors_of(out: Any) -> Iterator[Tensor]:
 
 
 def mapped(out: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return what a forward returned with ``change`` of each tensor that has a gradient."""
+    """Apply ``change`` to each tensor with a gradient in the output of a forward, and return the output."""
     if isinstance(out, Tensor):
         return change(out) if out.requires_grad else out
     if isinstance(out, Mapping):
         for name in out:
-            out[name] = mapped(out[name], change)  # type: ignore[index]  # an output of transformers, a dict
+            out[name] = mapped(out[name], change)  # type: ignore[index]  # transformers' outputs are dicts
         return out
     if type(out) in (tuple, list):
         return type(out)(mapped(each, change) for each in out)

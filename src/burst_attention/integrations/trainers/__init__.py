@@ -1,12 +1,13 @@
-"""The trainers of transformers and TRL over sequences that are spread over ranks.
+"""Trainers of transformers and TRL that shard each sequence over several ranks.
 
     class Trainer(BurstMixin, SFTTrainer): ...
     trainer = Trainer(model=model, args=SFTConfig(..., packing=True), train_dataset=data, context_size=8)
     trainer.train()
 
-Eight ranks, a context, then hold one sequence together and read the same batches, and the trainer counts them as one
-process. In one process it is the trainer that it was. Written for transformers 5, accelerate 1.15 and TRL 1.16; a
-version in which a hook that this takes is gone is refused by name.
+Here groups of eight ranks, called contexts, share each sequence. The ranks of a context read the same batches, and the
+trainer counts them as one process. In a single process the trainer works as without the mixin. Written for
+transformers 5, accelerate 1.15 and TRL 1.16. If another version lacks a method that the mixin overrides, an error
+names the method.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ try:
     import transformers  # noqa: F401
 except ImportError as error:
     raise ImportError(f"{error.name} is not installed: pip install 'burst-attention[trainer]'") from error
+
+from burst_attention.plan.strategy import Strategy
 
 from ..hf.parallel import parallelize
 from .checks import (
@@ -39,20 +42,22 @@ from .online import OneGeneration
 
 
 class BurstMixin(OneGeneration):
-    """Before a Trainer, or an SFT, DPO, KTO, GRPO or RewardTrainer: ``class Mine(BurstMixin, SFTTrainer)``.
+    """A mixin that shards sequences over contexts of ranks: ``class Mine(BurstMixin, SFTTrainer)``.
 
-    What the arguments count for each device is for each context. (GRPO's ``generation_batch_size`` is made of it where
-    all ranks are counted; set ``steps_per_generation`` instead.)
+    Put it before Trainer, SFTTrainer, DPOTrainer, KTOTrainer, GRPOTrainer or RewardTrainer. Training arguments per
+    device count per context. (GRPO computes ``generation_batch_size`` from the number of ranks; set
+    ``steps_per_generation`` instead.)
 
     Args:
-        context_size: how many neighbouring ranks hold one sequence together; it must divide their number. Default: the
-            ``cp_size`` of the arguments' ParallelismConfig, else all ranks. With 1 nothing is changed.
-        layout: as for :func:`burst_attention.integrations.hf.parallelize`.
+        context_size: the number of neighbouring ranks that share one sequence; it must divide the number of ranks.
+            Default: the ``cp_size`` of the arguments' ParallelismConfig, else all ranks. 1 changes nothing.
+        strategy: as for :func:`burst_attention.integrations.hf.parallelize`.
 
     Raises:
-        TypeError, ValueError: what needs whole logits (``compute_metrics``, ``label_smoothing_factor``, a loss function
-            of one's own), or can't be spread, is refused by name; in one process, too, so that it is known there.
-        RuntimeError: the installed transformers, accelerate or TRL is not one that this was written for.
+        TypeError, ValueError: a setting needs whole logits (``compute_metrics``, ``label_smoothing_factor``, a custom
+            loss function) or is not supported over ranks. This is checked in a single process too, so that you find
+            out early. The message names the setting.
+        RuntimeError: the installed version of transformers, accelerate or TRL is not supported.
     """
 
     _own_mean = False
@@ -61,7 +66,11 @@ class BurstMixin(OneGeneration):
         super().__init_subclass__(**kwargs)
         check_order(cls, BurstMixin)
 
-    def __init__(self, *args: Any, context_size: int | None = None, layout: str = "auto", **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, context_size: int | None = None, strategy: Strategy | str | None = None, **kwargs: Any
+    ) -> None:
+        if "layout" in kwargs:
+            raise TypeError("BurstMixin(layout=...) is now strategy=Strategy(layout=...)")
         check_trainer(type(self))
         check_hooks(type(self), BurstMixin)
         self._context_size = context_size
@@ -74,15 +83,17 @@ class BurstMixin(OneGeneration):
             self._generate_by_context()
         temperature = getattr(trainer, "temperature", 1.0)
         group = trainer.accelerator.contexts["context"]
-        spread = functools.partial(parallelize, group=group, layout=layout, gradients="mean", temperature=temperature)
+        spread = functools.partial(
+            parallelize, group=group, strategy=strategy, gradients="mean", temperature=temperature
+        )
         spread(trainer.model)
         reference = getattr(trainer, "ref_model", None)
         if reference is not None:
             spread(trainer.accelerator.unwrap_model(reference, keep_fp32_wrapper=False))
-            if trainer.accelerator.native_amp:  # what it was wrapped in before is gone
+            if trainer.accelerator.native_amp:  # unwrap_model removed the autocast wrapper, so wrap it again
                 trainer.ref_model = trainer.accelerator.prepare_model(reference, evaluation_mode=True)
 
-    # How the trainer is told of contexts.
+    # Methods that make the trainer count contexts instead of ranks.
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         built = super()._build_accelerator_args(**kwargs)  # type: ignore[misc]
@@ -100,8 +111,8 @@ class BurstMixin(OneGeneration):
         size = world if self._context_size is None else self._context_size
         if isinstance(size, bool) or not isinstance(size, int) or size < 1 or world % size:
             raise ValueError(
-                f"context_size={size!r} must be a divisor of the {world} processes; start the script with torchrun or "
-                "accelerate on as many, or change it"
+                f"context_size={size!r} is not a divisor of the number of processes, {world}; change context_size, or "
+                "start more processes with torchrun or accelerate launch"
             )
         self._context_size = size
         if size == 1:
@@ -111,7 +122,7 @@ class BurstMixin(OneGeneration):
         trainer.gather_function = accelerator.gather_for_metrics
         plugin = getattr(accelerator.state, "fsdp_plugin", None)
         if plugin is not None and plugin.mixed_precision_policy is not None:
-            # Else FSDP rounds what the model returns, the loss and log-probabilities, to the dtype of its layers.
+            # By default FSDP rounds the model's output (loss, log-probabilities) to the dtype of its layers.
             policy = dataclasses.replace(plugin.mixed_precision_policy, output_dtype=torch.float32)
             plugin.mixed_precision_policy = policy
 
@@ -120,10 +131,11 @@ class BurstMixin(OneGeneration):
         return total // (self._context_size or 1)
 
     def floating_point_ops(self, inputs: Any) -> float:
-        """This rank's part of those of the whole batch."""
+        """Return this rank's share of the floating-point operations of the whole batch."""
         return super().floating_point_ops(inputs) / (self._context_size or 1)  # type: ignore[misc]
 
-    # Evaluation: over several contexts the last batch is filled up with samples of the first.
+    # In an evaluation over several contexts, accelerate fills up the last batch with samples of the first one. The
+    # methods below leave out these repeated samples.
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         check_settings(self)  # a setting may have been assigned since
@@ -132,7 +144,7 @@ class BurstMixin(OneGeneration):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        # In an evaluation each context gives the mean over its own samples, which its weight belongs to.
+        # In an evaluation each context returns the mean over its samples. _mean_of_contexts weights these means.
         items = None if self._own_mean else num_items_in_batch
         return super().compute_loss(  # type: ignore[misc]
             model, inputs, return_outputs=return_outputs, num_items_in_batch=items
@@ -143,8 +155,8 @@ class BurstMixin(OneGeneration):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
         if not prediction_loss_only:
             raise ValueError(
-                "predict() returns whole logits, which are never formed over ranks; set prediction_loss_only=True in "
-                "the arguments, or predict in one process"
+                "predict() returns whole logits, which are never computed over ranks; set prediction_loss_only=True "
+                "in the arguments, or predict in one process"
             )
         trainer: Any = self
         shared = trainer.accelerator.num_processes > 1 and "labels" in inputs
@@ -162,9 +174,9 @@ class BurstMixin(OneGeneration):
         return loss, None, None
 
     def _own_samples(self, labels: torch.Tensor) -> int:
-        """Return how many rows of this context's batch do not only fill it up.
+        """Return how many rows of this context's batch are not repeated samples.
 
-        Samples laid end to end in one row can't be separated: some of them count twice, as under DDP.
+        Samples that are concatenated in one row can't be separated, so some of them count twice, as under DDP.
         """
         trainer: Any = self
         state, samples = trainer.accelerator.gradient_state, trainer.args.eval_batch_size
@@ -174,7 +186,7 @@ class BurstMixin(OneGeneration):
         return min(max(0, own), len(labels)) if len(labels) == samples or own <= 0 else len(labels)
 
     def _mean_of_contexts(self, loss: torch.Tensor, weight: int) -> torch.Tensor:
-        """Return the contexts' mean loss by weight: a mixture's router adds the mean of its loss over contexts."""
+        """Return the weighted mean of the contexts' losses. It also averages router losses of a mixture of experts."""
         accelerator: Any = self.accelerator  # type: ignore[attr-defined]
         share = loss * weight if weight else torch.zeros_like(loss)  # a classifier's loss without labels is NaN
         share, whole = accelerator.reduce(torch.stack([share, loss.new_tensor(weight)]), reduction="sum")

@@ -1,4 +1,4 @@
-"""What BurstMixin refuses, by name: packages that it was not written for, and settings that can't be spread."""
+"""Checks of BurstMixin: installed packages, and settings that don't work over ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers import Trainer
 from ..hf.batch import IGNORED
 from ..hf.checks import shown
 
-# What is overridden, or called with arguments of our own: (class, package, method, parameters that it must have).
+# Methods that we override or call: (class, package, method, parameters that it must have).
 _HOOKS: list[tuple[type, str, str, tuple[str, ...]]] = [
     (Trainer, "transformers", "_build_accelerator_args", ("kwargs",)),
     (Trainer, "transformers", "create_accelerator_and_postprocess", ()),
@@ -31,40 +31,42 @@ _HOOKS: list[tuple[type, str, str, tuple[str, ...]]] = [
     (Accelerator, "accelerate", "gather_for_metrics", ("input_data", "use_gather_object")),
     (Accelerator, "accelerate", "reduce", ("tensor", "reduction", "scale")),
 ]
-# Of trainers that generate what they train on; only asked of those.
+# Only trainers that generate their training data (GRPO) must have these methods.
 _ONLINE_HOOKS: list[tuple[str, tuple[str, ...]]] = [
     ("_generate", ("prompts",)),
     ("_calculate_rewards", ()),
     ("_generate_and_score_completions", ("inputs",)),
 ]
-# What TRL's trainers were each held against the stock one; others do things of their own with ranks or with logits.
+# Tests compare each of these trainers with the stock one. Others handle ranks or logits in their own code.
 _TRL = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RewardTrainer")
-_NEEDS_LOGITS = "needs whole logits, which are never formed over ranks; leave it out"
+_NEEDS_LOGITS = "needs whole logits, which are never computed over ranks; leave it out"
 
 
 def check_trainer(kind: type) -> None:
-    """Refuse what is no trainer, or one of TRL that is not known to come out right."""
+    """Refuse a class that is not a Trainer, or a TRL trainer that we have not tested."""
     if not issubclass(kind, Trainer):
-        raise TypeError(f"{kind.__name__} is no Trainer: write class {kind.__name__}(BurstMixin, Trainer)")
+        raise TypeError(f"{kind.__name__} is not a Trainer; write class {kind.__name__}(BurstMixin, Trainer)")
     own = [each for each in kind.__mro__ if each.__module__.startswith("trl.") and issubclass(each, Trainer)]
     for each in own:
         if not each.__name__.startswith("_") and each.__name__ not in _TRL:
-            raise TypeError(f"{each.__name__} is not supported over contexts; choose Trainer, {', '.join(_TRL)}")
+            raise TypeError(
+                f"{each.__name__} is not supported with BurstMixin; choose one of Trainer, {', '.join(_TRL)}"
+            )
 
 
 def check_order(kind: type, mixin: type) -> None:
-    """Refuse a class in which a Trainer comes before the mixin, which then overrides nothing."""
+    """Refuse a class with a Trainer before the mixin, because the mixin then overrides nothing."""
     order = kind.__mro__
     first = next((each for each in order[1 : order.index(mixin)] if issubclass(each, Trainer)), None)
     if first is not None and not issubclass(first, mixin):
         raise TypeError(
-            f"{kind.__name__} has {first.__name__} before {mixin.__name__}, so it would train without contexts; "
+            f"{kind.__name__} has {first.__name__} before {mixin.__name__}, so it would not shard sequences; "
             f"write class {kind.__name__}({mixin.__name__}, {first.__name__})"
         )
 
 
 def check_hooks(kind: type, mixin: type) -> None:
-    """Refuse packages in which something that the mixin overrides is no more, or takes other arguments."""
+    """Refuse package versions that lack a method or a parameter that the mixin needs."""
     behind = kind.__mro__[kind.__mro__.index(mixin) + 1 :]
     owner = next(each for each in behind if issubclass(each, Trainer))
     hooks = list(_HOOKS)
@@ -77,27 +79,27 @@ def check_hooks(kind: type, mixin: type) -> None:
         if method is None or (lacking and "kwargs" not in has and "args" not in has):
             what = f"lacks {lacking[0]}" if method is not None else "is gone"
             raise RuntimeError(
-                f"{holder.__name__}.{name} {what} in {package} {version(package)}, which this was not written for; "
+                f"{holder.__name__}.{name} {what} in {package} {version(package)}, a version that is not supported; "
                 "install burst-attention[trainer] with the versions in its constraints"
             )
 
 
 def check_settings(trainer: Any) -> None:
-    """Refuse what would need whole logits, or does things of its own with ranks or with the model's forward."""
+    """Refuse settings that need whole logits, handle ranks themselves or replace the model's forward."""
     args = trainer.args
     refused = {
         "compute_metrics": (trainer.compute_metrics, _NEEDS_LOGITS),
         "preprocess_logits_for_metrics": (trainer.preprocess_logits_for_metrics, _NEEDS_LOGITS),
         "compute_loss_func": (trainer.compute_loss_func, _NEEDS_LOGITS),
-        "model_init": (trainer.model_init, "makes another model when training begins; pass the model"),
+        "model_init": (trainer.model_init, "builds another model when training begins; pass model instead"),
         "label_smoothing_factor": (args.label_smoothing_factor, _NEEDS_LOGITS),
-        "use_liger_kernel": (args.use_liger_kernel, "replaces the model's forward; the loss is chunked here already"),
-        "neftune_noise_alpha": (args.neftune_noise_alpha, "adds noise by the length of a rank's shard; leave it out"),
-        "torch_compile": (args.torch_compile, "compiles the exchange of ranks with the model; leave it out"),
-        "dispatch_batches": (args.accelerator_config.dispatch_batches, "cuts batches by rank; leave it out"),
-        "split_batches": (args.accelerator_config.split_batches, "cuts batches by rank; leave it out"),
-        "eval_use_gather_object": (args.eval_use_gather_object, "gathers of each rank; leave it out"),
-        "use_vllm": (getattr(args, "use_vllm", False), "generates by rank; leave it out: transformers generates"),
+        "use_liger_kernel": (args.use_liger_kernel, "replaces the model's forward; leave it out"),
+        "neftune_noise_alpha": (args.neftune_noise_alpha, "scales noise by the length of a shard; leave it out"),
+        "torch_compile": (args.torch_compile, "would compile the communication between ranks; leave it out"),
+        "dispatch_batches": (args.accelerator_config.dispatch_batches, "splits batches by rank; leave it out"),
+        "split_batches": (args.accelerator_config.split_batches, "splits batches by rank; leave it out"),
+        "eval_use_gather_object": (args.eval_use_gather_object, "gathers from each rank; leave it out"),
+        "use_vllm": (getattr(args, "use_vllm", False), "generates by rank; leave it out to let transformers generate"),
         "cast_lm_head_to_fp32": (getattr(args, "cast_lm_head_to_fp32", False), "is not supported; leave it out"),
         "deepspeed": (trainer.is_deepspeed_enabled, "is not supported; use DDP, or FSDP2 (fsdp=True)"),
     }
@@ -106,20 +108,22 @@ def check_settings(trainer: Any) -> None:
             raise ValueError(f"{name}={shown(value)} {why}")
     _check_dropout(trainer.model)
     if args.train_sampling_strategy == "batch_rebalance":
-        raise ValueError("train_sampling_strategy='batch_rebalance' deals batches to ranks; choose 'group_by_length'")
+        raise ValueError(
+            "train_sampling_strategy='batch_rebalance' distributes batches by rank; choose 'group_by_length'"
+        )
     if trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version == 1:
         raise ValueError("fsdp_config['version']=1 is not supported; choose 2")
 
 
 def _check_dropout(model: nn.Module) -> None:
-    """Ranks of a context would draw the same for different tokens."""
+    """Refuse active dropout, because all ranks of a context would draw the same values for different tokens."""
     for name, part in model.named_modules():
         if isinstance(part, nn.Dropout) and part.p > 0:
-            raise ValueError(f"{name} drops out with p={part.p}, which is not supported over ranks; set it to 0")
+            raise ValueError(f"{name} has dropout p={part.p}, which is not supported over ranks; set it to 0")
 
 
 def counted(model: Any, labels: torch.Tensor) -> int:
-    """Return over how many labels the loss of a parallelized model is a mean."""
+    """Return the number of labels over which a parallelized model averages its loss."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if base._burst.form is not None:  # the next tokens'
         return int((labels[:, 1:] != IGNORED).sum())
@@ -129,35 +133,41 @@ def counted(model: Any, labels: torch.Tensor) -> int:
 
 
 def launched_config() -> ParallelismConfig | None:
-    """What ``accelerate launch --use_parallelism_config`` asks for, which an accelerator would read by itself."""
+    """Return the settings of ``accelerate launch --use_parallelism_config``, or None.
+
+    An Accelerator without a ``parallelism_config`` would read them from the same environment variables.
+    """
     asked = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true"
     return ParallelismConfig() if asked else None
 
 
 def context_size_of(config: ParallelismConfig, size: int | None) -> int | None:
-    """The size of contexts, of which a ParallelismConfig may tell.
+    """Return the context size from the argument or from a ParallelismConfig.
 
     Raises:
-        ValueError: it has axes that don't go with contexts, or another size than the argument.
+        ValueError: the configuration has unsupported axes, or another size than the argument.
     """
     if config.tp_size > 1 or config.sp_size > 1:
         raise ValueError(
-            f"parallelism_config has tp_size={config.tp_size} and sp_size={config.sp_size}; beside a context only "
-            "dp_replicate_size and dp_shard_size are supported"
+            f"parallelism_config has tp_size={config.tp_size} and sp_size={config.sp_size}, which are not supported; "
+            "set only dp_replicate_size, dp_shard_size and cp_size"
         )
     if config.cp_size > 1 and size not in (None, config.cp_size):
         raise ValueError(
-            f"context_size={size} is not the cp_size={config.cp_size} of parallelism_config; give one of them"
+            f"context_size={size} is not the cp_size={config.cp_size} of parallelism_config; set only one of them"
         )
     return config.cp_size if config.cp_size > 1 else size
 
 
 def without_context(config: ParallelismConfig) -> ParallelismConfig:
-    """A ParallelismConfig in which a context's ranks are more to shard over: accelerate spreads contexts by itself."""
+    """Return a ParallelismConfig without a context axis; its ranks join the axis over which FSDP shards.
+
+    With a context axis accelerate would shard sequences by its own method, too.
+    """
     if config.cp_size == 1:
         return config
     return type(config)(
         dp_replicate_size=config.dp_replicate_size,
         dp_shard_size=config.dp_shard_size * config.cp_size,
-        **dict.fromkeys(("cp_size", "tp_size", "sp_size"), 1),  # what is left out, the launcher's environment says
+        **dict.fromkeys(("cp_size", "tp_size", "sp_size"), 1),  # omitted sizes come from environment variables
     )

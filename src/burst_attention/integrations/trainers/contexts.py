@@ -1,4 +1,4 @@
-"""What a trainer asks how many processes there are, and which one it is in, when several ranks are one."""
+"""An accelerator that counts each context of several ranks as one process."""
 
 from __future__ import annotations
 
@@ -12,50 +12,54 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 class ContextAccelerator(Accelerator):
-    """An accelerator to which the neighbouring ranks of a context are one process: one reads, counts and is counted.
+    """An accelerator that counts the neighbouring ranks of a context as one process.
 
     Attributes:
-        contexts: mesh ("data", "context") over all ranks; set by :meth:`make_contexts`.
+        contexts: a mesh ("data", "context") over all ranks; :meth:`make_contexts` sets it.
     """
 
     contexts: DeviceMesh
 
     def make_contexts(self, size: int) -> None:
-        """Take each ``size`` neighbours for one context."""
+        """Group each ``size`` neighbouring ranks into one context."""
         ranks = torch.arange(self.state.num_processes).view(-1, size)
         self.contexts = DeviceMesh(self.device.type, ranks, mesh_dim_names=("data", "context"))
-        # A dispatcher reads on one process and cuts its batch by ranks, not by contexts.
+        # A dispatching data loader reads on one process and splits its batch by rank, not by context.
         self.dataloader_config.dispatch_batches = False
 
     @property
     def num_processes(self) -> int:
-        """Of contexts."""
+        """The number of contexts."""
         return self.contexts.shape[0]
 
     @property
     def process_index(self) -> int:
-        """Of the context that this rank is in."""
+        """The index of this rank's context."""
         return self.state.process_index // self.contexts.shape[1]
 
     def _prepare_device_mesh(self) -> None:
-        """What a data loader asks: no axis of a mesh tells more of who reads what than the two numbers above."""
+        """Return no mesh, so that data loaders distribute batches by ``num_processes`` and ``process_index``."""
 
     def gather(self, tensor: Any) -> Any:
-        """As :class:`Accelerator` does it, from each context once."""
+        """Gather like :class:`Accelerator`, but once per context."""
         return recursively_apply(self.once, super().gather(tensor))
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As :class:`Accelerator` does it, from each context once, and cutting the last batch by what is left then."""
+        """Gather like :class:`Accelerator`, but once per context, and drop the last batch's repeated samples.
+
+        Raises:
+            ValueError: an object is not a tensor, or ``use_gather_object`` is set.
+        """
         try:
             recursively_apply(lambda x: x, input_data, error_on_other_type=True)
         except TypeError:
             use_gather_object = True
         if use_gather_object:
-            raise ValueError("gather_for_metrics gathers tensors only over contexts; pass tensors")
+            raise ValueError("gather_for_metrics can gather only tensors over contexts; pass tensors")
         return super().gather_for_metrics(input_data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """As :class:`Accelerator` does it, counting each context once."""
+        """Reduce like :class:`Accelerator`, but count each context once."""
         reduced = super().reduce(tensor, reduction, scale)
         if reduction != "sum":
             return reduced
@@ -63,11 +67,11 @@ class ContextAccelerator(Accelerator):
         return recursively_apply(lambda x: x / size if x.is_floating_point() else x // size, reduced)
 
     def once(self, gathered: torch.Tensor) -> torch.Tensor:
-        """Of each context's first rank, from [ranks * n, ...]."""
+        """Select the entries of each context's first rank: [ranks * n, ...] to [contexts * n, ...]."""
         return gathered.unflatten(0, (*self.contexts.shape, -1))[:, 0].flatten(0, 1)
 
     def once_of(self, gathered: Iterable[Any]) -> list[Any]:
-        """Of a list that all ranks gave as many items to, what each context's first one did."""
+        """Select the items of each context's first rank from a list with equally many items per rank."""
         items, (contexts, size) = list(gathered), self.contexts.shape
         rows = len(items) // (contexts * size)
         return [items[context * size * rows + row] for context in range(contexts) for row in range(rows)]

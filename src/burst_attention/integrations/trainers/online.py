@@ -1,4 +1,4 @@
-"""Trainers that generate what they train on (GRPO): one seed, one generation and one reward for each context."""
+"""Support for trainers that generate their training data (GRPO): one generation and one reward per context."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import set_seed
 
-# What is kept of the last completions: the first three as ranks gather them, advantages as rewards are.
+# TRL's logs of the last completions. The first three are gathered from all ranks; advantages come from the rewards.
 _GATHERED = ("prompt", "completion", "images")
 _LOGS = (*_GATHERED, "advantages", "rewards", "extra")
 
 
 class OneGeneration:
-    """What BurstMixin has for them; to other trainers it is nothing."""
+    """The part of BurstMixin for trainers that generate; other trainers never call it."""
 
     _context_size: int | None
 
     def _generate_by_context(self) -> None:
-        """Sizes and seeds of a trainer that counts ranks, for contexts.
+        """Set the trainer's batch sizes and seeds per context instead of per rank.
 
         Raises:
             ValueError: a batch does not hold whole groups of completions.
-            RuntimeError: TRL keeps its logs otherwise than this was written for.
+            RuntimeError: this version of TRL stores its logs in another way.
         """
         trainer: Any = self
         args, accelerator = trainer.args, trainer.accelerator
         contexts, size = accelerator.contexts.shape
         if not set(_LOGS) <= set(getattr(trainer, "_logs", ())):
             raise RuntimeError(
-                f"{type(trainer).__name__}._logs lacks one of {', '.join(_LOGS)} in trl {version('trl')}, which this "
-                "was not written for; install burst-attention[trainer] with the versions in its constraints"
+                f"{type(trainer).__name__}._logs lacks one of {', '.join(_LOGS)} in trl {version('trl')}, a version "
+                "that is not supported; install burst-attention[trainer] with the versions in its constraints"
             )
         args.generation_batch_size //= size
         trainer._logs.update({name: deque(maxlen=args.generation_batch_size) for name in (*_GATHERED, "advantages")})
@@ -44,7 +44,7 @@ class OneGeneration:
         for what, (completions, name) in batches.items():
             if completions % getattr(trainer, name):
                 raise ValueError(
-                    f"{what} makes {completions} completions over contexts={contexts}; it must be a multiple of "
+                    f"{what} gives {completions} completions over contexts={contexts}; make it a multiple of "
                     f"{name}={getattr(trainer, name)}"
                 )
         set_seed(args.seed + accelerator.process_index)
@@ -58,7 +58,10 @@ class OneGeneration:
         return generated
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
-        """[contexts * n, functions]: of a context those of its first rank, for a function need not repeat itself."""
+        """Return the rewards of each context's first rank, [contexts * n, functions].
+
+        A reward function may be random, so the ranks of a context may compute different rewards.
+        """
         rewards = super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
         if self._context_size == 1:
             return rewards
@@ -66,7 +69,7 @@ class OneGeneration:
         return self.accelerator.once(rewards)  # type: ignore[attr-defined]
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        """Logs of completions hold those of each context once, beside as many rewards."""
+        """Score completions, and log those of each context once, so that logs match the number of rewards."""
         trainer: Any = self
         if self._context_size == 1:
             return super()._generate_and_score_completions(inputs)  # type: ignore[misc]
@@ -85,7 +88,10 @@ class OneGeneration:
         return scored
 
     def _align_generators(self) -> None:
-        """Give the context's ranks its first one's random state: what was drawn on shards of odd lengths differs."""
+        """Copy the random state of the context's first rank to its other ranks.
+
+        Ranks draw different amounts of random numbers if their shards differ in length.
+        """
         accelerator: Any = self.accelerator  # type: ignore[attr-defined]
         cuda = accelerator.device.type == "cuda"
         state, device_state = self._from_first((torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None))
@@ -94,7 +100,7 @@ class OneGeneration:
             torch.cuda.set_rng_state(device_state)
 
     def _from_first(self, value: Any) -> Any:
-        """What the context's first rank has."""
+        """Broadcast a value from the context's first rank."""
         group = self.accelerator.contexts["context"].get_group()  # type: ignore[attr-defined]
         box = [value]
         dist.broadcast_object_list(box, group=group, group_src=0)

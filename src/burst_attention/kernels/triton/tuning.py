@@ -101,7 +101,7 @@ class Tuner:
         fixed, *others = candidates(q.shape[3], v.shape[3], q.dtype)
         trial = Trial(kernel, program, q, v, kind, rows)
         with on_device_of(q):
-            right = trial.results(fixed)  # what can't run at all is told by its own error
+            right = trial.results(fixed)  # a configuration that can't run raises its error here
             best, least = fixed, do_bench(lambda: trial.run(fixed), warmup=5, rep=20)
             for sizes in others:
                 try:
@@ -141,7 +141,7 @@ class Tuner:
 
 
 class Trial:
-    """Calls of ``program`` on tensors like q and v: ``rows`` tokens, 8 heads, drawn from a generator of its own."""
+    """Calls of ``program`` on tensors like q and v: ``rows`` tokens, 8 heads, drawn from a separate generator."""
 
     def __init__(self, kernel: Any, program: str, q: Tensor, v: Tensor, kind: str, rows: int) -> None:
         make = torch.Generator(q.device).manual_seed(0)
@@ -166,7 +166,7 @@ class Trial:
         self._kernel.run_backward(self.inputs, tuple(self._outputs), sizes, keys=keys)
 
     def results(self, sizes: Sizes) -> list[Tensor]:
-        """Of a call; of a forward also of one that goes on with what another gave."""
+        """Return a call's results; for a forward also those of a call that continues another."""
         self.run(sizes)
         results = [x.clone() for x in self._outputs]
         if self._program == "forward":

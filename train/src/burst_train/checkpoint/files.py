@@ -1,8 +1,7 @@
-"""Checkpoints: tensors in safetensors files, each rank's own shard, and all else in a checked JSON.
+"""Checkpoints: tensors in safetensors files, one per rank, and everything else in a checked JSON file.
 
-A checkpoint is written by all ranks (:mod:`burst_train.checkpoint.writer`) and read by all ranks, as many as there are
-then. Nothing in it is a pickle, and nothing that is read is executed. What makes one whole says
-:mod:`burst_train.checkpoint.manifest`.
+All ranks write a checkpoint (:mod:`burst_train.checkpoint.writer`). All ranks read it, even if their number changed.
+No file is a pickle, and nothing read is executed. :mod:`burst_train.checkpoint.manifest` defines a whole checkpoint.
 """
 
 from __future__ import annotations
@@ -16,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+
+from burst_attention.launch.local import RefusedError
 
 from ..checked import Checked
 from ..run.folder import FOLDER, list_checkpoints, step_of
@@ -32,13 +33,13 @@ DTYPES = {
 
 
 def table_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What is told of tensors beside them: dtype and shape by name.
+    """Return dtype and shape of the tensors by name, for JSON.
 
     Raises:
-        TypeError: a value is no tensor, or of a dtype that is not saved.
+        TypeError: a value is not a tensor, or its dtype can't be saved.
     """
     for name, value in tensors.items():
-        # Storage would take it, and leave a file that nothing can read.
+        # The storage would accept the value, but write a file that can't be read.
         if not isinstance(value, Tensor) or value.dtype not in DTYPES:
             what = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise TypeError(f"tensors[{name!r}] is {what}; only tensors of {', '.join(DTYPES.values())} can be saved")
@@ -46,31 +47,31 @@ def table_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def check_pieces(table: Mapping[str, Any], files: Iterable[Pieces]) -> None:
-    """Raise ValueError unless the pieces in the files make up every tensor of the table, and nothing else."""
+    """Raise ValueError unless the pieces cover exactly the tensors of the table."""
     counts = dict.fromkeys(table, 0)
     places = set()
     for pieces in files:
         for name, (dtype, shape, offsets) in pieces.items():
             if name not in table:
-                raise ValueError(f"the tensor {name!r} is foreign")
+                raise ValueError(f"the tensor {name!r} does not belong to this checkpoint")
             whole = table[name]["shape"]
             inside = len(shape) == len(whole)
             inside = inside and all(o + n <= w for o, n, w in zip(offsets, shape, whole, strict=True))
             count = math.prod(shape)
             if not inside or dtype != table[name]["dtype"] or (count and (name, offsets) in places):
-                raise ValueError(f"a piece of the tensor {name!r}, {shape} at {offsets}, does not belong to it")
+                raise ValueError(f"the tensor {name!r} has a wrong or repeated piece: {shape} at {offsets}")
             counts[name] += count
             places.add((name, offsets))
     for name, count in counts.items():
         if count != math.prod(table[name]["shape"]):
-            raise ValueError(f"of the tensor {name!r} {count} of {math.prod(table[name]['shape'])} elements are there")
+            raise ValueError(f"the tensor {name!r} has {count} of {math.prod(table[name]['shape'])} elements")
 
 
 def check(folder: Path) -> Checked:
-    """What a whole checkpoint's state says; every file of it is read.
+    """Check every file of a checkpoint and return its state.
 
     Raises:
-        DamagedError: it is not what was saved.
+        DamagedError: a file differs from what was saved.
     """
     files = verify(folder)
     state = read_state(folder)
@@ -79,7 +80,7 @@ def check(folder: Path) -> Checked:
         for name in table.content:
             entry = table.part(name)
             if not all(type(each) is int and each >= 0 for each in entry.value("shape", list)):
-                raise entry.wrong("shape", "must be whole numbers")
+                raise entry.wrong("shape", "must be integers of at least 0")
             if entry.value("dtype", str) not in DTYPES.values():
                 raise entry.wrong("dtype", f"must be one of {', '.join(DTYPES.values())}")
         check_pieces(table.content, [read_header(folder / name) for name in files])
@@ -90,23 +91,23 @@ def check(folder: Path) -> Checked:
 
 @dataclass(frozen=True)
 class Best:
-    """The checkpoint of a run that did best on the held-out documents."""
+    """The checkpoint of a run with the lowest held-out loss."""
 
     step: int
     loss: float
 
 
 def best_checkpoint(out: Path, step: int | None = None) -> Best | None:
-    """Of the checkpoints of a run at whose step it was evaluated the best, the earliest of equal ones; None: of none.
+    """Return the checkpoint with the lowest held-out loss, the earliest of equals; None if none was evaluated.
 
     Args:
-        step: the last one that counts; None: all do.
+        step: ignore checkpoints after this step; None: ignore none.
     """
     found = []
     for folder in list_checkpoints(out):
         try:
             held_out = read_state(folder).part("losses").content.get("held_out")
-        except ValueError:  # damaged: whoever loads one is told
+        except ValueError:  # damaged; loading it reports the error
             continue
         if isinstance(held_out, float) and math.isfinite(held_out) and (step is None or step_of(folder) <= step):
             found.append(Best(step_of(folder), held_out))
@@ -114,11 +115,11 @@ def best_checkpoint(out: Path, step: int | None = None) -> Best | None:
 
 
 def newest_whole(out: Path, tell: Callable[[str], object]) -> Path:
-    """The newest checkpoint of a run that is what was saved; ``tell`` is called with what is wrong with newer ones.
+    """Return the newest whole checkpoint of a run; call ``tell`` with the errors of newer ones.
 
     Raises:
-        DamagedError: none is whole; says what is wrong with each.
-        ValueError: there is none at all.
+        DamagedError: every checkpoint is damaged; names the errors of each.
+        ValueError: there is no checkpoint.
     """
     wrong = []
     for folder in list_checkpoints(out):
@@ -128,41 +129,41 @@ def newest_whole(out: Path, tell: Callable[[str], object]) -> Path:
             wrong.append(str(error))
             continue
         for each in wrong:
-            tell(f"{each}; the one before it is tried")
+            tell(f"{each}; trying the checkpoint before it")
         return folder
     raise none_whole(out, wrong)
 
 
 def none_whole(out: Path, wrong: Sequence[str]) -> ValueError:
-    """The error of a run's folder without a whole checkpoint.
+    """Return the error for a run's folder without a whole checkpoint.
 
     Args:
-        wrong: the error of each checkpoint that there is.
+        wrong: the errors of its checkpoints.
     """
     if not wrong:
         return ValueError(f"{str(out)!r} holds no checkpoint")
-    return DamagedError(f"no checkpoint in {str(out / FOLDER)!r} is whole: {'; '.join(wrong)}")
+    return DamagedError(f"every checkpoint in {str(out / FOLDER)!r} is damaged: {'; '.join(wrong)}")
 
 
 def not_resumed(error: ValueError) -> ValueError:
-    """The refusal of ``--resume`` after an error of :func:`none_whole`, with the one way out."""
+    """Add the remedy for ``--resume`` to an error of :func:`none_whole`."""
     if isinstance(error, DamagedError):
-        return ValueError(f"--resume: {error}. Give --overwrite in place of --resume to start the run again")
-    return ValueError(f"--resume: {error}; leave --resume out to start a new run")
+        return ValueError(f"--resume: {error}. Give --overwrite instead of --resume to start the run again")
+    return ValueError(f"--resume: {error}; omit --resume to start a new run")
 
 
 def load(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill ``tensors`` from a checkpoint that :func:`check` took; every rank must call it, with its own shards.
+    """Fill ``tensors``, this rank's shards, from a checkpoint that :func:`check` accepted. Every rank must call it.
 
     Raises:
-        ValueError: they are not the tensors of the checkpoint.
+        RefusedError: the checkpoint has other tensors.
     """
     saved, wanted = read_state(folder).part("tensors").content, table_of(tensors)
     for name in sorted({*saved, *wanted}):
         if saved.get(name) != wanted.get(name):
-            raise ValueError(
-                f"--resume {str(folder)!r} is of another model: {name} is {_shown(saved.get(name))} there, "
-                f"{_shown(wanted.get(name))} here"
+            raise RefusedError(
+                f"--resume {str(folder)!r} is a checkpoint of another model: {name} is {_shown(saved.get(name))} "
+                f"there, but {_shown(wanted.get(name))} here"
             )
     dcp.load(dict(tensors), storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
 

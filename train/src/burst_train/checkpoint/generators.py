@@ -1,4 +1,4 @@
-"""The states of this process's random generators, as JSON holds them."""
+"""States of this process's random generators, as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..checked import Checked
 
 
 def read_generators() -> dict[str, Any]:
-    """The states of Python's, numpy's and torch's own generators; a GPU's too where this process computes on one."""
+    """Return the states of the generators of Python, numpy and torch; with CUDA in use, the GPU's too."""
     version, numbers, gauss = random.getstate()
     ours: dict[str, Any] = {"python": {"version": version, "numbers": list(numbers), "gauss": gauss}}
     state: dict[str, Any] = np.random.get_state(legacy=False)
@@ -27,16 +27,16 @@ def read_generators() -> dict[str, Any]:
 
 
 def set_generators(content: Checked) -> None:
-    """Go on from what :func:`read_generators` gave.
+    """Restore the states from :func:`read_generators`.
 
     Raises:
-        ValueError: it is not of that form.
+        ValueError: a state is invalid.
     """
     python, numpy = content.part("python"), content.part("numpy")
     try:
         numbers = tuple(python.value("numbers", list))
-        random.setstate((python.natural("version"), numbers, python.content.get("gauss")))
-        state = {"key": np.array(numpy.value("key", list), np.uint32), "pos": numpy.natural("pos")}
+        random.setstate((python.non_negative_int("version"), numbers, python.content.get("gauss")))
+        state = {"key": np.array(numpy.value("key", list), np.uint32), "pos": numpy.non_negative_int("pos")}
         rest = {name: numpy.number(name) for name in ("has_gauss", "gauss")}
         rest["has_gauss"] = int(rest["has_gauss"])
         np.random.set_state({"bit_generator": "MT19937", "state": state} | rest)
@@ -44,7 +44,7 @@ def set_generators(content: Checked) -> None:
         if torch.cuda.is_initialized() and "cuda" in content.content:
             torch.cuda.set_rng_state(_tensor(content, "cuda"))
     except (TypeError, OverflowError, RuntimeError, IndexError) as error:
-        raise ValueError(f"{content.where}: these are no states of generators ({error})") from None
+        raise ValueError(f"{content.where}: these are not valid generator states ({error})") from None
 
 
 def _text(state: torch.Tensor) -> str:
@@ -55,5 +55,5 @@ def _tensor(content: Checked, name: str) -> torch.Tensor:
     try:
         data = base64.b64decode(content.value(name, str), validate=True)
     except binascii.Error:
-        raise content.wrong(name, "must be in base 64") from None
+        raise content.wrong(name, "must be base64") from None
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -1,8 +1,8 @@
-"""Checkpoints as files: whole ones have a manifest with the SHA-256 of every file, and anything else is told by name.
+"""The manifest of a checkpoint: size and SHA-256 of every file, so that each damaged file can be named.
 
 ``step-00000012/manifest.json`` is
 ``{"format": 1, "step": 12, "files": {"state.json": {"bytes": 9, "sha256": "..."}}}``.
-It is written last, before the folder gets its name: a folder without a whole manifest is no checkpoint.
+It is written last, before the folder is renamed. A folder without a whole manifest is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from ..run.folder import FOLDER, name_of, step_of
 
 FORMAT = 1
 MANIFEST, STATE = "manifest.json", "state.json"
-UNFINISHED = ".unfinished"  # at the end of the name of a folder that is being written
+UNFINISHED = ".unfinished"  # suffix of a folder that is being written
 LARGEST_MANIFEST = 2**24
-LARGEST_HEADER = 100_000_000  # as safetensors itself has it
+LARGEST_HEADER = 100_000_000  # the same limit as in safetensors
 SHARDING = "DCP_SHARDING_INFO"
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1}
-PART = 2**22  # bytes of a file that are read at once: few enough, and Python's lock is not asked for all the time
-Pieces = Mapping[str, tuple[str, tuple[int, ...], tuple[int, ...]]]  # by tensor: dtype, shape, place
+PART = 2**22  # bytes per read: small enough for memory, large enough to take Python's lock rarely
+Pieces = Mapping[str, tuple[str, tuple[int, ...], tuple[int, ...]]]  # by tensor name: dtype, shape, offsets
 
 
 class DamagedError(ValueError):
-    """A checkpoint is not what was saved; the text names each file that is wrong and how."""
+    """A checkpoint differs from what was saved; the text names each wrong file and its error."""
 
 
 def fingerprint(path: Path, rest: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    """A file's entry in a manifest, read from the disk; ``rest`` is called between its parts."""
+    """Return a file's manifest entry, read from disk; ``rest`` is called between parts."""
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         while part := file.read(PART):
@@ -47,7 +47,7 @@ def fingerprint(path: Path, rest: Callable[[], None] = lambda: None) -> dict[str
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file, and return once the disk has it."""
+    """Write a file and sync it to disk."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -55,7 +55,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Return once the disk has the names in a folder."""
+    """Sync a folder's entries to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -64,44 +64,44 @@ def sync_folder(path: Path) -> None:
 
 
 def seal(folder: Path, step: int, files: dict[str, dict[str, Any]]) -> None:
-    """Write the manifest into the unfinished ``folder`` and give it its name.
+    """Write the manifest into the unfinished ``folder``, then give the folder its final name.
 
     Args:
-        files: the entry of each file, by its name.
+        files: the entry of each file, by name.
     """
     write_whole(folder / MANIFEST, json.dumps({"format": FORMAT, "step": step, "files": files}, indent=1))
     sync_folder(folder)
     whole = folder.with_name(name_of(step))
-    if whole.exists():  # what a resumed run saved at this step before, or was found damaged
+    if whole.exists():  # saved at this step before a resume, or found damaged
         discard(whole)
     folder.rename(whole)
     sync_folder(folder.parent)
 
 
 def discard(folder: Path) -> None:
-    """Remove a checkpoint; the manifest first, so that no half of it can be taken for a whole one."""
+    """Remove a checkpoint, its manifest first: a partly removed folder must not pass as a checkpoint."""
     (folder / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def discard_unfinished(out: Path) -> None:
-    """Remove what a run that was killed while it saved left half written."""
+    """Remove unfinished checkpoints of a run that was killed while saving."""
     for folder in (out / FOLDER).glob(f"step-*{UNFINISHED}"):
         discard(folder)
 
 
 def read_state(folder: Path) -> Checked:
-    """What a checkpoint's ``state.json`` holds, held against the manifest.
+    """Read a checkpoint's ``state.json`` and check it against the manifest.
 
     Raises:
-        DamagedError: the manifest or the file is not what was written.
+        DamagedError: the manifest or the file differs from what was written.
     """
     try:
         entries = _entries(folder)
 
         def check(data: bytes) -> None:
             if hashlib.sha256(data).hexdigest() != entries[STATE]["sha256"]:
-                raise ValueError(f"{STATE} is not what was saved: its SHA-256 is another")
+                raise ValueError(f"{STATE} is damaged: its SHA-256 is wrong")
 
         state = read_json(folder / STATE, check=check)
         if state.content.get("format") != FORMAT:
@@ -112,10 +112,10 @@ def read_state(folder: Path) -> Checked:
 
 
 def verify(folder: Path) -> list[str]:
-    """Hold every file of a checkpoint against its manifest; returns the names of the safetensors files.
+    """Check every file of a checkpoint against its manifest; return the names of its safetensors files.
 
     Raises:
-        DamagedError: names each file that is missing, foreign, truncated, changed or another one's.
+        DamagedError: a file is missing, foreign, truncated, changed or swapped; names each of them.
     """
     try:
         entries = _entries(folder)
@@ -123,42 +123,42 @@ def verify(folder: Path) -> list[str]:
         foreign = sorted({path.name for path in folder.iterdir()} - {*entries, MANIFEST})
     except (ValueError, OSError) as error:
         raise DamagedError(f"{folder}: {error}") from None
-    complaints += [f"{name} is in no manifest: it is foreign" for name in foreign]
+    complaints += [f"{name} is foreign: it is not in the manifest" for name in foreign]
     if complaints:
         raise DamagedError(f"{folder}: {'; '.join(complaints)}")
     return [name for name in entries if name.endswith(".safetensors")]
 
 
 def _entries(folder: Path) -> dict[str, dict[str, Any]]:
-    """The files that the manifest of a folder lists.
+    """Return the files that a folder's manifest lists.
 
     Raises:
-        ValueError: there is no manifest, or it is not one of ours.
+        ValueError: the manifest is missing or invalid.
     """
     if not (folder / MANIFEST).is_file():
-        raise ValueError(f"there is no {MANIFEST}, so this is no whole checkpoint")
+        raise ValueError(f"there is no {MANIFEST}, so this is not a whole checkpoint")
     manifest = read_json(folder / MANIFEST, largest=LARGEST_MANIFEST)
     if manifest.content.get("format") != FORMAT:
         raise manifest.wrong("format", f"must be {FORMAT}")
-    step, entries = manifest.natural("step"), manifest.part("files")
+    step, entries = manifest.non_negative_int("step"), manifest.part("files")
     if re.fullmatch(r"step-\d{8,}", folder.name) and step_of(folder) != step:
-        raise manifest.wrong("step", f"is {step}, which is not that of the folder: it is another checkpoint's")
+        raise manifest.wrong("step", f"is {step}, but the folder's name has another step")
     for name in entries.content:
         entry = entries.part(name)
         if name in ("", ".", "..", MANIFEST) or "/" in name or "\0" in name:
-            raise entries.wrong(name, "is no name of a file in the folder")
+            raise entries.wrong(name, "is not the name of a file in the folder")
         if entry.value("bytes", int) < 0 or not re.fullmatch(r"[0-9a-f]{64}", entry.value("sha256", str)):
-            raise entries.wrong(name, "must have its size and SHA-256")
+            raise entries.wrong(name, "must have a size and a SHA-256")
     if STATE not in entries.content:
         raise ValueError(f"{MANIFEST} lists no {STATE}")
     return entries.content
 
 
 def _compare(folder: Path, name: str, entry: dict[str, Any], entries: dict[str, dict[str, Any]]) -> str:
-    """What is wrong with a file; empty if nothing is."""
+    """Describe how a file is wrong; empty if it is right."""
     path = folder / name
     if path.is_symlink() or not path.is_file():
-        return f"{name} is missing" if not path.exists() else f"{name} is no file"
+        return f"{name} is missing" if not path.exists() else f"{name} is not a file"
     size = path.stat().st_size
     if size == entry["bytes"] and (found := fingerprint(path)["sha256"]) == entry["sha256"]:
         return ""
@@ -166,24 +166,23 @@ def _compare(folder: Path, name: str, entry: dict[str, Any], entries: dict[str, 
         how = "truncated" if size < entry["bytes"] else "too long"
         return f"{name} is {how}: {size:,} bytes, not {entry['bytes']:,}"
     other = next((each for each, its in entries.items() if its["sha256"] == found), None)
-    return f"{name} holds what {other} should" if other else f"{name} is not what was saved: its SHA-256 is another"
+    return f"{name} has the content of {other}" if other else f"{name} is damaged: its SHA-256 is wrong"
 
 
 def read_header(path: Path) -> Pieces:
-    """The pieces of tensors in a safetensors file: by name (dtype, shape, place of its first element in the tensor).
+    """Read the pieces of tensors from a safetensors header, by name: (dtype, shape, offsets in the tensor).
 
-    They come in the order in which they lie there. Nothing is allocated but for the header, which is no longer than the
-    file.
+    They are in the order of the file. Memory use is limited to the header, which can't be longer than the file.
 
     Raises:
-        ValueError: it is no such file, or its header does not fit what follows; names the file.
+        ValueError: it is not a safetensors file, or header and content don't match; names the file.
     """
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little") if size >= 8 else size
             if size < 8 or length > min(size - 8, LARGEST_HEADER):
-                raise ValueError(f"{path.name} is no safetensors file: its header is longer than the file")
+                raise ValueError(f"{path.name} is not a safetensors file: its header is longer than the file")
             header = parse_json(file.read(length), f"the header of {path.name}")
     except (OSError, struct.error) as error:
         raise ValueError(f"{path.name}: {error}") from None
@@ -194,15 +193,15 @@ def read_header(path: Path) -> Pieces:
     at = 0
     for start, stop in (found[name][1] for name in in_order):
         if start != at or stop < start:
-            raise ValueError(f"{path.name}: its tensors do not lie one after the other")
+            raise ValueError(f"{path.name}: its tensors are not contiguous")
         at = stop
     if at != size - 8 - length:
-        raise ValueError(f"{path.name}: its tensors take {at:,} bytes, the file has {size - 8 - length:,}")
+        raise ValueError(f"{path.name}: its tensors take {at:,} bytes, but the file has {size - 8 - length:,}")
     return {name: found[name][0] for name in in_order}
 
 
 def _piece(entry: Checked, place: Checked) -> tuple[tuple[str, tuple[int, ...], tuple[int, ...]], tuple[int, int]]:
-    """(what the piece is, the bytes it takes) by its entry of a header."""
+    """Return (the piece, its byte range) of a header's entry."""
     dtype, shape = entry.value("dtype", str), _naturals(entry, "shape")
     start, stop = _naturals(entry, "data_offsets", 2)
     if dtype not in BYTES or stop - start != BYTES[dtype] * math.prod(shape):
@@ -211,8 +210,8 @@ def _piece(entry: Checked, place: Checked) -> tuple[tuple[str, tuple[int, ...], 
 
 
 def _naturals(content: Checked, name: str, count: int | None = None) -> tuple[int, ...]:
-    """A list of ``count`` whole numbers that are not below 0."""
+    """Return a list of ``count`` integers of at least 0."""
     found = content.value(name, list)
     if not all(type(each) is int and 0 <= each < 2**63 for each in found) or count not in (None, len(found)):
-        raise content.wrong(name, f"must be {'some' if count is None else count} whole numbers")
+        raise content.wrong(name, f"must be {'a list of' if count is None else count} integers of at least 0")
     return tuple(found)

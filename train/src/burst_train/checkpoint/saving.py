@@ -1,4 +1,4 @@
-"""When a run is saved, and from what it goes on."""
+"""When a run saves checkpoints, and how it resumes from one."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from .generators import read_generators
 from .manifest import UNFINISHED, discard, discard_unfinished, read_state
 from .shards import seconds_to_write
 from .snapshot import MOMENTS, WAITING, Run, check_same_run, restore, state_of, tensors_of
-from .writer import Draft, together
+from .writer import CheckpointWriter, all_or_raise
 
 
 class Saver:
-    """Saves one rank's part of a run when it is time to, beside the training, and ends the run when that is asked for.
+    """Saves one rank's part of due checkpoints, and stops the run on request.
 
-    One checkpoint is written at a time. If it still is when the next is due, that one waits, and so does the training:
-    which checkpoints a run has must not hang on how fast a disk was, and more than one copy must not fill the memory.
+    Only one checkpoint is written at a time. If it is unfinished when the next one is due, training waits for it.
+    Thus the set of checkpoints does not depend on disk speed, and memory never holds two copies.
 
     Args:
-        requests: of this process; what one rank is asked, all hear of.
-        tell: is given in words what went wrong, on rank 0.
-        clock: gives seconds, and never goes back.
+        requests: stop requests to this process; all ranks act on a request to any rank.
+        tell: called on rank 0 with a description of each failure.
+        clock: monotonic clock in seconds.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class Saver:
         self.best: Best | None = None
         self._clock, self._saved_at = clock, clock()
         self._longest_step = self._longest_save = self._copying = self._expected_save = 0.0
-        self._draft: Draft | None = None
-        self._held_out: float | None = None  # of the checkpoint under way
+        self._draft: CheckpointWriter | None = None
+        self._held_out: float | None = None  # of the checkpoint being written
         self._waited = False
         self._saved: list[int] = []
-        self._failed: dict[int, float] = {}  # held-out loss by step, infinite without one
+        self._failed: dict[int, float] = {}  # held-out loss by step, infinite if not measured
         self._out, self._is_first = Path(run.config.run.out), run.context.rank == 0
         if self._is_first:
             discard_unfinished(self._out)
@@ -66,14 +66,14 @@ class Saver:
         self.best = run.context.collect(self.best)[0]
 
     def after_step(self, seconds: float) -> None:
-        """Save if it is time. Every rank must call it after every step, which took ``seconds``.
+        """Save if a checkpoint is due. Every rank must call it after every step; ``seconds`` is the step's duration.
 
         Raises:
-            InterruptedRunError: on all ranks, if one was asked to stop; what there is was saved.
+            InterruptedRunError: on all ranks, if one was asked to stop; the run's state was saved if possible.
         """
         run, draft = self.run, self._draft
         self._longest_step = max(self._longest_step, seconds)
-        # What must fit between now and the deadline: a step that is slow, a save that is, and the one under way.
+        # Time to reserve before the deadline: a slow step, a slow save, and the save being written.
         save = self._longest_save or self._expected_save
         reserve = 1.5 * self._longest_step + (3 if draft else 2) * save + 1
         numbers = self.requests.asked(reserve), self._is_due(), draft is not None and draft.is_being_written
@@ -92,9 +92,9 @@ class Saver:
                 self._draft.write_beside()
 
     def _try_disk(self) -> float:
-        """Seconds that a first save is likely to take: all ranks' bytes, at the rate at which the disk takes a few.
+        """Estimate the seconds of a first save by a small trial: all ranks' bytes at the disk's rate.
 
-        A disk that can't be written to is told of by the save itself.
+        A disk that can't be written to gives 0 here; the save itself reports the error.
         """
         weights = sum(p.numel() * p.element_size() for p in self.run.model.parameters())
         folder = self._out / FOLDER / f"step-trial{UNFINISHED}"
@@ -106,7 +106,7 @@ class Saver:
             shutil.rmtree(folder, ignore_errors=True)
 
     def save(self) -> Path | None:
-        """Write a checkpoint while all wait; None, and the reason told, if it can't be written."""
+        """Write a checkpoint while all ranks wait; return None, and report why, if it can't be written."""
         self._begin()
         if self._draft is None:
             return None
@@ -114,16 +114,16 @@ class Saver:
         return self._seal()
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written. Every rank must call it after the last step."""
+        """Wait for the checkpoint being written. Every rank must call it after the last step."""
         if self._draft is not None:
             self._seal()
 
     @property
     def missing(self) -> list[int]:
-        """Steps whose checkpoints could not be written, and which the run would still hold if they had been.
+        """Steps of failed checkpoints that the run would still hold.
 
-        A failed save is made good by ``--keep`` later ones, which would have replaced it; one that did best on the
-        held-out documents, by a later one that did better.
+        A failure no longer counts after ``--keep`` later checkpoints, which would have replaced it. A failed best
+        checkpoint no longer counts after a later one with a lower held-out loss.
         """
         newest = sorted([*self._saved, *self._failed])[-self.run.config.run.keep :]
         best = min(self._failed, key=lambda step: (self._failed[step], step), default=None)
@@ -132,13 +132,13 @@ class Saver:
         return [step for step in self._failed if step in newest or step == best]
 
     def _begin(self) -> None:
-        """Copy what is saved."""
+        """Copy the run's state into a draft."""
         run, began = self.run, self._clock()
         tensors = tensors_of(run.model, run.optimizer)
         tensors[WAITING] = torch.from_numpy(run.sequences.cursor().waiting)
         state = state_of(run, run.context.collect(read_generators()))
         try:
-            self._draft = Draft(self._out, tensors, state, step=run.step, context=run.context)
+            self._draft = CheckpointWriter(self._out, tensors, state, step=run.step, context=run.context)
             self._held_out = run.held_out
         except SaveError as error:
             self._note_failure(run.step, run.held_out, error)
@@ -146,7 +146,7 @@ class Saver:
         self._copying = self._saved_at - began
 
     def _seal(self) -> Path | None:
-        """Give the checkpoint under way its name and remove those that it makes superfluous."""
+        """Finish the checkpoint being written and remove those that it replaces."""
         draft, held_out, self._draft, self._held_out = self._draft, self._held_out, None, None
         assert draft is not None
         try:
@@ -165,7 +165,7 @@ class Saver:
         return folder
 
     def _remove_superfluous(self, step: int, best: Best | None) -> None:
-        """All but the newest ``--keep`` up to ``step`` and the best; later ones are of a way that was given up."""
+        """Remove all but the newest ``--keep`` up to ``step`` and the best; later ones are of an abandoned branch."""
         found = list_checkpoints(self._out)
         kept = [folder for folder in found if step_of(folder) <= step][: self.run.config.run.keep]
         for folder in found:
@@ -173,7 +173,7 @@ class Saver:
                 discard(folder)
 
     def _is_due(self) -> bool:
-        """By this rank's clock, where it is a matter of minutes; at once where no checkpoint did as well."""
+        """Whether a checkpoint is due: by step, by clock, or by the best held-out loss."""
         held_out, every = self.run.held_out, self.run.config.run.save_every
         rivals = [self.best.loss if self.best else math.inf, math.inf if self._held_out is None else self._held_out]
         if held_out is not None and held_out < min(rivals):
@@ -182,44 +182,44 @@ class Saver:
             return self._clock() - self._saved_at >= 60 * int(every[:-1])
         return self.run.step % int(every) == 0
 
-    def _tell_of_waiting(self, draft: Draft, waiting: bool) -> None:
+    def _tell_of_waiting(self, draft: CheckpointWriter, waiting: bool) -> None:
         if waiting and not self._waited and self._is_first:
             self._waited = True
             self.tell(
-                f"the checkpoint after step {draft.step} is still being written when the next is due: training waits "
-                "for it, now and whenever this comes again; a longer --save-every would not wait"
+                f"the checkpoint after step {draft.step} is still being written, but the next one is due. Training "
+                "waits for it, now and each time this happens; a longer --save-every avoids the wait"
             )
 
     def _note_failure(self, step: int, held_out: float | None, error: SaveError) -> None:
         self._failed[step] = held_out if held_out is not None and math.isfinite(held_out) else math.inf
         if self._is_first:
-            self.tell(f"the checkpoint after step {step} could not be written: {error}; the earlier ones stay")
+            self.tell(f"the checkpoint after step {step} could not be written: {error}; earlier checkpoints remain")
 
 
 def resume(run: Run, resumed: str, tell: Callable[[str], None]) -> None:
-    """Go on from the checkpoint that ``--resume`` names. Every rank must call it.
+    """Resume from the checkpoint that ``--resume`` names. Every rank must call it.
 
     Raises:
-        ValueError: there is no whole one, or it is of another run; the same on all ranks.
+        ValueError: there is no whole checkpoint, or it is of another run; the same on all ranks.
     """
     context = run.context
     try:
-        found = together(context, lambda: _find(run.config, resumed, tell) if context.rank == 0 else Path())
+        found = all_or_raise(context, lambda: _find(run.config, resumed, tell) if context.rank == 0 else Path())
         folder = found[0]
-        state = together(context, lambda: _read(run.config, folder))[context.rank]
+        state = all_or_raise(context, lambda: _read(run.config, folder))[context.rank]
     except SaveError as error:
         raise RefusedError(str(error).removeprefix("rank 0: ").removeprefix("ValueError: ")) from None
     load(run, folder, state)
     if (decay := run.config.decay_steps) != (steps := run.config.run.steps):
-        rest = f", and is at its least, {run.config.peak_lr * run.config.optim.min_lr:.3g}, from there on"
+        rest = f" and then stays at its minimum, {run.config.peak_lr * run.config.optim.min_lr:.3g}"
         tell(
-            f"--steps {steps}: the learning rate keeps the run's schedule, which falls over {decay} steps"
+            f"--steps {steps}: the learning rate keeps the schedule of the run's start, which ends at step {decay}"
             + rest * (steps > decay)
         )
 
 
 def load(run: Run, folder: Path, state: Checked) -> None:
-    """Take over tensors and state of a checkpoint that is whole."""
+    """Load tensors and state of a whole checkpoint."""
     shape = state.part("tensors").part(WAITING).value("shape", list)
     tensors = tensors_of(run.model, run.optimizer)
     waiting = tensors[WAITING] = torch.zeros(*shape, dtype=torch.int32)
@@ -236,7 +236,7 @@ def _find(config: TrainConfig, resumed: str, tell: Callable[[str], None]) -> Pat
     try:
         files.check(Path(resumed))
     except ValueError as error:
-        raise ValueError(f"--resume {error}; name another checkpoint, or leave its name out for the newest") from None
+        raise ValueError(f"--resume {error}; name another checkpoint, or give no name for the newest") from None
     return Path(resumed)
 
 

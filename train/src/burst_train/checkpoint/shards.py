@@ -1,6 +1,6 @@
-"""A safetensors file written piece by piece, hashed on the way, at a pace that leaves the processor to others.
+"""Write and hash a safetensors file in pieces, with pauses that leave the processor to training.
 
-``safetensors.save_file`` copies all of it once more and writes without a pause, so that training beside it is slower.
+``safetensors.save_file`` makes another copy of all data and writes without pauses, which slows training.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from torch import Tensor
 
 from .manifest import PART, fingerprint
 
-REST = 8.0  # seconds of rest for one that the processor was used
+REST = 8.0  # seconds of rest per second of processor time
 LONGEST_REST = 1.0
-AT_ONCE = 16  # pieces before the first rest: a small file is not worth one
-TRIAL = 1 << 23  # bytes by which a disk is tried
+AT_ONCE = 16  # pieces before the first rest: small files need none
+TRIAL = 1 << 23  # bytes of the trial that measures a disk
 
 
 class Pace:
-    """Rests between pieces of work, in proportion to what they took of the processor, until there is hurry.
+    """Pauses after pieces of work, in proportion to their processor time.
+
+    There are no more pauses after :meth:`hurry`.
 
     Attributes:
-        rested: seconds.
+        rested: total seconds of rest.
     """
 
     def __init__(self) -> None:
@@ -38,11 +40,11 @@ class Pace:
         self._pieces, self._used = 0, 0.0
 
     def hurry(self) -> None:
-        """End the rest at hand, and rest no more."""
+        """End the current rest and skip all later ones."""
         self._hurry.set()
 
     def rest(self) -> None:
-        """After a piece of work; always in one thread."""
+        """Rest after a piece of work. Call it from one thread only."""
         if self._hurry.is_set():
             return
         used, began = time.thread_time(), time.monotonic()
@@ -56,13 +58,13 @@ class Pace:
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], names: Mapping[str, str], metadata: Mapping[str, str], pace: Pace
 ) -> str:
-    """Write CPU tensors, whose elements lie in a row; the SHA-256 that the file must have.
+    """Write contiguous CPU tensors; return the SHA-256 that the file must have.
 
     Args:
-        names: of the dtypes, by tensor, as safetensors spells them.
-        metadata: of the file.
+        names: dtype names of safetensors, by tensor.
+        metadata: metadata of the file.
     """
-    # As safetensors itself orders them: the widest first, so that each begins at a multiple of its width.
+    # Same order as safetensors, widest dtype first, so that each tensor starts at a multiple of its item size.
     ordered = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     digest = hashlib.sha256()
     with path.open("wb") as file:
@@ -94,7 +96,7 @@ def _parts(ordered: list[str], tensors: Mapping[str, Tensor]) -> Iterator[bytes 
 
 
 def sync_file(path: Path) -> None:
-    """Return once the disk has a file; what is read of it next comes from there."""
+    """Sync a file to disk; later reads come from the disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         if hasattr(os, "posix_fadvise"):
@@ -102,12 +104,12 @@ def sync_file(path: Path) -> None:
 
 
 def seconds_to_write(folder: Path, size: int) -> float:
-    """How long it is likely to take until a disk has so many bytes and they are read back.
+    """Estimate the seconds to write ``size`` bytes to a disk and read them back.
 
-    By two files, of 1 and 8 MiB: what both take is taken once, and by the byte what the larger one takes more.
+    It times two trial files, of 1 and 8 MiB: their difference gives the time per byte, the rest is a fixed cost.
 
     Args:
-        folder: a new one, for those files alone; whoever calls removes it.
+        folder: a new folder for the trial files; the caller removes it.
     """
     folder.mkdir(parents=True)
     few, many = (_seconds_of_trial(folder / f"trial-{n}.safetensors", n) for n in (TRIAL // 8, TRIAL))

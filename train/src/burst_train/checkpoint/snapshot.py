@@ -1,4 +1,4 @@
-"""What a run is at a step: tensors, and everything else that says how it goes on."""
+"""The state of a run at a step: tensors, and everything else that is needed to resume."""
 
 from __future__ import annotations
 
@@ -26,22 +26,23 @@ from .manifest import FORMAT
 MOMENTS = ("exp_avg", "exp_avg_sq")
 WAITING = "data.waiting"
 WEIGHTS = "weights."
-# Settings that make a run another one; those that are not named may be others when it goes on.
+# Settings that a resumed run must keep. Settings not listed here may change.
 LASTING = {
     "model": ("model", "dtype"),
     "data": ("data", "tokenizer", "seq_len", "pack", "held_out"),
     "run": ("seed",),
     "optim": ("lr", "min_lr", "warmup", "decay_steps", "weight_decay", "beta1", "beta2", "eps", "clip"),
 }
-# Settings of the place where a run went on, which the next place decides anew.
+# Settings of one start of the run; the next start sets them again.
 PASSING = {"run": ("out", "overwrite", "resume", "profile"), "parallel": ("ranks", "device"), "optim": ("accumulate",)}
+
+RENAMED = {"parallel": {"heads": "ulysses_degree"}}  # settings of 0.2, in its checkpoints
 
 
 class Run(Protocol):
-    """What is saved of one rank of a run, and set when it goes on.
+    """The state of one rank of a run that is saved and restored.
 
-    ``step`` is the last one that was finished, ``held_out`` the loss of the held-out documents after it, if it was
-    measured there.
+    ``step`` is the last finished step. ``held_out`` is the held-out loss after it, if measured.
     """
 
     sequences: TrainingStream | ReadAhead
@@ -73,9 +74,9 @@ class Run(Protocol):
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Weights and AdamW's moments by name, as they are spread over the ranks; not copies.
+    """Return the sharded weights and AdamW moments by name, without copying.
 
-    Moments of an optimizer that took no step yet are made, of zeros.
+    If the optimizer has taken no step yet, its moments are created as zeros.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     tensors = {f"{WEIGHTS}{name}": parameter.detach() for parameter, name in names.items()}
@@ -88,7 +89,7 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 def state_of(run: Run, generators: list[dict[str, Any]]) -> dict[str, Any]:
-    """What JSON holds of a run after its latest step.
+    """Return the state of a run after its latest step that JSON holds.
 
     Args:
         generators: every rank's :func:`~burst_train.checkpoint.generators.read_generators`, by rank.
@@ -101,7 +102,7 @@ def state_of(run: Run, generators: list[dict[str, Any]]) -> dict[str, Any]:
     ]
     counts = {float(run.optimizer.state[parameter]["step"]) for parameter in _parameters(run.optimizer)}
     if len(counts) != 1:
-        raise ValueError(f"the optimizer's parameters took {sorted(counts)} steps; they must have taken the same")
+        raise ValueError(f"the optimizer's parameters took {sorted(counts)} steps; they must all take the same number")
     return {
         "format": FORMAT,
         "step": run.step,
@@ -117,25 +118,38 @@ def state_of(run: Run, generators: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _generation_of(model: nn.Module) -> dict[str, Any] | None:
-    """How the model that is trained is to generate, where it was loaded with something about it."""
+    """Return the generation settings that a loaded model came with; None without any."""
     held = getattr(getattr(model, "model", None), "generation_config", None)
     return None if held is None else json.loads(held.to_json_string())
 
 
 def settings_of(config: TrainConfig) -> dict[str, dict[str, Any]]:
-    """The settings by section.
+    """Return the settings by section.
 
-    The sequences of a step are one number, which holds for any number of ranks; the schedule's length is named, which
-    holds for any number of steps.
+    ``global_batch`` is resolved so that it holds for any number of ranks, and ``decay_steps`` so that it holds for any
+    number of steps.
     """
     optim = replace(config.optim, global_batch=config.sequences_per_step, decay_steps=config.decay_steps)
     return asdict(replace(config, optim=optim))
 
 
-def settings_to_go_on(state: Checked) -> dict[str, dict[str, Any]]:
-    """The settings of a checkpoint that another start of the run takes over, by section."""
+def _saved_settings(state: Checked) -> dict[str, dict[str, Any]]:
+    """Return a checkpoint's settings by section; those of 0.2 under their names of today."""
     config = state.part("config")
     sections = {name: dict(config.value(name, dict)) for name in config.content}
+    for section, renamed in RENAMED.items():
+        held = sections.get(section, {})
+        for old, new in renamed.items():
+            if old in held:
+                held[new] = held.pop(old)
+    if "steps" in sections.get("run", {}):  # in 0.2 the schedule was as long as the run
+        sections.get("optim", {}).setdefault("decay_steps", sections["run"]["steps"])
+    return sections
+
+
+def settings_to_go_on(state: Checked) -> dict[str, dict[str, Any]]:
+    """Return the settings that a resumed run takes over, by section."""
+    sections = _saved_settings(state)
     for section, names in PASSING.items():
         for name in names:
             sections.get(section, {}).pop(name, None)
@@ -143,50 +157,50 @@ def settings_to_go_on(state: Checked) -> dict[str, dict[str, Any]]:
 
 
 def check_same_run(config: TrainConfig, state: Checked) -> None:
-    """Raise ValueError naming the first setting by which ``config`` is another run than a checkpoint's."""
-    ours, theirs = settings_of(config), state.part("config")
+    """Raise ValueError naming the first setting that differs from the checkpoint's but must not."""
+    ours, theirs = settings_of(config), _saved_settings(state)
     lasting = LASTING | {"optim": (*LASTING["optim"], "global_batch")}
     for section, names in lasting.items():
-        held = theirs.value(section, dict)
+        held = theirs.get(section, {})
         for name in names:
             if ours[section][name] != held.get(name):
                 raise ValueError(_difference(config, name, ours[section][name], held.get(name), state.where))
 
 
 def _difference(config: TrainConfig, name: str, value: object, held: object, where: str) -> str:
-    """The text of a refusal: the setting ``name`` has a ``value`` here, and ``held`` in the checkpoint."""
+    """Return the error text: the setting ``name`` is ``value`` here and ``held`` in the checkpoint."""
     if name == "decay_steps" and config.optim.decay_steps is None:
         return (
             f"--steps {config.run.steps} would change the learning rates of the checkpoint {where}, whose schedule has "
-            f"{held} steps; give --decay-steps {held} too, which keeps them"
+            f"{held} steps; add --decay-steps {held} to keep them"
         )
     return (
-        f"{flag(name)} {value} is not what the checkpoint {where} was made with, {held}; "
-        "leave the flag out to go on, or start a new run in another --out"
+        f"{flag(name)} {value} differs from the checkpoint {where}, which has {held}; "
+        "omit the flag to resume, or start a new run in another --out"
     )
 
 
 def restore(run: Run, state: Checked, cursor: Cursor) -> None:
-    """Go on from what :func:`state_of` gave, the tensors being loaded already.
+    """Restore the result of :func:`state_of`, after the tensors have been loaded.
 
     Raises:
-        ValueError: it is not of that form, or of another model or optimizer.
+        ValueError: an entry is invalid, or belongs to another model or optimizer.
     """
     _restore_optimizer(run, state.part("optimizer"))
-    run.step = state.natural("step")
+    run.step = state.non_negative_int("step")
     losses = state.part("losses")
     run.first_loss, run.last_loss = losses.number("first"), losses.number("last")
-    restore_schedule(run.schedule, state.part("schedule").natural("last_epoch"))
+    restore_schedule(run.schedule, state.part("schedule").non_negative_int("last_epoch"))
     run.sequences = run.reader.training(cursor)
     generators = state.parts("generators")
-    if run.context.rank < len(generators):  # a rank that was not there has none to go on from
+    if run.context.rank < len(generators):  # additional ranks have no saved state
         set_generators(generators[run.context.rank])
 
 
 def restore_schedule(schedule: LRScheduler, last_epoch: int) -> None:
-    """Go on from a place of the schedule: the rate there is computed again, as it was."""
+    """Restore the schedule's position; its rate is recomputed."""
     schedule.last_epoch = last_epoch - 1
-    schedule._step_count = last_epoch  # or it takes this for a step before the optimizer's first
+    schedule._step_count = last_epoch  # or torch warns that the schedule steps before the optimizer
     schedule.step()
 
 

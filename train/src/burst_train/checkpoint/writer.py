@@ -1,7 +1,7 @@
-"""A checkpoint on its way to the disk: copied by all ranks at a step, written by each while it trains, sealed by all.
+"""Write a checkpoint: all ranks copy it at one step, each writes its part during training, and all seal it.
 
-Ranks exchange words when it is copied and when it is sealed, both in the thread that trains: two threads of one process
-group would mix up each other's messages. What lies between, :meth:`Draft.write`, is each rank's own and says nothing.
+Ranks communicate only when they copy and when they seal, in the training thread: two threads that use one process
+group would mix up their messages. :meth:`CheckpointWriter.write`, in between, does not communicate.
 """
 
 from __future__ import annotations
@@ -29,23 +29,22 @@ from .manifest import SHARDING, STATE, UNFINISHED, Pieces, discard, fingerprint,
 from .shards import Pace, sync_file, write_tensors
 
 T = TypeVar("T")
-LOWEST = 19  # priority of a thread on Linux
+LOWEST = 19  # lowest priority of a thread on Linux
 
 
-class Draft:
-    """One rank's part of a checkpoint that has no name yet. Every rank must make it, and call :meth:`seal`.
+class CheckpointWriter:
+    """One rank's part of an unfinished checkpoint. Every rank must create it and call :meth:`seal`.
 
-    It holds copies in this process's memory, of the very step: what is done to the tensors afterwards does not reach
-    the disk.
+    It copies the tensors to this process's memory, so later changes to them do not reach the disk.
 
     Args:
-        out: the run's folder, one that all ranks see.
-        tensors: by name; what lies on every rank alike is written once.
-        state: what JSON can hold. Rank 0's is written.
+        out: the run's folder, which all ranks must see.
+        tensors: tensors by name; replicated tensors are written once.
+        state: state that JSON can hold. Rank 0's is written.
 
     Raises:
-        TypeError: a value of ``tensors`` is no tensor, or of a dtype that is not saved; nothing was written.
-        SaveError: some rank has no room for the copy, or rank 0 none for the folder.
+        TypeError: a value of ``tensors`` is not a tensor, or its dtype can't be saved; nothing was written.
+        SaveError: a rank has no memory for the copy, or rank 0 can't create the folder.
     """
 
     def __init__(
@@ -61,31 +60,31 @@ class Draft:
         self._thread: threading.Thread | None = None
         planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(dict(tensors), is_coordinator=self._is_first)
-        # Who writes what of that which several ranks have: the same plan on all of them, for it follows from the same.
+        # Decide which rank writes replicated tensors. All ranks compute the same plan from the same inputs.
         plans, _ = planner.create_global_plan(context.collect(planner.create_local_plan()))
         items = plans[context.rank].items
         self._places = {item.index.fqn: list(item.tensor_data.chunk.offsets) for item in items if item.tensor_data}
 
         def copy() -> None:
             if self._is_first:
-                discard(self._folder)  # whatever a run that was killed left there
+                discard(self._folder)  # may be left from a run that was killed
                 self._folder.mkdir(parents=True)
             self._copies = {item.index.fqn: _copy_of(planner.lookup_object(item.index)) for item in items}
 
         self._or_discard(copy)
 
     def write_beside(self) -> None:
-        """Begin to write in a thread, with rests, behind everything else that the processor has to do."""
+        """Start writing in a background thread with the lowest priority and with rests."""
         self._thread = threading.Thread(target=self._write_behind, name=f"save {self.step}", daemon=True)
         self._thread.start()
 
     @property
     def is_being_written(self) -> bool:
-        """By this rank."""
+        """Whether this rank is still writing."""
         return self._thread is not None and self._thread.is_alive()
 
     def write(self) -> None:
-        """Write this rank's part, once the disk has it read it back; a failure is told by :meth:`seal`."""
+        """Write this rank's part to disk and read it back; :meth:`seal` reports failures."""
         began = time.monotonic()
         try:
             if self._copies:
@@ -94,25 +93,25 @@ class Draft:
             if self._is_first:
                 write_whole(self._folder / STATE, self._text)
                 self._written[STATE] = ({}, fingerprint(self._folder / STATE))
-        except Exception as error:  # of any kind: nobody else hears of it in this thread
+        except Exception as error:  # any error: seal reports it, because this thread can't
             self._failure = text_of(error)
         finally:
             self._copies = {}
             self.seconds = time.monotonic() - began - self._pace.rested
 
     def write_at_once(self) -> None:
-        """The same while nothing else goes on."""
+        """Write without rests, in the calling thread."""
         self._pace.hurry()
         self.write()
 
     def seal(self) -> Path:
-        """Wait until this rank's part is written, now without rests, agree with the others, and give it its name.
+        """Finish writing without rests, agree with all ranks, and rename the checkpoint.
 
         Returns:
-            The checkpoint's folder, on all ranks, once the disk has it.
+            The checkpoint's folder, on all ranks, once it is on disk.
 
         Raises:
-            SaveError: on all ranks, if writing failed on one; nothing of it is left.
+            SaveError: on all ranks, if writing failed on one; the checkpoint is removed.
         """
         self._pace.hurry()
         if self._thread is not None:
@@ -137,9 +136,9 @@ class Draft:
         return self._context.rank == 0
 
     def _or_discard(self, action: Callable[[], T]) -> list[T]:
-        """Every rank's result; where one fails, what was written is removed."""
+        """Run ``action`` on all ranks and return every result; if one fails, remove the checkpoint."""
         try:
-            return together(self._context, action)
+            return all_or_raise(self._context, action)
         except SaveError:
             self._copies = {}
             if self._is_first:
@@ -147,39 +146,39 @@ class Draft:
             raise
 
     def _write_behind(self) -> None:
-        if sys.platform == "linux":  # where a thread has a priority of its own
+        if sys.platform == "linux":  # only Linux has priorities per thread
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)
         self.write()
 
     def _write_shard(self, path: Path) -> tuple[Pieces, dict[str, Any]]:
-        """What the file's header says, and its entry in the manifest, both as the disk gives them."""
+        """Write the shard; return its header's pieces and its manifest entry, both read back from disk."""
         written = self._put(path)
         sync_file(path)
         pieces, entry = read_header(path), fingerprint(path, self._pace.rest)
         if entry["sha256"] != written:
-            raise OSError(f"{path.name} could not be read back as it was written")
+            raise OSError(f"{path.name}: the disk returned other bytes than were written")
         return pieces, entry
 
     def _put(self, path: Path) -> str:
-        """Write this rank's copies; the SHA-256 that their file must have."""
+        """Write this rank's copies; return the SHA-256 that the file must have."""
         places = {name: {"saved_offsets": place} for name, place in self._places.items()}
-        # As torch.distributed.checkpoint's own writer for safetensors has it, whose reader reads it. That one makes two
-        # more copies in memory, and holds Python's lock meanwhile, so that no other thread would go on.
+        # The format of torch.distributed.checkpoint's safetensors writer, whose reader loads it. That writer is not
+        # used: it makes two more copies in memory and holds Python's lock, which would stop the training thread.
         metadata = {SHARDING: json.dumps(places), "DCP_VERSION": "1.0", "format": "pt"}
         names = {name: self._table[name]["dtype"] for name in self._copies}
         return write_tensors(path, self._copies, names, metadata, self._pace)
 
 
 def save(out: Path, tensors: Mapping[str, Tensor], state: dict[str, Any], *, step: int, context: RankContext) -> Path:
-    """Copy, write and seal, all at once; see :class:`Draft`. Every rank must call it."""
-    draft = Draft(out, tensors, state, step=step, context=context)
+    """Copy, write and seal a checkpoint in one call; see :class:`CheckpointWriter`. Every rank must call it."""
+    draft = CheckpointWriter(out, tensors, state, step=step, context=context)
     draft.write_at_once()
     return draft.seal()
 
 
-def together(context: RankContext, action: Callable[[], T]) -> list[T]:
-    """Every rank's result of ``action``, by rank.
+def all_or_raise(context: RankContext, action: Callable[[], T]) -> list[T]:
+    """Run ``action`` on every rank; return all results, by rank.
 
     Raises:
         SaveError: on all ranks, if it failed on one.
@@ -195,5 +194,5 @@ def together(context: RankContext, action: Callable[[], T]) -> list[T]:
 
 
 def _copy_of(tensor: Tensor) -> Tensor:
-    """In memory of its own, on the CPU, its elements in a row."""
+    """Return a contiguous copy on the CPU."""
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

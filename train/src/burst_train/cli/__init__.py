@@ -1,1 +1,1 @@
-"""The subcommands that burst-train adds to ``burst``: train, eval, export and plan."""
+"""Add the subcommands train, eval, export and plan to ``burst``."""

@@ -1,4 +1,4 @@
-"""``burst eval``: flags to an EvalConfig, then the ranks that evaluate it, then a table."""
+"""``burst eval``: parse the flags, evaluate on local ranks, print a table."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ from . import train
 from .preflight import check_evaluation
 
 COMMAND = "burst eval"
-QUIET = 10.0  # seconds between two lines of progress, where no terminal shows a bar
-PIPED_WIDTH = 160  # columns of a table that no terminal shows
+QUIET = 10.0  # seconds between two lines of progress when the output is not a terminal
+PIPED_WIDTH = 160  # columns of the table when the output is not a terminal
 
 
 def main(arguments: list[str]) -> int:
-    """Run ``burst eval``; returns the exit status: 0 if an engine ran, 1 if one failed, 2 if none can be asked."""
+    """Run ``burst eval`` and return the exit status.
+
+    The status is 0 if an engine ran, 1 if one failed, and 2 if the arguments are refused.
+    """
     config = tyro.cli(EvalConfig, prog=COMMAND, args=launch.spelled_out(arguments), registry=numbers())
     try:
         config.check()
@@ -38,7 +41,7 @@ def main(arguments: list[str]) -> int:
 
 
 def resolve(config: EvalConfig, running: tuple[int, int] | None) -> EvalConfig:
-    """As :func:`burst_train.cli.train.resolve`."""
+    """Fill in the settings that depend on the machine, as :func:`burst_train.cli.train.resolve` does."""
     resolved = train.resolve(config.as_training, running)
     return replace(config, ranks=resolved.parallel.ranks, device=resolved.parallel.device, dtype=resolved.model.dtype)
 
@@ -57,11 +60,11 @@ def _evaluate(config: EvalConfig) -> None:
         console.print(table(config, results))
         if config.json is not None:
             Evaluation.of(config, results).write(config.json)
-            console.print(f"as JSON: [bold]{escape(str(config.json))}[/]")
+            console.print(f"results as JSON: [bold]{escape(str(config.json))}[/]")
 
 
 class Told(ExitStack):
-    """What is shown while engines run: a bar on a terminal, elsewhere a line now and then."""
+    """Show progress while engines run: a bar on a terminal, otherwise occasional lines."""
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -70,7 +73,7 @@ class Told(ExitStack):
         self._tasks: dict[str, TaskID] = {}
 
     def progress(self, engine: str, done: int, of: int) -> None:
-        """So many of an engine's sequences are done."""
+        """Report that ``done`` of ``of`` sequences of an engine are evaluated."""
         if not self._console.is_terminal:
             if done < of and self._clock() - self._last >= QUIET:
                 self._last = self._clock()
@@ -83,14 +86,14 @@ class Told(ExitStack):
         self._bar.update(self._tasks[engine], completed=done, refresh=True)
 
     def result(self, result: EngineResult) -> None:
-        """An engine is through."""
+        """Report an engine that has finished."""
         if self._bar is not None and result.engine in self._tasks:
             self._bar.remove_task(self._tasks.pop(result.engine))
         self._console.print(f"{result.engine}: {result.sequences:,} sequences in {result.seconds:,.1f} s")
 
 
 def table(config: EvalConfig, results: list[EngineResult]) -> Table:
-    """One row for each engine; of one that refused, why."""
+    """Return a table with one row per engine; if an engine refused, its row says why."""
     ran = [result for result in results if result.refused is None]
     title = (
         f"{config.model}, {ran[0].sequences} sequences, {config.dtype}, {config.ranks} ranks" if ran else config.model
@@ -104,7 +107,7 @@ def table(config: EvalConfig, results: list[EngineResult]) -> Table:
     for result in results:
         shown.add_row(result.engine, *_figures(result), *([escape(result.refused)] if result.refused else []))
     reference = ran[0].reference if ran else None
-    shown.caption = f"difference: of a token's log-likelihood from that of {reference}, in nats"
+    shown.caption = f"difference: a token's log-likelihood against that of {reference}, in nats"
     return shown
 
 

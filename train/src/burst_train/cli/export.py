@@ -1,4 +1,4 @@
-"""``burst export``: a checkpoint of a run to a Hugging Face folder."""
+"""``burst export``: write the model of a checkpoint as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -18,25 +18,27 @@ COMMAND = "burst export"
 
 
 @dataclass(frozen=True)
-class Arguments:
-    """Write the model of a checkpoint as a Hugging Face folder, in this process alone."""
+class ExportArguments:
+    """Write the model of a checkpoint as a Hugging Face folder. The command starts no ranks."""
 
     checkpoint: Annotated[Path, tyro.conf.Positional]
-    """The folder of a run, for its newest checkpoint (--best: its best one), or one of its checkpoints."""
+    """A checkpoint, or a run's folder: its newest checkpoint is used, or with --best its best one."""
     dir: Annotated[Path, tyro.conf.Positional]
-    """The folder to write; new or empty."""
+    """The folder to write. It must be new or empty."""
     best: bool = False
-    """The run's checkpoint with the lowest held-out loss: see --eval-every of `burst train`."""
+    """Export the run's checkpoint with the lowest held-out loss (see --eval-every of `burst train`)."""
 
 
 def chosen(given: Path, tell: Callable[[str], object], *, best: bool) -> Path:
-    """The checkpoint that is meant: the one that is named, or the newest whole one or the best of a run's folder.
+    """Return the checkpoint to export.
+
+    It is ``given`` itself if that is a checkpoint. For a run's folder it is the newest complete one, or the best.
 
     Args:
-        tell: is called with what is wrong with checkpoints that are passed over.
+        tell: called with a message for each damaged checkpoint that is skipped.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no checkpoint was found.
     """
     from ..checkpoint.files import best_checkpoint, newest_whole
     from ..run.folder import FOLDER, list_checkpoints, name_of
@@ -47,8 +49,7 @@ def chosen(given: Path, tell: Callable[[str], object], *, best: bool) -> Path:
         found = best_checkpoint(given)
         if found is None:
             raise ValueError(
-                f"--best: {str(given)!r} holds no checkpoint that was evaluated; "
-                "name the folder of a run with --eval-every"
+                f"--best: {str(given)!r} holds no evaluated checkpoint; name the folder of a run that used --eval-every"
             )
         return given / FOLDER / name_of(found.step)
     if not (given / MARKER).exists():
@@ -59,7 +60,7 @@ def chosen(given: Path, tell: Callable[[str], object], *, best: bool) -> Path:
 
 
 def _instead(given: Path) -> str:
-    """What can be exported, or loaded, of the run in which a path lies; empty if there is no such run."""
+    """Suggest what to export from the run that contains this path; empty outside a run."""
     from ..run.folder import list_checkpoints
     from ..run.metrics import MODEL
 
@@ -67,14 +68,14 @@ def _instead(given: Path) -> str:
     if run is None:
         return ""
     if found := list_checkpoints(run):
-        return f"; name {str(run)!r}, whose newest is {found[0].name}, or --best with it"
+        return f"; give {str(run)!r} to export its newest checkpoint, {found[0].name}, or add --best"
     trained = run / MODEL
-    return f"; its trained model is a Hugging Face folder already: {str(trained)!r}" if trained.is_dir() else ""
+    return f"; its trained model is already a Hugging Face folder: {str(trained)!r}" if trained.is_dir() else ""
 
 
 def main(arguments: list[str]) -> int:
-    """Run ``burst export``; returns the exit status."""
-    given = tyro.cli(Arguments, prog=COMMAND, args=arguments)
+    """Run ``burst export`` and return the exit status."""
+    given = tyro.cli(ExportArguments, prog=COMMAND, args=arguments)
     from ..step.export import export
     from ..step.model import quieten_transformers
 
@@ -84,5 +85,5 @@ def main(arguments: list[str]) -> int:
         export(source, given.dir)
     except ValueError as error:
         return launch.refuse(COMMAND, error)
-    sys.stdout.write(f"the model of {source} is in {given.dir}\n")
+    sys.stdout.write(f"wrote the model of {source} to {given.dir}\n")
     return 0

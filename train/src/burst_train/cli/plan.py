@@ -1,4 +1,4 @@
-"""``burst plan``: what a sequence over so many GPUs will cost, before anything is rented."""
+"""``burst plan``: predict what a training step costs before you rent GPUs."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from burst_attention.attention.hardware import resolve_rates
 from burst_attention.cli.flags import Count, Length, Name, Positive, check_settings, number, require, whole
 from burst_attention.cli.numbers import numbers
 from burst_attention.launch import local as launch
-from burst_attention.plan.assignment import TravelsOrAuto
+from burst_attention.plan.assignment import CirculateOrAuto
 from burst_attention.plan.layout import LayoutOrAuto
 from burst_attention.plan.route import RouteOrAuto
 
 from ..forecast.forecast import Forecast, forecasts
 from ..forecast.machines import Device, device_of
 from ..forecast.models import Model, model_of
-from ..forecast.request import Cluster, Question
+from ..forecast.request import Cluster, ForecastRequest
 from .plan_page import page
 from .plan_words import as_dict, assumptions, command, headline, rows, verdict
 
@@ -38,107 +38,114 @@ Share = Annotated[float, number(lambda value: 0 < value <= 1, "must be above 0 a
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
-    """What a training step on one long sequence costs over many GPUs: seconds, bytes, memory, by engine.
+class PlanArguments:
+    """Predict a training step's time, traffic and memory for each engine.
 
-    Nothing is launched, nothing is fetched. Numbers may be written 128K and 1M, in powers of 1024. The model is Llama 3
-    8B unless --model names another, or --q-heads asks for attention alone.
+    The command starts no ranks and downloads nothing. Numbers may end in K or M (powers of 1024): 128K, 1M. The model
+    is Llama 3 8B by default. Use --model for another model, or --q-heads for attention only.
     """
 
     seq_len: Length
-    """Tokens of the sequence."""
+    """Tokens in the sequence."""
     ranks: Annotated[int, whole(most=MOST_RANKS)]
-    """GPUs (or processes) that share it."""
+    """GPUs (or processes) that share the sequence."""
     nodes: Count | None = None
-    """Machines that these are on. Default: as many as eight ranks each need."""
+    """Number of machines. Default: eight ranks per machine."""
     hardware: Name | None = None
-    """A preset, as h100-hgx or a100-nvlink+ethernet-100g, or a TOML file of burst calibrate. Default: what burst
-    calibrate wrote for this user, else what is usual for this machine."""
+    """A preset such as h100-hgx+ethernet-100g, or a file of burst calibrate. Default: its saved file, else a preset."""
     model: Name | None = None
-    """llama-3-8b or another name that is known, or a folder with a config.json, or that file."""
+    """A known model name such as llama-3-8b, a folder with a config.json, or a config.json file."""
     q_heads: Count | None = None
-    """Query heads of attention alone, in place of --model."""
+    """Query heads. Plans attention only; do not combine with --model."""
     kv_heads: Count | None = None
-    """Key-value heads; --q-heads if not given."""
+    """Key-value heads, for attention only. Default: --q-heads."""
     head_dim: Count | None = None
-    """128 if not given."""
+    """Head dimension, for attention only. Default: 128."""
     v_head_dim: Count | None = None
-    """--head-dim if not given."""
+    """Head dimension of the values, for attention only. Default: --head-dim."""
     layers: Count | None = None
-    """Layers of attention alone; 1 if not given."""
+    """Layers, for attention only. Default: 1."""
     batch: Count = 1
-    """Sequences that are computed at once."""
+    """Sequences per batch."""
     dtype: DtypeName = "bfloat16"
-    """bfloat16 or float32; of attention alone any."""
+    """Compute dtype: bfloat16 or float32. Attention only: any of the choices."""
     causal: bool = True
     window: Count | None = None
-    """Keys that a query sees, in all layers."""
+    """Sliding window of every layer: the number of keys that each query attends to."""
     documents: Count = 1
-    """Pack this many equal documents."""
+    """Number of documents packed into the sequence, all of equal length."""
     layout: LayoutOrAuto = "auto"
-    """Of burst, as for burst train; auto: what is predicted to be fastest."""
+    """Layout of the burst engine, as for burst train. auto: the layout that is predicted to be fastest."""
     route: RouteOrAuto = "auto"
-    """Of burst."""
-    travels: TravelsOrAuto = "auto"
-    """Of burst, in the backward."""
-    heads: Count | None = None
-    """Groups into which burst cuts heads. Default: as many as are predicted to be fastest."""
+    """Route of the burst engine, as for burst train. auto: the route that is predicted to be fastest."""
+    circulate: CirculateOrAuto = "auto"
+    """Tensors that circulate in the burst engine's backward. auto: the fastest choice by prediction."""
+    ulysses_degree: Count | None = None
+    """Ulysses degree of the burst engine: heads are split into this many groups. Default: the fastest by prediction."""
     remat: RematOrAuto = "auto"
-    """What is recomputed; auto: the least that fits."""
+    """Activations to recompute. auto: the policy that recomputes least and still fits."""
     mlp_chunks: Count = 1
-    """As for burst train."""
+    """Pieces of each feed-forward layer, as for burst train."""
     matmul_efficiency: Share = 0.4
-    """Share of the peak that the rest of the model reaches; 0.4 fits published training speeds on H100."""
+    """Share of the peak that matrix products outside attention reach. 0.4 fits published training speeds on H100."""
     peak_tflops: Positive | None = None
-    """A device's peak in bf16, in 10^12 operations a second, where the preset does not say it."""
+    """A device's bf16 peak in TFLOP/s (10^12 operations per second). Overrides the preset."""
     device_memory: Positive | None = None
-    """What a device holds, in GB (10^9 bytes), where the preset does not say it."""
+    """A device's memory in GB (10^9 bytes). Overrides the preset."""
     json: Name | None = None
-    """A file to write all figures to."""
+    """Write all figures to this JSON file."""
     html: Name | None = None
-    """A file to write a page to: who computes what when, what travels, where time and memory go."""
+    """Write a web page to this file: schedule, messages between ranks, time and memory."""
 
     def check(self) -> None:
-        """Raise ValueError for what can't be."""
+        """Raise ValueError if an argument is invalid or contradicts another."""
         check_settings(self)
         require(
-            self.seq_len >= self.ranks, "seq_len", self.seq_len, f"is less than a token for each of {self.ranks} ranks"
+            self.seq_len >= self.ranks,
+            "seq_len",
+            self.seq_len,
+            f"is less than one token for each of {self.ranks} ranks; raise it, or lower --ranks",
         )
-        require(self.documents <= self.seq_len, "documents", self.documents, f"is more than --seq-len {self.seq_len}")
-        require(self.causal or self.window is None, "window", self.window, "looks back only; leave --no-causal out")
+        require(
+            self.documents <= self.seq_len,
+            "documents",
+            self.documents,
+            f"is more than --seq-len {self.seq_len}; lower it",
+        )
+        require(self.causal or self.window is None, "window", self.window, "needs a causal mask; leave --no-causal out")
         most = self.nodes is None or self.nodes <= self.ranks
-        require(most, "nodes", self.nodes, f"is more than --ranks {self.ranks}: each has one at least")
+        require(most, "nodes", self.nodes, f"is more than --ranks {self.ranks}; each node needs at least one rank")
         if self.nodes:
             held = -(-self.ranks // -(-self.ranks // self.nodes))
-            some = f"can't share {self.ranks} ranks so that only the last has fewer; {held} can"
+            some = f"can't hold {self.ranks} ranks with only the last node not full; use {held}"
             require(held == self.nodes, "nodes", self.nodes, some)
         for name in ("json", "html"):
             given = getattr(self, name)
             can = given is None or (Path(given).absolute().parent.is_dir() and not Path(given).is_dir())
-            require(can, name, given, "can't be written; name a file in a folder that is there")
+            require(can, name, given, "can't be written; name a file in an existing folder")
         if self.q_heads is None:
             for name in ("kv_heads", "head_dim", "v_head_dim", "layers"):
-                alone = "is of attention alone, which --q-heads asks for; --model says it of a model"
+                alone = "is for attention only; give --q-heads with it, or leave it out: a model has this size already"
                 require(getattr(self, name) is None, name, getattr(self, name), alone)
-            require(self.causal, "causal", "no", "is for attention alone (--q-heads): the models here are causal")
-            known = "is of attention alone (--q-heads): a model's memory is known in bfloat16 and float32"
+            require(self.causal, "causal", "no", "is for attention only (--q-heads); the models here are causal")
+            known = "is for attention only (--q-heads); with a model use bfloat16 or float32"
             require(self.dtype in ("bfloat16", "float32"), "dtype", self.dtype, known)
             return
-        require(self.model is None, "q_heads", self.q_heads, "is for attention alone; leave it out, or --model")
+        require(self.model is None, "q_heads", self.q_heads, "is for attention only; leave it or --model out")
         multiple = f"must be a multiple of --kv-heads {self.kv_heads}"
         require(self.q_heads % (self.kv_heads or self.q_heads) == 0, "q_heads", self.q_heads, multiple)
-        require(self.mlp_chunks == 1, "mlp_chunks", self.mlp_chunks, "is of a model; leave it out, or --q-heads")
-        require(self.remat in ("auto", "none"), "remat", self.remat, "is of a model; leave it out, or --q-heads")
+        require(self.mlp_chunks == 1, "mlp_chunks", self.mlp_chunks, "needs a model; leave it or --q-heads out")
+        require(self.remat in ("auto", "none"), "remat", self.remat, "needs a model; leave it or --q-heads out")
 
-    def question(self) -> Question:
-        """What is asked.
+    def question(self) -> ForecastRequest:
+        """Convert the arguments into a question for the predictor.
 
         Raises:
-            ValueError: there is no such model or hardware.
+            ValueError: the model or the hardware is unknown.
         """
         model = None if self.q_heads is not None else model_of(self.model or DEFAULT_MODEL)
         borders = tuple(n * self.seq_len // self.documents for n in range(self.documents + 1))
-        return Question(
+        return ForecastRequest(
             seq_len=self.seq_len,
             cluster=self._cluster(),
             model=model,
@@ -152,8 +159,8 @@ class Arguments:
             mlp_chunks=self.mlp_chunks,
             layout=self.layout,
             route=self.route,
-            heads="auto" if self.heads is None else self.heads,
-            travels=self.travels,
+            ulysses_degree="auto" if self.ulysses_degree is None else self.ulysses_degree,
+            circulate=self.circulate,
         )
 
     def _sizes(self, model: Model | None) -> Mapping[str, Any]:
@@ -187,8 +194,8 @@ class Arguments:
 
 
 def main(arguments: list[str]) -> int:
-    """Run ``burst plan``; returns the exit status."""
-    parsed = tyro.cli(Arguments, prog=COMMAND, args=arguments, registry=numbers())
+    """Run ``burst plan`` and return the exit status."""
+    parsed = tyro.cli(PlanArguments, prog=COMMAND, args=arguments, registry=numbers())
     try:
         parsed.check()
         question = parsed.question()
@@ -205,16 +212,16 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _show(question: Question, found: list[Forecast], notes: list[str]) -> None:
+def _show(question: ForecastRequest, found: list[Forecast], notes: list[str]) -> None:
     console = Console(highlight=False)
     console.print(f"[bold]{headline(question)}[/]")
-    names = ("a rank, in a step", *(each.engine for each in found if not each.refused))
+    names = ("per rank and step", *(each.engine for each in found if not each.refused))
     for table in _tables(names, [*rows(question, found)], console.width):
         console.print(table)
     wide = Console(highlight=False, soft_wrap=True)
     for each in found:
         if each.refused:
-            wide.print(f"{each.engine}: not here: {each.refused}", markup=False)
+            wide.print(f"{each.engine}: not possible: {each.refused}", markup=False)
     wide.print(f"[bold]{verdict(question, found)}[/]")
     for each in found:
         if not each.refused:
@@ -225,7 +232,7 @@ def _show(question: Question, found: list[Forecast], notes: list[str]) -> None:
 
 
 def _tables(names: Sequence[str], lines: Sequence[Sequence[str]], width: int) -> Iterator[Table]:
-    """Yield tables of whole columns: as many engines in each as fit ``width``, so that no word is broken."""
+    """Yield tables of at most ``width`` characters, each with as many engines as fit; no word is broken."""
     widths = [max(len(name), *(len(line[n]) for line in lines)) + 3 for n, name in enumerate(names)]
     first = 1
     while first < len(names):

@@ -1,4 +1,4 @@
-"""The page of ``burst plan --html``: one file that fetches nothing, of tables and drawings in SVG."""
+"""The page of ``burst plan --html``: one self-contained file of tables and SVG drawings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from burst_attention.plan.rows import Direction
 
 from ..figures import bytes_text, seconds_text
 from ..forecast.forecast import Forecast
-from ..forecast.request import Question
+from ..forecast.request import ForecastRequest
 from ..forecast.timeline import Picture, drawn, picture
 from .plan_words import command
 
@@ -36,25 +36,25 @@ def page(
     headline: str,
     verdict: str,
     rows: Sequence[Sequence[str]],
-    question: Question,
+    question: ForecastRequest,
     found: Sequence[Forecast],
     notes: Sequence[str],
 ) -> str:
-    """All of it as one HTML file."""
+    """Return the whole page as HTML text."""
     able = [each for each in found if not each.refused]
     sections = [
         f"{HATCH}<h1>{escape(headline)}</h1><p class=verdict>{escape(verdict)}</p>",
-        f"<div class=wide>{_table(['a rank, in a step', *(each.engine for each in able)], rows)}</div>",
-        *(f"<p>{escape(each.engine)}: not here: {escape(each.refused)}</p>" for each in found if each.refused),
+        f"<div class=wide>{_table(['per rank and step', *(each.engine for each in able)], rows)}</div>",
+        *(f"<p>{escape(each.engine)}: not possible: {escape(each.refused)}</p>" for each in found if each.refused),
         *(
             f"<p>{escape(x.engine)}, {escape(x.way)}: <code>{escape(command(question, x.flags))}</code></p>"
             for x in able
             if x.flags
         ),
-        "<h2>Where memory goes</h2>",
+        "<h2>Memory by engine and --remat policy</h2>",
         _memory(question, able),
         *_pictures(question, able),
-        f"<h2>What these figures rest on</h2><ul>{''.join(f'<li>{escape(note)}</li>' for note in notes)}</ul>",
+        f"<h2>Assumptions</h2><ul>{''.join(f'<li>{escape(note)}</li>' for note in notes)}</ul>",
     ]
     title = f"<meta charset=utf-8><title>{escape(headline)}</title><style>{STYLE}</style>"
     return f"<!doctype html>\n<html lang=en><head>{title}</head><body>\n" + "\n".join(sections) + "\n</body></html>\n"
@@ -79,8 +79,8 @@ def _text(x: float, y: float, told: str, anchor: str = "start") -> str:
     return f'<text x="{x:.2f}" y="{y:.2f}" text-anchor="{anchor}">{escape(told)}</text>'
 
 
-def _memory(question: Question, able: Sequence[Forecast]) -> str:
-    """A bar for each engine and what it recomputes, of parts; the line is what fits."""
+def _memory(question: ForecastRequest, able: Sequence[Forecast]) -> str:
+    """Draw one bar per engine and ``--remat`` policy, split into parts, and a line at the limit."""
     bars = [(each, remat, parts) for each in able for remat, parts in each.memory.items()]
     names = [*dict.fromkeys(name for _, _, parts in bars for name in parts)]
     limit = question.limit or 0.0
@@ -88,7 +88,7 @@ def _memory(question: Question, able: Sequence[Forecast]) -> str:
     drawing = []
     for n, (each, remat, parts) in enumerate(bars):
         y, scale = n * line + 4, (WIDTH - left - 80) / most
-        drawing.append(_text(left - 6, y + 12, f"{each.engine}, {'as it is' if remat == 'none' else remat}", "end"))
+        drawing.append(_text(left - 6, y + 12, f"{each.engine}, {'none' if remat == 'none' else remat}", "end"))
         begins = [0, *accumulate(parts.values())]
         for name, size, begin in zip(parts, parts.values(), begins, strict=False):
             colour = COLOURS[names.index(name) % len(COLOURS)]
@@ -103,12 +103,12 @@ def _memory(question: Question, able: Sequence[Forecast]) -> str:
         + _text(left + 82 * n + 14, height + 13, name)
         for n, name in enumerate(names)
     ]
-    told = f"<p>The dashed line is what fits a device, {bytes_text(limit)}.</p>" if limit else ""
+    told = f"<p>The dashed line is the memory that a step may use, {bytes_text(limit)}.</p>" if limit else ""
     return told + _svg(height + 22, [*drawing, *legend], "memory by part")
 
 
-def _pictures(question: Question, able: Sequence[Forecast]) -> Iterator[str]:
-    """Of the engines whose attention is ours, of the layers that see most."""
+def _pictures(question: ForecastRequest, able: Sequence[Forecast]) -> Iterator[str]:
+    """Yield drawings of each engine that uses our attention, for the layers with the widest window."""
     mask = next(iter(question.masks))
     for each in able:
         if not each.ways or question.cluster.ranks == 1:
@@ -118,8 +118,8 @@ def _pictures(question: Question, able: Sequence[Forecast]) -> Iterator[str]:
             ""
             if setting.world == question.cluster.ranks
             else (
-                f" Drawn over {setting.world} ranks with as many tokens each, as an example: over all "
-                f"{question.cluster.ranks:,} the pattern goes on, and times are those of the table."
+                f" The drawing shows {setting.world} ranks with the same tokens per rank. Over all "
+                f"{question.cluster.ranks:,} ranks the pattern continues; the table has their times."
             )
         )
         yield f"<h2>{escape(each.engine)}: {escape(each.way)}</h2><p>One layer's attention.{few}</p>"
@@ -128,23 +128,23 @@ def _pictures(question: Question, able: Sequence[Forecast]) -> Iterator[str]:
             name = direction.name.lower()
             yield f"<h3>{name.capitalize()}</h3>"
             yield (
-                f"<p>Left: {_coloured(one)} Query owners go down, key owners across, of the first head group. "
-                "Right: what travels, from each rank (down) to each other (across).</p>"
+                f"<p>Left: {_coloured(one)} Rows are query owners, columns are key owners, for the first head group. "
+                "Right: bytes sent from each rank (row) to each other rank (column).</p>"
             )
             yield _cells(one, name)
-            yield "<p>Where time goes: filled, a rank computes; hatched, it waits for what its next step needs.</p>"
+            yield "<p>Timeline: filled bars are computation; hatched bars are waits for the next step's input.</p>"
             yield _gantt(one, name)
 
 
 def _coloured(one: Picture) -> str:
-    """Say what the colours of cells mean."""
+    """Return a sentence that explains the colours of cells."""
     computing = np.unique(one.ranks[one.ranks >= 0]).tolist()
     if len(computing) > 1:
-        return "each colour is the rank that computes a cell; numbers are steps."
+        return "the colour of a cell is the rank that computes it; the number is the step."
     steps = len(np.unique(one.steps[one.ranks >= 0]))
-    parts = f"in {steps} steps, which colours show" if steps > 1 else "in one step"
+    parts = f"in {steps} steps, shown by colour" if steps > 1 else "in one step"
     return (
-        f"rank {computing[0]} computes every cell of its head group {parts}." if computing else "nothing is computed."
+        f"rank {computing[0]} computes every cell of its head group {parts}." if computing else "no cell is computed."
     )
 
 
@@ -156,7 +156,7 @@ def _cells(one: Picture, name: str) -> str:
         rank, step = int(one.ranks[i, j]), int(one.steps[i, j])
         colour = COLOURS[(computing.index(rank) if len(computing) > 1 else step) % len(COLOURS)]
         parts.append(
-            _box(20 + side * j, side * i, side - 0.5, side - 0.5, colour, f"({i}, {j}) at rank {rank}, step {step}")
+            _box(20 + side * j, side * i, side - 0.5, side - 0.5, colour, f"({i}, {j}) on rank {rank}, step {step}")
         )
         if side > 14:
             parts.append(_text(20 + side * (j + 0.5), side * (i + 0.5) + 4, str(step), "middle"))

@@ -1,4 +1,4 @@
-"""What ``burst plan`` tells, in words and figures for people; and all of it as plain values."""
+"""The text and figures that ``burst plan`` prints, and the same figures as plain values."""
 
 from __future__ import annotations
 
@@ -11,92 +11,97 @@ from burst_attention.planner.choice import WORTH
 from ..figures import bytes_text, digits, flops_text, seconds_text, tokens_text
 from ..forecast.forecast import Forecast, fastest, recommended
 from ..forecast.machines import USABLE
-from ..forecast.request import Question
+from ..forecast.request import ForecastRequest
 
 
-def headline(question: Question) -> str:
-    """What was asked, in a line."""
+def headline(question: ForecastRequest) -> str:
+    """Return one line that names the model, sequence, ranks, hardware and dtype."""
     cluster, model = question.cluster, question.model
-    heads = f"{question.q_heads}/{question.kv_heads} heads of {question.head_dim}, {question.layers} layers"
+    heads = (
+        f"{question.q_heads} query and {question.kv_heads} key-value heads of dimension {question.head_dim}, "
+        f"{question.layers} layers"
+    )
     nodes = cluster.nodes
     return (
-        f"{model.name if model else f'attention alone, {heads}'}, {tokens_text(question.seq_len)} tokens over "
+        f"{model.name if model else f'attention only, {heads}'}, {tokens_text(question.seq_len)} tokens over "
         f"{cluster.ranks:,} rank{'s' * (cluster.ranks > 1)} on {nodes:,} node{'s' * (nodes > 1)}, "
         f"{cluster.rates.name}, {str(question.dtype).removeprefix('torch.')}"
     )
 
 
-def verdict(question: Question, found: list[Forecast]) -> str:
-    """What is recommended, and whether it fits."""
+def verdict(question: ForecastRequest, found: list[Forecast]) -> str:
+    """Return the recommendation, and whether it fits in memory."""
     best = recommended(found)
     if best is None:
         best = max((each for each in found if not each.refused), key=lambda each: each.longest or 0)
         needs = bytes_text(sum(best.memory[best.remat].values()))
         remat = f" with --remat {best.remat}" if question.model and best.remat != "none" else ""
         longest = (
-            f"the longest sequence that fits is {longest_text(best.longest)} tokens" if best.longest else "none does"
+            f"the longest sequence that fits is {longest_text(best.longest)} tokens"
+            if best.longest
+            else "no sequence length fits"
         )
         remedies = ["more ranks", "a shorter --seq-len"]
         if question.model and question.mlp_chunks == 1:
             remedies.insert(1, "--mlp-chunks 8")
-        why = f"It does not fit: {best.engine} needs {needs} a rank{remat}; {longest}."
-        return f"{why} Take {', '.join(remedies[:-1])} or {remedies[-1]}."
-    told = f"Recommended: {best.engine} ({best.way}), {seconds_text(best.seconds)} a step"
+        why = f"It does not fit: {best.engine} needs {needs} per rank{remat}; {longest}."
+        return f"{why} Use {', '.join(remedies[:-1])} or {remedies[-1]}."
+    told = f"Recommended: {best.engine} ({best.way}), {seconds_text(best.seconds)} per step"
     first = fastest(found)
     if first is not None and first is not best:
         told += (
-            f" ({first.engine} is {1 - first.seconds / best.seconds:.1%} faster, which is within the "
-            f"{WORTH - 1:.0%} that predictions can't tell apart)"
+            f" ({first.engine} is {1 - first.seconds / best.seconds:.1%} faster, but a difference of up to "
+            f"{WORTH - 1:.0%} is within the error of these predictions)"
         )
     if best.fits is None:
-        return f"{told}; whether it fits is not known."
+        return f"{told}. Give --device-memory to check whether it fits."
     needs = bytes_text(sum(best.memory[best.remat].values()))
     remat = f" with --remat {best.remat}" if question.model and best.remat != "none" else ""
-    return f"{told}. It fits{remat}: {needs} of {bytes_text(question.cluster.device.memory or 0)} a rank."
+    return f"{told}. It fits{remat}: {needs} of {bytes_text(question.cluster.device.memory or 0)} per rank."
 
 
-def rows(question: Question, found: list[Forecast]) -> Iterator[tuple[str, ...]]:
-    """The table: a figure's name, and of each engine the figure."""
+def rows(question: ForecastRequest, found: list[Forecast]) -> Iterator[tuple[str, ...]]:
+    """Yield the table's rows: a figure's name, then its value for each engine."""
     able = [each for each in found if not each.refused]
 
     def row(name: str, tell: Any) -> tuple[str, ...]:
         return (name, *(tell(each) for each in able))
 
     model = question.model is not None
-    yield row("a step" if model else "all layers", lambda x: seconds_text(x.seconds))
+    yield row("step time" if model else "time of all layers", lambda x: seconds_text(x.seconds))
     yield row("tokens/s per rank", lambda x: digits(x.tokens_per_second))
     if model:
         yield row(" attention", lambda x: seconds_text(x.attention))
         yield row(" rest of the model", lambda x: seconds_text(x.rest))
-        yield row(" parameters, exposed", lambda x: seconds_text(x.parameters))
+        yield row(" parameters, not hidden", lambda x: seconds_text(x.parameters))
         for remat in dict.fromkeys(remat for each in able for remat in each.steps):
-            name = "as it is" if remat == "none" else f"--remat {remat}"
-            yield row(f"a step, {name}", lambda x, r=remat: seconds_text(x.steps[r]) if r in x.steps else "-")
-    yield row("exchange, exposed", lambda x: seconds_text(x.exposed))
+            name = "--remat none" if remat == "none" else f"--remat {remat}"
+            yield row(f"step time, {name}", lambda x, r=remat: seconds_text(x.steps[r]) if r in x.steps else "-")
+    yield row("attention exchange, not hidden", lambda x: seconds_text(x.exposed))
     for what in ("attention", "parameters")[: 2 if model else 1]:
-        for n, where in enumerate(("in a node", "across")):
-            yield row(f"{what}: sent {where}", lambda x, n=n, what=what: bytes_text(x.sent[what][n]))
+        for n, where in enumerate(("within a node", "between nodes")):
+            yield row(f"{what} sent {where}", lambda x, n=n, what=what: bytes_text(x.sent[what][n]))
     for remat in dict.fromkeys(remat for each in able for remat in each.memory):
-        name = f"memory, {'as it is' if remat == 'none' else remat}" if model else "memory"
+        name = f"memory, --remat {'none' if remat == 'none' else remat}" if model else "memory"
         yield row(name, lambda x, r=remat: bytes_text(sum(x.memory[r].values())) if r in x.memory else "-")
     if model:
-        yield row("--remat", lambda x: x.remat)
+        yield row("chosen --remat", lambda x: x.remat)
     for part in able[0].memory[able[0].remat] if able else ():
-        yield row(f" peak: {part}", lambda x, p=part: bytes_text(x.memory[x.remat][p]))
-    yield row("fits", lambda x: {None: "not known", True: "yes", False: "no"}[x.fits])
-    yield row("longest that fits", lambda x: "not known" if x.longest is None else longest_text(x.longest))
+        yield row(f" at the peak: {part}", lambda x, p=part: bytes_text(x.memory[x.remat][p]))
+    yield row("fits", lambda x: {None: "unknown", True: "yes", False: "no"}[x.fits])
+    yield row("longest sequence that fits", lambda x: "unknown" if x.longest is None else longest_text(x.longest))
     yield row("MFU", lambda x: "-" if x.mfu is None else f"{x.mfu:.1%}")
 
 
 def longest_text(tokens: int) -> str:
-    """In K, or from 64M on in M; rounded down."""
+    """Return a token count in K, or in M from 64M on, rounded down."""
     if tokens == 0:
         return "none"
     return f"{tokens >> 20}M" if tokens >= 64 << 20 else f"{tokens >> 10:,}K"
 
 
-def as_dict(question: Question, found: list[Forecast], notes: list[str]) -> Mapping[str, Any]:
-    """All figures, of plain values: seconds, bytes, FLOP."""
+def as_dict(question: ForecastRequest, found: list[Forecast], notes: list[str]) -> Mapping[str, Any]:
+    """Return all figures as plain values in seconds, bytes and FLOP."""
     best = recommended(found)
     return {
         "asked": headline(question),
@@ -112,46 +117,46 @@ def as_dict(question: Question, found: list[Forecast], notes: list[str]) -> Mapp
     }
 
 
-def assumptions(question: Question, found: list[Forecast]) -> Iterator[str]:
-    """What the figures rest on, a sentence each."""
+def assumptions(question: ForecastRequest, found: list[Forecast]) -> Iterator[str]:
+    """Yield the assumptions behind the figures, one note each."""
     cluster, rates = question.cluster, question.cluster.rates
-    unmeasured = rates.source.count("foretold")
+    unmeasured = rates.source.count("estimated") + rates.source.count("foretold")  # as 0.2 wrote it
     told = {
         0: "",
-        1: " What is called foretold there nobody has measured with this library, nor what rests on it here.",
-        2: " Nobody has measured this hardware with this library: every figure here is foretold.",
+        1: " Some of these rates were not measured with this library. The figures that depend on them are predictions.",
+        2: " This hardware was not measured with this library: every figure here is a prediction.",
     }
     yield f"Rates of {rates.name}: {rates.source}.{told[min(unmeasured, 2)]}"
     for few, many in sorted({each.standing for each in found if each.standing}):
         names = ", ".join(each.engine for each in found if each.standing == (few, many))
         yield (
-            f"Attention of {names} is not run on paper over all {cluster.ranks:,} ranks: it is extrapolated from "
-            f"worlds of {few} and {many}, with as many tokens a rank and nodes as large."
+            f"The attention of {names} is not simulated over all {cluster.ranks:,} ranks: it is extrapolated from "
+            f"simulations of {few} and {many} ranks, with the same tokens per rank and ranks per node."
         )
     if question.model is not None:
         yield from _of_a_model(question)
     else:
-        yield "Attention alone: bytes and seconds are of its calls, memory of one of them."
+        yield "Attention only: time and bytes cover the calls of all layers; memory covers one call."
     if question.limit is not None:
         yield (
-            f"What takes at most {USABLE:.0%} of a device's {bytes_text(question.cluster.device.memory or 0)} fits; "
-            "the rest is left to the process, its libraries and the allocator. The longest sequence is found by "
-            "halving; with --remat layer, if none is asked for."
+            f"A step fits if it needs at most {USABLE:.0%} of a device's "
+            f"{bytes_text(question.cluster.device.memory or 0)}; the rest is left to the process, its libraries and "
+            "the allocator. The longest sequence is found by bisection, with --remat layer unless you give --remat."
         )
     else:
-        yield "What a device holds is not known of these rates: --device-memory tells what fits."
+        yield "The memory of these devices is unknown. Give --device-memory to see whether a step fits."
     peak = cluster.device.peak
     if peak is not None:
         yield (
-            "MFU is 3 x (forward FLOP of the matrix products and of the attention that is seen) / (seconds x ranks x "
-            f"{flops_text(peak)}/s): here {flops_text(question.flops)} a step; what is recomputed does not count."
+            "MFU is 3 x (forward FLOP of the matrix products and of the unmasked attention) / (seconds x ranks x "
+            f"{flops_text(peak)}/s): here {flops_text(question.flops)} per step. Recomputed work does not count."
         )
     else:
-        yield "No MFU: the peak of these devices is not known; --peak-tflops tells it."
+        yield "MFU is unknown, because the peak of these devices is unknown. Give --peak-tflops to see it."
 
 
-def command(question: Question, flags: str) -> str:
-    """Return the command that runs a step with these flags of ``burst train``."""
+def command(question: ForecastRequest, flags: str) -> str:
+    """Return the shell command that runs ``burst train`` with these flags."""
     cluster = question.cluster
     nodes, ranks = cluster.nodes, min(cluster.ranks, cluster.per_node)
     meet = " --rdzv-backend c10d --rdzv-endpoint HOST:29400" if nodes > 1 else ""
@@ -159,29 +164,29 @@ def command(question: Question, flags: str) -> str:
     return f"{start} {flags} --data DATA --out runs/mine"
 
 
-def _of_a_model(question: Question) -> Iterator[str]:
+def _of_a_model(question: ForecastRequest) -> Iterator[str]:
     cluster, model, io = question.cluster, question.model, question.dtype.itemsize
     assert model is not None
-    yield f"{model.name}: {digits(model.size / 1e9)} billion parameters, figures of the config.json of {model.source}."
+    yield f"{model.name}: {digits(model.size / 1e9)} billion parameters; sizes from the config.json of {model.source}."
     if io == 2 and cluster.device.peak is not None:
         how = (
             f"{cluster.efficiency:.0%} of the {flops_text(cluster.device.peak)}/s of the matrix units "
-            "(--matmul-efficiency); norms and activations are in it"
+            "(--matmul-efficiency), which includes norms and activation functions"
         )
     else:
-        how = f"the rate of attention kernels, {flops_text(question.matrix_rate)}/s, an assumption"
-    yield f"The rest of the model is its matrix products at {how}."
+        how = f"the rate of attention kernels, {flops_text(question.matrix_rate)}/s (assumed)"
+    yield f"The time of the rest of the model is that of its matrix products at {how}."
     yield (
-        "Parameters, gradients in fp32 and AdamW's moments are sharded over all ranks (FSDP2; tensor-sequence cuts "
-        f"them by heads and columns). A step gathers weights twice in {io} bytes an element and scatters gradients in "
-        "fp32, by rings, hidden behind the matrix products as far as these last. The optimizer's own time is left out."
+        "Weights, fp32 gradients and AdamW's moments are sharded over all ranks by FSDP2 (tensor-sequence cuts them by "
+        f"heads and columns). A step gathers weights twice, at {io} bytes per element, and scatters gradients in fp32, "
+        "both by rings. Matrix products hide these transfers while they last. The optimizer's time is not counted."
     )
-    yield "Offloading and mixtures of experts are not modelled; a model with experts is refused by name."
+    yield "Offloading and mixture-of-experts models are not supported; a model with experts is refused."
     yield (
-        "Engines other than burst and ring can't keep their attention here (--remat keep-attention). Compare steps "
-        "with equal --remat to see the exchanges alone."
+        "Only burst and ring can keep attention results (--remat keep-attention). To compare engines by their "
+        "exchanges, compare steps with the same --remat."
     )
     yield (
-        "Memory is what burst train foretells before it starts, by formula; of ulysses, usp and tensor-sequence, which "
-        "it does not foretell, by a simpler one."
+        "Memory comes from the formula for what burst train predicts before it starts. For ulysses, usp and "
+        "tensor-sequence burst train predicts none; a simpler formula is used here."
     )

@@ -1,4 +1,4 @@
-"""What can be found wrong before a worker is started."""
+"""Checks of a run's settings before any worker starts."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Start:
     """The first lines of a run.
 
     Attributes:
-        lines: to be printed, one by one.
-        memory: the predicted peak of a rank's tensors by part; None for engines without a prediction.
+        lines: to print, one by one.
+        memory: predicted peak of a rank's tensors in bytes, by part. None if the engine has no prediction.
     """
 
     lines: tuple[str, ...]
@@ -34,12 +34,15 @@ class Start:
 
 
 def check_run(config: TrainConfig, world: int, *, local_ranks: int | None = None) -> Start:
-    """Raise ValueError naming the first flag that keeps ``config`` from being trained by ``world`` ranks.
+    """Check that ``world`` ranks can train ``config``, and return the first lines to print.
 
-    Reads as much of the data as the first training sequence and the first held-out one need.
+    Reads only the data of the first training sequence and of the first held-out one.
 
     Args:
-        local_ranks: those of this machine; None: all.
+        local_ranks: number of ranks on this machine; None if all are.
+
+    Raises:
+        ValueError: the run can't start; the message names the first flag that prevents it.
     """
     config.check()
     config.check_world(world)
@@ -70,14 +73,14 @@ def check_run(config: TrainConfig, world: int, *, local_ranks: int | None = None
     for length in lengths:
         engine.check(Heads.of(model), length, sharing)
     _check_weights(name)
-    parts = foretell(config, model, engine, world)
+    parts = predict_call(config, model, engine, world)
     if parts is not None and parallel.device != "cuda":
         check_fits(parts, free_memory(), config.memory, seq_len=data.seq_len, ranks=local_ranks or world)
     return Start(_first_lines(config, model, positions, parts), parts)
 
 
-def foretell(config: TrainConfig, model: PreTrainedConfig, engine: Engine, world: int) -> dict[str, int] | None:
-    """:func:`burst_train.forecast.footprint.training_memory` of a run."""
+def predict_call(config: TrainConfig, model: PreTrainedConfig, engine: Engine, world: int) -> dict[str, int] | None:
+    """Predict a run's memory by :func:`burst_train.forecast.footprint.training_memory`."""
     from ..forecast.footprint import training_memory
 
     return training_memory(
@@ -98,25 +101,30 @@ def _first_lines(
 ) -> tuple[str, ...]:
     name, data, parallel = config.model.model, config.data, config.parallel
     ours = parallel.engine in KEEPING
-    kernel = "PyTorch's own" if not ours else "aten" if parallel.device == "cpu" else "auto, by what proves right there"
+    kernel = "PyTorch's own" if not ours else "aten" if parallel.device == "cpu" else "auto (one proven on the GPU)"
     own = BYTES if name in PRESETS else f"{name}'s own"
     lines = [
         f"model {name}, tokenizer {data.tokenizer or own}, data {data.data}, engine {parallel.engine}, kernel {kernel}"
     ]
     if config.model.max_positions is not None:
         before = "" if positions is None else f", in place of {positions:,}"
-        lines.append(f"max_position_embeddings {model.max_position_embeddings:,}{before}; RoPE as the model's says")
+        lines.append(
+            f"max_position_embeddings {model.max_position_embeddings:,}{before}; RoPE as in the model's configuration"
+        )
     if parts is None:
         return (f"memory is not predicted for --engine {parallel.engine}", *lines)
-    process = "PyTorch and Python themselves, some 500 MiB" if parallel.device == "cpu" else "the CUDA context"
-    counted = f"tensors of a rank at their peak: {size_text(sum(parts.values()))} ({parts_text(parts)})"
-    return (f"memory predicted for the {counted}; not counted: {process}", *lines)
+    process = "PyTorch and Python themselves, about 500 MiB" if parallel.device == "cpu" else "the CUDA context"
+    counted = f"tensors of a rank: {size_text(sum(parts.values()))} ({parts_text(parts)})"
+    return (f"predicted peak memory of the {counted}; not included: {process}", *lines)
 
 
 def check_evaluation(config: EvalConfig, world: int) -> None:
-    """Raise ValueError naming the first flag that keeps ``config`` from being evaluated by ``world`` ranks.
+    """Check that ``world`` ranks can evaluate ``config`` with at least one of its engines.
 
-    One engine that can run is enough. Reads as much of the data as the first sequence needs.
+    Reads only the data of the first sequence.
+
+    Raises:
+        ValueError: the evaluation can't start; the message names the first flag that prevents it.
     """
     config.check()
     from ..engines import Heads
@@ -136,16 +144,16 @@ def check_evaluation(config: EvalConfig, world: int) -> None:
 
 
 def _load(model: str, *, training: bool = True) -> PreTrainedConfig | None:
-    """A loaded model's configuration, before its tokenizer is looked for; None for a preset."""
+    """Return a model's configuration, or None for a preset; the tokenizer is loaded later."""
     if model in PRESETS:
         return None
-    from ..step.model import load_config  # here, for a preset is checked without transformers
+    from ..step.model import load_config  # imported here because a preset needs no transformers
 
     return load_config(model, training=training)
 
 
 def _check_weights(model: str) -> None:
-    """Raise ValueError for a model's folder that holds none; those of the hub are told of by the hub."""
+    """Raise ValueError if a local model folder holds no weights; the hub reports its own missing files."""
     folder = Path(model)
     if folder.is_dir() and not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
         raise ValueError(f"--model {model!r}: the folder holds no weights (*.safetensors or *.bin)")

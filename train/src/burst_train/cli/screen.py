@@ -1,4 +1,4 @@
-"""What a training run shows: a progress bar, and a table at the end."""
+"""The screen of a training run: a progress bar, and a table at the end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from ..run.metrics import StepRecord, Summary, unusual
 
 
 class Screen:
-    """A Reporter for a terminal, of a run whose ``auto`` is decided; where there is no terminal, one line a step."""
+    """Report a run on a terminal; without a terminal, print one line per step.
+
+    The run's settings must not contain ``auto``.
+    """
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
@@ -40,7 +43,7 @@ class Screen:
         )
         self.console.print(
             f"{escape(config.data.data)}: {config.sequences_per_step} x {config.data.seq_len:,} tokens a step, "
-            f"engine {parallel.engine}, to {escape(config.run.out)}" + (f", going on after step {done}" if done else "")
+            f"engine {parallel.engine}, to {escape(config.run.out)}" + (f", resuming after step {done}" if done else "")
         )
         if self.console.is_terminal:
             self._bar = Progress(
@@ -78,11 +81,11 @@ class Screen:
             self._bar.stop()
         after = f"{interrupted.reason} after step {interrupted.step}/{self.config.run.steps}"
         if interrupted.saved is None:
-            self.console.print(f"[bold red]burst train:[/] {after}; what came after the last checkpoint is lost")
+            self.console.print(f"[bold red]burst train:[/] {after}; the steps after the last checkpoint are lost")
             return
         self.console.print(
             f"{after}: saved to [bold]{escape(str(interrupted.saved))}[/]; "
-            f"to go on: burst train --out {escape(shlex.quote(self.config.run.out))} --resume"
+            f"to resume: burst train --out {escape(shlex.quote(self.config.run.out))} --resume"
         )
 
     def finish(self, summary: Summary) -> None:
@@ -90,19 +93,19 @@ class Screen:
             self._bar.stop()
         self.console.print(_table(summary, self.config.parallel.device))
         if summary.skipped_files:
-            self.console.print(f"{summary.skipped_files} files passed over: not UTF-8 text")
+            self.console.print(f"{summary.skipped_files} files skipped: not UTF-8 text")
         self.console.print(f"config, metrics, curve and model: [bold]{escape(self.config.run.out)}[/]")
         if steps := summary.missing_checkpoints:
             found = list_checkpoints(Path(self.config.run.out))
-            kept = f"the newest that is kept: {found[0]}" if found else "none is kept"
+            kept = f"the newest saved checkpoint is {found[0]}" if found else "no checkpoint was saved"
             which = f"checkpoint{'s' * (len(steps) > 1)} after step {_some([str(step) for step in steps])}"
             self.console.print(
                 f"[bold red]burst train:[/] {which} could not be written; {escape(kept)}. "
-                f"The run is finished, and ends with status {UNSAVED}"
+                f"Training is finished; the exit status is {UNSAVED}"
             )
 
 
-# What is counted: on a CPU more than the prediction before the start counts.
+# On a CPU the measured memory includes more than the prediction before the start does.
 COUNTED = {"cuda": "tensors on its GPU", "cpu": "the whole process: tensors, PyTorch and Python"}
 
 
@@ -114,19 +117,19 @@ def _table(summary: Summary, device: str) -> Table:
         text = f"{summary.held_out_loss:.4f} (perplexity {summary.perplexity:.2f}, {summary.held_out_tokens:,} tokens)"
         table.add_row("held-out loss", text)
     if summary.best_step is not None:
-        text = f"{summary.best_held_out_loss:.4f} after step {summary.best_step}, kept as {name_of(summary.best_step)}"
+        text = f"{summary.best_held_out_loss:.4f} after step {summary.best_step}, saved as {name_of(summary.best_step)}"
         table.add_row("best held-out loss", text)
     if summary.left_out:
         steps = _some([str(step) for step in summary.left_out])
-        table.add_row("steps left out, no numbers", steps)
+        table.add_row("steps skipped, non-finite values", steps)
     if summary.spikes:
         steps = _some([f"step {step} ({multiple:.1f} x)" for step, multiple in summary.spikes.items()])
-        table.add_row("loss spikes, by the running median", steps)
+        table.add_row("loss spikes, relative to the running median", steps)
     table.add_row("tokens/s", "-" if summary.tokens_per_second is None else f"{summary.tokens_per_second:,.0f}")
     if summary.mfu is not None:
         table.add_row("MFU", f"{summary.mfu:.1%}")
     waited = ["-" if seconds is None else f"{seconds:,.3f} s" for seconds in summary.exchange_seconds]
-    table.add_row("waits in exchanges per step, per rank", ", ".join(waited))
+    table.add_row("waiting for exchanges per step, per rank", ", ".join(waited))
     table.add_row("peak memory per rank", f"{_sizes(summary.peak_memory)}\n({COUNTED[device]})")
     table.add_row("attention sent per step, per rank", _sizes(summary.bytes_sent))
     table.add_row("predicted", _sizes(summary.bytes_predicted))
@@ -134,14 +137,14 @@ def _table(summary: Summary, device: str) -> Table:
 
 
 def _speed(record: StepRecord) -> str:
-    """Tokens a second, and what is known of where the time went."""
+    """Format tokens per second, and MFU and waiting time if they are known."""
     mfu = "" if record.mfu is None else f"  MFU {record.mfu:.1%}"
     waits = "" if record.exchange_seconds is None else f"  waits {record.exchange_seconds:.2f} s"
     return f"{record.tokens_per_second:,.0f} tokens/s{mfu}{waits}"
 
 
 def _some(texts: list[str], most: int = 8) -> str:
-    """As many as a line of a table holds, and how many more there are."""
+    """Join at most ``most`` texts and count the rest."""
     more = f" and {len(texts) - most} more" if len(texts) > most else ""
     return ", ".join(texts[:most]) + more
 

@@ -1,4 +1,4 @@
-"""``burst train``: flags and TOML to a TrainConfig, then the ranks that train it."""
+"""``burst train``: read flags and TOML, then start the ranks that train."""
 
 from __future__ import annotations
 
@@ -30,22 +30,25 @@ COMMAND = "burst train"
 
 
 @dataclass(frozen=True)
-class Arguments:
-    """Train a Llama on long documents, each sequence spread over several ranks.
+class TrainArguments:
+    """Train a Llama on long documents. Several ranks share each sequence.
 
-    Started plainly it launches its own local workers. Under torchrun it uses the ranks that it finds:
+    The command starts local workers. Under torchrun it uses torchrun's ranks instead:
     torchrun --nproc-per-node 2 -m burst_attention.cli train [OPTIONS].
 
-    Ctrl-C, SIGTERM and --deadline have it finish its step and save: it ends with status 75, and --resume goes on.
+    On Ctrl-C, SIGTERM or --deadline it finishes the current step, saves, and exits with status 75. Use --resume to
+    continue.
     """
 
     train: tyro.conf.OmitArgPrefixes[TrainConfig]
     config: Path | None = None
-    """A TOML file of settings; flags beat it. The config.toml of a run is one."""
+    """A TOML file of settings, such as a run's config.toml. Flags override it."""
 
 
 def parse(arguments: list[str]) -> TrainConfig:
-    """Flags beat the file that ``--config`` names, which beats the defaults; a wrong flag exits with status 2.
+    """Parse the arguments; flags override the ``--config`` file, which overrides the defaults.
+
+    A wrong flag exits with status 2.
 
     Raises:
         ValueError: the file can't be read or has an unknown setting.
@@ -53,21 +56,21 @@ def parse(arguments: list[str]) -> TrainConfig:
     return _parse(arguments).train
 
 
-def _parse(arguments: list[str]) -> Arguments:
+def _parse(arguments: list[str]) -> TrainArguments:
     arguments = _resume_spelled_out(arguments)
-    parsed = tyro.cli(Arguments, prog=COMMAND, args=arguments, registry=numbers())
+    parsed = tyro.cli(TrainArguments, prog=COMMAND, args=arguments, registry=numbers())
     if parsed.config is not None:
         arguments = [*read_toml(parsed.config), *arguments]
-        parsed = tyro.cli(Arguments, prog=COMMAND, args=arguments, registry=numbers())
+        parsed = tyro.cli(TrainArguments, prog=COMMAND, args=arguments, registry=numbers())
     resumed = without_auto(parsed.train)[0].run.resume
     if resumed is None:
         return parsed
     saved = settings_of_checkpoint(resumed, parsed.train.run.out)
-    return tyro.cli(Arguments, prog=COMMAND, args=[*saved, *arguments], registry=numbers())
+    return tyro.cli(TrainArguments, prog=COMMAND, args=[*saved, *arguments], registry=numbers())
 
 
 def _resume_spelled_out(arguments: list[str]) -> list[str]:
-    """``--resume newest`` where ``--resume`` stands alone."""
+    """Replace a ``--resume`` without a value by ``--resume=newest``."""
     following = [*arguments, "--"][1:]
     return [
         f"--resume={NEWEST}" if argument == "--resume" and after.startswith("--") else argument
@@ -76,35 +79,35 @@ def _resume_spelled_out(arguments: list[str]) -> list[str]:
 
 
 def settings_of_checkpoint(resumed: str, out: str) -> list[str]:
-    """The flags of the run that is gone on with; those that are given beat them.
+    """Return the flags of the run to resume; flags on the command line override them.
 
     Args:
         resumed, out: the values of ``--resume`` and ``--out``.
 
     Raises:
-        ValueError: there is no checkpoint that can be read.
+        ValueError: no readable checkpoint was found.
     """
     from ..checkpoint.files import none_whole, not_resumed
     from ..checkpoint.snapshot import settings_to_go_on
 
     folders = list_checkpoints(Path(out)) if resumed == NEWEST else [Path(resumed)]
     if not folders and finished_steps(Path(out)) is not None:
-        raise ValueError(f"--resume: {out!r} holds a finished run, and no checkpoint to train it further from")
+        raise ValueError(f"--resume: {out!r} holds a finished run and no checkpoint; choose another --out")
     wrong = []
     for folder in folders:
         try:
             flags = as_flags(settings_to_go_on(read_state(folder)), folder / STATE)
-        except ValueError as error:  # the ranks go back to the one before it, and say why
+        except ValueError as error:  # the ranks fall back to the previous checkpoint and say why
             wrong.append(str(error))
             continue
-        # A checkpoint in a run's folder is that run's, which goes on there.
+        # A checkpoint inside a run's folder belongs to that run, so the run continues in that folder.
         inside = resumed != NEWEST and folder.resolve().parent.name == FOLDER
         return [f"--out={folder.resolve().parent.parent}", *flags] if inside else flags
     raise not_resumed(none_whole(Path(out), wrong)) if resumed == NEWEST else ValueError(f"--resume {wrong[0]}")
 
 
 def main(arguments: list[str]) -> int:
-    """Run ``burst train``; returns the exit status."""
+    """Run ``burst train`` and return the exit status."""
     with ExitStack() as stack:
         try:
             given = _parse(arguments)
@@ -133,28 +136,30 @@ def main(arguments: list[str]) -> int:
 
 
 def what_is_kept(out: str, before: Sequence[Path], *, asked: bool) -> str:
-    """A line for a run that ended early; empty if it failed and saved nothing.
+    """Return a line on how to resume a run that ended early; empty if it failed and saved nothing.
 
-    A failed run's checkpoints of an earlier start are not named: they may be why it failed.
+    If a run failed, the line does not name checkpoints of an earlier start. They may be the cause of the failure.
 
     Args:
-        before: the checkpoints that there were when it started.
-        asked: whether it was ended by a signal to its launcher.
+        before: the checkpoints that existed when the run started.
+        asked: whether a signal to the launcher ended the run.
     """
     found = list_checkpoints(Path(out))
     if not asked and found[:1] == list(before[:1]):
         return ""
     if not found:
-        return f"{COMMAND}: ended at once, before anything was saved\n" if asked else ""
+        return f"{COMMAND}: ended before any checkpoint was saved\n" if asked else ""
     command = f"burst train --out {shlex.quote(out)} --resume"
-    return f"{COMMAND}: kept: {found[0]}; to go on: {command}\n"
+    return f"{COMMAND}: newest checkpoint: {found[0]}; to resume: {command}\n"
 
 
 def after_restart(config: TrainConfig, environment: Mapping[str, str]) -> TrainConfig:
-    """What torchrun's restart of this run does: go on from its newest checkpoint, or begin again if there is none.
+    """Adapt the configuration if torchrun has restarted this run.
+
+    A restarted run resumes from its newest checkpoint. Without a checkpoint it starts again.
 
     Args:
-        environment: of this process; ``TORCHELASTIC_RESTART_COUNT`` tells a restart.
+        environment: of this process; ``TORCHELASTIC_RESTART_COUNT`` above 0 means a restart.
     """
     out = Path(config.run.out)
     restarted = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
@@ -166,13 +171,13 @@ def after_restart(config: TrainConfig, environment: Mapping[str, str]) -> TrainC
 
 
 def resolve(config: TrainConfig, running: tuple[int, int] | None) -> TrainConfig:
-    """The configuration with what the machine decides filled in.
+    """Fill in the settings that depend on the machine: ranks, device, learning rate and dtype.
 
     Args:
-        running: (all ranks, those on this machine), if they run already.
+        running: (all ranks, ranks on this machine) if they run already.
 
     Raises:
-        ValueError: there is not a GPU for every rank of ``--device cuda``.
+        ValueError: ``--device cuda`` has fewer GPUs than ranks.
     """
     from burst_attention.launch.join import default_ranks, pick_device
 
@@ -184,7 +189,7 @@ def resolve(config: TrainConfig, running: tuple[int, int] | None) -> TrainConfig
         config,
         parallel=replace(parallel, ranks=ranks, device=device),
         optim=replace(config.optim, lr=config.peak_lr),
-        model=replace(config.model, dtype=dtype),  # type: ignore[arg-type]  # a name of its choices
+        model=replace(config.model, dtype=dtype),  # type: ignore[arg-type]  # one of its choices
     )
 
 
@@ -202,7 +207,7 @@ def _train(memory: dict[str, int] | None, config: TrainConfig) -> None:
         check_fits(memory, (free, "free on its GPU"), config.memory, seq_len=config.data.seq_len, ranks=1)
     try:
         summary = train(config, [Screen()], held=True)
-    except InterruptedRunError as interrupted:  # told by the screen
+    except InterruptedRunError as interrupted:  # the screen has reported it
         sys.exit(interrupted.status)
     if summary.missing_checkpoints:  # the same on all ranks
         sys.exit(UNSAVED)

@@ -1,4 +1,4 @@
-"""Sequences read by a thread of their own while the ranks train, a few ahead of what is trained on."""
+"""Read training sequences ahead in a background thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .sequences import TokenSequence
 
 
 class Stream(Protocol):
-    """What is read: :class:`burst_train.data.sequences.TrainingStream`."""
+    """The methods used of :class:`burst_train.data.sequences.TrainingStream`."""
 
     def __next__(self) -> TokenSequence: ...
 
@@ -20,11 +20,11 @@ class Stream(Protocol):
 
 
 class ReadAhead:
-    """The same sequences, whose cursor is where the latest one that was taken left the stream, and not the reading.
+    """A stream's sequences, read ahead. The cursor is that of the last sequence taken, not of the last one read.
 
     Args:
-        stream: from here on it is the thread's.
-        most: sequences that wait to be taken.
+        stream: the source; from now on only the thread uses it.
+        most: maximum number of sequences waiting to be taken.
     """
 
     def __init__(self, stream: Stream, most: int) -> None:
@@ -40,23 +40,23 @@ class ReadAhead:
         return self
 
     def __next__(self) -> TokenSequence:
-        """The next sequence; what kept the thread from reading it is raised here."""
+        """Return the next sequence; raise the thread's error here if reading failed."""
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._failure or self._closed)
             if not self._ready:
-                raise self._failure or ValueError("these sequences are read no further: they were closed")
+                raise self._failure or ValueError("the sequences can't be read: ReadAhead was closed")
             sequence, self._place = self._ready.popleft()
             self._changed.notify()
         return sequence
 
     def cursor(self) -> Cursor:
-        """What comes next is what a stream that starts there gives first."""
+        """Return the cursor after the last sequence taken: a stream started there continues with the next one."""
         if self._place is None:
-            raise ValueError("a stream has no place before its first sequence was taken")
+            raise ValueError("the stream has no cursor yet; take a sequence first")
         return self._place()
 
     def close(self) -> None:
-        """Read no further; the cursor stays."""
+        """Stop reading; the cursor stays valid."""
         with self._changed:
             self._closed = True
             self._ready.clear()
@@ -73,7 +73,7 @@ class ReadAhead:
                 with self._changed:
                     self._ready.append(read)
                     self._changed.notify()
-        except BaseException as error:  # of any kind: it is raised in the thread that trains
+        except BaseException as error:  # any error: it is raised again in the training thread
             with self._changed:
                 self._failure = error
                 self._changed.notify()

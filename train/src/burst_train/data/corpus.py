@@ -1,4 +1,4 @@
-"""Where documents come from: source files, text files, folders, JSON lines, or the Hugging Face hub."""
+"""Sources of documents: Python source files, text files, folders, JSON lines, or the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -28,38 +28,41 @@ BROKEN_GZIP = (gzip.BadGzipFile, EOFError, zlib.error)
 
 @dataclass(frozen=True)
 class Document:
-    """One text, and a name to show in messages."""
+    """A text and its name for messages."""
 
     name: str
     text: str
 
 
 class Corpus(Protocol):
-    """Documents that can be read again and again, in the same order each time."""
+    """Documents that can be read repeatedly, in the same order each time."""
 
     skipped: int
-    """Files passed over because they are not UTF-8 text, counted while reading."""
+    """Number of files skipped because they are not UTF-8 text, counted while reading."""
 
     def documents(self, order: np.random.Generator | None = None) -> Iterator[Document]:
-        """Yield every document that is not empty: in source order, or roughly as ``order`` draws it.
+        """Yield every non-empty document, in source order or shuffled roughly by ``order``.
 
         Raises:
-            ValueError: what was read is not what its name promises; names the file and the line.
+            ValueError: the content does not match the file's type; names the file and the line.
         """
         ...
 
 
 def open_corpus(data: str) -> Corpus:
-    """The corpus that ``--data`` names.
+    """Open the corpus that ``--data`` names.
 
     Args:
-        data: ``stdlib`` (the Python standard library's own source files), ``hf:NAME[:CONFIG][@SPLIT]`` (streamed
-            through ``datasets``), a ``*.jsonl`` or ``*.jsonl.gz`` file whose lines have a ``text`` field, a directory
-            (every such file and every text file below it), or any other file: one document, of ``*.gz`` what it
-            decompresses to.
+        data: one of
+
+            - ``stdlib``: the Python standard library's source files;
+            - ``hf:NAME[:CONFIG][@SPLIT]``: streamed through ``datasets``;
+            - a ``*.jsonl`` or ``*.jsonl.gz`` file whose lines have a ``text`` field;
+            - a directory: all such files and all text files below it;
+            - any other file: one document; ``*.gz`` is decompressed.
 
     Raises:
-        ValueError: there is no such file, the directory holds no file or one can't be listed.
+        ValueError: the file is missing, or the directory is empty or can't be listed.
     """
     if data == STANDARD_LIBRARY:
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -73,8 +76,8 @@ def open_corpus(data: str) -> Corpus:
     if stat.S_ISREG(status.st_mode):
         return Files(path.parent, [path])
     raise ValueError(
-        f"--data {data!r} is neither a file nor a directory, and a pipe or a device can't be read again and again; "
-        "write what it holds to a file"
+        f"--data {data!r} is not a file or a directory; pipes and devices can't be read repeatedly. "
+        "Write its content to a file"
     )
 
 
@@ -85,15 +88,15 @@ def _stat(data: str) -> tuple[Path, os.stat_result]:
             return (path := Path(data).expanduser()), path.stat()
     except OSError as error:
         why = (error.strerror or why).lower()
-    except (RuntimeError, ValueError):  # the home of a user who isn't there, a NUL in a name
+    except (RuntimeError, ValueError):  # an unknown user's home directory, or a NUL in the name
         pass
     raise ValueError(f"--data {data!r}: {why} (give a file, a directory, {STANDARD_LIBRARY} or {HUB}NAME)")
 
 
 def _below(root: Path, suffix: str = "", *, without: frozenset[str] = frozenset()) -> list[Path]:
-    """Files below ``root``, in one order on every machine; not the hidden ones, nor those in folders of ``without``.
+    """List the files below ``root`` in the same order on every machine.
 
-    Links to files are read, links to folders aren't followed.
+    Hidden files and folders named in ``without`` are left out. Links to files are followed, links to folders are not.
 
     Raises:
         ValueError: a folder can't be listed.
@@ -104,7 +107,7 @@ def _below(root: Path, suffix: str = "", *, without: frozenset[str] = frozenset(
 
     files = []
     for folder, folders, names in os.walk(root, onerror=refuse):
-        # What a run of ours wrote is no text to train on.
+        # Skip folders written by our own runs: their files are not training text.
         marked = {name for name in folders if (Path(folder) / name / MARKER).exists()}
         folders[:] = [name for name in folders if not (name.startswith(".") or name in without or name in marked)]
         paths = [Path(folder, name) for name in names if name.endswith(suffix) and not name.startswith(".")]
@@ -116,12 +119,12 @@ def _below(root: Path, suffix: str = "", *, without: frozenset[str] = frozenset(
 
 
 class Files:
-    """Documents in files below ``root``: JSON lines where the name says so, else one document a file.
+    """Documents in files below ``root``: one per line of JSON-lines files, one per other file.
 
     Args:
-        root: what document names are relative to.
+        root: folder that document names are relative to.
         files: the files, in source order.
-        strict: whether a file that is not UTF-8 text is an error; otherwise it is passed over and counted.
+        strict: whether a file that is not UTF-8 text is an error; otherwise it is skipped and counted.
     """
 
     def __init__(self, root: Path, files: list[Path], strict: bool = True) -> None:
@@ -150,7 +153,7 @@ class Files:
 
     def _read(self, path: Path) -> str | None:
         try:
-            # Not read_text: it would turn every line ending into one kind.
+            # Not read_text, which would convert line endings.
             with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
                 return file.read().decode("utf-8")
         except UnicodeDecodeError as error:
@@ -166,7 +169,7 @@ class Files:
 
 def _json_lines(path: Path, name: str) -> Iterator[Document]:
     number = 0
-    shown = repr(str(path))[1:-1]  # file names may hold what can't be printed
+    shown = repr(str(path))[1:-1]  # file names may have unprintable characters
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
@@ -176,9 +179,9 @@ def _json_lines(path: Path, name: str) -> Iterator[Document]:
     except BROKEN_GZIP as error:
         raise ValueError(f"--data {shown}:{number + 1}: broken gzip data ({error})") from None
     except RecursionError:
-        raise ValueError(f"--data {shown}:{number}: not JSON that can be read (it is nested too deeply)") from None
-    except ValueError as error:  # not UTF-8, not JSON, or an integer of more digits than Python reads
-        raise ValueError(f"--data {shown}:{number}: not JSON that can be read ({error})") from None
+        raise ValueError(f"--data {shown}:{number}: not valid JSON (it is nested too deeply)") from None
+    except ValueError as error:  # not UTF-8, not JSON, or an integer with more digits than Python reads
+        raise ValueError(f"--data {shown}:{number}: not valid JSON ({error})") from None
     except TypeError as error:
         raise ValueError(f"--data {shown}:{number}: {error}") from None
     except OSError as error:
@@ -192,16 +195,16 @@ def _text_field(row: Any) -> str:
         raise TypeError(f"no 'text' field among {reprlib.repr(sorted(row))}")
     if not isinstance(row["text"], str):
         raise TypeError(f"the 'text' field holds {type(row['text']).__name__}, not a string")
-    # JSON can spell lone surrogates, which no tokenizer takes.
+    # JSON can hold lone surrogates, which no tokenizer accepts.
     return row["text"].encode("utf-8", "replace").decode("utf-8")
 
 
 class Hub:
-    """A split of a data set that the ``datasets`` library can load, streamed, never downloaded whole.
+    """A split of a data set of the ``datasets`` library, streamed instead of downloaded.
 
     Args:
-        name: what ``datasets.load_dataset`` takes, a local folder included; ``NAME:CONFIG`` picks a configuration,
-            ``NAME@SPLIT`` or ``NAME:CONFIG@SPLIT`` a split other than ``train``.
+        name: argument of ``datasets.load_dataset`` (a hub name or local folder). ``NAME:CONFIG`` picks a
+            configuration; ``NAME@SPLIT`` or ``NAME:CONFIG@SPLIT`` picks a split other than ``train``.
     """
 
     def __init__(self, name: str) -> None:
@@ -214,8 +217,8 @@ class Hub:
             raise ValueError(f"--data {HUB}{name}: give the data set's name, as in {HUB}allenai/c4:en")
 
     def documents(self, order: np.random.Generator | None = None) -> Iterator[Document]:
-        """In source order whatever ``order`` says: a stream has no other."""
-        # Once for all epochs: opening it again would ask the hub again.
+        """Yield the documents in source order; a stream ignores ``order``."""
+        # Open the stream once for all epochs, to spare the hub another request.
         self._stream = self._load() if self._stream is None else self._stream
         rows = iter(self._reading())
         for index in itertools.count():
@@ -225,16 +228,15 @@ class Hub:
                 return
             except TypeError as error:
                 raise ValueError(f"--data {HUB}{self.name}: row {index}: {error}") from None
-            except Exception as error:  # anything, from broken files to a lost connection
+            except Exception as error:  # datasets can raise anything, from broken files to a lost connection
                 raise ValueError(f"--data {HUB}{self.name}: row {index} can't be read: {first_line(error)}") from error
             if text:
                 yield Document(f"{self.name}#{index}", text)
 
     def _reading(self) -> Any:
-        """A stream holds its reader's place, so each reading has one of its own.
+        """Return a new reader of the stream, with its own position.
 
-        A deep copy would be one too, but in another thread it enters itself in the hub's table of file systems while it
-        copies that, and fails.
+        A deep copy would fail in other threads: it adds itself to the hub's table of file systems while copying it.
         """
         try:
             return self._stream.shard(num_shards=1, index=0)
@@ -249,5 +251,5 @@ class Hub:
         try:
             return datasets.load_dataset(self.name, self.configuration or None, split=self.split, streaming=True)
         except Exception as error:
-            message = " ".join(str(error).split("\n")[:2]) or first_line(error)  # the second lists configurations
+            message = " ".join(str(error).split("\n")[:2]) or first_line(error)  # the second line lists configurations
             raise ValueError(f"--data {HUB}{self.name}: {message}") from error

@@ -1,4 +1,4 @@
-"""The place in a stream of training sequences, as plain values: it knows nothing of ranks."""
+"""A position in a stream of training sequences, independent of ranks."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ..checked import Checked
 
 @dataclass(frozen=True)
 class Cursor:
-    """Where :meth:`burst_train.data.sequences.SequenceReader.training` is.
+    """A position in the stream of :meth:`burst_train.data.sequences.SequenceReader.training`.
 
     Attributes:
-        taken: sequences given out since the start of the run.
-        epoch: how often all documents were read before.
-        document: how many documents of the epoch were begun.
-        used: tokens of the last of them that sequences hold already.
-        digest: of that document's text, in hexadecimal digits; empty before the first.
-        order: the state of the shuffle's generator.
-        waiting: int32 [n, S], the sequences among which the next is drawn.
-        borders: for each of them its ``cu_seqlens``, or None.
+        taken: sequences yielded since the start of the run.
+        epoch: number of complete passes over all documents so far.
+        document: number of documents started in this epoch.
+        used: tokens of the last of these documents that are already in sequences.
+        digest: hex digest of that document's text; empty before the first.
+        order: state of the shuffle's random generator.
+        waiting: int32 [n, S], the buffered sequences from which the next one is drawn.
+        borders: ``cu_seqlens`` of each buffered sequence, or None.
     """
 
     taken: int
@@ -36,7 +36,7 @@ class Cursor:
     borders: list[list[int] | None]
 
     def as_json(self) -> dict[str, Any]:
-        """All but ``waiting``, which is kept as a tensor, and its shape."""
+        """Return all fields except ``waiting``, which is saved as a tensor."""
         return {
             "taken": self.taken,
             "epoch": self.epoch,
@@ -49,24 +49,24 @@ class Cursor:
 
     @classmethod
     def from_json(cls, content: Checked, waiting: np.ndarray) -> Cursor:
-        """What :meth:`as_json` gave, and the waiting sequences.
+        """Build a cursor from the result of :meth:`as_json` and the waiting sequences.
 
         Raises:
-            ValueError: it is not of that form; names the entry.
+            ValueError: an entry is invalid; names the entry.
         """
         borders = content.value("borders", list)
         if len(borders) != len(waiting) or not all(_are_borders(each, waiting.shape[1]) for each in borders):
-            raise content.wrong("borders", "must hold for each waiting sequence its documents' borders, or null")
+            raise content.wrong("borders", "must hold document borders, or null, for each waiting sequence")
         order = content.value("order", dict)
         try:
             np.random.default_rng(0).bit_generator.state = order
         except (TypeError, ValueError, KeyError, OverflowError):
             raise content.wrong("order", "must be the state of a PCG64 generator") from None
         return cls(
-            taken=content.natural("taken"),
-            epoch=content.natural("epoch"),
-            document=content.natural("document"),
-            used=content.natural("used"),
+            taken=content.non_negative_int("taken"),
+            epoch=content.non_negative_int("epoch"),
+            document=content.non_negative_int("document"),
+            used=content.non_negative_int("used"),
             digest=content.value("digest", str),
             order=order,
             waiting=waiting,
@@ -75,7 +75,7 @@ class Cursor:
 
 
 def _are_borders(value: Any, length: int) -> bool:
-    """Whether it is None, or whole numbers that rise from 0 to ``length``."""
+    """Whether ``value`` is null, or increasing integers from 0 to ``length``."""
     if value is None:
         return True
     if not isinstance(value, list) or not all(type(border) is int for border in value):

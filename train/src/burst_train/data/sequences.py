@@ -1,4 +1,4 @@
-"""Documents to token sequences: which are held out, in what order the rest come, and how they are cut and packed."""
+"""Turn documents into token sequences: hold some out, order the rest, then cut or pack them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TokenSequence:
 
     Attributes:
         tokens: int32 [S].
-        cu_seqlens: global document borders ``[0, ..., S]`` of packed data; None where the sequence is one document.
+        cu_seqlens: global document borders ``[0, ..., S]`` of packed data; None if the sequence is one document.
     """
 
     tokens: np.ndarray
@@ -32,18 +32,18 @@ class TokenSequence:
 
     @property
     def valid_tokens(self) -> int:
-        """How many tokens have a target: all but the last one of each document."""
+        """Number of tokens with a target: all but the last one of each document."""
         borders = (0, len(self.tokens)) if self.cu_seqlens is None else self.cu_seqlens
         return sum(max(stop - start - 1, 0) for start, stop in itertools.pairwise(borders))
 
 
 @dataclass(frozen=True)
 class Split:
-    """Which documents are held out. It looks at the text alone, so that a copy of a held-out document is held out too.
+    """Rule that holds documents out. It depends only on the text, so copies of a document are held out together.
 
     Attributes:
         fraction: the share of documents whose hash holds them out.
-        only: the digest of the one held-out document, in a corpus too small for ``fraction`` to hold out any.
+        only: digest of the single held-out document, if the corpus is too small for ``fraction``.
         tail: whether the corpus is one document, whose last ``fraction`` is held out.
     """
 
@@ -52,13 +52,13 @@ class Split:
     tail: bool = False
 
     def training(self, document: Document) -> Document | None:
-        """What of a document is trained on."""
+        """Return the document's part for training, or None."""
         if self.tail:
             return Document(document.name, document.text[: self._cut(document)])
         return None if self._holds_out(document) else document
 
     def held_out(self, document: Document) -> Document | None:
-        """What of a document is held out."""
+        """Return the document's held-out part, or None."""
         if self.tail:
             return Document(f"{document.name} (tail)", document.text[self._cut(document) :])
         return document if self._holds_out(document) else None
@@ -80,10 +80,12 @@ def _hash_fraction(digest: bytes) -> float:
 
 
 def make_split(documents: Iterable[Document], fraction: float) -> Split:
-    """Read documents until it is known that ``fraction`` leaves some on either side; otherwise hold out one.
+    """Choose a split: by ``fraction`` if both sides get documents; otherwise hold out one document.
+
+    It reads only until both sides have a document. Of a corpus with one document, the end is held out.
 
     Args:
-        documents: the documents long enough to be used, in any order.
+        documents: the documents that are long enough, in any order.
         fraction: the share to hold out, 0 <= fraction <= 1; 0 holds out nothing, 1 everything.
     """
     seen: set[bytes] = set()
@@ -97,10 +99,10 @@ def make_split(documents: Iterable[Document], fraction: float) -> Split:
 
 
 def pack(documents: Iterable[np.ndarray], seq_len: int) -> Iterator[TokenSequence]:
-    """Fill sequences of exactly ``seq_len`` tokens with documents, one after the other.
+    """Fill sequences of exactly ``seq_len`` tokens with consecutive documents.
 
-    A document longer than the room left is cut, and its rest opens the next sequence as a document of its own: no token
-    is dropped or repeated, and only the token before a cut loses its target. The last sequence may be short.
+    A document that exceeds the remaining space is cut, and its rest starts the next sequence as a separate document.
+    No token is dropped or repeated; only the token before a cut loses its target. The last sequence may be shorter.
     """
     parts: list[np.ndarray] = []
     borders = [0]
@@ -117,7 +119,7 @@ def pack(documents: Iterable[np.ndarray], seq_len: int) -> Iterator[TokenSequenc
 
 
 def cut(documents: Iterable[np.ndarray], seq_len: int, *, keep_rest: bool = False) -> Iterator[TokenSequence]:
-    """Sequences of ``seq_len`` tokens of one document each; the rest of a document is dropped, or is a short one."""
+    """Cut each document into sequences of ``seq_len`` tokens; drop a shorter rest unless ``keep_rest``."""
     for document in documents:
         stop = len(document) if keep_rest else len(document) - seq_len + 1
         for start in range(0, stop, seq_len):
@@ -130,10 +132,11 @@ def shuffled(
     order: np.random.Generator,
     waiting: list[TokenSequence] | None = None,
 ) -> Iterator[TokenSequence]:
-    """Each sequence drawn at random from the next ``buffer`` ones: those cut from one document lie side by side.
+    """Shuffle sequences through a buffer, because neighbours are cut from one document.
 
-    ``waiting``: those that are among the next already. It is filled in place, and whenever a sequence is given out it
-    holds those that are not yet: with the state of ``order`` it says how to go on.
+    Args:
+        waiting: initial content of the buffer. It is updated in place: whenever a sequence is yielded, it holds the
+            buffered ones. With the state of ``order``, it is enough to resume.
     """
     waiting = [] if waiting is None else waiting
     waiting.extend(itertools.islice(sequences, buffer - len(waiting)))
@@ -145,14 +148,15 @@ def shuffled(
 
 
 class SequenceReader:
-    """Every token sequence of a run, in an order that depends on the corpus and the seed alone.
+    """All token sequences of a run. Their order depends only on corpus and seed.
 
     Args:
-        corpus, tokenizer: what is read and how it is encoded.
-        seq_len: tokens of a sequence.
-        packed: pack documents (their borders in ``cu_seqlens``) or cut each sequence from one document.
+        corpus: source of the documents.
+        tokenizer: encodes the documents.
+        seq_len: tokens per sequence.
+        packed: pack documents (with borders in ``cu_seqlens``), or cut each sequence from one document.
         held_out: the share of documents never trained on.
-        seed: of the order.
+        seed: seed of the order.
 
     Raises:
         ValueError: the corpus has nothing to train on, or nothing to hold out.
@@ -162,21 +166,21 @@ class SequenceReader:
         self, corpus: Corpus, tokenizer: Tokenizer, *, seq_len: int, packed: bool, held_out: float, seed: int
     ) -> None:
         self.corpus, self.tokenizer, self.seq_len, self.packed, self.seed = corpus, tokenizer, seq_len, packed, seed
-        self._encoding = threading.Lock()  # what is trained on is read in a thread, and tokenizers take one at a time
+        self._encoding = threading.Lock()  # a thread reads training data, and tokenizers are not thread-safe
         self.split = make_split(self._usable(corpus.documents()), held_out)
 
     def training(self, start: Cursor | None = None) -> TrainingStream:
-        """Sequences without end, for documents are read again and again, each time in another order.
+        """Return an endless stream of sequences; each epoch reads the documents in another order.
 
         Args:
-            start: where to go on; None: at the beginning.
+            start: cursor to resume from; None: start at the beginning.
         """
         return TrainingStream(self, start)
 
     def held_out(self) -> Iterator[TokenSequence]:
-        """Held-out sequences, the same for every seed, once.
+        """Yield each held-out sequence once, the same for every seed.
 
-        All are of ``seq_len`` tokens; a corpus that can't fill one gives one short sequence.
+        All have ``seq_len`` tokens, but a corpus that can't fill one sequence gives one shorter sequence.
         """
         if self.split.fraction == 0:
             return
@@ -186,14 +190,14 @@ class SequenceReader:
                 yield sequence
 
     def sequences(self, documents: Iterable[np.ndarray], *, keep_rest: bool = False) -> Iterator[TokenSequence]:
-        """Documents packed or cut, as the run asks for."""
+        """Pack or cut documents, as the run is configured."""
         return pack(documents, self.seq_len) if self.packed else cut(documents, self.seq_len, keep_rest=keep_rest)
 
     def _encoded(self, documents: Iterable[Document]) -> Iterator[np.ndarray]:
         return (self.encode(document) for document in documents)
 
     def encode(self, document: Document) -> np.ndarray:
-        """A document's tokens, for one thread after the other."""
+        """Return a document's tokens; threads take turns."""
         with self._encoding:
             return self.tokenizer.encode(document.text)
 
@@ -207,16 +211,16 @@ class SequenceReader:
                 yield part
 
     def training_parts(self, epoch: int) -> Iterator[Document]:
-        """What is trained on, in the order of one epoch."""
+        """Yield the training parts of the documents, in the order of one epoch."""
         return self._parts(self.split.training, np.random.default_rng([self.seed, epoch, 0]))
 
 
 class TrainingStream:
-    """A run's training sequences one by one, and the cursor from which another stream goes on in the same way.
+    """A run's training sequences, with a cursor from which another stream can resume.
 
     Args:
-        reader: whose sequences they are.
-        start: where to go on; None: at the beginning.
+        reader: source of the sequences.
+        start: cursor to resume from; None: start at the beginning.
     """
 
     def __init__(self, reader: SequenceReader, start: Cursor | None) -> None:
@@ -224,7 +228,7 @@ class TrainingStream:
         self._taken = start.taken if start else 0
         self._order = np.random.default_rng([reader.seed, 0, 1])
         self._waiting: list[TokenSequence] = []
-        # The document at hand: its epoch, its number there from 1, its tokens, those not yet in a sequence, its text's.
+        # The current document: its epoch, its number there from 1, its tokens, tokens in no sequence yet, its digest.
         self._epoch, self._document, self._length, self._open, self._digest = 0, 0, 0, 0, ""
         if start:
             self._order.bit_generator.state = start.order
@@ -242,13 +246,13 @@ class TrainingStream:
         return sequence
 
     def cursor(self) -> Cursor:
-        """Where the stream is: what comes next is what a stream that starts there gives first."""
+        """Return the current position: a stream started there yields the next sequence first."""
         return self.place()()
 
     def place(self) -> Callable[[], Cursor]:
-        """What makes the cursor of where the stream is now, also when it is somewhere else: making one takes longer."""
+        """Return a function that builds the current cursor later, because that is slow."""
         if not self._taken:
-            raise ValueError("a stream has no place before its first sequence was taken")
+            raise ValueError("the stream has no cursor yet; take a sequence first")
         waiting = tuple(self._waiting)
         plain = {
             "taken": self._taken,
@@ -262,12 +266,12 @@ class TrainingStream:
         def make() -> Cursor:
             tokens = np.stack([sequence.tokens for sequence in waiting]).astype(np.int32)
             borders = [None if each.cu_seqlens is None else list(each.cu_seqlens) for each in waiting]
-            return Cursor(**plain, waiting=tokens, borders=borders)  # type: ignore[arg-type]  # by its own names
+            return Cursor(**plain, waiting=tokens, borders=borders)  # type: ignore[arg-type]  # keys are its fields
 
         return make
 
     def _counted(self) -> Iterator[TokenSequence]:
-        """Sequences in the order of the documents. When one is given out, what is open is of the document at hand."""
+        """Yield sequences in document order; at each one, the open tokens belong to the current document."""
         for sequence in self._reader.sequences(self._documents()):
             self._open -= len(sequence.tokens)
             yield sequence
@@ -293,27 +297,27 @@ class TrainingStream:
     def _begin(self, epoch: int, number: int, part: Document, tokens: np.ndarray, used: int = 0) -> np.ndarray:
         self._epoch, self._document, self._length = epoch, number, len(tokens)
         self._digest = _digest(part).hex()
-        # Packed, what was open is in the sequence that this document goes on with; else the rest was dropped.
+        # Packed: the previous document's open tokens share a sequence with this one. Otherwise its rest was dropped.
         self._open = len(tokens) - used + (self._open if self._reader.packed else 0)
         return tokens[used:]
 
     def _find(self, start: Cursor, parts: Iterator[tuple[int, Document]]) -> np.ndarray:
-        """What ``start`` left of its document, which must be the one that it read."""
+        """Return the tokens of the cursor's document that remain; the document must be unchanged."""
         number, part = next(parts, (0, None))
         if part is None or _digest(part).hex() != start.digest:
-            found = "is no longer there" if part is None else f"is now {part.name!r}, or its text was changed"
+            found = "is missing" if part is None else f"is now {part.name!r}, or its text has changed"
             raise ValueError(
-                f"--data is not what the checkpoint was made with: document {start.document} of epoch {start.epoch} "
-                f"{found}; give the same data, or start anew with --overwrite"
+                f"--data is not the data of the checkpoint: document {start.document} of epoch {start.epoch} "
+                f"{found}; give the same data, or start over with --overwrite"
             )
         return self._begin(start.epoch, number, part, self._reader.encode(part), start.used)
 
 
 def open_sequences(config: TrainConfig) -> tuple[SequenceReader, Tokenizer]:
-    """A run's sequences and their tokenizer.
+    """Return a run's sequences and their tokenizer.
 
     Raises:
-        ValueError: naming the flag whose value can't be used.
+        ValueError: a flag's value can't be used; names the flag.
     """
     data = config.data
     tokenizer = open_tokenizer(data.tokenizer, config.model.model)
@@ -329,7 +333,7 @@ def open_sequences(config: TrainConfig) -> tuple[SequenceReader, Tokenizer]:
 
 
 def digest_of(sequences: Iterable[TokenSequence]) -> str:
-    """What ranks compare that must have read the same tokens and borders."""
+    """Return a digest of tokens and borders, for comparison between ranks."""
     digest = hashlib.blake2b(digest_size=8)
     for sequence in sequences:
         digest.update(sequence.tokens.tobytes())

@@ -1,4 +1,4 @@
-"""Text to token ids: bytes by default, or any Hugging Face tokenizer by path or name."""
+"""Tokenizers: UTF-8 bytes by default, or any Hugging Face tokenizer by path or name."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ OPENS, CLOSES = 256, 257
 
 
 class Tokenizer(Protocol):
-    """Encodes one document; ids are below ``vocab_size``."""
+    """Encodes a document; ids are below ``vocab_size``."""
 
     vocab_size: int
     bos_id: int | None
     eos_id: int | None
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 [n]: the document's tokens, opened by ``bos_id`` and closed by ``eos_id`` where there is one.
+        """Return the document's ids, int32 [n], between ``bos_id`` and ``eos_id`` where they exist.
 
-        A special token's name written out in the text is text, never that token.
+        The name of a special token in the text is encoded as text, never as that token.
 
         Raises:
-            ValueError: the text holds a lone surrogate, which UTF-8 can't spell.
+            ValueError: the text has a lone surrogate, which UTF-8 can't encode.
         """
         ...
 
     def save(self, folder: Path) -> None:
-        """Write what ``transformers.AutoTokenizer.from_pretrained(folder)`` reads, whatever model lies in ``folder``.
+        """Save files for ``transformers.AutoTokenizer.from_pretrained(folder)``, whatever model is in ``folder``.
 
-        What that reads gives the same ids. Called on a text it closes nothing: the text is a prompt to go on from.
+        The loaded tokenizer gives the same ids. It adds no end token, so that a text can be a prompt.
         """
         ...
 
 
 class ByteTokenizer:
-    """UTF-8 bytes: id 0 to 255 is the byte itself, 256 opens a document and 257 closes it."""
+    """UTF-8 bytes: ids 0 to 255 are the bytes, 256 starts a document and 257 ends it."""
 
     def __init__(self) -> None:
         self.vocab_size: int = 258
@@ -53,9 +53,9 @@ class ByteTokenizer:
         return tokens
 
     def save(self, folder: Path) -> None:
-        """The same ids as a byte-level BPE without merges, which is what the library calls this tokenizer.
+        """Save the same ids as a byte-level BPE without merges, which transformers can load.
 
-        Read again and called on a text it opens it, as training does, and leaves its end open.
+        The loaded tokenizer adds the start token, as in training, but no end token.
         """
         import tokenizers
         from transformers import PreTrainedTokenizerFast
@@ -72,9 +72,9 @@ class ByteTokenizer:
 
 
 class HubTokenizer:
-    """A Hugging Face tokenizer; its own beginning and end tokens are added, once each, where it has them.
+    """A Hugging Face tokenizer. One start and one end token are added, where it has them.
 
-    Special tokens written out in a document stay text, which its own default would turn into those tokens.
+    Unlike the library's default, special tokens written in a document stay text.
     """
 
     def __init__(self, name: str) -> None:
@@ -96,39 +96,39 @@ class HubTokenizer:
         return np.array([*opened, *body, *closed], np.int32)
 
     def save(self, folder: Path) -> None:
-        """As it is, special tokens split in text included, but where a chat template relies on writing them out."""
+        """Save it. Special tokens in text stay split, unless a chat template writes them out."""
         _save(self.inner, folder)
 
 
 CONFIG, MODULE = "tokenizer_config.json", "as_saved.py"
 AUTO_MAP = {"AutoTokenizer": [None, "as_saved.AsSaved"]}
-AS_SAVED = '''"""The tokenizer in tokenizer.json as it is, whatever the architecture of the model beside it."""
+AS_SAVED = '''"""The tokenizer in tokenizer.json, unchanged for every model architecture."""
 
 from transformers import PreTrainedTokenizerFast
 
 
 class AsSaved(PreTrainedTokenizerFast):
-    """Nothing of its own."""
+    """The tokenizer of tokenizer.json, without changes."""
 '''
 
 
 def _save(tokenizer: Any, folder: Path) -> None:
-    """Write a transformers tokenizer so that what is read again gives the same ids."""
+    """Save a transformers tokenizer so that loading it gives the same ids."""
     tokenizer.save_pretrained(folder)
-    if not (folder / CONFIG).is_file():  # mistral-common's, which never finds special tokens in a text
+    if not (folder / CONFIG).is_file():  # a tokenizer of mistral-common, which never parses special tokens in text
         return
     settings = json.loads((folder / CONFIG).read_text("utf-8"))
     settings["split_special_tokens"] = not tokenizer.chat_template
     if settings.get("auto_map") == AUTO_MAP or not _reads_the_same(tokenizer, folder):
-        # Beside a Qwen2, AutoTokenizer overrules the class that was saved unless it is one from outside transformers.
-        # With that it reads tokenizer.json as it is, and needs the module only where it is told to trust such code.
+        # For some models (Qwen2), AutoTokenizer replaces the saved class, unless its code is outside transformers.
+        # With this class it reads tokenizer.json as it is. It loads the module only if remote code is trusted.
         (folder / MODULE).write_text(AS_SAVED, "utf-8")
         settings |= {"tokenizer_class": "TokenizersBackend", "auto_map": AUTO_MAP}
     (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
 
 
 def _reads_the_same(tokenizer: Any, folder: Path) -> bool:
-    """Whether AutoTokenizer makes the same pipeline of what is in ``folder``; slow tokenizers have none to compare."""
+    """Whether AutoTokenizer loads the same pipeline from ``folder``; True for slow tokenizers, which have none."""
     from transformers import AutoTokenizer
 
     if (own := getattr(tokenizer, "backend_tokenizer", None)) is None:
@@ -138,43 +138,43 @@ def _reads_the_same(tokenizer: Any, folder: Path) -> bool:
 
 
 def as_utf8(text: str) -> bytes:
-    """The bytes of a text.
+    """Encode a text as UTF-8.
 
     Raises:
-        ValueError: it holds a lone surrogate, which UTF-8 can't spell.
+        ValueError: it has a lone surrogate, which UTF-8 can't encode.
     """
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
         odd = f"U+{ord(text[error.start]):04X}"
         raise ValueError(
-            f"the text can't be encoded: character {error.start} is the lone surrogate {odd}, which UTF-8 can't spell; "
+            f"the text can't be encoded: character {error.start} is the lone surrogate {odd}, invalid in UTF-8; "
             "replace it, as text.encode('utf-8', 'replace').decode() does"
         ) from None
 
 
 def first_line(error: Exception) -> str:
-    """An error in one line."""
+    """Format an error as one line."""
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
 
 
 def open_tokenizer(tokenizer: str | None, model: str) -> Tokenizer:
-    """The tokenizer that was asked for; by default the model's own, and bytes for presets.
+    """Open the requested tokenizer; the default is the model's own, or bytes for presets.
 
     Args:
         tokenizer: ``bytes``, a path or hub name, or None.
         model: the preset, folder or hub name of the model.
 
     Raises:
-        ValueError: the tokenizer can't be loaded, or the model's folder has none and no other was asked for.
+        ValueError: the tokenizer can't be loaded, or none is named and the model's folder has none.
     """
     if tokenizer is None:
         files = [Path(model) / name for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")]
         if model not in PRESETS and Path(model).is_dir() and not any(file.is_file() for file in files):
-            # Bytes would be taken for the ids of quite other tokens, and the loss only look high.
+            # Bytes would be read as ids of other tokens, and the only symptom would be a high loss.
             raise ValueError(
                 f"--model {model!r}: the folder holds no tokenizer; "
-                f"name the model's by --tokenizer, or say --tokenizer {BYTES} if it reads bytes"
+                f"name the model's tokenizer with --tokenizer, or give --tokenizer {BYTES} if the model reads bytes"
             )
         tokenizer = BYTES if model in PRESETS else model
     return ByteTokenizer() if tokenizer == BYTES else HubTokenizer(tokenizer)

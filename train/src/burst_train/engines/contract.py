@@ -1,4 +1,4 @@
-"""What an engine promises: the same loss and gradients, whatever is spread over the ranks and whatever travels."""
+"""The interface of engines. All engines give the same loss and gradients; they differ in sharding and messages."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ PlansByWindow = Mapping[int | None, Plan]
 
 
 class Attend(Protocol):
-    """One attention call: q [B, Hq, S', D], k and v [B, Hkv, S', D] of this rank -> out [B, Hq, S', D]."""
+    """An attention call: this rank's q [B, Hq, S', D], k and v [B, Hkv, S', D] -> out [B, Hq, S', D]."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None = None) -> Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
-    """The sizes of a model that engines ask for."""
+    """The sizes of a model that engines need."""
 
     q_heads: int
     kv_heads: int
@@ -35,7 +35,7 @@ class Heads:
 
     @classmethod
     def of(cls, config: Any) -> Heads:
-        """Of a transformers configuration."""
+        """Read the sizes from a transformers configuration."""
         return cls(
             q_heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
@@ -46,21 +46,22 @@ class Heads:
 
 
 class Engine(Protocol):
-    """One way to spread a causal language model and its sequence over the ranks of a group."""
+    """A way to distribute a causal language model and its sequence over the ranks of a group."""
 
     @property
     def name(self) -> str: ...
 
     @property
-    def layout(self) -> str: ...
-
-    @property
     def posts(self) -> bool:
-        """Whether activations move by the plan's transport, which counts them; else by collectives."""
+        """Whether activations use the plan's transport, which counts their bytes; otherwise they use collectives."""
         ...
 
     def check(self, heads: Heads, seq_len: int, world: int) -> None:
-        """Raise ValueError naming the engine and what ``world`` ranks that share ``seq_len`` tokens can't do."""
+        """Check that ``world`` ranks can share this model and ``seq_len`` tokens.
+
+        Raises:
+            ValueError: they can't; the message names the engine and the reason.
+        """
         ...
 
     def plan(
@@ -73,11 +74,13 @@ class Engine(Protocol):
         dtype: torch.dtype | None = None,
         rates: RatesGiven = None,
     ) -> Plan:
-        """Which tokens this rank embeds and has the loss of. Every rank of the group must call it.
+        """Make the plan: which tokens this rank embeds and computes the loss of.
+
+        Every rank of the group must call it.
 
         Args:
-            heads, dtype: of the model, by which a layout is chosen that was left open.
-            rates: of the machine, as for :func:`burst_attention.make_plan`.
+            heads, dtype: sizes and dtype of the model, used to choose a layout left to ``auto``.
+            rates: rates of the machine, as for :func:`burst_attention.make_plan`.
         """
         ...
 
@@ -90,31 +93,36 @@ class Engine(Protocol):
         dtype: torch.dtype,
         offload: bool = False,
     ) -> None:
-        """Spread the parameters of ``wrapper.model``, a causal language model of transformers, in place.
+        """Distribute the parameters of ``wrapper.model``, a causal language model of transformers, in place.
+
+        Gradients are then *sums* over ranks.
 
         Args:
             mesh: (data, context) over all ranks.
             everyone: the same ranks as one axis.
-            dtype: of the computation; weights keep theirs. Gradients are *sums* over ranks.
-            offload: whether weights and gradients lie in host memory, between their uses on a GPU.
+            dtype: dtype of the computation; weights keep their dtype.
+            offload: whether weights and gradients stay in host memory when the GPU does not use them.
         """
         ...
 
     def shard(self, batch: Mapping[str, Tensor], plans: PlansByWindow) -> dict[str, Tensor]:
-        """What :meth:`hidden` takes of a global batch of ``input_ids`` and ``labels`` [B, S], and ``shift_labels``."""
+        """Cut this rank's input of :meth:`hidden`, and ``shift_labels``, from a global batch.
+
+        The batch has ``input_ids`` and ``labels`` [B, S].
+        """
         ...
 
     def hidden(self, model: Any, shard: Mapping[str, Tensor], plans: PlansByWindow) -> Tensor:
-        """Hidden states after the last norm [B, S_local, E], of the tokens that the plan gives this rank."""
+        """Return hidden states after the last norm [B, S_local, E] for this rank's tokens in the plan."""
         ...
 
     def head(self, head: Head) -> Head:
-        """The model's head as its loss takes it: weight and bias whole; gradients of them are summed over ranks."""
+        """Return the model's head for the loss, with whole weight and bias; their gradients are summed over ranks."""
         ...
 
     def sent(self, plans: Sequence[Plan], heads: Heads, *, batch: int, dtype: torch.dtype) -> tuple[int, int]:
-        """Bytes that this rank sends for activations in a forward and in a backward; ``plans`` are the layers'.
+        """Return the bytes of activations that this rank sends in (forward, backward); one plan per layer.
 
-        Of collectives: as the ring algorithm sends them.
+        Collectives count as the ring algorithm sends them.
         """
         ...

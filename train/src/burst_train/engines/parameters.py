@@ -1,4 +1,4 @@
-"""FSDP2 over a model's parameters, with gradients that are plain sums over ranks."""
+"""Shard a model's parameters by FSDP2, with gradients that are plain sums over ranks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 
 def shard_parameters(wrapper: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, *, offload: bool = False) -> None:
-    """FSDP2 in place, one group of parameters for each layer of ``wrapper.model``; gradients are *sums* over ranks.
+    """Apply FSDP2 in place, with one parameter group per layer of ``wrapper.model``.
+
+    Gradients are *sums* over ranks.
 
     Args:
-        wrapper: its forward uses the head's weight, so that it is the root.
-        mesh: one axis.
-        dtype: of the computation.
-        offload: whether shards and their gradients lie in host memory, from where each use fetches them. Where that is
-            a GPU's, it was never run.
+        wrapper: the root of FSDP2, because its forward uses the head's weight.
+        mesh: a mesh of one axis.
+        dtype: dtype of the computation.
+        offload: whether shards and their gradients stay in host memory and each use fetches them. This was never run
+            on a GPU.
     """
     halved = dtype in (torch.bfloat16, torch.float16)
     policy = MixedPrecisionPolicy(param_dtype=dtype if halved else None, reduce_dtype=torch.float32 if halved else None)
@@ -31,7 +33,7 @@ def shard_parameters(wrapper: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, *
     fully_shard(wrapper, mesh=mesh, mp_policy=policy, offload_policy=offloading)
     for module in wrapper.modules():
         if isinstance(module, FSDPModule):
-            # The loss is divided by the tokens of all ranks already; gloo has no pre-multiplied sum.
+            # The loss is already divided by the tokens of all ranks, and gloo has no pre-multiplied sum.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if mesh.device_type == "cpu":
@@ -39,9 +41,9 @@ def shard_parameters(wrapper: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, *
 
 
 class SumByRank:
-    """FSDP2's reduce-scatter, as an all-to-all and a sum in the ranks' order: the same bits at every run.
+    """A reduce-scatter for FSDP2: an all-to-all, then a sum in rank order, bitwise equal in every run.
 
-    For gloo, whose own reduce-scatter is a whole all-reduce: twice the bytes.
+    It is for gloo, whose own reduce-scatter is a whole all-reduce and sends twice the bytes.
     """
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -51,7 +53,7 @@ class SumByRank:
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
         if op != dist.ReduceOp.SUM or async_op:
-            raise NotImplementedError(f"op={op}, async_op={async_op}: gradients are summed, and waited for")
+            raise NotImplementedError(f"op={op}, async_op={async_op}: only a synchronous sum is supported")
         parts = torch.empty_like(input_tensor)
         dist.all_to_all_single(parts, input_tensor, group=group)
         torch.sum(parts.view(group.size(), *output_tensor.shape), 0, out=output_tensor)

@@ -1,9 +1,9 @@
-"""Engines that spread the tokens: burst, RingAttention, Ulysses, USP, one rank. Parameters are sharded by FSDP2."""
+"""Engines that shard the tokens: burst, RingAttention, Ulysses, USP, one rank. FSDP2 shards the parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,12 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from burst_attention.attention.batch import shard_batch
 from burst_attention.attention.entry import burst_attention
-from burst_attention.attention.hardware import RatesGiven
+from burst_attention.attention.hardware import CallShape, Hardware, RatesGiven
 from burst_attention.attention.plan import Plan, make_plan
 from burst_attention.loss import Head
 from burst_attention.plan.groups import Groups
 from burst_attention.plan.layout import LAYOUTS
-from burst_attention.planner.choice import HeadsOrAuto, KeepOrAuto, Remat, WavesOrAuto
+from burst_attention.plan.strategy import NAMED, DegreeOrAuto, Strategy
+from burst_attention.planner.planner import Remat
 
 from .contract import Attend, Heads, PlansByWindow
 from .parameters import shard_parameters
@@ -28,40 +29,39 @@ from .whole import whole_attention
 
 
 def _nothing(heads: Heads, world: int) -> None:
-    """No number of heads is refused."""
+    """Accept any number of heads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceEngine:
-    """Each rank holds some tokens; ``attend`` is all in which these engines differ.
+    """An engine in which each rank holds some tokens; such engines differ in their attention only.
 
     Attributes:
         attend: the attention over shards.
         check_heads: raises ValueError for heads that ``world`` ranks can't share.
-        count: bytes that this rank sends in one layer's forward and backward, from (plan, heads, batch, dtype).
-        travels: what moves where ``attend`` is :func:`burst_attention`; None: it is another attention.
-        heads, keep, waves, remat: as for :func:`burst_attention.make_plan`.
+        count: returns the bytes that this rank sends in one layer's (forward, backward), from (plan, heads, batch,
+            dtype).
+        alone: whether one rank holds each whole sequence.
+        posts: whether activations use the plan's transport.
+        strategy, remat: as for :func:`burst_attention.make_plan`.
+        ours: whether ``attend`` is :func:`burst_attention`.
     """
 
     name: str
-    layout: str
-    route: str
+    strategy: Strategy
     attend: Attend
     count: Callable[..., tuple[int, int]]
     check_heads: Callable[[Heads, int], None] = _nothing
     alone: bool = False
     posts: bool = True
-    travels: str | None = None
-    heads: HeadsOrAuto = 1
-    keep: KeepOrAuto = "auto"
-    waves: WavesOrAuto = "auto"
+    ours: bool = False
     remat: Remat = "none"
 
     def check(self, heads: Heads, seq_len: int, world: int) -> None:
         if self.alone and world > 1:
             raise ValueError(
-                f"--engine {self.name} gives each sequence a rank of its own, not {world}: run it on one rank, or "
-                "train with --data-parallel as many as --ranks"
+                f"--engine {self.name} runs each sequence on one rank, not {world}; use one rank, or set "
+                "--data-parallel to the number of --ranks"
             )
         self.check_heads(heads, world)
 
@@ -75,11 +75,15 @@ class SequenceEngine:
         dtype: torch.dtype | None = None,
         rates: RatesGiven = None,
     ) -> Plan:
-        options: dict[str, Any] = {"layout": self.layout, "route": self.route, "heads": self.heads, "keep": self.keep}
-        options |= {"waves": self.waves, "remat": self.remat}
-        if heads is not None:
-            options |= {"q_heads": heads.q_heads, "kv_heads": heads.kv_heads, "head_dim": heads.head_dim}
-        return make_plan(seqlen, **options, dtype=dtype, group=group, timeout=timeout, rates=rates)
+        sizes = {} if heads is None else {name: getattr(heads, name) for name in ("q_heads", "kv_heads", "head_dim")}
+        return make_plan(
+            seqlen,
+            strategy=self.strategy,
+            call=CallShape(**sizes, dtype=dtype, remat=self.remat),
+            hardware=Hardware(rates=rates),
+            group=group,
+            timeout=timeout,
+        )
 
     def spread(
         self,
@@ -113,124 +117,108 @@ class SequenceEngine:
         return forward, backward
 
 
-def planned_sent(plan: Plan, heads: Heads, batch: int, dtype: torch.dtype, *, travels: str) -> tuple[int, int]:
-    """Of :func:`burst_attention`, as the plan predicts it."""
-    traffic = plan.bytes(
-        batch=batch,
-        q_heads=heads.q_heads,
-        kv_heads=heads.kv_heads,
-        head_dim=heads.head_dim,
-        dtype=dtype,
-        travels=travels,
-    )
+def planned_sent(plan: Plan, heads: Heads, batch: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes that :func:`burst_attention` sends in a forward and a backward, as the plan predicts them."""
+    sizes = {"q_heads": heads.q_heads, "kv_heads": heads.kv_heads, "head_dim": heads.head_dim}
+    traffic = plan.bytes(batch=batch, **sizes, dtype=dtype)
     return traffic.forward_sent, traffic.backward_sent
 
 
-def burst(
-    layout: str = "auto",
-    route: str = "auto",
-    heads: HeadsOrAuto = "auto",
-    *,
-    keep: KeepOrAuto = "auto",
-    waves: WavesOrAuto = "auto",
-    travels: str = "auto",
-    kernel: str = "auto",
-) -> SequenceEngine:
-    """BurstAttention, as :func:`burst_attention` runs it; what is left open is chosen by predicted time."""
+def burst(strategy: Strategy | None = None, *, kernel: str = "auto") -> SequenceEngine:
+    """Return the engine that uses :func:`burst_attention`; the planner chooses what the strategy leaves open."""
+    strategy = strategy or Strategy()
     return SequenceEngine(
         name="burst",
-        layout=layout,
-        route=route,
-        heads=heads,
-        keep=keep,
-        waves=waves,
-        check_heads=partial(check_cut, heads),
-        attend=partial(burst_attention, travels=travels, kernel=kernel),
-        count=partial(planned_sent, travels=travels),
-        travels=travels,
+        strategy=strategy,
+        check_heads=partial(check_degree, strategy.ulysses_degree),
+        attend=partial(burst_attention, kernel=kernel),
+        count=planned_sent,
+        ours=True,
     )
 
 
 def published() -> SequenceEngine:
-    """BurstAttention as published (arXiv 2403.09347): zigzag, no heads cut, the query side travels in the backward."""
-    return burst("zigzag", "auto", 1, travels="query")
+    """Return BurstAttention as published (arXiv 2403.09347): zigzag, whole heads; the query side circulates."""
+    return burst(NAMED["burst-attention"])
 
 
-def check_cut(cut: HeadsOrAuto, heads: Heads, world: int) -> None:
-    """Raise ValueError if heads can't be cut among so many ranks."""
-    if cut != "auto" and (world % cut or not Groups.divide(cut, q_heads=heads.q_heads, kv_heads=heads.kv_heads)):
+def check_degree(degree: DegreeOrAuto, heads: Heads, world: int) -> None:
+    """Raise ValueError if ``world`` ranks can't split these heads into this many groups."""
+    if not isinstance(degree, int):
+        return
+    if world % degree or not Groups.divide(degree, q_heads=heads.q_heads, kv_heads=heads.kv_heads):
         raise ValueError(
-            f"--heads {cut} must divide the {world} ranks, and the {heads.kv_heads} key-value heads, or be a multiple "
-            f"of those that divides the {heads.q_heads} query heads; leave it out to have it chosen"
+            f"--ulysses-degree {degree} must divide the {world} ranks, and divide the {heads.kv_heads} key-value heads "
+            f"or be a multiple of them that divides the {heads.q_heads} query heads; leave it out to have it chosen"
         )
 
 
-def ring(layout: str = "auto", route: str = "auto", heads: HeadsOrAuto = "auto") -> SequenceEngine:
-    """RingAttention: K and V go round the ring, and in the backward dK and dV with them, in fp32.
+def ring(asked: Strategy) -> SequenceEngine:
+    """Return RingAttention: K and V circulate round the ring, in the backward together with dK and dV in fp32.
 
-    Contiguous is the published one; zigzag, which balances a causal mask, the strong one.
+    The contiguous layout is the published one. Zigzag is the stronger baseline, because it balances a causal mask.
     """
-    no_cut("ring", heads)
-    layout = one_of("ring", "layout", layout, ("zigzag", "contiguous"))
+    strategy = of_engine("ring", asked, layouts=("zigzag", "contiguous"), route="ring-attention")
     return SequenceEngine(
         name="ring",
-        layout=layout,
-        route=one_of("ring", "route", route, ("ring-attention",)),
-        attend=partial(burst_attention, travels="key-value"),
-        count=partial(planned_sent, travels="key-value"),
-        travels="key-value",
+        strategy=replace(strategy, circulate="key-value"),
+        attend=burst_attention,
+        count=planned_sent,
+        ours=True,
     )
 
 
-def ulysses(layout: str = "auto", route: str = "auto", heads: HeadsOrAuto = "auto") -> SequenceEngine:
-    """DeepSpeed-Ulysses: all tokens of some heads, exchanged for some tokens of all heads, and back."""
-    no_cut("ulysses", heads)
+def ulysses(asked: Strategy) -> SequenceEngine:
+    """Return DeepSpeed-Ulysses: an all-to-all gives each rank all tokens of some heads; a second one reverts it."""
     return SequenceEngine(
         name="ulysses",
-        layout=one_of("ulysses", "layout", layout, ("contiguous",)),
-        route=one_of("ulysses", "route", route, ("direct",)),
+        strategy=of_engine("ulysses", asked, layouts=("contiguous",), route="direct"),
         attend=ulysses_attention,
         count=ulysses_sent,
         check_heads=check_ulysses,
     )
 
 
-def usp(layout: str = "auto", route: str = "auto", heads: HeadsOrAuto = "auto") -> SequenceEngine:
-    """Unified Sequence Parallelism: Ulysses among ``heads`` neighbours, RingAttention over the groups of them."""
-    if heads != "auto" and (isinstance(heads, bool) or not isinstance(heads, int) or heads < 1):
-        raise ValueError(f"--heads {heads} must be a number of head groups, at least 1; leave it out to have it chosen")
-    attention = UspAttention(heads)
+def usp(asked: Strategy) -> SequenceEngine:
+    """Return Unified Sequence Parallelism: Ulysses among neighbours, RingAttention between their groups."""
+    degree = asked.ulysses_degree if isinstance(asked.ulysses_degree, int) else None
+    attention = UspAttention(degree)
     return SequenceEngine(
         name="usp",
-        layout=one_of("usp", "layout", layout, ("zigzag", "contiguous")),
-        route=one_of("usp", "route", route, ("ring-attention",)),
+        strategy=of_engine(
+            "usp", replace(asked, ulysses_degree="auto"), layouts=("zigzag", "contiguous"), route="ring-attention"
+        ),
         attend=attention,
         count=attention.sent,
         check_heads=attention.check,
     )
 
 
-def single(layout: str = "auto", route: str = "auto", heads: HeadsOrAuto = "auto") -> SequenceEngine:
-    """One rank holds the whole sequence; PyTorch's own attention."""
-    no_cut("single", heads)
+def single(asked: Strategy) -> SequenceEngine:
+    """Return the engine in which one rank holds the whole sequence and uses PyTorch's own attention."""
     return SequenceEngine(
         name="single",
-        layout=one_of("single", "layout", layout, tuple(LAYOUTS)),
-        route=one_of("single", "route", route, ("direct",)),
+        strategy=of_engine("single", asked, layouts=tuple(LAYOUTS), route="direct"),
         attend=whole_attention,
         count=lambda *_: (0, 0),
         alone=True,
     )
 
 
-def no_cut(engine: str, heads: HeadsOrAuto) -> None:
-    """Raise ValueError if heads are to be cut by an engine of which that is not asked."""
-    if heads != "auto":
-        raise ValueError(f"--heads {heads} is not for --engine {engine}; leave it out")
+def of_engine(engine: str, asked: Strategy, *, layouts: Sequence[str], route: str) -> Strategy:
+    """Return the strategy of an engine other than burst; ``layouts``: those it supports, the default first.
+
+    Raises:
+        ValueError: something else was asked for.
+    """
+    if asked.ulysses_degree != "auto":
+        raise ValueError(f"--ulysses-degree {asked.ulysses_degree} is not for --engine {engine}; leave it out")
+    layout = one_of(engine, "layout", asked.layout, layouts)
+    return Strategy(layout=layout, route=one_of(engine, "route", asked.route, (route,)), ulysses_degree=1)
 
 
 def one_of(engine: str, option: str, value: str, choices: Sequence[str]) -> str:
-    """``value``, or the first choice for ``auto``."""
+    """Return ``value`` if it is one of the choices, or the first choice for ``auto``."""
     if value == "auto":
         return choices[0]
     if value not in choices:

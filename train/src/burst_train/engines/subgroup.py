@@ -1,6 +1,6 @@
-"""Some ranks of a group by themselves: messages among them over the group's own transport, and no group of their own.
+"""Messages among some ranks of a group over the group's transport, without a new process group.
 
-A process group of torch for each axis of a mesh would have each its connections, its deadlines and its failures.
+Separate torch process groups for each axis of a mesh would each need connections, deadlines and failure handling.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from burst_attention.comm.transport import Pending, Receive, Send, Transport
 
 
 class Subgroup(Transport):
-    """The transport of these ``ranks`` of ``whole``, this process's among them, numbered in their order.
+    """The transport among some ``ranks`` of ``whole``, renumbered in their order; this process is one of them.
 
-    What it moves is counted by ``whole``, too, and errors name the ranks of that.
+    ``whole`` counts the bytes, too. Errors name the ranks of ``whole``.
     """
 
     def __init__(self, whole: Transport, ranks: Sequence[int]) -> None:
@@ -24,7 +24,7 @@ class Subgroup(Transport):
         self.rank, self.world = self.ranks.index(whole.rank), len(self.ranks)
 
     def post(self, sends: Sequence[Send], receives: Sequence[Receive], *, label: str) -> Pending:
-        """As :meth:`Transport.post`, of ranks of this subgroup."""
+        """Post messages as :meth:`Transport.post` does, with ranks of this subgroup."""
         leaving = [Send(self.ranks[each.peer], each.tensor) for each in sends]
         arriving = [Receive(self.ranks[each.peer], each.tensor) for each in receives]
         self.sent += sum(each.tensor.nbytes for each in sends)
@@ -32,9 +32,9 @@ class Subgroup(Transport):
         return self.whole.post(leaving, arriving, label=label)
 
     def wait(self, pending: Pending) -> None:
-        """As :meth:`Transport.wait`."""
+        """Wait for messages as :meth:`Transport.wait` does."""
         self.whole.wait(pending)
 
     def check_device(self, device: torch.device) -> None:
-        """As :meth:`Transport.check_device`."""
+        """Check a device as :meth:`Transport.check_device` does."""
         self.whole.check_device(device)

@@ -1,9 +1,11 @@
 """Tensor parallelism (Megatron-LM, arXiv 1909.08053), plain and with sequence parallelism (arXiv 2205.05198).
 
-Each rank holds some heads and some columns of the feed-forward layers, and computes them for all tokens: attention
-needs no exchange, each block's two sums do. By torch's ``parallelize_module``. Two things make it stronger than the
-papers': a block's input is gathered once for all its projections, and the loss is shared out by tokens, as everywhere
-here, so that nothing of the vocabulary's width is exchanged. Embeddings, norms and the head are whole on every rank.
+Each rank holds some heads and some columns of the feed-forward layers, and computes them for all tokens. Attention
+needs no exchange. The two sums of each layer do. The sharding uses torch's ``parallelize_module``.
+
+Two changes make it a stronger baseline than the papers describe. The input of a block is gathered once for all its
+projections. The loss is divided among the ranks by tokens, as in all engines, so no tensor of the vocabulary's width is
+exchanged. Embeddings, norms and the head are whole on every rank.
 """
 
 from __future__ import annotations
@@ -26,20 +28,25 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from burst_attention.attention.batch import Plans, shard_batch
-from burst_attention.attention.plan import Plan, lone_plan, make_plan
+from burst_attention.attention.plan import Plan, make_plan, single_rank_plan
 from burst_attention.launch.mesh import CONTEXT, DATA
 from burst_attention.loss import Head
-from burst_attention.planner.choice import HeadsOrAuto
+from burst_attention.plan.strategy import Strategy
 
 from .contract import Heads, PlansByWindow
 from .parameters import shard_parameters
-from .sequence import no_cut, one_of
+from .sequence import of_engine
 from .whole import whole_attention
 
 
 @dataclass(frozen=True)
 class TensorEngine:
-    """``sequence``: between blocks each rank holds its own tokens, and sums are scattered instead of repeated."""
+    """Tensor parallelism over the ranks of a group.
+
+    Attributes:
+        sequence: whether to add sequence parallelism: between blocks each rank holds only its tokens, and sums are
+            scattered instead of replicated.
+    """
 
     name: str
     layout: str
@@ -47,11 +54,10 @@ class TensorEngine:
     posts: bool = False
 
     @classmethod
-    def named(cls, name: str, layout: str, route: str, heads: HeadsOrAuto) -> TensorEngine:
-        """``tensor`` or ``tensor-sequence``."""
-        no_cut(name, heads)
-        one_of(name, "route", route, ("direct",))
-        return cls(name, one_of(name, "layout", layout, ("contiguous",)), name == "tensor-sequence")
+    def named(cls, name: str, asked: Strategy) -> TensorEngine:
+        """Return the engine ``tensor`` or ``tensor-sequence``."""
+        strategy = of_engine(name, asked, layouts=("contiguous",), route="direct")
+        return cls(name, strategy.layout, name == "tensor-sequence")
 
     def check(self, heads: Heads, seq_len: int, world: int) -> None:
         sizes = {
@@ -64,11 +70,11 @@ class TensorEngine:
             if size % world:
                 raise ValueError(
                     f"--engine {self.name} shares {size} {what} equally, but {world} ranks don't divide them; "
-                    "use ranks that do, or --engine burst"
+                    "use a number of ranks that does, or --engine burst"
                 )
 
     def plan(self, seqlen: int, *, group: Any, timeout: float | None = None, **_: Any) -> Plan:
-        return make_plan(seqlen, layout=self.layout, route="direct", group=group, timeout=timeout)
+        return make_plan(seqlen, group=group, timeout=timeout, strategy=Strategy(layout=self.layout, route="direct"))
 
     def spread(
         self,
@@ -89,16 +95,16 @@ class TensorEngine:
         left = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
         if left:
             raise ValueError(
-                f"--engine {self.name} does not know how to spread {', '.join(left)}: their gradients would not be "
-                "summed; use --engine burst"
+                f"--engine {self.name} can't distribute {', '.join(left)}: their gradients would not be summed; "
+                "use --engine burst"
             )
-        # Over the groups that read other sequences; and it keeps fp32 weights beside what computes in bf16.
+        # FSDP2 shards over the data-parallel groups. It also keeps fp32 weights for a bf16 computation.
         shard_parameters(wrapper, mesh[DATA], dtype)
 
     def _styles(self, model: nn.Module) -> dict[str, ParallelStyle]:
         between = Shard(1) if self.sequence else Replicate()  # hidden states [B, S, E] outside the blocks
         outside = SequenceParallel(use_local_output=True) if self.sequence else _Replicated()
-        # A plain tensor between norm and projections is where their gradients' partial sums are joined, all at once.
+        # A plain tensor between norm and projections joins the partial sums of their gradients in one exchange.
         first = SequenceParallel() if self.sequence else _Replicated()
         enter_attention = PrepareModuleInput(
             input_kwarg_layouts={"hidden_states": between}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
@@ -117,7 +123,7 @@ class TensorEngine:
             "mlp.up_proj": ColwiseParallel(),
             "mlp.down_proj": RowwiseParallel(output_layouts=between),
         }
-        for norm in ("q_norm", "k_norm"):  # of each head by itself, so of this rank's heads: [B, S, heads, D]
+        for norm in ("q_norm", "k_norm"):  # they act per head, so on this rank's heads: [B, S, heads, D]
             if f"model.layers.0.self_attn.{norm}.weight" in dict(model.named_parameters()):
                 layer[f"self_attn.{norm}"] = SequenceParallel(sequence_dim=2, use_local_output=True)
         styles: dict[str, ParallelStyle] = {f"model.layers.*.{name}": style for name, style in layer.items()}
@@ -126,7 +132,7 @@ class TensorEngine:
     def shard(self, batch: Mapping[str, Tensor], plans: PlansByWindow) -> dict[str, Tensor]:
         shard = shard_batch(batch, plans)
         plan = Plans.of(plans).one
-        positions = lone_plan(plan.seqlen, mask=plan.mask).document_positions.to(shard["input_ids"].device)
+        positions = single_rank_plan(plan.seqlen, mask=plan.mask).document_positions.to(shard["input_ids"].device)
         shard["position_ids"] = positions.repeat(shard["input_ids"].shape[0], 1)  # attention is over all tokens
         return shard if self.sequence else shard | {"input_ids": batch["input_ids"]}
 
@@ -148,19 +154,22 @@ class TensorEngine:
 
     def sent(self, plans: Sequence[Plan], heads: Heads, *, batch: int, dtype: torch.dtype) -> tuple[int, int]:
         plan = plans[0]
-        one = (plan.world - 1) * batch * plan.length * heads.hidden * dtype.itemsize  # a gather, a scatter, half a sum
-        # Per layer two sums and, going backward, two more; plainly, the last hidden states' gradients are gathered too.
+        one = (
+            (plan.world - 1) * batch * plan.length * heads.hidden * dtype.itemsize
+        )  # bytes of a gather or a scatter; a sum is both
+        # Each layer has two sums in the forward and two in the backward. Without sequence parallelism the backward
+        # also gathers the gradients of the last hidden states.
         return len(plans) * 4 * one, len(plans) * 4 * one + (0 if self.sequence else one)
 
 
 def _partial(parameter: Any) -> Tensor:
-    """A replicated parameter's own tensor, whose gradient is of the loss of this rank's tokens alone."""
+    """Return a replicated parameter's local tensor; its gradient covers the loss of this rank's tokens only."""
     return parameter.to_local(grad_placements=[Partial()])
 
 
 def _alone(plan: Plan) -> Plan:
-    """The plan of one rank with all tokens; what takes it has seen what the given plan cut into shards."""
-    return lone_plan(plan.seqlen, mask=plan.mask, usage=plan.usage)
+    """Return a single-rank plan of all tokens; it shares the usage record of ``plan``, which cut the shards."""
+    return single_rank_plan(plan.seqlen, mask=plan.mask, usage=plan.usage)
 
 
 def _mesh_of(model: Any) -> DeviceMesh:
@@ -168,7 +177,7 @@ def _mesh_of(model: Any) -> DeviceMesh:
 
 
 class _Replicated(ParallelStyle):
-    """Every rank computes the same with the same weights: plain tensors in, plain tensors out."""
+    """A style in which every rank computes the same with the same weights; input and output are plain tensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh, None, self._enter, self._leave)  # type: ignore[arg-type]  # stub

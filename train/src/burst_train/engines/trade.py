@@ -1,4 +1,4 @@
-"""A differentiable reshard: some tokens of all heads for all tokens of some heads, among some ranks, and back."""
+"""A differentiable all-to-all that exchanges tokens for heads among some ranks, and its reverse."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from .contract import Heads
 def traded_bytes(
     own: int, all_tokens: int, ranks: int, heads: Heads, batch: int, dtype: torch.dtype
 ) -> tuple[int, int]:
-    """Bytes that a rank sends in a forward (q, k, v there and out back) and in a backward (their gradients).
+    """Return the bytes that a rank sends in (forward, backward).
+
+    The forward sends q, k, v one way and out back. The backward sends their gradients.
 
     Args:
-        own: its tokens, of the ``all_tokens`` of these ranks.
+        own: number of this rank's tokens, out of the ``all_tokens`` of these ranks.
     """
     per_head = batch * heads.head_dim * dtype.itemsize
     inputs, outputs = heads.q_heads + 2 * heads.kv_heads, heads.q_heads
@@ -34,12 +36,14 @@ def traded_bytes(
 
 @dataclass(frozen=True, eq=False)
 class Trade:
-    """Among the ranks of ``transport``, of which each has the tokens ``lengths``.
+    """The all-to-alls of one attention call.
 
     Attributes:
-        call: the public call that it is a part of.
-        agreement: of all ranks that make the call.
-        number: the call's: the same on all ranks.
+        call: name of the public call.
+        transport: connects the ranks that exchange tokens for heads.
+        agreement: the agreement of all ranks that make the call.
+        lengths: number of tokens of each rank of ``transport``.
+        number: number of the call, the same on all ranks.
     """
 
     call: str
@@ -49,7 +53,7 @@ class Trade:
     number: int
 
     def to_heads(self, tensors: Sequence[Tensor], phase: str) -> tuple[Tensor, ...]:
-        """[B, H, S_local, D] each, all heads, to [B, H / ranks, S, D]: one exchange for all of them."""
+        """Exchange tensors [B, H, S_local, D] of all heads for [B, H / ranks, S, D], in one all-to-all."""
         groups = [x.chunk(self.transport.world, 1) for x in tensors]
         arriving = [
             [part[0].new_empty(*part[0].shape[:2], n, part[0].shape[3]) for n in self.lengths] for part in groups
@@ -58,7 +62,7 @@ class Trade:
         return tuple(torch.cat(parts, 2) for parts in arriving)
 
     def to_tokens(self, tensors: Sequence[Tensor], phase: str) -> tuple[Tensor, ...]:
-        """[B, H / ranks, S, D] each to [B, H, S_local, D]."""
+        """Exchange tensors [B, H / ranks, S, D] for [B, H, S_local, D], in one all-to-all."""
         groups, rank = [x.split(list(self.lengths), 2) for x in tensors], self.transport.rank
         arriving = [[part[rank].new_empty(part[rank].shape) for _ in part] for part in groups]
         self._exchange(groups, arriving, phase)
@@ -72,7 +76,7 @@ class Trade:
         self.transport.all_to_all(*by_rank, label=f"the all-to-all of {self.call}'s {phase}")
 
     def agree(self, *grads: Tensor) -> None:
-        """Backwards in different orders on different ranks would trade one call's gradients for another's."""
+        """Check that all ranks run this call's backward; otherwise they would mix gradients of different calls."""
         name = f"the backward of {self.call}"
         with self.agreement.entering(name):
             check_transforms(name, **{f"gradient {n}": grad for n, grad in enumerate(grads)})
@@ -81,17 +85,21 @@ class Trade:
 
 
 def to_heads(trade: Trade, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """[B, H, S_local, D] each to [B, H / ranks, S, D], differentiably."""
+    """Exchange tokens for heads, differentiably: tensors [B, H, S_local, D] to [B, H / ranks, S, D]."""
     return _ToHeads.apply(trade, *tensors)
 
 
 def to_tokens(trade: Trade, x: Tensor) -> Tensor:
-    """[B, H / ranks, S, D] to [B, H, S_local, D], differentiably."""
+    """Exchange heads for tokens, differentiably: [B, H / ranks, S, D] to [B, H, S_local, D]."""
     return _ToTokens.apply(trade, x)
 
 
 class _ToHeads(torch.autograd.Function):
-    """Ledger. in q, k, v [B, H, S_local, D]; out the same [B, H / ranks, S, D]; saved nothing; back as _ToTokens."""
+    """The autograd function of :func:`to_heads`.
+
+    Input: q, k, v [B, H, S_local, D]. Output: the same [B, H / ranks, S, D]. Nothing is saved. The backward exchanges
+    heads for tokens, like the forward of ``_ToTokens``.
+    """
 
     @staticmethod
     def forward(ctx: Any, trade: Trade, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -104,7 +112,11 @@ class _ToHeads(torch.autograd.Function):
 
 
 class _ToTokens(torch.autograd.Function):
-    """Ledger. in out [B, H / ranks, S, D]; out the same [B, H, S_local, D]; saved nothing; back as _ToHeads."""
+    """The autograd function of :func:`to_tokens`.
+
+    Input: out [B, H / ranks, S, D]. Output: the same [B, H, S_local, D]. Nothing is saved. The backward exchanges
+    tokens for heads, like the forward of ``_ToHeads``.
+    """
 
     @staticmethod
     def forward(ctx: Any, trade: Trade, out: Tensor) -> Tensor:

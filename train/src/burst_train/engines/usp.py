@@ -1,11 +1,10 @@
 """Unified Sequence Parallelism (USP, arXiv 2405.07719; LoongTrain's 2-D attention, arXiv 2406.18485): a mesh of ranks.
 
-Of W = U R ranks U neighbours exchange tokens for heads, as Ulysses does; each of them then has the tokens of all U, of
-one head group, and takes them round a ring of the R ranks that have the same heads: RingAttention, by the same sweep.
+The W = U R ranks form a mesh. U neighbours exchange tokens for heads, as in Ulysses. Each of them then has the tokens
+of all U for one head group. The R ranks with the same heads form a ring and run RingAttention, by the same sweep.
 
-The shards of U neighbours under a zigzag layout over W ranks are together a shard of zigzag over R ranks (but for the
-few tokens by which shards of a length that does not divide differ), so that the ring is balanced by that layout as it
-is.
+Under a zigzag layout over W ranks, the shards of U neighbours together are a shard of zigzag over R ranks. They differ
+in a few tokens if the shards' lengths differ. So the zigzag layout balances the ring without a change.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from burst_attention.plan.groups import Groups
 from burst_attention.plan.layout import Layout
 from burst_attention.plan.route import ROUTES
 from burst_attention.plan.slices import Slice
-from burst_attention.planner.choice import HeadsOrAuto
+from burst_attention.plan.strategy import Strategy
 
 from .contract import Heads
 from .subgroup import Subgroup
@@ -39,14 +38,14 @@ CALL = "usp_attention"
 
 @dataclass(frozen=True)
 class Slices(Layout):
-    """The shards of ``members`` neighbours each of the layout ``cut``, side by side by position."""
+    """A layout whose shards join those of ``members`` neighbours in the layout ``cut``, ordered by position."""
 
     cut: Layout = field(kw_only=True)
     members: int = field(kw_only=True)
 
     @classmethod
     def of(cls, cut: Layout, members: int) -> Slices:
-        """Of ``cut``'s ranks, so many together."""
+        """Join each ``members`` neighbouring ranks of ``cut``."""
         return cls(cut.name, cut.seqlen, cut.world // members, cut=cut, members=members)
 
     def table(self, ranks: Sequence[int]) -> np.ndarray:
@@ -69,12 +68,14 @@ class Slices(Layout):
 
 @dataclass(frozen=True, eq=False)
 class _Mesh:
-    """A plan's ranks as U x R.
+    """A plan's ranks as a U x R mesh.
 
     Attributes:
-        neighbours: the U ranks that exchange tokens for heads; ``lengths``: how many tokens each has.
+        neighbours: the U ranks that exchange tokens for heads.
+        lengths: number of tokens of each of them.
         ring: the plan of the R ranks with this rank's heads.
-        order: where the ring's tokens are in the neighbours' shards, laid end to end; ``back``: the other way round.
+        order: indices of the ring's tokens in the neighbours' concatenated shards.
+        back: the inverse permutation of ``order``.
     """
 
     neighbours: Subgroup
@@ -85,14 +86,16 @@ class _Mesh:
 
     @classmethod
     def of(cls, plan: Plan, groups: int) -> _Mesh:
-        """Of ``groups`` neighbours each."""
+        """Make the mesh of a plan with ``groups`` neighbours each."""
         cut = plan.schedule.layout
         together, context = Slices.of(cut, groups), plan.rank // groups
         members = Groups(groups).members(context)
-        schedule = replace(plan.schedule, layout=together, route=ROUTES["ring-attention"], rank=context)
+        ring_strategy = Strategy(ulysses_degree=1, circulate="key-value")
+        route = ROUTES["ring-attention"]
+        schedule = replace(plan.schedule, layout=together, route=route, rank=context, strategy=ring_strategy)
         across = range(plan.rank % groups, plan.world, groups)
-        # All ranks agree on a call of the ring: they all make it, and what keeps one from it the others must hear of.
-        ring = Plan(replace(schedule, heads=1, assignment="auto"), Subgroup(plan.transport, across), plan.agreement)
+        # The ring uses the agreement of all ranks: all make the call, so all must learn of one rank's failure.
+        ring = Plan(schedule, plan.planner, Subgroup(plan.transport, across), plan.agreement)
         held = np.concatenate([cut.positions(rank) for rank in members])
         by_position = np.argsort(held)
         order = by_position[np.searchsorted(held, together.positions(context), sorter=by_position)]
@@ -103,23 +106,25 @@ class _Mesh:
 
 @dataclass(frozen=True, eq=False)
 class UspAttention:
-    """Exact attention over shards of any layout: q [B, Hq, S_local, D], k and v [B, Hkv, S_local, D] of this rank.
+    """Exact attention over shards of any layout.
+
+    It takes this rank's q [B, Hq, S_local, D], and k and v [B, Hkv, S_local, D].
 
     Args:
-        heads: U, into how many groups heads are cut; ``auto``: the most that divide the ranks and the key-value heads.
+        degree: U, the Ulysses degree. None: the greatest common divisor of ranks and key-value heads.
     """
 
-    heads: HeadsOrAuto = "auto"
+    degree: int | None = None
     _meshes: WeakKeyDictionary[Plan, dict[int, _Mesh]] = field(default_factory=WeakKeyDictionary, repr=False)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None = None) -> Tensor:
-        """Every rank of the group must call it.
+        """Compute the attention; every rank of the group must call it.
 
         Raises:
-            TypeError, ValueError: an argument can't be used, or the ranks disagree: the same class on all of them.
+            TypeError, ValueError: an argument is invalid, or the ranks disagree; the same class on all ranks.
         """
         with plan.agreement.entering(CALL):
-            scale = check_types(q, k, v, scale, "key-value", "auto")
+            scale = check_types(q, k, v, scale, "auto")
             check_transforms(CALL, q=q, k=k, v=v)
             check_tensors(q, k, v, plan.length)
             plan.transport.check_device(q.device)
@@ -132,39 +137,39 @@ class UspAttention:
         health = plan.transport.health
         trade = Trade(CALL, mesh.neighbours, plan.agreement, mesh.lengths, health.next_call())
         q, k, v = (x.index_select(2, order) for x in to_heads(trade, q, k, v))
-        out = burst_attention(q, k, v, mesh.ring, scale=scale, travels="key-value")
+        out = burst_attention(q, k, v, mesh.ring, scale=scale)
         return to_tokens(replace(trade, number=health.next_call()), out.index_select(2, back))
 
     def check(self, heads: Heads, world: int) -> None:
-        """Raise ValueError if ``world`` ranks can't be so many groups of heads."""
+        """Raise ValueError if the Ulysses degree does not divide ``world`` ranks and the heads."""
         self.groups(heads.kv_heads, world)
 
     def groups(self, kv_heads: int, world: int) -> int:
-        """U, of so many key-value heads and ranks.
+        """Return U, the Ulysses degree, for these key-value heads and ranks.
 
         Raises:
-            ValueError: what was asked for does not divide them.
+            ValueError: the given degree does not divide them.
         """
-        if self.heads == "auto":
+        if self.degree is None:
             return math.gcd(kv_heads, world)
-        if kv_heads % self.heads or world % self.heads:
+        if kv_heads % self.degree or world % self.degree:
             raise ValueError(
-                f"--engine usp with --heads {self.heads}: it must divide the {world} ranks and the {kv_heads} "
-                "key-value heads; leave it out to have the greatest that does"
+                f"--engine usp with --ulysses-degree {self.degree}: it must divide the {world} ranks and the "
+                f"{kv_heads} key-value heads; leave it out to take the largest that does"
             )
-        return self.heads
+        return self.degree
 
     def sent(self, plan: Plan, heads: Heads, batch: int, dtype: torch.dtype) -> tuple[int, int]:
-        """Bytes that this rank sends in a forward and in a backward: the exchange of heads, and the ring."""
+        """Return the bytes that this rank sends in (forward, backward), in the all-to-alls and the ring."""
         groups = self.groups(heads.kv_heads, plan.world)
         mesh = self._mesh(plan, groups)
         traded = traded_bytes(plan.length, sum(mesh.lengths), groups, heads, batch, dtype)
         counts = {"q_heads": heads.q_heads // groups, "kv_heads": heads.kv_heads // groups}
-        ring = mesh.ring.bytes(batch=batch, **counts, head_dim=heads.head_dim, dtype=dtype, travels="key-value")
+        ring = mesh.ring.bytes(batch=batch, **counts, head_dim=heads.head_dim, dtype=dtype)
         return traded[0] + ring.forward_sent, traded[1] + ring.backward_sent
 
     def _mesh(self, plan: Plan, groups: int) -> _Mesh:
-        """Made once for each plan: it has the ring's programs."""
+        """Return the mesh of a plan; it is cached, because it holds the ring's programs."""
         of_plan = self._meshes.setdefault(plan, {})
         if groups not in of_plan:
             of_plan[groups] = _Mesh.of(plan, groups)

@@ -1,4 +1,4 @@
-"""Attention over a whole sequence on one device by PyTorch's own kernel: what everything else is measured against."""
+"""Attention over a whole sequence on one device by PyTorch's own kernel, the reference for all engines."""
 
 from __future__ import annotations
 
@@ -17,13 +17,17 @@ WINDOW_ROWS = 1024
 
 
 def whole_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None = None) -> Tensor:
-    """``scaled_dot_product_attention`` of q [B, Hq, S, D], k and v [B, Hkv, S, D], one call for each document.
+    """Compute ``scaled_dot_product_attention`` for each document.
+
+    Args:
+        q: queries [B, Hq, S, D].
+        k, v: keys and values [B, Hkv, S, D].
 
     Raises:
-        ValueError: ``plan`` spreads the sequence over several ranks.
+        ValueError: ``plan`` has several ranks.
     """
     if plan.world > 1:
-        raise ValueError(f"plan spreads the sequence over {plan.world} ranks; whole_attention wants all of it on one")
+        raise ValueError(f"plan shards the sequence over {plan.world} ranks; whole_attention needs a plan of one rank")
     if scale is not None:
         q, scale = signless(q, scale)
     parts = []
@@ -43,15 +47,18 @@ def whole_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float
 
 
 def _calls(mask: Mask, seqlen: int) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """(rows, columns, bool [rows, columns] or None where ``is_causal`` says it all), which together are the mask."""
+    """Yield the calls that together cover the mask: (rows, columns, mask).
+
+    The mask is bool [rows, columns], or None if ``is_causal`` describes it.
+    """
     for start, stop in itertools.pairwise(mask.cu_seqlens or (0, seqlen)):
         window = mask.window
         if window is None or window >= stop - start:
             whole = slice(start, stop)
-            if stop > start or not seqlen:  # no tokens: one empty call, whose result has gradients
+            if stop > start or not seqlen:  # without tokens, one empty call so that the result has gradients
                 yield whole, whole, torch.from_numpy(mask.dense(seqlen)) if mask.prefix else None
             continue
-        for top in range(start, stop, WINDOW_ROWS):  # a mask of the whole would take memory in the length's square
+        for top in range(start, stop, WINDOW_ROWS):  # one mask of all rows would need memory quadratic in the length
             bottom, left = min(top + WINDOW_ROWS, stop), max(top - window + 1, start)
             distance = torch.arange(top, bottom).unsqueeze(1) - torch.arange(left, bottom)
             yield slice(top, bottom), slice(left, bottom), (distance >= 0) & (distance < window)

@@ -1,1 +1,1 @@
-"""Predict the time, traffic and memory of a training step on hardware that is not at hand."""
+"""Predict a training step's time, traffic and memory on hardware you don't have."""

@@ -1,9 +1,10 @@
-"""What one attention call takes over any number of ranks: seconds, exchange that nothing hides, bytes by kind of link.
+"""Predict one attention call over any number of ranks: seconds, exposed exchange, bytes by kind of link.
 
-Over as many ranks as the planner looks at, the planner's own figures. Of more ranks two smaller worlds with as many
-tokens for each rank, heads cut alike and nodes as large are run on paper, and a line is laid through both: a rank's
-work, its steps and what passes it grow by as much with each context slice that is added, but for blocks, whose sides
-grow with the root. ``tests/unit/test_forecast.py`` holds the line against what it stands for.
+Up to the planner's limit of ranks, the figures are the planner's. Beyond it, two smaller worlds are simulated and the
+figures are extrapolated along a line through both. The smaller worlds have the same tokens per rank, Ulysses degree and
+ranks per node. A line fits because each further sequence group adds the same work, steps and messages to a rank. For
+``blocks`` messages grow with the sides of a block, the square root of the groups. ``tests/unit/test_forecast.py``
+compares the line with full simulations.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import isqrt
-from typing import Any
 
 import numpy as np
 
@@ -20,23 +20,25 @@ from burst_attention.plan.groups import WHOLE, Groups, divisors
 from burst_attention.plan.mask import Mask
 from burst_attention.plan.route import ROUTES
 from burst_attention.plan.rows import Direction
-from burst_attention.planner.choice import Candidate, HeadsOrAuto, Planner, Remat
+from burst_attention.plan.schedule import Schedule
+from burst_attention.plan.strategy import Strategy
+from burst_attention.planner.choice import Candidate
+from burst_attention.planner.planner import MOST_RANKS, Planner, Remat
 from burst_attention.planner.rates import Rates
-from burst_attention.planner.schedule import MOST_RANKS, Schedule, make_schedule
-from burst_attention.planner.timing import OnPaper, Timed
+from burst_attention.planner.timing import PassSimulation, Timed
 from burst_attention.planner.traffic import Messages, edge_messages
 
-MOST_BY_EDGES = 32  # ranks that are looked at on a route whose edges have to be made one by one
-LEAST_STANDING = 64  # ranks that stand for many more
+MOST_BY_EDGES = 32  # most ranks simulated on a route whose messages are built edge by edge
+LEAST_STANDING = 64  # fewest simulated ranks that may represent a larger world
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class Workload:
     """One attention call over a cluster.
 
     Attributes:
-        per_node: ranks of a node, neighbours; the last node may have fewer.
-        remat: what of a layer is recomputed, for the planner.
+        per_node: ranks per node, with consecutive numbers; the last node may have fewer.
+        remat: recompute policy of the layers, for the planner.
     """
 
     seq_len: int
@@ -49,7 +51,7 @@ class Setting:
 
     @property
     def nodes(self) -> tuple[int, ...] | None:
-        """The node of each rank; None if they share one."""
+        """The node of each rank; None if all share one."""
         if self.world <= self.per_node:
             return None
         return tuple(rank // self.per_node for rank in range(self.world))
@@ -58,78 +60,68 @@ class Setting:
     def planner(self) -> Planner:
         return Planner(self.rates, self.nodes, replace(self.shape, batch=1), remat=self.remat)
 
-    def over(self, world: int) -> Setting:
-        """As many tokens for each rank, over fewer ranks.
+    def over(self, world: int) -> Workload:
+        """Return the same setting over fewer ranks, with the same tokens per rank.
 
         Raises:
-            ValueError: what such a mask costs over these ranks does not go on over more.
+            ValueError: with this mask, costs over these ranks can't be extrapolated to more.
         """
         seq_len = self.seq_len * world // self.world
         return replace(self, world=world, seq_len=seq_len, mask=_shortened(self.mask, seq_len, world))
 
-    def schedule(self, way: Way, rank: int = 0) -> Schedule:
-        """Of one rank that computes so."""
-        options: dict[str, Any] = {"assignment": way.travels} if ROUTES[way.route].direct else {}
-        return make_schedule(
-            self.seq_len,
-            mask=self.mask,
-            layout=way.layout,
-            route=way.route,
-            rank=rank,
-            world=self.world,
-            heads=way.groups.query,
-            keep=way.groups.keep if way.groups.query > 1 else "auto",
-            waves=way.groups.waves,
-            planner=self.planner,
-            **options,
-        )
+    def schedule(self, way: AttentionStrategy, rank: int = 0) -> Schedule:
+        """Return the schedule of one rank that computes in this way."""
+        strategy = Candidate(way.groups, way.circulate).strategy(way.layout, way.route)
+        if not ROUTES[way.route].direct:
+            strategy = replace(strategy, circulate="auto", chunks="auto")
+        return self.planner.choose(self.seq_len, mask=self.mask, strategy=strategy, rank=rank, world=self.world)
 
 
 def _shortened(mask: Mask, seq_len: int, world: int) -> Mask:
-    """The mask of a shorter sequence that stands for a longer one."""
+    """Return the mask of a shorter sequence that represents a longer one."""
     if mask.cu_seqlens is None:
         if mask.window is not None and 2 * mask.window > seq_len:
             raise ValueError(
-                f"--window {mask.window} is more than half of the {seq_len:,} tokens of the {world} ranks that stand "
-                "for all; foretell fewer ranks, at most 256, or another window"
+                f"--window {mask.window} is more than half of the {seq_len:,} tokens of the {world} simulated ranks; "
+                "use at most 256 ranks, or a smaller --window"
             )
         return mask
     longest = int(np.diff(mask.cu_seqlens).max())
     if 2 * longest > seq_len:
         raise ValueError(
-            f"documents of {longest:,} tokens are longer than half of the {seq_len:,} of the {world} ranks that stand "
-            "for all; foretell fewer ranks, at most 256, or give more --documents"
+            f"documents of {longest:,} tokens are longer than half of the {seq_len:,} of the {world} simulated ranks; "
+            "use at most 256 ranks, or more --documents"
         )
     return replace(mask, cu_seqlens=(*(border for border in mask.cu_seqlens if border < seq_len), seq_len))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
-    """How a call is computed; ``travels`` is a name of ``TRAVELS``."""
+class AttentionStrategy:
+    """How an attention call is computed; ``circulate`` is a name of ``CIRCULATIONS``."""
 
     layout: str
     route: str = "direct"
     groups: Groups = field(default=WHOLE)
-    travels: str
+    circulate: str
 
     def __str__(self) -> str:
-        return f"{self.layout}, {self.route}, {Candidate(self.groups, self.travels)} travels"
+        return f"{self.layout} layout, {self.route} route, {Candidate(self.groups, self.circulate)}"
 
     @property
     def most_ranks(self) -> int:
-        """That are run on paper."""
+        """The most ranks that are simulated."""
         return MOST_RANKS if ROUTES[self.route].direct else MOST_BY_EDGES
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """A forward, or a backward.
+    """Figures of one forward or backward.
 
     Attributes:
-        seconds: until the last rank is done.
-        computing: of those the seconds in which that rank computes.
-        inside, across: bytes that a rank sends, in the mean, to ranks of its node and of others.
-        busiest: the same of the rank that sends or receives most, on each kind of link.
+        seconds: time until the last rank is done.
+        computing: seconds in which that rank computes.
+        inside, across: bytes that a rank sends within its node and to other nodes, mean over ranks.
+        busiest: (inside, across) bytes of the rank that sends or receives most on that kind of link.
     """
 
     seconds: float
@@ -140,13 +132,17 @@ class Pass:
 
     @property
     def exposed(self) -> float:
-        """Seconds of exchange that nothing hides."""
+        """Seconds of exchange that computation does not hide."""
         return self.seconds - self.computing
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A forward and a backward. ``standing``: the two worlds that were run on paper, if not the one asked for."""
+    """Figures of a forward and a backward.
+
+    Attributes:
+        standing: sizes of the two simulated worlds; None if all ranks were simulated.
+    """
 
     forward: Pass
     backward: Pass
@@ -157,29 +153,21 @@ class Call:
         return self.forward.seconds + self.backward.seconds
 
 
-def chosen(
-    setting: Setting,
-    *,
-    layout: str = "auto",
-    route: str = "auto",
-    heads: HeadsOrAuto = "auto",
-    travels: str = "auto",
-) -> Way:
-    """The planner's choice: what is left open as :func:`burst_attention.make_plan` chooses it.
+def chosen(setting: Workload, strategy: Strategy) -> AttentionStrategy:
+    """Return the planner's choice of what the strategy leaves open, as :func:`burst_attention.make_plan` makes it.
 
-    Of more than 256 ranks, what it chooses for the largest part of them that divides them.
+    Above 256 ranks it is the choice for the largest part of them that divides them.
 
     Raises:
-        ValueError: no such part stands for all.
+        ValueError: no number of ranks that can be simulated divides all.
     """
+    degree = strategy.over(setting.world).ulysses_degree
     if setting.world > MOST_RANKS:
-        setting = setting.over(_standing(setting.world, 1 if heads == "auto" else heads))
-    options: dict[str, Any] = {"layout": layout, "route": route, "heads": heads}
-    schedule = make_schedule(
-        setting.seq_len, mask=setting.mask, **options, rank=0, world=setting.world, planner=setting.planner
-    )
-    groups, travels = schedule.decide(setting.shape, travels)
-    return Way(layout=schedule.layout.name, route=schedule.route.name, groups=groups, travels=travels)
+        setting = setting.over(_standing(setting.world, degree if isinstance(degree, int) else 1))
+    planner = setting.planner
+    schedule = planner.choose(setting.seq_len, mask=setting.mask, strategy=strategy, rank=0, world=setting.world)
+    groups, circulate = planner.decide(schedule, setting.shape)
+    return AttentionStrategy(layout=schedule.layout.name, route=schedule.route.name, groups=groups, circulate=circulate)
 
 
 def _standing(world: int, heads: int) -> int:
@@ -187,39 +175,39 @@ def _standing(world: int, heads: int) -> int:
     if found < LEAST_STANDING:
         near = -(-world // MOST_RANKS) * MOST_RANKS
         raise ValueError(
-            f"--ranks {world} can't be foretold: more than {MOST_RANKS} are, by a part of them of {LEAST_STANDING} to "
-            f"{MOST_RANKS} that divides them, and {found} is the largest that does; ask for {near}"
+            f"--ranks {world} can't be predicted: above {MOST_RANKS} ranks, a divisor from {LEAST_STANDING} to "
+            f"{MOST_RANKS} is simulated, but the largest is {found}; use --ranks {near}"
         )
     return found
 
 
-def foretell(way: Way, setting: Setting, *, most: int | None = None) -> Call:
-    """What a call takes.
+def predict_call(way: AttentionStrategy, setting: Workload, *, most: int | None = None) -> Call:
+    """Predict the time and traffic of a call.
 
     Args:
-        most: ranks that are run on paper; as many as the way allows if not told.
+        most: the most ranks to simulate. Default: the most that the way allows.
 
     Raises:
-        ValueError: more are asked for than can be extrapolated to.
+        ValueError: the figures can't be extrapolated to this many ranks.
     """
     most = min(way.most_ranks, MOST_RANKS if most is None else most)
     if setting.world <= most:
-        forward, backward = on_paper(way, setting)
+        forward, backward = simulations(way, setting)
         return Call(forward=forward, backward=backward)
     worlds = _two(way, most)
     if setting.per_node * 2 > worlds[0] and setting.per_node < setting.world:
         raise ValueError(
-            f"--nodes of {setting.per_node} ranks each: more than {most} ranks are foretold from {worlds[0]} and "
-            f"{worlds[1]}, which must be two nodes at least; give more --nodes"
+            f"--nodes of {setting.per_node} ranks each are too large: more than {most} ranks are extrapolated from "
+            f"{worlds[0]} and {worlds[1]} ranks, which must fill two nodes at least; give more --nodes"
         )
-    few, many = (on_paper(way, setting.over(world)) for world in worlds)
+    few, many = (simulations(way, setting.over(world)) for world in worlds)
     line = _Line(way, worlds, setting.world)
     both = [line.extended(a, b) for a, b in zip(few, many, strict=True)]
     return Call(forward=both[0], backward=both[1], standing=worlds)
 
 
-def on_paper(way: Way, setting: Setting) -> list[Pass]:
-    """Both passes, run step by step as :meth:`Schedule.timed` does."""
+def simulations(way: AttentionStrategy, setting: Workload) -> list[Pass]:
+    """Simulate both passes step by step, as :meth:`Schedule.timed` does."""
     schedule, passes = setting.schedule(way), []
     wire = setting.planner.wire(setting.world)
     for direction in Direction:
@@ -231,16 +219,16 @@ def on_paper(way: Way, setting: Setting) -> list[Pass]:
     return passes
 
 
-def sheet(way: Way, setting: Setting, schedule: Schedule, direction: Direction) -> OnPaper:
-    """One pass, ready to be run."""
-    both = schedule.on_paper(setting.shape, way.travels, way.groups, setting.planner.wire(setting.world))
+def sheet(way: AttentionStrategy, setting: Workload, schedule: Schedule, direction: Direction) -> PassSimulation:
+    """Return one pass, ready to be simulated."""
+    both = setting.planner.simulations(schedule, setting.shape, way.circulate, way.groups)
     return next(one for one in both if one.direction is direction)
 
 
-def messages_of(way: Way, one: OnPaper, schedule: Schedule) -> Messages:
-    """All that is sent in a pass."""
+def messages_of(way: AttentionStrategy, one: PassSimulation, schedule: Schedule) -> Messages:
+    """Return all messages of one pass."""
     if not schedule.route.direct:
-        return edge_messages(schedule.work(way.travels, one.direction, way.groups), one.shape)
+        return edge_messages(schedule.work(way.circulate, one.direction, way.groups), one.shape)
     steps = one.tally.cells(one.direction, one.groups, one.inner)
     return one.tally.messages(one.shape, one.direction, one.inner, one.groups, steps)
 
@@ -250,10 +238,13 @@ def _pass(timed: Timed, inside: float, across: float) -> Pass:
     return Pass(seconds=timed.seconds, computing=timed.computing, inside=inside, across=across, busiest=busiest)
 
 
-def _two(way: Way, most: int) -> tuple[int, int]:
-    """Two worlds of which the larger has at most ``most`` ranks, or four context slices: blocks' are squares."""
+def _two(way: AttentionStrategy, most: int) -> tuple[int, int]:
+    """Return the sizes of two worlds to simulate.
+
+    The larger has at most ``most`` ranks, but at least four sequence groups. For ``blocks`` the groups are squares.
+    """
     cut = way.groups.query
-    if way.travels == "blocks":
+    if way.circulate == "blocks":
         side = max(4, isqrt(most // cut))
         return cut * (side // 2) ** 2, cut * side**2
     slices = max(4, most // cut)
@@ -262,19 +253,19 @@ def _two(way: Way, most: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class _Line:
-    """Through figures of two worlds, and on to a larger one."""
+    """A line through the figures of two worlds, extrapolated to a larger one."""
 
-    way: Way
+    way: AttentionStrategy
     worlds: tuple[int, int]
     world: int
 
     def extended(self, few: Pass, many: Pass) -> Pass:
         computing = self._at(float, few.computing, many.computing)
-        # What a rank sends, and so what is not hidden of it: by blocks it grows with their sides.
-        sides = _sides if self.way.travels == "blocks" else float
+        # A rank's bytes, and so its exposed exchange, grow with the sides of a block for ``blocks``.
+        sides = _sides if self.way.circulate == "blocks" else float
         return Pass(
             computing=computing,
-            # Where less and less is exposed, no less than what was seen.
+            # If the exposed time falls, the line would go below zero: use at least the larger world's.
             seconds=computing + max(many.exposed, self._at(sides, few.exposed, many.exposed)),
             inside=self._at(sides, few.inside, many.inside),
             across=self._at(sides, few.across, many.across),
@@ -290,5 +281,5 @@ class _Line:
 
 
 def _sides(slices: int) -> float:
-    """Half the sum of a block's sides, of so many slices."""
+    """Return half the sum of a block's sides, in sequence groups."""
     return (isqrt(slices) + slices / isqrt(slices)) / 2

@@ -1,4 +1,4 @@
-"""The engines that a training step is foretold of: how each computes attention, what that takes and holds."""
+"""The engines that a prediction compares: the time, traffic and memory of each one's attention."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from ..engines import Heads, choose
 from ..engines.usp import UspAttention
 from . import collectives
 from .buffers import buffers
-from .calls import Call, Way, chosen, foretell
-from .request import Question
+from .calls import AttentionStrategy, Call, chosen, predict_call
+from .request import ForecastRequest
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """An engine as it is foretold.
+    """The attention of one engine, as input to the prediction of a step.
 
     Attributes:
-        calls: of each kind of layer: how many, and what a call takes.
-        keeping: can attention be kept while all else is recomputed?
-        buffers: of a call's backward at its peak.
+        way: how a call is computed, in words.
+        calls: (number of layers, call) for each kind of layer.
+        buffers: bytes of a call's backward at its peak.
+        keeping: whether attention results can be kept while the rest of a layer is recomputed.
         kept, results, gathered: as for :class:`~burst_train.forecast.step_memory.Step`.
-        whole: are embedding, head and norms whole on every rank, and other weights cut?
-        ways: of each kind of layer, where the attention is ours.
+        whole: whether every rank holds embedding, head and norms whole, and the other weights are cut.
+        flags: the flags of ``burst train`` that select this engine; empty if no flags can.
+        ways: how calls are computed, for each kind of layer; empty if the attention is not ours.
     """
 
     way: str
@@ -37,41 +39,42 @@ class Candidate:
     gathered: int = 0
     whole: bool = False
     flags: str = ""
-    ways: tuple[Way, ...] = ()
+    ways: tuple[AttentionStrategy, ...] = ()
 
 
-def _burst(q: Question) -> Candidate:
-    ways, layout = [], q.layout
-    for mask in q.masks:  # layers that differ in their windows share one cut
-        ways.append(chosen(q.setting(mask), layout=layout, route=q.route, heads=q.heads, travels=q.travels))
-        layout = ways[0].layout
+def _burst(q: ForecastRequest) -> Candidate:
+    ways, strategy = [], q.strategy
+    for mask in q.masks:  # layers that differ in their windows share one layout
+        ways.append(chosen(q.setting(mask), strategy))
+        strategy = replace(strategy, layout=ways[0].layout)
     route = "" if ways[0].route == "direct" else f" --route {ways[0].route}"
-    # --heads 1 asks for what travels by a rule; left out, that none is cut is found again.
-    heads = f" --heads {ways[0].groups.query}" if ways[0].groups.query > 1 or q.heads != "auto" else ""
-    flags = f"--engine burst --layout {ways[0].layout}{heads}{route}"
-    return _planned(q, ways, flags if q.travels == "auto" else "")  # which burst train does not take
+    # With degree 1 a rule says what circulates; left out, the planner finds degree 1 again.
+    asked = ways[0].groups.query > 1 or q.ulysses_degree != "auto"
+    degree = f" --ulysses-degree {ways[0].groups.query}" if asked else ""
+    flags = f"--engine burst --layout {ways[0].layout}{degree}{route}"
+    return _planned(q, ways, flags if q.circulate == "auto" else "")  # a flag that burst train lacks
 
 
-def _published(q: Question) -> Candidate:
+def _published(q: ForecastRequest) -> Candidate:
     route = "direct" if q.setting(Mask()).nodes is None else "nodes"
-    ways = [Way(layout="zigzag", route=route, travels="query")] * len(q.masks)
+    ways = [AttentionStrategy(layout="zigzag", route=route, circulate="query")] * len(q.masks)
     return _planned(q, ways, "")
 
 
-def _ring(q: Question) -> Candidate:
+def _ring(q: ForecastRequest) -> Candidate:
     return _planned(q, [collectives.RING] * len(q.masks), "--engine ring")
 
 
-def _planned(q: Question, ways: list[Way], flags: str) -> Candidate:
+def _planned(q: ForecastRequest, ways: list[AttentionStrategy], flags: str) -> Candidate:
     calls, held, kept, results = [], 0, 0, 0
     for way, (mask, count) in zip(ways, q.masks.items(), strict=True):
-        calls.append((count, foretell(way, q.setting(mask))))
+        calls.append((count, predict_call(way, q.setting(mask))))
         held = max(held, buffers(way, q.setting(mask), q.dtype))
         if way.groups.keep:
             shape, times = q.shape, way.groups.query // way.groups.key
             token = q.tokens * shape.batch * shape.io
             keys = token * shape.kv_heads * (shape.head_dim + shape.v_head_dim)
-            kept = max(kept, (times - 1) * keys)  # in place of the rank's own q, k and v
+            kept = max(kept, (times - 1) * keys)  # saved instead of the rank's own q, k and v
             results = max(results, token * shape.q_heads * shape.head_dim + times * keys)
     return Candidate(
         way=str(ways[0]),
@@ -84,34 +87,34 @@ def _planned(q: Question, ways: list[Way], flags: str) -> Candidate:
     )
 
 
-def _ulysses(q: Question) -> Candidate:
+def _ulysses(q: ForecastRequest) -> Candidate:
     calls = tuple((count, collectives.ulysses(q.setting(mask))) for mask, count in q.masks.items())
-    return _trading(q, "contiguous, all-to-all", calls, _alone(q), "--engine ulysses")
+    return _trading(q, "contiguous layout, all-to-all", calls, _alone(q), "--engine ulysses")
 
 
-def _usp(q: Question) -> Candidate:
+def _usp(q: ForecastRequest) -> Candidate:
     groups = UspAttention().groups(q.kv_heads, q.cluster.ranks)
     settings = [q.setting(mask) for mask in q.masks]
     calls = tuple(zip(q.masks.values(), (collectives.usp(each, groups) for each in settings), strict=True))
     held = max(buffers(collectives.RING, collectives.ring_of(each, groups), q.dtype) for each in settings)
-    way = f"zigzag, all-to-all among {groups}, a ring of {q.cluster.ranks // groups}"
+    way = f"zigzag layout, all-to-all among {groups} ranks, ring of {q.cluster.ranks // groups}"
     return _trading(q, way, calls, held, "--engine usp")
 
 
-def _trading(q: Question, way: str, calls: tuple[tuple[int, Call], ...], held: int, flags: str) -> Candidate:
-    """Tokens exchanged for heads around an attention that holds so many bytes."""
+def _trading(q: ForecastRequest, way: str, calls: tuple[tuple[int, Call], ...], held: int, flags: str) -> Candidate:
+    """Return a candidate with an all-to-all before and after an attention that holds ``held`` bytes."""
     shape, token = q.shape, q.tokens * q.shape.batch * q.shape.io
     traded = token * (2 * shape.q_heads * shape.v_head_dim + 4 * shape.kv_heads * shape.head_dim)
     kept = token * shape.q_heads * shape.v_head_dim
     return Candidate(way=way, calls=calls, buffers=held + traded, keeping=False, kept=kept, flags=flags)
 
 
-def _tensor(q: Question) -> Candidate:
+def _tensor(q: ForecastRequest) -> Candidate:
     hidden = q.model.hidden if q.model else q.q_heads * q.head_dim
     calls = tuple((count, collectives.tensor(q.setting(mask), hidden)) for mask, count in q.masks.items())
     gathered = 2 * q.batch * q.seq_len * hidden * q.dtype.itemsize
     return Candidate(
-        way="heads and columns cut",
+        way="heads and columns sharded",
         calls=calls,
         buffers=_alone(q),
         keeping=False,
@@ -122,16 +125,16 @@ def _tensor(q: Question) -> Candidate:
     )
 
 
-def _alone(q: Question) -> int:
-    """Buffers of whole attention for a rank's share of the heads."""
-    ranks, way = q.cluster.ranks, Way(layout="contiguous", travels="query")
+def _alone(q: ForecastRequest) -> int:
+    """Return the buffers of attention over all tokens for a rank's share of the heads."""
+    ranks, way = q.cluster.ranks, AttentionStrategy(layout="contiguous", circulate="query")
     shape = replace(q.shape, q_heads=q.q_heads // ranks, kv_heads=q.kv_heads // ranks)
     settings = (replace(q.setting(mask), world=1, shape=shape) for mask in q.masks)
     return max(buffers(way, setting, q.dtype) for setting in settings)
 
 
-# By what they are called in tables.
-MAKERS: Mapping[str, Callable[[Question], Candidate]] = {
+# The keys are the names in tables.
+MAKERS: Mapping[str, Callable[[ForecastRequest], Candidate]] = {
     "burst": _burst,
     "burst as published": _published,
     "ring": _ring,
@@ -141,17 +144,17 @@ MAKERS: Mapping[str, Callable[[Question], Candidate]] = {
 }
 
 
-def refusal(name: str, q: Question) -> str:
-    """In the engine's own words; empty if it takes these."""
+def refusal(name: str, q: ForecastRequest) -> str:
+    """Return the engine's error for this question; empty if it can run."""
     if name == "tensor-sequence" and q.model is None:
-        return "it cuts a whole model, not attention alone; give --model"
+        return "it shards a whole model, not attention only; give --model"
     hidden, ranks = q.q_heads * q.head_dim, q.cluster.ranks
     sizes = {"hidden": q.model.hidden, "intermediate": q.model.intermediate} if q.model else {}
     heads = Heads(
         q_heads=q.q_heads, kv_heads=q.kv_heads, head_dim=q.head_dim, **({"hidden": hidden, "intermediate": 0} | sizes)
     )
     engine = name.partition(" ")[0]
-    options = {"layout": q.layout, "route": q.route, "heads": q.heads} if name == "burst" else {}
+    options = {"strategy": q.strategy} if name == "burst" else {}
     try:
         choose(engine, **options).check(heads, q.seq_len, ranks)  # type: ignore[arg-type]
     except ValueError as error:

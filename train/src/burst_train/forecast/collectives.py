@@ -1,8 +1,8 @@
-"""Collectives by a simple model: what engines beside ours move through them, and what sharded parameters do.
+"""A simple model of collectives, for sharded parameters and for engines other than ours.
 
-A gather or a scatter of what W ranks hold together goes as rings do it: each rank sends W - 1 of W parts, of which a
-node sends each once to the next node, spread over its ranks' ports. An all-to-all sends one part to each rank. Times
-are those of the busier kind of link, with a message's latency once for each doubling of the ranks; nothing is hidden.
+A gather or scatter over W ranks uses the ring algorithm: each rank sends W - 1 of W parts. A node sends each part once
+to the next node, spread over its ranks' ports. An all-to-all sends one part to each rank. The time is that of the
+busier kind of link. A gather adds one message latency per doubling of the ranks. No computation hides these times.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from math import ceil, gcd, log2
 from burst_attention.plan.cost import Shape
 from burst_attention.planner.rates import Link, Rates
 
-from .calls import Call, Pass, Setting, Way, foretell
+from .calls import AttentionStrategy, Call, Pass, Workload, predict_call
 
-RING = Way(layout="zigzag", route="ring-attention", travels="key-value")
+RING = AttentionStrategy(layout="zigzag", route="ring-attention", circulate="key-value")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """What a rank sends inside of its node and across, in the mean, and how long it takes."""
+    """Bytes that a rank sends within its node and to other nodes, mean over ranks, and the time in seconds."""
 
     inside: float = 0.0
     across: float = 0.0
@@ -34,12 +34,12 @@ class Exchange:
         )
 
     def times(self, count: float) -> Exchange:
-        """So many, one after another."""
+        """Return ``count`` of these exchanges, one after another."""
         return Exchange(inside=count * self.inside, across=count * self.across, seconds=count * self.seconds)
 
 
 def gather(size: float, world: int, per_node: int, rates: Rates) -> Exchange:
-    """Of ``size`` bytes that all ranks hold together, to all of them; a reduce-scatter is the same backwards."""
+    """Return an all-gather of ``size`` bytes, the total of all ranks; a reduce-scatter costs the same."""
     if world == 1:
         return Exchange()
     sent, here = size * (world - 1) / world, min(per_node, world)
@@ -52,7 +52,7 @@ def gather(size: float, world: int, per_node: int, rates: Rates) -> Exchange:
 
 
 def all_to_all(part: float, world: int, per_node: int, rates: Rates) -> Exchange:
-    """Of ``part`` bytes from each rank to each other."""
+    """Return an all-to-all in which each rank sends ``part`` bytes to each other rank."""
     here = min(per_node, world)
     near, far = here - 1, world - here
     ports = far * (here if rates.across.shared else 1)
@@ -67,22 +67,22 @@ def _latency(link: Link, world: int) -> float:
     return link.latency * ceil(log2(world))
 
 
-def ulysses(setting: Setting) -> Call:
-    """All tokens of some heads, exchanged for some tokens of all heads, and back; then and there, behind nothing."""
+def ulysses(setting: Workload) -> Call:
+    """Predict DeepSpeed-Ulysses: two all-to-alls around whole attention, not hidden by computation."""
     return _with(whole(setting), _traded(setting, setting.world))
 
 
-def usp(setting: Setting, groups: int) -> Call:
-    """The same exchange among ``groups`` neighbours, and RingAttention over the ranks that then have the same heads."""
-    call = foretell(RING, ring_of(setting, groups))
+def usp(setting: Workload, groups: int) -> Call:
+    """Predict USP: all-to-alls among ``groups`` neighbours, and RingAttention over the ranks with the same heads."""
+    call = predict_call(RING, ring_of(setting, groups))
     standing = call.standing and (groups * call.standing[0], groups * call.standing[1])
     return replace(_with(call, _traded(setting, groups)), standing=standing)
 
 
-def ring_of(setting: Setting, groups: int) -> Setting:
-    """One of the rings of ranks that have the same heads once ``groups`` neighbours exchanged them.
+def ring_of(setting: Workload, groups: int) -> Workload:
+    """Return the setting of one ring: ranks with the same heads after ``groups`` neighbours exchanged them.
 
-    All rings are at work at once: of ports and cores that are shared each has its part.
+    All rings run at the same time, so each ring gets a share of shared ports and cores.
     """
     shape, node = setting.shape, min(setting.per_node, setting.world)
     rates = setting.rates
@@ -101,39 +101,42 @@ def ring_of(setting: Setting, groups: int) -> Setting:
     )
 
 
-def _traded(setting: Setting, groups: int) -> Exchange:
-    """Tokens for heads among ``groups`` neighbours, and back, in either pass."""
+def _traded(setting: Workload, groups: int) -> Exchange:
+    """Return the two all-to-alls among ``groups`` neighbours; forward and backward cost the same."""
     shape, world, node = setting.shape, setting.world, setting.per_node
-    element = shape.batch * shape.io * setting.seq_len / world / groups  # of one head and channel, to one rank
+    element = shape.batch * shape.io * setting.seq_len / world / groups  # bytes per head and channel, to one rank
     arriving = element * (shape.q_heads * shape.head_dim + shape.kv_heads * (shape.head_dim + shape.v_head_dim))
     leaving = element * shape.q_heads * shape.v_head_dim
-    if node < world and groups < world:  # neighbours whom a border of nodes parts, as the worst of them
+    if node < world and groups < world:  # take the worst case: a node border splits the neighbours
         node = gcd(node, groups)
     rates = setting.rates
-    if rates.across.shared and node < groups:  # others of the node send at the same time
+    if rates.across.shared and node < groups:  # the node's other ranks send at the same time
         across = replace(rates.across, bytes_per_second=rates.across.bytes_per_second * node / setting.per_node)
         rates = replace(rates, across=across)
     moved = [all_to_all(part, groups, node, rates) for part in (arriving, leaving)]
     return moved[0] + moved[1]
 
 
-def tensor(setting: Setting, hidden: int) -> Call:
-    """Tensor parallelism with sequence parallelism: before attention and feed-forward layer a gather of all tokens'
-    hidden states, after each a scatter, and as many in the backward. The feed-forward layer's are counted here, too."""
+def tensor(setting: Workload, hidden: int) -> Call:
+    """Predict tensor parallelism with sequence parallelism.
+
+    Attention and feed-forward layer each gather all tokens' hidden states before and scatter them after. The backward
+    does the same number. The call includes the feed-forward layer's collectives.
+    """
     size = setting.shape.batch * setting.seq_len * hidden * setting.shape.io
     return _with(whole(setting), gather(size, setting.world, setting.per_node, setting.rates).times(4))
 
 
-def whole(setting: Setting) -> Call:
-    """Attention over all tokens for a rank's share of the heads: no exchange."""
+def whole(setting: Workload) -> Call:
+    """Predict attention over all tokens for a rank's share of the heads, without an exchange."""
     shape, world = setting.shape, setting.world
     own: Shape = replace(shape, q_heads=shape.q_heads // world, kv_heads=shape.kv_heads // world)
     alone = replace(setting, world=1, shape=own)
-    return foretell(Way(layout="contiguous", travels="query"), alone)
+    return predict_call(AttentionStrategy(layout="contiguous", circulate="query"), alone)
 
 
 def _with(call: Call, moved: Exchange) -> Call:
-    """Each pass with an exchange that nothing hides."""
+    """Add an exchange to each pass; computation does not hide it."""
 
     def both(one: Pass) -> Pass:
         return replace(

@@ -1,15 +1,16 @@
-"""The memory of a training step, foretold for a rank before anything starts.
+"""Predict a rank's memory in a training step before the run starts.
 
-The model itself is run, forward, loss and backward, over tensors without data (torch's FakeTensorMode), recomputed and
-by pieces as the flags ask, and what is alive is counted tensor by tensor: no second account of activations to keep.
-The attention is foretold the same way by :mod:`burst_attention.attention.footprint`, which runs the sweep. By formula
-are: shards of weights, gradients and moments, weights that FSDP2 gathers, and its buffers when it sums gradients.
+The model's forward, loss and backward run over tensors without data (torch's FakeTensorMode), with the recomputation
+and chunking that the flags ask for. The program counts the bytes of live tensors, so no formula for activations is
+needed. :mod:`burst_attention.attention.footprint` predicts the attention in the same way.
+
+Formulas give the rest: shards of weights, gradients and moments, weights gathered by FSDP2, and its reduction buffers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,14 +24,13 @@ from burst_attention.attention.batch import Plans
 from burst_attention.attention.footprint import WALKED, LiveBytes, peak_of
 from burst_attention.attention.hardware import guessed, resolve_rates, shape_of
 from burst_attention.attention.operator import FORMULA_VERSION, attend, gradients_wanted
-from burst_attention.attention.plan import Plan, lone_plan, plan_of
+from burst_attention.attention.plan import Plan, plan_of, single_rank_plan
 from burst_attention.integrations import hf
 from burst_attention.loss import Head
 from burst_attention.loss.tokens import Measurement, measure
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.rows import Direction
-from burst_attention.planner.choice import Planner
-from burst_attention.planner.schedule import make_schedule
+from burst_attention.planner.planner import Planner
 
 from ..engines import Engine, Heads, SequenceEngine
 from ..memory import MemoryConfig
@@ -51,25 +51,33 @@ def training_memory(
     dtype: torch.dtype,
     memory: MemoryConfig | None = None,
 ) -> dict[str, int] | None:
-    """Bytes at the peak of an optimizer step by part, on the rank with most; their sum is the peak.
+    """Predict the peak memory of an optimizer step on the rank that needs most.
 
-    ``weights``, ``gradients``, ``AdamW``: this rank's shards, as far as they are there at the peak. ``gathered``: what
-    FSDP2 has whole: weights in use, and gradients that are summed. ``activations``: all else that the model's passes
-    hold. ``attention``, ``loss``: buffers of an attention call, logits and their gradients, where the peak is in one.
-    Not counted: the process itself, kernels' own workspace, and what a data set needs. Where offloading asks for it,
-    what lies in host memory is left out; all is on one device otherwise.
+    Parts of the result, at the moment of the peak:
+
+    - ``weights``, ``gradients``, ``AdamW``: this rank's shards.
+    - ``gathered``: tensors that FSDP2 holds whole: weights in use and gradients being reduced.
+    - ``activations``: all other tensors of the model's passes.
+    - ``attention``: buffers of an attention call, if the peak is in one.
+    - ``loss``: logits and their gradients, if the peak is in the loss.
+
+    The process, kernels' workspace and the data set are not counted. With offloading, tensors in host memory are not
+    counted either; otherwise all tensors are on one device.
 
     Args:
-        engine: that has the attention of :func:`burst_attention`, or ``single``; for others None is returned.
-        world: all ranks, in ``groups`` that read sequences of their own.
-        dtype: of the computation.
-        memory: what is done to keep less.
+        engine: an engine that calls :func:`burst_attention`, or ``single``.
+        world: number of all ranks. Each of the ``groups`` of ranks reads different sequences.
+        dtype: dtype of the computation.
+        memory: options that save memory.
+
+    Returns:
+        Bytes by part, which add up to the peak; None for other engines.
     """
-    if not isinstance(engine, SequenceEngine) or (engine.travels is None and not engine.alone):
+    if not isinstance(engine, SequenceEngine) or not (engine.ours or engine.alone):
         return None
     memory, sharing = memory or MemoryConfig(), world // groups
     hf.register()
-    # One mode for all of it: to another one the weights would be other tensors.
+    # One mode for model and step: a second mode would treat the weights as foreign tensors.
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         model = AutoModelForCausalLM.from_config(config, attn_implementation=hf.NAME, dtype=dtype).train()
     keep_less(model.model.layers, _on_cpu(memory))
@@ -77,7 +85,7 @@ def training_memory(
     sizes = {"q_heads": heads.q_heads, "kv_heads": heads.kv_heads, "head_dim": heads.head_dim}
     schedules = _Schedules(engine, seq_len, sharing, shape_of(dtype, batch=batch, **sizes))
     windows = hf.layer_windows(config)
-    cuts = {window: schedules.cut(window) for window in {*windows}}
+    cuts = {window: schedules.split(window) for window in {*windows}}
     step = _Step(model, world, _calls(config, schedules, batch, dtype), cuts, accumulates=accumulate > 1)
     with fake, step:
         step.run(batch, schedules.most_tokens, windows)
@@ -85,47 +93,40 @@ def training_memory(
 
 
 def _on_cpu(memory: MemoryConfig) -> MemoryConfig:
-    """What changes which tensors there are: copies in host memory are none of these, and compiling makes fewer."""
+    """Keep only the options that change which tensors the model creates.
+
+    Copies in host memory are not counted, and compilation creates fewer tensors.
+    """
     return MemoryConfig(remat=memory.remat, mlp_chunks=memory.mlp_chunks)
 
 
 @dataclass(frozen=True)
 class _Schedules:
-    """Who holds which tokens under an engine, as far as memory goes."""
+    """The schedules of an engine's ranks, as far as memory depends on them."""
 
     engine: SequenceEngine
     seq_len: int
     world: int
-    shape: Shape  # of a call
+    shape: Shape  # of an attention call
 
     @property
     def most_tokens(self) -> int:
         return max(self.of(None, 0).layout.lengths)
 
     def of(self, window: int | None, rank: int) -> Any:
-        # A mask of documents leaves less to hold than the whole sequence's.
-        layout = self.engine.layout.removesuffix("-per-document")
-        route = "direct" if self.engine.route == "auto" else self.engine.route
-        options: dict[str, Any] = {
-            "layout": layout,
-            "route": route,
-            "heads": self.engine.heads,
-            "keep": self.engine.keep,
-            "waves": self.engine.waves,
-        }
+        # Packed documents never need more memory than one document.
+        asked = self.engine.strategy
+        route = "direct" if asked.route == "auto" else asked.route
+        strategy = replace(asked, layout=asked.layout.removesuffix("-per-document"), route=route)
         mask = Mask(window=window)
-        return make_schedule(self.seq_len, mask=mask, **options, rank=rank, world=self.world, planner=self.planner)
+        return self.planner.choose(self.seq_len, mask=mask, strategy=strategy, rank=rank, world=self.world)
 
-    def cut(self, window: int | None) -> tuple[int, int]:
-        """Into how many groups heads are cut, and rows that the rank with most tokens keeps of its context slice."""
+    def split(self, window: int | None) -> tuple[int, int]:
+        """Return (Ulysses degree, rows of its sequence group that the rank with most tokens caches)."""
         lengths = self.of(window, 0).layout.lengths
         schedule = self.of(window, lengths.index(max(lengths)))
-        groups, _ = schedule.decide(self.shape, self.travels)
+        groups, _ = self.planner.decide(schedule, self.shape)
         return groups.query, schedule.slice_length(groups) if groups.keep else 0
-
-    @property
-    def travels(self) -> str:
-        return self.engine.travels or "query"
 
     @cached_property
     def planner(self) -> Planner:
@@ -133,7 +134,7 @@ class _Schedules:
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Some, spread over the group."""
+        """A sample of ranks, spread evenly over the group."""
         walked = min(self.world, WALKED)
         return sorted({n * (self.world - 1) // max(1, walked - 1) for n in range(walked)})
 
@@ -141,7 +142,7 @@ class _Schedules:
 def _calls(
     config: PreTrainedConfig, schedules: _Schedules, batch: int, dtype: torch.dtype
 ) -> dict[tuple[int | None, Direction], int]:
-    """What an attention call holds at its peak besides its inputs, by window and direction."""
+    """Return the bytes of an attention call at its peak, without its inputs, by window and direction."""
     heads = Heads.of(config)
     shape = schedules.shape
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -155,13 +156,14 @@ def _calls(
                 schedule = schedules.of(window, rank)
                 tokens = schedule.layout.lengths[rank]
                 held = tokens * token * (heads.q_heads + 2 * heads.kv_heads)
+                chosen = schedules.planner.decide(schedule, shape)
+                groups = chosen.groups
                 if direction is Direction.BACKWARD:
-                    groups, _ = schedule.decide(shape, schedules.travels)
-                    if groups.keep:  # what was kept of the slice is there in place of q, k and v
+                    if groups.keep:  # the cached tensors of the sequence group replace q, k and v
                         of_slice = heads.q_heads // groups.query + 2 * (heads.kv_heads // groups.key)
                         held = schedule.slice_length(groups) * token * of_slice
                     held += tokens * results
-                beside.append(peak_of(schedule, shape, dtype, schedules.travels, direction) - held)
+                beside.append(peak_of(schedule, shape, dtype, chosen, direction) - held)
             calls[window, direction] = max(0, *beside)
     return calls
 
@@ -175,12 +177,14 @@ class _Peak:
 
 
 class _Step(LiveBytes):
-    """One step of a model without data. What its tensors hold by the bytes is counted; numbers that are asked are 1.
+    """Count the bytes of live tensors while a model without data runs one step.
+
+    Every read of a tensor's value gives 1.
 
     Args:
-        calls: of :func:`_calls`.
-        cuts: of :meth:`_Schedules.cut`, by window.
-        accumulates: whether sums of gradients are there from before.
+        calls: result of :func:`_calls`.
+        cuts: results of :meth:`_Schedules.split`, by window.
+        accumulates: whether accumulated gradients exist before the step.
     """
 
     def __init__(
@@ -201,9 +205,9 @@ class _Step(LiveBytes):
         self.leave_out(model.buffers())
 
     def run(self, batch: int, tokens: int, windows: Sequence[int | None]) -> None:
-        """Forward, loss and backward of so many tokens of each sequence, a rank's own; this mode being on."""
+        """Run forward, loss and backward over ``tokens`` tokens per sequence; call it with this mode active."""
         model, out = self.model, self.model.get_output_embeddings()
-        whole = lone_plan(tokens)
+        whole = single_rank_plan(tokens)
         plans = Plans({w: whole if w is None else whole.with_mask(Mask(window=w)) for w in {*windows}})
         self._sum_by_group()
         ids = torch.zeros(batch, tokens, dtype=torch.int64)
@@ -221,14 +225,14 @@ class _Step(LiveBytes):
         hidden.backward(gradient)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None) -> Tensor:
-        """As :func:`burst_attention` calls the operator over several ranks: this plan is of one."""
-        heads, kept_rows = self._cuts[plan.mask.window]
-        cut = {"heads": heads, "kept_rows": kept_rows, "wanted": gradients_wanted(q, k, v)}
-        open_ = {"scale": scale, "travels": "auto", "kernel": "auto", "return_lse": False}
-        return attend(q, k, v, handle=plan.handle, **cut, **open_, formula_version=FORMULA_VERSION)[0]
+        """Call the operator as :func:`burst_attention` does on several ranks, although this plan has one."""
+        heads, cached_rows = self._cuts[plan.mask.window]
+        split = {"heads": heads, "cached_rows": cached_rows, "wanted": gradients_wanted(q, k, v)}
+        open_ = {"scale": scale, "kernel": "auto", "return_lse": False}
+        return attend(q, k, v, handle=plan.handle, **split, **open_, formula_version=FORMULA_VERSION)[0]
 
     def _sum_by_group(self) -> None:
-        """Let gradients go when a group of FSDP2's has all of them, and its shards be there from then on."""
+        """Replace gradients by their shards once an FSDP2 group has all of its gradients."""
         groups = [[*layer.parameters()] for layer in self.model.model.layers]
         inside = {id(p) for group in groups for p in group}
         groups.append([p for p in self.model.parameters() if id(p) not in inside])
@@ -241,7 +245,7 @@ class _Step(LiveBytes):
         left.discard(id(parameter))
         if left:
             return
-        # Copied side by side, in fp32; of several ranks, the others' parts arrive beside it.
+        # FSDP2 copies the gradients into one fp32 buffer; with several ranks a second one receives the others' parts.
         flat = sum(p.numel() for p in group) * 4
         self.expect(flat if self._world == 1 else 2 * flat)
         for p in group:
@@ -250,19 +254,19 @@ class _Step(LiveBytes):
             self._gradients += sum(shard_of(p, self._world) for p in group)
 
     def leave_out(self, tensors: Any) -> None:
-        """Don't count these."""
+        """Exclude these tensors from the count."""
         super()._see([*tensors])
         self._live = {key: (ref, 0) for key, (ref, _) in self._live.items()}
         self.most = self._now = 0
 
     def alive(self) -> int:
-        """Bytes that are alive now."""
+        """Return the bytes of all live tensors."""
         self._live = {key: entry for key, entry in self._live.items() if not entry[0].expired()}
         self._now = sum(size for _, size in self._live.values())
         return self._now
 
     def expect(self, more: int, *, attention: bool = False) -> None:
-        """So many bytes more are alive at this moment."""
+        """Record a peak if ``more`` bytes in addition to the live tensors exceed it."""
         if self._now + self._gradients + more > self.peak.bytes:
             now = self.alive() + self._gradients + more
             if now > self.peak.bytes:
@@ -276,7 +280,7 @@ class _Step(LiveBytes):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1.0
-        if func is torch.ops.aten.nonzero.default:  # of which token has a label: of all
+        if func is torch.ops.aten.nonzero.default:  # asks which tokens have a label: assume all
             rows = args[0].new_empty(args[0].numel(), args[0].dim(), dtype=torch.int64)
             self._see(rows)
             return rows
@@ -290,7 +294,7 @@ class _Step(LiveBytes):
 
 
 def shard_of(parameter: Tensor, world: int) -> int:
-    """Bytes of the largest shard of a weight, or of its gradient, in fp32 (fp64)."""
+    """Return the bytes of a weight's largest shard in fp32 (fp64); its gradient's shard is as large."""
     rows = -(-parameter.shape[0] // world)
     return rows * (parameter.numel() // max(1, parameter.shape[0])) * max(4, parameter.dtype.itemsize)
 
@@ -299,13 +303,13 @@ def _parts(step: _Step, model: Any, world: int, memory: MemoryConfig) -> dict[st
     weights = sum(shard_of(p, world) for p in model.parameters())
     layers = [sum(p.numel() * p.dtype.itemsize for p in layer.parameters()) for layer in model.model.layers]
     whole = sum(p.numel() * p.dtype.itemsize for p in model.parameters())
-    # The root's weights all the time; a layer's, and what arrives of the next.
+    # The root's weights are always gathered; with them one layer's, and those of the next layer as they arrive.
     gathered = whole - sum(layers) + 2 * max(layers)
     peak, gradients = step.peak, weights if step._accumulates else step.peak.gradients
     loss = peak.bytes - peak.gradients - step.before_loss if peak.phase == "loss" else 0
     held = peak.bytes - peak.gradients - peak.attention - loss
     parts = [weights, gradients, 2 * weights, gathered, held, peak.attention, loss]
-    # An update has all gradients, and of one weight at a time its root and its quotient.
+    # AdamW's update needs all gradients and two temporaries (root and quotient) of one weight at a time.
     update = 4 * weights + 2 * max(shard_of(p, world) for p in model.parameters())
     if update > sum(parts):
         parts = [weights, weights, update - 2 * weights, 0, 0, 0, 0]

@@ -1,8 +1,9 @@
-"""A training step foretold, engine by engine: seconds, bytes, memory, the longest sequence that fits. Nothing is run.
+"""Predict a training step for each engine: seconds, bytes, memory, and the longest sequence that fits.
 
-The attention is the planner's (:mod:`burst_train.forecast.calls`), memory a formula
-(:mod:`burst_train.forecast.step_memory`) with the attention's buffers from its own programs. The rest of the model is
-its matrix products over a rate, and sharded parameters a simple model (:mod:`burst_train.forecast.collectives`).
+No model runs. The attention's time comes from the planner (:mod:`burst_train.forecast.calls`). Memory comes from a
+formula (:mod:`burst_train.forecast.step_memory`), with the attention's buffers from its programs. The time of the
+rest of the model is that of its matrix products at a given rate. Sharded parameters use a simple model of collectives
+(:mod:`burst_train.forecast.collectives`).
 """
 
 from __future__ import annotations
@@ -15,39 +16,41 @@ from burst_attention.planner.choice import WORTH
 
 from . import collectives
 from .buffers import token_bytes
-from .calls import Call, Way
+from .calls import AttentionStrategy, Call
 from .candidates import MAKERS, Candidate, refusal
 from .collectives import Exchange
-from .request import Question
+from .request import ForecastRequest
 from .step_memory import REMATS, Remat, Step
 
 MOST_TOKENS = 2**31
-GRAIN = 1024  # tokens to which the longest sequence is told
+GRAIN = 1024  # resolution of the longest sequence, in tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """One engine's step.
+    """The prediction for one engine's step.
 
     Attributes:
-        engine: its name, as it is told.
-        refused: why it can't; all else is empty then.
-        way: how it computes a call, in words; of the layers that see most.
-        attention, rest, parameters: seconds: of attention, its exchange and what is recomputed of it; of the matrix
-            products; of exchanging parameters and gradients as far as products don't hide it.
-        exposed: seconds of the attention's exchange that nothing hides, which are in ``attention``.
-        sent: (inside of a node, across) bytes that a rank sends in a step, in the mean, by what is sent.
-        memory: bytes by part, by what is recomputed.
-        remat: what is recomputed in the step that seconds are of.
-        fits: None if it is not known what a device holds.
-        longest: tokens of the longest sequence that fits, computed the same way, but for what was left open to be
-            recomputed: all of it is; None as for ``fits``.
-        steps: seconds of a step by what is recomputed, of each policy that the engine has.
-        tokens_per_second: of each rank.
-        mfu: None where no peak is known, and in fp32.
-        flags: of ``burst train``.
-        standing: the worlds whose ranks stand for all, if they do.
-        ways: how calls are computed, of each kind of layer; empty for an attention that is not ours.
+        engine: name of the engine, as in tables.
+        refused: why the engine can't run; all other fields are empty then.
+        way: how a call is computed, in words, for the layers with the widest window.
+        attention: seconds of attention with its exchange and its recomputation.
+        rest: seconds of the other matrix products.
+        parameters: seconds of exchanging parameters and gradients that the matrix products don't hide.
+        exposed: the part of ``attention`` that is exchange not hidden by computation, in seconds.
+        sent: (within a node, between nodes) bytes that a rank sends in a step, mean over ranks. Keys:
+            ``attention``, ``parameters``.
+        memory: bytes by part, for each recompute policy.
+        remat: recompute policy of the step that the seconds are for.
+        fits: whether the step fits; None if the device's memory is unknown.
+        longest: tokens of the longest sequence that fits, computed the same way; None if ``fits`` is. If the question
+            leaves ``remat`` open, the policy that recomputes most is assumed.
+        steps: seconds of a step for each recompute policy that the engine supports.
+        tokens_per_second: tokens per second and rank.
+        mfu: model FLOP utilisation; None if the peak is unknown, and in fp32.
+        flags: flags of ``burst train`` for this step.
+        standing: sizes of the two simulated worlds; None if all ranks were simulated.
+        ways: how calls are computed, for each kind of layer; empty if the attention is not ours.
     """
 
     engine: str
@@ -67,16 +70,16 @@ class Forecast:
     mfu: float | None = None
     flags: str = ""
     standing: tuple[int, int] | None = None
-    ways: tuple[Way, ...] = ()
+    ways: tuple[AttentionStrategy, ...] = ()
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         return self.attention + self.rest + self.parameters
 
 
-def forecasts(question: Question) -> list[Forecast]:
-    """Of each engine: ours as the planner chooses, and those that it is compared with."""
+def forecasts(question: ForecastRequest) -> list[Forecast]:
+    """Predict a step of every engine: ours as the planner chooses, and those it is compared with."""
     return [forecast_of(name, question) for name in MAKERS]
 
 
@@ -95,23 +98,26 @@ def _possible(found: list[Forecast]) -> list[Forecast]:
     return [each for each in found if not each.refused and each.fits is not False]
 
 
-def forecast_of(name: str, question: Question) -> Forecast:
-    """Of one engine, of :data:`~burst_train.forecast.candidates.MAKERS`.
+def forecast_of(name: str, question: ForecastRequest) -> Forecast:
+    """Predict a step of one engine.
+
+    Args:
+        name: a key of :data:`~burst_train.forecast.candidates.MAKERS`.
 
     Raises:
-        ValueError: what is asked can't be foretold, of ours; what others can't is told as refused.
+        ValueError: ``burst`` can't be predicted for this question. For other engines ``refused`` says why.
     """
     refused = refusal(name, question)
     if refused:
         return Forecast(engine=name, refused=refused)
     try:
         step = _Step(question, MAKERS[name](question))
-        # Planned again, as burst train does, for two forwards; no other engine's way depends on that.
+        # burst train plans for two forwards with --remat layer, so plan again. Other engines don't depend on it.
         if name == "burst" and question.remat is None and step.remat == "layer":
             step = _Step(question, MAKERS[name](replace(question, remat=step.remat)))
         return step.forecast(name)
     except ValueError as error:
-        if name == "burst":  # what is asked can't be foretold at all
+        if name == "burst":  # the question has no prediction at all
             raise
         return Forecast(engine=name, refused=str(error))
 
@@ -123,9 +129,9 @@ def _forwards(remat: Remat) -> int:
 
 @dataclass(frozen=True)
 class _Step:
-    """One engine's answer to a question."""
+    """The prediction of one candidate for a question."""
 
-    q: Question
+    q: ForecastRequest
     candidate: Candidate
 
     def forecast(self, name: str) -> Forecast:
@@ -155,7 +161,7 @@ class _Step:
         )
 
     def _seconds(self, remat: Remat) -> tuple[float, float, float]:
-        """Return (attention, other matrix products, parameters that these don't hide) with ``remat``."""
+        """Return seconds of (attention, other matrix products, exposed parameter exchange) with ``remat``."""
         q, forwards = self.q, _forwards(remat)
         attention = sum(n * (forwards * c.forward.seconds + c.backward.seconds) for n, c in self.calls)
         rest = q.rest_flops(remat) / (q.cluster.ranks * q.matrix_rate)
@@ -169,11 +175,11 @@ class _Step:
 
     @cached_property
     def remat(self) -> Remat:
-        """What was asked for, or the least that fits; the most if nothing does."""
+        """The given recompute policy, or the one that recomputes least and fits; if none fits, the last."""
         q = self.q
         if q.remat in self._remats:
             return q.remat
-        if q.remat is not None:  # keep-attention, of an engine whose attention can't be kept
+        if q.remat is not None:  # keep-attention, with an engine that can't keep its attention
             return self._remats[-1]
         fitting = (each for each in self._remats if q.limit is None or sum(self._memory(each).values()) <= q.limit)
         return next(fitting, self._remats[-1])
@@ -184,7 +190,7 @@ class _Step:
 
     @property
     def _sent(self) -> tuple[float, float]:
-        """Of activations, of all layers."""
+        """Bytes (within a node, between nodes) that attention sends in all layers."""
         inside, across = (
             sum(n * (self._forwards * getattr(c.forward, kind) + getattr(c.backward, kind)) for n, c in self.calls)
             for kind in ("inside", "across")
@@ -197,8 +203,11 @@ class _Step:
 
     @property
     def parameters(self) -> Exchange:
-        """What sharded parameters move in a step: gathered for the forward and for the backward, the root's once; their
-        gradients scattered in fp32. Where they are not sharded, gradients of what is whole are summed."""
+        """The exchange of parameters and gradients in a step.
+
+        Sharded weights are gathered for the forward and for the backward; those outside layers are gathered once.
+        Gradients are scattered in fp32. With tensor parallelism, only the gradients of whole weights are summed.
+        """
         m, cluster, io = self.q.model, self.q.cluster, self.q.dtype.itemsize
         if m is None:
             return Exchange()
@@ -207,7 +216,7 @@ class _Step:
         return collectives.gather(size, cluster.ranks, cluster.per_node, cluster.rates)
 
     def _memory(self, remat: Remat, seq_len: int | None = None) -> Mapping[str, int]:
-        """Bytes by part, at the sequence's length or at another, of which the attention's share is in proportion."""
+        """Return bytes by part for a sequence length; the attention's bytes are scaled in proportion to it."""
         q, c = self.q, self.candidate
         longer = 1.0 if seq_len is None else seq_len / q.seq_len
         tokens = q.tokens if seq_len is None else -(-seq_len // q.cluster.ranks)
@@ -237,11 +246,11 @@ class _Step:
         return parts
 
     def longest(self, remat: Remat) -> int | None:
-        """Tokens of the longest sequence that fits, to :data:`GRAIN`; 0 if none does."""
+        """Return the tokens of the longest sequence that fits, a multiple of :data:`GRAIN`; 0 if no length fits."""
         limit = self.q.limit
         if limit is None:
             return None
-        least, most = 0, MOST_TOKENS // GRAIN  # fits; does not, or is not asked
+        least, most = 0, MOST_TOKENS // GRAIN  # one fits; the other does not, or is beyond the search
         while most - least > 1:
             middle = (least + most) // 2
             fits = sum(self._memory(remat, middle * GRAIN).values()) <= limit

@@ -1,4 +1,4 @@
-"""What a preset's device is beside its kernels and links: its matrix units, and its memory. Of data sheets."""
+"""Peak and memory of the devices in presets, from data sheets."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from burst_attention.planner.rates import Rates
 
 from ..health.flops import PEAKS
 
-# What of a device's memory a training step may take: the rest is the process's, the allocator's and the libraries'.
+# Share of a device's memory that a step may use. The process, the allocator and libraries need the rest.
 USABLE = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One rank's.
+    """The device of one rank.
 
     Attributes:
-        peak: FLOP/s of its matrix units in bf16, without sparsity; None if nobody said.
-        memory: bytes; None if nobody said.
+        peak: FLOP/s of its matrix units in bf16, without sparsity; None if unknown.
+        memory: bytes; None if unknown.
     """
 
     peak: float | None = None
@@ -36,5 +36,5 @@ DEVICES: Mapping[str, Device] = {
 
 
 def device_of(rates: Rates) -> Device:
-    """Of a preset, by the name of its node; of others nothing is known."""
+    """Return the device of a preset, by the name of its node; unknown rates give an empty device."""
     return DEVICES.get(rates.name.partition("+")[0], Device())

@@ -1,6 +1,7 @@
-"""Sizes of decoder models, by name or from a config.json: what a training step's work and memory follow from.
+"""Sizes of decoder models, by name or from a config.json.
 
-Figures by name are those of the config.json that the model was published with, on the hub under ``source``.
+The work and memory of a training step follow from these sizes. Sizes of named models are those of the published
+config.json, on the hub under ``source``.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ Matrix = tuple[int, int]  # rows, columns; a vector has one column
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A decoder as Llama's: attention with grouped queries, a gated feed-forward layer, norms before both.
+    """A decoder like Llama's: grouped-query attention, a gated feed-forward layer, norms before both.
 
     Attributes:
-        source: where the figures come from.
-        tied: embedding and head are one matrix.
-        biased: the projections to q, k and v have a bias (Qwen2).
-        normed: q and k are normed head by head (Qwen3).
-        windows: each layer's, None for a layer that sees everything before it.
+        source: where the sizes come from.
+        tied: whether embedding and head are one matrix.
+        biased: whether the q, k and v projections have a bias (Qwen2).
+        normed: whether q and k are normed per head (Qwen3).
+        windows: sliding window of each layer; None for a layer with full causal attention.
     """
 
     name: str
@@ -50,13 +51,13 @@ class Model:
 
     @property
     def windows_by_count(self) -> Mapping[int | None, int]:
-        """How many layers have each window, those that see most first."""
+        """Number of layers with each window, widest window first."""
         windows = self.windows or (None,) * self.layers
         order = sorted({*windows}, key=lambda window: (window is not None, -(window or 0)))
         return {window: windows.count(window) for window in order}
 
     def layer(self) -> Iterator[Matrix]:
-        """The weights of a layer."""
+        """Yield the weights of a layer."""
         for width in (self.q_width, self.kv_width, self.kv_width):
             yield width, self.hidden
             if self.biased:
@@ -69,7 +70,7 @@ class Model:
             yield from ((self.head_dim, 1), (self.head_dim, 1))
 
     def root(self) -> Iterator[Matrix]:
-        """The other weights: embedding, last norm, head."""
+        """Yield the weights outside layers: embedding, last norm, head."""
         yield self.vocabulary, self.hidden
         yield self.hidden, 1
         if not self.tied:
@@ -77,32 +78,32 @@ class Model:
 
     @property
     def layer_size(self) -> int:
-        """Parameters of a layer."""
+        """Number of parameters of a layer."""
         return sum(rows * columns for rows, columns in self.layer())
 
     @property
     def root_size(self) -> int:
-        """Parameters that are in no layer."""
+        """Number of parameters outside layers."""
         return sum(rows * columns for rows, columns in self.root())
 
     @property
     def size(self) -> int:
-        """Parameters of the model."""
+        """Number of parameters of the model."""
         return self.layers * self.layer_size + self.root_size
 
     @property
     def feed_forward_products(self) -> int:
-        """Multiplications of a token in a layer's feed-forward matrices."""
+        """Multiplications per token in a layer's feed-forward matrices."""
         return 3 * self.hidden * self.intermediate
 
     @property
     def layer_products(self) -> int:
-        """Multiplications of a token in a layer's matrices; the attention between them is not one."""
+        """Multiplications per token in a layer's weight matrices, without the attention itself."""
         return 2 * self.hidden * (self.q_width + self.kv_width) + self.feed_forward_products
 
     @property
     def head_products(self) -> int:
-        """Multiplications of a token in the head."""
+        """Multiplications per token in the head."""
         return self.vocabulary * self.hidden
 
 
@@ -136,15 +137,15 @@ MODELS: Mapping[str, Model] = {
         _model("qwen-3-8b", "Qwen/Qwen3-8B", (4096, 12288, 36, 32, 8, 151936), normed=True),
     )
 }
-KINDS = ("llama", "mistral", "qwen2", "qwen3")  # whose layers these figures are of, by model_type
+KINDS = ("llama", "mistral", "qwen2", "qwen3")  # supported values of model_type
 MOST_SIZE = 2**31
 
 
 def model_of(name: str) -> Model:
-    """By name, or from a folder with a config.json, or that file itself. Nothing is fetched.
+    """Return a model by name, or read it from a config.json or its folder. Nothing is downloaded.
 
     Raises:
-        ValueError: there is none, or it is of another kind.
+        ValueError: no such model was found, or its kind is not supported.
     """
     if name in MODELS:
         return MODELS[name]
@@ -152,9 +153,9 @@ def model_of(name: str) -> Model:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise ValueError(
-            f"--model {name!r} is no model that is known by name ({', '.join(MODELS)}), no folder with a config.json "
-            "and no such file; download the model's config.json and name it, or give --q-heads, --kv-heads and "
-            "--head-dim for attention alone"
+            f"--model {name!r} is not a known name ({', '.join(MODELS)}), nor a config.json, nor a folder with one; "
+            "download the model's config.json and give its path, or give --q-heads, --kv-heads and --head-dim for "
+            "attention only"
         )
     try:
         values = json.loads(file.read_text("utf-8"))
@@ -169,12 +170,12 @@ def model_of(name: str) -> Model:
 
 def _of_config(values: Any, name: str) -> Model:
     if not isinstance(values, Mapping):
-        raise ValueError("is no configuration of a model")
+        raise ValueError("is not a model configuration")
     kind = values.get("model_type")
     if kind not in KINDS:
         raise ValueError(
-            f"is of model_type {kind!r}, whose work and memory are not known here; those of {', '.join(KINDS)} are. "
-            "Give --q-heads, --kv-heads and --head-dim for its attention alone"
+            f"is of model_type {kind!r}, which is not supported here; {', '.join(KINDS)} are. "
+            "Give --q-heads, --kv-heads and --head-dim to plan its attention only"
         )
 
     def size(key: str, default: int | None = None) -> int:
@@ -183,18 +184,18 @@ def _of_config(values: Any, name: str) -> Model:
         if value is None:
             raise KeyError(key)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_SIZE:
-            raise ValueError(f"has {key} {value!r}, which must be a whole number of at least 1")
+            raise ValueError(f"has {key} {value!r}; it must be a whole number of at least 1")
         return value
 
     hidden, layers, q_heads = size("hidden_size"), size("num_hidden_layers"), size("num_attention_heads")
     kv_heads = size("num_key_value_heads", q_heads)
     if q_heads % kv_heads:
-        raise ValueError(f"has {q_heads} query heads, no multiple of its {kv_heads} key-value heads")
+        raise ValueError(f"has {q_heads} query heads, which is not a multiple of its {kv_heads} key-value heads")
     if values.get("head_dim") is None and hidden % q_heads:
-        raise ValueError(f"has hidden_size {hidden}, no multiple of its {q_heads} heads, and no head_dim")
+        raise ValueError(f"has hidden_size {hidden}, not a multiple of its {q_heads} heads, and no head_dim")
     for key in ("attention_bias", "mlp_bias"):
         if values.get(key):
-            raise ValueError(f"has {key}, which is not counted here")
+            raise ValueError(f"has {key}, which is not supported here")
     return Model(
         name=name,
         source=name,
@@ -213,14 +214,14 @@ def _of_config(values: Any, name: str) -> Model:
 
 
 def _windows(values: Mapping[str, Any], kind: str, layers: int) -> tuple[int | None, ...]:
-    """Each layer's, as transformers reads them."""
+    """Return each layer's window as transformers reads it; empty if all layers have full causal attention."""
     window = values.get("sliding_window")
     if kind in ("qwen2", "qwen3") and not values.get("use_sliding_window", False):
         window = None
     if kind == "llama" or window is None:
         return ()
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-        raise ValueError(f"has sliding_window {window!r}, which must be a whole number of at least 1")
+        raise ValueError(f"has sliding_window {window!r}; it must be a whole number of at least 1")
     kinds = values.get("layer_types")
     if kinds is not None:
         if len(kinds) != layers:

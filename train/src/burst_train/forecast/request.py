@@ -1,4 +1,4 @@
-"""What a forecast is asked: a model, a sequence and a cluster; and the work that follows from these alone."""
+"""The input of a prediction: a model, a sequence and a cluster, and the work that follows from them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from burst_attention import Mask
 from burst_attention.attention.hardware import shape_of
 from burst_attention.plan.balance import seen
 from burst_attention.plan.cost import Shape
-from burst_attention.planner.choice import HeadsOrAuto
+from burst_attention.plan.strategy import DegreeOrAuto, Strategy
 from burst_attention.planner.rates import Rates
 
-from .calls import Setting
+from .calls import Workload
 from .machines import USABLE, Device
 from .models import Model
 from .step_memory import Remat
@@ -23,7 +23,7 @@ from .step_memory import Remat
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Ranks, all of which share each sequence, in nodes of ``per_node``."""
+    """Ranks in nodes of ``per_node``; all ranks share each sequence."""
 
     ranks: int
     per_node: int
@@ -33,19 +33,19 @@ class Cluster:
 
     @property
     def nodes(self) -> int:
-        """How many nodes there are; the last may have fewer ranks."""
+        """Number of nodes; the last may have fewer ranks."""
         return -(-self.ranks // self.per_node)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
-    """What is to be foretold.
+class ForecastRequest:
+    """The training step to predict.
 
     Attributes:
-        model: None for attention alone, of ``layers`` layers.
-        window: of all layers, in place of the model's own.
-        borders: of packed documents; None for one.
-        remat: None for what recomputes least of that which fits.
+        model: the model; None for attention only, with ``layers`` layers.
+        window: sliding window of all layers; it replaces the model's windows.
+        borders: token positions where packed documents begin and end; None for one document.
+        remat: recompute policy; None picks the one that recomputes least and fits.
     """
 
     seq_len: int
@@ -65,12 +65,18 @@ class Question:
     mlp_chunks: int = 1
     layout: str = "auto"
     route: str = "auto"
-    heads: HeadsOrAuto = "auto"
-    travels: str = "auto"
+    ulysses_degree: DegreeOrAuto = "auto"
+    circulate: str = "auto"
+
+    @property
+    def strategy(self) -> Strategy:
+        """What was asked for."""
+        names = ("layout", "route", "ulysses_degree", "circulate")
+        return Strategy(**{name: getattr(self, name) for name in names})
 
     @property
     def masks(self) -> Mapping[Mask, int]:
-        """How many layers see what."""
+        """Number of layers with each mask."""
         if self.model is None or self.window is not None:
             windows: Mapping[int | None, int] = {self.window: self.layers}
         else:
@@ -84,13 +90,13 @@ class Question:
 
     @property
     def tokens(self) -> int:
-        """Of the rank that has most, of each sequence."""
+        """Tokens per sequence on the rank that has most."""
         return -(-self.seq_len // self.cluster.ranks)
 
-    def setting(self, mask: Mask) -> Setting:
-        """An attention call of a layer."""
+    def setting(self, mask: Mask) -> Workload:
+        """Return the attention call of a layer with this mask."""
         cluster = self.cluster
-        return Setting(
+        return Workload(
             seq_len=self.seq_len,
             mask=mask,
             world=cluster.ranks,
@@ -102,25 +108,28 @@ class Question:
 
     @property
     def attention_flops(self) -> float:
-        """Of a forward of all layers over all ranks: two products for each query and key that it sees."""
+        """FLOP of attention in a forward of all layers on all ranks: two products per unmasked pair."""
         shape = self.shape
         each = 2.0 * shape.batch * shape.q_heads * (shape.head_dim + shape.v_head_dim)
         return each * sum(count * _pairs(mask, self.seq_len) for mask, count in self.masks.items())
 
     @property
     def flops(self) -> float:
-        """Of the model, forward and backward, over all ranks; of attention alone, its own. Once: not recomputed."""
+        """FLOP of a forward and backward on all ranks, without recomputation; the model's, or attention's only."""
         return 3 * (self.attention_flops + (self._products(1, 1) if self.model else 0.0))
 
     @property
     def limit(self) -> float | None:
-        """Bytes that a rank may hold."""
+        """Bytes that a rank may use; None if the device's memory is unknown."""
         memory = self.cluster.device.memory
         return None if memory is None else USABLE * memory
 
     def rest_flops(self, remat: Remat) -> float:
-        """Of the matrix products that are computed, recomputed ones too: of layers once more than forward and backward;
-        of a feed-forward layer in pieces once more again; of the head's logits, which are never kept."""
+        """Return the FLOP of all matrix products outside attention, recomputed ones included.
+
+        Recomputation adds one forward of the layers. A feed-forward layer in pieces adds one more of its products. The
+        head's logits are always recomputed.
+        """
         return self._products(3 + (remat != "none"), 4) + self._pieces()
 
     def _products(self, layers: int, head: int) -> float:
@@ -136,7 +145,7 @@ class Question:
 
     @property
     def matrix_rate(self) -> float:
-        """FLOP/s of a rank's matrix products."""
+        """Rate of a rank's matrix products in FLOP/s."""
         cluster = self.cluster
         if self.dtype.itemsize == 2 and cluster.device.peak is not None:
             return cluster.efficiency * cluster.device.peak

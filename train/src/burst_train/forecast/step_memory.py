@@ -1,7 +1,7 @@
-"""The memory of a training step by formula, at any size and without the model's library.
+"""Predict the memory of a training step by formula, at any size and without the model's library.
 
-It says what ``burst_train.forecast.footprint`` counts, which runs the model itself over tensors without data; a
-test holds one against the other. ``io`` is bytes an element: a 4 beside it is what is in fp32 whatever it is.
+The formula gives the figures of ``burst_train.forecast.footprint``, which runs the model over tensors without data. A
+test compares the two. ``io`` is the bytes per element of the compute dtype. A literal 4 is the size of an fp32 element.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil
 
-from burst_attention.planner.choice import Remat
+from burst_attention.planner.planner import Remat
 
 from .models import Matrix, Model
 
-REMATS: tuple[Remat, ...] = ("none", "keep-attention", "layer")  # the least to recompute first
+REMATS: tuple[Remat, ...] = ("none", "keep-attention", "layer")  # ordered from least recomputation to most
 PARTS = ("weights", "gradients", "AdamW", "gathered", "activations", "attention", "loss")
-CHUNK_ELEMENTS = 1 << 22  # logits that exist at once, at least: those of the loss
+CHUNK_ELEMENTS = 1 << 22  # least number of logits in a chunk of the loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +24,14 @@ class Step:
     """One micro-step of a rank.
 
     Attributes:
-        tokens: that the rank holds of each sequence.
-        world: ranks over which weights are sharded.
-        buffers: of an attention call (:func:`burst_train.forecast.buffers.buffers`).
-        kept: bytes that a layer's attention keeps beside the usual.
-        results: bytes that it gives beside out and lse, which are kept with them by ``keep-attention``.
-        gathered: bytes that a layer has more at its peak, of what is gathered of other ranks' tokens.
+        tokens: tokens per sequence on this rank.
+        world: number of ranks that share the weights.
+        io: bytes per element of the compute dtype.
+        buffers: bytes of an attention call's buffers (:func:`burst_train.forecast.buffers.buffers`).
+        accumulates: whether gradients of an earlier micro-step exist.
+        kept: bytes that a layer's attention saves in addition to q, k, v, out and lse.
+        results: bytes of attention results that ``keep-attention`` saves in addition to out and lse.
+        gathered: additional bytes at a layer's peak, for tokens gathered from other ranks.
     """
 
     model: Model
@@ -46,7 +48,7 @@ class Step:
     gathered: int = 0
 
     def parts(self) -> Mapping[str, int]:
-        """Bytes by :data:`PARTS` at the moment that takes most; they add up to the peak."""
+        """Return bytes by :data:`PARTS` at the moment that needs most; they add up to the peak."""
         weights = self.weights
         gathered = self.io * (self.model.root_size + 2 * self.model.layer_size)
         moments = [Moment(gradients=weights, weights_too=True)]
@@ -55,7 +57,7 @@ class Step:
         if self.accumulates:
             moments = [Moment(*each.held, gradients=weights, weights_too=each.weights_too) for each in moments]
         most = max(moments, key=lambda each: each.gradients + sum(each.held) + gathered * (not each.weights_too))
-        if most.weights_too:  # the optimizer's: of one weight at a time its root and its quotient
+        if most.weights_too:  # the optimizer needs two temporaries (root and quotient) of one weight at a time
             largest = 2 * max(self._shard(each) for each in (*self.model.layer(), *self.model.root()))
             parts = [weights, weights, 2 * weights + largest, 0, 0, 0, 0]
         else:
@@ -64,12 +66,12 @@ class Step:
 
     @property
     def total(self) -> int:
-        """Bytes at the peak."""
+        """Peak memory in bytes."""
         return sum(self.parts().values())
 
     @property
     def weights(self) -> int:
-        """A rank's shards, in fp32."""
+        """Bytes of a rank's shards, in fp32."""
         each = sum(map(self._shard, self.model.layer()))
         return self.model.layers * each + sum(map(self._shard, self.model.root()))
 
@@ -81,7 +83,7 @@ class Step:
         return round(self.batch * self.tokens * per_token)
 
     def kept_by_layer(self) -> int:
-        """Of a layer, from its forward to its backward."""
+        """Return the bytes that a layer saves from its forward to its backward."""
         m, io = self.model, self.io
         if self.remat == "none":
             return self._tokens((8 + 4 * io) * m.hidden + self._fed_kept() + self._attending() + 8) + self.kept
@@ -92,13 +94,13 @@ class Step:
         return 4 * self.io * self.model.intermediate if self.mlp_chunks == 1 else 0
 
     def _attending(self) -> float:
-        """Of a token: what the attention of a layer keeps: before and after the rotation, q, k, v, out and lse."""
+        """Return the bytes per token that attention saves: q, k, v, out, lse, and tensors of q's and k's norms."""
         m, io = self.model, self.io
         norms = (4 + io) * (m.q_width + m.kv_width) + 4 * (m.q_heads + m.kv_heads) if m.normed else 0
         return 3 * io * m.q_width + 2 * io * m.kv_width + 4 * m.q_heads + norms
 
     def kept_by_root(self) -> int:
-        """Of no layer: the last norm's, hidden states, tables of the rotation, ids."""
+        """Return the bytes saved outside layers: last norm, hidden states, rotation tables, ids."""
         m, io = self.model, self.io
         return self._tokens((4 + 2 * io) * m.hidden + 12) + 2 * io * m.head_dim * self.tokens
 
@@ -114,8 +116,11 @@ class Step:
         return Moment(self.model.layers * self.kept_by_layer() + self.kept_by_root(), 0, loss)
 
     def _backward(self) -> Iterator[Moment]:
-        """In the backward of the last layer, when all others keep theirs, and of the first, with the others' gradients;
-        where gradients of a layer, or of the root, are summed."""
+        """Yield the moments of the backward at which memory may peak.
+
+        They are the backward of the last layer, while all layers hold activations; the backward of the first layer,
+        with the other layers' gradients; and the reductions of a layer's and of the root's gradients.
+        """
         m, last = self.model, self.model.layers * self.kept_by_layer() + self.kept_by_root()
         first, head = self.kept_by_layer() + self._tokens(8), m.root_size * self.io // (1 if m.tied else 2)
         each = sum(map(self._shard, m.layer()))
@@ -123,7 +128,7 @@ class Step:
         summed = 4 if self.world == 1 else 8
         for held, gradients in ((last, 0), (first, (m.layers - 1) * each)):
             held += head
-            down = m.hidden * m.intermediate * self.io * (self.remat != "none")  # its gradient is the first
+            down = m.hidden * m.intermediate * self.io * (self.remat != "none")  # the first gradient to be computed
             yield Moment(held + beside + down, gradients=gradients)
             own = m.layer_size * self.io
             if at_attention + self.buffers > beside:
@@ -133,7 +138,7 @@ class Step:
         yield Moment(m.root_size * (self.io + summed) + self._tokens(8), gradients=m.layers * each)
 
     def _in_a_layer(self) -> tuple[int, int]:
-        """What a layer's backward holds beside what is kept: at its peak, and at the attention's call."""
+        """Return the bytes of a layer's backward (at its peak, at the attention call), without saved tensors."""
         m, io, pieces = self.model, self.io, self.mlp_chunks
         wide, part = io * (1 - 1 / pieces) * m.hidden, 6 * io * m.intermediate / pieces
         if self.remat == "none":
@@ -151,7 +156,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Moment:
-    """What is alive at once beside weights and moments. ``weights_too``: no weight is whole then."""
+    """Bytes alive at one moment, without shards of weights and AdamW's moments.
+
+    Attributes:
+        weights_too: whether this is the optimizer's update, when no weight is gathered.
+    """
 
     activations: int = 0
     attention: int = 0

@@ -1,4 +1,4 @@
-"""Numbers that are none, and losses that stand out: which layer was first, looked for only after it happened."""
+"""Find the layer with the first non-finite value, and detect loss spikes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from torch.distributed.tensor import DTensor
 
 from burst_attention.integrations.hf import token_wise
 
-MOST_LEFT_OUT = 10  # steps in a row: then it is no accident
+MOST_LEFT_OUT = 10  # consecutive steps; more are not an accident
 SPIKE, REMEMBERED, LEAST_REMEMBERED = 2.0, 50, 10
 
 
-class Place(NamedTuple):
-    """The first of one rank's numbers that is none.
+class NonFiniteLocation(NamedTuple):
+    """One rank's first place with non-finite values.
 
     Attributes:
-        order: of places of all ranks, the least came first.
-        name: of it, in words.
-        bad, size: how many of the numbers there are none, of how many that this rank holds.
+        order: sort key over all ranks; the smallest came first.
+        name: description of the place.
+        bad: number of non-finite values there on this rank.
+        size: number of values there on this rank.
     """
 
     order: tuple[int, int]
@@ -35,19 +36,19 @@ class Place(NamedTuple):
 
 
 class OutputWatch(ExitStack):
-    """Within it the outputs of a model's parts are looked at, as they come.
+    """A context in which the outputs of all submodules are checked for non-finite values.
 
     Args:
-        model: whose submodules, at any depth, are watched.
+        model: the model whose submodules, at any depth, are watched.
 
     Attributes:
-        first: where this rank's first number that is none came, if one did.
-        order: of the parts, as they ended first in the latest batch: the same on all ranks.
+        first: this rank's first place with a non-finite value, if any.
+        order: submodules in the order they finished in the latest batch; the same on all ranks.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.first: Place | None = None
+        self.first: NonFiniteLocation | None = None
         self._batch, self.order = -1, dict[str, int]()
         for name, module in model.named_modules():
             if name:
@@ -55,7 +56,7 @@ class OutputWatch(ExitStack):
                 self.callback(handle.remove)
 
     def next_batch(self) -> None:
-        """Say that another batch comes."""
+        """Start the next batch."""
         self._batch += 1
         self.order.clear()
 
@@ -63,23 +64,23 @@ class OutputWatch(ExitStack):
         def look(_: nn.Module, __: Any, output: Any) -> None:
             number = self.order.setdefault(name, len(self.order))
             if self.first is None and (found := _count(_tensors(output)))[0]:
-                self.first = Place((self._batch, number), f"the output of {name}", *found)
+                self.first = NonFiniteLocation((self._batch, number), f"the output of {name}", *found)
 
         return token_wise(look)
 
 
-def first_gradient(model: nn.Module, order: Sequence[str]) -> Place | None:
-    """The parameter whose gradient, of those that are no number, the backward came to first, of this rank's shards.
+def first_gradient(model: nn.Module, order: Sequence[str]) -> NonFiniteLocation | None:
+    """Find the first non-finite gradient in this rank's shards, in backward order.
 
-    Gradients are summed over the ranks: the rank is the one that holds the number, not the one that it came from.
+    Gradients are summed over ranks, so the rank is the one that holds the value, not the one that produced it.
 
     Args:
-        order: names of the model's parts, as the forward goes through them.
+        order: names of the model's submodules, in the order of the forward.
     """
     numbers = {name: number for number, name in enumerate(order)}
 
     def used(name: str) -> int:
-        """When the forward used a parameter; what no part that was seen holds is the head's, at the end."""
+        """Return when the forward used a parameter; parameters of unwatched modules are the head's, at the end."""
         while name and name not in numbers:
             name = name.rpartition(".")[0]
         return numbers.get(name, len(numbers))
@@ -87,21 +88,21 @@ def first_gradient(model: nn.Module, order: Sequence[str]) -> Place | None:
     parameters = sorted(model.named_parameters(), key=lambda each: used(each[0]), reverse=True)
     for number, (name, parameter) in enumerate(parameters):
         if parameter.grad is not None and (found := _count([parameter.grad]))[0]:
-            return Place((0, number), f"the gradient of {name}", *found)
+            return NonFiniteLocation((0, number), f"the gradient of {name}", *found)
     return None
 
 
-def name_first(places: Sequence[Place | None]) -> str:
-    """In words, the first place of all ranks', which are given by rank; empty if there is none."""
+def name_first(places: Sequence[NonFiniteLocation | None]) -> str:
+    """Describe the first of all ranks' places, listed by rank; empty if there was no such place."""
     found = [(place.order, rank, place) for rank, place in enumerate(places) if place is not None]
     if not found:
         return ""
     _, rank, place = min(found)
-    return f"{place.name} is the first that is not finite, on rank {rank} ({place.bad:,} of {place.size:,} numbers)"
+    return f"{place.name} is the first non-finite one, on rank {rank} ({place.bad:,} of {place.size:,} values)"
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    """Tensors in what a module returns."""
+    """Yield the tensors in a module's output."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, (tuple, list, Mapping)):
@@ -110,7 +111,7 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 
 def _count(tensors: Any) -> tuple[int, int]:
-    """(how many numbers are not finite, of how many on this rank)."""
+    """Return (number of non-finite values, number of values) on this rank."""
     count = size = 0
     for tensor in tensors:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -121,16 +122,16 @@ def _count(tensors: Any) -> tuple[int, int]:
 
 
 class Spikes:
-    """Tells a loss that stands out: at least :data:`SPIKE` times the median of the :data:`REMEMBERED` before it.
+    """Detects losses of at least :data:`SPIKE` times the median of the :data:`REMEMBERED` losses before.
 
-    The first :data:`LEAST_REMEMBERED` losses are not judged; those that are no number are not remembered.
+    The first :data:`LEAST_REMEMBERED` losses are not judged. Non-finite losses are ignored.
     """
 
     def __init__(self) -> None:
         self._before: deque[float] = deque(maxlen=REMEMBERED)
 
     def multiple(self, loss: float) -> float | None:
-        """How many times the running median a loss is, if it stands out; it is remembered."""
+        """Record a loss; return its multiple of the running median if it is a spike."""
         if not math.isfinite(loss):
             return None
         judged = len(self._before) >= LEAST_REMEMBERED

@@ -1,10 +1,12 @@
-"""What a step computes of the model that is trained, and which share of a device's peak that is (MFU).
+"""Floating-point operations of a training step, and their share of the device's peak (MFU).
 
-Of a token: six operations for each parameter that multiplies it (two in the forward, four in the backward), which are
-the matrices of linear layers, the head's among them, tied or not, and not the embedding, which is looked up. Of the
-attention: for each pair of a query and a key that the mask lets see each other, per head and layer, 12 x head_dim
-(a product for the score and one for the value: four in the forward, eight in the backward). What is computed once more,
-by a kernel or because of ``--remat``, is not counted: it is the model's operations, not the hardware's.
+Per token: six operations for each parameter that multiplies it, two in the forward and four in the backward. These
+parameters are the matrices of linear layers. The head counts, tied or not; the embedding is a lookup and does not.
+
+Attention, per head, layer and unmasked (query, key) pair: 12 x head_dim. That is one product for the score and one for
+the value, four operations per element in the forward and eight in the backward.
+
+Recomputation, in a kernel or by ``--remat``, does not count: these are the model's operations, not the hardware's.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from burst_attention.plan.mask import Mask
 from ..data.sequences import TokenSequence
 from ..engines import Heads
 
-# Dense products of bf16 and fp16, in operations per second, from NVIDIA's data sheets; the first name that fits.
+# Dense bf16 and fp16 operations per second, from NVIDIA's data sheets. The first name that matches is used.
 PEAKS = {
     "B200": 2250e12,
     "H200 NVL": 835e12,
@@ -36,12 +38,12 @@ PEAKS = {
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Of one model.
+    """Floating-point operations of one model.
 
     Attributes:
-        multiplying: parameters that multiply each token.
-        heads: its sizes.
-        windows: its layers' sliding windows; None: a layer without one.
+        multiplying: number of parameters that multiply each token.
+        heads: head counts and dimensions.
+        windows: the layers' sliding windows; None for a layer without one.
     """
 
     multiplying: int
@@ -50,12 +52,12 @@ class ModelFlops:
 
     @classmethod
     def of(cls, model: nn.Module, heads: Heads, windows: Iterable[int | None]) -> ModelFlops:
-        """Of a model of transformers, its parameters sharded or not."""
+        """Build it from a transformers model, with or without sharded parameters."""
         linear = (module for module in model.modules() if isinstance(module, nn.Linear))
         return cls(sum(module.weight.numel() for module in linear), heads, tuple(windows))
 
     def of_step(self, sequences: Sequence[TokenSequence]) -> int:
-        """Operations of a forward and a backward over the sequences."""
+        """Return the operations of a forward and a backward over the sequences."""
         tokens = sum(len(sequence.tokens) for sequence in sequences)
         pairs = sum(
             seen_pairs(len(sequence.tokens), window, sequence.cu_seqlens) * self.windows.count(window)
@@ -66,17 +68,17 @@ class ModelFlops:
 
 
 def seen_pairs(length: int, window: int | None, cu_seqlens: Sequence[int] | None) -> int:
-    """How many (query, key) pairs of one sequence a causal mask lets see each other."""
+    """Return the number of (query, key) pairs that a causal mask keeps."""
     q_start, q_stop, k_start, k_stop, lo, hi = Mask(window=window, cu_seqlens=cu_seqlens).regions(length).T
     shift = q_start - k_start
     return int(band_area(q_stop - q_start, k_stop - k_start, lo - shift, hi - shift).sum())
 
 
 def peak_of(device: torch.device, dtype: torch.dtype, tflops: float | None) -> float | None:
-    """Operations per second that a rank's device could do; None if nobody told, and its name does not tell.
+    """Return the peak operations per second of one rank's device; None if it is unknown.
 
     Args:
-        tflops: of ``--peak-tflops``.
+        tflops: value of ``--peak-tflops``; None looks up the device's name.
     """
     if tflops is not None:
         return tflops * 1e12

@@ -1,4 +1,4 @@
-"""What one step does, operation by operation, as a trace that Chrome and Perfetto show."""
+"""Trace of one step's operations, for Chrome and Perfetto."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from ..run.metrics import TRACES
 
 
 def trace_name(step: int, rank: int) -> str:
-    """The trace of one rank's step, in the run's folder."""
+    """Return the path of a rank's trace, relative to the run's folder."""
     return f"{TRACES}/step-{step:08d}-rank-{rank:05d}.json"
 
 
 @contextmanager
 def traced(path: Path) -> Iterator[None]:
-    """Record what this process does within it, on its GPU too, and write it down; that this fails is only told."""
+    """Record a trace of this process, including its GPU, and write it. A failure is only reported."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
     with profile(activities=activities) as profiler:
         yield
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w"):  # the profiler itself only logs what keeps it from writing
+        with path.open("w"):  # raises if it can't be written, which the profiler would only log
             pass
         profiler.export_chrome_trace(str(path))
     except (OSError, RuntimeError) as error:

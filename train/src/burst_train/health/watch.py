@@ -1,4 +1,4 @@
-"""A watch over a step that takes too long: each rank tells where it is, and rank 0 who is behind. It ends nothing."""
+"""A watch for slow steps: each rank reports its phase, and rank 0 the stragglers. It does not end the run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 Phase = Literal["data", "forward", "backward", "optimizer", "evaluation", "saving"]
-PATIENCE = 5.0  # seconds that rank 0 waits for what others tell
+PATIENCE = 5.0  # seconds that rank 0 waits for reports of other ranks
 POLL = 0.1
 
 
 class Where(NamedTuple):
-    """Where a rank is: ``entered`` phases of the step, with that at hand."""
+    """Position of a rank: the step, the number of phases entered, and the current phase."""
 
     step: int
     entered: int
@@ -27,14 +27,14 @@ class Where(NamedTuple):
 
 
 class StepWatch:
-    """Of one rank. The thread that trains says where it is, and another one tells it when a step takes too long.
+    """Watches the steps of one rank. A background thread reports a step that takes too long.
 
-    Ranks hear of each other by the store that they met in, for in a collective they may be stuck.
+    Ranks exchange reports through the job's store, because they may be stuck in a collective.
 
     Args:
-        timeout: seconds that a step may take; None: nothing is watched.
-        tell: is given lines of text.
-        store: of the job, as torch's stores are; None: that of the default process group.
+        timeout: maximum seconds per step; None: no watch.
+        tell: called with lines of text.
+        store: a torch store of the job; None: the default process group's.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class StepWatch:
         self._thread: threading.Thread | None = None
 
     def begin(self, step: int) -> None:
-        """A step begins, with its data."""
+        """Start a step, in its data phase."""
         if self._timeout is None:
             return
         if self._thread is None:
             if self._world > 1 and self._store is None:
-                # A connection of its own: one that waits must not keep the thread that trains from the store.
+                # Clone the store, so that waiting on it does not block the training thread's connection.
                 store: Any = _get_default_store()
                 self._store = store.clone()
             self._thread = threading.Thread(target=self._watch, name="step watch", daemon=True)
@@ -69,14 +69,14 @@ class StepWatch:
             self._changed.notify()
 
     def enter(self, phase: Phase) -> None:
-        """The step comes to another phase."""
+        """Enter another phase of the step."""
         if self._thread is not None:
             with self._changed:
                 self._where = Where(self._where.step, self._where.entered + 1, phase)
                 self._since = time.monotonic()
 
     def close(self) -> None:
-        """Nothing is watched any more."""
+        """Stop watching."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -88,26 +88,27 @@ class StepWatch:
                     self._changed.wait(None if left == math.inf else left)
                 if self._closed:
                     return
-                where, now, self._due = self._where, time.monotonic(), math.inf  # a step is told once
+                where, now, self._due = self._where, time.monotonic(), math.inf  # report each step only once
                 text = (
                     f"rank {self._rank}: step {where.step} has taken {now - self._began:,.1f} s, more than "
-                    f"--step-timeout {self._timeout:g}: it is in its {where.phase}, for {now - self._since:,.1f} s"
+                    f"--step-timeout {self._timeout:g}; "
+                    f"it has been in its {where.phase} phase for {now - self._since:,.1f} s"
                 )
             self._tell(text)
             if self._world > 1:
                 self._exchange(where)
 
     def _exchange(self, where: Where) -> None:
-        """Tell the others where this rank is; rank 0 tells who is behind."""
+        """Publish this rank's position; rank 0 also reports the stragglers."""
         try:
             self._store.set(_key(where.step, self._rank), json.dumps(where))
             if self._rank == 0:
                 self._tell(who_is_behind(where.step, self._hear(where.step), self._world))
-        except (dist.DistError, RuntimeError) as error:  # whoever held the store is gone
-            self._tell(f"rank {self._rank}: which rank is behind is not known: {error}")
+        except (dist.DistError, RuntimeError) as error:  # the process that holds the store has ended
+            self._tell(f"rank {self._rank}: the straggler is unknown: {error}")
 
     def _hear(self, step: int) -> dict[int, Where]:
-        """Where the ranks are that tell it in time, by rank."""
+        """Return the ranks' positions that arrive in time, by rank."""
         heard: dict[int, Where] = {}
         until = time.monotonic() + PATIENCE
         while len(heard) < self._world and time.monotonic() < until:
@@ -124,15 +125,17 @@ def _key(step: int, rank: int) -> str:
 
 
 def who_is_behind(step: int, heard: Mapping[int, Where], world: int) -> str:
-    """In words, by where the ranks said they are. One that says nothing is stuck itself, or stopped, or gone."""
+    """Describe the stragglers. A rank without a report is stuck, stopped or gone."""
     silent = [rank for rank in range(world) if rank not in heard]
     places = sorted(set(heard.values()))
-    told = [f"nothing is heard of {_ranks(silent)}"] if silent else []
+    told = [f"no report from {_ranks(silent)}"] if silent else []
     if len(places) == 1:
-        told.append(f"{'all that are heard of' if silent else 'all ranks'} are in their {places[0].phase}")
+        told.append(f"{'all reporting ranks' if silent else 'all ranks'} are in their {places[0].phase} phase")
     else:
         last = [rank for rank, where in sorted(heard.items()) if where == places[0]]
-        told.append(f"behind is {_ranks(last)}, in the {places[0].phase}, where others are in the {places[-1].phase}")
+        told.append(
+            f"behind: {_ranks(last)}, in the {places[0].phase} phase; others are in the {places[-1].phase} phase"
+        )
     return f"step {step}: {'; '.join(told)}"
 
 

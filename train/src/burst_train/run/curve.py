@@ -1,4 +1,4 @@
-"""The loss curve of a run, drawn."""
+"""Plot of a run's loss curve."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-WIDTH = 0.05  # of the run, of the mean that is drawn
+WIDTH = 0.05  # averaging width, as a share of the run
 
 
 def smooth(losses: Sequence[float]) -> list[float]:
-    """A mean whose weights fade over :data:`WIDTH` of the run, of each step and those before; of few steps nothing.
+    """Return an exponential moving average over :data:`WIDTH` of the run; empty for short runs.
 
-    What is no number is passed over.
+    Non-finite losses are skipped.
     """
     if len(losses) * WIDTH < 2:
         return []
@@ -29,11 +29,11 @@ def smooth(losses: Sequence[float]) -> list[float]:
 def draw_losses(
     losses: Sequence[float], held_out: float | None, path: Path, *, measured: Mapping[int, float] | None = None
 ) -> None:
-    """A PNG of the loss of every step, as it is and smoothly.
+    """Draw a PNG of every step's loss and their moving average.
 
     Args:
-        held_out: a line across; None: it was not measured.
-        measured: the held-out loss on the way, by step.
+        held_out: final held-out loss, drawn as a horizontal line; None: not measured.
+        measured: held-out losses during the run, by step.
     """
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""What asks a run to stop before its last step: a signal, or a deadline that comes near."""
+"""Requests to stop a run early: a signal, or an approaching deadline."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pathlib import Path
 
 from burst_attention.launch.processes import INTERRUPTED
 
-DEADLINE = 255  # stands for it where the numbers of signals, all smaller, are told
+DEADLINE = 255  # code for the deadline; signal numbers are smaller
 
 
 class InterruptedRunError(Exception):
     """A run ended before its last step because it was asked to.
 
     Attributes:
-        reason: what asked: ``SIGTERM``, ``SIGINT`` or ``--deadline``.
-        step: the last one that was finished.
+        reason: source of the request: ``SIGTERM``, ``SIGINT`` or ``--deadline``.
+        step: the last finished step.
         saved: the checkpoint after it; None if it could not be written.
     """
 
@@ -28,21 +28,21 @@ class InterruptedRunError(Exception):
         self.reason, self.step, self.saved = reason, step, saved
 
     def __str__(self) -> str:
-        kept = f"saved to {self.saved}" if self.saved else "what came after the last checkpoint is lost"
+        kept = f"saved to {self.saved}" if self.saved else "progress after the last checkpoint is lost"
         return f"{self.reason} after step {self.step}: {kept}"
 
     @property
     def status(self) -> int:
-        """The exit status: 75 if the run can go on from where it was, else 1."""
+        """The exit status: 75 if the run can resume from this step, else 1."""
         return INTERRUPTED if self.saved else 1
 
 
 class StopRequests:
-    """Whether this process was asked to stop, by its own clock and the signals that it got.
+    """Requests to stop this process, by signals or by its clock.
 
     Args:
-        deadline: seconds from now after which all must be over; None: never.
-        clock: gives seconds, and never goes back.
+        deadline: seconds from now until the run must have ended; None: no limit.
+        clock: monotonic clock in seconds.
     """
 
     def __init__(self, deadline: float | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -55,9 +55,9 @@ class StopRequests:
 
     @contextmanager
     def listening(self) -> Iterator[StopRequests]:
-        """Within it SIGTERM and SIGINT are noted, where they would end the process; SIGINT's ignorer stays.
+        """Note SIGTERM and SIGINT instead of ending the process; handlers set by others stay.
 
-        Python takes handlers in a process's first thread alone: in another one it listens to nothing.
+        Python sets signal handlers only in the main thread; in other threads this does nothing.
         """
         if threading.current_thread() is not threading.main_thread():
             yield self
@@ -77,17 +77,17 @@ class StopRequests:
         self._signal = number
 
     def asked(self, reserve: float) -> int:
-        """The signal that came, :data:`DEADLINE` if fewer than ``reserve`` seconds are left, or 0."""
+        """Return the received signal, :data:`DEADLINE` if fewer than ``reserve`` seconds are left, or 0."""
         if self._signal:
             return self._signal
         return DEADLINE if self._until is not None and self._clock() + reserve >= self._until else 0
 
     def end_at_once(self) -> None:
-        """From here on another Ctrl-C ends the process, whatever it is at."""
+        """Let the next Ctrl-C end the process immediately."""
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) == self._note:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def reason_of(number: int) -> str:
-    """In words what :meth:`StopRequests.asked` gave."""
+    """Return the name of a result of :meth:`StopRequests.asked`."""
     return "--deadline" if number == DEADLINE else signal.Signals(number).name

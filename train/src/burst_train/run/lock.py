@@ -1,8 +1,8 @@
-"""Which folder a command may write to, and what of it is its own: a marker in the folder says so.
+"""The marker in a run's folder: which files the run wrote, and which process holds the folder.
 
 The marker is JSON: ``{"format": 1, "by": "burst train", "process": 123, "host": "...", "wrote": [...]}``. ``wrote``
-lists files relative to the folder, and folders that are the run's as a whole, with a slash at the end. What is not
-listed is never removed and never written over. Who writes holds a lock on the marker, which ends with its process.
+lists files relative to the folder. A name with a slash at the end is a folder that the run owns entirely. Files that
+are not listed are never removed or overwritten. The writer holds a lock on the marker, which ends with its process.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from pathlib import Path, PurePosixPath
 from typing import IO
 
 HELD = "already holds a run; choose another folder or add --overwrite"
-MARKER, FORMAT = ".burst-run.json", 1  # hidden: a corpus passes it over
+MARKER, FORMAT = ".burst-run.json", 1  # hidden, so that a corpus skips it
 
 
-class Marker:
-    """What the marker of ``folder`` says was written; for the one who holds the folder."""
+class RunFolderLock:
+    """The list of written files in the marker of ``folder``; for the process that holds the folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def add(self, *names: str) -> None:
-        """List what is about to be written."""
+        """List files before they are written."""
         content = read_marker(self.folder)
         self._write(content | {"wrote": list(dict.fromkeys([*content["wrote"], *names]))})
 
     def move(self, source: str, target: str) -> None:
-        """Move the files of the listed folder ``source`` to the folder ``target``, and list them there."""
+        """Move the files of the listed folder ``source`` to ``target``, and list them."""
         files = [path for path in sorted((self.folder / source).rglob("*")) if path.is_file()]
         names = {path: f"{target}/{path.relative_to(self.folder / source).as_posix()}" for path in files}
         self.add(*names.values())
@@ -45,7 +45,7 @@ class Marker:
         self._write(content | {"wrote": [name for name in content["wrote"] if name != f"{source}/"]})
 
     def remove_old(self) -> None:
-        """Remove all that is listed, and the folders that this leaves empty."""
+        """Remove all listed files and folders, and parent folders that are then empty."""
         content = read_marker(self.folder)
         for name in content["wrote"]:
             path = self.folder / name
@@ -59,13 +59,13 @@ class Marker:
         self._write(content | {"wrote": []})
 
     def _write(self, content: dict) -> None:
-        # In place, for the lock is on this very file.
+        # In place, because the lock is on this file.
         with (self.folder / MARKER).open("r+b") as file:
             _fill(file, content)
 
 
 def was_claimed_by_sibling(folder: Path) -> bool:
-    """Whether the last one that wrote to a folder was started by the process that started this one."""
+    """Whether the folder's last writer has the same parent process as this one."""
     try:
         content = read_marker(folder)
     except (OSError, ValueError):
@@ -74,10 +74,10 @@ def was_claimed_by_sibling(folder: Path) -> bool:
 
 
 def read_marker(folder: Path) -> dict:
-    """What the marker says; that nothing was written where it is empty, its writer having been killed.
+    """Read the marker. An empty one, left by a killed writer, lists no files.
 
     Raises:
-        ValueError: it is no marker of ours.
+        ValueError: it is not a valid marker.
     """
     text = (folder / MARKER).read_bytes()
     try:
@@ -89,33 +89,33 @@ def read_marker(folder: Path) -> dict:
         known = False
     if not known:
         raise ValueError(
-            f"has a {MARKER} that is not of format {FORMAT}, so what a run wrote there is not known; "
+            f"has a {MARKER} that is not of format {FORMAT}, so the files of earlier runs are unknown; "
             "choose another folder"
         )
     return content
 
 
 @contextmanager
-def claimed(out: str, *, by: str, overwrite: bool, writes: Sequence[str], held: str = HELD) -> Iterator[Marker]:
-    """Within it ``out`` is this process's to write to, and nobody else's.
+def claimed(out: str, *, by: str, overwrite: bool, writes: Sequence[str], held: str = HELD) -> Iterator[RunFolderLock]:
+    """Hold ``out`` for this process; other processes can't write there meanwhile.
 
-    The folder is made if it is not there, and removed again if nothing was written. Nothing else is touched.
+    A missing folder is created, and removed again if nothing is written. Other files are not touched.
 
     Args:
         by: the command, for the marker.
-        overwrite: may what an earlier run wrote be replaced? By :meth:`Marker.remove_old`, not here.
-        writes: patterns of what will be written, relative to the folder: none of it may be there by another hand.
-        held: what is told of a folder that holds what an earlier run wrote, and the remedy.
+        overwrite: allow replacing an earlier run, which :meth:`RunFolderLock.remove_old` does, not this function.
+        writes: patterns of files to be written, relative to the folder; files not written by a run must not match.
+        held: error text, with remedy, for a folder that holds an earlier run.
 
     Raises:
-        ValueError: ``out`` can't be written to, another process writes to it, it holds a run, or what no run wrote.
+        ValueError: ``out`` can't be written to, another process holds it, it holds a run, or it holds other files.
     """
     folder = Path(out)
     try:
         made = [path for path in (folder, *folder.parents) if not path.exists()]
         with _locked(folder) as file:
             _enter(file, folder, by=by, overwrite=overwrite, writes=writes, held=held)
-            copy = os.dup(file.fileno())  # the lock is as long as any copy is open
+            copy = os.dup(file.fileno())  # the lock lasts while any copy is open
     except OSError as error:
         raise ValueError(
             f"--out {out!r} can't be written to: {error.strerror or error}; choose another folder"
@@ -123,69 +123,69 @@ def claimed(out: str, *, by: str, overwrite: bool, writes: Sequence[str], held: 
     except ValueError as error:
         raise ValueError(f"--out {out!r} {error}") from None
     try:
-        yield Marker(folder)
+        yield RunFolderLock(folder)
     finally:
-        if folder.is_dir() and set(os.listdir(folder)) == {MARKER}:  # nothing was written: no trace is left
+        if folder.is_dir() and set(os.listdir(folder)) == {MARKER}:  # nothing was written, so leave no trace
             (folder / MARKER).unlink()
             _remove_empty(made)
         os.close(copy)
 
 
 def check_inputs(out: str, inputs: Mapping[str, str | None]) -> None:
-    """Raise ValueError if an input lies in the folder that is written to, links followed.
+    """Raise ValueError if an input is inside the output folder, with links resolved.
 
     Args:
-        inputs: what each flag names: a path, or something else, which is then no file's name.
+        inputs: value of each flag: a path, or another name, which must not exist as a file.
     """
     folder = Path(out).resolve()
     for flag, given in inputs.items():
         path = Path(given).expanduser() if given else None
         if path is None or not path.exists():
             continue
-        # A model's files may be links themselves.
+        # A model folder's files may be links.
         files = [one for one in path.iterdir() if one.is_file()] if path.is_dir() else []
         if any(folder in (one.resolve(), *one.resolve().parents) for one in (path, *files)):
             raise ValueError(
-                f"{flag} {given!r} lies in --out {out!r}, where the run would write over it; choose another folder"
+                f"{flag} {given!r} lies in --out {out!r}, where the run would overwrite it; choose another folder"
             )
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[IO[bytes]]:
-    """The marker, made if there is none, locked for this process."""
+    """Create the marker if it is missing, and lock it for this process."""
     blocked = next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None)
     if blocked is not None:
         raise ValueError(f"can't be a folder: {str(blocked)!r} is a file")
-    if ".." in folder.parts and not folder.exists():  # once "new" is made, "theirs/new/.." is theirs
-        raise ValueError("leads back out of a folder that is not there; name the folder without '..'")
-    for _ in range(3):  # the one before us may be removing its empty folder at this moment
+    if ".." in folder.parts and not folder.exists():  # creating "new" would make "theirs/new/.." mean "theirs"
+        raise ValueError("contains '..' after a missing folder; name the folder without '..'")
+    for _ in range(3):  # the previous holder may be removing its empty folder now
         if not (folder / MARKER).exists() and folder.is_dir() and any(folder.iterdir()):
             raise ValueError(
-                "holds files, and no marker says that a run wrote them, so nothing is written there; "
-                "choose a folder that is new or empty"
+                "holds files, but no marker of an earlier run, so nothing is written there; "
+                "choose a new or empty folder"
             )
         folder.mkdir(parents=True, exist_ok=True)
         with open(os.open(folder / MARKER, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "r+b") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise ValueError(f"is being written to by {_holder(folder)}; choose another folder") from None
+                raise ValueError(f"is in use by {_holder(folder)}; choose another folder") from None
             if (folder / MARKER).exists() and os.path.samestat(os.fstat(file.fileno()), (folder / MARKER).stat()):
                 yield file
                 return
-    raise ValueError("is being written to by other runs; choose another folder")
+    raise ValueError("is in use by other runs; choose another folder")
 
 
 def _holder(folder: Path) -> str:
     try:
         content = read_marker(folder)
         return f"{content['by']}, process {content['process']} on {content['host']}"
-    except (OSError, ValueError, KeyError):  # it has not signed yet, or has just gone
+    except (OSError, ValueError, KeyError):  # the holder has not written the marker yet, or has just ended
         return "another run"
 
 
 def _enter(file: IO[bytes], folder: Path, *, by: str, overwrite: bool, writes: Sequence[str], held: str) -> None:
-    """Sign the marker, unless the folder holds what must stay."""
+    """Write this process into the marker, unless the folder holds files that must stay."""
     wrote = read_marker(folder)["wrote"]
     if not overwrite and any((folder / name).exists() for name in wrote):
         raise ValueError(held)
@@ -196,21 +196,21 @@ def _enter(file: IO[bytes], folder: Path, *, by: str, overwrite: bool, writes: S
         name = path.relative_to(folder).as_posix()
         listed = next((one for one in wrote if one.rstrip("/") == name), None)
         if listed is None or not _is_own(folder, listed):
-            raise ValueError(f"holds {name!r}, which no run wrote and this one would replace; move it away")
-    # The parent tells a restart by the same launcher from another one's run.
+            raise ValueError(f"holds {name!r}, which no run wrote and this run would replace; move it away")
+    # The parent distinguishes a restart by the same launcher from another launcher's run.
     process = {"process": os.getpid(), "parent": os.getppid(), "host": socket.gethostname()}
     _fill(file, {"format": FORMAT, "by": by, "wrote": wrote} | process)
 
 
 def _fill(file: IO[bytes], content: dict) -> None:
-    """In one call, for a marker must not be left half written."""
+    """Write the marker in one call, so that it can't be left half written."""
     text = json.dumps(content).encode()
     os.pwrite(file.fileno(), text, 0)
     os.ftruncate(file.fileno(), len(text))
 
 
 def _remove_empty(folders: Sequence[Path]) -> None:
-    """Remove folders, the innermost first, up to one that holds something."""
+    """Remove empty folders, innermost first, up to the first that is not empty."""
     for folder in folders:
         try:
             folder.rmdir()
@@ -219,7 +219,7 @@ def _remove_empty(folders: Sequence[Path]) -> None:
 
 
 def _folders(name: str) -> list[str]:
-    """The folders on the way to ``name``, outermost first."""
+    """Return the parent folders of ``name``, outermost first."""
     return [parent.as_posix() for parent in reversed(PurePosixPath(name).parents) if parent != PurePosixPath(".")]
 
 
@@ -229,9 +229,9 @@ def _is_inside(name: str) -> bool:
 
 
 def _is_own(folder: Path, name: str) -> bool:
-    """Whether what is there under a listed name can be what was written: no link leads elsewhere."""
+    """Whether a listed name is still the run's file or folder: of the right type and not behind a link."""
     path = folder / name
-    if len(os.fsencode(name)) > 1024:  # no file of ours is called so
+    if len(os.fsencode(name)) > 1024:  # our files have shorter names
         return False
     if any((folder / part).is_symlink() for part in (*_folders(name), name.rstrip("/"))):
         return False

@@ -1,4 +1,4 @@
-"""What a run reports, and the run's folder: config, metrics as JSON lines and TensorBoard events, the loss as a PNG."""
+"""Reports of a run, and its folder: config, metrics as JSON lines and TensorBoard events, and the loss as a PNG."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .curve import draw_losses
 from .errors import text_of
 from .folder import FOLDER, list_checkpoints, step_of
 from .interrupt import InterruptedRunError
-from .lock import HELD, Marker, claimed
+from .lock import HELD, RunFolderLock, claimed
 
 CONFIG, METRICS, SUMMARY, CURVE = "config.toml", "metrics.jsonl", "summary.json", "loss.png"
 EVENTS, MODEL, UNFINISHED = "tensorboard", "model", "model.unfinished"
 TRACES, TRACKED = "profile", "wandb"
-NEWEST = "newest"  # of --resume: the newest whole checkpoint of --out
-AUTO = "auto"  # the same if --out holds an unfinished run, else none
-# What a model is loaded from must not be another's; what else lies beside it may stay.
+NEWEST = "newest"  # value of --resume: the newest whole checkpoint of --out
+AUTO = "auto"  # value of --resume: NEWEST if --out holds an unfinished run; otherwise a new run
+# Files that loading a model reads: they must not be another model's. Other files in the folder may stay.
 LOADED = ("*.safetensors", "*.bin", "*.json", "*.model", "*.jinja", "*.py", "merges.txt", "vocab.txt")
 FILES = (CONFIG, METRICS, SUMMARY, CURVE, f"{EVENTS}/events.*", UNFINISHED, FOLDER, TRACES, TRACKED)
 WRITES = (*FILES, *(f"{MODEL}/{name}" for name in LOADED))
@@ -36,22 +36,22 @@ class StepRecord:
     """One optimizer step.
 
     Attributes:
-        step: counted from 1.
-        loss: mean over the valid tokens of all groups and accumulation steps, before the update.
+        step: number of the step, from 1.
+        loss: mean over the valid tokens of all groups and micro-steps, before the update.
         lr: learning rate of the update.
         grad_norm: global norm of the gradient, before clipping.
-        tokens_per_second: over all groups.
-        seconds: of this step.
-        tokens: read since the start, over all groups.
-        bytes_sent: by rank 0's attention in this step; None where collectives, which nothing counts, move them.
-        bytes_predicted: the same, as the engine predicts it.
-        held_out_loss: after the update; None where ``--eval-every`` does not ask for it.
-        flops: of the model's own operations in this step, over all ranks (:mod:`.flops`).
-        mfu: their share of what the ranks' devices could do; None where nobody told what that is.
-        exchange_seconds: that rank 0 waited in the attention's exchanges, and in the agreements before them; None where
-            collectives, which nothing counts, are waited for. On CUDA the host's waits, which are not the stream's.
-        left_out: why the update was not taken, in words; None if it was.
-        spike: how many times the running median the loss is, where it stands out (:mod:`.finite`).
+        tokens_per_second: rate over all groups.
+        seconds: duration of this step.
+        tokens: tokens read since the start of the run, over all groups.
+        bytes_sent: bytes that rank 0's attention sent in this step; None for engines that use uncounted collectives.
+        bytes_predicted: the engine's prediction of ``bytes_sent``.
+        held_out_loss: held-out loss after the update; None if ``--eval-every`` skips this step.
+        flops: the model's own operations in this step, over all ranks (:mod:`.flops`).
+        mfu: their share of the peak of all ranks' devices; None if the peak is unknown.
+        exchange_seconds: seconds that rank 0 waited in attention exchanges and in the agreements before them; None
+            for engines that use uncounted collectives. On CUDA, only waits of the host count, not of the stream.
+        left_out: why the update was left out; None if it was applied.
+        spike: loss as a multiple of the running median, if it stands out (:mod:`.finite`).
     """
 
     step: int
@@ -73,13 +73,21 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Summary:
-    """A finished run. Lists are by rank; bytes are means over the steps of what a rank's attention sent in one,
-    and ``exchange_seconds`` of what a rank waited.
+    """A finished run. Lists are by rank.
 
-    ``held_out_loss`` is None without evaluation; ``best_step`` and ``best_held_out_loss`` are of the checkpoint that
-    ``--eval-every`` kept as the best; ``left_out`` are steps that ``--on-nan skip`` left out, ``spikes`` multiples of
-    the running median by step. ``missing_checkpoints`` are steps after which a save failed and no later one made it
-    good. Figures per step are of this start's steps; None if it took none, as one that resumes after the last step.
+    Per-step figures cover only the steps since the last start; they are empty (None) if it had no steps, as when a run
+    resumes after its last step.
+
+    Attributes:
+        held_out_loss: final held-out loss; None without evaluation.
+        bytes_sent: mean bytes per step that a rank's attention sent.
+        bytes_predicted: the engine's prediction of ``bytes_sent``.
+        best_step: step of the best checkpoint, kept by ``--eval-every``.
+        best_held_out_loss: held-out loss of that checkpoint.
+        exchange_seconds: mean seconds per step that a rank waited.
+        left_out: steps that ``--on-nan skip`` left out.
+        missing_checkpoints: steps whose failed save no later save replaced.
+        spikes: multiples of the running median, by step.
     """
 
     steps: int
@@ -102,14 +110,14 @@ class Summary:
 
     @property
     def perplexity(self) -> float | None:
-        """Of the held-out documents."""
+        """Perplexity of the held-out documents."""
         return None if self.held_out_loss is None else math.exp(min(self.held_out_loss, 700.0))
 
 
 class Reporter(Protocol):
-    """Rank 0 tells it what happens; ``parameters``: the model's, counted over all ranks."""
+    """Receives a run's events on rank 0; ``parameters`` counts the model's over all ranks."""
 
-    def start(self, config: TrainConfig, parameters: int, done: int) -> None: ...  # done: steps of an earlier start
+    def start(self, config: TrainConfig, parameters: int, done: int) -> None: ...  # done: steps of earlier starts
 
     def step(self, record: StepRecord) -> None: ...
 
@@ -120,17 +128,17 @@ class Reporter(Protocol):
     def finish(self, summary: Summary) -> None: ...
 
 
-def claim_run(config: TrainConfig) -> AbstractContextManager[Marker]:
-    """Hold ``--out`` for this run: see :func:`burst_train.run.lock.claimed`."""
+def claim_run(config: TrainConfig) -> AbstractContextManager[RunFolderLock]:
+    """Hold ``--out`` for this run; see :func:`burst_train.run.lock.claimed`."""
     check_unfinished(config)
     overwrite, held = config.run.overwrite or goes_on_in(config), how_to_go_on(config)
     return claimed(config.run.out, by="burst train", overwrite=overwrite, writes=WRITES, held=held)
 
 
 def check_unfinished(config: TrainConfig) -> None:
-    """Raise ValueError if ``--resume`` names a finished run, or its last checkpoint, and no step is left to take.
+    """Raise ValueError if ``--resume`` names a finished run and no steps remain.
 
-    Its summary says what was measured, which a start without a step could not measure again.
+    A start without steps could not repeat the measurements in the run's summary.
     """
     out, resumed = Path(config.run.out), config.run.resume
     steps = finished_steps(out)
@@ -146,15 +154,15 @@ def check_unfinished(config: TrainConfig) -> None:
 
 
 def finished_steps(out: Path) -> int | None:
-    """The steps of the finished run in a folder; None if it holds none, or if writing its summary was cut short."""
+    """Return the steps of the finished run in a folder; None if it has none, or its summary is incomplete."""
     try:
-        return read_json(out / SUMMARY).natural("steps")
+        return read_json(out / SUMMARY).non_negative_int("steps")
     except ValueError:
         return None
 
 
 def goes_on_in(config: TrainConfig) -> bool:
-    """Whether the run goes on in the folder that holds what it goes on from."""
+    """Whether the run resumes from a checkpoint in its own output folder."""
     resumed = config.run.resume
     if resumed is None or resumed == NEWEST:
         return resumed == NEWEST
@@ -162,49 +170,49 @@ def goes_on_in(config: TrainConfig) -> bool:
 
 
 def without_auto(config: TrainConfig) -> tuple[TrainConfig, str]:
-    """What ``--resume auto`` means for the folder as it is, and in words what was chosen; empty if it was not asked.
+    """Resolve ``--resume auto`` for the folder; return the configuration and a note, empty without ``auto``.
 
-    A run that ended before it saved anything is begun anew in its place; a finished one needs ``--overwrite`` as ever.
+    A run that ended before its first checkpoint is started again in its place. A finished run needs ``--overwrite``.
     """
     if config.run.resume != AUTO:
         return config, ""
     out = Path(config.run.out)
     found = list_checkpoints(out)
     began, finished = (out / CONFIG).exists(), (out / SUMMARY).exists()
-    run, then = replace(config.run, resume=None), "a run begins"
+    run, then = replace(config.run, resume=None), "starting a run"
     if finished:
         held = "a finished run"
     elif found:
         held = f"an unfinished run, saved after step {step_of(found[0])}"
-        run, then = replace(run, resume=NEWEST), "it goes on"
+        run, then = replace(run, resume=NEWEST), "resuming it"
     else:
-        held = "a run that saved nothing" if began else "no run"
+        held = "a run without checkpoints" if began else "no run"
         run = replace(run, overwrite=began or run.overwrite)
     return replace(config, run=run), f"--resume auto: {config.run.out} holds {held}: {then}"
 
 
 def how_to_go_on(config: TrainConfig) -> str:
-    """What is told of a folder that holds a run already."""
+    """Return the error text for a folder that already holds a run."""
     out = Path(config.run.out)
     found = list_checkpoints(out)
     if not found or (out / SUMMARY).exists():
         return HELD
     step = step_of(found[0])
-    return f"holds an unfinished run, saved after step {step}; add --resume to go on, or --overwrite to start anew"
+    return f"holds an unfinished run, saved after step {step}; add --resume to continue, or --overwrite to start over"
 
 
 class RunFolder:
-    """A Reporter that writes everything down as it comes, into a folder that is held for it.
+    """A Reporter that writes each event to a claimed folder.
 
-    What an earlier run wrote there is removed when this one starts; what no run wrote stays. A full disk does not end
-    the training: ``tell`` is given the cause once, and lines of metrics wait in memory until there is room for them.
+    It first removes the files of earlier runs there; other files stay. A full disk does not end the training: ``tell``
+    gets the cause once, and metrics wait in memory until there is space.
     """
 
     tell: Callable[[str], None]
 
     def __init__(self, out: str) -> None:
-        self.path, self.marker, self.tell = Path(out), Marker(Path(out)), self.note
-        self._waiting, self._failed = b"", set[str]()  # bytes of metrics; files that could not be written
+        self.path, self.marker, self.tell = Path(out), RunFolderLock(Path(out)), self.note
+        self._waiting, self._failed = b"", set[str]()  # metrics not yet on disk; files that could not be written
         self._losses: list[float] = []
         self._held_out: dict[int, float] = {}  # by step
 
@@ -213,12 +221,12 @@ class RunFolder:
 
         kept = self._lines_until(done) if goes_on_in(config) else []
         if goes_on_in(config):
-            (self.path / SUMMARY).unlink(missing_ok=True)  # it is not finished any more
+            (self.path / SUMMARY).unlink(missing_ok=True)  # the run is no longer finished
         else:
             self.marker.remove_old()
         self.marker.add(CONFIG, METRICS, f"{UNFINISHED}/", f"{FOLDER}/")
         self.marker.add(*[f"{TRACES}/"] * bool(config.run.profile), *[f"{TRACKED}/"] * bool(config.run.wandb))
-        # A later run from this file must not overwrite this one unasked, nor go on from another, nor pay for a trace.
+        # A later run from this file must not overwrite this one, resume from another, or profile unless asked to.
         reusable = replace(config, run=replace(config.run, overwrite=False, resume=None, profile=None))
         (self.path / CONFIG).write_text(write_toml(reusable), "utf-8")
         (self.path / METRICS).write_text("".join(kept), "utf-8")
@@ -226,14 +234,14 @@ class RunFolder:
         self._losses = [math.nan if record["loss"] is None else record["loss"] for record in records]
         found = {record["step"]: record.get("held_out_loss") for record in records}
         self._held_out = {step: loss for step, loss in found.items() if loss is not None}
-        self._lines = (self.path / METRICS).open("ab", buffering=0)  # a write says how much the disk took
+        self._lines = (self.path / METRICS).open("ab", buffering=0)  # unbuffered: write returns what the disk took
         earlier = set(self.path.glob(f"{EVENTS}/*"))
         self._events: Any = SummaryWriter(str(self.path / EVENTS), purge_step=done + 1 if kept else None)
         added = set(self.path.glob(f"{EVENTS}/*")) - earlier
         self.marker.add(*(path.relative_to(self.path).as_posix() for path in added))
 
     def _lines_until(self, step: int) -> list[str]:
-        """What was measured up to a step; a line that was being written when the run ended is left out."""
+        """Return the complete metrics lines up to a step."""
         try:
             lines = (self.path / METRICS).read_text("utf-8").splitlines(keepends=True)
             return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
@@ -251,7 +259,7 @@ class RunFolder:
             self._add_scalar("held_out_loss", record.held_out_loss, record.step)
         if told := unusual(record):
             self.note(told)
-        self._try(METRICS, self._write_waiting, "training goes on, and its lines wait in memory for room")
+        self._try(METRICS, self._write_waiting, "training goes on, and its metrics wait in memory for disk space")
 
     def _write_waiting(self) -> None:
         while self._waiting:
@@ -261,7 +269,7 @@ class RunFolder:
         self._try(EVENTS, lambda: self._events.add_scalar(name, value, step))
 
     def _try(self, name: str, write: Callable[[], None], then: str = "training goes on without it") -> None:
-        """Write to a file; the first time that the disk does not take it, say why."""
+        """Write to a file; report the first failure of each file."""
         try:
             write()
         except OSError as error:
@@ -276,13 +284,13 @@ class RunFolder:
         self._close()
 
     def _close(self) -> None:
-        with suppress(OSError):  # the run is over: what is missing is missing
+        with suppress(OSError):  # the run is over, so missing events stay missing
             self._events.close()
         with self._lines, suppress(OSError):
             self._write_waiting()
 
     def finish(self, summary: Summary) -> None:
-        """Write what is known at the end; RefusedError if the disk does not take it."""
+        """Write the final figures; raise RefusedError if writing fails."""
         if summary.held_out_loss is not None and summary.steps not in self._held_out:
             self._add_scalar("held_out_loss", summary.held_out_loss, summary.steps)
         self._close()
@@ -305,13 +313,13 @@ class RunFolder:
 
 
 def without_nan(values: dict[str, Any]) -> dict[str, Any]:
-    """The same, null in place of what JSON can't spell."""
+    """Replace non-finite numbers by None, because JSON has none."""
     bad = {name for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
     return values | dict.fromkeys(bad)
 
 
 def unusual(record: StepRecord) -> str:
-    """In words what is to be told of a step besides its figures; empty of most."""
+    """Describe an unusual event in a step; empty for most steps."""
     if record.left_out:
         return f"left out: {record.left_out}"
     if record.spike:

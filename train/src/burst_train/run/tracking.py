@@ -1,4 +1,4 @@
-"""What a run tells Weights & Biases, if it is asked to: the same figures as the run's folder holds."""
+"""Log a run's figures to Weights & Biases on request."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ ID = "burst-train-id.txt"
 
 
 def check_tracking(config: TrainConfig) -> None:
-    """Raise ValueError if ``--wandb`` is asked for and not installed."""
+    """Raise ValueError if ``--wandb`` is given but wandb is not installed."""
     if config.run.wandb is not None and find_spec("wandb") is None:
         raise ValueError(f"--wandb {config.run.wandb!r} needs wandb: pip install 'burst-attention[wandb]'")
 
 
 def _at_last(text: str) -> None:
-    """Other reporters are through when this one is."""
+    """Write to stderr: at the end, the other reporters are already closed."""
     sys.stderr.write(f"burst train: {text}\n")
 
 
 class Tracking:
-    """A Reporter to Weights & Biases, with its files in the run's folder. What fails there does not end the run.
+    """A Reporter to Weights & Biases, with its files in the run's folder. Its failures do not end the run.
 
-    A run that goes on does so under the same name there. ``WANDB_MODE=offline`` and its other variables hold.
+    A resumed run keeps its W&B id. ``WANDB_MODE=offline`` and wandb's other variables work.
 
     Args:
-        project: of ``--wandb``.
-        tell: is given in words where it is to be seen, or what went wrong.
+        project: value of ``--wandb``.
+        tell: called with the run's address, or with the error.
     """
 
     def __init__(self, project: str, tell: Callable[[str], None]) -> None:
@@ -57,7 +57,7 @@ class Tracking:
             )
             known.parent.mkdir(exist_ok=True)
             known.write_text(run.id, "utf-8")
-            # Steps of an earlier start, taken once more, come again: W&B's own count could not go back.
+            # A resume repeats steps, but W&B's own step count can't go back.
             run.define_metric("*", step_metric="step")
             return run
 
@@ -91,11 +91,11 @@ class Tracking:
             self._try(lambda: action(run))
 
     def _try(self, action: Callable[[], Any]) -> Any:
-        """What it gives; after a failure, which is told, nothing is told there any more."""
+        """Run ``action`` and return its result; on the first failure, report it and stop logging."""
         try:
             return action()
-        except Exception as error:  # of any kind: a run must not end for a page that shows it
+        except Exception as error:  # any error: logging must not end the run
             self._run = None
             first = next(iter(str(error).strip().splitlines()), "")
-            self._tell(f"--wandb: {type(error).__name__}: {first}; the run goes on, and tells it nothing more")
+            self._tell(f"--wandb: {type(error).__name__}: {first}; the run continues without logging to it")
             return None

@@ -1,6 +1,6 @@
-"""A model's layers, made to keep less: recomputed, by pieces of tokens, in host memory; and compiled.
+"""Save activation memory in a model's layers: recomputation, token chunks, host memory; and compile them.
 
-Weights keep their names and places: a module becomes of a subclass of its class under the same name, as FSDP2 does it.
+Weights keep their names and places. As in FSDP2, a module's class is replaced by a subclass with the same name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..memory import MemoryConfig
 
 
 def keep_less(layers: nn.ModuleList, memory: MemoryConfig) -> None:
-    """Have decoder layers of transformers do, in place, what ``memory`` asks for. Call it before FSDP2 shards them."""
+    """Apply ``memory`` to decoder layers of transformers, in place. Call it before FSDP2 shards them."""
     copies = HostCopies() if memory.offload == "activations" else None
     for layer in layers:
         if memory.mlp_chunks > 1:
@@ -30,46 +30,46 @@ def keep_less(layers: nn.ModuleList, memory: MemoryConfig) -> None:
         if memory.compile:
             for name in ("input_layernorm", "post_attention_layernorm", "mlp"):
                 layer.get_submodule(name).compile()
-        if memory.remat != "none":  # by the attributes that transformers' own switch sets
+        if memory.remat != "none":  # set the attributes that transformers' own gradient checkpointing sets
             kept = keep_attention if memory.remat == "keep-attention" else noop_context_fn
             layer._gradient_checkpointing_func = partial(_recomputed, kept, copies)  # type: ignore[assignment]
             layer.gradient_checkpointing = True  # type: ignore[assignment]
 
 
 def _recomputed(kept: Callable[[], Any], copies: HostCopies | None, run: Callable[..., Any], *inputs: Any) -> Any:
-    # Inside of a checkpoint its own hooks take what is saved: these see the inputs alone.
+    # Inside a checkpoint, its own hooks handle saved tensors, so these hooks only see the inputs.
     with nullcontext() if copies is None else saved_tensors_hooks(copies.pack, copies.unpack):
         return _again(run, *inputs, context_fn=kept)
 
 
 def _again(run: Callable[..., Any], *inputs: Any, context_fn: Callable[[], Any] = noop_context_fn) -> Any:
-    """What ``run`` gives of the inputs, all but which is computed again in the backward."""
-    # Nothing is drawn at random in a layer: dropout is refused.
+    """Run with activation checkpointing: the backward recomputes everything except what ``context_fn`` keeps."""
+    # Layers use no random numbers, because dropout is refused: the generator state need not be saved.
     return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=context_fn)
 
 
 class HostCopies:
-    """Tensors saved for a backward, in pinned host memory meanwhile; copied by a stream of their own, there and back.
+    """Hooks that keep tensors saved for the backward in pinned host memory.
 
-    Written for CUDA, and never run on a GPU.
+    A separate CUDA stream copies them there and back. Written for CUDA; not yet run on a GPU.
     """
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
 
     def pack(self, x: Tensor) -> tuple[torch.device, Tensor]:
-        """(where it was, its copy)."""
+        """Return (original device, copy in host memory)."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(x.device)
         copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
         self._stream.wait_stream(torch.cuda.current_stream(x.device))
         with torch.cuda.stream(self._stream):
             copy.copy_(x, non_blocking=True)
-        x.record_stream(self._stream)  # its memory is not given to others before it is copied
+        x.record_stream(self._stream)  # its memory must not be reused before the copy ends
         return x.device, copy
 
     def unpack(self, held: tuple[torch.device, Tensor]) -> Tensor:
-        """The tensor again, where it was."""
+        """Return the tensor on its original device."""
         device, copy = held
         assert self._stream is not None
         current = torch.cuda.current_stream(device)
@@ -81,9 +81,9 @@ class HostCopies:
 
 
 def by_pieces(module: nn.Module, pieces: int) -> None:
-    """Have a module that treats each token by itself take [B, S, E] in so many pieces of S.
+    """Make a token-wise module process [B, S, E] in ``pieces`` chunks of S.
 
-    Of each its input alone is kept; the rest is recomputed in its backward, so that one piece's exists at a time.
+    Only the input of each chunk is saved. The backward recomputes one chunk at a time.
     """
     kind: Any = type(module)
     module.__class__ = _by_pieces(kind)
@@ -98,7 +98,7 @@ def _by_pieces(kind: Any) -> Any:
 class _ByPieces(nn.Module):
     pieces: int
 
-    def __call__(self, hidden: Tensor) -> Tensor:  # with the module's hooks, which spread a piece over the ranks
+    def __call__(self, hidden: Tensor) -> Tensor:  # __call__, so that the module's sharding hooks see each chunk
         run = super().__call__
         if torch.is_grad_enabled():
             run = partial(_again, run)
@@ -106,7 +106,7 @@ class _ByPieces(nn.Module):
 
 
 def _cut(hidden: Tensor, pieces: int) -> list[Tensor]:
-    """Pieces of dim 1: of a DTensor, pieces of every rank's part, so that cutting moves nothing."""
+    """Split dim 1 into chunks; a DTensor's local shards are split, so that no data moves."""
     if not isinstance(hidden, DTensor):
         return list(hidden.chunk(pieces, 1))
     mesh, placements = hidden.device_mesh, hidden.placements

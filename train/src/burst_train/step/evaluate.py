@@ -1,4 +1,4 @@
-"""Perplexity of one model over the same sequences with each engine, and how far they are apart token by token."""
+"""Perplexity of one model with each engine, and their largest differences per token."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..engines import Heads, choose
 from .evaluation import EngineResult, EvalConfig
 from .model import NextTokenModel, batch_of, build_model, model_config
 
-ALONE = "single"  # has a rank for each sequence
+ALONE = "single"  # each sequence is computed by one rank
 
 
 @torch.no_grad()
@@ -37,21 +37,21 @@ def token_losses(
     context: RankContext,
     progress: Callable[[int], None] | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
-    """The loss of every token. Every rank must call it and exhaust it; sequences are dealt out to the groups of ranks.
+    """Yield the loss of every token. All ranks must call it and exhaust it; groups of ranks share the sequences.
 
     Args:
-        sequences: all of them, of ``plan.seqlen`` tokens each.
-        plan: of this rank's group, from the model's engine.
-        windows: the layers', from :func:`~burst_attention.integrations.hf.layer_windows`.
-        progress: is called with how many of the sequences are done.
+        sequences: all sequences, with ``plan.seqlen`` tokens each.
+        plan: the plan of this rank's group, from the model's engine.
+        windows: the layers' windows, from :func:`~burst_attention.integrations.hf.layer_windows`.
+        progress: called with the number of finished sequences.
 
     Yields:
-        (index, fp32 or fp64 [S] on the CPU in global order, 0 where there is no target) of the sequences that this
-        rank answers for. Each has one such rank.
+        (index, losses): losses are fp32 or fp64 [S] on the CPU in global order, 0 where there is no target. Each
+        sequence is yielded on exactly one rank.
     """
     groups = context.world // plan.world
     for start in range(0, len(sequences), groups):
-        # Every group takes part in every round, for the parameters are gathered from all ranks.
+        # Every group takes part in every round, because parameters are gathered from all ranks.
         index = min(start + context.group_index, len(sequences) - 1)
         sequence = sequences[index]
         plans = Plans.by_windows(plan, windows, sequence.cu_seqlens)
@@ -64,7 +64,7 @@ def token_losses(
 
 
 def refusal(engine: str, heads: Heads, length: int, world: int) -> str | None:
-    """Why an engine can't share sequences of ``length`` tokens among ``world`` ranks; None if it can."""
+    """Return why an engine can't share ``length`` tokens among ``world`` ranks; None if it can."""
     sharing = 1 if engine == ALONE else world
     try:
         choose(engine).check(heads, length, sharing)
@@ -76,7 +76,7 @@ def refusal(engine: str, heads: Heads, length: int, world: int) -> str | None:
 
 
 def nothing_to_evaluate(config: EvalConfig) -> ValueError:
-    """The error where the documents give no sequence."""
+    """Return the error for documents that give no sequence."""
     least = f"a document of --seq-len {config.seq_len} tokens, or --pack documents" if config.pack == "none" else "text"
     share = f"--held-out {config.held_out} of " if config.held_out < 1 else ""
     return ValueError(f"{share}--data {config.data!r} leaves no token to evaluate; it needs {least}")
@@ -89,19 +89,19 @@ def evaluate(
 ) -> list[EngineResult]:
     """Evaluate every engine. Every rank of the job must call it with the same ``config``.
 
-    It runs under torchrun's environment variables, or in the process group that there is already.
+    It uses torchrun's environment variables, or the existing process group.
 
     Args:
-        report: what rank 0 calls with the result of each engine that ran, as it comes; ignored on other ranks.
-        progress: what rank 0 calls with an engine's name, how many sequences it has done, and of how many.
+        report: called on rank 0 with the result of each engine that ran, as soon as it is known.
+        progress: called on rank 0 with an engine's name, the number of finished sequences, and their total.
 
     Returns:
-        For each of ``config.engines``, in that order, the same on every rank.
+        One result for each of ``config.engines``, in that order, the same on every rank.
 
     Raises:
-        ValueError: a setting can't be; names the flag.
+        ValueError: a setting is invalid; names the flag.
         DisagreementError: the ranks read different sequences.
-        FloatingPointError: a loss is not a number.
+        FloatingPointError: a loss is non-finite.
     """
     config.check()
     with join(device=config.device, timeout=config.timeout) as context:
@@ -114,12 +114,12 @@ def evaluate(
             results[name] = replace(evaluator.run(name, tell), reference=reference)
             if report and context.rank == 0:
                 report(results[name])
-            gc.collect()  # a spread model is in cycles, and the next one needs its room
+            gc.collect()  # a sharded model is part of reference cycles, and the next model needs its memory
     return list(results.values())
 
 
 class _Evaluator:
-    """What the engines share on one rank; the first that runs is the reference of the others."""
+    """State that the engines share on one rank; the first engine that runs is the reference."""
 
     def __init__(self, config: EvalConfig, context: RankContext) -> None:
         self.config, self.context = config, context
@@ -153,7 +153,7 @@ class _Evaluator:
         ).eval()
         heads, timeout = Heads.of(self.model_config), self.config.timeout
         plan = engine.plan(self.length, group=context.context_mesh, timeout=timeout, heads=heads, dtype=self.dtype)
-        context.collect(None)  # all start together
+        context.collect(None)  # a barrier: all ranks start the clock together
         began = time.perf_counter()
         tell = (lambda done: progress(done, len(self.sequences))) if progress else None
         found = token_losses(model, self.sequences, plan=plan, windows=self.windows, context=context, progress=tell)
@@ -161,7 +161,7 @@ class _Evaluator:
         return self._result(name, losses, time.perf_counter() - began)
 
     def _result(self, name: str, losses: dict[int, Tensor], seconds: float) -> EngineResult:
-        """Join what the ranks found in the sequences that each answers for: the same ones with every engine."""
+        """Combine all ranks' losses. A rank reports the same sequences with every engine."""
         if self.reference is None:
             self.reference = losses
         sums = {index: loss.sum(dtype=torch.float64).item() for index, loss in losses.items()}

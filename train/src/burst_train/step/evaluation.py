@@ -1,4 +1,4 @@
-"""What ``burst eval`` is asked, and what it answers: plain values, written as JSON."""
+"""Settings and results of ``burst eval``: plain values, written as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from burst_attention.cli.flags import (
     DeviceOrAuto,
     Length,
     Name,
-    Natural,
+    NonNegativeInt,
     Ranks,
     Seconds,
     check_settings,
@@ -39,57 +39,57 @@ HeldOut = Annotated[float, number(lambda value: 0 < value <= 1, "must be above 0
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """Measure one model's perplexity over documents with each engine, and how far they are apart token by token.
+    """Measure one model's perplexity with each engine, and how far the engines differ per token.
 
-    Started plainly it launches its own local workers. Under torchrun it uses the ranks that it finds:
+    Run directly, it launches local workers. Under torchrun it uses torchrun's ranks:
     torchrun --nproc-per-node 2 -m burst_attention.cli eval [OPTIONS].
     """
 
     model: Name
-    """The folder or hub name of a model, as `burst train` writes one, or a preset with random weights."""
+    """Folder or hub name of a model, such as one written by `burst train`, or a preset with random weights."""
     data: Name
-    """FILE.txt, a directory, *.jsonl, either as .gz, hf:NAME[:CONFIG][@SPLIT], or stdlib: Python's own source files."""
+    """FILE.txt or FILE.jsonl (also as .gz), a directory, hf:NAME[:CONFIG][@SPLIT], or stdlib: Python's source files."""
     engines: Annotated[tuple[EngineName, ...], distinct] = ENGINES
-    """Which to run; single, or else the first that can run, is what the others are compared with."""
+    """Engines to run. The reference for comparison is single, or the first engine that can run."""
     seq_len: Length = 4096
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     sequences: Count = 100
-    """At most this many are evaluated."""
+    """Maximum number of sequences to evaluate."""
     held_out: HeldOut = 1.0
-    """Share of the documents: 1 for all, else those that `burst train --held-out` with the same share left out."""
+    """Share of the documents. 1: all; otherwise those that `burst train` held out with the same --held-out."""
     pack: PackName = "documents"
-    """documents: fill sequences with documents, masked from each other. none: cut each from one long document."""
+    """documents: pack documents into sequences, masked from each other. none: cut each sequence from one document."""
     tokenizer: Name | None = None
-    """bytes, or a Hugging Face tokenizer's path or name. Default: the model's own; bytes for a preset."""
+    """bytes, or the path or hub name of a Hugging Face tokenizer. Default: the model's; bytes for a preset."""
     dtype: DtypeOrAuto = "auto"
-    """Of the computation; weights are kept in fp32 (fp64). auto: float32 on CPU, bfloat16 on GPU."""
+    """Dtype of the computation; weights are held in fp32 (fp64). auto: float32 on CPU, bfloat16 on GPU."""
     ranks: Ranks | None = None
-    """Local workers to launch: one engine's ranks share each sequence. Default: one per GPU, else one per core."""
-    seed: Natural = 0
-    """Of a preset's random weights."""
+    """Local workers to launch; an engine's ranks share each sequence. Default: one per GPU, else one per core."""
+    seed: NonNegativeInt = 0
+    """Seed of a preset's random weights."""
     device: DeviceOrAuto = "auto"
-    """auto: a GPU for every rank if the machine has as many, else the CPU."""
+    """auto: GPUs if the machine has one for every rank; otherwise the CPU."""
     timeout: Seconds = 600.0
-    """Seconds a rank waits for another before it gives up."""
+    """Seconds that a rank waits for another rank before it gives up."""
     json: Path | None = None
-    """Where to write the table as JSON too."""
+    """File to write the table to, as JSON."""
     overwrite: bool = False
-    """Replace what an earlier `burst eval` wrote to --json."""
+    """Replace an earlier `burst eval` result at --json."""
 
     def check(self) -> None:
-        """Raise ValueError naming the first flag whose value can't be."""
+        """Raise ValueError naming the first flag with an invalid value."""
         check_settings(self)
         if self.json is not None:
             require(not self.json.is_dir(), "json", self.json, "is a directory; name a file")
-            require(self.json.parent.is_dir(), "json", self.json, "is in no directory that exists; make it first")
+            require(self.json.parent.is_dir(), "json", self.json, "is in a missing directory; create it first")
             require(_can_hold(self.json.parent), "json", self.json, "is in a directory that can't be written to")
             if self.json.exists():
-                require(self.overwrite, "json", self.json, "is there already; name another file or add --overwrite")
-                require(_is_evaluation(self.json), "json", self.json, "is no evaluation: it is not written over")
+                require(self.overwrite, "json", self.json, "already exists; name another file or add --overwrite")
+                require(_is_evaluation(self.json), "json", self.json, "is not an evaluation; name another file")
 
     @property
     def as_training(self) -> TrainConfig:
-        """What is read, and what computes it where, as a training run would say it."""
+        """The same settings as a training run's configuration."""
         return TrainConfig(
             run=RunConfig(seed=self.seed),
             data=DataConfig(
@@ -107,18 +107,17 @@ class EvalConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineResult:
-    """One engine over all sequences; every figure is None if it refused them.
+    """Result of one engine over all sequences. A refused engine has no figures (None).
 
     Attributes:
-        engine: its name.
-        refused: why it can't run this model, length and number of ranks.
+        engine: name of the engine.
+        refused: why it can't run with this model, length and number of ranks.
         loss: mean negative log-likelihood in nats over ``tokens``.
-        tokens: those that have a target: all but the last of each document, over all sequences.
-        sequences: how many there were.
-        seconds: wall time of the forward passes over all sequences, the slowest rank's; loading is not in it.
-        reference: the engine that it is compared with, maybe itself.
-        greatest_difference: the greatest absolute difference, over all tokens, of its log-likelihood from the
-            reference's, in nats.
+        tokens: number of tokens with a target: all but the last of each document, over all sequences.
+        sequences: number of sequences.
+        seconds: wall time of the forward passes over all sequences on the slowest rank, without loading.
+        reference: the engine it is compared with, possibly itself.
+        greatest_difference: largest absolute difference in log-likelihood from the reference over all tokens, in nats.
     """
 
     engine: str
@@ -132,17 +131,17 @@ class EngineResult:
 
     @property
     def perplexity(self) -> float | None:
-        """e to the loss."""
+        """exp(loss)."""
         return None if self.loss is None else math.exp(min(self.loss, 700.0))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """All that ``--json`` writes.
+    """Everything that ``--json`` writes.
 
     Attributes:
-        setting: the flags by name, with the values that the machine decided (ranks, device, dtype).
-        results: in the order of ``--engines``. In JSON each has its ``perplexity`` too.
+        setting: the flags by name, with the resolved values of ranks, device and dtype.
+        results: one per engine, in the order of ``--engines``. In JSON each has its ``perplexity`` too.
     """
 
     setting: dict[str, Any]
@@ -150,19 +149,19 @@ class Evaluation:
 
     @classmethod
     def of(cls, config: EvalConfig, results: list[EngineResult]) -> Evaluation:
-        """Of a finished :func:`burst_train.step.evaluate.evaluate`."""
+        """Build it from the results of :func:`burst_train.step.evaluate.evaluate`."""
         setting = asdict(config)
         del setting["json"], setting["overwrite"]
         return cls(setting=setting | {"engines": list(config.engines)}, results=results)
 
     def write(self, path: Path) -> None:
-        """As JSON."""
+        """Write it as JSON."""
         rows = [asdict(result) | {"perplexity": result.perplexity} for result in self.results]
         path.write_text(json.dumps({"setting": self.setting, "results": rows}, indent=1) + "\n", "utf-8")
 
     @classmethod
     def read(cls, path: Path) -> Evaluation:
-        """What :meth:`write` wrote."""
+        """Read a file that :meth:`write` wrote."""
         content = json.loads(path.read_text("utf-8"))
         for row in content["results"]:
             del row["perplexity"]

@@ -1,4 +1,4 @@
-"""The trained model as a Hugging Face folder: of a run that ends, or of any checkpoint."""
+"""Export the model of a finished run or a checkpoint to a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from ..data.tokenizer import Tokenizer, open_tokenizer
 from ..run.errors import text_of
 from .model import ARCHITECTURES, NextTokenModel
 
-OURS = "model."  # before a parameter's name in transformers, where it is one of a NextTokenModel
+OURS = "model."  # prefix of transformers' parameter names in a NextTokenModel
 KINDS = {name: dtype for dtype, name in files.DTYPES.items()}
 
 
 def save_model(
     wrapper: NextTokenModel, tokenizer: Tokenizer, folder: Path, *, rank: int, dtype: torch.dtype | None = None
 ) -> None:
-    """Write what ``AutoModelForCausalLM.from_pretrained(folder)`` loads. Every rank must call it; rank 0 writes.
+    """Save the model for ``AutoModelForCausalLM.from_pretrained(folder)``. Every rank must call it; rank 0 writes.
 
-    Which attention computed the weights is not written down: the reader's own is as good.
+    The attention implementation is not saved, so the reader's default applies.
 
     Args:
-        dtype: of what is written; None: that of the weights as they were trained, fp32 (fp64).
+        dtype: dtype of the saved weights; None: as trained, fp32 (fp64).
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights: dict[str, Any] = dict(get_model_state_dict(wrapper, options=options))
@@ -42,9 +42,9 @@ def save_model(
     model = wrapper.model
     weights = {name.removeprefix(OURS): value.to(dtype or value.dtype) for name, value in weights.items()}
     if model.lm_head.weight is model.model.embed_tokens.weight:
-        del weights["lm_head.weight"]  # gathered, the two no longer share memory and would be written twice
+        del weights["lm_head.weight"]  # after gathering, the two don't share memory and would be written twice
     _write(model, folder, state_dict=weights)
-    if dtype is not None:  # the model that was saved says that of its own weights
+    if dtype is not None:  # config.json holds the dtype of the training weights
         file = folder / "config.json"
         told = json.loads(file.read_text("utf-8")) | {"dtype": str(dtype).removeprefix("torch.")}
         file.write_text(json.dumps(told, indent=2) + "\n", "utf-8")
@@ -52,9 +52,9 @@ def save_model(
 
 
 def saved_dtype(config: PreTrainedConfig, asked: str = "auto") -> torch.dtype | None:
-    """What ``--save-dtype`` asks for; of ``auto`` that of the model's folder, if it is a short one.
+    """Return the dtype that ``--save-dtype`` asks for; None keeps the training dtype.
 
-    None: as the weights are trained.
+    ``auto`` is the dtype of the model's folder if that has 16 bits.
     """
     if asked != "auto":
         return getattr(torch, asked)
@@ -62,17 +62,17 @@ def saved_dtype(config: PreTrainedConfig, asked: str = "auto") -> torch.dtype | 
 
 
 def export(source: Path, folder: Path) -> None:
-    """Write the model of a checkpoint to a new folder, in this process alone.
+    """Write a checkpoint's model to a new folder, in this process only.
 
     Args:
-        source: the checkpoint's folder; every file of it is held against its manifest.
-        folder: what ``AutoModelForCausalLM.from_pretrained`` then loads. It must be new or empty.
+        source: the checkpoint's folder; every file is checked against the manifest.
+        folder: target that ``AutoModelForCausalLM.from_pretrained`` can load. It must be new or empty.
 
     Raises:
         ValueError: the checkpoint is damaged, its tokenizer can't be found, or the folder holds files.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"DIR {str(folder)!r} is there already and is not empty; choose another folder")
+        raise ValueError(f"DIR {str(folder)!r} already exists and is not empty; choose another folder")
     state = files.check(source)
     config = _config_of(state)
     settings = state.part("config")
@@ -103,17 +103,17 @@ def export(source: Path, folder: Path) -> None:
 
 
 def _write(model: Any, folder: Path, **options: Any) -> None:
-    """Save a model of transformers; OSError if the disk does not take it."""
+    """Save a transformers model; OSError if writing fails."""
     from safetensors import SafetensorError
 
     try:
         model.save_pretrained(folder, **options)
-    except SafetensorError as error:  # no OSError, even where the system refused
+    except SafetensorError as error:  # safetensors raises it for the system's errors too
         raise OSError(str(error)) from error
 
 
 def _config_of(state: Checked) -> PreTrainedConfig:
-    """The model's configuration as transformers has it."""
+    """Return the model's configuration for transformers."""
     told: dict[str, Any] = dict(state.value("model", dict))
     kind = told.pop("model_type", None)
     if kind not in ARCHITECTURES:
@@ -122,7 +122,7 @@ def _config_of(state: Checked) -> PreTrainedConfig:
 
 
 def _weights_of(source: Path, state: Checked) -> dict[str, Tensor]:
-    """Every weight whole, by its name in transformers."""
+    """Return every full weight by its name in transformers."""
     table = state.part("tensors").content
     weights = {
         name: torch.empty(entry["shape"], dtype=KINDS[entry["dtype"]])

@@ -1,4 +1,4 @@
-"""The training loop: every rank reads the same sequences and computes its shard of those of its group."""
+"""The training loop. All ranks read the same sequences; each computes its shard of its group's sequences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from burst_attention.launch.join import RankContext, join
 
 from ..checkpoint.saving import Saver
-from ..checkpoint.writer import together
+from ..checkpoint.writer import all_or_raise
 from ..config import TrainConfig
 from ..run.errors import SaveError
 from ..run.interrupt import InterruptedRunError, StopRequests
@@ -23,20 +23,20 @@ from .trainer import Trainer as Trainer
 
 
 def train(config: TrainConfig, reporters: Sequence[Reporter] = (), *, held: bool = False) -> Summary:
-    """Train, evaluate, save. Every rank of the job must call it with the same ``config``.
+    """Train, evaluate and save. Every rank of the job must call it with the same ``config``.
 
     Args:
-        reporters: what rank 0 tells besides the run's folder; ignored on other ranks.
-        held: whether the caller holds the run's folder, by :func:`burst_train.run.metrics.claim_run`.
+        reporters: reporters on rank 0 in addition to the run's folder; ignored on other ranks.
+        held: whether the caller holds the run's folder, from :func:`burst_train.run.metrics.claim_run`.
 
     Returns:
         The same summary on every rank.
 
     Raises:
-        ValueError: a setting can't be, or the run's folder is not to be written to; names the flag.
-        FloatingPointError: a loss or a gradient is no number, by ``--on-nan``; the same on all ranks.
+        ValueError: a setting is invalid, or the run's folder can't be written to; names the flag.
+        FloatingPointError: a loss or gradient is non-finite and ``--on-nan`` stops the run; the same on all ranks.
         SaveError: the trained model could not be written; the same on all ranks.
-        InterruptedRunError: a rank was asked to stop before the last step; what there is was saved.
+        InterruptedRunError: a rank was asked to stop before the last step; the run's state was saved if possible.
     """
     config.check()
     config, chosen = without_auto(config)
@@ -69,7 +69,7 @@ def train(config: TrainConfig, reporters: Sequence[Reporter] = (), *, held: bool
             with closing(trainer.watch):
                 records = _run(trainer, saver, reporters)
         except InterruptedRunError as interrupted:
-            stopped = interrupted  # raised below, when the ranks have left their group
+            stopped = interrupted  # raised below, after the ranks have left their group
             for reporter in reporters:
                 reporter.interrupt(stopped)
         else:
@@ -84,7 +84,7 @@ def train(config: TrainConfig, reporters: Sequence[Reporter] = (), *, held: bool
 
 
 def _run(trainer: Trainer, saver: Saver, reporters: Sequence[Reporter]) -> list[StepRecord]:
-    """The steps that are left."""
+    """Run the remaining steps."""
     records = []
     for record in trainer.steps():
         began = time.perf_counter()
@@ -93,7 +93,7 @@ def _run(trainer: Trainer, saver: Saver, reporters: Sequence[Reporter]) -> list[
             reporter.step(records[-1])
             if record.step == trainer.config.run.profile:
                 folder = Path(trainer.config.run.out) / TRACES
-                reporter.note(f"step {record.step} was recorded, a file for each rank, in {folder}")
+                reporter.note(f"step {record.step} was profiled; each rank wrote a trace to {folder}")
         trainer.watch.enter("saving")
         saver.after_step(record.seconds + time.perf_counter() - began)
     saver.finish()
@@ -101,11 +101,13 @@ def _run(trainer: Trainer, saver: Saver, reporters: Sequence[Reporter]) -> list[
 
 
 def _finish(trainer: Trainer, folder: RunFolder | None, records: list[StepRecord]) -> Summary:
-    """Write the trained model, evaluate it."""
+    """Write the trained model and evaluate it."""
     dtype = saved_dtype(trainer.model_config, trainer.config.model.save_dtype)
     context, target = trainer.context, Path(trainer.config.run.out) / UNFINISHED
     try:
-        together(context, lambda: save_model(trainer.model, trainer.tokenizer, target, rank=context.rank, dtype=dtype))
+        all_or_raise(
+            context, lambda: save_model(trainer.model, trainer.tokenizer, target, rank=context.rank, dtype=dtype)
+        )
     except SaveError as error:
         raise SaveError(f"the trained model could not be written to {target}: {error}") from None
     if folder:
@@ -115,7 +117,7 @@ def _finish(trainer: Trainer, folder: RunFolder | None, records: list[StepRecord
 
 @contextmanager
 def _folder(config: TrainConfig, context: RankContext, *, held: bool) -> Iterator[RunFolder | None]:
-    """Rank 0's folder of the run, held for it; None on other ranks. Every rank raises if it is not to be had."""
+    """Claim the run's folder on rank 0; yield None on other ranks. Every rank raises if rank 0 can't claim it."""
     refusal = None
     with ExitStack() as stack:
         if context.rank == 0 and not held:

@@ -1,4 +1,4 @@
-"""The model: built from a preset or loaded, its parameters sharded over all ranks, its forward the loss itself."""
+"""The model: built from a preset or loaded, with sharded parameters, and a forward that returns the loss."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from ..memory import MemoryConfig
 from ..presets import PRESETS
 from .activations import keep_less
 
-# Embeddings that a model may have beyond its tokenizer's ids: vocabularies are padded for the sake of matrix products.
+# A model may have this many more embeddings than its tokenizer has ids: vocabularies are padded for faster products.
 PADDED = 1024
 
-# Those whose parts every engine knows how to spread.
+# Architectures whose modules every engine can shard.
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 
@@ -45,20 +45,20 @@ def model_config(
     max_positions: int | None = None,
     named: str | None = None,
 ) -> PreTrainedConfig:
-    """The configuration of the model that ``--model`` names.
+    """Return the configuration of the model that ``--model`` names.
 
     Args:
-        training: False allows dropout, which evaluation switches off.
-        loaded: what :func:`load_config` gave, if it was asked already.
-        max_positions: of ``--max-positions``.
-        named: the tokenizer that ``--tokenizer`` names; None: the model's own.
+        training: False allows dropout, which evaluation turns off.
+        loaded: the result of :func:`load_config`, if it was already called.
+        max_positions: value of ``--max-positions``.
+        named: the tokenizer named by ``--tokenizer``; None: the model's own.
 
     Raises:
-        ValueError: as :func:`load_config`, its vocabulary is not the tokenizer's, or a model is trained on sequences of
-            more tokens than it has positions.
+        ValueError: as in :func:`load_config`; or the tokenizer does not fit the model's vocabulary; or training
+            sequences have more tokens than the model has positions.
     """
     if max_positions is not None and max_positions < seq_len:
-        raise ValueError(f"--max-positions {max_positions} is less than --seq-len {seq_len}; raise it to that, or more")
+        raise ValueError(f"--max-positions {max_positions} is less than --seq-len {seq_len}; raise it to at least that")
     if model in PRESETS:
         preset = PRESETS[model]
         own = {
@@ -73,45 +73,45 @@ def model_config(
         config.max_position_embeddings = max_positions or getattr(config, "max_position_embeddings", None) or seq_len
         if training and seq_len > config.max_position_embeddings:
             raise ValueError(
-                f"--seq-len {seq_len} is beyond the {config.max_position_embeddings} positions that --model {model!r} "
-                f"was made for; lower it, or give --max-positions {seq_len}, if its config.json's rope_parameters, "
-                "which stay as they are, suit so many"
+                f"--seq-len {seq_len} exceeds the {config.max_position_embeddings} positions of --model {model!r}. "
+                f"Lower --seq-len, or give --max-positions {seq_len} if the rope_parameters in its config.json, which "
+                "do not change, suit this length"
             )
         _check_vocabulary(model, config, tokenizer, named)
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(
-            f"--tokenizer has {tokenizer.vocab_size} ids, but --model {model!r} only {config.vocab_size} embeddings"
+            f"--tokenizer has {tokenizer.vocab_size} ids, but --model {model!r} has only {config.vocab_size} embeddings"
         )
     return config
 
 
 def _check_vocabulary(model: str, config: PreTrainedConfig, tokenizer: Tokenizer, named: str | None) -> None:
-    """Raise ValueError for another model's tokenizer, as far as sizes tell; bytes are taken at their word."""
+    """Raise ValueError if the vocabulary sizes show another model's tokenizer; bytes are always allowed."""
     if named in (None, BYTES, model) or tokenizer.vocab_size + PADDED >= config.vocab_size:
         return
     raise ValueError(
-        f"--tokenizer {named!r} has {tokenizer.vocab_size} ids, but --model {model!r} {config.vocab_size} embeddings: "
-        f"its ids would be other tokens' to the model; leave it out for the model's own, or say --tokenizer {BYTES}"
+        f"--tokenizer {named!r} has {tokenizer.vocab_size} ids, but --model {model!r} has {config.vocab_size} "
+        f"embeddings, so its ids mean other tokens. Omit it to use the model's own, or give --tokenizer {BYTES}"
     )
 
 
 def quieten_transformers() -> None:
-    """Let it show no progress bars and no warnings in this process; the screen is the run's."""
+    """Hide the progress bars and warnings of transformers in this process."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    # Of norms over (data, context) it tells that they take two sums; they are of one number.
+    # DTensor warns that norms over (data, context) need two reductions; each reduces only one number.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def load_config(model: str, *, training: bool = True) -> PreTrainedConfig:
-    """The configuration of a model in a folder or on the hub.
+    """Load the configuration of a model in a folder or on the hub.
 
     Args:
-        training: False allows dropout, which evaluation switches off.
+        training: False allows dropout, which evaluation turns off.
 
     Raises:
-        ValueError: it can't be loaded, its architecture is not one of :data:`ARCHITECTURES`, or it can't be spread over
-            ranks (:func:`burst_attention.integrations.hf.check_config`).
+        ValueError: it can't be loaded, its architecture is not in :data:`ARCHITECTURES`, or ranks can't share the
+            model (:func:`burst_attention.integrations.hf.check_config`).
     """
     if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
         raise ValueError(f"--model {model!r}: the folder holds no config.json")
@@ -119,7 +119,7 @@ def load_config(model: str, *, training: bool = True) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(model)
     except Exception as error:
         raise ValueError(
-            f"--model {model!r} is no preset ({', '.join(PRESETS)}) and can't be loaded: {first_line(error)}"
+            f"--model {model!r} is not a preset ({', '.join(PRESETS)}) and can't be loaded: {first_line(error)}"
         ) from error
     if config.model_type not in ARCHITECTURES:
         raise ValueError(f"--model {model!r} is a {config.model_type}; supported are {', '.join(ARCHITECTURES)}")
@@ -131,13 +131,16 @@ def load_config(model: str, *, training: bool = True) -> PreTrainedConfig:
 
 
 def batch_of(sequences: Sequence[TokenSequence], device: torch.device) -> dict[str, torch.Tensor]:
-    """The global batch that an engine shards: ``input_ids`` and, not shifted, ``labels``, both int64 [B, S]."""
+    """Return the global batch for an engine's ``shard``: ``input_ids`` and unshifted ``labels``, int64 [B, S]."""
     ids = torch.from_numpy(np.stack([sequence.tokens for sequence in sequences]).astype(np.int64)).to(device)
     return {"input_ids": ids, "labels": ids}
 
 
 class NextTokenModel(nn.Module):
-    """A causal language model whose forward is its loss, so that the head's weight is used inside the FSDP root."""
+    """A causal language model whose forward is its loss.
+
+    This keeps the use of the head's weight inside the FSDP root's forward.
+    """
 
     def __init__(self, model: PreTrainedModel, engine: Engine) -> None:
         super().__init__()
@@ -153,9 +156,9 @@ class NextTokenModel(nn.Module):
         *,
         per_token: bool = False,
     ) -> torch.Tensor:
-        """The loss of :func:`burst_attention.loss.next_token_loss` for what the engine's ``shard`` gives.
+        """Return the loss of :func:`burst_attention.loss.next_token_loss` for a shard from the engine's ``shard``.
 
-        ``per_token``: in its place what it sums, by :func:`burst_attention.loss.next_token_nll`: [B, S_local].
+        ``per_token`` returns each token's loss instead, [B, S_local]: :func:`burst_attention.loss.next_token_nll`.
         """
         hidden, head = self.engine.hidden(self.model, shard, plans), self._head()
         plan, labels = Plans.of(plans).one, shard["shift_labels"]
@@ -167,7 +170,7 @@ class NextTokenModel(nn.Module):
         return self.engine.head(hf.find_head(self.model, self.form))
 
     def last_logits(self, shard: dict[str, torch.Tensor], plans: Plans) -> torch.Tensor | None:
-        """Logits of what follows the sequence [B, V], on the rank that holds its last token; None elsewhere."""
+        """Return the next token's logits [B, V] on the last token's rank; None elsewhere."""
         hidden = self.engine.hidden(self.model, shard, plans)
         plan = Plans.of(plans).one
         here = (plan.positions == plan.seqlen - 1).nonzero()
@@ -185,18 +188,18 @@ def build_model(
     seed: int,
     memory: MemoryConfig | None = None,
 ) -> NextTokenModel:
-    """The model, its parameters spread as the engine does it; weights are the same whatever the engine and the ranks.
+    """Build the model and shard its parameters. Weights do not depend on the engine or the number of ranks.
 
-    Rank 0 alone makes or loads the weights and sends the others their shards, so a machine holds them once.
+    Only rank 0 creates or loads the weights, so a machine holds them once. It sends the other ranks their shards.
 
     Args:
         name: preset, folder or hub name.
         config: from :func:`model_config`.
-        dtype: of the computation. Weights and gradient sums are fp32, or fp64 if it is.
+        dtype: dtype of the computation. Weights and gradient sums are fp32, or fp64 if it is fp64.
         mesh: (data, context) over all ranks.
-        everyone: the same ranks as one axis.
-        seed: of a preset's first weights.
-        memory: what is done to keep less; None for nothing.
+        everyone: the same ranks as a one-dimensional mesh.
+        seed: seed of a preset's initial weights.
+        memory: memory-saving options; None: none are used.
 
     Raises:
         ValueError: a loaded model lacks weights.
@@ -209,12 +212,12 @@ def build_model(
         if first and name not in PRESETS:
             model = _load_weights(name, master)
         else:
-            # Drawn in fp32 whatever the dtype, so that an fp64 run starts from the same weights.
+            # Initialized in fp32 for every dtype, so that an fp64 run starts from the same weights.
             model = AutoModelForCausalLM.from_config(config, attn_implementation=hf.NAME, dtype=torch.float32)
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(master)
     if not first:
-        # Memory that is never written is never backed by a page: sharding keeps this rank's part alone.
+        # Unwritten memory needs no physical pages, and sharding keeps only this rank's part.
         model.to_empty(device="cpu")
         model.tie_weights()
     memory = memory or MemoryConfig()
@@ -224,7 +227,7 @@ def build_model(
     engine.spread(wrapper, mesh=mesh, everyone=everyone, dtype=dtype, offload=memory.optimizer_offload)
     register_fsdp_forward_method(wrapper, "last_logits")
     set_model_state_dict(wrapper, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
-    for buffer in wrapper.buffers():  # rotary frequencies, which no state dict holds
+    for buffer in wrapper.buffers():  # rotary frequencies, which are in no state dict
         dist.broadcast(buffer, 0)
     return wrapper
 
@@ -236,6 +239,6 @@ def _load_weights(name: str, dtype: torch.dtype) -> PreTrainedModel:
     model, report = loaded
     if report["missing_keys"]:
         raise ValueError(
-            f"--model {name!r} has no weights for {', '.join(sorted(report['missing_keys']))}: they would be random"
+            f"--model {name!r} has no weights for {', '.join(sorted(report['missing_keys']))}; they would be random"
         )
     return model

@@ -14,7 +14,7 @@ from ..config import TrainConfig
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW over sharded parameters; norms and biases, which have one dim, don't decay."""
+    """Return AdamW for sharded parameters; norms and biases (one dim) have no weight decay."""
     optim = config.optim
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
@@ -25,26 +25,26 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig) -> LRScheduler:
-    """A linear rise over the warm-up, then half a cosine from ``lr`` to ``min_lr * lr``.
+    """Return a schedule: linear warm-up, then half a cosine from ``lr`` to ``min_lr * lr``.
 
-    The rate reaches its least at ``decay_steps`` and stays there: a run whose ``--steps`` were raised goes on with it.
+    The rate reaches its minimum at ``decay_steps`` and stays there, also if ``--steps`` is raised later.
     """
     for group in optimizer.param_groups:
         group["initial_lr"] = config.peak_lr
-    # It counts from 0, where the rate is 0 and nothing would be learnt: the first step is its step 1.
+    # The schedule's step 0 has rate 0, where nothing is learnt, so the first training step is its step 1.
     last = config.decay_steps
     schedule = get_cosine_with_min_lr_schedule_with_warmup(
         optimizer, config.optim.warmup, last, min_lr_rate=config.optim.min_lr, last_epoch=0
     )
-    # Beyond its last step transformers' cosine would rise again.
+    # Beyond its last step, transformers' cosine would rise again.
     schedule.lr_lambdas = [lambda step, rate=rate: rate(min(step, last)) for rate in schedule.lr_lambdas]
     return schedule
 
 
 def clip_by_global_norm(model: nn.Module, largest: float) -> float:
-    """Scale gradients to a norm over all ranks of at most ``largest`` (0: leave them); returns the norm before.
+    """Clip gradients to a global norm of at most ``largest`` (0: don't clip); return the norm before clipping.
 
-    One that is no number scales nothing, for it would hide which gradient it came from.
+    A non-finite norm scales nothing: scaling would hide which gradient caused it.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])

@@ -1,4 +1,4 @@
-"""One rank of a training run: its step, and what it measures of it."""
+"""One rank of a training run: its steps and their measurements."""
 
 from __future__ import annotations
 
@@ -72,18 +72,18 @@ class Trainer:
         self.held_out: float | None = None
         self.held_out_tokens = 0
         self.watch = StepWatch(config.run.step_timeout, rank=context.rank, world=context.world)
-        self._left_out, self._spikes = 0, Spikes()  # steps in a row
+        self._left_out, self._spikes = 0, Spikes()  # consecutive steps left out
 
     def go_on(self) -> list[str]:
-        """Take over what ``--resume`` names, if rank 0 was told to; returns what is to be told about it."""
+        """Resume from ``--resume``, if rank 0's configuration sets it; return notes for the user."""
         notes: list[str] = []
         if resumed := self.context.collect(self.config.run.resume)[0]:
             resume(self, resumed, notes.append)
         return notes
 
     def steps(self) -> Iterator[StepRecord]:
-        """Run the optimizer steps that are left, one by one."""
-        if isinstance(self.sequences, ReadAhead):  # of steps before these, read no further
+        """Run the remaining optimizer steps, one by one."""
+        if isinstance(self.sequences, ReadAhead):  # left by earlier steps, which closed it
             self.sequences = self.reader.training(self.sequences.cursor())
         with closing(ReadAhead(self.sequences, READ_AHEAD * self.config.sequences_per_step)) as self.sequences:
             for step in range(self.step + 1, self.config.run.steps + 1):
@@ -92,13 +92,13 @@ class Trainer:
                 yield record
 
     def _traced(self, step: int) -> AbstractContextManager[None]:
-        """Within it a step is recorded, if it is that of ``--profile``."""
+        """Profile the step if it is the one that ``--profile`` names."""
         if step != self.config.run.profile:
             return nullcontext()
         return traced(Path(self.config.run.out) / trace_name(step, self.context.rank))
 
     def _take(self, step: int) -> StepRecord:
-        """One optimizer step."""
+        """Run one optimizer step."""
         self.watch.begin(step)
         start, sent, waited = time.perf_counter(), self.plan.transport.sent, self._waited()
         lr = float(self.schedule.get_last_lr()[0])
@@ -132,7 +132,7 @@ class Trainer:
         )
 
     def _waited(self) -> float:
-        """Seconds that this rank has waited in the attention's exchanges, and in the agreements before them."""
+        """Seconds that this rank waited in attention exchanges and their agreements."""
         return self.plan.transport.waited + self.plan.agreement.transport.waited
 
     def _mfu(self, flops: int, seconds: float) -> float | None:
@@ -143,17 +143,17 @@ class Trainer:
         return self.config.sequences_per_step * self.config.data.seq_len
 
     def backward(self, sequences: list[TokenSequence]) -> tuple[float, int]:
-        """Sum up the gradient of the mean loss over the sequences of one step.
+        """Accumulate the gradient of the mean loss over one step's sequences.
 
         Args:
-            sequences: those of all groups and accumulation steps.
+            sequences: the sequences of all groups and micro-steps.
 
         Returns:
             The mean loss, and the bytes that this rank's plans predict for its attention.
         """
         self.watch.enter("forward")
         self._agree_on(sequences)
-        # Known to every rank without a word: all of them read all sequences.
+        # Every rank reads all sequences, so every rank knows this without communication.
         num_valid = sum(sequence.valid_tokens for sequence in sequences)
         loss, predicted = 0.0, 0
         for batch in self._micro_batches(sequences):
@@ -166,36 +166,36 @@ class Trainer:
         return self.context.sum_over_groups(loss), predicted
 
     def _forward(self, batch: list[TokenSequence], num_valid: int) -> tuple[Tensor, Plans]:
-        """The batch's part of the mean loss over ``num_valid`` tokens, and the plans by which it was computed."""
+        """Return the batch's part of the mean loss over ``num_valid`` tokens, and its plans."""
         plans = Plans.by_windows(self.plan, self.windows, batch[0].cu_seqlens)
         shard = self.engine.shard(batch_of(batch, self.context.device), plans)
         return self.model(shard, plans, max(num_valid, 1)), plans
 
     def update(self) -> None:
-        """Take an optimizer step by the gradient that there is."""
+        """Step the optimizer and the schedule."""
         self.optimizer.step()
         self.schedule.step()
 
     def _why_left_out(self, step: int, loss: float, norm: float, sequences: list[TokenSequence]) -> str | None:
-        """Why this step is not taken, by ``--on-nan``; the same on every rank, as loss and norm are.
+        """Return why this step is left out, or None. All ranks agree because loss and norm are global.
 
         Raises:
-            FloatingPointError: it is no number, and steps are not left out, or too many in a row were.
+            FloatingPointError: loss or norm is non-finite, and ``--on-nan`` is stop or too many steps in a row failed.
         """
         if math.isfinite(loss) and math.isfinite(norm):
             self._left_out = 0
             return None
         self._left_out += 1
-        where = self._first_not_finite(sequences) or "every output and gradient of a layer is finite"
+        where = self._first_not_finite(sequences) or "all outputs and gradients of the layers are finite"
         text = f"step {step}: loss {loss}, gradient norm {norm}: {where}"
         if self.config.run.on_nan == "stop":
-            raise FloatingPointError(f"{text}; lower --lr, or have such steps left out by --on-nan skip")
+            raise FloatingPointError(f"{text}; lower --lr, or use --on-nan skip to leave out such steps")
         if self._left_out == MOST_LEFT_OUT:
-            raise FloatingPointError(f"{text}; --on-nan skip left out {MOST_LEFT_OUT} steps in a row: lower --lr")
+            raise FloatingPointError(f"{text}; --on-nan skip has left out {MOST_LEFT_OUT} steps in a row; lower --lr")
         return text
 
     def _first_not_finite(self, sequences: list[TokenSequence]) -> str:
-        """Where the first number came that is none: in the forward, which is run once more, else in the backward."""
+        """Describe where the first non-finite value arose: rerun the forward, then search the gradients."""
         with OutputWatch(self.model.model) as watch, torch.no_grad():
             for batch in self._micro_batches(sequences):
                 watch.next_batch()
@@ -206,13 +206,16 @@ class Trainer:
         return name_first(outputs) or name_first(gradients)
 
     def _reshard(self) -> None:
-        """After a forward without a backward: the outermost module waits for one, and what is saved are the shards."""
+        """Reshard parameters after a forward without a backward.
+
+        FSDP's root would keep them gathered until a backward, but checkpoints save shards.
+        """
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def evaluate_if_due(self) -> float | None:
-        """The loss of the held-out documents after the latest step, if ``--eval-every`` has it measured there."""
+        """Return the held-out loss after the latest step, if ``--eval-every`` measures it there."""
         every = self.config.run.eval_every
         self.held_out = None
         if every and (self.step % every == 0 or self.step == self.config.run.steps):
@@ -221,7 +224,7 @@ class Trainer:
         return self.held_out
 
     def evaluate(self) -> tuple[float | None, int]:
-        """(mean loss per valid token over the held-out sequences, how many tokens those are)."""
+        """Return (mean loss per valid token over the held-out sequences, number of those tokens)."""
         sequences = list(itertools.islice(self.reader.held_out(), self.config.data.held_out_sequences))
         self._agree_on(sequences)
         tokens = sum(sequence.valid_tokens for sequence in sequences)
@@ -237,7 +240,7 @@ class Trainer:
         return sum(self.context.collect(mine)) / tokens, tokens
 
     def summarise(self, records: list[StepRecord]) -> Summary:
-        """Evaluate, and collect what the ranks have to tell."""
+        """Evaluate, and collect all ranks' figures."""
         measured = self.held_out is not None  # after the last step
         held_out_loss, held_out_tokens = (self.held_out, self.held_out_tokens) if measured else self.evaluate()
         waits = [record.exchange_seconds for record in records if record.exchange_seconds is not None]
@@ -266,7 +269,7 @@ class Trainer:
         )
 
     def _agree_on(self, sequences: list[TokenSequence]) -> None:
-        """Raise DisagreementError if ranks that share a sequence read other tokens, as from another copy of a file."""
+        """Raise DisagreementError if ranks of a group read different tokens."""
         record = {"digest of tokens and borders": digest_of(sequences)}
         self.plan.agreement.agree("the sequences to train on", record)
 
@@ -276,14 +279,14 @@ class Trainer:
         return self.engine.plan(seqlen, group=group, timeout=timeout, heads=self.heads, dtype=self.dtype)
 
     def _micro_batches(self, sequences: list[TokenSequence]) -> Iterator[list[TokenSequence]]:
-        """This group's sequences, one batch for each accumulation step."""
+        """Yield this group's sequences, one batch per micro-step."""
         batch, groups = self.config.optim.batch, self.config.parallel.data_parallel
         for start in range(self.context.group_index * batch, len(sequences), groups * batch):
             yield sequences[start : start + batch]
 
     def _predict_sent(self, plans: Plans) -> int:
-        """Bytes that this rank's attention sends in one forward and backward of all layers."""
+        """Return the bytes that this rank's attention sends, forward and backward, in all layers."""
         layers = [plans[window] for window in self.windows]
         forward, backward = self.engine.sent(layers, self.heads, batch=self.config.optim.batch, dtype=self.dtype)
-        # A layer that is recomputed exchanges again, but for the results that no backward needs.
+        # A recomputed layer exchanges again, except for results that no backward needs.
         return forward * (2 if self.config.memory.remat == "layer" else 1) + backward

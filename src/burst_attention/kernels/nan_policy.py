@@ -1,8 +1,8 @@
-"""NaN and infinity in, NaN out, in just the rows that see them.
+"""Propagate NaN and infinity in inputs to NaN in exactly the rows that see them.
 
-Kernels multiply what a row does not see by 0, and 0 * NaN is NaN; others drop a NaN where they look for a maximum. So a
-call with such numbers is computed without them, and its results are then marked by what the bands say: no product of a
-kernel decides where a NaN goes. Usual calls pay for the question alone, a sum over each of the tensors.
+Some kernels multiply masked values by 0, and 0 * NaN is NaN. Others drop a NaN when they look for a maximum. So a call
+with non-finite inputs is computed without them, and its results are then marked with NaN according to the mask. Finite
+calls pay only for the check: a sum over each tensor.
 """
 
 from __future__ import annotations

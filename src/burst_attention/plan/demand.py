@@ -24,7 +24,7 @@ ROWS_AT_ONCE = 64
 
 
 @dataclass(frozen=True, eq=False)
-class Work:
+class PassSpec:
     """One pass of a call: whose tokens, what is seen, who computes it, and how it gets there."""
 
     layout: Layout
@@ -82,7 +82,7 @@ class Work:
             self.route.distance(groups, x, ranks, world, wave=self.wave(y)) for x, y in zip(own, (i, j), strict=True)
         )
         if self.fetched_before:  # the query side's gradients start at home, the inputs where they were kept
-            kept = [groups.keeper(group, groups.context(owner)) for owner in own]
+            kept = [groups.cache_owner(group, groups.context(owner)) for owner in own]
             before = [self.route.distance(groups, source, ranks, world) for source in kept]
             query, key = np.maximum(query, before[0]), before[1]
         return Cells(i, j, group, ranks, query, key, table[:, 2:])
@@ -138,7 +138,7 @@ class Work:
                     edges += self.route.homeward(key, users, groups, world, finished=finished, rank=rank)
                 else:
                     finished = len(np.unique(ranks % groups.query)) == 1
-                    edges += self.route.through_keepers(key, users, groups, finished=finished)
+                    edges += self.route.through_cache_owners(key, users, groups, finished=finished)
                 if groups.query > 1 and owner in users:
                     rows, last = users[owner].rows, users[owner].last
                     edges.append(Edge(last, owner, owner, key, rows, partial=True, exact=True))
@@ -153,14 +153,14 @@ class Work:
             yield from ((self.key(*key), users) for key, users in self._with_own_context(uses, rank).items())
         else:
             yield from ((self.key(*key, Payload.GRADIENTS), u) for key, u in uses.items() if key[0] is Side.QUERY)
-            yield from self._from_keepers(uses)
+            yield from self._from_cache_owners(uses)
 
     def key(self, side: Side, chunk: int, part: int, payload: Payload = Payload.ALL) -> Key:
-        """Of a chunk's tensors."""
+        """Return the key of a chunk's tensors."""
         return Key(side, self.owner(chunk), part, payload, self.wave(chunk))
 
     def _with_own_context(self, uses: Uses, rank: int | None) -> Uses:
-        """With all rows of its own context slice for each rank, whatever it computes: it keeps them."""
+        """Add all rows of each rank's sequence group, because the rank caches them."""
         groups, wider = self.groups, {key: dict(users) for key, users in uses.items()}
         contexts = range(self.layout.world // groups.query) if rank is None else [groups.context(rank)]
         for context in contexts:
@@ -171,7 +171,7 @@ class Work:
                         wider.setdefault((side, chunk, groups.part(side, group)), {})[user] = whole
         return wider
 
-    def _from_keepers(self, uses: Uses) -> Iterator[tuple[Key, dict[int, Use]]]:
+    def _from_cache_owners(self, uses: Uses) -> Iterator[tuple[Key, dict[int, Use]]]:
         """What a forward kept, to ranks of the same head group that need it; rows of the whole context slice."""
         groups = self.groups
         rows: dict[Key, dict[int, list[Rows]]] = defaultdict(lambda: defaultdict(list))
@@ -180,12 +180,12 @@ class Work:
             owner = self.owner(chunk)
             context = groups.context(owner)
             for user, use in users.items():
-                keeper = groups.keeper(user % groups.query, context)
-                if keeper != user:
+                cache_owner = groups.cache_owner(user % groups.query, context)
+                if cache_owner != user:
                     if context not in slices:
                         slices[context] = Slice(self.layout, groups.members(context), chunks=groups.chunks)
                     placed = slices[context].place(owner, use.rows)
-                    rows[Key(side, keeper, part, Payload.INPUTS)][user].append(placed)
+                    rows[Key(side, cache_owner, part, Payload.INPUTS)][user].append(placed)
         for key, wanted in rows.items():
             yield key, {user: Use(Rows.union(many), 0) for user, many in wanted.items()}
 

@@ -1,0 +1,196 @@
+"""A sweep's buffers: shards, partial sums, and index arrays on devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..kernels.contract import capturing
+from ..plan.program import Place, Program
+from ..plan.rows import Where
+from .passes import Pass, Tensors, part_of
+
+
+class Shards:
+    """The shards that a rank holds: its own, split by head groups, and those that arrived."""
+
+    def __init__(self, program: Program, work: Pass) -> None:
+        self._program, self._work = program, work
+        self.tensors: dict[Place, Tensors] = {
+            place: part_of(tensors, program.groups.count(side), place[2])
+            for side, tensors in work.own.items()
+            for place in program.home(side)
+        }
+
+    def at(self, place: Place) -> Tensors:
+        """Return a buffer's tensors. Buffers of a sequence group are allocated at first use, unless they are cached."""
+        if place not in self.tensors:
+            side = place[0]
+            like = part_of(self._work.own[side], self._program.groups.count(side), 0)
+            known = self._work.own_slice[side] if place in self._program.kept.values() else (None,) * len(like)
+            rows = self._program.held_rows[place].count
+            self.tensors[place] = tuple(
+                x.new_empty(*x.shape[:2], rows, *x.shape[3:]) if kept is None else kept
+                for x, kept in zip(like, known, strict=True)
+            )
+        return self.tensors[place]
+
+    def drop(self, place: Place) -> None:
+        del self.tensors[place]
+
+
+@dataclass(eq=False)
+class _Piece:
+    """Consecutive rows of a result buffer, with a record of the rows that have left."""
+
+    rows: range
+    tensors: Tensors
+    left: list[range] = field(default_factory=list)
+
+    def has(self, where: slice) -> bool:
+        return self.rows.start <= where.start and where.stop <= self.rows.stop
+
+    def at(self, where: slice) -> Tensors:
+        """Return views of some of its rows."""
+        return tuple(x.narrow(2, where.start - self.rows.start, where.stop - where.start) for x in self.tensors)
+
+    def part(self, start: int, stop: int) -> _Piece:
+        """Return some of its rows, in the same memory."""
+        inside = [rows for rows in self.left if start <= rows.start and rows.stop <= stop]
+        return _Piece(range(start, stop), self.at(slice(start, stop)), inside)
+
+    @property
+    def gone(self) -> bool:
+        """Return whether every row has left."""
+        return sum(map(len, self.left)) >= len(self.rows)
+
+
+class Sums:
+    """Partial results under accumulation, buffer by buffer.
+
+    Rows with a single part so far are that part, in its memory and dtype. So the results of a chunk are neither added
+    to zeros nor widened, and they are freed once all of them have left.
+    """
+
+    def __init__(self, program: Program, work: Pass, indices: DeviceIndices) -> None:
+        self._rows = program.sum_rows
+        self._work, self._indices = work, indices
+        self._pieces: dict[Place, list[_Piece]] = {}
+
+    def add(self, place: Place, where: Where, part: Tensors) -> None:
+        """Fold ``part`` into the rows at ``where``."""
+        work, side = self._work, place[0]
+        if isinstance(where, slice):
+            total = self._rows_at(place, where)
+            if total is None:
+                self._pieces.setdefault(place, []).append(_Piece(range(where.start, where.stop), part))
+            else:
+                work.combine(side, total, part)
+            return
+        whole = self._widened(place, self._joined(place)).tensors
+        index = self._indices.on_device(where, whole[0].device)
+        gathered = tuple(x.index_select(2, index) for x in whole)
+        work.combine(side, gathered, part)
+        for x, y in zip(whole, gathered, strict=True):
+            x.index_copy_(2, index, y)
+
+    def running(self, place: Place, where: Where | None) -> Tensors | None:
+        """Return a writable view of the total at ``where``; None if it has no rows there, or no view of them."""
+        return self._rows_at(place, where) if isinstance(where, slice) else None
+
+    def _rows_at(self, place: Place, where: slice) -> Tensors | None:
+        """Return a writable view of the total at ``where``, in the accumulation dtype; None if it has no rows there."""
+        pieces = self._pieces.get(place, [])
+        touched = [piece for piece in pieces if piece.rows.start < where.stop and where.start < piece.rows.stop]
+        if not touched:
+            return None
+        piece = touched[0] if touched[0].has(where) else self._joined(place)
+        if piece.left:  # rows that left are not widened, nor held longer than the rest needs
+            piece = self._apart(place, piece, where)
+        return self._widened(place, piece).at(where)
+
+    def _apart(self, place: Place, piece: _Piece, where: slice) -> _Piece:
+        """Split off the rows at ``where`` as a separate piece."""
+        first, last = piece.rows.start, piece.rows.stop
+        ends = (first, where.start), (where.start, where.stop), (where.stop, last)
+        before, inside, after = (piece.part(*each) for each in ends)
+        pieces = self._pieces[place]
+        pieces.remove(piece)
+        pieces += [inside, *(each for each in (before, after) if not each.gone)]
+        return inside
+
+    def _widened(self, place: Place, piece: _Piece) -> _Piece:
+        """Convert a piece to the accumulation dtype."""
+        wide = self._work.wire_dtypes(place[0], exact=True)
+        piece.tensors = tuple(x.to(dtype) for x, dtype in zip(piece.tensors, wide, strict=True))
+        return piece
+
+    def _joined(self, place: Place) -> _Piece:
+        """Join all rows in one piece; blank where nothing was added."""
+        rows, pieces = self._rows[place].count, self._pieces.get(place, [])
+        if len(pieces) == 1 and len(pieces[0].rows) == rows:
+            return pieces[0]
+        whole = _Piece(range(rows), self._work.blank(place[0], rows))
+        for piece in pieces:
+            for x, y in zip(whole.at(slice(piece.rows.start, piece.rows.stop)), piece.tensors, strict=True):
+                x.copy_(y)
+        self._pieces[place] = [whole]
+        return whole
+
+    def leave(self, place: Place, where: Where | None, dtypes: tuple[torch.dtype, ...]) -> Tensors:
+        """Remove rows from the total and return them as rounded copies; ``where`` None: all rows."""
+        if where is None:
+            return self.pop(place, dtypes)
+        pieces = self._pieces.get(place, [])
+        piece = next((each for each in pieces if isinstance(where, slice) and each.has(where)), None)
+        if piece is None or not isinstance(where, slice):
+            rows = self._indices.take(self._joined(place).tensors, where)
+        else:
+            rows = piece.at(where)
+            piece.left.append(range(where.start, where.stop))
+            if piece.gone:
+                pieces.remove(piece)
+        return tuple(x.to(dtype, copy=True) for x, dtype in zip(rows, dtypes, strict=True))
+
+    def pop(self, place: Place, dtypes: tuple[torch.dtype, ...] | None = None) -> Tensors:
+        """Remove and return the total, rounded if asked; blank if nothing was added."""
+        total = self._joined(place).tensors
+        self.drop(place)
+        return total if dtypes is None else tuple(x.to(dtype) for x, dtype in zip(total, dtypes, strict=True))
+
+    def drop(self, place: Place) -> None:
+        self._pieces.pop(place, None)
+
+
+class DeviceIndices:
+    """Programs' index arrays on devices, each copied once, because a copy makes the host wait."""
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[int, torch.device], tuple[np.ndarray, Tensor]] = {}
+
+    def take(self, tensors: Tensors, where: Where) -> Tensors:
+        """Return rows of a shard; a view if they are consecutive."""
+        if isinstance(where, slice):
+            return tuple(x.narrow(2, where.start, where.stop - where.start) for x in tensors)
+        index = self.on_device(where, tensors[0].device)
+        return tuple(x.index_select(2, index) for x in tensors)
+
+    def put(self, buffer: Tensor, where: Where, x: Tensor) -> None:
+        """Write rows into a buffer."""
+        if isinstance(where, slice):
+            buffer.narrow(2, where.start, where.stop - where.start).copy_(x)
+        else:
+            buffer.index_copy_(2, self.on_device(where, x.device), x)
+
+    def on_device(self, where: np.ndarray, device: torch.device) -> Tensor:
+        if device.type == "cpu":
+            return torch.from_numpy(where)
+        key = id(where), device  # kept with its copy, so that no other array gets its id
+        if key not in self._copies:
+            if capturing():
+                raise RuntimeError("this plan must be used once before a CUDA graph's capture: its indices are copied")
+            self._copies[key] = where, torch.from_numpy(where).to(device)
+        return self._copies[key][1]

@@ -1,0 +1,151 @@
+"""The immutable schedule: layout, mask, route and strategy, and the programs that follow from them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from . import cost
+from .assignment import CIRCULATIONS, Assignment, Cube, heads
+from .build import Builder
+from .demand import PassSpec
+from .groups import WHOLE, Groups
+from .layout import Layout, digest
+from .mask import Mask
+from .program import Program
+from .route import Route
+from .rows import Direction
+from .strategy import Strategy
+from .tile import Tiles, pair_tiles
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One sequence over ``layout.world`` ranks, as ``rank`` sees it. Integers only; it needs no process group.
+
+    Attributes:
+        strategy: what its calls were asked to do. Fields that are ``auto`` are chosen by
+            :class:`~burst_attention.planner.planner.Planner`, for each shape of a call.
+        builder: makes a rank's program.
+
+    Raises:
+        TypeError, ValueError: the strategy doesn't fit these ranks, or the mask this sequence.
+    """
+
+    layout: Layout
+    mask: Mask
+    route: Route
+    rank: int
+    strategy: Strategy = field(default=Strategy(ulysses_degree=1))
+    builder: type[Builder] = field(default=Builder, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mask, Mask):
+            raise TypeError(f"mask={self.mask!r} must be a burst_attention.Mask")
+        if not 0 <= self.rank < self.layout.world:
+            raise ValueError(f"rank={self.rank} is outside of world={self.layout.world}")
+        object.__setattr__(self, "strategy", self.strategy.over(self.layout.world))
+        self._check_strategy()
+        self.mask.check(self.layout.seqlen)
+
+    def _check_strategy(self) -> None:
+        degree, chunks = self.strategy.ulysses_degree, self.strategy.chunks
+        if chunks != "auto" and chunks and not self.route.direct:
+            raise ValueError(
+                f"chunks={chunks} sends the shards of a sequence group together, and route={self.route.name!r} passes "
+                "them on one by one; use route='direct', or chunks=0"
+            )
+        if not isinstance(degree, int):
+            return
+        if self.layout.world % degree:
+            raise ValueError(
+                f"ulysses_degree={degree} does not divide the {self.layout.world} ranks of the group; choose a "
+                "divisor, or 'auto'"
+            )
+        if degree > 1 and self.route.ring:
+            raise ValueError(
+                f"route={self.route.name!r} passes shards on along the ring, and with ulysses_degree={degree} the next "
+                "rank computes other heads; use route='direct', or ulysses_degree=1"
+            )
+
+    @cached_property
+    def memo(self) -> dict[Hashable, Any]:
+        """What others derive from this schedule and keep with it. No part of its value."""
+        return {}
+
+    @cached_property
+    def description(self) -> dict[str, object]:
+        """What must be equal on all ranks: short, yet equal on two ranks only for the same schedule."""
+        strategy = self.strategy
+        return {
+            "seqlen": self.layout.seqlen,
+            "layout": self.layout.description,
+            "route": self.route.description,
+            "mask": f"{self.mask!r}" + (f" (digest {digest(self.mask)})" if self.mask.cu_seqlens else ""),
+            "ulysses_degree": strategy.ulysses_degree,
+            "cache_qkv": strategy.cache_qkv,
+            "circulate": strategy.circulate,
+            "chunks": strategy.chunks,
+        }
+
+    @cached_property
+    def regions(self) -> np.ndarray:
+        return self.mask.regions(self.layout.seqlen)
+
+    def with_mask(self, mask: Mask) -> Schedule:
+        """Return the same layout, route and strategy under another mask."""
+        return replace(self, mask=mask)
+
+    def pairs(self) -> dict[tuple[int, int], Tiles]:
+        """The tiles of all pairs of shards that have any."""
+        ranks = range(self.layout.world)
+        return pair_tiles(self.layout, self.layout, self.regions, ranks, ranks)
+
+    def program(self, circulate: str, direction: Direction, groups: Groups = WHOLE) -> Program:
+        """This rank's program for one pass.
+
+        Args:
+            travels: which tensors circulate, a name of :data:`~burst_attention.plan.assignment.CIRCULATIONS`.
+        """
+        key = circulate, direction, groups
+        if key not in self._programs:
+            self._programs[key] = self.builder(self.work(circulate, direction, groups), self.rank).program()
+        return self._programs[key]
+
+    def work(self, circulate: str, direction: Direction, groups: Groups = WHOLE) -> PassSpec:
+        """One pass of such a call, for all ranks."""
+        contexts = self.layout.world // groups.query
+        cube = heads(groups, CIRCULATIONS[circulate](contexts)[direction])
+        return PassSpec(self.layout, self.regions, cube, groups, self.route, direction, self._tables, by_slices=True)
+
+    def assigned(self, assign: Assignment, direction: Direction) -> Program:
+        """This rank's program for any assignment of pairs to ranks."""
+        return self.assigned_cube(heads(WHOLE, assign), direction, WHOLE)
+
+    def assigned_cube(self, cube: Cube, direction: Direction, groups: Groups) -> Program:
+        """This rank's program for any assignment of cells to ranks."""
+        work = PassSpec(self.layout, self.regions, cube, groups, self.route, direction, self._tables)
+        return self.builder(work, self.rank).program()
+
+    @cached_property
+    def _programs(self) -> dict[tuple[str, Direction, Groups], Program]:
+        return {}
+
+    @cached_property
+    def _tables(self) -> dict[bytes, np.ndarray]:
+        return {}
+
+    def slice_length(self, groups: Groups) -> int:
+        """Count the tokens of this rank's sequence group."""
+        return sum(self.layout.lengths[owner] for owner in groups.members(groups.context(self.rank)))
+
+    def traffic(self, shape: cost.Shape, circulate: str, groups: Groups = WHOLE) -> cost.Traffic:
+        """Bytes that this rank sends and receives in one forward and one backward."""
+        passes = ((self.program(circulate, direction, groups).edges, direction) for direction in Direction)
+        return cost.Traffic(
+            *(n for edges, d in passes for n in cost.sent_and_received(edges, self.rank, shape, d, groups))
+        )

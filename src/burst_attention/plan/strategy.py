@@ -1,0 +1,116 @@
+"""A strategy: the choices that decide how attention is computed. Each published scheme is one, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from .assignment import CIRCULATIONS
+from .layout import Layout
+from .route import ROUTES
+
+DegreeOrAuto = int | Literal["auto", "all"]
+CacheOrAuto = bool | Literal["auto"]
+ChunksOrAuto = int | Literal["auto"]
+MOST_CHUNKS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """How attention is computed over the ranks. The planner chooses every field that is ``auto``.
+
+    No field changes the result beyond rounding. ``plan.explain()`` prints the chosen strategy in this form.
+
+    Attributes:
+        layout: which tokens each rank holds. ``zigzag`` is balanced for causal masks. ``zigzag-by-halves`` spreads
+            each quarter of the sequence over all ranks. ``contiguous`` and ``striped`` are what they say.
+            ``-per-document`` after a name lays out each packed document separately. ``balanced`` follows the mask: it
+            keeps documents that fit on one rank whole and spreads the others.
+        route: how a shard reaches the ranks that need it. ``direct``: from its owner to each of them.
+            ``ring``: around the ring; partial results go straight home. ``ring-attention``: both go around the ring.
+            ``nodes``: once to each node, and there from rank to rank.
+        circulate: which tensors move. ``query``: K and V in the forward; Q, dO and their statistics in the
+            backward (BurstAttention, arXiv 2403.09347, algorithm 2). ``key-value``: K and V in both; dK and dV come
+            home (RingAttention). ``nearest``: for each pair of shards the one with less than half a ring to go;
+            balances a contiguous layout under a causal mask. ``blocks``: both sides of square blocks of pairs
+            (arXiv 2512.20968): the fewest bytes for many ranks, more memory.
+        ulysses_degree: U, the number of groups into which heads are split. Of U * R ranks each U neighbours form a
+            sequence group: they exchange shards by all-to-all, and each computes one group of heads. 1: heads stay
+            whole. ``all``: as many as ranks. U must divide the ranks, and divide the key-value heads or be a
+            multiple of them that divides the query heads.
+        cache_qkv: whether the forward saves the q, k and v of its sequence group for the backward instead of
+            exchanging them twice. Only with U > 1.
+        chunks: into how many chunks the all-to-all of a sequence group is split, by position. Each chunk is
+            computed while the next one moves. 0: one owner's shard at a time. Only with U > 1.
+
+    Raises:
+        TypeError, ValueError: a field has a value that no plan can use.
+    """
+
+    layout: str = "auto"
+    route: str = "auto"
+    circulate: str = "auto"
+    ulysses_degree: DegreeOrAuto = "auto"
+    cache_qkv: CacheOrAuto = "auto"
+    chunks: ChunksOrAuto = "auto"
+
+    def __post_init__(self) -> None:
+        if self.layout != "auto":
+            Layout(self.layout, 0, 1)  # which knows its names
+        if self.route != "auto" and self.route not in ROUTES:
+            raise ValueError(f"route={self.route!r} is unknown; choose one of auto, {', '.join(ROUTES)}")
+        if self.circulate != "auto" and self.circulate not in CIRCULATIONS:
+            raise ValueError(f"circulate={self.circulate!r} is unknown; choose one of auto, {', '.join(CIRCULATIONS)}")
+        degree, chunks = self.ulysses_degree, self.chunks
+        if degree not in ("auto", "all") and (isinstance(degree, bool) or not isinstance(degree, int) or degree < 1):
+            raise ValueError(f"ulysses_degree={degree!r} must be a number of head groups, at least 1, 'all' or 'auto'")
+        if self.cache_qkv != "auto" and not isinstance(self.cache_qkv, bool):
+            raise ValueError(f"cache_qkv={self.cache_qkv!r} must be True, False or 'auto'")
+        if chunks != "auto" and (
+            isinstance(chunks, bool) or not isinstance(chunks, int) or not 0 <= chunks <= MOST_CHUNKS
+        ):
+            raise ValueError(f"chunks={chunks!r} must be a number of chunks, 0 to {MOST_CHUNKS}, or 'auto'")
+
+    def __repr__(self) -> str:
+        """The expression that makes it, without what is left to the planner."""
+        said = (
+            f"{each.name}={getattr(self, each.name)!r}" for each in fields(self) if getattr(self, each.name) != "auto"
+        )
+        return f"Strategy({', '.join(said)})"
+
+    def over(self, world: int) -> Strategy:
+        """Resolve ``all`` for a number of ranks."""
+        return replace(self, ulysses_degree=world) if self.ulysses_degree == "all" else self
+
+
+# The published schemes, and what each of them fixes.
+NAMED = {
+    "auto": Strategy(),
+    "burst-attention": Strategy(layout="zigzag", ulysses_degree=1, circulate="query"),
+    "ring-attention": Strategy(layout="zigzag", route="ring-attention", ulysses_degree=1, circulate="key-value"),
+    "contiguous-ring": Strategy(layout="contiguous", route="ring-attention", ulysses_degree=1, circulate="key-value"),
+    "striped-attention": Strategy(layout="striped", route="ring-attention", ulysses_degree=1, circulate="key-value"),
+    "ulysses": Strategy(layout="contiguous", route="direct", ulysses_degree="all", cache_qkv=True, chunks=1),
+}
+USP = Strategy(layout="zigzag", route="direct", circulate="key-value", cache_qkv=True, chunks=1)
+
+
+def strategy_of(given: Any) -> Strategy:
+    """Return the strategy that a user named or passed.
+
+    Args:
+        given: None or ``auto``, a name of :data:`NAMED`, ``usp:U`` with a Ulysses degree U, or a :class:`Strategy`.
+
+    Raises:
+        TypeError, ValueError: ``given`` is something else.
+    """
+    if given is None or isinstance(given, Strategy):
+        return Strategy() if given is None else given
+    if not isinstance(given, str):
+        raise TypeError(f"strategy={given!r} must be a Strategy or a name: {', '.join(NAMED)}, usp:U")
+    name, colon, degree = given.partition(":")
+    if name == "usp" and colon and degree.isdecimal() and int(degree):
+        return replace(USP, ulysses_degree=int(degree))
+    if given not in NAMED:
+        raise ValueError(f"strategy={given!r} is unknown; choose one of {', '.join(NAMED)}, usp:U (such as usp:4)")
+    return NAMED[given]

@@ -1,0 +1,360 @@
+"""The planner: it fills in what a strategy leaves open, by predicted time, the same way on all ranks.
+
+A choice is a function of values that all ranks share: lengths, the kind of mask, a call's heads and dtype, rates
+(rank 0's) and nodes. Remembered choices change nothing.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+
+from ..plan.assignment import CIRCULATIONS
+from ..plan.cost import Shape
+from ..plan.groups import WHOLE, Groups
+from ..plan.layout import BALANCED, Layout
+from ..plan.mask import Mask
+from ..plan.route import ROUTES
+from ..plan.schedule import Schedule
+from ..plan.strategy import Strategy
+from ..plan.tile import wanted_tiles
+from .choice import (
+    GUESSED,
+    LAYOUTS_TRIED,
+    Candidate,
+    Prediction,
+    by_work_and_bytes,
+    candidates,
+    cuts,
+    in_all_waves,
+    least_regret,
+    predict,
+    remembered,
+    representative,
+)
+from .presets import preset
+from .rates import Rates
+from .standing import MOST_BY_EDGES, MOST_ON_PAPER, STANDING, extended, few_nodes, shortened, stand_in, two_worlds
+from .timing import PassSimulation, Timed, Wire, node_numbers, simulations
+from .traffic import TrafficModel, edge_messages, rows_sent_by_nodes, rows_sent_directly, rows_sent_round
+
+Remat = Literal["none", "layer", "keep-attention"]
+MOST_FOR_A_RING = 32  # ranks up to which a ring is predicted too, edge by edge
+MOST_DOCUMENTS = 64  # that are looked at one by one to choose what circulates
+MOST_DERIVED = 4  # schedules of other masks that a schedule keeps
+MOST_RANKS = 256  # whose pairs are looked at; a choice for more ranks is the best choice for this many
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Planner:
+    """Chooses schedules, and how each call runs. One serves a plan and all plans derived from it.
+
+    Attributes:
+        rates: how fast kernels and links are.
+        nodes: the node of each rank; None if they share one.
+        known: the calls to expect; a layout that was left open is chosen for them.
+        guessed: the link rates are a preset's, neither given nor measured. The choice then minimises the worst-case
+            slowdown over several link speeds.
+        remat: which part of a layer the backward recomputes.
+    """
+
+    rates: Rates = field(default_factory=partial(preset, "cpu"))
+    nodes: tuple[int, ...] | None = None
+    known: Shape | None = None
+    guessed: bool = False
+    remat: Remat = "none"
+    _remembered: OrderedDict[Hashable, object] = field(default_factory=OrderedDict, repr=False, init=False)
+
+    @property
+    def forwards(self) -> int:
+        """How often a call's forward runs in a step: twice if the layer around it is recomputed."""
+        return 2 if self.remat == "layer" else 1
+
+    def wire(self, world: int) -> Wire:
+        """The ports of ``world`` ranks."""
+        return Wire(self.rates, node_numbers(self.nodes, world))
+
+    def wires(self, world: int) -> list[Wire]:
+        """The same ports, and slower ones if the rates are guesses."""
+        at = node_numbers(self.nodes, world)
+        return [Wire(self.rates.slowed(part), at) for part in (GUESSED if self.guessed else GUESSED[:1])]
+
+    def forgetful(self) -> Planner:
+        """Return a planner with the same settings that remembers nothing."""
+        return Planner(self.rates, self.nodes, self.known, self.guessed, self.remat)
+
+    # Schedules
+
+    def choose(self, seqlen: int, *, mask: Mask, strategy: Strategy, rank: int, world: int) -> Schedule:
+        """Return the schedule of a rank; choose the layout and the route if the strategy leaves them open.
+
+        The layout is the one predicted to be fastest for the calls to expect, or zigzag if none are known. The route is
+        direct on one node. Over several nodes with several ranks each, ``nodes`` or ``ring`` may win. With whole heads
+        the route with the fewest rows over the busiest node's link wins; otherwise the predicted fastest.
+
+        Raises:
+            TypeError, ValueError: the arguments don't fit each other.
+        """
+        nodes, route = self.nodes, strategy.route
+        layout = Layout(LAYOUTS_TRIED[0] if strategy.layout == "auto" else strategy.layout, seqlen, world)
+        if layout.by_mask and isinstance(mask, Mask):
+            layout = layout.cut_for(mask, seqlen)
+        over = ROUTES["direct" if route == "auto" else route]
+        over = replace(over, nodes=nodes or ()) if over.by_nodes else over
+        given = Schedule(layout, mask, over, rank, strategy)
+        direct = self._laid_out(given, alike=False)
+        degree = given.strategy.ulysses_degree
+        if route != "auto" or nodes is None or len(set(nodes)) in (1, world) or degree not in (1, "auto"):
+            return direct
+        if strategy.chunks not in (0, "auto"):  # routes that pass shards on send them one by one
+            return direct
+        others = [replace(direct, route=replace(ROUTES["nodes"], nodes=nodes))]
+        if len(mask.cu_seqlens or ()) <= MOST_DOCUMENTS:  # along a ring a rank must know the tiles of all that passes
+            others.append(replace(direct, route=ROUTES["ring"]))
+        if degree == 1:
+            leaving = _rows_leaving(direct, nodes)
+            return min((direct, *others), key=lambda schedule: leaving[schedule.route.name])
+        if self.known is None or world > MOST_FOR_A_RING:
+            return direct
+        known = self.known
+        return min((direct, *others), key=lambda schedule: self.predicted(schedule, known))
+
+    def with_mask(self, schedule: Schedule, mask: Mask, *, seqlen: int | None = None) -> Schedule:
+        """Return the same schedule under another mask. The last few are kept, with their programs.
+
+        Args:
+            seqlen: the tokens of another sequence, to be laid out again; the layout is chosen again if the
+                strategy leaves it open. None: the tokens stay where they are.
+        """
+        derived: OrderedDict[Hashable, Schedule] = schedule.memo.setdefault("derived", OrderedDict())
+        key = (mask, seqlen) if isinstance(mask, Mask) else None
+        if key not in derived:
+            layout = schedule.layout if seqlen is None else schedule.layout.cut_for(mask, seqlen)
+            other = replace(schedule, mask=mask, layout=layout)
+            derived[key] = other if seqlen is None else self._laid_out(other)
+        derived.move_to_end(key)
+        while len(derived) > MOST_DERIVED:
+            derived.popitem(last=False)
+        return derived[key]
+
+    def _laid_out(self, schedule: Schedule, *, alike: bool = True) -> Schedule:
+        """Choose the layout that is predicted to be fastest for the calls to expect, if it was left open.
+
+        Args:
+            alike: masks of one kind share the choice; otherwise few documents are looked at as they are.
+        """
+        known, strategy = self.known, schedule.strategy
+        if strategy.layout != "auto" or known is None or schedule.layout.world == 1 or not schedule.route.direct:
+            return schedule
+        documents = schedule.mask.cu_seqlens
+        names = (*LAYOUTS_TRIED, BALANCED) if documents is not None else LAYOUTS_TRIED
+        seqlen = schedule.layout.seqlen
+        layouts = [replace(schedule.layout, name=name).cut_for(schedule.mask, seqlen) for name in names]
+        tried = [replace(schedule, layout=layout) for layout in layouts]
+        alike = alike or len(documents or ()) > MOST_DOCUMENTS
+        # Whether a rank of many has no token is seen once a layout is chosen: placing all documents takes long.
+        even = schedule.layout.world > MOST_ON_PAPER
+        given = [*cuts(layouts[0], known, strategy)] if even else None
+        asked = [given if layout.name == BALANCED else None for layout in layouts]
+        found = [
+            self.predict_for_links(each, known, ways, alike=alike) for each, ways in zip(tried, asked, strict=True)
+        ]
+        chosen = least_regret([[one for each in on for one in each] for on in zip(*found, strict=True)])
+        return tried[int(np.searchsorted(np.cumsum([len(each[0]) for each in found]), chosen, side="right"))]
+
+    # Calls
+
+    def decide(self, schedule: Schedule, shape: Shape) -> Candidate:
+        """Choose how a call of this shape is computed: all that a sweep's programs depend on."""
+        return self.settle(schedule, shape, replace(self.choose_groups(schedule, shape), waves=0))
+
+    def choose_groups(self, schedule: Schedule, shape: Shape) -> Groups:
+        """Choose how heads are split if that was left open, and whether q, k and v are cached.
+
+        Raises:
+            ValueError: these heads can't be split as the strategy asks.
+        """
+        if not _splits_by_choice(schedule):
+            return WHOLE
+        return self.choose_call(schedule, shape).candidate.groups
+
+    def settle(self, schedule: Schedule, shape: Shape, groups: Groups) -> Candidate:
+        """Choose the rest of a call split by :meth:`choose_groups`: its chunks, and what circulates."""
+        if _splits_by_choice(schedule) and schedule.route.direct:
+            found = self.choose_call(schedule, shape).candidate
+            if replace(found.groups, waves=groups.waves) == groups:
+                return found
+        ways = [*in_all_waves(schedule.layout, groups, _waves_of(schedule))]
+        if len(ways) > 1:
+            return self._best(schedule, shape, ways).candidate
+        return Candidate(ways[0], self.choose_circulation(schedule, shape, ways[0]))
+
+    def choose_circulation(self, schedule: Schedule, shape: Shape, groups: Groups = WHOLE) -> str:
+        """Choose what circulates when heads are split so.
+
+        With ``ulysses_degree=1`` it is a rule that ignores rates: :func:`by_work_and_bytes`.
+        """
+        strategy, world = schedule.strategy, schedule.layout.world
+        if strategy.circulate != "auto":
+            return strategy.circulate
+        if groups.query == world > 1:  # one sequence group: nothing circulates between groups
+            return "query"
+        if groups == WHOLE and (strategy.ulysses_degree == 1 or world == 1 or not schedule.route.direct):
+            partial_bytes = shape.accumulate if schedule.route.exact else shape.partial
+            return by_work_and_bytes(_smaller_traffic_model(schedule), shape, partial_bytes)
+        return self._best(schedule, shape, [groups]).candidate.circulate
+
+    def choose_call(self, schedule: Schedule, shape: Shape) -> Prediction:
+        """Return the fastest of all ways that were left open, over direct routes, for one row of a batch.
+
+        The batch size does not matter: a compiler may not know it.
+        """
+        return self._best(schedule, shape, None)
+
+    def _best(self, schedule: Schedule, shape: Shape, given: Sequence[Groups] | None) -> Prediction:
+        found = self.predict_for_links(schedule, shape, given)
+        return found[0][least_regret(found)]
+
+    # Predictions
+
+    def predicted(self, schedule: Schedule, shape: Shape) -> float:
+        """Seconds of one step of one row of a batch: a backward, and the forward as often as it runs."""
+        shape = replace(shape, batch=1)
+        if schedule.route.direct:
+            return self.choose_call(schedule, shape).seconds
+        forward, backward = self.timed(schedule, shape, self.choose_circulation(schedule, shape), WHOLE)
+        return self.forwards * forward.seconds + backward.seconds
+
+    def timed(self, schedule: Schedule, shape: Shape, circulate: str, groups: Groups) -> list[Timed]:
+        """Predict a forward and a backward on any route from the edges themselves; many ranks from fewer."""
+        world, direct = schedule.layout.world, schedule.route.direct
+        most = MOST_ON_PAPER if direct else MOST_BY_EDGES
+        if world > max(most, groups.query):
+            return self._extended(schedule, shape, circulate, groups, min(most, STANDING))
+        both = simulations(traffic_model_of(schedule), shape, circulate, groups, self.wire(world))
+        if direct:
+            return [one.run() for one in both]
+        return [one.run(edge_messages(schedule.work(circulate, one.direction, groups), shape)) for one in both]
+
+    def _extended(self, schedule: Schedule, shape: Shape, circulate: str, groups: Groups, most: int) -> list[Timed]:
+        """Predict as :meth:`timed` does, by a line through two smaller worlds."""
+        worlds = *two_worlds(groups, circulate, most), schedule.layout.world
+        smaller = [self._over(schedule, ranks) for ranks in worlds[:2]]
+        found = [planner.timed(each, shape, circulate, groups) for planner, each in smaller]
+        slices = worlds[0] // groups.query, worlds[1] // groups.query, worlds[2] // groups.query
+        return [extended(few, many, slices, circulate) for few, many in zip(*found, strict=True)]
+
+    def _over(self, schedule: Schedule, ranks: int) -> tuple[Planner, Schedule]:
+        """The planner and rank 0's schedule of a smaller world that stands for this one."""
+        layout, mask = shortened(*_representative_of(schedule), ranks)
+        nodes = few_nodes(self.nodes, ranks)
+        route = replace(schedule.route, nodes=(nodes or ()) if schedule.route.nodes else ())
+        strategy = replace(schedule.strategy, ulysses_degree="auto")
+        other = replace(schedule, layout=layout, mask=mask, route=route, rank=0, strategy=strategy)
+        return replace(self, nodes=nodes), other
+
+    def simulations(self, schedule: Schedule, shape: Shape, circulate: str, groups: Groups) -> list[PassSimulation]:
+        """A forward and a backward over direct routes, ready to be simulated."""
+        return simulations(traffic_model_of(schedule), shape, circulate, groups, self.wire(schedule.layout.world))
+
+    def predictions(self, schedule: Schedule, shape: Shape, given: Sequence[Groups] | None = None) -> list[Prediction]:
+        """Predict all ways that were left open, the simplest first; ``given``: how heads may be split."""
+        return self.predict_for_links(schedule, shape, given)[0]
+
+    def predict_for_links(
+        self, schedule: Schedule, shape: Shape, given: Sequence[Groups] | None = None, *, alike: bool = True
+    ) -> list[list[Prediction]]:
+        """Predict as :meth:`predictions` does, and if rates are guesses the same on slower links.
+
+        Args:
+            alike: predict for the mask's :func:`representative`, so that similar masks share the result.
+        """
+        # Remembered with the schedule by the call's numbers: the planner's own keys hold thousands of documents.
+        found: OrderedDict[Hashable, list[list[Prediction]]] = schedule.memo.setdefault(self, OrderedDict())
+        shape = replace(shape, batch=1)
+        key = shape, None if given is None else tuple(given), alike
+        return remembered(found, key, lambda: self._predict_for_links(schedule, shape, given, alike))
+
+    def _predict_for_links(
+        self, schedule: Schedule, shape: Shape, given: Sequence[Groups] | None, alike: bool
+    ) -> list[list[Prediction]]:
+        planner, strategy, world = self, schedule.strategy, schedule.layout.world
+        if given is None:
+            given = [*cuts(schedule.layout, shape, replace(strategy, chunks=_waves_of(schedule)))]
+        few = alike or world > MOST_ON_PAPER
+        layout, mask = _representative_of(schedule) if few else (schedule.layout, schedule.mask)
+        if world > MOST_ON_PAPER:
+            ranks, given = stand_in(given, world)
+            layout, mask = shortened(layout, mask, ranks)
+            planner = replace(planner, nodes=few_nodes(planner.nodes, ranks))
+        circulate, by_rule = strategy.circulate, strategy.ulysses_degree == 1
+
+        def predicted() -> list[list[Prediction]]:
+            tally = TrafficModel(layout, mask.regions(layout.seqlen))
+            ways = candidates(tally, shape, given, circulate, by_rule=by_rule, partial_bytes=shape.partial)
+            return predict(tally, shape, ways, planner.wires(layout.world), forwards=planner.forwards)
+
+        return self._remember((layout, mask, shape, circulate, by_rule, *given), predicted)
+
+    def _remember(self, key: Hashable, make: Callable[[], T]) -> T:
+        return remembered(self._remembered, key, make)  # type: ignore[return-value]
+
+    def bytes_moved(self, schedule: Schedule, shape: Shape, circulate: str, groups: Groups) -> np.ndarray:
+        """int64 [2, W]: bytes that each rank sends and receives in one forward and backward over direct routes."""
+        return traffic_model_of(schedule).moved(
+            shape, CIRCULATIONS[circulate](schedule.layout.world // groups.query), groups
+        )
+
+
+def traffic_model_of(schedule: Schedule) -> TrafficModel:
+    """The traffic model of a schedule: what all ranks move and compute, as arrays."""
+    if "traffic" not in schedule.memo:
+        schedule.memo["traffic"] = TrafficModel(schedule.layout, schedule.regions)
+    tally: Any = schedule.memo["traffic"]
+    return tally
+
+
+def _representative_of(schedule: Schedule) -> tuple[Layout, Mask]:
+    if "representative" not in schedule.memo:
+        schedule.memo["representative"] = representative(schedule.layout, schedule.mask)
+    found: tuple[Layout, Mask] = schedule.memo["representative"]
+    return found
+
+
+def _smaller_traffic_model(schedule: Schedule) -> TrafficModel:
+    """A smaller traffic model that stands for many documents or ranks; the choice hardly depends on their number."""
+    documents, whole = schedule.mask.cu_seqlens, schedule.layout
+    few = documents is None or (len(documents) <= MOST_DOCUMENTS and not whole.spreads_documents)
+    if few and whole.world <= MOST_RANKS:
+        return traffic_model_of(schedule)
+    layout, mask = _representative_of(schedule)
+    if layout.spreads_documents and mask.cu_seqlens is not None:  # equal documents: one stands for all
+        length, mask = mask.cu_seqlens[1], replace(mask, cu_seqlens=None)
+        layout = layout.cut_for(mask, length)
+    return TrafficModel(replace(layout, world=min(layout.world, MOST_RANKS)), mask.regions(layout.seqlen))
+
+
+def _splits_by_choice(schedule: Schedule) -> bool:
+    """Return whether the planner chooses how heads are split."""
+    return not (schedule.strategy.ulysses_degree == 1 or schedule.layout.world == 1 or schedule.route.ring)
+
+
+def _waves_of(schedule: Schedule) -> int | Literal["auto"]:
+    return schedule.strategy.chunks if schedule.route.direct else 0
+
+
+def _rows_leaving(schedule: Schedule, nodes: Sequence[int]) -> dict[str, int]:
+    """By route, the key rows that leave the busiest node in a forward; for many ranks only the first are counted."""
+    layout, mask = representative(schedule.layout, schedule.mask)
+    world = min(layout.world, MOST_RANKS)
+    if world < layout.world:
+        layout = replace(layout, world=world)
+    tiles = wanted_tiles(layout, mask.regions(layout.seqlen), np.ones((world, world), bool))
+    count = {"direct": rows_sent_directly, "nodes": rows_sent_by_nodes, "ring": rows_sent_round}
+    return {name: rows(tiles, np.array(nodes[:world])) for name, rows in count.items()}
