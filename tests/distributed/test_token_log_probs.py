@@ -263,4 +263,4 @@ def odd_model_on_rank_1():
 
 
 def test_a_model_without_a_head_on_one_rank_is_refused_on_all(pools):
-    assert all("model is a Linear, whose body and head are not found" in x for x in pools(2).run(odd_model_on_rank_1))
+    assert all("model is a Linear, and its body or its head is not" in x for x in pools(2).run(odd_model_on_rank_1))

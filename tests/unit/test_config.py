@@ -182,7 +182,7 @@ def test_bad_values_are_refused_before_a_worker_starts(tmp_path, plain_start, ca
 @pytest.mark.parametrize(
     ("asks", "told"),
     [
-        ({"attention_dropout": 0.1}, "set attention_dropout to 0.0"),
+        ({"attention_dropout": 0.1}, "set attention_dropout=0.0"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "has rope type 'dynamic'"),
     ],
 )
