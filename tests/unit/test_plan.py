@@ -737,7 +737,7 @@ def test_masks_refuse_by_name(options: dict, error: type[Exception], told: str) 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"mask": Mask(cu_seqlens=[0, 5])}, "last border must be seqlen"),
+        ({"mask": Mask(cu_seqlens=[0, 5])}, "last border must equal seqlen"),
         ({"mask": Mask(prefix=9)}, "prefix=9"),
         ({"layout": "spiral"}, "layout='spiral'"),
         ({"layout": "balanced-per-document"}, "use layout='balanced'"),

@@ -1,1 +1,1 @@
-"""Which token lives where, which pairs are seen, who computes them and what moves: integers only."""
+"""Which rank holds which tokens, which pairs are seen, who computes them and what circulates. Integers only."""

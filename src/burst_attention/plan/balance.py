@@ -19,29 +19,30 @@ import numpy as np
 from .mask import Mask
 
 Segments = tuple[range, ...]
-Cut = Callable[[Any, int, Any], tuple[tuple[Any, Any, int], ...]]  # (length, how many parts, which): the pieces' ends
-Part = tuple[int, list[range]]  # (query, key) pairs that it sees, and its positions
+Cut = Callable[[Any, int, Any], tuple[tuple[Any, Any, int], ...]]  # (length, number of parts, part) -> pieces' borders
+Part = tuple[int, list[range]]  # number of seen (query, key) pairs, and positions
 
-MOST_WORK = 1.05  # of the busiest rank, in means, with which a way to place the documents is taken
-SPARE = 32  # a rank holds at most 1 / SPARE of the mean more than the mean, rounded up
-ROUNDS = (1, 2, 4, 8)  # parts of a document for each rank, where one for each would not be alike
-FINEST = 5  # parts of documents that fit a rank are halved so often, at most
+MOST_WORK = 1.05  # accept a placement if the busiest rank has at most this multiple of the mean work
+SPARE = 32  # a rank holds at most 1 / SPARE more tokens than the mean, rounded up
+ROUNDS = (1, 2, 4, 8)  # parts per rank to try if one part per rank leaves the work uneven
+FINEST = 5  # how often the parts of documents that fit one rank may be halved
 
 
 def most_tokens(seqlen: int, world: int) -> int:
-    """What a rank holds at most.
+    """Return the largest number of tokens that a rank may hold.
 
-    A rank's memory goes with its tokens, so they are kept even; not to the last token, for then nearly every rank would
-    end within some document, whose keys had to travel.
+    Memory grows with tokens, so ranks hold about equally many. Exactly equal numbers would cut a document at nearly
+    every rank's border, and the keys of cut documents must be sent.
     """
     return -(-seqlen // world) + seqlen // (SPARE * world)
 
 
 def place(mask: Mask, seqlen: int, world: int, *, fold: Cut, plain: Cut) -> list[Segments]:
-    """For each rank its positions, ascending.
+    """Return the positions of each rank, ascending.
 
     Args:
-        fold, plain: how a document is cut into parts with as many tokens: front and mirrored end, or one piece.
+        fold, plain: cut a document into parts of equal length. ``fold``: a front piece and the mirrored end piece.
+            ``plain``: one piece.
     """
     documents = _Documents(mask, seqlen, world, fold, plain)
     if not seqlen:
@@ -58,13 +59,13 @@ def place(mask: Mask, seqlen: int, world: int, *, fold: Cut, plain: Cut) -> list
 
 
 def seen(mask: Mask, length: int, before: Any) -> Any:
-    """How many keys the first ``before`` queries of a document of ``length`` tokens see, all together."""
+    """Count the pairs that the first ``before`` queries of a document of ``length`` tokens see."""
     if not mask.causal:
         return before * length
     reach = length if mask.window is None else min(mask.window, length)
     ramp = np.minimum(before, reach)
     total = ramp * (ramp + 1) // 2 + (before - ramp) * reach
-    if mask.prefix:  # of those before the end of the prefix each sees all of it
+    if mask.prefix:  # a query inside the prefix also sees the rest of the prefix
         early = np.minimum(before, mask.prefix)
         total = total + early * mask.prefix - early * (early + 1) // 2
     return total
@@ -72,7 +73,7 @@ def seen(mask: Mask, length: int, before: Any) -> Any:
 
 @dataclass(eq=False)
 class _Placed:
-    """Who holds what. ``parts``: are there documents that go to fewer than all ranks?"""
+    """One placement. ``parts``: whether some documents are on fewer than all ranks."""
 
     ranges: list[list[range]]
     tokens: list[int]
@@ -86,7 +87,7 @@ class _Placed:
 
     @property
     def score(self) -> tuple[bool, bool, float]:
-        """Less is better: room for the tokens comes first, then that no rank is idle, then the busiest rank's work."""
+        """Rank placements; less is better. First comes room for the tokens, then idle ranks, then the busiest rank."""
         world = len(self.tokens)
         crowded = max(self.tokens) > most_tokens(self.seqlen, world)
         idle = self.seqlen >= world and min(self.tokens) == 0
@@ -95,7 +96,7 @@ class _Placed:
 
 
 class _Documents:
-    """Those of a mask, the longest first."""
+    """The documents of a mask, longest first."""
 
     def __init__(self, mask: Mask, seqlen: int, world: int, fold: Cut, plain: Cut) -> None:
         self.mask, self.seqlen, self.world, self.fold, self.plain = mask, seqlen, world, fold, plain
@@ -107,11 +108,14 @@ class _Documents:
         self.work = np.array([int(seen(mask, n, n)) for n in self.lengths.tolist()], np.int64)
 
     def placed(self, fineness: int) -> _Placed:
-        """The longest spread over all ranks, the others cut into parts of at most a rank's share / 2 ** ``fineness``;
-        0: whole."""
+        """Spread the longest documents over all ranks, and cut the others into smaller parts.
+
+        Args:
+            fineness: a part has at most a rank's share / 2 ** ``fineness``. 0: documents that fit stay whole.
+        """
         counts = self._counts(fineness)
         result = _Placed([[] for _ in range(self.world)], [0] * self.world, [0] * self.world, False, self.seqlen)
-        first = 0  # whose turn it is to have a token more
+        first = 0  # the next rank to get an extra token
         for n in np.flatnonzero(counts >= self.world).tolist():
             first = self._spread(result, n, first)
         alone = np.flatnonzero(counts < self.world)
@@ -120,12 +124,14 @@ class _Documents:
         return result
 
     def _counts(self, fineness: int) -> np.ndarray:
-        """Into how many parts each document is cut; as many as ranks: it is spread."""
+        """Return the number of parts of each document; a document with as many parts as ranks is spread."""
         if self.world == 1 or fineness == FINEST:
             return np.full(len(self.lengths), self.world)
         means = [(x.sum() / self.world, np.cumsum(x[::-1])[::-1] / self.world) for x in (self.lengths, self.work)]
         rooms = [rest + spare * mean for (mean, rest), spare in zip(means, (1 / SPARE, MOST_WORK - 1), strict=True)]
-        shares = np.maximum(self.lengths / rooms[0], self.work / rooms[1])  # of a rank, were all before it spread
+        shares = np.maximum(
+            self.lengths / rooms[0], self.work / rooms[1]
+        )  # in ranks, if all longer documents are spread
         few = 2 * np.maximum(shares, 1) <= self.world
         longest = int(np.argmax(few)) if few.any() else len(few)  # documents to spread
         tokens, work = (room[min(longest, len(room) - 1)] for room in rooms)
@@ -134,14 +140,14 @@ class _Documents:
         return np.where(2 * counts > self.world, np.where(counts > 1, self.world, 1), counts)
 
     def _spread(self, result: _Placed, n: int, first: int) -> int:
-        """Deal a document's parts out to all ranks; which rank is the next to get a token more."""
+        """Deal a document's parts out to all ranks, and return the next rank to get an extra token."""
         world, length = self.world, int(self.lengths[n])
         for rounds in ROUNDS:
             parts = self._parts(n, rounds * world)
             work = np.array([part[0] for part in parts])
             order = np.arange(len(parts)) if rounds == 1 else np.argsort(work, kind="stable")
             turns = order.reshape(rounds, world)
-            turns[1::2] = turns[1::2, ::-1]  # to and fro, for the later have more to do
+            turns[1::2] = turns[1::2, ::-1]  # alternate the direction, because later parts have more work
             even = work[turns].sum(0).max() * world <= (1 + (MOST_WORK - 1) / 2) * work.sum()
             if even or 64 * world * 2 * rounds > length:
                 break
@@ -151,7 +157,10 @@ class _Documents:
         return (first + length) % world if rounds == 1 else first
 
     def _fill(self, result: _Placed, parts: list[Part]) -> None:
-        """Each part, that with most work first, to the rank with least to do or to hold, whichever it has more of."""
+        """Assign parts greedily, most work first, to the least loaded rank.
+
+        A rank's load is its share of the work or of the tokens, whichever is larger.
+        """
         total = max(1, int(self.work.sum()))
 
         def load(rank: int) -> int:
@@ -166,7 +175,7 @@ class _Documents:
         self._trim(result)
 
     def _trim(self, result: _Placed) -> None:
-        """Cut what makes a rank too full off its smallest documents, and give it to the rank with the fewest tokens."""
+        """Move the excess tokens of each rank, from its smallest documents, to the rank with the fewest tokens."""
         most = most_tokens(self.seqlen, self.world)
         rooms = [(tokens, rank) for rank, tokens in enumerate(result.tokens)]
         heapify(rooms)
@@ -177,13 +186,13 @@ class _Documents:
                 kept, moved = last[: len(last) - count], last[len(last) - count :]
                 below, all_of_it = (int(seen(self.mask, len(last), n)) for n in (len(kept), len(last)))
                 result.tokens[rank] -= len(moved)
-                result.work[rank] -= all_of_it - below  # as of a whole document, which it mostly is
+                result.work[rank] -= all_of_it - below  # counted as of a whole document, which it mostly is
                 result.ranges[rank] += [kept] if len(kept) else []
                 _give(result, other, [(all_of_it - below, [moved])])
                 heapreplace(rooms, (result.tokens[other], other))
 
     def _parts(self, n: int, count: int) -> list[Part]:
-        """(work, positions) of each of ``count`` parts of document ``n``."""
+        """Return (work, positions) of each of ``count`` parts of document ``n``."""
         start, length = int(self.starts[n]), int(self.lengths[n])
         if count == 1:
             return [(int(self.work[n]), [range(start, start + length)])]
@@ -206,7 +215,7 @@ def _give(result: _Placed, rank: int, parts: Iterable[Part]) -> None:
 
 
 def _joined(ranges: list[range]) -> Segments:
-    """Ascending; those that go on where the one before ends are one."""
+    """Sort ranges, and join each with the next one if they touch."""
     if not ranges:
         return ()
     ranges = sorted(ranges, key=lambda r: r.start)

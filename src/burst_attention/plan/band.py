@@ -1,15 +1,18 @@
-"""A band of a rectangle: what of it is used, and how much that is. By arithmetic, of one or of many."""
+"""Arithmetic of bands in rectangles, for one band or arrays of them."""
 
 from __future__ import annotations
 
 import numpy as np
 
 
-def tighten(rows, columns, lo, hi):  # type: ignore[no-untyped-def]  # ints or int arrays, alike
-    """(top, bottom, left, right, lo, hi): the part of a rows x columns rectangle that a band uses, and the band there.
+def tighten(rows, columns, lo, hi):  # type: ignore[no-untyped-def]  # ints or int arrays
+    """Shrink a rows x columns rectangle to the part that a band uses.
 
     Row i sees something iff lo <= i <= columns - 1 + hi, and columns likewise. Nothing is seen if the part is empty or
     hi < lo.
+
+    Returns:
+        (top, bottom, left, right, lo, hi): the borders of the part, and the band counted from its corner.
     """
     top, bottom = np.maximum(0, lo), np.minimum(rows, columns + hi)
     left, right = np.maximum(0, -hi), np.minimum(columns, rows - lo)
@@ -17,8 +20,8 @@ def tighten(rows, columns, lo, hi):  # type: ignore[no-untyped-def]  # ints or i
     return top, bottom, left, right, np.maximum(lo, left + 1 - right), np.minimum(hi, bottom - top - 1)
 
 
-def band_area(rows, columns, lo, hi):  # type: ignore[no-untyped-def]  # ints or int arrays, alike
-    """How many (i, j) of a rows x columns rectangle have lo <= i - j <= hi."""
+def band_area(rows, columns, lo, hi):  # type: ignore[no-untyped-def]  # ints or int arrays
+    """Count the (i, j) of a rows x columns rectangle with lo <= i - j <= hi."""
 
     def at_most(d):  # type: ignore[no-untyped-def]
         whole = np.clip(d + 1, 0, rows)  # rows that see every column

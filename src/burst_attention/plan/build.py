@@ -1,4 +1,4 @@
-"""From the cells that a rank computes to its program: where rows lie, what a step completes, when an exchange goes."""
+"""Build a rank's program from the cells that it computes: buffers, visits, and the order of exchanges."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .rows import Payload, Rows, Side
 from .slices import Slice
 from .tile import Tiles, segment_tiles
 
-Moment = tuple[int, int, int]  # in a step: 0, 0 its wait; 0, 1 after that; 1, n its visits; 2, 0 after those
+Moment = tuple[int, int, int]  # step, then 0, 0: its wait; 0, 1: after the wait; 1, n: its visits; 2, 0: after them
 
-IN_FLIGHT = 2  # exchanges under way at once, at most; fewer where a shard is passed on
+IN_FLIGHT = 2  # at most this many exchanges run together; fewer if one forwards a shard of the exchange before
 
 
 class Builder:
-    """Where the rows of ``rank`` lie in one pass, and its program, which follows from that."""
+    """Places the rows of ``rank`` in buffers for one pass, and builds the rank's program."""
 
     def __init__(self, work: PassSpec, rank: int) -> None:
         self.work, self.rank, self.groups, self.world = work, rank, work.groups, work.layout.world
@@ -45,28 +45,30 @@ class Builder:
         return Program(self.rank, self.groups, tuple(ops), several, self.sums, self.kept)
 
     def _owners(self) -> dict[tuple[Side, int, int], list[int]]:
-        """Whose shards lie side by side here: per side, context slice and part of the heads."""
+        """Return the owners whose shards share a buffer, by side, sequence group and part of the heads."""
         owners: dict[tuple[Side, int, int], set[int]] = defaultdict(set)
         for _, i, j, group, _ in self.cells:
             for side, owner in ((Side.QUERY, self.work.owner(i)), (Side.KEY, self.work.owner(j))):
                 owners[side, self.groups.context(owner), self.groups.part(side, group)].add(owner)
-        if self.groups.keep or self.groups.waves:  # whole slices: one message of a keeper's may be of any of its rows
+        if self.groups.keep or self.groups.waves:  # all members, because a cached message may carry any of their rows
             for side in Side if self.groups.keep else ():
                 owners[side, self.groups.context(self.rank), self.groups.part(side, self.rank % self.groups.query)]
-            for key in (edge.key for edge in self.edges if self.groups.waves):  # what it only passes on comes in parts
+            for key in (
+                edge.key for edge in self.edges if self.groups.waves
+            ):  # what it only passes on arrives in chunks
                 owners[key.side, self.groups.context(key.owner), key.part]
             return {key: [*self.groups.members(key[1])] for key in owners}
         return {key: sorted(these) for key, these in owners.items()}
 
     def _place(self, key: Key) -> Place:
-        """The buffer in which this rank uses a key's tensors."""
+        """Return the buffer in which this rank uses a key's tensors."""
         context = self.groups.context(key.owner)
         beside = self.slices.get((key.side, context, key.part))
         alone = beside is None or (len(beside.owners) == 1 and self.groups.chunks == 1)
         return key.side, key.owner if alone else self.world + context, key.part
 
     def _rows(self, edge: Edge) -> Rows:
-        """An edge's rows where this rank uses them."""
+        """Return an edge's rows, numbered as in the buffer where this rank uses them."""
         place = self._place(edge.key)
         if place[1] < self.world or edge.key.payload is Payload.INPUTS:
             return edge.rows
@@ -77,7 +79,7 @@ class Builder:
         return self.slices[side, which - self.world if which >= self.world else self.groups.context(which), part]
 
     def _held(self) -> dict[Place, Rows]:
-        """The rows of each buffer of shards."""
+        """Return the rows of each buffer of shards."""
         own = Rows.all(self.work.layout.lengths[self.rank])
         held = {(side, self.rank, part): own for side in Side for part in range(self.groups.count(side))}
         coming: dict[Place, list[Rows]] = defaultdict(list)
@@ -92,7 +94,7 @@ class Builder:
         return held
 
     def _sums(self) -> dict[Place, Rows]:
-        """The rows of each buffer of results."""
+        """Return the rows of each buffer of results."""
         own, returns = Rows.all(self.work.layout.lengths[self.rank]), self.work.direction.returns
         sums = {(side, self.rank, part): own for side in returns for part in range(self.groups.count(side))}
         going: dict[Place, list[Rows]] = defaultdict(list)
@@ -105,7 +107,7 @@ class Builder:
         return sums
 
     def _message(self, edge: Edge, *, sent: bool) -> Message:
-        """An edge at this end."""
+        """Return an edge as this rank sees it."""
         place, packed = self._place(edge.key), self.sums if edge.partial else self.held
         ends = sent != edge.partial  # a shard leaves, or results arrive
         if ends and (edge.owner == self.rank or place[1] < self.world) and edge.key.payload is not Payload.INPUTS:
@@ -116,20 +118,20 @@ class Builder:
         return Message(edge, place, self._rows(edge).within(packed[place]))
 
     def _moves(self) -> Iterator[Move]:
-        """This rank's own rows into its slice, and its results from there."""
+        """Yield the copies of this rank's rows into its sequence group's buffer, and of its results out of it."""
         for edge in self.edges:
             if edge.source == edge.target and self._place(edge.key)[1] >= self.world:
                 yield Move(self._message(edge, sent=True), self._message(edge, sent=False))
 
     def _order(self, visits: list[Visit]) -> list[Op]:
-        """Each exchange is posted once what it carries is here and visits of :data:`IN_FLIGHT` exchanges before are
-        done.
+        """Put visits, exchanges, waits and copies in order.
 
-        So it is on the wire while visits are computed, and the next is on its heels: under a causal mask some ranks
-        send more in a step than others, who need not wait for them.
+        An exchange is posted once its data is ready and the visits of the exchange :data:`IN_FLIGHT` before are done.
+        It then runs during the next visits, and the following exchange may already be posted. Under a causal mask some
+        ranks send more in a step than others, which so need not wait for them.
         """
         timeline: list[tuple[Moment, Op]] = []
-        ready: dict[tuple[Key, bool], Moment] = {}  # a shard came, or a sum (True) got its last part so far
+        ready: dict[tuple[Key, bool], Moment] = {}  # when a shard arrived, or a sum (True) got its latest part
         for n, visit in enumerate(sorted(visits, key=lambda v: v.step)):
             timeline.append(((visit.step, 1, n), visit))
             for side in visit.into:
@@ -168,12 +170,17 @@ class Builder:
             yield Visit(step, places, chunks, joined.packed(rows[Side.QUERY], rows[Side.KEY]), held, into)
 
     def at_once(self, rectangles: list[Rectangle]) -> Iterable[list[int]]:
-        """Those that are one visit: all that a step completes between two buffers, for a visit costs launches, and
-        folds its rows again."""
+        """Group rectangles into visits: one for all that a step completes between two buffers.
+
+        Fewer visits are faster, because each one costs launches and folds its rows again.
+        """
         return _positions((r.step, *r.places.values()) for r in rectangles).values()
 
     def _rectangles(self) -> list[Rectangle]:
-        """What is completed at each step, as few rectangles of shards: new queries with all keys, old with new ones."""
+        """Return the cells that each step completes, as few rectangles of shards as possible.
+
+        New queries meet all keys; old queries meet only new keys.
+        """
         keys_of: dict[tuple[Any, ...], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         for step, i, j, group, new in self.cells:
             between = (self.groups.context(self.work.owner(chunk)) for chunk in (i, j))
@@ -188,10 +195,10 @@ class Builder:
         return rectangles
 
     def products(self, keys: dict[int, list[int]], group: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """(Keys, queries) whose products are these cells of one step, and such as see nothing.
+        """Yield (keys, queries) whose products cover these cells of one step; other cells in them see nothing.
 
-        All queries with all keys if those are this rank's: what is seen of them is computed at this step then, for
-        either all the queries come at it, or all the keys.
+        If this rank computes every product of these queries and keys, one product suffices. All their visible cells
+        belong to this step, because either all the queries arrive at it, or all the keys.
         """
         queries, all_keys = tuple(keys), tuple(sorted({*chain(*keys.values())}))
         i, j = (self.work.owner(np.array(chunks)) for chunks in (queries, all_keys))
@@ -204,7 +211,10 @@ class Builder:
         yield from ((some, tuple(them)) for some, them in queries_of.items())
 
     def _tiles(self, rectangles: list[Rectangle]) -> list[Tiles]:
-        """Group rectangles that share queries, or keys, into one visit: a call costs more than a tile."""
+        """Return the tiles of each rectangle.
+
+        One call finds the tiles of all rectangles that share queries, or keys, because a call costs more than a tile.
+        """
         if self.groups.query == 1:  # a rectangle is a pair
             pairs = ((r.chunks[Side.QUERY][0], r.chunks[Side.KEY][0]) for r in rectangles)
             return [Tiles(self.known.by_pair[pair]) for pair in pairs]
@@ -227,7 +237,7 @@ class Builder:
 
 @dataclass(frozen=True, eq=False)
 class Rectangle:
-    """Cells of one head group that a step completes: of each of some queries' shards with each of some keys' shards."""
+    """Cells of one head group that a step completes: each of these query chunks with each of these key chunks."""
 
     step: int
     places: dict[Side, Place]
@@ -235,7 +245,7 @@ class Rectangle:
 
 
 def _positions(values: Iterable[Any]) -> dict[Any, list[int]]:
-    """Where each value stands."""
+    """Return the indices at which each value occurs."""
     at = defaultdict(list)
     for n, value in enumerate(values):
         at[value].append(n)
@@ -243,13 +253,13 @@ def _positions(values: Iterable[Any]) -> dict[Any, list[int]]:
 
 
 def _global_order(edge: Edge) -> tuple[Any, ...]:
-    """All ranks post in this order: messages between two ranks match by it."""
+    """Sort key of edges; all ranks post in this order, so messages between two ranks match."""
     key = edge.key
     return edge.step, edge.partial, edge.side.value, edge.owner, edge.source, key.part, key.payload.value, key.wave
 
 
 def _with_drops(ops: list[Op], rank: int, world: int) -> list[Op]:
-    """Add a Drop after the last use of each foreign shard, and of each slice's shards and results."""
+    """Add a Drop after the last use of each foreign shard, and of each sequence group's shards and results."""
     last: dict[tuple[Place, bool], int] = {}
     arriving: dict[int, list[Message]] = {}
     for n, op in enumerate(ops):

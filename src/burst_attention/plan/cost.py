@@ -1,4 +1,4 @@
-"""Bytes: the sum over edges, so that a prediction can't drift from what runs."""
+"""Message bytes, summed over a program's own edges, so that predictions equal what runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .rows import Direction, Payload, Side
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What an attention call moves per row of a shard.
+    """Shape of an attention call, which gives the bytes per row of a shard.
 
     ``io``, ``partial`` and ``accumulate`` are bytes per element of inputs, of partial results on the wire, and of sums.
     """
@@ -27,14 +27,14 @@ class Shape:
     accumulate: int
 
     def row_bytes(self, edge: Edge, direction: Direction) -> int:
-        """Bytes of one row of an edge, as the sweep sends it, were the heads not cut."""
+        """Return the bytes of one row of an edge, as the sweep sends it with whole heads."""
         wide = self.accumulate if edge.exact else self.io if edge.finished else self.partial
         return self.side_bytes(edge.side, direction, wide=wide if edge.partial else None, payload=edge.key.payload)
 
     def side_bytes(
         self, side: Side, direction: Direction, *, wide: int | None = None, payload: Payload = Payload.ALL
     ) -> int:
-        """Bytes of one row of a shard of ``side``, or of results for it in elements of ``wide`` bytes."""
+        """Return the bytes of one row of a side's shard, or of its results in elements of ``wide`` bytes."""
         if side is Side.KEY:  # k and v, or dK and dV
             return self.batch * self.kv_heads * (self.head_dim + self.v_head_dim) * (self.io if wide is None else wide)
         if direction is Direction.FORWARD:  # q, or (out, lse)
@@ -68,7 +68,7 @@ class Traffic:
 def sent_and_received(
     edges: Iterable[Edge], rank: int, shape: Shape, direction: Direction, groups: Groups
 ) -> tuple[int, int]:
-    """Bytes that ``rank`` sends and receives over ``edges`` in one pass."""
+    """Return the bytes that ``rank`` sends and receives over ``edges`` in one pass."""
     sent = received = 0
     for edge in edges:
         if edge.source != edge.target:

@@ -1,7 +1,7 @@
-"""Tiles in order, pair by pair, those joined that one band covers: a zigzag diagonal is one causal tile, not three.
+"""Sort tiles by pair, and join tiles that one band covers.
 
-A table's columns: query owner, key owner, region, then a tile. Thousands of documents have hundreds of thousands of
-tiles, so all is done by arrays.
+A zigzag diagonal, for example, becomes one causal tile instead of three. A table's columns are query owner, key owner,
+region, then a tile. Everything works on arrays, because thousands of documents have hundreds of thousands of tiles.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ MOST_AT_ONCE = 1 << 20  # pairs of tiles compared at a time
 
 
 def joined(table: np.ndarray) -> np.ndarray:
-    """The same seen by fewer tiles, sorted by query owner, key owner, query and key."""
+    """Return fewer tiles that cover the same pairs, sorted by query owner, key owner, query and key."""
     table = _in_order(table, (2, 3, 5))
     same = np.all(table[1:, :3] == table[:-1, :3], axis=1)
     if not same.any():
         return _in_order(table, (3, 5))
-    first = np.flatnonzero(np.r_[True, ~same])  # of each pair and region
+    first = np.flatnonzero(np.r_[True, ~same])  # first tile of each pair and region
     counts = np.diff(np.r_[first, len(table)])
     merged, at = [table[first[counts == 1]]], [first[counts == 1]]
     for count in np.unique(counts[counts > 1]).tolist():
@@ -37,12 +37,12 @@ def joined(table: np.ndarray) -> np.ndarray:
 
 
 def _in_order(table: np.ndarray, columns: tuple[int, ...]) -> np.ndarray:
-    """Sorted by owners, then by ``columns``. Tables come nearly so: what is in order is not sorted again."""
+    """Sort by owners, then by ``columns``. Most tables are nearly sorted, so sort only where needed."""
     order = None
     for column in (1, 0):
         owner = table[:, column] if order is None else table[order, column]
         if (owner[1:] < owner[:-1]).any():
-            narrow = np.int16 if int(owner.max()) < 1 << 15 else np.int64  # numpy sorts short integers by their digits
+            narrow = np.int16 if int(owner.max()) < 1 << 15 else np.int64  # numpy has a radix sort for int16
             turn = np.argsort(owner.astype(narrow), kind="stable")
             order = turn if order is None else order[turn]
     if order is not None:
@@ -59,7 +59,7 @@ def _in_order(table: np.ndarray, columns: tuple[int, ...]) -> np.ndarray:
 
 
 def _joinable(table: np.ndarray, begins: np.ndarray, count: int) -> np.ndarray:
-    """In which groups of ``count`` tiles two touch."""
+    """Return which groups of ``count`` tiles have two that touch, bool [groups]."""
     few = max(1, MOST_AT_ONCE // count**2)
     found = [np.zeros(0, bool)]
     for n in range(0, len(begins), few):
@@ -69,12 +69,15 @@ def _joinable(table: np.ndarray, begins: np.ndarray, count: int) -> np.ndarray:
 
 
 def _join(tiles: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(tiles [N, 6], the groups that they are of) of groups [G, n, 6]: in each, two that can be are joined, as long as
-    there are two."""
+    """Join pairs of tiles in each group [G, n, 6] until no two can be joined.
+
+    Returns:
+        Pairs of tiles [N, 6] and the groups to which they belong.
+    """
     done: list[tuple[np.ndarray, np.ndarray]] = []
     group, count = np.arange(len(tiles)), tiles.shape[1]
     pairs: Iterable[tuple[int, int]] = combinations(range(count), 2)
-    if count > 3:  # of many tiles few touch
+    if count > 3:  # few of many tiles touch
         few = max(1, MOST_AT_ONCE // count**2)
         touch = np.any([_touching(tiles[n : n + few]).any(0) for n in range(0, len(tiles), few)], 0)
         pairs = ((a, b) for a, b in np.argwhere(np.triu(touch)).tolist())
@@ -88,9 +91,9 @@ def _join(tiles: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def _touching(tiles: np.ndarray) -> np.ndarray:
-    """bool [G, n, n]: which two tiles of groups [G, n, 6] have queries and keys that touch.
+    """Return which tiles of groups [G, n, 6] touch in both queries and keys, bool [G, n, n].
 
-    Others can't be joined: between rows of a band that see something, all do.
+    Others can't be joined. If two rows of a band see something, all rows between them do too.
     """
     touch: np.ndarray = ~np.eye(tiles.shape[1], dtype=bool)[None]
     for column in (0, 2):
@@ -100,8 +103,10 @@ def _touching(tiles: np.ndarray) -> np.ndarray:
 
 
 def _around(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The tiles around a and b, and of which the band holds no pair that neither holds: they are disjoint, so areas
-    decide."""
+    """Return the smallest tiles around a and b, and which of them cover no other pair.
+
+    The tiles a and b are disjoint, so it suffices to compare areas.
+    """
     a, b = a.T, b.T
     q0, q1, k0, k1 = (f(a[n], b[n]) for n, f in enumerate((np.minimum, np.maximum, np.minimum, np.maximum)))
     shifts = [t[0] - q0 - (t[2] - k0) for t in (a, b)]

@@ -1,7 +1,7 @@
 """Which global positions each rank holds.
 
-A shard is a list of arithmetic segments: Python's ``range`` is one, and a table of integers holds many. A new layout is
-one function here; masks, routes and kernels follow from its segments.
+A shard is a list of arithmetic segments. A Python ``range`` is one segment, and an integer table holds many. To add a
+layout, write one function here; masks, routes and kernels follow from its segments.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import numpy as np
 from .balance import Segments, place
 from .mask import Mask
 
-Whole = Any  # an int, or an int64 array: what cuts says of one document or of many, for one rank or for many
-Pieces = tuple[tuple[Whole, Whole, int], ...]  # start, stop and stride of each piece, which may be empty
+Whole = Any  # an int, or an int64 array for several documents or ranks
+Pieces = tuple[tuple[Whole, Whole, int], ...]  # start, stop and stride of each piece; a piece may be empty
 
 
 def _contiguous(seqlen: Whole, world: int, rank: Whole) -> Pieces:
@@ -26,15 +26,15 @@ def _contiguous(seqlen: Whole, world: int, rank: Whole) -> Pieces:
 
 
 def _zigzag(seqlen: Whole, world: int, rank: Whole) -> Pieces:
-    """Chunks ``rank`` and ``2 * world - 1 - rank`` of 2 * world: every rank sees the same share of a causal triangle.
+    """Give each rank chunks ``rank`` and ``2 * world - 1 - rank`` of 2 * world chunks.
 
-    The remainder of the division goes to the first chunk of ranks 0, 1, ... and then to their last chunk, so that
-    shards differ by at most one token.
+    Every rank then has the same share of a causal triangle. The remainder of the division goes to the first chunk of
+    ranks 0, 1, ... and then to their last chunk, so shards differ by at most one token.
     """
     size, extra = seqlen // (2 * world), seqlen % (2 * world)
 
     def start(chunk: Whole) -> Whole:
-        late = np.maximum(0, extra - world)  # ranks whose second chunk is one longer; those chunks are the last ones
+        late = np.maximum(0, extra - world)  # ranks with a longer second chunk; they are the last chunks
         first = np.minimum(np.minimum(chunk, extra), world)
         return chunk * size + first + np.maximum(0, chunk - (2 * world - late))
 
@@ -43,9 +43,10 @@ def _zigzag(seqlen: Whole, world: int, rank: Whole) -> Pieces:
 
 
 def _zigzag_by_halves(seqlen: Whole, world: int, rank: Whole) -> Pieces:
-    """Zigzag in the first half of the sequence, and backward in the second: each quarter is spread over all ranks.
+    """Zigzag over the first half of the sequence, and in reverse over the second half.
 
-    Shards differ by at most one token, for the remainders of the halves go to ranks from either end.
+    Each quarter is spread over all ranks. Shards differ by at most one token, because the two halves give their
+    remainders to ranks from opposite ends.
     """
     half = seqlen // 2
     late = _zigzag(seqlen - half, world, world - 1 - rank)
@@ -56,19 +57,19 @@ def _striped(seqlen: Whole, world: int, rank: Whole) -> Pieces:
     return ((np.minimum(rank, seqlen), seqlen, world),)
 
 
-# What a name of LAYOUTS may end with: each document is cut over the ranks by itself. Commands don't offer it, for they
-# plan once for all batches, and here the documents decide who holds which tokens.
+# Suffix of a layout's name: each document is cut over the ranks separately. Commands don't offer it, because they plan
+# once for all batches, and here each batch's documents decide which rank holds which tokens.
 PER_DOCUMENT = "-per-document"
 
 BALANCED = "balanced"
-MOST_SEGMENTS = 1 << 16  # of all ranks, that are kept
+MOST_SEGMENTS = 1 << 16  # cache the table of all ranks up to this many segments
 
 LAYOUTS: dict[str, Callable[[Whole, int, Whole], Pieces]] = {
     "contiguous": _contiguous,
     "zigzag": _zigzag,
     "zigzag-by-halves": _zigzag_by_halves,
     "striped": _striped,
-    BALANCED: _zigzag,  # of one causal document; plan/balance.py says who holds which of several
+    BALANCED: _zigzag,  # for one causal document; plan/balance.py places several
 }
 
 STRETCHES = {"zigzag": 2, "zigzag-by-halves": 4}
@@ -76,7 +77,7 @@ STRETCHES = {"zigzag": 2, "zigzag-by-halves": 4}
 if TYPE_CHECKING:
     LayoutName: TypeAlias = str
     LayoutOrAuto: TypeAlias = str
-else:  # what command lines and configurations take
+else:  # command lines and configurations accept these names
     LayoutName = Literal[*LAYOUTS]
     LayoutOrAuto = Literal["auto", *LAYOUTS]
 
@@ -102,29 +103,33 @@ class Layout:
     seqlen: int
     world: int
     documents: tuple[int, ...] | None = field(default=None, repr=False)
-    mask: Mask | None = field(default=None, repr=False)  # that a balanced layout balances; None: causal
+    mask: Mask | None = field(default=None, repr=False)  # for a balanced layout; None: causal
 
     def __post_init__(self) -> None:
         if self._plain not in LAYOUTS:
             raise ValueError(
                 f"layout={self.name!r} is unknown; choose one of {', '.join(LAYOUTS)}, with {PER_DOCUMENT} after it to "
-                "cut each document by itself"
+                "cut each document separately"
             )
         if self._plain == BALANCED and self.per_document:
             raise ValueError(
-                f"layout={self.name!r}: {BALANCED} goes by the documents as it is; use layout={BALANCED!r}"
+                f"layout={self.name!r} is not allowed: {BALANCED} always follows the documents; use layout={BALANCED!r}"
             )
         if self.seqlen < 0 or self.world < 1:
             raise ValueError(f"seqlen={self.seqlen} must be at least 0 and world={self.world} at least 1")
 
     def segments(self, rank: int) -> Segments:
-        """The positions of ``rank`` in local order; empty segments are kept out."""
+        """Return the positions of ``rank`` in local order, without empty segments."""
         return tuple(
             range(start, start + n * stride, stride) for start, n, stride in self.table([rank])[:, 2:].tolist()
         )
 
     def table(self, ranks: Sequence[int]) -> np.ndarray:
-        """int64 [N, 5], the segments of these ranks: owner, local offset, first position, length, stride."""
+        """Return the segments of these ranks.
+
+        Returns:
+            int64 [N, 5]: owner, local offset, first position, length, stride.
+        """
         if self.name != BALANCED and self.world * len(self._parts) > MOST_SEGMENTS:
             return self._cut(ranks)
         table, begins = self._of_all
@@ -146,7 +151,7 @@ class Layout:
 
     @cached_property
     def _of_all(self) -> tuple[np.ndarray, np.ndarray]:
-        """The table of all ranks, and where in it each begins."""
+        """The table of all ranks, and each rank's first row in it."""
         if self.name == BALANCED:
             table = self._placed()
         else:
@@ -155,32 +160,32 @@ class Layout:
 
     @property
     def description(self) -> str:
-        """In words: equal on two ranks iff each holds the same tokens by both."""
+        """The name, with a digest if documents or the mask matter; equal on two ranks iff their layouts are."""
         return self.name + (f" (digest {digest(self)})" if self.documents or self.mask else "")
 
     def cut_for(self, mask: Mask, seqlen: int) -> Layout:
-        """The layout of this name for ``seqlen`` tokens of which ``mask`` says what is seen."""
+        """Return the layout of this name for ``seqlen`` tokens under ``mask``."""
         documents = tuple(mask.cu_seqlens) if self.per_document and mask.cu_seqlens is not None else None
         return replace(self, seqlen=seqlen, documents=documents, mask=mask if self.name == BALANCED else None)
 
     @property
     def by_mask(self) -> bool:
-        """Does it depend on the mask who holds which tokens?"""
+        """Whether the placement of tokens depends on the mask."""
         return self.per_document or self.name == BALANCED
 
     @property
     def stretches(self) -> int:
-        """Equal parts of the sequence, each of which is spread over all ranks alike."""
+        """Number of equal parts of the sequence of which each is spread evenly over all ranks."""
         return STRETCHES.get(self.name, 1)
 
     @property
     def spreads_documents(self) -> bool:
-        """Is each document over all ranks?"""
+        """Whether each document is spread over all ranks."""
         return self.per_document or self.name == "striped"
 
     @property
     def per_document(self) -> bool:
-        """Is each document cut by itself?"""
+        """Whether each document is cut separately."""
         return self._plain != self.name
 
     @property
@@ -189,36 +194,36 @@ class Layout:
 
     @property
     def _parts(self) -> tuple[int, ...]:
-        """Borders of what is cut by itself; a rank alone holds everything in order, whatever is cut."""
+        """Borders of the parts that are cut separately; a single rank holds everything in order."""
         apart = self.per_document and self.documents and self.world > 1
         return self.documents if apart else (0, self.seqlen)  # type: ignore[return-value]
 
     def _placed(self) -> np.ndarray:
-        """The table of a balanced layout."""
+        """Return the table of a balanced layout."""
         placed = place(self.mask or Mask(), self.seqlen, self.world, fold=_zigzag, plain=_contiguous)
         rows = [(rank, 0, s.start, len(s), 1) for rank, each in enumerate(placed) for s in each]
         table = np.array(rows, np.int64).reshape(-1, 5)
         offsets = np.cumsum(table[:, 3]) - table[:, 3]
-        first = np.searchsorted(table[:, 0], table[:, 0])  # of its rank
+        first = np.searchsorted(table[:, 0], table[:, 0])  # first row of the same rank
         table[:, 1] = offsets - offsets[first]
         return table
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """How many tokens each rank holds."""
+        """Number of tokens of each rank."""
         table, lengths = self.table(range(self.world)), np.zeros(self.world, np.int64)
         np.add.at(lengths, table[:, 0], table[:, 3])
         return tuple(lengths.tolist())
 
     def positions(self, rank: int) -> np.ndarray:
-        """int64 [S_local]: the global position of each local token of ``rank``."""
+        """Return the global position of each local token of ``rank``, int64 [S_local]."""
         _, offsets, firsts, counts, strides = self.table([rank]).T
         strides = np.repeat(strides, counts)
         return np.repeat(firsts, counts) + strides * (np.arange(len(strides)) - np.repeat(offsets, counts))
 
     @cached_property
     def gather_order(self) -> np.ndarray:
-        """int64 [S]: where each global position stands in the shards laid end to end by rank."""
+        """Place of each global position in the shards concatenated by rank, int64 [S]."""
         order = np.empty(self.seqlen, np.int64)
         order[np.concatenate([self.positions(rank) for rank in range(self.world)])] = np.arange(self.seqlen)
         return order

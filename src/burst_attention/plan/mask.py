@@ -1,4 +1,4 @@
-"""Which (query position, key position) pairs are seen, as disjoint bands over global positions."""
+"""Attention masks: the (query, key) pairs that are seen, as disjoint bands over global positions."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class Mask:
         if self.window is not None:
             object.__setattr__(self, "window", _integer("window", self.window))
             if self.window < 1:
-                raise ValueError(f"window={self.window} must be at least 1: a query sees itself")
+                raise ValueError(f"window={self.window} must be at least 1; a query always sees its own position")
             if not self.causal:
-                raise ValueError(f"window={self.window} needs causal=True: windows look back only")
+                raise ValueError(f"window={self.window} needs causal=True; a window covers earlier keys only")
         if self.prefix is not None:
             object.__setattr__(self, "prefix", _integer("prefix", self.prefix))
             if self.prefix < 0:
@@ -62,7 +62,7 @@ class Mask:
             values = given.tolist() if hasattr(given, "tolist") else list(given)
             values = list(values)
         except TypeError:
-            raise TypeError(f"cu_seqlens={given!r} must be a sequence of integers: borders [0, ..., S]") from None
+            raise TypeError(f"cu_seqlens={given!r} must be a sequence of integers, the borders [0, ..., S]") from None
         borders = tuple(_integer("cu_seqlens entry", value) for value in values)
         if not borders or borders[0] != 0:
             raise ValueError(f"cu_seqlens={_short(borders)} must start with 0, the first document's border")
@@ -72,16 +72,20 @@ class Mask:
         return borders
 
     def check(self, seqlen: int) -> None:
-        """Raise ValueError if this mask is not one over ``seqlen`` positions."""
+        """Raise ValueError if this mask doesn't fit ``seqlen`` positions."""
         if self.cu_seqlens is not None and self.cu_seqlens[-1] != seqlen:
             raise ValueError(
-                f"cu_seqlens ends at {self.cu_seqlens[-1]}, the sequence at {seqlen}; the last border must be seqlen"
+                f"cu_seqlens ends at {self.cu_seqlens[-1]}, the sequence at {seqlen}; the last border must equal seqlen"
             )
         if self.prefix is not None and self.prefix > seqlen:
-            raise ValueError(f"prefix={self.prefix} is longer than the sequence, seqlen={seqlen}")
+            raise ValueError(f"prefix={self.prefix} is longer than the sequence; it must be at most seqlen={seqlen}")
 
     def regions(self, seqlen: int) -> np.ndarray:
-        """int64 [R, 6]: disjoint (q_start, q_stop, k_start, k_stop, lo, hi); seen where lo <= q - k <= hi."""
+        """Return the seen pairs as disjoint bands.
+
+        Returns:
+            int64 [R, 6]: rows (q_start, q_stop, k_start, k_stop, lo, hi). A pair is seen where lo <= q - k <= hi.
+        """
         self.check(seqlen)
         far = max(seqlen - 1, 0)
         lo = 0 if self.causal else -far
@@ -97,7 +101,10 @@ class Mask:
         return np.stack([start, stop, start, stop, *band], axis=1)
 
     def dense(self, seqlen: int) -> np.ndarray:
-        """bool [S, S]: seen pairs written out from the definition, for oracles; not from :meth:`regions`."""
+        """Return the mask as bool [S, S], True where seen.
+
+        Reference code uses it. It follows the definition and does not call :meth:`regions`.
+        """
         self.check(seqlen)
         q, k = np.arange(seqlen)[:, None], np.arange(seqlen)[None, :]
         seen = (k <= q) if self.causal else np.ones((seqlen, seqlen), bool)
@@ -111,14 +118,14 @@ class Mask:
         return seen
 
     def document_positions(self, positions: np.ndarray) -> np.ndarray:
-        """Positions counted from the start of each one's document."""
+        """Return each position's offset from the start of its document."""
         if self.cu_seqlens is None:
             return positions
         borders = np.asarray(self.cu_seqlens, np.int64)
         return positions - borders[np.searchsorted(borders, positions, side="right") - 1]
 
     def __repr__(self) -> str:
-        """Every field that is set: it is also what ranks agree on."""
+        """Show all fields that are set. Ranks also compare this text to check that their masks are equal."""
         said = {field.name: getattr(self, field.name) for field in fields(self)}
         if self.cu_seqlens is not None:
             said["cu_seqlens"] = _short(tuple(self.cu_seqlens))

@@ -1,4 +1,4 @@
-"""What a rank's program is made of: its visits and the messages that it sends and receives, in order."""
+"""Parts of a rank's program: its visits, and the messages that it sends and receives, in order."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ from .route import Edge
 from .rows import Rows, Side, Where
 from .tile import Tiles
 
-# A buffer: of a side, one part of its heads, and the shard of one owner, or, beyond the ranks' numbers, several shards
-# of one context slice.
+# Names a buffer by side, owner and part of the heads. Numbers from the world size on stand for a sequence group, whose
+# shards lie in one buffer.
 Place = tuple[Side, int, int]
 
 
 @dataclass(frozen=True, eq=False)
 class Visit:
-    """Compute what a step completes of one head group here: cells between shards of two buffers, all of each pair's.
+    """Compute the cells of one head group, between two buffers, that a step completes.
 
-    ``held`` says where the rows lie in what is held, ``into`` where results go.
+    A visit computes all tiles of each of its pairs. ``held`` gives the rows' places in the held buffers, ``into`` the
+    places of the results.
     """
 
     step: int
     places: Mapping[Side, Place]
     chunks: Mapping[Side, tuple[int, ...]]
-    tiles: Tiles  # over buffers that hold just the rows that these cells touch
+    tiles: Tiles  # indices count only the rows that these cells touch
     held: Mapping[Side, Where]
     into: Mapping[Side, Where]
 
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """An edge as one of its ends sees it: where its rows lie in that end's buffer (None: they are all of it)."""
+    """An edge at one of its ends, with its rows' places in that end's buffer. None: they fill the buffer."""
 
     edge: Edge
     place: Place
@@ -41,7 +42,7 @@ class Message:
 
 @dataclass(frozen=True, eq=False)
 class Post:
-    """Start the exchange of a step; it goes on while what follows is computed."""
+    """Start the exchange of a step, which continues during the next visits."""
 
     step: int
     sends: tuple[Message, ...]
@@ -50,7 +51,7 @@ class Post:
 
 @dataclass(frozen=True, eq=False)
 class Wait:
-    """Finish the exchange of a step, then combine the partial results that it brought, in the order posted."""
+    """Finish the exchange of a step, then combine the partial results that arrived, in the order posted."""
 
     step: int
 
@@ -65,7 +66,10 @@ class Move:
 
 @dataclass(frozen=True, eq=False)
 class Drop:
-    """Forget a foreign shard or a slice, or (``partial``) results that were sent: nothing below needs them."""
+    """Free a buffer that no later operation needs.
+
+    It holds a foreign shard or a sequence group's shards or, with ``partial``, results that were sent.
+    """
 
     place: Place
     partial: bool = False
@@ -93,9 +97,9 @@ class Program:
 
     @property
     def edges(self) -> list[Edge]:
-        """The edges that start or end here."""
+        """Edges that start or end at this rank."""
         return [m.edge for op in self.ops if isinstance(op, Post) for m in (*op.sends, *op.receives)]
 
     def home(self, side: Side) -> list[Place]:
-        """Where this rank's own results of a side come together, part by part of the heads."""
+        """Return the buffers of this rank's results of a side, one for each part of the heads."""
         return [(side, self.rank, part) for part in range(self.groups.count(side))]

@@ -90,24 +90,28 @@ class Route:
 
     @property
     def direct(self) -> bool:
-        """Does each message depend on its two ends alone?"""
+        """Whether each message depends on its two ends alone."""
         return (self.out, self.home) == ("star", "star")
 
     @property
     def ring(self) -> bool:
-        """Does it follow the ring of ranks?"""
+        """Whether messages follow the ring of ranks."""
         return "path" in (self.out, self.home)
 
     def outward(
         self, key: Key, uses: Mapping[int, Use], groups: Groups, world: int, rank: int | None = None
     ) -> Iterator[Edge]:
-        """The edges by which ``key``'s tensors reach their users; along a path only those of ``rank``, if given."""
+        """Yield the edges by which ``key``'s tensors reach their users.
+
+        Args:
+            rank: along a path, yield only this rank's edges. None: all edges.
+        """
         away = self._by_distance(key, uses, groups, world)
         if self.out != "path":
             for members in self._by_node(away, key.owner):
                 (first, gate), *rest = members
                 yield Edge(first, key.owner, gate, key, Rows.union(uses[rank].rows for _, rank in members))
-                for distance, rank in rest:  # it came to the gate at an earlier step
+                for distance, rank in rest:  # it reached the gate at an earlier step
                     yield Edge(distance, gate, rank, key, uses[rank].rows)
             return
         far = max((distance for distance, _ in away), default=0)
@@ -125,12 +129,14 @@ class Route:
         finished: bool,
         rank: int | None = None,
     ) -> Iterator[Edge]:
-        """The edges by which partial results for ``key``'s owner come home; ``finished``: of one rank, so the whole.
+        """Yield the edges by which partial results return to ``key``'s owner.
 
-        Along a path only those of ``rank``, if given.
+        A partial computed at step v is sent in exchange v + 2, because exchange v + 1 is posted before it exists. A
+        rank on a path first receives (step t), then adds its own partial, then sends (step t + 1 or later).
 
-        A partial computed at step v is sent by exchange v + 2: exchange v + 1 was posted before it existed. A vertex
-        of a path first receives (step t), then adds its own partial, then sends (step t + 1 or later).
+        Args:
+            finished: a single rank computes the whole result.
+            rank: along a path, yield only this rank's edges. None: all edges.
         """
         away = self._by_distance(key, uses, groups, world)
         if self.home != "path":
@@ -143,7 +149,7 @@ class Route:
                 yield Edge(step + 1, gate, key.owner, key, rows, True, self.exact, finished)
             return
         first = min((distance for distance, _ in away), default=world)
-        # Its hops follow one another from the first, and none leaves before its own rank and those behind are done.
+        # Hops follow one another from the first user on. None starts before its rank and those behind it are done.
         done = sorted((distance, uses[user].last + 1 - distance) for distance, user in away)
         for hop in (hop - 1 for hop in _hops(key.owner, rank, world, range(first + 1, world + 1))):
             behind = max(ready for distance, ready in done if distance <= hop)
@@ -154,36 +160,39 @@ class Route:
 
     @property
     def by_nodes(self) -> bool:
-        """Does it matter who is on a node with whom?"""
+        """Whether messages depend on which ranks share a node."""
         return self.out == "nodes"
 
     @cached_property
     def description(self) -> str:
-        """The name, and where nodes matter a digest: equal on two ranks iff messages take the same ways."""
+        """The name, with a digest if nodes matter; equal on two ranks iff messages take the same paths."""
         if not (self.by_nodes and self.nodes):
             return self.name
-        numbers: dict[int, int] = {}  # the same nodes by other numbers are the same
+        numbers: dict[int, int] = {}  # nodes may be numbered differently
         places = [numbers.setdefault(node, len(numbers)) for node in self.nodes]
         told = hashlib.blake2b(repr(places).encode(), digest_size=8).hexdigest()
         return f"{self.name} ({len(numbers)}, digest {told})"
 
     def node(self, rank: int) -> int:
-        """The node of a rank, as far as it matters to the way of messages."""
+        """Return the node of a rank; each rank is a separate node if messages don't depend on nodes."""
         return self.nodes[rank] if self.nodes and self.by_nodes else rank
 
     def mates(self, rank: int) -> list[int]:
-        """The ranks of a rank's node, itself too: what passes through it comes from them, or is theirs."""
+        """Return the ranks of a rank's node, including itself; the rank forwards only messages from or for them."""
         return [other for other in range(len(self.nodes)) if self.node(other) == self.node(rank)] or [rank]
 
     @cached_property
     def node_size(self) -> int:
-        """How many ranks a node has, if messages go by nodes, and these are of neighbours and of one size; else 1."""
+        """Ranks per node if messages go by nodes, and all nodes are equally large runs of neighbours; otherwise 1."""
         size = self.nodes.count(self.nodes[0]) if self.nodes and self.by_nodes else 1
         alike = [self.nodes[n : n + size] for n in range(0, len(self.nodes), size)]
         return size if all(len(each) == size and len(set(each)) == 1 for each in alike) else 1
 
     def distance(self, groups: Groups, source: Ranks, rank: Ranks, world: int, *, wave: Ranks | int = 0) -> Ranks:
-        """The step at which what starts at ``source`` reaches ``rank``: by nodes, where that shares out their links."""
+        """Return the step at which data from ``source`` reaches ``rank``.
+
+        If sequence groups divide the nodes evenly, the order goes by nodes, which spreads the load on their links.
+        """
         inside = self.node_size // groups.query if self.node_size % groups.query == 0 else 1
         return groups.distance(source, rank, world, contexts=inside, wave=wave)
 
@@ -192,7 +201,7 @@ class Route:
         return sorted((self.distance(groups, owner, rank, world, wave=wave), rank) for rank in uses if rank != owner)
 
     def _by_node(self, away: list[tuple[int, int]], owner: int) -> list[list[tuple[int, int]]]:
-        """(Distance, rank) of those to whom one message from ``owner``, or home to it, is enough, by distance."""
+        """Group (distance, rank) pairs that share one message from or to ``owner``, in order of distance."""
         together: dict[tuple[int, int | None], list[tuple[int, int]]] = {}
         for distance, rank in away:
             node = self.node(rank)
@@ -202,9 +211,12 @@ class Route:
     def through_cache_owners(
         self, key: Key, uses: Mapping[int, Use], groups: Groups, *, finished: bool
     ) -> Iterator[Edge]:
-        """As :meth:`homeward`, of heads that are cut: first to the rank of the same heads in the owner's context slice.
+        """Yield the edges of :meth:`homeward` if heads are split.
 
-        There they are added up before they are rounded; ``finished``: there is one such rank.
+        Partials first go to the rank with the same heads in the owner's sequence group. It adds them before it rounds.
+
+        Args:
+            finished: only one such rank has results for ``key``.
         """
         by_keeper: dict[int, dict[int, Use]] = {}
         for _, rank in sorted((use.last, rank) for rank, use in uses.items()):
@@ -222,7 +234,7 @@ class Route:
 
 
 def _hops(owner: int, rank: int | None, world: int, hops: range) -> Iterator[int]:
-    """Those of ``hops`` from ``owner`` round the ring that end or begin at ``rank``; all of them if None."""
+    """Return the ``hops`` around the ring from ``owner`` that end or begin at ``rank``; all of them if None."""
     if rank is None:
         return iter(hops)
     into = (rank - owner) % world
@@ -239,6 +251,6 @@ ROUTES: dict[str, Route] = {
 if TYPE_CHECKING:
     RouteName: TypeAlias = str
     RouteOrAuto: TypeAlias = str
-else:  # what command lines and configurations take
+else:  # command lines and configurations accept these names
     RouteName = Literal[*ROUTES]
     RouteOrAuto = Literal["auto", *ROUTES]

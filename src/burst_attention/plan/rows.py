@@ -1,5 +1,7 @@
-"""The sides of a pair, the directions of a call, and sets of local rows: what of a shard some tile touches, and where
-it lies once packed."""
+"""Sides of a pair, directions of a call, and sets of local rows.
+
+A set holds the rows of a shard that some tile touches. It also finds their places in a packed buffer.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-Where = slice | np.ndarray  # positions in a buffer: a slice where they are consecutive, else an int64 index
+Where = slice | np.ndarray  # positions in a buffer: a slice if they are consecutive, else an int64 index
 
 
 class Side(Enum):
@@ -28,7 +30,7 @@ class Direction(Enum):
 
     @property
     def returns(self) -> tuple[Side, ...]:
-        """The sides for which computing a pair gives partial results: (out, lse); or dQ, and dK with dV."""
+        """Sides that get partial results: (out, lse) in a forward; dQ, and dK with dV, in a backward."""
         return (Side.QUERY,) if self is Direction.FORWARD else tuple(Side)
 
 
@@ -49,7 +51,7 @@ class Rows:
 
     @classmethod
     def of(cls, starts: np.ndarray, stops: np.ndarray) -> Rows:
-        """The union of intervals, given in any order."""
+        """Return the union of intervals in any order."""
         keep = stops > starts
         if not keep.all():
             starts, stops = starts[keep], stops[keep]
@@ -59,12 +61,12 @@ class Rows:
             order = np.argsort(starts, kind="stable")
             starts, stops = starts[order], stops[order]
         reach = np.maximum.accumulate(stops)
-        apart = starts[1:] > reach[:-1]  # from the interval before
+        apart = starts[1:] > reach[:-1]  # separate from the interval before
         return cls(np.concatenate([starts[:1], starts[1:][apart]]), np.concatenate([reach[:-1][apart], reach[-1:]]))
 
     @classmethod
     def all(cls, count: int) -> Rows:
-        """Rows 0 to ``count`` - 1."""
+        """Return rows 0 to ``count`` - 1."""
         return cls.of(np.array([0]), np.array([count]))
 
     @classmethod
@@ -86,12 +88,12 @@ class Rows:
         return int(self._offsets[-1])
 
     def locate(self, rows: np.ndarray) -> np.ndarray:
-        """Where rows of this set lie once it is packed: their rank within it."""
+        """Return the places of rows of this set once the set is packed."""
         at = np.searchsorted(self.starts, rows, side="right") - 1
         return self._offsets[at] + rows - self.starts[at]
 
     def within(self, packed: Rows) -> Where:
-        """Where this set lies in a buffer that holds ``packed``, a set around it."""
+        """Return the places of this set in a buffer that holds ``packed``, a superset."""
         begins = packed.locate(self.starts)
         sizes = self.stops - self.starts
         if not len(begins):
@@ -103,7 +105,7 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Union:
-    """Sets of rows, one for each of ``keys`` (int [N], ascending); arrays, for there may be many."""
+    """Sets of rows, one for each of ``keys`` (int [N], ascending), as arrays because there may be many."""
 
     keys: np.ndarray
     starts: np.ndarray
@@ -112,8 +114,8 @@ class Union:
 
     @classmethod
     def of(cls, keys: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Union:
-        """The union of the intervals [starts[n], stops[n]) of each key, none of them empty; in any order."""
-        apart = int(stops.max(initial=0)) + 1  # so that intervals of one key never reach into the next
+        """Unite the intervals [starts[n], stops[n]) of each key. They come in any order, and must not be empty."""
+        apart = int(stops.max(initial=0)) + 1  # keeps the intervals of different keys apart
         if (keys[1:] < keys[:-1]).any():  # stable: tables come in a few ascending runs, which are merged
             order = np.argsort(keys, kind="stable")
             keys, starts, stops = keys[order], starts[order], stops[order]
@@ -126,16 +128,16 @@ class Union:
 
     @property
     def counts(self) -> np.ndarray:
-        """How many rows each key has."""
+        """Number of rows of each key."""
         return np.diff(np.r_[0, np.cumsum(self.stops - self.starts)][self._cuts])
 
     @property
     def intervals(self) -> np.ndarray:
-        """How many intervals each key has."""
+        """Number of intervals of each key."""
         return np.diff(self._cuts)
 
     def sets(self) -> Iterator[tuple[int, Rows]]:
-        """Each key with its rows."""
+        """Yield each key with its rows."""
         for n, key in enumerate(self.keys.tolist()):
             cut = slice(self._cuts[n], self._cuts[n + 1])
             yield key, Rows(self.starts[cut], self.stops[cut])
@@ -149,7 +151,11 @@ def runs(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
 def painted(
     owner: np.ndarray, start: np.ndarray, stop: np.ndarray, color: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(owner, how many rows, the greatest color on them) of pieces, where each interval of an owner's rows has one."""
+    """Paint intervals of owners' rows, and return the greatest color of each piece.
+
+    Returns:
+        The owner, the number of rows and the greatest color of each painted piece.
+    """
     apart = int(stop.max(initial=0)) + 1
     start, stop = owner * apart + start, owner * apart + stop
     edges = np.unique(np.r_[start, stop])

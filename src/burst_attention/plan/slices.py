@@ -1,4 +1,4 @@
-"""Shards side by side: several owners' rows in one buffer, sorted by position, so that neighbours are one segment."""
+"""Several owners' shards in one buffer, sorted by position, so that adjacent segments join."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .waves import in_waves
 
 
 class Slice:
-    """The shards of ``owners``, the lowest position first. Of one owner it is the shard as it is.
+    """The shards of ``owners`` in one buffer, lowest position first. One owner's shard keeps its order.
 
     Args:
-        chunks: into how many a shard is cut (:class:`~burst_attention.plan.waves.Chunks`).
+        chunks: number of chunks per shard (:class:`~burst_attention.plan.waves.Chunks`).
     """
 
     def __init__(self, layout: Layout, owners: Iterable[int], *, chunks: int = 1) -> None:
@@ -30,7 +30,7 @@ class Slice:
         self._segments: dict[tuple[int, ...], np.ndarray] = {}
 
     def place(self, owner: int, rows: Rows) -> Rows:
-        """Where local rows of ``owner``'s shard lie here."""
+        """Return the places of local rows of ``owner``'s shard in this buffer."""
         if len(self.owners) == 1:
             return rows
         mine = self._table[:, 0] // self.chunks == owner
@@ -44,8 +44,12 @@ class Slice:
         return Rows.of(starts + shift, stops + shift)
 
     def segments(self, chunks: tuple[int, ...]) -> np.ndarray:
-        """int64 [N, 5], as :meth:`~burst_attention.plan.layout.Layout.table` gives, of these chunks' rows, by offset
-        here; neighbours whose positions go on are joined."""
+        """Return the segments of these chunks, with adjacent ones joined.
+
+        Returns:
+            int64 [N, 5] as in :meth:`~burst_attention.plan.layout.Layout.table`, but owner 0, and offsets in this
+            buffer.
+        """
         if chunks not in self._segments:
             of_them = np.isin(self._table[:, 0], chunks)
             table = self._table[of_them].copy()
@@ -55,7 +59,7 @@ class Slice:
 
 
 def _joined(table: np.ndarray) -> np.ndarray:
-    """Segments that go on where the one before ends, in this buffer and in positions, as one."""
+    """Join each segment with the next one if they are adjacent both in the buffer and in positions."""
     if len(table) < 2:
         return table
     _, offset, first, length, stride = table.T

@@ -1,7 +1,7 @@
-"""Layout x mask = tiles: the part of each (query shard x key shard) rectangle that the mask leaves.
+"""Tiles: the parts of each (query shard x key shard) rectangle that the mask leaves visible.
 
-For two segments of equal stride s, q - k = (q0 - k0) + s (i - j), so a band over global positions stays a band over
-local indices. All tiles of all pairs asked for are found at once, as one integer table.
+For two segments of equal stride s, q - k = (q0 - k0) + s (i - j). So a band over global positions stays a band over
+local indices. One call finds all tiles of all requested pairs, as one integer table.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from .waves import Chunks
 
 
 class Tile(NamedTuple):
-    """Rows [q_start, q_stop) x columns [k_start, k_stop), seen where lo <= i - j <= hi, counted from its corner.
+    """Rows [q_start, q_stop) x columns [k_start, k_stop), seen where lo <= i - j <= hi from the corner.
 
-    ``lo`` and ``hi`` are clamped to the diagonals that exist, and every row and every column sees something: a tile is
+    ``lo`` and ``hi`` are clamped to the diagonals that exist. Every row and every column has a visible pair. A tile is
     full iff ``lo == 1 - columns`` and ``hi == rows - 1``.
     """
 
@@ -43,12 +43,12 @@ class Tile(NamedTuple):
 
     @property
     def bounded_above(self) -> bool:
-        """Does ``lo`` cut anything off: the keys after a query's reach, as in a causal triangle?"""
+        """Whether ``lo`` masks later keys, as in a causal triangle."""
         return self.lo > 1 - self.columns
 
     @property
     def bounded_below(self) -> bool:
-        """Does ``hi`` cut anything off: the keys before a window?"""
+        """Whether ``hi`` masks earlier keys, as before a window."""
         return self.hi < self.rows - 1
 
     @property
@@ -56,7 +56,11 @@ class Tile(NamedTuple):
         return not (self.bounded_above or self.bounded_below)
 
     def part(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tile | None:
-        """What is seen inside these rows and columns (counted from the corner), tightened; None if nothing is."""
+        """Return the visible part inside these rows and columns, tightened; None if nothing is visible.
+
+        Args:
+            rows, columns: start and stop, counted from the tile's corner.
+        """
         (i, rows_stop), (j, columns_stop) = rows, columns
         lo, hi = self.lo - i + j, self.hi - i + j
         top, bottom, left, right, lo, hi = (int(x) for x in tighten(rows_stop - i, columns_stop - j, lo, hi))
@@ -88,12 +92,12 @@ class Tiles:
 
     @property
     def area(self) -> int:
-        """How many (query, key) pairs are seen."""
+        """Number of seen (query, key) pairs."""
         q0, q1, k0, k1, lo, hi = self.table.T
         return int(band_area(q1 - q0, k1 - k0, lo, hi).sum())
 
     def packed(self, q_rows: Rows, k_rows: Rows) -> Tiles:
-        """The same tiles over buffers that hold only ``q_rows`` and ``k_rows``."""
+        """Return the same tiles for buffers that hold only ``q_rows`` and ``k_rows``."""
         q0, q1, k0, k1, lo, hi = self.table.T
         q, k = q_rows.locate(q0), k_rows.locate(k0)
         return Tiles(np.stack([q, q + q1 - q0, k, k + k1 - k0, lo, hi], axis=1))
@@ -102,26 +106,35 @@ class Tiles:
 def pair_tiles(
     queries: Layout, keys: Layout, regions: np.ndarray, q_owners: Sequence[int], k_owners: Sequence[int]
 ) -> dict[tuple[int, int], Tiles]:
-    """The tiles of every pair (i, j) of ``q_owners`` x ``k_owners`` that has any.
+    """Return the tiles of every pair (i, j) of ``q_owners`` x ``k_owners`` that has any.
 
-    ``regions`` are the mask's (:meth:`Mask.regions`). Both layouts must give their segments one stride.
+    Args:
+        regions: the mask's bands (:meth:`Mask.regions`).
+
+    Raises:
+        ValueError: the two layouts' segments have different strides.
     """
     return _by_pair(_all_tiles(queries, keys, regions, q_owners, k_owners))
 
 
 def segment_tiles(q_segments: np.ndarray, k_segments: np.ndarray, regions: np.ndarray) -> dict[tuple[int, int], Tiles]:
-    """The tiles between segments as :meth:`Layout.table` gives them, by whatever stands in place of their owners."""
+    """Return the tiles between segments as in :meth:`Layout.table`, by the numbers in their owner column."""
     strides = set(np.unique(np.r_[q_segments[:, 4], k_segments[:, 4]]).tolist())
     return _by_pair(_intersect(q_segments, k_segments, regions, max(strides, default=1)))
 
 
 def wanted_tiles(layout: Layout | Chunks, regions: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """int64 [T, 8]: query owner, key owner, then a tile, in order, of the pairs of owners in ``wanted``, bool [W, W].
+    """Return the sorted tiles of the pairs of owners in ``wanted``.
 
-    If ``layout`` is cut into chunks, those stand in place of owners.
+    Args:
+        layout: a layout, or its chunks, which then replace the owners in the result.
+        wanted: bool [W, W], by query owner and key owner.
+
+    Returns:
+        int64 [T, 8]: query owner, key owner, then a tile.
     """
     waves = layout.world // len(wanted)
-    owners: dict[tuple[int, ...], list[int]] = {}  # key owners wanted -> the query owners that want just those
+    owners: dict[tuple[int, ...], list[int]] = {}  # wanted key owners -> query owners that want exactly those
     for i in np.flatnonzero(wanted.any(1)).tolist():
         owners.setdefault(tuple(np.flatnonzero(wanted[i]).tolist()), []).append(i)
     tables = [
@@ -133,12 +146,16 @@ def wanted_tiles(layout: Layout | Chunks, regions: np.ndarray, wanted: np.ndarra
 
 
 def _chunks(owners: Sequence[int], waves: int) -> Sequence[int]:
-    """All chunks of these owners."""
+    """Return all chunks of these owners."""
     return owners if waves == 1 else (np.asarray(owners)[:, None] * waves + np.arange(waves)).ravel().tolist()
 
 
 def region_tiles(layout: Layout | Chunks, regions: np.ndarray) -> np.ndarray:
-    """int64 [T, 9]: query owner, key owner, region of the mask, then a tile, not joined yet, of all pairs."""
+    """Return the tiles of all pairs before joining.
+
+    Returns:
+        int64 [T, 9]: query owner, key owner, region of the mask, then a tile.
+    """
     ranks = range(layout.world)
     return _all_tiles(layout, layout, regions, ranks, ranks)
 
@@ -161,7 +178,9 @@ def _all_tiles(
     q_segments, k_segments = queries.table(q_owners), keys.table(k_owners)
     strides = set(np.unique(np.r_[q_segments[:, 4], k_segments[:, 4]]).tolist())
     if len(strides) > 1:
-        raise ValueError(f"layouts {queries.name!r} and {keys.name!r} have different strides {sorted(strides)}")
+        raise ValueError(
+            f"layouts {queries.name!r} and {keys.name!r} have different strides {sorted(strides)}; use one"
+        )
     return _intersect(q_segments, k_segments, regions, strides.pop() if strides else 1)
 
 
@@ -172,15 +191,16 @@ def _ceil(a: np.ndarray, b: Any) -> np.ndarray:
 def clip_segments(
     segments: np.ndarray, start: np.ndarray, stop: np.ndarray, stride: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Local index range of each segment inside its interval [start, stop) of positions."""
+    """Return each segment's local index range inside its interval [start, stop) of positions."""
     first, count = segments[:, 2], segments[:, 3]
     return np.maximum(0, _ceil(start - first, stride)), np.minimum(count, _ceil(stop - first, stride))
 
 
 def meeting(segments: np.ndarray, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(interval, segment) numbers of all that may share a position, for N segments and M intervals [start, stop).
+    """Return the indices (interval, segment) of all pairs that may share a position.
 
-    Not all N x M: thousands of documents, each cut over the ranks by itself, are thousands of both.
+    It avoids comparing all N segments with all M intervals [start, stop): thousands of documents, each cut over the
+    ranks separately, give thousands of both.
     """
     first, last = segments[:, 2], segments[:, 2] + (segments[:, 3] - 1) * segments[:, 4]
     order = np.argsort(first, kind="stable")
@@ -191,7 +211,11 @@ def meeting(segments: np.ndarray, start: np.ndarray, stop: np.ndarray) -> tuple[
 
 
 def _intersect(q_segments: np.ndarray, k_segments: np.ndarray, regions: np.ndarray, stride: int) -> np.ndarray:
-    """int64 [T, 9]: query owner, key owner, region, then a tile, for every segment x segment x region not empty."""
+    """Return a tile for every non-empty intersection of two segments and a region.
+
+    Returns:
+        int64 [T, 9]: query owner, key owner, region, then a tile.
+    """
     region, q_at = meeting(q_segments, regions[:, 0], regions[:, 1])
     at, k_at = meeting(k_segments, regions[region, 2], regions[region, 3])
     region = region[at]
@@ -206,4 +230,4 @@ def _intersect(q_segments: np.ndarray, k_segments: np.ndarray, regions: np.ndarr
     q_base, k_base = q[:, 1] + i0, k[:, 1] + j0
     tile = (q_base + top, q_base + bottom, k_base + left, k_base + right, lo, hi)
     seen &= (bottom > top) & (right > left)
-    return np.stack([x[seen] for x in (q[:, 0], k[:, 0], region, *tile)]).T  # a column's numbers lie side by side
+    return np.stack([x[seen] for x in (q[:, 0], k[:, 0], region, *tile)]).T  # each column is contiguous in memory

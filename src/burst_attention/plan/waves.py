@@ -20,9 +20,10 @@ from .rows import Direction, Rows
 
 @dataclass(frozen=True)
 class Chunks:
-    """A layout's shards, each in ``waves`` chunks: chunk ``owner * waves + n`` is ``owner``'s part of the n-th stretch.
+    """A layout's shards, each cut into ``waves`` chunks by position.
 
-    To tiles it is a layout of as many owners as there are chunks; offsets are those of the shards.
+    Chunk ``owner * waves + n`` is ``owner``'s part of the n-th stretch of the sequence. Code that finds tiles takes it
+    as a layout with one owner per chunk. Offsets still count from the start of the shard.
     """
 
     layout: Layout
@@ -34,12 +35,12 @@ class Chunks:
 
     @property
     def world(self) -> int:
-        """How many chunks there are."""
+        """Number of chunks."""
         return self.layout.world * self.waves
 
     @cached_property
     def borders(self) -> np.ndarray:
-        """int64 [W, waves + 1]: the local rows where each shard's chunks begin and end."""
+        """Local rows at which each shard's chunks begin and end, int64 [W, waves + 1]."""
         owner, _, first, count, stride = self.layout.table(range(self.layout.world)).T
         borders = np.zeros((self.waves + 1, self.layout.world), np.int64)
         for n in range(1, self.waves + 1):
@@ -50,15 +51,15 @@ class Chunks:
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """How many tokens each chunk has."""
+        """Number of tokens of each chunk."""
         return tuple(np.diff(self.borders, axis=1).ravel().tolist())
 
     def rows(self, owner: int, n: int) -> Rows:
-        """Local rows of a chunk."""
+        """Return the local rows of a chunk."""
         return Rows.of(self.borders[owner, n : n + 1], self.borders[owner, n + 1 : n + 2])
 
     def table(self, chunks: Sequence[int]) -> np.ndarray:
-        """As :meth:`Layout.table`, of these chunks, in place of owners."""
+        """Return the segments of these chunks as :meth:`Layout.table` does, with chunks in place of owners."""
         asked = np.asarray(chunks, np.int64)
         table = self.layout.table(np.unique(asked // self.waves).tolist())
         owner, offset, first, count, stride = (x[:, None] for x in table.T)
@@ -73,11 +74,14 @@ class Chunks:
 
 
 def wave_of(chunk: Ranks, chunks: int, direction: Direction) -> Ranks:
-    """By which wave it comes, of ``chunks`` to a shard: the first rows first, in a backward the last."""
+    """Return a chunk's place in the exchange of ``chunks`` per shard.
+
+    A forward starts with the first rows, a backward with the last.
+    """
     place = chunk % chunks
     return place if direction is Direction.FORWARD else chunks - 1 - place
 
 
 def in_waves(layout: Layout, waves: int) -> Layout | Chunks:
-    """``layout``'s shards cut so; one wave, or none, cuts nothing."""
+    """Return ``layout`` cut into chunks, or unchanged if ``waves`` is 0 or 1."""
     return Chunks(layout, waves) if waves > 1 else layout
