@@ -1,4 +1,4 @@
-"""Who computes which cells at which step, hence who needs which rows of what, and the edges that bring them."""
+"""Which rank computes which cells at which step, which rows it therefore needs, and the edges that send them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROWS_AT_ONCE = 64
 
 @dataclass(frozen=True, eq=False)
 class PassSpec:
-    """One pass of a call: whose tokens, what is seen, who computes it, and how it gets there."""
+    """One pass of a call: layout, visible pairs, assignment to ranks, and route."""
 
     layout: Layout
     regions: np.ndarray
@@ -33,36 +33,38 @@ class PassSpec:
     groups: Groups
     route: Route
     direction: Direction
-    tables: dict[bytes, np.ndarray] = field(default_factory=dict)  # tiles by pairs wanted, kept for the other passes
-    by_slices: bool = False  # does it depend on the context slices of a pair alone who computes it?
+    tables: dict[bytes, np.ndarray] = field(default_factory=dict)  # tiles by wanted pairs, shared by all passes
+    by_slices: bool = False  # the rank that computes a pair depends only on the pair's sequence groups
 
     @cached_property
     def chunks(self) -> Layout | Chunks:
-        """What travels by itself: the shards, or their chunks."""
+        """The parts that are sent separately: the shards, or their chunks."""
         return in_waves(self.layout, self.groups.chunks)
 
     def owner(self, chunk: Ranks) -> Ranks:
-        """Whose shard a chunk is of."""
+        """Return the owner of a chunk's shard."""
         return chunk // self.groups.chunks
 
     def wave(self, chunk: Ranks) -> Ranks:
-        """By which wave it comes."""
+        """Return a chunk's place in the order of the exchange."""
         return wave_of(chunk, self.groups.chunks, self.direction)
 
     def rows_of(self, owner: int, place: int) -> Rows:
-        """Local rows of the chunk at this place in its shard."""
+        """Return the local rows of the chunk at this place in its shard."""
         chunks = self.chunks
         return chunks.rows(owner, place) if isinstance(chunks, Chunks) else Rows.all(chunks.lengths[owner])
 
     @property
     def fetched_before(self) -> bool:
-        """Is this a backward whose inputs were kept by the forward?"""
+        """Whether this is a backward whose inputs the forward cached."""
         return self.groups.keep and self.direction is Direction.BACKWARD
 
     def cells(self, rank: int | None = None) -> Cells:
-        """All cells that see anything, one for each tile; of ``rank`` those that it must know.
+        """Return all cells that see anything, one for each tile.
 
-        It must know what it owns, computes or keeps, and what it may pass on: within its node, or, on a path, all.
+        Args:
+            rank: return only the cells that this rank must know: those that it owns, computes or caches, and those that
+                it may forward. It forwards within its node; along a path it may forward all. None: all cells.
         """
         world, groups = self.layout.world, self.groups
         known_by = None if self.route.ring else rank
@@ -81,17 +83,20 @@ class PassSpec:
         query, key = (
             self.route.distance(groups, x, ranks, world, wave=self.wave(y)) for x, y in zip(own, (i, j), strict=True)
         )
-        if self.fetched_before:  # the query side's gradients start at home, the inputs where they were kept
+        if self.fetched_before:  # the query side's gradients start at their owner, the inputs at the cache
             kept = [groups.cache_owner(group, groups.context(owner)) for owner in own]
             before = [self.route.distance(groups, source, ranks, world) for source in kept]
             query, key = np.maximum(query, before[0]), before[1]
         return Cells(i, j, group, ranks, query, key, table[:, 2:])
 
     def _wanted(self, rank: int | None) -> np.ndarray:
-        """bool [W, W]: the pairs of owners of which ``rank`` must know any cell; a few rows at a time, for the numbers
-        of all pairs of thousands of ranks take more room than a program."""
+        """Return the pairs of owners of which ``rank`` must know any cell, bool [W, W].
+
+        It fills a few rows at a time. For thousands of ranks the integers of all pairs would need more memory than a
+        program.
+        """
         size = self.groups.query if self.by_slices else 1
-        first = np.arange(0, self.layout.world, size)  # of a context slice stands for it
+        first = np.arange(0, self.layout.world, size)  # a sequence group's first rank represents it
         wanted = np.zeros((len(first), len(first)), bool)
         for begin in range(0, len(first), ROWS_AT_ONCE):
             rows = slice(begin, begin + ROWS_AT_ONCE)
@@ -100,28 +105,32 @@ class PassSpec:
         return wanted.repeat(size, 0).repeat(size, 1)
 
     def _table(self, wanted: np.ndarray) -> np.ndarray:
-        """The tiles of these pairs, in order: a forward's are mostly its backward's."""
+        """Return the sorted tiles of these pairs, cached because forward and backward mostly share them."""
         key = bytes([self.groups.chunks]) + blake2b(np.packbits(wanted).data, digest_size=16).digest()
         if key not in self.tables:
             self.tables[key] = wanted_tiles(self.chunks, self.regions, wanted)
         return self.tables[key]
 
     def _concerns(self, rank: int | None, i: np.ndarray, j: np.ndarray, group: int) -> np.ndarray:
-        """Must ``rank`` know the cells (i, j, group), of shards i and j? None: all."""
+        """Return whether ``rank`` must know the cells (i, j, group) of shards i and j. None: all cells."""
         if rank is None:
             return np.ones(np.broadcast_shapes(i.shape, j.shape), bool)
         groups = self.groups
         known = (i == rank) | (j == rank) | np.isin(self.cube(i, j, group), self.route.mates(rank))
-        if groups.query > 1:  # what it keeps, and whose partial results pass through it
+        if groups.query > 1:  # cells that it caches, or whose partial results it forwards
             alike = self.cube(i, j, group) % groups.query == rank % groups.query
             own = groups.context(rank)
             known |= alike & ((groups.context(i) == own) | (groups.context(j) == own))
         return known
 
     def edges(self, cells: Cells, rank: int | None = None) -> list[Edge]:
-        """Every edge that these cells ask for; of all cells, every edge of the pass. Only those of ``rank`` if given.
+        """Return every edge that these cells need.
 
-        An edge from a rank to itself, of heads that are cut, is on no wire.
+        With split heads, an edge from a rank to itself is a local copy.
+
+        Args:
+            cells: from :meth:`cells`. All cells give every edge of the pass.
+            rank: return only this rank's edges. None: all edges.
         """
         world, groups, edges = self.layout.world, self.groups, list[Edge]()
         uses = self._uses(cells)
@@ -145,7 +154,7 @@ class PassSpec:
         return [e for e in edges if rank is None or rank in (e.source, e.target)]
 
     def _fetched(self, uses: Uses, rank: int | None) -> Iterator[tuple[Key, dict[int, Use]]]:
-        """What travels out, and to whom."""
+        """Yield the tensors that are sent out, with the ranks that use them."""
         groups = self.groups
         if not groups.keep:
             yield from ((self.key(*key), users) for key, users in uses.items())
@@ -172,7 +181,10 @@ class PassSpec:
         return wider
 
     def _from_cache_owners(self, uses: Uses) -> Iterator[tuple[Key, dict[int, Use]]]:
-        """What a forward kept, to ranks of the same head group that need it; rows of the whole context slice."""
+        """Yield the cached tensors, with the ranks of the same head group that need them.
+
+        Rows count in the buffer of the whole sequence group.
+        """
         groups = self.groups
         rows: dict[Key, dict[int, list[Rows]]] = defaultdict(lambda: defaultdict(list))
         slices: dict[int, Slice] = {}
@@ -190,14 +202,17 @@ class PassSpec:
             yield key, {user: Use(Rows.union(many), 0) for user, many in wanted.items()}
 
     def _ranks(self, side: Side, owner: int, part: int) -> np.ndarray:
-        """The ranks that would compute cells of this key if all were seen."""
+        """Return the ranks that would compute cells of this key under a full mask."""
         ranks = np.arange(self.layout.world)
         pairs = (np.full_like(ranks, owner), ranks) if side is Side.QUERY else (ranks, np.full_like(ranks, owner))
         groups = [g for g in range(self.groups.query) if self.groups.part(side, g) == part]
         return np.unique([self.cube(*pairs, g) for g in groups])
 
     def _uses(self, cells: Cells) -> Uses:
-        """Who needs which rows of whom, and until which step. Complete for the ranks whose cells are all there."""
+        """Return which rank needs which rows of which chunk, and until which step.
+
+        The result is complete for a rank if ``cells`` has all of its cells.
+        """
         uses: Uses = {}
         groups, world = self.groups, self.layout.world
         for side, column in ((Side.QUERY, 0), (Side.KEY, 2)):
@@ -212,13 +227,20 @@ class PassSpec:
         return uses
 
 
-Uses = dict[tuple[Side, int, int], dict[int, Use]]  # side, chunk, part of the heads: by rank
+Uses = dict[tuple[Side, int, int], dict[int, Use]]  # (side, chunk, part of the heads) -> rank -> use
 
 
 @dataclass(frozen=True, eq=False)
 class Cells:
-    """int64 [N] each: the query's chunk, the key's, head group, who computes it, and at which step each of the two
-    comes; and a tile of it [N, 6], in :class:`~burst_attention.plan.tile.Tile`'s order."""
+    """Cells as arrays: one entry for each tile.
+
+    Attributes:
+        i, j: int64 [N], the query's chunk and the key's.
+        group: int64 [N], the head group.
+        rank: int64 [N], the rank that computes the cell.
+        query, key: int64 [N], the steps at which the two chunks arrive there.
+        tiles: int64 [N, 6], in the order of :class:`~burst_attention.plan.tile.Tile`.
+    """
 
     i: np.ndarray
     j: np.ndarray
@@ -230,15 +252,18 @@ class Cells:
 
     @cached_property
     def step(self) -> np.ndarray:
-        """At which it is computed."""
+        """The step at which each cell is computed."""
         return np.maximum(self.query, self.key)
 
     def chunks(self, side: Side) -> np.ndarray:
         return self.i if side is Side.QUERY else self.j
 
     def at(self, rank: int) -> list[tuple[int, int, int, int, bool]]:
-        """(step, query's chunk, key's, group, is it at this step that the query comes?) of what ``rank`` computes, each
-        once, in this order."""
+        """Return the distinct cells that ``rank`` computes, sorted.
+
+        Returns:
+            Tuples of step, query chunk, key chunk, head group, and whether the query chunk arrives at this step.
+        """
         first = self.first
         new = self.query[first] == self.step[first]
         table = np.stack([self.step[first], self.i[first], self.j[first], self.group[first], new], 1)
@@ -246,13 +271,13 @@ class Cells:
 
     @cached_property
     def first(self) -> np.ndarray:
-        """Where another cell begins."""
+        """Indices at which a new cell begins."""
         fields = (self.i, self.j, self.group)
         return np.flatnonzero(np.r_[bool(len(self.i)), np.logical_or.reduce([x[1:] != x[:-1] for x in fields])])
 
     @cached_property
     def by_pair(self) -> dict[tuple[int, int], np.ndarray]:
-        """The tiles of each pair, of heads that are not cut."""
+        """The tiles of each pair, for whole heads."""
         ends = [*self.first[1:].tolist(), len(self.i)]
         first = self.first
         named = zip(self.i[first].tolist(), self.j[first].tolist(), first.tolist(), ends, strict=True)

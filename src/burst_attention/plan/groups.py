@@ -23,7 +23,7 @@ class Groups:
 
     Args:
         query: U, the Ulysses degree.
-        key: into how many parts keys and values are split: ``query``, or the number of key-value heads if smaller.
+        key: the number of parts of keys and values: ``query``, or the number of key-value heads if smaller.
         keep: whether the forward caches the q, k and v of its sequence group for the backward, instead of the rank's
             own.
         waves: the number of chunks, by position, in which a sequence group's shards arrive. 0: one owner at a time.
@@ -39,13 +39,13 @@ class Groups:
         """Split heads into ``count`` groups.
 
         Raises:
-            ValueError: the heads don't divide.
+            ValueError: these heads can't be split into ``count`` groups.
         """
         if not cls.divide(count, q_heads=q_heads, kv_heads=kv_heads):
             raise ValueError(
                 f"ulysses_degree={count} can't split {q_heads} query heads and {kv_heads} key-value heads; it must "
-                "divide the key-value heads, or be a multiple of them that divides the query heads. Choose another, "
-                "or 'auto'"
+                "divide the key-value heads, or be a multiple of them that divides the query heads. Choose another "
+                "degree, or 'auto'"
             )
         return cls(count, min(count, kv_heads), keep, waves)
 
@@ -55,11 +55,11 @@ class Groups:
         return kv_heads % count == 0 or (count % kv_heads == 0 and q_heads % count == 0)
 
     def count(self, side: Side) -> int:
-        """Return into how many parts a side's heads are split."""
+        """Return the number of parts of a side's heads."""
         return self.query if side is Side.QUERY else self.key
 
     def part(self, side: Side, group: Ranks) -> Ranks:
-        """Return which part of a side's heads a group needs."""
+        """Return the part of a side's heads that a group needs."""
         return group * self.count(side) // self.query
 
     def context(self, rank: Ranks) -> Ranks:
@@ -76,7 +76,7 @@ class Groups:
 
     @property
     def chunks(self) -> int:
-        """Return how many parts of a shard are sent separately."""
+        """Number of parts of a shard that are sent separately."""
         return max(1, self.waves)
 
     def distance(self, source: Ranks, rank: Ranks, world: int, *, contexts: int = 1, wave: Ranks | int = 0) -> Ranks:

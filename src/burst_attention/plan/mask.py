@@ -22,14 +22,14 @@ def _integer(name: str, value: Any) -> int:
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys each query sees. One mask holds for all rows of a batch.
+    """Which keys each query sees. All rows of a batch share one mask.
 
     Args:
         causal: a query at position p sees keys at positions <= p.
-        window: how many keys a query sees, itself included (needs ``causal``).
-        cu_seqlens: global document borders ``[0, ..., S]``; a query sees only keys of its document. Any sequence
-            of integers or a 1-D tensor; repeated borders are empty documents.
-        prefix: positions < ``prefix`` are seen by every query (refused with ``cu_seqlens`` or ``window``).
+        window: the number of keys that a query sees, including its own position. Needs ``causal``.
+        cu_seqlens: global document borders ``[0, ..., S]``. A query sees only keys of its document. Pass any sequence
+            of integers or a 1-D tensor. Repeated borders are empty documents.
+        prefix: every query sees positions < ``prefix``. It can't be combined with ``cu_seqlens`` or ``window``.
     """
 
     causal: bool = True

@@ -28,9 +28,9 @@ class Schedule:
     """One sequence over ``layout.world`` ranks, as ``rank`` sees it. Integers only; it needs no process group.
 
     Attributes:
-        strategy: what its calls were asked to do. Fields that are ``auto`` are chosen by
-            :class:`~burst_attention.planner.planner.Planner`, for each shape of a call.
-        builder: makes a rank's program.
+        strategy: how to compute calls. :class:`~burst_attention.planner.planner.Planner` chooses the fields that are
+            ``auto``, for each call shape.
+        builder: class that builds a rank's program.
 
     Raises:
         TypeError, ValueError: the strategy doesn't fit these ranks, or the mask this sequence.
@@ -74,12 +74,12 @@ class Schedule:
 
     @cached_property
     def memo(self) -> dict[Hashable, Any]:
-        """What others derive from this schedule and keep with it. No part of its value."""
+        """Values that other modules derive from this schedule and cache here. They don't affect equality."""
         return {}
 
     @cached_property
     def description(self) -> dict[str, object]:
-        """What must be equal on all ranks: short, yet equal on two ranks only for the same schedule."""
+        """A short description that ranks compare; equal on two ranks only if their schedules are."""
         strategy = self.strategy
         return {
             "seqlen": self.layout.seqlen,
@@ -101,12 +101,12 @@ class Schedule:
         return replace(self, mask=mask)
 
     def pairs(self) -> dict[tuple[int, int], Tiles]:
-        """The tiles of all pairs of shards that have any."""
+        """Return the tiles of all pairs of shards that have any."""
         ranks = range(self.layout.world)
         return pair_tiles(self.layout, self.layout, self.regions, ranks, ranks)
 
     def program(self, circulate: str, direction: Direction, groups: Groups = WHOLE) -> Program:
-        """This rank's program for one pass.
+        """Return this rank's program for one pass.
 
         Args:
             travels: which tensors circulate, a name of :data:`~burst_attention.plan.assignment.CIRCULATIONS`.
@@ -117,17 +117,17 @@ class Schedule:
         return self._programs[key]
 
     def work(self, circulate: str, direction: Direction, groups: Groups = WHOLE) -> PassSpec:
-        """One pass of such a call, for all ranks."""
+        """Return the specification of one pass, for all ranks."""
         contexts = self.layout.world // groups.query
         cube = heads(groups, CIRCULATIONS[circulate](contexts)[direction])
         return PassSpec(self.layout, self.regions, cube, groups, self.route, direction, self._tables, by_slices=True)
 
     def assigned(self, assign: Assignment, direction: Direction) -> Program:
-        """This rank's program for any assignment of pairs to ranks."""
+        """Return this rank's program for any assignment of pairs to ranks."""
         return self.assigned_cube(heads(WHOLE, assign), direction, WHOLE)
 
     def assigned_cube(self, cube: Cube, direction: Direction, groups: Groups) -> Program:
-        """This rank's program for any assignment of cells to ranks."""
+        """Return this rank's program for any assignment of cells to ranks."""
         work = PassSpec(self.layout, self.regions, cube, groups, self.route, direction, self._tables)
         return self.builder(work, self.rank).program()
 
@@ -144,7 +144,7 @@ class Schedule:
         return sum(self.layout.lengths[owner] for owner in groups.members(groups.context(self.rank)))
 
     def traffic(self, shape: cost.Shape, circulate: str, groups: Groups = WHOLE) -> cost.Traffic:
-        """Bytes that this rank sends and receives in one forward and one backward."""
+        """Return the bytes that this rank sends and receives in one forward and one backward."""
         passes = ((self.program(circulate, direction, groups).edges, direction) for direction in Direction)
         return cost.Traffic(
             *(n for edges, d in passes for n in cost.sent_and_received(edges, self.rank, shape, d, groups))

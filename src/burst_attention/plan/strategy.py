@@ -23,9 +23,10 @@ class Strategy:
 
     Attributes:
         layout: which tokens each rank holds. ``zigzag`` is balanced for causal masks. ``zigzag-by-halves`` spreads
-            each quarter of the sequence over all ranks. ``contiguous`` and ``striped`` are what they say.
-            ``-per-document`` after a name lays out each packed document separately. ``balanced`` follows the mask: it
-            keeps documents that fit on one rank whole and spreads the others.
+            each quarter of the sequence over all ranks. ``contiguous``: one stretch per rank. ``striped``: of ``world``
+            ranks, each holds every ``world``-th token. ``-per-document`` after a name lays out each packed document
+            separately. ``balanced`` follows the mask: it keeps documents that fit on one rank whole and spreads the
+            others.
         route: how a shard reaches the ranks that need it. ``direct``: from its owner to each of them.
             ``ring``: around the ring; partial results go straight home. ``ring-attention``: both go around the ring.
             ``nodes``: once to each node, and there from rank to rank.
@@ -56,7 +57,7 @@ class Strategy:
 
     def __post_init__(self) -> None:
         if self.layout != "auto":
-            Layout(self.layout, 0, 1)  # which knows its names
+            Layout(self.layout, 0, 1)  # raises if the name is unknown
         if self.route != "auto" and self.route not in ROUTES:
             raise ValueError(f"route={self.route!r} is unknown; choose one of auto, {', '.join(ROUTES)}")
         if self.circulate != "auto" and self.circulate not in CIRCULATIONS:
@@ -72,7 +73,7 @@ class Strategy:
             raise ValueError(f"chunks={chunks!r} must be a number of chunks, 0 to {MOST_CHUNKS}, or 'auto'")
 
     def __repr__(self) -> str:
-        """The expression that makes it, without what is left to the planner."""
+        """Return the expression that makes this strategy, without ``auto`` fields."""
         said = (
             f"{each.name}={getattr(self, each.name)!r}" for each in fields(self) if getattr(self, each.name) != "auto"
         )
@@ -83,7 +84,7 @@ class Strategy:
         return replace(self, ulysses_degree=world) if self.ulysses_degree == "all" else self
 
 
-# The published schemes, and what each of them fixes.
+# The published schemes, with the fields that each fixes.
 NAMED = {
     "auto": Strategy(),
     "burst-attention": Strategy(layout="zigzag", ulysses_degree=1, circulate="query"),
