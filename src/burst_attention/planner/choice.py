@@ -20,23 +20,23 @@ from ..plan.strategy import ChunksOrAuto, Strategy
 from .timing import PassSimulation, Timed, Wire, simulations
 from .traffic import TrafficModel
 
-WORTH = 1.02  # how many times as long the simpler of two may take
+WORTH = 1.02  # a simpler candidate may take up to this multiple of the fastest one's time
 GUESSED = (1, 1 / 8, 1 / 64)  # link speeds to consider if links were not measured, as shares of the preset's
 MOST_REMEMBERED = 64
-FEW = 32  # ranks up to which every candidate is run that may be the fastest
-MOST_RUN = 6  # of more ranks'
+FEW = 32  # up to this many ranks, every candidate that may win is simulated
+MOST_RUN = 6  # for more ranks, simulate at most this many candidates
 LAYOUTS_TRIED = ("zigzag", "zigzag-by-halves", "contiguous")
 T = TypeVar("T")
 
 
 class Candidate(NamedTuple):
-    """One way to compute a call: how heads are split, and what circulates, a name of ``CIRCULATIONS``."""
+    """One way to compute a call: a split of heads, and what circulates (a name of ``CIRCULATIONS``)."""
 
     groups: Groups
     circulate: str
 
     def strategy(self, layout: str = "auto", route: str = "auto") -> Strategy:
-        """The strategy that asks for it."""
+        """Return the strategy that selects this candidate."""
         groups = self.groups
         strategy = Strategy(layout=layout, route=route, circulate=self.circulate, ulysses_degree=groups.query)
         return strategy if groups.query == 1 else replace(strategy, cache_qkv=groups.keep, chunks=groups.waves)
@@ -126,7 +126,7 @@ def predict(
     found = [[Prediction(*each, forwards=forwards) for each in zip(candidates, computing, strict=True)] for _ in wires]
     _run(found, both, 0, wires)
     alike = [each._replace(groups=replace(each.groups, waves=0)) for each in candidates]
-    moving: dict[Candidate, list[tuple[float, ...]]] = {}  # in how many waves shards come does not change their bytes
+    moving: dict[Candidate, list[tuple[float, ...]]] = {}  # the number of chunks doesn't change the bytes
     for n in range(1, len(candidates)):
         if any(computing[n] * WORTH < each[0].seconds for each in found):
             if alike[n] not in moving:
@@ -134,7 +134,7 @@ def predict(
             for each, moves in zip(found, moving[alike[n]], strict=True):
                 least = (many * max(both_ends) for many, *both_ends in zip(times, busy[n], moves, strict=True))
                 each[n] = replace(each[n], at_least=sum(least))
-    # Where all take as long to compute, which they mostly do, those first that move least.
+    # Most candidates need equally long to compute. Of these, the ones that move least come first.
     moved = [sum(moving[each][-1]) if each in moving else math.inf for each in alike]
     promising = sorted(range(1, len(candidates)), key=[*zip(_regrets(found), moved, strict=True)].__getitem__)
     if tally.world <= FEW:
@@ -213,11 +213,11 @@ def in_all_waves(layout: Layout, groups: Groups, waves: ChunksOrAuto) -> Iterato
 def candidates(
     tally: TrafficModel, shape: Shape, given: Sequence[Groups], circulate: str, *, by_rule: bool, partial_bytes: int
 ) -> list[Candidate]:
-    """List the candidates that were left open, the simplest first: whole heads, as the rule for them says.
+    """List the candidates that a strategy leaves open, simplest first.
 
     Args:
-        given: how heads may be split.
-        travels: a name of ``CIRCULATIONS``, or ``auto``.
+        given: the allowed splits of heads.
+        circulate: a name of ``CIRCULATIONS``, or ``auto``.
         by_rule: with whole heads, only the choice of :func:`by_work_and_bytes` is a candidate.
         partial_bytes: as for :func:`by_work_and_bytes`.
     """
@@ -225,9 +225,9 @@ def candidates(
     for groups in given:
         if circulate != "auto":
             names: tuple[str, ...] = (circulate,)
-        elif groups.query == tally.world > 1:  # one context slice: nothing travels between slices
+        elif groups.query == tally.world > 1:  # one sequence group: nothing circulates between groups
             names = ("query",)
-        elif groups == WHOLE:  # blocks would hold many shards at once
+        elif groups == WHOLE:  # blocks would hold many shards in memory
             first = by_work_and_bytes(tally, shape, partial_bytes)
             names = (first,) if by_rule else (first, *(x for x in CIRCULATIONS if x not in (first, "blocks")))
         else:
@@ -237,7 +237,7 @@ def candidates(
 
 
 def by_work_and_bytes(tally: TrafficModel, shape: Shape, partial_bytes: int) -> str:
-    """Choose what circulates with whole heads, for any rates.
+    """Choose what circulates with whole heads. The rule ignores rates.
 
     ``nearest`` if it leaves the busiest rank clearly less to compute, as for a contiguous layout under a causal mask.
     Otherwise the side with fewer bytes in the backward; the query side on a tie. Bytes are counted as if each shard

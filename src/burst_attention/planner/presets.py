@@ -1,7 +1,7 @@
-"""Rates of machines by name, where nothing was measured: from makers' data sheets and published measurements.
+"""Preset rates of machines, from makers' data sheets and published measurements.
 
-``NODE+NETWORK``: a kind of node, and what joins nodes. Of the GPUs none was ever run with this library: all that is
-said of them is estimated.
+The planner uses them if nothing was measured. A name is ``NODE+NETWORK``: a kind of node, and the network between
+nodes. This library has measured no GPU preset; their figures are estimates.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .rates import Link, Overhead, Rates, Speed
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """One kind of node: its ranks, and what joins them."""
+    """One kind of node: its kernels, and the links between its ranks."""
 
     source: str
     link: Link
@@ -34,23 +34,27 @@ class Speeds(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """What joins nodes."""
+    """The network between nodes."""
 
     source: str
     link: Link
 
 
-# 312 TFLOP/s, of which FlashAttention-2 reaches 73 % forward and 63 % backward (arXiv 2307.08691); 19.5 of fp32 units.
+# Peak 312 TFLOP/s; FlashAttention-2 reaches 73 % forward, 63 % backward (arXiv 2307.08691). Peak in fp32: 19.5 TFLOP/s.
 _A100 = Speeds(Speed(forward=228e12, backward=197e12), Speed(forward=14e12, backward=12e12))
-# 989 TFLOP/s, of which FlashAttention-3 reaches 75 % forward (arXiv 2407.08608); backward a guess from it.
+# Peak 989 TFLOP/s; FlashAttention-3 reaches 75 % forward (arXiv 2407.08608). The backward is a guess from this.
 _HOPPER = Speeds(Speed(forward=740e12, backward=550e12), Speed(forward=45e12, backward=40e12))
-# 2,250 TFLOP/s, of which FlashAttention-4 reaches 1,613 forward (arXiv 2603.05451); backward is a guess from it.
+# Peak 2,250 TFLOP/s; FlashAttention-4 reaches 1,613 forward (arXiv 2603.05451). The backward is a guess from this.
 _BLACKWELL = Speeds(Speed(forward=1.6e15, backward=1.2e15), Speed(forward=6e13, backward=5e13))
 
 
 def _gpu(source: str, latency: float, link: float, speeds: Speeds, fold: float) -> Node:
-    """A launch and a message as is usual; four fifths of a link's rate, as NCCL's own tests reach them; ``fold`` a
-    third of the memory's, for a sum is read, its part too, and it is written."""
+    """Return a GPU node with the usual times of launches and messages.
+
+    Args:
+        link: the data sheet's bytes per second; the node gets 0.8 of it, as NCCL's own tests reach.
+        fold: a third of the memory's bandwidth, because a fold reads the sum and a part, and writes the sum.
+    """
     times = {"launch_forward": 1e-5, "launch_backward": 2e-5, "visit": 5e-5, "block": 128.0, "call": 5e-4}
     return Node(
         source=f"{source}; estimated",
@@ -125,7 +129,7 @@ def preset(name: str) -> Rates:
     if node not in NODES or network not in NETWORKS:
         raise ValueError(
             f"rates={name!r} is no preset; choose one of {', '.join(NODES)}, with +{', +'.join(NETWORKS)} after it for "
-            "what joins nodes; or pass a file of rates, or Rates"
+            "the network between nodes; or pass a file of rates, or Rates"
         )
     a, b = NODES[node], NETWORKS[network]
     return Rates(
@@ -141,7 +145,7 @@ def preset(name: str) -> Rates:
 
 
 def usual(device: str) -> Rates:
-    """For a device by its name: what torch calls a GPU, or ``cpu``."""
+    """Return the preset for a device: torch's name of a GPU, or ``cpu``."""
     lowered = device.lower()
     names = {"b200": "b200-hgx", "h200": "h200-hgx", "h100": "h100-hgx", "pcie": "a100-pcie", "a100": "a100-nvlink"}
     for part, name in names.items():

@@ -1,4 +1,4 @@
-"""How fast a machine is: its links, and its kernels. What a plan's time is predicted from."""
+"""Rates of a machine's links and kernels, from which the planner predicts times."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(".config") / "burst-attention"  # of the user's home
+FOLDER = Path(".config") / "burst-attention"  # in the user's home
 FILE = "rates.toml"
 
 
@@ -18,8 +18,8 @@ class Link:
     """A link between two ranks.
 
     Args:
-        latency: seconds of a message, without its bytes.
-        bytes_per_second: of a port, each way.
+        latency: seconds per message, in addition to the time of its bytes.
+        bytes_per_second: rate of a port, in each direction.
         shared: all ranks of a node share one port; otherwise each rank has a port.
     """
 
@@ -46,7 +46,7 @@ class Overhead:
         fold: bytes per second of partial results that are merged or added, including a kernel's time per row.
         block: rows and columns that a kernel computes together; at a mask's border half of them are wasted.
         call: exposed seconds of a pass: checks, agreement, rounding.
-        at_once: how many ranks compute at the same time if they share cores; 0: each rank has a core.
+        at_once: how many ranks can compute at the same time if they share cores; 0: every rank has its cores.
     """
 
     launch_forward: float
@@ -63,10 +63,10 @@ class Rates:
     """The rates of one kind of cluster.
 
     Args:
-        name: in a few words.
-        source: where the figures come from; ``estimated`` in it: this library never measured them.
-        inside, across: links between ranks of one node, and of two.
-        half, single, double: kernels by the inputs' bytes, 2, 4 and 8.
+        name: a short name.
+        source: the origin of the figures. If it contains ``estimated``, this library never measured them.
+        inside, across: links between ranks of one node, and of two nodes.
+        half, single, double: kernel rates for inputs of 2, 4 and 8 bytes per element.
         overhead: costs of computing that are not FLOPs.
     """
 
@@ -80,7 +80,7 @@ class Rates:
     overhead: Overhead
 
     def slowed(self, part: float) -> Rates:
-        """With links of this part of their rates."""
+        """Return these rates with the links' bytes per second multiplied by ``part``."""
         inside, across = (
             replace(link, bytes_per_second=part * link.bytes_per_second) for link in (self.inside, self.across)
         )
@@ -96,10 +96,10 @@ class Rates:
 
     @classmethod
     def from_dict(cls, values: Any) -> Rates:
-        """Checked rates.
+        """Check values and return them as rates.
 
         Raises:
-            ValueError: a figure is missing, unknown or out of its range, or a text can't be written as UTF-8.
+            ValueError: a figure is missing, unknown or out of range, or UTF-8 can't encode a text.
         """
         _check_names(values, cls, "the rates")
         parts = {name: _part(kind, values[name], name) for name, kind in _PARTS.items()}
@@ -119,7 +119,7 @@ _PARTS: dict[str, type] = {
     "double": Speed,
     "overhead": Overhead,
 }
-MOST_SHOWN = 40  # characters of a bad value in an error
+MOST_SHOWN = 40  # longest bad value in an error message, in characters
 
 # Within these ranges a prediction of any sequence neither overflows nor vanishes.
 _PER_SECOND, _SECONDS = (1.0, 1e30), (0.0, 1e9)
@@ -153,7 +153,7 @@ def _part(kind: Any, values: Any, name: str) -> Any:
 
 
 def user_file() -> Path:
-    """Where ``burst calibrate`` writes, and where rates are looked for."""
+    """Return the file that ``burst calibrate`` writes and that plans read."""
     return Path.home() / FOLDER / FILE
 
 
@@ -161,21 +161,21 @@ def read_rates(path: Path | str) -> Rates:
     """Read rates from a TOML file.
 
     Raises:
-        ValueError: it can't be read, or does not hold rates; the file is named.
+        ValueError: the file can't be read, or it does not hold rates. The message names the file.
     """
     try:
         return Rates.from_dict(tomllib.loads(Path(path).read_text("utf-8")))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"rates of {path}: {error}; write them again with burst calibrate, or remove the file"
+            f"can't read rates of {path}: {error}; write them again with burst calibrate, or remove the file"
         ) from error
 
 
 def write_rates(rates: Rates, path: Path) -> None:
-    """Write rates as TOML; the folder is made.
+    """Write rates to a TOML file, and make its folder if it is missing.
 
     Raises:
-        ValueError: :func:`read_rates` would refuse them.
+        ValueError: :func:`read_rates` would reject them.
     """
     lines = []
     for name, value in Rates.from_dict(rates.as_dict()).as_dict().items():
@@ -189,6 +189,6 @@ def write_rates(rates: Rates, path: Path) -> None:
 
 def _toml(value: Any) -> str:
     if isinstance(value, str):
-        # JSON's escapes are TOML's, but JSON leaves DEL as it is.
+        # TOML has the escapes of JSON, but json.dumps doesn't escape DEL.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return str(value).lower() if isinstance(value, bool) else repr(float(value))

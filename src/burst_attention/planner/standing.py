@@ -35,17 +35,17 @@ def stand_in(given: Sequence[Groups], world: int) -> tuple[int, list[Groups]]:
 
 
 def shortened(layout: Layout, mask: Mask, ranks: int) -> tuple[Layout, Mask]:
-    """The layout over ``ranks`` ranks with as many tokens each, and a mask of the same kind.
+    """Return the layout over fewer ranks with as many tokens per rank, and a shorter mask of the same kind.
 
     Args:
-        mask: its documents are equally long, as a :func:`~burst_attention.plan.choose.representative` has them.
+        mask: its documents are equally long, as in :func:`~burst_attention.planner.choice.representative`.
     """
     whole = layout.seqlen
     total = -(-whole * ranks // layout.world)
     if mask.cu_seqlens is not None:
         count = max(2, round((len(mask.cu_seqlens) - 1) * total / max(1, whole)))
         mask = replace(mask, cu_seqlens=tuple(n * total // count for n in range(count + 1)))
-    if mask.window is not None and 2 * mask.window > total:  # a window stays one, as far as it is one of the whole
+    if mask.window is not None and 2 * mask.window > total:  # keep the window shorter than the sequence
         mask = replace(mask, window=max(1, total // 2, mask.window * total // whole))
     if mask.prefix is not None:
         mask = replace(mask, prefix=mask.prefix * total // max(1, whole))
