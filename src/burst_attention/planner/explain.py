@@ -47,7 +47,10 @@ def _line(name: str, one: Timed) -> str:
 
 
 def _retained(planner: Planner, schedule: Schedule, shape: Shape, groups: Groups) -> str:
-    """Say what a rank holds from a call's forward to its backward: q, k and v, or its sequence group's; out and lse."""
+    """Return a line about the memory that a rank holds between a call's forward and backward.
+
+    It holds q, k and v, or those of its sequence group if they are cached; and out and lse.
+    """
     remat, own = planner.remat, schedule.layout.lengths[schedule.rank]
     rows = schedule.slice_length(groups) if groups.keep else own
     parts = (groups.query, groups.key) if groups.keep else (1, 1)
@@ -60,7 +63,7 @@ def _retained(planner: Planner, schedule: Schedule, shape: Shape, groups: Groups
 
 
 def _others(planner: Planner, schedule: Schedule, shape: Shape, chosen: Candidate) -> list[str]:
-    """Say how long one row of a batch takes with other Ulysses degrees, the fastest first."""
+    """Return a line with the predicted seconds of other Ulysses degrees, for one row of a batch, fastest first."""
     if schedule.strategy.ulysses_degree == 1 or not schedule.route.direct:
         return []
     found = [each for each in planner.predictions(schedule, shape) if each.candidate != chosen]

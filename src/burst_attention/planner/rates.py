@@ -46,7 +46,7 @@ class Overhead:
         fold: bytes per second of partial results that are merged or added, including a kernel's time per row.
         block: rows and columns that a kernel computes together; at a mask's border half of them are wasted.
         call: exposed seconds of a pass: checks, agreement, rounding.
-        at_once: how many ranks can compute at the same time if they share cores; 0: every rank has its cores.
+        at_once: how many ranks can compute at the same time if they share cores; 0: ranks don't share cores.
     """
 
     launch_forward: float
@@ -136,7 +136,7 @@ def _check_names(values: Any, kind: Any, what: str) -> None:
     names = {field.name for field in fields(kind)}
     for told, odd in (("is missing", names - {*values}), ("is unknown", {*values} - names)):
         if odd:
-            raise ValueError(f"{min(odd)} {told} in {what}; it has {', '.join(sorted(names))}")
+            raise ValueError(f"{min(odd)} {told} in {what}; the names are {', '.join(sorted(names))}")
 
 
 def _part(kind: Any, values: Any, name: str) -> Any:

@@ -23,7 +23,7 @@ from ..plan.tile import region_tiles
 from ..plan.waves import in_waves, wave_of
 
 SHARD, PARTIAL, RELAYED = 0, 1, 2
-MOST_CELLS = 1 << 15  # looked at one by one; beyond it some head groups stand for the others
+MOST_CELLS = 1 << 15  # with more cells, sampled head groups represent the others
 
 
 Columns = tuple[np.ndarray | int, ...]
@@ -31,8 +31,11 @@ Columns = tuple[np.ndarray | int, ...]
 
 @dataclass(frozen=True, eq=False)
 class Messages:
-    """int64 [N] each. ``kind``: bits; a shard, or a :data:`PARTIAL` result; and :data:`RELAYED`, of what came by an
-    exchange before."""
+    """Messages of one pass, int64 [N] each.
+
+    ``kind`` is a bit field: a shard (0) or a :data:`PARTIAL` result, and :data:`RELAYED` if an earlier exchange brought
+    the data.
+    """
 
     step: np.ndarray
     source: np.ndarray
@@ -86,10 +89,12 @@ class Pairs:
 
 @dataclass(frozen=True, eq=False)
 class Steps:
-    """When each of N pairs is computed for each of G head groups.
+    """The step at which each of N pairs is computed, for each of G head groups.
 
-    ``user`` [N]: the context slice that does; ``step`` [G, N]; ``new_query``, ``new_key`` [G, N]: whether it is that
-    side's shard which had not come before.
+    Attributes:
+        user: [N], the sequence group that computes the pair.
+        step: [G, N].
+        new_query, new_key: [G, N], whether that side's shard arrives at this step.
     """
 
     user: np.ndarray
@@ -110,7 +115,7 @@ class TrafficModel:
         self._finer: dict[int, TrafficModel] = {}
 
     def for_groups(self, groups: Groups) -> TrafficModel:
-        """This, or of chunks where shards come in several waves."""
+        """Return this model, or the model of the chunks if shards are sent in several chunks."""
         if groups.chunks == self.chunks:
             return self
         if groups.chunks not in self._finer:
@@ -118,11 +123,11 @@ class TrafficModel:
         return self._finer[groups.chunks]
 
     def owner(self, chunk: np.ndarray) -> np.ndarray:
-        """Whose shard a chunk is of."""
+        """Return the owner of a chunk's shard."""
         return chunk // self.chunks
 
     def wave(self, chunk: np.ndarray, direction: Direction) -> np.ndarray:
-        """By which wave it comes."""
+        """Return a chunk's place in the order of the exchange."""
         return wave_of(chunk, self.chunks, direction)
 
     @cached_property
@@ -148,12 +153,16 @@ class TrafficModel:
 
     @cached_property
     def segments(self) -> float:
-        """Pieces of a shard, in the mean over some ranks."""
+        """Mean number of segments per shard, over some ranks."""
         ranks = range(0, self.world, -(-self.world // 8))
         return max(1.0, sum(len(self.layout.segments(rank)) for rank in ranks) / len(ranks))
 
     def runs(self, groups: Groups) -> np.ndarray:
-        """int64 [R * chunks]: in how many runs of consecutive positions a context slice's chunks of one wave lie."""
+        """Count the runs of consecutive positions in the chunks that a sequence group exchanges together.
+
+        Returns:
+            int64 [R * chunks].
+        """
         chunk, _, first, length, stride = self.cut.table(range(self.cut.world)).T
         beside = self.beside(chunk, groups)
         order = np.lexsort([first, beside])
@@ -164,17 +173,20 @@ class TrafficModel:
         return np.bincount(beside[np.r_[True, ~goes_on]], minlength=self.world // groups.query * self.chunks)
 
     def beside(self, chunk: np.ndarray, groups: Groups) -> np.ndarray:
-        """A number for each context slice and place in its shards: such chunks come together."""
+        """Return equal numbers for chunks that arrive together: same sequence group, same place in the shard."""
         return groups.context(self.owner(chunk)) * self.chunks + chunk % self.chunks
 
     def _order(self, side: Side) -> np.ndarray:
-        """From pairs in the order of (own, other) to that of (query owner, key owner)."""
+        """Return the permutation of pairs from the order (own, other) to (query owner, key owner)."""
         own, other, _ = self._by_context(1, side)
         return np.argsort(own * self.cut.world + other if side is Side.QUERY else other * self.cut.world + own)
 
     def _by_context(self, size: int, side: Side) -> tuple[np.ndarray, np.ndarray, Union]:
-        """(Chunk, the other side's context slice, rows that those two need) of context slices of ``size`` ranks; for
-        one rank of chunks."""
+        """Return chunks of a side, the other side's sequence groups, and the rows that each such pair needs.
+
+        Args:
+            size: number of ranks per sequence group. With 1, the other side is by chunks.
+        """
         if (size, side) not in self._rows:
             contexts = self.cut.world if size == 1 else self.world // size
             if size == 1:
@@ -190,7 +202,7 @@ class TrafficModel:
         return self._rows[size, side]
 
     def rows(self, groups: Groups, inner: Assignment, side: Side) -> np.ndarray:
-        """int64 [W * chunks, R]: of each chunk the rows that the ranks of each context slice need."""
+        """Count the rows of each chunk that the ranks of each sequence group need, int64 [W * chunks, R]."""
         contexts = self.world // groups.query
         own, other, union = self._by_context(groups.query, side)
         mine = groups.context(self.owner(own))
@@ -205,12 +217,12 @@ class TrafficModel:
         return rows
 
     def sampled(self, groups: Groups) -> np.ndarray:
-        """The head groups whose cells are looked at, one by one or as examples."""
+        """Return the head groups whose cells are computed: all, or a sample that represents them."""
         count = min(groups.query, max(2, MOST_CELLS // max(1, len(self.pairs.i))))
         return np.unique(np.linspace(0, groups.query - 1, count).round().astype(np.int64))
 
     def cells(self, direction: Direction, groups: Groups, inner: Assignment) -> Steps:
-        """When each pair is computed, for each head group of :meth:`sampled`."""
+        """Return the steps at which pairs are computed, for each head group of :meth:`sampled`."""
         fetched_before = groups.keep and direction is Direction.BACKWARD
         user = inner(*(groups.context(self.owner(chunk)) for chunk in (self.pairs.i, self.pairs.j)))
         group = self.sampled(groups)[:, None]
@@ -225,7 +237,7 @@ class TrafficModel:
     def _sources(
         self, groups: Groups, group: np.ndarray, direction: Direction, fetched_before: bool
     ) -> dict[Side, list[tuple[np.ndarray, np.ndarray]]]:
-        """Where what a cell needs of each side starts, and by which wave it comes."""
+        """Return, for each side of the cells, the ranks where its data starts, and its chunk's place in the order."""
         owners = [self.owner(chunk) for chunk in (self.pairs.i, self.pairs.j)]
         i, j = zip(owners, (self.wave(chunk, direction) for chunk in (self.pairs.i, self.pairs.j)), strict=True)
         if not fetched_before:
@@ -237,7 +249,11 @@ class TrafficModel:
     def messages(
         self, shape: Shape, direction: Direction, inner: Assignment, groups: Groups, steps: Steps | None = None
     ) -> Messages:
-        """All of one pass over direct routes; without ``steps`` it is not known at which step results come home."""
+        """Return all messages of one pass over direct routes.
+
+        Args:
+            steps: from :meth:`cells`. Without them, the steps at which results return are not meaningful.
+        """
         parts: list[Columns] = [(np.zeros(0, np.int64),) * 5]
         for side in Side:
             one = _Side(self, shape, inner, groups, direction, side)
@@ -247,19 +263,22 @@ class TrafficModel:
         return Messages.of(parts)
 
     def computed(self, groups: Groups, block: float) -> np.ndarray:
-        """float64 [N]: (query, key) of each pair that a kernel looks at, in blocks of ``block``: half of one beyond a
-        border in each row, at most all that tiles have there. Those of neighbours' shards are joined to larger ones."""
-        finer = groups.chunks / self.chunks  # of whole shards, where tiles will be of chunks
+        """Estimate the (query, key) pairs that a kernel computes for each pair of shards, float64 [N].
+
+        A kernel works in blocks of ``block``. Beyond a border it wastes half a block per row, at most all masked pairs
+        of the tiles. The tiles of neighbouring shards join into larger ones.
+        """
+        finer = groups.chunks / self.chunks  # this model has whole shards, but the tiles will be of chunks
         beyond = np.minimum(self.pairs.border * block / 2, self.pairs.spare * groups.query / finer)
         return self.pairs.area + beyond
 
     def areas(self, inner: Assignment, groups: Groups, block: float) -> np.ndarray:
-        """float64 [R]: (query, key) of one head group that the ranks of each context slice compute."""
+        """Return the (query, key) pairs of one head group that each sequence group computes, float64 [R]."""
         user = inner(*(groups.context(self.owner(chunk)) for chunk in (self.pairs.i, self.pairs.j)))
         return np.bincount(user, self.computed(groups, block), self.world // groups.query)
 
     def _last(self, side: Side, steps: Steps | None, groups: Groups) -> np.ndarray:
-        """int64 [U, W * chunks, R]: the last step at which the ranks of a head group use each chunk."""
+        """Return the last step at which the ranks of a head group use each chunk, int64 [U, W * chunks, R]."""
         contexts = self.world // groups.query
         if steps is None:
             return np.zeros((1, 1, contexts), np.int64)
@@ -273,22 +292,29 @@ class TrafficModel:
         return last.reshape(-1, self.cut.world, contexts)[self.example(groups)]
 
     def example(self, groups: Groups) -> np.ndarray:
-        """Which of :meth:`sampled` stands for each head group."""
+        """Return the index in :meth:`sampled` of the head group that represents each head group."""
         known = self.sampled(groups)
         return np.abs(known - np.arange(groups.query)[:, None]).argmin(1)
 
     def moved(self, shape: Shape, assignments: Mapping[Direction, Assignment], groups: Groups) -> np.ndarray:
-        """int64 [2, W]: bytes that each rank sends, and receives, in a forward and a backward over direct routes."""
+        """Return the bytes that each rank sends and receives in one forward and backward over direct routes.
+
+        Returns:
+            int64 [2, W]: sent, then received.
+        """
         total = np.zeros((2, self.world))
         for direction, inner in assignments.items():
-            sent = self.for_groups(groups).messages(shape, direction, inner, groups)  # whenever they are sent
+            sent = self.for_groups(groups).messages(shape, direction, inner, groups)  # bytes don't depend on the steps
             for n, end in enumerate((sent.source, sent.target)):
                 total[n] += np.bincount(end, sent.size, minlength=self.world)
         return total.astype(np.int64)
 
 
 class _Side:
-    """One side of one pass, over all head groups: arrays [U, W * chunks, R], or of one group's, which are alike."""
+    """One side of one pass, as arrays [U, W * chunks, R].
+
+    The first axis has length 1 where all head groups are equal.
+    """
 
     def __init__(
         self, tally: TrafficModel, shape: Shape, inner: Assignment, groups: Groups, direction: Direction, side: Side
@@ -311,7 +337,7 @@ class _Side:
         return size // self.groups.count(self.side)
 
     def outward(self) -> list[Columns]:
-        """Columns of :class:`Messages`, of shards."""
+        """Return the columns of :class:`Messages` for shards."""
         distance = self.groups.distance(self.owner, self.user, self.world, wave=self.wave)
         rows = self.rows
         if not (self.groups.keep and self.direction is Direction.BACKWARD):
@@ -328,7 +354,11 @@ class _Side:
         return [kept, (distance, self.owner, self.user, rows * self._bytes(payload=Payload.GRADIENTS), SHARD)]
 
     def homeward(self, last: np.ndarray) -> list[Columns]:
-        """The same of results; ``last`` [U, W, R]: the step at which the last part of them is computed."""
+        """Return the columns of :class:`Messages` for results.
+
+        Args:
+            last: [U, W * chunks, R], the last step at which part of a result is computed.
+        """
         io, partial = (self._bytes(wide=wide) for wide in (self.shape.io, self.shape.partial))
         if self.groups.query == 1:
             return [(last + 2, self.user, self.owner, self.rows * partial, PARTIAL)]
@@ -345,19 +375,19 @@ class _Side:
 
 
 def _nowhere(i: np.ndarray, j: np.ndarray) -> np.ndarray:
-    """All at one place: what any rank needs."""
+    """Assign all pairs to place 0, which gives the rows that any rank needs."""
     return 0 * i + 0 * j
 
 
 def rows_sent_directly(tiles: np.ndarray, host: np.ndarray) -> int:
-    """Key rows that leave the busiest host when each shard goes straight to the ranks whose queries see it."""
+    """Count the key rows that leave the busiest node if each shard goes directly to the ranks that need it."""
     union = Union.of(tiles[:, 1] * len(host) + tiles[:, 0], tiles[:, 4], tiles[:, 5])
     owner, user = np.divmod(union.keys, len(host))
     return _most_by_host(np.where(host[owner] == host[user], 0, union.counts), owner, host)
 
 
 def rows_sent_by_nodes(tiles: np.ndarray, host: np.ndarray) -> int:
-    """Key rows that leave the busiest host when each shard goes once to each host where queries see it."""
+    """Count the key rows that leave the busiest node if each shard goes once to each node that needs it."""
     hosts = int(host.max()) + 1
     union = Union.of(tiles[:, 1] * hosts + host[tiles[:, 0]], tiles[:, 4], tiles[:, 5])
     owner, there = np.divmod(union.keys, hosts)
@@ -365,15 +395,15 @@ def rows_sent_by_nodes(tiles: np.ndarray, host: np.ndarray) -> int:
 
 
 def rows_sent_round(tiles: np.ndarray, host: np.ndarray) -> int:
-    """Key rows that leave the busiest host when each shard goes from rank to rank, to the last whose queries see it."""
+    """Count the key rows that leave the busiest node if each shard circulates to the last rank that needs it."""
     world = len(host)
     owner, counts, distance = painted(tiles[:, 1], tiles[:, 4], tiles[:, 5], (tiles[:, 0] - tiles[:, 1]) % world)
     crossing = np.bincount(np.r_[owner, owner + distance], np.r_[counts, -counts], minlength=2 * world)
-    sent = np.cumsum(crossing).reshape(2, -1)[:, :world].sum(0).astype(np.int64)  # by each rank, to the next
+    sent = np.cumsum(crossing).reshape(2, -1)[:, :world].sum(0).astype(np.int64)  # by each rank to the next
     rank = np.arange(world)
     return _most_by_host(np.where(host == host[(rank + 1) % world], 0, sent), rank, host)
 
 
 def _most_by_host(rows: np.ndarray, rank: np.ndarray, host: np.ndarray) -> int:
-    """Return the rows that the busiest host sends."""
+    """Return the number of rows that the busiest node sends."""
     return int(np.bincount(host[rank], rows, minlength=1).max())
