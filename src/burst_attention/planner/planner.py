@@ -1,7 +1,7 @@
-"""The planner: it fills in what a strategy leaves open, by predicted time, the same way on all ranks.
+"""The planner: it chooses the open fields of a strategy by predicted time, the same way on all ranks.
 
-A choice is a function of values that all ranks share: lengths, the kind of mask, a call's heads and dtype, rates
-(rank 0's) and nodes. Remembered choices change nothing.
+A choice depends only on values that all ranks share: lengths, the kind of mask, a call's heads and dtype, rank 0's
+rates, and nodes. Remembering choices does not change them.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ from .timing import PassSimulation, Timed, Wire, node_numbers, simulations
 from .traffic import TrafficModel, edge_messages, rows_sent_by_nodes, rows_sent_directly, rows_sent_round
 
 Remat = Literal["none", "layer", "keep-attention"]
-MOST_FOR_A_RING = 32  # ranks up to which a ring is predicted too, edge by edge
-MOST_DOCUMENTS = 64  # that are looked at one by one to choose what circulates
-MOST_DERIVED = 4  # schedules of other masks that a schedule keeps
-MOST_RANKS = 256  # whose pairs are looked at; a choice for more ranks is the best choice for this many
+MOST_FOR_A_RING = 32  # up to this many ranks, the ring route is predicted too, edge by edge
+MOST_DOCUMENTS = 64  # with more documents, equal ones represent them
+MOST_DERIVED = 4  # how many schedules of other masks a schedule caches
+MOST_RANKS = 256  # with more ranks, use the best choice for this many
 T = TypeVar("T")
 
 
 @dataclass(eq=False)
 class Planner:
-    """Chooses schedules, and how each call runs. One serves a plan and all plans derived from it.
+    """Chooses schedules, and how each call runs. A plan and all plans derived from it share one planner.
 
     Attributes:
         rates: how fast kernels and links are.
         nodes: the node of each rank; None if they share one.
-        known: the calls to expect; a layout that was left open is chosen for them.
+        known: shape of the expected calls; the planner chooses an open layout for them.
         guessed: the link rates are a preset's, neither given nor measured. The choice then minimises the worst-case
             slowdown over several link speeds.
         remat: which part of a layer the backward recomputes.
@@ -73,15 +73,15 @@ class Planner:
 
     @property
     def forwards(self) -> int:
-        """How often a call's forward runs in a step: twice if the layer around it is recomputed."""
+        """How often a call's forward runs in a step: twice if the backward recomputes its layer."""
         return 2 if self.remat == "layer" else 1
 
     def wire(self, world: int) -> Wire:
-        """The ports of ``world`` ranks."""
+        """Return the ports of ``world`` ranks."""
         return Wire(self.rates, node_numbers(self.nodes, world))
 
     def wires(self, world: int) -> list[Wire]:
-        """The same ports, and slower ones if the rates are guesses."""
+        """Return the same ports, and also slower ones if the rates are guesses."""
         at = node_numbers(self.nodes, world)
         return [Wire(self.rates.slowed(part), at) for part in (GUESSED if self.guessed else GUESSED[:1])]
 
@@ -94,7 +94,7 @@ class Planner:
     def choose(self, seqlen: int, *, mask: Mask, strategy: Strategy, rank: int, world: int) -> Schedule:
         """Return the schedule of a rank; choose the layout and the route if the strategy leaves them open.
 
-        The layout is the one predicted to be fastest for the calls to expect, or zigzag if none are known. The route is
+        The layout is the one predicted to be fastest for the expected calls, or zigzag if none are known. The route is
         direct on one node. Over several nodes with several ranks each, ``nodes`` or ``ring`` may win. With whole heads
         the route with the fewest rows over the busiest node's link wins; otherwise the predicted fastest.
 
@@ -112,10 +112,10 @@ class Planner:
         degree = given.strategy.ulysses_degree
         if route != "auto" or nodes is None or len(set(nodes)) in (1, world) or degree not in (1, "auto"):
             return direct
-        if strategy.chunks not in (0, "auto"):  # routes that pass shards on send them one by one
+        if strategy.chunks not in (0, "auto"):  # routes that forward shards send them one by one
             return direct
         others = [replace(direct, route=replace(ROUTES["nodes"], nodes=nodes))]
-        if len(mask.cu_seqlens or ()) <= MOST_DOCUMENTS:  # along a ring a rank must know the tiles of all that passes
+        if len(mask.cu_seqlens or ()) <= MOST_DOCUMENTS:  # on a ring a rank must know the tiles of every passing shard
             others.append(replace(direct, route=ROUTES["ring"]))
         if degree == 1:
             leaving = _rows_leaving(direct, nodes)
@@ -126,11 +126,11 @@ class Planner:
         return min((direct, *others), key=lambda schedule: self.predicted(schedule, known))
 
     def with_mask(self, schedule: Schedule, mask: Mask, *, seqlen: int | None = None) -> Schedule:
-        """Return the same schedule under another mask. The last few are kept, with their programs.
+        """Return the same schedule under another mask. The last few are cached with their programs.
 
         Args:
-            seqlen: the tokens of another sequence, to be laid out again; the layout is chosen again if the
-                strategy leaves it open. None: the tokens stay where they are.
+            seqlen: the length of another sequence, which is laid out again. An open layout is chosen again. None: the
+                tokens stay on their ranks.
         """
         derived: OrderedDict[Hashable, Schedule] = schedule.memo.setdefault("derived", OrderedDict())
         key = (mask, seqlen) if isinstance(mask, Mask) else None
@@ -144,10 +144,11 @@ class Planner:
         return derived[key]
 
     def _laid_out(self, schedule: Schedule, *, alike: bool = True) -> Schedule:
-        """Choose the layout that is predicted to be fastest for the calls to expect, if it was left open.
+        """Choose the layout that is predicted to be fastest for the expected calls, if it was left open.
 
         Args:
-            alike: masks of one kind share the choice; otherwise few documents are looked at as they are.
+            alike: masks of one kind share the choice. Otherwise up to :data:`MOST_DOCUMENTS` documents are used as they
+                are.
         """
         known, strategy = self.known, schedule.strategy
         if strategy.layout != "auto" or known is None or schedule.layout.world == 1 or not schedule.route.direct:
@@ -158,7 +159,7 @@ class Planner:
         layouts = [replace(schedule.layout, name=name).cut_for(schedule.mask, seqlen) for name in names]
         tried = [replace(schedule, layout=layout) for layout in layouts]
         alike = alike or len(documents or ()) > MOST_DOCUMENTS
-        # Whether a rank of many has no token is seen once a layout is chosen: placing all documents takes long.
+        # With many ranks, look for ranks without tokens only in the chosen layout: placing all documents is slow.
         even = schedule.layout.world > MOST_ON_PAPER
         given = [*cuts(layouts[0], known, strategy)] if even else None
         asked = [given if layout.name == BALANCED else None for layout in layouts]
@@ -171,7 +172,7 @@ class Planner:
     # Calls
 
     def decide(self, schedule: Schedule, shape: Shape) -> Candidate:
-        """Choose how a call of this shape is computed: all that a sweep's programs depend on."""
+        """Choose how a call of this shape is computed: everything on which a sweep's programs depend."""
         return self.settle(schedule, shape, replace(self.choose_groups(schedule, shape), waves=0))
 
     def choose_groups(self, schedule: Schedule, shape: Shape) -> Groups:
@@ -185,7 +186,7 @@ class Planner:
         return self.choose_call(schedule, shape).candidate.groups
 
     def settle(self, schedule: Schedule, shape: Shape, groups: Groups) -> Candidate:
-        """Choose the rest of a call split by :meth:`choose_groups`: its chunks, and what circulates."""
+        """Choose the chunks of a call that :meth:`choose_groups` split, and what circulates."""
         if _splits_by_choice(schedule) and schedule.route.direct:
             found = self.choose_call(schedule, shape).candidate
             if replace(found.groups, waves=groups.waves) == groups:
@@ -196,7 +197,7 @@ class Planner:
         return Candidate(ways[0], self.choose_circulation(schedule, shape, ways[0]))
 
     def choose_circulation(self, schedule: Schedule, shape: Shape, groups: Groups = WHOLE) -> str:
-        """Choose what circulates when heads are split so.
+        """Choose what circulates for this split of heads.
 
         With ``ulysses_degree=1`` it is a rule that ignores rates: :func:`by_work_and_bytes`.
         """
@@ -211,9 +212,9 @@ class Planner:
         return self._best(schedule, shape, [groups]).candidate.circulate
 
     def choose_call(self, schedule: Schedule, shape: Shape) -> Prediction:
-        """Return the fastest of all ways that were left open, over direct routes, for one row of a batch.
+        """Return the fastest of all candidates over direct routes, for one row of a batch.
 
-        The batch size does not matter: a compiler may not know it.
+        The choice ignores the batch size, because a compiler may not know it.
         """
         return self._best(schedule, shape, None)
 
@@ -224,7 +225,7 @@ class Planner:
     # Predictions
 
     def predicted(self, schedule: Schedule, shape: Shape) -> float:
-        """Seconds of one step of one row of a batch: a backward, and the forward as often as it runs."""
+        """Predict the seconds of the backward and all forwards of a step, for one row of a batch."""
         shape = replace(shape, batch=1)
         if schedule.route.direct:
             return self.choose_call(schedule, shape).seconds
@@ -232,7 +233,10 @@ class Planner:
         return self.forwards * forward.seconds + backward.seconds
 
     def timed(self, schedule: Schedule, shape: Shape, circulate: str, groups: Groups) -> list[Timed]:
-        """Predict a forward and a backward on any route from the edges themselves; many ranks from fewer."""
+        """Predict a forward and a backward on any route.
+
+        Routes that are not direct use the edges themselves. Many ranks are extrapolated from fewer.
+        """
         world, direct = schedule.layout.world, schedule.route.direct
         most = MOST_ON_PAPER if direct else MOST_BY_EDGES
         if world > max(most, groups.query):
@@ -243,7 +247,7 @@ class Planner:
         return [one.run(edge_messages(schedule.work(circulate, one.direction, groups), shape)) for one in both]
 
     def _extended(self, schedule: Schedule, shape: Shape, circulate: str, groups: Groups, most: int) -> list[Timed]:
-        """Predict as :meth:`timed` does, by a line through two smaller worlds."""
+        """Predict as :meth:`timed` does, by extrapolating from two smaller worlds."""
         worlds = *two_worlds(groups, circulate, most), schedule.layout.world
         smaller = [self._over(schedule, ranks) for ranks in worlds[:2]]
         found = [planner.timed(each, shape, circulate, groups) for planner, each in smaller]
@@ -251,7 +255,7 @@ class Planner:
         return [extended(few, many, slices, circulate) for few, many in zip(*found, strict=True)]
 
     def _over(self, schedule: Schedule, ranks: int) -> tuple[Planner, Schedule]:
-        """The planner and rank 0's schedule of a smaller world that stands for this one."""
+        """Return the planner and rank 0's schedule of a smaller world that represents this one."""
         layout, mask = shortened(*_representative_of(schedule), ranks)
         nodes = few_nodes(self.nodes, ranks)
         route = replace(schedule.route, nodes=(nodes or ()) if schedule.route.nodes else ())
@@ -260,22 +264,22 @@ class Planner:
         return replace(self, nodes=nodes), other
 
     def simulations(self, schedule: Schedule, shape: Shape, circulate: str, groups: Groups) -> list[PassSimulation]:
-        """A forward and a backward over direct routes, ready to be simulated."""
+        """Return the simulations of a forward and a backward over direct routes."""
         return simulations(traffic_model_of(schedule), shape, circulate, groups, self.wire(schedule.layout.world))
 
     def predictions(self, schedule: Schedule, shape: Shape, given: Sequence[Groups] | None = None) -> list[Prediction]:
-        """Predict all ways that were left open, the simplest first; ``given``: how heads may be split."""
+        """Predict all candidates, the simplest first; ``given``: the allowed splits of heads."""
         return self.predict_for_links(schedule, shape, given)[0]
 
     def predict_for_links(
         self, schedule: Schedule, shape: Shape, given: Sequence[Groups] | None = None, *, alike: bool = True
     ) -> list[list[Prediction]]:
-        """Predict as :meth:`predictions` does, and if rates are guesses the same on slower links.
+        """Predict as :meth:`predictions` does; if rates are guesses, also for slower links.
 
         Args:
             alike: predict for the mask's :func:`representative`, so that similar masks share the result.
         """
-        # Remembered with the schedule by the call's numbers: the planner's own keys hold thousands of documents.
+        # Cache with the schedule under a short key: the planner's own keys may hold thousands of documents.
         found: OrderedDict[Hashable, list[list[Prediction]]] = schedule.memo.setdefault(self, OrderedDict())
         shape = replace(shape, batch=1)
         key = shape, None if given is None else tuple(given), alike
@@ -306,14 +310,18 @@ class Planner:
         return remembered(self._remembered, key, make)  # type: ignore[return-value]
 
     def bytes_moved(self, schedule: Schedule, shape: Shape, circulate: str, groups: Groups) -> np.ndarray:
-        """int64 [2, W]: bytes that each rank sends and receives in one forward and backward over direct routes."""
+        """Return the bytes that each rank sends and receives in one forward and backward over direct routes.
+
+        Returns:
+            int64 [2, W]: sent, then received.
+        """
         return traffic_model_of(schedule).moved(
             shape, CIRCULATIONS[circulate](schedule.layout.world // groups.query), groups
         )
 
 
 def traffic_model_of(schedule: Schedule) -> TrafficModel:
-    """The traffic model of a schedule: what all ranks move and compute, as arrays."""
+    """Return a schedule's traffic model, which the schedule caches."""
     if "traffic" not in schedule.memo:
         schedule.memo["traffic"] = TrafficModel(schedule.layout, schedule.regions)
     tally: Any = schedule.memo["traffic"]
@@ -328,13 +336,16 @@ def _representative_of(schedule: Schedule) -> tuple[Layout, Mask]:
 
 
 def _smaller_traffic_model(schedule: Schedule) -> TrafficModel:
-    """A smaller traffic model that stands for many documents or ranks; the choice hardly depends on their number."""
+    """Return a traffic model to choose what circulates; a smaller one represents many documents or ranks.
+
+    The choice hardly depends on their number.
+    """
     documents, whole = schedule.mask.cu_seqlens, schedule.layout
     few = documents is None or (len(documents) <= MOST_DOCUMENTS and not whole.spreads_documents)
     if few and whole.world <= MOST_RANKS:
         return traffic_model_of(schedule)
     layout, mask = _representative_of(schedule)
-    if layout.spreads_documents and mask.cu_seqlens is not None:  # equal documents: one stands for all
+    if layout.spreads_documents and mask.cu_seqlens is not None:  # equal documents: one represents all
         length, mask = mask.cu_seqlens[1], replace(mask, cu_seqlens=None)
         layout = layout.cut_for(mask, length)
     return TrafficModel(replace(layout, world=min(layout.world, MOST_RANKS)), mask.regions(layout.seqlen))
@@ -350,7 +361,7 @@ def _waves_of(schedule: Schedule) -> int | Literal["auto"]:
 
 
 def _rows_leaving(schedule: Schedule, nodes: Sequence[int]) -> dict[str, int]:
-    """By route, the key rows that leave the busiest node in a forward; for many ranks only the first are counted."""
+    """Count the key rows that leave the busiest node in a forward, by route; with many ranks, for the first ones."""
     layout, mask = representative(schedule.layout, schedule.mask)
     world = min(layout.world, MOST_RANKS)
     if world < layout.world:

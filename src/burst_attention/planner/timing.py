@@ -1,7 +1,7 @@
-"""Predicted seconds of a pass, step by step as the sweep runs it: post the next exchange, compute, wait, fold.
+"""Predict the seconds of a pass by simulating the sweep's steps: post the next exchange, compute, wait, fold.
 
-From the messages of :mod:`.traffic` and the cells that each step completes. How many tiles those are
-once shards lie side by side is an estimate; what is sent, to whom and when is exact.
+The simulation uses the messages of :mod:`.traffic` and the cells that each step completes. Messages are exact. The
+number of tiles is an estimate once several shards share a buffer.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ..plan.rows import Direction, Side
 from .rates import Link, Rates
 from .traffic import PARTIAL, RELAYED, Messages, Steps, TrafficModel
 
-IN_FLIGHT = 2  # exchanges under way at once, as the builder posts them
-RUNS = 1.5  # a slice that is not whole yet is as many pieces for each of a shard's, in the mean
+IN_FLIGHT = 2  # exchanges that run together, as the builder posts them
+RUNS = 1.5  # mean runs of positions per segment of a shard while a sequence group's buffer is incomplete
 
 
 @dataclass(frozen=True, eq=False)
 class Computing:
-    """What each rank computes at each step, float64 [W, T]."""
+    """Work of each rank at each step, float64 [W, T]."""
 
     seconds: np.ndarray
     launches: np.ndarray
@@ -35,14 +35,14 @@ class Computing:
 
 @dataclass(frozen=True, eq=False)
 class Wire:
-    """Which ports messages take, and what that costs."""
+    """The ports that messages use, and the seconds that they take."""
 
     rates: Rates
-    nodes: np.ndarray  # of each rank, 0 and up
+    nodes: np.ndarray  # node of each rank, from 0
 
     @cached_property
     def ports(self) -> np.ndarray:
-        """int64 [2, W]: the port by which each rank sends inside of its node, and across."""
+        """Port by which each rank sends inside of its node, and across nodes, int64 [2, W]."""
         world = len(self.nodes)
         ranks = np.arange(world)
         return np.stack([n * world + (self.nodes if link.shared else ranks) for n, link in enumerate(self._links)])
@@ -52,18 +52,18 @@ class Wire:
         return self.rates.inside, self.rates.across
 
     def across(self, messages: Messages) -> np.ndarray:
-        """int64 [N]: 1 for those between two nodes."""
+        """Return 1 for messages between two nodes and 0 for others, int64 [N]."""
         return (self.nodes[messages.source] != self.nodes[messages.target]).astype(np.int64)
 
     def seconds(self, messages: Messages) -> tuple[np.ndarray, ...]:
-        """Return each message's ports of departure and arrival, and its seconds on either."""
+        """Return each message's sending port, receiving port, and seconds on either of them."""
         kind = self.across(messages)
         latency, rate = (np.array([getattr(x, name) for x in self._links]) for name in ("latency", "bytes_per_second"))
         took = latency[kind] + messages.size / rate[kind]
         return self.ports[kind, messages.source], self.ports[kind, messages.target], took
 
     def least(self, messages: Messages) -> float:
-        """Seconds that the busiest port needs at least."""
+        """Return a lower bound of the exchange: the seconds of the busiest port."""
         out, into, took = self.seconds(messages)
         return max((np.bincount(port, took).max(initial=0.0) for port in (out, into)), default=0.0)
 
@@ -71,7 +71,7 @@ class Wire:
 def computing(
     tally: TrafficModel, shape: Shape, direction: Direction, steps: Steps, groups: Groups, rates: Rates
 ) -> Computing:
-    """Work of one pass."""
+    """Predict the work of one pass."""
     before = groups.keep and direction is Direction.BACKWARD
     contexts, step = tally.world // groups.query, steps.step
     last = int(step.max(initial=0)) + 1
@@ -79,7 +79,7 @@ def computing(
     code = ((rows + steps.user) * last + step).ravel()
 
     def by_step(weights: np.ndarray) -> np.ndarray:
-        """float64 [G, R, T] of [G, N]."""
+        """Sum weights [G, N] by head group, sequence group and step, float64 [G, R, T]."""
         total = np.bincount(code, np.broadcast_to(weights, step.shape).ravel(), len(step) * contexts * last)
         return total.reshape(len(step), contexts, last)
 
@@ -95,12 +95,12 @@ def computing(
     seconds += launches * (extra.launch_forward if forward else extra.launch_backward)
     seconds += visits * extra.visit + bytes_folded * shape.accumulate / extra.fold
     order = tally.example(groups)
-    # [U, R, T] of rank u + U c
+    # from [U, R, T] to [W, T], where rank u + U c is row (u, c)
     return Computing(*(x[order].swapaxes(0, 1).reshape(tally.world, last) for x in (seconds, launches, visits)))
 
 
 def _per_cell(shape: Shape, direction: Direction, groups: Groups, rates: Rates) -> float:
-    """Seconds of one (query, key) of one head group."""
+    """Return the seconds of one (query, key) pair of one head group."""
     heads, speed = shape.batch * shape.q_heads / groups.query, rates.speed(shape.io)
     forward = direction is Direction.FORWARD
     products = (1, 1) if forward else (3, 2)  # scores, P V; scores, dS K, dS' Q; dO V', P' dO
@@ -116,7 +116,10 @@ def _launches(
     *,
     fetched_before: bool,
 ) -> tuple[np.ndarray, np.ndarray, dict[Side, np.ndarray]]:
-    """Launches, visits and rows folded by side [G, R, T]: new queries with all keys held, old queries with new keys."""
+    """Estimate launches, visits, and folded rows by side, each [G, R, T].
+
+    At each step new queries meet all held keys, and old queries meet new keys.
+    """
     pairs = tally.pairs
     if groups.query == 1:
         touched = {side: by_step(pairs.rows[side]) for side in Side}
@@ -130,7 +133,7 @@ def _launches(
     here = [np.minimum(count, 1) for count in counts]
     more = by_step(pairs.tiles - 1 + (pairs.border > 0))
     launches = runs * cut * (here[0] + here[1]) / (1 if fetched_before else 1.5) + more
-    # a shard's rows once for each run that it meets, the other side's once for each piece of the shard
+    # A shard's rows are folded once per run that they meet, the other side's rows once per segment of the shard.
     whole = {
         side: by_step(pairs.rows[side] * these) / np.maximum(count, 1) * runs
         for side, these, count in zip(Side, (new, old), counts, strict=True)
@@ -145,14 +148,17 @@ def _launches(
 def _of_waves(
     tally: TrafficModel, by_step: Callable[[np.ndarray], np.ndarray], steps: Steps, groups: Groups
 ) -> tuple[np.ndarray, np.ndarray, dict[Side, np.ndarray]]:
-    """The same where chunks come together that lie side by side, in stretches: a tile where one meets itself, and for
-    the others of two slices one for each stretch of queries, or of keys if those are fewer."""
+    """Estimate :func:`_launches` if shards are sent in chunks, so that a sequence group's chunks join into stretches.
+
+    A stretch that meets itself is one tile. All other cells between two sequence groups are one tile per stretch of
+    queries, or per stretch of keys if those are fewer.
+    """
     pairs = tally.pairs
     query, key = (tally.beside(chunk, groups) for chunk in (pairs.i, pairs.j))
     runs, rows = tally.runs(groups), np.bincount(tally.beside(np.arange(len(tally.lengths)), groups), tally.lengths)
     many, last = len(runs), int(steps.step.max(initial=0)) + 1
     visit = (np.arange(len(steps.step))[:, None] * many + steps.user) * last + steps.step
-    one = _first((visit * many + query) * many + key)  # of the pairs between two stretches the first counts for all
+    one = _first((visit * many + query) * many + key)  # count each pair of stretches once
     inside, beyond = one * (query == key), one * (query != key)
     slices = (visit * many + query // tally.chunks) * many + key // tally.chunks
     _, which = np.unique(slices, return_inverse=True)
@@ -169,7 +175,7 @@ def _of_waves(
 
 
 def _first(codes: np.ndarray) -> np.ndarray:
-    """1 where a value stands for the first time, else 0."""
+    """Return 1 where a value occurs for the first time, else 0."""
     _, first = np.unique(codes, return_index=True)
     found = np.zeros(codes.shape)
     found.flat[first] = 1
@@ -181,10 +187,10 @@ class Timed:
     """The predicted figures of one pass.
 
     Attributes:
-        seconds: until the last rank is done.
-        computing: the seconds in which that rank computes; the rest is exposed exchange.
-        visits, launches: of the rank that has most.
-        inside, across: bytes of the rank that sends or receives most, on each kind of link.
+        seconds: time until the last rank is done.
+        computing: seconds in which that rank computes; the rest is exposed exchange.
+        visits, launches: numbers of the rank with the most.
+        inside, across: bytes of the rank that sends or receives the most, inside of a node and across nodes.
     """
 
     seconds: float
@@ -196,7 +202,7 @@ class Timed:
 
     @property
     def exposed(self) -> float:
-        """Seconds of exchange that nothing hides."""
+        """Seconds of exchange that no computation hides."""
         return self.seconds - self.computing
 
 
@@ -222,7 +228,7 @@ def timed(messages: Messages, work: Computing, wire: Wire) -> Timed:
 
 
 def _run(messages: Messages, seconds: np.ndarray, wire: Wire) -> tuple[np.ndarray, np.ndarray]:
-    """(when each rank is done, seconds in which it computed)."""
+    """Return the time at which each rank is done, and the seconds in which it computed."""
     world, at_once = len(wire.nodes), wire.rates.overhead.at_once
     order = np.argsort(messages.step, kind="stable")
     out, into, took = (x[order] for x in wire.seconds(messages))
@@ -230,7 +236,7 @@ def _run(messages: Messages, seconds: np.ndarray, wire: Wire) -> tuple[np.ndarra
     folding = np.where(kind & PARTIAL, messages.size[order] / wire.rates.overhead.fold, 0.0)
     last = max(seconds.shape[1], int(step.max(initial=0)) + 1)
     cuts = np.searchsorted(step, np.arange(last + 1))
-    free = np.zeros((2, 2 * world))  # when each port, out and in, has sent what it was given
+    free = np.zeros((2, 2 * world))  # when each port, out and in, becomes free
     now, posted, waited, computed = (np.zeros(world) for _ in range(4))
     done: list[np.ndarray] = []  # after the visits of each step
     for t in range(last):
@@ -245,21 +251,23 @@ def _run(messages: Messages, seconds: np.ndarray, wire: Wire) -> tuple[np.ndarra
             now, computed = np.maximum(now, waited) + fold, computed + fold
         if t < seconds.shape[1]:
             now, computed = _share(now, seconds[:, t], at_once), computed + seconds[:, t]
-        if 0 < at_once < world:  # a step ahead or behind, ranks share the cores
+        if 0 < at_once < world:  # ranks at different steps also share the cores
             now = now + max(0.0, computed.sum() / at_once - now.max())
         done.append(now)
     return now, computed
 
 
 def _share(begin: np.ndarray, seconds: np.ndarray, at_once: float) -> np.ndarray:
-    """When each rank has computed what it begins then, if ``at_once`` of them share the cores equally; 0: all have own.
+    """Return the time at which each rank finishes the computation that it begins at ``begin``.
+
+    Ranks share the cores equally, and ``at_once`` of them can run at full speed. 0: ranks don't share cores.
 
     Of one step: that ranks ahead are at their next by then is for the caller to see to.
     """
     if not 0 < at_once < len(begin):
         return begin + seconds
     end, computing = begin.copy(), list[tuple[float, int]]()
-    now = given = 0.0  # the time, and the seconds of computing that each had by then who computed all along
+    now = given = 0.0  # the time, and the core seconds until then of a rank that always computes
     for rank in [*np.argsort(begin, kind="stable").tolist(), None]:
         until = float("inf") if rank is None else float(begin[rank])
         while computing:
@@ -285,7 +293,10 @@ def _exchange(
     posted: np.ndarray,
     free: np.ndarray,
 ) -> np.ndarray:
-    """When each rank has sent and received its messages of one step; ports share what they carry at once."""
+    """Return the time at which each rank has sent and received its messages of one step.
+
+    Messages that use the same port share its bandwidth.
+    """
     busy = [np.bincount(port, took, free.shape[1]) for port in (out, into)]
     begin = np.maximum.reduce([posted[source], posted[target], free[0, out], free[1, into]])
     end = begin + np.maximum(busy[0][out], busy[1][into])
@@ -321,29 +332,29 @@ class PassSimulation:
         return self.whole.for_groups(self.groups)
 
     def computing(self) -> float:
-        """Seconds that the busiest rank computes, at least."""
+        """Return a lower bound of the seconds that the busiest rank computes."""
         rates = self.wire.rates
         areas = self.whole.areas(self.inner, self.groups, rates.overhead.block)
         each = _per_cell(self.shape, self.direction, self.groups, rates)
         return float(areas.max(initial=0.0)) * each + rates.overhead.call
 
     def moving(self, wires: Sequence[Wire]) -> list[float]:
-        """Seconds that the busiest port needs at least, on each of these wires."""
-        whole = replace(self.groups, waves=0)  # in how many waves messages come does not change their bytes
+        """Return a lower bound of the seconds of the busiest port, for each of these wires."""
+        whole = replace(self.groups, waves=0)  # the number of chunks doesn't change the bytes
         messages = self.whole.messages(self.shape, self.direction, self.inner, whole)
         return [wire.least(messages) + wire.rates.overhead.call for wire in wires]
 
     def run(self, messages: Messages | None = None) -> Timed:
-        """Step by step; with ``messages`` of another route."""
+        """Simulate the pass; ``messages``: those of another route."""
         return self.run_on([self.wire], messages)[0]
 
     def work(self, steps: Steps | None = None) -> Computing:
-        """What each rank computes; ``steps``: when, if that is known."""
+        """Return what each rank computes; ``steps``: when, if the caller already knows it."""
         steps = self._steps() if steps is None else steps
         return computing(self.tally, self.shape, self.direction, steps, self.groups, self.wire.rates)
 
     def run_on(self, wires: Sequence[Wire], messages: Messages | None = None) -> list[Timed]:
-        """The same on each of several wires, of which the links differ, and nothing else."""
+        """Simulate the pass on each of several wires that differ only in their links."""
         steps = self._steps()
         if messages is None:
             messages = self.tally.messages(self.shape, self.direction, self.inner, self.groups, steps)
@@ -355,6 +366,6 @@ class PassSimulation:
 
 
 def simulations(tally: TrafficModel, shape: Shape, circulate: str, groups: Groups, wire: Wire) -> list[PassSimulation]:
-    """A forward and a backward; ``circulate`` is a name of ``CIRCULATIONS``."""
+    """Return the simulations of a forward and a backward; ``circulate`` is a name of ``CIRCULATIONS``."""
     inner = CIRCULATIONS[circulate](tally.world // groups.query)
     return [PassSimulation(tally, shape, direction, inner[direction], groups, wire) for direction in Direction]
