@@ -53,9 +53,7 @@ class Builder:
         if self.groups.keep or self.groups.waves:  # all members, because a cached message may carry any of their rows
             for side in Side if self.groups.keep else ():
                 owners[side, self.groups.context(self.rank), self.groups.part(side, self.rank % self.groups.query)]
-            for key in (
-                edge.key for edge in self.edges if self.groups.waves
-            ):  # what it only passes on arrives in chunks
+            for key in (edge.key for edge in self.edges if self.groups.waves):  # forwarded data comes in chunks
                 owners[key.side, self.groups.context(key.owner), key.part]
             return {key: [*self.groups.members(key[1])] for key in owners}
         return {key: sorted(these) for key, these in owners.items()}

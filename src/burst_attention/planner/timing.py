@@ -262,7 +262,7 @@ def _share(begin: np.ndarray, seconds: np.ndarray, at_once: float) -> np.ndarray
 
     Ranks share the cores equally, and ``at_once`` of them can run at full speed. 0: ranks don't share cores.
 
-    Of one step: that ranks ahead are at their next by then is for the caller to see to.
+    This covers one step. The caller accounts for ranks that are already at their next step.
     """
     if not 0 < at_once < len(begin):
         return begin + seconds
