@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -95,10 +95,6 @@ class Schedule:
     @cached_property
     def regions(self) -> np.ndarray:
         return self.mask.regions(self.layout.seqlen)
-
-    def with_mask(self, mask: Mask) -> Schedule:
-        """Return the same layout, route and strategy under another mask."""
-        return replace(self, mask=mask)
 
     def pairs(self) -> dict[tuple[int, int], Tiles]:
         """Return the tiles of all pairs of shards that have any."""

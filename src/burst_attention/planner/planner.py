@@ -241,7 +241,7 @@ class Planner:
         most = MOST_ON_PAPER if direct else MOST_BY_EDGES
         if world > max(most, groups.query):
             return self._extended(schedule, shape, circulate, groups, min(most, STANDING))
-        both = simulations(traffic_model_of(schedule), shape, circulate, groups, self.wire(world))
+        both = self.simulations(schedule, shape, circulate, groups)
         if direct:
             return [one.run() for one in both]
         return [one.run(edge_messages(schedule.work(circulate, one.direction, groups), shape)) for one in both]
