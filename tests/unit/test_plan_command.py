@@ -192,7 +192,7 @@ def test_many_ranks_are_never_all_looked_at(monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setattr(
         forecast, "simulations", lambda way, setting: worlds.append(setting.world) or simulations(way, setting)
     )
-    monkeypatch.setattr(forecast, "MOST_RANKS", 64)
+    monkeypatch.setattr(forecast, "MOST_SIMULATED", 64)
     out = told(
         capsys,
         "--seq-len",

@@ -20,7 +20,8 @@ from burst_attention.planner import planner as planner_module
 from burst_attention.planner.explain import explain
 from burst_attention.planner.planner import Planner
 from burst_attention.planner.presets import preset
-from burst_attention.planner.standing import MOST_ON_PAPER, few_nodes, stand_in
+from burst_attention.planner.standing import MOST_ON_PAPER, extended, few_nodes, stand_in
+from burst_attention.planner.timing import Timed
 from tests.support.schedules import Planned, make_schedule
 
 SHAPE = Shape(batch=1, q_heads=32, kv_heads=8, head_dim=128, v_head_dim=128, io=2, partial=2, accumulate=4)
@@ -63,6 +64,15 @@ def test_a_plan_for_thousands_of_ranks_takes_a_second_and_little_memory(world: i
     assert seconds < 4 and most < 150e6  # about a second; of the whole world's traffic they were minutes and gigabytes
 
 
+def test_a_rank_builds_its_own_programs_from_the_messages_it_takes_part_in() -> None:
+    """Heads are split 16 ways here, so most messages of the cells that a rank must know pass it by."""
+    schedule = planned(1024, Mask())
+    groups, circulate = schedule.decide(SHAPE)
+    assert groups.query == 16 and len(schedule.program(circulate, Direction.FORWARD, groups).ops) > 64
+    seconds, most = taken(lambda: [planned(1024, Mask()).program(circulate, each, groups) for each in Direction])
+    assert seconds < 3 and most < 250e6  # the programs take 0.7 s; from all messages they took 4 s
+
+
 def test_a_program_over_a_ring_of_many_ranks_takes_seconds() -> None:
     """A rank builds its own edges only."""
     planner = Planner(nodes=tuple(rank // 8 for rank in range(128)))
@@ -100,6 +110,15 @@ def test_which_ranks_stand_for_many() -> None:
     assert few_nodes(tuple(n // 8 for n in range(1024)), 64) == tuple(n // 8 for n in range(64))
     assert few_nodes(tuple(n // 72 for n in range(1152)), 64) == tuple(n // 16 for n in range(64))
     assert few_nodes((0,) * 1024, 64) == (0,) * 64 and few_nodes(None, 64) is None
+
+
+def test_times_of_a_large_world_are_extrapolated_from_two_small_ones() -> None:
+    few, many = (
+        Timed(seconds=3.0 * n, computing=2.0 * n, visits=n, launches=n, inside=10 * n, across=n)
+        for n in (4, 8)
+    )
+    whole = extended(few, many, (4, 8, 100), "key-value")
+    assert (whole.computing, whole.seconds, whole.visits, whole.inside) == (200, 300, 100, 1000)
 
 
 def test_choosing_again_hashes_no_documents(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,7 @@ class Builder:
             side: (side, self.world + own, self.groups.part(side, rank % self.groups.query))
             for side in (Side if self.groups.keep else ())
         }
+        self._placed: dict[Edge, Rows] = {}
         self.held, self.sums = self._held(), self._sums()
 
     def program(self) -> Program:
@@ -47,9 +48,11 @@ class Builder:
     def _owners(self) -> dict[tuple[Side, int, int], list[int]]:
         """Return the owners whose shards share a buffer, by side, sequence group and part of the heads."""
         owners: dict[tuple[Side, int, int], set[int]] = defaultdict(set)
-        for _, i, j, group, _ in self.cells:
-            for side, owner in ((Side.QUERY, self.work.owner(i)), (Side.KEY, self.work.owner(j))):
-                owners[side, self.groups.context(owner), self.groups.part(side, group)].add(owner)
+        group = self.cells[:, 3]
+        for side, column in ((Side.QUERY, 1), (Side.KEY, 2)):
+            code = self.work.owner(self.cells[:, column]) * self.groups.count(side) + self.groups.part(side, group)
+            for owner, part in (divmod(one, self.groups.count(side)) for one in np.unique(code).tolist()):
+                owners[side, self.groups.context(owner), part].add(owner)
         if self.groups.keep or self.groups.waves:  # all members, because a cached message may carry any of their rows
             for side in Side if self.groups.keep else ():
                 owners[side, self.groups.context(self.rank), self.groups.part(side, self.rank % self.groups.query)]
@@ -67,10 +70,11 @@ class Builder:
 
     def _rows(self, edge: Edge) -> Rows:
         """Return an edge's rows, numbered as in the buffer where this rank uses them."""
-        place = self._place(edge.key)
-        if place[1] < self.world or edge.key.payload is Payload.INPUTS:
-            return edge.rows
-        return self._slice(place).place(edge.owner, edge.rows)
+        if edge not in self._placed:
+            place = self._place(edge.key)
+            alone = place[1] < self.world or edge.key.payload is Payload.INPUTS
+            self._placed[edge] = edge.rows if alone else self._slice(place).place(edge.owner, edge.rows)
+        return self._placed[edge]
 
     def _slice(self, place: Place) -> Slice:
         side, which, part = place
@@ -136,10 +140,10 @@ class Builder:
                 for chunk in visit.chunks[side]:
                     ready[self.work.key(side, chunk, visit.places[side][2]), True] = (visit.step, 2, 0)
         posted: Moment = (-1, 0, 0)
-        wired = [edge for edge in self.edges if edge.source != edge.target]
-        steps = sorted({edge.step for edge in wired})
-        for n, step in enumerate(steps):
-            now = [edge for edge in wired if edge.step == step]
+        wired = [edge for edge in self.edges if edge.source != edge.target]  # sorted by step
+        by_step = {step: [*edges] for step, edges in groupby(wired, key=lambda edge: edge.step)}
+        steps = [*by_step]
+        for n, (step, now) in enumerate(by_step.items()):
             sends = tuple(self._message(e, sent=True) for e in now if e.source == self.rank)
             receives = tuple(self._message(e, sent=False) for e in now if e.target == self.rank)
             carried = [ready.get((m.edge.key, m.edge.partial), posted) for m in sends]
@@ -180,8 +184,8 @@ class Builder:
         New queries meet all keys; old queries meet only new keys.
         """
         keys_of: dict[tuple[Any, ...], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-        for step, i, j, group, new in self.cells:
-            between = (self.groups.context(self.work.owner(chunk)) for chunk in (i, j))
+        contexts = self.groups.context(self.work.owner(self.cells[:, 1:3])).tolist()
+        for (step, i, j, group, new), between in zip(self.cells.tolist(), contexts, strict=True):
             keys_of[step, *between, group, new][i].append(j)
         rectangles = []
         for (step, *_, group, _), keys in keys_of.items():

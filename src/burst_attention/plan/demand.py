@@ -133,7 +133,7 @@ class PassSpec:
             rank: return only this rank's edges. None: all edges.
         """
         world, groups, edges = self.layout.world, self.groups, list[Edge]()
-        uses = self._uses(cells)
+        uses = self._uses(cells, rank if self.route.direct else None)
         for key, users in self._fetched(uses, rank):
             edges += self.route.outward(key, users, groups, world, rank)
             if groups.query > 1 and key.owner in users:
@@ -203,27 +203,46 @@ class PassSpec:
 
     def _ranks(self, side: Side, owner: int, part: int) -> np.ndarray:
         """Return the ranks that would compute cells of this key under a full mask."""
-        ranks = np.arange(self.layout.world)
-        pairs = (np.full_like(ranks, owner), ranks) if side is Side.QUERY else (ranks, np.full_like(ranks, owner))
-        groups = [g for g in range(self.groups.query) if self.groups.part(side, g) == part]
-        return np.unique([self.cube(*pairs, g) for g in groups])
+        step = self.groups.query if self.by_slices else 1  # then a sequence group's first rank represents it
+        asked = side, owner // step, part
+        if asked not in self._ranks_of:
+            others = np.arange(0, self.layout.world, step)
+            one = np.full_like(others, owner // step * step)
+            pairs = (one, others) if side is Side.QUERY else (others, one)
+            groups = [g for g in range(self.groups.query) if self.groups.part(side, g) == part]
+            self._ranks_of[asked] = np.unique([self.cube(*pairs, g) for g in groups])
+        return self._ranks_of[asked]
 
-    def _uses(self, cells: Cells) -> Uses:
+    @cached_property
+    def _ranks_of(self) -> dict[tuple[Side, int, int], np.ndarray]:
+        return {}
+
+    def _uses(self, cells: Cells, rank: int | None) -> Uses:
         """Return which rank needs which rows of which chunk, and until which step.
 
         The result is complete for a rank if ``cells`` has all of its cells.
+
+        Args:
+            rank: return only the uses that can send it a message or receive one, on a direct route. None: all uses.
         """
         uses: Uses = {}
         groups, world = self.groups, self.layout.world
         for side, column in ((Side.QUERY, 0), (Side.KEY, 2)):
             parts = groups.count(side)
-            code = (cells.chunks(side) * parts + groups.part(side, cells.group)) * world + cells.rank
-            rows = Union.of(code, cells.tiles[:, column], cells.tiles[:, column + 1])
-            last, first = np.zeros(len(rows.keys), np.int64), cells.first
-            np.maximum.at(last, np.searchsorted(rows.keys, code[first]), cells.step[first])
+            chunk, user = cells.chunks(side), cells.rank
+            code = (chunk * parts + groups.part(side, cells.group)) * world + user
+            begins, ends, steps = cells.tiles[:, column], cells.tiles[:, column + 1], cells.step
+            if rank is not None:
+                owner = self.owner(chunk)
+                cache_owner = groups.cache_owner(user % groups.query, groups.context(owner))
+                ours = (owner == rank) | (user == rank) | (cache_owner == rank)
+                code, begins, ends, steps = (x[ours] for x in (code, begins, ends, steps))
+            rows = Union.of(code, begins, ends)
+            last = np.zeros(len(rows.keys), np.int64)
+            np.maximum.at(last, np.searchsorted(rows.keys, code), steps)
             for (key, needed), step in zip(rows.sets(), last.tolist(), strict=True):
-                rest, rank = divmod(key, world)
-                uses.setdefault((side, *divmod(rest, parts)), {})[rank] = Use(needed, step)
+                rest, by = divmod(key, world)
+                uses.setdefault((side, *divmod(rest, parts)), {})[by] = Use(needed, step)
         return uses
 
 
@@ -258,16 +277,17 @@ class Cells:
     def chunks(self, side: Side) -> np.ndarray:
         return self.i if side is Side.QUERY else self.j
 
-    def at(self, rank: int) -> list[tuple[int, int, int, int, bool]]:
+    def at(self, rank: int) -> np.ndarray:
         """Return the distinct cells that ``rank`` computes, sorted.
 
         Returns:
-            Tuples of step, query chunk, key chunk, head group, and whether the query chunk arrives at this step.
+            int64 [M, 5]: step, query chunk, key chunk, head group, and whether the query chunk arrives at this step.
         """
-        first = self.first
-        new = self.query[first] == self.step[first]
-        table = np.stack([self.step[first], self.i[first], self.j[first], self.group[first], new], 1)
-        return sorted(set(map(tuple, table[self.rank[first] == rank].tolist())))
+        mine = self.first[self.rank[self.first] == rank]
+        new = self.query[mine] == self.step[mine]
+        table = np.stack([self.step[mine], self.i[mine], self.j[mine], self.group[mine], new], 1)
+        table = table[np.lexsort(table.T[::-1])]
+        return table[np.r_[True, (table[1:] != table[:-1]).any(1)][: len(table)]]
 
     @cached_property
     def first(self) -> np.ndarray:

@@ -105,7 +105,7 @@ class Schedule:
         """Return this rank's program for one pass.
 
         Args:
-            travels: which tensors circulate, a name of :data:`~burst_attention.plan.assignment.CIRCULATIONS`.
+            circulate: which tensors circulate, a name of :data:`~burst_attention.plan.assignment.CIRCULATIONS`.
         """
         key = circulate, direction, groups
         if key not in self._programs:

@@ -28,13 +28,16 @@ class Slice:
         self._table, self._offsets = table, np.cumsum(lengths) - lengths
         self.length = int(lengths.sum())
         self._segments: dict[tuple[int, ...], np.ndarray] = {}
+        self._owned: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}  # by owner: begins, lengths, offsets
 
     def place(self, owner: int, rows: Rows) -> Rows:
         """Return the places of local rows of ``owner``'s shard in this buffer."""
         if len(self.owners) == 1:
             return rows
-        mine = self._table[:, 0] // self.chunks == owner
-        begins, lengths, offsets = self._table[mine, 1], self._table[mine, 3], self._offsets[mine]
+        if owner not in self._owned:
+            mine = self._table[:, 0] // self.chunks == owner
+            self._owned[owner] = self._table[mine, 1], self._table[mine, 3], self._offsets[mine]
+        begins, lengths, offsets = self._owned[owner]
         first = np.searchsorted(begins, rows.starts, side="right") - 1  # the segments that an interval touches
         count = np.searchsorted(begins, rows.stops) - first
         at = np.repeat(first - np.cumsum(count) + count, count) + np.arange(count.sum())

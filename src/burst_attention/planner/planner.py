@@ -47,7 +47,7 @@ Remat = Literal["none", "layer", "keep-attention"]
 MOST_FOR_A_RING = 32  # up to this many ranks, the ring route is predicted too, edge by edge
 MOST_DOCUMENTS = 64  # with more documents, equal ones represent them
 MOST_DERIVED = 4  # how many schedules of other masks a schedule caches
-MOST_RANKS = 256  # with more ranks, use the best choice for this many
+MOST_SIMULATED = 256  # ranks; with more, use the best choice for this many
 T = TypeVar("T")
 
 
@@ -342,13 +342,13 @@ def _smaller_traffic_model(schedule: Schedule) -> TrafficModel:
     """
     documents, whole = schedule.mask.cu_seqlens, schedule.layout
     few = documents is None or (len(documents) <= MOST_DOCUMENTS and not whole.spreads_documents)
-    if few and whole.world <= MOST_RANKS:
+    if few and whole.world <= MOST_SIMULATED:
         return traffic_model_of(schedule)
     layout, mask = _representative_of(schedule)
     if layout.spreads_documents and mask.cu_seqlens is not None:  # equal documents: one represents all
         length, mask = mask.cu_seqlens[1], replace(mask, cu_seqlens=None)
         layout = layout.cut_for(mask, length)
-    return TrafficModel(replace(layout, world=min(layout.world, MOST_RANKS)), mask.regions(layout.seqlen))
+    return TrafficModel(replace(layout, world=min(layout.world, MOST_SIMULATED)), mask.regions(layout.seqlen))
 
 
 def _splits_by_choice(schedule: Schedule) -> bool:
@@ -363,7 +363,7 @@ def _waves_of(schedule: Schedule) -> int | Literal["auto"]:
 def _rows_leaving(schedule: Schedule, nodes: Sequence[int]) -> dict[str, int]:
     """Count the key rows that leave the busiest node in a forward, by route; with many ranks, for the first ones."""
     layout, mask = representative(schedule.layout, schedule.mask)
-    world = min(layout.world, MOST_RANKS)
+    world = min(layout.world, MOST_SIMULATED)
     if world < layout.world:
         layout = replace(layout, world=world)
     tiles = wanted_tiles(layout, mask.regions(layout.seqlen), np.ones((world, world), bool))

@@ -14,13 +14,13 @@ from functools import cached_property
 import numpy as np
 
 from ..plan.assignment import CIRCULATIONS, Assignment
+from ..plan.build import IN_FLIGHT
 from ..plan.cost import Shape
 from ..plan.groups import Groups
 from ..plan.rows import Direction, Side
 from .rates import Link, Rates
 from .traffic import PARTIAL, RELAYED, Messages, Steps, TrafficModel
 
-IN_FLIGHT = 2  # exchanges that run together, as the builder posts them
 RUNS = 1.5  # mean runs of positions per segment of a shard while a sequence group's buffer is incomplete
 
 

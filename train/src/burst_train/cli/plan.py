@@ -30,7 +30,7 @@ from .plan_page import page
 from .plan_words import as_dict, assumptions, command, headline, rows, verdict
 
 COMMAND = "burst plan"
-MOST_RANKS = 1 << 16
+MOST_PLANNED = 1 << 16
 USUAL_NODE = 8  # ranks
 DEFAULT_MODEL = "llama-3-8b"
 RematOrAuto = Literal["auto", "none", "keep-attention", "layer"]
@@ -47,7 +47,7 @@ class PlanArguments:
 
     seq_len: Length
     """Tokens in the sequence."""
-    ranks: Annotated[int, whole(most=MOST_RANKS)]
+    ranks: Annotated[int, whole(most=MOST_PLANNED)]
     """GPUs (or processes) that share the sequence."""
     nodes: Count | None = None
     """Number of machines. Default: eight ranks per machine."""

@@ -23,7 +23,7 @@ from burst_attention.plan.rows import Direction
 from burst_attention.plan.schedule import Schedule
 from burst_attention.plan.strategy import Strategy
 from burst_attention.planner.choice import Candidate
-from burst_attention.planner.planner import MOST_RANKS, Planner, Remat
+from burst_attention.planner.planner import MOST_SIMULATED, Planner, Remat
 from burst_attention.planner.rates import Rates
 from burst_attention.planner.timing import PassSimulation, Timed
 from burst_attention.planner.traffic import Messages, edge_messages
@@ -110,7 +110,7 @@ class AttentionStrategy:
     @property
     def most_ranks(self) -> int:
         """The most ranks that are simulated."""
-        return MOST_RANKS if ROUTES[self.route].direct else MOST_BY_EDGES
+        return MOST_SIMULATED if ROUTES[self.route].direct else MOST_BY_EDGES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +162,7 @@ def chosen(setting: Workload, strategy: Strategy) -> AttentionStrategy:
         ValueError: no number of ranks that can be simulated divides all.
     """
     degree = strategy.over(setting.world).ulysses_degree
-    if setting.world > MOST_RANKS:
+    if setting.world > MOST_SIMULATED:
         setting = setting.over(_standing(setting.world, degree if isinstance(degree, int) else 1))
     planner = setting.planner
     schedule = planner.choose(setting.seq_len, mask=setting.mask, strategy=strategy, rank=0, world=setting.world)
@@ -171,12 +171,12 @@ def chosen(setting: Workload, strategy: Strategy) -> AttentionStrategy:
 
 
 def _standing(world: int, heads: int) -> int:
-    found = max((n for n in divisors(world) if n <= MOST_RANKS and n % heads == 0), default=1)
+    found = max((n for n in divisors(world) if n <= MOST_SIMULATED and n % heads == 0), default=1)
     if found < LEAST_STANDING:
-        near = -(-world // MOST_RANKS) * MOST_RANKS
+        near = -(-world // MOST_SIMULATED) * MOST_SIMULATED
         raise ValueError(
-            f"--ranks {world} can't be predicted: above {MOST_RANKS} ranks, a divisor from {LEAST_STANDING} to "
-            f"{MOST_RANKS} is simulated, but the largest is {found}; use --ranks {near}"
+            f"--ranks {world} can't be predicted: above {MOST_SIMULATED} ranks, a divisor from {LEAST_STANDING} to "
+            f"{MOST_SIMULATED} is simulated, but the largest is {found}; use --ranks {near}"
         )
     return found
 
@@ -190,7 +190,7 @@ def predict_call(way: AttentionStrategy, setting: Workload, *, most: int | None 
     Raises:
         ValueError: the figures can't be extrapolated to this many ranks.
     """
-    most = min(way.most_ranks, MOST_RANKS if most is None else most)
+    most = min(way.most_ranks, MOST_SIMULATED if most is None else most)
     if setting.world <= most:
         forward, backward = simulations(way, setting)
         return Call(forward=forward, backward=backward)
