@@ -44,7 +44,7 @@ TRAIN_ROOMS: dict[str, set[str]] = {
     "checkpoint": {"config", "run", "data", "checked"},
     "health": {"engines", "run", "data"},
     "step": {"config", "engines", "memory", "presets", "run", "data", "checkpoint", "health", "checked"},
-    "forecast": {"engines", "memory", "step", "health"},
+    "forecast": {"engines", "memory", "presets", "step", "health"},
     "cli": {"config", "engines", "memory", "presets", "figures", "run", "data", "checkpoint", "step", "forecast"},
 }
 LAWS = {ROOT: ROOMS, TRAIN: TRAIN_ROOMS}

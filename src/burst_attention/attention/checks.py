@@ -107,7 +107,7 @@ def resolve(
     heads: int,
     keep: bool,
 ) -> ResolvedCall:
-    """Check a call and resolve its open arguments; ``heads`` and ``keep`` come from :func:`cut`.
+    """Check a call and resolve its open arguments; ``heads`` and ``keep`` come from :func:`split_heads`.
 
     Raises:
         TypeError, ValueError: an argument can't be used.

@@ -83,7 +83,7 @@ def attend(
     """Compute the forward.
 
     in:     q [B, Hq, S_local, D], k [B, Hkv, S_local, D], v [B, Hkv, S_local, Dv]: this rank's shards.
-            ``handle``: the plan's. ``heads`` and ``cached_rows``: from :func:`~burst_attention.attention.checks.cut`.
+            ``handle``: the plan's. ``heads``, ``cached_rows``: :func:`~burst_attention.attention.checks.split_heads`.
             ``wanted``: :func:`gradients_wanted`. ``formula_version``: :data:`FORMULA_VERSION`.
     out:    O = softmax(scale Q K' + mask) V over all shards.
             L = logsumexp(scale Q K' + mask).

@@ -1,7 +1,6 @@
 """Sizes of decoder models, by name or from a config.json.
 
-The work and memory of a training step follow from these sizes. Sizes of named models are those of the published
-config.json, on the hub under ``source``.
+The work and memory of a training step follow from these sizes.
 """
 
 from __future__ import annotations
@@ -11,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ..presets import SIZES
 
 Matrix = tuple[int, int]  # rows, columns; a vector has one column
 
@@ -107,9 +108,8 @@ class Model:
         return self.vocabulary * self.hidden
 
 
-def _model(name: str, source: str, sizes: tuple[int, ...], **more: Any) -> Model:
-    hidden, intermediate, layers, q_heads, kv_heads, vocabulary = sizes
-    given = {"head_dim": hidden // q_heads, "vocabulary": vocabulary} | more
+def _model(name: str, source: str, **more: Any) -> Model:
+    hidden, intermediate, layers, q_heads, kv_heads, vocabulary = SIZES[name]
     return Model(
         name=name,
         source=source,
@@ -118,23 +118,24 @@ def _model(name: str, source: str, sizes: tuple[int, ...], **more: Any) -> Model
         layers=layers,
         q_heads=q_heads,
         kv_heads=kv_heads,
-        **given,
+        head_dim=hidden // q_heads,
+        vocabulary=vocabulary,
+        **more,
     )
 
 
-# hidden, intermediate, layers, query heads, key-value heads, vocabulary
 MODELS: Mapping[str, Model] = {
     each.name: each
     for each in (
-        _model("llama-2-7b", "meta-llama/Llama-2-7b-hf", (4096, 11008, 32, 32, 32, 32000)),
-        _model("llama-2-13b", "meta-llama/Llama-2-13b-hf", (5120, 13824, 40, 40, 40, 32000)),
-        _model("llama-2-70b", "meta-llama/Llama-2-70b-hf", (8192, 28672, 80, 64, 8, 32000)),
-        _model("llama-3-8b", "meta-llama/Meta-Llama-3-8B", (4096, 14336, 32, 32, 8, 128256)),
-        _model("llama-3-70b", "meta-llama/Meta-Llama-3-70B", (8192, 28672, 80, 64, 8, 128256)),
-        _model("mistral-7b", "mistralai/Mistral-7B-v0.3", (4096, 14336, 32, 32, 8, 32768)),
-        _model("qwen-2.5-7b", "Qwen/Qwen2.5-7B", (3584, 18944, 28, 28, 4, 152064), biased=True),
-        _model("qwen-2.5-72b", "Qwen/Qwen2.5-72B", (8192, 29568, 80, 64, 8, 152064), biased=True),
-        _model("qwen-3-8b", "Qwen/Qwen3-8B", (4096, 12288, 36, 32, 8, 151936), normed=True),
+        _model("llama-2-7b", "meta-llama/Llama-2-7b-hf"),
+        _model("llama-2-13b", "meta-llama/Llama-2-13b-hf"),
+        _model("llama-2-70b", "meta-llama/Llama-2-70b-hf"),
+        _model("llama-3-8b", "meta-llama/Meta-Llama-3-8B"),
+        _model("llama-3-70b", "meta-llama/Meta-Llama-3-70B"),
+        _model("mistral-7b", "mistralai/Mistral-7B-v0.3"),
+        _model("qwen-2.5-7b", "Qwen/Qwen2.5-7B", biased=True),
+        _model("qwen-2.5-72b", "Qwen/Qwen2.5-72B", biased=True),
+        _model("qwen-3-8b", "Qwen/Qwen3-8B", normed=True),
     )
 }
 KINDS = ("llama", "mistral", "qwen2", "qwen3")  # supported values of model_type
