@@ -114,8 +114,7 @@ def test_which_ranks_stand_for_many() -> None:
 
 def test_times_of_a_large_world_are_extrapolated_from_two_small_ones() -> None:
     few, many = (
-        Timed(seconds=3.0 * n, computing=2.0 * n, visits=n, launches=n, inside=10 * n, across=n)
-        for n in (4, 8)
+        Timed(seconds=3.0 * n, computing=2.0 * n, visits=n, launches=n, inside=10 * n, across=n) for n in (4, 8)
     )
     whole = extended(few, many, (4, 8, 100), "key-value")
     assert (whole.computing, whole.seconds, whole.visits, whole.inside) == (200, 300, 100, 1000)

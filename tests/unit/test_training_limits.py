@@ -48,11 +48,11 @@ def test_what_does_not_fit_is_refused_with_what_would_lower_it():
     check_fits(parts, None, MemoryConfig(), seq_len=64, ranks=9)
     check_fits(parts, free, MemoryConfig(ignore_memory=True), seq_len=64, ranks=3)
     with pytest.raises(
-        ValueError, match=r"^--seq-len 64 is predicted to need 3,072 MiB per rank .*weights 1,024 MiB, act"
+        ValueError, match=r"^--seq-len 64 is predicted to need 3 GiB per rank .*weights 1 GiB, act"
     ) as told:
         check_fits(parts, free, MemoryConfig(), seq_len=64, ranks=3)
     named = (
-        "9,216 MiB for 3 ranks here; there is only 8,192 MiB memory available",
+        "9 GiB for 3 ranks here; there is only 8 GiB memory available",
         "--remat layer, --mlp-chunks 8",
         "--ignore-memory",
     )
@@ -83,7 +83,7 @@ def started(tmp_path, monkeypatch):
 def test_the_first_line_tells_the_memory_and_what_is_not_there_starts_no_rank(started, monkeypatch, capsys):
     assert started("--remat", "layer")[0] == 0
     first, second, *_ = capsys.readouterr().out.splitlines()
-    assert first.startswith("predicted peak memory of the tensors of a rank: ") and "weights 3 MiB" in first
+    assert first.startswith("predicted peak memory of the tensors of a rank: ") and "weights 3.07 MiB" in first
     assert first.endswith("; not included: PyTorch and Python themselves, about 500 MiB")
     assert second == "model tiny, tokenizer bytes, data text.txt, engine burst, kernel aten"
     assert started("--engine", "ulysses")[0] == 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from burst_train import figures
+
 
 def ranks_text(world: int) -> str:
     """Return a text such as ``8 ranks``."""
@@ -23,12 +25,7 @@ def link_text(link: float | None) -> str:
 
 def bytes_text(count: float | None) -> str:
     """Return bytes in decimal units, such as ``12.3 MB``; a dash for None."""
-    if count is None:
-        return "-"
-    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if abs(count) >= size:
-            return f"{number_text(count / size)} {unit}"
-    return f"{count:.0f} B"
+    return "-" if count is None else figures.bytes_text(count)
 
 
 def number_text(value: float | None) -> str:

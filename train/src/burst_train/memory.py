@@ -95,17 +95,21 @@ def check_fits(
     lower = ["--remat layer"] if memory.remat == "none" else []
     lower += ["--mlp-chunks 8"] if memory.mlp_chunks == 1 else []
     raise ValueError(
-        f"{flag('seq_len')} {seq_len} is predicted to need {size_text(per_rank)} per rank ({parts_text(parts)}), "
-        f"{size_text(per_rank * ranks)} for {ranks} ranks here; there is only {size_text(free[0])} {free[1]}. Try "
+        f"{flag('seq_len')} {seq_len} is predicted to need {binary_text(per_rank)} per rank ({parts_text(parts)}), "
+        f"{binary_text(per_rank * ranks)} for {ranks} ranks here; there is only {binary_text(free[0])} {free[1]}. Try "
         f"{', '.join([*lower, 'a shorter --seq-len or ranks on more machines'])}, or start anyway with --ignore-memory"
     )
 
 
 def parts_text(parts: Mapping[str, int]) -> str:
     """Return the non-zero parts as text."""
-    return ", ".join(f"{name} {size_text(size)}" for name, size in parts.items() if size)
+    return ", ".join(f"{name} {binary_text(size)}" for name, size in parts.items() if size)
 
 
-def size_text(size: float) -> str:
-    """Format a size in MiB, or in GiB from 10 GiB on."""
-    return f"{size / 2**20:,.0f} MiB" if size < 10 * 2**30 else f"{size / 2**30:,.1f} GiB"
+def binary_text(size: float) -> str:
+    """Format bytes in powers of 1024, as operating systems count memory: 735 MiB."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 999.5:
+            return f"{size:,.3g} {unit}"
+        size /= 1024
+    return f"{size:,.3g} GiB" if size < 1000 else f"{size:,.0f} GiB"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..config import TrainConfig
 from ..data.sequences import open_sequences
 from ..data.tokenizer import BYTES
-from ..memory import KEEPING, check_fits, free_memory, parts_text, size_text
+from ..memory import KEEPING, binary_text, check_fits, free_memory, parts_text
 from ..presets import PRESETS
 from ..run.tracking import check_tracking
 from ..step.evaluation import EvalConfig
@@ -114,7 +114,7 @@ def _first_lines(
     if parts is None:
         return (f"memory is not predicted for --engine {parallel.engine}", *lines)
     process = "PyTorch and Python themselves, about 500 MiB" if parallel.device == "cpu" else "the CUDA context"
-    counted = f"tensors of a rank: {size_text(sum(parts.values()))} ({parts_text(parts)})"
+    counted = f"tensors of a rank: {binary_text(sum(parts.values()))} ({parts_text(parts)})"
     return (f"predicted peak memory of the {counted}; not included: {process}", *lines)
 
 

@@ -17,6 +17,7 @@ from rich.table import Table
 from burst_attention.launch.processes import UNSAVED
 
 from ..config import TrainConfig
+from ..memory import binary_text
 from ..run.folder import list_checkpoints, name_of
 from ..run.interrupt import InterruptedRunError
 from ..run.metrics import StepRecord, Summary, unusual
@@ -150,12 +151,4 @@ def _some(texts: list[str], most: int = 8) -> str:
 
 
 def _sizes(sizes: Sequence[float | None]) -> str:
-    return ", ".join("-" if size is None else _size(size) for size in sizes)
-
-
-def _size(size: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, {"B": "KiB", "KiB": "MiB", "MiB": "GiB"}[unit]
-    return f"{size:,.0f} B" if unit == "B" else f"{size:,.2f} {unit}"
+    return ", ".join("-" if size is None else binary_text(size) for size in sizes)
