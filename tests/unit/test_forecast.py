@@ -299,7 +299,9 @@ def test_a_step_is_attention_products_and_what_is_exposed() -> None:
     # As it is, every engine's attention keeps its buffers; 132 GB of activations don't fit, what is recomputed does.
     assert ours.remat == "keep-attention" and sum(ours.memory["none"].values()) > 0.9 * 80e9
     head = 2 * asked.seq_len * 128256 * 4096
-    assert ours.rest == pytest.approx((4 * (matrices - head) + 4 * head) / (8 * 0.4e15))
+    matrix_seconds = (4 * (matrices - head) + 4 * head) / (8 * 0.55e15)
+    assert ours.rest == pytest.approx(matrix_seconds)  # the device's bandwidth is unknown here
+
     call = predict_call(ours.ways[0], asked.setting(Mask()))
     assert ours.attention == pytest.approx(32 * call.seconds)
     layer = forecast_of("burst", replace(asked, remat="layer"))
@@ -309,6 +311,15 @@ def test_a_step_is_attention_products_and_what_is_exposed() -> None:
     assert sum(ours.sent["parameters"]) == pytest.approx(7 / 8 * (4 * (model.size - rest) + 2 * rest + 4 * model.size))
     assert recommended([*found.values()]) is ours
     assert all(each.fits for each in found.values())
+
+
+def test_elementwise_operations_and_adamw_move_bytes_at_the_memorys_bandwidth() -> None:
+    asked = question(seq_len=65536)
+    cluster = replace(asked.cluster, device=replace(asked.cluster.device, bandwidth=2e12))
+    more = replace(asked, cluster=cluster).rest_seconds("layer") - asked.rest_seconds("layer")
+    norms, rotary, sums, gate = 2 * 36 * 4096, 20 * (4096 + 1024), 12 * 4096, 10 * 14336  # bytes per token, bf16
+    moved = 4 * 65536 * 32 * (norms + rotary + sums + gate) + 28 * 8_030_261_248
+    assert more == pytest.approx(moved / (8 * 0.8 * 2e12))
 
 
 @pytest.mark.parametrize("engine", ["ring", "ulysses", "usp", "tensor-sequence"])

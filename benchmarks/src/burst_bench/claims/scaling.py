@@ -17,7 +17,7 @@ import tyro
 from burst_train.figures import bytes_text, flops_text, seconds_text, tokens_text
 from burst_train.forecast import collectives
 from burst_train.forecast.calls import AttentionStrategy, Call, Workload, chosen, predict_call
-from burst_train.forecast.machines import device_of
+from burst_train.forecast.machines import BANDWIDTH_EFFICIENCY, device_of
 from burst_train.forecast.models import MODELS, Model
 from burst_train.forecast.request import Cluster, ForecastRequest
 
@@ -111,8 +111,7 @@ class Row:
     def seconds(self, call: Call) -> float:
         """Return the seconds of a step that recomputes only logits."""
         q = self.question
-        rest = q.rest_flops("none") / (q.cluster.ranks * q.matrix_rate)
-        return q.layers * call.seconds + rest
+        return q.layers * call.seconds + q.rest_seconds("none")
 
     def exposed(self, call: Call) -> float:
         return self.question.layers * (call.forward.exposed + call.backward.exposed)
@@ -164,8 +163,9 @@ def _assumptions() -> Iterator[str]:
         "computation."
     )
     yield (
-        f"The rest of the model is its matrix products at {question.cluster.efficiency:.0%} of {peak}/s. Only the "
-        "head's logits are recomputed, so that times compare. Whether a row fits in memory is not considered."
+        f"The rest of the model: matrix products at {question.cluster.efficiency:.0%} of {peak}/s, and element-wise "
+        f"operations at {BANDWIDTH_EFFICIENCY:.0%} of the memory's bandwidth. Only the head's logits are recomputed, "
+        "so that times compare. Whether a row fits in memory is not considered."
     )
     yield (
         "Up to 256 ranks are simulated one by one (32 on routes by nodes and around a ring). More ranks are "

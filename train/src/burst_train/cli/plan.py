@@ -23,7 +23,7 @@ from burst_attention.plan.layout import LayoutOrAuto
 from burst_attention.plan.route import RouteOrAuto
 
 from ..forecast.forecast import Forecast, forecasts
-from ..forecast.machines import Device, device_of
+from ..forecast.machines import MATMUL_EFFICIENCY, Device, device_of
 from ..forecast.models import Model, model_of
 from ..forecast.request import Cluster, ForecastRequest
 from .plan_page import page
@@ -86,8 +86,8 @@ class PlanArguments:
     """Activations to recompute. auto: the policy that recomputes least and still fits."""
     mlp_chunks: Count = 1
     """Pieces of each feed-forward layer, as for burst train."""
-    matmul_efficiency: Share = 0.4
-    """Share of the peak that matrix products outside attention reach. 0.4 fits published training speeds on H100."""
+    matmul_efficiency: Share = MATMUL_EFFICIENCY
+    """Share of the peak that matrix products outside attention reach."""
     peak_tflops: Positive | None = None
     """A device's bf16 peak in TFLOP/s (10^12 operations per second). Overrides the preset."""
     device_memory: Positive | None = None
@@ -188,6 +188,7 @@ class PlanArguments:
             device=Device(
                 peak=known.peak if self.peak_tflops is None else self.peak_tflops * 1e12,
                 memory=known.memory if self.device_memory is None else self.device_memory * 1e9,
+                bandwidth=known.bandwidth,
             ),
             efficiency=self.matmul_efficiency,
         )

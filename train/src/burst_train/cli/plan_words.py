@@ -10,7 +10,7 @@ from burst_attention.planner.choice import WORTH
 
 from ..figures import bytes_text, digits, flops_text, seconds_text, tokens_text
 from ..forecast.forecast import Forecast, fastest, recommended
-from ..forecast.machines import USABLE
+from ..forecast.machines import BANDWIDTH_EFFICIENCY, USABLE
 from ..forecast.request import ForecastRequest
 
 
@@ -171,15 +171,19 @@ def _of_a_model(question: ForecastRequest) -> Iterator[str]:
     if io == 2 and cluster.device.peak is not None:
         how = (
             f"{cluster.efficiency:.0%} of the {flops_text(cluster.device.peak)}/s of the matrix units "
-            "(--matmul-efficiency), which includes norms and activation functions"
+            "(--matmul-efficiency)"
         )
     else:
         how = f"the rate of attention kernels, {flops_text(question.matrix_rate)}/s (assumed)"
-    yield f"The time of the rest of the model is that of its matrix products at {how}."
+    moved = "the element-wise operations and AdamW are not counted, because the memory bandwidth is unknown"
+    if cluster.device.bandwidth is not None:
+        rate = bytes_text(cluster.device.bandwidth)
+        moved = f"element-wise operations and AdamW move bytes at {BANDWIDTH_EFFICIENCY:.0%} of {rate}/s"
+    yield f"The time of the rest of the model: its matrix products run at {how}; {moved}."
     yield (
         "Weights, fp32 gradients and AdamW's moments are sharded over all ranks by FSDP2 (tensor-sequence cuts them by "
         f"heads and columns). A step gathers weights twice, at {io} bytes per element, and scatters gradients in fp32, "
-        "both by rings. Matrix products hide these transfers while they last. The optimizer's time is not counted."
+        "both by rings. Matrix products hide these transfers while they last."
     )
     yield "Offloading and mixture-of-experts models are not supported; a model with experts is refused."
     yield (

@@ -1,9 +1,9 @@
 """Predict a training step for each engine: seconds, bytes, memory, and the longest sequence that fits.
 
 No model runs. The attention's time comes from the planner (:mod:`burst_train.forecast.calls`). Memory comes from a
-formula (:mod:`burst_train.forecast.step_memory`), with the attention's buffers from its programs. The time of the
-rest of the model is that of its matrix products at a given rate. Sharded parameters use a simple model of collectives
-(:mod:`burst_train.forecast.collectives`).
+formula (:mod:`burst_train.forecast.step_memory`), with the attention's buffers from its programs. The rest of the
+model takes the time of its matrix products and of its element-wise operations' bytes. Sharded parameters use a simple
+model of collectives (:mod:`burst_train.forecast.collectives`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Forecast:
         refused: why the engine can't run; all other fields are empty then.
         way: how a call is computed, in words, for the layers with the widest window.
         attention: seconds of attention with its exchange and its recomputation.
-        rest: seconds of the other matrix products.
+        rest: seconds of everything else that a rank computes.
         parameters: seconds of exchanging parameters and gradients that the matrix products don't hide.
         exposed: the part of ``attention`` that is exchange not hidden by computation, in seconds.
         sent: (within a node, between nodes) bytes that a rank sends in a step, mean over ranks. Keys:
@@ -164,7 +164,7 @@ class _Step:
         """Return seconds of (attention, other matrix products, exposed parameter exchange) with ``remat``."""
         q, forwards = self.q, _forwards(remat)
         attention = sum(n * (forwards * c.forward.seconds + c.backward.seconds) for n, c in self.calls)
-        rest = q.rest_flops(remat) / (q.cluster.ranks * q.matrix_rate)
+        rest = q.rest_seconds(remat)
         return attention, rest, max(0.0, self.parameters.seconds - rest)
 
     @property

@@ -1,4 +1,4 @@
-"""Peak and memory of the devices in presets, from data sheets."""
+"""Peak, memory and memory bandwidth of the devices in presets, from data sheets."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from ..health.flops import PEAKS
 # Share of a device's memory that a step may use. The process, the allocator and libraries need the rest.
 USABLE = 0.9
 
+# Shares of the data sheet's rates that a step reaches outside attention: matrix products, and element-wise operations.
+# Estimates; docs/results/published.md compares the predictions with published speeds.
+MATMUL_EFFICIENCY = 0.55
+BANDWIDTH_EFFICIENCY = 0.8
+
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
@@ -20,18 +25,20 @@ class Device:
     Attributes:
         peak: FLOP/s of its matrix units in bf16, without sparsity; None if unknown.
         memory: bytes; None if unknown.
+        bandwidth: bytes/s of its memory; None if unknown.
     """
 
     peak: float | None = None
     memory: float | None = None
+    bandwidth: float | None = None
 
 
 DEVICES: Mapping[str, Device] = {
-    "a100-pcie": Device(peak=PEAKS["A100"], memory=80e9),
-    "a100-nvlink": Device(peak=PEAKS["A100"], memory=80e9),
-    "h100-hgx": Device(peak=PEAKS["H100"], memory=80e9),
-    "h200-hgx": Device(peak=PEAKS["H200"], memory=141e9),
-    "b200-hgx": Device(peak=PEAKS["B200"], memory=180e9),
+    "a100-pcie": Device(peak=PEAKS["A100"], memory=80e9, bandwidth=1.935e12),
+    "a100-nvlink": Device(peak=PEAKS["A100"], memory=80e9, bandwidth=2.039e12),
+    "h100-hgx": Device(peak=PEAKS["H100"], memory=80e9, bandwidth=3.35e12),
+    "h200-hgx": Device(peak=PEAKS["H200"], memory=141e9, bandwidth=4.8e12),
+    "b200-hgx": Device(peak=PEAKS["B200"], memory=180e9, bandwidth=8e12),
 }
 
 

@@ -102,6 +102,18 @@ class Model:
         """Multiplications per token in a layer's weight matrices, without the attention itself."""
         return 2 * self.hidden * (self.q_width + self.kv_width) + self.feed_forward_products
 
+    def elementwise_bytes(self, io: int) -> int:
+        """Return the bytes that element-wise operations read and write per token in a layer's forward.
+
+        Counted in transformers' Llama, run by eager PyTorch. A norm computes in fp32: 4 ``io`` + 28 bytes per element.
+        The rotary embedding moves 10 ``io`` per element of q and k, a residual sum 3 ``io``, the gate 5 ``io``.
+
+        Args:
+            io: bytes of an element of the activations.
+        """
+        norms, sums = 2 * (4 * io + 28) * self.hidden, 2 * 3 * io * self.hidden
+        return norms + sums + 10 * io * (self.q_width + self.kv_width) + 5 * io * self.intermediate
+
     @property
     def head_products(self) -> int:
         """Multiplications per token in the head."""

@@ -16,7 +16,7 @@ from burst_attention.plan.strategy import DegreeOrAuto, Strategy
 from burst_attention.planner.rates import Rates
 
 from .calls import Workload
-from .machines import USABLE, Device
+from .machines import BANDWIDTH_EFFICIENCY, MATMUL_EFFICIENCY, USABLE, Device
 from .models import Model
 from .step_memory import Remat
 
@@ -29,7 +29,7 @@ class Cluster:
     per_node: int
     rates: Rates
     device: Device
-    efficiency: float = 0.4
+    efficiency: float = MATMUL_EFFICIENCY
 
     @property
     def nodes(self) -> int:
@@ -131,6 +131,20 @@ class ForecastRequest:
         head's logits are always recomputed.
         """
         return self._products(3 + (remat != "none"), 4) + self._pieces()
+
+    def rest_seconds(self, remat: Remat) -> float:
+        """Return the seconds of everything but attention and exchanges: matrix products, element-wise work, AdamW.
+
+        A backward's element-wise operations move twice a forward's bytes. AdamW reads and writes 28 bytes for each
+        parameter. If the bandwidth of the memory is unknown, only the matrix products count.
+        """
+        cluster, model = self.cluster, self.model
+        seconds = self.rest_flops(remat) / (cluster.ranks * self.matrix_rate)
+        if model is None or cluster.device.bandwidth is None:
+            return seconds
+        passes = 3 + (remat != "none")
+        moved = passes * self.batch * self.seq_len * model.layers * model.elementwise_bytes(self.dtype.itemsize)
+        return seconds + (moved + 28 * model.size) / (cluster.ranks * BANDWIDTH_EFFICIENCY * cluster.device.bandwidth)
 
     def _products(self, layers: int, head: int) -> float:
         if self.model is None:
