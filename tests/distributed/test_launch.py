@@ -57,7 +57,7 @@ def is_alive(pid):
 @pytest.mark.parametrize(
     ("ways", "status", "told"),
     [
-        (("waits", "stops"), 1, "rank 1 did not end on SIGTERM: stopped, or hung"),
+        (("waits", "stops"), 1, "rank 1 did not end after SIGTERM (stopped or hung)"),
         (
             ("waits", "is killed"),
             1,
