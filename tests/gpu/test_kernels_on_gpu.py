@@ -147,7 +147,7 @@ def test_offsets_beyond_two_to_the_31():
 def test_auto_tells_what_it_took():
     for dtype in DTYPES:
         told = explain(device=torch.device("cuda"), dtype=dtype)
-        assert "taken" in told.splitlines()[-1]
+        assert "chosen" in told.splitlines()[-1]
         assert choose("auto", device=torch.device("cuda"), dtype=dtype).name in told.splitlines()[-1]
 
 

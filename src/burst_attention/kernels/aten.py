@@ -1,4 +1,4 @@
-"""Torch's own flash kernels, tile by tile: the CPU's, and on a GPU cuDNN's and the memory-efficient ones."""
+"""Torch's fused attention kernels, tile by tile: flash on the CPU, cuDNN and memory-efficient on GPUs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .stock import Stock
 
 @dataclass(frozen=True)
 class Aten(Stock[Piece]):
-    """Kernel over one of torch's fused attentions, which offer full, causal (top-left) and additive masks.
+    """Kernel over one of torch's fused attentions, which support full, causal (top-left) and additive masks.
 
-    Plain, each piece of a tile is computed and rounded in the io dtype; with ``upcast`` in fp32.
+    By default, each piece of a tile is computed and rounded in the io dtype; with ``upcast``, in fp32.
     """
 
     ops: AtenOps
@@ -62,7 +62,7 @@ class Aten(Stock[Piece]):
         k, v = (_slice(x, launch.k_start, launch.k_stop, launch.reverse) for x in (k, v))
         mask = _additive_mask(launch, q)
         out, lse = self.ops.forward(q, k, v, MaskAndScale(mask, launch.causal, scale))
-        if mask is not None:  # what a row that sees nothing here gets differs from kernel to kernel
+        if mask is not None:  # for a row that sees nothing, kernels return different values
             blind = (mask == -math.inf).all(-1)
             out, lse = out.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, -math.inf)
         return (out.flip(2), lse.flip(2)) if launch.reverse else (out, lse)
@@ -81,7 +81,7 @@ def _slice(x: Tensor, start: int, stop: int, reverse: bool) -> Tensor:
 
 
 def _additive_mask(piece: Piece, like: Tensor) -> Tensor | None:
-    """[1, 1, rows, columns] of 0 and -inf in the inputs' dtype: the kernel misreads any other without a word."""
+    """Return [1, 1, rows, columns] of 0 and -inf in the inputs' dtype. The kernel silently misreads other dtypes."""
     if not piece.masked:
         return None
     rows, columns = piece.q_stop - piece.q_start, piece.k_stop - piece.k_start
