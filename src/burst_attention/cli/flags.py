@@ -18,6 +18,7 @@ def whole(least: int = 1, most: int = MOST) -> Rule:
     """Return the rule for integers from ``least`` to ``most``."""
 
     def rule(value: int) -> str:
+        """Check that ``value`` is within the limits."""
         if value < least:
             return f"{value} must be at least {least}"
         return f"{value} must be at most {most:,}" if value > most else ""

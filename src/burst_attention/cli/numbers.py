@@ -24,6 +24,7 @@ def numbers() -> tyro.constructors.ConstructorRegistry:
 
     @registry.primitive_rule
     def rule(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
+        """Parse ``int`` flags with :func:`whole_number`; leave other types to tyro."""
         if info.type is not int:
             return None
         return tyro.constructors.PrimitiveConstructorSpec(

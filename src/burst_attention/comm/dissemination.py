@@ -41,6 +41,7 @@ class Summary:
 
     @property
     def agreed(self) -> bool:
+        """Whether all ranks gave the same value."""
         return self.least == self.greatest
 
     def pack(self) -> torch.Tensor:

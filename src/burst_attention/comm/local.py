@@ -136,9 +136,11 @@ class LocalGroup:
         raise TypeError("a local group belongs to one thread of this process; don't pickle or deep-copy it")
 
     def rank(self) -> int:
+        """Return this rank's number."""
         return self.own_rank
 
     def size(self) -> int:
+        """Return the number of ranks."""
         return self.exchange.world
 
 

@@ -80,12 +80,14 @@ class CpuFlash:
     half_backward: ClassVar[torch.dtype | None] = torch.float32
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Raise ValueError unless the device is the CPU and the dtype is supported."""
         if device.type != "cpu":
             raise ValueError(f"kernel='aten' runs on cpu, the tensors are on {device}; use kernel='aten-flash'")
         if dtype not in DTYPES:
             raise ValueError(f"kernel='aten' does not take {dtype}; use one of {', '.join(map(str, DTYPES))}")
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: MaskAndScale) -> tuple[Tensor, Tensor]:
+        """Return (out, lse) of the CPU operator."""
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, seen.causal, attn_mask=seen.mask, scale=seen.scale
         )
@@ -94,6 +96,7 @@ class CpuFlash:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: MaskAndScale
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq, dk, dv) of the CPU operator."""
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, q, k, v, out, lse, 0.0, seen.causal, attn_mask=seen.mask, scale=seen.scale
         )
@@ -113,9 +116,11 @@ class Cudnn:
     half_backward: ClassVar[torch.dtype | None] = None
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Raise ValueError unless cuDNN supports the device and dtype."""
         check_gpu(self.name, device, dtype, range(8, 13))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: MaskAndScale) -> tuple[Tensor, Tensor]:
+        """Return (out, lse) of cuDNN, or of :class:`Efficient` for a single query or key."""
         if min(q.shape[2], k.shape[2]) == 1:
             return Efficient().forward(q, k, v, seen)
         k, v = (_repeated(x, q) for x in (k, v))
@@ -128,6 +133,7 @@ class Cudnn:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: MaskAndScale
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq, dk, dv) of cuDNN, or of :class:`Efficient` for a single query or key."""
         if min(q.shape[2], k.shape[2]) == 1:
             return Efficient().backward(dout, q, k, v, out, lse, seen)
         heads, mask = k.shape[1], _aligned(seen.mask, q, heads=1)
@@ -153,9 +159,11 @@ class Efficient:
     half_backward: ClassVar[torch.dtype | None] = None
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Raise ValueError unless the device is a GPU and the dtype is supported."""
         check_gpu(self.name, device, torch.float16 if dtype == torch.float32 else dtype, range(8, 13))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: MaskAndScale) -> tuple[Tensor, Tensor]:
+        """Return (out, lse) without the padding of lse."""
         k, v = (_repeated(x, q) for x in (k, v))
         mask = _aligned(seen.mask, q, heads=q.shape[1])
         out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
@@ -166,6 +174,7 @@ class Efficient:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: MaskAndScale
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq, dk, dv) from a padded lse."""
         heads, mask = k.shape[1], _aligned(seen.mask, q, heads=q.shape[1])
         padded = pad(lse, (0, -lse.shape[-1] % 32), value=math.inf).contiguous()  # lse inf gives P = 0 in padded rows
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
@@ -187,9 +196,11 @@ class CudaFlash:
     widest: ClassVar[int] = WIDEST
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Raise ValueError unless the operator supports the device and dtype."""
         check_gpu(self.name, device, dtype, range(8, 13))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, window: Window, scale: float) -> tuple[Tensor, Tensor]:
+        """Return (out, lse) of the GPU operator."""
         lengths = (None, None, q.shape[1], k.shape[1])
         out, lse, *_ = _aten._flash_attention_forward(
             q, k, v, *lengths, 0.0, False, False, scale=scale, **_sides(window)
@@ -199,6 +210,7 @@ class CudaFlash:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: Window, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq, dk, dv) of the GPU operator."""
         lengths = (None, None, q.shape[1], k.shape[1])
         dq, dk, dv = _aten._flash_attention_backward(
             dout, q, k, v, out, lse, *lengths, 0.0, False, *_no_dropout(q), scale=scale, **_sides(window)

@@ -72,15 +72,18 @@ class FlashOps:
         return GENERATIONS[self.generation].widest
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Raise ValueError unless this generation supports the GPU and the dtype."""
         check_gpu(self.name, device, dtype, GENERATIONS[self.generation].capabilities)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, window: Window, scale: float) -> tuple[Tensor, Tensor]:
+        """Return (out, lse) of the package's forward."""
         out, lse, *_ = self.run({"q": q, "k": k, "v": v, **self._settings(window, scale)})
         return out, lse
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: Window, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq, dk, dv) that the package's backward wrote."""
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "dq": dq, "dk": dk, "dv": dv}
         self.run_back({**tensors, "softmax_lse": lse, "lse": lse, **self._settings(window, scale)})

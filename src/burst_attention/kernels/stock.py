@@ -67,10 +67,12 @@ class Stock(ABC, Generic[Launch]):
         return False
 
     def check(self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int]) -> None:
+        """Raise ValueError if the device, dtype or head dimension is not supported."""
         self.check_place(device, dtype)
         check_width(self.name, max(head_dims), self.widest)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
+        """Run the launches and merge their (out, lse)."""
         return contained_forward(partial(self._forward, tiles=tiles, scale=scale), q, k, v, tiles)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, *, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
@@ -87,6 +89,7 @@ class Stock(ABC, Generic[Launch]):
         return out[..., :value_dim], lse
 
     def backward(self, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+        """Run the launches and add up their (dq, dk, dv)."""
         return contained_backward(self._backward, inputs)
 
     def _backward(self, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:

@@ -102,15 +102,19 @@ class Windowed(Stock[Tile]):
         return self.ops.widest
 
     def exact_partials(self, dtype: torch.dtype) -> bool:
+        """Return False: each tile's results are rounded to the io dtype."""
         return False
 
     def check_place(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Raise ValueError if the package does not support the device or dtype."""
         self.ops.check(device, dtype)
 
     def launches(self, tiles: Tiles) -> Iterable[Tile]:
+        """Cut tall tiles so that each launch's window is exact."""
         return launches_of(tiles)
 
     def run_backward(self, launch: Tile, inputs: tuple[Tensor, ...], lse: Tensor, scale: float) -> list[Tensor]:
+        """Return (dq, dk, dv) of one launch."""
         rows, columns = slice(launch.q_start, launch.q_stop), slice(launch.k_start, launch.k_stop)
         sides = (rows, rows, columns, columns, rows)
         dout, q, k, v, out = (_tokens_first(x, where) for x, where in zip(inputs, sides, strict=True))
@@ -118,6 +122,7 @@ class Windowed(Stock[Tile]):
         return [x.transpose(1, 2) for x in grads]
 
     def run_forward(self, launch: Tile, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Return (out, lse) of one launch; raise RuntimeError if the lse has another shape or dtype."""
         rows, columns = slice(launch.q_start, launch.q_stop), slice(launch.k_start, launch.k_stop)
         queries, keys, values = _tokens_first(q, rows), _tokens_first(k, columns), _tokens_first(v, columns)
         out, lse = self.ops.forward(queries, keys, values, window_of(launch), scale)

@@ -120,6 +120,7 @@ def launch(command: str, worker: Callable[..., Any], *arguments: Any, ranks: int
     kills = kills_for_memory()
 
     def pass_on(number: int) -> None:
+        """Send SIGTERM to the ranks that still run."""
         told.append(number)
         for process in processes:
             if process.is_alive():
@@ -168,6 +169,7 @@ def _signals_raised(*, first: Callable[[int], None] | None) -> Iterator[None]:
     asked_to_stop = False
 
     def raise_signal(number: int, _: object) -> None:
+        """Pass the first signal to ``first``; without ``first``, raise it."""
         nonlocal asked_to_stop
         if first and number in (signal.SIGINT, signal.SIGTERM):
             if not asked_to_stop:

@@ -133,6 +133,7 @@ class _Mean(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, log_probs: torch.Tensor, settings: _Settings) -> torch.Tensor:
+        """Sum over all ranks, divide and return the mean."""
         with settings.plan.agreement.entering("next_token_loss"):
             local = -log_probs.sum(dtype=torch.float64).item()
         value, ctx.divisor = _mean(settings, local, log_probs.numel())
@@ -142,6 +143,7 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     @differentiable_once("next_token_loss")
     def backward(ctx: Any, saved: tuple[torch.Tensor, ...], grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Return the gradient of this rank's log-probabilities."""
         check_transforms("the backward of next_token_loss", grad=grad)
         check_batches("the backward of next_token_loss", grad)
         return -(grad / ctx.divisor).expand(ctx.shape), None

@@ -79,6 +79,7 @@ class Row:
 
     @property
     def passed(self) -> bool:
+        """Whether the error is within its bound."""
         return self.error <= self.bound  # False for NaN
 
 
@@ -91,6 +92,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
+        """Whether all rows passed."""
         return all(row.passed for row in self.rows)
 
     def table(self) -> Any:

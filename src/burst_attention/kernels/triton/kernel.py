@@ -44,9 +44,11 @@ class Triton:
         return "triton"
 
     def untuned(self) -> Triton:
+        """Return this kernel with fixed block sizes."""
         return replace(self, tuned=False)
 
     def exact_partials(self, dtype: torch.dtype) -> bool:
+        """Return True: all sums are in fp32."""
         return True
 
     def check(self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int]) -> None:
@@ -65,14 +67,17 @@ class Triton:
             )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
+        """Return fp32 (out, lse) of the tiles."""
         out, lse = blank_output(q, v, q.shape[2], torch.float32)
         self.run_forward((q, k, v), (out, lse), tiles, scale, self._sizes("forward", q, v, tiles))
         return out, lse
 
     def extend(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, out: Tensor, lse: Tensor) -> None:
+        """Add tiles to an earlier (out, lse) in place."""
         self.run_forward((q, k, v), (out, lse), tiles, scale, self._sizes("forward", q, v, tiles), carry=True)
 
     def backward(self, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq, dk, dv): one program for dq, another for dk and dv."""
         q, k, v = inputs.q, inputs.k, inputs.v
         dq, dk, dv = (
             torch.empty(x.shape, dtype=x.dtype if inputs.final else torch.float32, device=x.device) for x in (q, k, v)

@@ -119,6 +119,7 @@ class Tuner:
 
     @property
     def path(self) -> Path:
+        """The file of cached sizes."""
         folder = self.folder or Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "burst-attention"
         return folder / "triton-sizes.json"
 
@@ -159,6 +160,7 @@ class Trial:
             self._outputs.append(torch.empty(value.shape[:3], device=q.device))
 
     def run(self, sizes: Sizes, *, carry: bool = False) -> None:
+        """Run the program once with these sizes; ``carry`` extends the earlier results."""
         if self._program == "forward":
             x = self.inputs
             self._kernel.run_forward((x.q, x.k, x.v), tuple(self._outputs), x.tiles, x.scale, sizes, carry=carry)

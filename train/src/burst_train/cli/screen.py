@@ -34,6 +34,7 @@ class Screen:
         self._task = TaskID(0)
 
     def start(self, config: TrainConfig, parameters: int, done: int) -> None:
+        """Print the run's configuration and start the progress bar."""
         self._done = done
         self.config, self._began, parallel = config, time.monotonic(), config.parallel
         self.console.print(
@@ -59,6 +60,7 @@ class Screen:
             self._bar.start()
 
     def step(self, record: StepRecord) -> None:
+        """Update the progress bar; print evaluations and unusual steps."""
         if told := unusual(record):
             self.note(told)
         if self._bar:
@@ -74,9 +76,11 @@ class Screen:
         )
 
     def note(self, text: str) -> None:
+        """Print a note."""
         self.console.print(f"[bold yellow]burst train:[/] {escape(text)}")
 
     def interrupt(self, interrupted: InterruptedRunError) -> None:
+        """Print why the run stopped and how to resume it."""
         if self._bar:
             self._bar.stop()
         after = f"{interrupted.reason} after step {interrupted.step}/{self.config.run.steps}"
@@ -89,6 +93,7 @@ class Screen:
         )
 
     def finish(self, summary: Summary) -> None:
+        """Print the summary table and the output folder."""
         if self._bar:
             self._bar.stop()
         self.console.print(_table(summary, self.config.parallel.device))

@@ -43,10 +43,12 @@ class Model:
 
     @property
     def q_width(self) -> int:
+        """Width of all query heads together."""
         return self.q_heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
+        """Width of all key-value heads together."""
         return self.kv_heads * self.head_dim
 
     @property
