@@ -14,7 +14,7 @@ import torch
 
 from burst_attention import DisagreementError, ExchangeError, PeerError, make_plan
 from burst_attention.comm.agreement import Agreement
-from burst_attention.comm.dissemination import NOBODY, Summary, gather, rounds
+from burst_attention.comm.dissemination import NO_RANK, Summary, gather, rounds
 from burst_attention.comm.link import connect
 from burst_attention.comm.local import LocalGroup, LocalTransport
 from burst_attention.comm.transport import PACKED_BYTES, Operation, Receive, Send, pack
@@ -145,7 +145,7 @@ def test_summaries_join_in_any_order_and_twice() -> None:
     two = Summary(b"b" * 16, b"b" * 16, 5, lost=3, finder=4)
     both = Summary(b"a" * 16, b"b" * 16, 7, lost=3, finder=4)
     assert one.joined(two.pack()) == two.joined(one.pack()) == both == both.joined(one.pack())
-    assert one.agreed and two.agreed and not both.agreed and one.lost == NOBODY
+    assert one.agreed and two.agreed and not both.agreed and one.lost == NO_RANK
 
 
 def test_records_of_any_size_are_gathered() -> None:

@@ -83,9 +83,9 @@ class Exchange:
     def _copy(self, sent: _Half, received: _Half) -> None:
         try:
             if (sent.tensor.shape, sent.tensor.dtype) != (received.tensor.shape, received.tensor.dtype):
-                told = [f"{list(x.tensor.shape)} {x.tensor.dtype}" for x in (sent, received)]
+                shapes = [f"{list(x.tensor.shape)} {x.tensor.dtype}" for x in (sent, received)]
                 raise RuntimeError(
-                    f"a message of {told[0]} met a buffer of {told[1]}; their shapes and dtypes must be equal"
+                    f"a message of {shapes[0]} met a buffer of {shapes[1]}; their shapes and dtypes must be equal"
                 )
             # The other thread's buffer may be an inference tensor, which only inference mode can write.
             with torch.inference_mode():

@@ -50,10 +50,10 @@ class _Substitute(Attention):
 
     def __call__(self, *tensors: Any, plan: PlanArgument | None = None, **keywords: Any) -> tuple[torch.Tensor, None]:
         if plan is None:
-            plan = self._told(keywords.get("sliding_window"))
+            plan = self._current_plan(keywords.get("sliding_window"))
         return super().__call__(*tensors, plan=plan, **keywords)
 
-    def _told(self, window: int | None) -> Plan:
+    def _current_plan(self, window: int | None) -> Plan:
         """Return the plan of the current documents with a layer's sliding window."""
         if not self._plans:
             connect(self._group, None)[1].refuse(

@@ -82,11 +82,11 @@ def _llama3(
     """
     group = resolve_group(options.group)
     transport, agreement = connect(group, None)
-    told = f"cu_seqlens_q={cu_seqlens_q}, cu_seqlens_k={cu_seqlens_k} and local_k_slice={local_k_slice} {_PREPARE}"
+    message = f"cu_seqlens_q={cu_seqlens_q}, cu_seqlens_k={cu_seqlens_k} and local_k_slice={local_k_slice} {_PREPARE}"
     with agreement.entering(name):
         queries, keys = _borders(cu_seqlens_q), _borders(cu_seqlens_k)
         if not isinstance(local_k_slice, slice) or len(queries) != len(keys):
-            raise ValueError(told)
+            raise ValueError(message)
         length = queries[-1]
         begins = torch.zeros(length, dtype=torch.uint8)
         begins[[border for border in queries[1:] if border < length]] = 1
@@ -99,7 +99,7 @@ def _llama3(
         # Empty documents have no first token, so drop them from the given borders as well.
         given = dict.fromkeys(zip(queries, keys, strict=True))
         if (*given,) != (*zip(*(x.tolist() for x in right[:2]), strict=True),) or local_k_slice != right[4]:
-            raise ValueError(told)
+            raise ValueError(message)
     return attend(name, layout, tensors, options, documents=lambda *_: (*borders.tolist(),))
 
 

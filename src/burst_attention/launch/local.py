@@ -116,12 +116,12 @@ def launch(command: str, worker: Callable[..., Any], *arguments: Any, ranks: int
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = []
-    told: list[int] = []
+    forwarded: list[int] = []
     kills = kills_for_memory()
 
     def pass_on(number: int) -> None:
         """Send SIGTERM to the ranks that still run."""
-        told.append(number)
+        forwarded.append(number)
         for process in processes:
             if process.is_alive():
                 process.terminate()
@@ -138,8 +138,8 @@ def launch(command: str, worker: Callable[..., Any], *arguments: Any, ranks: int
             failures = _wait_for_all(processes, Path(folder), kills)
             if not failures:
                 return max(process.exitcode or 0 for process in processes)
-            if told and all(failure.exitcode == -signal.SIGTERM for failure in failures.values()):
-                return 128 + told[0]  # the signal came before the ranks had anything to save
+            if forwarded and all(failure.exitcode == -signal.SIGTERM for failure in failures.values()):
+                return 128 + forwarded[0]  # the signal came before the ranks had anything to save
             killed = _end(processes, failures, Path(folder))
             _show(command, min(failures.values(), key=Failure.order), killed)
             return 1

@@ -162,9 +162,9 @@ def _mean(settings: _Settings, local_sum: float, local_count: int) -> tuple[floa
     total, count = (sum(rank[i] for rank in ranks) for i in (0, 1))
     for i, name in enumerate(same, 2):
         if any(rank[i] != ranks[0][i] for rank in ranks):
-            told = ", ".join(f"rank {r}: {'None' if rank[i] == math.inf else rank[i]}" for r, rank in enumerate(ranks))
+            text = ", ".join(f"rank {r}: {'None' if rank[i] == math.inf else rank[i]}" for r, rank in enumerate(ranks))
             remedy = "pass the same number on all of them" + (", or None" if name != "factor" else "")
-            raise ValueError(f"{name} differs over the ranks ({told}); {remedy}")
+            raise ValueError(f"{name} differs over the ranks ({text}); {remedy}")
     divisor = count if settings.num_valid is None else settings.num_valid
     if count and not divisor:
         raise ValueError(f"num_valid=0, but the group holds {count:.0f} valid tokens; pass their count, or None")

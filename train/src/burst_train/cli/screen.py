@@ -61,8 +61,8 @@ class Screen:
 
     def step(self, record: StepRecord) -> None:
         """Update the progress bar; print evaluations and unusual steps."""
-        if told := unusual(record):
-            self.note(told)
+        if text := unusual(record):
+            self.note(text)
         if self._bar:
             self._bar.update(self._task, completed=record.step, loss=f"{record.loss:.4f}", speed=_speed(record))
             if record.held_out_loss is not None:

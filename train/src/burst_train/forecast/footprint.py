@@ -316,7 +316,7 @@ def _parts(step: _Step, model: Any, world: int, memory: MemoryConfig) -> dict[st
     update = 4 * weights + 2 * max(shard_of(p, world) for p in model.parameters())
     if update > sum(parts):
         parts = [weights, weights, update - 2 * weights, 0, 0, 0, 0]
-    told = dict(zip(PARTS, parts, strict=True))
+    predicted = dict(zip(PARTS, parts, strict=True))
     if memory.optimizer_offload:
-        told |= dict.fromkeys(("weights", "gradients", "AdamW"), 0)
-    return told
+        predicted |= dict.fromkeys(("weights", "gradients", "AdamW"), 0)
+    return predicted

@@ -166,8 +166,8 @@ def model_of(name: str) -> Model:
     try:
         return _of_config(values, name)
     except (KeyError, TypeError, ValueError) as error:
-        told = f"lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"--model {name!r}: {file} {told}") from None
+        fault = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"--model {name!r}: {file} {fault}") from None
 
 
 def _of_config(values: Any, name: str) -> Model:

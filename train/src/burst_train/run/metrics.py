@@ -259,8 +259,8 @@ class RunFolder:
         if record.held_out_loss is not None:
             self._held_out[record.step] = record.held_out_loss
             self._add_scalar("held_out_loss", record.held_out_loss, record.step)
-        if told := unusual(record):
-            self.note(told)
+        if text := unusual(record):
+            self.note(text)
         self._try(METRICS, self._write_waiting, "training goes on, and its metrics wait in memory for disk space")
 
     def _write_waiting(self) -> None:

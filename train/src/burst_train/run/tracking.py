@@ -71,8 +71,8 @@ class Tracking:
         """Log one step's values."""
         values = without_nan(asdict(record))
         self._call(lambda run: run.log({name: value for name, value in values.items() if value is not None}))
-        if told := unusual(record):
-            self.note(told)
+        if text := unusual(record):
+            self.note(text)
 
     def note(self, text: str) -> None:
         """Log a note."""
