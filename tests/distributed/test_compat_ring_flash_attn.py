@@ -361,10 +361,10 @@ def test_a_script_trains_the_same(pools, family: str, implementation: str) -> No
 
 @own_registry()
 def refusals() -> list[str]:
-    """What a rank is told for calls that the attention can't take."""
+    """Return the errors that a rank gets for unsupported calls."""
     group, found = dist.group.WORLD, []
 
-    def told(call):
+    def reported(call):
         try:
             call()
         except ValueError as error:
@@ -373,20 +373,20 @@ def refusals() -> list[str]:
             found.append("nothing was refused")
 
     borders = torch.tensor([0, 8])
-    told(lambda: compat.update_ring_flash_attn_params(borders, group))
+    reported(lambda: compat.update_ring_flash_attn_params(borders, group))
     compat.substitute_hf_flash_attn(group, 1)
     model, ids = make_model("llama", "flash_attention_2"), torch.zeros(1, 4, dtype=torch.int64)
     positions = torch.arange(4)[None] + 4 * dist.get_rank()
-    told(lambda: model(ids, position_ids=positions, use_cache=False))
-    told(lambda: compat.update_ring_flash_attn_params(torch.tensor([0, 7]), group))
-    told(lambda: compat.update_ring_flash_attn_params(borders, dist.new_group([0, 1])))
+    reported(lambda: model(ids, position_ids=positions, use_cache=False))
+    reported(lambda: compat.update_ring_flash_attn_params(torch.tensor([0, 7]), group))
+    reported(lambda: compat.update_ring_flash_attn_params(borders, dist.new_group([0, 1])))
     compat.update_ring_flash_attn_params(borders, group)
-    told(lambda: model(ids, position_ids=torch.arange(4)[None], use_cache=False))
-    told(lambda: model(ids[:, :3], position_ids=positions[:, :3], use_cache=False))
+    reported(lambda: model(ids, position_ids=torch.arange(4)[None], use_cache=False))
+    reported(lambda: model(ids[:, :3], position_ids=positions[:, :3], use_cache=False))
     model(ids, position_ids=positions, use_cache=False)
     mixed = make_model("llama", "flash_attention_2")
     mixed.model.layers[1].self_attn.config = make_model("llama", "sdpa").config
-    told(lambda: mixed(ids, position_ids=positions, use_cache=False))
+    reported(lambda: mixed(ids, position_ids=positions, use_cache=False))
     return found
 
 

@@ -12,7 +12,7 @@ from burst_train.step.evaluation import EngineResult
 from rich.console import Console
 
 
-def test_progress_inside_an_engine_is_told_now_and_then():
+def test_progress_inside_an_engine_is_shown_now_and_then():
     now, text = [0.0], io.StringIO()
     screen = EvaluationScreen(Console(file=text, width=80), clock=lambda: now[0])
     for done in range(1, 9):

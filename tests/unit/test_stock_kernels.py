@@ -330,7 +330,7 @@ def test_a_package_that_is_not_there(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("function", "told"),
+    ("function", "reported"),
     [
         (lambda q, k, v, softmax_scale, window_size, surprise: None, "surprise"),
         (lambda q, k, v, window_size: None, "has an unsupported signature"),
@@ -339,10 +339,10 @@ def test_a_package_that_is_not_there(monkeypatch):
         (None, "has no _flash_attn_forward"),
     ],
 )
-def test_versions_that_are_not_known_are_refused(function, told, installed, monkeypatch):
+def test_versions_that_are_not_known_are_refused(function, reported, installed, monkeypatch):
     monkeypatch.setattr(flash, "version_of", lambda package: "9.9")
     installed(2, {**FLASH[2], "_flash_attn_forward": function} if function else {})
-    with pytest.raises(ValueError, match=rf"flash-attn 9\.9: .*{told}"):
+    with pytest.raises(ValueError, match=rf"flash-attn 9\.9: .*{reported}"):
         flash.flash_ops(2)
 
 
@@ -479,7 +479,7 @@ class CarriedWrong(Reference):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "told"),
+    ("kernel", "reported"),
     [
         (GradientsWrong, "its dv is wrong"),
         (BlindRowsWrong, "its lse is wrong on this device: relative L2 error inf"),
@@ -487,8 +487,8 @@ class CarriedWrong(Reference):
         (CarriedWrong, "its out after extend is wrong"),
     ],
 )
-def test_whatever_a_kernel_gives_must_prove_right(kernel, told):
-    with pytest.raises(ArithmeticError, match=told):
+def test_whatever_a_kernel_gives_must_prove_right(kernel, reported):
+    with pytest.raises(ArithmeticError, match=reported):
         check_against_reference(kernel(), CPU, torch.float32, (16, 16))
 
 
@@ -504,9 +504,9 @@ def test_auto_takes_the_first_that_can_be_used_and_tells_why_not_the_others(fres
     assert explain(device="cpu", dtype=torch.bfloat16) == explain(device=CPU, dtype=torch.bfloat16)
     if torch.cuda.is_available():
         pytest.skip("the rest is about a machine without a GPU")
-    told = explain(device=torch.device("cuda"), dtype=torch.bfloat16).splitlines()
-    assert [line.split(":")[0] for line in told] == ["flash4", "flash3", "flash2", "triton", "reference"]
-    assert all(": no, " in line for line in told[:-1]) and "chosen" in told[-1]
+    reported = explain(device=torch.device("cuda"), dtype=torch.bfloat16).splitlines()
+    assert [line.split(":")[0] for line in reported] == ["flash4", "flash3", "flash2", "triton", "reference"]
+    assert all(": no, " in line for line in reported[:-1]) and "chosen" in reported[-1]
 
 
 def test_auto_passes_over_a_kernel_that_proves_wrong(fresh, monkeypatch):
