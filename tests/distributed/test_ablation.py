@@ -165,7 +165,7 @@ def test_no_round_is_refused(ablation: ModuleType) -> None:
 @pytest.mark.parametrize("waves", [0, 1, 2])
 @pytest.mark.parametrize("direction", Direction)
 def test_pair_by_pair_a_visit_is_of_one_pair(ablation: ModuleType, direction: Direction, waves: int) -> None:
-    """Of the same tiles at the same steps."""
+    """Each visit holds one pair, and each step covers the same area as in our program."""
     pairwise = next(variant.builder for variant in ablation.VARIANTS if variant.name == "pair by pair")
     how = {"mask": Mask(), "layout": "zigzag", "route": "direct", "rank": 1, "world": 4}
     ours, groups = make_schedule(64, **how), Groups(4, 4, keep=True, waves=waves)

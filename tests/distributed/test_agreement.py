@@ -14,7 +14,7 @@ import torch
 
 from burst_attention import DisagreementError, ExchangeError, PeerError, make_plan
 from burst_attention.comm.agreement import Agreement
-from burst_attention.comm.dissemination import NOBODY, Summary, gather, rounds
+from burst_attention.comm.dissemination import NO_RANK, Summary, gather, rounds
 from burst_attention.comm.link import connect
 from burst_attention.comm.local import LocalGroup, LocalTransport
 from burst_attention.comm.transport import PACKED_BYTES, Operation, Receive, Send, pack
@@ -41,7 +41,7 @@ def counting(group: LocalGroup) -> Agreement:
 
 
 def outcomes(world: int, call: Callable[[Agreement], Any]) -> list[Any]:
-    """Of each rank what ``call`` returned or raised, after which the group must be as good as before."""
+    """Return what ``call`` returned or raised on each rank; the group must still work afterwards."""
 
     def rank(group: LocalGroup) -> Any:
         agreement = counting(group)
@@ -106,9 +106,9 @@ def test_one_rank_that_refuses_or_fails_is_named_by_all(world: int, raised: Exce
             agreement.agree("a call", {}, agreement.transport.rank)
 
         for rank, error in enumerate(outcomes(world, call)):
-            told = f"rank {odd} refused the call" if refused else f"rank {odd} failed before the call"
+            reported = f"rank {odd} refused the call" if refused else f"rank {odd} failed before the call"
             assert type(error) is (type(raised) if refused or rank == odd else PeerError)
-            assert str(raised) in str(error) and (rank == odd or told in str(error))
+            assert str(raised) in str(error) and (rank == odd or reported in str(error))
 
 
 def test_ranks_that_all_refuse_alike_have_not_agreed() -> None:
@@ -129,7 +129,7 @@ def test_equal_values_in_other_words_agree_by_their_records() -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_every_rank_hears_of_every_other(world: int) -> None:
+def test_every_rank_learns_of_every_other(world: int) -> None:
     known = [{rank} for rank in range(world)]
     for n in range(most(world)):
         known = [known[rank] | known[rounds(rank, world)[n][1]] for rank in range(world)]
@@ -145,7 +145,7 @@ def test_summaries_join_in_any_order_and_twice() -> None:
     two = Summary(b"b" * 16, b"b" * 16, 5, lost=3, finder=4)
     both = Summary(b"a" * 16, b"b" * 16, 7, lost=3, finder=4)
     assert one.joined(two.pack()) == two.joined(one.pack()) == both == both.joined(one.pack())
-    assert one.agreed and two.agreed and not both.agreed and one.lost == NOBODY
+    assert one.agreed and two.agreed and not both.agreed and one.lost == NO_RANK
 
 
 def test_records_of_any_size_are_gathered() -> None:
@@ -219,12 +219,12 @@ def test_a_lost_rank_pulls_the_others_in(lost: int, how: str) -> None:
         )
         assert seconds < TIMEOUT + 2 if how == "stopped" else seconds < TIMEOUT - 0.5, text
         assert "failed before" in again
-        # Who waits for another victim is told the name, or that the victim speaks for it.
+        # A rank that waits for another peer learns the lost rank's name, or that the peer forwards its messages.
         assert f"rank {lost}" in text, text
 
 
 def test_who_gives_up_tells_whom_it_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 2 can't reach rank 1 and says so at once: nobody waits for the deadline, and everyone has its name."""
+    """Rank 2 can't reach rank 1 and reports it at once: no rank waits for the deadline, and all name rank 1."""
     real = LocalTransport.wait
 
     def rank(group: LocalGroup) -> tuple[str, float]:

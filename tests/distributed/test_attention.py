@@ -167,8 +167,9 @@ def test_extreme_logits(pools, kernel: str) -> None:
     case = Case(seqlen=64, kernel=kernel, dtype=torch.float64, logits=1e4, mask=Mask(window=40), route="ring")
     rows = [row for report in pools(3).run(check_rows, case) for row in report]
     for row in rows:
-        assert row.error <= 1e-9, row  # scores of 1e4 carry 1e4 * 1e-16 of absolute error into the exponent
-    # An lse of up to 8e4 in fp32 is off by 8e4 * 2^-24 = 5e-3, and P = e^(score - lse) by that much relatively.
+        assert row.error <= 1e-9, row  # the exponent of scores of 1e4 has an absolute error of 1e4 * 1e-16
+    # An lse of up to 8e4 in fp32 has an error of 8e4 * 2^-24 = 5e-3.
+    # P = e^(score - lse) then has this relative error.
     saturated = pools(2).run(saturated_errors, kernel)
     assert max(max(errors) for errors in saturated) <= 5e-3, saturated
 
@@ -298,7 +299,7 @@ def test_any_assignment_of_cells(pools, world: int, count: int, shared: int) -> 
 
 
 class Gapped(Schedule):
-    """A mask that leaves documents out altogether: their queries see nothing, and nobody sees their keys."""
+    """A mask that leaves documents out: their queries see nothing, and no query sees their keys."""
 
     @cached_property
     def regions(self) -> np.ndarray:

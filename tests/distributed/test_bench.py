@@ -44,10 +44,10 @@ NAMESPACES = pytest.mark.skipif(
 def test_what_is_counted_is_what_was_predicted(pools, task):
     job = replace(SMALL, task=task, dtype="float32", timeline=True)
     ranks = pools(2).run(measure, job)
-    told = {figures[0].engine: figures for figures in zip(*ranks, strict=True)}
-    assert list(told) == list(EVERY)
+    reported = {figures[0].engine: figures for figures in zip(*ranks, strict=True)}
+    assert list(reported) == list(EVERY)
     fingerprints = []
-    for engine, figures in told.items():
+    for engine, figures in reported.items():
         if task == "attention" and engine.startswith("tensor"):
             assert f"--engine {engine} exchanges around the attention" in figures[0].refused
             continue
@@ -65,18 +65,18 @@ def test_what_is_counted_is_what_was_predicted(pools, task):
         assert sum(rank.counted for rank in figures) > 0, engine
         fingerprints.append(figures[0].fingerprints)
     assert fingerprints[0]
-    for told in fingerprints:
-        assert all(abs(x.value - y.value) < 1e-3 * y.size for x, y in zip(told, fingerprints[0], strict=True))
-        assert all(y.size > 0 for y in told)
+    for reported in fingerprints:
+        assert all(abs(x.value - y.value) < 1e-3 * y.size for x, y in zip(reported, fingerprints[0], strict=True))
+        assert all(y.size > 0 for y in reported)
 
 
 @pytest.mark.parametrize("task", ["attention", "train", "prefill"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_judge_finds_every_engine_right(pools, task, dtype):
-    told = pools(2).run(judge, replace(SMALL, task=task, dtype=dtype))
-    assert told[0] == told[1]
-    assert set(told[0]) == {engine for engine in EVERY if task != "attention" or not engine.startswith("tensor")}
-    for error, bound in told[0].values():
+    reported = pools(2).run(judge, replace(SMALL, task=task, dtype=dtype))
+    assert reported[0] == reported[1]
+    assert set(reported[0]) == {engine for engine in EVERY if task != "attention" or not engine.startswith("tensor")}
+    for error, bound in reported[0].values():
         assert 1e-9 < error <= bound < 0.1
 
 
@@ -151,7 +151,7 @@ def rows_of(judged, *figures):
     return world.rows(job, [64])
 
 
-def test_no_figure_is_told_of_an_engine_that_is_wrong():
+def test_no_figure_is_reported_of_an_engine_that_is_wrong():
     good = (1e-6, 1e-5)
     for bad, changes in (
         ((1e-4, 1e-5), {}),
@@ -210,8 +210,8 @@ def test_a_trace_shares_out_all_time():
     trace = Trace()
     trace.start = time.perf_counter() - 10
     trace.spans = [Span("wait", 2, 3, "b"), Span("wait", 0.5, 1, "a"), Span("exchange", 0, 3, "b")]
-    told = trace.finish()
-    assert [(span.kind, round(span.start, 3)) for span in told] == [
+    reported = trace.finish()
+    assert [(span.kind, round(span.start, 3)) for span in reported] == [
         ("exchange", 0),
         ("compute", 0),
         ("wait", 0.5),
@@ -219,7 +219,7 @@ def test_a_trace_shares_out_all_time():
         ("wait", 2),
         ("compute", 3),
     ]
-    assert told[-1].end == pytest.approx(10, abs=0.1)
+    assert reported[-1].end == pytest.approx(10, abs=0.1)
 
 
 def test_a_peak_is_seen_after_it_has_passed():
@@ -262,8 +262,8 @@ def test_the_command_writes_results_and_report(tmp_path, capsys):
     shape = ["--heads", "4", "--head-dim", "8", "--vocabulary", "64", "--rounds", "2"]
     arguments = ["train", "--engines", "burst", "tensor", "single", "--seq-lens", "64", "96", "--worlds", "2", *shape]
     assert main([*arguments, "--out", str(out)]) == 0
-    told = capsys.readouterr().out
-    assert "left out: single, 2 ranks: --engine single runs each sequence on one rank" in told
+    reported = capsys.readouterr().out
+    assert "left out: single, 2 ranks: --engine single runs each sequence on one rank" in reported
     results = Results.read(out / "results.json")
     assert [(row.engine, row.seq_len) for row in results.rows] == [
         (engine, length) for length in (64, 96) for engine in ("burst", "tensor", "single")
@@ -280,7 +280,7 @@ def test_the_command_writes_results_and_report(tmp_path, capsys):
         assert len(row.timeline) == 2
     assert "burst bench train" in results.command
     assert results.revision and results.versions["torch"] == torch.__version__
-    assert "/ first's" in told
+    assert "/ first's" in reported
     page = (out / "report.html").read_text()
     assert "tensor" in page
     assert {"seconds.png", "memory.png", "bytes.png"} <= {path.name for path in out.iterdir()}
@@ -297,7 +297,7 @@ def test_engines_taken_by_default_can_all_train_over_several_ranks():
 
 
 def test_a_calibrated_world_plans_for_each_limit_of_its_links(monkeypatch):
-    """And counts bytes at each anew, for they are other plans'."""
+    """Bytes are counted again at each link, because the plans differ."""
     seen = []
     scripted = Scripted({"burst": (1e-6, 1e-5)}, [[figures_of("burst", chosen="zigzag, heads=2, query")]] * 2)
     monkeypatch.setattr(run, "calibrated", lambda pool: preset("cpu"))
@@ -357,7 +357,7 @@ def left_namespaces(pid):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "reported"),
     [
         (["nothing"], "attention, train, prefill"),
         (["train", "--engines", "megatron"], "'megatron' is unknown"),
@@ -369,26 +369,26 @@ def left_namespaces(pid):
         (["train", "--heads", "8", "--kv-heads", "3"], "--heads 8 must be a multiple of --kv-heads 3"),
     ],
 )
-def test_what_can_not_be_asked_is_refused_in_a_line(arguments, told, capsys):
+def test_what_can_not_be_asked_is_refused_in_a_line(arguments, reported, capsys):
     assert main(arguments) == 2
     message = capsys.readouterr().err
-    assert told in message
+    assert reported in message
     assert message.startswith("burst bench: ")
     assert message.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "reported"),
     [
         (["train", "--cluster", "8by1"], "'8by1'"),
         (["train", "--cluster", "2x1", "--link", "fast"], "'fast'"),
         (["train", "--cluster", "2x1", "--worlds", "4"], "--worlds can't be given with --cluster 2x1"),
     ],
 )
-def test_what_no_cluster_can_do_is_refused_in_a_line(arguments, told, capsys):
+def test_what_no_cluster_can_do_is_refused_in_a_line(arguments, reported, capsys):
     assert compare(CLUSTER, ClusterArguments, arguments) == 2
     message = capsys.readouterr().err
-    assert told in message
+    assert reported in message
     assert message.startswith("python -m burst_bench.cluster: ")
     assert message.count("\n") == 1
     assert main(arguments) == 2
@@ -401,11 +401,11 @@ def test_the_papers_tables_are_written_by_one_command(tmp_path):
     command = [sys.executable, "benchmarks/paper.py", "--quick", "--out", str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as done:
         try:
-            told, _ = done.communicate(timeout=540)
+            reported, _ = done.communicate(timeout=540)
         except subprocess.TimeoutExpired:
             done.kill()
             raise
-    assert done.returncode == 0, told
+    assert done.returncode == 0, reported
     pages = {path.stem: re.sub(r" +", " ", path.read_text()) for path in tmp_path.glob("*.md")}  # columns are padded
     expected = ("training", "memory", "bytes", "prefill", "perplexity", "ablation", "scaling", "long", "peers")
     assert set(pages) >= set(expected)

@@ -254,14 +254,14 @@ def child_ended_by(number: signal.Signals) -> tuple[int, int]:
 
 @emulated
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_nothing_is_left_by_a_process_that_is_told_to_stop(number: signal.Signals) -> None:
+def test_nothing_is_left_by_a_process_that_is_stopped(number: signal.Signals) -> None:
     pid, code = child_ended_by(number)
     assert code != 0
     assert not namespaces(pid)
 
 
 def alive(group: int) -> list[str]:
-    """Processes of a process group, but for those that only wait to be reaped."""
+    """Return the processes of a process group, except zombies."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -289,9 +289,9 @@ def test_a_bench_in_a_cluster_ends_with_control_c(tmp_path: Path) -> None:
             assert child.poll() is None, child.stderr.read()
         time.sleep(1.0)
         os.killpg(child.pid, signal.SIGINT)
-        told = child.stderr.read()
+        reported = child.stderr.read()
         assert child.wait(timeout=30) == 130
-    assert b"Traceback" not in told
+    assert b"Traceback" not in reported
     assert not namespaces(child.pid)
     deadline = time.monotonic() + 10
     while alive(child.pid):

@@ -207,9 +207,9 @@ def test_arguments_go_by_place_and_by_name() -> None:
 
 
 REFUSED = {
-    "dropout_p=0.1: attention weights are not dropped": {"dropout_p": 0.1},
-    "alibi_slopes: no bias is added": {"alibi_slopes": torch.ones(2)},
-    "windows look back only": {"window_size": (3, 3)},
+    "dropout_p=0.1: dropout is not supported": {"dropout_p": 0.1},
+    "alibi_slopes: ALiBi is not supported": {"alibi_slopes": torch.ones(2)},
+    "only causal windows are supported": {"window_size": (3, 3)},
     "window_size=3 must be": {"window_size": 3},
 }
 
@@ -228,17 +228,17 @@ def test_all_ranks_refuse_what_one_asks_for(text: str) -> None:
 
 
 WRONG = {
-    "qkv is .* dim 2 is 3": lambda x, group: compat.ring_flash_attn_qkvpacked_func(x[:, :, :2], group=group),
-    "kv is .*dim 1 is 2": lambda x, group: compat.ring_flash_attn_varlen_kvpacked_func(
+    "qkv is .* dim 2 must be 3": lambda x, group: compat.ring_flash_attn_qkvpacked_func(x[:, :, :2], group=group),
+    "kv is .*dim 1 must be 2": lambda x, group: compat.ring_flash_attn_varlen_kvpacked_func(
         x[0, :, 0], x[0], [0, 6], 6, group=group
     ),
-    "must be .tokens, heads, head dim., one of them is .1, 6, 3, 2, 4": lambda x, group: (
-        compat.ring_flash_attn_varlen_func(x, x, x, [0, 6], 6, group=group)
+    "must be .tokens, heads, head dim., but one is .1, 6, 3, 2, 4": lambda x, group: compat.ring_flash_attn_varlen_func(
+        x, x, x, [0, 6], 6, group=group
     ),
-    "cu_seqlens ends at 12, but 6 tokens are here": lambda x, group: compat.ring_flash_attn_varlen_qkvpacked_func(
+    "cu_seqlens ends at 12, but this rank has 6 tokens": lambda x, group: compat.ring_flash_attn_varlen_qkvpacked_func(
         x[0], [0, 12], 6, group=group
     ),
-    "6 tokens are not 2 x 2 chunks of one length": (
+    "6 tokens can't be cut into 2 x 2 equal chunks": (
         lambda x, group: compat.zigzag_ring_flash_attn_varlen_qkvpacked_func(x[0], [0, 3, 6], 3, group=group)
     ),
     "must be what llama3_flash_attn_prepare": lambda x, group: compat.llama3_flash_attn_varlen_qkvpacked_func(
@@ -259,7 +259,7 @@ def test_what_could_be_read_two_ways_is_refused(text: str) -> None:
 
 
 def test_documents_that_ranks_can_not_share_are_refused() -> None:
-    with pytest.raises(ValueError, match="ends at 7, which 2 ranks can't share equally"):
+    with pytest.raises(ValueError, match="ends at 7, which is not a multiple of 2 ranks"):
         compat.llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 7]), True, 0, 2)
 
 
@@ -361,10 +361,10 @@ def test_a_script_trains_the_same(pools, family: str, implementation: str) -> No
 
 @own_registry()
 def refusals() -> list[str]:
-    """What a rank is told for calls that the attention can't take."""
+    """Return the errors that a rank gets for unsupported calls."""
     group, found = dist.group.WORLD, []
 
-    def told(call):
+    def reported(call):
         try:
             call()
         except ValueError as error:
@@ -373,20 +373,20 @@ def refusals() -> list[str]:
             found.append("nothing was refused")
 
     borders = torch.tensor([0, 8])
-    told(lambda: compat.update_ring_flash_attn_params(borders, group))
+    reported(lambda: compat.update_ring_flash_attn_params(borders, group))
     compat.substitute_hf_flash_attn(group, 1)
     model, ids = make_model("llama", "flash_attention_2"), torch.zeros(1, 4, dtype=torch.int64)
     positions = torch.arange(4)[None] + 4 * dist.get_rank()
-    told(lambda: model(ids, position_ids=positions, use_cache=False))
-    told(lambda: compat.update_ring_flash_attn_params(torch.tensor([0, 7]), group))
-    told(lambda: compat.update_ring_flash_attn_params(borders, dist.new_group([0, 1])))
+    reported(lambda: model(ids, position_ids=positions, use_cache=False))
+    reported(lambda: compat.update_ring_flash_attn_params(torch.tensor([0, 7]), group))
+    reported(lambda: compat.update_ring_flash_attn_params(borders, dist.new_group([0, 1])))
     compat.update_ring_flash_attn_params(borders, group)
-    told(lambda: model(ids, position_ids=torch.arange(4)[None], use_cache=False))
-    told(lambda: model(ids[:, :3], position_ids=positions[:, :3], use_cache=False))
+    reported(lambda: model(ids, position_ids=torch.arange(4)[None], use_cache=False))
+    reported(lambda: model(ids[:, :3], position_ids=positions[:, :3], use_cache=False))
     model(ids, position_ids=positions, use_cache=False)
     mixed = make_model("llama", "flash_attention_2")
     mixed.model.layers[1].self_attn.config = make_model("llama", "sdpa").config
-    told(lambda: mixed(ids, position_ids=positions, use_cache=False))
+    reported(lambda: mixed(ids, position_ids=positions, use_cache=False))
     return found
 
 
@@ -394,8 +394,8 @@ def test_models_that_would_go_wrong_are_refused(pools) -> None:
     wanted = [
         "call substitute_hf_flash_attn",
         "call update_ring_flash_attn_params before",
-        "ends at 7, which 2 ranks can't share equally",
-        "is not that of substitute_hf_flash_attn",
+        "ends at 7, which is not a multiple of 2 ranks",
+        "is not the group given to substitute_hf_flash_attn",
         "position_ids differ from the positions of the plan's tokens",
         "input_ids has 3 tokens",
         "attn_implementation='sdpa'",

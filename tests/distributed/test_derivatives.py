@@ -92,7 +92,7 @@ def refused(plan, call, derivative):
 def test_other_derivatives_are_refused_by_name(call, derivative) -> None:
     text = refused(make_plan(SEQLEN, strategy=Strategy(layout="contiguous")), call, DERIVATIVES[derivative])
     assert call in text
-    assert any(told in text for told in ("torch.func", "no forward-mode", "can be differentiated once"))
+    assert any(reported in text for reported in ("torch.func", "no forward-mode", "can be differentiated once"))
 
 
 def one_asks(group, call):

@@ -227,7 +227,7 @@ def test_usp_is_exact_at_any_length(pools, seqlen, kv_heads, mask, layout, heads
 
 
 def test_usp_over_eight_ranks_as_threads():
-    """A mesh of 2 x 4, over a transport that is none of torch's."""
+    """A 2 x 4 mesh works over a transport that does not use torch.distributed."""
 
     def compared(group):
         engine = choose("usp", strategy=Strategy(ulysses_degree=2))
@@ -246,7 +246,7 @@ def test_usp_over_eight_ranks_as_threads():
 
 
 def test_usp_sends_less_than_a_ring(pools):
-    """Of 4 ranks as 2 x 2 the ring's two hops in three are gone; what is exchanged in their place is less."""
+    """A 2 x 2 mesh of 4 ranks saves two of three ring hops; the all-to-alls send less than these."""
     by_heads = [[sent for _, sent, _ in pools(4).run(usp_and_oracle, 64, 8, Mask(), "zigzag", u)] for u in (1, 2, 4)]
     ring, mesh, ulysses = map(sum, by_heads)
     assert ulysses < mesh < 0.7 * ring
@@ -291,7 +291,7 @@ LLAMA = Heads(q_heads=32, kv_heads=8, head_dim=128, hidden=4096, intermediate=14
 
 
 @pytest.mark.parametrize(
-    ("engine", "seq_len", "world", "told"),
+    ("engine", "seq_len", "world", "reported"),
     [
         ("ulysses", 1024, 16, "8 key-value heads for 16 ranks"),
         ("ulysses", 1024, 3, "32 query heads for 3 ranks"),
@@ -301,8 +301,8 @@ LLAMA = Heads(q_heads=32, kv_heads=8, head_dim=128, hidden=4096, intermediate=14
         ("single", 1024, 2, "--data-parallel"),
     ],
 )
-def test_what_an_engine_cannot_share_is_refused_by_name(engine, seq_len, world, told):
-    with pytest.raises(ValueError, match=told) as refused:
+def test_what_an_engine_cannot_share_is_refused_by_name(engine, seq_len, world, reported):
+    with pytest.raises(ValueError, match=reported) as refused:
         choose(engine).check(LLAMA, seq_len, world)
     assert f"--engine {engine}" in str(refused.value)
 
@@ -315,7 +315,7 @@ def test_what_an_engine_can_share_is_not_refused(engine):
 
 
 def test_unknown_engines_layouts_and_routes_are_refused():
-    for arguments, told in (
+    for arguments, reported in (
         ({"name": "megatron"}, "'megatron' is unknown; choose one of burst"),
         ({"name": "ring", "strategy": Strategy(layout="striped")}, "--layout striped is not for --engine ring"),
         ({"name": "ulysses", "strategy": Strategy(layout="zigzag")}, "--layout zigzag is not for --engine ulysses"),
@@ -324,7 +324,7 @@ def test_unknown_engines_layouts_and_routes_are_refused():
         ({"name": "ring", "strategy": Strategy(ulysses_degree=2)}, "--ulysses-degree 2 is not for --engine ring"),
         ({"name": "tensor", "strategy": Strategy(route="ring")}, "--route ring is not for --engine tensor"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=reported):
             choose(**arguments)
 
 
@@ -343,14 +343,14 @@ def refused_by_usp():
     """By one rank's tensors, then by all ranks' scale: nothing was sent."""
     engine = choose("usp")
     plan = engine.plan(16, group=None)
-    told = []
+    reported = []
     for heads, scale in ((4 if plan.rank else 3, None), (4, float("nan"))):
         q, k = (torch.randn(1, n, plan.length, 8) for n in (heads, 2))
         try:
             engine.attend(q, k, k, plan, scale=scale)
         except ValueError as error:
-            told.append(str(error))
-    return told, plan.transport.sent
+            reported.append(str(error))
+    return reported, plan.transport.sent
 
 
 def test_usp_refuses_on_every_rank_before_anything_moves(pools):
@@ -369,8 +369,8 @@ def test_usp_refuses_heads_that_do_not_divide():
 
 
 def test_ulysses_refuses_on_every_rank(pools):
-    told = pools(2).run(refused_shape)
-    assert all(text and "3 query heads for 2 ranks" in text for text in told)
+    reported = pools(2).run(refused_shape)
+    assert all(text and "3 query heads for 2 ranks" in text for text in reported)
 
 
 @pytest.mark.parametrize("remat", ["none", "layer", "keep-attention"])

@@ -68,7 +68,7 @@ CALLS = {  # of each call, what it does by itself first: made to fail on one ran
     ),
     "next_token_loss": ("burst_attention.loss.next_token.check_arguments", loss),
     "next_token_loss's logits": ("burst_attention.loss.next_token.measure", loss),
-    "next_token_nll, told in the next call": (
+    "next_token_nll, reported in the next call": (
         "burst_attention.loss.next_token.measure",
         lambda plan: plan.exchange_small([loss(plan, next_token_nll).sum().item()]),
     ),
@@ -88,16 +88,16 @@ def results_of(call, layout="contiguous", world=3, **strategy):
     """(what ``call(plan)`` raised, seconds, what a call raised afterwards) of each rank."""
 
     def rank(group):
-        plan, told = make_plan(SEQLEN, group=group, strategy=Strategy(layout=layout, **strategy)), []
+        plan, reported = make_plan(SEQLEN, group=group, strategy=Strategy(layout=layout, **strategy)), []
         for made in (call, attention):
             started = time.monotonic()
             try:
                 made(plan)
-                told.append(None)
+                reported.append(None)
             except Exception as error:
-                told.append(error)
-            told.append(time.monotonic() - started)
-        return told
+                reported.append(error)
+            reported.append(time.monotonic() - started)
+        return reported
 
     with local_world(world, timeout=3) as ranks:
         return ranks.run(rank)
@@ -162,7 +162,7 @@ def test_any_text_fits_its_record(kind, text) -> None:
         assert text[: RECORD_BYTES // 12 - 20] in str(error)
 
 
-def test_an_error_without_a_text_is_told_by_its_class() -> None:
+def test_an_error_without_a_text_is_named_by_its_class() -> None:
     (first, *_), (own, *_), _ = results_of(fails(Mute()))
     assert type(own) is Mute and type(first) is PeerError and "Mute" in str(first)
 
@@ -177,7 +177,7 @@ def test_the_lowest_rank_that_refuses_decides_the_class_and_a_failure_stays_its_
     assert "rank 1 refused the call: no type; this rank refused it too: no value" in str(errors[2])
 
 
-def test_a_rank_keeps_its_error_where_nobody_can_be_told() -> None:
+def test_a_rank_keeps_its_error_if_no_peer_can_be_notified() -> None:
     def call(group):
         plan = make_plan(SEQLEN, group=group)
         if plan.rank == 1:

@@ -125,14 +125,14 @@ def test_a_result_is_of_all_tokens_and_its_greatest_difference_of_one():
     assert result.seconds == 5.0
 
 
-def test_what_an_engine_cannot_share_is_told_and_the_others_run(pools, asked):
+def test_an_engine_that_cannot_share_reports_why_and_the_others_run(pools, asked):
     results = {result.engine: result for result in pools(4).run(evaluate, asked)[0]}
     for name in ("ulysses", "tensor", "tensor-sequence"):
         assert f"--engine {name}" in results[name].refused
         assert "2 key-value heads" in results[name].refused
         assert results[name].loss is None
         assert results[name].perplexity is None
-    # Fewer sequences than ranks: one rank of single has none of its own.
+    # Fewer sequences than ranks: one rank of ``single`` has no sequence.
     alone = pools(1).run(evaluate, replace(asked, engines=("single",)))[0][0]
     for name in ("burst", "ring", "single"):
         assert results[name].refused is None
@@ -190,7 +190,7 @@ def evaluate_other_tokens(config):
     return evaluate(replace(config, seq_len=config.seq_len, data=config.data if dist.get_rank() else "stdlib"))
 
 
-def test_ranks_that_read_other_tokens_are_told(pools, asked):
+def test_ranks_that_read_other_tokens_are_reported(pools, asked):
     with pytest.raises(WorkerError) as refused:
         pools(2).run(evaluate_other_tokens, asked)
     assert all(isinstance(error, DisagreementError) for error in refused.value.errors.values())
@@ -231,9 +231,11 @@ def wrong_likelihoods(plan_is):
     plan.unshard(next_token_nll(*arguments, plan), 1)
 
 
-@pytest.mark.parametrize(("plan_is", "error", "told"), [("mapping", TypeError, "any one plan"), ("", ValueError, "99")])
-def test_bad_labels_are_refused_on_every_rank(pools, plan_is, error, told):
-    with pytest.raises(WorkerError, match=told) as refused:
+@pytest.mark.parametrize(
+    ("plan_is", "error", "reported"), [("mapping", TypeError, "any one plan"), ("", ValueError, "99")]
+)
+def test_bad_labels_are_refused_on_every_rank(pools, plan_is, error, reported):
+    with pytest.raises(WorkerError, match=reported) as refused:
         pools(2).run(wrong_likelihoods, plan_is)
     assert [type(e) for e in refused.value.errors.values()] == [error, error]
 
@@ -254,15 +256,15 @@ def start(*words):
 
 def test_the_command_shows_every_engine_and_writes_json(pools, asked, tmp_path):
     script, path = str(Path(sys.executable).with_name("burst")), tmp_path / "eval.json"
-    status, told, wrong = start(script, *flags(asked, "--ranks", "2", "--json", str(path)))
+    status, reported, wrong = start(script, *flags(asked, "--ranks", "2", "--json", str(path)))
     assert status == 0, wrong
     expected = {result.engine: result for result in pools(2).run(evaluate, asked)[0]}
-    rows = {line.split("│")[1].strip(): line for line in told.splitlines() if line.count("│") > 3}
-    assert tuple(rows) == ENGINES, told
+    rows = {line.split("│")[1].strip(): line for line in reported.splitlines() if line.count("│") > 3}
+    assert tuple(rows) == ENGINES, reported
     for name, row in rows.items():
         assert f"{expected[name].perplexity:,.4f}"[:-1] in row
     assert "reference" in rows["single"]
-    assert "Warning" not in told + wrong
+    assert "Warning" not in reported + wrong
     written = Evaluation.read(path)
     assert [result.engine for result in written.results] == list(ENGINES)
     assert all(
@@ -276,14 +278,14 @@ def test_the_command_shows_every_engine_and_writes_json(pools, asked, tmp_path):
 
 def test_torchrun_evaluates_and_tells_what_is_refused(asked):
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "3", "-m", "burst_attention.cli"]
-    status, told, wrong = start(*torchrun, *flags(asked, "--engines", "burst", "ulysses"))
+    status, reported, wrong = start(*torchrun, *flags(asked, "--engines", "burst", "ulysses"))
     assert status == 0, wrong
-    assert told.count("greatest difference") == 1, "one rank speaks"
-    assert "4 query heads" in " ".join(told.replace("│", " ").split())
+    assert reported.count("greatest difference") == 1, "one rank speaks"
+    assert "4 query heads" in " ".join(reported.replace("│", " ").split())
 
 
 @pytest.mark.parametrize(
-    ("change", "more", "told"),
+    ("change", "more", "reported"),
     [
         ({"model": "/nowhere/model"}, (), "--model '/nowhere/model' is not a preset"),
         ({"data": "/nowhere/c4.jsonl.gz"}, (), "--data '/nowhere/c4.jsonl.gz': no such file or directory"),
@@ -295,11 +297,11 @@ def test_torchrun_evaluates_and_tells_what_is_refused(asked):
         ({}, ("--engines", "ulysses", "tensor", "--ranks", "3"), "none of --engines ulysses tensor can run"),
     ],
 )
-def test_what_cannot_be_asked_is_refused_in_a_line(asked, capsys, change, more, told):
+def test_what_cannot_be_asked_is_refused_in_a_line(asked, capsys, change, more, reported):
     assert main(flags(replace(asked, **change), *more)) == 2
     output = capsys.readouterr()
     assert output.err.startswith("burst eval: ")
-    assert told in output.err
+    assert reported in output.err
     assert output.err.count("\n") == 1
     assert not output.out
 

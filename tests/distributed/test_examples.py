@@ -60,16 +60,16 @@ def test_the_papers_algorithm_in_plain_torch_is_dense_attention(world, tmp_path)
 
 
 def test_a_loop_of_ones_own_starts_from_one_ranks_loss_and_learns(tmp_path):
-    told = losses(run(EXAMPLES["train_loop.py"], cwd=tmp_path))
-    assert len(told) == 10
-    assert told[-1] < told[0] / 10
+    reported = losses(run(EXAMPLES["train_loop.py"], cwd=tmp_path))
+    assert len(reported) == 10
+    assert reported[-1] < reported[0] / 10
 
 
 @pytest.mark.parametrize("name", ["trainer.py", "sft_trl.py", "dpo_trl.py", "fsdp2.py", "lightning_module.py"])
 def test_a_trainers_losses_are_one_ranks_which_the_example_checks_and_fall(name, tmp_path):
-    told = losses(run(AS_RANKS, "2", EXAMPLES[name], cwd=tmp_path))
-    assert len(told) == 5
-    assert told[-1] < told[0] - 0.1
+    reported = losses(run(AS_RANKS, "2", EXAMPLES[name], cwd=tmp_path))
+    assert len(reported) == 5
+    assert reported[-1] < reported[0] - 0.1
 
 
 def test_an_example_under_no_job_starts_its_own_ranks(tmp_path):

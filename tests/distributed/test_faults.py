@@ -91,10 +91,10 @@ ODD = {
 @pytest.mark.parametrize("odd", list(ODD))
 @pytest.mark.parametrize("world", [2, 3])
 def test_disagreement_raises_on_every_rank(pools, world: int, odd: str) -> None:
-    options, kind, told = ODD[odd]
+    options, kind, reported = ODD[odd]
     for rank, (raised, text, seconds, moved) in enumerate(pools(world).run(disagree, options)):
         assert (raised, moved) == (kind, 0), text
-        assert told in text
+        assert reported in text
         refused_here = rank == world - 1 and kind != "DisagreementError"
         assert f"rank {world - 1}" in text or refused_here
         assert seconds < 5
@@ -114,10 +114,10 @@ def plans_mixed_up(one: list[int], other: list[int]) -> tuple:
     ]
     mine = plans[plans[0].rank == plans[0].world - 1]
     sent = mine.transport.sent
-    told = caught(burst_attention, *tensors(mine), mine)
+    reported = caught(burst_attention, *tensors(mine), mine)
     moved = mine.transport.sent - sent
     burst_attention(*tensors(plans[1]), plans[1]).sum().backward()
-    return *told, moved
+    return *reported, moved
 
 
 def test_plans_by_other_nodes_are_not_the_same(pools) -> None:
@@ -146,12 +146,12 @@ def one_bad_plan(options: dict[str, Any]) -> tuple:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "reported"),
     [({"mask": Mask(prefix=99)}, "prefix=99"), ({"timeout": -1}, "timeout=-1"), ({"strategy": "spiral"}, "spiral")],
 )
-def test_one_rank_refuses_its_plan(pools, options: dict[str, Any], told: str) -> None:
+def test_one_rank_refuses_its_plan(pools, options: dict[str, Any], reported: str) -> None:
     for raised, text, seconds in pools(2).run(one_bad_plan, options):
-        assert raised == "ValueError" and told in text and seconds < 5
+        assert raised == "ValueError" and reported in text and seconds < 5
 
 
 def odd_small_calls() -> list[tuple]:

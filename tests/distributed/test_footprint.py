@@ -1,4 +1,4 @@
-"""The memory that a plan foretells, against what is live, tensor by tensor, while a sweep runs."""
+"""Compare the memory that a plan predicts with the live tensors during a sweep."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Idle:
         return torch.zeros_like(inputs.q), torch.zeros_like(inputs.k), torch.zeros_like(inputs.v)
 
 
-def live_and_foretold(layout: str, route: str, circulate: str, mask: Mask, **cut: Any) -> list[tuple[int, int]]:
+def live_and_predicted(layout: str, route: str, circulate: str, mask: Mask, **cut: Any) -> list[tuple[int, int]]:
     """Forward, then backward."""
     plan = make_plan(4096, mask=mask, strategy=Strategy(layout=layout, route=route, circulate=circulate, **cut))
     dtype = torch.bfloat16
@@ -71,12 +71,12 @@ def live_and_foretold(layout: str, route: str, circulate: str, mask: Mask, **cut
         ("striped", "direct", "key-value", Mask(cu_seqlens=[0, 100, 1500, 1500, 4096])),
     ],
 )
-def test_what_is_live_is_what_was_foretold(
+def test_live_memory_is_as_predicted(
     pools: Any, world: int, layout: str, route: str, circulate: str, mask: Mask
 ) -> None:
     near = 0.01  # index arrays, which a CPU's tensors share with numpy, are counted
-    for told in pools(world).run(live_and_foretold, layout, route, circulate, mask):
-        for live, predicted in told:
+    for reported in pools(world).run(live_and_predicted, layout, route, circulate, mask):
+        for live, predicted in reported:
             assert predicted == pytest.approx(live, rel=near)
 
 
@@ -89,10 +89,10 @@ def test_what_is_live_is_what_was_foretold(
         ("striped", 2, False, Mask(cu_seqlens=[0, 100, 1500, 1500, 4096])),
     ],
 )
-def test_what_is_live_with_heads_cut_is_what_was_foretold(
+def test_live_memory_with_head_groups_is_as_predicted(
     pools: Any, layout: str, heads: int, keep: bool, mask: Mask
 ) -> None:
-    cut = functools.partial(live_and_foretold, ulysses_degree=heads, cache_qkv=keep)
-    for told in pools(4).run(cut, layout, "direct", "query", mask):
-        for live, predicted in told:
+    cut = functools.partial(live_and_predicted, ulysses_degree=heads, cache_qkv=keep)
+    for reported in pools(4).run(cut, layout, "direct", "query", mask):
+        for live, predicted in reported:
             assert predicted == pytest.approx(live, rel=0.04)  # more index arrays, of which a CPU keeps no copies

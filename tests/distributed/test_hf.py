@@ -161,8 +161,8 @@ def bad_call_on_rank_1(message):
     model = make_model("llama")
     good = {**hf.shard_batch(make_batch(), plan), "plan": plan, "use_cache": False}
     arguments = good | BAD_CALLS[message](plan) if plan.rank == 1 else good
-    told = raised(lambda: model(**arguments))
-    return told, model(**good).logits.isfinite().all().item()
+    reported = raised(lambda: model(**arguments))
+    return reported, model(**good).logits.isfinite().all().item()
 
 
 def assert_refused_by_rank_1(results, message):
@@ -209,8 +209,8 @@ def bad_batch_on_rank_1():
     plan = make_plan(SEQLEN, timeout=10)
     model, batch = make_model("llama"), make_batch()
     bad = batch | {"attention_mask": torch.zeros(2, SEQLEN)} if plan.rank == 1 else batch
-    told = raised(lambda: model(**hf.shard_batch(bad, plan), plan=plan, use_cache=False))
-    return told, model(**hf.shard_batch(batch, plan), plan=plan, use_cache=False).logits.isfinite().all().item()
+    reported = raised(lambda: model(**hf.shard_batch(bad, plan), plan=plan, use_cache=False))
+    return reported, model(**hf.shard_batch(batch, plan), plan=plan, use_cache=False).logits.isfinite().all().item()
 
 
 def test_a_bad_batch_on_one_rank_is_refused_on_all(pools):
@@ -259,9 +259,9 @@ def inferred():
         equal = torch.equal(model(**shard, plan=plan, use_cache=False).logits, expected)
         if plan.rank == 1:
             shard["position_ids"] += 1
-        told = raised(lambda: model(**shard, plan=plan, use_cache=False))
+        reported = raised(lambda: model(**shard, plan=plan, use_cache=False))
     model(**hf.shard_batch(batch, plan), plan=plan, use_cache=False).logits.sum().backward()
-    return told, equal
+    return reported, equal
 
 
 def test_inference_mode(pools):

@@ -50,10 +50,10 @@ def odd_model_on_rank_1(name):
     dist.barrier()
     try:
         hf.next_token_loss(odd_model(name) if plan.rank == 1 else good, hidden, labels, plan)
-        told = "nothing was raised"
+        reported = "nothing was raised"
     except ValueError as error:
-        told = str(error)
-    return told, hf.next_token_loss(good, hidden, labels, plan).isfinite().item()
+        reported = str(error)
+    return reported, hf.next_token_loss(good, hidden, labels, plan).isfinite().item()
 
 
 @pytest.mark.parametrize(
@@ -66,6 +66,6 @@ def odd_model_on_rank_1(name):
     ],
 )
 def test_another_head_on_one_rank_is_refused_on_all(pools, name, message):
-    for told, works_afterwards in pools(2).run(odd_model_on_rank_1, name):
-        assert message in told
+    for reported, works_afterwards in pools(2).run(odd_model_on_rank_1, name):
+        assert message in reported
         assert works_afterwards

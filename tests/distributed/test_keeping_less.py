@@ -1,4 +1,4 @@
-"""Recomputing, pieces and compiling change no loss; what is exchanged again is foretold; logits stay in their chunk."""
+"""Recomputing, chunks and compiling change no loss; repeated exchanges are predicted; logits stay in their chunk."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_recomputation_may_be_taken_up_on_the_way(pools, corpus, tmp_path, expec
 
 
 class Largest(TorchDispatchMode):
-    """The most numbers of a tensor whose last dim is the vocabulary, but for the head's weight [width, vocabulary]."""
+    """Record the largest tensor whose last dim is the vocabulary, except the head's weight [width, vocabulary]."""
 
     def __init__(self, vocabulary, width):
         super().__init__()

@@ -55,9 +55,9 @@ def is_alive(pid):
 
 
 @pytest.mark.parametrize(
-    ("ways", "status", "told"),
+    ("ways", "status", "reported"),
     [
-        (("waits", "stops"), 1, "rank 1 did not end on SIGTERM: stopped, or hung"),
+        (("waits", "stops"), 1, "rank 1 did not end after SIGTERM (stopped or hung)"),
         (
             ("waits", "is killed"),
             1,
@@ -71,7 +71,7 @@ def is_alive(pid):
     ],
     ids=lambda value: " and ".join(value) if isinstance(value, tuple) else "",
 )
-def test_ranks_end_soon_and_the_first_that_failed_is_named(tmp_path, capfd, ways, status, told):
+def test_ranks_end_soon_and_the_first_that_failed_is_named(tmp_path, capfd, ways, status, reported):
     assert launch("burst x", act, str(tmp_path), ways, ranks=2) == status
     notes = [(tmp_path / str(rank)).read_text().split(maxsplit=2) for rank in range(2)]
     assert [numbers for *_, numbers in notes] == ["[0, 1]"] * 2
@@ -79,8 +79,8 @@ def test_ranks_end_soon_and_the_first_that_failed_is_named(tmp_path, capfd, ways
     allowed = TIMEOUT + 5 if "waits" in ways else 5
     assert time.time() - max(float(when) for _, when, _ in notes) < allowed
     error = capfd.readouterr().err
-    if told:
-        assert told in error.splitlines()[-1]
+    if reported:
+        assert reported in error.splitlines()[-1]
     assert ("Traceback" in error) == bool({"raises", "stops"} & set(ways))
 
 

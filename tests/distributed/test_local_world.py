@@ -84,15 +84,15 @@ def test_a_rank_that_raises_ends_the_others_by_name():
     before, began = threading.active_count(), time.monotonic()
     with local_world(4, timeout=30) as ranks, pytest.raises(WorkerError, match="rank 1: KeyError") as raised:
         ranks.run(rank)
-    assert time.monotonic() - began < 10, "nobody waits for the deadline"
+    assert time.monotonic() - began < 10, "no rank waits for the deadline"
     assert set(raised.value.errors) == {0, 1, 2, 3}
     assert all(isinstance(raised.value.errors[n], ExchangeError) for n in (0, 2, 3))
-    told = [str(raised.value.errors[n]) for n in (0, 2, 3)]
-    assert all("rank 1" in text for text in told) and any("rank 1 raised KeyError" in text for text in told)
+    reported = [str(raised.value.errors[n]) for n in (0, 2, 3)]
+    assert all("rank 1" in text for text in reported) and any("rank 1 raised KeyError" in text for text in reported)
     assert threading.active_count() == before
 
 
-def test_ranks_that_disagree_are_told_apart():
+def test_ranks_that_disagree_are_named():
     def rank(group):
         plan = make_plan(32, group=group)
         q = torch.randn(1, 2, plan.length, 4 + 4 * (plan.rank == 2))
@@ -106,7 +106,7 @@ def test_ranks_that_disagree_are_told_apart():
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 @pytest.mark.parametrize("odd", [0, 2])
-def test_a_rank_without_gradients_is_told_apart(mode, odd):
+def test_a_rank_without_gradients_is_named(mode, odd):
     """Its buffers are inference tensors, which other threads may not write to outside of that mode."""
 
     def rank(group):
@@ -118,8 +118,10 @@ def test_a_rank_without_gradients_is_told_apart(mode, odd):
         return str(raised.value)
 
     with local_world(3) as ranks:
-        for told in ranks.run(rank):
-            assert "the ranks disagree on gradients wanted by q, k, v" in told and f"rank {odd} has [False" in told
+        for reported in ranks.run(rank):
+            assert (
+                "the ranks disagree on gradients wanted by q, k, v" in reported and f"rank {odd} has [False" in reported
+            )
 
 
 @pytest.mark.parametrize("modes", [(torch.inference_mode,) * 2, (torch.inference_mode, nullcontext)])

@@ -132,7 +132,7 @@ def test_gradients_sum_to_the_one_device_gradient(pools, name, world):
         assert max(gradients) <= of_gradients
 
 
-def nobody_has_a_target():
+def no_token_has_a_target():
     plan = make_plan(10, timeout=5)
     hidden = torch.randn(1, plan.length, WIDTH, requires_grad=True)
     weight = torch.randn(VOCABULARY, WIDTH, requires_grad=True)
@@ -142,7 +142,7 @@ def nobody_has_a_target():
 
 
 def test_a_group_without_a_target_gives_zero(pools):
-    assert pools(2).run(nobody_has_a_target) == [(0.0, 0.0, 0.0)] * 2
+    assert pools(2).run(no_token_has_a_target) == [(0.0, 0.0, 0.0)] * 2
 
 
 BAD = {
@@ -185,10 +185,10 @@ def bad_on_rank_1(message):
     start = time.monotonic()
     try:
         next_token_loss(**(bad if plan.rank == 1 else good))
-        told = ("", "nothing was raised", 0.0)
+        reported = ("", "nothing was raised", 0.0)
     except (TypeError, ValueError) as error:
-        told = (type(error).__name__, str(error), time.monotonic() - start)
-    return told, next_token_loss(**good).item()
+        reported = (type(error).__name__, str(error), time.monotonic() - start)
+    return reported, next_token_loss(**good).item()
 
 
 @pytest.mark.parametrize("message", BAD)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 @emulated
 @pytest.mark.slow
-def test_what_does_not_hold_is_told() -> None:
+def test_a_claim_that_does_not_hold_is_reported() -> None:
     """The rest of the claims is in test_cluster.py, over a cluster that is there."""
     claim = claims(1024, 4096)[0]
     cut, plain = measured([claim, replace(claim, what="not so", ours=claim.plain)])
@@ -26,7 +26,7 @@ def test_what_does_not_hold_is_told() -> None:
     assert not plain["held"] and plain["share"] == pytest.approx(1.0, abs=0.02)
 
 
-def test_no_share_of_nothing_is_told() -> None:
+def test_no_share_of_nothing_is_reported() -> None:
     way = CallOnNodes(seq_len=64)
     nothing = Claim(what="", ours=way, plain=way, most=0.0)
     assert holds(nothing, {"payload": 0, "across": 9000, "share": 0.2})

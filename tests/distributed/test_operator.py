@@ -42,7 +42,7 @@ def test_opcheck(mask, dtype):
     assert Settled.unpack(settled) == Settled(0, 0.5, "query", "aten", 0)
     saved = [x.detach() for x in (q, k, v, out, lse, settled)]
     dout, dlse = torch.randn_like(saved[3]), torch.randn_like(saved[4])
-    # The gradients have none of their own: second derivatives are not supported.
+    # Second derivatives are not supported, so the gradients have no gradients.
     without = ("test_schema", "test_faketensor")
     torch.library.opcheck(attend_backward, (dout, dlse, *saved, plan.handle, 1, 0, 2), test_utils=without)
     torch.library.opcheck(attend_backward, (dout, None, *saved, plan.handle, 1, 0, 2), test_utils=without)

@@ -1,4 +1,4 @@
-"""``benchmarks/peers.py``: other packages' attention beside ours, their results checked and their bytes counted."""
+"""``benchmarks/peers.py``: run other packages' attention and ours, check the results and count the bytes."""
 
 from __future__ import annotations
 
@@ -92,9 +92,9 @@ def test_what_is_not_installed_is_named(peers: ModuleType, monkeypatch: pytest.M
             assert row["refused"].startswith(f"not installed: pip install {row['package'].replace('_', '-')}=="), row
 
 
-@pytest.mark.parametrize(("world", "names", "told"), [(1, None, "world=1"), (2, ["nobody's"], "names has")])
-def test_arguments_are_refused_by_name(peers: ModuleType, world: int, names: Any, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+@pytest.mark.parametrize(("world", "names", "reported"), [(1, None, "world=1"), (2, ["unknown"], "names has")])
+def test_arguments_are_refused_by_name(peers: ModuleType, world: int, names: Any, reported: str) -> None:
+    with pytest.raises(ValueError, match=reported):
         peers.compare(world, SIZE, 0, names=names)
 
 

@@ -61,10 +61,10 @@ def test_a_plan_of_one_rank_is_a_value(how) -> None:
     ]
     copies = [COPIES[how](plan) for plan in plans]
     assert len({plan.handle for plan in [*plans, *copies]}) == 2 * len(plans)
-    told = [(plan.schedule.description, plan.layout, plan.positions.tolist()) for plan in plans]
+    reported = [(plan.schedule.description, plan.layout, plan.positions.tolist()) for plan in plans]
     del plans
     gc.collect()
-    for before, plan in zip(told, copies, strict=True):
+    for before, plan in zip(reported, copies, strict=True):
         assert (plan.schedule.description, plan.layout, plan.positions.tolist()) == before
         assert plan_of(plan.handle) is plan and error_of(plan) < 1e-14
 

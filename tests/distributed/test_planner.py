@@ -34,16 +34,16 @@ def test_all_ranks_choose_by_the_rates_of_rank_0() -> None:
         return plan.explain(batch=2, **SIZES), plan.layout
 
     with local_world(4) as ranks:
-        told = ranks.run(plan)
-    assert len({*told}) == 1
-    assert "ulysses_degree=4" in told[0][0] and SLOW.name in told[0][0]
+        reported = ranks.run(plan)
+    assert len({*reported}) == 1
+    assert "ulysses_degree=4" in reported[0][0] and SLOW.name in reported[0][0]
 
 
 def dist_rank(group: Any) -> int:
     return group.rank()
 
 
-def test_links_are_a_guess_until_rank_0_is_told_or_has_measured_them(
+def test_links_are_a_guess_until_rank_0_has_given_or_measured_rates(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -80,7 +80,7 @@ def test_what_is_chosen_is_right(mask: Mask, rates: Rates) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "reported"),
     [
         (lambda rank: {"circulate": ("query", "nearest")[rank]}, "circulate"),
         (lambda rank: {"nodes": [0, rank]}, "nodes"),
@@ -88,14 +88,14 @@ def test_what_is_chosen_is_right(mask: Mask, rates: Rates) -> None:
         (lambda rank: {"layout": ("auto", "zigzag")[rank]}, "layout"),
     ],
 )
-def test_ranks_that_ask_for_other_plans_are_named(options, told: str) -> None:
+def test_ranks_that_ask_for_other_plans_are_named(options, reported: str) -> None:
     def attempt(group: Any) -> str:
         with pytest.raises(DisagreementError) as error:
             make_plan(64, group=group, **plan_options(**options(group.rank())))
         return str(error.value)
 
     with local_world(2) as ranks:
-        assert all(told in text for text in ranks.run(attempt))
+        assert all(reported in text for text in ranks.run(attempt))
 
 
 def test_a_broken_file_on_rank_0_is_refused_on_all_ranks(tmp_path) -> None:
@@ -135,7 +135,7 @@ def on_a_mesh_of_nodes() -> list[list[int] | None]:
     return [list(plan.planner.nodes) for plan in found]
 
 
-def test_nodes_are_told_by_a_mesh(pools) -> None:
+def test_nodes_are_given_by_a_mesh(pools) -> None:
     assert pools(4).run(on_a_mesh_of_nodes) == [[[0, 0, 1, 1], [0, 1]]] * 4
 
 

@@ -57,7 +57,7 @@ def test_masks_change_and_layouts_stay() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "told"),
+    ("call", "error", "reported"),
     [
         (lambda p: p.shard(torch.zeros(3, 9), 1), ValueError, "10 tokens"),
         (lambda p: p.shard(torch.zeros(10), 2), ValueError, "dim=2"),
@@ -82,8 +82,8 @@ def test_masks_change_and_layouts_stay() -> None:
         (lambda p: make_plan(8, group="all"), TypeError, "group='all'"),
     ],
 )
-def test_refusals_name_the_argument(call, error: type[Exception], told: str) -> None:
-    with pytest.raises(error, match=told):
+def test_refusals_name_the_argument(call, error: type[Exception], reported: str) -> None:
+    with pytest.raises(error, match=reported):
         call(make_plan(10))
 
 

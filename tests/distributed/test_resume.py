@@ -53,8 +53,8 @@ class Quiet:
         pass
 
 
-def train_told(config):
-    """What the run's reporters were told besides its steps."""
+def train_and_note(config):
+    """Return the notes that the run's reporters got."""
     notes = []
 
     class Notes(Quiet):
@@ -132,7 +132,7 @@ def test_a_run_goes_on_over_other_ranks_layouts_engines_and_groups(pools, corpus
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "reported"),
     [
         ({"seq_len": 96}, "--seq-len 96 differs from the checkpoint .*, which has 97"),
         ({"dtype": "float64"}, "--dtype float64 differs from"),
@@ -142,9 +142,9 @@ def test_a_run_goes_on_over_other_ranks_layouts_engines_and_groups(pools, corpus
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_another_run_is_not_gone_on_with(pools, corpus, tmp_path, interrupted, changes, told):
+def test_another_run_is_not_gone_on_with(pools, corpus, tmp_path, interrupted, changes, reported):
     config = config_of(corpus, interrupted, steps=STEPS, **({"global_batch": 2, "resume": "newest"} | changes))
-    with pytest.raises(WorkerError, match=told):
+    with pytest.raises(WorkerError, match=reported):
         pools(2).run(train, config)
 
 
@@ -156,7 +156,7 @@ def interrupted(pools, corpus, tmp_path_factory):
     return out
 
 
-def test_changed_data_is_told(pools, corpus, tmp_path, interrupted):
+def test_changed_data_is_reported(pools, corpus, tmp_path, interrupted):
     shutil.copytree(interrupted, tmp_path / "run")
     other = Path(shutil.copytree(corpus, tmp_path / "corpus"))
     for path in other.iterdir():
@@ -178,14 +178,14 @@ def test_changed_data_is_told(pools, corpus, tmp_path, interrupted):
                 path.rename(path.with_suffix(".txt"))
 
 
-def test_a_damaged_checkpoint_is_told_and_the_one_before_it_taken(pools, corpus, tmp_path, interrupted):
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(pools, corpus, tmp_path, interrupted):
     shutil.copytree(interrupted, tmp_path / "run")
     file = next((tmp_path / "run" / "checkpoints" / "step-00000002").glob("shard-00002*"))
     data = bytearray(file.read_bytes())
     data[-5] ^= 1
     file.write_bytes(data)
     config = config_of(corpus, tmp_path / "run", steps=STEPS, global_batch=2, resume="newest")
-    notes = pools(2).run(train_told, config)[0]
+    notes = pools(2).run(train_and_note, config)[0]
     assert len(notes) == 1 and f"{file.name} is damaged" in notes[0] and "trying the checkpoint before it" in notes[0]
     assert len(losses(tmp_path / "run")) == STEPS
 
@@ -214,7 +214,7 @@ def test_a_deadline_that_comes_near_is_seen_before_it_has_come():
 
 
 def train_without_room(config):
-    """Rank 0 can't write files of more than 50 kB until the third step; returns what was told, and the checkpoints."""
+    """Keep rank 0 from writing files over 50 kB until step 3; return the reported notes and the checkpoints."""
     notes = []
 
     class Full(Quiet):
@@ -229,7 +229,7 @@ def train_without_room(config):
     return notes, sorted(path.name for path in (Path(config.run.out) / "checkpoints").iterdir())
 
 
-def test_a_save_that_fails_is_told_and_training_goes_on(pools, corpus, tmp_path):
+def test_a_save_that_fails_is_reported_and_training_goes_on(pools, corpus, tmp_path):
     config = config_of(corpus, tmp_path / "run", steps=5, save_every="2")
     (notes, kept), _ = pools(2).run(train_without_room, config)
     notes = [note for note in notes if "Training waits" not in note]  # as it may, where the disk is slow

@@ -42,7 +42,7 @@ def corpus(tmp_path_factory):
     return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-def told_by(words, *, most=None):
+def outcome_of(words, *, most=None):
     """(exit status, all that it printed) of ``burst``; ``most``: bytes of the largest file that it may write."""
     limit = None if most is None else lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     ended = subprocess.run(
@@ -71,13 +71,13 @@ def metrics_of(out, name):
 def test_a_run_whose_saves_all_failed_says_so_and_ends_with_its_own_status(corpus, tmp_path):
     """The disk takes the model, 6.4 MB, and not a rank's shard of weights and moments, 9.6 MB."""
     flags = ("--ranks", "2", "--steps", "4", "--save-every", "2")
-    status, told = told_by(command(corpus, tmp_path, *flags), most=8_000_000)
-    assert status == 74, told
+    status, reported = outcome_of(command(corpus, tmp_path, *flags), most=8_000_000)
+    assert status == 74, reported
     last = "burst train: checkpoints after step 2, 4 could not be written; no checkpoint was saved. "
-    assert told.splitlines()[-1] == last + "Training is finished; the exit status is 74"
+    assert reported.splitlines()[-1] == last + "Training is finished; the exit status is 74"
     assert summary_of(tmp_path)["missing_checkpoints"] == [2, 4] and steps_saved(tmp_path) == []
     assert (tmp_path / "model" / "model.safetensors").exists()
-    assert "to resume" not in told
+    assert "to resume" not in reported
 
 
 def train_full(config, failing, held_out):
@@ -135,14 +135,14 @@ def train_without_room_for_the_model(config):
 
 
 def test_a_model_that_can_not_be_written_ends_all_ranks_with_a_sentence(pools, corpus, tmp_path):
-    told = pools(2).run(train_without_room_for_the_model, config_of(corpus, tmp_path), timeout=100)
+    reported = pools(2).run(train_without_room_for_the_model, config_of(corpus, tmp_path), timeout=100)
     wanted = f"the trained model could not be written to {tmp_path}/model.unfinished: rank 0: File too large"
-    assert told == [wanted] * 2
+    assert reported == [wanted] * 2
     assert not (tmp_path / "summary.json").exists()
 
 
 def train_on_a_full_disk(config, freed):
-    """The disk takes 300 bytes of a file from step 1 until step ``freed``; what was told, and an error."""
+    """Limit files to 300 bytes from step 1 until step ``freed``; return the reported notes and the error."""
     before, noted = resource.getrlimit(resource.RLIMIT_FSIZE), []
 
     def at(record):
@@ -162,9 +162,9 @@ def train_on_a_full_disk(config, freed):
 
 def test_metrics_wait_for_room_on_a_full_disk(pools, corpus, tmp_path):
     config = config_of(corpus, tmp_path, steps=6, save_every="9")
-    ((told, raised),) = pools(1).run(train_on_a_full_disk, config, 4)
+    ((reported, raised),) = pools(1).run(train_on_a_full_disk, config, 4)
     wanted = f"{tmp_path}/metrics.jsonl could not be written: File too large; "
-    assert [note for note in told if "metrics.jsonl" in note] == [
+    assert [note for note in reported if "metrics.jsonl" in note] == [
         wanted + "training goes on, and its metrics wait in memory for disk space"
     ]
     assert raised == "" and metrics_of(tmp_path, "step") == [1, 2, 3, 4, 5, 6]
@@ -173,8 +173,8 @@ def test_metrics_wait_for_room_on_a_full_disk(pools, corpus, tmp_path):
 
 def folder_that_fills_up(config):
     """What a run's folder tells if its disk is full from the second step to the end, and its error."""
-    before, folder, told = resource.getrlimit(resource.RLIMIT_FSIZE), RunFolder(config.run.out), []
-    folder.tell = told.append
+    before, folder, reported = resource.getrlimit(resource.RLIMIT_FSIZE), RunFolder(config.run.out), []
+    folder.tell = reported.append
     record = StepRecord(1, 2.0, 0.1, 1.0, 10.0, 1.0, 10, 0, 0)
     with claim_run(config):
         folder.start(config, 1, 0)
@@ -185,16 +185,16 @@ def folder_that_fills_up(config):
             folder.step(replace(record, step=3))
             folder.finish(Summary(3, 2.0, 2.0, None, 0, 10.0, 0, [1], [0.0], [0.0]))
         except RefusedError as error:
-            return told, str(error)
+            return reported, str(error)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    return told, ""
+    return reported, ""
 
 
 def test_metrics_that_never_find_room_end_the_run_with_a_sentence(pools, corpus, tmp_path):
-    ((told, raised),) = pools(1).run(folder_that_fills_up, config_of(corpus, tmp_path))
+    ((reported, raised),) = pools(1).run(folder_that_fills_up, config_of(corpus, tmp_path))
     cause = f"{tmp_path}/metrics.jsonl could not be written: File too large; "
-    assert [note for note in told if "metrics.jsonl" in note] == [
+    assert [note for note in reported if "metrics.jsonl" in note] == [
         cause + "training goes on, and its metrics wait in memory for disk space"
     ]
     assert raised == cause + f"the model is in {tmp_path}/model"
@@ -245,8 +245,8 @@ def test_a_finished_run_is_not_resumed_and_keeps_its_summary(pools, corpus, fini
         WorkerError, match=r"holds a finished run, and --steps 6 leaves no step after step 6; its model"
     ):
         pools(1).run(train, config)
-    status, told = told_by(["train", "--out", str(finished), "--resume", *([resume] if named else [])])
-    assert status == 2 and "holds a finished run" in told and told.count("\n") == 1, told
+    status, reported = outcome_of(["train", "--out", str(finished), "--resume", *([resume] if named else [])])
+    assert status == 2 and "holds a finished run" in reported and reported.count("\n") == 1, reported
     assert before == ((finished / "summary.json").read_bytes(), (finished / "metrics.jsonl").read_bytes())
 
 
@@ -284,16 +284,16 @@ def test_raised_steps_keep_the_schedule_of_the_run_and_say_how(pools, corpus, tm
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "reported"),
     [
         ({"steps": 9}, "--steps 9 would change the learning rates .* has 6 steps; add --decay-steps 6 to keep them"),
         ({"steps": 6, "decay_steps": 9}, "--decay-steps 9 differs from the checkpoint .*, which has 6"),
     ],
 )
-def test_another_schedule_is_refused(pools, corpus, tmp_path, finished, changes, told):
+def test_another_schedule_is_refused(pools, corpus, tmp_path, finished, changes, reported):
     source = finished / "checkpoints" / name_of(4)
     config = config_of(corpus, tmp_path / "run", resume=str(source), **changes)
-    with pytest.raises(WorkerError, match=told):
+    with pytest.raises(WorkerError, match=reported):
         pools(1).run(train, config)
 
 
@@ -306,24 +306,24 @@ def test_damaged_checkpoints_have_one_way_out_which_works(pools, corpus, tmp_pat
     assert steps_saved(tmp_path) == [2, 3]
     for folder in list_checkpoints(tmp_path):
         os.truncate(next(folder.glob("shard-*")), 100)
-    status, told = told_by(["train", "--out", str(tmp_path), "--resume"])
+    status, reported = outcome_of(["train", "--out", str(tmp_path), "--resume"])
     assert status != 0
-    last = told.splitlines()[-1]
+    last = reported.splitlines()[-1]
     assert all(f"{name_of(step)}: shard-00001" in last for step in (2, 3)) and "is truncated: 100 bytes" in last
     assert last.endswith("Give --overwrite instead of --resume to start the run again")
-    assert "to resume" not in told and "newest checkpoint" not in told, told
+    assert "to resume" not in reported and "newest checkpoint" not in reported, reported
     again = ["--ranks", "1", "--steps", "2", "--overwrite"]
-    assert told_by(command(corpus, tmp_path, *again))[0] == 0
+    assert outcome_of(command(corpus, tmp_path, *again))[0] == 0
 
 
 def test_states_that_can_not_be_read_have_the_same_way_out(pools, corpus, tmp_path):
     assert pools(1).run(end_at, config_of(corpus, tmp_path, save_every="2"), 3, {}) == [75]
     for folder in list_checkpoints(tmp_path):
         (folder / "state.json").write_text("{}")
-    status, told = told_by(["train", "--out", str(tmp_path), "--resume"])
-    assert status == 2 and told.count("\n") == 1, told
-    assert all(f"{name_of(step)}: state.json is damaged" in told for step in (2, 3))
-    assert told.endswith("Give --overwrite instead of --resume to start the run again\n")
+    status, reported = outcome_of(["train", "--out", str(tmp_path), "--resume"])
+    assert status == 2 and reported.count("\n") == 1, reported
+    assert all(f"{name_of(step)}: state.json is damaged" in reported for step in (2, 3))
+    assert reported.endswith("Give --overwrite instead of --resume to start the run again\n")
 
 
 # What is said of steps, and of the best
@@ -339,7 +339,7 @@ def train_scripted(config, held_out):
 
 
 def test_a_held_out_loss_is_of_the_step_after_which_it_was_measured(pools, corpus, tmp_path):
-    """Of others there is none, in the metrics and in checkpoints, so that the best is one that was evaluated."""
+    """Other steps have no held-out loss in metrics and checkpoints, so the best checkpoint was evaluated."""
     config = config_of(corpus, tmp_path, steps=5, eval_every=2, save_every="1", keep=9)
     held_out = {2: 1.0, 4: 2.0, 5: 3.0}
     (summary,) = pools(1).run(train_scripted, config, held_out)
@@ -363,15 +363,15 @@ def test_a_run_that_went_back_forgets_the_best_of_the_way_that_it_gave_up(pools,
 
 
 def train_evaluating_slowly(config, seconds):
-    """Seconds that the saver was told of each step, and what was the deadline's reserve."""
-    evaluate, after_step, told = Trainer.evaluate, Saver.after_step, []
+    """Return the seconds of each step that the saver got, and the deadline's reserve."""
+    evaluate, after_step, reported = Trainer.evaluate, Saver.after_step, []
 
     def slow(trainer):
         time.sleep(seconds)
         return 1.0, 10
 
     def note(saver, step_seconds):
-        told.append((step_seconds, saver.run.step))
+        reported.append((step_seconds, saver.run.step))
         after_step(saver, step_seconds)
 
     Trainer.evaluate, Saver.after_step = slow, note
@@ -379,17 +379,17 @@ def train_evaluating_slowly(config, seconds):
     try:
         train(config)
     except InterruptedRunError as interrupted:
-        return told, interrupted.reason, time.monotonic() - began
+        return reported, interrupted.reason, time.monotonic() - began
     finally:
         Trainer.evaluate, Saver.after_step = evaluate, after_step
-    return told, "", time.monotonic() - began
+    return reported, "", time.monotonic() - began
 
 
 def test_an_evaluation_counts_as_a_part_of_its_step_before_a_deadline(pools, corpus, tmp_path):
     config = config_of(corpus, tmp_path, steps=1000, eval_every=2, save_every="9", deadline=12.0)
-    ((told, reason, seconds),) = pools(1).run(train_evaluating_slowly, config, 2.0)
+    ((reported, reason, seconds),) = pools(1).run(train_evaluating_slowly, config, 2.0)
     assert reason == "--deadline" and seconds < 12.0
-    assert len(told) > 1 and all(took >= 2.0 for took, step in told if step % 2 == 0)
+    assert len(reported) > 1 and all(took >= 2.0 for took, step in reported if step % 2 == 0)
 
 
 def test_tensorboard_has_each_step_once_after_a_run_went_back(pools, corpus, tmp_path):

@@ -1,4 +1,4 @@
-"""Checkpoints that are written beside the training, the best of them, and when each is due."""
+"""Checkpoints written during training, the best checkpoint, and when each is due."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def steps_saved(out):
 
 
 class Reporter:
-    """Notes what it is told; tests say what happens at a step, and at a note."""
+    """Record all events; tests pass callbacks for steps and notes."""
 
     def __init__(self, at=lambda record: None, noted=lambda text: None):
         self.notes, self.at, self.noted = [], at, noted
@@ -83,7 +83,7 @@ def write_what_changes(out):
         for tensor in (spread.to_local(), tensors["strided"], tensors["half"]):
             tensor.fill_(7.0)
         state["list"].append(2)
-        draft.write_beside()
+        draft.write_next_to()
         folder = draft.seal()
         found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
         checkpoint.load(folder, found)
@@ -94,11 +94,11 @@ def write_what_changes(out):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_is_changed_after_it_was_copied_does_not_reach_the_disk(pools, tmp_path, world):
-    for same, told, name in pools(world).run(write_what_changes, str(tmp_path)):
-        assert same == [True] * 3 and told == [1] and name == name_of(3)
+    for same, reported, name in pools(world).run(write_what_changes, str(tmp_path)):
+        assert same == [True] * 3 and reported == [1] and name == name_of(3)
 
 
-def train_beside(config):
+def train_next_to(config):
     """Writing waits until two more steps were taken, on all ranks; returns what was to be seen then."""
     written, seen, write = threading.Event(), [], CheckpointWriter.write
 
@@ -124,20 +124,20 @@ def train_beside(config):
 
 def test_steps_go_on_while_a_checkpoint_is_written_and_none_is_to_be_seen_before_it_is_whole(pools, corpus, tmp_path):
     config = config_of(corpus, tmp_path / "run", steps=6, save_every="3", keep=9)
-    seen, notes = pools(2).run(train_beside, config)[0]
+    seen, notes = pools(2).run(train_next_to, config)[0]
     assert seen == [["step-00000003.unfinished"]]
     assert names(tmp_path / "run") == [name_of(step) for step in (3, 6)], "the last one was waited for"
     assert not [note for note in notes if "could not" in note]
 
 
 def train_slowly(config):
-    """What is written takes until somebody is told that training waits for it; returns what was told."""
-    told, write = threading.Event(), CheckpointWriter.write
-    reporter = Reporter(noted=lambda _: told.set())
+    """Block the write until a reporter notes that training waits for it; return the notes."""
+    reported, write = threading.Event(), CheckpointWriter.write
+    reporter = Reporter(noted=lambda _: reported.set())
 
     def late(draft):
         if os.environ.get("RANK") == "0":
-            assert told.wait(LONG)
+            assert reported.wait(LONG)
         write(draft)
 
     CheckpointWriter.write = late
@@ -157,7 +157,7 @@ def test_a_checkpoint_that_is_due_while_one_is_written_waits_for_it(pools, corpu
 
 
 def train_with_other_bytes(config):
-    """What rank 1 writes for the first checkpoint is not what it meant to write; returns what was told."""
+    """Damage what rank 1 writes for the first checkpoint; return the reported notes."""
     put = CheckpointWriter._put
 
     def damaging(draft, path):
@@ -180,7 +180,7 @@ def train_with_other_bytes(config):
     return reporter.notes, names(config.run.out)
 
 
-def test_what_can_not_be_read_back_as_it_was_written_is_told(pools, corpus, tmp_path):
+def test_a_checkpoint_that_reads_back_differently_is_reported(pools, corpus, tmp_path):
     config = config_of(corpus, tmp_path / "run", steps=4, save_every="2")
     notes, kept = pools(2).run(train_with_other_bytes, config)[0]
     failed = [note for note in notes if "could not be written" in note]
@@ -304,7 +304,7 @@ def test_a_deadline_has_a_run_save_and_it_goes_on_to_the_same_bits(pools, corpus
 
 
 class Alone:
-    """A context of one rank that says nothing to nobody."""
+    """A context of one rank without communication."""
 
     rank, world = 0, 1
 
@@ -416,7 +416,7 @@ except ValueError as error:
 """
 
 
-def test_a_disk_that_is_full_or_read_only_is_told(corpus, tmp_path):
+def test_a_disk_that_is_full_or_read_only_is_reported(corpus, tmp_path):
     disk, script = tmp_path / "disk", tmp_path / "disk.py"
     disk.mkdir()
     script.write_text(DISK)
@@ -432,7 +432,7 @@ def test_a_disk_that_is_full_or_read_only_is_told(corpus, tmp_path):
         timeout=300,
     )
     if result.returncode == 77 or result.stderr.startswith("unshare:"):
-        pytest.skip(f"mounting in a namespace of its own is not allowed here: {result.stderr.strip()}")
+        pytest.skip(f"mounting in a separate namespace is not allowed here: {result.stderr.strip()}")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "notes ['the checkpoint after step 4 could not be written: rank 0: No space left on device" in result.stdout
     assert "kept ['step-00000002', 'step-00000006']" in result.stdout, result.stdout

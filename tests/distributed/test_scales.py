@@ -126,8 +126,8 @@ OUT_OF_RANGE = {torch.float32: (5e-324, -1e-40, 1.1e-38, 2e38, -1e300), torch.fl
 def test_a_scale_that_scores_can_not_hold_is_refused(dtype) -> None:
     q, wide = torch.randn(1, 2, 10, 8).to(dtype), torch.promote_types(dtype, torch.float32)
     for scale in OUT_OF_RANGE[wide]:
-        told = rf"scale={scale} is too (small|large) for {wide}, .* Use 0, or a size from"
-        with pytest.raises(ValueError, match=told.replace("+", r"\+")):
+        reported = rf"scale={scale} is too (small|large) for {wide}, .* Use 0, or a size from"
+        with pytest.raises(ValueError, match=reported.replace("+", r"\+")):
             burst_attention(q, q, q, make_plan(10), scale=scale)
         with pytest.raises(ValueError, match="scale="):
             compat.ring_flash_attn_func(q, q, q, softmax_scale=np.float64(scale), causal=True)

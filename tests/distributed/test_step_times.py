@@ -72,13 +72,13 @@ def test_waits_and_mfu_are_in_the_metrics_the_summary_and_tensorboard(pools, cor
     assert len(events.Scalars("exchange_seconds")) == 4
 
 
-def test_what_nobody_can_know_is_left_open(pools, corpus, tmp_path):
+def test_unknown_values_are_left_open(pools, corpus, tmp_path):
     summary = pools(2).run(train, config_of(corpus, tmp_path / "run", engine="tensor", seq_len=64, steps=2))[0]
     assert summary.mfu is None and summary.exchange_seconds == [None, None]
 
 
-def step_until_told(config):
-    """Rank 1 stays in its data until rank 0 has told what it knows; the lines of this rank."""
+def step_until_reported(config):
+    """Keep rank 1 in its data phase until rank 0 has reported; return this rank's lines."""
     mark, lines = Path(config.run.out), []
 
     def tell(text):
@@ -107,7 +107,7 @@ def step_until_told(config):
 
 
 def test_a_rank_that_keeps_others_waiting_is_named_while_they_wait(pools, corpus, tmp_path):
-    first, second = pools(2).run(step_until_told, config_of(corpus, tmp_path / "told", step_timeout=1.5))
+    first, second = pools(2).run(step_until_reported, config_of(corpus, tmp_path / "reported", step_timeout=1.5))
     assert first[0].startswith("rank 0: step 1 has taken ") and "it has been in its forward phase" in first[0]
     assert second[0].startswith("rank 1: step 1 has taken ") and "it has been in its data phase" in second[0]
     assert first[1:] == ["step 1: behind: rank 1, in the data phase; others are in the forward phase"]

@@ -31,7 +31,7 @@ class Case:
     biased: bool = False
     factor: float = 1.0
     softcap: float | None = None
-    prompt: int = 0  # this many first tokens are nobody's label
+    prompt: int = 0  # this many first tokens are not labels
 
     @property
     def form(self):
@@ -191,10 +191,10 @@ def bad_on_rank_1(message):
     start = time.monotonic()
     try:
         token_log_probs(**(good | BAD[message] if plan.rank == 1 else good))
-        told = ("", "nothing was raised", 0.0)
+        reported = ("", "nothing was raised", 0.0)
     except (TypeError, ValueError) as error:
-        told = (type(error).__name__, str(error), time.monotonic() - start)
-    return told, token_log_probs(**good).log_probs.sum().item()
+        reported = (type(error).__name__, str(error), time.monotonic() - start)
+    return reported, token_log_probs(**good).log_probs.sum().item()
 
 
 @pytest.mark.parametrize("message", BAD)

@@ -231,7 +231,7 @@ def train_on_other_files(config):
     train(replace(config, run=replace(config.run, seed=seed)))
 
 
-def test_ranks_that_read_other_tokens_are_told(pools, corpus, tmp_path):
+def test_ranks_that_read_other_tokens_are_reported(pools, corpus, tmp_path):
     _, errors, lost = pools(2).gather(train_on_other_files, config_of(corpus, tmp_path))
     assert not lost and len(errors) == 2
     for error in errors.values():

@@ -47,16 +47,16 @@ def start(*words):
 def test_the_command_and_torchrun_train_alike(pools, corpus, tmp_path):
     script = str(Path(sys.executable).with_name("burst"))
     plain = start(script, *command(corpus, tmp_path / "plain", "--ranks", "2", "--steps", "4"))
-    told, _ = plain.communicate(timeout=120)
-    assert plain.returncode == 0, told
+    reported, _ = plain.communicate(timeout=120)
+    assert plain.returncode == 0, reported
     rows = ("first loss", "last loss", "held-out loss", "tokens/s", "peak memory", "sent per step", "predicted")
-    assert all(row in told for row in rows), told
-    assert "Warning" not in told, told
-    assert len(re.findall(r"^step \d/4  loss \d", told, re.M)) == 4, "one rank speaks"
+    assert all(row in reported for row in rows), reported
+    assert "Warning" not in reported, reported
+    assert len(re.findall(r"^step \d/4  loss \d", reported, re.M)) == 4, "one rank speaks"
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "burst_attention.cli"]
     found = start(*torchrun, *command(corpus, tmp_path / "torchrun", "--steps", "4"))
-    told, _ = found.communicate(timeout=120)
-    assert found.returncode == 0, told
+    reported, _ = found.communicate(timeout=120)
+    assert found.returncode == 0, reported
     assert losses(tmp_path / "plain") == losses(tmp_path / "torchrun")
     pools(1).run(train, config_of(corpus, tmp_path / "pool"))
     assert losses(tmp_path / "plain") == pytest.approx(losses(tmp_path / "pool"), abs=2e-5)
@@ -77,11 +77,11 @@ def test_a_lost_worker_and_ctrl_c_end_the_run(corpus, tmp_path, signalled, statu
         os.kill(workers[1], signal.SIGKILL)
     else:
         process.send_signal(signal.SIGINT)
-    told, _ = process.communicate(timeout=30)
-    assert process.returncode == status, told
+    reported, _ = process.communicate(timeout=30)
+    assert process.returncode == status, reported
     assert time.monotonic() - began < 20
     if signalled == "worker":
-        assert told.splitlines()[-1].startswith("burst train: rank 1 failed: killed by SIGKILL")
+        assert reported.splitlines()[-1].startswith("burst train: rank 1 failed: killed by SIGKILL")
     deadline = time.monotonic() + 5
     while any(map(is_alive, workers)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -110,22 +110,22 @@ def test_a_second_ctrl_c_ends_a_run_that_hangs_at_once_and_tells_what_is_kept(co
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(1.0)
     process.send_signal(signal.SIGINT)
-    told, _ = process.communicate(timeout=30)
-    assert process.returncode == 130, told
+    reported, _ = process.communicate(timeout=30)
+    assert process.returncode == 130, reported
     assert not any(map(is_alive, workers))
     (kept,) = list_checkpoints(tmp_path)
     last = f"burst train: newest checkpoint: {kept}; to resume: burst train --out {tmp_path} --resume"
-    assert told.splitlines()[-1] == last, told
+    assert reported.splitlines()[-1] == last, reported
 
 
 def test_a_deadline_ends_the_command_with_its_status(corpus, tmp_path):
     shared = command(corpus, tmp_path, "--ranks", "1", "--steps", "100000", "--deadline", "4")
     process = start("-m", "burst_attention.cli", *shared)
-    told, _ = process.communicate(timeout=120)
-    assert process.returncode == 75, told
+    reported, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, reported
     (saved,) = list_checkpoints(tmp_path)
-    assert f"--deadline after step {step_of(saved)}/100000: saved to {saved}" in told
-    assert f"to resume: burst train --out {tmp_path} --resume" in told
+    assert f"--deadline after step {step_of(saved)}/100000: saved to {saved}" in reported
+    assert f"to resume: burst train --out {tmp_path} --resume" in reported
 
 
 def test_under_torchrun_a_rank_that_is_killed_once_has_the_run_go_on_by_itself(pools, corpus, tmp_path):
@@ -145,11 +145,11 @@ def test_under_torchrun_a_rank_that_is_killed_once_has_the_run_go_on_by_itself(p
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(children[-1]), signal.SIGKILL)
     try:
-        told, _ = process.communicate(timeout=240)
+        reported, _ = process.communicate(timeout=240)
     finally:
         process.terminate()  # its ranks go with it
-    assert process.returncode == 0, told
-    assert re.search(r"resuming after step \d", told), told
+    assert process.returncode == 0, reported
+    assert re.search(r"resuming after step \d", reported), reported
     pools(1).run(train, config_of(corpus, tmp_path / "whole", steps=8))
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), abs=2e-5)
 
@@ -174,13 +174,13 @@ def test_an_interrupted_command_goes_on_and_its_checkpoint_can_be_exported(pools
         if line.startswith("step 2/"):
             process.send_signal(signal.SIGTERM)
             break
-    told, _ = process.communicate(timeout=60)
-    assert process.returncode == 75, told
+    reported, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, reported
     (saved,) = list_checkpoints(tmp_path / "run")
-    assert f"to resume: burst train --out {tmp_path}/run --resume" in told
+    assert f"to resume: burst train --out {tmp_path}/run --resume" in reported
     again = start("-m", "burst_attention.cli", *shared)
-    told, _ = again.communicate(timeout=60)
-    assert again.returncode == 2 and "add --resume to continue, or --overwrite to start over" in told
+    reported, _ = again.communicate(timeout=60)
+    assert again.returncode == 2 and "add --resume to continue, or --overwrite to start over" in reported
     # What is not said again is as it was: the data, the rate.
     step = int(saved.name.removeprefix("step-"))
     settings = parse(["--out", str(tmp_path / "run"), "--resume", "--steps", str(step + 2)])

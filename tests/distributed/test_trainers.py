@@ -43,14 +43,14 @@ def test_losses_norms_and_evaluations_are_the_stock_trainers(sides, name):
 
 def histories(folder):
     """Return logged losses and final weights of a whole run, a run stopped after 5 steps, and its continuation."""
-    case, told = CASES["resumed"], []
+    case, reported = CASES["resumed"], []
     with trainer_cases.as_started(case, ours=True):
         for name, stop in (("whole", False), ("parts", True), ("parts", False)):
             trainer = trainer_makers.make_padded(case, True, f"{folder}/{name}", stop=stop)
             trainer.train(resume_from_checkpoint=name == "parts" and not stop)
             losses = {row["step"]: row["loss"] for row in trainer.state.log_history if "loss" in row}
-            told.append((losses, {key: value.clone() for key, value in trainer.model.state_dict().items()}))
-    return told
+            reported.append((losses, {key: value.clone() for key, value in trainer.model.state_dict().items()}))
+    return reported
 
 
 def test_a_resumed_run_is_to_the_bit_one_that_was_not_stopped(pools, tmp_path):
@@ -230,8 +230,8 @@ def groups(folder, **changes):
 
 
 def test_a_context_holds_whole_groups_of_completions(pools, tmp_path):
-    for told in pools(4).run(groups_of_eight, str(tmp_path / "run")):
-        assert "multiple of num_generations_eval=8" in told
+    for reported in pools(4).run(groups_of_eight, str(tmp_path / "run")):
+        assert "multiple of num_generations_eval=8" in reported
 
 
 def groups_of_eight(folder):

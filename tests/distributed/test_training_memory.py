@@ -1,4 +1,4 @@
-"""The memory of a step that is foretold, against a rank that trained: its tensors, and what was resident."""
+"""Compare a step's predicted memory with a rank's tensors and its resident memory."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def steps(config):
 def most_resident(config):
     """Above the start: the model, and two steps. What a first step brings that is no tensor is there before."""
     filling = torch.utils.deterministic.fill_uninitialized_memory
-    torch.utils.deterministic.fill_uninitialized_memory = False  # memory that nobody writes to is not resident
+    torch.utils.deterministic.fill_uninitialized_memory = False  # memory without writes is not resident
     try:
         peak_during(lambda: steps(replace(config, data=replace(config.data, seq_len=97))))
         give_back()
@@ -70,7 +70,7 @@ def most_resident(config):
 
 
 def most_of_tensors(config):
-    """Of a rank, in two steps: what it holds of the model, and what is made meanwhile."""
+    """Return what a rank holds of the model in two steps, and what it allocates meanwhile."""
     with join(device="cpu", timeout=60) as context:
         trainer = Trainer(config, context)
         shards = [p.to_local() for p in trainer.model.parameters()] + [*trainer.model.buffers()]
@@ -96,49 +96,50 @@ def config_for(corpus, model, out, length, engine="burst", batch=BATCH, **flags)
     return config_of(corpus, out, seq_len=length, **shared, **flags)
 
 
-def hold(config, told, world):
-    """In processes of their own: what others have left in a process is resident there, too."""
+def hold(config, expected, world):
+    """Measure in new processes: memory left by other tests would be resident too."""
     with WorkerPool(world, timeout=120) as pool:
         resident_bytes = max(pool.run(most_resident, config))
         tensors = max(pool.run(most_of_tensors, config))
     # Messages' tensors that gloo's threads set free are counted on and on.
-    assert 0.9 * told < tensors < (1.1 if world == 1 else 1.25) * told, (told, tensors, resident_bytes)
-    assert resident_bytes == pytest.approx(told, rel=0.1), (told, tensors, resident_bytes)
-    print(f"{told / 2**20:.1f} MiB foretold, tensors {tensors / told:.3f}, resident {resident_bytes / told:.3f}")
+    assert 0.9 * expected < tensors < (1.1 if world == 1 else 1.25) * expected, (expected, tensors, resident_bytes)
+    assert resident_bytes == pytest.approx(expected, rel=0.1), (expected, tensors, resident_bytes)
+    ratios = f"tensors {tensors / expected:.3f}, resident {resident_bytes / expected:.3f}"
+    print(f"{expected / 2**20:.1f} MiB predicted, {ratios}")
 
 
 @pytest.mark.parametrize(("world", "remat"), [(1, "none"), (2, "layer"), (2, "keep-attention")])
-def test_the_tensors_at_the_peak_are_what_was_foretold(pools, corpus, model, tmp_path, world, remat):
+def test_the_tensors_at_the_peak_are_as_predicted(pools, corpus, model, tmp_path, world, remat):
     length = 250 * world
     most = max(pools(world).run(most_of_tensors, config_for(corpus, model, tmp_path, length, remat=remat)))
     assert most == pytest.approx(predicted(model, length, world, remat=remat), rel=0.1)
 
 
 @pytest.mark.parametrize(("kv_heads", "remat"), [(4, "none"), (4, "keep-attention"), (1, "keep-attention")])
-def test_what_attention_keeps_of_its_slice_is_foretold(pools, corpus, tmp_path, remat, kv_heads):
-    """Where heads are cut: in place of q, k and v, and under keep-attention beside the layer's input and out."""
+def test_cached_slices_of_attention_are_predicted(pools, corpus, tmp_path, remat, kv_heads):
+    """With head groups, the slice replaces q, k and v; under keep-attention it adds to the layer's input and out."""
     sizes = SIZES | {"intermediate_size": 128, "num_key_value_heads": kv_heads}
     folder, cut = tmp_path / "model", {"ulysses_degree": 2}
     LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)
     config = config_for(corpus, str(folder), tmp_path / "out", 500, remat=remat, **cut)
     most = max(pools(2).run(most_of_tensors, config))
-    told = predicted(str(folder), 500, 2, how=cut, remat=remat)
-    assert most == pytest.approx(told, rel=0.1)
+    expected = predicted(str(folder), 500, 2, how=cut, remat=remat)
+    assert most == pytest.approx(expected, rel=0.1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("length", [700, 1_000, 1_500])
 @pytest.mark.parametrize("remat", ["none", "layer", "keep-attention"])
-def test_the_peak_is_what_was_foretold_at_three_lengths(corpus, model, tmp_path, length, world, remat):
-    told = predicted(model, length * world, world, remat=remat)
-    hold(config_for(corpus, model, tmp_path, length * world, remat=remat), told, world)
+def test_the_peak_is_as_predicted_at_three_lengths(corpus, model, tmp_path, length, world, remat):
+    expected = predicted(model, length * world, world, remat=remat)
+    hold(config_for(corpus, model, tmp_path, length * world, remat=remat), expected, world)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(("tokens", "remat"), [(256, "none"), (512, "layer")])
-def test_the_peak_is_what_was_foretold_where_weights_are_most_of_it(corpus, tmp_path, tokens, world, remat):
+def test_the_peak_is_as_predicted_where_weights_are_most_of_it(corpus, tmp_path, tokens, world, remat):
     sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 12}
     folder = tmp_path / "model"
     LlamaForCausalLM(LlamaConfig(**SIZES | sizes)).save_pretrained(folder)
@@ -146,7 +147,7 @@ def test_the_peak_is_what_was_foretold_where_weights_are_most_of_it(corpus, tmp_
     hold(config, predicted(str(folder), tokens, world, batch=1, remat=remat), world)
 
 
-def test_each_flag_lowers_what_is_foretold(model):
+def test_each_flag_lowers_the_prediction(model):
     plain, layer, pieces, keep = (
         predicted(model, 8192, 2, **flags)
         for flags in ({}, {"remat": "layer"}, {"remat": "layer", "mlp_chunks": 4}, {"remat": "keep-attention"})
@@ -157,18 +158,20 @@ def test_each_flag_lowers_what_is_foretold(model):
 
 
 @pytest.mark.parametrize("kind", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config])
-def test_every_architecture_is_foretold(kind):
+def test_every_architecture_is_predicted(kind):
     config = kind(**SIZES | {"max_position_embeddings": 4096})
     if kind is MistralConfig:
         config.sliding_window = 700
-    told = {
+    expected = {
         dtype: training_memory(config, engine=choose("burst"), seq_len=4096, world=3, dtype=dtype, accumulate=n)
         for n, dtype in ((1, torch.float32), (2, torch.bfloat16))
     }
-    for dtype, parts in told.items():
+    for dtype, parts in expected.items():
         assert tuple(parts) == PARTS and min(parts.values()) >= 0, dtype
-    assert sum(told[torch.bfloat16].values()) < 0.75 * sum(told[torch.float32].values())
-    assert told[torch.bfloat16]["gradients"] == told[torch.bfloat16]["weights"], "kept from micro-step to micro-step"
+    assert sum(expected[torch.bfloat16].values()) < 0.75 * sum(expected[torch.float32].values())
+    assert expected[torch.bfloat16]["gradients"] == expected[torch.bfloat16]["weights"], (
+        "kept from micro-step to micro-step"
+    )
     assert training_memory(config, engine=choose("ulysses"), seq_len=4096, world=2, dtype=torch.float32) is None
 
 
@@ -182,7 +185,7 @@ def test_weights_count_once_however_many_tokens():
 
 
 def test_whole_gradients_are_there_for_one_layer_at_a_time():
-    """Of many layers and few tokens: else there would be as many whole gradients as weights."""
+    """Use many layers and few tokens, so that there are fewer whole gradients than weights."""
     config = LlamaConfig(**SIZES | {"num_hidden_layers": 40})
     parts = training_memory(config, engine=choose("burst"), seq_len=64, world=8, dtype=torch.float32)
     assert sum(parts.values()) < 8 * parts["weights"]

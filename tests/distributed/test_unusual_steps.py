@@ -1,4 +1,4 @@
-"""Steps that are not as others: numbers that are none, and losses that stand out."""
+"""Unusual steps: non-finite values, and losses that stand out."""
 
 from __future__ import annotations
 
@@ -72,36 +72,39 @@ def train_spoilt(config, layer, steps, rank, backward=False, place=0):
 
 def test_the_rank_and_the_layer_where_a_number_was_lost_are_named_alike_on_all_ranks(pools, corpus, tmp_path):
     config = config_of(corpus, tmp_path / "run", global_batch=2)
-    told = pools(2).run(train_spoilt, config, "model.layers.0.mlp.down_proj", [3], 1)
-    assert told[0] == told[1]
-    assert told[0].startswith("step 3: loss nan, gradient norm nan: the output of model.layers.0.mlp.down_proj is the ")
-    assert "first non-finite one, on rank 1 (1 of " in told[0] and "--on-nan skip" in told[0]
+    reported = pools(2).run(train_spoilt, config, "model.layers.0.mlp.down_proj", [3], 1)
+    assert reported[0] == reported[1]
+    assert reported[0].startswith(
+        "step 3: loss nan, gradient norm nan: the output of model.layers.0.mlp.down_proj is the "
+    )
+    assert "first non-finite one, on rank 1 (1 of " in reported[0] and "--on-nan skip" in reported[0]
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
 
 
 @pytest.mark.parametrize("more", [{"remat": "layer", "mlp_chunks": 3}, {"engine": "tensor-sequence", "seq_len": 64}])
 def test_a_layer_is_named_whatever_is_done_to_layers(pools, corpus, tmp_path, more):
     config = config_of(corpus, tmp_path / "run", **more)
-    told = pools(2).run(train_spoilt, config, "model.layers.1.post_attention_layernorm", [1], 1)
-    assert told[0] == told[1]
-    assert "the output of model.layers.1.post_attention_layernorm is the first non-finite one, on rank 1" in told[0]
+    reported = pools(2).run(train_spoilt, config, "model.layers.1.post_attention_layernorm", [1], 1)
+    assert reported[0] == reported[1]
+    assert "the output of model.layers.1.post_attention_layernorm is the first non-finite one, on rank 1" in reported[0]
 
 
 def test_a_token_without_a_target_is_found_by_its_output_too(pools, corpus, tmp_path):
     """The loss does not see it: the gradient does, by the weights that saw it."""
     config = config_of(corpus, tmp_path / "run", pack="none", seq_len=61)
-    told = pools(1).run(train_spoilt_at_end, config)[0]
-    assert told.startswith("step 2: loss ") and "loss nan" not in told and "gradient norm nan" in told
-    assert "the output of model.layers.1.mlp.down_proj is the first" in told
+    reported = pools(1).run(train_spoilt_at_end, config)[0]
+    assert reported.startswith("step 2: loss ") and "loss nan" not in reported and "gradient norm nan" in reported
+    assert "the output of model.layers.1.mlp.down_proj is the first" in reported
 
 
 def test_a_gradient_that_is_no_number_is_named(pools, corpus, tmp_path):
     config = config_of(corpus, tmp_path / "run")
-    told = pools(2).run(train_spoilt, config, "model.layers.0.mlp.down_proj", [2], 1, True)
-    assert told[0] == told[1]
-    assert told[0].startswith("step 2: loss ") and "loss nan" not in told[0]
+    reported = pools(2).run(train_spoilt, config, "model.layers.0.mlp.down_proj", [2], 1, True)
+    assert reported[0] == reported[1]
+    assert reported[0].startswith("step 2: loss ") and "loss nan" not in reported[0]
     assert (
-        "gradient norm nan: the gradient of model.layers.0.mlp.down_proj.weight is the first non-finite one" in told[0]
+        "gradient norm nan: the gradient of model.layers.0.mlp.down_proj.weight is the first non-finite one"
+        in reported[0]
     )
 
 
@@ -132,7 +135,7 @@ def test_a_step_that_is_left_out_changes_nothing_but_the_place_in_the_data(pools
         assert math.isfinite(records[3].loss) and torch.isfinite(moved).all()
 
 
-def test_what_was_left_out_is_told_and_a_run_goes_on_from_there(pools, corpus, tmp_path):
+def test_left_out_steps_are_reported_and_a_run_goes_on_from_there(pools, corpus, tmp_path):
     config = config_of(corpus, tmp_path / "run", on_nan="skip", save_every="2")
     summary = pools(2).run(train_spoilt, config, "model.layers.1.mlp", [1, 2], 0)[1]
     assert summary.left_out == [1, 2]
@@ -148,12 +151,12 @@ def test_what_was_left_out_is_told_and_a_run_goes_on_from_there(pools, corpus, t
 def test_ten_steps_in_a_row_end_a_run(pools, corpus, tmp_path):
     config = config_of(corpus, tmp_path / "run", on_nan="skip", steps=30)
     spoilt = [step for step in range(1, 31) if step != 9]
-    told = pools(2).run(train_spoilt, config, "model.layers.1.mlp", spoilt, 0)
-    assert told[0] == told[1] and told[0].startswith("step 19: ")
-    assert "left out 10 steps in a row" in told[0]
+    reported = pools(2).run(train_spoilt, config, "model.layers.1.mlp", spoilt, 0)
+    assert reported[0] == reported[1] and reported[0].startswith("step 19: ")
+    assert "left out 10 steps in a row" in reported[0]
 
 
-def test_a_loss_that_stands_out_is_told_by_its_multiple_of_the_median():
+def test_a_loss_that_stands_out_is_reported_as_a_multiple_of_the_median():
     spikes = Spikes()
     assert [spikes.multiple(loss) for loss in [9.0, 1.0] * 5] == [None] * 10, "too few to judge by"
     spikes = Spikes()

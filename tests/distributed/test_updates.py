@@ -46,12 +46,12 @@ def joined(config):
 
 
 def trained(config):
-    """(weights before, weights after so many steps, (rate, norm) of each) as the trainer has them."""
+    """Return (weights before, weights after ``steps`` steps, (rate, norm) of each step) of the trainer."""
     with joined(config) as context:
         trainer = Trainer(config, context)
         before = whole_weights(trainer.model)
-        told = [(record.lr, record.grad_norm) for record in itertools.islice(trainer.steps(), STEPS)]
-        return before, whole_weights(trainer.model), told
+        reported = [(record.lr, record.grad_norm) for record in itertools.islice(trainer.steps(), STEPS)]
+        return before, whole_weights(trainer.model), reported
 
 
 def adamw(model, state, step, rate):
@@ -70,9 +70,9 @@ def adamw(model, state, step, rate):
     return norm
 
 
-def test_updates_are_adamws_at_the_rates_that_are_told(pools, corpus, tmp_path):
+def test_updates_are_adamws_at_the_reported_rates(pools, corpus, tmp_path):
     config = config_of(corpus, tmp_path, steps=4, seq_len=33, dtype="float64", data_parallel=2, clip=CLIP, **OPTIM)
-    before, after, told = pools(2).run(trained, config)[0]
+    before, after, reported = pools(2).run(trained, config)[0]
     reader, tokenizer = open_sequences(config)
     plain = AutoModelForCausalLM.from_config(model_config("tiny", tokenizer, 33), dtype=torch.float64)
     plain.load_state_dict(before)
@@ -81,7 +81,7 @@ def test_updates_are_adamws_at_the_rates_that_are_told(pools, corpus, tmp_path):
     for step, rate in enumerate(rates, start=1):
         one_device(plain, itertools.islice(sequences, 2)).backward()
         norm = adamw(plain, state, step, rate)
-        assert told[step - 1] == pytest.approx((rate, norm), rel=1e-9)
+        assert reported[step - 1] == pytest.approx((rate, norm), rel=1e-9)
         assert norm > 2 * CLIP, "it is clipped"
     for key, p in plain.named_parameters():
         moved = (p - before[key]).norm()

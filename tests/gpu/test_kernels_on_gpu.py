@@ -146,9 +146,9 @@ def test_offsets_beyond_two_to_the_31():
 
 def test_auto_tells_what_it_took():
     for dtype in DTYPES:
-        told = explain(device=torch.device("cuda"), dtype=dtype)
-        assert "taken" in told.splitlines()[-1]
-        assert choose("auto", device=torch.device("cuda"), dtype=dtype).name in told.splitlines()[-1]
+        reported = explain(device=torch.device("cuda"), dtype=dtype)
+        assert "chosen" in reported.splitlines()[-1]
+        assert choose("auto", device=torch.device("cuda"), dtype=dtype).name in reported.splitlines()[-1]
 
 
 @pytest.mark.parametrize("name", ["auto", "triton"])

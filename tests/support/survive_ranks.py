@@ -1,6 +1,6 @@
 """What the ranks of ``tests/tools/survive.py`` run. A fork server imports it once, so that no rank has to.
 
-A run tells when it is somewhere by a file in the folder ``marks`` beside its own.
+A run reports its progress by files in the folder ``marks`` next to its output folder.
 """
 
 from __future__ import annotations

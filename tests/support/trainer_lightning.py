@@ -37,14 +37,14 @@ class Fitted:
             **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
         )
         trainer.fit(module, train, evaluated)
-        return module.told
+        return module.reported
 
 
 def _lightning_module(ours: bool) -> Any:
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model, self.told, self.losses = make_model("llama", "sdpa", dtype=torch.float32), [], []
+            self.model, self.reported, self.losses = make_model("llama", "sdpa", dtype=torch.float32), [], []
 
         def configure_model(self) -> None:
             if ours:
@@ -60,11 +60,11 @@ def _lightning_module(ours: bool) -> Any:
 
         def on_validation_epoch_end(self) -> None:
             if not self.trainer.sanity_checking:
-                self.told.append({"eval_loss": self.trainer.callback_metrics["eval_loss"].item()})
+                self.reported.append({"eval_loss": self.trainer.callback_metrics["eval_loss"].item()})
 
         def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, **_: Any) -> None:
             norm = torch.nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
-            self.told.append({"loss": sum(self.losses) / len(self.losses), "grad_norm": norm.item()})
+            self.reported.append({"loss": sum(self.losses) / len(self.losses), "grad_norm": norm.item()})
             self.losses.clear()
 
         def configure_optimizers(self) -> Any:

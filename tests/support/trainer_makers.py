@@ -64,8 +64,8 @@ def arguments_of(case: Case, ours: bool, folder: str, kind: type = TrainingArgum
 def _train(case: Case, ours: bool, kind: type, arguments: type, folder: str, **given: Any) -> Any:
     """A trainer of this kind, over contexts if it is ours."""
     args = arguments_of(case, ours, folder, arguments, **given.pop("settings", {}))
-    told = "parallelism" in case.options or "launched" in case.options
-    more = {"context_size": case.context} if ours and not told else {}
+    reported = "parallelism" in case.options or "launched" in case.options
+    more = {"context_size": case.context} if ours and not reported else {}
     lora = case.options.get("lora")
     if case.options.get("own_loss"):
         given["model"] = make_model("llama", "sdpa", dtype=torch.float32)
@@ -93,7 +93,7 @@ def smoothed(logits: Any, labels: Any, vocab_size: int, num_items_in_batch: Any 
 
 
 def mixture() -> Any:
-    """A mixture of experts whose router has a loss of its own."""
+    """A mixture of experts with a router loss."""
     torch.manual_seed(0)
     own = {"num_local_experts": 4, "sliding_window": None, "output_router_logits": True, "router_aux_loss_coef": 0.5}
     config = MixtralConfig(**SMALL, **own, attn_implementation="sdpa", experts_implementation="eager", pad_token_id=0)
@@ -150,7 +150,7 @@ def pack(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """Samples one after the other, of which nobody knows how many there are."""
+    """An iterable dataset without a length."""
 
     def __init__(self, samples: list[dict[str, list[int]]]) -> None:
         self.samples = samples

@@ -143,11 +143,11 @@ OWN: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Verdict:
-    """``told``: the refusal's or the error's text; the differences are relative to one process's eager attention."""
+    """``text``: the refusal's or the error's message. The differences are relative to one process's eager attention."""
 
     model_type: str
     kind: str  # equal, refused, different, error, not built
-    told: str = ""
+    text: str = ""
     hidden: float = 0.0
     gradients: float = 0.0
     worst: str = ""
@@ -156,7 +156,7 @@ class Verdict:
 
 
 def judge(model_type: str) -> Verdict:
-    """What becomes of the model over ``WORLD`` ranks when its attention is ours, with a plan for each window."""
+    """Compare the model over ``WORLD`` ranks with our attention, with a plan for each window."""
     hf.register()
     try:
         config, parts = built(model_type)
@@ -200,9 +200,9 @@ def _by_running(model_type: str, config: PreTrainedConfig) -> Verdict:
         hidden, loss = ranks.run(rank)[0]
     verdict = _compared(model_type, config, models, hidden, loss, width)
     verdict.windows = windows
-    told = _told_by_the_checks(models, config)
-    if told:
-        verdict.kind, verdict.told = "error", f"{verdict.kind}, but told by the checks: {told}"
+    reported = _reported_by_the_checks(models, config)
+    if reported:
+        verdict.kind, verdict.text = "error", f"{verdict.kind}, but the checks report: {reported}"
     return verdict
 
 
@@ -237,7 +237,7 @@ def _compared(
     )
 
 
-def _told_by_the_checks(models: list[Any], config: PreTrainedConfig) -> str:
+def _reported_by_the_checks(models: list[Any], config: PreTrainedConfig) -> str:
     """What ``hf.check_model`` or ``hf.check_config`` refuses."""
 
     def rank(group: Any) -> None:
@@ -386,15 +386,15 @@ def page(verdicts: list[Verdict]) -> str:
         "  ([what else is refused, and why](refusals.md)).",
         "- **not built**: no small configuration of it is made here, and its parts alone tell nothing against it.",
         "",
-        "| model type | verdict | hidden, loss | gradients | windows | logits | what is told |",
+        "| model type | verdict | hidden, loss | gradients | windows | logits | message |",
         "|---|---|---|---|---|---|---|",
     ]
     for verdict in sorted(verdicts, key=lambda each: (each.kind, each.model_type)):
         figures = [f"{verdict.hidden:.0e}", f"{verdict.gradients:.0e}"] if verdict.worst else ["", ""]
         windows = ", ".join(sorted(str(window) for window in verdict.windows))
-        told = verdict.told.replace("|", "\\|").replace("\n", " ")
+        text = verdict.text.replace("|", "\\|").replace("\n", " ")
         lines.append(
-            f"| {verdict.model_type} | {verdict.kind} | {' | '.join(figures)} | {windows} | {verdict.logits} | {told} |"
+            f"| {verdict.model_type} | {verdict.kind} | {' | '.join(figures)} | {windows} | {verdict.logits} | {text} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -410,7 +410,7 @@ def main() -> int:
         verdicts.append(judge(model_type))
         found = verdicts[-1]
         print(
-            f"{found.kind:10} {model_type:26} {found.hidden:.0e} {found.gradients:.0e} {found.logits} {found.told}",
+            f"{found.kind:10} {model_type:26} {found.hidden:.0e} {found.gradients:.0e} {found.logits} {found.text}",
             flush=True,
         )
     if not chosen:

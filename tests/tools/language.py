@@ -151,8 +151,9 @@ def all_files() -> list[Path]:
     found = [ROOT / "README.md"]
     for tree in TREES:
         found += [*(ROOT / tree).rglob("*.py"), *(ROOT / tree).rglob("*.md")]
-    kept = {ROOT / name for name in GENERATED} | {Path(__file__).resolve()}
-    return sorted(path for path in found if path not in kept and "site" not in path.parts)
+    # This checker and its test quote the banned words.
+    left_out = {ROOT / name for name in GENERATED} | {Path(__file__).resolve(), ROOT / "tests/unit/test_language.py"}
+    return sorted(path for path in found if path not in left_out and "site" not in path.parts)
 
 
 def check(paths: Sequence[Path]) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""Ask for everything that is refused, and write what is told: docs/refusals.md.
+"""Provoke every refusal and write its message to docs/refusals.md.
 
     python tests/tools/refusals.py
 
@@ -27,20 +27,19 @@ PAGE = ROOT / "docs" / "refusals.md"
 LONGEST = 300  # characters of a text on the page
 HEAD = """# What is refused, and why
 
-What is not supported is refused by name: never approximated, never ignored. A refusal comes on every rank, before
-anything moves, with the same class everywhere; it names what was asked, its value and what to do instead. Here are the
-refusals' own words, each with the call that provokes it. `python tests/tools/refusals.py` writes this page, and a test
-compares. [Models](models.md) has a verdict for every family of transformers.
+The library refuses unsupported calls; it never approximates or ignores an option. Every rank raises the same class
+before any data moves. The error names the argument, its value and the remedy. This page lists each error's message with
+a call that raises it. `python tests/tools/refusals.py` writes the page, and a test compares them.
+[Models](models.md) has a verdict for every family of transformers.
 
-`q`, `k` and `v` have 4, 2 and 2 heads and the 8 tokens of `plan`; `right` is what a tiny Llama is rightly called with;
-`rank` stands where two ranks were asked at once, and what is told is the first one's. The other names are in
-`tests/support/refusal_cases.py`.
+`q`, `k` and `v` have 4, 2 and 2 heads and the 8 tokens of `plan`. `right` holds valid arguments of a tiny Llama. Calls
+with `rank` run on two ranks; the message is rank 0's. The other names are in `tests/support/refusal_cases.py`.
 """
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """What was asked for, what was told, and why."""
+    """A refused call, its message and the reason."""
 
     asked: str
     kind: str
@@ -58,7 +57,7 @@ def provoke() -> dict[str, list[Refusal]]:
 
         def ask(group: Any, cases: Any = cases, names: Any = names) -> list[tuple[str, str]]:
             known = names(group)
-            return [told(asked, known) for asked, _ in cases]
+            return [reported(asked, known) for asked, _ in cases]
 
         with _elsewhere():
             if world == 1:
@@ -87,10 +86,10 @@ def _elsewhere() -> Iterator[None]:
             os.environ.update(before)
 
 
-def told(asked: str, known: dict[str, Any]) -> tuple[str, str]:
+def reported(asked: str, known: dict[str, Any]) -> tuple[str, str]:
     """(the error's class, its text in one line)."""
     if asked.startswith("burst "):
-        return _told_by_command(asked)
+        return _printed_by_command(asked)
     try:
         eval(asked, known)
     except Exception as error:
@@ -102,7 +101,7 @@ def told(asked: str, known: dict[str, Any]) -> tuple[str, str]:
     raise AssertionError(f"{asked} is not refused")
 
 
-def _told_by_command(line: str) -> tuple[str, str]:
+def _printed_by_command(line: str) -> tuple[str, str]:
     from burst_attention import cli
 
     words = shlex.split(line)
@@ -130,7 +129,7 @@ def page(found: dict[str, list[Refusal]]) -> str:
     lines = [HEAD]
     for area, refusals in found.items():
         assert not any("|" in each.asked for each in refusals), "a bar in code ends a table's cell, here or there"
-        lines += [f"## {area}", "", "| asked | error | what is told | why |", "|---|---|---|---|"]
+        lines += [f"## {area}", "", "| call | error | message | why |", "|---|---|---|---|"]
         lines += [f"| `{x.asked}` | {x.kind} | {_plain(x.text)} | {x.why} |" for x in refusals]
         lines.append("")
     return "\n".join(lines)

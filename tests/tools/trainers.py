@@ -26,7 +26,7 @@ COLUMNS = ("case", "ranks", "context", "loss", "gradient norm", "evaluation", "m
 
 
 class Sides:
-    """Where cases run: the stock trainers in a process of their own, ours in pools of ranks."""
+    """Where cases run: the stock trainers in a separate process, ours in pools of ranks."""
 
     def __init__(self, pools: Callable[[int], Any]) -> None:
         self.pools = pools

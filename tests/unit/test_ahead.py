@@ -76,7 +76,7 @@ def test_it_reads_as_far_ahead_as_it_may_and_no_further():
         next(ahead)
 
 
-def test_what_can_not_be_read_is_told_where_it_would_have_been_taken():
+def test_an_unreadable_checkpoint_is_reported_where_it_would_be_loaded():
     ahead = ReadAhead(Counting(fails_at=3), 9)
     assert [next(ahead), next(ahead)] == [1, 2] and ahead.cursor() == 2
     for _ in range(2):

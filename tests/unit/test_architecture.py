@@ -22,7 +22,7 @@ def test_the_tree_names_every_module() -> None:
     tree = PAGE[PAGE.index("src/burst_attention/ ") :]
     tree = tree[: tree.index("```")]
     for room in ROOMS:
-        told = re.search(rf"^  {room}/(.+?)(?=^  \w|^\w)", tree, re.MULTILINE | re.DOTALL)
-        assert told is not None, room
+        reported = re.search(rf"^  {room}/(.+?)(?=^  \w|^\w)", tree, re.MULTILINE | re.DOTALL)
+        assert reported is not None, room
         modules = {path.stem for path in (ROOT / room).rglob("*.py")} - {"__init__", "__main__"}
-        assert not modules - set(re.findall(r"\w+", told[1])), room
+        assert not modules - set(re.findall(r"\w+", reported[1])), room

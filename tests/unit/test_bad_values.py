@@ -170,11 +170,11 @@ def test_values_that_can_not_be(folder, capsys, command, flag, values):
     for value in values:
         words = [] if value == () else [""] if value == "" else value.split()
         assert outcome([command, *GIVEN[command].split(), flag, *words]) == 2, value
-        told = capsys.readouterr()
-        assert flag in told.err + told.out, (value, told)
-        assert "Traceback" not in told.err
-        if told.err.startswith((f"burst {command}: ", f"{bench.CLUSTER}: ")):
-            assert told.err.count("\n") == 1, told.err
+        reported = capsys.readouterr()
+        assert flag in reported.err + reported.out, (value, reported)
+        assert "Traceback" not in reported.err
+        if reported.err.startswith((f"burst {command}: ", f"{bench.CLUSTER}: ")):
+            assert reported.err.count("\n") == 1, reported.err
         left = {path.name for path in folder.iterdir()}
         assert left == {"text.txt", "theirs"}, value
 

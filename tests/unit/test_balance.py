@@ -153,13 +153,13 @@ def test_a_short_window_is_cut_into_neighbours() -> None:
     assert [layout.segments(rank) for rank in range(4)] == [(range(n, n + 1024),) for n in range(0, 4096, 1024)]
 
 
-def test_a_mask_derived_later_keeps_the_tokens_and_a_length_cuts_anew() -> None:
+def test_a_mask_derived_later_keeps_the_tokens_and_a_length_cuts_again() -> None:
     mask, other = (Mask(cu_seqlens=[0, *ends, 120]) for ends in ([90], [10, 20, 100]))
     schedule = planned(mask, 120, 4)
     assert schedule.with_mask(other).layout is schedule.layout
-    anew = schedule.with_mask(other, seqlen=120)
-    assert anew.layout == planned(other, 120, 4).layout != schedule.layout
-    assert schedule.with_mask(other).description != anew.description  # a rank that chose another layout is detected
+    again = schedule.with_mask(other, seqlen=120)
+    assert again.layout == planned(other, 120, 4).layout != schedule.layout
+    assert schedule.with_mask(other).description != again.description  # a rank that chose another layout is detected
 
 
 def test_all_layers_of_a_model_share_one_cut() -> None:

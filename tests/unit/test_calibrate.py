@@ -55,9 +55,9 @@ def test_what_was_measured_is_shown_under_its_name(capsys: pytest.CaptureFixture
     _show(preset("cpu+ethernet-25g"), tmp_path / "rates.toml")
     shown = capsys.readouterr().out.splitlines()
     assert shown[:5] == [
-        "inside of a node: 200 us a message, 1 GB/s",
-        "across nodes: 80 us a message, 2.8 GB/s, shared by the ranks of a node",
-        "kernels, 2 bytes an element: 90 forward, 135 backward, 10^9 operations a second",
-        "kernels, 4 bytes an element: 94 forward, 88 backward, 10^9 operations a second",
-        "kernels, 8 bytes an element: 45 forward, 38 backward, 10^9 operations a second",
+        "inside a node: 200 us per message, 1 GB/s",
+        "across nodes: 80 us per message, 2.8 GB/s, shared by the ranks of a node",
+        "kernels, 2 bytes per element: 90 forward, 135 backward, in 10^9 operations per second",
+        "kernels, 4 bytes per element: 94 forward, 88 backward, in 10^9 operations per second",
+        "kernels, 8 bytes per element: 45 forward, 38 backward, in 10^9 operations per second",
     ]

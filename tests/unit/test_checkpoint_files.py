@@ -31,8 +31,8 @@ def write(out, step):
     places = ({"w": [0, 0]}, {"w": [2, 0], "v": [0]})
     pieces = ({"w": w[:2].clone()}, {"w": w[2:].clone(), "v": torch.arange(4, dtype=torch.int32)})
     for name, tensors, offsets in zip(SHARDS, pieces, places, strict=True):
-        told = json.dumps({key: {"saved_offsets": at} for key, at in offsets.items()})
-        save_file(tensors, folder / name, metadata={"DCP_SHARDING_INFO": told, "format": "pt"})
+        reported = json.dumps({key: {"saved_offsets": at} for key, at in offsets.items()})
+        save_file(tensors, folder / name, metadata={"DCP_SHARDING_INFO": reported, "format": "pt"})
     table = {"w": {"dtype": "F32", "shape": [3, 2]}, "v": {"dtype": "I32", "shape": [4]}}
     (folder / "state.json").write_text(json.dumps({"format": 1, "step": step, "tensors": table}))
     seal(folder, step, {path.name: fingerprint(path) for path in folder.iterdir()})
@@ -87,8 +87,8 @@ def forge_header(folder, change):
 
 
 def forge_place(folder, place):
-    told = json.dumps({"w": {"saved_offsets": place}})
-    forge_header(folder, lambda header: header["__metadata__"].update(DCP_SHARDING_INFO=told))
+    reported = json.dumps({"w": {"saved_offsets": place}})
+    forge_header(folder, lambda header: header["__metadata__"].update(DCP_SHARDING_INFO=reported))
 
 
 DAMAGES = {
@@ -167,9 +167,9 @@ DAMAGES = {
 def test_damage_is_named_and_the_checkpoint_before_it_taken(tmp_path, damage):
     older, newer = write(tmp_path, 4), write(tmp_path, 8)
     assert checkpoint.check(newer).non_negative_int("step") == 8
-    change, told = DAMAGES[damage]
+    change, reported = DAMAGES[damage]
     change(newer)
-    with pytest.raises(DamagedError, match=told) as raised:
+    with pytest.raises(DamagedError, match=reported) as raised:
         checkpoint.check(newer)
     assert str(newer) in str(raised.value)
     notes = []
@@ -189,7 +189,7 @@ def test_swapped_files_are_named(tmp_path):
         checkpoint.check(newer)
 
 
-def test_whole_checkpoints_under_each_others_names_are_told(tmp_path):
+def test_whole_checkpoints_under_each_others_names_are_reported(tmp_path):
     older, newer = write(tmp_path, 4), write(tmp_path, 8)
     older.rename(tmp_path / "x")
     newer.rename(older)
@@ -197,8 +197,8 @@ def test_whole_checkpoints_under_each_others_names_are_told(tmp_path):
     with pytest.raises(DamagedError, match=r"every checkpoint in .* is damaged") as raised:
         checkpoint.newest_whole(tmp_path, pytest.fail)
     assert str(raised.value).count("but the folder's name has another step") == 2
-    told = str(checkpoint.not_resumed(raised.value))
-    assert told.startswith("--resume: every checkpoint") and told.endswith(
+    reported = str(checkpoint.not_resumed(raised.value))
+    assert reported.startswith("--resume: every checkpoint") and reported.endswith(
         "Give --overwrite instead of --resume to start the run again"
     )
     shutil.rmtree(tmp_path / "checkpoints")
@@ -227,21 +227,21 @@ def test_what_is_missing_is_called_missing_and_what_there_is_named(tmp_path, cap
     newer = write(run, 8)
     (run / MARKER).write_text('{"format": 1, "wrote": []}')
 
-    def told(*words):
+    def reported(*words):
         assert cli.main(["export", *map(str, words), str(tmp_path / "exported")]) == 2
         return " ".join(capsys.readouterr().err.split())
 
     missing = f"burst export: CHECKPOINT '{tmp_path}/nowhere' is missing: there is no such folder"
-    assert told(tmp_path / "nowhere") == told("--best", tmp_path / "nowhere") == missing
+    assert reported(tmp_path / "nowhere") == reported("--best", tmp_path / "nowhere") == missing
     gone = newer.with_name(name_of(9))
     there = f"; give '{run}' to export its newest checkpoint, {newer.name}, or add --best"
-    assert told(gone) == f"burst export: CHECKPOINT '{gone}' is missing: there is no such folder{there}"
+    assert reported(gone) == f"burst export: CHECKPOINT '{gone}' is missing: there is no such folder{there}"
     discard(newer)
-    assert told(run) == f"burst export: CHECKPOINT '{run}' is a run that holds no checkpoint"
+    assert reported(run) == f"burst export: CHECKPOINT '{run}' is a run that holds no checkpoint"
     (run / "model").mkdir()
     trained = f"; its trained model is already a Hugging Face folder: '{run}/model'"
-    assert told(run) == f"burst export: CHECKPOINT '{run}' is a run that holds no checkpoint{trained}"
-    assert told(gone).endswith(f"is missing: there is no such folder{trained}")
+    assert reported(run) == f"burst export: CHECKPOINT '{run}' is a run that holds no checkpoint{trained}"
+    assert reported(gone).endswith(f"is missing: there is no such folder{trained}")
 
 
 def test_what_is_being_written_or_removed_is_no_checkpoint(tmp_path):

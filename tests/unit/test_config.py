@@ -171,22 +171,24 @@ def test_bad_values_are_refused_before_a_worker_starts(tmp_path, plain_start, ca
         status = cli.main(["train", "--device", "cpu", *flags.split()])
     except SystemExit as stopped:  # the parser's own way
         status = stopped.code
-    told = capsys.readouterr().err
+    reported = capsys.readouterr().err
     assert status == 2
-    assert REFUSED[flags] in told
-    assert "Traceback" not in told
+    assert REFUSED[flags] in reported
+    assert "Traceback" not in reported
     assert (tmp_path / "new" / "text.txt").read_text() == "mine"
     assert not (tmp_path / "runs").exists(), "nothing was begun"
 
 
 @pytest.mark.parametrize(
-    ("asks", "told"),
+    ("asks", "reported"),
     [
         ({"attention_dropout": 0.1}, "set attention_dropout=0.0"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "has rope type 'dynamic'"),
     ],
 )
-def test_a_model_that_asks_what_the_attention_can_not_give_starts_no_rank(tmp_path, plain_start, capsys, asks, told):
+def test_a_model_that_asks_what_the_attention_can_not_give_starts_no_rank(
+    tmp_path, plain_start, capsys, asks, reported
+):
     from transformers import LlamaConfig
 
     plain_start.setattr(launch, "launch", lambda *_, **__: pytest.fail("workers were launched"))
@@ -195,11 +197,11 @@ def test_a_model_that_asks_what_the_attention_can_not_give_starts_no_rank(tmp_pa
     shared = ["--model", str(tmp_path / "model"), "--data", str(tmp_path / "text.txt"), "--device", "cpu"]
     assert cli.main(["train", *shared, "--seq-len", "16", "--out", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"burst train: --model '{tmp_path}/model': ") and told in error
+    assert error.startswith(f"burst train: --model '{tmp_path}/model': ") and reported in error
     assert not (tmp_path / "out").exists()
     if "attention_dropout" not in asks:  # which an evaluation does not apply
         assert cli.main(["eval", *shared]) == 2
-        assert told in capsys.readouterr().err
+        assert reported in capsys.readouterr().err
 
 
 def test_a_model_is_gone_through_once_before_the_ranks(tmp_path, plain_start):
@@ -220,7 +222,7 @@ def test_a_model_is_gone_through_once_before_the_ranks(tmp_path, plain_start):
 
 
 def test_an_evaluation_replaces_an_evaluation_only(tmp_path):
-    path = tmp_path / "told.json"
+    path = tmp_path / "reported.json"
     config = EvalConfig(model="tiny", data="stdlib", json=path)
     config.check()
     Evaluation.of(config, []).write(path)

@@ -283,18 +283,18 @@ def test_a_stream_goes_on_anywhere(monkeypatch, packed, buffer):
         stream = reader.training()
         list(itertools.islice(stream, taken))
         cursor = stream.cursor()
-        told = parse_json(json.dumps(cursor.as_json()).encode(), "state.json")
-        again = reader.training(Cursor.from_json(told, cursor.waiting))
+        reported = parse_json(json.dumps(cursor.as_json()).encode(), "state.json")
+        again = reader.training(Cursor.from_json(reported, cursor.waiting))
         for expected, got in zip(whole[taken:], again, strict=False):
             assert np.array_equal(expected.tokens, got.tokens) and expected.cu_seqlens == got.cu_seqlens
 
 
 @pytest.mark.parametrize("borders", [[0, 8], [0, 8, 24], [8, 16], [0, 8, 8, 16], [0, 8.0, 16], []])
-def test_a_cursor_whose_borders_are_none_of_its_sequences_is_refused(borders):
+def test_a_cursor_with_borders_outside_its_sequences_is_refused(borders):
     stream = reader_of("word " * 30, seq_len=16, held_out=0.0).training()
     next(stream)
     cursor = stream.cursor()
     assert len(cursor.borders) == len(cursor.waiting) > 0
-    told = cursor.as_json() | {"borders": [borders] * len(cursor.waiting)}
+    reported = cursor.as_json() | {"borders": [borders] * len(cursor.waiting)}
     with pytest.raises(ValueError, match="borders"):
-        Cursor.from_json(parse_json(json.dumps(told).encode(), "state.json"), cursor.waiting)
+        Cursor.from_json(parse_json(json.dumps(reported).encode(), "state.json"), cursor.waiting)

@@ -30,7 +30,7 @@ def test_equal(model_type):
 def test_refused(model_type):
     verdict = families.judge(model_type)
     assert verdict.kind == "refused", verdict
-    assert REFUSED[model_type] in verdict.told
+    assert REFUSED[model_type] in verdict.text
 
 
 @pytest.mark.slow

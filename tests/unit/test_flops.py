@@ -56,7 +56,7 @@ def test_layers_count_by_their_own_windows():
     assert ModelFlops(11, heads, (7, None, 7)).of_step(sequences) == 6 * 11 * 128 + 12 * 15 * pairs
 
 
-def test_a_peak_is_what_was_told_or_what_a_known_gpu_has(monkeypatch):
+def test_a_peak_is_given_or_that_of_a_known_gpu(monkeypatch):
     assert peak_of(CPU, torch.float32, None) is None
     assert peak_of(CPU, torch.float32, 0.5) == 0.5e12
     names = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA A100-SXM4-80GB": 312e12, "T4": None}

@@ -78,7 +78,7 @@ def test_what_is_chosen_and_its_time_are_what_plan_explain_tells() -> None:
     sizes = {"q_heads": 8, "kv_heads": 4, "head_dim": 16, "dtype": torch.bfloat16}
     asked = setting(4, 4096, shape=shape_of(torch.bfloat16, batch=1, q_heads=8, kv_heads=4, head_dim=16))
 
-    def told(group: Any) -> str:
+    def reported(group: Any) -> str:
         from burst_attention import make_plan
 
         hardware = Hardware(rates=H100, nodes=[0, 0, 1, 1])
@@ -88,7 +88,7 @@ def test_what_is_chosen_and_its_time_are_what_plan_explain_tells() -> None:
     way = chosen(asked, Strategy())
     call = predict_call(way, asked)
     with local_world(4) as world:
-        text = world.run(told)[0]
+        text = world.run(reported)[0]
     assert f"layout {way.layout}, route {way.route}" in text
     assert f"chosen: {Candidate(way.groups, way.circulate).strategy(way.layout, way.route)}" in text
     assert f"predicted: {call.seconds:.3g} s" in text

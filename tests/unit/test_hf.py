@@ -126,7 +126,7 @@ def test_autocast_equals_sdpa_under_autocast():
         assert (ours[1][name] - gradient).norm() <= 1.5 * (theirs[1][name] - gradient).norm()
 
 
-def test_a_window_that_no_query_looks_past_is_none():
+def test_a_window_that_no_query_looks_past_has_no_effect():
     model = make_model("mistral", sliding_window=18)
     plan = make_plan(SEQLEN, mask=Mask(cu_seqlens=DOCUMENTS))
     shard = hf.shard_batch(make_batch(), plan)

@@ -65,7 +65,7 @@ def test_the_form_is_found_exactly(name, dtype):
     assert hf.find_head(model, LogitForm(factor=3.0)).form.factor == 3.0
 
 
-def test_a_factor_beside_the_head_is_found():
+def test_a_factor_next_to_the_head_is_found():
     """Falcon-H1 keeps it in the body."""
     with torch.device("meta"):
         model = FalconH1ForCausalLM(FalconH1Config(lm_head_multiplier=0.039, num_hidden_layers=1, vocab_size=7))

@@ -138,8 +138,8 @@ def test_a_hybrid_is_refused_by_its_layers_attention_alone():
 @pytest.mark.parametrize("part", [ShiftLayer(), LengthLayer()])
 def test_what_names_do_not_tell_is_measured(part):
     model = with_part(part)
-    told = over_ranks(lambda plan: hf.check_model(model, plan))
-    assert "hidden states of LlamaForCausalLM depend on other tokens, on their place or on their number" in told
+    reported = over_ranks(lambda plan: hf.check_model(model, plan))
+    assert "hidden states of LlamaForCausalLM depend on other tokens, on their place or on their number" in reported
 
 
 def test_random_values_are_measured_in_training():
@@ -395,7 +395,7 @@ def test_training_asks_a_loaded_configuration(tmp_path):
     assert model_config(str(tmp_path), ByteTokenizer(), SEQLEN, training=False).attention_dropout == 0.1
 
 
-def test_copied_labels_of_a_batch_that_nobody_attended_to_are_noticed():
+def test_copied_labels_of_an_unused_batch_are_noticed():
     model, switched = make_model("llama"), make_model("llama", "sdpa")
 
     def call(plan):

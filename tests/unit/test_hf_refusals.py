@@ -166,7 +166,7 @@ def test_windows_that_the_plan_does_not_hold(name, masks, message):
 
 
 @pytest.mark.parametrize("cu_seqlens", [None, DOCUMENTS])
-def test_the_least_window_that_is_none(cu_seqlens):
+def test_the_smallest_window_without_effect(cu_seqlens):
     """A window one token shorter than the longest document hides one pair of tokens, so it counts."""
     longest = SEQLEN if cu_seqlens is None else max(b - a for a, b in itertools.pairwise(cu_seqlens))
     plan = make_plan(SEQLEN, mask=Mask(cu_seqlens=cu_seqlens))

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from burst_attention.launch.join import _meeting_again
 
-STARTED_ANEW = {
+RESTARTED = {
     "TORCHELASTIC_RESTART_COUNT": "1",
     "TORCHELASTIC_USE_AGENT_STORE": "True",
     "GROUP_WORLD_SIZE": "1",
@@ -17,16 +17,16 @@ STARTED_ANEW = {
 }
 
 
-def test_ranks_started_anew_do_not_read_what_those_before_left():
+def test_restarted_ranks_do_not_read_what_those_before_left():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    server.set("0", "an address that nobody listens at any more")
-    where = _meeting_again(STARTED_ANEW | {"MASTER_PORT": str(server.port)})
+    server.set("0", "an address without a listener")
+    where = _meeting_again(RESTARTED | {"MASTER_PORT": str(server.port)})
     assert (where["rank"], where["world_size"]) == (1, 2)
     assert not where["store"].check(["0"])
     where["store"].set("0", "that of now")
-    again = _meeting_again(STARTED_ANEW | {"MASTER_PORT": str(server.port), "RANK": "0"})["store"]
+    again = _meeting_again(RESTARTED | {"MASTER_PORT": str(server.port), "RANK": "0"})["store"]
     assert again.get("0") == b"that of now"
-    assert server.get("0") == b"an address that nobody listens at any more"
+    assert server.get("0") == b"an address without a listener"
 
 
 @pytest.mark.parametrize(
@@ -38,5 +38,5 @@ def test_ranks_started_anew_do_not_read_what_those_before_left():
     ],
 )
 def test_others_meet_where_torch_has_them_meet(other):
-    assert _meeting_again(STARTED_ANEW | other) == {}
+    assert _meeting_again(RESTARTED | other) == {}
     assert _meeting_again({}) == {}

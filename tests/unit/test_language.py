@@ -9,7 +9,7 @@ import pytest
 from tests.tools import language
 
 
-@pytest.mark.parametrize("tree", ["src", "train", "benchmarks", "examples", "docs", "README.md"])
+@pytest.mark.parametrize("tree", ["src", "train", "benchmarks", "examples", "tests", "docs", "README.md"])
 def test_texts_are_plain(tree: str) -> None:
     files = [path for path in language.all_files() if path.relative_to(language.ROOT).parts[0] == tree]
     assert files

@@ -34,7 +34,7 @@ def test_a_rank_of_a_job_that_has_not_joined_the_others_is_refused(monkeypatch):
     assert make_plan(8).world == 1
 
 
-def test_a_rank_that_can_not_meet_the_others_is_told_what_is_missing(monkeypatch):
+def test_a_rank_that_can_not_meet_the_others_learns_what_is_missing(monkeypatch):
     assert local.torchrun_ranks(None) is None
     for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
@@ -68,7 +68,7 @@ def test_the_first_example_runs_without_torchrun(tmp_path):
     assert done.stdout.startswith("Plan(rank 0 of 1")
 
 
-def test_tensors_with_the_sequence_before_the_heads_are_told_to_transpose():
+def test_tensors_with_the_sequence_before_the_heads_get_the_remedy():
     plan = make_plan(6)
     q, k, v = (torch.randn(1, 6, heads, 8) for heads in (4, 2, 2))
     with pytest.raises(ValueError, match=r"6 tokens in dim 1; .* pass q\.transpose\(1, 2\)"):

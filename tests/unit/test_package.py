@@ -84,8 +84,8 @@ def test_a_wheel_in_an_empty_environment_checks_itself_and_names_the_extra_of_th
     run(sys.executable, "-m", "venv", str(tmp_path / "bare"))
     bare = tmp_path / "bare" / "bin"
     run(str(bare / "python"), *pip, "install", *pins, "torch", str(wheel))
-    told = run(str(bare / "burst"), "--version").stdout
-    assert told.startswith(f"burst-attention {PROJECT['version']}, torch ")
+    reported = run(str(bare / "burst"), "--version").stdout
+    assert reported.startswith(f"burst-attention {PROJECT['version']}, torch ")
     run(str(bare / "burst"), "check", "--ranks", "2", "--device", "cpu")
     for name, (extra, _) in cli.OF_EXTRAS.items():
         refused = run(str(bare / "burst"), name, status=2)

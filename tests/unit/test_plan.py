@@ -143,7 +143,7 @@ def test_a_layout_per_document_without_documents_cuts_the_sequence() -> None:
     assert one.layout.segments(1) == Layout("zigzag", 40, 3).segments(1)
 
 
-def test_layouts_of_other_documents_are_told_apart() -> None:
+def test_layouts_of_other_documents_differ() -> None:
     one, other = (
         make_schedule(40, mask=Mask(cu_seqlens=c), layout="zigzag-per-document", route="direct", rank=0, world=2)
         for c in ([0, 8, 40], [0, 16, 40])
@@ -214,11 +214,11 @@ class Simulation:
                 members = groups.members(groups.context(rank))
                 for place in self.programs[rank].kept.values():
                     ordered = np.empty(len(np.concatenate([self.own[r] for r in members])), int)
-                    beside = Slice(self.layout, members, chunks=groups.chunks)
+                    gathered = Slice(self.layout, members, chunks=groups.chunks)
                     for r in members:
                         for at, row in enumerate(self.own[r]):
                             one = Rows.of(np.array([at]), np.array([at + 1]))
-                            ordered[beside.place(r, one).starts] = row
+                            ordered[gathered.place(r, one).starts] = row
                     self.held[rank][place] = np.stack([ordered, np.full_like(ordered, -1)], 1)
         # partial sums: per row a Counter of the contributions folded in, (position, head group) of the other side
         self.sums: list[dict] = [{} for _ in ranks]
@@ -250,11 +250,11 @@ class Simulation:
                     return False
                 for m in post.receives:
                     sent, payload = self.wires[m.edge.source, rank].popleft()
-                    assert told(sent) == told(m.edge)
+                    assert reported(sent) == reported(m.edge)
                     self.arrived(rank, program, m, payload)
                 self.most_held = max(self.most_held, len(self.held[rank]) - 2)
             case Move():
-                assert told(op.source.edge) == told(op.target.edge) and op.source.edge.target == rank
+                assert reported(op.source.edge) == reported(op.target.edge) and op.source.edge.target == rank
                 self.arrived(rank, program, op.target, self.outgoing(rank, program, op.source))
             case Visit():
                 self.visit(rank, program, op)
@@ -326,7 +326,7 @@ class Simulation:
                         assert got == Counter((int(x), g) for x in np.flatnonzero(line) for g in groups)
 
 
-def told(edge) -> tuple:
+def reported(edge) -> tuple:
     return edge.step, edge.key, edge.partial, edge.exact, edge.finished, edge.rows.count
 
 
@@ -476,8 +476,8 @@ def test_chunks_are_what_shards_have_of_each_stretch() -> None:
             if not layout.per_document:
                 assert set(got) <= set(stretch)
             table = chunks.table([owner * waves + place])
-            told = [f + n * s for _, _, f, count, s in table.tolist() for n in range(count)]
-            assert told == got and table[:, 3].sum() == len(got)
+            reported = [f + n * s for _, _, f, count, s in table.tolist() for n in range(count)]
+            assert reported == got and table[:, 3].sum() == len(got)
 
 
 @pytest.mark.parametrize("mask", [Mask(), Mask(causal=False), Mask(window=9), Mask(cu_seqlens=[0, 7, 33, 34, 50])])
@@ -493,22 +493,22 @@ def test_bytes_counted_for_a_choice_are_those_of_the_programs(mask: Mask, world:
         traffic = [schedule.traffic(shape, circulate, groups) for schedule in schedules]
         assert moved.tolist() == [[t.sent for t in traffic], [t.received for t in traffic]]
         for direction in Direction:
-            assert messages_told(schedules[0], shape, circulate, direction, groups) == messages_of_edges(
+            assert messages_counted(schedules[0], shape, circulate, direction, groups) == messages_of_edges(
                 schedules[0], shape, circulate, direction, groups
             )
 
 
-def messages_told(
+def messages_counted(
     schedule: Schedule, shape: Shape, circulate: str, direction: Direction, groups: Groups
 ) -> dict[tuple[int, ...], int]:
     """Return bytes by (step, source, target), as used to predict times."""
     inner, tally = CIRCULATIONS[circulate](schedule.layout.world // groups.query)[direction], traffic_model_of(schedule)
     tally = tally.for_groups(groups)
     found = tally.messages(shape, direction, inner, groups, tally.cells(direction, groups, inner))
-    told = Counter[tuple[int, ...]]()
+    reported = Counter[tuple[int, ...]]()
     for *key, size in zip(*(x.tolist() for x in (found.step, found.source, found.target, found.size)), strict=True):
-        told[tuple(key)] += size
-    return dict(told)
+        reported[tuple(key)] += size
+    return dict(reported)
 
 
 def messages_of_edges(
@@ -713,7 +713,7 @@ def _plan_seconds(borders: list[int]) -> float:
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "told"),
+    ("options", "error", "reported"),
     [
         ({"window": 0}, ValueError, "window=0"),
         ({"causal": False, "window": 4}, ValueError, "causal=True"),
@@ -729,13 +729,13 @@ def _plan_seconds(borders: list[int]) -> float:
         ({"causal": 1}, TypeError, "causal=1"),
     ],
 )
-def test_masks_refuse_by_name(options: dict, error: type[Exception], told: str) -> None:
-    with pytest.raises(error, match=told):
+def test_masks_refuse_by_name(options: dict, error: type[Exception], reported: str) -> None:
+    with pytest.raises(error, match=reported):
         Mask(**options)
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "reported"),
     [
         ({"mask": Mask(cu_seqlens=[0, 5])}, "last border must equal seqlen"),
         ({"mask": Mask(prefix=9)}, "prefix=9"),
@@ -753,9 +753,9 @@ def test_masks_refuse_by_name(options: dict, error: type[Exception], told: str) 
         ({"chunks": 2, "route": "ring"}, "chunks=2"),
     ],
 )
-def test_schedules_refuse_by_name(options: dict, told: str) -> None:
+def test_schedules_refuse_by_name(options: dict, reported: str) -> None:
     given = {"mask": Mask(), "layout": "zigzag", "route": "auto", "rank": 0, "world": 2} | options
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=reported):
         make_schedule(8, **given)
 
 
@@ -771,7 +771,7 @@ def test_masks_are_values() -> None:
 def test_ranks_agree_on_every_field_of_a_mask(field: str) -> None:
     """If a field could differ between ranks unnoticed, some ranks would compute wrong results."""
     other = Mask(**{field: {"causal": False, "window": 3, "cu_seqlens": [0, 3, 8], "prefix": 2}[field]})
-    told = [
+    reported = [
         make_schedule(8, mask=m, layout="zigzag", route="direct", rank=0, world=2).description for m in (Mask(), other)
     ]
-    assert told[0]["mask"] != told[1]["mask"]
+    assert reported[0]["mask"] != reported[1]["mask"]

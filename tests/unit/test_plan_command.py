@@ -27,13 +27,13 @@ from burst_attention.planner.presets import preset
 HARDWARE = ["--hardware", "h100-hgx"]
 
 
-def told(capsys: Any, *arguments: str) -> str:
+def reported(capsys: Any, *arguments: str) -> str:
     assert main(["plan", *HARDWARE, *arguments]) == 0
     return capsys.readouterr().out
 
 
 def test_a_million_tokens_on_32_ranks(capsys: Any) -> None:
-    out = told(capsys, "--model", "llama-3-8b", "--seq-len", "1M", "--ranks", "32", "--nodes", "4")
+    out = reported(capsys, "--model", "llama-3-8b", "--seq-len", "1M", "--ranks", "32", "--nodes", "4")
     assert "llama-3-8b, 1M tokens over 32 ranks on 4 nodes, h100-hgx+infiniband-400g" in out
     assert "8.03 billion parameters" in out and "Recommended: burst" in out and "It fits with --remat" in out
     start = "torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400"
@@ -47,8 +47,8 @@ def test_a_million_tokens_on_32_ranks(capsys: Any) -> None:
 
 
 def test_numbers_are_read_as_people_write_them(capsys: Any) -> None:
-    assert "128K tokens" in told(capsys, "--seq-len", "128K", "--ranks", "8")
-    assert "1,000,000 tokens" in told(capsys, "--seq-len=1000000", "--ranks", "8", "--window", "4K")
+    assert "128K tokens" in reported(capsys, "--seq-len", "128K", "--ranks", "8")
+    assert "1,000,000 tokens" in reported(capsys, "--seq-len=1000000", "--ranks", "8", "--window", "4K")
 
 
 def test_other_commands_read_them_too(tmp_path: Any) -> None:
@@ -61,7 +61,7 @@ def test_other_commands_read_them_too(tmp_path: Any) -> None:
 
 
 def test_attention_alone(capsys: Any) -> None:
-    out = told(capsys, "--seq-len", "64K", "--ranks", "4", "--q-heads", "8", "--head-dim", "64", "--layers", "2")
+    out = reported(capsys, "--seq-len", "64K", "--ranks", "4", "--q-heads", "8", "--head-dim", "64", "--layers", "2")
     assert "attention only, 8 query and 8 key-value heads of dimension 64, 2 layers" in out and "Attention only" in out
     assert "rest of the model" not in out and "cli train" not in out
     assert "tensor-sequence: not possible" in out
@@ -77,22 +77,22 @@ def test_attention_alone(capsys: Any) -> None:
         "--ulysses-degree",
         "1",
     ]
-    assert "burst, contiguous layout, direct route, circulate='nearest', ulysses_degree=1" in told(
+    assert "burst, contiguous layout, direct route, circulate='nearest', ulysses_degree=1" in reported(
         capsys, "--seq-len", "1K", "--ranks", "4", *more
     )
 
 
-def test_what_does_not_fit_is_told_with_what_would(capsys: Any) -> None:
-    out = told(capsys, "--seq-len", "4M", "--ranks", "8", "--no-causal", "--q-heads", "64", "--kv-heads", "8")
+def test_what_does_not_fit_is_reported_with_what_would(capsys: Any) -> None:
+    out = reported(capsys, "--seq-len", "4M", "--ranks", "8", "--no-causal", "--q-heads", "64", "--kv-heads", "8")
     assert "Recommended" in out
-    out = told(capsys, "--model", "llama-3-70b", "--seq-len", "1M", "--ranks", "8")
+    out = reported(capsys, "--model", "llama-3-70b", "--seq-len", "1M", "--ranks", "8")
     assert "It does not fit" in out and "Recommended" not in out
 
 
 def test_advice_is_not_what_was_done_already(capsys: Any) -> None:
     asked = ["--seq-len", "4M", "--ranks", "8"]
-    assert "Use more ranks, --mlp-chunks 8 or a shorter --seq-len." in told(capsys, *asked)
-    assert "Use more ranks or a shorter --seq-len." in told(capsys, *asked, "--mlp-chunks", "8")
+    assert "Use more ranks, --mlp-chunks 8 or a shorter --seq-len." in reported(capsys, *asked)
+    assert "Use more ranks or a shorter --seq-len." in reported(capsys, *asked, "--mlp-chunks", "8")
 
 
 def test_a_faster_engine_within_the_tolerance_is_named() -> None:
@@ -110,16 +110,16 @@ def test_a_faster_engine_within_the_tolerance_is_named() -> None:
 
 def test_a_narrow_terminal_gets_whole_words(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    out = told(capsys, "--seq-len", "128K", "--ranks", "8")
+    out = reported(capsys, "--seq-len", "128K", "--ranks", "8")
     table = [line for line in out.splitlines() if line[:1] in "│┃┏┡└"]
     assert max(map(len, table)) <= 80
     names = [cell.strip() for line in table if line.startswith("┃") for cell in line.split("┃")]
     assert {"burst", "burst as published", "ring", "ulysses", "usp", "tensor-sequence"} <= set(names)
 
 
-def test_speed_is_told_per_rank_and_by_what_is_recomputed(capsys: Any, tmp_path: Any) -> None:
+def test_speed_is_reported_per_rank_and_by_what_is_recomputed(capsys: Any, tmp_path: Any) -> None:
     written = tmp_path / "plan.json"
-    out = told(capsys, "--seq-len", "128K", "--ranks", "8", "--json", str(written))
+    out = reported(capsys, "--seq-len", "128K", "--ranks", "8", "--json", str(written))
     assert "tokens/s per rank" in out and "step time, --remat layer" in out
     for each in json.loads(written.read_text())["engines"]:
         if not each["refused"]:
@@ -172,7 +172,7 @@ class Parsed(HTMLParser):
 
 def test_a_page_and_a_file_hold_the_same_figures(capsys: Any, tmp_path: Any) -> None:
     page, figures = tmp_path / "plan.html", tmp_path / "plan.json"
-    told(capsys, "--seq-len", "64K", "--ranks", "8", "--nodes", "2", "--html", str(page), "--json", str(figures))
+    reported(capsys, "--seq-len", "64K", "--ranks", "8", "--nodes", "2", "--html", str(page), "--json", str(figures))
     values, parsed = json.loads(figures.read_text()), Parsed(page.read_text("utf-8"))
     assert not parsed.open and not parsed.fetched and "<script" not in page.read_text("utf-8")
     assert parsed.counts["svg"] == 2 + 2 * 2 * 3 and parsed.counts["rect"] > 300  # of three engines two passes each
@@ -193,7 +193,7 @@ def test_many_ranks_are_never_all_looked_at(monkeypatch: pytest.MonkeyPatch, cap
         forecast, "simulations", lambda way, setting: worlds.append(setting.world) or simulations(way, setting)
     )
     monkeypatch.setattr(forecast, "MOST_SIMULATED", 64)
-    out = told(
+    out = reported(
         capsys,
         "--seq-len",
         "16M",
@@ -215,7 +215,7 @@ def test_many_ranks_are_never_all_looked_at(monkeypatch: pytest.MonkeyPatch, cap
 
 @pytest.mark.slow
 def test_a_hundred_million_tokens_on_4096_ranks(capsys: Any) -> None:
-    out = told(capsys, "--seq-len", "100M", "--ranks", "4096")
+    out = reported(capsys, "--seq-len", "100M", "--ranks", "4096")
     assert "100M tokens over 4,096 ranks on 512 nodes" in out and "Recommended: burst" in out
 
 

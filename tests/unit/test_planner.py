@@ -175,7 +175,7 @@ def test_no_more_is_remembered_than_is_useful() -> None:
     for n in range(2 * choose.MOST_REMEMBERED):
         assert planner._remember(n, lambda n=n: n) == n
     assert len(planner._remembered) == choose.MOST_REMEMBERED
-    assert planner._remember(2 * choose.MOST_REMEMBERED - 1, lambda: "made anew") != "made anew"
+    assert planner._remember(2 * choose.MOST_REMEMBERED - 1, lambda: "made again") != "made again"
 
 
 def test_a_choice_does_not_depend_on_the_batch() -> None:
@@ -216,15 +216,15 @@ def test_visits_and_launches_are_about_those_that_run() -> None:
     for layout, count, circulate in product(("zigzag", "contiguous"), (1, 2, 4), ("query", "key-value")):
         groups = Groups(count, count, count > 1)
         planned = schedule(CPU, layout=layout, mask=Mask(causal=False))
-        for direction, told in zip(Direction, planned.timed(shape(), circulate, groups), strict=True):
+        for direction, reported in zip(Direction, planned.timed(shape(), circulate, groups), strict=True):
             ran, tiles = [], []
             for rank in range(4):
                 ops = planned.under(rank=rank).program(circulate, direction, groups).ops
                 visits = [op for op in ops if isinstance(op, Visit)]
                 ran.append(len(visits))
                 tiles.append(sum(len(visit.tiles) for visit in visits))
-            assert 0.5 * max(ran) <= told.visits <= 2 * max(ran)
-            assert 0.4 * max(tiles) <= told.launches <= 2.5 * max(tiles)
+            assert 0.5 * max(ran) <= reported.visits <= 2 * max(ran)
+            assert 0.4 * max(tiles) <= reported.launches <= 2.5 * max(tiles)
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -235,10 +235,10 @@ def test_visits_and_launches_are_about_those_that_run() -> None:
 def test_launches_of_waves_are_those_that_run(world: int, count: int, layout: str, waves: int, keep: bool) -> None:
     groups = Groups(count, count, keep, waves)
     planned = schedule(CPU, world=world, layout=layout)
-    for direction, told in zip(Direction, planned.timed(shape(), "query", groups), strict=True):
+    for direction, reported in zip(Direction, planned.timed(shape(), "query", groups), strict=True):
         programs = [planned.under(rank=rank).program("query", direction, groups) for rank in range(world)]
         visits = [[op.tiles for op in each.ops if isinstance(op, Visit)] for each in programs]
-        assert told.launches == max(sum(len([*cut(tiles)]) for tiles in mine) for mine in visits)
+        assert reported.launches == max(sum(len([*cut(tiles)]) for tiles in mine) for mine in visits)
 
 
 def exchanged(*messages: tuple[int, int, int, int], work: list[list[float]], rates: Rates = CPU) -> float:
@@ -283,15 +283,15 @@ def test_ranks_on_shared_cores_share_them() -> None:
 
 def test_explain_tells_what_and_why() -> None:
     planned = schedule(link(200), known=shape())
-    told = explain.explain(planned.planner, planned.schedule, shape()).splitlines()
-    assert told[0].startswith("layout zigzag-by-halves, route direct, 4 ranks, Mask(causal=True)")
-    chosen = told[1].removeprefix("chosen: ")
+    reported = explain.explain(planned.planner, planned.schedule, shape()).splitlines()
+    assert reported[0].startswith("layout zigzag-by-halves, route direct, 4 ranks, Mask(causal=True)")
+    chosen = reported[1].removeprefix("chosen: ")
     assert "ulysses_degree=4, cache_qkv=True, chunks=4" in chosen
     assert eval(chosen, {"Strategy": Strategy}) == planned.decide(shape()).strategy("zigzag-by-halves", "direct")
-    assert told[2].startswith("predicted: ") and "exchange that no computation hides" in told[2]
-    assert told[3].startswith("forward: ") and told[4].startswith("backward: ") and "MB across" in told[4]
-    assert told[5].startswith("alternatives, ") and "ulysses_degree=1: " in told[5]
-    assert told[6].startswith("rates: cpu+ethernet-25g (measured")
+    assert reported[2].startswith("predicted: ") and "exchange that no computation hides" in reported[2]
+    assert reported[3].startswith("forward: ") and reported[4].startswith("backward: ") and "MB across" in reported[4]
+    assert reported[5].startswith("alternatives, ") and "ulysses_degree=1: " in reported[5]
+    assert reported[6].startswith("rates: cpu+ethernet-25g (measured")
     ring = make_schedule(4096, mask=Mask(), layout="zigzag", route="ring", rank=0, world=4)
     assert "circulate='query', ulysses_degree=1)" in explain.explain(ring.planner, ring.schedule, shape())
     assert "nothing is exchanged" in make_plan(64).explain(batch=1, q_heads=2, kv_heads=2, head_dim=8)
@@ -300,11 +300,11 @@ def test_explain_tells_what_and_why() -> None:
 def test_explained_bytes_are_those_that_are_sent() -> None:
     planned = schedule(link(200), known=shape())
     groups, _ = planned.decide(shape())
-    for direction, told in zip(Direction, planned.timed(shape(), "query", groups), strict=True):
+    for direction, reported in zip(Direction, planned.timed(shape(), "query", groups), strict=True):
         traffic = [planned.under(rank=rank).traffic(shape(), "query", groups) for rank in range(4)]
         name = direction.value
         most = max(max(getattr(t, f"{name}_sent"), getattr(t, f"{name}_received")) for t in traffic)
-        assert (told.inside, told.across) == (0, most)
+        assert (reported.inside, reported.across) == (0, most)
 
 
 def test_a_route_that_is_faster_between_crowded_hosts_is_taken_when_the_calls_are_known() -> None:
@@ -349,7 +349,7 @@ def test_rates_are_written_and_read(tmp_path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("break_it", "told"),
+    ("break_it", "reported"),
     [
         (lambda text: text[:40], r"rates of .*rates\.toml"),
         (lambda text: text.replace("latency", "delay", 1), r"rates\.toml: .*(latency|delay)"),
@@ -359,16 +359,16 @@ def test_rates_are_written_and_read(tmp_path, monkeypatch: pytest.MonkeyPatch) -
         (lambda text: text.replace("name = ", "name = 3 #"), r"name=3 must be a text"),
     ],
 )
-def test_a_broken_file_of_rates_is_refused_by_name(tmp_path, break_it, told: str) -> None:
+def test_a_broken_file_of_rates_is_refused_by_name(tmp_path, break_it, reported: str) -> None:
     path = tmp_path / "rates.toml"
     write_rates(CPU, path)
     path.write_text(break_it(path.read_text("utf-8")), "utf-8")
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=reported):
         make_plan(16, hardware=Hardware(rates=path))
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "told"),
+    ("options", "error", "reported"),
     [
         ({"hardware": {"rates": "abacus"}}, ValueError, "rates='abacus' is no preset"),
         ({"hardware": {"rates": 3}}, TypeError, "rates=3 must be Rates"),
@@ -385,14 +385,14 @@ def test_a_broken_file_of_rates_is_refused_by_name(tmp_path, break_it, told: str
         ({"call": {"remat": "all"}}, ValueError, "remat='all'"),
     ],
 )
-def test_what_can_not_be_planned_is_refused(options: dict[str, Any], error: type[Exception], told: str) -> None:
+def test_what_can_not_be_planned_is_refused(options: dict[str, Any], error: type[Exception], reported: str) -> None:
     kinds = {"strategy": Strategy, "call": CallShape, "hardware": Hardware}
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=reported):
         make_plan(64, **{name: kinds[name](**values) for name, values in options.items()})
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "told"),
+    ("options", "error", "reported"),
     [
         ({"strategy": "burst"}, ValueError, "strategy='burst' is unknown; choose one of auto, burst-attention"),
         ({"strategy": "usp"}, ValueError, "usp:U"),
@@ -403,8 +403,10 @@ def test_what_can_not_be_planned_is_refused(options: dict[str, Any], error: type
         *(({old: 1}, TypeError, rf"make_plan\({old}=\.\.\.\) is now {new[:8]}") for old, new in OF_PLAN.items()),
     ],
 )
-def test_what_make_plan_does_not_take_is_refused(options: dict[str, Any], error: type[Exception], told: str) -> None:
-    with pytest.raises(error, match=told):
+def test_what_make_plan_does_not_take_is_refused(
+    options: dict[str, Any], error: type[Exception], reported: str
+) -> None:
+    with pytest.raises(error, match=reported):
         make_plan(64, **options)
 
 
@@ -420,7 +422,7 @@ def test_each_published_scheme_is_a_strategy_that_is_kept(name: str) -> None:
     assert eval(repr(strategy), {"Strategy": Strategy}) == strategy
 
 
-def test_nodes_are_told_by_a_list() -> None:
+def test_nodes_are_given_by_a_list() -> None:
     assert resolve_nodes([3, 3, 5], None, 3) == [3, 3, 5]
     assert resolve_nodes(None, None, 3) is None
 
@@ -488,9 +490,9 @@ def test_layers_that_are_recomputed_run_the_forward_twice() -> None:
         assert best.seconds == (2 if remat == "layer" else 1) * best.forward.seconds + best.backward.seconds
         for each in planned.predictions(shape()):
             assert each.at_least <= each.seconds * (1 + 1e-9)
-        told = explain.explain(planned.planner, planned.schedule, shape())
-        assert ("with the forward twice" in told) == (remat == "layer")
-        (line,) = (line for line in told.splitlines() if line.startswith("retained"))
+        reported = explain.explain(planned.planner, planned.schedule, shape())
+        assert ("with the forward twice" in reported) == (remat == "layer")
+        (line,) = (line for line in reported.splitlines() if line.startswith("retained"))
         found[remat] = float(line.split(": ")[1].split()[0])
     # q, k, v and out of a rank's tokens in bf16, and lse; what was kept of the slice stays with attention's results
     held = (4 * 1024 * 8 * 128 * 2 + 1024 * 8 * 4) / 1e6
@@ -518,7 +520,7 @@ def test_fewer_tokens_than_ranks_are_kept_by_none(seqlen: int, options: dict[str
             assert torch.allclose(out, right[:, :, positions], atol=1e-12)
 
 
-def test_what_a_plan_is_told_to_recompute_it_is_planned_for() -> None:
+def test_a_plan_is_made_for_what_it_recomputes() -> None:
     """With the flags printed by burst plan, burst train plans what was predicted."""
     cluster = Cluster(ranks=8, per_node=4, rates=preset("h100-hgx+ethernet-100g"), device=Device())
     q = ForecastRequest(seq_len=8 << 12, cluster=cluster, q_heads=32, kv_heads=32, head_dim=128, remat="layer")
@@ -535,8 +537,8 @@ def test_ranks_that_share_cores_take_what_all_compute(layout: str, count: int) -
         if each.forward is None or each.candidate.groups.query != count:
             continue
         passes = planned.simulations(shape(), each.candidate.circulate, each.candidate.groups)
-        for one, told in zip(passes, (each.forward, each.backward), strict=True):
-            assert told.seconds >= one.work().seconds.sum() / 2
+        for one, reported in zip(passes, (each.forward, each.backward), strict=True):
+            assert reported.seconds >= one.work().seconds.sum() / 2
 
 
 def test_ranks_that_share_cores_fold_in_turns() -> None:

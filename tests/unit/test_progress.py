@@ -6,19 +6,19 @@ import io
 import math
 
 import pytest
-from burst_train.cli.eval import QUIET, Told
+from burst_train.cli.eval import QUIET, EvaluationScreen
 from burst_train.run.curve import WIDTH, draw_losses, smooth
 from burst_train.step.evaluation import EngineResult
 from rich.console import Console
 
 
-def test_progress_inside_an_engine_is_told_now_and_then():
+def test_progress_inside_an_engine_is_shown_now_and_then():
     now, text = [0.0], io.StringIO()
-    told = Told(Console(file=text, width=80), clock=lambda: now[0])
+    screen = EvaluationScreen(Console(file=text, width=80), clock=lambda: now[0])
     for done in range(1, 9):
         now[0] += QUIET / 2
-        told.progress("burst", done, 8)
-    told.result(EngineResult(engine="burst", sequences=8, seconds=1.25))
+        screen.progress("burst", done, 8)
+    screen.result(EngineResult(engine="burst", sequences=8, seconds=1.25))
     lines = [
         "burst: 2 of 8 sequences",
         "burst: 4 of 8 sequences",
@@ -30,9 +30,9 @@ def test_progress_inside_an_engine_is_told_now_and_then():
 
 def test_on_a_terminal_a_bar_shows_it():
     text = io.StringIO()
-    with Told(Console(file=text, width=80, force_terminal=True, highlight=False)) as told:
-        told.progress("ring", 3, 4)
-        told.result(EngineResult(engine="ring", sequences=4, seconds=2.0))
+    with EvaluationScreen(Console(file=text, width=80, force_terminal=True, highlight=False)) as screen:
+        screen.progress("ring", 3, 4)
+        screen.result(EngineResult(engine="ring", sequences=4, seconds=2.0))
     assert "75%" in text.getvalue() and "ring: 4 sequences in 2.0 s" in text.getvalue()
 
 

@@ -55,17 +55,17 @@ def test_texts_of_any_character_are_read_as_they_were_written(tmp_path: Path) ->
 def test_what_can_not_be_read_is_not_written(tmp_path: Path) -> None:
     path = tmp_path / "rates.toml"
     write_rates(CPU, path)
-    for odd, told in (
+    for odd, reported in (
         (replace(CPU, name="\udcff"), r"name='\\udcff' has a lone surrogate"),
         (replace(CPU, overhead=replace(CPU.overhead, fold=math.nan)), r"overhead\.fold=nan"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=reported):
             write_rates(odd, path)
     assert read_rates(path) == CPU  # as it was
 
 
 @pytest.mark.parametrize(
-    ("key", "given", "told"),
+    ("key", "given", "reported"),
     [
         ("fold", "nan", r"overhead\.fold=nan must be a number from 1 to 1e\+30"),
         ("fold", "1e-305", r"overhead\.fold=1e-305 must be a number from 1 to"),
@@ -78,11 +78,11 @@ def test_what_can_not_be_read_is_not_written(tmp_path: Path) -> None:
         ("forward", "1e300", r"half\.forward=1e\+300 must"),
     ],
 )
-def test_a_figure_that_can_not_be_computed_with_is_refused(tmp_path: Path, key: str, given: str, told: str) -> None:
+def test_a_figure_that_can_not_be_computed_with_is_refused(tmp_path: Path, key: str, given: str, reported: str) -> None:
     path = tmp_path / "rates.toml"
     write_rates(CPU, path)
     path.write_text(path.read_text("utf-8").replace(f"\n{key} = ", f"\n{key} = {given} #", 1), "utf-8")
-    with pytest.raises(ValueError, match=rf"(?s)rates of .*rates\.toml: .*{told}") as refused:
+    with pytest.raises(ValueError, match=rf"(?s)rates of .*rates\.toml: .*{reported}") as refused:
         make_plan(16, hardware=Hardware(rates=path))
     assert len(str(refused.value)) < 500
 

@@ -8,7 +8,7 @@ from burst_attention import Mask, make_plan
 from tests.tools import refusals
 
 
-def test_the_page_is_what_is_told_today() -> None:
+def test_the_page_has_todays_messages() -> None:
     found = refusals.provoke()
     assert sum(map(len, found.values())) >= 60
     assert all(each.text and each.why for area in found.values() for each in area)
@@ -18,8 +18,8 @@ def test_the_page_is_what_is_told_today() -> None:
 def test_what_is_not_refused_is_no_case() -> None:
     known = {"make_plan": make_plan, "Mask": Mask}
     with pytest.raises(AssertionError, match="is not refused"):
-        refusals.told("make_plan(8)", known)
+        refusals.reported("make_plan(8)", known)
     with pytest.raises(NameError):  # a slip in the case itself
-        refusals.told("make_plan(eight)", known)
+        refusals.reported("make_plan(eight)", known)
     with pytest.raises(AssertionError, match="exit status 0"):
-        refusals.told("burst --version", known)
+        refusals.reported("burst --version", known)

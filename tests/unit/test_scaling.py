@@ -27,8 +27,8 @@ def test_what_is_kept_saves_bytes_and_costs_memory_under_keep_attention_alone() 
         (sent, retained), (sent_kept, retained_kept) = (
             scaling.kept_row(model, ranks, remat, keep=keep) for keep in (False, True)
         )
-        told = " | ".join(map(bytes_text, (sent, sent_kept, retained, retained_kept)))
-        assert sent_kept < sent and f"| {ranks} | {remat} | {told} |" in page
+        reported = " | ".join(map(bytes_text, (sent, sent_kept, retained, retained_kept)))
+        assert sent_kept < sent and f"| {ranks} | {remat} | {reported} |" in page
         assert retained_kept == retained or remat == "keep-attention" or ranks > model.kv_heads
 
 

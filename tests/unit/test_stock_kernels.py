@@ -330,19 +330,19 @@ def test_a_package_that_is_not_there(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("function", "told"),
+    ("function", "reported"),
     [
         (lambda q, k, v, softmax_scale, window_size, surprise: None, "surprise"),
-        (lambda q, k, v, window_size: None, "is not a form of it"),
-        (lambda q, k, v, softmax_scale: None, "is not a form of it"),
-        (lambda q, k, v, softmax_scale, window_size, dq: None, "is not a form of it"),
+        (lambda q, k, v, window_size: None, "has an unsupported signature"),
+        (lambda q, k, v, softmax_scale: None, "has an unsupported signature"),
+        (lambda q, k, v, softmax_scale, window_size, dq: None, "has an unsupported signature"),
         (None, "has no _flash_attn_forward"),
     ],
 )
-def test_versions_that_are_not_known_are_refused(function, told, installed, monkeypatch):
+def test_versions_that_are_not_known_are_refused(function, reported, installed, monkeypatch):
     monkeypatch.setattr(flash, "version_of", lambda package: "9.9")
     installed(2, {**FLASH[2], "_flash_attn_forward": function} if function else {})
-    with pytest.raises(ValueError, match=rf"flash-attn 9\.9: .*{told}"):
+    with pytest.raises(ValueError, match=rf"flash-attn 9\.9: .*{reported}"):
         flash.flash_ops(2)
 
 
@@ -351,7 +351,7 @@ def test_a_backward_without_a_fixed_order_of_sums_is_refused(installed):
         return dq, dk, dv
 
     installed(2, {**FLASH[2], "_flash_attn_backward": backward})
-    with pytest.raises(ValueError, match=r"_flash_attn_backward\(dout, .* is not a form of it"):
+    with pytest.raises(ValueError, match=r"_flash_attn_backward\(dout, .* has an unsupported signature"):
         flash.flash_ops(2)
 
 
@@ -479,16 +479,16 @@ class CarriedWrong(Reference):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "told"),
+    ("kernel", "reported"),
     [
         (GradientsWrong, "its dv is wrong"),
-        (BlindRowsWrong, "its lse is wrong on this device: relative L2 inf"),
+        (BlindRowsWrong, "its lse is wrong on this device: relative L2 error inf"),
         (LostWithoutDo, "its dq is wrong"),
-        (CarriedWrong, "its out carried on is wrong"),
+        (CarriedWrong, "its out after extend is wrong"),
     ],
 )
-def test_whatever_a_kernel_gives_must_prove_right(kernel, told):
-    with pytest.raises(ArithmeticError, match=told):
+def test_whatever_a_kernel_gives_must_prove_right(kernel, reported):
+    with pytest.raises(ArithmeticError, match=reported):
         check_against_reference(kernel(), CPU, torch.float32, (16, 16))
 
 
@@ -500,13 +500,13 @@ def fresh():
 
 
 def test_auto_takes_the_first_that_can_be_used_and_tells_why_not_the_others(fresh):
-    assert explain(device=CPU, dtype=torch.bfloat16) == "aten: taken for torch.bfloat16 on cpu"
+    assert explain(device=CPU, dtype=torch.bfloat16) == "aten: chosen for torch.bfloat16 on cpu"
     assert explain(device="cpu", dtype=torch.bfloat16) == explain(device=CPU, dtype=torch.bfloat16)
     if torch.cuda.is_available():
         pytest.skip("the rest is about a machine without a GPU")
-    told = explain(device=torch.device("cuda"), dtype=torch.bfloat16).splitlines()
-    assert [line.split(":")[0] for line in told] == ["flash4", "flash3", "flash2", "triton", "reference"]
-    assert all(": no, " in line for line in told[:-1]) and "taken" in told[-1]
+    reported = explain(device=torch.device("cuda"), dtype=torch.bfloat16).splitlines()
+    assert [line.split(":")[0] for line in reported] == ["flash4", "flash3", "flash2", "triton", "reference"]
+    assert all(": no, " in line for line in reported[:-1]) and "chosen" in reported[-1]
 
 
 def test_auto_passes_over_a_kernel_that_proves_wrong(fresh, monkeypatch):

@@ -103,7 +103,7 @@ def test_what_was_saved_can_be_saved_again(saved, tmp_path):
     assert {path.name for path in folder.iterdir()} == {path.name for path in again.iterdir()}
 
 
-def test_code_beside_the_tokenizer_reads_it_too_where_it_is_trusted(saved, tmp_path, monkeypatch):
+def test_code_next_to_the_tokenizer_reads_it_too_where_it_is_trusted(saved, tmp_path, monkeypatch):
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
     trained, folder = saved["qwen2", "bytes"]

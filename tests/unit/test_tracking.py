@@ -45,10 +45,10 @@ def record(step):
 
 
 def test_a_run_that_goes_on_is_the_same_one(monkeypatch, tmp_path):
-    fake, told = Fake(), []
+    fake, reported = Fake(), []
     monkeypatch.setitem(sys.modules, "wandb", fake)
     for resume in (None, "newest"):
-        each = Tracking("long", told.append)
+        each = Tracking("long", reported.append)
         each.start(config_of("corpus", tmp_path, wandb="long", resume=resume), 7, 0)
         each.step(record(1))
         each.finish(SUMMARY)
@@ -56,18 +56,18 @@ def test_a_run_that_goes_on_is_the_same_one(monkeypatch, tmp_path):
     assert fake.asked[0]["project"] == "long" and fake.asked[0]["config"]["run"]["steps"] == 4
     assert [values["loss"] for values in fake.logged] == [2.5, 2.5] and "grad_norm" not in fake.logged[0]
     assert fake.finished == [0, 0] and fake.summary["final/steps"] == 1
-    assert told == ["Weights & Biases, project long: folder"] * 2
+    assert reported == ["Weights & Biases, project long: folder"] * 2
 
 
-def test_what_fails_there_is_told_once(monkeypatch, tmp_path):
-    fake, told = Fake(fails_at=2), []
+def test_a_failure_there_is_reported_once(monkeypatch, tmp_path):
+    fake, reported = Fake(fails_at=2), []
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    each = Tracking("long", told.append)
+    each = Tracking("long", reported.append)
     each.start(config_of("corpus", tmp_path), 7, 0)
     for step in (1, 2, 3):
         each.step(record(step))
     each.finish(SUMMARY)
-    assert told[1:] == ["--wandb: ConnectionError: no network; the run continues without logging to it"]
+    assert reported[1:] == ["--wandb: ConnectionError: no network; the run continues without logging to it"]
     assert [values["step"] for values in fake.logged] == [1] and not fake.finished
 
 
@@ -100,11 +100,11 @@ def test_without_the_package_no_rank_is_started(monkeypatch, tmp_path):
 def test_the_package_itself_takes_it_offline(monkeypatch, tmp_path):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    told = []
-    each = Tracking("long", told.append)
+    reported = []
+    each = Tracking("long", reported.append)
     each.start(config_of("corpus", tmp_path, wandb="long"), 7, 0)
     each.step(record(1))
     each.note("something")
     each.finish(SUMMARY)
-    assert len(told) == 1 and told[0].startswith("Weights & Biases, project long: ")
+    assert len(reported) == 1 and reported[0].startswith("Weights & Biases, project long: ")
     assert list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))

@@ -49,17 +49,17 @@ def test_what_does_not_fit_is_refused_with_what_would_lower_it():
     check_fits(parts, free, MemoryConfig(ignore_memory=True), seq_len=64, ranks=3)
     with pytest.raises(
         ValueError, match=r"^--seq-len 64 is predicted to need 3 GiB per rank .*weights 1 GiB, act"
-    ) as told:
+    ) as reported:
         check_fits(parts, free, MemoryConfig(), seq_len=64, ranks=3)
     named = (
         "9 GiB for 3 ranks here; there is only 8 GiB memory available",
         "--remat layer, --mlp-chunks 8",
         "--ignore-memory",
     )
-    assert all(part in str(told.value) for part in named), told.value
-    with pytest.raises(ValueError) as told:
+    assert all(part in str(reported.value) for part in named), reported.value
+    with pytest.raises(ValueError) as reported:
         check_fits(parts, free, MemoryConfig(remat="layer", mlp_chunks=2), seq_len=64, ranks=3)
-    assert "--remat" not in str(told.value) and "--mlp-chunks" not in str(told.value)
+    assert "--remat" not in str(reported.value) and "--mlp-chunks" not in str(reported.value)
 
 
 @pytest.fixture
@@ -90,8 +90,12 @@ def test_the_first_line_tells_the_memory_and_what_is_not_there_starts_no_rank(st
     assert "memory is not predicted for --engine ulysses" in capsys.readouterr().out
     monkeypatch.setattr(preflight, "free_memory", lambda: (10 * 2**20, "memory available"))
     assert started("--remat", "layer") == (2, [])
-    told = capsys.readouterr().err
-    assert "--seq-len 64 is predicted to need" in told and "10 MiB memory available" in told and told.count("\n") == 1
+    reported = capsys.readouterr().err
+    assert (
+        "--seq-len 64 is predicted to need" in reported
+        and "10 MiB memory available" in reported
+        and reported.count("\n") == 1
+    )
     assert started("--remat", "layer", "--ignore-memory")[0] == 0
 
 
@@ -106,7 +110,7 @@ def folder(tmp_path):
 def test_positions_are_raised_by_a_flag_alone(started, folder, capsys):
     flags = ("--model", str(folder), "--tokenizer", "bytes")
     assert started(*flags) == (2, [])
-    assert "exceeds the 48 positions" in (told := capsys.readouterr().err) and "give --max-positions 64" in told
+    assert "exceeds the 48 positions" in (reported := capsys.readouterr().err) and "give --max-positions 64" in reported
     assert started(*flags, "--max-positions", "100")[0] == 0
     assert (
         "max_position_embeddings 100, in place of 48; RoPE as in the model's configuration" in capsys.readouterr().out
@@ -121,7 +125,9 @@ def test_another_models_tokenizer_is_refused(started, folder, tmp_path, capsys):
     (tmp_path / "other").mkdir()
     ByteTokenizer().save(tmp_path / "other")
     assert started(*flags, "--tokenizer", "other") == (2, [])
-    assert "--tokenizer 'other' has 258 ids, but --model" in (told := capsys.readouterr().err) and "5000" in told
+    assert (
+        "--tokenizer 'other' has 258 ids, but --model" in (reported := capsys.readouterr().err) and "5000" in reported
+    )
     assert started(*flags, "--tokenizer", "bytes")[0] == 0
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 258 + 1024}))  # padded

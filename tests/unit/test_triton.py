@@ -138,9 +138,11 @@ def test_every_tile_meets_its_blocks():
         assert offsets[-1] == len(ids)
 
 
-@pytest.mark.parametrize(("dtype", "told"), [(torch.bfloat16, "bf16"), (torch.float64, "does not take torch.float64")])
-def test_dtypes_without_a_program_are_refused(dtype, told):
-    with pytest.raises(ValueError, match=told):
+@pytest.mark.parametrize(
+    ("dtype", "reported"), [(torch.bfloat16, "bf16"), (torch.float64, "does not take torch.float64")]
+)
+def test_dtypes_without_a_program_are_refused(dtype, reported):
+    with pytest.raises(ValueError, match=reported):
         choose("triton", device=torch.device("cpu"), dtype=dtype)
 
 
@@ -164,7 +166,7 @@ def test_sizes_are_remembered_on_disk_and_a_broken_file_is_no_trouble(tmp_path):
 
 
 @pytest.mark.parametrize("program", ["forward", "backward_queries", "backward_keys"])
-def test_a_size_whose_results_are_others_is_told_apart(program):
+def test_a_size_with_different_results_is_rejected(program):
     q, _, v, _ = tile_cases.inputs(8, 8, 16, 24)
     state = torch.random.get_rng_state()
     trial = Trial(kernel_module.Triton(tuned=False), program, q, v, "banded", 48)

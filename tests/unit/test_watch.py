@@ -55,7 +55,7 @@ def test_each_rank_tells_its_phase_and_rank_0_who_is_behind():
         each.close()
 
 
-def test_a_step_is_told_once_and_the_next_one_again():
+def test_a_step_is_reported_once_and_the_next_one_again():
     lines, (one,) = watches(1)
     one.begin(1)
     lines[0].wait_for(1)
@@ -66,7 +66,7 @@ def test_a_step_is_told_once_and_the_next_one_again():
     assert [line.split(" has taken")[0] for line in lines[0]] == ["rank 0: step 1", "rank 0: step 2"]
 
 
-def test_steps_in_time_are_not_told_and_nothing_is_watched_unasked():
+def test_steps_in_time_are_not_reported_and_nothing_is_watched_unasked():
     lines, (one,) = watches(1, timeout=LONG)
     for step in range(100):
         one.begin(step)
@@ -90,12 +90,12 @@ def test_a_rank_that_says_nothing_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("heard", "told"),
+    ("heard", "reported"),
     [
         ({0: (4, 2, "forward"), 1: (4, 2, "forward")}, "all ranks are in their forward"),
         ({0: (4, 4, "forward"), 1: (4, 2, "forward")}, "behind: rank 1, in the forward phase; others are in the for"),
         ({0: (4, 9, "saving"), 1: (4, 1, "data"), 2: (4, 1, "data")}, "behind: ranks 1, 2, in the data phase; oth"),
     ],
 )
-def test_behind_is_who_has_come_least_far(heard, told):
-    assert told in who_is_behind(4, {rank: Where(*where) for rank, where in heard.items()}, len(heard))
+def test_behind_is_who_has_come_least_far(heard, reported):
+    assert reported in who_is_behind(4, {rank: Where(*where) for rank, where in heard.items()}, len(heard))

@@ -193,16 +193,16 @@ def _run(task: str, arguments: Arguments, command: str, marker: RunFolderLock) -
     for ranks in arguments.ranks():
         with World.of(ranks, arguments.nodes, calibrate=arguments.calibrate, say=say) as world:
             rows += world.rows(workload, arguments.seq_lens, arguments.rates())
-    told = {"cluster": arguments.nodes, "by_rates": arguments.calibrate}
-    results = results_of(workload, rows, command=command, **told)
+    described = {"cluster": arguments.nodes, "by_rates": arguments.calibrate}
+    results = results_of(workload, rows, command=command, **described)
     _show(results, console)
     marker.remove_old()
     marker.add("results.json")
     results.write(marker.folder / "results.json")
     written, traces = write_report(results, marker.folder), write_traces(results, marker.folder)
     marker.add(*(path.name for path in (*written, *traces)))
-    told = f"results.json, {written[0].name}, pictures and {len(traces)} traces"
-    console.print(f"{told}: [bold]{escape(arguments.out)}[/]")
+    files = f"results.json, {written[0].name}, pictures and {len(traces)} traces"
+    console.print(f"{files}: [bold]{escape(arguments.out)}[/]")
     return results
 
 
@@ -219,8 +219,8 @@ def _show(results: Results, console: Console) -> None:
     for row in results.rows:
         if not row.refused:
             texts = (part for text, width in cells(row, columns) for part in (text, *[""] * (width - 1)))
-            told = texts if row.passed else (f"[red]{text}[/]" for text in texts)
-            rows.append(dict(zip(headers, told, strict=True)))
+            styled = texts if row.passed else (f"[red]{text}[/]" for text in texts)
+            rows.append(dict(zip(headers, styled, strict=True)))
     title = f"{results.task}, {results.setting['dtype']}; median of the rounds, bytes of each rank"
     table = terminal(rows, title=title, box=SIMPLE_HEAD, pad_edge=False)
     for column in table.columns:

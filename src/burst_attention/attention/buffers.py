@@ -39,6 +39,7 @@ class Shards:
         return self.tensors[place]
 
     def drop(self, place: Place) -> None:
+        """Free the buffers of ``place``."""
         del self.tensors[place]
 
 
@@ -162,6 +163,7 @@ class Sums:
         return total if dtypes is None else tuple(x.to(dtype) for x, dtype in zip(total, dtypes, strict=True))
 
     def drop(self, place: Place) -> None:
+        """Free the sums of ``place``."""
         self._pieces.pop(place, None)
 
 
@@ -186,6 +188,7 @@ class DeviceIndices:
             buffer.index_copy_(2, self.on_device(where, x.device), x)
 
     def on_device(self, where: np.ndarray, device: torch.device) -> Tensor:
+        """Return the index array on ``device``, copied once per device."""
         if device.type == "cpu":
             return torch.from_numpy(where)
         key = id(where), device  # kept with its copy, so that no other array gets its id

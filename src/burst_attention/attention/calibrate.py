@@ -209,8 +209,8 @@ class _Probe:
         wire = plan.planner.wire(plan.world)
 
         def computed(fold: float) -> float:
-            told = replace(rates, overhead=replace(rates.overhead, fold=fold))
-            passes = simulations(traffic_model_of(plan.schedule), shape, "query", WHOLE, replace(wire, rates=told))
+            with_fold = replace(rates, overhead=replace(rates.overhead, fold=fold))
+            passes = simulations(traffic_model_of(plan.schedule), shape, "query", WHOLE, replace(wire, rates=with_fold))
             return sum(float(each.work().seconds.sum(1).max()) for each in passes)
 
         none = computed(math.inf)

@@ -37,6 +37,8 @@ def differentiable_once(call: str) -> Callable[[Callable[..., Any]], Callable[..
     """
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap ``backward`` so that a second derivative raises an error."""
+
         def once(ctx: Any, *grads: Tensor) -> Any:
             saved = ctx.saved_tensors
             with torch.no_grad():

@@ -160,11 +160,13 @@ class _Allocating:
     name: ClassVar[str] = "allocating"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
+        """Allocate what a forward returns."""
         wide = accumulation_dtype(q.dtype)
         out, _ = blank_output(q, v, q.shape[2], wide if self.exact else q.dtype)
         return out, blank_output(q[..., :0], v[..., :0], q.shape[2], wide)[1]
 
     def backward(self, inputs: BackwardInputs) -> tuple[Tensor, ...]:
+        """Allocate what a backward returns, and its temporary buffers."""
         io = inputs.q.dtype
         surrogate = None if self.exact else torch.zeros_like(inputs.dout)
         dtype = accumulation_dtype(io) if self.exact and not inputs.final else io

@@ -116,6 +116,7 @@ class Forward:
         return (0,) if side is Side.QUERY else (0, 1)
 
     def visit(self, query: Tensors, key: Tensors, tiles: Tiles, running: Running) -> Mapping[Side, Tensors]:
+        """Run the kernel's forward, or extend the running result in place and return nothing."""
         (q,), (k, v) = query, key
         if isinstance(self.kernel, Continuing) and (total := running()):
             self.kernel.extend(q, k, v, tiles, self.scale, *total)
@@ -123,17 +124,21 @@ class Forward:
         return {Side.QUERY: self.kernel.forward(q, k, v, tiles, self.scale)}
 
     def blank(self, side: Side, rows: int) -> Tensors:
+        """Return an empty (out, lse)."""
         (q,) = part_of((self.q,), self.groups.query, 0)
         return blank_output(q, self.v, rows, accumulation_dtype(q.dtype))
 
     def combine(self, side: Side, total: Tensors, part: Tensors) -> None:
+        """Merge a partial (out, lse) into ``total``."""
         merge_(*total, *part)
 
     def wire_dtypes(self, side: Side, *, exact: bool) -> tuple[torch.dtype, ...]:
+        """Return the wire dtypes of (out, lse)."""
         wide = accumulation_dtype(self.q.dtype)
         return (wide if exact else wire_dtype(self.q.dtype)), wide
 
     def final_dtypes(self, side: Side) -> tuple[torch.dtype, ...]:
+        """Return the dtypes of the final (out, lse)."""
         return self.q.dtype, accumulation_dtype(self.q.dtype)
 
 
@@ -178,22 +183,27 @@ class Backward:
         return {Payload.ALL: (0, 1, 2), Payload.INPUTS: (1,), Payload.GRADIENTS: (0, 2)}[payload]
 
     def visit(self, query: Tensors, key: Tensors, tiles: Tiles, running: Running) -> Mapping[Side, Tensors]:
+        """Run the kernel's backward."""
         (dout, q, stats), (k, v) = query, key
         lse, delta = stats.unbind(-1)
         dq, dk, dv = self.kernel.backward(BackwardInputs(dout, q, k, v, lse, delta, tiles, self.scale, self.alone))
         return {Side.QUERY: (dq,), Side.KEY: (dk, dv)}
 
     def blank(self, side: Side, rows: int) -> Tensors:
+        """Return zeros for (dq) or (dk, dv) in the accumulation dtype."""
         like = part_of((self.q,) if side is Side.QUERY else (self.k, self.v), self.groups.count(side), 0)
         return tuple(x.new_zeros(*x.shape[:2], rows, x.shape[3], dtype=accumulation_dtype(x.dtype)) for x in like)
 
     def combine(self, side: Side, total: Tensors, part: Tensors) -> None:
+        """Add partial gradients to ``total``."""
         for a, b in zip(total, part, strict=True):
             add_(a, b)
 
     def wire_dtypes(self, side: Side, *, exact: bool) -> tuple[torch.dtype, ...]:
+        """Return the wire dtypes of (dq) or (dk, dv)."""
         dtype = accumulation_dtype(self.q.dtype) if exact else wire_dtype(self.q.dtype)
         return (dtype,) if side is Side.QUERY else (dtype, dtype)
 
     def final_dtypes(self, side: Side) -> tuple[torch.dtype, ...]:
+        """Return the dtypes of the final (dq) or (dk, dv)."""
         return (self.q.dtype,) if side is Side.QUERY else (self.q.dtype, self.q.dtype)

@@ -35,6 +35,8 @@ def renamed(old: dict[str, str]) -> Callable[[Callable[Given, Result]], Callable
     """
 
     def decorate(function: Callable[Given, Result]) -> Callable[Given, Result]:
+        """Wrap ``function`` so that an old argument name raises TypeError with the new name."""
+
         @functools.wraps(function)
         def call(*given: Given.args, **named: Given.kwargs) -> Result:
             for name in named:

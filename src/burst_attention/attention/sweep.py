@@ -15,8 +15,7 @@ comes home. The wire carries three large tensors where RingAttention moves four 
 The code below contains neither loop. A rank's program (:mod:`burst_attention.plan.program`) says which pairs the rank
 computes, what it needs for them, and where partial results go. The sweep executes its operations with double
 buffering: it posts the next exchange, visits a pair while that exchange is on the wire, waits, combines, and passes on.
-Forward and backward, GAO and RingAttention, ring and direct messages share this loop. They differ in the program and in
-the :class:`~burst_attention.attention.passes.Pass`.
+Forward and backward, GAO and RingAttention, ring and direct messages share it. Only the program and the pass differ.
 """
 
 from __future__ import annotations
@@ -66,6 +65,7 @@ class _Run:
         self._on_wire: dict[int, tuple[Pending, list[tuple[Message, Tensors]]]] = {}
 
     def execute(self, op: Op) -> None:
+        """Execute one operation."""
         match op:
             case Visit():
                 self._visit(op)

@@ -70,6 +70,7 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: _Reshard) -> Tensor:
+        """Gather all shards in global order."""
         ctx.call = call
         rows = x.movedim(call.dim, 0).contiguous()
         world = call.transport.world
@@ -80,6 +81,7 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     @differentiable_once("unshard")
     def backward(ctx: Any, saved: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, None]:
+        """Return this rank's slice of the gradient, or sum the slices of all ranks' gradients."""
         call: _Reshard = ctx.call
         rank, world = call.transport.rank, call.transport.world
         positions = [torch.from_numpy(call.layout.positions(r)).to(dy.device) for r in range(world)]

@@ -1,4 +1,4 @@
-"""The ``burst`` command: parse, then call."""
+"""The ``burst`` command: find the subcommand and call it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ COMMANDS = {
     "calibrate": "measure kernels and links; the planner then uses these rates",
     "check": "compare distributed attention with fp64, gradients included, on the available ranks",
 }
-# Other distributions add commands by entry points of this group; each is the command's ``main``.
+# Other distributions add commands through entry points in this group; each entry point is a command's ``main``.
 GROUP = "burst_attention.commands"
-# Commands of our own other distributions and the extra that installs each. They are listed without it, too.
+# Commands of this project's other distributions: (extra that installs it, summary). Listed even if not installed.
 OF_EXTRAS = {
     "bench": ("bench", "compare engines: time, bytes and memory of burst, ring, Ulysses and tensor parallelism"),
     "eval": ("train", "measure a model's perplexity with every engine, and compare them token by token"),
@@ -39,7 +39,11 @@ commands:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, 1 if it failed, 2 if its arguments are wrong."""
+    """Run one command.
+
+    Returns:
+        The exit status: 0 on success, 1 if the command failed, 2 if its arguments are wrong.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
     listed = {entry.name: f"a command of {entry.value.split('.')[0]}" for entry in entry_points(group=GROUP)}
     listed |= {name: summary for name, (_, summary) in OF_EXTRAS.items()} | COMMANDS

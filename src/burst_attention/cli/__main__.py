@@ -1,4 +1,4 @@
-"""``python -m burst_attention.cli``, which torchrun can start: ``torchrun -m burst_attention.cli train ...``."""
+"""Run ``burst`` as a module, as torchrun does: ``torchrun -m burst_attention.cli train ...``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""``burst calibrate``: measures the ranks at hand, for plans to be chosen by."""
+"""``burst calibrate``: measure kernels and links on the available ranks; the planner uses the rates."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ COMMAND = "burst calibrate"
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateArguments:
-    """Measure kernels and links, in about half a minute, and write down what plans are chosen by from then on.
+    """Measure kernels and links and save the rates. The planner then uses them. Takes about half a minute.
 
-    Started plainly it launches its own local workers. Under torchrun it uses the ranks that it finds, on all nodes:
+    Without torchrun, the command launches local workers. Under torchrun it uses torchrun's ranks on all nodes:
     torchrun --nproc-per-node 2 -m burst_attention.cli calibrate [OPTIONS].
     """
 
     ranks: Ranks | None = None
-    """Local workers; one per GPU, else one per core, if not given."""
+    """Number of local workers. Default: one per GPU, or one per core without GPUs."""
     out: Name | None = None
-    """A file to write. Default: rates.toml in the user's configuration folder, which make_plan and commands read."""
+    """File to write. Default: rates.toml in the user's configuration folder; make_plan and all commands read it."""
     device: DeviceOrAuto = "auto"
     timeout: Seconds = 120.0
-    """Seconds that an exchange may take before it is an error."""
+    """Seconds before a pending exchange counts as failed."""
 
     def check(self) -> None:
-        """Raise ValueError for what can't be."""
+        """Raise ValueError if a flag's value is invalid."""
         check_settings(self)
         if self.path.is_dir() or not _writable(self.path):
-            raise ValueError(f"--out {self.out!r} can't be written; name a file in a folder of yours")
+            raise ValueError(f"--out {self.out!r} can't be written; name a file in a folder that you can write to")
 
     @property
     def path(self) -> Path:
-        """What is written."""
+        """The file to write."""
         return user_file() if self.out is None else Path(self.out)
 
 
 def _writable(path: Path) -> bool:
-    """Could a file be made there, folders included?"""
+    """Return whether the file can be created, missing folders included."""
     import os
 
     folder = next(each for each in path.absolute().parents if each.exists())
@@ -54,7 +54,11 @@ def _writable(path: Path) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    """Run ``burst calibrate``; returns the exit status: 0, 1 if a rank failed, 2 if it can't be asked."""
+    """Run ``burst calibrate``.
+
+    Returns:
+        The exit status: 0 on success, 1 if a rank failed, 2 if the arguments are invalid.
+    """
     parsed = tyro.cli(CalibrateArguments, prog=COMMAND, args=arguments)
     try:
         parsed.check()
@@ -80,10 +84,12 @@ def _calibrate(arguments: CalibrateArguments) -> None:
 
 def _show(rates: Rates, path: Path) -> None:
     console = Console(highlight=False, soft_wrap=True)
-    for name, link in (("inside of a node", rates.inside), ("across nodes", rates.across)):
+    for name, link in (("inside a node", rates.inside), ("across nodes", rates.across)):
         shared = ", shared by the ranks of a node" if link.shared else ""
-        console.print(f"{name}: {link.latency * 1e6:.0f} us a message, {link.bytes_per_second / 1e9:.3g} GB/s{shared}")
+        console.print(
+            f"{name}: {link.latency * 1e6:.0f} us per message, {link.bytes_per_second / 1e9:.3g} GB/s{shared}"
+        )
     for size, speed in (("2", rates.half), ("4", rates.single), ("8", rates.double)):
         figures = f"{speed.forward / 1e9:,.3g} forward, {speed.backward / 1e9:,.3g} backward"
-        console.print(f"kernels, {size} bytes an element: {figures}, 10^9 operations a second")
+        console.print(f"kernels, {size} bytes per element: {figures}, in 10^9 operations per second")
     console.print(f"{rates.source}\nwritten to {path}")

@@ -1,4 +1,4 @@
-"""``burst check``: distributed attention against fp64, gradients included, over the ranks at hand."""
+"""``burst check``: compare distributed attention and its gradients with fp64 on the available ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .flags import DeviceOrAuto
 from .numbers import numbers
 
 COMMAND = "burst check"
-Size = Annotated[int, whole(most=65_536)]  # the oracle takes memory in the square of the tokens
+Size = Annotated[int, whole(most=65_536)]  # the oracle's memory grows with the square of the tokens
 MASKS: dict[str, Callable[[int], Mask]] = {
     "full": lambda s: Mask(causal=False),
     "causal": lambda s: Mask(),
@@ -47,22 +47,22 @@ else:
 class CheckArguments:
     """Compare distributed attention with a dense fp64 oracle on every rank: out, lse, dq, dk, dv.
 
-    It runs every combination of the listed masks, layouts, dtypes and circulated tensors. Started plainly it launches
-    local workers. Under torchrun it uses torchrun's ranks:
+    It runs every combination of the listed masks, layouts, dtypes and circulated tensors. Without torchrun, it
+    launches local workers. Under torchrun it uses torchrun's ranks:
     torchrun --nproc-per-node 2 -m burst_attention.cli check [OPTIONS].
     """
 
     ranks: Ranks | None = None
-    """Local workers; one per GPU, else one per core, if not given."""
+    """Number of local workers. Default: one per GPU, or one per core without GPUs."""
     seq_len: Size = 512
-    """Tokens; the oracle takes memory in its square."""
+    """Sequence length in tokens. The oracle's memory grows with its square."""
     masks: Annotated[tuple[MaskName, ...], distinct] = ("causal", "documents")
     layouts: Annotated[tuple[LayoutName, ...], distinct] = tuple(LAYOUTS)
     dtypes: Annotated[tuple[DtypeName, ...], distinct] = ("float64", "bfloat16")
     circulate: Annotated[tuple[CirculateName, ...], distinct] = tuple(CIRCULATIONS)
     route: RouteOrAuto = "auto"
     kernel: str = "auto"
-    """A name of burst_attention.kernels.KERNELS, or auto."""
+    """A name from burst_attention.kernels.KERNELS, or auto."""
     q_heads: Size = 4
     kv_heads: Size = 2
     head_dim: Size = 32
@@ -70,10 +70,10 @@ class CheckArguments:
     seed: NonNegativeInt = 0
     device: DeviceOrAuto = "auto"
     timeout: Seconds = 60.0
-    """Seconds that an exchange may take before it is an error."""
+    """Seconds before a pending exchange counts as failed."""
 
     def check(self) -> None:
-        """Raise ValueError for what can't be."""
+        """Raise ValueError if a flag's value is invalid."""
         check_settings(self)
         multiple = f"must be a multiple of --kv-heads {self.kv_heads}"
         require(self.q_heads % self.kv_heads == 0, "q_heads", self.q_heads, multiple)
@@ -81,14 +81,14 @@ class CheckArguments:
         if halves and (self.seq_len < 256 or min(self.head_dim, self.v_head_dim or self.head_dim) < 16):
             raise ValueError(
                 f"--dtypes {' '.join(sorted(halves))} need --seq-len of at least 256 and head dims of at least 16: "
-                f"they are judged by PyTorch's own error in that dtype, which is no measure on a few numbers"
+                f"the bound is PyTorch's own error in that dtype, which is unreliable on small tensors"
             )
         known = ("auto", *KERNELS)
         require(self.kernel in known, "kernel", self.kernel, f"is unknown; choose one of {', '.join(known)}")
 
 
 def cases(arguments: CheckArguments, device: str) -> list[Case]:
-    """One for each combination."""
+    """Return one case for each combination of the listed options."""
     s = arguments.seq_len
     same = ("route", "kernel", "q_heads", "kv_heads", "head_dim", "v_head_dim", "seed")
     shape = {name: getattr(arguments, name) for name in same} | {"seqlen": s, "device": device}
@@ -100,7 +100,11 @@ def cases(arguments: CheckArguments, device: str) -> list[Case]:
 
 
 def main(arguments: list[str]) -> int:
-    """Run ``burst check``; returns the exit status: 0 if all is right, 1 if not, 2 if it can't be asked."""
+    """Run ``burst check``.
+
+    Returns:
+        The exit status: 0 if all cases pass, 1 if one fails, 2 if the arguments are invalid.
+    """
     parsed = tyro.cli(CheckArguments, prog=COMMAND, args=arguments, registry=numbers())
     try:
         parsed.check()
@@ -126,7 +130,7 @@ def _check(arguments: CheckArguments) -> None:
 
 
 def _show(todo: list[Case], reports: list[Report]) -> None:
-    """One table for each mask; of each case the tensor and the rank that come closest to their bound."""
+    """Print one table per mask. Each case shows the tensor and rank with the largest error relative to its bound."""
     console = Console()
     for mask in dict.fromkeys(case.mask for case in todo):
         table = Table(

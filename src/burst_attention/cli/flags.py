@@ -1,4 +1,4 @@
-"""What the values of flags must be: rules in the settings' annotations, which one loop holds them to."""
+"""Rules for flag values, kept in the annotations of the settings and checked by :func:`check_settings`."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
-MOST = 2**31  # of any count: its square is an int64 yet, as areas of masks are
+MOST = 2**31  # of any count: its square, such as a mask's area, must fit an int64
 MOST_RANKS = 1024
 MOST_SECONDS = 1e9
 
-# What is wrong with a value, to be said after the flag's name; empty if nothing is.
+# A rule returns the complaint that follows the flag's name in the error, or an empty string if the value is valid.
 Rule: TypeAlias = Callable[[Any], str]
 
 
 def whole(least: int = 1, most: int = MOST) -> Rule:
-    """From ``least`` to ``most``."""
+    """Return the rule for integers from ``least`` to ``most``."""
 
     def rule(value: int) -> str:
+        """Check that ``value`` is within the limits."""
         if value < least:
             return f"{value} must be at least {least}"
         return f"{value} must be at most {most:,}" if value > most else ""
@@ -26,12 +27,12 @@ def whole(least: int = 1, most: int = MOST) -> Rule:
 
 
 def number(holds: Callable[[float], bool], text: str) -> Rule:
-    """What ``holds`` takes; ``text`` says what that is."""
+    """Return the rule that ``holds(value)`` must be true; ``text`` describes it in the error."""
     return lambda value: "" if holds(value) else f"{value} {text}"
 
 
 def distinct(values: Sequence[object]) -> str:
-    """At least one, none of them twice."""
+    """Require at least one value and no duplicates."""
     twice = next((value for n, value in enumerate(values) if value in values[:n]), None)
     if twice is not None:
         return f"names {twice} twice; give it once"
@@ -39,14 +40,14 @@ def distinct(values: Sequence[object]) -> str:
 
 
 def text(value: str) -> str:
-    """Not empty, and such that a path and TOML can hold it."""
+    """Require non-empty text that can be stored in a path and in TOML."""
     if "\0" in value or value.encode("utf-8", "replace").decode("utf-8") != value:
-        return f"{value!r} is not UTF-8 text without zero bytes; rename it"
+        return f"{value!r} must be UTF-8 text without zero bytes; rename it"
     return "" if value else "'' is empty; give a name"
 
 
 def interval(value: str) -> str:
-    """Steps, or minutes with an m behind them."""
+    """Require a number of steps, or of minutes with the suffix m."""
     digits = value.removesuffix("m")
     if digits.isascii() and digits.isdecimal() and 0 < int(digits[:12]) <= MOST:
         return ""
@@ -55,7 +56,7 @@ def interval(value: str) -> str:
 
 DeviceOrAuto = Literal["auto", "cpu", "cuda"]
 Count = Annotated[int, whole()]
-Length = Annotated[int, whole(2)]  # of a sequence: a target is the token that follows
+Length = Annotated[int, whole(2)]  # of a sequence: each token's target is the next token
 NonNegativeInt = Annotated[int, whole(0)]
 Ranks = Annotated[int, whole(most=MOST_RANKS)]
 Name = Annotated[str, text]
@@ -67,10 +68,10 @@ Seconds = Annotated[Positive, number(lambda value: value <= MOST_SECONDS, f"must
 
 
 def check_settings(settings: object) -> None:
-    """Raise ValueError naming the first flag whose value breaks a rule of its annotation; None is not given.
+    """Raise ValueError for the first flag whose value breaks a rule. None means not given.
 
     Args:
-        settings: a dataclass whose fields are called like their flags.
+        settings: a dataclass whose fields have the names of their flags, with rules in their annotations.
     """
     for name, annotation in get_type_hints(type(settings), include_extras=True).items():
         for complaint in filter(None, _complaints(annotation, getattr(settings, name))):
@@ -78,7 +79,7 @@ def check_settings(settings: object) -> None:
 
 
 def _complaints(annotation: Any, value: Any) -> Iterator[str]:
-    """What each rule says of a value, or of each of several, as far as the annotation goes."""
+    """Yield what each rule of the annotation returns for the value, or for each element of a tuple."""
     if get_origin(annotation) is Annotated:
         annotation, *rules = get_args(annotation)
         yield from (rule(value) for rule in rules)
@@ -91,11 +92,11 @@ def _complaints(annotation: Any, value: Any) -> Iterator[str]:
 
 
 def require(holds: bool, name: str, value: object, rule: str) -> None:
-    """Raise ValueError unless ``holds``: the flag of the setting ``name``, its value, the rule that it breaks."""
+    """Raise ValueError unless ``holds``. The error names the flag of ``name``, the value and the broken rule."""
     if not holds:
         raise ValueError(f"{flag(name)} {value} {rule}")
 
 
 def flag(name: str) -> str:
-    """The flag of a setting."""
+    """Return the flag of a setting."""
     return f"--{name.replace('_', '-')}"

@@ -1,4 +1,4 @@
-"""Whole numbers on command lines as people write them: 4096, 128K, 1M."""
+"""Integers with unit suffixes on command lines: 4096, 128K, 1M."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ UNITS = {"K": 1 << 10, "M": 1 << 20}
 
 
 def whole_number(text: str) -> int:
-    """``1M`` is 1024 times 1024, ``128K`` 128 times 1024; all else is as Python reads it.
+    """Parse an integer. K multiplies it by 1024, M by 1024 times 1024.
 
     Raises:
-        ValueError: it is no whole number.
+        ValueError: the text is not an integer.
     """
     return int(text[:-1]) * UNITS[text[-1]] if text[-1:] in UNITS else int(text)
 
 
 def numbers() -> tyro.constructors.ConstructorRegistry:
-    """For ``tyro.cli(registry=...)``: every integer may be written so."""
+    """Return a registry for ``tyro.cli(registry=...)`` that parses integers with :func:`whole_number`."""
     registry = tyro.constructors.ConstructorRegistry()
 
     @registry.primitive_rule
     def rule(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
+        """Parse ``int`` flags with :func:`whole_number`; leave other types to tyro."""
         if info.type is not int:
             return None
         return tyro.constructors.PrimitiveConstructorSpec(

@@ -111,9 +111,9 @@ class Agreement:
             if any(record["fields"].get(name) != records[0]["fields"][name] for record in records)
         }
         if odd:
-            told = "; ".join(f"{name}: {_by_value(values)}" for name, values in odd.items())
+            differences = "; ".join(f"{name}: {_by_value(values)}" for name, values in odd.items())
             ways = dict.fromkeys((remedies or {}).get(name, remedy) for name in odd)
-            raise DisagreementError(f"{call}: the ranks disagree on {told}. {'. '.join(ways)}")
+            raise DisagreementError(f"{call}: the ranks disagree on {differences}. {'. '.join(ways)}")
         return [record["own"] for record in records]
 
     def refuse(self, error: Exception) -> NoReturn:

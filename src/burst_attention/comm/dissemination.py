@@ -15,7 +15,7 @@ import torch
 
 from .transport import ExchangeError, Receive, Send, Transport
 
-NOBODY = -1
+NO_RANK = -1
 FORM = struct.Struct("<16s16sIii")
 DIGEST_BYTES = 16
 NOTHING = bytes(DIGEST_BYTES)
@@ -29,18 +29,19 @@ class Summary:
         least, greatest: the least and greatest digest of the records, DIGEST_BYTES each. They are equal if all records
             are. A rank that could not make the call has the digest NOTHING.
         size: bytes of the longest record.
-        lost, finder: a rank that could not be reached, and the rank that tried; ``NOBODY`` for both if all were
+        lost, finder: a rank that could not be reached, and the rank that tried; ``NO_RANK`` for both if all were
             reached. With several such pairs, any one of them.
     """
 
     least: bytes
     greatest: bytes
     size: int
-    lost: int = NOBODY
-    finder: int = NOBODY
+    lost: int = NO_RANK
+    finder: int = NO_RANK
 
     @property
     def agreed(self) -> bool:
+        """Whether all ranks gave the same value."""
         return self.least == self.greatest
 
     def pack(self) -> torch.Tensor:
@@ -78,7 +79,7 @@ def disseminate(transport: Transport, own: Summary, label: str) -> Summary:
     try:
         # Post all receives before any send. A rank that has sent something then takes messages without a wait.
         arriving = [
-            transport.post([], [Receive(source, buffer)], label=_told(label, source, 1 << n, transport.world))
+            transport.post([], [Receive(source, buffer)], label=_label(label, source, 1 << n, transport.world))
             for n, ((_, source), buffer) in enumerate(zip(peers, buffers, strict=True))
         ]
         leaving = []
@@ -87,15 +88,15 @@ def disseminate(transport: Transport, own: Summary, label: str) -> Summary:
             transport.wait(pending)
             own = own.joined(buffer)
             done += 1
-            if own.lost != NOBODY:
+            if own.lost != NO_RANK:
                 why = f"rank {own.finder} can't reach rank {own.lost}"
                 raise transport.failed(f"could not finish {label}: {why}", f"{label}: {why}", own.lost)
         for pending in leaving:
             transport.wait(pending)
     except ExchangeError as error:
-        if own.lost == NOBODY and error.peer is not None:
+        if own.lost == NO_RANK and error.peer is not None:
             own = replace(own, lost=error.peer, finder=transport.rank)
-        if own.lost != NOBODY:
+        if own.lost != NO_RANK:
             heirs = [target for target, _ in peers[done:] if target != own.lost]
             transport.send_last([Send(target, own.pack()) for target in heirs])
         raise
@@ -120,7 +121,7 @@ def gather(transport: Transport, own: bytes, size: int, label: str) -> list[byte
     return [blocks[(rank - n) % world].numpy().tobytes() for n in range(world)]
 
 
-def _told(label: str, source: int, hop: int, world: int) -> str:
+def _label(label: str, source: int, hop: int, world: int) -> str:
     """Return the label of the wait for ``source``; it names the other ranks whose parts ``source`` forwards."""
     news = min(hop, world - hop)
     if news == 1:

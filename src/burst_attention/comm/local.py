@@ -83,9 +83,9 @@ class Exchange:
     def _copy(self, sent: _Half, received: _Half) -> None:
         try:
             if (sent.tensor.shape, sent.tensor.dtype) != (received.tensor.shape, received.tensor.dtype):
-                told = [f"{list(x.tensor.shape)} {x.tensor.dtype}" for x in (sent, received)]
+                shapes = [f"{list(x.tensor.shape)} {x.tensor.dtype}" for x in (sent, received)]
                 raise RuntimeError(
-                    f"a message of {told[0]} met a buffer of {told[1]}; their shapes and dtypes must be equal"
+                    f"a message of {shapes[0]} met a buffer of {shapes[1]}; their shapes and dtypes must be equal"
                 )
             # The other thread's buffer may be an inference tensor, which only inference mode can write.
             with torch.inference_mode():
@@ -136,9 +136,11 @@ class LocalGroup:
         raise TypeError("a local group belongs to one thread of this process; don't pickle or deep-copy it")
 
     def rank(self) -> int:
+        """Return this rank's number."""
         return self.own_rank
 
     def size(self) -> int:
+        """Return the number of ranks."""
         return self.exchange.world
 
 

@@ -140,8 +140,8 @@ class Transport:
                 pending.works = self._start(pending.operations)
             except RuntimeError as error:
                 peers = sorted({each.peer for each in operations})
-                told = f"could not start messages with rank {', '.join(map(str, peers))}"
-                raise self._failure(told, label, 0.0, error, peers[0] if len(peers) == 1 else None) from error
+                problem = f"could not start messages with rank {', '.join(map(str, peers))}"
+                raise self._failure(problem, label, 0.0, error, peers[0] if len(peers) == 1 else None) from error
         return pending
 
     def _start(self, operations: Sequence[Operation]) -> list[Any]:
@@ -241,11 +241,11 @@ class Transport:
         ahead, behind = (self.rank + 1) % self.world, (self.rank - 1) % self.world
         self.wait(self.post([Send(ahead, send)], [Receive(behind, receive)], label="warm-up"))
 
-    def failed(self, told: str, failure: str, peer: int | None = None) -> ExchangeError:
+    def failed(self, problem: str, failure: str, peer: int | None = None) -> ExchangeError:
         """Return the error of an exchange that failed because of ``peer``, and mark the group as failed."""
         self.health.failure = failure
         error = ExchangeError(
-            f"rank {self.rank} {told}. "
+            f"rank {self.rank} {problem}. "
             f"That peer is down, or stuck, or waiting for another rank that is; look at its own error first"
         )
         error.peer = peer

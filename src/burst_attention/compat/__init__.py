@@ -1,1 +1,1 @@
-"""Other packages' names for the same attention: scripts written for them run on ours when one import changes."""
+"""Drop-in functions with other packages' names: change one import to run their scripts on this library."""

@@ -1,4 +1,4 @@
-"""A call in flash-attn's terms: its arguments as a mask, its shards as a plan, and what comes back in its shapes."""
+"""Translate a flash-attn call: its options to a mask, its shards to a plan, the result to its shapes."""
 
 from __future__ import annotations
 
@@ -20,51 +20,50 @@ from ..plan.schedule import Schedule
 from ..plan.strategy import Strategy
 from ..planner.planner import Planner
 
-MOST_PLANS = 16  # of a group: masks and lengths in turn, such as of a step's micro-batches
+MOST_PLANS = 16  # cached per group; a step's micro-batches may alternate between masks and lengths
 _Planned = OrderedDict[tuple[int, Mask, str], tuple[Schedule, Planner, DeviceIndices]]
 
-# What was planned for each group. The functions answered to are given no plan and keep none, so it is kept here: weakly
-# by group and without its transport, so that a destroyed group leaves nothing, and few for each.
+# Plans by group. The emulated functions take no plan, so we cache plans here. The cache is small, refers weakly to each
+# group and holds no transport; a destroyed group therefore leaves nothing behind.
 _PLANNED: weakref.WeakKeyDictionary[Any, _Planned] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Options:
-    """What flash-attn's functions take after their tensors, in their order: callers may pass them by position."""
+    """The options of flash-attn's functions, in their order, as callers may pass them by position."""
 
     dropout_p: float = 0.0
     softmax_scale: float | None = None
     causal: bool = False
     window_size: tuple[int, int] = (-1, -1)
     alibi_slopes: Any = None
-    deterministic: bool = False  # two runs are bit-equal here whatever it says
+    deterministic: bool = False  # ignored: runs are always bit-equal here
     return_attn_probs: bool = False
     group: Any = None
     softcap: float = 0.0
 
     def mask(self, documents: tuple[int, ...] | None) -> Mask:
-        """What a query sees, of ``documents`` with these borders.
+        """Return the mask of these options for ``documents`` with these borders.
 
         Raises:
-            TypeError, ValueError: an option asks for what is not computed here.
+            TypeError, ValueError: an option is invalid or not supported.
         """
         if self.dropout_p:
-            raise ValueError(f"dropout_p={self.dropout_p}: attention weights are not dropped here; pass dropout_p=0.0")
+            raise ValueError(f"dropout_p={self.dropout_p}: dropout is not supported; pass dropout_p=0.0")
         if self.alibi_slopes is not None:
             raise ValueError(
-                "alibi_slopes: no bias is added to the scores here; pass alibi_slopes=None and place tokens by rotary "
-                "embeddings"
+                "alibi_slopes: ALiBi is not supported; pass alibi_slopes=None and use rotary embeddings for positions"
             )
         if self.softcap:
-            raise ValueError(f"softcap={self.softcap}: scores are not capped here; use a model without a soft cap")
+            raise ValueError(f"softcap={self.softcap}: soft capping is not supported; use a model without a soft cap")
         if not isinstance(self.window_size, (tuple, list)) or len(self.window_size) != 2:
             raise TypeError(f"window_size={self.window_size!r} must be (left, right), such as (-1, -1) for no window")
         left, right = self.window_size
-        causal = bool(self.causal) or right == 0  # flash-attn looks ahead by nothing then
+        causal = bool(self.causal) or right == 0  # right=0 means no key after the query
         if not causal and (left >= 0 or right >= 0):
             raise ValueError(
-                f"window_size={self.window_size} with causal=False: windows look back only here; pass causal=True, or "
-                "window_size=(-1, -1)"
+                f"window_size={self.window_size} with causal=False: only causal windows are supported; pass "
+                "causal=True, or window_size=(-1, -1)"
             )
         return Mask(causal=causal, window=left + 1 if left >= 0 else None, cu_seqlens=documents)
 
@@ -77,18 +76,20 @@ def attend(
     *,
     documents: Callable[[int, int], tuple[int, ...]] | None = None,
 ) -> Any:
-    """Attention over a whole sequence of which every rank holds ``S_local`` tokens, laid out by ``layout``.
+    """Compute attention over a sequence of which every rank holds ``S_local`` tokens, in ``layout``.
 
     Args:
-        name: of the function that was called, for errors.
-        tensors: q, k, v; or q and kv; or qkv: [B, S_local, (2 or 3,) H, D], without B where there are ``documents``.
-        documents: the global borders, from S_local and the number of ranks; None for one document per row of a batch.
+        name: the called function's name, for errors.
+        tensors: q, k, v; or q and kv; or qkv: [B, S_local, (2 or 3,) H, D]; with ``documents``, without B.
+        documents: a function that returns the global borders, given S_local and the number of ranks. None: one document
+            per batch row.
 
     Returns:
-        out [B, S_local, H, D]; with ``options.return_attn_probs`` (out, lse [B, H, S_local], None). Without B likewise.
+        out [B, S_local, H, D]; with ``options.return_attn_probs`` (out, lse [B, H, S_local], None). With ``documents``,
+        all without B.
 
     Raises:
-        TypeError, ValueError: an argument can't be used, here or on another rank: the same class on every rank.
+        TypeError, ValueError: an argument is invalid on some rank. Every rank raises the same class.
     """
     group = resolve_group(options.group)
     transport, agreement = connect(group, None)
@@ -108,7 +109,7 @@ def attend(
 
 
 def plan_for(seqlen: int, mask: Mask, layout: str, group: Any) -> Plan:
-    """The plan of a call, made once for all calls with these arguments; all ranks must ask for the same, in turn."""
+    """Return a cached plan for these arguments. All ranks must request the same plans in the same order."""
     if group is None or group.size() == 1:  # nothing is exchanged
         return make_plan(seqlen, mask=mask, group=group, strategy=Strategy(layout=layout))
     planned, key = _PLANNED.setdefault(group, OrderedDict()), (seqlen, mask, layout)
@@ -123,7 +124,7 @@ def plan_for(seqlen: int, mask: Mask, layout: str, group: Any) -> Plan:
 
 
 def _unpacked(tensors: tuple[Any, ...], *, packed_dim: int) -> list[Any]:
-    """q, k and v of tensors of which the last may be packed, along ``packed_dim``."""
+    """Return q, k and v. The last of ``tensors`` may be packed along ``packed_dim``."""
     *single, last = tensors
     count = 3 - len(single)
     if count == 1:
@@ -131,24 +132,24 @@ def _unpacked(tensors: tuple[Any, ...], *, packed_dim: int) -> list[Any]:
     if not isinstance(last, Tensor) or last.ndim != packed_dim + 3 or last.shape[packed_dim] != count:
         shape = list(last.shape) if isinstance(last, Tensor) else type(last).__name__
         name = "kv" if single else "qkv"
-        raise ValueError(f"{name} is {shape}; it must have {packed_dim + 3} dims, of which dim {packed_dim} is {count}")
+        raise ValueError(f"{name} is {shape}; it must have {packed_dim + 3} dims, and dim {packed_dim} must be {count}")
     return [*single, *last.unbind(packed_dim)]
 
 
 def _batched(x: Any, of_documents: bool) -> Tensor:
-    """[B, S, H, D], or [S, H, D] of documents, as [B, H, S, D]."""
+    """Convert [B, S, H, D], or [S, H, D] of documents, to [B, H, S, D]."""
     wanted = "[tokens, heads, head dim]" if of_documents else "[batch, S_local, heads, head dim]"
     if not isinstance(x, Tensor) or x.ndim != wanted.count(",") + 1:
         shape = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"q, k and v must be {wanted}, one of them is {shape}")
+        raise ValueError(f"q, k and v must be {wanted}, but one is {shape}")
     return (x.unsqueeze(0) if of_documents else x).transpose(1, 2)
 
 
 def _check_halves(borders: tuple[int, ...], world: int) -> None:
-    """Refuse parts that can't be cut into 2 * world chunks of one length: which tokens are here would be a guess."""
+    """Refuse documents that can't be cut into 2 * world equal chunks: their zigzag shards are ambiguous."""
     for start, stop in pairwise(borders):
         if (stop - start) % (2 * world):
             raise ValueError(
-                f"{stop - start} tokens are not 2 x {world} chunks of one length, two for each of {world} ranks; "
+                f"{stop - start} tokens can't be cut into 2 x {world} equal chunks, two for each of {world} ranks; "
                 f"pad them to a multiple of {2 * world}, or use burst_attention, which takes any length"
             )

@@ -2,26 +2,26 @@
 
     from burst_attention.compat.ring_flash_attn import zigzag_ring_flash_attn_func   # was: from ring_flash_attn import
 
-Names, arguments, their order, and which rank holds which tokens are that package's. ``q`` is [B, S_local, Hq, D], ``k``
+Names, arguments, argument order and token layouts are that package's. ``q`` is [B, S_local, Hq, D], ``k``
 and ``v`` [B, S_local, Hkv, D] (packed: ``kv`` [B, S_local, 2, Hkv, D], ``qkv`` [B, S_local, 3, H, D]); the ``varlen``
-functions have no B, and [tokens here, ...]. All take flash-attn's options after their tensors, see
-:class:`burst_attention.compat.call.Options`: dropout and ALiBi are refused, ``window_size`` looks back only,
-``causal`` is False if it is not given. Ranks hold
+functions take [local tokens, ...], without B. All take flash-attn's options after their tensors, see
+:class:`burst_attention.compat.call.Options`. Dropout and ALiBi are refused. ``window_size`` must be causal. ``causal``
+defaults to False. Each rank holds:
 
 ========================  ====================================================================================
-``ring_``                 consecutive parts of the sequence, in rank order
+``ring_``                 a consecutive part of the sequence, in rank order
 ``zigzag_ring_``          chunks ``rank`` and ``2 * world - 1 - rank`` of 2 * world
 ``stripe_``               tokens ``rank``, ``rank + world``, ...
-``ring_..._varlen``       of each document a consecutive part; ``cu_seqlens`` are this rank's borders, the global ones
+``ring_..._varlen``       a consecutive part of each document; ``cu_seqlens`` are this rank's borders, the global ones
                           divided by world
-``zigzag_..._varlen``     of each document two chunks
-``llama3_..._varlen``     consecutive parts of all documents laid end to end
+``zigzag_..._varlen``     two chunks of each document
+``llama3_..._varlen``     a consecutive part of the concatenated documents
 ========================  ====================================================================================
 
-The result is out in q's shape and dtype; with ``return_attn_probs=True`` (out, lse, None), lse [B, Hq, S_local], of
-varlen functions [Hq, tokens here], in fp32 (fp64 for fp64). Both are differentiable. Every rank of ``group`` (None: the
-default group) must make the call. What can't be used raises TypeError or ValueError on all of them; an argument too
-many or of an unknown name raises on this rank alone.
+The result is out in q's shape and dtype. With ``return_attn_probs=True`` it is (out, lse, None); lse is
+[B, Hq, S_local], or [Hq, local tokens] of varlen functions, in fp32 (fp64 for fp64 inputs). Both are differentiable.
+Every rank of ``group`` (None: the default group) must make the call. An invalid argument raises TypeError or ValueError
+on all ranks. Surplus arguments and unknown names raise on this rank only.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ..plan.mask import Mask
 from .call import Options, attend, plan_for
 
 Borders = tuple[int, ...]
-_PREPARE = "must be what llama3_flash_attn_prepare_cu_seqlens gives on this rank, with the call's causal"
+_PREPARE = "must be what llama3_flash_attn_prepare_cu_seqlens returns on this rank, with the call's causal"
 
 
 def _batch(name: str, layout: str, tensors: tuple[Any, ...], options: Options) -> Any:
@@ -49,14 +49,14 @@ def _batch(name: str, layout: str, tensors: tuple[Any, ...], options: Options) -
 def _varlen(
     name: str, layout: str, tensors: tuple[Any, ...], options: Options, *, cu_seqlens: Any, max_seqlen: Any
 ) -> Any:
-    """``max_seqlen`` is not needed."""
+    """``max_seqlen`` is ignored."""
 
     def documents(length: int, world: int) -> Borders:
         local = _borders(cu_seqlens)
         if local[-1] != length:
             raise ValueError(
-                f"cu_seqlens ends at {local[-1]}, but {length} tokens are here; pass the borders of this rank's parts, "
-                "which are the global ones divided by the number of ranks"
+                f"cu_seqlens ends at {local[-1]}, but this rank has {length} tokens; pass this rank's borders: the "
+                "global ones divided by the number of ranks"
             )
         return tuple(border * world for border in local)
 
@@ -76,40 +76,43 @@ def _llama3(
     heads_k_stride: Any,
     local_k_slice: slice,
 ) -> Any:
-    """The ranks tell each other where documents begin: a byte for each token and call.
+    """The ranks exchange the starts of documents in every call: one byte per token.
 
-    ``max_seqlen_q``, ``max_seqlen_k`` and ``heads_k_stride`` (how many heads are gathered at a time) are not needed.
+    ``max_seqlen_q``, ``max_seqlen_k`` and ``heads_k_stride`` (heads per gather) are ignored.
     """
     group = resolve_group(options.group)
     transport, agreement = connect(group, None)
-    told = f"cu_seqlens_q={cu_seqlens_q}, cu_seqlens_k={cu_seqlens_k} and local_k_slice={local_k_slice} {_PREPARE}"
+    message = f"cu_seqlens_q={cu_seqlens_q}, cu_seqlens_k={cu_seqlens_k} and local_k_slice={local_k_slice} {_PREPARE}"
     with agreement.entering(name):
         queries, keys = _borders(cu_seqlens_q), _borders(cu_seqlens_k)
         if not isinstance(local_k_slice, slice) or len(queries) != len(keys):
-            raise ValueError(told)
+            raise ValueError(message)
         length = queries[-1]
         begins = torch.zeros(length, dtype=torch.uint8)
         begins[[border for border in queries[1:] if border < length]] = 1
         begins[:1] = local_k_slice.start == transport.rank * length
-    # One rank's arguments tell where documents begin among its own tokens, not where the first began or the last ends.
+    # A rank's arguments don't say where its first document starts or where its last one ends.
     everywhere = plan_for(length * transport.world, Mask(), layout, group).unshard(begins, 0)
     borders = torch.tensor([*everywhere.nonzero().flatten().tolist(), len(everywhere)])
     with agreement.entering(name):
         right = llama3_flash_attn_prepare_cu_seqlens(borders, options.causal, transport.rank, transport.world)
-        # Empty documents have no token to begin at: they are left out of what was given, too.
+        # Empty documents have no first token, so drop them from the given borders as well.
         given = dict.fromkeys(zip(queries, keys, strict=True))
         if (*given,) != (*zip(*(x.tolist() for x in right[:2]), strict=True),) or local_k_slice != right[4]:
-            raise ValueError(told)
+            raise ValueError(message)
     return attend(name, layout, tensors, options, documents=lambda *_: (*borders.tolist(),))
 
 
 def _functions(prefix: str, layout: str, run: Callable[..., Any] = _batch) -> list[Callable[..., Any]]:
-    """``prefix``_func, _kvpacked_func and _qkvpacked_func: tensors, what ``run`` takes by keyword, then options."""
+    """Make ``prefix``_func, _kvpacked_func and _qkvpacked_func.
+
+    Their arguments are tensors, then the keyword-only parameters of ``run``, then the options.
+    """
     own = [name for name, each in Signature.from_callable(run).parameters.items() if each.kind is each.KEYWORD_ONLY]
     made = []
     for packing, tensors in (("", ("q", "k", "v")), ("kvpacked_", ("q", "kv")), ("qkvpacked_", ("qkv",))):
         parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in (*tensors, *own)]
-        for field in fields(Options)[:-1]:  # no function has softcap
+        for field in fields(Options)[:-1]:  # except softcap, which no function takes
             parameters.append(Parameter(field.name, Parameter.POSITIONAL_OR_KEYWORD, default=field.default))
         made.append(_function(f"{prefix}_{packing}func", layout, len(tensors), len(own), Signature(parameters), run))
     return made
@@ -157,21 +160,21 @@ llama3_flash_attn_varlen_func, llama3_flash_attn_varlen_kvpacked_func, llama3_fl
 def llama3_flash_attn_prepare_cu_seqlens(
     cu_seqlens: Tensor, causal: bool, rank: int, world_size: int
 ) -> tuple[Tensor, Tensor, int, int, slice]:
-    """What the ``llama3`` functions take on one rank, from the global borders; asks no other rank.
+    """Return one rank's arguments of the ``llama3`` functions, from the global borders. No communication.
 
     Returns:
-        cu_seqlens_q: borders of the documents' parts among this rank's tokens, counted from its first.
-        cu_seqlens_k: borders of the keys that those see, counted from the first document's start.
-        max_seqlen_q, max_seqlen_k: the longest of each.
-        local_k_slice: which positions the keys have.
+        cu_seqlens_q: borders of the documents' parts among this rank's tokens, counted from its first token.
+        cu_seqlens_k: borders of the keys that these tokens see, counted from the first document's start.
+        max_seqlen_q, max_seqlen_k: the maximum length of each.
+        local_k_slice: the positions of the keys.
 
     Raises:
-        ValueError: the ranks can't hold equally many tokens.
+        ValueError: the number of tokens is not a multiple of ``world_size``.
     """
     total = int(cu_seqlens[-1])
     if total % world_size:
         raise ValueError(
-            f"cu_seqlens ends at {total}, which {world_size} ranks can't share equally; pad the last document to a "
+            f"cu_seqlens ends at {total}, which is not a multiple of {world_size} ranks; pad the last document to a "
             f"multiple of {world_size} tokens, or use burst_attention, which takes any length"
         )
     start, stop = rank * total // world_size, (rank + 1) * total // world_size
@@ -185,16 +188,16 @@ def llama3_flash_attn_prepare_cu_seqlens(
 
 
 def _borders(given: Any) -> Borders:
-    """As integers, checked to begin with 0 and never to fall."""
+    """Convert borders to integers; check that they start with 0 and never decrease."""
     borders = Mask(cu_seqlens=given).cu_seqlens
     assert isinstance(borders, tuple)
     return borders
 
 
 def substitute_hf_flash_attn(process_group: Any, heads_k_stride: int) -> None:
-    """Let transformers' models compute ``flash_attention_2``, and ``burst`` without a plan, over the ranks of a group.
+    """Run ``flash_attention_2`` of transformers' models over a group; ``burst`` then works without a plan too.
 
-    Needs transformers 5. ``heads_k_stride`` is not needed. A model that ours can't run is refused at its call.
+    Needs transformers 5. ``heads_k_stride`` is ignored. An unsupported model raises when it is called.
     """
     from .hf import substitute
 
@@ -202,14 +205,14 @@ def substitute_hf_flash_attn(process_group: Any, heads_k_stride: int) -> None:
 
 
 def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Any) -> None:
-    """Say which documents the next calls of models hold: global borders [0, ..., S], the same on all ranks.
+    """Set the documents of the next model calls: global borders [0, ..., S], the same on all ranks.
 
-    Each rank then passes consecutive parts of all documents laid end to end, with ``position_ids`` that restart at each
-    document or don't. Every rank of the group must call it.
+    Each rank then passes a consecutive part of the concatenated documents. ``position_ids`` may restart at each
+    document, but need not. Every rank of the group must call this function.
 
     Raises:
-        TypeError, ValueError: the ranks can't share the documents equally, or :func:`substitute_hf_flash_attn` was not
-            called for this group: the same class on every rank.
+        TypeError, ValueError: the number of tokens is not a multiple of the number of ranks, or
+            :func:`substitute_hf_flash_attn` was not called for this group. Every rank raises the same class.
     """
     from .hf import update
 

@@ -1,8 +1,7 @@
 """yunchang's LongContextAttention, computed by :func:`burst_attention.burst_attention`.
 
-One keyword differs. The module takes its groups as arguments instead of reading them from the process, so
-``ulysses_degree`` replaces ``set_seq_parallel_pg``. The planner chooses what is exchanged; the degree only says which
-rank holds which tokens.
+One difference: pass the group to the module and drop ``set_seq_parallel_pg``, whose Ulysses degree becomes the keyword
+``ulysses_degree``. The degree only describes which rank holds which tokens; the planner chooses the communication.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ class LongContextAttention(torch.nn.Module):
     """Attention over shards [B, S_local, heads, head dim] of one sequence.
 
     Args:
-        ring_impl_type: who holds what: ``basic`` (consecutive parts, in rank order), ``zigzag`` or ``strip``.
-        ulysses_degree: what ``set_seq_parallel_pg`` was given as ``sp_ulysses_degree``; any for ``basic``, else 1.
+        ring_impl_type: the layout: ``basic`` (consecutive parts, in rank order), ``zigzag`` or ``strip``.
+        ulysses_degree: the ``sp_ulysses_degree`` of ``set_seq_parallel_pg``; any for ``basic``, else 1.
         group: the ranks that share a sequence; None for all.
 
-    ``scatter_idx``, ``gather_idx``, ``use_pack_qkv``, ``use_sync`` and ``attn_type`` say how yunchang exchanges and
-    computes: they are not needed.
+    ``scatter_idx``, ``gather_idx``, ``use_pack_qkv``, ``use_sync`` and ``attn_type`` control yunchang's implementation
+    and are ignored.
 
     Raises:
-        ValueError: the shards would be others than those of our layouts.
+        ValueError: no layout of this library matches yunchang's shards.
     """
 
     def __init__(
@@ -49,8 +48,8 @@ class LongContextAttention(torch.nn.Module):
             raise ValueError(f"ring_impl_type={ring_impl_type!r} is unknown; choose one of {', '.join(LAYOUTS)}")
         if ring_impl_type != "basic" and ulysses_degree != 1:
             raise ValueError(
-                f"ulysses_degree={ulysses_degree} cuts {ring_impl_type}'s shards once more, which no layout does here; "
-                "cut them as for degree 1"
+                f"ulysses_degree={ulysses_degree} is not supported with ring_impl_type={ring_impl_type}; pass "
+                "ulysses_degree=1 and shard the sequence accordingly"
             )
         self.layout, self.group = LAYOUTS[ring_impl_type], group
 
@@ -68,10 +67,12 @@ class LongContextAttention(torch.nn.Module):
         deterministic: bool = False,
         return_attn_probs: bool = False,
     ) -> Tensor:
-        """out [B, S_local, heads, head dim], whatever ``return_attn_probs`` says. Every rank of the group must call it.
+        """Return out [B, S_local, heads, head dim]. Every rank of the group must call it.
+
+        ``return_attn_probs`` is ignored.
 
         Raises:
-            TypeError, ValueError: an argument can't be used, here or on another rank: the same class on every rank.
+            TypeError, ValueError: an argument is invalid on some rank. Every rank raises the same class.
         """
         options = Options(
             dropout_p,

@@ -1,4 +1,4 @@
-"""LAO: the tiles of one pair on one device, behind one contract."""
+"""Tile kernels: attention over the tiles of one pair on one device, all behind one contract (LAO)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .contract import Kernel, Measuring, capturing
 from .precision import HALVES
 from .prove import check_against_reference
 
-MANY_DOCUMENTS = 64  # documents of a sequence from which on a launch for each tile is too many
+MANY_DOCUMENTS = 64  # from this number of documents on, one launch per tile costs too much
 
 
 def _reference() -> Kernel:
@@ -42,7 +42,7 @@ def _flash(generation: int) -> Kernel:
 
 @functools.cache
 def _triton() -> Kernel:
-    """One for all calls: it remembers block sizes and tables."""
+    """Return the one shared Triton kernel, which caches block sizes and tables."""
     try:
         from .triton.kernel import Triton
     except ImportError as error:
@@ -68,17 +68,18 @@ KERNELS = tuple(_MAKERS)
 def choose(
     name: str, *, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int] = (64, 64), documents: int = 1
 ) -> Kernel:
-    """The kernel called ``name``, checked for what it is to do.
+    """Return the kernel ``name`` after checking that it supports the device, dtype and head dimensions.
 
-    On CPU ``auto`` is ``aten``, which rounds each tile to bf16 or fp16 inputs' dtype; ``aten-fp32`` does not and takes
-    about a third longer. On a GPU it is the first of :func:`candidates` that can be used here and proves right.
+    On the CPU, ``auto`` is ``aten``, which rounds each tile's result to the inputs' dtype, bf16 or fp16. ``aten-fp32``
+    does not round and takes about a third longer. On a GPU, ``auto`` is the first of :func:`candidates` that can be
+    used on this machine and agrees with the reference.
 
     Args:
-        head_dims: of q and k, and of v.
-        documents: that the mask packs.
+        head_dims: head dimensions (of q and k, of v).
+        documents: number of documents in the mask.
 
     Raises:
-        ValueError: the name is unknown, or the kernel can't do what is asked.
+        ValueError: the name is unknown, or the kernel does not support the call.
     """
     if name == "auto":
         return _choose_auto(device, dtype, head_dims, documents >= MANY_DOCUMENTS)[0]
@@ -90,9 +91,9 @@ def choose(
 
 
 def candidates(device: torch.device, dtype: torch.dtype, *, many: bool = False) -> tuple[str, ...]:
-    """What ``auto`` tries, in this order; ``many``: packed documents give too many tiles for a launch each.
+    """Return the kernels that ``auto`` tries, in order. All of them sum in a fixed order.
 
-    Only kernels that add up in a fixed order.
+    ``many``: the mask packs too many documents for one launch per tile.
     """
     if device.type == "cpu":
         return ("aten",)
@@ -105,7 +106,7 @@ def candidates(device: torch.device, dtype: torch.dtype, *, many: bool = False) 
 def explain(
     *, device: torch.device | str | int, dtype: torch.dtype, head_dims: tuple[int, int] = (64, 64), documents: int = 1
 ) -> str:
-    """What ``kernel="auto"`` picks for such a call, and why: a line for each candidate up to the one taken."""
+    """Explain which kernel ``auto`` picks for such a call: one line per candidate, up to the chosen one."""
     return "\n".join(_choose_auto(torch.device(device), dtype, head_dims, documents >= MANY_DOCUMENTS)[1])
 
 
@@ -114,20 +115,20 @@ def _choose_auto(
     device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], many: bool
 ) -> tuple[Kernel, tuple[str, ...]]:
     if capturing():
-        raise RuntimeError("kernel='auto' must be called once before a CUDA graph's capture: it proves what it takes")
+        raise RuntimeError("kernel='auto' tests kernels on its first call; call it once before capturing a CUDA graph")
     refused = []
     for name in candidates(device, dtype, many=many):
         try:
             kernel = choose(name, device=device, dtype=dtype, head_dims=head_dims)
-            # On CPU our tests prove them; GPUs, drivers and packages are too many for that.
+            # Our tests cover the CPU kernels. GPUs, drivers and packages vary too much, so test the kernel here.
             if device.type != "cpu" and name != "reference":
-                # With block sizes that need no measuring, while other ranks wait.
+                # Fixed block sizes need no measurement, so other ranks wait less.
                 fixed = kernel.untuned() if isinstance(kernel, Measuring) else kernel
                 check_against_reference(fixed, device, dtype, head_dims)
         except torch.OutOfMemoryError:
-            raise  # not the kernel's fault
-        except Exception as error:  # a package may fail in any way; explain() lists the reason
+            raise  # the kernel may be fine
+        except Exception as error:  # a package may fail in any way; explain() lists the error
             refused.append(f"{name}: no, {str(error).strip().partition(chr(10))[0]}")
             continue
-        return kernel, (*refused, f"{name}: taken for {dtype} on {device}")
+        return kernel, (*refused, f"{name}: chosen for {dtype} on {device}")
     raise ValueError(f"no kernel for {dtype} on {device}: {'; '.join(refused)}")

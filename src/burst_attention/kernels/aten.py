@@ -1,4 +1,4 @@
-"""Torch's own flash kernels, tile by tile: the CPU's, and on a GPU cuDNN's and the memory-efficient ones."""
+"""Torch's fused attention kernels, tile by tile: flash on the CPU, cuDNN and memory-efficient on GPUs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .stock import Stock
 
 @dataclass(frozen=True)
 class Aten(Stock[Piece]):
-    """Kernel over one of torch's fused attentions, which offer full, causal (top-left) and additive masks.
+    """Kernel over one of torch's fused attentions, which support full, causal (top-left) and additive masks.
 
-    Plain, each piece of a tile is computed and rounded in the io dtype; with ``upcast`` in fp32.
+    By default, each piece of a tile is computed and rounded in the io dtype; with ``upcast``, in fp32.
     """
 
     ops: AtenOps
@@ -43,31 +43,37 @@ class Aten(Stock[Piece]):
         return self.upcast or dtype == accumulation_dtype(dtype)
 
     def check_place(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Raise ValueError if the operator does not support the device or dtype."""
         self.ops.check(device, dtype)
 
     def launches(self, tiles: Tiles) -> Iterable[Piece]:
+        """Cut the tiles into pieces that the operator supports."""
         return cut(tiles)
 
     def leaves_rows_blind(self, launch: Piece) -> bool:
+        """Return whether the piece is masked, so that a row may see nothing."""
         return bool(launch.masked)
 
     def computed(self, x: Tensor, *, backward: bool) -> Tensor:
+        """Return ``x`` in the dtype that the operator computes in."""
         if self.upcast:
             return x.to(accumulation_dtype(x.dtype))
         half = self.ops.half_backward if backward and x.dtype == torch.float16 else None
         return x if half is None else x.to(half)
 
     def run_forward(self, launch: Piece, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Return (out, lse) of one piece's rows; a row that sees nothing gets lse -inf."""
         q = _slice(q, launch.q_start, launch.q_stop, launch.reverse)
         k, v = (_slice(x, launch.k_start, launch.k_stop, launch.reverse) for x in (k, v))
         mask = _additive_mask(launch, q)
         out, lse = self.ops.forward(q, k, v, MaskAndScale(mask, launch.causal, scale))
-        if mask is not None:  # what a row that sees nothing here gets differs from kernel to kernel
+        if mask is not None:  # for a row that sees nothing, kernels return different values
             blind = (mask == -math.inf).all(-1)
             out, lse = out.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, -math.inf)
         return (out.flip(2), lse.flip(2)) if launch.reverse else (out, lse)
 
     def run_backward(self, launch: Piece, inputs: tuple[Tensor, ...], lse: Tensor, scale: float) -> tuple[Tensor, ...]:
+        """Return (dq, dk, dv) of one piece's rows and columns."""
         dout, q, k, v, out = inputs
         dout, q, out, lse = (_slice(x, launch.q_start, launch.q_stop, launch.reverse) for x in (dout, q, out, lse))
         k, v = (_slice(x, launch.k_start, launch.k_stop, launch.reverse) for x in (k, v))
@@ -81,7 +87,7 @@ def _slice(x: Tensor, start: int, stop: int, reverse: bool) -> Tensor:
 
 
 def _additive_mask(piece: Piece, like: Tensor) -> Tensor | None:
-    """[1, 1, rows, columns] of 0 and -inf in the inputs' dtype: the kernel misreads any other without a word."""
+    """Return [1, 1, rows, columns] of 0 and -inf in the inputs' dtype. The kernel silently misreads other dtypes."""
     if not piece.masked:
         return None
     rows, columns = piece.q_stop - piece.q_start, piece.k_stop - piece.k_start

@@ -1,6 +1,7 @@
-"""Torch's fused attentions under one signature, with their quirks ironed out.
+"""Torch's fused attention operators behind one interface that hides their differences.
 
-All take [B, H, S, D] of one width and give the natural-log lse [B, Hq, Sq] in fp32 (fp64 for fp64).
+They take [B, H, S, D] of one head dimension and return the natural-log lse [B, Hq, Sq] in fp32 (fp64 for fp64).
+:class:`CudaFlash` takes [B, S, H, D] instead, as :class:`~.windowed.WindowedOps` requires.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ _aten = torch.ops.aten
 
 
 class MaskAndScale(NamedTuple):
-    """What is seen, and how it is scaled: all, a triangle aligned to the top left, or [1, 1, rows, columns] added."""
+    """The mask and scale of a call.
+
+    Everything is visible, unless ``causal`` (a triangle aligned to the top left) or ``mask`` ([1, 1, rows, columns],
+    added to the scores) is set.
+    """
 
     mask: Tensor | None
     causal: bool
@@ -29,11 +34,12 @@ class MaskAndScale(NamedTuple):
 
 
 class AtenOps(Protocol):
-    """A fused attention.
+    """A fused attention operator.
 
     Attributes:
-        multiple, widest: of head dims; None for no limit.
-        half_backward: what fp16 inputs are computed in backward; None for themselves.
+        multiple: head dimensions are padded to a multiple of this.
+        widest: the maximum head dimension; None for no limit.
+        half_backward: the backward's dtype for fp16 inputs; None for fp16.
     """
 
     @property
@@ -49,17 +55,17 @@ class AtenOps(Protocol):
     def half_backward(self) -> torch.dtype | None: ...
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Raise ValueError for what it can't do."""
+        """Raise ValueError if the device or dtype is not supported."""
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: MaskAndScale) -> tuple[Tensor, Tensor]:
-        """(out, lse)."""
+        """Return (out, lse)."""
         ...
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: MaskAndScale
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv)."""
+        """Return (dq, dk, dv)."""
         ...
 
 
@@ -70,16 +76,18 @@ class CpuFlash:
     name: ClassVar[str] = "aten"
     multiple: ClassVar[int] = 1
     widest: ClassVar[int | None] = None
-    # The fp16 backward is an order of magnitude slower than the fp32 one.
+    # The fp16 backward is about ten times slower than the fp32 backward.
     half_backward: ClassVar[torch.dtype | None] = torch.float32
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Raise ValueError unless the device is the CPU and the dtype is supported."""
         if device.type != "cpu":
             raise ValueError(f"kernel='aten' runs on cpu, the tensors are on {device}; use kernel='aten-flash'")
         if dtype not in DTYPES:
             raise ValueError(f"kernel='aten' does not take {dtype}; use one of {', '.join(map(str, DTYPES))}")
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: MaskAndScale) -> tuple[Tensor, Tensor]:
+        """Return (out, lse) of the CPU operator."""
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, seen.causal, attn_mask=seen.mask, scale=seen.scale
         )
@@ -88,6 +96,7 @@ class CpuFlash:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: MaskAndScale
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq, dk, dv) of the CPU operator."""
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, q, k, v, out, lse, 0.0, seen.causal, attn_mask=seen.mask, scale=seen.scale
         )
@@ -98,7 +107,7 @@ class CpuFlash:
 class Cudnn:
     """``_scaled_dot_product_cudnn_attention``: its lse is [B, H, Sq, 1].
 
-    It wants dO and out in one order of memory, and fails on a single query or key: those go to the efficient one.
+    It needs dO and out in the same memory order. It fails on a single query or key; :class:`Efficient` computes those.
     """
 
     name: ClassVar[str] = "aten-cudnn"
@@ -107,9 +116,11 @@ class Cudnn:
     half_backward: ClassVar[torch.dtype | None] = None
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Raise ValueError unless cuDNN supports the device and dtype."""
         check_gpu(self.name, device, dtype, range(8, 13))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: MaskAndScale) -> tuple[Tensor, Tensor]:
+        """Return (out, lse) of cuDNN, or of :class:`Efficient` for a single query or key."""
         if min(q.shape[2], k.shape[2]) == 1:
             return Efficient().forward(q, k, v, seen)
         k, v = (_repeated(x, q) for x in (k, v))
@@ -122,6 +133,7 @@ class Cudnn:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: MaskAndScale
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq, dk, dv) of cuDNN, or of :class:`Efficient` for a single query or key."""
         if min(q.shape[2], k.shape[2]) == 1:
             return Efficient().backward(dout, q, k, v, out, lse, seen)
         heads, mask = k.shape[1], _aligned(seen.mask, q, heads=1)
@@ -136,9 +148,9 @@ class Cudnn:
 
 @dataclass(frozen=True)
 class Efficient:
-    """``_scaled_dot_product_efficient_attention``: its lse's rows are padded to a multiple of 32. Takes fp32 too.
+    """``_scaled_dot_product_efficient_attention``: pads the lse's rows to a multiple of 32. Supports fp32 too.
 
-    Its backward reads ``out`` as [B, S, H, D] in memory, whatever its strides say.
+    Its backward assumes that ``out`` is [B, S, H, D] in memory and ignores its strides.
     """
 
     name: ClassVar[str] = "aten-efficient"
@@ -147,9 +159,11 @@ class Efficient:
     half_backward: ClassVar[torch.dtype | None] = None
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Raise ValueError unless the device is a GPU and the dtype is supported."""
         check_gpu(self.name, device, torch.float16 if dtype == torch.float32 else dtype, range(8, 13))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: MaskAndScale) -> tuple[Tensor, Tensor]:
+        """Return (out, lse) without the padding of lse."""
         k, v = (_repeated(x, q) for x in (k, v))
         mask = _aligned(seen.mask, q, heads=q.shape[1])
         out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
@@ -160,8 +174,9 @@ class Efficient:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: MaskAndScale
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq, dk, dv) from a padded lse."""
         heads, mask = k.shape[1], _aligned(seen.mask, q, heads=q.shape[1])
-        padded = pad(lse, (0, -lse.shape[-1] % 32), value=math.inf).contiguous()  # P = 0 in rows that don't exist
+        padded = pad(lse, (0, -lse.shape[-1] % 32), value=math.inf).contiguous()  # lse inf gives P = 0 in padded rows
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
         tail = (*_no_dropout(q), 0.0, [True, True, True, False], seen.causal)
         dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
@@ -172,18 +187,20 @@ class Efficient:
 
 @dataclass(frozen=True)
 class CudaFlash:
-    """FlashAttention-2 as torch carries it, ``_flash_attention_forward``, for :class:`~.windowed.Windowed`.
+    """Torch's FlashAttention-2, ``_flash_attention_forward``, for :class:`~.windowed.Windowed`.
 
-    Its backward adds up dQ in any order unless ``torch.use_deterministic_algorithms(True)``.
+    Its backward sums dQ in no fixed order unless ``torch.use_deterministic_algorithms(True)``.
     """
 
     name: ClassVar[str] = "aten-flash"
     widest: ClassVar[int] = WIDEST
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Raise ValueError unless the operator supports the device and dtype."""
         check_gpu(self.name, device, dtype, range(8, 13))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, window: Window, scale: float) -> tuple[Tensor, Tensor]:
+        """Return (out, lse) of the GPU operator."""
         lengths = (None, None, q.shape[1], k.shape[1])
         out, lse, *_ = _aten._flash_attention_forward(
             q, k, v, *lengths, 0.0, False, False, scale=scale, **_sides(window)
@@ -193,6 +210,7 @@ class CudaFlash:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: Window, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq, dk, dv) of the GPU operator."""
         lengths = (None, None, q.shape[1], k.shape[1])
         dq, dk, dv = _aten._flash_attention_backward(
             dout, q, k, v, out, lse, *lengths, 0.0, False, *_no_dropout(q), scale=scale, **_sides(window)
@@ -206,12 +224,12 @@ def _sides(window: Window) -> dict[str, int]:
 
 
 def _no_dropout(like: Tensor) -> tuple[Tensor, ...]:
-    """A generator's state that nothing is drawn from."""
+    """Return a generator state that is never used."""
     return tuple(torch.zeros((), dtype=torch.int64, device=like.device) for _ in range(2))
 
 
 def _aligned(mask: Tensor | None, q: Tensor, *, heads: int) -> Tensor | None:
-    """[B, heads, rows, columns] whose rows begin at multiples of 16 bytes: GPU kernels refuse others."""
+    """Return the mask as [B, heads, rows, columns] with rows aligned to 16 bytes, as GPU kernels require."""
     if mask is None:
         return None
     columns = mask.shape[-1]
@@ -219,10 +237,10 @@ def _aligned(mask: Tensor | None, q: Tensor, *, heads: int) -> Tensor | None:
 
 
 def _repeated(x: Tensor, q: Tensor) -> Tensor:
-    """As many key-value heads as query heads."""
+    """Repeat key-value heads to the number of query heads."""
     return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], 1)
 
 
 def _summed(gradient: Tensor, heads: int) -> Tensor:
-    """The gradient of what :func:`_repeated` repeated, summed in fp32."""
+    """Reduce the gradient of :func:`_repeated` to ``heads`` key-value heads, summed in fp32."""
     return gradient if gradient.shape[1] == heads else gradient.float().unflatten(1, (heads, -1)).sum(2)

@@ -1,4 +1,4 @@
-"""What a tile kernel promises. A kernel knows the tiles of one pair on one device, and nothing of ranks."""
+"""The contract of tile kernels. A kernel computes the tiles of one pair on one device; it knows no ranks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from ..plan.tile import Tile, Tiles
 
 @dataclass(frozen=True, eq=False)
 class BackwardInputs:
-    """What a backward computes from: the pair of the forward, and its rows' dO, lse and D = rowsum(dO * out).
+    """Inputs of a backward: the forward's inputs and the rows' dO, lse and D = rowsum(dO * out).
 
-    dout [B, Hq, Sq, Dv]; lse and delta [B, Hq, Sq], fp32 or fp64, belong to the whole row; the rest as in the forward.
-    ``final``: nothing will be added to the gradients, so they may be rounded to the io dtype already, once.
+    dout is [B, Hq, Sq, Dv]. lse and delta are [B, Hq, Sq] in fp32 or fp64 and cover the whole row, not only these
+    tiles. The rest is as in the forward. ``final``: nothing is added to the gradients later, so the kernel may round
+    them to the io dtype.
     """
 
     dout: Tensor
@@ -34,27 +35,27 @@ class BackwardInputs:
 class Kernel(Protocol):
     """Attention over all tiles of one pair: queries [B, Hq, Sq, D], keys [B, Hkv, Sk, D], values [B, Hkv, Sk, Dv].
 
-    The tensors hold just the rows that some tile touches, may be strided (the last dim is dense) and are never
-    written to. Hq % Hkv == 0. Tiles are disjoint; every row and every column of a tile sees something. ``scale`` > 0.
+    The tensors contain only rows that some tile covers. They may be strided, with a dense last dim, and are read-only.
+    Hq % Hkv == 0. Tiles are disjoint. Each row and each column of a tile has at least one visible entry. ``scale`` > 0.
     """
 
     @property
     def name(self) -> str: ...
 
     def exact_partials(self, dtype: torch.dtype) -> bool:
-        """Are the results for inputs of ``dtype`` accumulated and returned in fp32 (fp64 for fp64)?"""
+        """Return whether results for ``dtype`` inputs are accumulated and returned in fp32 (fp64 for fp64)."""
         ...
 
     def check(self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int]) -> None:
-        """Raise ValueError naming what this kernel can't do, and the remedy. ``head_dims``: of q and k, and of v."""
+        """Raise ValueError with a remedy if the kernel does not support these. ``head_dims``: (of q and k, of v)."""
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
-        """(out [B, Hq, Sq, Dv], lse [B, Hq, Sq] fp32 or fp64); out 0 and lse -inf where no tile covers a row."""
+        """Return (out [B, Hq, Sq, Dv], lse [B, Hq, Sq] fp32 or fp64). Rows without a tile get out 0 and lse -inf."""
         ...
 
     def backward(self, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv) of these tiles alone, in the shapes of q, k, v.
+        """Return (dq, dk, dv) of these tiles only, in the shapes of q, k, v.
 
         P = exp(scale q k' - lse), dV = P' dO, dS = P * (dO v' - delta), dQ = scale dS k, dK = scale dS' q
         (FlashAttention-2, arXiv 2307.08691, algorithm 2).
@@ -64,12 +65,12 @@ class Kernel(Protocol):
 
 @runtime_checkable
 class Continuing(Kernel, Protocol):
-    """A kernel that can go on with what it gave for other tiles of the same rows."""
+    """A kernel that can add tiles to an earlier result of the same rows."""
 
     def extend(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, out: Tensor, lse: Tensor) -> None:
         """Fold these tiles into the running (out, lse) of their rows, in place and in the accumulation dtype.
 
-        It does what :func:`burst_attention.kernels.merge.merge_` does, without another pass over memory. ``out`` and
+        Same result as :func:`burst_attention.kernels.merge.merge_`, but without another pass over memory. ``out`` and
         ``lse`` may be strided.
         """
         ...
@@ -77,24 +78,24 @@ class Continuing(Kernel, Protocol):
 
 @runtime_checkable
 class Measuring(Kernel, Protocol):
-    """A kernel that measures on first use which of its programs is the fastest."""
+    """A kernel that measures on first use which of its configurations is fastest."""
 
     def untuned(self) -> Kernel:
-        """The same with one fixed choice."""
+        """Return the same kernel with one fixed configuration."""
         ...
 
 
 def capturing() -> bool:
-    """Is a CUDA graph being captured from the current stream? Builds without CUDA can't be asked."""
+    """Return whether the current stream is being captured in a CUDA graph; False without CUDA."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Within it the device of ``x`` is CUDA's current one: Triton launches there, wherever the tensors are."""
+    """Make the device of ``x`` CUDA's current one: Triton launches on the current device."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def band_seen(tile: Tile, device: torch.device) -> Tensor:
-    """bool [rows, columns]: what of a tile is seen."""
+    """Return bool [rows, columns]: the visible entries of a tile."""
     distance = torch.arange(tile.rows, device=device).unsqueeze(1) - torch.arange(tile.columns, device=device)
     return (distance >= tile.lo) & (distance <= tile.hi)

@@ -1,8 +1,8 @@
 """FlashAttention 2, 3 and 4 (arXiv 2307.08691, 2407.08608; package flash_attn), by their private forward and backward.
 
-The public functions don't return the lse, or give it no gradient. The private ones change between versions, so we read
-their parameters at import. An unknown parameter without a default is refused, and so is an lse of another shape. Both
-messages name the version.
+The public functions don't return the lse, or give it no gradient. The private functions change between versions, so
+their signatures are checked at import. An unknown parameter without a default raises an error that names the version.
+An lse of an unexpected shape also raises an error.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .windowed import Window
 
 @dataclass(frozen=True)
 class Generation:
-    """A FlashAttention package, its module, and the devices that it runs on."""
+    """Where one FlashAttention generation is installed, and which GPUs it supports."""
 
-    package: str  # named in messages, with its version
+    package: str  # the distribution, named in errors
     module: str
     forward: str
     backward: str
     capabilities: range  # compute capability, major
-    unlimited: int | None  # what it takes for a side of the window without a limit
+    unlimited: int | None  # value for an unlimited side of the window
     widest: int  # head dim
 
 
@@ -48,7 +48,7 @@ GENERATIONS = {
     3: Generation(
         "flash-attn-3", "flash_attn_interface", "_flash_attn_forward", "_flash_attn_backward", range(9, 10), -1, 256
     ),
-    # On capability 9.x its backward has neither windows nor a fixed order of sums.
+    # On capability 9.x, its backward supports neither windows nor a fixed summation order.
     4: Generation(
         "flash-attn-4", "flash_attn.cute.interface", "_flash_attn_fwd", "_flash_attn_bwd", range(10, 12), None, 128
     ),
@@ -57,7 +57,7 @@ GENERATIONS = {
 
 @dataclass(frozen=True)
 class FlashOps:
-    """One generation's functions for :class:`~.windowed.Windowed`, backwards in a fixed order of sums."""
+    """One generation's functions for :class:`~.windowed.Windowed`. Backwards sum in a fixed order."""
 
     generation: int
     run: Callable[..., Any]
@@ -72,22 +72,25 @@ class FlashOps:
         return GENERATIONS[self.generation].widest
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Raise ValueError unless this generation supports the GPU and the dtype."""
         check_gpu(self.name, device, dtype, GENERATIONS[self.generation].capabilities)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, window: Window, scale: float) -> tuple[Tensor, Tensor]:
+        """Return (out, lse) of the package's forward."""
         out, lse, *_ = self.run({"q": q, "k": k, "v": v, **self._settings(window, scale)})
         return out, lse
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: Window, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq, dk, dv) that the package's backward wrote."""
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "dq": dq, "dk": dk, "dv": dv}
         self.run_back({**tensors, "softmax_lse": lse, "lse": lse, **self._settings(window, scale)})
         return dq, dk, dv
 
     def _settings(self, window: Window, scale: float) -> dict[str, Any]:
-        """Every setting under every name that some version has for it."""
+        """Return every setting under each name that some version uses."""
         unlimited = GENERATIONS[self.generation].unlimited
         left, right = (unlimited if side is None else side for side in window)
         return SETTINGS | {
@@ -98,7 +101,7 @@ class FlashOps:
         }
 
 
-# A causal mask is a window with nothing to the right: the kernels find that out by themselves.
+# We never pass causal=True: a causal mask is a window with 0 keys to the right, which the kernels detect.
 SETTINGS: dict[str, Any] = {
     "dropout_p": 0.0,
     "causal": False,
@@ -118,15 +121,15 @@ BACKWARD = FORWARD | {"dout", "out", "dq", "dk", "dv", "deterministic"}
 
 @cache
 def flash_ops(generation: int) -> FlashOps:
-    """The functions of one generation, imported and looked at.
+    """Import the functions of one generation and check their signatures.
 
     Raises:
-        ValueError: it is not installed, or is a version that is not known here.
+        ValueError: the package is not installed, or its version is not supported.
     """
     source = GENERATIONS[generation]
     try:
         module = importlib.import_module(source.module)
-    except Exception as error:  # missing, or built for another CUDA or other dependencies
+    except Exception as error:  # missing, or built for another CUDA version or incompatible dependencies
         raise ValueError(
             f"kernel='flash{generation}' needs {source.module} ({type(error).__name__}: {error}): pip install "
             f"{source.package}, or use kernel='triton'"
@@ -137,7 +140,7 @@ def flash_ops(generation: int) -> FlashOps:
 
 
 def version_of(package: str) -> str:
-    """As installed; ``unknown`` if the installation does not tell."""
+    """Return the installed version, or ``unknown``."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -147,19 +150,22 @@ def version_of(package: str) -> str:
 def _called_by_name(
     source: Generation, function: Any, name: str, needed: set[str], others: set[str]
 ) -> Callable[[Mapping[str, Any]], Any]:
-    """``function`` as one of a mapping, from which it is given what it takes: all that is ``needed``, a window, and
-    perhaps ``others``."""
+    """Wrap ``function`` to take its arguments from a mapping, by name.
+
+    The function must have the ``needed`` parameters and a window. It may have ``others``. It must have no unknown
+    parameters without a default.
+    """
     version = f"{source.package} {version_of(source.package)}"
     if function is None:
         raise ValueError(
-            f"{version}: {source.module} has no {name}; install a version that has, or use kernel='triton'"
+            f"{version}: {source.module} has no {name}; install a version that has it, or use kernel='triton'"
         )
     takes = _parameters(function)
     lacking = needed - set(takes)
     strange = {n for n, optional in takes.items() if not optional} - needed - others - WINDOWS - set(SETTINGS)
     if lacking or strange or not WINDOWS & set(takes):
         raise ValueError(
-            f"{version}: {name}({', '.join(takes)}) is not a form of it that is known here; install another version, "
+            f"{version}: {name}({', '.join(takes)}) has an unsupported signature; install another version, "
             "or use kernel='triton'"
         )
 
@@ -170,7 +176,10 @@ def _called_by_name(
 
 
 def _parameters(function: Any) -> dict[str, bool]:
-    """name -> has it a default? An operator of torch says so in its schema, a function in its signature."""
+    """Map each parameter's name to whether it has a default.
+
+    Torch operators list parameters in their schema, functions in their signature.
+    """
     overload = getattr(function, "_opoverload", None)
     if overload is not None:
         return {argument.name: argument.has_default_value() for argument in overload._schema.arguments}

@@ -1,6 +1,6 @@
-"""Joining partial results: sums, and online softmax (arXiv 2403.09347, equation 4; arXiv 1805.02867).
+"""Merge partial results: sums and online softmax (arXiv 2403.09347, equation 4; arXiv 1805.02867).
 
-Head by head: what is widened to fp32 for the moment is one head of a shard, not the shard.
+The functions process one head at a time. Only that head's temporary fp32 copy is in memory, not the shard's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def blank_output(q: Tensor, v: Tensor, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The identity of :func:`merge_`: out 0 [B, Hq, rows, Dv] and lse -inf [B, Hq, rows]."""
+    """Return the identity of :func:`merge_`: out 0 [B, Hq, rows, Dv] and lse -inf [B, Hq, rows]."""
     batch, heads = q.shape[:2]
     return q.new_zeros(batch, heads, rows, v.shape[-1], dtype=dtype), q.new_full(
         (batch, heads, rows), -math.inf, dtype=dtype
@@ -22,8 +22,8 @@ def blank_output(q: Tensor, v: Tensor, rows: int, dtype: torch.dtype) -> tuple[T
 def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     """Fold (part_out, part_lse) into (out, lse) in place.
 
-    l = logaddexp(l1, l2); out = out1 e^(l1 - l) + out2 e^(l2 - l), a side with lse -inf counting nothing. The weights
-    sum to one, so one interpolation does it. fp32, or fp64 for fp64.
+    l = logaddexp(l1, l2); out = out1 e^(l1 - l) + out2 e^(l2 - l). A side with lse -inf has weight 0. The weights
+    sum to one, so this is one linear interpolation. In fp32, or fp64 for fp64 inputs.
     """
     total = torch.logaddexp(lse, part_lse)
     weight = torch.exp(part_lse - total).masked_fill_(part_lse == -math.inf, 0.0)  # -inf - -inf would be NaN
@@ -34,13 +34,13 @@ def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None
 
 
 def add_(total: Tensor, part: Tensor) -> None:
-    """total += part [B, H, rows, D]."""
+    """Add ``part`` [B, H, rows, D] to ``total`` in place."""
     for head in range(total.shape[1]):
         total[:, head] += part[:, head]
 
 
 def row_dot(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """rowsum(a * b) [B, H, rows] of two tensors [B, H, rows, D], computed in ``dtype``."""
+    """Return rowsum(a * b) [B, H, rows] of two tensors [B, H, rows, D], computed in ``dtype``."""
     result = a.new_empty(a.shape[:3], dtype=dtype)
     for head in range(a.shape[1]):
         result[:, head] = (a[:, head].to(dtype) * b[:, head].to(dtype)).sum(-1)

@@ -1,8 +1,8 @@
-"""Propagate NaN and infinity in inputs to NaN in exactly the rows that see them.
+"""Contain non-finite values (NaN, inf): only rows that see one get NaN.
 
-Some kernels multiply masked values by 0, and 0 * NaN is NaN. Others drop a NaN when they look for a maximum. So a call
-with non-finite inputs is computed without them, and its results are then marked with NaN according to the mask. Finite
-calls pay only for the check: a sum over each tensor.
+Some kernels multiply masked entries by 0, and 0 * NaN is NaN. Others drop a NaN when they compute a maximum. We
+therefore replace rows that have non-finite values by 0, run the kernel, and set NaN in the results according to the
+bands. Calls with only finite values pay for the test, one sum per tensor.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ RunBackward = Callable[[BackwardInputs], tuple[Tensor, Tensor, Tensor]]
 
 
 def suspected(*tensors: Tensor) -> bool:
-    """May one of them hold a NaN or an infinity? True also of finite numbers whose sum overflows.
+    """Return whether a CPU tensor may contain NaN or inf. True also if a sum of finite numbers overflows.
 
-    Of tensors on the CPU; of others it says False, for the host would have to wait for the answer.
+    Tensors on other devices are not tested, because the host would have to wait for the result.
     """
-    # A sum of fp16 numbers is all too soon more than fp16 holds; the other dtypes reach as far as their sums.
+    # Sums of fp16 numbers overflow easily, so sum them in fp32.
     return any(
         x.is_cpu and not math.isfinite(x.sum(dtype=torch.float32 if x.dtype == torch.float16 else None))
         for x in tensors
@@ -34,9 +34,10 @@ def suspected(*tensors: Tensor) -> bool:
 
 
 def contained_forward(run: RunForward, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> tuple[Tensor, Tensor]:
-    """(out, lse) of ``run(q, k, v)``: lse NaN in rows of such a query or that see such a key, out also of such a value.
+    """Return (out, lse) of ``run(q, k, v)``, with NaN in the rows that non-finite inputs affect.
 
-    Other rows are as if what they don't see were 0.
+    lse is NaN in rows whose query is non-finite or that see a non-finite key. out is NaN in these rows and in rows that
+    see a non-finite value. Other rows are not affected.
     """
     if not suspected(q, k, v):
         return run(q, k, v)
@@ -48,12 +49,12 @@ def contained_forward(run: RunForward, q: Tensor, k: Tensor, v: Tensor, tiles: T
 
 
 def contained_backward(run: RunBackward, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of ``run(inputs)``, NaN where rows with a NaN have a share in them.
+    """Return (dq, dk, dv) of ``run(inputs)``, with NaN where non-finite rows contribute.
 
-    A row whose probabilities or dO are lost has its part in dq, dk and dv; one that only D is lost of, as it is if a
-    value is NaN, not in dv.
+    A row with non-finite probabilities or dO affects dq, dk and dv. A row where only D is non-finite, for example
+    because a value is NaN, affects dq and dk.
     """
-    # A row that no tile covers has lse -inf, and exp(-inf - -inf) is NaN; any finite lse gives it gradient 0.
+    # A row without a tile has lse -inf, and exp(-inf - -inf) is NaN. Any finite lse gives gradient 0.
     lse, delta, tiles = inputs.lse.masked_fill(inputs.lse == -math.inf, 0.0), inputs.delta, inputs.tiles
     tensors = (inputs.dout, inputs.q, inputs.k, inputs.v)
     if not suspected(*tensors, lse, delta):
@@ -72,7 +73,7 @@ def contained_backward(run: RunBackward, inputs: BackwardInputs) -> tuple[Tensor
 
 
 def rows_that_see(keys: Tensor, tiles: Tiles, *, like: Tensor) -> Tensor:
-    """bool [B, Hq, Sq] as ``like``: which rows see one of the ``keys``, bool [B, Hkv, Sk]."""
+    """Return which rows, bool [B, Hq, Sq] as ``like``, see one of the ``keys``, bool [B, Hkv, Sk]."""
     keys, reached = keys.repeat_interleave(like.shape[1] // keys.shape[1], 1), torch.zeros_like(like)
     if keys.any():
         for tile in tiles:
@@ -83,7 +84,7 @@ def rows_that_see(keys: Tensor, tiles: Tiles, *, like: Tensor) -> Tensor:
 
 
 def keys_seen_by(rows: Tensor, tiles: Tiles, *, like: Tensor) -> Tensor:
-    """bool [B, Hkv, Sk] as ``like``: which keys one of the ``rows``, bool [B, Hq, Sq], sees."""
+    """Return which keys, bool [B, Hkv, Sk] as ``like``, are seen by one of the ``rows``, bool [B, Hq, Sq]."""
     rows, reached = rows.unflatten(1, (like.shape[1], -1)).any(2), torch.zeros_like(like)
     if rows.any():
         for tile in tiles:
@@ -94,13 +95,13 @@ def keys_seen_by(rows: Tensor, tiles: Tiles, *, like: Tensor) -> Tensor:
 
 
 def _any_within(flags: Tensor, first: Tensor, last: Tensor) -> Tensor:
-    """[B, H, len(first)]: is one of ``flags[first : last + 1]`` set? Both ends may lie outside."""
+    """Return [B, H, len(first)]: whether one of ``flags[first : last + 1]`` is set. Ends may be out of range."""
     length = flags.shape[2]
     counts = torch.nn.functional.pad(flags.cumsum(2), (1, 0))
     return counts[:, :, (last + 1).clamp(0, length)] > counts[:, :, first.clamp(0, length)]
 
 
 def _cleaned(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``x`` with 0 in all of the rows [B, H, S] that hold a NaN or an infinity, and which these are."""
+    """Return ``x`` with its non-finite rows set to 0, and a bool [B, H, S] that marks these rows."""
     bad = ~x.isfinite().all(-1)
     return x.masked_fill(bad.unsqueeze(-1), 0.0), bad

@@ -1,6 +1,6 @@
-"""Cutting tiles into what a stock flash kernel offers: full, top-left causal, and small masked rectangles.
+"""Cut tiles into shapes that a stock flash kernel supports: full, top-left causal and small masked rectangles.
 
-Integers only. A window so costs what it covers, and thousands of tiny documents cost few launches.
+Works on integers only. A window costs about what it covers, and thousands of tiny documents need few launches.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 from ..plan.tile import Tile, Tiles
 
-SMALL = 256  # rows and columns up to which a masked rectangle is cheaper than several launches
+SMALL = 256  # up to this many rows and columns, a masked rectangle is cheaper than several launches
 
 
 @dataclass(frozen=True)
 class Piece:
     """Rows x columns of a pair for one launch.
 
-    Neither ``causal`` nor ``masked``: all is seen. ``reverse``: read rows and columns backwards, which turns the keys
-    before a window's start into a causal triangle's upper half. ``masked``: seen is what these tiles say.
+    Neither ``causal`` nor ``masked``: everything is visible. ``reverse``: read rows and columns backwards, which turns
+    a window's start into a causal triangle. ``masked``: only the entries of these tiles are visible.
     """
 
     q_start: int
@@ -31,7 +31,7 @@ class Piece:
 
 
 def cut(tiles: Tiles) -> Iterator[Piece]:
-    """Disjoint pieces that cover the tiles."""
+    """Cut tiles into disjoint pieces that cover them."""
     small: list[Tile] = []
     for tile in tiles:
         if small and not _fits((*small, tile)):
@@ -67,13 +67,13 @@ def _cut_band(tile: Tile) -> Iterator[Piece]:
     if tile.full:
         yield Piece(*corners)
     elif not tile.bounded_below:
-        # Every row sees the first -lo columns; from there on the triangle starts at the corner.
+        # Every row sees the first -lo columns. The causal triangle starts after them.
         edge = tile.k_start - tile.lo
         if edge > tile.k_start:
             yield Piece(tile.q_start, tile.q_stop, tile.k_start, edge)
         yield Piece(tile.q_start, tile.q_stop, edge, tile.k_stop, causal=True)
     elif not tile.bounded_above:
-        # The same from the far corner: every row sees the last columns.
+        # The mirror image: every row sees the last columns, and the triangle ends before them.
         edge = tile.k_stop - (tile.hi - (tile.rows - tile.columns))
         if edge < tile.k_stop:
             yield Piece(tile.q_start, tile.q_stop, edge, tile.k_stop)
@@ -83,12 +83,12 @@ def _cut_band(tile: Tile) -> Iterator[Piece]:
 
 
 def _cut_window(tile: Tile) -> Iterator[Piece]:
-    """A band cut off on both sides: by blocks of rows, each a masked rectangle or, if wide, two triangles."""
+    """Cut a band limited on both sides into row blocks: masked rectangles or, for wide bands, two triangles each."""
     width = tile.hi - tile.lo + 1
     height = width if width >= SMALL else SMALL // 2
     for top in range(0, tile.rows, height):
         rows = (top, min(top + height, tile.rows))
-        edge = min(max(0, top - tile.lo + 1), tile.columns)  # after the last column that the block's first row sees
+        edge = min(max(0, top - tile.lo + 1), tile.columns)  # first column that the block's first row does not see
         halves = [(0, edge), (edge, tile.columns)] if width >= SMALL else [(0, tile.columns)]
         for columns in halves:
             part = tile.part(rows, columns)

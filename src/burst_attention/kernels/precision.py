@@ -1,4 +1,4 @@
-"""The dtypes that there are, what sums of them are kept in, and what of them goes over the wire."""
+"""Supported dtypes, their accumulation dtypes and their wire dtypes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ DTYPES = (torch.float64, torch.float32, *HALVES)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums of ``dtype`` are kept in."""
+    """Return the dtype in which values of ``dtype`` are summed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def wire_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What a partial result of ``dtype`` inputs is rounded to before it is sent.
+    """Return the dtype in which partial results of ``dtype`` inputs are sent.
 
-    fp16 stays in fp32: a part of a sum may overflow where the sum does not.
+    Partial results of fp16 inputs are sent in fp32, because a partial sum can overflow fp16 even if the sum does not.
     """
     return torch.float32 if dtype == torch.float16 else dtype

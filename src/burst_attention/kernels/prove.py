@@ -1,4 +1,4 @@
-"""A kernel against the reference, on the device at hand: before ``auto`` takes it."""
+"""Compare a kernel with the reference on the current device, before ``auto`` chooses it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from .contract import BackwardInputs, Continuing, Kernel
 from .merge import row_dot
 from .reference import Reference
 
-# Causal; a window over a tall and over a wide rectangle, so that it matters from which corner it is counted; full; a
-# tall one that is limited to the left alone. Several blocks each, odd sizes, rows and columns that no tile covers.
+# In order: causal; windows over a tall and over a wide rectangle, which differ by the corner they are aligned to; full;
+# tall and limited on the left only. Each has several blocks and odd sizes; some rows and columns have no tile.
 TILES = Tiles(
     np.array(
         [
@@ -32,20 +32,21 @@ BOUNDS = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}  # rel
 def check_against_reference(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], *, fixed_order: bool = True
 ) -> None:
-    """Raise ArithmeticError unless small calls of ``kernel`` come out right, with ``fixed_order`` the same twice.
+    """Raise ArithmeticError if ``kernel`` gives wrong results on small inputs.
 
-    fp64 on the CPU is the judge, whatever is set for products on the device.
+    The reference runs in fp64 on the CPU, independent of the device's matmul precision. With ``fixed_order``, two runs
+    must also be bit-equal.
     """
     make = torch.Generator().manual_seed(0)
     shapes = ((4, ROWS, head_dims[1]), (4, ROWS, head_dims[0]), (2, COLUMNS, head_dims[0]), (2, COLUMNS, head_dims[1]))
-    # As models have them, [B, S, H, D] in memory.
+    # Models have [B, S, H, D] in memory.
     dout, q, k, v = (
         torch.randn(2, rows, heads, dim, generator=make, device="cpu").to(dtype).transpose(1, 2)
         for heads, rows, dim in shapes
     )
     with torch.autocast("cpu", enabled=False), torch.autocast(device.type, enabled=False):
         _check(kernel, device, (dout, q, k, v), 0.0, fixed_order)
-        # Rows whose D comes of the lse's gradient alone: no column of dO can carry it.
+        # In rows with dO = 0, D comes only from the lse's gradient, and no column of dO can carry it.
         dout[:, :, 100:200] = 0
         _check(kernel, device, (dout, q, k, v), 1.0, fixed_order)
 
@@ -57,19 +58,19 @@ def _check(kernel: Kernel, device: torch.device, tensors: tuple[Tensor, ...], dl
     delta = row_dot(dout, out, torch.float64) - dlse
     expected = (out, lse, *judge.backward(BackwardInputs(dout, q, k, v, lse, delta, TILES, scale)))
     dout, q, k, v = (x.to(device) for x in tensors)
-    lse, delta = torch.stack((lse, delta), -1).to(device, torch.float32).unbind(-1)  # strided, as the sweep gives them
+    lse, delta = torch.stack((lse, delta), -1).to(device, torch.float32).unbind(-1)  # strided, as in the sweep
     names = ("out", "lse", "dq", "dk", "dv")
     inputs = BackwardInputs(dout, q, k, v, lse, delta, TILES, scale)
     runs = [(*kernel.forward(q, k, v, TILES, scale), *kernel.backward(inputs)) for _ in range(2)]
     results = [*zip(names, runs[0], expected, strict=True)]
     if isinstance(kernel, Continuing):
         total = _continued(kernel, q, k, v, scale)
-        results += zip(("out carried on", "lse carried on"), total, expected[:2], strict=True)
+        results += zip(("out after extend", "lse after extend"), total, expected[:2], strict=True)
     for name, mine, right in results:
         error = _distance(mine.cpu(), right)
         if not error <= BOUNDS[dtype]:
             raise ArithmeticError(
-                f"its {name} is wrong on this device: relative L2 {error:.1e} from fp64, {BOUNDS[dtype]:.0e} allowed"
+                f"its {name} is wrong on this device: relative L2 error {error:.1e}, allowed {BOUNDS[dtype]:.0e}"
             )
     for name, mine, again in zip(names, *runs, strict=True):
         if fixed_order and not torch.equal(mine, again):
@@ -77,7 +78,7 @@ def _check(kernel: Kernel, device: torch.device, tensors: tuple[Tensor, ...], dl
 
 
 def _continued(kernel: Continuing, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the tiles by halves of their columns, one folded into the other, in the midst of larger buffers."""
+    """Return (out, lse) of the tiles' first column halves, extended by the second halves in strided buffers."""
     first, second = (
         Tiles(np.array([part for tile in TILES if (part := _half(tile, n)) is not None], np.int64)) for n in range(2)
     )
@@ -89,13 +90,13 @@ def _continued(kernel: Continuing, q: Tensor, k: Tensor, v: Tensor, scale: float
 
 
 def _half(tile: Tile, n: int) -> Tile | None:
-    """Sums over its columns."""
+    """Return half ``n`` of a tile's columns."""
     middle = tile.columns // 2
     return tile.part((0, tile.rows), ((0, middle), (middle, tile.columns))[n])
 
 
 def _distance(actual: Tensor, expected: Tensor) -> float:
-    """Relative L2; infinities must stand in the same places."""
+    """Return the relative L2 error over finite entries; inf if the non-finite positions differ."""
     finite = torch.isfinite(expected)
     if not torch.equal(torch.isfinite(actual), finite):
         return float("inf")

@@ -1,4 +1,4 @@
-"""The eager kernel: any device, any dtype, accumulated in fp32 (fp64 for fp64). The specification, not the fast way."""
+"""The eager reference kernel, which specifies the results: any device and dtype, summed in fp32 (fp64 for fp64)."""
 
 from __future__ import annotations
 
@@ -16,20 +16,23 @@ from .precision import accumulation_dtype
 
 
 class Reference:
-    """Kernel that writes out each tile's probabilities."""
+    """Kernel that materializes each tile's probabilities."""
 
     name = "reference"
 
     def exact_partials(self, dtype: torch.dtype) -> bool:
+        """Return True: all sums are in the accumulation dtype."""
         return True
 
     def check(self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int]) -> None:
-        """Nothing is refused."""
+        """Accept everything."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
+        """Return (out, lse) of the tiles."""
         return contained_forward(partial(_forward, tiles=tiles, scale=scale), q, k, v, tiles)
 
     def backward(self, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq, dk, dv) of the tiles."""
         return contained_backward(_backward, inputs)
 
 
@@ -62,12 +65,12 @@ def _backward(inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _grouped(x: Tensor) -> Tensor:
-    """[B, Hkv, S, D] -> [B, Hkv, 1, S, D] in the accumulation dtype: broadcasts over the query heads of a group."""
+    """Convert to [B, Hkv, 1, S, D] in the accumulation dtype, to broadcast over a group's query heads."""
     return x.to(accumulation_dtype(x.dtype)).unsqueeze(2)
 
 
 def _scores(q: Tensor, k: Tensor, tile: Tile, scale: float) -> Tensor:
-    """scale q k' [B, Hkv, Hq / Hkv, rows, columns], -inf outside of the band."""
+    """Return scale q k' [B, Hkv, Hq / Hkv, rows, columns], with -inf outside the band."""
     groups = q.to(accumulation_dtype(q.dtype)).unflatten(1, (k.shape[1], -1))
     scores = groups @ _grouped(k).mT * scale
     if tile.full:

@@ -1,4 +1,4 @@
-"""What kernels over stock attention functions share: a launch for each part of the tiles, merged or added up."""
+"""Base class of kernels over stock attention functions: launch parts of tiles and combine the results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ Launch = TypeVar("Launch", Tile, Piece)  # rows [q_start, q_stop) x columns [k_s
 
 
 class Stock(ABC, Generic[Launch]):
-    """A kernel that cuts tiles into launches; the tensors of each have one head dim, a multiple of something."""
+    """A kernel that cuts tiles into launches.
+
+    All tensors of a launch are padded to one head dimension, a multiple of ``multiple``.
+    """
 
     @property
     @abstractmethod
@@ -32,42 +35,44 @@ class Stock(ABC, Generic[Launch]):
     @property
     @abstractmethod
     def multiple(self) -> int:
-        """The supported head dims."""
+        """Head dimensions are padded to a multiple of this."""
 
     @property
     @abstractmethod
     def widest(self) -> int | None:
-        """Head dim; None for no limit."""
+        """The maximum head dimension; None for no limit."""
 
     @abstractmethod
     def check_place(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Raise ValueError for devices and dtypes that it can't do."""
+        """Raise ValueError if the device or dtype is not supported."""
 
     @abstractmethod
     def launches(self, tiles: Tiles) -> Iterable[Launch]:
-        """Disjoint, and together the tiles."""
+        """Cut the tiles into disjoint launches that cover them."""
 
     @abstractmethod
     def run_forward(self, launch: Launch, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """(out, lse) of a launch's rows; lse -inf for a row that sees nothing in it."""
+        """Return (out, lse) of a launch's rows. A row that sees nothing in this launch has lse -inf."""
 
     @abstractmethod
     def run_backward(self, launch: Launch, inputs: tuple[Tensor, ...], lse: Tensor, scale: float) -> Sequence[Tensor]:
-        """(dq, dk, dv) of a launch's rows and columns, from (dout, q, k, v, out)."""
+        """Return (dq, dk, dv) of a launch's rows and columns, from ``inputs`` (dout, q, k, v, out)."""
 
     def computed(self, x: Tensor, *, backward: bool) -> Tensor:
-        """``x`` in what is computed in."""
+        """Convert ``x`` to the dtype of the computation."""
         return x
 
     def leaves_rows_blind(self, launch: Launch) -> bool:
-        """May a row of it see nothing?"""
+        """Return whether a row of the launch may see nothing."""
         return False
 
     def check(self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int]) -> None:
+        """Raise ValueError if the device, dtype or head dimension is not supported."""
         self.check_place(device, dtype)
         check_width(self.name, max(head_dims), self.widest)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
+        """Run the launches and merge their (out, lse)."""
         return contained_forward(partial(self._forward, tiles=tiles, scale=scale), q, k, v, tiles)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, *, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
@@ -84,6 +89,7 @@ class Stock(ABC, Generic[Launch]):
         return out[..., :value_dim], lse
 
     def backward(self, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+        """Run the launches and add up their (dq, dk, dv)."""
         return contained_backward(self._backward, inputs)
 
     def _backward(self, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,7 +109,7 @@ class Stock(ABC, Generic[Launch]):
         return sums.dq, sums.dk, sums.dv
 
     def _padded(self, call: BackwardCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """dout, q, k, v, out."""
+        """Return (dout, q, k, v, out), padded to one head dimension."""
         values = v if call.values else torch.zeros_like(v)
         return same_width(call.dout, q, k, values, call.out, multiple=self.multiple)
 

@@ -1,9 +1,9 @@
-"""A substitute for ``out`` that makes a stock flash backward compute the right D.
+"""A surrogate output that makes a stock flash backward compute with a given D.
 
-Those backwards use ``out`` only to form D = rowsum(dO * out). Any out' with that row sum will do, so ``out`` need not
-be sent. Two columns of out' carry D. The first is D divided by a large dO of the row, rounded. The second is the
-rounding error divided by another dO. If dO is too small to carry D, which needs a gradient of the lse, columns are
-appended that v lacks.
+These backwards use ``out`` only to compute D = rowsum(dO * out). Any out' with that row sum works, so ``out`` need not
+be sent. In each row, two columns of out' carry D. The first is D divided by a large element of dO, rounded. The second
+is the rounding error divided by another element. If dO is too small to carry D, extra columns are appended. That can
+happen only if the lse has a gradient.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from .precision import accumulation_dtype
 
-NEAR = 32  # columns that are looked at first: to find the largest of all takes longer than all else here
+NEAR = 32  # columns searched first: a search over all columns would dominate the cost
 
 
 def surrogate_output(dout: Tensor, delta: Tensor) -> Tensor | None:
-    """out' [B, H, rows, Dv] in dout's dtype with rowsum(dout * out') = delta, or None where dout can't carry delta.
+    """Return out' [B, H, rows, Dv] in dout's dtype with rowsum(dout * out') = delta; None if dout can't carry delta.
 
     Args:
         dout: [B, H, rows, Dv], the gradient of the output.
@@ -28,7 +28,7 @@ def surrogate_output(dout: Tensor, delta: Tensor) -> Tensor | None:
     """
     for near in (True, False)[dout.shape[-1] <= NEAR :]:
         out = torch.zeros_like(dout)
-        # Head by head: what the quotients need stays small. Asked once a look: on a GPU the host waits for the answer.
+        # One head at a time keeps temporaries small. All heads share one test, because on a GPU the host waits for it.
         heads = ((x[:, n] for x in (out, dout, delta)) for n in range(dout.shape[1]))
         lost = [_fill(*head, near=near) for head in heads]
         if not bool(torch.stack(lost).any()):
@@ -38,8 +38,11 @@ def surrogate_output(dout: Tensor, delta: Tensor) -> Tensor | None:
 
 
 def _fill(out: Tensor, dout: Tensor, delta: Tensor, *, near: bool) -> Tensor:
-    """Write the columns that carry delta; a bool that tells whether some row's can't. ``near``: of the first columns
-    the largest of either half, which will do but where one is 0, or a kernel may take it for that."""
+    """Write the columns that carry delta; return a bool tensor, true if some row can't carry it.
+
+    ``near``: use the largest element of each half of the first columns. This fails if one is 0 or subnormal, because a
+    kernel may treat subnormal numbers as 0.
+    """
     if near:
         at = dout[..., :NEAR].abs().unflatten(-1, (2, -1)).max(-1).indices
         at[..., 1] += NEAR // 2
@@ -52,8 +55,8 @@ def _fill(out: Tensor, dout: Tensor, delta: Tensor, *, near: bool) -> Tensor:
         parts.append(part)
         rest = rest - part.to(delta.dtype) * carrier
     out.scatter_(-1, at, torch.stack(parts, -1))
-    # A row carries its D if hardly more than the rounding of one quotient is left of it; a quotient in fp16 may be so
-    # small that it is rounded to a multiple of the least number there is.
+    # A row carries its D if the remainder is at most about the rounding error of one quotient. A small fp16 quotient
+    # is subnormal, so its rounding error is absolute.
     info = torch.finfo(dout.dtype)
     allowed = 2 * info.eps * delta.abs() + info.smallest_normal * info.eps * carriers[-1].abs()
     lost = (rest.abs() > allowed) | ~torch.isfinite(rest)
@@ -65,9 +68,9 @@ def _fill(out: Tensor, dout: Tensor, delta: Tensor, *, near: bool) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class BackwardCall:
-    """A call of a stock backward: its gradients, summed over the calls, are the ones wanted.
+    """One call of a stock backward. The gradients are the sum over all calls.
 
-    ``values``: with v; else with zeros in its place, and dV is dropped.
+    ``values``: whether v is passed. If not, zeros are passed and dV is discarded.
     """
 
     dout: Tensor
@@ -76,10 +79,11 @@ class BackwardCall:
 
 
 def backward_calls(dout: Tensor, delta: Tensor, *, widest: int | None) -> tuple[BackwardCall, ...]:
-    """What to call a stock backward with, so that it computes with D = ``delta``.
+    """Return the stock backward calls that together compute with D = ``delta``.
 
-    One call, unless dO can't carry D and the columns that would make its head dim exceed ``widest``: then one with
-    D = 0, and one of D alone: gradients are linear in (dO, D), and with v = 0 nothing but D is left of dO v' - D.
+    Usually one call. If dO can't carry D, columns are appended. If that would exceed the head dimension ``widest``,
+    there are two calls instead: one with D = 0 and one with D only. Gradients are linear in (dO, D), and with v = 0
+    the term dO v' - D is only -D.
     """
     out = surrogate_output(dout, delta)
     if out is not None:
@@ -93,7 +97,7 @@ def backward_calls(dout: Tensor, delta: Tensor, *, widest: int | None) -> tuple[
 
 
 class GradientSums:
-    """dq, dk, dv under accumulation, over launches and calls; in the accumulation dtype."""
+    """dq, dk and dv, accumulated over launches and calls in the accumulation dtype."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.dq, self.dk, self.dv = (
@@ -101,17 +105,20 @@ class GradientSums:
         )
 
     def add(self, parts: Sequence[Tensor], rows: slice, columns: slice, call: BackwardCall) -> None:
-        """A launch's results, padded or not, for these rows and columns."""
+        """Add a launch's gradients, padded or not, at these rows and columns."""
         for total, part, where in zip((self.dq, self.dk, self.dv), parts, (rows, columns, columns), strict=True):
             if total is not self.dv or call.values:
                 total[:, :, where] += part[..., : total.shape[-1]]
 
 
-PARTS = 3  # numbers of the io dtype whose sum is D, nearly
+PARTS = 3  # D is split into this many io-dtype numbers, whose sum is D up to rounding
 
 
 def appended_columns(dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """(dout, out') [..., Dv + 3]: dO = 1 in the new columns, out' delta in three parts; v must be 0 there."""
+    """Return (dout, out') [..., Dv + 3].
+
+    In the three new columns, dout is 1 and out' holds delta in three parts. v must be 0 there.
+    """
     parts, rest = [], delta
     for _ in range(PARTS):
         part = rest.to(dout.dtype)

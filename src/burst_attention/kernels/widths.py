@@ -1,4 +1,4 @@
-"""Head dims, devices and dtypes as stock kernels want them."""
+"""Checks of head dimensions, devices and dtypes, and padding, for GPU and stock kernels."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from torch.nn.functional import pad
 
 from .precision import HALVES
 
-WIDEST = 256  # head dim of GPU kernels
+WIDEST = 256  # maximum head dimension of GPU kernels
 
 
 def same_width(*tensors: Tensor, multiple: int = 1) -> tuple[Tensor, ...]:
-    """Zero-pad the last dims to one width, a multiple of ``multiple``: zeros change neither scores nor outputs."""
+    """Zero-pad the last dims to one width, a multiple of ``multiple``. Zeros change no scores or outputs."""
     width = -(-max(x.shape[-1] for x in tensors) // multiple) * multiple
     return tuple(x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])) for x in tensors)
 
 
 def check_width(name: str, width: int, widest: int | None) -> None:
-    """Raise ValueError for a head dim that a kernel has no program for."""
+    """Raise ValueError if the head dimension ``width`` exceeds ``widest``; None for no limit."""
     if widest is not None and width > widest:
         raise ValueError(f"kernel={name!r} takes head dims up to {widest}, not {width}; use kernel='reference'")
 
 
 def check_gpu(name: str, device: torch.device, dtype: torch.dtype, capabilities: range) -> None:
-    """Raise ValueError unless it is a GPU whose compute capability (major) is among these, and halves."""
+    """Raise ValueError unless the device is a GPU of these compute capabilities (major) and the dtype bf16 or fp16."""
     if device.type != "cuda":
         raise ValueError(f"kernel={name!r} runs on cuda, the tensors are on {device}; use kernel='aten'")
     major = torch.cuda.get_device_capability(device)[0]

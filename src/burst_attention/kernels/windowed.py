@@ -1,13 +1,14 @@
-"""Stock flash kernels with a sliding window: one launch per tile, for any band.
+"""Stock flash kernels with a window of keys per query: one launch per tile, for any band.
 
-They count the window from the bottom right corner of rows x columns: row i sees keys i + d - left to i + d + right,
-with d = columns - rows. A tile's lo <= i - j <= hi becomes left = hi + d and right = -lo - d. Neither is negative,
-because every row and column of a tile sees something. Tall tiles need two launches, because of FlashAttention 2:
+The kernels align the window to the bottom right corner of rows x columns: row i sees keys i + d - left to
+i + d + right, with d = columns - rows. A tile's band lo <= i - j <= hi becomes left = hi + d and right = -lo - d.
+Neither is negative, because every row and every column of a tile sees something. FlashAttention 2 reinterprets some
+limits, so some tall tiles (more rows than columns) need a second launch:
 
-- It treats a limit of at least the number of keys as no limit. A tall tile's right limit can be that large although
-  some rows see fewer keys, so the rows that see up to the last key get a separate launch.
-- With a left limit and no right limit, it limits the right to the number of keys. That is too few for the first rows of
-  a tall tile. They see all keys, and get a separate launch.
+- A limit of at least the number of keys counts as unlimited. A tall tile's right limit can be that large without
+  covering all keys. Its rows that see the last key get a separate launch.
+- An unlimited right side with a limited left side becomes a right limit equal to the number of keys. That is too small
+  for the first rows of a tall tile. These rows see all keys and get a separate launch.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ from torch import Tensor
 from ..plan.tile import Tile, Tiles
 from .stock import Stock
 
-MULTIPLE = 8  # of head dims: 16 bytes
+MULTIPLE = 8  # head dimensions are padded to 16 bytes
 
 
 class Window(NamedTuple):
-    """Keys before and after a query's own that it sees; None for no limit."""
+    """Number of visible keys before and after a query's own position; None for no limit."""
 
     left: int | None
     right: int | None
 
 
 def window_of(tile: Tile) -> Window:
-    """A tile's band, as these kernels count it."""
+    """Convert a tile's band to the kernels' window."""
     d = tile.columns - tile.rows
     return Window(tile.hi + d if tile.bounded_below else None, -tile.lo - d if tile.bounded_above else None)
 
 
 def launches_of(tiles: Tiles) -> Iterator[Tile]:
-    """The tiles, tall ones in parts whose windows mean the same to every package."""
+    """Yield the tiles. Tall ones are cut into parts whose windows mean the same to every package."""
     for tile in tiles:
         right = window_of(tile).right
         sees_the_last_key = tile.columns - 1 + tile.lo if right is not None and right >= tile.columns else 0
@@ -49,7 +50,7 @@ def launches_of(tiles: Tiles) -> Iterator[Tile]:
 
 
 def _cut(tile: Tile, row: int) -> Iterator[Tile]:
-    """Its rows before ``row``, and the others."""
+    """Cut a tile before ``row``; yield the non-empty parts."""
     for rows in ((0, row), (row, tile.rows)):
         part = tile.part(rows, (0, tile.columns)) if rows[1] > rows[0] else None
         if part is not None:
@@ -57,34 +58,34 @@ def _cut(tile: Tile, row: int) -> Iterator[Tile]:
 
 
 class WindowedOps(Protocol):
-    """A package's two functions, over [B, S, H, D] of one width; lse is [B, Hq, Sq] in fp32."""
+    """A package's forward and backward for [B, S, H, D] of one head dimension; lse is [B, Hq, Sq] in fp32."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def widest(self) -> int:
-        """Head dim."""
+        """The maximum head dimension."""
         ...
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Raise ValueError for what it can't do."""
+        """Raise ValueError if the device or dtype is not supported."""
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, window: Window, scale: float) -> tuple[Tensor, Tensor]:
-        """(out [B, Sq, Hq, D], lse)."""
+        """Return (out [B, Sq, Hq, D], lse)."""
         ...
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: Window, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv)."""
+        """Return (dq, dk, dv)."""
         ...
 
 
 @dataclass(frozen=True)
 class Windowed(Stock[Tile]):
-    """Kernel over ``ops``. Every tile's results are rounded to the io dtype, then merged or added in fp32."""
+    """Kernel over ``ops``. Each tile's results are rounded to the io dtype, then merged or added in fp32."""
 
     ops: WindowedOps
 
@@ -101,15 +102,19 @@ class Windowed(Stock[Tile]):
         return self.ops.widest
 
     def exact_partials(self, dtype: torch.dtype) -> bool:
+        """Return False: each tile's results are rounded to the io dtype."""
         return False
 
     def check_place(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Raise ValueError if the package does not support the device or dtype."""
         self.ops.check(device, dtype)
 
     def launches(self, tiles: Tiles) -> Iterable[Tile]:
+        """Cut tall tiles so that each launch's window is exact."""
         return launches_of(tiles)
 
     def run_backward(self, launch: Tile, inputs: tuple[Tensor, ...], lse: Tensor, scale: float) -> list[Tensor]:
+        """Return (dq, dk, dv) of one launch."""
         rows, columns = slice(launch.q_start, launch.q_stop), slice(launch.k_start, launch.k_stop)
         sides = (rows, rows, columns, columns, rows)
         dout, q, k, v, out = (_tokens_first(x, where) for x, where in zip(inputs, sides, strict=True))
@@ -117,6 +122,7 @@ class Windowed(Stock[Tile]):
         return [x.transpose(1, 2) for x in grads]
 
     def run_forward(self, launch: Tile, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Return (out, lse) of one launch; raise RuntimeError if the lse has another shape or dtype."""
         rows, columns = slice(launch.q_start, launch.q_stop), slice(launch.k_start, launch.k_stop)
         queries, keys, values = _tokens_first(q, rows), _tokens_first(k, columns), _tokens_first(v, columns)
         out, lse = self.ops.forward(queries, keys, values, window_of(launch), scale)
@@ -124,12 +130,12 @@ class Windowed(Stock[Tile]):
         if lse is None or tuple(lse.shape) != expected or lse.dtype != torch.float32:
             given = "no lse" if lse is None else f"an lse of shape {list(lse.shape)} in {lse.dtype}"
             raise RuntimeError(
-                f"kernel={self.name!r} gave {given}, not {list(expected)} in torch.float32: this version of it is not "
-                "known here; choose another kernel"
+                f"kernel={self.name!r} gave {given}, not {list(expected)} in torch.float32; its package's version "
+                "is not supported; choose another kernel"
             )
         return out.transpose(1, 2), lse
 
 
 def _tokens_first(x: Tensor, where: slice) -> Tensor:
-    """[B, H, S, D] -> [B, rows, H, D], the last dim dense."""
+    """Return the selected rows as [B, rows, H, D], with a dense last dim."""
     return x[:, :, where].transpose(1, 2)

@@ -1,1 +1,1 @@
-"""How ranks come to be: local ones, those of a job that runs already, and the mesh over them."""
+"""Starting local ranks, joining the ranks of a running job, and the device mesh over them."""

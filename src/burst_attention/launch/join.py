@@ -1,4 +1,4 @@
-"""Where a rank of a job runs: its device, its threads, its process group."""
+"""Join a job as one rank: choose the device, set the thread count, create the process group."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from .mesh import CONTEXT, DATA, make_mesh
 
 
 def cores() -> int:
-    """CPU cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def default_ranks(device: str) -> int:
-    """Local workers for ``--device``: one per GPU, else one per core."""
+    """Return the number of local workers for ``--device``: one per GPU, or one per core without GPUs."""
     gpus = torch.cuda.device_count() if device != "cpu" else 0
     return gpus or cores()
 
 
 def pick_device(device: str, local_ranks: int) -> Literal["cpu", "cuda"]:
-    """``cpu`` or ``cuda`` for ``--device`` on a machine with ``local_ranks`` ranks.
+    """Resolve ``--device`` to ``cpu`` or ``cuda`` on a machine with ``local_ranks`` ranks.
 
     Raises:
-        ValueError: ``cuda`` was asked for and there is not a GPU for every rank.
+        ValueError: ``cuda`` was requested, but there are fewer GPUs than ranks.
     """
     gpus = torch.cuda.device_count()
     if device == "cuda" and gpus < local_ranks:
@@ -47,9 +47,9 @@ class RankContext:
     """One rank of a job.
 
     Attributes:
-        device: where its tensors live.
-        mesh: (data, context) over all ranks.
-        everyone: the same ranks as one axis.
+        device: the device of its tensors.
+        mesh: the (data, context) mesh over all ranks.
+        everyone: a 1-D mesh over the same ranks.
     """
 
     device: torch.device
@@ -66,51 +66,51 @@ class RankContext:
 
     @property
     def group_index(self) -> int:
-        """The data-parallel group of this rank."""
+        """This rank's index on the data axis. Ranks with the same index share their sequences."""
         return self.mesh.get_local_rank(DATA)
 
     @property
     def context_mesh(self) -> DeviceMesh:
-        """The ranks that share this rank's sequences."""
+        """The mesh of the ranks that share this rank's sequences."""
         return self.mesh[CONTEXT]
 
     def sum_over_groups(self, value: float) -> float:
-        """The sum of one number of each group, in fp64, the same on every rank."""
+        """Sum one value per data-parallel group, in fp64. All ranks get the same result."""
         total = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.all_reduce(total, group=self.mesh.get_group(DATA))
         return total.item()
 
     def greatest(self, *values: int) -> list[int]:
-        """The greatest of each of the numbers over all ranks, in one small exchange between CPUs."""
+        """Return the maximum of each value over all ranks, with one small all-reduce between CPUs."""
         numbers = torch.tensor(values)
         dist.all_reduce(numbers, dist.ReduceOp.MAX)
         return numbers.tolist()
 
     def collect(self, value: object) -> list:
-        """Every rank's ``value``, by rank."""
+        """Gather ``value`` from all ranks, in rank order."""
         values = [None] * self.world
         dist.all_gather_object(values, value)
         return values
 
     def peak_memory(self) -> int:
-        """Most bytes this rank ever held: on its GPU, or resident on the CPU."""
+        """Return this rank's peak memory in bytes: allocated on its GPU, or resident on the CPU."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         status = Path("/proc/self/status")
         if status.exists():
-            # Not getrusage first: on Linux it counts what the launcher held when it started this process.
+            # On Linux, getrusage also counts the memory that the launcher held when it started this process.
             return next(int(line.split()[1]) for line in status.open() if line.startswith("VmHWM:")) * 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 @contextmanager
 def join(*, device: str, timeout: float, data_parallel: int = 1) -> Iterator[RankContext]:
-    """Return this rank's context in torchrun's job, or in the existing process group.
+    """Join the job of torchrun's environment, or use the existing process group; yield this rank's context.
 
     Args:
-        device: ``cpu``, ``cuda``, or ``auto``: a GPU for each rank if the machine has enough.
-        timeout: seconds that an operation of a new process group may take.
-        data_parallel: the number of data-parallel groups, which read different sequences.
+        device: ``cpu``, ``cuda`` or ``auto``. ``auto`` uses GPUs if there is one for each local rank, else the CPU.
+        timeout: timeout of a new process group's operations, in seconds.
+        data_parallel: number of groups of ranks. Each group reads different sequences.
 
     Raises:
         ValueError: ``cuda`` without a GPU for every rank, or ``data_parallel`` does not divide the number of ranks.
@@ -132,16 +132,17 @@ def join(*, device: str, timeout: float, data_parallel: int = 1) -> Iterator[Ran
     mesh = make_mesh(device_type, data_parallel=data_parallel)
     everyone = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("ranks",))
     yield RankContext(own_device, mesh, everyone)
-    # Only here: after an error the other ranks may be waiting, and leaving the group would wait for them.
+    # Not in a finally block: after an error, destroying the group could block on ranks that still wait.
     if not joined:
         dist.destroy_process_group()
 
 
 def _meeting_again(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return arguments of ``init_process_group`` for ranks that torchrun restarted on one machine; else none.
+    """Return arguments for ``init_process_group`` after torchrun restarted the ranks on one machine; else ``{}``.
 
-    torchrun's store survives the restart and still holds the old ranks' addresses, which new ranks would call. So each
-    start uses a separate prefix. (On several machines torchrun makes a new store for each start.)
+    On one machine, torchrun's store survives a restart and keeps the addresses of the dead ranks. New ranks would
+    connect to them, so each restart gets a separate key prefix. On several machines torchrun makes a new store for
+    each start, and each machine counts restarts separately.
     """
     count, agents = environment.get("TORCHELASTIC_RESTART_COUNT", "0"), environment.get("GROUP_WORLD_SIZE", "1")
     if count == "0" or agents != "1" or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

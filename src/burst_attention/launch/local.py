@@ -1,4 +1,4 @@
-"""Local workers of our own, or the ranks that torchrun started."""
+"""Run a command on local workers that we start, or on the ranks that torchrun started."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from rich.markup import escape
 from .memory import kills_for_memory, why_killed
 from .processes import INTERRUPTED, UNSAVED, end_with
 
-GRACE = 1.5  # seconds that ranks have to end after a failure, and again after SIGTERM
+GRACE = 1.5  # seconds that ranks have to exit after a failure, and again after SIGTERM
 
 
 def started_by_torchrun() -> bool:
-    """Whether this process is itself a rank of a job."""
+    """Return whether this process is a rank that torchrun started."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 class RefusedError(ValueError):
-    """An expected failure: its sentence says what is wrong and what to do, so no traceback is shown."""
+    """An expected failure. Its message says what is wrong and what to do, so no traceback is shown."""
 
 
 def is_expected(error: BaseException) -> bool:
@@ -42,22 +42,22 @@ def is_expected(error: BaseException) -> bool:
 
 
 def spelled_out(arguments: list[str]) -> list[str]:
-    """``--engine`` for ``--engines``: where several can be given, one can."""
+    """Replace ``--engine`` by ``--engines``, so that commands that take several engines accept both."""
     return [
         x.replace("--engine", "--engines", 1) if x == "--engine" or x.startswith("--engine=") else x for x in arguments
     ]
 
 
 def is_rank_0() -> bool:
-    """Whether this process is the one that speaks."""
+    """Return whether this process prints messages: rank 0, or a process without a rank."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def torchrun_ranks(asked: int | None) -> tuple[int, int] | None:
-    """(all ranks, those on this machine) that torchrun started; None without it.
+    """Return (all ranks, ranks on this machine) of torchrun's job; None without torchrun.
 
     Raises:
-        ValueError: ``--ranks`` asked for another number, or the environment does not say where ranks meet.
+        ValueError: ``--ranks`` is another number, or the environment has no MASTER_ADDR or MASTER_PORT.
     """
     if not started_by_torchrun():
         return None
@@ -74,14 +74,14 @@ def torchrun_ranks(asked: int | None) -> tuple[int, int] | None:
 
 
 def refuse(command: str, error: Exception) -> int:
-    """Say in one line what can't be; the exit status."""
+    """Print the error in one line and return the exit status, 2."""
     if is_rank_0():
         Console(stderr=True, soft_wrap=True).print(f"[bold red]{command}:[/] {escape(str(error))}", highlight=False)
     return 2
 
 
 def start(command: str, worker: Callable[[Any], Any], argument: Any, *, ranks: int, patient: bool = False) -> int:
-    """Run ``worker`` as the rank that torchrun made of this process, and tell it of errors; else :func:`launch`."""
+    """Run ``worker`` in this process and report errors to torchrun; without torchrun, call :func:`launch`."""
     if not started_by_torchrun():
         return launch(command, worker, argument, ranks=ranks, patient=patient)
     from torch.distributed.elastic.multiprocessing.errors import record
@@ -99,28 +99,29 @@ def start(command: str, worker: Callable[[Any], Any], argument: Any, *, ranks: i
 def launch(command: str, worker: Callable[..., Any], *arguments: Any, ranks: int, patient: bool = False) -> int:
     """Run ``worker(*arguments)`` in ``ranks`` processes of this machine and wait for them.
 
-    After the first failure the others have :data:`GRACE` seconds to end. Then they get SIGTERM and the same time again.
-    Then they are killed, which ends a stopped process too.
+    After the first failure, the other ranks have :data:`GRACE` seconds to exit. Then they get SIGTERM and the same time
+    again. Ranks that still run are killed; SIGKILL also ends stopped processes.
 
     Args:
-        worker: a function of a module; it finds its rank in torchrun's environment variables.
-        patient: whether the first Ctrl-C or SIGTERM is passed to the ranks as SIGTERM, and they may finish. A second
+        worker: a module-level function. It reads its rank from torchrun's environment variables.
+        patient: whether to forward the first Ctrl-C or SIGTERM to the ranks, as SIGTERM, and let them finish. A second
             Ctrl-C ends them.
 
     Returns:
-        The exit status: 0; 1 if a worker failed, whose error is shown; 130 after Ctrl-C, 143 after SIGTERM; 74 or 75
-        if the ranks ended with that status.
+        The exit status: 0 on success; 1 if a worker failed, after printing its error; 130 after Ctrl-C; 143 after
+        SIGTERM; 74 or 75 if the ranks exited with that status.
     """
     from torch.distributed import TCPStore
 
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = []
-    told: list[int] = []
+    forwarded: list[int] = []
     kills = kills_for_memory()
 
     def pass_on(number: int) -> None:
-        told.append(number)
+        """Send SIGTERM to the ranks that still run."""
+        forwarded.append(number)
         for process in processes:
             if process.is_alive():
                 process.terminate()
@@ -137,8 +138,8 @@ def launch(command: str, worker: Callable[..., Any], *arguments: Any, ranks: int
             failures = _wait_for_all(processes, Path(folder), kills)
             if not failures:
                 return max(process.exitcode or 0 for process in processes)
-            if told and all(failure.exitcode == -signal.SIGTERM for failure in failures.values()):
-                return 128 + told[0]  # before they had anything to save
+            if forwarded and all(failure.exitcode == -signal.SIGTERM for failure in failures.values()):
+                return 128 + forwarded[0]  # the signal came before the ranks had anything to save
             killed = _end(processes, failures, Path(folder))
             _show(command, min(failures.values(), key=Failure.order), killed)
             return 1
@@ -146,7 +147,7 @@ def launch(command: str, worker: Callable[..., Any], *arguments: Any, ranks: int
             return 128 + signalled.number
         finally:
             _end(processes, {}, Path(folder), patience=0.0)
-            # A worker that was ended in the middle of a progress bar left the cursor hidden.
+            # A worker that ended during a progress bar leaves the cursor hidden.
             Console().show_cursor(True)
 
 
@@ -160,13 +161,15 @@ class _Signalled(BaseException):
 
 @contextmanager
 def _signals_raised(*, first: Callable[[int], None] | None) -> Iterator[None]:
-    """Within it what would end this process at once is raised instead, so that its ranks are ended first.
+    """Raise fatal signals as :class:`_Signalled` within this context, so that the ranks can be ended first.
 
-    ``first``: is called in place of that with the first Ctrl-C or SIGTERM. Of those that follow only Ctrl-C is raised.
+    If ``first`` is given, the first Ctrl-C or SIGTERM calls ``first`` with the signal's number instead. Later SIGTERMs
+    are then ignored; a later Ctrl-C is raised.
     """
     asked_to_stop = False
 
     def raise_signal(number: int, _: object) -> None:
+        """Pass the first signal to ``first``; without ``first``, raise it."""
         nonlocal asked_to_stop
         if first and number in (signal.SIGINT, signal.SIGTERM):
             if not asked_to_stop:
@@ -175,12 +178,12 @@ def _signals_raised(*, first: Callable[[int], None] | None) -> Iterator[None]:
                 return
             if number == signal.SIGTERM:
                 return
-        for other in before:  # the same from the terminal and from a parent must not keep ranks from being ended
+        for other in before:  # a repeated signal must not interrupt ending the ranks
             signal.signal(other, signal.SIG_IGN)
         raise _Signalled(number)
 
     asked = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    plain = (signal.SIG_DFL, signal.default_int_handler)  # not what nohup has set to be ignored
+    plain = (signal.SIG_DFL, signal.default_int_handler)  # keep signals that nohup set to be ignored
     before = {number: handler for number in asked if (handler := signal.getsignal(number)) in plain}
     for number in before:
         signal.signal(number, raise_signal)
@@ -193,7 +196,7 @@ def _signals_raised(*, first: Callable[[int], None] | None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Failure:
-    """How a rank failed; ``seconds``: when, by the wall clock."""
+    """How and when a rank failed; ``seconds`` is wall-clock time."""
 
     rank: int
     exitcode: int
@@ -203,7 +206,7 @@ class Failure:
 
     @classmethod
     def of(cls, rank: int, exitcode: int, folder: Path, kills: dict[str, int]) -> Failure:
-        """What the rank wrote down, if it could; ``kills``: those for memory that the kernel had counted before."""
+        """Read the rank's report, or describe its exit code. ``kills``: the out-of-memory kill counts from before."""
         report = folder / str(rank)
         if exitcode > 0 and report.exists():
             return cls(rank, exitcode, **json.loads(report.read_text("utf-8")))
@@ -212,17 +215,17 @@ class Failure:
         return cls(rank, exitcode, time.time(), message)
 
     def order(self) -> tuple[bool, float]:
-        """The cause of the others comes first: a rank that was killed, else the one that raised first."""
+        """Sort key that puts the likely root cause first: killed ranks, then the earliest exception."""
         return self.exitcode > 0, self.seconds
 
 
 def _wait_for_all(processes: Sequence[BaseProcess], folder: Path, kills: dict[str, int]) -> dict[int, Failure]:
-    """Wait until all ended well, or some failed: the failures by rank."""
+    """Wait until all ranks succeeded or some failed; return the failures by rank."""
     waiting = {process.sentinel: rank for rank, process in enumerate(processes)}
     failures: dict[int, Failure] = {}
     while waiting and not failures:
         for sentinel in wait(list(waiting)):
-            rank = waiting.pop(sentinel)  # type: ignore[arg-type]  # a number, as they went in
+            rank = waiting.pop(sentinel)  # type: ignore[arg-type]  # a number here, as in `waiting`
             processes[rank].join()
             if (code := processes[rank].exitcode) and code not in (INTERRUPTED, UNSAVED):
                 failures[rank] = Failure.of(rank, code, folder, kills)
@@ -232,7 +235,7 @@ def _wait_for_all(processes: Sequence[BaseProcess], folder: Path, kills: dict[st
 def _end(
     processes: Sequence[BaseProcess], failures: dict[int, Failure], folder: Path, *, patience: float = GRACE
 ) -> list[int]:
-    """End what still runs; the ranks that had to be killed. Those that fail by themselves are added to ``failures``."""
+    """End the running ranks; return those that had to be killed. Add ranks that fail meanwhile to ``failures``."""
     _join(processes, patience)
     for rank, process in enumerate(processes):
         if process.exitcode and rank not in failures:
@@ -243,7 +246,7 @@ def _end(
     killed = [rank for rank, process in enumerate(processes) if process.is_alive()]
     for rank in killed:
         processes[rank].kill()
-    _join(processes, GRACE)  # one in the kernel's hands may not even be killed: it is left
+    _join(processes, GRACE)  # a process in an uninterruptible system call may survive SIGKILL: leave it
     return killed
 
 
@@ -264,13 +267,13 @@ def _worker(
     arguments: tuple,
     patient: bool,
 ) -> None:
-    """What a rank's process runs: as torchrun would have it, its error in a file of ``folder``."""
-    # Python's own handler waits for the call at hand, which may be an exchange with a rank that is gone. A patient
-    # launcher tells its ranks in another way of the Ctrl-C that a terminal gives to all of them.
+    """Run one rank with torchrun's environment variables; write its error to a file in ``folder``."""
+    # Python's own handler waits for the running call, which may be an exchange with a dead rank. A terminal sends
+    # Ctrl-C to all processes; a patient launcher forwards it as SIGTERM, so its ranks ignore SIGINT.
     signal.signal(signal.SIGINT, signal.SIG_IGN if patient else signal.SIG_DFL)
     end_with(parent)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    # The launcher holds the store that the ranks meet in, as torchrun's does.
+    # The launcher hosts the ranks' rendezvous store, as torchrun's agent does.
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     try:
         worker(*arguments)
@@ -289,16 +292,16 @@ def _worker(
 
 
 def _leave(status: int) -> NoReturn:
-    """End this process at once: a group that waits for a peer would keep it, or have it abort on its way out."""
+    """Exit without cleanup: a process group that waits for a peer would block or abort a normal exit."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
 def _show(command: str, failure: Failure, killed: Sequence[int]) -> None:
-    """The first failure's traceback and, as the last line, which rank failed of what."""
+    """Print the first failure's traceback and, as the last line, the rank and its error."""
     sys.stderr.write(failure.trace)
-    stuck = f"; {_ranks(killed)} did not end on SIGTERM: stopped, or hung" if killed else ""
+    stuck = f"; {_ranks(killed)} did not end after SIGTERM (stopped or hung)" if killed else ""
     Console(stderr=True, soft_wrap=True).print(
         f"[bold red]{command}:[/] rank {failure.rank} failed: {escape(failure.message)}{stuck}", highlight=False
     )

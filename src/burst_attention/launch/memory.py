@@ -1,4 +1,4 @@
-"""Whether the kernel ended a process because memory ran out: it counts those that it did."""
+"""Find out whether the kernel killed a process because memory ran out, from the kernel's own counters."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from pathlib import Path
 
 
 def kills_for_memory(root: Path = Path("/")) -> dict[str, int]:
-    """By file, how many processes the kernel ended for memory since it counts: in our control group and on the machine.
+    """Return the kernel's out-of-memory kill counts by file, for our control groups and for the machine.
 
     Args:
-        root: where the system's files are; another one for tests.
+        root: the root of the system's files; tests pass another folder.
     """
     counts: dict[str, int] = {}
     for path in (*_of_control_groups(root), root / "proc/vmstat"):
         try:
             lines = path.read_text("utf-8").splitlines()
-        except OSError:  # not there, or not ours to read
+        except OSError:  # missing or not readable
             continue
         found = [line.split()[1] for line in lines if line.startswith("oom_kill ")]
         counts |= {str(path): int(number) for number in found if number.isdecimal()}
@@ -23,14 +23,14 @@ def kills_for_memory(root: Path = Path("/")) -> dict[str, int]:
 
 
 def why_killed(before: dict[str, int], root: Path = Path("/")) -> str:
-    """What is likely behind a SIGKILL that none of our processes sent, by the kernel's counts now and ``before``."""
+    """Explain a SIGKILL that no process of ours sent, from the kernel's counts now and ``before``."""
     if any(count > before.get(path, count) for path, count in kills_for_memory(root).items()):
-        return "memory ran out, and the kernel ended it: it counts one more that it did"
+        return "memory ran out, and the kernel ended it: the kernel's count of such kills rose"
     return "which the system sends when memory runs out"
 
 
 def _of_control_groups(root: Path) -> list[Path]:
-    """The files of this process's control groups that count: the second version's, and the first's."""
+    """Return the files with kill counts of this process's control groups, for cgroup versions 2 and 1."""
     try:
         lines = (root / "proc/self/cgroup").read_text("utf-8").splitlines()
     except OSError:

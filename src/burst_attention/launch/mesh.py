@@ -1,4 +1,4 @@
-"""The mesh of a job: data-parallel groups times the ranks that share each sequence."""
+"""The (data, context) mesh of a job: data-parallel groups times the ranks that share each sequence."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ DATA, CONTEXT = "data", "context"
 
 
 def make_mesh(device_type: str, *, data_parallel: int = 1) -> DeviceMesh:
-    """A 2-D mesh (``data``, ``context``) over all ranks of the default group; every rank must call it.
+    """Make a 2-D mesh (``data``, ``context``) over all ranks of the default group. Every rank must call it.
 
-    Consecutive ranks share a sequence, so that a context-parallel group stays on one machine where it can.
+    Consecutive ranks share a sequence. A context-parallel group therefore stays on one machine if possible.
 
     Args:
         device_type: ``cpu`` or ``cuda``.

@@ -1,4 +1,4 @@
-"""What processes that start others have in common."""
+"""Exit statuses and parent tracking, shared by all code that starts processes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import os
 import signal
 import sys
 
-# Exit statuses of a rank and of its launcher, as sysexits.h has EX_IOERR and EX_TEMPFAIL.
-UNSAVED = 74  # a run came to its end, and checkpoints that it should hold could not be written
-INTERRUPTED = 75  # it was asked to stop, and saved what it had
+# Exit statuses of a rank and of its launcher: EX_IOERR and EX_TEMPFAIL of sysexits.h.
+UNSAVED = 74  # the run ended, but some of its checkpoints could not be written
+INTERRUPTED = 75  # the run was asked to stop and saved a checkpoint
 _PR_SET_PDEATHSIG = 1
 
 
 def end_with(parent: int) -> None:
-    """Have Linux kill this process when its parent is gone: a rank in the middle of a call would not notice."""
+    """Have Linux kill this process when its parent ends. A rank blocked in a call would not notice otherwise."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:

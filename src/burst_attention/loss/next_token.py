@@ -133,6 +133,7 @@ class _Mean(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, log_probs: torch.Tensor, settings: _Settings) -> torch.Tensor:
+        """Sum over all ranks, divide and return the mean."""
         with settings.plan.agreement.entering("next_token_loss"):
             local = -log_probs.sum(dtype=torch.float64).item()
         value, ctx.divisor = _mean(settings, local, log_probs.numel())
@@ -142,6 +143,7 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     @differentiable_once("next_token_loss")
     def backward(ctx: Any, saved: tuple[torch.Tensor, ...], grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Return the gradient of this rank's log-probabilities."""
         check_transforms("the backward of next_token_loss", grad=grad)
         check_batches("the backward of next_token_loss", grad)
         return -(grad / ctx.divisor).expand(ctx.shape), None
@@ -160,9 +162,9 @@ def _mean(settings: _Settings, local_sum: float, local_count: int) -> tuple[floa
     total, count = (sum(rank[i] for rank in ranks) for i in (0, 1))
     for i, name in enumerate(same, 2):
         if any(rank[i] != ranks[0][i] for rank in ranks):
-            told = ", ".join(f"rank {r}: {'None' if rank[i] == math.inf else rank[i]}" for r, rank in enumerate(ranks))
+            text = ", ".join(f"rank {r}: {'None' if rank[i] == math.inf else rank[i]}" for r, rank in enumerate(ranks))
             remedy = "pass the same number on all of them" + (", or None" if name != "factor" else "")
-            raise ValueError(f"{name} differs over the ranks ({told}); {remedy}")
+            raise ValueError(f"{name} differs over the ranks ({text}); {remedy}")
     divisor = count if settings.num_valid is None else settings.num_valid
     if count and not divisor:
         raise ValueError(f"num_valid=0, but the group holds {count:.0f} valid tokens; pass their count, or None")

@@ -89,6 +89,7 @@ class _Measure(torch.autograd.Function):
         target: torch.Tensor,
         measurement: Measurement,
     ) -> torch.Tensor:
+        """Compute the measures [measures, rows], one chunk of logits at a time."""
         compute, flat = torch.float64 if hidden.dtype == torch.float64 else torch.float32, hidden.flatten(0, 1)
         head, measures = Head(weight, bias, measurement.form), measurement.measures
         table = torch.empty(len(measures), len(rows), dtype=compute, device=hidden.device)
@@ -107,6 +108,7 @@ class _Measure(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of hidden, weight and bias."""
         return differentiable_once(ctx.measurement.call)(_backward)(ctx, grad)
 
 

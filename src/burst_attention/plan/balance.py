@@ -83,6 +83,7 @@ class _Placed:
 
     @property
     def good(self) -> bool:
+        """Whether the tokens fit, no rank is idle and the work is balanced."""
         return self.score == (False, False, 0.0)
 
     @property

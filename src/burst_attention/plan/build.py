@@ -41,6 +41,7 @@ class Builder:
         self.held, self.sums = self._held(), self._sums()
 
     def program(self) -> Program:
+        """Order the rank's operations and return its program."""
         ops = _with_drops(self._order([*self._visits()]), self.rank, self.world)
         several = {place: rows for place, rows in self.held.items() if place[1] >= self.world}
         return Program(self.rank, self.groups, tuple(ops), several, self.sums, self.kept)

@@ -58,10 +58,12 @@ class Traffic:
 
     @property
     def sent(self) -> int:
+        """Bytes sent in forward and backward."""
         return self.forward_sent + self.backward_sent
 
     @property
     def received(self) -> int:
+        """Bytes received in forward and backward."""
         return self.forward_received + self.backward_received
 
 

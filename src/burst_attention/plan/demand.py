@@ -275,6 +275,7 @@ class Cells:
         return np.maximum(self.query, self.key)
 
     def chunks(self, side: Side) -> np.ndarray:
+        """Return the chunk of each cell on ``side``."""
         return self.i if side is Side.QUERY else self.j
 
     def at(self, rank: int) -> np.ndarray:

@@ -170,8 +170,8 @@ class Route:
             return self.name
         numbers: dict[int, int] = {}  # nodes may be numbered differently
         places = [numbers.setdefault(node, len(numbers)) for node in self.nodes]
-        told = hashlib.blake2b(repr(places).encode(), digest_size=8).hexdigest()
-        return f"{self.name} ({len(numbers)}, digest {told})"
+        digest = hashlib.blake2b(repr(places).encode(), digest_size=8).hexdigest()
+        return f"{self.name} ({len(numbers)}, digest {digest})"
 
     def node(self, rank: int) -> int:
         """Return the node of a rank; each rank is a separate node if messages don't depend on nodes."""

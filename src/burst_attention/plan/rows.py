@@ -71,6 +71,7 @@ class Rows:
 
     @classmethod
     def union(cls, many: Iterable[Rows]) -> Rows:
+        """Return the rows that are in any of ``many``."""
         parts = list(many)
         empty = np.empty(0, np.int64)
         return cls.of(
@@ -85,6 +86,7 @@ class Rows:
 
     @property
     def count(self) -> int:
+        """Number of rows."""
         return int(self._offsets[-1])
 
     def locate(self, rows: np.ndarray) -> np.ndarray:

@@ -94,6 +94,7 @@ class Schedule:
 
     @cached_property
     def regions(self) -> np.ndarray:
+        """The rectangles and bands of the mask."""
         return self.mask.regions(self.layout.seqlen)
 
     def pairs(self) -> dict[tuple[int, int], Tiles]:

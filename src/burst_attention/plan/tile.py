@@ -53,6 +53,7 @@ class Tile(NamedTuple):
 
     @property
     def full(self) -> bool:
+        """Whether every row sees every column."""
         return not (self.bounded_above or self.bounded_below)
 
     def part(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tile | None:

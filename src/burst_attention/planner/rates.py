@@ -134,9 +134,9 @@ def _check_names(values: Any, kind: Any, what: str) -> None:
     if not isinstance(values, Mapping):
         raise ValueError(f"{what} must be a table of {', '.join(f.name for f in fields(kind))}, not {values!r}")
     names = {field.name for field in fields(kind)}
-    for told, odd in (("is missing", names - {*values}), ("is unknown", {*values} - names)):
+    for fault, odd in (("is missing", names - {*values}), ("is unknown", {*values} - names)):
         if odd:
-            raise ValueError(f"{min(odd)} {told} in {what}; the names are {', '.join(sorted(names))}")
+            raise ValueError(f"{min(odd)} {fault} in {what}; the names are {', '.join(sorted(names))}")
 
 
 def _part(kind: Any, values: Any, name: str) -> Any:

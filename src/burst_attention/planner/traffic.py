@@ -132,6 +132,7 @@ class TrafficModel:
 
     @cached_property
     def pairs(self) -> Pairs:
+        """The pairs of shards, with their areas and numbers of rows."""
         i, j, region, q0, q1, k0, k1, lo, hi = self._table.T
         code, at = np.unique(i * self.cut.world + j, return_inverse=True)
 

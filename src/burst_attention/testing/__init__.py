@@ -1,4 +1,4 @@
-"""What a user needs to check a cluster, and our tests with it: the fp64 oracle, bounds, a pool of local ranks."""
+"""Tools to check a cluster, also used by our tests: the fp64 oracle, error bounds, a pool of local ranks."""
 
 from .check import Case, Report, check, compare
 from .local import LocalWorld, local_world

@@ -1,4 +1,4 @@
-"""Compare one distributed call, gradients included, with the fp64 oracle, on every rank."""
+"""Compare one distributed call and its gradients with the fp64 oracle, on every rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from .oracle import Gradients, attend, torch_attention
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One call to check. ``logits`` multiplies the scores; ``dlse``: does the lse get a gradient too?"""
+    """One call to check.
+
+    ``logits`` multiplies the scores. ``dlse`` says whether the lse gets a gradient too.
+    """
 
     seqlen: int = 512
     mask: Mask = field(default_factory=Mask)
@@ -49,7 +52,7 @@ class Case:
         return Strategy(**{each.name: getattr(self, each.name) for each in fields(Strategy)})
 
     def inputs(self) -> dict[str, Tensor]:
-        """Global q, k, v, dout, dlse: the same on every rank."""
+        """Return the global q, k, v, dout and dlse, identical on every rank."""
         make = torch.Generator().manual_seed(self.seed)
         value_dim = self.head_dim if self.v_head_dim is None else self.v_head_dim
 
@@ -66,7 +69,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """One tensor's error on one rank: ``error`` must not exceed ``bound``, both of kind ``measure``."""
+    """One tensor's error on one rank. ``error`` and ``bound`` are in the unit ``measure``; error <= bound passes."""
 
     tensor: str
     rank: int
@@ -76,22 +79,24 @@ class Row:
 
     @property
     def passed(self) -> bool:
+        """Whether the error is within its bound."""
         return self.error <= self.bound  # False for NaN
 
 
 @dataclass(frozen=True)
 class Report:
-    """The rows of all ranks."""
+    """The result of one check: the rows of all ranks."""
 
     title: str
     rows: tuple[Row, ...]
 
     @property
     def passed(self) -> bool:
+        """Whether all rows passed."""
         return all(row.passed for row in self.rows)
 
     def table(self) -> Any:
-        """A ``rich.table.Table`` for a rich console: the worst rank of each tensor."""
+        """Return a ``rich.table.Table`` with the worst rank of each tensor."""
         from rich.table import Table
 
         table = Table("tensor", "measure", "worst rank", "error", "bound", "", title=self.title)
@@ -104,9 +109,9 @@ class Report:
 
 
 def relative_l2(actual: Tensor, expected: Tensor, *, floor: float = 0.0) -> float:
-    """||actual - expected|| / max(||expected||, floor) in fp64; where that is 0 / 0, 0; where something / 0, inf.
+    """Return ||actual - expected|| / max(||expected||, floor) in fp64. 0 / 0 gives 0; x / 0 gives inf.
 
-    Entries where both are -inf (the lse of a row that sees nothing) agree and count nothing.
+    Entries where both are the same infinity count as equal: a row that sees nothing has lse -inf.
     """
     actual, expected = actual.detach().double(), expected.detach().double()
     both = (actual == expected) & expected.isinf()
@@ -118,7 +123,7 @@ def relative_l2(actual: Tensor, expected: Tensor, *, floor: float = 0.0) -> floa
 
 
 def relative_max(actual: Tensor, expected: Tensor, scale: Tensor) -> float:
-    """max |actual - expected| / max |scale| in fp64; 0 for empty tensors."""
+    """Return max |actual - expected| / max |scale| in fp64; 0 for empty tensors."""
     if not actual.numel():
         return 0.0
     difference = (actual.detach().double() - expected.double()).abs().max().item()
@@ -126,7 +131,7 @@ def relative_max(actual: Tensor, expected: Tensor, scale: Tensor) -> float:
 
 
 def distributed_call(case: Case, plan: Plan, inputs: dict[str, Tensor]) -> Gradients:
-    """This rank's share of the call: its shards of out, lse, dq, dk, dv."""
+    """Run the call on this rank; return its shards of out, lse, dq, dk and dv."""
     q, k, v, dout, dlse = (plan.shard(inputs[name], 2) for name in ("q", "k", "v", "dout", "dlse"))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     out, lse = burst_attention(q, k, v, plan, kernel=case.kernel, return_lse=True)
@@ -136,14 +141,14 @@ def distributed_call(case: Case, plan: Plan, inputs: dict[str, Tensor]) -> Gradi
 
 
 def compare(case: Case, plan: Plan) -> list[Row]:
-    """Rows for this rank. Every rank of the plan's group must call it."""
+    """Compare this rank's shards with the oracle. Every rank of the plan's group must call it."""
     inputs = case.inputs()
     actual = distributed_call(case, plan, inputs)
     dlse = inputs["dlse"] if case.dlse else None
     arguments = (inputs["q"], inputs["k"], inputs["v"], plan.mask)
     oracle = attend(*arguments, dout=inputs["dout"], dlse=dlse)
     expected = {name: plan.shard(x, 2) for name, x in oracle.items()}
-    # Where a gradient is 0 by cancellation (one key has all the weight) rounding is measured against what cancels.
+    # A gradient can be 0 by cancellation (one key has all the weight). Measure its error relative to dout instead.
     floor = 0.05 * inputs["dout"].double().norm().item()
     if case.dtype in (torch.float64, torch.float32):
         bound = 1e-12 if case.dtype == torch.float64 else 1e-5
@@ -164,13 +169,13 @@ def _half_row(
     stock: dict[str, Tensor],
     plain: dict[str, Tensor],
 ) -> Row:
-    """bf16 and fp16: the bound is what PyTorch's own kernel errs in that dtype on one device, times a factor.
+    """Compare a bf16 or fp16 result. The bound is the error of PyTorch's kernel on one device, times a factor.
 
-    Of the whole tensor, or of the rows that are here, which may be few and harder than others: what is more.
+    That error is the larger of two: over the whole tensor, and over this rank's rows, which may be few and harder.
     """
     expected = plan.shard(oracle[name], 2)
     exact = _kernel(case).exact_partials(case.dtype)
-    if name == "lse":  # kept in fp32; a stock kernel for halves takes a coarser exponential
+    if name == "lse":  # in fp32; stock kernels use a less accurate exponential for bf16 and fp16
         return Row(name, plan.rank, "relative L2", relative_l2(actual, expected), 1e-5 if exact else 5e-5)
     blind = torch.from_numpy(~plan.mask.dense(plan.seqlen).any(1)).to(actual.device)
     theirs, truth = (x[name].double().clone() for x in (stock, plain))
@@ -179,23 +184,23 @@ def _half_row(
     here = (plan.shard(theirs, 2), plan.shard(truth, 2))
     stock_error = max(relative_l2(theirs, truth), relative_l2(*here) if here[0].numel() else 0.0)
     if exact:
-        if name in _rounded_on_wire(case, plan):  # once more than a stock kernel's result
+        if name in _rounded_on_wire(case, plan):  # rounded once more than a stock kernel's result
             bound = 1.25 * stock_error
             return Row(name, plan.rank, "relative L2", relative_l2(actual, expected), bound)
-        size = oracle[name]  # of the whole tensor: an lse with a gradient makes dq and dk larger than the stock call's
+        # Scale by the oracle: if the lse has a gradient, dq and dk are larger than the stock call's.
+        size = oracle[name]
         error, bound = relative_max(actual, expected, size), 1.25 * relative_max(theirs, truth, truth)
         return Row(name, plan.rank, "max error / max", error, bound)
     return Row(name, plan.rank, "relative L2", relative_l2(actual, expected), 1.5 * stock_error)
 
 
 def _kernel(case: Case) -> Kernel:
-    """What the call takes."""
     head_dims = case.head_dim, case.head_dim if case.v_head_dim is None else case.v_head_dim
     return kernel_for(case.kernel, case.mask, device=torch.device(case.device), dtype=case.dtype, head_dims=head_dims)
 
 
 def _rounded_on_wire(case: Case, plan: Plan) -> tuple[str, ...]:
-    """The results whose partials come home in the io dtype."""
+    """Return the names of the results whose partials are sent back in the io dtype."""
     if plan.world == 1 or plan.schedule.route.exact:
         return ()
     sizes = {name: getattr(case, name) for name in ("batch", "q_heads", "kv_heads", "head_dim", "v_head_dim")}
@@ -209,10 +214,10 @@ def _rounded_on_wire(case: Case, plan: Plan) -> tuple[str, ...]:
 
 
 def check(case: Case | None = None, *, group: Any = None, timeout: float | None = None) -> Report:
-    """Run ``case`` over the ranks of ``group`` and judge it against the oracle. Every rank must call it.
+    """Run ``case`` over the ranks of ``group`` and compare it with the oracle. Every rank must call it.
 
-    Memory grows with S² (the oracle is dense): keep ``seqlen`` to a few thousand. Every rank gets the same report;
-    print ``report.table()`` with a rich console on one of them.
+    The oracle is dense, so memory grows with S²: keep ``seqlen`` below a few thousand tokens. Every rank gets the same
+    report; print ``report.table()`` with a rich console on one of them.
     """
     case = case or Case()
     plan = make_plan(case.seqlen, mask=case.mask, strategy=case.strategy, group=group, timeout=timeout)

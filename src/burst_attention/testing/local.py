@@ -1,4 +1,4 @@
-"""A world inside one process: the true distributed algorithm at any world size, on one device, in one debugger."""
+"""Ranks as threads of one process: the real distributed algorithm, at any world size, on one device."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .pool import WorkerError
 
 
 def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
-    """Within it ``stream`` and its device are the current ones."""
+    """Make ``stream`` and its device the current ones within this context."""
     return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 class LocalWorld:
-    """Ranks as threads. Made by :func:`local_world`."""
+    """Ranks as threads of one process. Use :func:`local_world` to make one."""
 
     def __init__(self, world: int, timeout: float) -> None:
         self.world, self.timeout = world, timeout
@@ -27,14 +27,14 @@ class LocalWorld:
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Call ``function(group, *arguments)`` on every rank, each in a thread; return the results by rank.
 
-        ``group`` goes to ``make_plan(..., group=group)``. Any function will do, a closure too. Gradients are computed
-        by the thread that asks for them: torch's one backward thread for each device could serve one rank only.
+        Pass ``group`` to ``make_plan(..., group=group)``. ``function`` may be any callable, such as a closure. Each
+        rank's thread computes its own gradients: torch's backward thread, one per device, could serve one rank only.
 
         Raises:
-            WorkerError: some rank raised; the others then don't wait for it.
+            WorkerError: a rank raised an exception. The other ranks then stop waiting for it.
         """
         exchange = Exchange(self.world)
-        # A new thread's current stream, and device, are not those of the thread that started it.
+        # A new thread does not inherit the current stream and device of the thread that starts it.
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         results: dict[int, Any] = {}
         errors: dict[int, BaseException] = {}
@@ -53,7 +53,7 @@ class LocalWorld:
         for thread in threads:
             thread.join()
         if errors:
-            first = next(iter(errors))  # in the order in which they raised
+            first = next(iter(errors))  # `errors` is in the order in which the ranks raised
             text = "; ".join(f"rank {n}: {type(error).__name__}: {error}" for n, error in sorted(errors.items()))
             raise WorkerError(text, errors) from errors[first]
         return [results[number] for number in range(self.world)]
@@ -61,17 +61,17 @@ class LocalWorld:
 
 @contextmanager
 def local_world(world: int, *, timeout: float = 60.0) -> Iterator[LocalWorld]:
-    """``world`` ranks as threads of this process.
+    """Provide ``world`` ranks as threads of this process.
 
         with local_world(8) as ranks:
             outs = ranks.run(lambda group: attend(make_plan(seqlen, group=group)))
 
-    Plans, programs, sweep and agreements are the same as between processes. Messages are copies on the device, on CUDA
-    in a separate stream. Threads take turns in Python, so don't time CPU ranks with it.
+    Plans, programs, sweep and agreements are the same as between processes. Messages are copies on the device; on CUDA
+    they run on a separate stream. The threads share Python's interpreter lock, so CPU timings are not representative.
 
     Args:
-        world: how many ranks.
-        timeout: seconds that an exchange may take if its plan does not say.
+        world: number of ranks.
+        timeout: timeout of an exchange in seconds, unless its plan sets one.
     """
     if isinstance(world, bool) or not isinstance(world, int) or world < 1:
         raise ValueError(f"world={world!r} must be an integer of at least 1")

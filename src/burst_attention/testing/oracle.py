@@ -1,4 +1,4 @@
-"""The judge: attention written out from its definition, in fp64, gradients by autograd."""
+"""The oracle: dense attention from its definition, in fp64, with gradients by autograd."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFI
 
 @dataclass(frozen=True)
 class Gradients:
-    """out, lse and what comes back, over the whole sequence or one shard of it; gradients None where none was asked."""
+    """out, lse and the gradients of q, k, v, for the whole sequence or one shard. None: not computed."""
 
     out: Tensor
     lse: Tensor | None = None
@@ -27,7 +27,7 @@ class Gradients:
     dv: Tensor | None = None
 
     def items(self) -> list[tuple[str, Tensor]]:
-        """The tensors at hand by name."""
+        """Return (name, tensor) for all tensors that are not None."""
         named = [(f.name, getattr(self, f.name)) for f in fields(self)]
         return [(name, x) for name, x in named if x is not None]
 
@@ -35,9 +35,9 @@ class Gradients:
 def dense_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of q [B, Hq, S, D], k [B, Hkv, S, D], v [B, Hkv, S, Dv] in their own dtype, differentiable.
+    """Return differentiable (out, lse) of q [B, Hq, S, D], k [B, Hkv, S, D], v [B, Hkv, S, Dv] in their dtype.
 
-    A query that sees nothing gives out 0 and lse -inf.
+    A query that sees nothing gets out 0 and lse -inf.
     """
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     groups = q.shape[1] // k.shape[1]
@@ -60,7 +60,7 @@ def attend(
     dlse: Tensor | None = None,
     scale: float | None = None,
 ) -> Gradients:
-    """The oracle: everything in fp64, gradients if ``dout`` or ``dlse`` is given."""
+    """Compute dense attention in fp64, with gradients if ``dout`` or ``dlse`` is given."""
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     out, lse = dense_attention(q, k, v, mask, scale=scale)
     return _with_gradients(q, k, v, out, lse, dout, dlse)
@@ -69,12 +69,12 @@ def attend(
 def torch_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, dout: Tensor, scale: float | None = None
 ) -> Gradients:
-    """What PyTorch's own kernel gives on one device in the tensors' dtype: the measure of a dtype's error."""
+    """Run PyTorch's own kernel on one device in the tensors' dtype. Its error sets the bound for that dtype."""
     q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
     seen = None
     if mask != Mask():
         seen = torch.from_numpy(mask.dense(q.shape[2])).to(q.device)
-    # On a GPU masks and grouped queries may leave but a kernel that computes in fp32, which is no measure of others.
+    # On a GPU, masks with grouped queries may select a kernel that computes in fp32; its error is too small a bound.
     groups = q.shape[1] // k.shape[1]
     keys, values = (x.repeat_interleave(groups, 1) if q.is_cuda else x for x in (k, v))
     grouped = q.shape[1] != keys.shape[1]
@@ -93,9 +93,10 @@ def _with_gradients(
     if dout is not None:
         loss = loss + (out * dout.to(out.dtype)).sum()
     if dlse is not None and lse is not None:
-        # -inf * 0 is NaN: a row that sees nothing has no gradient.
+        # A row that sees nothing has lse -inf and no gradient, but -inf * 0 is NaN.
         loss = loss + (lse.masked_fill(lse == -math.inf, 0.0) * dlse.to(lse.dtype)).sum()
     if dout is None and dlse is None:
         return Gradients(out.detach(), None if lse is None else lse.detach())
-    dq, dk, dv = torch.autograd.grad(loss, (q, k, v), materialize_grads=True)  # the lse knows no values
+    # The lse does not depend on v, so autograd may have no gradient for v.
+    dq, dk, dv = torch.autograd.grad(loss, (q, k, v), materialize_grads=True)
     return Gradients(out.detach(), None if lse is None else lse.detach(), dq, dk, dv)

@@ -24,7 +24,10 @@ from ..launch.processes import end_with
 
 
 class WorkerError(RuntimeError):
-    """A rank's function raised (its traceback is in the text), or the rank was lost. ``errors``: by rank, if known."""
+    """A rank's function raised an exception, or a rank was lost.
+
+    The text contains the tracebacks. ``errors`` maps ranks to their exceptions, where known.
+    """
 
     def __init__(self, text: str, errors: dict[int, BaseException] | None = None) -> None:
         super().__init__(text)
@@ -35,14 +38,14 @@ class WorkerPool:
     """``world`` processes, each a rank of one gloo group. Use as a context manager, or close it.
 
     Args:
-        world: how many ranks.
-        threads: torch threads of each.
-        timeout: seconds that the group's own operations may take.
-        entries: for each rank, what its process calls before all else, such as to enter another host's network; it
-            returns the ``init_method`` by which the ranks meet. None: they meet through a file. Must be picklable.
+        world: number of ranks.
+        threads: torch threads per rank.
+        timeout: timeout of the group's operations, in seconds.
+        entries: one picklable function per rank. The rank's process calls it first, for example to enter another
+            network namespace. It returns the ``init_method`` of the process group. None: use a shared file.
 
     Raises:
-        ValueError: not one entry for each rank.
+        ValueError: the number of entries is not ``world``.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class WorkerPool:
         for rank in range(world):
             ours, theirs = context.Pipe()
             entry = entries[rank] if entries is not None else f"file://{Path(self._folder.name) / 'rendezvous'}"
-            # Linux takes the thread that started a process for its parent.
+            # Linux treats the thread that started a process as its parent, so tie it only to the main thread.
             tied = os.getpid() if threading.current_thread() is threading.main_thread() else None
             arguments = (theirs, entry, rank, world, threads, timeout, tied)
             process = context.Process(target=_serve, args=arguments, daemon=True)
@@ -78,18 +81,18 @@ class WorkerPool:
     ) -> list[Any]:
         """Call ``function(*arguments)`` on every rank; return the results by rank.
 
-        ``function`` must be importable by its name in a fresh process. After an error the ranks may be out of step, so
-        the pool is not used again unless every rank raised.
+        ``function`` must be importable by name in a new process. After an error the ranks may be out of step. The pool
+        can then only be used again if every rank raised.
 
         Raises:
-            WorkerError: some rank raised, died or took longer than ``timeout`` seconds, or than ``patience`` seconds
-                after the first that answered.
+            WorkerError: a rank raised, died, or did not answer in time. The limit is ``timeout`` seconds, or
+                ``patience`` seconds after the first answer.
         """
         if self.broken:
             raise WorkerError("this pool lost a rank in an earlier run; make a new one")
         try:
             results, errors, lost = self.gather(function, *arguments, timeout=timeout, patience=patience)
-        except (KeyboardInterrupt, SystemExit):  # Ctrl-C: the ranks are in the middle of it
+        except (KeyboardInterrupt, SystemExit):  # the ranks are still running the function
             self.broken = True
             raise
         if lost or (errors and len(errors) < self.world):
@@ -103,9 +106,9 @@ class WorkerPool:
     def gather(
         self, function: Callable[..., Any], *arguments: Any, timeout: float = 300.0, patience: float | None = None
     ) -> tuple[dict[int, Any], dict[int, BaseException], dict[int, str]]:
-        """Like :meth:`run`, but tell what became of each rank: results, exceptions, and which were lost and how.
+        """Like :meth:`run`, but return (results, exceptions, reasons of lost ranks), each by rank.
 
-        ``patience``: seconds that a rank may answer later than the first that did.
+        ``patience``: seconds that the other ranks have after the first answer.
         """
         message = pickle.dumps((function, arguments))
         results: dict[int, Any] = {}
@@ -162,7 +165,7 @@ def _serve(
     timeout: float,
     tied: int | None,
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank anywhere, without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank immediately and without a traceback
     if tied is not None:
         end_with(tied)
     init_method = entry if isinstance(entry, str) else entry()
@@ -185,7 +188,7 @@ def _serve(
             answer = ("error", _portable(error))
         try:
             pipe.send(answer)
-        except OSError:  # the caller is gone
+        except OSError:  # the parent closed the pipe
             break
         except Exception as error:  # a result that can't be pickled
             pipe.send(("error", _portable(error)))
@@ -193,7 +196,7 @@ def _serve(
 
 
 def _portable(error: BaseException) -> BaseException:
-    """The exception with its traceback as a note; a plain stand-in if it can't be pickled."""
+    """Return the exception with its traceback as a note, or a RuntimeError with the text if it can't be pickled."""
     text = "".join(traceback.format_exception(error))
     error.__traceback__ = error.__cause__ = error.__context__ = None
     error.add_note(text)

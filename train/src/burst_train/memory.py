@@ -58,9 +58,9 @@ def free_memory(root: Path = Path("/")) -> tuple[int, str] | None:
     return min(limits) if limits else None
 
 
-def _of_machine(told: Path) -> Iterator[tuple[int, str]]:
-    if told.is_file():
-        for line in told.read_text().splitlines():
+def _of_machine(meminfo: Path) -> Iterator[tuple[int, str]]:
+    if meminfo.is_file():
+        for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 yield int(line.split()[1]) * 1024, "memory available"
 

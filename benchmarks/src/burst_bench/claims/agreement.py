@@ -79,8 +79,8 @@ def run(*, worlds: tuple[int, ...] = (2, 4, 8), rounds: int = 9, calls: int = 20
     costs, parts = [], []
     for world in (1, *worlds):
         with WorkerPool(world, timeout=300) as pool:
-            told = pool.run(tiny_parts, calls)
-            parts.append({"ranks": str(world)} | {name: f"{max(x[name] for x in told):.2f}" for name in told[0]})
+            by_rank = pool.run(tiny_parts, calls)
+            parts.append({"ranks": str(world)} | {name: f"{max(x[name] for x in by_rank):.2f}" for name in by_rank[0]})
             each = pool.run(in_turns, rounds, calls) if world > 1 else []
         if each:
             ours, theirs = ([max(turn) * 1e6 for turn in zip(*x, strict=True)] for x in zip(*each, strict=True))

@@ -144,8 +144,8 @@ def measured(a: Arguments, cluster: str) -> Iterator[dict[str, Any]]:
                 predicted = ways(setting, rates)
                 took = take_turns([partial(slowest, pool, setting, way) for way in predicted], a.rounds)
                 for (way, seconds), rounds in zip(predicted.items(), took, strict=True):
-                    told = {"layout": way.layout, "way": str(way.candidate), "predicted": seconds, "seconds": rounds}
-                    yield {**vars(setting), **told}
+                    result = {"layout": way.layout, "way": str(way.candidate), "predicted": seconds, "seconds": rounds}
+                    yield {**vars(setting), **result}
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -173,12 +173,12 @@ def main() -> None:
     if a.quick:
         a = replace(a, clusters=("2x1", "4x1"), links=("200mbit",), seq_len=1024, rounds=2)
     rows: list[dict[str, Any]] = []
-    told: dict[str, float] = {}
+    summarised: dict[str, float] = {}
     for cluster in a.clusters:
         rows += measured(a, cluster)
-        told = summary(rows)
+        summarised = summary(rows)
         if a.json is not None:  # write after each cluster, because a run takes long
-            write_json(a.json, {"summary": told, "rows": rows} | origin(command_given("cost_model", a.json)))
+            write_json(a.json, {"summary": summarised, "rows": rows} | origin(command_given("cost_model", a.json)))
     lines = (
         {name: str(row[name]) for name in ("cluster", "link", "mask", "kv_heads", "layout", "way")}
         | {"predicted s": f"{row['predicted']:.3f}", "least s": f"{min(row['seconds']):.3f}"}
@@ -186,5 +186,5 @@ def main() -> None:
     )
     console = Console()
     console.print(terminal(lines, title=f"S={a.seq_len}, H={HEADS}, D={DIM}, bf16, forward and backward"))
-    for name, value in told.items():
+    for name, value in summarised.items():
         console.print(f"{name}: {value:.3g}")

@@ -161,7 +161,7 @@ def tried(ranks: _Ranks, sizes: Sizes, engine: str, flags: dict[str, Any], lengt
         if not REFUSED.search(str(error)):  # any other error is a bug
             raise
         peaks = None
-    told = training_memory(
+    memory = training_memory(
         sizes.config,
         engine=_engine(engine, flags),
         seq_len=length,
@@ -171,7 +171,7 @@ def tried(ranks: _Ranks, sizes: Sizes, engine: str, flags: dict[str, Any], lengt
     )
     return row | {
         "peak": None if peaks is None else max(peaks),
-        "foretold": None if told is None else sum(told.values()),
+        "predicted": None if memory is None else sum(memory.values()),
         "fits": peaks is not None and max(peaks) <= sizes.gib * GIB,
         "seconds": round(time.monotonic() - began, 1),
     }
@@ -219,8 +219,8 @@ def longest_of(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
         cells = {"engine": key[0], "--remat": key[1], "--mlp-chunks": str(key[2])}
         cells["longest"] = "none of those tried" if best is None else f"{best['tokens']:,} tokens"
         cells["peak per rank"] = "-" if best is None else f"{best['peak'] / 2**20:,.0f} MiB"
-        told = best and best["foretold"]
-        cells["predicted"] = f"{told / 2**20:,.0f} MiB" if told else "-"
+        predicted = best and best["predicted"]
+        cells["predicted"] = f"{predicted / 2**20:,.0f} MiB" if predicted else "-"
         cells["twice that"] = _beyond(beyond[0]) if beyond else "not run"
         lines.append(cells)
     return lines

@@ -119,6 +119,6 @@ def main() -> None:
             flat = flat and grown + error <= a.bound
             grows, surely = grown > a.bound, abs(grown - a.bound) > error
             verdict = ("not flat" if grows else "flat") if surely else "so few minutes can't tell"
-            told = f"{through}: grows by {grown:.1f} (+- {error:.1f}) MiB an hour, {a.bound:g} allowed: {verdict}"
-            console.print(told, soft_wrap=True)
+            summary = f"{through}: grows by {grown:.1f} (+- {error:.1f}) MiB an hour, {a.bound:g} allowed: {verdict}"
+            console.print(summary, soft_wrap=True)
     sys.exit(0 if flat else 1)

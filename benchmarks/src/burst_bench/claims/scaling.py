@@ -35,7 +35,7 @@ LINE = 120
 # Tokens per rank if the sequence grows with the ranks; tokens of the whole sequence otherwise.
 PER_RANK, FIXED = 8 << 10, 8 << 20
 
-Foretold = Callable[[Workload], Call | None]  # None: it does not support this number of ranks
+Predict = Callable[[Workload], Call | None]  # None: it does not support this number of ranks
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Subject:
     """One column: a strategy."""
 
     name: str
-    told: str
-    predict_call: Foretold
+    description: str
+    predict_call: Predict
 
 
 def _ulysses(setting: Workload) -> Call | None:
@@ -56,7 +56,7 @@ def _usp(setting: Workload) -> Call | None:
     return collectives.usp(setting, PER_NODE)
 
 
-def _by(way: AttentionStrategy) -> Foretold:
+def _by(way: AttentionStrategy) -> Predict:
     return lambda setting: predict_call(way, setting)
 
 
@@ -148,9 +148,9 @@ def _head() -> Iterator[str]:
         LINE,
     )
     yield from ("", "| | |", "|---|---|")
-    yield from (f"| {each.name} | {each.told} |" for each in SUBJECTS)
+    yield from (f"| {each.name} | {each.description} |" for each in SUBJECTS)
     yield from ("", "Assumptions:", "")
-    yield from (fill(f"- {told}", LINE, subsequent_indent="  ") for told in _assumptions())
+    yield from (fill(f"- {text}", LINE, subsequent_indent="  ") for text in _assumptions())
 
 
 def _assumptions() -> Iterator[str]:
@@ -212,8 +212,8 @@ def _of_keeping(model: Model) -> Iterator[str]:
     for ranks in KEPT_RANKS:
         for remat in REMATS:
             sizes = [kept_row(model, ranks, remat, keep=keep) for keep in (False, True)]
-            told = [bytes_text(size) for pair in zip(*sizes, strict=True) for size in pair]
-            yield f"| {ranks} | {remat} | {' | '.join(told)} |"
+            texts = [bytes_text(size) for pair in zip(*sizes, strict=True) for size in pair]
+            yield f"| {ranks} | {remat} | {' | '.join(texts)} |"
 
 
 def kept_row(model: Model, ranks: int, remat: str, *, keep: bool) -> tuple[float, float]:
@@ -252,9 +252,9 @@ def table(rows: Sequence[Row], tell: Callable[[Row, Call], str]) -> Iterator[str
     yield f"| ranks | tokens | {' | '.join(each.name for each in SUBJECTS)} |"
     yield "|---" * (2 + len(SUBJECTS)) + "|"
     for each in rows:
-        told = ["-" if call is None else tell(each, call) for call in each.calls]
+        texts = ["-" if call is None else tell(each, call) for call in each.calls]
         question = each.question
-        yield f"| {question.cluster.ranks:,} | {tokens_text(question.seq_len)} | {' | '.join(told)} |"
+        yield f"| {question.cluster.ranks:,} | {tokens_text(question.seq_len)} | {' | '.join(texts)} |"
 
 
 def draw(*, draw: bool = False) -> None:

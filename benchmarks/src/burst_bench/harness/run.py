@@ -37,8 +37,8 @@ def results_of(
     by_rates: bool = False,
 ) -> Results:
     """Return the rows of one task, with their setting and origin."""
-    told = setting(workload, cluster, by_rates=by_rates)
-    return Results(task=workload.task, setting=told, rows=list(rows), **origin(command))
+    described = setting(workload, cluster, by_rates=by_rates)
+    return Results(task=workload.task, setting=described, rows=list(rows), **origin(command))
 
 
 class World:
@@ -124,12 +124,12 @@ class World:
                 raise ValueError(f"links={links} need a cluster; this program never changes this machine's own network")
             self.say(f"{self.pool.world} ranks, {workload.task}, {seq_len:,} tokens, {link_text(link)}")
             interface = None if self.cluster is None else INTERFACE
-            anew = n == 0 or self.calibrates
-            alone = workload.resources and anew
+            fresh = n == 0 or self.calibrates
+            alone = workload.resources and fresh
             at = workload.at(seq_len, resources=alone, interface=interface, rates=rates)
             by_rank = self._run(measure, at)
             by_engine = {ranks[0].engine: list(ranks) for ranks in zip(*by_rank, strict=True)}
-            resources = by_engine if anew else resources
+            resources = by_engine if fresh else resources
             typical = self._agreed(workload.at(seq_len), by_engine)
             for spec, ranks in by_engine.items():
                 yield self._row(workload.at(seq_len), link, ranks, resources[spec], typical, judged.get(spec))

@@ -78,11 +78,13 @@ class Scaled(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        """Return ``x`` unchanged and save ``factor``."""
         ctx.factor = factor
         return x.clone()  # trainers scale a loss in place, which autograd forbids for a view
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Multiply the gradient by the saved factor."""
         return grad * ctx.factor, None
 
 

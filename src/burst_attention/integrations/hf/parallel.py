@@ -240,6 +240,7 @@ class _Parallel:
     _burst: _Context
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate on each rank separately, without a plan."""
         with _alone(self):
             return super().generate(*args, **kwargs)  # type: ignore[misc]
 

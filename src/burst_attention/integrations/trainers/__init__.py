@@ -104,6 +104,7 @@ class BurstMixin(OneGeneration):
         return built
 
     def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator and group its ranks into contexts."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         trainer: Any = self
         accelerator = trainer.accelerator
@@ -127,6 +128,7 @@ class BurstMixin(OneGeneration):
             plugin.mixed_precision_policy = policy
 
     def get_total_train_batch_size(self, args: Any) -> int:
+        """Return the samples per step; ranks of a context share theirs."""
         total = super().get_total_train_batch_size(args)  # type: ignore[misc]
         return total // (self._context_size or 1)
 
@@ -138,12 +140,14 @@ class BurstMixin(OneGeneration):
     # methods below leave out these repeated samples.
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Check the settings again, then train."""
         check_settings(self)  # a setting may have been assigned since
         return super().train(*args, **kwargs)  # type: ignore[misc]
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
+        """Compute the loss of this context's samples."""
         # In an evaluation each context returns the mean over its samples. _mean_of_contexts weights these means.
         items = None if self._own_mean else num_items_in_batch
         return super().compute_loss(  # type: ignore[misc]
@@ -151,6 +155,7 @@ class BurstMixin(OneGeneration):
         )
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        """Compute one evaluation batch's loss over the ranks of this context."""
         if self._context_size == 1:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
         if not prediction_loss_only:

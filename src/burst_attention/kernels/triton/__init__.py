@@ -1,1 +1,1 @@
-"""Our own tile kernels in Triton. Imported only when they are asked for."""
+"""Our tile kernels in Triton, imported only on use."""

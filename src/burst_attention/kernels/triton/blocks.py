@@ -1,4 +1,4 @@
-"""Which tiles meet each block of rows, as device tables: any number of tiles in one launch."""
+"""Device tables of the tiles that intersect each block of rows, so that one launch handles any number of tiles."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..contract import capturing
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """int32 tables on one device: ``tiles`` [T, 6]; block b meets the tiles ids[offsets[b] : offsets[b + 1]]."""
+    """int32 tables on one device. Block b intersects the tiles ids[offsets[b] : offsets[b + 1]] of ``tiles`` [T, 6]."""
 
     tiles: Tensor
     offsets: Tensor
@@ -23,7 +23,10 @@ class Blocks:
 
 
 def meetings(starts: np.ndarray, stops: np.ndarray, size: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """(offsets, ids) for intervals [starts, stops) and blocks of ``size`` of ``length`` rows, in the tiles' order."""
+    """Return (offsets, ids) of the intervals [starts, stops) in each block of ``size`` of ``length`` rows.
+
+    Within a block, the intervals keep their order.
+    """
     blocks = -(-length // size)
     first, last = starts // size, (stops - 1) // size
     counts = last - first + 1
@@ -36,20 +39,22 @@ def meetings(starts: np.ndarray, stops: np.ndarray, size: int, length: int) -> t
 
 @dataclass(eq=False)
 class BlockTables:
-    """Tables that were made before, kept for as long as their tiles: a plan's are the same in every call."""
+    """A cache of tables that live as long as their tiles. A plan has the same tiles in every call."""
 
     known: weakref.WeakKeyDictionary[Tiles, dict] = field(default_factory=weakref.WeakKeyDictionary)
 
     def get(self, tiles: Tiles, *, keys: bool, size: int, length: int, device: torch.device) -> Blocks:
-        """For blocks of ``size`` query rows, or with ``keys`` of columns, of ``length``."""
+        """Return the tables for blocks of ``size`` query rows, or with ``keys`` key columns, out of ``length``."""
         tables = self.known.setdefault(tiles, {})
         key = (keys, size, length, device)
         if key not in tables:
             if capturing():
-                raise RuntimeError("kernel='triton' must be called with this plan once before a CUDA graph's capture")
+                raise RuntimeError(
+                    "kernel='triton' makes tables on a plan's first call; make one call before capturing a CUDA graph"
+                )
             starts, stops = tiles.table[:, 2 * keys], tiles.table[:, 2 * keys + 1]
             arrays = (tiles.table, *meetings(starts, stops, size, length))
-            # Programs read them row by row, however numpy has laid them out.
+            # The programs read rows, so the arrays must be C-contiguous.
             rows = (np.ascontiguousarray(x, np.int32) for x in arrays)
             tables[key] = Blocks(*(torch.from_numpy(x).to(device) for x in rows))
         return tables[key]

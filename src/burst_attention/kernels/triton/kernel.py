@@ -1,4 +1,4 @@
-"""The Triton kernel behind the contract."""
+"""The Triton implementation of the kernel contract."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .blocks import BlockTables
 from .tuning import Sizes, Tuner, fixed_sizes
 
 MOST_HEADS = 65535
-# Triton's interpreter keeps the program that it is in, and patches its language, for all threads alike.
+# Triton's interpreter has global state: the current program and a patched language, shared by all threads.
 _INTERPRETING = threading.Lock()
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -28,12 +28,11 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class Triton:
     """FlashAttention-2's forward and backward over lists of banded tiles, one launch for any number of tiles.
 
-    Partial results are fp32. Sums are taken in one order, which the block sizes decide: two runs with the same sizes
-    give the same bits.
+    Partial results are fp32. The block sizes fix the summation order, so runs with the same sizes are bit-equal.
 
     Args:
-        tuned: measure block sizes on first use and remember them on disk; else, and under
-            ``torch.use_deterministic_algorithms(True)``, one fixed choice.
+        tuned: measure block sizes on first use and cache them on disk. If False, or under
+            ``torch.use_deterministic_algorithms(True)``, use fixed sizes.
     """
 
     tuned: bool = True
@@ -45,18 +44,20 @@ class Triton:
         return "triton"
 
     def untuned(self) -> Triton:
+        """Return this kernel with fixed block sizes."""
         return replace(self, tuned=False)
 
     def exact_partials(self, dtype: torch.dtype) -> bool:
+        """Return True: all sums are in fp32."""
         return True
 
     def check(self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int]) -> None:
-        """Raise ValueError for devices, dtypes and head dims that it has no program for."""
+        """Raise ValueError if the device, dtype or head dimensions are not supported."""
         check_width(self.name, max(head_dims), WIDEST)
         if device.type != "cuda" and not interpreted():
             raise ValueError(
-                f"kernel='triton' runs on cuda, the tensors are on {device}; use kernel='aten', or try it without a "
-                "GPU: TRITON_INTERPRET=1, set before Python starts"
+                f"kernel='triton' runs on cuda, the tensors are on {device}; use kernel='aten', or set "
+                "TRITON_INTERPRET=1 before Python starts to run it without a GPU"
             )
         if dtype not in DTYPES:
             raise ValueError(f"kernel='triton' does not take {dtype}; use kernel='reference'")
@@ -66,14 +67,17 @@ class Triton:
             )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
+        """Return fp32 (out, lse) of the tiles."""
         out, lse = blank_output(q, v, q.shape[2], torch.float32)
         self.run_forward((q, k, v), (out, lse), tiles, scale, self._sizes("forward", q, v, tiles))
         return out, lse
 
     def extend(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, out: Tensor, lse: Tensor) -> None:
+        """Add tiles to an earlier (out, lse) in place."""
         self.run_forward((q, k, v), (out, lse), tiles, scale, self._sizes("forward", q, v, tiles), carry=True)
 
     def backward(self, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq, dk, dv): one program for dq, another for dk and dv."""
         q, k, v = inputs.q, inputs.k, inputs.v
         dq, dk, dv = (
             torch.empty(x.shape, dtype=x.dtype if inputs.final else torch.float32, device=x.device) for x in (q, k, v)
@@ -84,7 +88,7 @@ class Triton:
         return dq, dk, dv
 
     def run_backward(self, inputs: BackwardInputs, outputs: tuple[Tensor, ...], sizes: Sizes, *, keys: bool) -> None:
-        """Write (dq), or with ``keys`` (dk, dv)."""
+        """Write (dq), or with ``keys`` (dk, dv), to ``outputs``."""
         q, k, v, tiles = inputs.q, inputs.k, inputs.v, inputs.tiles
         block = sizes.n if keys else sizes.m
         batch, heads, length = (k if keys else q).shape[:3]
@@ -106,7 +110,7 @@ class Triton:
         *,
         carry: bool = False,
     ) -> None:
-        """Write fp32 (out, lse) of (q, k, v), or with ``carry`` go on with them; their last dims are dense."""
+        """Write fp32 (out, lse) of (q, k, v) to ``outputs``, or with ``carry`` extend them. Last dims are dense."""
         q, k, v = inputs
         batch, heads, length = q.shape[:3]
         table = self.tables.get(tiles, keys=False, size=sizes.m, length=length, device=q.device)
@@ -117,17 +121,17 @@ class Triton:
             programs.forward[grid](*inputs, *outputs, *tail, CARRY=carry, **constants(q, v, sizes))
 
     def _sizes(self, program: str, q: Tensor, v: Tensor, tiles: Tiles) -> Sizes:
-        # Sizes decide the order of sums, measured ones may differ from machine to machine.
+        # Sizes fix the summation order, and measured sizes may differ between machines.
         if not self.tuned or interpreted() or torch.are_deterministic_algorithms_enabled():
             return fixed_sizes(q.shape[3], v.shape[3], q.dtype)
         return self.tuner.sizes(self, program, q, v, tiles)
 
 
 def grid_of(length: int, block: int, batch: int, heads: int) -> tuple[int, int]:
-    """Blocks of rows x heads.
+    """Return the launch grid: (row blocks, batch x heads).
 
     Raises:
-        ValueError: CUDA has no grid as high.
+        ValueError: batch x heads exceeds CUDA's grid limit.
     """
     if batch * heads > MOST_HEADS:
         raise ValueError(
@@ -137,7 +141,7 @@ def grid_of(length: int, block: int, batch: int, heads: int) -> tuple[int, int]:
 
 
 def constants(q: Tensor, v: Tensor, sizes: Sizes) -> dict[str, Any]:
-    """The compile-time arguments that all programs share."""
+    """Return the compile-time arguments that all programs share."""
     return {
         "D": q.shape[3],
         "E": v.shape[3],
@@ -152,17 +156,17 @@ def constants(q: Tensor, v: Tensor, sizes: Sizes) -> dict[str, Any]:
 
 
 def power_of_two(width: int) -> int:
-    """The least power of two that holds ``width``, and at least what a matrix unit takes."""
+    """Return the smallest power of two that is at least ``width`` and at least 16, the matrix units' minimum."""
     return max(16, 1 << (width - 1).bit_length())
 
 
 def _alone() -> AbstractContextManager[Any]:
-    """Within it no other thread is in Triton's interpreter; compiled programs need no such thing."""
+    """Return a lock on Triton's interpreter if it is used; compiled programs need no lock."""
     return _INTERPRETING if interpreted() else nullcontext()
 
 
 def interpreted() -> bool:
-    """Whether Triton's interpreter runs the programs, on any device."""
+    """Return whether Triton's interpreter runs the programs, on any device."""
     from triton import knobs
 
     return bool(knobs.runtime.interpret)

@@ -1,9 +1,9 @@
 """The device programs: FlashAttention-2's algorithms (arXiv 2307.08691) over lists of banded tiles.
 
-Shapes: M query rows of a block, N keys of a block, D and E the head dims of q, k and of v. A tile is six integers,
-(q_start, q_stop, k_start, k_stop, lo, hi): row i and column j, counted from its corner, see each other where
-lo <= i - j <= hi. ``Offsets`` and ``Ids`` list the tiles that meet each block. Blocks that a band leaves whole run
-without a mask, blocks that it leaves empty don't run. Scores are in base 2: ``sharp`` is the scale times log2(e).
+Shapes: M query rows and N keys per block; D is the head dimension of q and k, E that of v. A tile is six integers
+(q_start, q_stop, k_start, k_stop, lo, hi). Row i sees column j, both counted from the tile's corner, if
+lo <= i - j <= hi. ``Offsets`` and ``Ids`` list the tiles that intersect each block. Blocks inside a band run without a
+mask; blocks outside it are skipped. Scores are in base 2: ``sharp`` is the scale times log2(e).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _rows(Base, batch, head, stride_b, stride_h, stride_s, at, dims, seen, DIM: tl.constexpr):
-    """[rows, DIM] of a [B, H, S, DIM] tensor, zeros where not ``seen`` and beyond DIM; offsets in 64 bits."""
+    """Load [rows, DIM] of a [B, H, S, DIM] tensor; zeros where not ``seen`` and beyond DIM. 64-bit offsets."""
     start = Base + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
     where = start + at.to(tl.int64)[:, None] * stride_s + dims[None, :]
     return tl.load(where, mask=seen[:, None] & (dims < DIM)[None, :], other=0.0)
@@ -25,7 +25,7 @@ def _rows(Base, batch, head, stride_b, stride_h, stride_s, at, dims, seen, DIM: 
 
 @triton.jit
 def _numbers(Base, batch, head, stride_b, stride_h, stride_s, at, seen, other):
-    """[rows] of a [B, H, S] tensor."""
+    """Load [rows] of a [B, H, S] tensor."""
     start = Base + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
     return tl.load(start + at.to(tl.int64) * stride_s, mask=seen, other=other)
 
@@ -39,14 +39,14 @@ def _store(Base, batch, head, heads, length, at, dims, seen, value, DIM: tl.cons
 
 @triton.jit
 def _tile(Tiles, Ids, n):
-    """The six integers of the n-th tile listed."""
+    """Load the six integers of the n-th listed tile."""
     tile = Tiles + tl.load(Ids + n) * 6
     return tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4), tl.load(tile + 5)
 
 
 @triton.jit
 def _whole(x):
-    """[rows, DIM] with 0 in the rows that hold a NaN or an infinity, and which these are."""
+    """Return [rows, DIM] with non-finite rows set to 0, and a mask of these rows."""
     lost = tl.max((x - x != 0).to(tl.int32), 1) != 0
     return tl.where(lost[:, None], 0.0, x), lost
 
@@ -57,7 +57,7 @@ def _attend(
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, N: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Go on with a block's running (acc, top, total) over the keys ``first`` to ``stop`` of a tile, N at a time."""
+    """Update a block's running (acc, top, total) with the keys ``first`` to ``stop`` of a tile, N at a time."""
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     for j0 in range(first, stop, N):
         j = j0 + tl.arange(0, N)
@@ -74,7 +74,7 @@ def _attend(
         shrink = tl.exp2(top - level)
         v = _rows(V, batch, head, vb, vh, vs, k0 + j, e, held, E)
         total = total * shrink + tl.sum(p, 1)
-        if MASKED:  # some rows don't see some keys, and 0 * NaN would be NaN
+        if MASKED:  # p is 0 for masked keys, but 0 * NaN would be NaN
             v, lost = _whole(v)
             p = tl.where(seen & lost[None, :], float("nan"), p)
         acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
@@ -89,10 +89,10 @@ def forward(
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, CARRY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(out, lse) of one block of query rows of one head: arXiv 2307.08691, algorithm 1.
+    """Compute (out, lse) of one block of query rows of one head: arXiv 2307.08691, algorithm 1.
 
-    ``Out`` fp32 [B, Hq, Sq, E] and ``Lse`` fp32 [B, Hq, Sq] are written; with CARRY they hold the running state of
-    earlier tiles, and are continued. A row that sees nothing gets 0 and -inf.
+    Writes ``Out`` fp32 [B, Hq, Sq, E] and ``Lse`` fp32 [B, Hq, Sq]. With CARRY, it first reads the running state of
+    earlier tiles from them and extends it. A row that sees nothing gets out 0 and lse -inf.
     """
     block, batch, head = tl.program_id(0), tl.program_id(1) // heads, tl.program_id(1) % heads
     rows = block * M + tl.arange(0, M)
@@ -113,7 +113,7 @@ def forward(
         inside = (rows >= q0) & (rows < q1)
         above, below = tl.maximum(block * M, q0) - q0, tl.minimum(block * M + M, q1) - 1 - q0
         first, stop = tl.maximum(0, above - hi), tl.minimum(columns, below - lo + 1)
-        # Keys that all rows of the block see, in whole steps; none if some rows are outside of the tile.
+        # Keys that all rows of the block see, in full steps of N; none if some rows are outside the tile.
         whole = (block * M >= q0) & (block * M + M <= q1)
         left = tl.maximum(first, below - hi)
         left = first + (left - first + N - 1) // N * N
@@ -132,7 +132,7 @@ def forward(
             acc, top, total, q, K, V, batch, head // group, kb, kh, ks, vb, vh, vs, i, inside, k0, right, stop,
             columns, lo, hi, sharp, D, E, BLOCK_D, BLOCK_E, N, True, PRECISION,
         )  # fmt: skip
-    some = total != 0  # NaN is something
+    some = total != 0  # NaN counts as nonzero
     out = acc / tl.where(some, total, 1.0)[:, None]
     lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * LN_2, float("-inf"))
     start = Out + batch.to(tl.int64) * ob + head.to(tl.int64) * oh
@@ -148,7 +148,7 @@ def backward_queries(
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dQ = scale dS K of one block of query rows of one head, summed in the tiles' order: no atomics.
+    """Compute dQ = scale dS K of one block of query rows of one head, in the tiles' order and without atomics.
 
     P = e^(scale Q K' - lse), dS = P * (dO V' - delta), with lse and delta of the whole row.
     """
@@ -177,7 +177,7 @@ def backward_queries(
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2_E)
             p = tl.where(seen, tl.exp2(scores - lse[:, None]), 0.0)
             ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - delta[:, None])
-            # What is not seen is 0 whatever it is: 0 * NaN would be NaN. A NaN that is seen is in lse or delta.
+            # Masked entries must be 0, even if they hold a NaN (0 * NaN is NaN). A visible NaN is in lse or delta.
             ds = tl.where(seen, ds, 0.0)
             k, _ = _whole(k)
             dq += tl.dot(ds.to(k.dtype), k, input_precision=PRECISION)
@@ -191,9 +191,9 @@ def backward_keys(
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dK = scale dS' Q and dV = P' dO of one block of keys of one key-value head, over its group of query heads.
+    """Compute dK = scale dS' Q and dV = P' dO of a block of keys of one key-value head, over its query heads.
 
-    ``heads`` and ``length`` are of the keys here. Everything is computed transposed: keys are the rows.
+    Here, ``heads`` and ``length`` are those of the keys. Products are transposed: rows are keys.
     """
     block, batch, head = tl.program_id(0), tl.program_id(1) // heads, tl.program_id(1) % heads
     columns = block * N + tl.arange(0, N)
@@ -223,7 +223,7 @@ def backward_keys(
                 scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * LOG2_E)
                 p = tl.where(seen, tl.exp2(scores - lse[None, :]), 0.0)
                 ds = p * (tl.dot(v, tl.trans(dout), input_precision=PRECISION) - delta[None, :])
-                # As for dQ; dV knows neither delta nor, where it is not seen, dO.
+                # As for dQ. dV does not use delta, and masked rows of dO must not reach it.
                 ds = tl.where(seen, ds, 0.0)
                 q, _ = _whole(q)
                 dout, lost = _whole(dout)

@@ -1,4 +1,4 @@
-"""Block sizes: one fixed choice, or the fastest of some, measured once and remembered on disk."""
+"""Block sizes: a fixed choice, or the fastest of several candidates, measured once and cached on disk."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from torch import Tensor
 from ...plan.tile import Tile, Tiles
 from ..contract import BackwardInputs, capturing, on_device_of
 
-_MEASURING = threading.Lock()  # ranks may be threads of one device: they would measure each other
+_MEASURING = threading.Lock()  # ranks may be threads on one device and would disturb each other's measurements
 
 
 class Sizes(NamedTuple):
-    """Query rows and keys of a block, and how a program is compiled."""
+    """Query rows (m) and keys (n) of a block, and compile options of a program."""
 
     m: int
     n: int
@@ -30,7 +30,7 @@ class Sizes(NamedTuple):
 
 
 def fixed_sizes(width: int, value_width: int, dtype: torch.dtype) -> Sizes:
-    """What fits every GPU since Ampere."""
+    """Return sizes that fit every GPU since Ampere."""
     widest = max(width, value_width)
     if dtype == torch.float32:
         return Sizes(32, 32, 4, 1) if widest > 64 else Sizes(64, 32, 4, 1)
@@ -40,9 +40,10 @@ def fixed_sizes(width: int, value_width: int, dtype: torch.dtype) -> Sizes:
 
 
 def candidates(width: int, value_width: int, dtype: torch.dtype) -> list[Sizes]:
-    """What is tried, the fixed choice first; those that a GPU has no room for are passed over when they fail.
+    """Return the sizes to try, the fixed choice first. Sizes that don't fit the GPU fail and are skipped.
 
-    Few: each is compiled for every program, head dim and kind of tiles, while other ranks wait.
+    The list is short, because each entry is compiled for every program, head dimension and kind of tiles while other
+    ranks wait.
     """
     fixed = fixed_sizes(width, value_width, dtype)
     if dtype == torch.float32:
@@ -52,7 +53,7 @@ def candidates(width: int, value_width: int, dtype: torch.dtype) -> list[Sizes]:
 
 
 def kind_of(tiles: Tiles) -> str:
-    """What of the tiles decides the best sizes: ``full``, ``banded`` or ``many``."""
+    """Classify tiles by the kind that determines the best sizes: ``full``, ``banded`` or ``many``."""
     if len(tiles) > 16:
         return "many"
     return "full" if all(tile.full for tile in tiles) else "banded"
@@ -60,34 +61,34 @@ def kind_of(tiles: Tiles) -> str:
 
 @dataclass(eq=False)
 class Tuner:
-    """Measures sizes on representative tensors and keeps the fastest, in memory and in a file of the user's cache.
+    """Measures sizes on representative tensors; caches the fastest in memory and in a file.
 
     Attributes:
-        folder: of the file; the user's cache if None.
+        folder: the folder of the file; None for the user's cache folder.
     """
 
     folder: Path | None = None
     known: dict[str, Sizes] = field(default_factory=dict)
 
     def sizes(self, kernel: Any, program: str, q: Tensor, v: Tensor, tiles: Tiles) -> Sizes:
-        """For ``program`` of a Triton kernel, on tensors like these."""
+        """Return the sizes for ``program`` of a Triton kernel on tensors like these; measure them if unknown."""
         key = self.key(program, q, v, tiles)
         with _MEASURING:
             if key not in self.known:
                 self.known.update(self.read())
             if key not in self.known:
-                # Not under a graph's capture, which a measurement would be part of.
+                # During a graph capture, the measurement would become part of the graph.
                 if capturing():
                     return fixed_sizes(q.shape[3], v.shape[3], q.dtype)
                 try:
                     self.known[key] = self.measure(kernel, program, q, v, kind_of(tiles))
-                except torch.OutOfMemoryError:  # the measurement's own tensors; the call itself may have room
+                except torch.OutOfMemoryError:  # the measurement needs extra tensors; the call itself may still fit
                     return fixed_sizes(q.shape[3], v.shape[3], q.dtype)
                 self.write()
             return self.known[key]
 
     def key(self, program: str, q: Tensor, v: Tensor, tiles: Tiles) -> str:
-        """Everything that sizes are remembered by."""
+        """Return the cache key: everything that the best sizes depend on."""
         import triton
 
         device = torch.cuda.get_device_name(q.device)
@@ -95,13 +96,13 @@ class Tuner:
         return f"{device} | triton {triton.__version__} | {program} | {widths} | {q.dtype} | {kind_of(tiles)}"
 
     def measure(self, kernel: Any, program: str, q: Tensor, v: Tensor, kind: str, rows: int = 4096) -> Sizes:
-        """The fastest candidate over ``rows`` tokens of 8 heads whose results are those of the fixed choice."""
+        """Return the fastest candidate, over ``rows`` tokens of 8 heads, that agrees with the fixed choice."""
         from triton.testing import do_bench
 
         fixed, *others = candidates(q.shape[3], v.shape[3], q.dtype)
         trial = Trial(kernel, program, q, v, kind, rows)
         with on_device_of(q):
-            right = trial.results(fixed)  # a configuration that can't run raises its error here
+            right = trial.results(fixed)  # if even the fixed choice fails, raise its error
             best, least = fixed, do_bench(lambda: trial.run(fixed), warmup=5, rep=20)
             for sizes in others:
                 try:
@@ -109,8 +110,8 @@ class Tuner:
                         continue
                     took = do_bench(lambda sizes=sizes: trial.run(sizes), warmup=5, rep=20)
                 except torch.OutOfMemoryError:
-                    raise  # says nothing of the sizes
-                except Exception:  # no room for these sizes, said in a different way by every version
+                    raise  # the sizes may be fine
+                except Exception:  # these sizes don't fit; the exception type depends on Triton's version
                     continue
                 if took < least:
                     best, least = sizes, took
@@ -118,18 +119,19 @@ class Tuner:
 
     @property
     def path(self) -> Path:
+        """The file of cached sizes."""
         folder = self.folder or Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "burst-attention"
         return folder / "triton-sizes.json"
 
     def read(self) -> dict[str, Sizes]:
-        """What was measured before; nothing if the file is missing or broken."""
+        """Read the cached sizes; return an empty dict if the file is missing or invalid."""
         try:
             return {key: Sizes(**sizes) for key, sizes in json.loads(self.path.read_text()).items()}
         except (OSError, ValueError, TypeError):
             return {}
 
     def write(self) -> None:
-        """Add what is known to the file; others may write it at the same time, and none sees half of it."""
+        """Merge the known sizes into the file. Replacing it atomically is safe with concurrent writers."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             content = {key: sizes._asdict() for key, sizes in (self.read() | self.known).items()}
@@ -137,11 +139,11 @@ class Tuner:
                 json.dump(content, file, indent=1)
             os.replace(file.name, self.path)
         except OSError:
-            pass  # a cache that can't be kept is measured again
+            pass  # without a cache file, the next process measures again
 
 
 class Trial:
-    """Calls of ``program`` on tensors like q and v: ``rows`` tokens, 8 heads, drawn from a separate generator."""
+    """Calls of ``program`` on random tensors like q and v: ``rows`` tokens, 8 heads, from a separate generator."""
 
     def __init__(self, kernel: Any, program: str, q: Tensor, v: Tensor, kind: str, rows: int) -> None:
         make = torch.Generator(q.device).manual_seed(0)
@@ -158,6 +160,7 @@ class Trial:
             self._outputs.append(torch.empty(value.shape[:3], device=q.device))
 
     def run(self, sizes: Sizes, *, carry: bool = False) -> None:
+        """Run the program once with these sizes; ``carry`` extends the earlier results."""
         if self._program == "forward":
             x = self.inputs
             self._kernel.run_forward((x.q, x.k, x.v), tuple(self._outputs), x.tiles, x.scale, sizes, carry=carry)
@@ -166,7 +169,7 @@ class Trial:
         self._kernel.run_backward(self.inputs, tuple(self._outputs), sizes, keys=keys)
 
     def results(self, sizes: Sizes) -> list[Tensor]:
-        """Return a call's results; for a forward also those of a call that continues another."""
+        """Return the results of one call; for a forward, also those of a call with ``carry``."""
         self.run(sizes)
         results = [x.clone() for x in self._outputs]
         if self._program == "forward":
@@ -176,7 +179,7 @@ class Trial:
 
 
 def alike(results: list[Tensor], right: list[Tensor]) -> bool:
-    """Within what the order of sums can make of it."""
+    """Return whether the results agree up to the effect of the summation order."""
     return all(bool((x - y).norm() <= 1e-2 * y.norm()) for x, y in zip(results, right, strict=True))
 
 

@@ -54,8 +54,8 @@ def _evaluate(config: EvalConfig) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=PIPED_WIDTH)
-    with Told(console) as told:
-        results = evaluate(config, told.result, told.progress)
+    with EvaluationScreen(console) as screen:
+        results = evaluate(config, screen.result, screen.progress)
     if launch.is_rank_0():
         console.print(table(config, results))
         if config.json is not None:
@@ -63,7 +63,7 @@ def _evaluate(config: EvalConfig) -> None:
             console.print(f"results as JSON: [bold]{escape(str(config.json))}[/]")
 
 
-class Told(ExitStack):
+class EvaluationScreen(ExitStack):
     """Show progress while engines run: a bar on a terminal, otherwise occasional lines."""
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:

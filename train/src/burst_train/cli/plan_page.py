@@ -70,13 +70,13 @@ def _svg(height: float, parts: Sequence[str], name: str) -> str:
     return f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(name)}">{"".join(parts)}</svg>'
 
 
-def _box(x: float, y: float, width: float, height: float, colour: str, told: str) -> str:
+def _box(x: float, y: float, width: float, height: float, colour: str, text: str) -> str:
     place = f'x="{x:.2f}" y="{y:.2f}" width="{max(0.0, width):.2f}" height="{height:.2f}"'
-    return f'<rect {place} fill="{colour}"><title>{escape(told)}</title></rect>'
+    return f'<rect {place} fill="{colour}"><title>{escape(text)}</title></rect>'
 
 
-def _text(x: float, y: float, told: str, anchor: str = "start") -> str:
-    return f'<text x="{x:.2f}" y="{y:.2f}" text-anchor="{anchor}">{escape(told)}</text>'
+def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.2f}" y="{y:.2f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
 def _memory(question: ForecastRequest, able: Sequence[Forecast]) -> str:
@@ -103,8 +103,8 @@ def _memory(question: ForecastRequest, able: Sequence[Forecast]) -> str:
         + _text(left + 82 * n + 14, height + 13, name)
         for n, name in enumerate(names)
     ]
-    told = f"<p>The dashed line is the memory that a step may use, {bytes_text(limit)}.</p>" if limit else ""
-    return told + _svg(height + 22, [*drawing, *legend], "memory by part")
+    text = f"<p>The dashed line is the memory that a step may use, {bytes_text(limit)}.</p>" if limit else ""
+    return text + _svg(height + 22, [*drawing, *legend], "memory by part")
 
 
 def _pictures(question: ForecastRequest, able: Sequence[Forecast]) -> Iterator[str]:

@@ -46,18 +46,18 @@ def verdict(question: ForecastRequest, found: list[Forecast]) -> str:
             remedies.insert(1, "--mlp-chunks 8")
         why = f"It does not fit: {best.engine} needs {needs} per rank{remat}; {longest}."
         return f"{why} Use {', '.join(remedies[:-1])} or {remedies[-1]}."
-    told = f"Recommended: {best.engine} ({best.way}), {seconds_text(best.seconds)} per step"
+    text = f"Recommended: {best.engine} ({best.way}), {seconds_text(best.seconds)} per step"
     first = fastest(found)
     if first is not None and first is not best:
-        told += (
+        text += (
             f" ({first.engine} is {1 - first.seconds / best.seconds:.1%} faster, but a difference of up to "
             f"{WORTH - 1:.0%} is within the error of these predictions)"
         )
     if best.fits is None:
-        return f"{told}. Give --device-memory to check whether it fits."
+        return f"{text}. Give --device-memory to check whether it fits."
     needs = bytes_text(sum(best.memory[best.remat].values()))
     remat = f" with --remat {best.remat}" if question.model and best.remat != "none" else ""
-    return f"{told}. It fits{remat}: {needs} of {bytes_text(question.cluster.device.memory or 0)} per rank."
+    return f"{text}. It fits{remat}: {needs} of {bytes_text(question.cluster.device.memory or 0)} per rank."
 
 
 def rows(question: ForecastRequest, found: list[Forecast]) -> Iterator[tuple[str, ...]]:
@@ -121,12 +121,12 @@ def assumptions(question: ForecastRequest, found: list[Forecast]) -> Iterator[st
     """Yield the assumptions behind the figures, one note each."""
     cluster, rates = question.cluster, question.cluster.rates
     unmeasured = rates.source.count("estimated") + rates.source.count("foretold")  # as 0.2 wrote it
-    told = {
+    notes = {
         0: "",
         1: " Some of these rates were not measured with this library. The figures that depend on them are predictions.",
         2: " This hardware was not measured with this library: every figure here is a prediction.",
     }
-    yield f"Rates of {rates.name}: {rates.source}.{told[min(unmeasured, 2)]}"
+    yield f"Rates of {rates.name}: {rates.source}.{notes[min(unmeasured, 2)]}"
     for few, many in sorted({each.standing for each in found if each.standing}):
         names = ", ".join(each.engine for each in found if each.standing == (few, many))
         yield (

@@ -35,6 +35,7 @@ class Screen:
         self._task = TaskID(0)
 
     def start(self, config: TrainConfig, parameters: int, done: int) -> None:
+        """Print the run's configuration and start the progress bar."""
         self._done = done
         self.config, self._began, parallel = config, time.monotonic(), config.parallel
         self.console.print(
@@ -60,8 +61,9 @@ class Screen:
             self._bar.start()
 
     def step(self, record: StepRecord) -> None:
-        if told := unusual(record):
-            self.note(told)
+        """Update the progress bar; print evaluations and unusual steps."""
+        if text := unusual(record):
+            self.note(text)
         if self._bar:
             self._bar.update(self._task, completed=record.step, loss=f"{record.loss:.4f}", speed=_speed(record))
             if record.held_out_loss is not None:
@@ -75,9 +77,11 @@ class Screen:
         )
 
     def note(self, text: str) -> None:
+        """Print a note."""
         self.console.print(f"[bold yellow]burst train:[/] {escape(text)}")
 
     def interrupt(self, interrupted: InterruptedRunError) -> None:
+        """Print why the run stopped and how to resume it."""
         if self._bar:
             self._bar.stop()
         after = f"{interrupted.reason} after step {interrupted.step}/{self.config.run.steps}"
@@ -90,6 +94,7 @@ class Screen:
         )
 
     def finish(self, summary: Summary) -> None:
+        """Print the summary table and the output folder."""
         if self._bar:
             self._bar.stop()
         self.console.print(_table(summary, self.config.parallel.device))

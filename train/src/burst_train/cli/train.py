@@ -124,9 +124,9 @@ def main(arguments: list[str]) -> int:
         except ValueError as error:
             return launch.refuse(COMMAND, error)
         if launch.is_rank_0():
-            told = Console(highlight=False, soft_wrap=True)
+            console = Console(highlight=False, soft_wrap=True)
             for line in ([f"{COMMAND}: {chosen}"] if chosen else []) + [*begun.lines]:
-                told.print(line, markup=False)
+                console.print(line, markup=False)
         before = list_checkpoints(Path(config.run.out))
         worker = partial(_train, begun.memory)
         status = launch.start(COMMAND, worker, config, ranks=config.parallel.ranks or 1, patient=True)

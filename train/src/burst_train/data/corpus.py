@@ -133,6 +133,7 @@ class Files:
         self.root, self.files, self.strict, self.skipped = root, files, strict, 0
 
     def documents(self, order: np.random.Generator | None = None) -> Iterator[Document]:
+        """Yield the files' documents, in random file order with ``order``; raise ValueError if there is no text."""
         self.skipped, empty = 0, True
         chosen = range(len(self.files)) if order is None else order.permutation(len(self.files))
         for index in chosen:

@@ -48,6 +48,7 @@ class ByteTokenizer:
         self.eos_id: int | None = CLOSES
 
     def encode(self, text: str) -> np.ndarray:
+        """Return the text's UTF-8 bytes as int32 ids, with the special tokens."""
         tokens = np.empty(len(data := as_utf8(text)) + 2, np.int32)
         tokens[0], tokens[1:-1], tokens[-1] = OPENS, np.frombuffer(data, np.uint8), CLOSES
         return tokens
@@ -89,6 +90,7 @@ class HubTokenizer:
         self.bos_id, self.eos_id = self.inner.bos_token_id, self.inner.eos_token_id
 
     def encode(self, text: str) -> np.ndarray:
+        """Return the text's int32 ids, with the special tokens."""
         as_utf8(text)
         body = self.inner(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
         opened = [] if self.bos_id is None else [self.bos_id]

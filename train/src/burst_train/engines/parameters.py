@@ -47,6 +47,7 @@ class SumByRank:
     """
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate a buffer for FSDP2."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(

@@ -58,6 +58,7 @@ class SequenceEngine:
     remat: Remat = "none"
 
     def check(self, heads: Heads, seq_len: int, world: int) -> None:
+        """Raise ValueError if the ranks can't share the heads or the sequence."""
         if self.alone and world > 1:
             raise ValueError(
                 f"--engine {self.name} runs each sequence on one rank, not {world}; use one rank, or set "
@@ -75,6 +76,7 @@ class SequenceEngine:
         dtype: torch.dtype | None = None,
         rates: RatesGiven = None,
     ) -> Plan:
+        """Make the plan of one sequence over ``group``."""
         sizes = {} if heads is None else {name: getattr(heads, name) for name in ("q_heads", "kv_heads", "head_dim")}
         return make_plan(
             seqlen,
@@ -94,12 +96,15 @@ class SequenceEngine:
         dtype: torch.dtype,
         offload: bool = False,
     ) -> None:
+        """Shard or replicate the parameters over the mesh."""
         shard_parameters(wrapper, everyone, dtype, offload=offload)
 
     def shard(self, batch: Mapping[str, Tensor], plans: PlansByWindow) -> dict[str, Tensor]:
+        """Return this rank's part of a batch."""
         return shard_batch(batch, plans)
 
     def hidden(self, model: Any, shard: Mapping[str, Tensor], plans: PlansByWindow) -> Tensor:
+        """Return the last hidden states of this rank's tokens."""
         return model.model(
             input_ids=shard["input_ids"],
             position_ids=shard["position_ids"],
@@ -109,9 +114,11 @@ class SequenceEngine:
         ).last_hidden_state
 
     def head(self, head: Head) -> Head:
+        """Return the head unchanged: every rank has all of it."""
         return head
 
     def sent(self, plans: Sequence[Plan], heads: Heads, *, batch: int, dtype: torch.dtype) -> tuple[int, int]:
+        """Return the attention bytes that a rank sends in (forward, backward)."""
         counted = {id(plan): self.count(plan, heads, batch, dtype) for plan in plans}
         forward, backward = (sum(counted[id(plan)][n] for plan in plans) for n in (0, 1))
         return forward, backward

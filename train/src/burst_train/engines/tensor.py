@@ -60,6 +60,7 @@ class TensorEngine:
         return cls(name, strategy.layout, name == "tensor-sequence")
 
     def check(self, heads: Heads, seq_len: int, world: int) -> None:
+        """Raise ValueError unless the ranks divide the heads, the feed-forward columns and the sequence."""
         sizes = {
             "query heads": heads.q_heads,
             "key-value heads": heads.kv_heads,
@@ -74,6 +75,7 @@ class TensorEngine:
                 )
 
     def plan(self, seqlen: int, *, group: Any, timeout: float | None = None, **_: Any) -> Plan:
+        """Make the plan of one sequence over ``group``, with direct messages."""
         return make_plan(seqlen, group=group, timeout=timeout, strategy=Strategy(layout=self.layout, route="direct"))
 
     def spread(
@@ -85,6 +87,7 @@ class TensorEngine:
         dtype: torch.dtype,
         offload: bool = False,
     ) -> None:
+        """Split the layers' weights over the ranks of a context."""
         if offload:
             raise ValueError(f"--optimizer-offload is not for --engine {self.name}; leave it out")
         model = wrapper.get_submodule("model")
@@ -130,6 +133,7 @@ class TensorEngine:
         return styles | {"model.embed_tokens": outside, "model.norm": outside, "lm_head": _Replicated()}
 
     def shard(self, batch: Mapping[str, Tensor], plans: PlansByWindow) -> dict[str, Tensor]:
+        """Return this rank's part of a batch; all ids, unless the sequence is sharded."""
         shard = shard_batch(batch, plans)
         plan = Plans.of(plans).one
         positions = single_rank_plan(plan.seqlen, mask=plan.mask).document_positions.to(shard["input_ids"].device)
@@ -137,6 +141,7 @@ class TensorEngine:
         return shard if self.sequence else shard | {"input_ids": batch["input_ids"]}
 
     def hidden(self, model: Any, shard: Mapping[str, Tensor], plans: PlansByWindow) -> Tensor:
+        """Return the last hidden states of this rank's tokens."""
         hidden = model.model(
             input_ids=shard["input_ids"],
             position_ids=shard["position_ids"],
@@ -150,9 +155,11 @@ class TensorEngine:
         return whole.redistribute(placements=[Shard(1)]).to_local()
 
     def head(self, head: Head) -> Head:
+        """Return the head with this rank's tensors, whose gradients are partial sums."""
         return replace(head, weight=_partial(head.weight), bias=None if head.bias is None else _partial(head.bias))
 
     def sent(self, plans: Sequence[Plan], heads: Heads, *, batch: int, dtype: torch.dtype) -> tuple[int, int]:
+        """Return the collectives' bytes that a rank sends in (forward, backward)."""
         plan = plans[0]
         one = (
             (plan.world - 1) * batch * plan.length * heads.hidden * dtype.itemsize

@@ -103,11 +103,13 @@ class _ToHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, trade: Trade, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Exchange tokens for heads."""
         ctx.trade = trade
         return trade.to_heads(tensors, "forward")
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Exchange the gradients' heads for tokens."""
         return differentiable_once(ctx.trade.call)(_back_to_tokens)(ctx, *grads)
 
 
@@ -120,11 +122,13 @@ class _ToTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, trade: Trade, out: Tensor) -> Tensor:
+        """Exchange heads for tokens."""
         ctx.trade = trade
         return trade.to_tokens([out], "forward")[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Exchange the gradient's tokens for heads."""
         return differentiable_once(ctx.trade.call)(_back_to_heads)(ctx, *grads)
 
 

@@ -49,6 +49,7 @@ class Slices(Layout):
         return cls(cut.name, cut.seqlen, cut.world // members, cut=cut, members=members)
 
     def table(self, ranks: Sequence[int]) -> np.ndarray:
+        """Return the segments of ``ranks``."""
         return np.concatenate([self._tables[rank] for rank in ranks])
 
     @cached_property
@@ -63,6 +64,7 @@ class Slices(Layout):
 
     @property
     def description(self) -> str:
+        """The layout in a few words."""
         return f"{self.members} neighbours together, {self.cut.description}"
 
 

@@ -58,6 +58,7 @@ class Workload:
 
     @property
     def planner(self) -> Planner:
+        """A planner for one sequence per call."""
         return Planner(self.rates, self.nodes, replace(self.shape, batch=1), remat=self.remat)
 
     def over(self, world: int) -> Workload:
@@ -150,6 +151,7 @@ class Call:
 
     @property
     def seconds(self) -> float:
+        """Seconds of a forward and a backward."""
         return self.forward.seconds + self.backward.seconds
 
 
@@ -260,6 +262,7 @@ class _Line:
     world: int
 
     def extended(self, few: Pass, many: Pass) -> Pass:
+        """Extrapolate two small worlds' passes to this world."""
         computing = self._at(float, few.computing, many.computing)
         # A rank's bytes, and so its exposed exchange, grow with the sides of a block for ``blocks``.
         sides = _sides if self.way.circulate == "blocks" else float

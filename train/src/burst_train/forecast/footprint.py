@@ -111,9 +111,11 @@ class _Schedules:
 
     @property
     def most_tokens(self) -> int:
+        """The tokens of the fullest rank."""
         return max(self.of(None, 0).layout.lengths)
 
     def of(self, window: int | None, rank: int) -> Any:
+        """Return the schedule of ``rank`` for layers with this window."""
         # Packed documents never need more memory than one document.
         asked = self.engine.strategy
         route = "direct" if asked.route == "auto" else asked.route
@@ -130,6 +132,7 @@ class _Schedules:
 
     @cached_property
     def planner(self) -> Planner:
+        """The planner that chooses the schedules and what a rank caches."""
         return Planner(resolve_rates(None, on_gpus=False), None, self.shape, guessed(None), self.engine.remat)
 
     @property
@@ -313,7 +316,7 @@ def _parts(step: _Step, model: Any, world: int, memory: MemoryConfig) -> dict[st
     update = 4 * weights + 2 * max(shard_of(p, world) for p in model.parameters())
     if update > sum(parts):
         parts = [weights, weights, update - 2 * weights, 0, 0, 0, 0]
-    told = dict(zip(PARTS, parts, strict=True))
+    predicted = dict(zip(PARTS, parts, strict=True))
     if memory.optimizer_offload:
-        told |= dict.fromkeys(("weights", "gradients", "AdamW"), 0)
-    return told
+        predicted |= dict.fromkeys(("weights", "gradients", "AdamW"), 0)
+    return predicted

@@ -135,6 +135,7 @@ class _Step:
     candidate: Candidate
 
     def forecast(self, name: str) -> Forecast:
+        """Predict the step's seconds, memory and traffic; ``name`` labels the candidate."""
         q, remat, moved, peak = self.q, self.remat, self.parameters, self.q.cluster.device.peak
         exposed = sum(n * (self._forwards * c.forward.exposed + c.backward.exposed) for n, c in self.calls)
         attention, rest, parameters = self._seconds(remat)
@@ -199,6 +200,7 @@ class _Step:
 
     @property
     def calls(self) -> tuple[tuple[int, Call], ...]:
+        """(number of layers, attention call) for each window."""
         return self.candidate.calls
 
     @property

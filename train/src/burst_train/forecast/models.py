@@ -44,10 +44,12 @@ class Model:
 
     @property
     def q_width(self) -> int:
+        """Width of all query heads together."""
         return self.q_heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
+        """Width of all key-value heads together."""
         return self.kv_heads * self.head_dim
 
     @property
@@ -177,8 +179,8 @@ def model_of(name: str) -> Model:
     try:
         return _of_config(values, name)
     except (KeyError, TypeError, ValueError) as error:
-        told = f"lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"--model {name!r}: {file} {told}") from None
+        fault = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"--model {name!r}: {file} {fault}") from None
 
 
 def _of_config(values: Any, name: str) -> Model:

@@ -85,6 +85,7 @@ class ForecastRequest:
 
     @property
     def shape(self) -> Shape:
+        """The shape of an attention call."""
         sizes = {"batch": self.batch, "q_heads": self.q_heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim}
         return shape_of(self.dtype, **sizes, v_head_dim=self.v_head_dim)
 

@@ -170,4 +170,5 @@ class Moment:
 
     @property
     def held(self) -> tuple[int, int, int]:
+        """Bytes of (activations, attention, loss)."""
         return self.activations, self.attention, self.loss

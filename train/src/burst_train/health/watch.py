@@ -128,15 +128,15 @@ def who_is_behind(step: int, heard: Mapping[int, Where], world: int) -> str:
     """Describe the stragglers. A rank without a report is stuck, stopped or gone."""
     silent = [rank for rank in range(world) if rank not in heard]
     places = sorted(set(heard.values()))
-    told = [f"no report from {_ranks(silent)}"] if silent else []
+    clauses = [f"no report from {_ranks(silent)}"] if silent else []
     if len(places) == 1:
-        told.append(f"{'all reporting ranks' if silent else 'all ranks'} are in their {places[0].phase} phase")
+        clauses.append(f"{'all reporting ranks' if silent else 'all ranks'} are in their {places[0].phase} phase")
     else:
         last = [rank for rank, where in sorted(heard.items()) if where == places[0]]
-        told.append(
+        clauses.append(
             f"behind: {_ranks(last)}, in the {places[0].phase} phase; others are in the {places[-1].phase} phase"
         )
-    return f"step {step}: {'; '.join(told)}"
+    return f"step {step}: {'; '.join(clauses)}"
 
 
 def _ranks(numbers: list[int]) -> str:

@@ -51,6 +51,7 @@ class StopRequests:
 
     @property
     def has_deadline(self) -> bool:
+        """Whether the run has a time limit."""
         return self._until is not None
 
     @contextmanager

@@ -217,6 +217,7 @@ class RunFolder:
         self._held_out: dict[int, float] = {}  # by step
 
     def start(self, config: TrainConfig, parameters: int, done: int) -> None:
+        """Write the configuration and open the metrics; a resumed run keeps the lines up to ``done``."""
         from torch.utils.tensorboard import SummaryWriter
 
         kept = self._lines_until(done) if goes_on_in(config) else []
@@ -249,6 +250,7 @@ class RunFolder:
             return []
 
     def step(self, record: StepRecord) -> None:
+        """Record one step in the metrics and in TensorBoard."""
         self._losses.append(record.loss)
         self._waiting += (json.dumps(without_nan(asdict(record))) + "\n").encode()
         for name in ("loss", "lr", "grad_norm", "tokens_per_second", "mfu", "exchange_seconds"):
@@ -257,8 +259,8 @@ class RunFolder:
         if record.held_out_loss is not None:
             self._held_out[record.step] = record.held_out_loss
             self._add_scalar("held_out_loss", record.held_out_loss, record.step)
-        if told := unusual(record):
-            self.note(told)
+        if text := unusual(record):
+            self.note(text)
         self._try(METRICS, self._write_waiting, "training goes on, and its metrics wait in memory for disk space")
 
     def _write_waiting(self) -> None:
@@ -278,9 +280,11 @@ class RunFolder:
                 self.tell(f"{self.path / name} could not be written: {text_of(error)}; {then}")
 
     def note(self, text: str) -> None:
+        """Write a note to TensorBoard."""
         self._try(EVENTS, lambda: self._events.add_text("notes", text, len(self._losses)))
 
     def interrupt(self, interrupted: InterruptedRunError) -> None:
+        """Write waiting metrics and close the files."""
         self._close()
 
     def _close(self) -> None:

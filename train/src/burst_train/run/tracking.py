@@ -41,6 +41,8 @@ class Tracking:
         self._project, self._tell, self._run = project, tell, None
 
     def start(self, config: TrainConfig, parameters: int, done: int) -> None:
+        """Start a run of Weights & Biases, or resume the earlier one."""
+
         def begin() -> Any:
             import wandb
 
@@ -66,19 +68,24 @@ class Tracking:
             self._tell(f"Weights & Biases, project {self._project}: {self._run.url or self._run.dir}")
 
     def step(self, record: StepRecord) -> None:
+        """Log one step's values."""
         values = without_nan(asdict(record))
         self._call(lambda run: run.log({name: value for name, value in values.items() if value is not None}))
-        if told := unusual(record):
-            self.note(told)
+        if text := unusual(record):
+            self.note(text)
 
     def note(self, text: str) -> None:
+        """Log a note."""
         self._call(lambda run: run.log({"note": text}))
 
     def interrupt(self, interrupted: InterruptedRunError) -> None:
+        """Close the run as failed, with the process's exit status."""
         self._tell = _at_last
         self._call(lambda run: run.finish(exit_code=interrupted.status))
 
     def finish(self, summary: Summary) -> None:
+        """Log the summary and close the run."""
+
         def end(run: Any) -> None:
             run.summary.update({f"final/{name}": value for name, value in asdict(summary).items()})
             run.finish()

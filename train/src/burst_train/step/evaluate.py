@@ -137,9 +137,11 @@ class _Evaluator:
         self.reference: dict[int, Tensor] | None = None
 
     def refused(self, name: str) -> str | None:
+        """Return why the engine can't run this model, or None."""
         return refusal(name, Heads.of(self.model_config), self.length, self.context.world)
 
     def run(self, name: str, progress: Callable[[int, int], None] | None = None) -> EngineResult:
+        """Evaluate all sequences with one engine."""
         engine, groups = choose(name), self.context.world if name == ALONE else 1
         context = replace(self.context, mesh=make_mesh(self.context.device.type, data_parallel=groups))
         model = build_model(

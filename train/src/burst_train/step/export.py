@@ -46,8 +46,8 @@ def save_model(
     _write(model, folder, state_dict=weights)
     if dtype is not None:  # config.json holds the dtype of the training weights
         file = folder / "config.json"
-        told = json.loads(file.read_text("utf-8")) | {"dtype": str(dtype).removeprefix("torch.")}
-        file.write_text(json.dumps(told, indent=2) + "\n", "utf-8")
+        values = json.loads(file.read_text("utf-8")) | {"dtype": str(dtype).removeprefix("torch.")}
+        file.write_text(json.dumps(values, indent=2) + "\n", "utf-8")
     tokenizer.save(folder)
 
 
@@ -114,11 +114,11 @@ def _write(model: Any, folder: Path, **options: Any) -> None:
 
 def _config_of(state: Checked) -> PreTrainedConfig:
     """Return the model's configuration for transformers."""
-    told: dict[str, Any] = dict(state.value("model", dict))
-    kind = told.pop("model_type", None)
+    values: dict[str, Any] = dict(state.value("model", dict))
+    kind = values.pop("model_type", None)
     if kind not in ARCHITECTURES:
         raise ValueError(f"{state.where}: the model is a {kind}; supported are {', '.join(ARCHITECTURES)}")
-    return AutoConfig.for_model(kind, **told)
+    return AutoConfig.for_model(kind, **values)
 
 
 def _weights_of(source: Path, state: Checked) -> dict[str, Tensor]:

@@ -140,6 +140,7 @@ class Trainer:
 
     @property
     def tokens_per_step(self) -> int:
+        """Tokens that one step reads over all ranks."""
         return self.config.sequences_per_step * self.config.data.seq_len
 
     def backward(self, sequences: list[TokenSequence]) -> tuple[float, int]:

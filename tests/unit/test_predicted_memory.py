@@ -122,7 +122,7 @@ def test_memory_falls_with_the_world() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "reported"),
     [
         (["--ranks", "0"], "--ranks 0"),
         (["--ranks", "2", "--q-heads", "3", "--kv-heads", "2"], "--q-heads 3"),
@@ -130,6 +130,6 @@ def test_memory_falls_with_the_world() -> None:
         (["--ranks", "2", "--peak-tflops", "-1"], "--peak-tflops -1"),
     ],
 )
-def test_plans_that_cannot_be(arguments: list[str], told: str, capsys) -> None:
+def test_plans_that_cannot_be(arguments: list[str], reported: str, capsys) -> None:
     assert main(["plan", "--seq-len", "64", *arguments]) == 2
-    assert told in capsys.readouterr().err
+    assert reported in capsys.readouterr().err
