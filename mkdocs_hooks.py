@@ -10,6 +10,8 @@ from urllib.parse import unquote, urlsplit
 
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
+from mkdocs.structure.pages import Page as SitePage
+from mkdocs.utils import get_relative_url
 
 ROOT = Path(__file__).parent
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
@@ -32,9 +34,10 @@ def on_page_content(html: str, **_: Any) -> str:
     return re.sub(r":(?:func|meth|class|data|attr|mod|exc):(?=<code)", "", html)
 
 
-def on_post_page(output: str, **_: Any) -> str:
-    """Without the theme's one script from elsewhere: a stand-in for workers, which a file's page can't start."""
-    return re.sub(r'<script src="https://unpkg.com/iframe-worker/shim"></script>', "", output)
+def on_post_page(output: str, page: SitePage, **_: Any) -> str:
+    """Replace the theme's one script from elsewhere, which lets a page that is opened from a file search."""
+    shim = get_relative_url("search-from-file.js", page.url)
+    return output.replace('src="https://unpkg.com/iframe-worker/shim"', f'src="{shim}"')
 
 
 def on_post_build(config: Any) -> None:
