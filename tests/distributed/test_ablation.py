@@ -1,4 +1,4 @@
-"""benchmarks/ablation.py: every variant is judged before it is timed, and differs from ours as it says."""
+"""burst bench ablation: every variant is judged before it is timed, and differs from ours as it says."""
 
 from __future__ import annotations
 

@@ -398,7 +398,7 @@ def test_what_no_cluster_can_do_is_refused_in_a_line(arguments, reported, capsys
 @NAMESPACES
 @pytest.mark.slow
 def test_the_papers_tables_are_written_by_one_command(tmp_path):
-    command = [sys.executable, "benchmarks/paper.py", "--quick", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "burst_attention.cli", "bench", "paper", "--quick", "--out", str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as done:
         try:
             reported, _ = done.communicate(timeout=540)
@@ -412,7 +412,7 @@ def test_the_papers_tables_are_written_by_one_command(tmp_path):
     for name in expected:
         assert "WRONG" not in pages[name], pages[name]
         assert "|---" in pages[name], name
-        assert "Command: `python benchmarks/paper.py --quick`" in pages[name], name
+        assert "Command: `burst bench paper --quick`" in pages[name], name
     for section in set(expected) - {"bytes"}:  # whose figures are memory's
         recorded = json.loads((tmp_path / f"{section}.json").read_text())
         assert recorded["minutes"] > 0

@@ -1,4 +1,4 @@
-"""benchmarks/nodes.py: what crosses between nodes, by their interfaces' own counters."""
+"""burst bench nodes: what crosses between nodes, by their interfaces' own counters."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def test_no_share_of_nothing_is_reported() -> None:
 @pytest.mark.slow
 def test_the_command_records_every_claim_and_all_hold(tmp_path: Path) -> None:
     out = tmp_path / "nodes.json"
-    command = [sys.executable, "benchmarks/nodes.py", "--json", str(out)]
+    command = [sys.executable, "-m", "burst_attention.cli", "bench", "nodes", "--json", str(out)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=300)
     recorded = json.loads(out.read_text())
-    assert recorded["command"].startswith("python benchmarks/nodes.py --seq-len 4096")
+    assert recorded["command"].startswith("burst bench nodes --seq-len 4096")
     assert [row["held"] for row in recorded["rows"]] == [True] * 4
     assert all(0 < row["error"] < 2e-2 for row in recorded["rows"])

@@ -1,4 +1,4 @@
-"""``benchmarks/peers.py``: run other packages' attention and ours, check the results and count the bytes."""
+"""``burst bench peers``: run other packages' attention and ours, check the results and count the bytes."""
 
 from __future__ import annotations
 

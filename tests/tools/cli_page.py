@@ -1,4 +1,4 @@
-"""Write docs/reference/cli.md: every command's ``--help``, and the programs in benchmarks/ and tests/.
+"""Write docs/reference/cli.md: every command's ``--help``, and the programs of ``burst bench`` and of tests/.
 
     python tests/tools/cli_page.py
 
@@ -40,8 +40,8 @@ BRINGS = {
     "hf": "transformers, for `burst_attention.integrations.hf`",
     "train": "burst-train: `burst train`, `burst eval`, `burst export` and `burst plan`",
     "trainer": "accelerate, TRL and PEFT, for `burst_attention.integrations.trainers`",
-    "bench": "burst-attention-bench: `burst bench` and the programs below",
-    "peers": "ring-flash-attn, yunchang and ring-attention-pytorch, for `benchmarks/peers.py`",
+    "bench": "burst-attention-bench: `burst bench`",
+    "peers": "ring-flash-attn, yunchang and ring-attention-pytorch, for `burst bench peers`",
     "gpu": 'Triton, for `kernel="triton"`; torch for CUDA includes it',
     "wandb": "Weights & Biases, for `burst train --wandb PROJECT`",
     "test": "pytest, hypothesis, ruff, mypy, playwright and Lightning, for `make test` and `make check`",
@@ -66,20 +66,15 @@ def help_of(command: str) -> str:
 def programs() -> list[tuple[str, str]]:
     """Return (how it is called, the first line of its docstring) of the programs of a checkout."""
     import ast
-    import importlib.util
 
-    found = []
-    for path in sorted((ROOT / "benchmarks").glob("*.py")):
-        called = re.search(r"from (burst_bench\S*) import main", path.read_text("utf-8"))
-        assert called is not None, f"{path} must import the main of a module of burst_bench"
-        spec = importlib.util.find_spec(called[1])
-        assert spec is not None and spec.origin is not None
-        found.append((f"python benchmarks/{path.name}", Path(spec.origin)))
+    from burst_bench.command import PROGRAMS, summary
+
+    found = [(f"burst bench {name}", summary(module)) for name, module in PROGRAMS.items()]
     tools = [path for path in sorted((ROOT / "tests" / "tools").glob("*.py")) if path.stem != "__init__"]
-    found += [(f"python tests/tools/{path.name}", path) for path in tools]
-    return [
-        (call, (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").splitlines()[0]) for call, path in found
-    ]
+    for path in tools:
+        first = (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").splitlines()[0]
+        found.append((f"python tests/tools/{path.name}", first))
+    return found
 
 
 def page() -> str:
@@ -91,9 +86,8 @@ def page() -> str:
     for name in sorted((*COMMANDS, *OF_EXTRAS)):
         text += f"\n### burst {name}\n\n```\n{help_of(name)}\n```\n"
     rows = "\n".join(f"| `{call}` | {first} |" for call, first in programs())
-    return (
-        f"{text}\n## Programs of a checkout\n\nEach takes `--help`.\n\n| command | what it does |\n|---|---|\n{rows}\n"
-    )
+    text += "\n## Measurements, and programs of a checkout\n\nEach takes `--help`.\n\n"
+    return f"{text}| command | what it does |\n|---|---|\n{rows}\n"
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from burst_bench.command import PROGRAMS
+from burst_bench.command import main as bench
 
 from burst_attention import cli
 
@@ -26,7 +28,21 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bench_is_found_where_its_distribution_is(installed: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "--help"]) == 0
-    assert "usage: burst bench {attention,train,prefill}" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "usage: burst bench {attention,train,prefill}" in printed
+    assert "\n  overhead    Time W ranks x 1 thread" in printed  # one line for each other measurement
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_each_measurement_has_help(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench([program, "--help"])
+    assert ended.value.code == 0 and f"usage: burst bench {program}" in capsys.readouterr().out
+
+
+def test_an_unknown_measurement_is_answered_with_those_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(["speed"]) == 2
+    assert "the task is speed; give one of attention, train, prefill, ablation, " in capsys.readouterr().err
 
 
 def test_bench_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

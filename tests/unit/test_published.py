@@ -8,7 +8,7 @@ from burst_bench.claims.published import CELLS, PAGE, causes, page
 
 
 def test_the_page_is_what_the_command_draws() -> None:
-    assert page() == PAGE.read_text("utf-8"), "python benchmarks/published.py --draw"
+    assert page() == PAGE.read_text("utf-8"), "burst bench published --draw"
 
 
 def test_predictions_are_near_what_was_published() -> None:

@@ -94,7 +94,7 @@ def test_what_was_recorded_tells_its_code_and_has_a_line_for_each_row(path: Path
     raw = json.loads(path.read_text("utf-8"))
     assert re.fullmatch(r"[0-9a-f]{12}(-dirty)?", raw["revision"])
     assert raw["versions"]["torch"] in raw["machine"]
-    assert raw["command"].startswith("python benchmarks/") and raw["date"].startswith("20")
+    assert raw["command"].startswith("burst bench ") and raw["date"].startswith("20")
     lines = [line.strip().rstrip(",") for line in path.read_text("utf-8").splitlines()]
     tables = [each for each in raw.values() if isinstance(each, list)]
     tables += [each["rows"] for each in raw.values() if isinstance(each, dict) and "rows" in each]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 import burst_attention
 
 ROOT, TRAIN = Path(burst_attention.__file__).parent, Path(burst_train.__file__).parent
-NAME = ROOT.name
+NAME, REPOSITORY = ROOT.name, Path(__file__).parents[2]
 MOST_LEVELS = 7
 
 # What a room may import from the other rooms of its distribution. What is not named is forbidden, so a new room can
@@ -265,3 +266,14 @@ def test_importing_the_library_loads_only_what_a_call_needs() -> None:
     rooms = {name.split(".")[1] for name in loaded if name.startswith(f"{NAME}.")}
     assert rooms == {"plan", "planner", "comm", "kernels", "attention"}
     assert not [name for name in loaded if not name.startswith(NAME)]
+
+
+@pytest.mark.parametrize("sources", ["src", "train/src", "benchmarks/src"])
+def test_no_two_classes_of_a_distribution_have_one_name(sources: str) -> None:
+    found = Counter(
+        node.name
+        for path in sorted((REPOSITORY / sources).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert found and not [name for name, count in found.items() if count > 1]

@@ -38,12 +38,12 @@ class CallArguments:
     def title(self) -> str:
         return f"causal, {self.dtype}, S={self.seq_len}, H={self.heads}, D={self.head_dim}"
 
-    def write(self, script: str, **figures: Any) -> None:
+    def write(self, **figures: Any) -> None:
         """Write figures, sizes and their origin to ``json``, if it was given."""
         if self.json is not None:
             names = ("world", "seq_len", "heads", "head_dim", "dtype")
             size = {name: getattr(self, name) for name in names if hasattr(self, name)}
-            write_json(self.json, {"size": size, **figures} | origin(command_given(script, self.json)))
+            write_json(self.json, {"size": size, **figures} | origin(command_given(self.json)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +54,11 @@ class TimedArguments(CallArguments):
     rounds: int = 9
 
 
-def command_given(script: str, json: Path | None) -> str:
-    """Return the command line of ``benchmarks/{script}.py`` in this process, without ``--json FILE``."""
-    command = shlex.join(["python", f"benchmarks/{script}.py", *sys.argv[1:]])
-    return command.replace(f" --json {shlex.quote(str(json))}", "")
+def command_given(json: Path | None) -> str:
+    """Return the command line of this process as ``burst ...``, without ``--json FILE``."""
+    return shlex.join(["burst", *sys.argv[1:]]).replace(f" --json {shlex.quote(str(json))}", "")
 
 
-def asked(default: A, description: str | None) -> A:
-    """Parse the command line; ``default`` holds the default values."""
-    return tyro.cli(type(default), default=default, description=description)
+def asked(default: A, description: str | None, prog: str, arguments: list[str]) -> A:
+    """Parse ``arguments``; ``default`` holds the default values."""
+    return tyro.cli(type(default), prog=prog, default=default, description=description, args=arguments)

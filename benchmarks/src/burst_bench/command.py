@@ -1,10 +1,14 @@
-"""``burst bench``: compare engines on local ranks or on an emulated cluster."""
+"""``burst bench``: compare engines on local ranks or on an emulated cluster, or run one of the other measurements."""
 
 from __future__ import annotations
 
+import ast
 import math
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -24,6 +28,25 @@ from .harness.results import TASKS, Results, Row
 # All engines that share a sequence. `single` runs on one rank only; ask for it with --worlds 1.
 EVERY = ("burst", "ring", "ring:contiguous", "ulysses", "usp", "tensor", "tensor-sequence")
 CLUSTER = "python -m burst_bench.cluster"
+# Measurements next to the tasks: each is the main of a module.
+PROGRAMS: Mapping[str, str] = {
+    "ablation": "ablation.compare",
+    "agreement": "claims.agreement",
+    "cost-model": "claims.cost_model",
+    "kernels": "claims.kernels",
+    "longest": "claims.longest",
+    "memory": "claims.memory",
+    "nodes": "claims.nodes",
+    "numerics": "claims.numerics",
+    "overhead": "claims.overhead",
+    "paper": "paper.command",
+    "peers": "peers.compare",
+    "planning": "claims.planning",
+    "published": "claims.published",
+    "reading": "claims.reading",
+    "saving": "claims.saving",
+    "scaling": "claims.scaling",
+}
 WRITES = ("results.json", "report.html", "*.png", "*.trace.json")
 
 
@@ -137,6 +160,9 @@ def main(arguments: list[str]) -> int:
 
     The status is 1 if an engine was wrong or a rank failed, and 2 if no engine could run.
     """
+    if arguments and arguments[0] in PROGRAMS:
+        import_module(f"{__package__}.{PROGRAMS[arguments[0]]}").main(arguments[1:])
+        return 0
     flags = {given.partition("=")[0] for given in arguments}
     if "--cluster" in flags or "--link" in flags:
         what = "--cluster is an option" if "--cluster" in flags else "--link needs --cluster, an option"
@@ -146,14 +172,30 @@ def main(arguments: list[str]) -> int:
     return compare("burst bench", Arguments, arguments)
 
 
+def usage(name: str) -> str:
+    """Return the help of ``burst bench``, or of the command for emulated clusters."""
+    text = f"usage: {name} {{{','.join(TASKS)}}} [OPTIONS]; --help after the task lists the options"
+    if name == CLUSTER:
+        return text
+    lines = (f"  {program:11} {summary(module)}" for program, module in PROGRAMS.items())
+    return "\n".join([text, "", "other measurements; each takes --help:", *lines])
+
+
+def summary(module: str) -> str:
+    """Return the first line of a module's docstring, without importing it."""
+    path = Path(__file__).parent.joinpath(*module.split(".")).with_suffix(".py")
+    return (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").splitlines()[0]
+
+
 def compare(name: str, kind: type[Arguments], arguments: list[str]) -> int:
     """Run the command ``name`` with arguments of type ``kind``, as :func:`main` does."""
     if not arguments or arguments[0] not in TASKS:
         given = arguments[0] if arguments else "nothing"
         if given in ("-h", "--help"):
-            Console().print(f"usage: {name} {{{','.join(TASKS)}}} [OPTIONS]; --help after the task lists the options")
+            Console(soft_wrap=True).print(usage(name), highlight=False, markup=False)
             return 0
-        return launch.refuse(name, ValueError(f"the task is {given}; give {', '.join(TASKS)}"))
+        known = ", ".join(TASKS if kind is ClusterArguments else (*TASKS, *PROGRAMS))
+        return launch.refuse(name, ValueError(f"the task is {given}; give one of {known}"))
     task, rest = arguments[0], launch.spelled_out(arguments[1:])
     parsed = tyro.cli(kind, prog=f"{name} {task}", args=rest)
     try:

@@ -11,7 +11,7 @@ before its inputs were made. Separate processes measure it, in which glibc retur
 column gives the (query, key) pairs that ranks compute in the forward and the backward; with more ranks than cores the
 wall time does not show how evenly they are shared.
 
-    python benchmarks/ablation.py [--world 4] [--seq-len 8192] [--heads 8] [--head-dim 32] [--rounds 5] [--json FILE]"""
+    burst bench ablation [--world 4] [--seq-len 8192] [--heads 8] [--head-dim 32] [--rounds 5] [--json FILE]"""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ..harness.calls import NAMES, contest, memory_peaks, ready
 from ..harness.workload import Workload
 from ..tables import terminal
 from ..texts import spread
-from .variants import VARIANTS, Variant
+from .variants import VARIANTS, Ablation
 
 COUNTED = ("bytes_forward", "bytes_backward", "scores_forward", "scores_backward")
 PEAKS = ("peak_forward", "peak")
@@ -49,7 +49,7 @@ def compare(
     calibrate: bool = False,
     link: float | None = None,
     check_len: int = CHECK_LEN,
-    variants: Sequence[Variant] = VARIANTS,
+    variants: Sequence[Ablation] = VARIANTS,
     timeout: float = 1800.0,
 ) -> list[dict[str, Any]]:
     """Check every variant, and measure the correct ones; return a dict for each, in the same order.
@@ -112,7 +112,7 @@ def compare(
     return rows
 
 
-def scores(variant: Variant, workload: Workload) -> list[int]:
+def scores(variant: Ablation, workload: Workload) -> list[int]:
     """Run on a rank: return its (query, key) pairs of one head in [forward, backward].
 
     If the rank computes only a part of the heads, the pairs are scaled by that part.
@@ -154,10 +154,10 @@ def _figures(row: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def main() -> None:
-    a = asked(TimedArguments(world=4, head_dim=32, rounds=5), __doc__)
+def main(arguments: list[str]) -> None:
+    a = asked(TimedArguments(world=4, head_dim=32, rounds=5), __doc__, "burst bench ablation", arguments)
     rows = compare(a.world, a.workload, a.rounds, calibrate=True)
     exactness = f"relative L2 error against fp64, S={min(a.seq_len, CHECK_LEN)}"
     for table in tables(rows, f"{a.title}, {a.world} ranks x 1 thread", exactness):
         Console(width=max(Console().width, 140)).print(table)
-    a.write("ablation", rows=rows)
+    a.write(rows=rows)

@@ -32,7 +32,7 @@ from ..harness.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
-class Variant(Ours):
+class Ablation(Ours):
     """Our attention as planned for the call and the machine, with one feature removed.
 
     Attributes:
@@ -61,7 +61,7 @@ class Variant(Ours):
             plan = Plan(replace(plan.schedule, builder=self.builder), plan.planner, plan.transport, plan.agreement)
         return plan if self.transport is None else over(plan, self.transport, agreement=plan.agreement)
 
-    def held(self, workload: Workload) -> Variant:
+    def held(self, workload: Workload) -> Ablation:
         """Return this variant with the rest as the full plan has it; alone it would be planned differently."""
         asked = self.strategy
         planned = replace(self, strategy=replace(asked, cache_qkv="auto", chunks="auto"))
@@ -90,7 +90,7 @@ class Variant(Ours):
 
 
 def swept(
-    variant: Variant, plan: Plan, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
+    variant: Ablation, plan: Plan, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
 ) -> tuple[Tensor, Callable[[], Tensors]]:
     """Run the call with the variant's own passes, in the order of the public call.
 
@@ -190,17 +190,17 @@ class Waiting(Transport):
 
 
 PAPER = NAMED["burst-attention"]
-Published = partial(Variant, strategy=replace(PAPER, route="direct"))
+Published = partial(Ablation, strategy=replace(PAPER, route="direct"))
 RING = replace(NAMED["ring-attention"], route="direct")
 VARIANTS = (
-    Variant(name="ours", differs=""),  # the report prints what was planned in its place
-    Variant(name="heads whole", differs="ulysses_degree=1, all else planned", strategy=Strategy(ulysses_degree=1)),
-    Variant(name="no cache", differs="the backward exchanges q, k, v again", strategy=Strategy(cache_qkv=False)),
-    Variant(name="one chunk", differs="a sequence group's shards come together", strategy=Strategy(chunks=1)),
-    Variant(name="owner by owner", differs="a sequence group's shards come one by one", strategy=Strategy(chunks=0)),
-    Variant(name="pair by pair", differs="a visit for each pair of shards, or of their chunks", builder=PairByPair),
-    Variant(name="no overlap", differs="waits for each exchange immediately", transport=Waiting),
-    Variant(name="no LAO", differs="eager tiles", kernel="reference"),
+    Ablation(name="ours", differs=""),  # the report prints what was planned in its place
+    Ablation(name="heads whole", differs="ulysses_degree=1, all else planned", strategy=Strategy(ulysses_degree=1)),
+    Ablation(name="no cache", differs="the backward exchanges q, k, v again", strategy=Strategy(cache_qkv=False)),
+    Ablation(name="one chunk", differs="a sequence group's shards come together", strategy=Strategy(chunks=1)),
+    Ablation(name="owner by owner", differs="a sequence group's shards come one by one", strategy=Strategy(chunks=0)),
+    Ablation(name="pair by pair", differs="a visit for each pair of shards, or of their chunks", builder=PairByPair),
+    Ablation(name="no overlap", differs="waits for each exchange immediately", transport=Waiting),
+    Ablation(name="no LAO", differs="eager tiles", kernel="reference"),
     Published(name="published", differs="as in the paper: zigzag, heads whole, Q circulates"),
     Published(
         name="no GAO",
@@ -212,13 +212,13 @@ VARIANTS = (
         differs="published, waits for each exchange immediately",
         transport=Waiting,
     ),
-    Variant(name="key-value circulates", differs="published, backward moves K, V, dK, dV", strategy=RING),
-    Variant(
+    Ablation(name="key-value circulates", differs="published, backward moves K, V, dK, dV", strategy=RING),
+    Ablation(
         name="ring route",
         differs="published, shards passed on around the ring",
         strategy=replace(PAPER, route="ring"),
     ),
-    Variant(
+    Ablation(
         name="RingAttention",
         differs="published, K, V, dK, dV around the ring, dK, dV in fp32",
         strategy=NAMED["ring-attention"],
@@ -230,12 +230,12 @@ VARIANTS = (
         backward=NarrowBackward,
         tolerance=6.0,  # the error is the point
     ),
-    Variant(
+    Ablation(
         name="contiguous",
         differs="published, in another layout",
         strategy=replace(PAPER, layout="contiguous", route="direct"),
     ),
-    Variant(
+    Ablation(
         name="contiguous, nearest circulates",
         differs="published, in another layout, each pair computed at its nearer end",
         strategy=replace(PAPER, layout="contiguous", route="direct", circulate="nearest"),

@@ -4,7 +4,7 @@ The two take turns, over processes. Larger worlds are threads of one process, wh
 collective for them. For a call over 64 tokens, forward and backward, waits are listed by their cause. CPU time is
 listed by thread: the rank's own, or gloo's.
 
-    python benchmarks/agreement.py [--worlds 2 4 8] [--rounds 9] [--calls 20]"""
+    burst bench agreement [--worlds 2 4 8] [--rounds 9] [--calls 20]"""
 
 from __future__ import annotations
 
@@ -96,5 +96,5 @@ def run(*, worlds: tuple[int, ...] = (2, 4, 8), rounds: int = 9, calls: int = 20
     Console().print(terminal(parts, title=title))
 
 
-def main() -> None:
-    tyro.cli(run, description=__doc__)
+def main(arguments: list[str]) -> None:
+    tyro.cli(run, prog="burst bench agreement", description=__doc__, args=arguments)

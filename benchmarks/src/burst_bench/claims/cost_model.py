@@ -4,7 +4,7 @@ Each cluster is first calibrated as by ``burst calibrate``, which times none of 
 of a call are then timed in turns. The program prints the median and the worst error of predicted times. It also prints
 how often the planner's choice takes at most a tenth longer than the fastest candidate.
 
-    python benchmarks/cost_model.py [--quick] [--rounds 3] [--json docs/results/cost-model.json]
+    burst bench cost-model [--quick] [--rounds 3] [--json docs/results/cost-model.json]
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MASKS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
+class CostModelArguments:
     quick: bool = False
     """Time only a few configurations."""
     clusters: tuple[str, ...] = ("2x1", "4x1", "2x2", "8x1")
@@ -123,7 +123,7 @@ def slowest(pool: WorkerPool, setting: CallSetting, way: Choice) -> float:
     return max(pool.run(timed, setting, way, timeout=600))
 
 
-def settings(a: Arguments, cluster: str, link: str) -> Iterator[CallSetting]:
+def settings(a: CostModelArguments, cluster: str, link: str) -> Iterator[CallSetting]:
     """Yield the calls for one cluster and one link rate."""
     cases: Sequence[tuple[str, int]] = [*product(MASKS, (HEADS, 2))]
     if a.quick:
@@ -132,7 +132,7 @@ def settings(a: Arguments, cluster: str, link: str) -> Iterator[CallSetting]:
         yield CallSetting(cluster, link, mask, kv_heads, a.seq_len)
 
 
-def measured(a: Arguments, cluster: str) -> Iterator[dict[str, Any]]:
+def measured(a: CostModelArguments, cluster: str) -> Iterator[dict[str, Any]]:
     """Yield a row for each candidate of each call."""
     nodes, ranks = parse_cluster(cluster)
     with Cluster(nodes, ranks) as network, WorkerPool(network.world, entries=network.entries(), timeout=600) as pool:
@@ -168,8 +168,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    a = asked(Arguments(), __doc__)
+def main(arguments: list[str]) -> None:
+    a = asked(CostModelArguments(), __doc__, "burst bench cost-model", arguments)
     if a.quick:
         a = replace(a, clusters=("2x1", "4x1"), links=("200mbit",), seq_len=1024, rounds=2)
     rows: list[dict[str, Any]] = []
@@ -178,7 +178,7 @@ def main() -> None:
         rows += measured(a, cluster)
         summarised = summary(rows)
         if a.json is not None:  # write after each cluster, because a run takes long
-            write_json(a.json, {"summary": summarised, "rows": rows} | origin(command_given("cost_model", a.json)))
+            write_json(a.json, {"summary": summarised, "rows": rows} | origin(command_given(a.json)))
     lines = (
         {name: str(row[name]) for name in ("cluster", "link", "mask", "kv_heads", "layout", "way")}
         | {"predicted s": f"{row['predicted']:.3f}", "least s": f"{min(row['seconds']):.3f}"}

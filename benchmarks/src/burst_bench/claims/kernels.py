@@ -1,6 +1,6 @@
 """Measure tile kernels on a GPU: TFLOP/s next to stock kernels and a matrix product, and the cost of distribution.
 
-    python benchmarks/kernels.py [--seq-lens 8192 ... --head-dims 64 128] [--rounds 9] [--out docs/results/gpu.md]
+    burst bench kernels [--seq-lens 8192 ... --head-dims 64 128] [--rounds 9] [--out docs/results/gpu.md]
 
 A kernel is timed only after small results agree with the reference. All kernels take turns, round by round. A figure is
 the median, and its ratio is the median of the rounds' ratios. FLOPs count the unmasked (query, key) pairs: 4 D forward
@@ -46,7 +46,7 @@ COLUMNS = (*PLACE, "TFLOP/s", "of the best stock kernel", "of a matrix product")
 
 
 @dataclass(frozen=True)
-class Subject:
+class TimedKernel:
     """A kernel's forward and backward over one sequence."""
 
     name: str
@@ -59,7 +59,7 @@ def tiles_of(mask: Mask, seqlen: int) -> Tiles:
     return pair_tiles(layout, layout, mask.regions(seqlen), [0], [0])[0, 0]
 
 
-def subjects(names: list[str], q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> tuple[list[Subject], list[str]]:
+def subjects(names: list[str], q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> tuple[list[TimedKernel], list[str]]:
     """Return the kernels that run here with correct results, and why the others can't run."""
     able, refused, scale, dout = [], [], q.shape[3] ** -0.5, torch.randn_like(q)
     for name in names:
@@ -77,11 +77,11 @@ def subjects(names: list[str], q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) ->
     return able, refused
 
 
-def _subject(name: str, kernel: Kernel, x: BackwardInputs) -> Subject:
-    return Subject(name, lambda: kernel.forward(x.q, x.k, x.v, x.tiles, x.scale), lambda: kernel.backward(x))
+def _subject(name: str, kernel: Kernel, x: BackwardInputs) -> TimedKernel:
+    return TimedKernel(name, lambda: kernel.forward(x.q, x.k, x.v, x.tiles, x.scale), lambda: kernel.backward(x))
 
 
-def stock(mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> list[Subject]:
+def stock(mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> list[TimedKernel]:
     """Return PyTorch's own kernels; none if they lack the mask."""
     if mask.window is not None:
         return []
@@ -98,7 +98,7 @@ def stock(mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> list[Subject]:
         except RuntimeError as error:
             print(f"left out: {name}: {error}")
             continue
-        able.append(Subject(name, forward, partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)))
+        able.append(TimedKernel(name, forward, partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)))
     return able
 
 
@@ -227,7 +227,7 @@ def run(
     page = (
         "# Kernels on a GPU\n\n"
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {datetime.now(UTC):%Y-%m-%d}. "
-        f"Command: `python benchmarks/kernels.py --rounds {rounds}`. bf16, batch 1, heads · D = 2,048.\n\n"
+        f"Command: `burst bench kernels --rounds {rounds}`. bf16, batch 1, heads · D = 2,048.\n\n"
         f"`auto`:\n\n```\n{explain(device=DEVICE, dtype=torch.bfloat16)}\n```\n\n" + markdown(rows)
     )
     page += (
@@ -242,5 +242,5 @@ def run(
         out.write_text(page, "utf-8")
 
 
-def main() -> None:
-    tyro.cli(run, description=__doc__)
+def main(arguments: list[str]) -> None:
+    tyro.cli(run, prog="burst bench kernels", description=__doc__, args=arguments)

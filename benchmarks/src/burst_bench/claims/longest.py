@@ -5,7 +5,7 @@ memory minus the memory before its model was built. A limit on the data segment,
 a step that needs far more. The sequence consists of packed documents, so the attention's time grows with the length and
 not with its square; a few cores can then run such lengths. Lengths for which no time was left are printed as not run.
 
-    python benchmarks/longest.py [--ranks 4] [--gib 2] [--minutes 60] [--json docs/results/longest.json]"""
+    burst bench longest [--ranks 4] [--gib 2] [--minutes 60] [--json docs/results/longest.json]"""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments(Sizes):
+class LongestArguments(Sizes):
     """Sizes, time limit and output file."""
 
     minutes: float = 60.0
@@ -196,9 +196,9 @@ def search(sizes: Sizes, until: float, tell: Any) -> list[dict[str, Any]]:
         ranks.close()
 
 
-def main() -> None:
-    a = tyro.cli(Arguments, description=__doc__)
-    command = command_given("longest", a.json)
+def main(arguments: list[str]) -> None:
+    a = tyro.cli(LongestArguments, prog="burst bench longest", description=__doc__, args=arguments)
+    command = command_given(a.json)
     console, began, about = Console(), time.monotonic(), origin(command)
     rows = search(a, began + 60 * a.minutes, lambda row: console.print(str(row), highlight=False, soft_wrap=True))
     console.print(terminal(longest_of(rows), title=f"{a.gib:g} GiB per rank, {a.ranks} ranks"))

@@ -4,7 +4,7 @@ Each rank's figure is its peak resident memory during the call minus the memory 
 includes inputs, outputs and gradients. The next columns give the size of those alone, and the plan's prediction. glibc
 is set to return freed memory at once, so that the peak counts live tensors.
 
-    python benchmarks/memory.py [--seq-len 32768] [--worlds 1 2 4] [--json docs/results/memory-by-world.json]"""
+    burst bench memory [--seq-len 32768] [--worlds 1 2 4] [--json docs/results/memory-by-world.json]"""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def predicted(world: int, workload: Workload, **options: Any) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments(CallArguments):
+class MemoryArguments(CallArguments):
     worlds: tuple[int, ...] = (1, 2, 4)
     kernel: str = "auto"
 
 
-def main() -> None:
-    a = asked(Arguments(seq_len=32768, head_dim=64), __doc__)
+def main(arguments: list[str]) -> None:
+    a = asked(MemoryArguments(seq_len=32768, head_dim=64), __doc__, "burst bench memory", arguments)
     token = 8 * a.heads * a.head_dim * a.workload.torch_dtype.itemsize  # q, k, v, out, dout, dq, dk and dv
     rows = []
     for world in a.worlds:
@@ -60,4 +60,4 @@ def main() -> None:
         for row in rows
     )
     Console().print(terminal(lines, title=f"{a.title}, zigzag"))
-    a.write("memory", rows=rows)
+    a.write(rows=rows)

@@ -5,7 +5,7 @@ zigzag layout and direct messages, forward and backward. Before bytes are counte
 PyTorch's own attention in fp32. An interface also counts packet headers and the agreements' records. Needs root and
 iproute2.
 
-    python benchmarks/nodes.py [--seq-len 4096] [--window-len 16384] [--json docs/results/nodes.json]"""
+    burst bench nodes [--seq-len 4096] [--window-len 16384] [--json docs/results/nodes.json]"""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ RECORDS = 1 << 16  # most bytes of agreements and barriers, if nothing else cros
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
+class NodesArguments:
     seq_len: int = 4096
     window_len: int = 16384
     """Tokens of the call with a window; the window is a sixteenth of them."""
@@ -186,8 +186,8 @@ def holds(claim: Claim, row: dict[str, Any]) -> bool:
     return row["share"] <= claim.most
 
 
-def main() -> None:
-    a = asked(Arguments(), __doc__)
+def main(arguments: list[str]) -> None:
+    a = asked(NodesArguments(), __doc__, "burst bench nodes", arguments)
     try:
         rows = measured(claims(a.seq_len, a.window_len))
     except ClusterError as error:
@@ -209,5 +209,5 @@ def main() -> None:
     )
     Console(width=140).print(terminal(lines, title=title))
     if a.json is not None:
-        command = f"python benchmarks/nodes.py --seq-len {a.seq_len} --window-len {a.window_len}"
+        command = f"burst bench nodes --seq-len {a.seq_len} --window-len {a.window_len}"
         write_json(a.json, {"cluster": [NODES, RANKS], "head_dim": DIM, "rows": rows} | origin(command))

@@ -3,7 +3,7 @@
 Errors are relative L2 over the whole sequence and all ranks. The first row of each dtype is PyTorch's own kernel on one
 device. docs/numerics.md lists the bounds.
 
-    python benchmarks/numerics.py [--seq-len 1024] [--worlds 1 2 4 8] [--dtypes bfloat16 float32]
+    burst bench numerics [--seq-len 1024] [--worlds 1 2 4 8] [--dtypes bfloat16 float32]
 """
 
 from __future__ import annotations
@@ -80,5 +80,5 @@ def _cells(errors: dict[str, float]) -> dict[str, str]:
     return {name: f"{error:.2e}" for name, error in errors.items()}
 
 
-def main() -> None:
-    tyro.cli(run, description=__doc__)
+def main(arguments: list[str]) -> None:
+    tyro.cli(run, prog="burst bench numerics", description=__doc__, args=arguments)

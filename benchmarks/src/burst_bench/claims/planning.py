@@ -3,7 +3,7 @@
 Seconds are this process's CPU time, the least of several runs, so that other work on the machine counts little. Memory
 is the peak that tracemalloc sees in a separate run.
 
-    python benchmarks/planning.py [--seq-len 1048576] [--documents 2000] [--ranks 8 64 256]"""
+    burst bench planning [--seq-len 1048576] [--documents 2000] [--ranks 8 64 256]"""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def peak(*case: Any) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
+class PlanningArguments:
     seq_len: int = 1 << 20
     documents: int = 2000
     layouts: tuple[str, ...] = tuple(LAYOUTS)
@@ -74,8 +74,8 @@ class Arguments:
     runs: int = 3
 
 
-def main() -> None:
-    a = asked(Arguments(), __doc__)
+def main(arguments: list[str]) -> None:
+    a = asked(PlanningArguments(), __doc__, "burst bench planning", arguments)
     rows = []
     each = itertools.product(masks(a.seq_len, a.documents).items(), a.layouts, a.routes, a.ranks, a.heads)
     for (name, mask), layout, route, ranks, heads in each:

@@ -1,6 +1,6 @@
 """Compare predictions of ``burst plan`` with published training speeds, and write docs/results/published.md.
 
-    python benchmarks/published.py [--draw]
+    burst bench published [--draw]
 
 Nothing is run on a GPU. The published cells are those of UPipe (arXiv 2602.21196): Llama 3 8B on 8 H100, tokens per
 second of each GPU, full recomputation with activations offloaded to the host.
@@ -32,7 +32,7 @@ CELLS = (
 )
 HEAD = """# Predictions and published speeds
 
-`python benchmarks/published.py --draw` writes this page. Nothing on it was measured by this project.
+`burst bench published --draw` writes this page. Nothing on it was measured by this project.
 
 Published: UPipe ([arXiv 2602.21196](https://arxiv.org/abs/2602.21196)), Llama 3 8B on 8 H100, tokens per second of each
 GPU. Predicted: `burst plan --model llama-3-8b --ranks 8 --hardware h100-hgx --remat layer`, by data sheets.
@@ -97,9 +97,9 @@ def causes(tokens: int, published: int) -> str:
     return head + "".join(f"| {name} | {1e6 * seconds / own:.0f} |\n" for name, seconds in rows.items())
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     """Run the command."""
-    if tyro.cli(Published, description=__doc__).draw:
+    if tyro.cli(Published, prog="burst bench published", description=__doc__, args=arguments).draw:
         PAGE.write_text(page(), "utf-8")
     else:
         print(page())

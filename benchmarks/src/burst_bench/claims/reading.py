@@ -5,7 +5,7 @@ the resident memory of the process over time. It fits a line through the later h
 allocator fill up first, and prints the line's growth per hour with twice its standard error. Memory is flat if the
 growth plus that error stays within the bound; otherwise the exit status is 1.
 
-    python benchmarks/reading.py [--minutes 3] [--documents 2000000] [--through files datasets] [--bound 64]"""
+    burst bench reading [--minutes 3] [--documents 2000000] [--through files datasets] [--bound 64]"""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Through = Literal["files", "datasets"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
+class ReadingArguments:
     minutes: float = 3.0
     """Minutes for each value of --through."""
     documents: int = 2_000_000
@@ -104,8 +104,12 @@ def growth(looks: list[Look]) -> tuple[float, float]:
     return float(slope), float(2 * error)
 
 
-def main() -> None:
-    a, console, flat = tyro.cli(Arguments, description=__doc__), Console(), True
+def main(arguments: list[str]) -> None:
+    a, console, flat = (
+        tyro.cli(ReadingArguments, prog="burst bench reading", description=__doc__, args=arguments),
+        Console(),
+        True,
+    )
     with tempfile.TemporaryDirectory(prefix="burst-reading-") as name:
         write_documents(Path(name) / "documents.jsonl.gz", a.documents)
         for through in a.through:

@@ -5,7 +5,7 @@ of a checkpoint takes, and so on in turn. Only steps during which a rank was wri
 divides the median of its steps during the writing by that of the steps alone around it, because the machine's speed
 drifts. The program prints the median and the range over the rounds.
 
-    python benchmarks/saving.py [--rounds 9] [--ranks 2] [--seq-len 512] [--dtype float32] [--out FOLDER]"""
+    burst bench saving [--rounds 9] [--ranks 2] [--seq-len 512] [--dtype float32] [--out FOLDER]"""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ALONE = 3  # steps between two checkpoints
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
+class SavingArguments:
     rounds: int = 9
     ranks: int = 2
     seq_len: int = 512
@@ -60,7 +60,7 @@ def make_model(folder: Path, layers: int) -> None:
     AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=32_000, **sizes)).save_pretrained(folder)
 
 
-def config_of(a: Arguments, model: Path, out: Path) -> TrainConfig:
+def config_of(a: SavingArguments, model: Path, out: Path) -> TrainConfig:
     return TrainConfig(
         run=RunConfig(steps=10**6, out=str(out)),
         data=DataConfig(seq_len=a.seq_len, tokenizer="bytes"),
@@ -118,8 +118,8 @@ def ratios_of(rounds: list[Round]) -> list[float]:
     ]
 
 
-def main() -> None:
-    a = tyro.cli(Arguments, description=__doc__)
+def main(arguments: list[str]) -> None:
+    a = tyro.cli(SavingArguments, prog="burst bench saving", description=__doc__, args=arguments)
     if a.out is not None:
         a.out.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="burst-saving-", dir=a.out))

@@ -2,7 +2,7 @@
 
 Nothing is run: all figures are those of ``burst plan``.
 
-    python benchmarks/scaling.py [--draw]
+    burst bench scaling [--draw]
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Predict = Callable[[Workload], Call | None]  # None: it does not support this nu
 
 
 @dataclass(frozen=True)
-class Subject:
+class Scheme:
     """One column: a strategy."""
 
     name: str
@@ -61,32 +61,32 @@ def _by(way: AttentionStrategy) -> Predict:
 
 
 SUBJECTS = (
-    Subject(
+    Scheme(
         "ring",
         "RingAttention, zigzag: keys and values circulate around the ring, followed by their gradients in fp32",
         _by(collectives.RING),
     ),
-    Subject(
+    Scheme(
         "Ulysses",
         "all-to-alls give a rank all tokens of some heads, without overlap; at most as many ranks as key-value heads",
         _ulysses,
     ),
-    Subject(
+    Scheme(
         "USP",
         f"Ulysses' all-to-alls among the {PER_NODE} ranks of a node, a ring over the nodes, zigzag",
         _usp,
     ),
-    Subject(
+    Scheme(
         "Burst as published",
         "zigzag, the query side circulates in the backward, each shard crosses to each node once",
         _by(AttentionStrategy(layout="zigzag", route="nodes", circulate="query")),
     ),
-    Subject(
+    Scheme(
         "blocks",
         "each rank computes a square of (query shard, key shard) pairs, heads whole, zigzag",
         _by(AttentionStrategy(layout="zigzag", circulate="blocks")),
     ),
-    Subject(
+    Scheme(
         "the cube",
         "the planner's choice, as `burst` computes it",
         lambda setting: predict_call(chosen(setting, Strategy()), setting),
@@ -95,7 +95,7 @@ SUBJECTS = (
 
 
 @dataclass(frozen=True)
-class Row:
+class PredictedRow:
     """One model, sequence and number of ranks, with the call of each subject."""
 
     question: ForecastRequest
@@ -125,11 +125,11 @@ def asked(model: Model, seq_len: int, ranks: int) -> ForecastRequest:
     return ForecastRequest(seq_len=seq_len, cluster=cluster, model=model, dtype=torch.bfloat16, **sizes)
 
 
-def row(model: Model, seq_len: int, ranks: int) -> Row:
+def row(model: Model, seq_len: int, ranks: int) -> PredictedRow:
     """Return the row with every subject's figures."""
     question = asked(model, seq_len, ranks)
     setting = question.setting(next(iter(question.masks)))
-    return Row(question, tuple(subject.predict_call(setting) for subject in SUBJECTS))
+    return PredictedRow(question, tuple(subject.predict_call(setting) for subject in SUBJECTS))
 
 
 def page() -> str:
@@ -142,7 +142,7 @@ def _head() -> Iterator[str]:
     yield from ("# Predicted scaling", "")
     yield fill(
         "Predicted bytes and seconds of ways to share a sequence over up to 4,096 GPUs. This hardware has not been "
-        "measured with this library: every figure on this page is a prediction. `python benchmarks/scaling.py --draw` "
+        "measured with this library: every figure on this page is a prediction. `burst bench scaling --draw` "
         "writes it, with the planner of `make_plan`. `burst plan --seq-len 8M --ranks 1024 --hardware h100-hgx` "
         "prints more about one row: memory, and what fits.",
         LINE,
@@ -186,7 +186,7 @@ def _of_model(model: Model) -> Iterator[str]:
     yield from _section(f"{tokens_text(FIXED)} tokens in all", [row(model, FIXED, n) for n in RANKS])
 
 
-def _section(title: str, rows: Sequence[Row]) -> Iterator[str]:
+def _section(title: str, rows: Sequence[PredictedRow]) -> Iterator[str]:
     yield from ("", f"### {title}", "")
     yield from ("Bytes that a rank sends for one layer, forward and backward; those across nodes in brackets:", "")
     yield from table(rows, sent)
@@ -237,17 +237,17 @@ def kept_row(model: Model, ranks: int, remat: str, *, keep: bool) -> tuple[float
     return forward * (2 if remat == "layer" else 1) + backward, question.tokens * retained[remat]
 
 
-def sent(row: Row, call: Call) -> str:
+def sent(row: PredictedRow, call: Call) -> str:
     """Return the bytes of a layer as text, with those across nodes in brackets."""
     return f"{bytes_text(row.sent(call))} ({bytes_text(row.across(call))})"
 
 
-def taken(row: Row, call: Call) -> str:
+def taken(row: PredictedRow, call: Call) -> str:
     """Return the seconds of a step as text, with exposed exchange in brackets."""
     return f"{seconds_text(row.seconds(call))} ({seconds_text(row.exposed(call))})"
 
 
-def table(rows: Sequence[Row], tell: Callable[[Row, Call], str]) -> Iterator[str]:
+def table(rows: Sequence[PredictedRow], tell: Callable[[PredictedRow, Call], str]) -> Iterator[str]:
     """Yield a Markdown table; a dash marks a scheme that does not support this number of ranks."""
     yield f"| ranks | tokens | {' | '.join(each.name for each in SUBJECTS)} |"
     yield "|---" * (2 + len(SUBJECTS)) + "|"
@@ -270,5 +270,5 @@ def draw(*, draw: bool = False) -> None:
         print(text)
 
 
-def main() -> None:
-    tyro.cli(draw, description=__doc__)
+def main(arguments: list[str]) -> None:
+    tyro.cli(draw, prog="burst bench scaling", description=__doc__, args=arguments)

@@ -1,7 +1,7 @@
 """Measure every engine for the paper's tables, at this machine's scale, and write docs/results/*.md and raw figures.
 
-    python benchmarks/paper.py [--out docs/results] [--only training prefill ...] [--quick]
-    python benchmarks/paper.py --draw
+    burst bench paper [--out docs/results] [--only training prefill ...] [--quick]
+    burst bench paper --draw
 
 Each section writes its figures as JSON. The pages and the README's table are drawn from these files, so you can run a
 section alone. With --draw the program only draws, and measures nothing.
@@ -31,21 +31,23 @@ from .sections import QUICK, SECTIONS, Paper, Scale
 RESULTS, README = Path("docs/results"), Path("README.md")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="burst bench paper", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="output folder; default: docs/results, with --quick runs/paper-quick")
     parser.add_argument("--only", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
     parser.add_argument("--rounds", type=int, help="at most this many rounds of everything; few rounds leave no spread")
     parser.add_argument("--quick", action="store_true", help="use small sizes, to test that everything runs")
     parser.add_argument("--draw", action="store_const", dest="only", const=[], help="only draw figures measured before")
-    a = parser.parse_args()
+    a = parser.parse_args(arguments)
     out = a.out or (Path("runs/paper-quick") if a.quick else RESULTS)
     out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault(
         "TORCH_CPP_LOG_LEVEL", "ERROR"
     )  # ranks in namespaces can't resolve host names, and would log a warning
     scale = QUICK if a.quick else Scale()
-    command = "python benchmarks/paper.py" + " --quick" * a.quick
+    command = "burst bench paper" + " --quick" * a.quick
     if a.rounds is not None:
         scale, command = scale.at_most(a.rounds), f"{command} --rounds {a.rounds}"
     if a.only != list(SECTIONS):
@@ -56,7 +58,7 @@ def main() -> None:
         try:
             figures = SECTIONS[name](paper)
         except ClusterError as error:
-            raise SystemExit(f"paper.py: {name}: {error}") from None
+            raise SystemExit(f"burst bench paper: {name}: {error}") from None
         minutes = (time.monotonic() - began) / 60
         write_json(out / f"{name}.json", figures | origin(command) | {"minutes": minutes})
         paper.say(f"{name}: {minutes:.1f} minutes; wrote {out / name}.json")

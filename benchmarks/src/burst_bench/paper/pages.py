@@ -1,4 +1,4 @@
-"""Draw the pages of docs/results from the JSON files of benchmarks/paper.py, and the index with all targets."""
+"""Draw the pages of docs/results from the JSON files of burst bench paper, and the index with all targets."""
 
 from __future__ import annotations
 

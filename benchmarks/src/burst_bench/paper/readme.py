@@ -13,7 +13,7 @@ from ..harness.turns import ratios
 from .markdown import GLOO_WASTE, PUBLISHED, REFERENCE, Page, find
 from .targets import PEER, attention_shares, limits, longest, relieved
 
-BEGIN, END = "<!-- measured: drawn by python benchmarks/paper.py --draw -->\n", "<!-- measured: end -->"
+BEGIN, END = "<!-- measured: drawn by burst bench paper --draw -->\n", "<!-- measured: end -->"
 
 
 def draw_readme(readme: Path, folder: Path) -> None:

@@ -6,7 +6,7 @@ Each result is first compared with a single device's in fp32. A wrong variant is
 time. Variants with only a forward are compared with our forward. ring-attention-pytorch's ring has a separate loop for
 CPUs.
 
-    python benchmarks/peers.py [--world 2] [--seq-len 8192] [--heads 8] [--head-dim 128] [--rounds 5] [--json FILE]
+    burst bench peers [--world 2] [--seq-len 8192] [--heads 8] [--head-dim 128] [--rounds 5] [--json FILE]
                                [--link 100mbit]
 
 With --link each rank is a node of an emulated cluster with links of this rate (it needs root and iproute2). The rates
@@ -173,7 +173,7 @@ def show(console: Console, rows: list[dict[str, Any]], title: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments(TimedArguments):
+class PeersArguments(TimedArguments):
     rounds: int = 5
     """Timed rounds; 0: only check results and count bytes."""
     device: Literal["cpu", "cuda"] = "cpu"
@@ -183,8 +183,8 @@ class Arguments(TimedArguments):
     """Variants of other packages to run, such as "yunchang zigzag"; default: all."""
 
 
-def main() -> None:
-    a = asked(Arguments(), __doc__)
+def main(arguments: list[str]) -> None:
+    a = asked(PeersArguments(), __doc__, "burst bench peers", arguments)
     workload, link = a.workload.at(a.seq_len, device=a.device), None
     with ExitStack() as stack:
         entries = None
@@ -194,4 +194,4 @@ def main() -> None:
         rows = compare(a.world, workload, a.rounds, names=a.only, entries=entries, link=link)
     over = f", links of {a.link}" if a.link else ""
     show(Console(width=max(Console().width, 130)), rows, f"{a.title}, {a.world} ranks x 1 thread{over}")
-    a.write("peers", rows=rows)
+    a.write(rows=rows)

@@ -86,7 +86,7 @@ def training_memory(
     schedules = _Schedules(engine, seq_len, sharing, shape_of(dtype, batch=batch, **sizes))
     windows = hf.layer_windows(config)
     cuts = {window: schedules.split(window) for window in {*windows}}
-    step = _Step(model, world, _calls(config, schedules, batch, dtype), cuts, accumulates=accumulate > 1)
+    step = _LiveStep(model, world, _calls(config, schedules, batch, dtype), cuts, accumulates=accumulate > 1)
     with fake, step:
         step.run(batch, schedules.most_tokens, windows)
     return _parts(step, model, world, memory)
@@ -179,7 +179,7 @@ class _Peak:
     phase: str = ""
 
 
-class _Step(LiveBytes):
+class _LiveStep(LiveBytes):
     """Count the bytes of live tensors while a model without data runs one step.
 
     Every read of a tensor's value gives 1.
@@ -302,7 +302,7 @@ def shard_of(parameter: Tensor, world: int) -> int:
     return rows * (parameter.numel() // max(1, parameter.shape[0])) * max(4, parameter.dtype.itemsize)
 
 
-def _parts(step: _Step, model: Any, world: int, memory: MemoryConfig) -> dict[str, int]:
+def _parts(step: _LiveStep, model: Any, world: int, memory: MemoryConfig) -> dict[str, int]:
     weights = sum(shard_of(p, world) for p in model.parameters())
     layers = [sum(p.numel() * p.dtype.itemsize for p in layer.parameters()) for layer in model.model.layers]
     whole = sum(p.numel() * p.dtype.itemsize for p in model.parameters())

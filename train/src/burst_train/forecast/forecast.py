@@ -111,10 +111,10 @@ def forecast_of(name: str, question: ForecastRequest) -> Forecast:
     if refused:
         return Forecast(engine=name, refused=refused)
     try:
-        step = _Step(question, MAKERS[name](question))
+        step = _PredictedStep(question, MAKERS[name](question))
         # burst train plans for two forwards with --remat layer, so plan again. Other engines don't depend on it.
         if name == "burst" and question.remat is None and step.remat == "layer":
-            step = _Step(question, MAKERS[name](replace(question, remat=step.remat)))
+            step = _PredictedStep(question, MAKERS[name](replace(question, remat=step.remat)))
         return step.forecast(name)
     except ValueError as error:
         if name == "burst":  # the question has no prediction at all
@@ -128,7 +128,7 @@ def _forwards(remat: Remat) -> int:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _PredictedStep:
     """The prediction of one candidate for a question."""
 
     q: ForecastRequest

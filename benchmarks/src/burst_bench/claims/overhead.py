@@ -3,7 +3,7 @@
 Both run forward and backward, and take turns, round by round, on the same cores. The program prints the median and the
 range of each round's ratio (theirs / ours; above 1: ours is faster). Results are first compared with torch's.
 
-    python benchmarks/attention.py [--world 2] [--seq-len 8192] [--heads 8] [--head-dim 128] [--rounds 9]
+    burst bench overhead [--world 2] [--seq-len 8192] [--heads 8] [--head-dim 128] [--rounds 9]
         [--json docs/results/attention.json]
 """
 
@@ -28,15 +28,15 @@ from ..tables import terminal
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments(TimedArguments):
+class OverheadArguments(TimedArguments):
     kv_heads: int | None = None
     layout: str = "zigzag"
     route: str = "auto"
     kernel: str = "auto"
 
 
-def main() -> None:
-    a = asked(Arguments(), __doc__)
+def main(arguments: list[str]) -> None:
+    a = asked(OverheadArguments(), __doc__, "burst bench overhead", arguments)
     torch.set_num_threads(a.world)
     workload = a.workload.at(a.seq_len, kv_heads=a.kv_heads or a.heads)
     ours = Ours(strategy=Strategy(layout=a.layout, route=a.route, ulysses_degree=1), kernel=a.kernel)
@@ -54,4 +54,4 @@ def main() -> None:
     lines = ({"": name} | {end: f"{of(x):.3f}" for end, of in ends.items()} for name, x in rows.items())
     Console().print(terminal(lines, title=a.title))
     ratio = {"median": statistics.median(by_round), "least": min(by_round), "greatest": max(by_round)}
-    a.write("attention", rounds=a.rounds, ratio=ratio, seconds=list(zip(theirs, mine, strict=True)))
+    a.write(rounds=a.rounds, ratio=ratio, seconds=list(zip(theirs, mine, strict=True)))
