@@ -83,7 +83,7 @@ def write_what_changes(out):
         for tensor in (spread.to_local(), tensors["strided"], tensors["half"]):
             tensor.fill_(7.0)
         state["list"].append(2)
-        draft.write_next_to()
+        draft.write_during_training()
         folder = draft.seal()
         found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
         checkpoint.load(folder, found)
@@ -98,7 +98,7 @@ def test_what_is_changed_after_it_was_copied_does_not_reach_the_disk(pools, tmp_
         assert same == [True] * 3 and reported == [1] and name == name_of(3)
 
 
-def train_next_to(config):
+def train_while_writing(config):
     """Writing waits until two more steps were taken, on all ranks; returns what was to be seen then."""
     written, seen, write = threading.Event(), [], CheckpointWriter.write
 
@@ -124,7 +124,7 @@ def train_next_to(config):
 
 def test_steps_go_on_while_a_checkpoint_is_written_and_none_is_to_be_seen_before_it_is_whole(pools, corpus, tmp_path):
     config = config_of(corpus, tmp_path / "run", steps=6, save_every="3", keep=9)
-    seen, notes = pools(2).run(train_next_to, config)[0]
+    seen, notes = pools(2).run(train_while_writing, config)[0]
     assert seen == [["step-00000003.unfinished"]]
     assert names(tmp_path / "run") == [name_of(step) for step in (3, 6)], "the last one was waited for"
     assert not [note for note in notes if "could not" in note]

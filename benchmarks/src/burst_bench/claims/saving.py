@@ -90,7 +90,7 @@ def measure(config: TrainConfig, rounds: int) -> tuple[int, list[Round]]:
             tensors = tensors_of(trainer.model, trainer.optimizer)
             draft = CheckpointWriter(Path(config.run.out), tensors, state, step=trainer.step, context=context)
             copying = time.perf_counter() - began
-            draft.write_beside()
+            draft.write_during_training()
             beside = list(_while_written(steps, draft, context.greatest))
             began = time.perf_counter()
             folder = draft.seal()

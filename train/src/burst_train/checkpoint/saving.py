@@ -89,7 +89,7 @@ class Saver:
         if due:
             self._begin()
             if self._draft is not None:
-                self._draft.write_beside()
+                self._draft.write_during_training()
 
     def _try_disk(self) -> float:
         """Estimate the seconds of a first save by a small trial: all ranks' bytes at the disk's rate.

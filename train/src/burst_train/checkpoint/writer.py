@@ -73,7 +73,7 @@ class CheckpointWriter:
 
         self._or_discard(copy)
 
-    def write_beside(self) -> None:
+    def write_during_training(self) -> None:
         """Start writing in a background thread with the lowest priority and with rests."""
         self._thread = threading.Thread(target=self._write_behind, name=f"save {self.step}", daemon=True)
         self._thread.start()
