@@ -10,7 +10,7 @@ import pytest
 from burst_train.checked import parse_json
 from burst_train.data import sequences as data
 from burst_train.data.corpus import Document
-from burst_train.data.cursor import Cursor
+from burst_train.data.cursor import Cursor, Position
 from burst_train.data.sequences import SequenceReader, TokenSequence, cut, make_split, pack, shuffled
 from burst_train.data.tokenizer import ByteTokenizer
 from hypothesis import example, given, settings
@@ -283,8 +283,8 @@ def test_a_stream_goes_on_anywhere(monkeypatch, packed, buffer):
         stream = reader.training()
         list(itertools.islice(stream, taken))
         cursor = stream.cursor()
-        told = parse_json(json.dumps(cursor.as_json()).encode(), "state.json")
-        again = reader.training(Cursor.from_json(told, cursor.waiting))
+        told = parse_json(cursor.model_dump_json().encode(), Position, "state.json")
+        again = reader.training(Cursor.at(told, cursor.waiting))
         for expected, got in zip(whole[taken:], again, strict=False):
             assert np.array_equal(expected.tokens, got.tokens) and expected.cu_seqlens == got.cu_seqlens
 
@@ -295,6 +295,6 @@ def test_a_cursor_whose_borders_are_none_of_its_sequences_is_refused(borders):
     next(stream)
     cursor = stream.cursor()
     assert len(cursor.borders) == len(cursor.waiting) > 0
-    told = cursor.as_json() | {"borders": [borders] * len(cursor.waiting)}
+    told = cursor.model_dump() | {"borders": [borders] * len(cursor.waiting)}
     with pytest.raises(ValueError, match="borders"):
-        Cursor.from_json(parse_json(json.dumps(told).encode(), "state.json"), cursor.waiting)
+        Cursor.at(parse_json(json.dumps(told).encode(), Position, "state.json"), cursor.waiting)

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import tyro
 from rich.console import Console
@@ -18,8 +19,8 @@ from burst_attention.cli.numbers import numbers
 from burst_attention.launch import local as launch
 from burst_attention.launch.processes import INTERRUPTED, UNSAVED
 
-from ..checkpoint.manifest import STATE, read_state
-from ..config import TrainConfig, as_flags, read_toml
+from ..checkpoint.manifest import read_state
+from ..config import TrainConfig, read_toml, with_settings
 from ..memory import check_fits
 from ..run.folder import FOLDER, list_checkpoints
 from ..run.lock import check_inputs, was_claimed_by_sibling
@@ -57,16 +58,20 @@ def parse(arguments: list[str]) -> TrainConfig:
 
 
 def _parse(arguments: list[str]) -> TrainArguments:
-    arguments = _resume_spelled_out(arguments)
-    parsed = tyro.cli(TrainArguments, prog=COMMAND, args=arguments, registry=numbers())
+    arguments, settings = _resume_spelled_out(arguments), dict[str, Any]()
+    parsed = _with_defaults(arguments, settings)
     if parsed.config is not None:
-        arguments = [*read_toml(parsed.config), *arguments]
-        parsed = tyro.cli(TrainArguments, prog=COMMAND, args=arguments, registry=numbers())
+        settings = read_toml(parsed.config)
+        parsed = _with_defaults(arguments, settings)
     resumed = without_auto(parsed.train)[0].run.resume
     if resumed is None:
         return parsed
-    saved = settings_of_checkpoint(resumed, parsed.train.run.out)
-    return tyro.cli(TrainArguments, prog=COMMAND, args=[*saved, *arguments], registry=numbers())
+    return _with_defaults(arguments, settings_of_checkpoint(resumed, parsed.train.run.out) | settings)
+
+
+def _with_defaults(arguments: list[str], settings: Mapping[str, Any]) -> TrainArguments:
+    default = TrainArguments(with_settings(settings))
+    return tyro.cli(TrainArguments, prog=COMMAND, args=arguments, default=default, registry=numbers())
 
 
 def _resume_spelled_out(arguments: list[str]) -> list[str]:
@@ -78,8 +83,8 @@ def _resume_spelled_out(arguments: list[str]) -> list[str]:
     ]
 
 
-def settings_of_checkpoint(resumed: str, out: str) -> list[str]:
-    """Return the flags of the run to resume; flags on the command line override them.
+def settings_of_checkpoint(resumed: str, out: str) -> dict[str, Any]:
+    """Return the settings of the run to resume, by name.
 
     Args:
         resumed, out: the values of ``--resume`` and ``--out``.
@@ -96,13 +101,13 @@ def settings_of_checkpoint(resumed: str, out: str) -> list[str]:
     wrong = []
     for folder in folders:
         try:
-            flags = as_flags(settings_to_go_on(read_state(folder)), folder / STATE)
+            settings = settings_to_go_on(read_state(folder).config)
         except ValueError as error:  # the ranks fall back to the previous checkpoint and say why
             wrong.append(str(error))
             continue
         # A checkpoint inside a run's folder belongs to that run, so the run continues in that folder.
         inside = resumed != NEWEST and folder.resolve().parent.name == FOLDER
-        return [f"--out={folder.resolve().parent.parent}", *flags] if inside else flags
+        return settings | ({"out": str(folder.resolve().parent.parent)} if inside else {})
     raise not_resumed(none_whole(Path(out), wrong)) if resumed == NEWEST else ValueError(f"--resume {wrong[0]}")
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Annotated, Any
 
+from pydantic import TypeAdapter
+
 from burst_attention.cli.flags import (
     Count,
     DeviceOrAuto,
@@ -162,10 +164,7 @@ class Evaluation:
     @classmethod
     def read(cls, path: Path) -> Evaluation:
         """Read a file that :meth:`write` wrote."""
-        content = json.loads(path.read_text("utf-8"))
-        for row in content["results"]:
-            del row["perplexity"]
-        return cls(setting=content["setting"], results=[EngineResult(**row) for row in content["results"]])
+        return TypeAdapter(cls).validate_json(path.read_bytes(), strict=True)
 
 
 def _can_hold(folder: Path) -> bool:
@@ -179,6 +178,6 @@ def _can_hold(folder: Path) -> bool:
 def _is_evaluation(path: Path) -> bool:
     try:
         Evaluation.read(path)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError):  # pydantic's errors are ValueErrors
         return False
     return True
