@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -38,27 +37,14 @@ Format = Annotated[int, AfterValidator(_known_format)]  # not Literal[1], which 
 Natural = Annotated[int, Field(ge=0, le=MOST)]
 
 
-def read_json(
-    path: Path, kind: type[Content], *, largest: int = LARGEST, check: Callable[[bytes], None] | None = None
-) -> Content:
-    """Read a JSON file as ``kind``.
-
-    Args:
-        largest: size limit of the file, in bytes.
-        check: called with the file's bytes before parsing; raises if they are wrong.
-
-    Raises:
-        ValueError: the file can't be read, is too large, or does not hold a ``kind``; names the file and the entry.
-    """
+def read_bytes(path: Path, largest: int = LARGEST) -> bytes:
+    """Read a file of at most ``largest`` bytes; ValueError names the file."""
     try:
         if path.stat().st_size > largest:
             raise ValueError(f"{path.name} is larger than {largest:,} bytes")
-        data = path.read_bytes()
+        return path.read_bytes()
     except OSError as error:
         raise ValueError(f"{path.name}: {error.strerror or error}") from None
-    if check is not None:
-        check(data)
-    return parse_json(data, kind, path.name)
 
 
 def parse_json(data: bytes, kind: type[Content], where: str) -> Content:

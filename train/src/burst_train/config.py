@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import tomli_w
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from burst_attention.cli.flags import (
     Count,
@@ -275,27 +274,12 @@ class TrainConfig:
 
 def flag_names() -> dict[str, str]:
     """Return the section of each setting by name; names are unique across sections."""
-    return {name: section for name, (section, _) in _settings().items()}
-
-
-@functools.cache
-def _settings() -> dict[str, tuple[str, TypeAdapter[Any]]]:
-    """Return the section and the type of each setting, by name."""
-    return {
-        name: (section, TypeAdapter(kind, config=ConfigDict(coerce_numbers_to_str=True)))
-        for section, of in get_type_hints(TrainConfig).items()
-        for name, kind in get_type_hints(of, include_extras=True).items()
-    }
+    sections = get_type_hints(TrainConfig).items()
+    return {setting.name: section for section, of in sections for setting in dataclasses.fields(of)}
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Return the settings in a TOML file, by name.
-
-    A setting has the name of its flag (``seq_len`` or ``seq-len``), at the top level or in its section's table.
-
-    Raises:
-        ValueError: the file can't be read, a key is not a setting, or a value has the wrong type.
-    """
+    """Return the settings in a TOML file, by name; see :func:`checked_settings`."""
     try:
         content = tomllib.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
@@ -304,24 +288,25 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def checked_settings(content: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return settings by name from a file's content: by name, or in their section's table.
+    """Return the settings in a file's content, by name.
+
+    A setting has the name of its flag (``seq_len`` or ``seq-len``), at the top level or in its section's table.
 
     Raises:
         ValueError: a key is not a setting, or a value has the wrong type; names ``where`` and the key.
     """
-    settings, known = dict[str, Any](), _settings()
-    sections = {section for section, _ in known.values()}
+    settings, known, sections = dict[str, Any](), flag_names(), get_type_hints(TrainConfig)
     for key, value in content.items():
         section = key if key in sections and isinstance(value, Mapping) else None
         for name, given in value.items() if section else [(key, value)]:
             name = name.replace("-", "_")
             name = RENAMED.get(name, name)
-            if name not in known or section not in (None, known[name][0]):
+            if name not in known or section not in (None, known[name]):
                 close = "".join(f"; did you mean {each!r}?" for each in difflib.get_close_matches(name, known, 1))
                 raise ValueError(f"{where}: unknown setting {name!r}{f' in [{key}]' if section else ''}{close}")
-            try:
-                # A number may stand for text: save_every = 500.
-                settings[name] = known[name][1].validate_python(given, strict=type(given) is not int)
+            kind = TypeAdapter(get_type_hints(sections[known[name]])[name], config={"coerce_numbers_to_str": True})
+            try:  # a number may stand for text: save_every = 500
+                settings[name] = kind.validate_python(given, strict=type(given) is not int)
             except ValidationError as error:
                 raise ValueError(sentence(error, where, name)) from None
     return settings

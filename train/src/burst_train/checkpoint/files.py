@@ -54,8 +54,7 @@ def check_pieces(table: Mapping[str, TensorEntry], files: Iterable[Pieces]) -> N
             if name not in table:
                 raise ValueError(f"the tensor {name!r} does not belong to this checkpoint")
             whole = table[name].shape
-            inside = len(shape) == len(whole)
-            inside = inside and all(o + n <= w for o, n, w in zip(offsets, shape, whole, strict=True))
+            inside = len(shape) == len(whole) and all(o + n <= w for o, n, w in zip(offsets, shape, whole, strict=True))
             count = math.prod(shape)
             if not inside or dtype != table[name].dtype or (count and (name, offsets) in places):
                 raise ValueError(f"the tensor {name!r} has a wrong or repeated piece: {shape} at {offsets}")

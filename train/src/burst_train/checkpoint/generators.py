@@ -44,8 +44,7 @@ def set_generators(states: Generators) -> None:
     try:
         random.setstate((python["version"], tuple(python["numbers"]), python["gauss"]))
         state = {"key": np.array(numpy["key"], np.uint32), "pos": numpy["pos"]}
-        rest = {name: numpy[name] for name in ("has_gauss", "gauss")}
-        np.random.set_state({"bit_generator": "MT19937", "state": state} | rest)
+        np.random.set_state({**numpy, "bit_generator": "MT19937", "state": state})
         torch.set_rng_state(_tensor(states.torch))
         if torch.cuda.is_initialized() and states.cuda is not None:
             torch.cuda.set_rng_state(_tensor(states.cuda))

@@ -14,11 +14,11 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, AliasPath, Field, Json
 
-from ..checked import FORMAT, Checked, Format, Natural, parse_json, read_json
+from ..checked import FORMAT, Checked, Format, Natural, parse_json, read_bytes
 from ..run.folder import FOLDER, name_of, step_of
 from .state import Dtype, Shape, Size, State, TensorEntry
 
@@ -30,6 +30,7 @@ SHARDING = "DCP_SHARDING_INFO"
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4}
 PART = 2**22  # bytes per read: small enough for memory, large enough to take Python's lock rarely
 Pieces = dict[str, tuple[Dtype, Shape, Shape]]  # by tensor name: dtype, shape, offsets
+Places = dict[str, dict[Literal["saved_offsets"], Shape]]
 Written = dict[str, tuple[Pieces, "FileEntry"]]  # by file name
 
 
@@ -60,16 +61,10 @@ class Slice(TensorEntry):
     data_offsets: tuple[Size, Size]
 
 
-class Place(Checked):
-    """Where a piece begins in its tensor."""
-
-    saved_offsets: Shape
-
-
 class Header(Checked, extra="allow"):
     """A safetensors header, in which torch.distributed.checkpoint notes the places of the pieces."""
 
-    places: Json[dict[str, Place]] = Field(validation_alias=AliasPath("__metadata__", SHARDING))
+    places: Json[Places] = Field(validation_alias=AliasPath("__metadata__", SHARDING))
     __pydantic_extra__: dict[str, Slice]
 
 
@@ -138,13 +133,10 @@ def read_state(folder: Path) -> State:
         DamagedError: the manifest or the file differs from what was written.
     """
     try:
-        entries = _entries(folder)
-
-        def check(data: bytes) -> None:
-            if hashlib.sha256(data).hexdigest() != entries[STATE].sha256:
-                raise ValueError(f"{STATE} is damaged: its SHA-256 is wrong")
-
-        return read_json(folder / STATE, State, check=check)
+        entry, data = _entries(folder)[STATE], read_bytes(folder / STATE)
+        if hashlib.sha256(data).hexdigest() != entry.sha256:
+            raise ValueError(f"{STATE} is damaged: its SHA-256 is wrong")
+        return parse_json(data, State, STATE)
     except ValueError as error:
         raise DamagedError(f"{folder}: {error}") from None
 
@@ -175,7 +167,7 @@ def _entries(folder: Path) -> dict[str, FileEntry]:
     """
     if not (folder / MANIFEST).is_file():
         raise ValueError(f"there is no {MANIFEST}, so this is not a whole checkpoint")
-    manifest = read_json(folder / MANIFEST, Manifest, largest=LARGEST_MANIFEST)
+    manifest = parse_json(read_bytes(folder / MANIFEST, LARGEST_MANIFEST), Manifest, MANIFEST)
     if re.fullmatch(r"step-\d{8,}", folder.name) and step_of(folder) != manifest.step:
         raise ValueError(f"{MANIFEST}: 'step' is {manifest.step}, but the folder's name has another step")
     if STATE not in manifest.files:
@@ -224,9 +216,10 @@ def read_header(path: Path) -> Pieces:
             raise ValueError(f"{path.name}: its tensors are not contiguous")
         if stop - start != BYTES[dtype] * math.prod(shape):
             raise ValueError(f"{path.name}: {start} to {stop} are not the bytes of {name!r}, {shape} in {dtype}")
-        if name not in places or len(places[name].saved_offsets) != len(shape):
+        offsets = places.get(name, {}).get("saved_offsets")
+        if offsets is None or len(offsets) != len(shape):
             raise ValueError(f"{path.name}: the tensor {name!r} must be placed by {len(shape)} offsets in {SHARDING}")
-        pieces[name] = (dtype, shape, places[name].saved_offsets)
+        pieces[name] = (dtype, shape, offsets)
         at = stop
     if at != size - 8 - length:
         raise ValueError(f"{path.name}: its tensors take {at:,} bytes, but the file has {size - 8 - length:,}")

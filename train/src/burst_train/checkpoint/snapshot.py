@@ -139,11 +139,7 @@ def _saved_settings(saved: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def settings_to_go_on(saved: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the settings that a resumed run takes over, by name.
-
-    Args:
-        saved: the settings in the checkpoint, by section.
-    """
+    """Return the settings that a resumed run takes over, by name, from those that a checkpoint has by section."""
     return {name: value for name, value in _saved_settings(saved).items() if name not in PASSING}
 
 

@@ -58,20 +58,15 @@ def parse(arguments: list[str]) -> TrainConfig:
 
 
 def _parse(arguments: list[str]) -> TrainArguments:
-    arguments, settings = _resume_spelled_out(arguments), dict[str, Any]()
-    parsed = _with_defaults(arguments, settings)
+    cli = partial(tyro.cli, TrainArguments, prog=COMMAND, args=_resume_spelled_out(arguments), registry=numbers())
+    parsed, settings = cli(), dict[str, Any]()
     if parsed.config is not None:
         settings = read_toml(parsed.config)
-        parsed = _with_defaults(arguments, settings)
+        parsed = cli(default=TrainArguments(with_settings(settings)))
     resumed = without_auto(parsed.train)[0].run.resume
     if resumed is None:
         return parsed
-    return _with_defaults(arguments, settings_of_checkpoint(resumed, parsed.train.run.out) | settings)
-
-
-def _with_defaults(arguments: list[str], settings: Mapping[str, Any]) -> TrainArguments:
-    default = TrainArguments(with_settings(settings))
-    return tyro.cli(TrainArguments, prog=COMMAND, args=arguments, default=default, registry=numbers())
+    return cli(default=TrainArguments(with_settings(settings_of_checkpoint(resumed, parsed.train.run.out) | settings)))
 
 
 def _resume_spelled_out(arguments: list[str]) -> list[str]:
@@ -84,14 +79,7 @@ def _resume_spelled_out(arguments: list[str]) -> list[str]:
 
 
 def settings_of_checkpoint(resumed: str, out: str) -> dict[str, Any]:
-    """Return the settings of the run to resume, by name.
-
-    Args:
-        resumed, out: the values of ``--resume`` and ``--out``.
-
-    Raises:
-        ValueError: no readable checkpoint was found.
-    """
+    """Return the settings of the run that ``--resume`` and ``--out`` name; ValueError if no checkpoint is readable."""
     from ..checkpoint.files import none_whole, not_resumed
     from ..checkpoint.snapshot import settings_to_go_on
 

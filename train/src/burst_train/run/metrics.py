@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from burst_attention.launch.local import RefusedError
 
-from ..checked import Checked, Natural, parse_json, read_json
+from ..checked import Checked, Natural, parse_json, read_bytes
 from ..config import TrainConfig, write_toml
 from .curve import draw_losses
 from .errors import text_of
@@ -170,7 +170,7 @@ def check_unfinished(config: TrainConfig) -> None:
 def finished_steps(out: Path) -> int | None:
     """Return the steps of the finished run in a folder; None if it has none, or its summary is incomplete."""
     try:
-        return read_json(out / SUMMARY, Finished).steps
+        return parse_json(read_bytes(out / SUMMARY), Finished, SUMMARY).steps
     except ValueError:
         return None
 

@@ -161,11 +161,6 @@ class Evaluation:
         rows = [asdict(result) | {"perplexity": result.perplexity} for result in self.results]
         path.write_text(json.dumps({"setting": self.setting, "results": rows}, indent=1) + "\n", "utf-8")
 
-    @classmethod
-    def read(cls, path: Path) -> Evaluation:
-        """Read a file that :meth:`write` wrote."""
-        return TypeAdapter(cls).validate_json(path.read_bytes(), strict=True)
-
 
 def _can_hold(folder: Path) -> bool:
     try:
@@ -177,7 +172,7 @@ def _can_hold(folder: Path) -> bool:
 
 def _is_evaluation(path: Path) -> bool:
     try:
-        Evaluation.read(path)
+        TypeAdapter(Evaluation).validate_json(path.read_bytes(), strict=True)
     except (OSError, ValueError):  # pydantic's errors are ValueErrors
         return False
     return True
