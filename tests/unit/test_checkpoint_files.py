@@ -119,7 +119,10 @@ DAMAGES = {
         lambda f: (f / "manifest.json").write_text("[" * 10**6),
         "not valid JSON: recursion limit",
     ),
-    "a list for a manifest": (lambda f: (f / "manifest.json").write_text("[1]"), "holds no JSON object"),
+    "a list for a manifest": (
+        lambda f: (f / "manifest.json").write_text("[1]"),
+        r"manifest\.json must be an object, not \[1\]",
+    ),
     "of another format": (
         lambda f: rewrite(f, lambda m: m.update(format=2)),
         "'format' must be 1, not 2",

@@ -64,6 +64,5 @@ class Cursor(Position):
 
 def _are_borders(value: list[int] | None, length: int) -> bool:
     """Whether ``value`` is None, or increasing integers from 0 to ``length``."""
-    if value is None:
-        return True
-    return value[:1] == [0] and value[-1:] == [length] and all(x < y for x, y in itertools.pairwise(value))
+    rises = value is None or all(x < y for x, y in itertools.pairwise(value))
+    return value is None or (value[:1] == [0] and value[-1:] == [length] and rises)

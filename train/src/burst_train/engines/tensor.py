@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from burst_attention.attention.batch import Plans, shard_batch
+from burst_attention.attention.batch import Plans, check_tokens, shard_tokens
 from burst_attention.attention.plan import Plan, make_plan, single_rank_plan
 from burst_attention.launch.mesh import CONTEXT, DATA
 from burst_attention.loss import Head
@@ -130,8 +130,9 @@ class TensorEngine:
         return styles | {"model.embed_tokens": outside, "model.norm": outside, "lm_head": _Replicated()}
 
     def shard(self, batch: Mapping[str, Tensor], plans: PlansByWindow) -> dict[str, Tensor]:
-        shard = shard_batch(batch, plans)
         plan = Plans.of(plans).one
+        check_tokens(plan)
+        shard = shard_tokens(batch["input_ids"], plan.shift_labels(batch["labels"]), plan)
         positions = single_rank_plan(plan.seqlen, mask=plan.mask).document_positions.to(shard["input_ids"].device)
         shard["position_ids"] = positions.repeat(shard["input_ids"].shape[0], 1)  # attention is over all tokens
         return shard if self.sequence else shard | {"input_ids": batch["input_ids"]}
