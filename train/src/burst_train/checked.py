@@ -21,7 +21,7 @@ class Checked(BaseModel):
     An entry that the model does not declare is an error, unless a subclass says otherwise.
     """
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", defer_build=True)
 
 
 Content = TypeVar("Content", bound=Checked)

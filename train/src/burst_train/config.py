@@ -10,9 +10,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
-import tomli_w
-from pydantic import TypeAdapter, ValidationError
-
 from burst_attention.cli.flags import (
     Count,
     DeviceOrAuto,
@@ -33,7 +30,6 @@ from burst_attention.plan.layout import LayoutOrAuto
 from burst_attention.plan.route import RouteOrAuto
 from burst_attention.plan.strategy import DegreeOrAuto, Strategy
 
-from .checked import sentence
 from .engines import EngineName
 from .memory import MemoryConfig
 from .presets import PRESETS
@@ -295,6 +291,10 @@ def checked_settings(content: Mapping[str, Any], where: str) -> dict[str, Any]:
     Raises:
         ValueError: a key is not a setting, or a value has the wrong type; names ``where`` and the key.
     """
+    from pydantic import TypeAdapter, ValidationError
+
+    from .checked import sentence
+
     settings, known, sections = dict[str, Any](), flag_names(), get_type_hints(TrainConfig)
     for key, value in content.items():
         section = key if key in sections and isinstance(value, Mapping) else None
@@ -323,6 +323,8 @@ def with_settings(settings: Mapping[str, Any]) -> TrainConfig:
 
 def write_toml(config: TrainConfig) -> str:
     """Return the configuration as TOML that :func:`read_toml` reads back; settings of None are omitted."""
+    import tomli_w
+
     sections = dataclasses.asdict(config).items()
     given = {section: {name: value for name, value in held.items() if value is not None} for section, held in sections}
     return tomli_w.dumps(given)

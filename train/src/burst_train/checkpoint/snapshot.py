@@ -86,11 +86,7 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 def state_of(run: Run, generators: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the state of a run after its latest step that JSON holds.
-
-    Args:
-        generators: every rank's :func:`~burst_train.checkpoint.generators.read_generators`, by rank.
-    """
+    """Return the state of a run after its latest step that JSON holds; ``generators``: the ranks' states, by rank."""
     names = {parameter: name for name, parameter in run.model.named_parameters()}
     groups = [
         {key: value for key, value in group.items() if key != "params"}

@@ -19,13 +19,9 @@ from burst_attention.cli.numbers import numbers
 from burst_attention.launch import local as launch
 from burst_attention.launch.processes import INTERRUPTED, UNSAVED
 
-from ..checkpoint.manifest import read_state
 from ..config import TrainConfig, read_toml, with_settings
 from ..memory import check_fits
-from ..run.folder import FOLDER, list_checkpoints
-from ..run.lock import check_inputs, was_claimed_by_sibling
-from ..run.metrics import NEWEST, SUMMARY, claim_run, finished_steps, without_auto
-from .preflight import check_run
+from ..run.folder import FOLDER, NEWEST, list_checkpoints
 
 COMMAND = "burst train"
 
@@ -60,6 +56,8 @@ def parse(arguments: list[str]) -> TrainConfig:
 def _parse(arguments: list[str]) -> TrainArguments:
     cli = partial(tyro.cli, TrainArguments, prog=COMMAND, args=_resume_spelled_out(arguments), registry=numbers())
     parsed, settings = cli(), dict[str, Any]()
+    from ..run.metrics import without_auto  # not before --help has been answered
+
     if parsed.config is not None:
         settings = read_toml(parsed.config)
         parsed = cli(default=TrainArguments(with_settings(settings)))
@@ -81,7 +79,9 @@ def _resume_spelled_out(arguments: list[str]) -> list[str]:
 def settings_of_checkpoint(resumed: str, out: str) -> dict[str, Any]:
     """Return the settings of the run that ``--resume`` and ``--out`` name; ValueError if no checkpoint is readable."""
     from ..checkpoint.files import none_whole, not_resumed
+    from ..checkpoint.manifest import read_state
     from ..checkpoint.snapshot import settings_to_go_on
+    from ..run.metrics import finished_steps
 
     folders = list_checkpoints(Path(out)) if resumed == NEWEST else [Path(resumed)]
     if not folders and finished_steps(Path(out)) is not None:
@@ -104,6 +104,10 @@ def main(arguments: list[str]) -> int:
     with ExitStack() as stack:
         try:
             given = _parse(arguments)
+            from ..run.lock import check_inputs
+            from ..run.metrics import claim_run, without_auto
+            from .preflight import check_run
+
             given.train.check()
             train, chosen = without_auto(given.train)
             running = launch.torchrun_ranks(given.train.parallel.ranks)
@@ -149,11 +153,12 @@ def what_is_kept(out: str, before: Sequence[Path], *, asked: bool) -> str:
 def after_restart(config: TrainConfig, environment: Mapping[str, str]) -> TrainConfig:
     """Adapt the configuration if torchrun has restarted this run.
 
-    A restarted run resumes from its newest checkpoint. Without a checkpoint it starts again.
-
-    Args:
-        environment: of this process; ``TORCHELASTIC_RESTART_COUNT`` above 0 means a restart.
+    A restarted run resumes from its newest checkpoint. Without a checkpoint it starts again. A restart shows by a
+    ``TORCHELASTIC_RESTART_COUNT`` above 0 in the process's environment.
     """
+    from ..run.lock import was_claimed_by_sibling
+    from ..run.metrics import SUMMARY
+
     out = Path(config.run.out)
     restarted = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     if config.run.resume or not restarted or (out / SUMMARY).exists() or not was_claimed_by_sibling(out):
@@ -166,11 +171,7 @@ def after_restart(config: TrainConfig, environment: Mapping[str, str]) -> TrainC
 def resolve(config: TrainConfig, running: tuple[int, int] | None) -> TrainConfig:
     """Fill in the settings that depend on the machine: ranks, device, learning rate and dtype.
 
-    Args:
-        running: (all ranks, ranks on this machine) if they run already.
-
-    Raises:
-        ValueError: ``--device cuda`` has fewer GPUs than ranks.
+    ``running``: (all ranks, ranks on this machine) if they run already. ValueError if GPUs are fewer than ranks.
     """
     from burst_attention.launch.join import default_ranks, pick_device
 

@@ -16,14 +16,13 @@ from ..checked import Checked, Natural, parse_json, read_bytes
 from ..config import TrainConfig, write_toml
 from .curve import draw_losses
 from .errors import text_of
-from .folder import FOLDER, list_checkpoints, step_of
+from .folder import FOLDER, NEWEST, list_checkpoints, step_of
 from .interrupt import InterruptedRunError
 from .lock import HELD, RunFolderLock, claimed
 
 CONFIG, METRICS, SUMMARY, CURVE = "config.toml", "metrics.jsonl", "summary.json", "loss.png"
 EVENTS, MODEL, UNFINISHED = "tensorboard", "model", "model.unfinished"
 TRACES, TRACKED = "profile", "wandb"
-NEWEST = "newest"  # value of --resume: the newest whole checkpoint of --out
 AUTO = "auto"  # value of --resume: NEWEST if --out holds an unfinished run; otherwise a new run
 # Files that loading a model reads: they must not be another model's. Other files in the folder may stay.
 LOADED = ("*.safetensors", "*.bin", "*.json", "*.model", "*.jinja", "*.py", "merges.txt", "vocab.txt")
