@@ -68,7 +68,7 @@ THIRD_PARTIES: dict[str, set[str]] = {
         "*matplotlib",
         "*safetensors",
         "pydantic",
-        "*tomli_w",
+        "tomli_w",
         "*wandb",
     },
     "burst_train/cli": {"rich", "tyro"},

@@ -16,10 +16,7 @@ FORMAT = 1  # of checkpoints and markers
 
 
 class Checked(BaseModel):
-    """Content of a file, with exact types: no number from text, no integer from a boolean.
-
-    An entry that the model does not declare is an error, unless a subclass says otherwise.
-    """
+    """Content of a file: exact types (no integer from a boolean), and no entry that the model does not declare."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", defer_build=True)
 

@@ -6,9 +6,12 @@ import dataclasses
 import difflib
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
+
+import tomli_w
 
 from burst_attention.cli.flags import (
     Count,
@@ -26,6 +29,7 @@ from burst_attention.cli.flags import (
     number,
     require,
 )
+from burst_attention.cli.numbers import whole_number
 from burst_attention.plan.layout import LayoutOrAuto
 from burst_attention.plan.route import RouteOrAuto
 from burst_attention.plan.strategy import DegreeOrAuto, Strategy
@@ -299,14 +303,17 @@ def checked_settings(content: Mapping[str, Any], where: str) -> dict[str, Any]:
     for key, value in content.items():
         section = key if key in sections and isinstance(value, Mapping) else None
         for name, given in value.items() if section else [(key, value)]:
-            name = name.replace("-", "_")
-            name = RENAMED.get(name, name)
+            name = RENAMED.get(name := name.replace("-", "_"), name)
             if name not in known or section not in (None, known[name]):
                 close = "".join(f"; did you mean {each!r}?" for each in difflib.get_close_matches(name, known, 1))
                 raise ValueError(f"{where}: unknown setting {name!r}{f' in [{key}]' if section else ''}{close}")
-            kind = TypeAdapter(get_type_hints(sections[known[name]])[name], config={"coerce_numbers_to_str": True})
+            kind = get_type_hints(sections[known[name]])[name]
+            if isinstance(given, str) and int in (kind, *get_args(kind)):
+                with suppress(ValueError):  # seq_len = "128K"
+                    given = whole_number(given)
+            adapter = TypeAdapter(kind, config={"coerce_numbers_to_str": True})
             try:  # a number may stand for text: save_every = 500
-                settings[name] = kind.validate_python(given, strict=type(given) is not int)
+                settings[name] = adapter.validate_python(given, strict=type(given) is not int)
             except ValidationError as error:
                 raise ValueError(sentence(error, where, name)) from None
     return settings
@@ -323,8 +330,6 @@ def with_settings(settings: Mapping[str, Any]) -> TrainConfig:
 
 def write_toml(config: TrainConfig) -> str:
     """Return the configuration as TOML that :func:`read_toml` reads back; settings of None are omitted."""
-    import tomli_w
-
     sections = dataclasses.asdict(config).items()
     given = {section: {name: value for name, value in held.items() if value is not None} for section, held in sections}
     return tomli_w.dumps(given)

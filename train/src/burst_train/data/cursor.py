@@ -44,9 +44,7 @@ class Position(Checked):
 class Cursor(Position):
     """A position in the stream of :meth:`burst_train.data.sequences.SequenceReader.training`.
 
-    Attributes:
-        waiting: int32 [n, S], the buffered sequences from which the next one is drawn. A checkpoint saves it as a
-            tensor.
+    ``waiting``: int32 [n, S], the buffered sequences from which the next one is drawn; saved as a tensor.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
