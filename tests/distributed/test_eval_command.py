@@ -20,6 +20,7 @@ from burst_train.engines import ENGINES
 from burst_train.step.evaluate import _Evaluator, evaluate
 from burst_train.step.evaluation import EvalConfig, Evaluation
 from burst_train.step.loop import train
+from pydantic import TypeAdapter
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from burst_attention import DisagreementError, Mask, Strategy, make_plan
@@ -265,7 +266,7 @@ def test_the_command_shows_every_engine_and_writes_json(pools, asked, tmp_path):
         assert f"{expected[name].perplexity:,.4f}"[:-1] in row
     assert "reference" in rows["single"]
     assert "Warning" not in reported + wrong
-    written = Evaluation.read(path)
+    written = TypeAdapter(Evaluation).validate_json(path.read_bytes(), strict=True)
     assert [result.engine for result in written.results] == list(ENGINES)
     assert all(
         result.loss == pytest.approx(expected[result.engine].loss, abs=1e-6)

@@ -28,6 +28,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from burst_attention.launch.join import join
 from burst_attention.testing import WorkerError
+from tests.support.checkpoints import state_at
 from tests.support.training import config_of, losses, weights, write_corpus
 from tests.tools.survive import ROOT
 
@@ -78,18 +79,18 @@ def write_what_changes(out):
         whole = torch.randn(6, 3)
         spread = distribute_tensor(whole.clone(), context.everyone, [Shard(0)])
         tensors = {"spread": spread, "strided": whole.clone().t(), "half": whole.to(torch.bfloat16), "none": whole[:0]}
-        state = {"format": 1, "list": [1]}
+        state = state_at(3, generation={"list": [1]})
         draft = CheckpointWriter(Path(out), tensors, state, step=3, context=context)
         for tensor in (spread.to_local(), tensors["strided"], tensors["half"]):
             tensor.fill_(7.0)
-        state["list"].append(2)
+        state["generation"]["list"].append(2)
         draft.write_during_training()
         folder = draft.seal()
         found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
         checkpoint.load(folder, found)
         same = [torch.equal(found["spread"].full_tensor(), whole), torch.equal(found["strided"], whole.t())]
         same.append(torch.equal(found["half"], whole.to(torch.bfloat16)))
-        return same, checkpoint.check(folder).value("list", list), folder.name
+        return same, checkpoint.check(folder).generation["list"], folder.name
 
 
 @pytest.mark.parametrize("world", [1, 2])

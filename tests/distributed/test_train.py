@@ -9,6 +9,7 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig
 
 from burst_attention import DisagreementError
+from burst_attention.comm.agreement import Agreement
 from burst_attention.launch.join import join
 from burst_attention.testing import WorkerError
 from tests.support.training import config_of, losses, norms, weights, write_corpus
@@ -236,3 +238,21 @@ def test_ranks_that_read_other_tokens_are_reported(pools, corpus, tmp_path):
     assert not lost and len(errors) == 2
     for error in errors.values():
         assert isinstance(error, DisagreementError) and "digest of tokens" in str(error)
+
+
+def agreements_of_a_step(config):
+    """Return what the ranks compared in one step: call and fields of each agreement."""
+    with join(device="cpu", timeout=60.0) as context:
+        trainer = Trainer(config, context)
+        sequences = list(itertools.islice(trainer.sequences, config.sequences_per_step))
+        with mock.patch.object(Agreement, "agree", autospec=True, side_effect=Agreement.agree) as agreed:
+            trainer.backward(sequences)
+        return [(call.args[1], sorted(call.args[2])) for call in agreed.call_args_list]
+
+
+@pytest.mark.parametrize("engine", ["burst", "tensor"])
+def test_the_batch_of_a_step_is_compared_once(pools, corpus, tmp_path, engine):
+    config = config_of(corpus, tmp_path, engine=engine, seq_len=96, accumulate=3)
+    for agreed in pools(2).run(agreements_of_a_step, config):
+        compared = [call for call, fields in agreed if any("digest" in name or name == "documents" for name in fields)]
+        assert compared == ["the sequences to train on"]

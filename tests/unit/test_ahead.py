@@ -33,7 +33,7 @@ def test_sequences_and_places_are_those_of_the_stream(tmp_path, packed, taken):
     for _ in range(taken):
         assert same(next(plain), next(ahead))
     ours, theirs = ahead.cursor(), plain.cursor()
-    assert ours.as_json() == theirs.as_json() and np.array_equal(ours.waiting, theirs.waiting)
+    assert ours.model_dump() == theirs.model_dump() and np.array_equal(ours.waiting, theirs.waiting)
     again = reader.training(ours)
     for _ in range(50):
         expected = next(plain)

@@ -97,7 +97,7 @@ def test_what_is_written_reads_back(tmp_path):
         ("seqlen = 3", "unknown setting 'seqlen'"),
         ("[data]\nlr = 3", r"unknown setting 'lr' in \[data\]"),
         ("[extra]\nlr = 3", "unknown setting 'extra'"),
-        ("steps = [3]", "steps must be a string, a number or a boolean"),
+        ("steps = [3]", r"config\.toml: 'steps' must be a valid integer, not \[3\]"),
         ("steps = ", "Invalid value"),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 from burst_train.checked import parse_json
 from burst_train.data import sequences as data
 from burst_train.data.corpus import Document
-from burst_train.data.cursor import Cursor
+from burst_train.data.cursor import Cursor, Position
 from burst_train.data.sequences import SequenceReader, TokenSequence, cut, make_split, pack, shuffled
 from burst_train.data.tokenizer import ByteTokenizer
 from hypothesis import example, given, settings
@@ -283,8 +283,8 @@ def test_a_stream_goes_on_anywhere(monkeypatch, packed, buffer):
         stream = reader.training()
         list(itertools.islice(stream, taken))
         cursor = stream.cursor()
-        reported = parse_json(json.dumps(cursor.as_json()).encode(), "state.json")
-        again = reader.training(Cursor.from_json(reported, cursor.waiting))
+        reported = parse_json(cursor.model_dump_json().encode(), Position, "state.json")
+        again = reader.training(Cursor.at(reported, cursor.waiting))
         for expected, got in zip(whole[taken:], again, strict=False):
             assert np.array_equal(expected.tokens, got.tokens) and expected.cu_seqlens == got.cu_seqlens
 
@@ -295,6 +295,6 @@ def test_a_cursor_with_borders_outside_its_sequences_is_refused(borders):
     next(stream)
     cursor = stream.cursor()
     assert len(cursor.borders) == len(cursor.waiting) > 0
-    reported = cursor.as_json() | {"borders": [borders] * len(cursor.waiting)}
+    reported = cursor.model_dump() | {"borders": [borders] * len(cursor.waiting)}
     with pytest.raises(ValueError, match="borders"):
-        Cursor.from_json(parse_json(json.dumps(reported).encode(), "state.json"), cursor.waiting)
+        Cursor.at(parse_json(json.dumps(reported).encode(), Position, "state.json"), cursor.waiting)

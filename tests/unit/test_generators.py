@@ -8,7 +8,7 @@ import random
 import numpy as np
 import torch
 from burst_train.checked import parse_json
-from burst_train.checkpoint.generators import read_generators, set_generators
+from burst_train.checkpoint.generators import Generators, read_generators, set_generators
 
 
 def drawn() -> list[float]:
@@ -23,6 +23,6 @@ def test_every_generator_goes_on_where_it_was() -> None:
     kept = json.dumps(read_generators()).encode()
     expected = drawn()
     drawn()
-    set_generators(parse_json(kept, "state.json"))
+    set_generators(parse_json(kept, Generators, "state.json"))
     assert drawn() == expected
-    set_generators(parse_json(json.dumps(before).encode(), "state.json"))
+    set_generators(parse_json(json.dumps(before).encode(), Generators, "state.json"))

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from burst_train.checked import Checked
 from burst_train.checkpoint.snapshot import check_same_run, settings_of, settings_to_go_on
 from burst_train.cli.screen import Screen
 from burst_train.cli.train import what_is_kept
@@ -98,15 +97,15 @@ def test_every_setting_either_lasts_or_may_change():
 
 @pytest.mark.parametrize("name", MUST_LAST)
 def test_a_setting_that_must_last_is_refused_by_name(whole, name):
-    state = Checked({"config": settings_of(whole)}, "state.json")
-    check_same_run(whole, state)
+    saved = settings_of(whole)
+    check_same_run(whole, saved)
     with pytest.raises(ValueError, match=rf"^{flag(name)} .* differs from the checkpoint state\.json, which has"):
-        check_same_run(with_setting(whole, name, MUST_LAST[name]), state)
+        check_same_run(with_setting(whole, name, MUST_LAST[name]), saved)
 
 
 @pytest.mark.parametrize("name", MAY_CHANGE)
 def test_a_setting_that_may_change_is_not_refused(whole, name):
-    check_same_run(with_setting(whole, name, MAY_CHANGE[name]), Checked({"config": settings_of(whole)}, "state.json"))
+    check_same_run(with_setting(whole, name, MAY_CHANGE[name]), settings_of(whole))
 
 
 def test_settings_of_a_checkpoint_of_0_2_are_taken_over():
@@ -115,11 +114,10 @@ def test_settings_of_a_checkpoint_of_0_2_are_taken_over():
     saved = settings_of(whole)
     saved["parallel"]["heads"] = saved["parallel"].pop("ulysses_degree")
     del saved["optim"]["decay_steps"]
-    state = Checked({"config": saved}, "state.json")
-    check_same_run(whole, state)
-    assert settings_to_go_on(state)["parallel"]["ulysses_degree"] == 2
+    check_same_run(whole, saved)
+    assert settings_to_go_on(saved)["ulysses_degree"] == 2
     with pytest.raises(ValueError, match="--decay-steps"):
-        check_same_run(with_setting(whole, "steps", whole.run.steps + 1), state)
+        check_same_run(with_setting(whole, "steps", whole.run.steps + 1), saved)
 
 
 def shown(summary, config):

@@ -30,7 +30,7 @@ def test_safetensors_reads_what_was_written(tmp_path, monkeypatch, part):
     monkeypatch.setattr(shards, "PART", part)
     path = tmp_path / "x.safetensors"
     digest = write_tensors(path, TENSORS, NAMES, {"format": "pt"}, Pace())
-    assert digest == hashlib.sha256(path.read_bytes()).hexdigest() == fingerprint(path)["sha256"]
+    assert digest == hashlib.sha256(path.read_bytes()).hexdigest() == fingerprint(path).sha256
     read = load_file(path)
     assert read.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():

@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import tomllib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
+
+import tomli_w
 
 from burst_attention.cli.flags import (
     Count,
@@ -23,10 +26,10 @@ from burst_attention.cli.flags import (
     Ranks,
     Seconds,
     check_settings,
-    flag,
     number,
     require,
 )
+from burst_attention.cli.numbers import whole_number
 from burst_attention.plan.layout import LayoutOrAuto
 from burst_attention.plan.route import RouteOrAuto
 from burst_attention.plan.strategy import DegreeOrAuto, Strategy
@@ -43,6 +46,8 @@ DtypeOrAuto = Literal["auto", "float32", "bfloat16", "float64", "fp32", "bf16", 
 OnNan = Literal["stop", "skip"]
 SaveDtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 LastRate = Annotated[float, number(lambda value: 0 <= value <= 1, "must be a share of --lr, from 0 to 1")]
+
+RENAMED = {"heads": "ulysses_degree"}  # settings of 0.2
 
 
 @dataclass(frozen=True)
@@ -269,63 +274,62 @@ class TrainConfig:
 
 def flag_names() -> dict[str, str]:
     """Return the section of each setting by name; names are unique across sections."""
-    sections = TrainConfig()
-    return {
-        setting.name: section.name
-        for section in dataclasses.fields(sections)
-        for setting in dataclasses.fields(getattr(sections, section.name))
-    }
+    sections = get_type_hints(TrainConfig).items()
+    return {setting.name: section for section, of in sections for setting in dataclasses.fields(of)}
 
 
-def read_toml(path: Path) -> list[str]:
-    """Convert a TOML file to command-line flags, so that one parser checks both.
-
-    A setting has the name of its flag (``seq_len`` or ``seq-len``), at the top level or in its section's table.
-
-    Raises:
-        ValueError: the file can't be read, or a key is not a setting; names the file and the key.
-    """
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the settings in a TOML file, by name; see :func:`checked_settings`."""
     try:
         content = tomllib.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"--config {path}: {error}") from None
-    settings: dict[str, Any] = {}
-    known = flag_names()
+    return checked_settings(content, f"--config {path}")
+
+
+def checked_settings(content: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the settings in a file's content, by name.
+
+    A setting has the name of its flag (``seq_len`` or ``seq-len``), at the top level or in its section's table.
+
+    Raises:
+        ValueError: a key is not a setting, or a value has the wrong type; names ``where`` and the key.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    from .checked import sentence
+
+    settings, known, sections = dict[str, Any](), flag_names(), get_type_hints(TrainConfig)
     for key, value in content.items():
-        inner = value if key in known.values() and isinstance(value, dict) else None
-        for name, given in {key: value}.items() if inner is None else inner.items():
-            name = name.replace("-", "_")
-            name = {"heads": "ulysses_degree"}.get(name, name)  # 0.2 wrote `heads`
-            if name not in known or (inner is not None and known[name] != key):
-                where = f" in [{key}]" if inner is not None else ""
-                raise ValueError(f"--config {path}: unknown setting {name!r}{where}{_closest(name, known)}")
-            settings[name] = given
-    return [part for name, value in settings.items() for part in _as_flags(path, name, value)]
+        section = key if key in sections and isinstance(value, Mapping) else None
+        for name, given in value.items() if section else [(key, value)]:
+            name = RENAMED.get(name := name.replace("-", "_"), name)
+            if name not in known or section not in (None, known[name]):
+                close = "".join(f"; did you mean {each!r}?" for each in difflib.get_close_matches(name, known, 1))
+                raise ValueError(f"{where}: unknown setting {name!r}{f' in [{key}]' if section else ''}{close}")
+            kind = get_type_hints(sections[known[name]])[name]
+            if isinstance(given, str) and int in (kind, *get_args(kind)):
+                with suppress(ValueError):  # seq_len = "128K"
+                    given = whole_number(given)
+            adapter = TypeAdapter(kind, config={"coerce_numbers_to_str": True})
+            try:  # a number may stand for text: save_every = 500
+                settings[name] = adapter.validate_python(given, strict=type(given) is not int)
+            except ValidationError as error:
+                raise ValueError(sentence(error, where, name)) from None
+    return settings
 
 
-def _closest(name: str, known: Iterable[str]) -> str:
-    """Return a question that suggests the closest setting; empty if none is similar."""
-    return "".join(f"; did you mean {each!r}?" for each in difflib.get_close_matches(name, known, 1))
-
-
-def _as_flags(path: Path, name: str, value: object) -> list[str]:
-    if isinstance(value, bool):
-        return [flag(name if value else f"no_{name}")]
-    if isinstance(value, (int, float, str)):
-        return [f"{flag(name)}={value}"]
-    raise ValueError(f"--config {path}: {name} must be a string, a number or a boolean, not {value!r}")
-
-
-def as_flags(settings: Mapping[str, Mapping[str, Any]], where: Path) -> list[str]:
-    """Return the flags for settings given by section and name; errors name their source ``where``."""
-    given = (pair for held in settings.values() for pair in held.items())
-    return [part for name, value in given if value is not None for part in _as_flags(where, name, value)]
+def with_settings(settings: Mapping[str, Any]) -> TrainConfig:
+    """Return the defaults with some settings, by name."""
+    config = TrainConfig()
+    for name, value in settings.items():
+        section = flag_names()[name]
+        config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
+    return config
 
 
 def write_toml(config: TrainConfig) -> str:
     """Return the configuration as TOML that :func:`read_toml` reads back; settings of None are omitted."""
-    import tomli_w
-
     sections = dataclasses.asdict(config).items()
     given = {section: {name: value for name, value in held.items() if value is not None} for section, held in sections}
     return tomli_w.dumps(given)

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -18,11 +17,11 @@ from torch import Tensor
 
 from burst_attention.launch.local import RefusedError
 
-from ..checked import Checked
 from ..run.folder import FOLDER, list_checkpoints, step_of
 from .manifest import DamagedError, Pieces, read_header, read_state, verify
+from .state import Dtype, State, TensorEntry
 
-DTYPES = {
+DTYPES: dict[torch.dtype, Dtype] = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -32,8 +31,8 @@ DTYPES = {
 }
 
 
-def table_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return dtype and shape of the tensors by name, for JSON.
+def table_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
+    """Return dtype and shape of the tensors by name.
 
     Raises:
         TypeError: a value is not a tensor, or its dtype can't be saved.
@@ -43,10 +42,10 @@ def table_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         if not isinstance(value, Tensor) or value.dtype not in DTYPES:
             what = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise TypeError(f"tensors[{name!r}] is {what}; only tensors of {', '.join(DTYPES.values())} can be saved")
-    return {name: {"dtype": DTYPES[value.dtype], "shape": list(value.shape)} for name, value in tensors.items()}
+    return {name: TensorEntry(dtype=DTYPES[value.dtype], shape=tuple(value.shape)) for name, value in tensors.items()}
 
 
-def check_pieces(table: Mapping[str, Any], files: Iterable[Pieces]) -> None:
+def check_pieces(table: Mapping[str, TensorEntry], files: Iterable[Pieces]) -> None:
     """Raise ValueError unless the pieces cover exactly the tensors of the table."""
     counts = dict.fromkeys(table, 0)
     places = set()
@@ -54,20 +53,19 @@ def check_pieces(table: Mapping[str, Any], files: Iterable[Pieces]) -> None:
         for name, (dtype, shape, offsets) in pieces.items():
             if name not in table:
                 raise ValueError(f"the tensor {name!r} does not belong to this checkpoint")
-            whole = table[name]["shape"]
-            inside = len(shape) == len(whole)
-            inside = inside and all(o + n <= w for o, n, w in zip(offsets, shape, whole, strict=True))
+            whole = table[name].shape
+            inside = len(shape) == len(whole) and all(o + n <= w for o, n, w in zip(offsets, shape, whole, strict=True))
             count = math.prod(shape)
-            if not inside or dtype != table[name]["dtype"] or (count and (name, offsets) in places):
+            if not inside or dtype != table[name].dtype or (count and (name, offsets) in places):
                 raise ValueError(f"the tensor {name!r} has a wrong or repeated piece: {shape} at {offsets}")
             counts[name] += count
             places.add((name, offsets))
     for name, count in counts.items():
-        if count != math.prod(table[name]["shape"]):
-            raise ValueError(f"the tensor {name!r} has {count} of {math.prod(table[name]['shape'])} elements")
+        if count != math.prod(table[name].shape):
+            raise ValueError(f"the tensor {name!r} has {count} of {math.prod(table[name].shape)} elements")
 
 
-def check(folder: Path) -> Checked:
+def check(folder: Path) -> State:
     """Check every file of a checkpoint and return its state.
 
     Raises:
@@ -76,14 +74,7 @@ def check(folder: Path) -> Checked:
     files = verify(folder)
     state = read_state(folder)
     try:
-        table = state.part("tensors")
-        for name in table.content:
-            entry = table.part(name)
-            if not all(type(each) is int and each >= 0 for each in entry.value("shape", list)):
-                raise entry.wrong("shape", "must be integers of at least 0")
-            if entry.value("dtype", str) not in DTYPES.values():
-                raise entry.wrong("dtype", f"must be one of {', '.join(DTYPES.values())}")
-        check_pieces(table.content, [read_header(folder / name) for name in files])
+        check_pieces(state.tensors, [read_header(folder / name) for name in files])
     except ValueError as error:
         raise DamagedError(f"{folder}: {error}") from None
     return state
@@ -106,10 +97,10 @@ def best_checkpoint(out: Path, step: int | None = None) -> Best | None:
     found = []
     for folder in list_checkpoints(out):
         try:
-            held_out = read_state(folder).part("losses").content.get("held_out")
+            held_out = read_state(folder).losses.held_out
         except ValueError:  # damaged; loading it reports the error
             continue
-        if isinstance(held_out, float) and math.isfinite(held_out) and (step is None or step_of(folder) <= step):
+        if held_out is not None and math.isfinite(held_out) and (step is None or step_of(folder) <= step):
             found.append(Best(step_of(folder), held_out))
     return min(found, key=lambda best: (best.loss, best.step), default=None)
 
@@ -158,7 +149,7 @@ def load(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         RefusedError: the checkpoint has other tensors.
     """
-    saved, wanted = read_state(folder).part("tensors").content, table_of(tensors)
+    saved, wanted = read_state(folder).tensors, table_of(tensors)
     for name in sorted({*saved, *wanted}):
         if saved.get(name) != wanted.get(name):
             raise RefusedError(
@@ -168,5 +159,5 @@ def load(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     dcp.load(dict(tensors), storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
 
 
-def _shown(entry: Mapping[str, Any] | None) -> str:
-    return f"{entry['dtype']} {entry['shape']}" if entry else "missing"
+def _shown(entry: TensorEntry | None) -> str:
+    return f"{entry.dtype} {list(entry.shape)}" if entry else "missing"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import random
 from typing import Any
 
@@ -11,6 +10,15 @@ import numpy as np
 import torch
 
 from ..checked import Checked
+
+
+class Generators(Checked):
+    """One rank's states: Python's and numpy's as their generators take them, torch's in base64."""
+
+    python: dict[str, Any]
+    numpy: dict[str, Any]
+    torch: str
+    cuda: str | None = None
 
 
 def read_generators() -> dict[str, Any]:
@@ -26,34 +34,27 @@ def read_generators() -> dict[str, Any]:
     return ours
 
 
-def set_generators(content: Checked) -> None:
+def set_generators(states: Generators) -> None:
     """Restore the states from :func:`read_generators`.
 
     Raises:
         ValueError: a state is invalid.
     """
-    python, numpy = content.part("python"), content.part("numpy")
+    python, numpy = states.python, states.numpy
     try:
-        numbers = tuple(python.value("numbers", list))
-        random.setstate((python.non_negative_int("version"), numbers, python.content.get("gauss")))
-        state = {"key": np.array(numpy.value("key", list), np.uint32), "pos": numpy.non_negative_int("pos")}
-        rest = {name: numpy.number(name) for name in ("has_gauss", "gauss")}
-        rest["has_gauss"] = int(rest["has_gauss"])
-        np.random.set_state({"bit_generator": "MT19937", "state": state} | rest)
-        torch.set_rng_state(_tensor(content, "torch"))
-        if torch.cuda.is_initialized() and "cuda" in content.content:
-            torch.cuda.set_rng_state(_tensor(content, "cuda"))
-    except (TypeError, OverflowError, RuntimeError, IndexError) as error:
-        raise ValueError(f"{content.where}: these are not valid generator states ({error})") from None
+        random.setstate((python["version"], tuple(python["numbers"]), python["gauss"]))
+        state = {"key": np.array(numpy["key"], np.uint32), "pos": numpy["pos"]}
+        np.random.set_state({**numpy, "bit_generator": "MT19937", "state": state})
+        torch.set_rng_state(_tensor(states.torch))
+        if torch.cuda.is_initialized() and states.cuda is not None:
+            torch.cuda.set_rng_state(_tensor(states.cuda))
+    except (ValueError, TypeError, KeyError, OverflowError, RuntimeError, IndexError) as error:
+        raise ValueError(f"the checkpoint's generator states are not valid: {error}") from None
 
 
 def _text(state: torch.Tensor) -> str:
     return base64.b64encode(state.numpy().tobytes()).decode("ascii")
 
 
-def _tensor(content: Checked, name: str) -> torch.Tensor:
-    try:
-        data = base64.b64decode(content.value(name, str), validate=True)
-    except binascii.Error:
-        raise content.wrong(name, "must be base64") from None
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+def _tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)

@@ -12,7 +12,6 @@ import torch
 
 from burst_attention.launch.local import RefusedError
 
-from ..checked import Checked
 from ..config import TrainConfig
 from ..data.cursor import Cursor
 from ..run.errors import SaveError
@@ -25,6 +24,7 @@ from .generators import read_generators
 from .manifest import UNFINISHED, discard, discard_unfinished, read_state
 from .shards import seconds_to_write
 from .snapshot import MOMENTS, WAITING, Run, check_same_run, restore, state_of, tensors_of
+from .state import State
 from .writer import CheckpointWriter, all_or_raise
 
 
@@ -218,13 +218,12 @@ def resume(run: Run, resumed: str, tell: Callable[[str], None]) -> None:
         )
 
 
-def load(run: Run, folder: Path, state: Checked) -> None:
+def load(run: Run, folder: Path, state: State) -> None:
     """Load tensors and state of a whole checkpoint."""
-    shape = state.part("tensors").part(WAITING).value("shape", list)
     tensors = tensors_of(run.model, run.optimizer)
-    waiting = tensors[WAITING] = torch.zeros(*shape, dtype=torch.int32)
+    waiting = tensors[WAITING] = torch.zeros(state.tensors[WAITING].shape, dtype=torch.int32)
     files.load(folder, tensors)
-    restore(run, state, Cursor.from_json(state.part("cursor"), waiting.numpy()))
+    restore(run, state, Cursor.at(state.cursor, waiting.numpy()))
 
 
 def _find(config: TrainConfig, resumed: str, tell: Callable[[str], None]) -> Path:
@@ -240,7 +239,7 @@ def _find(config: TrainConfig, resumed: str, tell: Callable[[str], None]) -> Pat
     return Path(resumed)
 
 
-def _read(config: TrainConfig, folder: Path) -> Checked:
+def _read(config: TrainConfig, folder: Path) -> State:
     state = read_state(folder)
-    check_same_run(config, state)
+    check_same_run(config, state.config)
     return state

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
@@ -15,28 +15,25 @@ from transformers import PreTrainedConfig
 from burst_attention.cli.flags import flag
 from burst_attention.launch.join import RankContext
 
-from ..checked import Checked
-from ..config import TrainConfig
+from ..checked import FORMAT
+from ..config import TrainConfig, checked_settings
 from ..data.ahead import ReadAhead
 from ..data.cursor import Cursor
 from ..data.sequences import SequenceReader, TrainingStream
 from .generators import set_generators
-from .manifest import FORMAT
+from .manifest import STATE
+from .state import Optimizer, State
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 WAITING = "data.waiting"
 WEIGHTS = "weights."
 # Settings that a resumed run must keep. Settings not listed here may change.
-LASTING = {
-    "model": ("model", "dtype"),
-    "data": ("data", "tokenizer", "seq_len", "pack", "held_out"),
-    "run": ("seed",),
-    "optim": ("lr", "min_lr", "warmup", "decay_steps", "weight_decay", "beta1", "beta2", "eps", "clip"),
-}
+LASTING = (
+    *("model", "dtype", "data", "tokenizer", "seq_len", "pack", "held_out", "seed", "global_batch", "decay_steps"),
+    *("lr", "min_lr", "warmup", "weight_decay", "beta1", "beta2", "eps", "clip"),
+)
 # Settings of one start of the run; the next start sets them again.
-PASSING = {"run": ("out", "overwrite", "resume", "profile"), "parallel": ("ranks", "device"), "optim": ("accumulate",)}
-
-RENAMED = {"parallel": {"heads": "ulysses_degree"}}  # settings of 0.2, in its checkpoints
+PASSING = ("out", "overwrite", "resume", "profile", "ranks", "device", "accumulate")
 
 
 class Run(Protocol):
@@ -89,11 +86,7 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 def state_of(run: Run, generators: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the state of a run after its latest step that JSON holds.
-
-    Args:
-        generators: every rank's :func:`~burst_train.checkpoint.generators.read_generators`, by rank.
-    """
+    """Return the state of a run after its latest step that JSON holds; ``generators``: the ranks' states, by rank."""
     names = {parameter: name for name, parameter in run.model.named_parameters()}
     groups = [
         {key: value for key, value in group.items() if key != "params"}
@@ -112,7 +105,7 @@ def state_of(run: Run, generators: list[dict[str, Any]]) -> dict[str, Any]:
         "optimizer": {"name": type(run.optimizer).__name__, "steps": counts.pop(), "groups": groups},
         "schedule": {"last_epoch": run.schedule.last_epoch, "last_lr": run.schedule.get_last_lr()},
         "generators": generators,
-        "cursor": run.sequences.cursor().as_json(),
+        "cursor": run.sequences.cursor().model_dump(),
         "losses": {"first": run.first_loss, "last": run.last_loss, "held_out": run.held_out},
     }
 
@@ -133,68 +126,52 @@ def settings_of(config: TrainConfig) -> dict[str, dict[str, Any]]:
     return asdict(replace(config, optim=optim))
 
 
-def _saved_settings(state: Checked) -> dict[str, dict[str, Any]]:
-    """Return a checkpoint's settings by section; those of 0.2 under their names of today."""
-    config = state.part("config")
-    sections = {name: dict(config.value(name, dict)) for name in config.content}
-    for section, renamed in RENAMED.items():
-        held = sections.get(section, {})
-        for old, new in renamed.items():
-            if old in held:
-                held[new] = held.pop(old)
-    if "steps" in sections.get("run", {}):  # in 0.2 the schedule was as long as the run
-        sections.get("optim", {}).setdefault("decay_steps", sections["run"]["steps"])
-    return sections
+def _saved_settings(saved: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the settings in a checkpoint by name."""
+    settings = checked_settings(saved, STATE)
+    if "steps" in settings:  # in 0.2 the schedule was as long as the run
+        settings.setdefault("decay_steps", settings["steps"])
+    return settings
 
 
-def settings_to_go_on(state: Checked) -> dict[str, dict[str, Any]]:
-    """Return the settings that a resumed run takes over, by section."""
-    sections = _saved_settings(state)
-    for section, names in PASSING.items():
-        for name in names:
-            sections.get(section, {}).pop(name, None)
-    return sections
+def settings_to_go_on(saved: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the settings that a resumed run takes over, by name, from those that a checkpoint has by section."""
+    return {name: value for name, value in _saved_settings(saved).items() if name not in PASSING}
 
 
-def check_same_run(config: TrainConfig, state: Checked) -> None:
+def check_same_run(config: TrainConfig, saved: Mapping[str, Mapping[str, Any]]) -> None:
     """Raise ValueError naming the first setting that differs from the checkpoint's but must not."""
-    ours, theirs = settings_of(config), _saved_settings(state)
-    lasting = LASTING | {"optim": (*LASTING["optim"], "global_batch")}
-    for section, names in lasting.items():
-        held = theirs.get(section, {})
-        for name in names:
-            if ours[section][name] != held.get(name):
-                raise ValueError(_difference(config, name, ours[section][name], held.get(name), state.where))
+    ours, theirs = checked_settings(settings_of(config), "the run"), _saved_settings(saved)
+    for name in LASTING:
+        if ours.get(name) != theirs.get(name):
+            raise ValueError(_difference(config, name, ours.get(name), theirs.get(name)))
 
 
-def _difference(config: TrainConfig, name: str, value: object, held: object, where: str) -> str:
+def _difference(config: TrainConfig, name: str, value: object, held: object) -> str:
     """Return the error text: the setting ``name`` is ``value`` here and ``held`` in the checkpoint."""
     if name == "decay_steps" and config.optim.decay_steps is None:
         return (
-            f"--steps {config.run.steps} would change the learning rates of the checkpoint {where}, whose schedule has "
+            f"--steps {config.run.steps} would change the learning rates of the checkpoint {STATE}, whose schedule has "
             f"{held} steps; add --decay-steps {held} to keep them"
         )
     return (
-        f"{flag(name)} {value} differs from the checkpoint {where}, which has {held}; "
+        f"{flag(name)} {value} differs from the checkpoint {STATE}, which has {held}; "
         "omit the flag to resume, or start a new run in another --out"
     )
 
 
-def restore(run: Run, state: Checked, cursor: Cursor) -> None:
+def restore(run: Run, state: State, cursor: Cursor) -> None:
     """Restore the result of :func:`state_of`, after the tensors have been loaded.
 
     Raises:
-        ValueError: an entry is invalid, or belongs to another model or optimizer.
+        ValueError: an entry belongs to another model or optimizer.
     """
-    _restore_optimizer(run, state.part("optimizer"))
-    run.step = state.non_negative_int("step")
-    losses = state.part("losses")
-    run.first_loss, run.last_loss = losses.number("first"), losses.number("last")
-    restore_schedule(run.schedule, state.part("schedule").non_negative_int("last_epoch"))
+    _restore_optimizer(run, state.optimizer)
+    run.step, run.first_loss, run.last_loss = state.step, state.losses.first, state.losses.last
+    restore_schedule(run.schedule, state.schedule.last_epoch)
     run.sequences = run.reader.training(cursor)
-    generators = state.parts("generators")
-    if run.context.rank < len(generators):  # additional ranks have no saved state
-        set_generators(generators[run.context.rank])
+    if run.context.rank < len(state.generators):  # additional ranks have no saved state
+        set_generators(state.generators[run.context.rank])
 
 
 def restore_schedule(schedule: LRScheduler, last_epoch: int) -> None:
@@ -204,22 +181,17 @@ def restore_schedule(schedule: LRScheduler, last_epoch: int) -> None:
     schedule.step()
 
 
-def _restore_optimizer(run: Run, content: Checked) -> None:
+def _restore_optimizer(run: Run, saved: Optimizer) -> None:
     names = {parameter: name for name, parameter in run.model.named_parameters()}
-    groups = content.parts("groups")
-    if content.value("name", str) != type(run.optimizer).__name__ or len(groups) != len(run.optimizer.param_groups):
-        raise content.wrong("groups", f"are not those of {type(run.optimizer).__name__}")
-    for saved, group in zip(groups, run.optimizer.param_groups, strict=True):
-        if saved.value("parameters", list) != [names[parameter] for parameter in group["params"]]:
-            raise saved.wrong("parameters", "are those of another model")
-        for name in ("eps", "weight_decay", "initial_lr"):
-            group[name] = saved.number(name)
-        betas = saved.value("betas", list)
-        if len(betas) != 2 or not all(type(beta) is float for beta in betas):
-            raise saved.wrong("betas", "must be two numbers")
-        group["betas"] = tuple(betas)
+    ours, name = run.optimizer.param_groups, type(run.optimizer).__name__
+    if saved.name != name or len(saved.groups) != len(ours):
+        raise ValueError(f"{STATE}, optimizer: 'groups' are not those of {name}")
+    for held, group in zip(saved.groups, ours, strict=True):
+        if held.parameters != [names[parameter] for parameter in group["params"]]:
+            raise ValueError(f"{STATE}, optimizer: 'groups' have the parameters of another model")
+        group |= held.model_dump(exclude={"parameters"})
     for parameter in _parameters(run.optimizer):
-        run.optimizer.state[parameter]["step"].fill_(content.number("steps"))
+        run.optimizer.state[parameter]["step"].fill_(saved.steps)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:

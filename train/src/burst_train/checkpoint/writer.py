@@ -25,7 +25,7 @@ from burst_attention.launch.join import RankContext
 from ..run.errors import SaveError, text_of
 from ..run.folder import FOLDER, name_of
 from .files import check_pieces, table_of
-from .manifest import SHARDING, STATE, UNFINISHED, Pieces, discard, fingerprint, read_header, seal, write_whole
+from .manifest import SHARDING, STATE, UNFINISHED, Written, discard, fingerprint, read_header, seal, write_whole
 from .shards import Pace, sync_file, write_tensors
 
 T = TypeVar("T")
@@ -52,9 +52,9 @@ class CheckpointWriter:
     ) -> None:
         self.step, self._context = step, context
         self._table = table_of(tensors)
-        self._text = json.dumps(state | {"tensors": self._table})
+        self._text = json.dumps(state | {"tensors": {name: entry.model_dump() for name, entry in self._table.items()}})
         self._folder = out / FOLDER / (name_of(step) + UNFINISHED)
-        self._written: dict[str, tuple[Pieces, dict[str, Any]]] = {}
+        self._written: Written = {}
         self._failure, self.seconds = "", 0.0  # seconds: how long writing took, without rests
         self._pace = Pace()
         self._thread: threading.Thread | None = None
@@ -89,7 +89,7 @@ class CheckpointWriter:
         try:
             if self._copies:
                 name = f"shard-{self._context.rank + 1:05d}-model-00001-of-00001.safetensors"
-                self._written[name] = self._write_shard(self._folder / name)
+                self._write_shard(self._folder / name)
             if self._is_first:
                 write_whole(self._folder / STATE, self._text)
                 self._written[STATE] = ({}, fingerprint(self._folder / STATE))
@@ -117,7 +117,7 @@ class CheckpointWriter:
         if self._thread is not None:
             self._thread.join()
 
-        def mine() -> dict[str, tuple[Pieces, dict[str, Any]]]:
+        def mine() -> Written:
             if self._failure:
                 raise SaveError(self._failure)
             return self._written
@@ -151,14 +151,14 @@ class CheckpointWriter:
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)
         self.write()
 
-    def _write_shard(self, path: Path) -> tuple[Pieces, dict[str, Any]]:
-        """Write the shard; return its header's pieces and its manifest entry, both read back from disk."""
+    def _write_shard(self, path: Path) -> None:
+        """Write the shard; note its header's pieces and its manifest entry, both read back from disk."""
         written = self._put(path)
         sync_file(path)
         pieces, entry = read_header(path), fingerprint(path, self._pace.rest)
-        if entry["sha256"] != written:
+        if entry.sha256 != written:
             raise OSError(f"{path.name}: the disk returned other bytes than were written")
-        return pieces, entry
+        self._written[path.name] = pieces, entry
 
     def _put(self, path: Path) -> str:
         """Write this rank's copies; return the SHA-256 that the file must have."""
@@ -166,7 +166,7 @@ class CheckpointWriter:
         # The format of torch.distributed.checkpoint's safetensors writer, whose reader loads it. That writer is not
         # used: it makes two more copies in memory and holds Python's lock, which would stop the training thread.
         metadata = {SHARDING: json.dumps(places), "DCP_VERSION": "1.0", "format": "pt"}
-        names = {name: self._table[name]["dtype"] for name in self._copies}
+        names = {name: self._table[name].dtype for name in self._copies}
         return write_tensors(path, self._copies, names, metadata, self._pace)
 
 

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import tyro
 from rich.console import Console
@@ -18,13 +19,9 @@ from burst_attention.cli.numbers import numbers
 from burst_attention.launch import local as launch
 from burst_attention.launch.processes import INTERRUPTED, UNSAVED
 
-from ..checkpoint.manifest import STATE, read_state
-from ..config import TrainConfig, as_flags, read_toml
+from ..config import TrainConfig, read_toml, with_settings
 from ..memory import check_fits
-from ..run.folder import FOLDER, list_checkpoints
-from ..run.lock import check_inputs, was_claimed_by_sibling
-from ..run.metrics import NEWEST, SUMMARY, claim_run, finished_steps, without_auto
-from .preflight import check_run
+from ..run.folder import FOLDER, NEWEST, list_checkpoints
 
 COMMAND = "burst train"
 
@@ -57,16 +54,17 @@ def parse(arguments: list[str]) -> TrainConfig:
 
 
 def _parse(arguments: list[str]) -> TrainArguments:
-    arguments = _resume_spelled_out(arguments)
-    parsed = tyro.cli(TrainArguments, prog=COMMAND, args=arguments, registry=numbers())
+    cli = partial(tyro.cli, TrainArguments, prog=COMMAND, args=_resume_spelled_out(arguments), registry=numbers())
+    parsed, settings = cli(), dict[str, Any]()
+    from ..run.metrics import without_auto  # not before --help has been answered
+
     if parsed.config is not None:
-        arguments = [*read_toml(parsed.config), *arguments]
-        parsed = tyro.cli(TrainArguments, prog=COMMAND, args=arguments, registry=numbers())
+        settings = read_toml(parsed.config)
+        parsed = cli(default=TrainArguments(with_settings(settings)))
     resumed = without_auto(parsed.train)[0].run.resume
     if resumed is None:
         return parsed
-    saved = settings_of_checkpoint(resumed, parsed.train.run.out)
-    return tyro.cli(TrainArguments, prog=COMMAND, args=[*saved, *arguments], registry=numbers())
+    return cli(default=TrainArguments(with_settings(settings_of_checkpoint(resumed, parsed.train.run.out) | settings)))
 
 
 def _resume_spelled_out(arguments: list[str]) -> list[str]:
@@ -78,17 +76,12 @@ def _resume_spelled_out(arguments: list[str]) -> list[str]:
     ]
 
 
-def settings_of_checkpoint(resumed: str, out: str) -> list[str]:
-    """Return the flags of the run to resume; flags on the command line override them.
-
-    Args:
-        resumed, out: the values of ``--resume`` and ``--out``.
-
-    Raises:
-        ValueError: no readable checkpoint was found.
-    """
+def settings_of_checkpoint(resumed: str, out: str) -> dict[str, Any]:
+    """Return the settings of the run that ``--resume`` and ``--out`` name; ValueError if no checkpoint is readable."""
     from ..checkpoint.files import none_whole, not_resumed
+    from ..checkpoint.manifest import read_state
     from ..checkpoint.snapshot import settings_to_go_on
+    from ..run.metrics import finished_steps
 
     folders = list_checkpoints(Path(out)) if resumed == NEWEST else [Path(resumed)]
     if not folders and finished_steps(Path(out)) is not None:
@@ -96,13 +89,13 @@ def settings_of_checkpoint(resumed: str, out: str) -> list[str]:
     wrong = []
     for folder in folders:
         try:
-            flags = as_flags(settings_to_go_on(read_state(folder)), folder / STATE)
+            settings = settings_to_go_on(read_state(folder).config)
         except ValueError as error:  # the ranks fall back to the previous checkpoint and say why
             wrong.append(str(error))
             continue
         # A checkpoint inside a run's folder belongs to that run, so the run continues in that folder.
         inside = resumed != NEWEST and folder.resolve().parent.name == FOLDER
-        return [f"--out={folder.resolve().parent.parent}", *flags] if inside else flags
+        return settings | ({"out": str(folder.resolve().parent.parent)} if inside else {})
     raise not_resumed(none_whole(Path(out), wrong)) if resumed == NEWEST else ValueError(f"--resume {wrong[0]}")
 
 
@@ -111,6 +104,10 @@ def main(arguments: list[str]) -> int:
     with ExitStack() as stack:
         try:
             given = _parse(arguments)
+            from ..run.lock import check_inputs
+            from ..run.metrics import claim_run, without_auto
+            from .preflight import check_run
+
             given.train.check()
             train, chosen = without_auto(given.train)
             running = launch.torchrun_ranks(given.train.parallel.ranks)
@@ -156,11 +153,12 @@ def what_is_kept(out: str, before: Sequence[Path], *, asked: bool) -> str:
 def after_restart(config: TrainConfig, environment: Mapping[str, str]) -> TrainConfig:
     """Adapt the configuration if torchrun has restarted this run.
 
-    A restarted run resumes from its newest checkpoint. Without a checkpoint it starts again.
-
-    Args:
-        environment: of this process; ``TORCHELASTIC_RESTART_COUNT`` above 0 means a restart.
+    A restarted run resumes from its newest checkpoint. Without a checkpoint it starts again. A restart shows by a
+    ``TORCHELASTIC_RESTART_COUNT`` above 0 in the process's environment.
     """
+    from ..run.lock import was_claimed_by_sibling
+    from ..run.metrics import SUMMARY
+
     out = Path(config.run.out)
     restarted = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     if config.run.resume or not restarted or (out / SUMMARY).exists() or not was_claimed_by_sibling(out):
@@ -173,11 +171,7 @@ def after_restart(config: TrainConfig, environment: Mapping[str, str]) -> TrainC
 def resolve(config: TrainConfig, running: tuple[int, int] | None) -> TrainConfig:
     """Fill in the settings that depend on the machine: ranks, device, learning rate and dtype.
 
-    Args:
-        running: (all ranks, ranks on this machine) if they run already.
-
-    Raises:
-        ValueError: ``--device cuda`` has fewer GPUs than ranks.
+    ``running``: (all ranks, ranks on this machine) if they run already. ValueError if GPUs are fewer than ranks.
     """
     from burst_attention.launch.join import default_ranks, pick_device
 

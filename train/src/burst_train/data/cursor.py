@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import AfterValidator, ConfigDict, Field
 
-from ..checked import Checked
+from ..checked import Checked, Natural
 
 
-@dataclass(frozen=True)
-class Cursor:
-    """A position in the stream of :meth:`burst_train.data.sequences.SequenceReader.training`.
+def _generator_state(state: dict[str, Any]) -> dict[str, Any]:
+    try:
+        np.random.default_rng(0).bit_generator.state = state
+    except (TypeError, ValueError, KeyError, OverflowError):
+        raise ValueError("must be the state of a PCG64 generator") from None
+    return state
+
+
+class Position(Checked):
+    """The part of a cursor that JSON holds.
 
     Attributes:
         taken: sequences yielded since the start of the run.
@@ -22,62 +29,38 @@ class Cursor:
         used: tokens of the last of these documents that are already in sequences.
         digest: hex digest of that document's text; empty before the first.
         order: state of the shuffle's random generator.
-        waiting: int32 [n, S], the buffered sequences from which the next one is drawn.
         borders: ``cu_seqlens`` of each buffered sequence, or None.
     """
 
-    taken: int
-    epoch: int
-    document: int
-    used: int
+    taken: Natural
+    epoch: Natural
+    document: Natural
+    used: Natural
     digest: str
-    order: dict[str, Any]
-    waiting: np.ndarray
+    order: Annotated[dict[str, Any], AfterValidator(_generator_state)]
     borders: list[list[int] | None]
 
-    def as_json(self) -> dict[str, Any]:
-        """Return all fields except ``waiting``, which is saved as a tensor."""
-        return {
-            "taken": self.taken,
-            "epoch": self.epoch,
-            "document": self.document,
-            "used": self.used,
-            "digest": self.digest,
-            "order": self.order,
-            "borders": self.borders,
-        }
+
+class Cursor(Position):
+    """A position in the stream of :meth:`burst_train.data.sequences.SequenceReader.training`.
+
+    ``waiting``: int32 [n, S], the buffered sequences from which the next one is drawn; saved as a tensor.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    waiting: np.ndarray = Field(exclude=True)
 
     @classmethod
-    def from_json(cls, content: Checked, waiting: np.ndarray) -> Cursor:
-        """Build a cursor from the result of :meth:`as_json` and the waiting sequences.
-
-        Raises:
-            ValueError: an entry is invalid; names the entry.
-        """
-        borders = content.value("borders", list)
+    def at(cls, position: Position, waiting: np.ndarray) -> Cursor:
+        """Return the cursor at a saved position; ValueError if its borders don't fit the waiting sequences."""
+        borders = position.borders
         if len(borders) != len(waiting) or not all(_are_borders(each, waiting.shape[1]) for each in borders):
-            raise content.wrong("borders", "must hold document borders, or null, for each waiting sequence")
-        order = content.value("order", dict)
-        try:
-            np.random.default_rng(0).bit_generator.state = order
-        except (TypeError, ValueError, KeyError, OverflowError):
-            raise content.wrong("order", "must be the state of a PCG64 generator") from None
-        return cls(
-            taken=content.non_negative_int("taken"),
-            epoch=content.non_negative_int("epoch"),
-            document=content.non_negative_int("document"),
-            used=content.non_negative_int("used"),
-            digest=content.value("digest", str),
-            order=order,
-            waiting=waiting,
-            borders=borders,
-        )
+            raise ValueError("the cursor's 'borders' must hold document borders, or null, for each waiting sequence")
+        return cls(**dict(position), waiting=waiting)
 
 
-def _are_borders(value: Any, length: int) -> bool:
-    """Whether ``value`` is null, or increasing integers from 0 to ``length``."""
-    if value is None:
-        return True
-    if not isinstance(value, list) or not all(type(border) is int for border in value):
-        return False
-    return value[:1] == [0] and value[-1:] == [length] and all(x < y for x, y in itertools.pairwise(value))
+def _are_borders(value: list[int] | None, length: int) -> bool:
+    """Whether ``value`` is None, or increasing integers from 0 to ``length``."""
+    rises = value is None or all(x < y for x, y in itertools.pairwise(value))
+    return value is None or (value[:1] == [0] and value[-1:] == [length] and rises)

@@ -108,7 +108,7 @@ class Engine(Protocol):
     def shard(self, batch: Mapping[str, Tensor], plans: PlansByWindow) -> dict[str, Tensor]:
         """Cut this rank's input of :meth:`hidden`, and ``shift_labels``, from a global batch.
 
-        The batch has ``input_ids`` and ``labels`` [B, S].
+        The batch has ``input_ids`` and ``labels`` [B, S], equal on all ranks of a group: callers have compared them.
         """
         ...
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from burst_attention.attention.batch import shard_batch
+from burst_attention.attention.batch import Plans, check_tokens, shard_tokens
 from burst_attention.attention.entry import burst_attention
 from burst_attention.attention.hardware import CallShape, Hardware, RatesGiven
 from burst_attention.attention.plan import Plan, make_plan
@@ -101,7 +101,9 @@ class SequenceEngine:
 
     def shard(self, batch: Mapping[str, Tensor], plans: PlansByWindow) -> dict[str, Tensor]:
         """Return this rank's part of a batch."""
-        return shard_batch(batch, plans)
+        plan = Plans.of(plans).one
+        check_tokens(plan)
+        return shard_tokens(batch["input_ids"], plan.shift_labels(batch["labels"]), plan)
 
     def hidden(self, model: Any, shard: Mapping[str, Tensor], plans: PlansByWindow) -> Tensor:
         """Return the last hidden states of this rank's tokens."""

@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from burst_attention.attention.batch import Plans, shard_batch
+from burst_attention.attention.batch import Plans, check_tokens, shard_tokens
 from burst_attention.attention.plan import Plan, make_plan, single_rank_plan
 from burst_attention.launch.mesh import CONTEXT, DATA
 from burst_attention.loss import Head
@@ -134,8 +134,9 @@ class TensorEngine:
 
     def shard(self, batch: Mapping[str, Tensor], plans: PlansByWindow) -> dict[str, Tensor]:
         """Return this rank's part of a batch; all ids, unless the sequence is sharded."""
-        shard = shard_batch(batch, plans)
         plan = Plans.of(plans).one
+        check_tokens(plan)
+        shard = shard_tokens(batch["input_ids"], plan.shift_labels(batch["labels"]), plan)
         positions = single_rank_plan(plan.seqlen, mask=plan.mask).document_positions.to(shard["input_ids"].device)
         shard["position_ids"] = positions.repeat(shard["input_ids"].shape[0], 1)  # attention is over all tokens
         return shard if self.sequence else shard | {"input_ids": batch["input_ids"]}

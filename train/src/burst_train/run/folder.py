@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 FOLDER = "checkpoints"
+NEWEST = "newest"  # value of --resume: the newest whole checkpoint of --out
 
 
 def name_of(step: int) -> str:

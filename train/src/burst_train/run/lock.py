@@ -8,17 +8,38 @@ are not listed are never removed or overwritten. The writer holds a lock on the 
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import IO
+from typing import IO, Annotated
+
+from pydantic import AfterValidator
+
+from ..checked import FORMAT, Checked, Format, parse_json
 
 HELD = "already holds a run; choose another folder or add --overwrite"
-MARKER, FORMAT = ".burst-run.json", 1  # hidden, so that a corpus skips it
+MARKER = ".burst-run.json"  # hidden, so that a corpus skips it
+
+
+def _listed(name: str) -> str:
+    path = PurePosixPath(name)
+    if not path.parts or path.is_absolute() or ".." in path.parts or path.parts[0] == MARKER:
+        raise ValueError("must be a file inside the folder")
+    return name
+
+
+class Marker(Checked):
+    """Content of the marker. An empty file, left by a killed writer, stands for a marker without files."""
+
+    format: Format
+    wrote: list[Annotated[str, AfterValidator(_listed)]]
+    by: str = ""
+    process: int | None = None
+    parent: int | None = None
+    host: str = ""
 
 
 class RunFolderLock:
@@ -29,8 +50,7 @@ class RunFolderLock:
 
     def add(self, *names: str) -> None:
         """List files before they are written."""
-        content = read_marker(self.folder)
-        self._write(content | {"wrote": list(dict.fromkeys([*content["wrote"], *names]))})
+        self._write(list(dict.fromkeys([*read_marker(self.folder).wrote, *names])))
 
     def move(self, source: str, target: str) -> None:
         """Move the files of the listed folder ``source`` to ``target``, and list them."""
@@ -41,13 +61,11 @@ class RunFolderLock:
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
             path.rename(self.folder / name)
         shutil.rmtree(self.folder / source)
-        content = read_marker(self.folder)
-        self._write(content | {"wrote": [name for name in content["wrote"] if name != f"{source}/"]})
+        self._write([name for name in read_marker(self.folder).wrote if name != f"{source}/"])
 
     def remove_old(self) -> None:
         """Remove all listed files and folders, and parent folders that are then empty."""
-        content = read_marker(self.folder)
-        for name in content["wrote"]:
+        for name in read_marker(self.folder).wrote:
             path = self.folder / name
             if not _is_own(self.folder, name):
                 continue
@@ -56,43 +74,34 @@ class RunFolderLock:
             else:
                 path.unlink()
             _remove_empty([parent for parent in path.parents if self.folder in parent.parents])
-        self._write(content | {"wrote": []})
+        self._write([])
 
-    def _write(self, content: dict) -> None:
+    def _write(self, wrote: list[str]) -> None:
+        marker = read_marker(self.folder).model_copy(update={"wrote": wrote})
         # In place, because the lock is on this file.
         with (self.folder / MARKER).open("r+b") as file:
-            _fill(file, content)
+            _fill(file, marker)
 
 
 def was_claimed_by_sibling(folder: Path) -> bool:
     """Whether the folder's last writer has the same parent process as this one."""
     try:
-        content = read_marker(folder)
+        marker = read_marker(folder)
     except (OSError, ValueError):
         return False
-    return (content.get("parent"), content.get("host")) == (os.getppid(), socket.gethostname())
+    return (marker.parent, marker.host) == (os.getppid(), socket.gethostname())
 
 
-def read_marker(folder: Path) -> dict:
-    """Read the marker. An empty one, left by a killed writer, lists no files.
-
-    Raises:
-        ValueError: it is not a valid marker.
-    """
-    text = (folder / MARKER).read_bytes()
+def read_marker(folder: Path) -> Marker:
+    """Read the marker; ValueError if it is not a valid one."""
+    data = (folder / MARKER).read_bytes()
     try:
-        content = json.loads(text or b'{"format": 1, "wrote": []}')
-        wrote = content["wrote"]
-        known = type(content["format"]) is int and content["format"] == FORMAT and isinstance(wrote, list)
-        known = known and all(isinstance(name, str) and _is_inside(name) for name in wrote)
-    except (ValueError, KeyError, TypeError, RecursionError):
-        known = False
-    if not known:
+        return parse_json(data, Marker, "its content") if data else Marker(format=FORMAT, wrote=[])
+    except ValueError as error:
         raise ValueError(
-            f"has a {MARKER} that is not of format {FORMAT}, so the files of earlier runs are unknown; "
+            f"has a {MARKER} that is not of format {FORMAT} ({error}), so the files of earlier runs are unknown; "
             "choose another folder"
-        )
-    return content
+        ) from None
 
 
 @contextmanager
@@ -178,15 +187,15 @@ def _locked(folder: Path) -> Iterator[IO[bytes]]:
 
 def _holder(folder: Path) -> str:
     try:
-        content = read_marker(folder)
-        return f"{content['by']}, process {content['process']} on {content['host']}"
-    except (OSError, ValueError, KeyError):  # the holder has not written the marker yet, or has just ended
+        marker = read_marker(folder)
+    except (OSError, ValueError):  # the holder has just ended
         return "another run"
+    return f"{marker.by}, process {marker.process} on {marker.host}" if marker.by else "another run"
 
 
 def _enter(file: IO[bytes], folder: Path, *, by: str, overwrite: bool, writes: Sequence[str], held: str) -> None:
     """Write this process into the marker, unless the folder holds files that must stay."""
-    wrote = read_marker(folder)["wrote"]
+    wrote = read_marker(folder).wrote
     if not overwrite and any((folder / name).exists() for name in wrote):
         raise ValueError(held)
     theirs = [path for pattern in writes for path in sorted(folder.glob(pattern))]
@@ -198,13 +207,13 @@ def _enter(file: IO[bytes], folder: Path, *, by: str, overwrite: bool, writes: S
         if listed is None or not _is_own(folder, listed):
             raise ValueError(f"holds {name!r}, which no run wrote and this run would replace; move it away")
     # The parent distinguishes a restart by the same launcher from another launcher's run.
-    process = {"process": os.getpid(), "parent": os.getppid(), "host": socket.gethostname()}
-    _fill(file, {"format": FORMAT, "by": by, "wrote": wrote} | process)
+    process, parent, host = os.getpid(), os.getppid(), socket.gethostname()
+    _fill(file, Marker(format=FORMAT, by=by, wrote=wrote, process=process, parent=parent, host=host))
 
 
-def _fill(file: IO[bytes], content: dict) -> None:
+def _fill(file: IO[bytes], marker: Marker) -> None:
     """Write the marker in one call, so that it can't be left half written."""
-    text = json.dumps(content).encode()
+    text = marker.model_dump_json().encode()
     os.pwrite(file.fileno(), text, 0)
     os.ftruncate(file.fileno(), len(text))
 
@@ -221,11 +230,6 @@ def _remove_empty(folders: Sequence[Path]) -> None:
 def _folders(name: str) -> list[str]:
     """Return the parent folders of ``name``, outermost first."""
     return [parent.as_posix() for parent in reversed(PurePosixPath(name).parents) if parent != PurePosixPath(".")]
-
-
-def _is_inside(name: str) -> bool:
-    path = PurePosixPath(name)
-    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and path.parts[0] != MARKER
 
 
 def _is_own(folder: Path, name: str) -> bool:

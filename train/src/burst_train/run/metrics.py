@@ -12,18 +12,17 @@ from typing import Any, Protocol
 
 from burst_attention.launch.local import RefusedError
 
-from ..checked import read_json
+from ..checked import Checked, Natural, parse_json, read_bytes
 from ..config import TrainConfig, write_toml
 from .curve import draw_losses
 from .errors import text_of
-from .folder import FOLDER, list_checkpoints, step_of
+from .folder import FOLDER, NEWEST, list_checkpoints, step_of
 from .interrupt import InterruptedRunError
 from .lock import HELD, RunFolderLock, claimed
 
 CONFIG, METRICS, SUMMARY, CURVE = "config.toml", "metrics.jsonl", "summary.json", "loss.png"
 EVENTS, MODEL, UNFINISHED = "tensorboard", "model", "model.unfinished"
 TRACES, TRACKED = "profile", "wandb"
-NEWEST = "newest"  # value of --resume: the newest whole checkpoint of --out
 AUTO = "auto"  # value of --resume: NEWEST if --out holds an unfinished run; otherwise a new run
 # Files that loading a model reads: they must not be another model's. Other files in the folder may stay.
 LOADED = ("*.safetensors", "*.bin", "*.json", "*.model", "*.jinja", "*.py", "merges.txt", "vocab.txt")
@@ -114,6 +113,20 @@ class Summary:
         return None if self.held_out_loss is None else math.exp(min(self.held_out_loss, 700.0))
 
 
+class Finished(Checked, extra="ignore"):
+    """What is read from a summary."""
+
+    steps: Natural
+
+
+class Line(Checked, extra="ignore"):
+    """What is read from a line of metrics; None: not finite, or not measured."""
+
+    step: Natural
+    loss: float | None
+    held_out_loss: float | None = None
+
+
 class Reporter(Protocol):
     """Receives a run's events on rank 0; ``parameters`` counts the model's over all ranks."""
 
@@ -156,7 +169,7 @@ def check_unfinished(config: TrainConfig) -> None:
 def finished_steps(out: Path) -> int | None:
     """Return the steps of the finished run in a folder; None if it has none, or its summary is incomplete."""
     try:
-        return read_json(out / SUMMARY).non_negative_int("steps")
+        return parse_json(read_bytes(out / SUMMARY), Finished, SUMMARY).steps
     except ValueError:
         return None
 
@@ -220,7 +233,7 @@ class RunFolder:
         """Write the configuration and open the metrics; a resumed run keeps the lines up to ``done``."""
         from torch.utils.tensorboard import SummaryWriter
 
-        kept = self._lines_until(done) if goes_on_in(config) else []
+        kept = self._lines_until(done) if goes_on_in(config) else {}
         if goes_on_in(config):
             (self.path / SUMMARY).unlink(missing_ok=True)  # the run is no longer finished
         else:
@@ -231,23 +244,22 @@ class RunFolder:
         reusable = replace(config, run=replace(config.run, overwrite=False, resume=None, profile=None))
         (self.path / CONFIG).write_text(write_toml(reusable), "utf-8")
         (self.path / METRICS).write_text("".join(kept), "utf-8")
-        records = [json.loads(line) for line in kept]
-        self._losses = [math.nan if record["loss"] is None else record["loss"] for record in records]
-        found = {record["step"]: record.get("held_out_loss") for record in records}
-        self._held_out = {step: loss for step, loss in found.items() if loss is not None}
+        self._losses = [math.nan if line.loss is None else line.loss for line in kept.values()]
+        self._held_out = {line.step: line.held_out_loss for line in kept.values() if line.held_out_loss is not None}
         self._lines = (self.path / METRICS).open("ab", buffering=0)  # unbuffered: write returns what the disk took
         earlier = set(self.path.glob(f"{EVENTS}/*"))
         self._events: Any = SummaryWriter(str(self.path / EVENTS), purge_step=done + 1 if kept else None)
         added = set(self.path.glob(f"{EVENTS}/*")) - earlier
         self.marker.add(*(path.relative_to(self.path).as_posix() for path in added))
 
-    def _lines_until(self, step: int) -> list[str]:
-        """Return the complete metrics lines up to a step."""
+    def _lines_until(self, step: int) -> dict[str, Line]:
+        """Return the complete metrics lines up to a step, with their content; none if one is damaged."""
         try:
-            lines = (self.path / METRICS).read_text("utf-8").splitlines(keepends=True)
-            return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-        except (OSError, ValueError, KeyError, TypeError):
-            return []
+            text = (self.path / METRICS).read_text("utf-8").splitlines(keepends=True)
+            lines = {line: parse_json(line.encode(), Line, METRICS) for line in text if line.endswith("\n")}
+        except (OSError, ValueError):
+            return {}
+        return {line: content for line, content in lines.items() if content.step <= step}
 
     def step(self, record: StepRecord) -> None:
         """Record one step in the metrics and in TensorBoard."""

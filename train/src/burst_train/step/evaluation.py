@@ -9,6 +9,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Annotated, Any
 
+from pydantic import TypeAdapter
+
 from burst_attention.cli.flags import (
     Count,
     DeviceOrAuto,
@@ -159,14 +161,6 @@ class Evaluation:
         rows = [asdict(result) | {"perplexity": result.perplexity} for result in self.results]
         path.write_text(json.dumps({"setting": self.setting, "results": rows}, indent=1) + "\n", "utf-8")
 
-    @classmethod
-    def read(cls, path: Path) -> Evaluation:
-        """Read a file that :meth:`write` wrote."""
-        content = json.loads(path.read_text("utf-8"))
-        for row in content["results"]:
-            del row["perplexity"]
-        return cls(setting=content["setting"], results=[EngineResult(**row) for row in content["results"]])
-
 
 def _can_hold(folder: Path) -> bool:
     try:
@@ -178,7 +172,7 @@ def _can_hold(folder: Path) -> bool:
 
 def _is_evaluation(path: Path) -> bool:
     try:
-        Evaluation.read(path)
-    except (OSError, ValueError, KeyError, TypeError):
+        TypeAdapter(Evaluation).validate_json(path.read_bytes(), strict=True)
+    except (OSError, ValueError):  # pydantic's errors are ValueErrors
         return False
     return True

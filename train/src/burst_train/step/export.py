@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 
-from ..checked import Checked
 from ..checkpoint import files
-from ..checkpoint.manifest import UNFINISHED
+from ..checkpoint.manifest import STATE, UNFINISHED
 from ..checkpoint.snapshot import WEIGHTS
+from ..checkpoint.state import State
+from ..config import checked_settings, with_settings
 from ..data.tokenizer import Tokenizer, open_tokenizer
 from ..run.errors import text_of
 from .model import ARCHITECTURES, NextTokenModel
@@ -75,12 +76,9 @@ def export(source: Path, folder: Path) -> None:
         raise ValueError(f"DIR {str(folder)!r} already exists and is not empty; choose another folder")
     state = files.check(source)
     config = _config_of(state)
-    settings = state.part("config")
-    tokenizer = open_tokenizer(
-        settings.part("data").content.get("tokenizer"), settings.part("model").value("model", str)
-    )
-    asked = settings.part("model").content.get("save_dtype", "auto")
-    weights, dtype = _weights_of(source, state), saved_dtype(config, asked)
+    saved = with_settings(checked_settings(state.config, str(source)))
+    tokenizer = open_tokenizer(saved.data.tokenizer, saved.model.model)
+    weights, dtype = _weights_of(source, state), saved_dtype(config, saved.model.save_dtype)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     missing = model.load_state_dict(
@@ -89,8 +87,8 @@ def export(source: Path, folder: Path) -> None:
     model.tie_weights()
     if left := sorted({*missing} - {*getattr(model, "all_tied_weights_keys", {})}):
         raise ValueError(f"{source} has no weights for {', '.join(left)}")
-    if state.content.get("generation") is not None:
-        model.generation_config = GenerationConfig.from_dict(dict(state.value("generation", dict)))
+    if state.generation is not None:
+        model.generation_config = GenerationConfig.from_dict(dict(state.generation))
     unfinished = folder.with_name(folder.name + UNFINISHED)
     try:
         _write(model, unfinished)
@@ -112,21 +110,20 @@ def _write(model: Any, folder: Path, **options: Any) -> None:
         raise OSError(str(error)) from error
 
 
-def _config_of(state: Checked) -> PreTrainedConfig:
+def _config_of(state: State) -> PreTrainedConfig:
     """Return the model's configuration for transformers."""
-    values: dict[str, Any] = dict(state.value("model", dict))
+    values = dict(state.model)
     kind = values.pop("model_type", None)
     if kind not in ARCHITECTURES:
-        raise ValueError(f"{state.where}: the model is a {kind}; supported are {', '.join(ARCHITECTURES)}")
+        raise ValueError(f"{STATE}: the model is a {kind}; supported are {', '.join(ARCHITECTURES)}")
     return AutoConfig.for_model(kind, **values)
 
 
-def _weights_of(source: Path, state: Checked) -> dict[str, Tensor]:
+def _weights_of(source: Path, state: State) -> dict[str, Tensor]:
     """Return every full weight by its name in transformers."""
-    table = state.part("tensors").content
     weights = {
-        name: torch.empty(entry["shape"], dtype=KINDS[entry["dtype"]])
-        for name, entry in table.items()
+        name: torch.empty(entry.shape, dtype=KINDS[entry.dtype])
+        for name, entry in state.tensors.items()
         if name.startswith(WEIGHTS)
     }
     dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(str(source)), no_dist=True)
