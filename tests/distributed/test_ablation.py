@@ -162,13 +162,13 @@ def test_no_round_is_refused(ablation: ModuleType) -> None:
         ablation.compare(2, SIZE, 0)
 
 
-@pytest.mark.parametrize("waves", [0, 1, 2])
+@pytest.mark.parametrize("chunks", [0, 1, 2])
 @pytest.mark.parametrize("direction", Direction)
-def test_pair_by_pair_a_visit_is_of_one_pair(ablation: ModuleType, direction: Direction, waves: int) -> None:
+def test_pair_by_pair_a_visit_is_of_one_pair(ablation: ModuleType, direction: Direction, chunks: int) -> None:
     """Each visit holds one pair, and each step covers the same area as in our program."""
     pairwise = next(variant.builder for variant in ablation.VARIANTS if variant.name == "pair by pair")
     how = {"mask": Mask(), "layout": "zigzag", "route": "direct", "rank": 1, "world": 4}
-    ours, groups = make_schedule(64, **how), Groups(4, 4, keep=True, waves=waves)
+    ours, groups = make_schedule(64, **how), Groups(4, 4, keep=True, chunks=chunks)
     both = [ours.under(builder=each).program("query", direction, groups) for each in (Builder, pairwise)]
     whole, pairs = ([op for op in program.ops if isinstance(op, Visit)] for program in both)
     assert all(len(chunks) == 1 for visit in pairs for chunks in visit.chunks.values())

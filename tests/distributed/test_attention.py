@@ -270,8 +270,8 @@ def random_cube(seed: int, count: int, shared: int, mask: Mask) -> list[float]:
     case = Case(seqlen=90, dtype=torch.float64, mask=mask, q_heads=4, kv_heads=shared, seed=seed)
     layout, route = ["zigzag", "striped", "contiguous"][seed % 3], ["direct", "nodes"][seed % 2]
     plan = make_plan(case.seqlen, mask=mask, strategy=Strategy(layout=layout, route=route))
-    waves = 0 if route == "nodes" else 2 + seed
-    groups, schedule = Groups.of(count, q_heads=4, kv_heads=shared, waves=waves), over_nodes(plan.schedule)
+    chunks = 0 if route == "nodes" else 2 + seed
+    groups, schedule = Groups.of(count, q_heads=4, kv_heads=shared, chunks=chunks), over_nodes(plan.schedule)
     ranks = np.random.default_rng(seed).integers(0, plan.world, (count, plan.world, plan.world))
     programs = {
         direction: schedule.assigned_cube(lambda i, j, group: ranks[group, i, j], direction, groups)

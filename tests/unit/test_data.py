@@ -11,7 +11,7 @@ from burst_train.checked import parse_json
 from burst_train.data import sequences as data
 from burst_train.data.corpus import Document
 from burst_train.data.cursor import Cursor, Position
-from burst_train.data.sequences import SequenceReader, TokenSequence, cut, make_split, pack, shuffled
+from burst_train.data.sequences import SequenceReader, TokenSequence, make_split, pack, shuffled, split_documents
 from burst_train.data.tokenizer import ByteTokenizer
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -86,10 +86,14 @@ def test_packing_loses_repeats_and_mixes_nothing(lengths, seq_len):
 
 def test_cut_takes_whole_sequences_of_one_document():
     documents = [np.arange(11), np.arange(100, 103), np.arange(200, 205)]
-    assert [list(s.tokens) for s in cut(documents, 5)] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [200, 201, 202, 203, 204]]
-    assert [list(s.tokens) for s in cut(documents[:1], 5, keep_rest=True)][-1] == [10]
-    assert {s.cu_seqlens for s in cut(documents, 5)} == {None}
-    assert next(cut(documents, 5)).valid_tokens == 4
+    assert [list(s.tokens) for s in split_documents(documents, 5)] == [
+        [0, 1, 2, 3, 4],
+        [5, 6, 7, 8, 9],
+        [200, 201, 202, 203, 204],
+    ]
+    assert [list(s.tokens) for s in split_documents(documents[:1], 5, keep_rest=True)][-1] == [10]
+    assert {s.cu_seqlens for s in split_documents(documents, 5)} == {None}
+    assert next(split_documents(documents, 5)).valid_tokens == 4
 
 
 def test_shuffled_yields_each_once_in_an_order_of_the_seed():

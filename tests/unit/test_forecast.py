@@ -48,7 +48,7 @@ WAYS = [
     AttentionStrategy(layout="zigzag", circulate="blocks"),
     AttentionStrategy(layout="zigzag", circulate="key-value", groups=Groups(2, 2, keep=True)),
     AttentionStrategy(layout="contiguous", circulate="query", groups=Groups(4, 4)),
-    AttentionStrategy(layout="zigzag", circulate="key-value", groups=Groups(4, 4, keep=True, waves=2)),
+    AttentionStrategy(layout="zigzag", circulate="key-value", groups=Groups(4, 4, keep=True, chunks=2)),
 ]
 MASKS = [Mask(), Mask(window=100), Mask(cu_seqlens=(0, 300, 517, 1000))]
 
@@ -279,7 +279,7 @@ def test_a_gather_is_the_busier_link_s() -> None:
     assert collectives.gather(8e9, 1, 8, rates) == collectives.Exchange()
 
 
-def question(**more: Any) -> ForecastRequest:
+def make_request(**more: Any) -> ForecastRequest:
     device = Device(peak=1e15, memory=more.pop("memory", 80e9))
     cluster = Cluster(ranks=more.pop("ranks", 8), per_node=8, rates=H100, device=device)
     model = MODELS["llama-3-8b"]
@@ -288,7 +288,7 @@ def question(**more: Any) -> ForecastRequest:
 
 
 def test_a_step_is_attention_products_and_what_is_exposed() -> None:
-    asked = question()
+    asked = make_request()
     found = {each.engine: each for each in forecasts(asked)}
     ours = found["burst"]
     seen, model = asked.seq_len * (asked.seq_len + 1) // 2, MODELS["llama-3-8b"]
@@ -314,7 +314,7 @@ def test_a_step_is_attention_products_and_what_is_exposed() -> None:
 
 
 def test_elementwise_operations_and_adamw_move_bytes_at_the_memorys_bandwidth() -> None:
-    asked = question(seq_len=65536)
+    asked = make_request(seq_len=65536)
     cluster = replace(asked.cluster, device=replace(asked.cluster.device, bandwidth=2e12))
     more = replace(asked, cluster=cluster).rest_seconds("layer") - asked.rest_seconds("layer")
     norms, rotary, sums, gate = 2 * 36 * 4096, 20 * (4096 + 1024), 12 * 4096, 10 * 14336  # bytes per token, bf16
@@ -324,7 +324,7 @@ def test_elementwise_operations_and_adamw_move_bytes_at_the_memorys_bandwidth() 
 
 @pytest.mark.parametrize("engine", ["ring", "ulysses", "usp", "tensor-sequence"])
 def test_the_longest_sequence_fits_and_a_longer_one_does_not(engine: str) -> None:
-    asked = question(remat="layer")
+    asked = make_request(remat="layer")
     longest = forecast_of(engine, asked).longest
     assert longest and longest % GRAIN == 0
     for seq_len, fits in ((longest, True), (longest + 8 * GRAIN, False)):
@@ -332,19 +332,19 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(engine: str) -> Non
 
 
 def test_nothing_fits_a_small_device_and_nothing_is_known_of_another() -> None:
-    small = forecasts(question(memory=2e9))
+    small = forecasts(make_request(memory=2e9))
     assert recommended(small) is None and {each.longest for each in small} == {0}
-    unknown = forecasts(question(memory=None))
+    unknown = forecasts(make_request(memory=None))
     assert {each.fits for each in unknown} == {None} and recommended(unknown) is not None
     assert {each.remat for each in unknown} == {"none"}
 
 
 def test_what_a_forward_fetched_is_kept_with_its_results() -> None:
     """keep-attention would recompute local q, k and v, but it must keep the cached ones."""
-    asked = question(ulysses_degree=16, ranks=16, route="direct")
+    asked = make_request(ulysses_degree=16, ranks=16, route="direct")
     candidate = MAKERS["burst"](asked)
     groups = candidate.ways[0].groups
-    assert replace(groups, waves=0) == Groups(16, 8, keep=True)
+    assert replace(groups, chunks=0) == Groups(16, 8, keep=True)
     token = 2 * asked.seq_len // 16  # bytes of a number for each token
     assert candidate.kept == token * 2 * 8 * 128  # of keys and values, of which each head is at two ranks, the second
     assert candidate.results == token * (32 + 2 * 16) * 128
@@ -372,8 +372,8 @@ def test_a_part_that_stands_for_all_can_have_its_heads_cut_as_asked() -> None:
 
 def test_layers_with_windows_are_counted_apart() -> None:
     windows = (None, 4096) * 16
-    mixed = question(model=replace(MODELS["llama-3-8b"], windows=windows), remat="layer")
-    full, short = question(remat="layer"), question(window=4096, remat="layer")
+    mixed = make_request(model=replace(MODELS["llama-3-8b"], windows=windows), remat="layer")
+    full, short = make_request(remat="layer"), make_request(window=4096, remat="layer")
     both = [forecast_of("ring", each) for each in (mixed, full, short)]
     assert both[0].attention == pytest.approx((both[1].attention + both[2].attention) / 2)
     assert mixed.flops < full.flops

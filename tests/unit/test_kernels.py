@@ -13,7 +13,7 @@ from burst_attention import Mask
 from burst_attention.kernels import choose
 from burst_attention.kernels.contract import BackwardInputs
 from burst_attention.kernels.merge import blank_output, merge_
-from burst_attention.kernels.pieces import SMALL, cut
+from burst_attention.kernels.pieces import SMALL, split_into_pieces
 from burst_attention.kernels.surrogate import appended_columns, surrogate_output
 from burst_attention.plan.layout import Layout
 from burst_attention.plan.tile import Tile, Tiles, pair_tiles
@@ -34,7 +34,7 @@ def tiles_of(mask: Mask, seqlen: int) -> Tiles:
 
 def seen_by_pieces(tiles: Tiles, shape: tuple[int, int]) -> np.ndarray:
     seen = np.zeros(shape, int)
-    for piece in cut(tiles):
+    for piece in split_into_pieces(tiles):
         rows, columns = piece.q_stop - piece.q_start, piece.k_stop - piece.k_start
         inside = np.ones((rows, columns), bool)
         if piece.causal:
@@ -80,7 +80,7 @@ def test_large_bands_are_cut_exactly(rows: int, columns: int, lo: int, width: in
     if tile is None:
         return
     tiles = Tiles(np.array([tile]))
-    pieces = list(cut(tiles))
+    pieces = list(split_into_pieces(tiles))
     np.testing.assert_array_equal(seen_by_pieces(tiles, (rows, columns)), seen_by_tiles(tiles, (rows, columns)))
     computed = sum((p.q_stop - p.q_start) * (p.k_stop - p.k_start) for p in pieces)
     assert computed <= 2 * tiles.area + len(pieces) * SMALL * (SMALL + 128), "a band costs what it covers"
@@ -88,12 +88,12 @@ def test_large_bands_are_cut_exactly(rows: int, columns: int, lo: int, width: in
 
 def test_many_small_documents_take_few_launches() -> None:
     tiles = tiles_of(Mask(cu_seqlens=range(0, 4001, 10)), 4000)
-    assert len(tiles) == 400 and len(list(cut(tiles))) <= 4000 // (SMALL // 2)
+    assert len(tiles) == 400 and len(list(split_into_pieces(tiles))) <= 4000 // (SMALL // 2)
 
 
 @pytest.mark.parametrize("window", [1, 8, 100, 255, 256, 700])
 def test_short_windows_take_few_launches(window: int) -> None:
-    launches = list(cut(tiles_of(Mask(window=window), 4096)))
+    launches = list(split_into_pieces(tiles_of(Mask(window=window), 4096)))
     assert len(launches) <= 4096 // (SMALL // 2) + 2
     assert all(each.q_stop - each.q_start <= max(SMALL, window) for each in launches)
 

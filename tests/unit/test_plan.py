@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from burst_attention.plan.assignment import CIRCULATIONS, Cube, blocks, columns, heads, nearest, rows, table
+from burst_attention.plan.chunks import Chunks
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.groups import WHOLE, Groups
 from burst_attention.plan.layout import BALANCED, LAYOUTS, PER_DOCUMENT, Layout
@@ -24,7 +25,6 @@ from burst_attention.plan.schedule import Schedule
 from burst_attention.plan.slices import Slice
 from burst_attention.plan.strategy import Strategy
 from burst_attention.plan.tile import pair_tiles
-from burst_attention.plan.waves import Chunks
 from burst_attention.planner.planner import Planner, traffic_model_of
 from burst_attention.planner.traffic import TrafficModel
 from tests.support.schedules import make_schedule
@@ -214,7 +214,7 @@ class Simulation:
                 members = groups.members(groups.context(rank))
                 for place in self.programs[rank].kept.values():
                     ordered = np.empty(len(np.concatenate([self.own[r] for r in members])), int)
-                    gathered = Slice(self.layout, members, chunks=groups.chunks)
+                    gathered = Slice(self.layout, members, chunks=groups.chunk_count)
                     for r in members:
                         for at, row in enumerate(self.own[r]):
                             one = Rows.of(np.array([at]), np.array([at + 1]))
@@ -361,12 +361,12 @@ def cubes(draw) -> tuple[Layout, Mask, Cube, Groups]:
     count, contexts = draw(st.sampled_from([(2, 1), (2, 2), (3, 1), (4, 1), (2, 3), (1, 3)]))
     layout = dataclasses.replace(layout, world=count * contexts)
     shared = draw(st.sampled_from([n for n in range(1, count + 1) if count % n == 0]))
-    waves = draw(st.integers(0, 3)) if count > 1 else 0
+    chunks = draw(st.integers(0, 3)) if count > 1 else 0
     if draw(st.booleans()):
         shape = (count, layout.world, layout.world)
         dice = np.random.default_rng(draw(st.integers(0, 1 << 20))).integers(0, layout.world, shape)
-        return layout, mask, lambda i, j, group: dice[group, i, j], Groups(count, shared, waves=waves)
-    groups = Groups(count, shared, count > 1 and draw(st.booleans()), waves)
+        return layout, mask, lambda i, j, group: dice[group, i, j], Groups(count, shared, chunks=chunks)
+    groups = Groups(count, shared, count > 1 and draw(st.booleans()), chunks)
     return (
         layout,
         mask,
@@ -381,7 +381,7 @@ def test_programs_bring_every_cell_home_once(
     case: tuple[Layout, Mask, Cube, Groups], route: str, direction: Direction, data
 ) -> None:
     layout, mask, cube, groups = case
-    route = "direct" if groups.waves else route
+    route = "direct" if groups.chunks else route
     over = dataclasses.replace(ROUTES[route], nodes=data.draw(nodes_of(layout.world)))
     schedules = [Schedule(layout, mask, over, rank) for rank in range(layout.world)]
     simulation = Simulation(schedules, cube, direction, groups)
@@ -437,7 +437,7 @@ def test_a_step_is_one_visit_and_the_last_completes_whole_sequences() -> None:
 
 def test_a_wave_is_one_visit_and_its_results_leave_while_the_next_is_on_its_way() -> None:
     for direction, keep in product(Direction, (False, True)):
-        groups = Groups(4, 4, keep, waves=2)
+        groups = Groups(4, 4, keep, chunks=2)
         program = Schedule(Layout("zigzag", 64, 4), Mask(), ROUTES["direct"], 1).program("query", direction, groups)
         visits = [n for n, op in enumerate(program.ops) if isinstance(op, Visit)]
         home = [
@@ -465,17 +465,17 @@ def test_each_quarter_is_spread_over_all_ranks_by_halves() -> None:
 
 def test_chunks_are_what_shards_have_of_each_stretch() -> None:
     names = "zigzag", "zigzag-by-halves", "striped", "contiguous", "zigzag-per-document"
-    for name, world, waves in product(names, (1, 2, 3), (2, 3)):
+    for name, world, count in product(names, (1, 2, 3), (2, 3)):
         layout = Layout(name, 17, world, documents=(0, 5, 17) if name.endswith("document") else None)
-        chunks = Chunks(layout, waves)
-        for owner, place in product(range(world), range(waves)):
-            stretch = range(place * 17 // waves, (place + 1) * 17 // waves)
+        chunks = Chunks(layout, count)
+        for owner, place in product(range(world), range(count)):
+            stretch = range(place * 17 // count, (place + 1) * 17 // count)
             mine, rows = layout.positions(owner), chunks.rows(owner, place)
             got = [p for n, p in zip(rows.starts, rows.stops, strict=True) for p in mine[n:p].tolist()]
-            assert len(got) == chunks.lengths[owner * waves + place] == sum(p in stretch for p in mine.tolist())
+            assert len(got) == chunks.lengths[owner * count + place] == sum(p in stretch for p in mine.tolist())
             if not layout.per_document:
                 assert set(got) <= set(stretch)
-            table = chunks.table([owner * waves + place])
+            table = chunks.table([owner * count + place])
             reported = [f + n * s for _, _, f, count, s in table.tolist() for n in range(count)]
             assert reported == got and table[:, 3].sum() == len(got)
 
@@ -485,9 +485,9 @@ def test_chunks_are_what_shards_have_of_each_stretch() -> None:
 def test_bytes_counted_for_a_choice_are_those_of_the_programs(mask: Mask, world: int, count: int, heads: int) -> None:
     sizes = {"batch": 2, "head_dim": 8, "v_head_dim": 4, "io": 2, "partial": 4, "accumulate": 4}
     shape = Shape(q_heads=12, kv_heads=heads, **sizes)
-    waves = (0, 2) if count > 1 else (0,)
-    for layout, circulate, keep, n in product(("zigzag", "striped"), CIRCULATIONS, {False, count > 1}, waves):
-        groups = Groups.of(count, q_heads=12, kv_heads=heads, keep=keep, waves=n)
+    chunks = (0, 2) if count > 1 else (0,)
+    for layout, circulate, keep, n in product(("zigzag", "striped"), CIRCULATIONS, {False, count > 1}, chunks):
+        groups = Groups.of(count, q_heads=12, kv_heads=heads, keep=keep, chunks=n)
         schedules = [Schedule(Layout(layout, 50, world), mask, ROUTES["direct"], rank) for rank in range(world)]
         moved = Planner().bytes_moved(schedules[0], shape, circulate, groups)
         traffic = [schedule.traffic(shape, circulate, groups) for schedule in schedules]

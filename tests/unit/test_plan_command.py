@@ -99,7 +99,7 @@ def test_a_faster_engine_within_the_tolerance_is_named() -> None:
     def engine(name: str, attention: float) -> Forecast:
         return Forecast(engine=name, way="a way", attention=attention, memory={"none": {"weights": 1}}, fits=None)
 
-    asked = plan.PlanArguments(seq_len=1024, ranks=2, q_heads=2).question()
+    asked = plan.PlanArguments(seq_len=1024, ranks=2, q_heads=2).request()
     said = verdict(asked, [engine("burst", 1.01), engine("ulysses", 1.0)])
     assert said.startswith(
         "Recommended: burst (a way), 1.01 s per step (ulysses is 1.0% faster, but a difference of up to 2%"
@@ -279,5 +279,5 @@ def test_a_node_that_is_not_full_is_counted(ranks: int, nodes: str) -> None:
     rates = preset("h100-hgx")
     cluster = Cluster(ranks=ranks, per_node=8, rates=rates, device=device_of(rates))
     heads = {"q_heads": 8, "kv_heads": 8, "head_dim": 64, "layers": 2}
-    question: Any = SimpleNamespace(cluster=cluster, model=None, seq_len=65536, dtype=torch.bfloat16, **heads)
-    assert f"{ranks} ranks on {nodes}" in headline(question)
+    request: Any = SimpleNamespace(cluster=cluster, model=None, seq_len=65536, dtype=torch.bfloat16, **heads)
+    assert f"{ranks} ranks on {nodes}" in headline(request)

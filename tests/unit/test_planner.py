@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from burst_attention import CallShape, Hardware, Mask, burst_attention, make_plan
 from burst_attention.attention.hardware import resolve_nodes, resolve_rates
 from burst_attention.attention.renamed import OF_PLAN
-from burst_attention.kernels.pieces import cut
+from burst_attention.kernels.pieces import split_into_pieces
 from burst_attention.plan.assignment import CIRCULATIONS
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.groups import WHOLE, Groups
@@ -61,12 +61,12 @@ def schedule(
     return make_schedule(seqlen, rank=0, world=world, planner=Planner(rates, tuple(range(world)), known), **options)
 
 
-def test_heads_are_cut_as_often_as_there_are_ranks_and_come_in_waves_on_slow_links() -> None:
+def test_heads_are_cut_as_often_as_there_are_ranks_and_come_in_chunks_on_slow_links() -> None:
     planned = schedule(link(200), known=shape())
-    assert planned.layout.name == "zigzag-by-halves" and planned.choose_call(shape()).candidate.groups.waves == 4
+    assert planned.layout.name == "zigzag-by-halves" and planned.choose_call(shape()).candidate.groups.chunks == 4
     assert planned.choose_call(shape()).candidate.groups.query == 4
     named = schedule(link(200), known=shape(), layout="zigzag")
-    assert named.layout.name == "zigzag" and named.choose_call(shape()).candidate.groups.waves == 2
+    assert named.layout.name == "zigzag" and named.choose_call(shape()).candidate.groups.chunks == 2
     assert named.choose_call(shape()).seconds > planned.choose_call(shape()).seconds
 
 
@@ -143,7 +143,7 @@ def test_where_links_are_guessed_that_is_chosen_which_loses_least_on_slower_ones
     options = {"mask": Mask(), "layout": "auto", "route": "direct", "rank": 0, "world": 4, "ulysses_degree": "auto"}
     fast, wary = (make_schedule(4096, **options, planner=planner) for planner in (sure, unsure))
     chosen = wary.choose_call(shape()).candidate
-    assert chosen.groups == replace(fast.choose_call(shape()).candidate.groups, waves=2)  # where that has one wave
+    assert chosen.groups == replace(fast.choose_call(shape()).candidate.groups, chunks=2)  # where that has one turn
 
     def worst(layout: str, candidate: Candidate) -> float:
         """Return the worst slowdown relative to the fastest candidate, over the assumed link speeds."""
@@ -206,10 +206,10 @@ def test_one_call_asks_the_planner_once(degree: int | str, monkeypatch: pytest.M
         assert len(asked) == 1
         chosen = planned.choose_call(shape()).candidate
         assert (groups, settled) == (chosen.groups, chosen.circulate) and len(asked) == 1
-        assert planned.settle(shape(), replace(groups, waves=0)) == (groups, settled) and len(asked) == 1
+        assert planned.settle(shape(), replace(groups, chunks=0)) == (groups, settled) and len(asked) == 1
     # Groups that were not chosen are settled, too: all else is chosen for them.
     other = replace(groups, keep=not groups.keep) if groups.query > 1 else Groups(4, 4)
-    assert replace(planned.settle(shape(), other)[0], waves=0) == replace(other, waves=0)
+    assert replace(planned.settle(shape(), other)[0], chunks=0) == replace(other, chunks=0)
 
 
 def test_visits_and_launches_are_about_those_that_run() -> None:
@@ -229,16 +229,16 @@ def test_visits_and_launches_are_about_those_that_run() -> None:
 
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize(
-    ("world", "count", "layout", "waves"),
+    ("world", "count", "layout", "chunks"),
     [(4, 4, "contiguous", 1), (4, 4, "zigzag", 2), (4, 4, "zigzag-by-halves", 4), (8, 4, "zigzag-by-halves", 4)],
 )
-def test_launches_of_waves_are_those_that_run(world: int, count: int, layout: str, waves: int, keep: bool) -> None:
-    groups = Groups(count, count, keep, waves)
+def test_launches_of_chunks_are_those_that_run(world: int, count: int, layout: str, chunks: int, keep: bool) -> None:
+    groups = Groups(count, count, keep, chunks)
     planned = schedule(CPU, world=world, layout=layout)
     for direction, reported in zip(Direction, planned.timed(shape(), "query", groups), strict=True):
         programs = [planned.under(rank=rank).program("query", direction, groups) for rank in range(world)]
         visits = [[op.tiles for op in each.ops if isinstance(op, Visit)] for each in programs]
-        assert reported.launches == max(sum(len([*cut(tiles)]) for tiles in mine) for mine in visits)
+        assert reported.launches == max(sum(len([*split_into_pieces(tiles)]) for tiles in mine) for mine in visits)
 
 
 def exchanged(*messages: tuple[int, int, int, int], work: list[list[float]], rates: Rates = CPU) -> float:

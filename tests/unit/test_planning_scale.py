@@ -132,4 +132,6 @@ def test_choosing_again_hashes_no_documents(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(planner_module, "representative", once_more)
     monkeypatch.setattr(choose, "representative", once_more)
     assert schedule.decide(SHAPE) == first
-    assert schedule.choose_groups(SHAPE) == replace(first[0], waves=schedule.choose_call(SHAPE).candidate.groups.waves)
+    assert schedule.choose_groups(SHAPE) == replace(
+        first[0], chunks=schedule.choose_call(SHAPE).candidate.groups.chunks
+    )

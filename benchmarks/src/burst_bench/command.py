@@ -166,7 +166,7 @@ def main(arguments: list[str]) -> int:
     flags = {given.partition("=")[0] for given in arguments}
     if "--cluster" in flags or "--link" in flags:
         what = "--cluster is an option" if "--cluster" in flags else "--link needs --cluster, an option"
-        return launch.refuse(
+        return launch.print_error(
             "burst bench", ValueError(f"{what} of `{CLUSTER}`; burst bench never changes this machine's network")
         )
     return compare("burst bench", Arguments, arguments)
@@ -195,7 +195,7 @@ def compare(name: str, kind: type[Arguments], arguments: list[str]) -> int:
             Console(soft_wrap=True).print(usage(name), highlight=False, markup=False)
             return 0
         known = ", ".join(TASKS if kind is ClusterArguments else (*TASKS, *PROGRAMS))
-        return launch.refuse(name, ValueError(f"the task is {given}; give one of {known}"))
+        return launch.print_error(name, ValueError(f"the task is {given}; give one of {known}"))
     task, rest = arguments[0], launch.spelled_out(arguments[1:])
     parsed = tyro.cli(kind, prog=f"{name} {task}", args=rest)
     try:
@@ -208,7 +208,7 @@ def compare(name: str, kind: type[Arguments], arguments: list[str]) -> int:
         Console(stderr=True, soft_wrap=True).print(f"[bold red]{name}:[/] {escape(str(error))}", highlight=False)
         return 1
     except (ValueError, ClusterError) as error:
-        return launch.refuse(name, error)
+        return launch.print_error(name, error)
     except KeyboardInterrupt:
         return 130
     if all(row.refused for row in results.rows):

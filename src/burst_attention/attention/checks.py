@@ -172,7 +172,7 @@ def shared_fields(q: Tensor, k: Tensor, v: Tensor, call: ResolvedCall, wanted: l
         "circulate": call.circulate,
         "ulysses_degree": call.groups.query,
         "cache_qkv": call.groups.keep,
-        "chunks": call.groups.waves,
+        "chunks": call.groups.chunks,
         "kernel": call.kernel.name,
         "gradients wanted by q, k, v": wanted,
     }

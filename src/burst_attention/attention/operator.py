@@ -45,18 +45,18 @@ class Settled:
     scale: float
     circulate: str
     kernel: str
-    waves: int
+    chunks: int
 
     def pack(self) -> Tensor:
         """Return a float64 [5] tensor on the CPU."""
         names = tuple(CIRCULATIONS).index(self.circulate), KERNELS.index(self.kernel)
-        return torch.tensor((self.number, self.scale, *names, self.waves), dtype=torch.float64)
+        return torch.tensor((self.number, self.scale, *names, self.chunks), dtype=torch.float64)
 
     @classmethod
     def unpack(cls, packed: Tensor) -> Settled:
         """Read a tensor of :meth:`pack`."""
-        number, scale, circulate, kernel, waves = packed.tolist()
-        return cls(int(number), scale, tuple(CIRCULATIONS)[int(circulate)], KERNELS[int(kernel)], int(waves))
+        number, scale, circulate, kernel, chunks = packed.tolist()
+        return cls(int(number), scale, tuple(CIRCULATIONS)[int(circulate)], KERNELS[int(kernel)], int(chunks))
 
 
 def gradients_wanted(q: Tensor, k: Tensor, v: Tensor) -> int:
@@ -115,7 +115,7 @@ def attend(
     with torch.autocast(q.device.type, enabled=False):
         sums = sweep(program, plan.transport, work, plan.indices)
     out, log_sum = sums[Side.QUERY]
-    settled = Settled(number, call.scale, call.circulate, call.kernel.name, call.groups.waves)
+    settled = Settled(number, call.scale, call.circulate, call.kernel.name, call.groups.chunks)
     return out.to(q.dtype).contiguous(), log_sum.contiguous(), settled.pack(), kept_q, kept_k, kept_v
 
 
@@ -153,7 +153,7 @@ def attend_backward(
         plan.transport.check_device(q.device)
         head_dims = q.shape[3], v.shape[3]
         kernel = kernel_for(forward.kernel, plan.mask, device=q.device, dtype=q.dtype, head_dims=head_dims)
-        groups = Groups.of(heads, q_heads=q.shape[1], kv_heads=kv_heads, keep=kept is not None, waves=forward.waves)
+        groups = Groups.of(heads, q_heads=q.shape[1], kv_heads=kv_heads, keep=kept is not None, chunks=forward.chunks)
         fields = {"call number": forward.number}
         delta = row_dot(dout, out, lse.dtype)
         if dlse is not None:

@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> int:
         parsed.check()
         running = launch.torchrun_ranks(parsed.ranks)
     except ValueError as error:
-        return launch.refuse(COMMAND, error)
+        return launch.print_error(COMMAND, error)
     from burst_attention.launch.join import default_ranks
 
     ranks = running[0] if running else parsed.ranks or default_ranks(parsed.device)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..plan.tile import Tiles
 from .aten_ops import AtenOps, MaskAndScale
 from .contract import band_seen
-from .pieces import Piece, cut
+from .pieces import Piece, split_into_pieces
 from .precision import accumulation_dtype
 from .stock import Stock
 
@@ -48,7 +48,7 @@ class Aten(Stock[Piece]):
 
     def launches(self, tiles: Tiles) -> Iterable[Piece]:
         """Cut the tiles into pieces that the operator supports."""
-        return cut(tiles)
+        return split_into_pieces(tiles)
 
     def leaves_rows_blind(self, launch: Piece) -> bool:
         """Return whether the piece is masked, so that a row may see nothing."""

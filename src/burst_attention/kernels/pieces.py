@@ -30,7 +30,7 @@ class Piece:
     masked: tuple[Tile, ...] = ()
 
 
-def cut(tiles: Tiles) -> Iterator[Piece]:
+def split_into_pieces(tiles: Tiles) -> Iterator[Piece]:
     """Cut tiles into disjoint pieces that cover them."""
     small: list[Tile] = []
     for tile in tiles:

@@ -44,12 +44,12 @@ def launches_of(tiles: Tiles) -> Iterator[Tile]:
     for tile in tiles:
         right = window_of(tile).right
         sees_the_last_key = tile.columns - 1 + tile.lo if right is not None and right >= tile.columns else 0
-        for part in _cut(tile, sees_the_last_key):
+        for part in _split_before(tile, sees_the_last_key):
             tall = part.rows > part.columns + 1 and part.bounded_below and not part.bounded_above
-            yield from _cut(part, part.hi + 1 if tall else 0)
+            yield from _split_before(part, part.hi + 1 if tall else 0)
 
 
-def _cut(tile: Tile, row: int) -> Iterator[Tile]:
+def _split_before(tile: Tile, row: int) -> Iterator[Tile]:
     """Cut a tile before ``row``; yield the non-empty parts."""
     for rows in ((0, row), (row, tile.rows)):
         part = tile.part(rows, (0, tile.columns)) if rows[1] > rows[0] else None

@@ -73,7 +73,7 @@ def torchrun_ranks(asked: int | None) -> tuple[int, int] | None:
     return world, int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
 
-def refuse(command: str, error: Exception) -> int:
+def print_error(command: str, error: Exception) -> int:
     """Print the error in one line and return the exit status, 2."""
     if is_rank_0():
         Console(stderr=True, soft_wrap=True).print(f"[bold red]{command}:[/] {escape(str(error))}", highlight=False)
@@ -91,7 +91,7 @@ def start(command: str, worker: Callable[[Any], Any], argument: Any, *, ranks: i
     except Exception as error:
         if not is_expected(error):
             raise
-        refuse(command, error)
+        print_error(command, error)
         return 1
     return 0
 

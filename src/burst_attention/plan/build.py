@@ -30,7 +30,7 @@ class Builder:
         self.known: Cells = work.cells(rank)
         self.cells = self.known.at(rank)
         self.edges: list[Edge] = sorted(work.edges(self.known, rank), key=_global_order)
-        chunks = self.groups.chunks
+        chunks = self.groups.chunk_count
         self.slices = {key: Slice(work.layout, owners, chunks=chunks) for key, owners in self._owners().items()}
         own = self.groups.context(rank)
         self.kept = {
@@ -54,10 +54,10 @@ class Builder:
             code = self.work.owner(self.cells[:, column]) * self.groups.count(side) + self.groups.part(side, group)
             for owner, part in (divmod(one, self.groups.count(side)) for one in np.unique(code).tolist()):
                 owners[side, self.groups.context(owner), part].add(owner)
-        if self.groups.keep or self.groups.waves:  # all members, because a cached message may carry any of their rows
+        if self.groups.keep or self.groups.chunks:  # all members, because a cached message may carry any of their rows
             for side in Side if self.groups.keep else ():
                 owners[side, self.groups.context(self.rank), self.groups.part(side, self.rank % self.groups.query)]
-            for key in (edge.key for edge in self.edges if self.groups.waves):  # forwarded data comes in chunks
+            for key in (edge.key for edge in self.edges if self.groups.chunks):  # forwarded data comes in chunks
                 owners[key.side, self.groups.context(key.owner), key.part]
             return {key: [*self.groups.members(key[1])] for key in owners}
         return {key: sorted(these) for key, these in owners.items()}
@@ -66,7 +66,7 @@ class Builder:
         """Return the buffer in which this rank uses a key's tensors."""
         context = self.groups.context(key.owner)
         beside = self.slices.get((key.side, context, key.part))
-        alone = beside is None or (len(beside.owners) == 1 and self.groups.chunks == 1)
+        alone = beside is None or (len(beside.owners) == 1 and self.groups.chunk_count == 1)
         return key.side, key.owner if alone else self.world + context, key.part
 
     def _rows(self, edge: Edge) -> Rows:
@@ -258,7 +258,7 @@ def _positions(values: Iterable[Any]) -> dict[Any, list[int]]:
 def _global_order(edge: Edge) -> tuple[Any, ...]:
     """Sort key of edges; all ranks post in this order, so messages between two ranks match."""
     key = edge.key
-    return edge.step, edge.partial, edge.side.value, edge.owner, edge.source, key.part, key.payload.value, key.wave
+    return edge.step, edge.partial, edge.side.value, edge.owner, edge.source, key.part, key.payload.value, key.turn
 
 
 def _with_drops(ops: list[Op], rank: int, world: int) -> list[Op]:

@@ -12,13 +12,13 @@ from itertools import product
 import numpy as np
 
 from .assignment import Cube
+from .chunks import Chunks, in_chunks, turn_of
 from .groups import Groups, Ranks
 from .layout import Layout
 from .route import Edge, Key, Route, Use
 from .rows import Direction, Payload, Rows, Side, Union
 from .slices import Slice
 from .tile import wanted_tiles
-from .waves import Chunks, in_waves, wave_of
 
 ROWS_AT_ONCE = 64
 
@@ -39,15 +39,15 @@ class PassSpec:
     @cached_property
     def chunks(self) -> Layout | Chunks:
         """The parts that are sent separately: the shards, or their chunks."""
-        return in_waves(self.layout, self.groups.chunks)
+        return in_chunks(self.layout, self.groups.chunk_count)
 
     def owner(self, chunk: Ranks) -> Ranks:
         """Return the owner of a chunk's shard."""
-        return chunk // self.groups.chunks
+        return chunk // self.groups.chunk_count
 
-    def wave(self, chunk: Ranks) -> Ranks:
+    def turn(self, chunk: Ranks) -> Ranks:
         """Return a chunk's place in the order of the exchange."""
-        return wave_of(chunk, self.groups.chunks, self.direction)
+        return turn_of(chunk, self.groups.chunk_count, self.direction)
 
     def rows_of(self, owner: int, place: int) -> Rows:
         """Return the local rows of the chunk at this place in its shard."""
@@ -81,7 +81,7 @@ class PassSpec:
         of_group = [group == g for g in range(groups.query)]
         ranks = np.concatenate([self.cube(own[0][at], own[1][at], g) for g, at in enumerate(of_group)])
         query, key = (
-            self.route.distance(groups, x, ranks, world, wave=self.wave(y)) for x, y in zip(own, (i, j), strict=True)
+            self.route.distance(groups, x, ranks, world, turn=self.turn(y)) for x, y in zip(own, (i, j), strict=True)
         )
         if self.fetched_before:  # the query side's gradients start at their owner, the inputs at the cache
             kept = [groups.cache_owner(group, groups.context(owner)) for owner in own]
@@ -106,7 +106,7 @@ class PassSpec:
 
     def _table(self, wanted: np.ndarray) -> np.ndarray:
         """Return the sorted tiles of these pairs, cached because forward and backward mostly share them."""
-        key = bytes([self.groups.chunks]) + blake2b(np.packbits(wanted).data, digest_size=16).digest()
+        key = bytes([self.groups.chunk_count]) + blake2b(np.packbits(wanted).data, digest_size=16).digest()
         if key not in self.tables:
             self.tables[key] = wanted_tiles(self.chunks, self.regions, wanted)
         return self.tables[key]
@@ -166,15 +166,15 @@ class PassSpec:
 
     def key(self, side: Side, chunk: int, part: int, payload: Payload = Payload.ALL) -> Key:
         """Return the key of a chunk's tensors."""
-        return Key(side, self.owner(chunk), part, payload, self.wave(chunk))
+        return Key(side, self.owner(chunk), part, payload, self.turn(chunk))
 
     def _with_own_context(self, uses: Uses, rank: int | None) -> Uses:
         """Add all rows of each rank's sequence group, because the rank caches them."""
         groups, wider = self.groups, {key: dict(users) for key, users in uses.items()}
         contexts = range(self.layout.world // groups.query) if rank is None else [groups.context(rank)]
         for context in contexts:
-            for owner, place in product(groups.members(context), range(groups.chunks)):
-                whole, chunk = Use(self.rows_of(owner, place), 0), owner * groups.chunks + place
+            for owner, place in product(groups.members(context), range(groups.chunk_count)):
+                whole, chunk = Use(self.rows_of(owner, place), 0), owner * groups.chunk_count + place
                 for group, user in enumerate(groups.members(context) if whole.rows.count else ()):
                     for side in Side:
                         wider.setdefault((side, chunk, groups.part(side, group)), {})[user] = whole
@@ -195,7 +195,7 @@ class PassSpec:
                 cache_owner = groups.cache_owner(user % groups.query, context)
                 if cache_owner != user:
                     if context not in slices:
-                        slices[context] = Slice(self.layout, groups.members(context), chunks=groups.chunks)
+                        slices[context] = Slice(self.layout, groups.members(context), chunks=groups.chunk_count)
                     placed = slices[context].place(owner, use.rows)
                     rows[Key(side, cache_owner, part, Payload.INPUTS)][user].append(placed)
         for key, wanted in rows.items():

@@ -26,16 +26,16 @@ class Groups:
         key: the number of parts of keys and values: ``query``, or the number of key-value heads if smaller.
         keep: whether the forward caches the q, k and v of its sequence group for the backward, instead of the rank's
             own.
-        waves: the number of chunks, by position, in which a sequence group's shards arrive. 0: one owner at a time.
+        chunks: the number of chunks, by position, in which a sequence group's shards arrive. 0: one owner at a time.
     """
 
     query: int = 1
     key: int = 1
     keep: bool = False
-    waves: int = 0
+    chunks: int = 0
 
     @classmethod
-    def of(cls, count: int, *, q_heads: int, kv_heads: int, keep: bool = False, waves: int = 0) -> Groups:
+    def of(cls, count: int, *, q_heads: int, kv_heads: int, keep: bool = False, chunks: int = 0) -> Groups:
         """Split heads into ``count`` groups.
 
         Raises:
@@ -47,7 +47,7 @@ class Groups:
                 "divide the key-value heads, or be a multiple of them that divides the query heads. Choose another "
                 "degree, or 'auto'"
             )
-        return cls(count, min(count, kv_heads), keep, waves)
+        return cls(count, min(count, kv_heads), keep, chunks)
 
     @staticmethod
     def divide(count: int, *, q_heads: int, kv_heads: int) -> bool:
@@ -75,11 +75,11 @@ class Groups:
         return group + self.query * context
 
     @property
-    def chunks(self) -> int:
+    def chunk_count(self) -> int:
         """Number of parts of a shard that are sent separately."""
-        return max(1, self.waves)
+        return max(1, self.chunks)
 
-    def distance(self, source: Ranks, rank: Ranks, world: int, *, contexts: int = 1, wave: Ranks | int = 0) -> Ranks:
+    def distance(self, source: Ranks, rank: Ranks, world: int, *, contexts: int = 1, turn: Ranks | int = 0) -> Ranks:
         """Return the step at which data from ``source`` reaches ``rank``.
 
         The own sequence group comes first. Each step is a permutation of the ranks, or a chunk of a sequence group.
@@ -87,11 +87,11 @@ class Groups:
         Args:
             contexts: how many neighbouring sequence groups share a node. The own node comes first; each other node is
                 entered at the rank of the same place. Unused with chunks.
-            wave: the chunk, from 0. Local data has one too, because a chunk is computed together.
+            turn: the chunk, from 0. Local data has one too, because a chunk is computed together.
         """
         here, there = self.context(source), self.context(rank)
-        if self.waves:
-            return (there - here) % (world // self.query) * self.waves + wave + 1
+        if self.chunks:
+            return (there - here) % (world // self.query) * self.chunks + turn + 1
         nodes = (there // contexts - here // contexts) % (world // self.query // contexts)
         return (nodes * contexts + (there - here) % contexts) * self.query + (rank - source) % self.query
 

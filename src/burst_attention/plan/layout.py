@@ -131,13 +131,13 @@ class Layout:
             int64 [N, 5]: owner, local offset, first position, length, stride.
         """
         if self.name != BALANCED and self.world * len(self._parts) > MOST_SEGMENTS:
-            return self._cut(ranks)
+            return self._segments_of(ranks)
         table, begins = self._of_all
         if len(ranks) == self.world:
             return table
         return np.concatenate([table[:0], *(table[begins[rank] : begins[rank + 1]] for rank in ranks)])
 
-    def _cut(self, ranks: Sequence[int]) -> np.ndarray:
+    def _segments_of(self, ranks: Sequence[int]) -> np.ndarray:
         """Return the segment table of these ranks, as :data:`LAYOUTS` defines each part."""
         owners, borders = np.asarray(ranks, np.int64)[:, None], np.asarray(self._parts, np.int64)
         lengths, columns = np.diff(borders), []
@@ -155,7 +155,7 @@ class Layout:
         if self.name == BALANCED:
             table = self._placed()
         else:
-            table = self._cut(range(self.world))
+            table = self._segments_of(range(self.world))
         return table, np.searchsorted(table[:, 0], np.arange(self.world + 1))
 
     @property

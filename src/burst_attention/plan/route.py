@@ -30,7 +30,7 @@ class Key(NamedTuple):
     owner: int
     part: int = 0
     payload: Payload = Payload.ALL
-    wave: int = 0
+    turn: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,17 +188,17 @@ class Route:
         alike = [self.nodes[n : n + size] for n in range(0, len(self.nodes), size)]
         return size if all(len(each) == size and len(set(each)) == 1 for each in alike) else 1
 
-    def distance(self, groups: Groups, source: Ranks, rank: Ranks, world: int, *, wave: Ranks | int = 0) -> Ranks:
+    def distance(self, groups: Groups, source: Ranks, rank: Ranks, world: int, *, turn: Ranks | int = 0) -> Ranks:
         """Return the step at which data from ``source`` reaches ``rank``.
 
         If sequence groups divide the nodes evenly, the order goes by nodes, which spreads the load on their links.
         """
         inside = self.node_size // groups.query if self.node_size % groups.query == 0 else 1
-        return groups.distance(source, rank, world, contexts=inside, wave=wave)
+        return groups.distance(source, rank, world, contexts=inside, turn=turn)
 
     def _by_distance(self, key: Key, uses: Mapping[int, Use], groups: Groups, world: int) -> list[tuple[int, int]]:
-        owner, wave = key.owner, key.wave
-        return sorted((self.distance(groups, owner, rank, world, wave=wave), rank) for rank in uses if rank != owner)
+        owner, turn = key.owner, key.turn
+        return sorted((self.distance(groups, owner, rank, world, turn=turn), rank) for rank in uses if rank != owner)
 
     def _by_node(self, away: list[tuple[int, int]], owner: int) -> list[list[tuple[int, int]]]:
         """Group (distance, rank) pairs that share one message from or to ``owner``, in order of distance."""

@@ -6,22 +6,22 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from .chunks import in_chunks
 from .layout import Layout
 from .rows import Rows
-from .waves import in_waves
 
 
 class Slice:
     """The shards of ``owners`` in one buffer, lowest position first. One owner's shard keeps its order.
 
     Args:
-        chunks: number of chunks per shard (:class:`~burst_attention.plan.waves.Chunks`).
+        chunks: number of chunks per shard (:class:`~burst_attention.plan.chunks.Chunks`).
     """
 
     def __init__(self, layout: Layout, owners: Iterable[int], *, chunks: int = 1) -> None:
         self.owners, self.chunks = tuple(owners), chunks
         # chunk, local offset, first position, length, stride
-        table = in_waves(layout, chunks).table([owner * chunks + n for owner in self.owners for n in range(chunks)])
+        table = in_chunks(layout, chunks).table([owner * chunks + n for owner in self.owners for n in range(chunks)])
         if len(self.owners) > 1:
             table = table[np.argsort(table[:, 2], kind="stable")]
         lengths = table[:, 3]

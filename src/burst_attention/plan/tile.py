@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .band import band_area, tighten
+from .chunks import Chunks
 from .join import joined
 from .layout import Layout
 from .rows import Rows
-from .waves import Chunks
 
 
 class Tile(NamedTuple):
@@ -134,21 +134,21 @@ def wanted_tiles(layout: Layout | Chunks, regions: np.ndarray, wanted: np.ndarra
     Returns:
         int64 [T, 8]: query owner, key owner, then a tile.
     """
-    waves = layout.world // len(wanted)
+    count = layout.world // len(wanted)
     owners: dict[tuple[int, ...], list[int]] = {}  # wanted key owners -> query owners that want exactly those
     for i in np.flatnonzero(wanted.any(1)).tolist():
         owners.setdefault(tuple(np.flatnonzero(wanted[i]).tolist()), []).append(i)
     tables = [
-        _all_tiles(layout, layout, regions, *(_chunks(x, waves) for x in (q_owners, k_owners)))
+        _all_tiles(layout, layout, regions, *(_chunks(x, count) for x in (q_owners, k_owners)))
         for k_owners, q_owners in owners.items()
     ]
     found = joined(np.concatenate([np.empty((9, 0), np.int64), *(table.T for table in tables)], 1).T)
     return np.delete(found.T, 2, 0).T
 
 
-def _chunks(owners: Sequence[int], waves: int) -> Sequence[int]:
+def _chunks(owners: Sequence[int], count: int) -> Sequence[int]:
     """Return all chunks of these owners."""
-    return owners if waves == 1 else (np.asarray(owners)[:, None] * waves + np.arange(waves)).ravel().tolist()
+    return owners if count == 1 else (np.asarray(owners)[:, None] * count + np.arange(count)).ravel().tolist()
 
 
 def region_tiles(layout: Layout | Chunks, regions: np.ndarray) -> np.ndarray:

@@ -39,7 +39,7 @@ class Candidate(NamedTuple):
         """Return the strategy that selects this candidate."""
         groups = self.groups
         strategy = Strategy(layout=layout, route=route, circulate=self.circulate, ulysses_degree=groups.query)
-        return strategy if groups.query == 1 else replace(strategy, cache_qkv=groups.keep, chunks=groups.waves)
+        return strategy if groups.query == 1 else replace(strategy, cache_qkv=groups.keep, chunks=groups.chunks)
 
     def __str__(self) -> str:
         return repr(self.strategy()).removeprefix("Strategy(").removesuffix(")")
@@ -125,7 +125,7 @@ def predict(
     computing = [sum(n * seconds for n, seconds in zip(times, each, strict=True)) for each in busy]
     found = [[Prediction(*each, forwards=forwards) for each in zip(candidates, computing, strict=True)] for _ in wires]
     _run(found, both, 0, wires)
-    alike = [each._replace(groups=replace(each.groups, waves=0)) for each in candidates]
+    alike = [each._replace(groups=replace(each.groups, chunks=0)) for each in candidates]
     moving: dict[Candidate, list[tuple[float, ...]]] = {}  # the number of chunks doesn't change the bytes
     for n in range(1, len(candidates)):
         if any(computing[n] * WORTH < each[0].seconds for each in found):
@@ -187,7 +187,7 @@ def cuts(layout: Layout, shape: Shape, strategy: Strategy) -> Iterator[Groups]:
         nothing = count == 1 or _some_slice_is_empty(layout, count)
         keeps = [False] if nothing else [False, True] if strategy.cache_qkv == "auto" else [strategy.cache_qkv]
         for kept in keeps:
-            yield from in_all_waves(layout, replace(groups, keep=kept), strategy.chunks)
+            yield from chunkings(layout, replace(groups, keep=kept), strategy.chunks)
 
 
 def _some_slice_is_empty(layout: Layout, count: int) -> bool:
@@ -195,19 +195,19 @@ def _some_slice_is_empty(layout: Layout, count: int) -> bool:
     return bool((np.add.reduceat(layout.lengths, range(0, layout.world, count)) == 0).any())
 
 
-def in_all_waves(layout: Layout, groups: Groups, waves: ChunksOrAuto) -> Iterator[Groups]:
+def chunkings(layout: Layout, groups: Groups, chunks: ChunksOrAuto) -> Iterator[Groups]:
     """Yield the numbers of chunks to try: one; one per stretch that is spread over all ranks; and owner by owner.
 
     Owner by owner is tried only if several sequence groups can hide it.
     """
     if groups.query == 1:
         counts: list[int] = [0]
-    elif waves != "auto":
-        counts = [waves]
+    elif chunks != "auto":
+        counts = [chunks]
     else:
         counts = [*divisors(layout.stretches)]
         counts += [0] if groups.query < layout.world else []
-    yield from (replace(groups, waves=count) for count in counts)
+    yield from (replace(groups, chunks=count) for count in counts)
 
 
 def candidates(

@@ -30,8 +30,8 @@ from .choice import (
     Prediction,
     by_work_and_bytes,
     candidates,
+    chunkings,
     cuts,
-    in_all_waves,
     least_regret,
     predict,
     remembered,
@@ -173,7 +173,7 @@ class Planner:
 
     def decide(self, schedule: Schedule, shape: Shape) -> Candidate:
         """Choose how a call of this shape is computed: everything on which a sweep's programs depend."""
-        return self.settle(schedule, shape, replace(self.choose_groups(schedule, shape), waves=0))
+        return self.settle(schedule, shape, replace(self.choose_groups(schedule, shape), chunks=0))
 
     def choose_groups(self, schedule: Schedule, shape: Shape) -> Groups:
         """Choose how heads are split if that was left open, and whether q, k and v are cached.
@@ -189,9 +189,9 @@ class Planner:
         """Choose the chunks of a call that :meth:`choose_groups` split, and what circulates."""
         if _splits_by_choice(schedule) and schedule.route.direct:
             found = self.choose_call(schedule, shape).candidate
-            if replace(found.groups, waves=groups.waves) == groups:
+            if replace(found.groups, chunks=groups.chunks) == groups:
                 return found
-        ways = [*in_all_waves(schedule.layout, groups, _waves_of(schedule))]
+        ways = [*chunkings(schedule.layout, groups, _chunks_of(schedule))]
         if len(ways) > 1:
             return self._best(schedule, shape, ways).candidate
         return Candidate(ways[0], self.choose_circulation(schedule, shape, ways[0]))
@@ -290,7 +290,7 @@ class Planner:
     ) -> list[list[Prediction]]:
         planner, strategy, world = self, schedule.strategy, schedule.layout.world
         if given is None:
-            given = [*cuts(schedule.layout, shape, replace(strategy, chunks=_waves_of(schedule)))]
+            given = [*cuts(schedule.layout, shape, replace(strategy, chunks=_chunks_of(schedule)))]
         few = alike or world > MOST_ON_PAPER
         layout, mask = _representative_of(schedule) if few else (schedule.layout, schedule.mask)
         if world > MOST_ON_PAPER:
@@ -356,7 +356,7 @@ def _splits_by_choice(schedule: Schedule) -> bool:
     return not (schedule.strategy.ulysses_degree == 1 or schedule.layout.world == 1 or schedule.route.ring)
 
 
-def _waves_of(schedule: Schedule) -> int | Literal["auto"]:
+def _chunks_of(schedule: Schedule) -> int | Literal["auto"]:
     return schedule.strategy.chunks if schedule.route.direct else 0
 
 

@@ -124,8 +124,8 @@ def _launches(
     if groups.query == 1:
         touched = {side: by_step(pairs.rows[side]) for side in Side}
         return by_step(pairs.tiles), by_step(np.ones(1)), touched
-    if groups.waves:
-        return _of_waves(tally, by_step, steps, groups)
+    if groups.chunks:
+        return _of_chunks(tally, by_step, steps, groups)
     cut = tally.segments
     runs = 1.0 if fetched_before else RUNS * (1 + cut) / 2
     new, old = steps.new_query, steps.new_key & ~steps.new_query
@@ -145,7 +145,7 @@ def _launches(
     return launches, np.minimum(here[0] + here[1], 1), folded
 
 
-def _of_waves(
+def _of_chunks(
     tally: TrafficModel, by_step: Callable[[np.ndarray], np.ndarray], steps: Steps, groups: Groups
 ) -> tuple[np.ndarray, np.ndarray, dict[Side, np.ndarray]]:
     """Estimate :func:`_launches` if shards are sent in chunks, so that a sequence group's chunks join into stretches.
@@ -340,7 +340,7 @@ class PassSimulation:
 
     def moving(self, wires: Sequence[Wire]) -> list[float]:
         """Return a lower bound of the seconds of the busiest port, for each of these wires."""
-        whole = replace(self.groups, waves=0)  # the number of chunks doesn't change the bytes
+        whole = replace(self.groups, chunks=0)  # the number of chunks doesn't change the bytes
         messages = self.whole.messages(self.shape, self.direction, self.inner, whole)
         return [wire.least(messages) + wire.rates.overhead.call for wire in wires]
 

@@ -14,13 +14,13 @@ import numpy as np
 
 from ..plan.assignment import Assignment
 from ..plan.band import band_area
+from ..plan.chunks import in_chunks, turn_of
 from ..plan.cost import Shape
 from ..plan.demand import PassSpec
 from ..plan.groups import Groups
 from ..plan.layout import Layout
 from ..plan.rows import Direction, Payload, Side, Union, painted
 from ..plan.tile import region_tiles
-from ..plan.waves import in_waves, wave_of
 
 SHARD, PARTIAL, RELAYED = 0, 1, 2
 MOST_CELLS = 1 << 15  # with more cells, sampled head groups represent the others
@@ -108,7 +108,7 @@ class TrafficModel:
 
     def __init__(self, layout: Layout, regions: np.ndarray, *, chunks: int = 1) -> None:
         self.layout, self.regions, self.world, self.chunks = layout, regions, layout.world, chunks
-        self.cut = in_waves(layout, chunks)
+        self.cut = in_chunks(layout, chunks)
         self.lengths = np.array(self.cut.lengths)
         self._table = region_tiles(self.cut, regions)
         self._rows: dict[tuple[int, Side], tuple[np.ndarray, np.ndarray, Union]] = {}
@@ -116,19 +116,19 @@ class TrafficModel:
 
     def for_groups(self, groups: Groups) -> TrafficModel:
         """Return this model, or the model of the chunks if shards are sent in several chunks."""
-        if groups.chunks == self.chunks:
+        if groups.chunk_count == self.chunks:
             return self
-        if groups.chunks not in self._finer:
-            self._finer[groups.chunks] = TrafficModel(self.layout, self.regions, chunks=groups.chunks)
-        return self._finer[groups.chunks]
+        if groups.chunk_count not in self._finer:
+            self._finer[groups.chunk_count] = TrafficModel(self.layout, self.regions, chunks=groups.chunk_count)
+        return self._finer[groups.chunk_count]
 
     def owner(self, chunk: np.ndarray) -> np.ndarray:
         """Return the owner of a chunk's shard."""
         return chunk // self.chunks
 
-    def wave(self, chunk: np.ndarray, direction: Direction) -> np.ndarray:
+    def turn(self, chunk: np.ndarray, direction: Direction) -> np.ndarray:
         """Return a chunk's place in the order of the exchange."""
-        return wave_of(chunk, self.chunks, direction)
+        return turn_of(chunk, self.chunks, direction)
 
     @cached_property
     def pairs(self) -> Pairs:
@@ -229,7 +229,7 @@ class TrafficModel:
         group = self.sampled(groups)[:, None]
         rank = groups.cache_owner(group, user)
         arrives = {
-            side: np.maximum.reduce([groups.distance(x, rank, self.world, wave=wave) for x, wave in sources])
+            side: np.maximum.reduce([groups.distance(x, rank, self.world, turn=turn) for x, turn in sources])
             for side, sources in self._sources(groups, group, direction, fetched_before).items()
         }
         step = np.maximum(arrives[Side.QUERY], arrives[Side.KEY])
@@ -240,7 +240,7 @@ class TrafficModel:
     ) -> dict[Side, list[tuple[np.ndarray, np.ndarray]]]:
         """Return, for each side of the cells, the ranks where its data starts, and its chunk's place in the order."""
         owners = [self.owner(chunk) for chunk in (self.pairs.i, self.pairs.j)]
-        i, j = zip(owners, (self.wave(chunk, direction) for chunk in (self.pairs.i, self.pairs.j)), strict=True)
+        i, j = zip(owners, (self.turn(chunk, direction) for chunk in (self.pairs.i, self.pairs.j)), strict=True)
         if not fetched_before:
             return {Side.QUERY: [i], Side.KEY: [j]}
         kept_i, kept_j = (groups.cache_owner(group, groups.context(owner)) for owner in owners)
@@ -269,7 +269,7 @@ class TrafficModel:
         A kernel works in blocks of ``block``. Beyond a border it wastes half a block per row, at most all masked pairs
         of the tiles. The tiles of neighbouring shards join into larger ones.
         """
-        finer = groups.chunks / self.chunks  # this model has whole shards, but the tiles will be of chunks
+        finer = groups.chunk_count / self.chunks  # this model has whole shards, but the tiles will be of chunks
         beyond = np.minimum(self.pairs.border * block / 2, self.pairs.spare * groups.query / finer)
         return self.pairs.area + beyond
 
@@ -324,7 +324,7 @@ class _Side:
         self.lengths, self.world, self.chunks = tally.lengths, tally.world, tally.chunks
         contexts = np.arange(self.world // groups.query)
         chunks = np.arange(tally.cut.world)[:, None]
-        self.owner, self.wave, self.context = tally.owner(chunks), tally.wave(chunks, direction), contexts
+        self.owner, self.turn, self.context = tally.owner(chunks), tally.turn(chunks, direction), contexts
         self.home = groups.context(self.owner)
         self.user = groups.cache_owner(np.arange(groups.query)[:, None, None], contexts)
         self.cache_owner = groups.cache_owner(np.arange(groups.query)[:, None, None], self.home)
@@ -339,7 +339,7 @@ class _Side:
 
     def outward(self) -> list[Columns]:
         """Return the columns of :class:`Messages` for shards."""
-        distance = self.groups.distance(self.owner, self.user, self.world, wave=self.wave)
+        distance = self.groups.distance(self.owner, self.user, self.world, turn=self.turn)
         rows = self.rows
         if not (self.groups.keep and self.direction is Direction.BACKWARD):
             if self.groups.keep:

@@ -63,9 +63,9 @@ class Published:
     """Write docs/results/published.md."""
 
 
-def request(tokens: int) -> ForecastRequest:
+def step_of(tokens: int) -> ForecastRequest:
     """Return the step of a published cell."""
-    return PlanArguments(seq_len=tokens, ranks=8, model="llama-3-8b", hardware="h100-hgx", remat="layer").question()
+    return PlanArguments(seq_len=tokens, ranks=8, model="llama-3-8b", hardware="h100-hgx", remat="layer").request()
 
 
 def page() -> str:
@@ -73,14 +73,14 @@ def page() -> str:
     text = HEAD
     for scheme, engine, tokens, published in CELLS:
         length = f"{tokens // M}M" if tokens >= M else f"{tokens // K}K"
-        speed = forecast_of(engine, request(tokens)).tokens_per_second
+        speed = forecast_of(engine, step_of(tokens)).tokens_per_second
         text += f"| {scheme} | {engine} | {length} | {published:,} | {speed:,.0f} | {speed / published - 1:+.0%} |\n"
     return text + causes(128 * K, 2320)
 
 
 def causes(tokens: int, published: int) -> str:
     """Return the parts of the predicted time per token, and the time that they leave unexplained."""
-    q = request(tokens)
+    q = step_of(tokens)
     found, own = forecast_of("ulysses", q), tokens / q.cluster.ranks
     matrices = q.rest_flops("layer") / (q.cluster.ranks * q.matrix_rate)
     parts = {

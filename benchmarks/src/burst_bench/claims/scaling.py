@@ -98,7 +98,7 @@ SUBJECTS = (
 class PredictedRow:
     """One model, sequence and number of ranks, with the call of each subject."""
 
-    question: ForecastRequest
+    request: ForecastRequest
     calls: tuple[Call | None, ...]
 
     def sent(self, call: Call) -> float:
@@ -110,11 +110,11 @@ class PredictedRow:
 
     def seconds(self, call: Call) -> float:
         """Return the seconds of a step that recomputes only logits."""
-        q = self.question
+        q = self.request
         return q.layers * call.seconds + q.rest_seconds("none")
 
     def exposed(self, call: Call) -> float:
-        return self.question.layers * (call.forward.exposed + call.backward.exposed)
+        return self.request.layers * (call.forward.exposed + call.backward.exposed)
 
 
 def asked(model: Model, seq_len: int, ranks: int) -> ForecastRequest:
@@ -127,9 +127,9 @@ def asked(model: Model, seq_len: int, ranks: int) -> ForecastRequest:
 
 def row(model: Model, seq_len: int, ranks: int) -> PredictedRow:
     """Return the row with every subject's figures."""
-    question = asked(model, seq_len, ranks)
-    setting = question.setting(next(iter(question.masks)))
-    return PredictedRow(question, tuple(subject.predict_call(setting) for subject in SUBJECTS))
+    request = asked(model, seq_len, ranks)
+    setting = request.setting(next(iter(request.masks)))
+    return PredictedRow(request, tuple(subject.predict_call(setting) for subject in SUBJECTS))
 
 
 def page() -> str:
@@ -155,15 +155,15 @@ def _head() -> Iterator[str]:
 
 def _assumptions() -> Iterator[str]:
     rates = preset(HARDWARE)
-    question = asked(MODELS[MODEL_NAMES[0]], 8 * PER_RANK, 8)
-    peak = flops_text(question.cluster.device.peak or 0.0)
+    request = asked(MODELS[MODEL_NAMES[0]], 8 * PER_RANK, 8)
+    peak = flops_text(request.cluster.device.peak or 0.0)
     yield f"Rates of {rates.name}: {rates.source}. {PER_NODE} ranks a node."
     yield (
         "One causal sequence over all ranks, bf16, batch 1. The parameters' exchange is left out, because it overlaps "
         "computation."
     )
     yield (
-        f"The rest of the model: matrix products at {question.cluster.efficiency:.0%} of {peak}/s, and element-wise "
+        f"The rest of the model: matrix products at {request.cluster.efficiency:.0%} of {peak}/s, and element-wise "
         f"operations at {BANDWIDTH_EFFICIENCY:.0%} of the memory's bandwidth. Only the head's logits are recomputed, "
         "so that times compare. Whether a row fits in memory is not considered."
     )
@@ -225,16 +225,16 @@ def kept_row(model: Model, ranks: int, remat: str, *, keep: bool) -> tuple[float
         remat: What is recomputed, one of :data:`REMATS`.
         keep: Whether the forward's q, k and v are cached for the backward.
     """
-    question = asked(model, PER_RANK * ranks, ranks)
-    setting, shape = question.setting(next(iter(question.masks))), question.shape
-    groups = Groups.of(ranks, q_heads=shape.q_heads, kv_heads=shape.kv_heads, keep=keep, waves=1)
+    request = asked(model, PER_RANK * ranks, ranks)
+    setting, shape = request.setting(next(iter(request.masks))), request.shape
+    groups = Groups.of(ranks, q_heads=shape.q_heads, kv_heads=shape.kv_heads, keep=keep, chunks=1)
     call = predict_call(AttentionStrategy(layout="zigzag", circulate="query", groups=groups), setting)
     forward, backward = (one.inside + one.across for one in (call.forward, call.backward))
     queries = shape.q_heads * shape.head_dim * shape.io
     keys = 2 * shape.kv_heads * shape.head_dim * shape.io * (ranks // groups.key if keep else 1)
     results = shape.q_heads * (shape.head_dim * shape.io + shape.accumulate)
     retained = {"none": queries + keys + results, "layer": 0, "keep-attention": results + keep * (queries + keys)}
-    return forward * (2 if remat == "layer" else 1) + backward, question.tokens * retained[remat]
+    return forward * (2 if remat == "layer" else 1) + backward, request.tokens * retained[remat]
 
 
 def sent(row: PredictedRow, call: Call) -> str:
@@ -253,8 +253,8 @@ def table(rows: Sequence[PredictedRow], tell: Callable[[PredictedRow, Call], str
     yield "|---" * (2 + len(SUBJECTS)) + "|"
     for each in rows:
         texts = ["-" if call is None else tell(each, call) for call in each.calls]
-        question = each.question
-        yield f"| {question.cluster.ranks:,} | {tokens_text(question.seq_len)} | {' | '.join(texts)} |"
+        request = each.request
+        yield f"| {request.cluster.ranks:,} | {tokens_text(request.seq_len)} | {' | '.join(texts)} |"
 
 
 def draw(*, draw: bool = False) -> None:

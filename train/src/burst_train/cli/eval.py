@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
         config = resolve(config, launch.torchrun_ranks(config.ranks))
         check_evaluation(config, config.ranks or 1)
     except ValueError as error:
-        return launch.refuse(COMMAND, error)
+        return launch.print_error(COMMAND, error)
     return launch.start(COMMAND, _evaluate, config, ranks=config.ranks or 1)
 
 

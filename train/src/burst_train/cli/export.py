@@ -84,6 +84,6 @@ def main(arguments: list[str]) -> int:
         source = chosen(given.checkpoint, lambda text: sys.stderr.write(f"{COMMAND}: {text}\n"), best=given.best)
         export(source, given.dir)
     except ValueError as error:
-        return launch.refuse(COMMAND, error)
+        return launch.print_error(COMMAND, error)
     sys.stdout.write(f"wrote the model of {source} to {given.dir}\n")
     return 0

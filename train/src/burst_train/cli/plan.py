@@ -137,8 +137,8 @@ class PlanArguments:
         require(self.mlp_chunks == 1, "mlp_chunks", self.mlp_chunks, "needs a model; leave it or --q-heads out")
         require(self.remat in ("auto", "none"), "remat", self.remat, "needs a model; leave it or --q-heads out")
 
-    def question(self) -> ForecastRequest:
-        """Convert the arguments into a question for the predictor.
+    def request(self) -> ForecastRequest:
+        """Convert the arguments into a request for the predictor.
 
         Raises:
             ValueError: the model or the hardware is unknown.
@@ -199,34 +199,34 @@ def main(arguments: list[str]) -> int:
     parsed = tyro.cli(PlanArguments, prog=COMMAND, args=arguments, registry=numbers())
     try:
         parsed.check()
-        question = parsed.question()
-        found = forecasts(question)
-        notes = [*assumptions(question, found)]
+        request = parsed.request()
+        found = forecasts(request)
+        notes = [*assumptions(request, found)]
         if parsed.json:
-            Path(parsed.json).write_text(json.dumps(as_dict(question, found, notes), indent=1) + "\n", "utf-8")
+            Path(parsed.json).write_text(json.dumps(as_dict(request, found, notes), indent=1) + "\n", "utf-8")
         if parsed.html:
-            drawn = page(headline(question), verdict(question, found), [*rows(question, found)], question, found, notes)
+            drawn = page(headline(request), verdict(request, found), [*rows(request, found)], request, found, notes)
             Path(parsed.html).write_text(drawn, "utf-8")
     except (ValueError, OSError) as error:
-        return launch.refuse(COMMAND, error)
-    _show(question, found, notes)
+        return launch.print_error(COMMAND, error)
+    _show(request, found, notes)
     return 0
 
 
-def _show(question: ForecastRequest, found: list[Forecast], notes: list[str]) -> None:
+def _show(request: ForecastRequest, found: list[Forecast], notes: list[str]) -> None:
     console = Console(highlight=False)
-    console.print(f"[bold]{headline(question)}[/]")
+    console.print(f"[bold]{headline(request)}[/]")
     names = ("per rank and step", *(each.engine for each in found if not each.refused))
-    for table in _tables(names, [*rows(question, found)], console.width):
+    for table in _tables(names, [*rows(request, found)], console.width):
         console.print(table)
     wide = Console(highlight=False, soft_wrap=True)
     for each in found:
         if each.refused:
             wide.print(f"{each.engine}: not possible: {each.refused}", markup=False)
-    wide.print(f"[bold]{verdict(question, found)}[/]")
+    wide.print(f"[bold]{verdict(request, found)}[/]")
     for each in found:
         if not each.refused:
-            run = f": {command(question, each.flags)}" if each.flags else ""
+            run = f": {command(request, each.flags)}" if each.flags else ""
             wide.print(f"{each.engine}, {each.way}{run}", markup=False)
     for note in notes:
         wide.print(f"- {note}", markup=False)

@@ -36,7 +36,7 @@ def page(
     headline: str,
     verdict: str,
     rows: Sequence[Sequence[str]],
-    question: ForecastRequest,
+    request: ForecastRequest,
     found: Sequence[Forecast],
     notes: Sequence[str],
 ) -> str:
@@ -47,13 +47,13 @@ def page(
         f"<div class=wide>{_table(['per rank and step', *(each.engine for each in able)], rows)}</div>",
         *(f"<p>{escape(each.engine)}: not possible: {escape(each.refused)}</p>" for each in found if each.refused),
         *(
-            f"<p>{escape(x.engine)}, {escape(x.way)}: <code>{escape(command(question, x.flags))}</code></p>"
+            f"<p>{escape(x.engine)}, {escape(x.way)}: <code>{escape(command(request, x.flags))}</code></p>"
             for x in able
             if x.flags
         ),
         "<h2>Memory by engine and --remat policy</h2>",
-        _memory(question, able),
-        *_pictures(question, able),
+        _memory(request, able),
+        *_pictures(request, able),
         f"<h2>Assumptions</h2><ul>{''.join(f'<li>{escape(note)}</li>' for note in notes)}</ul>",
     ]
     title = f"<meta charset=utf-8><title>{escape(headline)}</title><style>{STYLE}</style>"
@@ -79,11 +79,11 @@ def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
     return f'<text x="{x:.2f}" y="{y:.2f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
-def _memory(question: ForecastRequest, able: Sequence[Forecast]) -> str:
+def _memory(request: ForecastRequest, able: Sequence[Forecast]) -> str:
     """Draw one bar per engine and ``--remat`` policy, split into parts, and a line at the limit."""
     bars = [(each, remat, parts) for each in able for remat, parts in each.memory.items()]
     names = [*dict.fromkeys(name for _, _, parts in bars for name in parts)]
-    limit = question.limit or 0.0
+    limit = request.limit or 0.0
     most, left, line = max([limit, *(sum(parts.values()) for _, _, parts in bars)], default=1.0), 225, 22
     drawing = []
     for n, (each, remat, parts) in enumerate(bars):
@@ -107,19 +107,19 @@ def _memory(question: ForecastRequest, able: Sequence[Forecast]) -> str:
     return text + _svg(height + 22, [*drawing, *legend], "memory by part")
 
 
-def _pictures(question: ForecastRequest, able: Sequence[Forecast]) -> Iterator[str]:
+def _pictures(request: ForecastRequest, able: Sequence[Forecast]) -> Iterator[str]:
     """Yield drawings of each engine that uses our attention, for the layers with the widest window."""
-    mask = next(iter(question.masks))
+    mask = next(iter(request.masks))
     for each in able:
-        if not each.ways or question.cluster.ranks == 1:
+        if not each.ways or request.cluster.ranks == 1:
             continue
-        setting = drawn(each.ways[0], question.setting(mask))
+        setting = drawn(each.ways[0], request.setting(mask))
         few = (
             ""
-            if setting.world == question.cluster.ranks
+            if setting.world == request.cluster.ranks
             else (
                 f" The drawing shows {setting.world} ranks with the same tokens per rank. Over all "
-                f"{question.cluster.ranks:,} ranks the pattern continues; the table has their times."
+                f"{request.cluster.ranks:,} ranks the pattern continues; the table has their times."
             )
         )
         yield f"<h2>{escape(each.engine)}: {escape(each.way)}</h2><p>One layer's attention.{few}</p>"

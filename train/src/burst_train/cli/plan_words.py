@@ -14,35 +14,35 @@ from ..forecast.machines import BANDWIDTH_EFFICIENCY, USABLE
 from ..forecast.request import ForecastRequest
 
 
-def headline(question: ForecastRequest) -> str:
+def headline(request: ForecastRequest) -> str:
     """Return one line that names the model, sequence, ranks, hardware and dtype."""
-    cluster, model = question.cluster, question.model
+    cluster, model = request.cluster, request.model
     heads = (
-        f"{question.q_heads} query and {question.kv_heads} key-value heads of dimension {question.head_dim}, "
-        f"{question.layers} layers"
+        f"{request.q_heads} query and {request.kv_heads} key-value heads of dimension {request.head_dim}, "
+        f"{request.layers} layers"
     )
     nodes = cluster.nodes
     return (
-        f"{model.name if model else f'attention only, {heads}'}, {tokens_text(question.seq_len)} tokens over "
+        f"{model.name if model else f'attention only, {heads}'}, {tokens_text(request.seq_len)} tokens over "
         f"{cluster.ranks:,} rank{'s' * (cluster.ranks > 1)} on {nodes:,} node{'s' * (nodes > 1)}, "
-        f"{cluster.rates.name}, {str(question.dtype).removeprefix('torch.')}"
+        f"{cluster.rates.name}, {str(request.dtype).removeprefix('torch.')}"
     )
 
 
-def verdict(question: ForecastRequest, found: list[Forecast]) -> str:
+def verdict(request: ForecastRequest, found: list[Forecast]) -> str:
     """Return the recommendation, and whether it fits in memory."""
     best = recommended(found)
     if best is None:
         best = max((each for each in found if not each.refused), key=lambda each: each.longest or 0)
         needs = bytes_text(sum(best.memory[best.remat].values()))
-        remat = f" with --remat {best.remat}" if question.model and best.remat != "none" else ""
+        remat = f" with --remat {best.remat}" if request.model and best.remat != "none" else ""
         longest = (
             f"the longest sequence that fits is {longest_text(best.longest)} tokens"
             if best.longest
             else "no sequence length fits"
         )
         remedies = ["more ranks", "a shorter --seq-len"]
-        if question.model and question.mlp_chunks == 1:
+        if request.model and request.mlp_chunks == 1:
             remedies.insert(1, "--mlp-chunks 8")
         why = f"It does not fit: {best.engine} needs {needs} per rank{remat}; {longest}."
         return f"{why} Use {', '.join(remedies[:-1])} or {remedies[-1]}."
@@ -56,18 +56,18 @@ def verdict(question: ForecastRequest, found: list[Forecast]) -> str:
     if best.fits is None:
         return f"{text}. Give --device-memory to check whether it fits."
     needs = bytes_text(sum(best.memory[best.remat].values()))
-    remat = f" with --remat {best.remat}" if question.model and best.remat != "none" else ""
-    return f"{text}. It fits{remat}: {needs} of {bytes_text(question.cluster.device.memory or 0)} per rank."
+    remat = f" with --remat {best.remat}" if request.model and best.remat != "none" else ""
+    return f"{text}. It fits{remat}: {needs} of {bytes_text(request.cluster.device.memory or 0)} per rank."
 
 
-def rows(question: ForecastRequest, found: list[Forecast]) -> Iterator[tuple[str, ...]]:
+def rows(request: ForecastRequest, found: list[Forecast]) -> Iterator[tuple[str, ...]]:
     """Yield the table's rows: a figure's name, then its value for each engine."""
     able = [each for each in found if not each.refused]
 
     def row(name: str, tell: Any) -> tuple[str, ...]:
         return (name, *(tell(each) for each in able))
 
-    model = question.model is not None
+    model = request.model is not None
     yield row("step time" if model else "time of all layers", lambda x: seconds_text(x.seconds))
     yield row("tokens/s per rank", lambda x: digits(x.tokens_per_second))
     if model:
@@ -100,26 +100,26 @@ def longest_text(tokens: int) -> str:
     return f"{tokens >> 20}M" if tokens >= 64 << 20 else f"{tokens >> 10:,}K"
 
 
-def as_dict(question: ForecastRequest, found: list[Forecast], notes: list[str]) -> Mapping[str, Any]:
+def as_dict(request: ForecastRequest, found: list[Forecast], notes: list[str]) -> Mapping[str, Any]:
     """Return all figures as plain values in seconds, bytes and FLOP."""
     best = recommended(found)
     return {
-        "asked": headline(question),
-        "seq_len": question.seq_len,
-        "ranks": question.cluster.ranks,
-        "ranks_of_a_node": question.cluster.per_node,
-        "rates": question.cluster.rates.as_dict(),
-        "model": None if question.model is None else asdict(question.model) | {"parameters": question.model.size},
-        "flops_of_a_step": question.flops,
+        "asked": headline(request),
+        "seq_len": request.seq_len,
+        "ranks": request.cluster.ranks,
+        "ranks_of_a_node": request.cluster.per_node,
+        "rates": request.cluster.rates.as_dict(),
+        "model": None if request.model is None else asdict(request.model) | {"parameters": request.model.size},
+        "flops_of_a_step": request.flops,
         "recommended": None if best is None else best.engine,
         "engines": [asdict(each) | {"seconds": each.seconds} for each in found],
         "assumptions": notes,
     }
 
 
-def assumptions(question: ForecastRequest, found: list[Forecast]) -> Iterator[str]:
+def assumptions(request: ForecastRequest, found: list[Forecast]) -> Iterator[str]:
     """Yield the assumptions behind the figures, one note each."""
-    cluster, rates = question.cluster, question.cluster.rates
+    cluster, rates = request.cluster, request.cluster.rates
     unmeasured = rates.source.count("estimated") + rates.source.count("foretold")  # as 0.2 wrote it
     notes = {
         0: "",
@@ -133,14 +133,14 @@ def assumptions(question: ForecastRequest, found: list[Forecast]) -> Iterator[st
             f"The attention of {names} is not simulated over all {cluster.ranks:,} ranks: it is extrapolated from "
             f"simulations of {few} and {many} ranks, with the same tokens per rank and ranks per node."
         )
-    if question.model is not None:
-        yield from _of_a_model(question)
+    if request.model is not None:
+        yield from _of_a_model(request)
     else:
         yield "Attention only: time and bytes cover the calls of all layers; memory covers one call."
-    if question.limit is not None:
+    if request.limit is not None:
         yield (
             f"A step fits if it needs at most {USABLE:.0%} of a device's "
-            f"{bytes_text(question.cluster.device.memory or 0)}; the rest is left to the process, its libraries and "
+            f"{bytes_text(request.cluster.device.memory or 0)}; the rest is left to the process, its libraries and "
             "the allocator. The longest sequence is found by bisection, with --remat layer unless you give --remat."
         )
     else:
@@ -149,23 +149,23 @@ def assumptions(question: ForecastRequest, found: list[Forecast]) -> Iterator[st
     if peak is not None:
         yield (
             "MFU is 3 x (forward FLOP of the matrix products and of the unmasked attention) / (seconds x ranks x "
-            f"{flops_text(peak)}/s): here {flops_text(question.flops)} per step. Recomputed work does not count."
+            f"{flops_text(peak)}/s): here {flops_text(request.flops)} per step. Recomputed work does not count."
         )
     else:
         yield "MFU is unknown, because the peak of these devices is unknown. Give --peak-tflops to see it."
 
 
-def command(question: ForecastRequest, flags: str) -> str:
+def command(request: ForecastRequest, flags: str) -> str:
     """Return the shell command that runs ``burst train`` with these flags."""
-    cluster = question.cluster
+    cluster = request.cluster
     nodes, ranks = cluster.nodes, min(cluster.ranks, cluster.per_node)
     meet = " --rdzv-backend c10d --rdzv-endpoint HOST:29400" if nodes > 1 else ""
     start = f"torchrun --nnodes {nodes} --nproc-per-node {ranks}{meet} -m burst_attention.cli train"
     return f"{start} {flags} --data DATA --out runs/mine"
 
 
-def _of_a_model(question: ForecastRequest) -> Iterator[str]:
-    cluster, model, io = question.cluster, question.model, question.dtype.itemsize
+def _of_a_model(request: ForecastRequest) -> Iterator[str]:
+    cluster, model, io = request.cluster, request.model, request.dtype.itemsize
     assert model is not None
     yield f"{model.name}: {digits(model.size / 1e9)} billion parameters; sizes from the config.json of {model.source}."
     if io == 2 and cluster.device.peak is not None:
@@ -174,7 +174,7 @@ def _of_a_model(question: ForecastRequest) -> Iterator[str]:
             "(--matmul-efficiency)"
         )
     else:
-        how = f"the rate of attention kernels, {flops_text(question.matrix_rate)}/s (assumed)"
+        how = f"the rate of attention kernels, {flops_text(request.matrix_rate)}/s (assumed)"
     moved = "the element-wise operations and AdamW are not counted, because the memory bandwidth is unknown"
     if cluster.device.bandwidth is not None:
         rate = bytes_text(cluster.device.bandwidth)

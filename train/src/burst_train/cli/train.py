@@ -119,7 +119,7 @@ def main(arguments: list[str]) -> int:
                 stack.enter_context(claim_run(config))
             begun = check_run(config, config.parallel.ranks or 1, local_ranks=running and running[1])
         except ValueError as error:
-            return launch.refuse(COMMAND, error)
+            return launch.print_error(COMMAND, error)
         if launch.is_rank_0():
             console = Console(highlight=False, soft_wrap=True)
             for line in ([f"{COMMAND}: {chosen}"] if chosen else []) + [*begun.lines]:

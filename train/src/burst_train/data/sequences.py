@@ -54,16 +54,16 @@ class Split:
     def training(self, document: Document) -> Document | None:
         """Return the document's part for training, or None."""
         if self.tail:
-            return Document(document.name, document.text[: self._cut(document)])
+            return Document(document.name, document.text[: self._kept_length(document)])
         return None if self._holds_out(document) else document
 
     def held_out(self, document: Document) -> Document | None:
         """Return the document's held-out part, or None."""
         if self.tail:
-            return Document(f"{document.name} (tail)", document.text[self._cut(document) :])
+            return Document(f"{document.name} (tail)", document.text[self._kept_length(document) :])
         return document if self._holds_out(document) else None
 
-    def _cut(self, document: Document) -> int:
+    def _kept_length(self, document: Document) -> int:
         return len(document.text) - max(round(len(document.text) * self.fraction), 1)
 
     def _holds_out(self, document: Document) -> bool:
@@ -118,7 +118,9 @@ def pack(documents: Iterable[np.ndarray], seq_len: int) -> Iterator[TokenSequenc
         yield TokenSequence(np.concatenate(parts), tuple(borders))
 
 
-def cut(documents: Iterable[np.ndarray], seq_len: int, *, keep_rest: bool = False) -> Iterator[TokenSequence]:
+def split_documents(
+    documents: Iterable[np.ndarray], seq_len: int, *, keep_rest: bool = False
+) -> Iterator[TokenSequence]:
     """Cut each document into sequences of ``seq_len`` tokens; drop a shorter rest unless ``keep_rest``."""
     for document in documents:
         stop = len(document) if keep_rest else len(document) - seq_len + 1
@@ -191,7 +193,11 @@ class SequenceReader:
 
     def sequences(self, documents: Iterable[np.ndarray], *, keep_rest: bool = False) -> Iterator[TokenSequence]:
         """Pack or cut documents, as the run is configured."""
-        return pack(documents, self.seq_len) if self.packed else cut(documents, self.seq_len, keep_rest=keep_rest)
+        return (
+            pack(documents, self.seq_len)
+            if self.packed
+            else split_documents(documents, self.seq_len, keep_rest=keep_rest)
+        )
 
     def _encoded(self, documents: Iterable[Document]) -> Iterator[np.ndarray]:
         return (self.encode(document) for document in documents)

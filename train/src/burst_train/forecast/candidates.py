@@ -145,7 +145,7 @@ MAKERS: Mapping[str, Callable[[ForecastRequest], Candidate]] = {
 
 
 def refusal(name: str, q: ForecastRequest) -> str:
-    """Return the engine's error for this question; empty if it can run."""
+    """Return the engine's error for this request; empty if it can run."""
     if name == "tensor-sequence" and q.model is None:
         return "it shards a whole model, not attention only; give --model"
     hidden, ranks = q.q_heads * q.head_dim, q.cluster.ranks

@@ -43,7 +43,7 @@ class Forecast:
         memory: bytes by part, for each recompute policy.
         remat: recompute policy of the step that the seconds are for.
         fits: whether the step fits; None if the device's memory is unknown.
-        longest: tokens of the longest sequence that fits, computed the same way; None if ``fits`` is. If the question
+        longest: tokens of the longest sequence that fits, computed the same way; None if ``fits`` is. If the request
             leaves ``remat`` open, the policy that recomputes most is assumed.
         steps: seconds of a step for each recompute policy that the engine supports.
         tokens_per_second: tokens per second and rank.
@@ -78,9 +78,9 @@ class Forecast:
         return self.attention + self.rest + self.parameters
 
 
-def forecasts(question: ForecastRequest) -> list[Forecast]:
+def forecasts(request: ForecastRequest) -> list[Forecast]:
     """Predict a step of every engine: ours as the planner chooses, and those it is compared with."""
-    return [forecast_of(name, question) for name in MAKERS]
+    return [forecast_of(name, request) for name in MAKERS]
 
 
 def recommended(found: list[Forecast]) -> Forecast | None:
@@ -98,26 +98,26 @@ def _possible(found: list[Forecast]) -> list[Forecast]:
     return [each for each in found if not each.refused and each.fits is not False]
 
 
-def forecast_of(name: str, question: ForecastRequest) -> Forecast:
+def forecast_of(name: str, request: ForecastRequest) -> Forecast:
     """Predict a step of one engine.
 
     Args:
         name: a key of :data:`~burst_train.forecast.candidates.MAKERS`.
 
     Raises:
-        ValueError: ``burst`` can't be predicted for this question. For other engines ``refused`` says why.
+        ValueError: ``burst`` can't be predicted for this request. For other engines ``refused`` says why.
     """
-    refused = refusal(name, question)
+    refused = refusal(name, request)
     if refused:
         return Forecast(engine=name, refused=refused)
     try:
-        step = _PredictedStep(question, MAKERS[name](question))
+        step = _PredictedStep(request, MAKERS[name](request))
         # burst train plans for two forwards with --remat layer, so plan again. Other engines don't depend on it.
-        if name == "burst" and question.remat is None and step.remat == "layer":
-            step = _PredictedStep(question, MAKERS[name](replace(question, remat=step.remat)))
+        if name == "burst" and request.remat is None and step.remat == "layer":
+            step = _PredictedStep(request, MAKERS[name](replace(request, remat=step.remat)))
         return step.forecast(name)
     except ValueError as error:
-        if name == "burst":  # the question has no prediction at all
+        if name == "burst":  # the request has no prediction at all
             raise
         return Forecast(engine=name, refused=str(error))
 
@@ -129,7 +129,7 @@ def _forwards(remat: Remat) -> int:
 
 @dataclass(frozen=True)
 class _PredictedStep:
-    """The prediction of one candidate for a question."""
+    """The prediction of one candidate for a request."""
 
     q: ForecastRequest
     candidate: Candidate

@@ -102,10 +102,10 @@ class _ByPieces(nn.Module):
         run = super().__call__
         if torch.is_grad_enabled():
             run = partial(_again, run)
-        return torch.cat([run(piece) for piece in _cut(hidden, self.pieces)], 1)
+        return torch.cat([run(piece) for piece in _chunks(hidden, self.pieces)], 1)
 
 
-def _cut(hidden: Tensor, pieces: int) -> list[Tensor]:
+def _chunks(hidden: Tensor, pieces: int) -> list[Tensor]:
     """Split dim 1 into chunks; a DTensor's local shards are split, so that no data moves."""
     if not isinstance(hidden, DTensor):
         return list(hidden.chunk(pieces, 1))

@@ -20,14 +20,14 @@ from .rows import Direction, Rows
 
 @dataclass(frozen=True)
 class Chunks:
-    """A layout's shards, each cut into ``waves`` chunks by position.
+    """A layout's shards, each cut into ``count`` chunks by position.
 
-    Chunk ``owner * waves + n`` is ``owner``'s part of the n-th stretch of the sequence. Code that finds tiles takes it
+    Chunk ``owner * count + n`` is ``owner``'s part of the n-th stretch of the sequence. Code that finds tiles takes it
     as a layout with one owner per chunk. Offsets still count from the start of the shard.
     """
 
     layout: Layout
-    waves: int
+    count: int
 
     @property
     def name(self) -> str:
@@ -36,15 +36,15 @@ class Chunks:
     @property
     def world(self) -> int:
         """Number of chunks."""
-        return self.layout.world * self.waves
+        return self.layout.world * self.count
 
     @cached_property
     def borders(self) -> np.ndarray:
-        """Local rows at which each shard's chunks begin and end, int64 [W, waves + 1]."""
+        """Local rows at which each shard's chunks begin and end, int64 [W, count + 1]."""
         owner, _, first, count, stride = self.layout.table(range(self.layout.world)).T
-        borders = np.zeros((self.waves + 1, self.layout.world), np.int64)
-        for n in range(1, self.waves + 1):
-            stop = n * self.layout.seqlen // self.waves
+        borders = np.zeros((self.count + 1, self.layout.world), np.int64)
+        for n in range(1, self.count + 1):
+            stop = n * self.layout.seqlen // self.count
             below = np.clip(-((first - stop) // stride), 0, count)
             np.add.at(borders[n], owner, below)
         return borders.T
@@ -61,19 +61,19 @@ class Chunks:
     def table(self, chunks: Sequence[int]) -> np.ndarray:
         """Return the segments of these chunks as :meth:`Layout.table` does, with chunks in place of owners."""
         asked = np.asarray(chunks, np.int64)
-        table = self.layout.table(np.unique(asked // self.waves).tolist())
+        table = self.layout.table(np.unique(asked // self.count).tolist())
         owner, offset, first, count, stride = (x[:, None] for x in table.T)
         borders = self.borders[table[:, 0]]
         start = np.maximum(offset, borders[:, :-1])
         stop = np.minimum(offset + count, borders[:, 1:])
-        chunk = owner * self.waves + np.arange(self.waves)
+        chunk = owner * self.count + np.arange(self.count)
         columns = (chunk, start, first + (start - offset) * stride, stop - start, stride + 0 * chunk)
         cut = np.stack(columns, 2).reshape(-1, 5)
         cut = cut[(cut[:, 3] > 0) & np.isin(cut[:, 0], asked)]
         return cut[np.argsort(cut[:, 0], kind="stable")]
 
 
-def wave_of(chunk: Ranks, chunks: int, direction: Direction) -> Ranks:
+def turn_of(chunk: Ranks, chunks: int, direction: Direction) -> Ranks:
     """Return a chunk's place in the exchange of ``chunks`` per shard.
 
     A forward starts with the first rows, a backward with the last.
@@ -82,6 +82,6 @@ def wave_of(chunk: Ranks, chunks: int, direction: Direction) -> Ranks:
     return place if direction is Direction.FORWARD else chunks - 1 - place
 
 
-def in_waves(layout: Layout, waves: int) -> Layout | Chunks:
-    """Return ``layout`` cut into chunks, or unchanged if ``waves`` is 0 or 1."""
-    return Chunks(layout, waves) if waves > 1 else layout
+def in_chunks(layout: Layout, count: int) -> Layout | Chunks:
+    """Return ``layout`` cut into chunks, or unchanged if ``count`` is 0 or 1."""
+    return Chunks(layout, count) if count > 1 else layout
