@@ -417,7 +417,7 @@ def test_the_papers_tables_are_written_by_one_command(tmp_path):
         recorded = json.loads((tmp_path / f"{section}.json").read_text())
         assert recorded["minutes"] > 0
         assert recorded["revision"] and recorded["versions"]["torch"] == torch.__version__
-    assert all(f"| {engine} |" in pages["training"] for engine in ("usp:heads=1", "burst:published"))
+    assert all(f"| {engine} |" in pages["training"] for engine in ("usp:ulysses_degree=1", "burst:published"))
     for engine in ("burst", "ring", "ulysses", "tensor", "tensor-sequence", "single"):
         assert f"| {engine} |" in pages["training"]
         assert f"| {engine} |" in pages["perplexity"]

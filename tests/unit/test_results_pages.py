@@ -71,22 +71,23 @@ def test_usp_the_published_and_what_was_planned_are_drawn_where_they_were_measur
         copies / "training.md"
     ).read_text("utf-8")
     for name in ("training", "memory"):
-        with_rows(copies / f"{name}.json", "ulysses", engine="usp:heads=4")
+        with_rows(copies / f"{name}.json", "ulysses", engine="usp:ulysses_degree=4")
         with_rows(copies / f"{name}.json", "burst", engine="burst:published")
         text = (copies / f"{name}.json").read_text("utf-8")
-        planned = text.replace('"engine": "burst",', '"engine": "burst", "chosen": "zigzag, heads=8, kept, query",')
+        chosen = "zigzag, circulate='query', ulysses_degree=8"
+        planned = text.replace('"engine": "burst",', f'"engine": "burst", "chosen": "{chosen}",')
         (copies / f"{name}.json").write_text(planned, "utf-8")
     draw(copies, copies / "front.md")
     index, bytes_page = (plain((copies / n).read_text("utf-8")) for n in ("README.md", "bytes.md"))
     (ulysses,) = re.findall(r"\| against Ulysses, [^|]*\| \| ([^|]*) \|", index)
-    assert f"| against USP, `usp:heads=4`: 8 nodes as a mesh | | {ulysses} |" in index
+    assert f"| against USP, `usp:ulysses_degree=4`: 8 nodes as a mesh | | {ulysses} |" in index
     assert "| against itself as published: whole heads, zigzag, whatever the links | | 1.00x and 1.00x |" in index
-    assert "| burst | 32,768 | as planned: zigzag, heads=8, kept, query | - |" in bytes_page
+    assert "| burst | 32,768 | as planned: zigzag, circulate='query', ulysses_degree=8 | - |" in bytes_page
     assert "| burst:published | 32,768 | 5 * 3/4 n (W - 1) b | 55.1 MB |" in bytes_page
     # 8 n 3 / 4 and, of a ring of two, 4 n, in bf16; 2 n in fp32: with n = 4,096 x 256
     assert f"U = 4 | {(6 * 2 + 4 * 2 + 2 * 4) * 4096 * 256 / 1e6:.1f} MB |" in bytes_page
     training = plain((copies / "training.md").read_text("utf-8"))
-    assert "| burst | 32,768 | 8 | no limit | zigzag, heads=8, kept, query |" in training
+    assert f"| burst | 32,768 | 8 | no limit | {chosen} |" in training
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)

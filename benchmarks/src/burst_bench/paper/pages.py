@@ -135,7 +135,7 @@ def _formula(row: Row) -> tuple[str, Callable[[int, float, float], float] | None
     if row.engine == "burst":
         return (f"as planned: {row.chosen}", None) if row.chosen else FORMULAS[PUBLISHED]
     # Version 0.2 called the setting `heads`.
-    name, _, degree = row.engine.replace(":heads=", ":ulysses_degree=").partition(":ulysses_degree=")
+    name, _, degree = row.engine.partition(":ulysses_degree=")
     if name != "usp":
         return FORMULAS[row.engine]
     u = int(degree)

@@ -152,7 +152,7 @@ Planned = partial(Ours, strategy=Strategy(route="direct"), tolerance=TOLERANCE)
 OURS, STRONGEST = "burst", "ring-flash-attn zigzag"
 VARIANTS = (
     Planned(name=OURS),
-    Ours(name="burst, heads uncut", tolerance=TOLERANCE),
+    Ours(name="burst, heads whole", tolerance=TOLERANCE),
     Ours(name="burst, as RingAttention", strategy=NAMED["ring-attention"], tolerance=TOLERANCE),
     Theirs(name="ring-flash-attn basic", function=partial(_ring_flash_attn, "ring_flash_attn_func")),
     Theirs(name=STRONGEST, function=partial(_ring_flash_attn, "zigzag_ring_flash_attn_func"), order="zigzag"),
