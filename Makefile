@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo fast test test-all check mutation docs wheel-check clean
+.PHONY: demo fast test test-all test-slow check mutation docs wheel-check clean
 
 $(READY): pyproject.toml train/pyproject.toml benchmarks/pyproject.toml constraints.txt
 	@echo "make: setting up $(VENV) takes 2 to 10 minutes, most of it downloads; later starts skip it"
@@ -23,11 +23,14 @@ demo: $(READY)  ## train a small Llama on real long documents over 2 local ranks
 fast: $(READY)  ## what to run after every edit: under two minutes
 	$(BIN)/python -m pytest -q tests/unit --ignore tests/unit/test_triton.py --ignore tests/unit/test_report_browser.py
 
-test: $(READY)  ## the whole everyday suite
+test: $(READY)  ## the everyday suite: 12 minutes on two quiet cores
 	$(BIN)/python -m pytest
 
-test-all: $(READY)  ## the same with what is marked slow
-	$(BIN)/python -m pytest -m "slow or not slow"
+test-all: $(READY)  ## the everyday suite and the long tests, as CI runs them: 30 minutes
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(READY)  ## the exhaustive tests alone
+	$(BIN)/python -m pytest -m slow
 
 check: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -62,6 +62,7 @@ def rows(ablation: ModuleType) -> Rows:
     return {row["name"]: row for row in found}
 
 
+@pytest.mark.long
 def test_every_variant_is_right_and_has_all_its_figures(ablation: ModuleType, rows: Rows) -> None:
     for variant in ablation.VARIANTS:
         row = rows[variant.name]

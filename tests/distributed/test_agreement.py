@@ -204,6 +204,7 @@ def lose(lost: int, how: str) -> tuple[str, str, float, str]:
 
 
 @pytest.mark.parametrize(("lost", "how"), [(1, "stopped"), (1, "killed")])
+@pytest.mark.long
 def test_a_lost_rank_pulls_the_others_in(lost: int, how: str) -> None:
     world = 5
     with WorkerPool(world, timeout=120) as pool:

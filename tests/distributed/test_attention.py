@@ -78,6 +78,7 @@ def test_every_two_values_meet(pools, world: int) -> None:
         assert not found, "\n".join(found)
 
 
+@pytest.mark.long
 def test_eight_ranks(pools) -> None:
     rows = covering_array({name: FACTORS[name] for name in ("layout", "circulate", "route", "mask")}, seed=8)
     extra = [{"dtype": torch.float32, "groups": 4, "kernel": "aten"}, {"dtype": torch.bfloat16, "groups": 1}]
@@ -109,6 +110,7 @@ def test_every_two_values_meet_with_heads_cut(pools, world: int) -> None:
         assert not found, "\n".join(found)
 
 
+@pytest.mark.long
 def test_eight_ranks_with_heads_cut(pools) -> None:
     names = ("layout", "circulate", "mask", "cache_qkv", "groups", "chunks")
     rows = covering_array({name: CUT[name] for name in names} | {"ulysses_degree": [2, 4, 8]}, seed=8)
@@ -148,6 +150,7 @@ def ragged_cases(world: int) -> list[Case]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+@pytest.mark.long
 def test_ragged_and_empty_shards(pools, world: int) -> None:
     for found in pools(world).run(failures, ragged_cases(world)):
         assert not found, "\n".join(found)

@@ -41,6 +41,7 @@ NAMESPACES = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("task", ["attention", "train", "prefill"])
+@pytest.mark.long
 def test_what_is_counted_is_what_was_predicted(pools, task):
     job = replace(SMALL, task=task, dtype="float32", timeline=True)
     ranks = pools(2).run(measure, job)
@@ -241,6 +242,7 @@ def test_inputs_drawn_for_some_positions_are_those_of_all(layout):
             assert torch.equal(mine, x[:, :, positions])
 
 
+@pytest.mark.long
 def test_memory_is_of_one_engine_by_itself(pools):
     """The same engine before and after others: 2 MiB for each of q, k, v, out, dout and their gradients.
 
@@ -257,6 +259,7 @@ def test_memory_is_of_one_engine_by_itself(pools):
         assert len(figures[0].seconds) == 1
 
 
+@pytest.mark.long
 def test_the_command_writes_results_and_report(tmp_path, capsys):
     out = tmp_path / "bench"
     shape = ["--heads", "4", "--head-dim", "8", "--vocabulary", "64", "--rounds", "2"]
@@ -317,6 +320,7 @@ def test_a_calibrated_world_plans_for_each_limit_of_its_links(monkeypatch):
     assert "plans" in run.setting(job, (2, 1), by_rates=True) and "plans" not in run.setting(job, (2, 1))
 
 
+@pytest.mark.long
 def test_ranks_are_calibrated_and_plans_go_by_it(pools):
     rates = calibrated(pools(2))
     assert rates.source.startswith("measured by burst calibrate on 2 ranks")
@@ -334,6 +338,7 @@ def test_ranks_are_calibrated_and_plans_go_by_it(pools):
 
 
 @NAMESPACES
+@pytest.mark.long
 def test_a_cluster_counts_the_true_bytes_and_limits_them(tmp_path):
     job = replace(SMALL, engines=("burst", "tensor-sequence"), seq_len=1024, rounds=1)
     rate = 40e6

@@ -79,6 +79,7 @@ def send(source: int, target: int, size: int) -> float | None:
 
 
 @emulated
+@pytest.mark.long
 def test_heads_cut_in_nodes_halve_what_crosses_and_whole_documents_do_not_cross(two_by_two) -> None:
     _, pool = two_by_two
     cube, _, _, packed = claims(1024, 4096)
@@ -274,6 +275,7 @@ def alive(group: int) -> list[str]:
 
 
 @emulated
+@pytest.mark.long
 def test_a_bench_in_a_cluster_ends_with_control_c(tmp_path: Path) -> None:
     """As from a terminal: the signal goes to the command and to its ranks, which are in the middle of a call."""
     sizes = ["--cluster", "2x1", "--link", "20mbit", "--seq-lens", "8192", "--engines", "burst", "--out", str(tmp_path)]

@@ -111,6 +111,7 @@ def every_small(world_cases):
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.long
 def test_every_function_is_dense_attention(pools, world: int) -> None:
     cases = {}
     for name, packing, (causal, window) in product(
@@ -150,6 +151,7 @@ PUBLISHED = {
         for each in PUBLISHED
     ],
 )
+@pytest.mark.long
 def test_published_inputs(pools, name: str) -> None:
     borders, dim = PUBLISHED[name]
     tensors = inputs(borders[-1], (5, 5), dim, torch.float32)

@@ -128,6 +128,7 @@ def parameter_gradients(engine_name, layout, kind="llama"):
         ("tensor-sequence", "auto", 2),
     ],
 )
+@pytest.mark.long
 def test_every_gradient_is_the_single_ranks(pools, engine, layout, world):
     ((loss, expected, _),) = pools(1).run(parameter_gradients, "single", "auto")
     for rank, (own_loss, grads, _) in enumerate(pools(world).run(parameter_gradients, engine, layout)):
@@ -144,6 +145,7 @@ def assert_same(rank, own_loss, grads, loss, expected):
 
 @pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "llama"])
 @pytest.mark.parametrize("engine", ["burst", "ulysses", "usp", "tensor", "tensor-sequence"])
+@pytest.mark.long
 def test_other_models_gradients_are_the_single_ranks_too(pools, engine, kind):
     ((loss, expected, _),) = pools(1).run(parameter_gradients, "single", "auto", kind)
     if kind == "biases and windows":

@@ -80,6 +80,7 @@ def by_transformers(config):
     return total / count, count
 
 
+@pytest.mark.long
 def test_every_engine_gives_the_loss_of_plain_transformers(pools, asked):
     loss, tokens = by_transformers(asked)
     answers = pools(2).run(evaluate, asked)
@@ -126,6 +127,7 @@ def test_a_result_is_of_all_tokens_and_its_greatest_difference_of_one():
     assert result.seconds == 5.0
 
 
+@pytest.mark.long
 def test_an_engine_that_cannot_share_reports_why_and_the_others_run(pools, asked):
     results = {result.engine: result for result in pools(4).run(evaluate, asked)[0]}
     for name in ("ulysses", "tensor", "tensor-sequence"):
@@ -255,6 +257,7 @@ def start(*words):
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.long
 def test_the_command_shows_every_engine_and_writes_json(pools, asked, tmp_path):
     script, path = str(Path(sys.executable).with_name("burst")), tmp_path / "eval.json"
     status, reported, wrong = start(script, *flags(asked, "--ranks", "2", "--json", str(path)))
@@ -277,6 +280,7 @@ def test_the_command_shows_every_engine_and_writes_json(pools, asked, tmp_path):
     assert json.loads(path.read_text())["results"][0]["perplexity"] == written.results[0].perplexity
 
 
+@pytest.mark.long
 def test_torchrun_evaluates_and_tells_what_is_refused(asked):
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "3", "-m", "burst_attention.cli"]
     status, reported, wrong = start(*torchrun, *flags(asked, "--engines", "burst", "ulysses"))

@@ -47,6 +47,7 @@ def test_an_example_is_short_and_says_how_to_run_it(path):
 
 
 @pytest.mark.parametrize("world", [1, 4])
+@pytest.mark.long
 def test_the_papers_algorithm_in_plain_torch_is_dense_attention(world, tmp_path):
     source = PAPER.read_text("utf-8")
     assert not re.search(r"^\s*(from|import) burst", source, re.M)
@@ -59,6 +60,7 @@ def test_the_papers_algorithm_in_plain_torch_is_dense_attention(world, tmp_path)
     assert all(float(error) <= 1e-12 for *_, error in found)
 
 
+@pytest.mark.long
 def test_a_loop_of_ones_own_starts_from_one_ranks_loss_and_learns(tmp_path):
     reported = losses(run(EXAMPLES["train_loop.py"], cwd=tmp_path))
     assert len(reported) == 10
@@ -66,6 +68,7 @@ def test_a_loop_of_ones_own_starts_from_one_ranks_loss_and_learns(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["trainer.py", "sft_trl.py", "dpo_trl.py", "fsdp2.py", "lightning_module.py"])
+@pytest.mark.long
 def test_a_trainers_losses_are_one_ranks_which_the_example_checks_and_fall(name, tmp_path):
     reported = losses(run(AS_RANKS, "2", EXAMPLES[name], cwd=tmp_path))
     assert len(reported) == 5
@@ -76,6 +79,7 @@ def test_an_example_under_no_job_starts_its_own_ranks(tmp_path):
     assert len(losses(run(EXAMPLES["fsdp2.py"], cwd=tmp_path))) == 5
 
 
+@pytest.mark.long
 def test_fine_tuning_from_a_folder_saves_a_better_model_whatever_the_ranks(tmp_path):
     script = EXAMPLES["finetune_hf.py"]
     folder = runpy.run_path(str(script))["tiny_llama"](tmp_path / "folder")
@@ -94,6 +98,7 @@ def test_the_readmes_ten_lines_are_the_example():
 
 
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
+@pytest.mark.long
 def test_code_in_the_pages_stands_by_itself(block, tmp_path):
     script = tmp_path / "block.py"
     script.write_text(block, "utf-8")

@@ -230,6 +230,7 @@ def fall(rank: int, how: str, when: str, route: str, cut: int) -> tuple:
         ("stopped", "in the sweep", "direct", 1),
     ],
 )
+@pytest.mark.long
 def test_a_lost_rank_is_named(how: str, when: str, route: str, cut: int) -> None:
     with WorkerPool(3, timeout=30) as pool:
         pool.run(os.getpid)  # the ranks are there: on a busy machine that alone takes long
@@ -301,6 +302,7 @@ def fails_in_the_sweep() -> tuple:
     return first, caught(burst_attention, *tensors(plan), plan)
 
 
+@pytest.mark.long
 def test_a_rank_that_fails_in_the_sweep_knows_it() -> None:
     with WorkerPool(2, timeout=30) as pool:
         (first, again), (failed, retried) = pool.run(fails_in_the_sweep)
@@ -318,6 +320,7 @@ def default_timeout() -> tuple:
     return caught(burst_attention, *tensors(plan), plan)
 
 
+@pytest.mark.long
 def test_the_groups_own_timeout_is_the_default() -> None:
     with WorkerPool(2, timeout=3) as pool:
         raised, _, seconds = pool.gather(default_timeout, timeout=20)[0][0]
@@ -426,6 +429,7 @@ def interrupted_in_the_sweep() -> tuple:
     return first, plan.transport.health.failure, caught(burst_attention, *tensors(plan), plan)
 
 
+@pytest.mark.long
 def test_a_rank_interrupted_in_the_sweep_refuses_its_next_call() -> None:
     with WorkerPool(2) as pool:
         _, (first, failure, again) = pool.run(interrupted_in_the_sweep)

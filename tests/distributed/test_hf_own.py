@@ -188,6 +188,7 @@ def test_the_models_own_loss_with_a_router(pools, case, reduction):
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("case", ["prompts", "padded on both sides", "packed by row"])
 @pytest.mark.parametrize("name", ["ZForCausalLM", "DecoratedForCausalLM", "LossForCausalLM", "Patched"])
+@pytest.mark.long
 def test_a_forward_of_a_subclass(pools, name, case, reduction):
     for error, gradient in pools(2).run(against_one, functools.partial(own, name), None, "before", case, reduction):
         assert error <= 1e-6

@@ -159,6 +159,7 @@ def against_stock(name, case, reduction, checkpointing=None):
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("case", BATCHES)
+@pytest.mark.long
 def test_a_batch_gives_the_one_device_loss_and_gradients(pools, world, case):
     for loss, gradient in pools(world).run(against_stock, "llama", case, "mean"):
         assert loss <= 1e-8

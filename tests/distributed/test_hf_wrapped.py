@@ -129,6 +129,7 @@ def compiled():
     return (losses[0], norm(model)), one, losses[0] == losses[2]
 
 
+@pytest.mark.long
 def test_compiled(pools):
     for got, wanted, same in pools(2).run(compiled):
         assert got == pytest.approx(wanted, rel=2e-6)
@@ -154,6 +155,7 @@ def compiled_by_layer(name):
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.long
 def test_compiled_by_layer_without_graph_breaks(pools, name):
     for got, wanted, same in pools(2).run(compiled_by_layer, name):
         assert got == pytest.approx(wanted, rel=2e-6)

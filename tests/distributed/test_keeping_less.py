@@ -68,6 +68,7 @@ def test_compiling_changes_no_loss(pools, corpus, tmp_path, expected):
     assert losses(tmp_path) == pytest.approx(expected[0], abs=1e-5)
 
 
+@pytest.mark.long
 def test_a_run_that_recomputes_goes_on_to_the_same_bits(pools, corpus, tmp_path):
     flags = {"remat": "layer", "mlp_chunks": 2, "save_every": "2"}
     whole, parted = tmp_path / "whole", tmp_path / "parted"

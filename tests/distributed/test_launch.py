@@ -71,6 +71,7 @@ def is_alive(pid):
     ],
     ids=lambda value: " and ".join(value) if isinstance(value, tuple) else "",
 )
+@pytest.mark.long
 def test_ranks_end_soon_and_the_first_that_failed_is_named(tmp_path, capfd, ways, status, reported):
     assert launch("burst x", act, str(tmp_path), ways, ranks=2) == status
     notes = [(tmp_path / str(rank)).read_text().split(maxsplit=2) for rank in range(2)]

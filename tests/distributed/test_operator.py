@@ -74,6 +74,7 @@ def assert_equal(results):
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.long
 def test_compiled_alone(backend):
     torch._dynamo.reset()
     assert_equal(eager_and_compiled(backend=backend))

@@ -80,6 +80,7 @@ def test_a_wrong_result_gets_no_time(peers: ModuleType) -> None:
     assert "WRONG" in console.export_text()
 
 
+@pytest.mark.long
 def test_what_is_not_installed_is_named(peers: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
     missing = ("ring_flash_attn", "yunchang", "ring_attention_pytorch")
@@ -133,6 +134,7 @@ def written() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="reads /proc/self/io, which only Linux has")
 @pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.long
 def test_the_meter_counts_what_the_sockets_carry(world: int) -> None:
     with WorkerPool(world) as pool:
         for counts in pool.run(move_and_count):

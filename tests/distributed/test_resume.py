@@ -109,6 +109,7 @@ def test_a_run_that_goes_on_has_the_weights_of_one_that_was_never_interrupted(po
         assert first[key] == second[key], key
 
 
+@pytest.mark.long
 def test_a_run_goes_on_over_other_ranks_layouts_engines_and_groups(pools, corpus, tmp_path):
     shared = {"steps": STEPS, "global_batch": 2, "save_every": "1", "keep": 1, "seq_len": 96}
     pools(1).run(train, config_of(corpus, tmp_path / "whole", **shared))

@@ -68,6 +68,7 @@ def metrics_of(out, name):
 # A full disk
 
 
+@pytest.mark.long
 def test_a_run_whose_saves_all_failed_says_so_and_ends_with_its_own_status(corpus, tmp_path):
     """The disk takes the model, 6.4 MB, and not a rank's shard of weights and moments, 9.6 MB."""
     flags = ("--ranks", "2", "--steps", "4", "--save-every", "2")
@@ -109,6 +110,7 @@ def train_full(config, failing, held_out):
     ],
     ids=["replaced by a later one", "one of two kept", "the last", "the best", "a better one later"],
 )
+@pytest.mark.long
 def test_missing_are_checkpoints_that_the_run_would_hold(
     pools, corpus, tmp_path, failing, keep, held_out, missing, saved
 ):
@@ -237,6 +239,7 @@ def finished(pools, corpus, tmp_path_factory):
 
 
 @pytest.mark.parametrize("named", [False, True])
+@pytest.mark.long
 def test_a_finished_run_is_not_resumed_and_keeps_its_summary(pools, corpus, finished, named):
     before = (finished / "summary.json").read_bytes(), (finished / "metrics.jsonl").read_bytes()
     resume = str(finished / "checkpoints" / name_of(SCHEDULE)) if named else "newest"
@@ -267,6 +270,7 @@ def train_noting(config):
 
 
 @pytest.mark.parametrize("ended", [3, SCHEDULE], ids=["interrupted", "finished"])
+@pytest.mark.long
 def test_raised_steps_keep_the_schedule_of_the_run_and_say_how(pools, corpus, tmp_path, finished, ended):
     config = config_of(corpus, tmp_path, steps=SCHEDULE, save_every="2")
     if ended < SCHEDULE:
@@ -300,6 +304,7 @@ def test_another_schedule_is_refused(pools, corpus, tmp_path, finished, changes,
 # Damage
 
 
+@pytest.mark.long
 def test_damaged_checkpoints_have_one_way_out_which_works(pools, corpus, tmp_path):
     config = config_of(corpus, tmp_path, save_every="2")
     assert pools(1).run(end_at, config, 3, {}) == [75]
@@ -316,6 +321,7 @@ def test_damaged_checkpoints_have_one_way_out_which_works(pools, corpus, tmp_pat
     assert outcome_of(command(corpus, tmp_path, *again))[0] == 0
 
 
+@pytest.mark.long
 def test_states_that_can_not_be_read_have_the_same_way_out(pools, corpus, tmp_path):
     assert pools(1).run(end_at, config_of(corpus, tmp_path, save_every="2"), 3, {}) == [75]
     for folder in list_checkpoints(tmp_path):
@@ -338,6 +344,7 @@ def train_scripted(config, held_out):
         Trainer.evaluate = evaluate
 
 
+@pytest.mark.long
 def test_a_held_out_loss_is_of_the_step_after_which_it_was_measured(pools, corpus, tmp_path):
     """Other steps have no held-out loss in metrics and checkpoints, so the best checkpoint was evaluated."""
     config = config_of(corpus, tmp_path, steps=5, eval_every=2, save_every="1", keep=9)
@@ -385,6 +392,7 @@ def train_evaluating_slowly(config, seconds):
     return reported, "", time.monotonic() - began
 
 
+@pytest.mark.long
 def test_an_evaluation_counts_as_a_part_of_its_step_before_a_deadline(pools, corpus, tmp_path):
     config = config_of(corpus, tmp_path, steps=1000, eval_every=2, save_every="9", deadline=12.0)
     ((reported, reason, seconds),) = pools(1).run(train_evaluating_slowly, config, 2.0)

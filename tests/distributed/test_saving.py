@@ -213,6 +213,7 @@ def end_at(config, step, held_out):
     return 0
 
 
+@pytest.mark.long
 def test_the_best_held_out_checkpoint_is_kept_and_exported(pools, corpus, tmp_path):
     held_out = {1: 3.0, 2: 1.0, 3: 2.0, 4: float("nan"), 5: 1.0, 6: 1.5}
     config = config_of(corpus, tmp_path / "run", steps=6, save_every="2", keep=1, eval_every=1)
@@ -231,6 +232,7 @@ def test_the_best_held_out_checkpoint_is_kept_and_exported(pools, corpus, tmp_pa
         chosen(tmp_path, pytest.fail, best=True)
 
 
+@pytest.mark.long
 def test_a_run_that_is_evaluated_on_the_way_has_the_weights_of_one_that_is_not(pools, corpus, tmp_path):
     plain = config_of(corpus, tmp_path / "plain", steps=4)
     often = config_of(corpus, tmp_path / "often", steps=4, eval_every=3, save_every="1")
@@ -255,6 +257,7 @@ def test_a_way_that_was_given_up_goes_with_the_first_save_of_another(pools, corp
     assert names(tmp_path / "run") == [name_of(3)]
 
 
+@pytest.mark.long
 def test_resume_auto_goes_on_where_there_is_something_to_go_on_from(pools, corpus, tmp_path):
     out = tmp_path / "run"
     config = config_of(corpus, out, steps=4, resume="auto")
@@ -292,6 +295,7 @@ def train_until_late(config, seconds):
     return None
 
 
+@pytest.mark.long
 def test_a_deadline_has_a_run_save_and_it_goes_on_to_the_same_bits(pools, corpus, tmp_path):
     pools(2).run(train, config_of(corpus, tmp_path / "whole", steps=7))
     config = config_of(corpus, tmp_path / "run", steps=7, deadline=3.0)
@@ -417,6 +421,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.long
 def test_a_disk_that_is_full_or_read_only_is_reported(corpus, tmp_path):
     disk, script = tmp_path / "disk", tmp_path / "disk.py"
     disk.mkdir()

@@ -52,6 +52,7 @@ def test_every_sign_with_heads_cut(pools, heads: int, keep: bool, scale: float) 
 
 @pytest.mark.parametrize("scale", SIGNS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.long
 def test_every_sign_in_the_triton_kernel(dtype, scale: float) -> None:
     pytest.importorskip("triton")
     case = replace(CASE, kernel="triton", dtype=dtype, mask=Mask(window=9), head_dim=16)

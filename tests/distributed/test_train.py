@@ -66,6 +66,7 @@ def test_losses_do_not_depend_on_ranks_or_layout(pools, corpus, tmp_path):
 
 
 @pytest.mark.parametrize("pack", ["documents", "none"])
+@pytest.mark.long
 def test_groups_equal_accumulation_steps(pools, corpus, tmp_path, pack):
     shared = {"dtype": "float64", "pack": pack, "lr": 1e-3, "eps": 1e-5}
     if pack == "none":

@@ -63,6 +63,7 @@ def test_the_command_and_torchrun_train_alike(pools, corpus, tmp_path):
 
 
 @pytest.mark.parametrize(("signalled", "status"), [("worker", 1), ("launcher", 75)])
+@pytest.mark.long
 def test_a_lost_worker_and_ctrl_c_end_the_run(corpus, tmp_path, signalled, status):
     process = start("-m", "burst_attention.cli", *command(corpus, tmp_path, "--ranks", "2", "--steps", "100000"))
     for line in process.stdout:
@@ -96,6 +97,7 @@ def steps_of(process, last):
     pytest.fail(f"the run ended before step {last}")
 
 
+@pytest.mark.long
 def test_a_second_ctrl_c_ends_a_run_that_hangs_at_once_and_tells_what_is_kept(corpus, tmp_path):
     shared = command(corpus, tmp_path, "--ranks", "2", "--steps", "100000", "--save-every", "1", "--keep", "1")
     process = start("-m", "burst_attention.cli", *shared)
@@ -118,6 +120,7 @@ def test_a_second_ctrl_c_ends_a_run_that_hangs_at_once_and_tells_what_is_kept(co
     assert reported.splitlines()[-1] == last, reported
 
 
+@pytest.mark.long
 def test_a_deadline_ends_the_command_with_its_status(corpus, tmp_path):
     shared = command(corpus, tmp_path, "--ranks", "1", "--steps", "100000", "--deadline", "4")
     process = start("-m", "burst_attention.cli", *shared)
@@ -128,6 +131,7 @@ def test_a_deadline_ends_the_command_with_its_status(corpus, tmp_path):
     assert f"to resume: burst train --out {tmp_path} --resume" in reported
 
 
+@pytest.mark.long
 def test_under_torchrun_a_rank_that_is_killed_once_has_the_run_go_on_by_itself(pools, corpus, tmp_path):
     torchrun = [
         "-m",
@@ -167,6 +171,7 @@ def is_alive(pid):
         return False
 
 
+@pytest.mark.long
 def test_an_interrupted_command_goes_on_and_its_checkpoint_can_be_exported(pools, corpus, tmp_path):
     shared = command(corpus, tmp_path / "run", "--ranks", "2", "--steps", "40", "--lr", "1e-3")
     process = start("-m", "burst_attention.cli", *shared)

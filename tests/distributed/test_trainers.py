@@ -36,6 +36,7 @@ def sides(pools):
 @pytest.mark.parametrize(
     "name", [name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
+@pytest.mark.long
 def test_losses_norms_and_evaluations_are_the_stock_trainers(sides, name):
     found = sides.compare(CASES[name])
     assert CASES[name].holds(found), found
@@ -53,6 +54,7 @@ def histories(folder):
     return reported
 
 
+@pytest.mark.long
 def test_a_resumed_run_is_to_the_bit_one_that_was_not_stopped(pools, tmp_path):
     for whole, stopped, resumed in pools(4).run(histories, str(tmp_path)):
         assert len(whole[0]) == 10
@@ -125,6 +127,7 @@ def batches_of(data, size):
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.long
 def test_a_classifier_is_evaluated_over_contexts_as_in_one_process(pools, tmp_path, problem):
     model, data, collated = head_of(problem)
     with torch.no_grad():
@@ -181,6 +184,7 @@ def rounded(folder):
     return (losses == losses.bfloat16()).sum().item()
 
 
+@pytest.mark.long
 def test_losses_of_mixed_precision_are_logged_unrounded(pools, tmp_path):
     assert all(equal <= 1 for equal in pools(2).run(rounded, str(tmp_path)))
 

@@ -109,6 +109,7 @@ def hold(config, expected, world):
 
 
 @pytest.mark.parametrize(("world", "remat"), [(1, "none"), (2, "layer"), (2, "keep-attention")])
+@pytest.mark.long
 def test_the_tensors_at_the_peak_are_as_predicted(pools, corpus, model, tmp_path, world, remat):
     length = 250 * world
     most = max(pools(world).run(most_of_tensors, config_for(corpus, model, tmp_path, length, remat=remat)))
@@ -116,6 +117,7 @@ def test_the_tensors_at_the_peak_are_as_predicted(pools, corpus, model, tmp_path
 
 
 @pytest.mark.parametrize(("kv_heads", "remat"), [(4, "none"), (4, "keep-attention"), (1, "keep-attention")])
+@pytest.mark.long
 def test_cached_slices_of_attention_are_predicted(pools, corpus, tmp_path, remat, kv_heads):
     """With head groups, the slice replaces q, k and v; under keep-attention it adds to the layer's input and out."""
     sizes = SIZES | {"intermediate_size": 128, "num_key_value_heads": kv_heads}
@@ -184,6 +186,7 @@ def test_weights_count_once_however_many_tokens():
     assert many["activations"] == pytest.approx(2 * few["activations"], rel=0.1)
 
 
+@pytest.mark.long
 def test_whole_gradients_are_there_for_one_layer_at_a_time():
     """Use many layers and few tokens, so that there are fewer whole gradients than weights."""
     config = LlamaConfig(**SIZES | {"num_hidden_layers": 40})

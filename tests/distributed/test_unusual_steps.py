@@ -124,6 +124,7 @@ def leave_out(config, *spoilt):
 
 
 @pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.long
 def test_a_step_that_is_left_out_changes_nothing_but_the_place_in_the_data(pools, corpus, tmp_path, backward):
     config = config_of(corpus, tmp_path / "run", on_nan="skip", global_batch=2)
     for states, records in pools(2).run(leave_out, config, "model.layers.1.mlp.up_proj", [3], 0, backward):
@@ -135,6 +136,7 @@ def test_a_step_that_is_left_out_changes_nothing_but_the_place_in_the_data(pools
         assert math.isfinite(records[3].loss) and torch.isfinite(moved).all()
 
 
+@pytest.mark.long
 def test_left_out_steps_are_reported_and_a_run_goes_on_from_there(pools, corpus, tmp_path):
     config = config_of(corpus, tmp_path / "run", on_nan="skip", save_every="2")
     summary = pools(2).run(train_spoilt, config, "model.layers.1.mlp", [1, 2], 0)[1]
@@ -148,6 +150,7 @@ def test_left_out_steps_are_reported_and_a_run_goes_on_from_there(pools, corpus,
     assert pools(2).run(train, again)[0].last_loss == summary.last_loss
 
 
+@pytest.mark.long
 def test_ten_steps_in_a_row_end_a_run(pools, corpus, tmp_path):
     config = config_of(corpus, tmp_path / "run", on_nan="skip", steps=30)
     spoilt = [step for step in range(1, 31) if step != 9]

@@ -65,7 +65,18 @@ def try_fault(fault: Fault) -> tuple[Fault, str, float]:
         if text.count(fault.old) != 1:
             return fault, f"its text stands {text.count(fault.old)} times in {fault.file}", 0.0
         target.write_text(text.replace(fault.old, fault.new))
-        command = [sys.executable, "-m", "pytest", *fault.tests.split(), "-x", "-q", "-p", "no:cacheprovider"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            *fault.tests.split(),
+            "-x",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "not slow",
+        ]
         command += ["-k", fault.only] if fault.only else []
         paths = os.pathsep.join(map(str, (copies[0], copies[1] / "src", copies[2] / "src")))
         environment = os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}

@@ -27,6 +27,7 @@ def same(x, y):
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("taken", [1, 7, 400])
+@pytest.mark.long
 def test_sequences_and_places_are_those_of_the_stream(tmp_path, packed, taken):
     reader = reader_of(tmp_path, packed)
     plain, ahead = reader.training(), ReadAhead(reader.training(), 5)

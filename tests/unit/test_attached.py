@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.tools.attached import CASES, PAGE, judge_all, page
 
 
+@pytest.mark.long
 def test_everything_attached_is_equal_or_refused_and_stands_on_the_page() -> None:
     verdicts = judge_all()
     assert sum(map(len, CASES.values())) >= 60

@@ -172,6 +172,7 @@ def test_all_layers_of_a_model_share_one_cut() -> None:
 
 @pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("layout", ["balanced", "zigzag"])
+@pytest.mark.long
 def test_equal_masks_share_a_schedule_and_many_leave_nothing_behind(layout: str, count: int) -> None:
     base = planned(Mask(), 64, 4, layout)
     one = base.with_mask(Mask(cu_seqlens=[0, 7, 64]), seqlen=64).schedule
@@ -212,6 +213,7 @@ def test_many_ranks_choose_as_fewer_would() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(worlds(most_tokens=60, most_ranks=8), st.data())
+@pytest.mark.long
 def test_rows_that_leave_hosts_are_those_of_the_edges(world, data) -> None:
     layout, mask = world
     hosts = data.draw(st.lists(st.integers(0, 2), min_size=layout.world, max_size=layout.world))

@@ -294,6 +294,7 @@ def test_a_stream_goes_on_anywhere(monkeypatch, packed, buffer):
 
 
 @pytest.mark.parametrize("borders", [[0, 8], [0, 8, 24], [8, 16], [0, 8, 8, 16], [0, 8.0, 16], []])
+@pytest.mark.long
 def test_a_cursor_with_borders_outside_its_sequences_is_refused(borders):
     stream = reader_of("word " * 30, seq_len=16, held_out=0.0).training()
     next(stream)

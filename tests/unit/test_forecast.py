@@ -188,6 +188,7 @@ def test_memory_is_what_the_model_itself_shows_where_its_head_holds_most(tmp_pat
         (Qwen2Config, torch.float32, 2, 96, 1),
     ],
 )
+@pytest.mark.long
 def test_memory_is_what_the_model_itself_shows(
     kind: Any, dtype: torch.dtype, world: int, tokens: int, chunks: int, remat: Any, tmp_path: Any
 ) -> None:

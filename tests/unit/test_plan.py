@@ -61,6 +61,7 @@ def seen_by_tile(tile) -> np.ndarray:
 
 @settings(max_examples=1200, deadline=None)
 @given(worlds())
+@pytest.mark.long
 def test_tiles_cover_the_dense_mask_once(world: tuple[Layout, Mask]) -> None:
     layout, mask = world
     covered = np.zeros((layout.seqlen, layout.seqlen), int)
@@ -482,6 +483,7 @@ def test_chunks_are_what_shards_have_of_each_stretch() -> None:
 
 @pytest.mark.parametrize("mask", [Mask(), Mask(causal=False), Mask(window=9), Mask(cu_seqlens=[0, 7, 33, 34, 50])])
 @pytest.mark.parametrize(("world", "count", "heads"), [(4, 1, 4), (4, 2, 4), (4, 4, 2), (6, 3, 3), (6, 2, 1)])
+@pytest.mark.long
 def test_bytes_counted_for_a_choice_are_those_of_the_programs(mask: Mask, world: int, count: int, heads: int) -> None:
     sizes = {"batch": 2, "head_dim": 8, "v_head_dim": 4, "io": 2, "partial": 4, "accumulate": 4}
     shape = Shape(q_heads=12, kv_heads=heads, **sizes)

@@ -263,6 +263,7 @@ def test_windows_are_read_as_transformers_reads_them(tmp_path: Any) -> None:
         assert sum(model.windows_by_count.values()) == 4
 
 
+@pytest.mark.long
 def test_it_needs_no_library_of_models() -> None:
     code = (
         "import sys\n"

@@ -52,6 +52,7 @@ def taken(make: Callable[[], object]) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize(("world", "count"), [*product([256, 1024, 4096], [1, 10_000])])
+@pytest.mark.long
 def test_a_plan_for_thousands_of_ranks_takes_a_second_and_little_memory(world: int, count: int) -> None:
     mask = documents(count)
 
@@ -64,6 +65,7 @@ def test_a_plan_for_thousands_of_ranks_takes_a_second_and_little_memory(world: i
     assert seconds < 4 and most < 150e6  # about a second; of the whole world's traffic they were minutes and gigabytes
 
 
+@pytest.mark.long
 def test_a_rank_builds_its_own_programs_from_the_messages_it_takes_part_in() -> None:
     """Heads are split 16 ways here, so most messages of the cells that a rank must know pass it by."""
     schedule = planned(1024, Mask())
@@ -87,6 +89,7 @@ def test_a_program_over_a_ring_of_many_ranks_takes_seconds() -> None:
     ("world", "mask", "rates"),
     [*product([96, 128], ["causal", "window", "documents"], ["h100-hgx+infiniband-400g", "cpu"])],
 )
+@pytest.mark.long
 def test_a_small_worlds_choice_is_as_good_as_the_whole_worlds(
     monkeypatch: pytest.MonkeyPatch, world: int, mask: str, rates: str
 ) -> None:

@@ -119,6 +119,7 @@ def test_browser_draws_every_plot(browser: Any, report: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [1366, 620])
+@pytest.mark.long
 def test_browser_keeps_title_legend_and_toolbar_apart(browser: Any, report: Path, width: int) -> None:
     opened = Page(browser, report)
     opened.inner.set_viewport_size({"width": width, "height": 768})
@@ -141,6 +142,7 @@ def test_browser_keeps_title_legend_and_toolbar_apart(browser: Any, report: Path
     assert set(buttons) == {"Download plot as a PNG", "Zoom", "Pan", "Reset axes"}, "none that needs a network"
 
 
+@pytest.mark.long
 def test_browser_draws_what_a_real_run_wrote(browser: Any, tmp_path: Path) -> None:
     sizes = ["--seq-lens", "64", "128", "--heads", "2", "--head-dim", "8", "--rounds", "2"]
     assert bench(["attention", "--engines", "burst", "ring", *sizes, "--out", str(tmp_path / "run")]) == 0
@@ -181,6 +183,7 @@ def test_browser_filters_engines_everywhere(browser: Any, report: Path) -> None:
     assert opened.complaints == []
 
 
+@pytest.mark.long
 def test_browser_reads_and_writes_the_fragment(browser: Any, report: Path) -> None:
     opened = Page(browser, report, "#engines=ring,single")
     opened.settle(ENGINES[1:3])

@@ -261,6 +261,7 @@ STOCK = ("flash2", "flash3", "flash4", "aten-flash", "aten-cudnn", "aten-efficie
 
 @pytest.mark.parametrize("name", STOCK)
 @pytest.mark.parametrize("band", [*BANDS, *LARGE])
+@pytest.mark.long
 def test_every_band(name, band, installed, monkeypatch):
     kernel = kernel_over(name, installed, monkeypatch)
     assert kernel.name == name

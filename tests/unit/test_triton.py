@@ -35,6 +35,7 @@ def compare(table, dim, value_dim, dtype, **options):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("band", BANDS)
+@pytest.mark.long
 def test_every_band(band, dtype):
     compare(BANDS[band], 16, 16, dtype)
 
@@ -45,6 +46,7 @@ def test_head_dims(dim, value_dim):
 
 
 @pytest.mark.parametrize("seed", range(24))
+@pytest.mark.long
 def test_any_tile_in_blocks_of_any_size(seed):
     """All of these affect how a block's keys are split into masked and unmasked steps."""
     dice = np.random.default_rng(seed)

@@ -34,6 +34,7 @@ for name in ("forward", "backward_queries", "backward_keys"):
 
 
 @pytest.mark.parametrize(("capability", "io", "carry"), [("80", "fp16", "carry"), ("90", "bf16", "blank")])
+@pytest.mark.long
 def test_programs_compile(tmp_path, capability, io, carry) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-W", "ignore", "-c", COMPILE, capability, io, carry]

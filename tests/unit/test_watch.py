@@ -97,5 +97,6 @@ def test_a_rank_that_says_nothing_is_named(monkeypatch):
         ({0: (4, 9, "saving"), 1: (4, 1, "data"), 2: (4, 1, "data")}, "behind: ranks 1, 2, in the data phase; oth"),
     ],
 )
+@pytest.mark.long
 def test_behind_is_who_has_come_least_far(heard, reported):
     assert reported in who_is_behind(4, {rank: Where(*where) for rank, where in heard.items()}, len(heard))
