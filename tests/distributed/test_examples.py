@@ -75,6 +75,7 @@ def test_a_trainers_losses_are_one_ranks_which_the_example_checks_and_fall(name,
     assert reported[-1] < reported[0] - 0.1
 
 
+@pytest.mark.long
 def test_an_example_under_no_job_starts_its_own_ranks(tmp_path):
     assert len(losses(run(EXAMPLES["fsdp2.py"], cwd=tmp_path))) == 5
 

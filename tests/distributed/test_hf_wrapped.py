@@ -12,10 +12,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
+from burst_attention import Strategy
 from burst_attention.integrations import hf
 from burst_attention.testing import WorkerError
 from tests.distributed.test_hf_parallel import BATCHES, gradients, model_of, plain, stock_loss
-from tests.support.hf_models import SMALL, make_model
+from tests.support.hf_models import SMALL, VOCABULARY, make_model
 
 CASE = "packed by row"
 
@@ -160,6 +161,59 @@ def test_compiled_by_layer_without_graph_breaks(pools, name):
     for got, wanted, same in pools(2).run(compiled_by_layer, name):
         assert got == pytest.approx(wanted, rel=2e-6)
         assert same
+
+
+LENGTHS = {"plain": ((24,), (32,), (41,), (58,)), "packed": ((11, 20, 6), (5, 24), (30, 3, 8), (9, 9, 9, 25))}
+
+
+def batch_of(documents):
+    """Return two rows of these documents."""
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(VOCABULARY, (2, sum(documents)), generator=generator)
+    positions = torch.cat([torch.arange(length) for length in documents]).repeat(2, 1)
+    return {"input_ids": ids, "labels": ids.clone(), "position_ids": positions}
+
+
+def compiled_for_lengths(kind, dynamic, strategy=None, autocast=False):
+    """Return the number of graphs of a layer after each batch, and the largest error of a loss or a gradient norm."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    spread, one = (make_model("llama", "sdpa", dtype=torch.float32, use_cache=False) for _ in range(2))
+    hf.parallelize(spread, strategy=strategy, timeout=60)
+    hf.parallelize(one, strategy=strategy, timeout=60)
+    for layer in spread.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    graphs, worst = [], 0.0
+    for documents in LENGTHS[kind]:
+        batch, found = batch_of(documents), []
+        for model in (spread, one):
+            model.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = model(**batch).loss
+            loss.backward()
+            found.append(torch.tensor((loss.item(), norm(model))))
+        worst = max(worst, ((found[0] - found[1]).abs() / found[1]).max().item())
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return graphs, worst
+
+
+CUT = Strategy(ulysses_degree=2, cache_qkv=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dynamic", "strategy", "autocast", "expected"),
+    [
+        ("plain", None, None, False, [1, 2, 2, 2]),
+        ("plain", True, None, False, [1, 1, 1, 1]),
+        ("packed", None, None, False, [1, 2, 3, 3]),  # the planner splits the heads of the third batch otherwise
+        ("packed", None, CUT, False, [1, 2, 2, 2]),
+        ("plain", None, None, True, [1, 2, 3, 3]),  # parallelize expects fp32, the first call shows bf16
+    ],
+)
+def test_a_third_length_does_not_compile_again(pools, kind, dynamic, strategy, autocast, expected):
+    for graphs, worst in pools(2).run(compiled_for_lengths, kind, dynamic, strategy, autocast):
+        assert graphs == expected
+        assert worst <= (2e-2 if autocast else 1e-5)
 
 
 def classifier():

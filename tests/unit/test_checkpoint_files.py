@@ -277,6 +277,7 @@ def test_a_checkpoint_is_written_over_what_was_damaged_at_its_step(tmp_path):
     assert checkpoint.check(first).step == 8
 
 
+@pytest.mark.long
 def test_a_thousand_broken_headers_and_states_are_errors_and_take_no_memory(tmp_path):
     newer = write(tmp_path, 8)
     file, state = newer / SHARDS[0], newer / "state.json"

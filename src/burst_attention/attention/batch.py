@@ -68,7 +68,10 @@ class Plans(Mapping[int | None, Plan]):
         if plan.schedule.layout.by_mask:
             furthest = None if None in distinct else max(filter(None, distinct))
             plan = plan.with_mask(Mask(window=furthest, cu_seqlens=cu_seqlens), seqlen=plan.seqlen)
-        return cls({window: plan.with_mask(Mask(window=window, cu_seqlens=cu_seqlens)) for window in distinct})
+        plans = cls({window: plan.with_mask(Mask(window=window, cu_seqlens=cu_seqlens)) for window in distinct})
+        for each in plans.values():
+            each.decide_splits()
+        return plans
 
     @property
     def one(self) -> Plan:

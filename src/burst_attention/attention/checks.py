@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor
 from ..comm.scalars import real
 from ..kernels import choose
 from ..kernels.contract import Kernel
-from ..kernels.precision import DTYPES, accumulation_dtype
+from ..kernels.precision import DTYPES, accumulation_dtype, wire_dtype
 from ..plan.cost import Shape
 from ..plan.groups import Groups
 from ..plan.mask import Mask
 from .hardware import shape_of
-from .plan import Plan, plan_of
+from .plan import Plan, plan_of, split_key
 
 if TYPE_CHECKING:
     DtypeName: TypeAlias = str
@@ -117,7 +117,9 @@ def resolve(
     head_dims = q.shape[3], v.shape[3]
     chosen = kernel_for(kernel, plan.mask, device=q.device, dtype=q.dtype, head_dims=head_dims)
     groups = Groups.of(heads, q_heads=q.shape[1], kv_heads=k.shape[1], keep=keep)
-    groups, circulate = plan.planner.settle(plan.schedule, _shape(q, k, v), groups)
+    shape = _shape(q, k, v)
+    plan.usage.shapes.add(replace(shape, batch=1))
+    groups, circulate = plan.planner.settle(plan.schedule, shape, groups)
     if scale is None:
         scale = 1 / math.sqrt(q.shape[3])
     return ResolvedCall(plan, scale, circulate, groups, chosen)
@@ -135,6 +137,9 @@ def split_heads(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[int, int]:
     # index() makes a compiler treat these sizes as constants.
     heads = operator.index(q.shape[1]), operator.index(k.shape[1])
     dims = operator.index(q.shape[3]), operator.index(v.shape[3])
+    known = plan.splits.get(split_key(*heads, *dims, q.dtype.itemsize, wire_dtype(q.dtype).itemsize))
+    if known is not None:
+        return operator.index(known[0]), known[1]
     return _split_heads(plan.handle_text, str(q.dtype), *heads, *dims)
 
 
@@ -144,8 +149,7 @@ def _split_heads(
     """Choose as :func:`split_heads` does, from what a compiler knows of a call; the batch does not matter."""
     plan, io = plan_of(int(handle)), getattr(torch, dtype.removeprefix("torch."))
     shape = shape_of(io, batch=1, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, v_head_dim=v_head_dim)
-    groups = plan.planner.choose_groups(plan.schedule, shape)
-    return groups.query, plan.schedule.slice_length(groups) if groups.keep else 0
+    return plan.split(shape)
 
 
 # As torch.compiler.assume_constant_result does, whose import loads the compiler: tracing need not enter arrays.

@@ -6,6 +6,7 @@ import itertools
 import socket
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import astuple, replace
 from datetime import timedelta
 from functools import cached_property
@@ -19,7 +20,7 @@ from torch import Tensor
 from ..comm.agreement import Agreement
 from ..comm.link import connect, resolve_group, resolve_timeout
 from ..comm.transport import Transport
-from ..plan.cost import Traffic
+from ..plan.cost import Shape, Traffic
 from ..plan.mask import Mask
 from ..plan.schedule import Schedule
 from ..plan.strategy import Strategy, strategy_of
@@ -81,6 +82,7 @@ class Plan:
     indices: DeviceIndices  # of the schedule's programs
     length: int  # S_local, tokens held here; set early, because compilers can't enter cached properties
     handle: int  # unique to this object in this process; copies get another
+    splits: dict[str, tuple[int, int]]  # results of split by split_key, for expected calls; filled by decide_splits
     handle_text: str  # compilers treat a string as a constant, and a number that differs between plans as a variable
 
     def __init__(
@@ -97,7 +99,7 @@ class Plan:
         vars(self)["usage"] = usage or Usage()
         handle, length = next(_HANDLES), schedule.layout.lengths[schedule.rank]
         vars(self).update(indices=indices or DeviceIndices(), length=length, handle=handle)
-        vars(self)["handle_text"] = str(handle)
+        vars(self).update(handle_text=str(handle), splits={})
         _PLANS[self.handle] = self
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
@@ -211,6 +213,26 @@ class Plan:
         targets[:, ends.to(labels.device)] = ignore_index
         return targets
 
+    def split(self, shape: Shape) -> tuple[int, int]:
+        """Return a call's Ulysses degree, and how many rows of its sequence group this rank caches.
+
+        Raises:
+            ValueError: these heads can't be split as the strategy asks.
+        """
+        groups = self.planner.choose_groups(self.schedule, shape)
+        return groups.query, self.schedule.slice_length(groups) if groups.keep else 0
+
+    def decide_splits(self) -> None:
+        """Decide how to split the heads of expected calls, and of calls like earlier ones.
+
+        A compiler can't run the planner. It would guard on this plan's handle, and so compile again for each plan.
+        """
+        known = self.planner.known
+        for shape in {*self.usage.shapes, *([known] if known else [])}:
+            key = split_key(*astuple(shape)[1:7])
+            with suppress(ValueError):  # the call itself raises it
+                self.splits[key] = self.split(shape)
+
     @renamed(OF_CALL)
     def bytes(
         self,
@@ -291,6 +313,11 @@ class Plan:
             f"Plan(rank {self.rank} of {self.world}, seqlen={self.seqlen}, length={self.length}, "
             f"layout={self.layout!r}, route={self.route!r}, mask={self.mask!r})"
         )
+
+
+def split_key(*sizes: int) -> str:
+    """Return a call's key in :attr:`Plan.splits`: the fields of its shape from ``q_heads`` to ``partial``."""
+    return " ".join(map(str, sizes))
 
 
 def check_seqlen(seqlen: Any) -> int:

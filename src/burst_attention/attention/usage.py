@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..plan.cost import Shape
+
 
 class Usage:
-    """The batches that a plan cut into shards, and whether a model's attention used the plan for each.
+    """The batches that a plan cut into shards, whether a model's attention used the plan for each, and calls' shapes.
 
     A model with a different attention silently ignores its plan. Each rank then attends to its own shard only. The
     loss detects this: it refuses labels of a batch for which no attention has used the plan.
@@ -20,6 +22,7 @@ class Usage:
         self._batches = WeakIdKeyDictionary()  # tensor given out -> its batch: [whether an attention used the plan]
         self._latest = [True]  # nothing was given out yet, so nothing to refuse
         self._noted = False
+        self.shapes: set[Shape] = set()  # of the calls so far, with one row each
 
     def mark_sharded(self, positions: Tensor, labels: Tensor | None) -> None:
         """Record that a batch was cut into shards with these positions and labels."""

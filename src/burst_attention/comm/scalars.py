@@ -11,6 +11,8 @@ def real(value: Any) -> int | float | None:
 
     Bools are not numbers here. Neither is a tensor that requires a gradient, because the number would lose it.
     """
+    if isinstance(value, float):  # first, because a compiler can't ask a variable number for other attributes
+        return float(value)
     if getattr(value, "ndim", None) == 0 and not getattr(value, "requires_grad", False):
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real):
