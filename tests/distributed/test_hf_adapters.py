@@ -107,11 +107,13 @@ def test_adapters_attached_between_two_calls(pools, tuner, refusal):
     judge(pools(2).run(trained, tuner, None, CASE, True), refusal)
 
 
+DRAWING = [(kind, rate) for kind in ("LOHA", "LOKR") for rate in ("rank_dropout", "module_dropout")]
+
+
 @pytest.mark.parametrize(
     ("options", "refusal"),
     [
-        (("LOHA", {"module_dropout": 0.5}), "module_dropout={'default': 0.5}"),
-        (("LOKR", {"rank_dropout": 0.5}), "rank_dropout={'default': 0.5}"),
+        *(((kind, {rate: 0.5}), rf"{rate}={{'default': 0.5}}") for kind, rate in DRAWING),
         (("OFT", {"module_dropout": 0.5}), "oft.layer.MultiplicativeDropoutLayer, which draws random values"),
         (("BOFT", {"boft_dropout": 0.5}), "boft.layer.MultiplicativeDropoutLayer, which draws random values"),
     ],
@@ -124,6 +126,39 @@ def test_adapters_that_draw_weights_are_refused(options, refusal):
         ranks.run(lambda group: hf.parallelize(model, group))
     assert set(map(type, caught.value.errors.values())) == {ValueError}
     assert refusal in str(caught.value)
+
+
+def draws_later(kind, rate, how):
+    """Run a parallelized model, make its adapter draw weights, and run it again in evaluation and in training mode."""
+    options = {"r": 4, "target_modules": LINEARS}
+    config = PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(kind)]
+    model = hf.parallelize(adapted(make_model("llama", "sdpa", dtype=torch.float32), config(**options)), timeout=30)
+    batch = BATCHES[CASE]()
+    model.train()(**batch)
+    if how == "added":
+        model.add_adapter("second", config(**options, **{rate: 0.5}))
+        model.double().base_model.set_adapter("second")
+    else:
+        for part in model.modules():
+            getattr(part, rate, {}).update(default=0.5)
+    losses = [model.eval()(**batch).loss.item() for _ in range(2)]
+    try:
+        if how == "one layer in training mode":
+            model.base_model.model.model.layers[1].train()
+        else:
+            model.train()
+        model(**batch)
+    except ValueError as refusal:
+        return losses, str(refusal)
+    return losses, "nothing"
+
+
+@pytest.mark.parametrize(("kind", "rate"), DRAWING)
+@pytest.mark.parametrize("how", ["added", "set", "one layer in training mode"])
+def test_adapters_that_draw_weights_from_now_on_are_refused(pools, kind, rate, how):
+    for losses, refusal in pools(2).run(draws_later, kind, rate, how):
+        assert losses[0] == losses[1]  # nothing is drawn in evaluation mode
+        assert re.search(rf"{rate}={{.*0.5}}, so it draws random values", refusal), refusal
 
 
 def summed():

@@ -216,10 +216,10 @@ class _Context:
             return
         body = model.base_model
         parts.check_hooks(body)
+        parts.check_randomness(body)  # a rate may be set, and a part may change its mode, without a new class
         found = model.training, *map(type, body.modules())
         if found != self.found_right:
             parts.check_structure(body)
-            parts.check_randomness(body)
             if self.gradients == "sum":
                 check_added_losses(body)
             self.layers, self.found_right = parts.attention_configs(model), found
