@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -91,16 +92,34 @@ def token_log_probs(
         _check_last(labels, plan, ignore_index)
         check_transforms("token_log_probs", hidden=hidden, lm_head_weight=lm_head_weight, bias=bias)
         head = Head(lm_head_weight, bias, LogitForm(factor, softcap))
-    same = {"temperature": temperature, "outputs": list(measures), "factor": factor, "softcap": softcap}
-    same |= {"bias": None if bias is None else list(bias.shape), "lm_head_weight": list(lm_head_weight.shape)}
-    plan.agreement.agree("token_log_probs", same)
+    plan.agreement.agree("token_log_probs", _shared_fields(head, temperature, measures))
     with plan.agreement.entering("token_log_probs"):
         measurement = Measurement("token_log_probs", head.form, temperature, measures, chunk_tokens)
-        rows, table = measure(hidden, head, labels, ignore_index, measurement)
-        local = table.new_zeros(len(measures), labels.numel())
-        local[:, rows] = table
-    whole = plan.unshard(local.view(len(measures), *labels.shape), 2, grad="slice")
+        local = _own_table(hidden, head, labels, ignore_index, measurement)
+    whole = plan.unshard(local, 2, grad="slice")
     return _of_table(whole[..., : max(plan.seqlen - 1, 0)], measures)
+
+
+def _shared_fields(head: Head, temperature: float, measures: tuple[str, ...]) -> dict[str, Any]:
+    """Return what all ranks must pass equally."""
+    return {
+        "temperature": temperature,
+        "outputs": list(measures),
+        "factor": head.form.factor,
+        "softcap": head.form.softcap,
+        "bias": None if head.bias is None else list(head.bias.shape),
+        "lm_head_weight": list(head.weight.shape),
+    }
+
+
+def _own_table(
+    hidden: torch.Tensor, head: Head, labels: torch.Tensor, ignore_index: int, measurement: Measurement
+) -> torch.Tensor:
+    """Return the measures [measures, B, S_local] of this rank's tokens, 0 where there is no label."""
+    rows, table = measure(hidden, head, labels, ignore_index, measurement)
+    local = table.new_zeros(len(measurement.measures), labels.numel())
+    local[:, rows] = table
+    return local.view(len(local), *labels.shape)
 
 
 def _of_table(whole: torch.Tensor, measures: tuple[str, ...]) -> TokenLogProbs:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,32 +21,22 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from burst_attention.attention.batch import SAME_BATCH, Plans, batch_fields, digest_of, shard_tokens
-from burst_attention.attention.plan import make_plan
+from burst_attention.attention.plan import Plan, make_plan
 from burst_attention.attention.renamed import renamed
 from burst_attention.loss import LogitForm
 from burst_attention.loss.checks import divisor_of
 from burst_attention.plan.strategy import Strategy
 
-from . import heads, models, parts, stub_forward
+from . import arguments, heads, models, parts, stub_forward
 from .adapters import check_added_losses
 from .attention import call_shape, register
-from .batch import IGNORED, PACKING, BatchRows, PlanCache, rows_of
-from .checks import check_rope, shown
+from .batch import PlanCache, rows_of
+from .checks import check_rope
 from .outputs import Call, Scaled, answer, answer_by_own
 
 Gradients = Literal["mean", "sum"]
 Model = TypeVar("Model", bound=nn.Module)
 
-_BATCH = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", *PACKING)
-_ANSWERED = ("num_items_in_batch", "logits_to_keep", "fused_lm_head", "output_router_logits", "return_dict")
-# Arguments without an effect on the output of a parallelized model.
-_IGNORED = ("use_cache", "cache_position")
-_REMEDIES = {
-    "inputs_embeds": "embeddings computed outside of the model are not supported; pass input_ids",
-    "past_key_values": "a cache holds whole sequences; call model.generate, which runs on each rank separately",
-    "output_hidden_states": "hidden states are sharded over the ranks; leave it out",
-    "output_attentions": "attention weights are never computed as a whole; leave it out",
-}
 _WEIGHTS = "a sample of the weights"
 _SAME_WEIGHTS = (
     "All ranks need equal weights: set one seed before you build the model, load one checkpoint, or broadcast rank 0's "
@@ -97,45 +86,35 @@ def parallelize(
     Raises:
         TypeError, ValueError: the model can't run on shards, or an argument is wrong; on every rank.
     """
-    wrapper = _wrapper(model)
-    base: Any = model.get_base_model() if not wrapper and hasattr(model, "get_base_model") else model  # type: ignore
+    adapted = _wrapper(model) is None and hasattr(model, "get_base_model")
+    base: Any = model.get_base_model() if adapted else model  # type: ignore[operator]
     plan = make_plan(1, strategy=strategy, call=call_shape(base), group=group, timeout=timeout)
     with plan.agreement.entering("parallelize"):
         if gradients not in get_args(Gradients):
             raise ValueError(f"gradients={gradients!r} is unknown; choose one of {', '.join(get_args(Gradients))}")
-        if wrapper:
-            raise TypeError(
-                f"model is already wrapped by {wrapper}; parallelize it first: model = hf.parallelize(model), then "
-                f"{wrapper}(model)"
-            )
-        if not isinstance(base, PreTrainedModel):
-            raise TypeError(f"model is a {type(base).__name__}; pass a causal language model of transformers")
-        if isinstance(base, _Parallel):
-            raise ValueError(
-                f"model is already parallelized over {base._burst.plans.base.world} ranks; call hf.parallelize once"
-            )
-        form = _form_of(base)
-        _check_own_forward(base)
-        if plan.world > 1:
-            models.check_layers(base.config)
-            check_rope(base.config.get_text_config(decoder=True))
-            parts.check_structure(base.base_model)
-            parts.check_hooks(base, root=False)
-            parts.check_randomness(base.base_model)
+        form = _check_model(model, base, plan.world)
     plan.agreement.agree("parallelize", {"gradients": gradients, "temperature": temperature})
     register()
-    own = base.config._attn_implementation
-    alone = "sdpa" if own == parts.NAME else own
-    _switch(base, parts.NAME)
-    windows = models.layer_windows(base.config.get_text_config(decoder=True))
-    layers = parts.attention_configs(base)
-    absolute = models.places_absolutely(base)
-    state = _Context(PlanCache(plan, windows), form, gradients, temperature, alone, layers, absolute)
-    vars(base).pop("forward", None)  # TRL's fused head; our forward computes the same results
-    spread: Any = base
-    spread._burst = state
-    spread.__class__ = _parallel_class(type(spread))  # type: ignore[arg-type]
+    _convert(base, plan, form, gradients, temperature)
     return model
+
+
+def _convert(base: Any, plan: Plan, form: LogitForm | None, gradients: Gradients, temperature: float) -> None:
+    """Give a checked model our attention, our forward and its state; :func:`unparallelize` takes them away."""
+    own = base.config._attn_implementation
+    _switch(base, parts.NAME)
+    plans = PlanCache(plan, models.layer_windows(base.config.get_text_config(decoder=True)))
+    base._burst = _Context(
+        plans,
+        form,
+        gradients,
+        temperature,
+        alone="sdpa" if own == parts.NAME else own,
+        layers=parts.attention_configs(base),
+        absolute=models.places_absolutely(base),
+    )
+    vars(base).pop("forward", None)  # TRL's fused head; our forward computes the same results
+    base.__class__ = _parallel_class(type(base))  # type: ignore[arg-type]
 
 
 def unparallelize(model: Model) -> Model:
@@ -160,6 +139,35 @@ def unparallelize(model: Model) -> Model:
     spread.__class__ = spread.stock_class
     spread.set_attn_implementation(alone)
     return model
+
+
+def _check_model(model: Any, base: Any, world: int) -> LogitForm | None:
+    """Return the form of the logits of ``base``, the model inside of a PEFT model, if the model can be parallelized.
+
+    Raises:
+        TypeError, ValueError: it can't.
+    """
+    wrapper = _wrapper(model)
+    if wrapper:
+        raise TypeError(
+            f"model is already wrapped by {wrapper}; parallelize it first: model = hf.parallelize(model), then "
+            f"{wrapper}(model)"
+        )
+    if not isinstance(base, PreTrainedModel):
+        raise TypeError(f"model is a {type(base).__name__}; pass a causal language model of transformers")
+    if isinstance(base, _Parallel):
+        raise ValueError(
+            f"model is already parallelized over {base._burst.plans.base.world} ranks; call hf.parallelize once"
+        )
+    form = _form_of(base)
+    _check_own_forward(base)
+    if world > 1:
+        models.check_layers(base.config)
+        check_rope(base.config.get_text_config(decoder=True))
+        parts.check_structure(base.base_model)
+        parts.check_hooks(base, root=False)
+        parts.check_randomness(base.base_model)
+    return form
 
 
 def _wrapper(model: Any) -> str | None:
@@ -303,19 +311,6 @@ def _switch(model: Any, implementation: str) -> None:
         config._attn_implementation = implementation
 
 
-def _named(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all arguments that are not None, by name."""
-    kind = type(model).__name__
-    names = [name for name in inspect.signature(model.stock_class.forward).parameters if name != "self"]
-    if len(args) > len(names):
-        raise TypeError(f"{kind} takes at most {len(names)} positional arguments, got {len(args)}; pass them by name")
-    placed = dict(zip(names, args, strict=False))
-    twice = sorted(placed.keys() & kwargs.keys())
-    if twice:
-        raise TypeError(f"{kind} got {twice[0]} both by position and by name; pass it once")
-    return {name: value for name, value in (placed | dict(kwargs)).items() if value is not None}
-
-
 def _forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run the forward of a parallelized model."""
     call = _agreed(model, args, kwargs)
@@ -338,98 +333,24 @@ def _agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cal
     state: _Context = model._burst
     base = state.plans.base
     with base.agreement.entering("the model"):
-        given = _named(model, args, kwargs)
-        _check_keywords(model, given)
-        own = _runs_its_own(model, given)
+        given = arguments.named(model, args, kwargs)
+        arguments.check_keywords(model, given)
+        own = arguments.runs_its_own(model, given)
         parts.check_implementations(model, state.layers)
         state.check_parts(model)
         if state.form is not None:
             heads.check_untouched(model)
-        batch = {name: given.get(name) for name in _BATCH if name != "labels" or state.form is not None}
+        batch = {name: given.get(name) for name in arguments.BATCH if name != "labels" or state.form is not None}
         rows = rows_of(batch, ranks=base.world)
         items, keep = divisor_of(given.get("num_items_in_batch")), int(given.get("logits_to_keep", 0))
-        _check_rows(model, given, rows, items, keep)
+        arguments.check_rows(model, given, rows, items, keep)
         plans = state.plans.get(rows.input_ids.shape[1], rows.cu_seqlens)
-        call = Call(given, rows, items, keep, _wants_router(model, given), own, plans)
+        call = Call(given, rows, items, keep, arguments.wants_router(model, given), own, plans)
         fields = _fields(model, call)
     base.agreement.agree("the model", fields, remedy=SAME_BATCH, remedies={_WEIGHTS: _SAME_WEIGHTS})
     state.compared = True
     call.shard.update(shard_tokens(rows.input_ids, rows.targets, plans.one))
     return call
-
-
-def _runs_its_own(model: Any, given: Mapping[str, Any]) -> bool:
-    """Return whether a causal model's forward must run because it or its loss is not transformers'."""
-    if model._burst.form is None:
-        return False
-    labeled = any(given.get(name) is not None for name in ("labels", "shift_labels"))
-    if stub_forward.has_stock_forward(model) and (not labeled or stub_forward.has_stock_loss(model)):
-        return False
-    wrong = "fused_lm_head" if given.get("fused_lm_head") else "logits_to_keep"
-    if given.get(wrong) and (labeled or wrong == "fused_lm_head"):
-        raise ValueError(
-            f"{wrong}={shown(given[wrong])} is refused: {type(model).__name__} has a custom forward or loss_function, "
-            f"which {wrong} would bypass; leave {wrong} out"
-        )
-    return True
-
-
-def _check_keywords(model: Any, given: Mapping[str, Any]) -> None:
-    for name, value in given.items():
-        if name in (*_BATCH, *_ANSWERED, *_IGNORED) or value is False:
-            continue
-        remedy = _REMEDIES.get(name, "its effect over ranks is unknown; leave it out")
-        raise ValueError(f"{name}={shown(value)} is refused: {remedy}")
-    for name in ("output_hidden_states", "output_attentions"):
-        if getattr(model.config, name, False) and given.get(name) is not False:
-            raise ValueError(f"{name}=True of the configuration is refused: {_REMEDIES[name]}")
-    keep = given.get("logits_to_keep", 0)
-    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
-        raise ValueError(f"logits_to_keep={shown(keep)} is not supported; pass a number of last positions, or 0")
-    for name in ("logits_to_keep", "fused_lm_head"):
-        if given.get(name) and model._burst.form is None:
-            raise ValueError(
-                f"{name}={given[name]} is refused: {type(model).__name__} has no logits for tokens; leave {name} out"
-            )
-
-
-def _check_rows(model: Any, given: Mapping[str, Any], rows: BatchRows, items: float | None, keep: int) -> None:
-    """Refuse a batch that this model can't take."""
-    if rows.targets is None and not keep and model._burst.form is not None and stub_forward.has_stock_forward(model):
-        raise ValueError(
-            "labels are missing: a parallelized model returns its loss, and logits only of logits_to_keep last "
-            "positions; pass labels or logits_to_keep, or generate with model.generate"
-        )
-    labels = rows.targets if given.get("labels") is None else given["labels"]
-    if labels is not None and not isinstance(labels, torch.Tensor):
-        raise TypeError(f"labels is a {type(labels).__name__}; pass a tensor")
-    known = getattr(model.get_input_embeddings(), "num_embeddings", None)
-    low, high = (int(x) for x in rows.input_ids.aminmax())
-    if known is not None and (low < 0 or high >= known):
-        wrong = low if low < 0 else high
-        raise ValueError(
-            f"input_ids holds {wrong}, outside of the model's vocabulary of {known}; resize the model's embeddings"
-        )
-    if items == 0 and rows.targets is not None and (rows.targets != IGNORED).any():
-        raise ValueError("num_items_in_batch=0, but the batch has labels; pass their count, or leave it out")
-    if keep and rows.real is not None and not rows.real[:, -keep:].all():
-        raise ValueError(f"logits_to_keep={keep} would return logits of padding; pad in front of a row's tokens")
-    if rows.shifted and model._burst.absolute:
-        raise ValueError(
-            f"position_ids, or padding in front, move a row's first token away from position 0, which changes the "
-            f"result of {type(model).__name__}; pad behind the tokens, or pass position_ids that begin with 0"
-        )
-
-
-def _wants_router(model: Any, given: Mapping[str, Any]) -> bool:
-    """Return whether the caller wants the router loss of a mixture of experts."""
-    config = model.config.get_text_config()
-    wanted = bool(given.get("output_router_logits", getattr(config, "output_router_logits", False)))
-    if wanted and not hasattr(model, "router_aux_loss_coef"):
-        raise ValueError(
-            f"output_router_logits=True is refused: {type(model).__name__} has no router loss; leave it out"
-        )
-    return wanted
 
 
 def _fields(model: Any, call: Call) -> dict[str, Any]:

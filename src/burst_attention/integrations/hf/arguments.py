@@ -1,0 +1,112 @@
+"""Read and check the arguments of one call of a parallelized model, before the ranks agree on them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from . import stub_forward
+from .batch import IGNORED, PACKING, BatchRows
+from .checks import shown
+
+BATCH = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", *PACKING)
+_ANSWERED = ("num_items_in_batch", "logits_to_keep", "fused_lm_head", "output_router_logits", "return_dict")
+# Arguments without an effect on the output of a parallelized model.
+_IGNORED = ("use_cache", "cache_position")
+_REMEDIES = {
+    "inputs_embeds": "embeddings computed outside of the model are not supported; pass input_ids",
+    "past_key_values": "a cache holds whole sequences; call model.generate, which runs on each rank separately",
+    "output_hidden_states": "hidden states are sharded over the ranks; leave it out",
+    "output_attentions": "attention weights are never computed as a whole; leave it out",
+}
+
+
+def named(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all arguments that are not None, by name."""
+    kind = type(model).__name__
+    names = [name for name in inspect.signature(model.stock_class.forward).parameters if name != "self"]
+    if len(args) > len(names):
+        raise TypeError(f"{kind} takes at most {len(names)} positional arguments, got {len(args)}; pass them by name")
+    placed = dict(zip(names, args, strict=False))
+    twice = sorted(placed.keys() & kwargs.keys())
+    if twice:
+        raise TypeError(f"{kind} got {twice[0]} both by position and by name; pass it once")
+    return {name: value for name, value in (placed | dict(kwargs)).items() if value is not None}
+
+
+def runs_its_own(model: Any, given: Mapping[str, Any]) -> bool:
+    """Return whether a causal model's forward must run because it or its loss is not transformers'."""
+    if model._burst.form is None:
+        return False
+    labeled = any(given.get(name) is not None for name in ("labels", "shift_labels"))
+    if stub_forward.has_stock_forward(model) and (not labeled or stub_forward.has_stock_loss(model)):
+        return False
+    wrong = "fused_lm_head" if given.get("fused_lm_head") else "logits_to_keep"
+    if given.get(wrong) and (labeled or wrong == "fused_lm_head"):
+        raise ValueError(
+            f"{wrong}={shown(given[wrong])} is refused: {type(model).__name__} has a custom forward or loss_function, "
+            f"which {wrong} would bypass; leave {wrong} out"
+        )
+    return True
+
+
+def check_keywords(model: Any, given: Mapping[str, Any]) -> None:
+    """Refuse arguments that a parallelized model does not support."""
+    for name, value in given.items():
+        if name in (*BATCH, *_ANSWERED, *_IGNORED) or value is False:
+            continue
+        remedy = _REMEDIES.get(name, "its effect over ranks is unknown; leave it out")
+        raise ValueError(f"{name}={shown(value)} is refused: {remedy}")
+    for name in ("output_hidden_states", "output_attentions"):
+        if getattr(model.config, name, False) and given.get(name) is not False:
+            raise ValueError(f"{name}=True of the configuration is refused: {_REMEDIES[name]}")
+    keep = given.get("logits_to_keep", 0)
+    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
+        raise ValueError(f"logits_to_keep={shown(keep)} is not supported; pass a number of last positions, or 0")
+    for name in ("logits_to_keep", "fused_lm_head"):
+        if given.get(name) and model._burst.form is None:
+            raise ValueError(
+                f"{name}={given[name]} is refused: {type(model).__name__} has no logits for tokens; leave {name} out"
+            )
+
+
+def check_rows(model: Any, given: Mapping[str, Any], rows: BatchRows, items: float | None, keep: int) -> None:
+    """Refuse a batch that this model can't take."""
+    if rows.targets is None and not keep and model._burst.form is not None and stub_forward.has_stock_forward(model):
+        raise ValueError(
+            "labels are missing: a parallelized model returns its loss, and logits only of logits_to_keep last "
+            "positions; pass labels or logits_to_keep, or generate with model.generate"
+        )
+    labels = rows.targets if given.get("labels") is None else given["labels"]
+    if labels is not None and not isinstance(labels, torch.Tensor):
+        raise TypeError(f"labels is a {type(labels).__name__}; pass a tensor")
+    known = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    low, high = (int(x) for x in rows.input_ids.aminmax())
+    if known is not None and (low < 0 or high >= known):
+        wrong = low if low < 0 else high
+        raise ValueError(
+            f"input_ids holds {wrong}, outside of the model's vocabulary of {known}; resize the model's embeddings"
+        )
+    if items == 0 and rows.targets is not None and (rows.targets != IGNORED).any():
+        raise ValueError("num_items_in_batch=0, but the batch has labels; pass their count, or leave it out")
+    if keep and rows.real is not None and not rows.real[:, -keep:].all():
+        raise ValueError(f"logits_to_keep={keep} would return logits of padding; pad in front of a row's tokens")
+    if rows.shifted and model._burst.absolute:
+        raise ValueError(
+            f"position_ids, or padding in front, move a row's first token away from position 0, which changes the "
+            f"result of {type(model).__name__}; pad behind the tokens, or pass position_ids that begin with 0"
+        )
+
+
+def wants_router(model: Any, given: Mapping[str, Any]) -> bool:
+    """Return whether the caller wants the router loss of a mixture of experts."""
+    config = model.config.get_text_config()
+    wanted = bool(given.get("output_router_logits", getattr(config, "output_router_logits", False)))
+    if wanted and not hasattr(model, "router_aux_loss_coef"):
+        raise ValueError(
+            f"output_router_logits=True is refused: {type(model).__name__} has no router loss; leave it out"
+        )
+    return wanted
