@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 4 examples/burst_attention_in_80_lines.py
 
 Each rank prints how far out, dq, dk and dv are from dense attention on one device: about 1e-15.
-Rank 0 computes one tile and the last rank computes all of them: balanced layouts (zigzag) mend that.
+Under a causal mask rank 0 computes 1 tile in the forward and W in the backward, and the last rank the reverse.
+Balanced layouts (zigzag) give each rank equal work in both.
 """
 
 import torch
@@ -14,22 +15,22 @@ SCALE = DIM**-0.5
 
 
 def post(tensors):
-    """Start sending tensors to the next rank; return the buffers that receive from the previous rank, and the works."""
+    """Send tensors to the next rank; return the buffers for those of the previous rank, and handles to wait for."""
     rank, world = dist.get_rank(), dist.get_world_size()
     if world == 1:
-        return tensors, []
+        return tensors, []  # what I send is what I receive
     arriving = [torch.empty_like(x) for x in tensors]
     sends = [dist.P2POp(dist.isend, x, (rank + 1) % world) for x in tensors]
     receives = [dist.P2POp(dist.irecv, x, (rank - 1) % world) for x in arriving]
     return arriving, dist.batch_isend_irecv(sends + receives)
 
 
-def wait(works):
-    for work in works:
-        work.wait()
+def wait(handles):
+    for handle in handles:
+        handle.wait()
 
 
-def scores(q, k, diagonal):
+def scores(q, k, diagonal):  # diagonal: my own queries and keys, the only tile that the mask cuts
     s = SCALE * q @ k.mT
     return s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -torch.inf) if diagonal else s
 
@@ -41,15 +42,16 @@ def forward(q, k, v):
     for hop in range(world):
         owner = (rank - hop) % world  # whose keys and values are here
         # Double buffering: the next shard is on the wire while this one is computed.
-        following, works = post([k, v]) if hop < world - 1 else ([k, v], [])
+        next_kv, handles = post([k, v]) if hop < world - 1 else ([k, v], [])
         if owner <= rank:  # a causal mask hides later keys
             s = scores(q, k, owner == rank)
-            part = s.logsumexp(-1, keepdim=True)
-            total = torch.logaddexp(lse, part)
-            out = out * (lse - total).exp() + (part - total).exp() * ((s - part).exp() @ v)
-            lse = total
-        wait(works)
-        k, v = following
+            part_lse = s.logsumexp(-1, keepdim=True)
+            part_out = (s - part_lse).exp() @ v
+            new_lse = torch.logaddexp(lse, part_lse)
+            out = (lse - new_lse).exp() * out + (part_lse - new_lse).exp() * part_out
+            lse = new_lse
+        wait(handles)
+        k, v = next_kv
     return out, lse
 
 
@@ -57,37 +59,40 @@ def backward(q, k, v, out, lse, dout):
     """Algorithm 2: the query side circulates, dQ follows it and comes home; K, V, dK and dV stay."""
     rank, world = dist.get_rank(), dist.get_world_size()
     delta = (dout * out).sum(-1, keepdim=True)  # D: one number per query replaces out on the wire
-    side, dq, dk, dv = [q, dout, lse, delta], [torch.zeros_like(q)], torch.zeros_like(k), torch.zeros_like(v)
-    coming = []
+    side, dq, dk, dv = [q, dout, lse, delta], torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    dq_handles = []  # of the dQ under way
     for hop in range(world):
         owner = (rank - hop) % world  # whose queries are here
-        following, works = post(side) if hop < world - 1 else (side, [])  # double buffering again
-        (q, dout, lse, delta), part = side, 0
-        if owner >= rank:
+        next_side, handles = post(side) if hop < world - 1 else (side, [])  # double buffering again
+        q, dout, lse, delta = side
+        dq_part = torch.zeros_like(q)
+        if owner >= rank:  # only these queries see my keys
             p = (scores(q, k, owner == rank) - lse).exp()
             ds = SCALE * p * (dout @ v.mT - delta)
-            dv, dk, part = dv + p.mT @ dout, dk + ds.mT @ q, ds @ k
-        wait(coming)
-        dq, coming = post([dq[0] + part])  # after the last hop it arrives at its owner
-        wait(works)
-        side = following
-    wait(coming)
-    return dq[0], dk, dv
+            dv, dk = dv + p.mT @ dout, dk + ds.mT @ q
+            dq_part = ds @ k
+        wait(dq_handles)
+        # dQ of these queries arrives one hop behind them: add my part, and pass it on. After W hops it is home.
+        (dq,), dq_handles = post([dq + dq_part])
+        wait(handles)
+        side = next_side
+    wait(dq_handles)
+    return dq, dk, dv
 
 
 def main():
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)  # the same sequence on every rank
-    q, k, v, dout = torch.randn(4, HEADS, world * LENGTH, DIM, dtype=torch.float64)
+    q, k, v, dout = torch.randn(4, HEADS, world * LENGTH, DIM, dtype=torch.float64)  # each [heads, tokens, dim]
     *shards, dout_shard = (x.chunk(world, 1)[rank].contiguous() for x in (q, k, v, dout))
     out, lse = forward(*shards)
-    found = (out, *backward(*shards, out, lse, dout_shard))
-    dense = [x.requires_grad_() for x in (q, k, v)]
-    right = torch.nn.functional.scaled_dot_product_attention(*dense, is_causal=True)
-    right.backward(dout)
-    for name, ours, theirs in zip(("out", "dq", "dk", "dv"), found, (right, q.grad, k.grad, v.grad), strict=True):
-        error = (ours - theirs.chunk(world, 1)[rank]).abs().max().item()
+    results = (out, *backward(*shards, out, lse, dout_shard))
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    dense.backward(dout)
+    for name, ours, expected in zip(("out", "dq", "dk", "dv"), results, (dense, q.grad, k.grad, v.grad), strict=True):
+        error = (ours - expected.chunk(world, 1)[rank]).abs().max().item()
         print(f"rank {rank} of {world}: {name} differs from dense attention by {error:.1e}", flush=True)
         assert error <= 1e-12
     dist.destroy_process_group()

@@ -6,16 +6,16 @@ softmax merges the result of each pair of shards. Nothing of size S x S and no p
     for each key shard j:   o_j, l_j = attention(Q, K_j, V_j)
                             (O, L) = merge((O, L), (o_j, l_j))
 
-Backward, algorithm 2: K, V, dK and dV stay at home. The query side circulates: Q, dO, L and D = rowsum(dO * O); dQ
-comes home. The wire carries three large tensors where RingAttention moves four (K, V, dK, dV).
+Backward, algorithm 2: K, V, dK and dV stay at home. The query side circulates: Q, dO, L and D = rowsum(dO * O). The
+paper's dQ follows its queries round the ring; here each part goes straight to its owner by default. Three large tensors
+are on the wire (Q, dO, dQ), where RingAttention moves four (K, V, dK, dV).
 
     for each query shard i: dq_i, dK, dV += gradients(dO_i, Q_i, L_i, D_i, K, V)
                             dQ of rank i += dq_i, at rank i
 
-The code below contains neither loop. A rank's program (:mod:`burst_attention.plan.program`) says which pairs the rank
-computes, what it needs for them, and where partial results go. The sweep executes its operations with double
-buffering: it posts the next exchange, visits a pair while that exchange is on the wire, waits, combines, and passes on.
-Forward and backward, GAO and RingAttention, ring and direct messages share it. Only the program and the pass differ.
+Neither loop is spelled out below. A rank's program (:mod:`burst_attention.plan.program`) lists what to post, visit and
+wait for. Its order is the double buffering (:mod:`burst_attention.plan.build`): an exchange is posted before the visits
+that run while it is on the wire. Forward, backward and RingAttention run through it, with other programs and passes.
 """
 
 from __future__ import annotations
@@ -37,11 +37,8 @@ def sweep(
 ) -> dict[Side, Tensors]:
     """Execute one rank's program and return this rank's results, by side; rounded only if head groups are joined.
 
-    The sweep writes to none of the caller's tensors except the cache of q, k and v. It folds in partial results in the
-    program's order, not in the order of arrival, so two runs give the same bits.
-
-    Args:
-        indices: index arrays on devices, kept from call to call; None: copy them again.
+    Of the caller's tensors it writes only to the cache of q, k and v. It folds in partial results in the program's
+    order, so two runs give the same bits. ``indices`` keeps index arrays on devices between calls.
     """
     run = _Run(program, transport, work, DeviceIndices() if indices is None else indices)
     try:
@@ -92,6 +89,7 @@ class _Run:
         running = partial(self._sums.running, op.places[Side.QUERY], op.into.get(Side.QUERY))
         parts = dict(self._work.visit(query, key, op.tiles, running))
         del query, key  # frees gathered rows; each part is freed once it is folded in
+        # Online softmax in a forward, addition in a backward; in the kernel, if it extended the running result.
         for side in tuple(parts):
             self._sums.add(op.places[side], op.into[side], parts.pop(side))
 
@@ -111,7 +109,7 @@ class _Run:
             self._arrived(*arriving.pop(0))
 
     def _arrived(self, message: Message, tensors: Tensors) -> None:
-        """Hold a shard or place it among its sequence group's; fold in a partial result."""
+        """Store what arrived: add a partial result, keep a shard, or write it into its sequence group's buffer."""
         if message.edge.partial:
             assert message.where is not None
             self._sums.add(message.place, message.where, tensors)

@@ -30,7 +30,7 @@ def columns(i: np.ndarray, j: np.ndarray) -> np.ndarray:
 
 
 def nearest(world: int) -> Assignment:
-    """Assign each pair to the end that the other reaches in less than half a ring: K, V or queries circulate.
+    """Send K, V from j to i if that is less than half a ring forward; otherwise send the query side from i to j.
 
     With a contiguous layout and a causal mask, every rank computes half a ring of whole blocks. Rows and columns would
     give nearly all work to the last or the first rank.

@@ -19,7 +19,9 @@ from .tile import Tiles, segment_tiles
 
 Moment = tuple[int, int, int]  # step, then 0, 0: its wait; 0, 1: after the wait; 1, n: its visits; 2, 0: after them
 
-IN_FLIGHT = 2  # at most this many exchanges run together; fewer if one forwards a shard of the exchange before
+# Double buffering: at most this many exchanges are posted and not yet waited for; fewer if one forwards a shard of the
+# exchange before.
+IN_FLIGHT = 2
 
 
 class Builder:

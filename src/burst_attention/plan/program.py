@@ -1,4 +1,7 @@
-"""Parts of a rank's program: its visits, and the messages that it sends and receives, in order."""
+"""Parts of a rank's program: its visits, and the messages that it sends and receives, in order.
+
+``plan/build.py`` makes the program and decides the order of its operations.
+"""
 
 from __future__ import annotations
 
