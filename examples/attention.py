@@ -16,7 +16,7 @@ if "RANK" in os.environ:  # under torchrun; without it this process is the only 
     dist.init_process_group("gloo")
 plan = make_plan(10_007, mask=Mask(causal=True, window=4096))
 q, k, v = (torch.randn(1, heads, plan.length, 64, requires_grad=True) for heads in (8, 2, 2))
-out = burst_attention(q, k, v, plan)  # [1, 8, plan.length, 64]: exact, over all 10,007 tokens
+out = burst_attention(q, k, v, plan)  # [1, 8, plan.length, 64]: this rank's rows of the exact result
 out.sum().backward()
 print(plan, plan.bytes(batch=1, q_heads=8, kv_heads=2, head_dim=64, dtype=q.dtype))
 if dist.is_initialized():
