@@ -372,3 +372,17 @@ def pickled():
 def test_pickling_names_the_way_back(pools):
     for text in pools(2).run(pickled):
         assert "pickle hf.unparallelize(model)" in text
+
+
+@pytest.mark.parametrize("decorated", [True, False])
+def test_the_classs_own_forward_may_be_set_on_the_model(decorated):
+    """accelerate sets it when it unwraps a model that ran under its autocast, as DPO's reference model."""
+    model = model_of("llama")
+    function = type(model).forward if decorated else type(model).forward.__wrapped__
+    model.forward = function.__get__(model)
+    expected = stock_loss(model_of("llama"), plain())
+    assert hf.parallelize(model)(**plain()).loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    other = model_of("llama")
+    other.forward = model_of("llama").forward  # of another object, with other weights
+    with pytest.raises(ValueError, match="in place of its class's forward"):
+        hf.parallelize(other)

@@ -180,9 +180,12 @@ def _wrapper(model: Any) -> str | None:
 
 
 def _check_own_forward(model: Any) -> None:
-    """Refuse a forward set on the model. TRL's fused head is allowed: our forward computes the same results."""
+    """Refuse a forward set on the model, unless it computes the same results as ours.
+
+    TRL's fused head does. So does the class's own forward, which accelerate sets when it removes its autocast.
+    """
     own = vars(model).get("forward")
-    if own is not None and not stub_forward.is_fused_by_trl(model, own):
+    if own is not None and not (stub_forward.is_of_class(model, own) or stub_forward.is_fused_by_trl(model, own)):
         raise ValueError(
             f"model has the forward {getattr(own, '__qualname__', own)} in place of its class's forward, and it would "
             "be lost; parallelize the model before you replace its forward"

@@ -45,6 +45,14 @@ def _stock_code(function: Any, name: str) -> CodeType | None:
         function = function.__wrapped__
 
 
+def is_of_class(model: Any, forward: Any) -> bool:
+    """Return whether a forward set on the model is its class's, with or without the class's decorators."""
+    function, known = getattr(forward, "__func__", None), type(model).forward
+    while known is not None and known is not function:
+        known = getattr(known, "__wrapped__", None)
+    return known is not None and getattr(forward, "__self__", None) is model
+
+
 def is_fused_by_trl(model: Any, forward: Any) -> bool:
     """Return whether a forward set on the model is TRL's fused head around the class's forward."""
     function = getattr(forward, "__func__", forward)
