@@ -19,9 +19,9 @@ from burst_attention import Mask, Plan, Strategy, burst_attention, make_plan
 from burst_attention.attention.passes import Backward, Forward
 from burst_attention.attention.sweep import sweep
 from burst_attention.kernels import choose
-from burst_attention.plan.assignment import table
+from burst_attention.plan.assignment import heads
 from burst_attention.plan.cost import Shape
-from burst_attention.plan.groups import Groups
+from burst_attention.plan.groups import WHOLE, Groups
 from burst_attention.plan.route import ROUTES
 from burst_attention.plan.rows import Direction, Side
 from burst_attention.plan.schedule import Schedule
@@ -31,7 +31,7 @@ from burst_attention.planner.rates import Link
 from burst_attention.testing import Case, attend, check
 from burst_attention.testing.check import relative_l2
 from tests.support.pairwise import covering_array
-from tests.support.schedules import make_schedule
+from tests.support.schedules import assigned, bytes_moved, make_schedule
 from tests.unit.test_plan import masks
 
 SEQLEN = 150  # divisible by 2 and 3 worlds, ragged over 4 and 8
@@ -42,6 +42,7 @@ MASKS = {
     "documents": Mask(cu_seqlens=[0, 40, 40, 41, 100, SEQLEN]),
     "prefix": Mask(prefix=33),
     "window in documents": Mask(window=21, cu_seqlens=[0, 70, 99, SEQLEN]),
+    "blocks": Mask(blocks=[[(3 * i + j) % 4 < 2 for j in range(10)] for i in range(10)], block=16),
 }
 FACTORS = {
     "dtype": [torch.float64, torch.float32, torch.bfloat16, torch.float16],
@@ -243,16 +244,17 @@ def random_assignment(seed: int, route: str, mask: Mask) -> list[float]:
         case.seqlen, mask=mask, strategy=Strategy(layout=["zigzag", "striped", "contiguous"][seed % 3], route=route)
     )
     dice = torch.Generator().manual_seed(seed)
-    assignment = table(torch.randint(0, plan.world, (plan.world, plan.world), generator=dice).numpy())
+    ranks = torch.randint(0, plan.world, (plan.world, plan.world), generator=dice).numpy()
+    cube = heads(WHOLE, lambda i, j: ranks[i, j])
     inputs = case.inputs()
     q, k, v, dout = (plan.shard(inputs[name], 2) for name in ("q", "k", "v", "dout"))
     kernel = choose("reference", device=q.device, dtype=q.dtype)
     scale = 0.3
     schedule = over_nodes(plan.schedule)
-    forward = schedule.assigned(assignment, Direction.FORWARD)
+    forward = assigned(schedule, cube, Direction.FORWARD)
     out, lse = sweep(forward, plan.transport, Forward(q, k, v, scale, kernel))[Side.QUERY]
     stats = torch.stack([lse, (out * dout).sum(-1)], -1)
-    backward = schedule.assigned(assignment, Direction.BACKWARD)
+    backward = assigned(schedule, cube, Direction.BACKWARD)
     work = Backward(dout, q, k, v, stats, scale, kernel)
     sums = sweep(backward, plan.transport, work)
     actual = (out, lse, *sums[Side.QUERY], *sums[Side.KEY])
@@ -277,7 +279,7 @@ def random_cube(seed: int, count: int, shared: int, mask: Mask) -> list[float]:
     groups, schedule = Groups.of(count, q_heads=4, kv_heads=shared, chunks=chunks), over_nodes(plan.schedule)
     ranks = np.random.default_rng(seed).integers(0, plan.world, (count, plan.world, plan.world))
     programs = {
-        direction: schedule.assigned_cube(lambda i, j, group: ranks[group, i, j], direction, groups)
+        direction: assigned(schedule, lambda i, j, group: ranks[group, i, j], direction, groups)
         for direction in Direction
     }
     inputs = case.inputs()
@@ -382,6 +384,23 @@ def test_a_window_of_one_sends_nothing(pools) -> None:
     for sent, error, dq in pools(3).run(window_of_one):
         assert (sent, error) == (0, 0.0)
         assert dq < 1e-6  # P is 1: dP and D cancel
+
+
+def blocks_apart() -> tuple[int, int]:
+    """Bytes that this rank sends if the blocks of the ranks see only themselves; and if one block sees one other."""
+    sent = []
+    for blocks in (torch.eye(3).bool(), torch.tensor([[1, 0, 0], [0, 1, 0], [1, 0, 1]]).bool()):
+        plan = make_plan(12, mask=Mask(blocks=blocks, block=4), strategy=Strategy(layout="contiguous"))
+        q, k, v = (torch.randn(1, 2, plan.length, 4).requires_grad_() for _ in range(3))
+        burst_attention(q, k, v, plan).sum().backward()
+        sent.append(plan.transport.sent)
+    return tuple(sent)
+
+
+def test_blocks_that_see_nothing_send_nothing(pools) -> None:
+    sent = pools(3).run(blocks_apart)
+    assert [alone for alone, _ in sent] == [0, 0, 0]
+    assert sent[1][1] == 0 < sent[0][1]
 
 
 def views(kernel: str, circulate: str, heads: int = 1) -> None:
@@ -587,5 +606,5 @@ def test_bytes_of_many_ranks_by_the_plans_own_count(
     shape = Shape(q_heads=q_heads, kv_heads=kv_heads, **sizes)
     schedule = schedule.under(strategy=Strategy(circulate=circulate))
     groups, circulate = schedule.decide(shape)
-    moved = schedule.bytes_moved(shape, circulate, groups)
+    moved = bytes_moved(schedule.schedule, shape, circulate, groups)
     assert moved[0].mean() <= share * ring_flash_attn(128 * world, world, q_heads, kv_heads), groups

@@ -385,7 +385,8 @@ def test_an_engine_plans_for_what_is_recomputed(remat):
 def test_a_head_dim_of_its_own_is_read():
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
     for config, head_dim in ((Qwen3Config(**sizes, head_dim=32), 32), (Qwen2Config(**sizes), 16)):
-        expected = Heads(q_heads=4, kv_heads=2, head_dim=head_dim, hidden=64, intermediate=96)
+        sizes_read = {"q_heads": 4, "kv_heads": 2, "head_dim": head_dim, "hidden": 64, "intermediate": 96}
+        expected = Heads(**sizes_read, family=config.model_type)
         assert Heads.of(config) == expected
 
 

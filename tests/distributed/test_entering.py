@@ -55,9 +55,9 @@ def model(plan):
 
 CALLS = {  # of each call, what it does by itself first: made to fail on one rank
     "burst_attention": ("burst_attention.attention.entry.check_types", attention),
-    "burst_attention as an operator": ("burst_attention.attention.operator.resolve", attention),
+    "burst_attention as an operator": ("burst_attention.attention.calls.resolve", attention),
     "the backward of burst_attention": (
-        "burst_attention.attention.operator.row_dot",
+        "burst_attention.attention.calls.row_dot",
         lambda plan: attention(plan).sum().backward(),
     ),
     "make_plan": ("burst_attention.attention.plan.known_shape", lambda plan: make_plan(SEQLEN, group=plan.group)),

@@ -14,7 +14,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.checkpoint import checkpoint
 
 from burst_attention import Mask, Strategy, burst_attention, make_plan
-from burst_attention.attention import operator
+from burst_attention.attention import calls, operator
 from burst_attention.attention.operator import FORMULA_VERSION, Settled, attend, attend_backward
 from burst_attention.attention.remat import keep_attention
 from burst_attention.testing import local_world
@@ -93,18 +93,22 @@ def test_a_compiled_graph_names_the_formula_so_that_one_on_disk_is_not_run_after
 
 
 # The version, and the digest of the source of what a graph on disk may hold, as of the last change.
-LAST = (6, "4439b8e66dc2")
+_PREPARED = ("Settled", "prepare_forward", "prepare_backward", "row_delta", "rounded_gradients")
+LAST = (7, "5b4daa0a54d8")
 
 
 def test_a_formula_that_changed_has_a_version_of_its_own():
-    source = Path(operator.__file__).read_text("utf-8")
-    functions = ("attend", "attend_backward", "_save", "_differentiate")
-    texts = [ast.get_source_segment(source, x) for x in ast.parse(source).body if getattr(x, "name", "") in functions]
+    functions, texts = ("attend", "attend_backward", "_save", "_differentiate", *_PREPARED), []
+    for module in (operator, calls):
+        source = Path(module.__file__).read_text("utf-8")
+        named = [x for x in ast.parse(source).body if getattr(x, "name", "") in functions]
+        texts += [ast.get_source_segment(source, x) for x in named]
     assert len(texts) == len(functions)
     digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12]
     assert (FORMULA_VERSION, digest) == LAST, (
-        f"one of {', '.join(functions)} in attention/operator.py changed: add one to FORMULA_VERSION there, so that no "
-        f"compiled graph that torch kept on disk from before is run, and set LAST here to that version and {digest!r}"
+        f"one of {', '.join(functions)} in attention/operator.py or calls.py changed: add one to FORMULA_VERSION, so "
+        "that no compiled graph that torch kept on disk from before is run. Set LAST here to that version and "
+        f"{digest!r}"
     )
 
 

@@ -17,6 +17,8 @@ from tests.tools.trainers import Sides
 EVERYDAY = (
     "data 2 x context 2",
     "iterable",
+    "memory",
+    "memory, fsdp2",
     "fsdp2, shard 2 x context 2",
     "own loss",
     "own loss, data 2 x context 2",

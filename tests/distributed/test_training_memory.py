@@ -149,12 +149,28 @@ def test_the_peak_is_as_predicted_where_weights_are_most_of_it(corpus, tmp_path,
     hold(config, predicted(str(folder), tokens, world, batch=1, remat=remat), world)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "offload"), [(2, False), (2, True), (4, True)])
+def test_the_peak_in_chunks_of_heads_is_as_predicted(corpus, tmp_path, world, offload):
+    folder, disk = tmp_path / "model", f"disk:{tmp_path}" if offload else "none"
+    LlamaForCausalLM(LlamaConfig(**SIZES | {"num_hidden_layers": 8})).save_pretrained(folder)
+    flags = {"remat": "layer", "attention_chunks": 2, "mlp_chunks": 8, "offload": disk}
+    config = config_for(corpus, str(folder), tmp_path / "out", 300 * world, batch=64, **flags)
+    hold(config, predicted(str(folder), 300 * world, world, batch=64, **flags), world)
+
+
 def test_each_flag_lowers_the_prediction(model):
     plain, layer, pieces, keep = (
         predicted(model, 8192, 2, **flags)
         for flags in ({}, {"remat": "layer"}, {"remat": "layer", "mlp_chunks": 4}, {"remat": "keep-attention"})
     )
     assert plain > 1.5 * layer and layer > 1.1 * pieces and plain > keep > layer
+    heads = predicted(model, 8192, 2, remat="layer", mlp_chunks=4, attention_chunks=2)
+    assert (
+        pieces
+        > 1.05 * heads
+        > 1.1 * predicted(model, 8192, 2, remat="layer", mlp_chunks=4, attention_chunks=2, offload="disk:/scratch")
+    )
     assert plain > 1.3 * predicted(model, 8192, 2, mlp_chunks=4), "pieces are recomputed, whatever the layer is"
     assert predicted(model, 16384, 4, remat="layer") == pytest.approx(layer, rel=0.05), "of a rank"
 

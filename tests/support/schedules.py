@@ -1,4 +1,4 @@
-"""A schedule together with the planner that chose it."""
+"""A schedule together with the planner that chose it, and what tests derive from schedules."""
 
 from __future__ import annotations
 
@@ -6,8 +6,17 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from burst_attention import CallShape, Hardware
+from burst_attention.plan.assignment import CIRCULATIONS, Cube
+from burst_attention.plan.build import Builder
+from burst_attention.plan.cost import Shape
+from burst_attention.plan.demand import PassSpec
+from burst_attention.plan.groups import WHOLE, Groups
 from burst_attention.plan.mask import Mask
+from burst_attention.plan.program import Program
+from burst_attention.plan.rows import Direction
 from burst_attention.plan.schedule import Schedule
 from burst_attention.plan.strategy import Strategy
 from burst_attention.planner.planner import Planner, traffic_model_of
@@ -50,6 +59,23 @@ def make_schedule(
     planner = planner or Planner()
     asked = Strategy(ulysses_degree=ulysses_degree, **strategy)
     return Planned(planner, planner.choose(seqlen, mask=mask, strategy=asked, rank=rank, world=world))
+
+
+def assigned(schedule: Schedule, cube: Cube, direction: Direction, groups: Groups = WHOLE) -> Program:
+    """Return a rank's program for any assignment of cells to ranks."""
+    work = PassSpec(schedule.layout, schedule.regions, cube, groups, schedule.route, direction)
+    return Builder(work, schedule.rank).program()
+
+
+def bytes_moved(schedule: Schedule, shape: Shape, circulate: str, groups: Groups) -> np.ndarray:
+    """Return the bytes that each rank sends, and receives, by the planner's messages: int64 [2, W]."""
+    world = schedule.layout.world
+    total = np.zeros((2, world), np.int64)
+    for direction, inner in CIRCULATIONS[circulate](world // groups.query).items():
+        sent = traffic_model_of(schedule).for_groups(groups).messages(shape, direction, inner, groups)
+        for n, end in enumerate((sent.source, sent.target)):
+            np.add.at(total[n], end, sent.size)
+    return total
 
 
 def plan_options(**flat: Any) -> dict[str, Any]:

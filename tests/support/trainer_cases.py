@@ -48,6 +48,7 @@ class Case:
 _EPOCH = {"max_steps": -1, "num_train_epochs": 1}
 _BEST = {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 5, "save_total_limit": 1}
 _UNLIKE = {"unlike": True, "scale_rewards": "batch"}  # ranks of a context generate and reward differently
+_SAVING = {"recompute": "layer", "attention_chunks": 2, "mlp_chunks": 3}
 _ALL = (
     Case("plain", "plain"),
     Case("plain, 3 ranks", "plain", 3, 3),
@@ -59,6 +60,8 @@ _ALL = (
         "padded",
         options={"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
     ),
+    Case("memory", "padded", 4, 2, {"memory": _SAVING}),
+    Case("memory, fsdp2", "fsdp2", 4, 2, {"memory": _SAVING, "parallelism": {"dp_shard_size": 2, "cp_size": 2}}),
     Case("iterable", "iterable", 4, 2),
     Case("data 2 x context 2", "padded", 4, 2, {"include_num_input_tokens_seen": "non_padding"}),
     Case("tokens averaged by rank", "padded", options={"average_tokens_across_devices": False}),

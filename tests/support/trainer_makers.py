@@ -42,6 +42,7 @@ _OWN = (
     "fsdp",
     "launched",
     "own_loss",
+    "memory",
 )  # options that are no arguments
 
 
@@ -66,6 +67,10 @@ def _train(case: Case, ours: bool, kind: type, arguments: type, folder: str, **g
     args = arguments_of(case, ours, folder, arguments, **given.pop("settings", {}))
     reported = "parallelism" in case.options or "launched" in case.options
     more = {"context_size": case.context} if ours and not reported else {}
+    if ours and "memory" in case.options:
+        from burst_attention.integrations import hf
+
+        more["memory"] = hf.Memory(offload=f"disk:{folder}", **case.options["memory"])
     lora = case.options.get("lora")
     if case.options.get("own_loss"):
         given["model"] = make_model("llama", "sdpa", dtype=torch.float32)

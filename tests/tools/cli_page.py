@@ -43,6 +43,7 @@ BRINGS = {
     "bench": "burst-attention-bench: `burst bench`",
     "peers": "ring-flash-attn, yunchang and ring-attention-pytorch, for `burst bench peers`",
     "gpu": 'Triton, for `kernel="triton"`; torch for CUDA includes it',
+    "torchao": "torchao, for `burst train --optimizer adamw-8bit`",
     "wandb": "Weights & Biases, for `burst train --wandb PROJECT`",
     "test": "pytest, hypothesis, ruff, mypy, playwright and Lightning, for `make test` and `make check`",
     "docs": "mkdocs-material and mkdocstrings, for `make docs`",

@@ -25,11 +25,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as transformers_logging
 
 from burst_attention import Mask, burst_attention, make_plan
+from burst_attention.attention.batch import Plans
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf import models
+from burst_attention.integrations.hf import mixers, recurrent
+from burst_attention.integrations.hf import models as model_checks
 from burst_attention.integrations.hf.parts import check_structure
 from burst_attention.loss import next_token_loss
 from burst_attention.testing import WorkerError, local_world
+from tests.support.hybrid_models import double_module
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 WORLD, SEQLEN, WINDOW, VOCABULARY = 3, 37, 5, 97
@@ -93,6 +96,8 @@ SMALL = {
     "mamba_num_heads": 4,
     "mamba_head_dim": 32,
     "ssm_state_size": 16,
+    "n_groups": 2,
+    "time_step_rank": 8,
     "mamba_chunk_size": 16,
     "chunk_size": 16,
     "linear_num_key_heads": 2,
@@ -130,13 +135,14 @@ OWN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {"layer_types": _LINEAR},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "kimi_linear": {"num_experts": 16},
+    "kimi_linear": {"num_experts": 16, "layer_types": _LINEAR, "linear_num_heads": 4, "linear_head_dim": 16},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 4, "head_dim": 32},
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
     "xmod": {"default_language": "en_XX"},
-    "zamba2": {"layer_types": ["linear_attention", "hybrid"] * 2},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
     "zaya": {"num_experts_per_tok": 1},
 }
 
@@ -153,6 +159,7 @@ class Verdict:
     worst: str = ""
     windows: set[int | None] = field(default_factory=set)
     logits: str = ""
+    mixers: set[str] = field(default_factory=set)
 
 
 def judge(model_type: str) -> Verdict:
@@ -185,13 +192,20 @@ def _by_running(model_type: str, config: PreTrainedConfig) -> Verdict:
         full = make_plan(SEQLEN, group=group)
         plan = {None: full, WINDOW: full.with_mask(Mask(window=WINDOW))}
         shard = hf.shard_batch(batch(), plan)
-        hidden = hidden_of(
-            models[full.rank],
-            shard["input_ids"],
-            shard["position_ids"],
-            plan=plan,
-            attend=partial(_noting, windows),
-        )
+        body = models[full.rank].base_model
+        model_checks.check_layers(body.config)  # as hf.parallelize does
+        check_structure(body)
+        recurrent.convert(body)
+        plan = Plans(plan, positions=shard["position_ids"])  # as a parallelized model's plans
+        full.usage.note(shard["position_ids"])
+        with recurrent.running(body, Plans.of(plan)):
+            hidden = hidden_of(
+                models[full.rank],
+                shard["input_ids"],
+                shard["position_ids"],
+                plan=plan,
+                attend=partial(_noting, windows),
+            )
         loss = next_token_loss(hidden, head_of(hidden, width), shard["shift_labels"], full)
         loss.backward()
         return full.unshard(hidden.detach(), 1), loss.item()
@@ -200,6 +214,7 @@ def _by_running(model_type: str, config: PreTrainedConfig) -> Verdict:
         hidden, loss = ranks.run(rank)[0]
     verdict = _compared(model_type, config, models, hidden, loss, width)
     verdict.windows = windows
+    verdict.mixers = mixers_of(models[0])
     reported = _reported_by_the_checks(models, config)
     if reported:
         verdict.kind, verdict.text = "error", f"{verdict.kind}, but the checks report: {reported}"
@@ -267,7 +282,7 @@ def _after_the_product(model: Any, ids: torch.Tensor, hidden: torch.Tensor) -> s
 def _by_parts(model_type: str, parts: torch.nn.Module, otherwise: str, kind: str = "not built") -> Verdict:
     """The verdict of ``hf.check_model`` on a model that can't be run here, by its parts alone."""
     try:
-        models.check_layers(parts.config)
+        model_checks.check_layers(parts.config)
         check_structure(parts)
     except ValueError as error:
         return Verdict(model_type, "refused", str(error))
@@ -317,12 +332,20 @@ def model_of(model_type: str, config: PreTrainedConfig, implementation: str) -> 
     config._attn_implementation = implementation
     config._experts_implementation = "eager"  # the fused one knows no fp64
     torch.manual_seed(0)
-    model = model_class(model_type)(config).double().eval()
+    kind = model_class(model_type)
+    if mixers_of(built(model_type)[1]):  # their decays and sums over the sequence magnify the fp32 in modeling files
+        kind = getattr(double_module(kind.__module__.split(".")[-2]), kind.__name__)
+    model = kind(config).double().eval()
     generator = _generator(5)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
     return model
+
+
+def mixers_of(model: Any) -> set[str]:
+    """The mechanisms of its layers, other than attention, that pass a state from token to token."""
+    return {str(mixers.mechanism(mixer)) for _, mixer in mixers.mixers_of(model)}
 
 
 def hidden_of(model: Any, ids: torch.Tensor, positions: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -380,22 +403,23 @@ def page(verdicts: list[Verdict]) -> str:
         ", ".join(f"{kind}: {count}" for kind, count in sorted(counts.items())) + ".",
         "",
         "- **equal**: the largest relative difference of hidden states and loss, and of gradients. *Windows* are the",
-        "  keys of `plan={...}` that its layers asked for. *Logits*: with the settings of its default configuration",
+        "  keys of `plan={...}` that its layers asked for. *Mixers*: layers that pass a state, or a convolution's",
+        "  tokens, between ranks ([how](internals/recurrent-layers.md)); these modeling files run in fp64 throughout.",
+        "  *Logits*: with the settings of its default configuration",
         "  the family changes them after the product with the head's weight (a factor, a soft cap, a bias).",
         "- **refused**: on all ranks, in these words, by the attention, by the loss or by `hf.check_model`",
         "  ([what else is refused, and why](refusals.md)).",
         "- **not built**: no small configuration of it is made here, and its parts alone tell nothing against it.",
         "",
-        "| model type | verdict | hidden, loss | gradients | windows | logits | message |",
-        "|---|---|---|---|---|---|---|",
+        "| model type | verdict | hidden, loss | gradients | windows | mixers | logits | message |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for verdict in sorted(verdicts, key=lambda each: (each.kind, each.model_type)):
         figures = [f"{verdict.hidden:.0e}", f"{verdict.gradients:.0e}"] if verdict.worst else ["", ""]
         windows = ", ".join(sorted(str(window) for window in verdict.windows))
         text = verdict.text.replace("|", "\\|").replace("\n", " ")
-        lines.append(
-            f"| {verdict.model_type} | {verdict.kind} | {' | '.join(figures)} | {windows} | {verdict.logits} | {text} |"
-        )
+        cells = [verdict.model_type, verdict.kind, *figures, windows, ", ".join(sorted(verdict.mixers)), verdict.logits]
+        lines.append(f"| {' | '.join([*cells, text])} |")
     return "\n".join(lines) + "\n"
 
 

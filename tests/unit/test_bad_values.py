@@ -39,6 +39,10 @@ BAD = [
     ("plan", "--ulysses-degree", "0", "3", HUGE),
     ("plan", "--remat", "some", "layer --q-heads 4"),
     ("plan", "--mlp-chunks", "0", HUGE, "2 --q-heads 4"),
+    ("plan", "--attention-chunks", "0", HUGE, "3", "2 --q-heads 4"),
+    ("plan", "--offload", "all", "disk:", "", "host --q-heads 4"),
+    ("plan", "--link-rate", "0", "nan", "inf", "-1"),
+    ("plan", "--disk-rate", "0", "nan", "inf", "-1"),
     ("plan", "--matmul-efficiency", "0", "1.1", "nan"),
     ("plan", "--peak-tflops", "0", "nan", "inf", "-1"),
     ("plan", "--device-memory", "0", "nan", "inf"),
@@ -117,7 +121,8 @@ BAD = [
     ("train", "--max-positions", "1", "15", HUGE),
     ("train", "--mlp-chunks", "0", "-1", HUGE),
     ("train", "--remat", "keep-attention --engine ulysses", "some"),
-    ("train", "--offload", "activations", "activations --remat layer", "all"),
+    ("train", "--offload", "host", "host --remat layer", "activations --remat layer", "disk:/x", "disk:", "all", ""),
+    ("train", "--attention-chunks", "0", HUGE, "2 --engine ulysses", "2 --remat keep-attention"),
     ("train", "--optimizer-offload", ()),
     ("train", "--compile", "--engine tensor"),
     ("train", "--held-out", "-1", "1", "nan"),
@@ -184,7 +189,7 @@ def test_every_flag_that_takes_a_value_is_tried(capsys):
     named |= {"optimizer-offload"}
     named |= {"help", "nproc-per-node"}
     choices = {"pack", "dtype", "engine", "layout", "route", "device", "circulate"}  # one of a list, by the parser
-    choices |= {"save-dtype"}
+    choices |= {"save-dtype", "optimizer"}
     for command in GIVEN:
         outcome([command, *(["attention"] if command in ("bench", "cluster") else []), "--help"])
         flags = set(re.findall(r"--[a-z][a-z0-9-]*", capsys.readouterr().out))

@@ -307,6 +307,22 @@ def test_the_learning_rate_rises_then_falls_by_a_cosine():
     assert rates_of(no_warmup) == pytest.approx([0.1])
 
 
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("linear", {1: 0.2, 10: 2.0, 60: 1.25, 110: 0.5}),
+        ("constant", {1: 0.2, 10: 2.0, 60: 2.0, 110: 2.0}),
+        ("warmup-stable-decay", {1: 0.2, 10: 2.0, 99: 2.0, 100: 2.0 - 1.5 / 11, 110: 0.5}),
+    ],
+)
+def test_other_schedules(schedule, expected):
+    optim = OptimConfig(lr=2.0, warmup=10, min_lr=0.25, schedule=schedule)
+    rates = rates_of(TrainConfig(run=RunConfig(steps=110), optim=optim))
+    assert {step: rates[step - 1] for step in expected} == pytest.approx(expected)
+    shorter = rates_of(TrainConfig(run=RunConfig(steps=130), optim=dataclasses.replace(optim, decay_steps=110)))
+    assert shorter[:110] == rates and shorter[110:] == [rates[-1]] * 20
+
+
 @pytest.mark.parametrize("steps", [60, 300])
 def test_the_learning_rate_falls_over_decay_steps_however_many_steps_there_are(steps):
     optim = OptimConfig(lr=2.0, warmup=10, min_lr=0.25)

@@ -24,7 +24,7 @@ from burst_train.forecast.forecast import GRAIN, forecast_of, forecasts, recomme
 from burst_train.forecast.machines import Device
 from burst_train.forecast.models import MODELS, Model, model_of
 from burst_train.forecast.request import Cluster, ForecastRequest
-from burst_train.forecast.step_memory import PARTS, Step
+from burst_train.forecast.step_memory import OVERLAPPING, PARTS, Step
 from burst_train.forecast.timeline import Bar, _bars, drawn, picture
 from burst_train.memory import MemoryConfig
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
@@ -216,6 +216,28 @@ def test_memory_is_what_the_model_itself_shows(
         assert parts[name] == pytest.approx(true[name], rel=0.1 if parts["gathered"] == 0 else 0)
     if parts["gathered"] and true["gathered"]:
         assert parts["gathered"] == true["gathered"]
+
+
+@pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])
+@pytest.mark.parametrize(
+    ("world", "chunks", "heads", "offload"),
+    [(4, 8, 2, "none"), (4, 8, 2, "disk:/x"), (4, 8, 4, "disk:/x"), (2, 16, 8, "host"), (4, 8, 1, "disk:/x")],
+)
+@pytest.mark.long
+def test_memory_of_chunks_and_offload_is_what_the_model_shows(
+    kind: Any, world: int, chunks: int, heads: int, offload: str, tmp_path: Any
+) -> None:
+    config, tokens, dtype = kind(**TINY | {"num_hidden_layers": 5}, head_dim=16), 8192, torch.bfloat16
+    optimizer: Any = "adamw-8bit" if heads == 1 else "adamw"
+    chunked: Any = {"remat": "layer", "mlp_chunks": chunks, "attention_chunks": heads}
+    memory, ring = MemoryConfig(**chunked, offload=offload, optimizer=optimizer), choose("ring")
+    true = training_memory(config, engine=ring, seq_len=world * tokens, world=world, dtype=dtype, memory=memory)
+    shape = shape_of(dtype, batch=1, q_heads=8 // heads, kv_heads=max(1, 2 // heads), head_dim=16)
+    held = buffers(WAYS[1], setting(world, tokens, shape=shape), dtype, calls=min(heads, OVERLAPPING))
+    flags = chunked | {"offload": offload != "none", "low_bit": optimizer == "adamw-8bit"}
+    step = Step(model=read(config, tmp_path), tokens=tokens, batch=1, world=world, io=2, buffers=held, **flags)
+    assert true is not None and step.total == pytest.approx(sum(true.values()), rel=0.04)
+    assert step.parts()["AdamW"] == true["AdamW"]
 
 
 def test_what_other_engines_send_is_what_they_count() -> None:

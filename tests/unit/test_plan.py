@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burst_attention.plan.assignment import CIRCULATIONS, Cube, blocks, columns, heads, nearest, rows, table
+from burst_attention.plan.assignment import CIRCULATIONS, Cube, blocks, columns, heads, nearest, rows
 from burst_attention.plan.chunks import Chunks
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.groups import WHOLE, Groups
@@ -26,13 +26,26 @@ from burst_attention.plan.slices import Slice
 from burst_attention.plan.strategy import Strategy
 from burst_attention.plan.tile import pair_tiles
 from burst_attention.planner.planner import Planner, traffic_model_of
+from burst_attention.planner.presets import preset
 from burst_attention.planner.traffic import TrafficModel
-from tests.support.schedules import make_schedule
+from tests.support.schedules import assigned, bytes_moved, make_schedule
 
 
 @st.composite
 def masks(draw, seqlen: int) -> Mask:
-    kind = draw(st.sampled_from(["full", "causal", "window", "documents", "prefix", "window in documents"]))
+    kinds = ["full", "causal", "window", "documents", "prefix", "window in documents"]
+    mask = draw(masks_of(draw(st.sampled_from(kinds)), seqlen))
+    if not draw(st.booleans()):
+        return mask
+    block = draw(st.integers(1, 9))
+    count = -(-seqlen // block)
+    dice = np.random.default_rng(draw(st.integers(0, 999)))
+    seen = dice.random((count, count)) < draw(st.sampled_from([0.0, 0.2, 0.5, 0.9, 1.0]))
+    return dataclasses.replace(mask, blocks=seen, block=block)
+
+
+@st.composite
+def masks_of(draw, kind: str, seqlen: int) -> Mask:
     borders = None
     if "documents" in kind:
         inner = draw(st.lists(st.integers(0, seqlen), max_size=6))
@@ -200,7 +213,7 @@ class Simulation:
 
     def __init__(self, schedules: list[Schedule], cube: Cube, direction: Direction, groups: Groups = WHOLE) -> None:
         self.layout, self.cube, self.groups = schedules[0].layout, cube, groups
-        self.programs = [s.assigned_cube(cube, direction, groups) for s in schedules]
+        self.programs = [assigned(s, cube, direction, groups) for s in schedules]
         self.wires: defaultdict[tuple[int, int], deque] = defaultdict(deque)  # (source, target) -> in the order sent
         self.posted: dict[tuple[int, int], Post] = {}  # (step, rank)
         ranks = range(self.layout.world)
@@ -344,10 +357,9 @@ def test_programs_bring_every_pair_home_once(
     layout, mask = world
     cells = layout.world**2
     ranks = data.draw(st.lists(st.integers(0, layout.world - 1), min_size=cells, max_size=cells))
-    random_table = table(np.array(ranks).reshape(layout.world, layout.world))
-    assignment = data.draw(
-        st.sampled_from([rows, columns, nearest(layout.world), blocks(layout.world, 2), random_table])
-    )
+    drawn = np.array(ranks).reshape(layout.world, layout.world)
+    either, both = nearest(layout.world), blocks(layout.world, 2)
+    assignment = data.draw(st.sampled_from([rows, columns, either, both, lambda i, j: drawn[i, j]]))
     over = dataclasses.replace(ROUTES[route], nodes=data.draw(nodes_of(layout.world)))
     schedules = [Schedule(layout, mask, over, rank) for rank in range(layout.world)]
     simulation = Simulation(schedules, heads(WHOLE, assignment), direction)
@@ -491,7 +503,7 @@ def test_bytes_counted_for_a_choice_are_those_of_the_programs(mask: Mask, world:
     for layout, circulate, keep, n in product(("zigzag", "striped"), CIRCULATIONS, {False, count > 1}, chunks):
         groups = Groups.of(count, q_heads=12, kv_heads=heads, keep=keep, chunks=n)
         schedules = [Schedule(Layout(layout, 50, world), mask, ROUTES["direct"], rank) for rank in range(world)]
-        moved = Planner().bytes_moved(schedules[0], shape, circulate, groups)
+        moved = bytes_moved(schedules[0], shape, circulate, groups)
         traffic = [schedule.traffic(shape, circulate, groups) for schedule in schedules]
         assert moved.tolist() == [[t.sent for t in traffic], [t.received for t in traffic]]
         for direction in Direction:
@@ -544,7 +556,7 @@ def test_buffers_do_not_grow_with_the_world(route: str, direction: Direction, as
     for world in (4, 8, 12):
         layout = Layout("zigzag", 16 * world, world)
         for rank in range(world):
-            program = Schedule(layout, Mask(), ROUTES[route], rank).assigned(assignment, direction)
+            program = assigned(Schedule(layout, Mask(), ROUTES[route], rank), heads(WHOLE, assignment), direction)
             held, arriving, most = 0, {}, 0
             for op in program.ops:
                 if isinstance(op, Post):
@@ -562,7 +574,8 @@ def test_buffers_do_not_grow_with_the_world(route: str, direction: Direction, as
 def test_two_exchanges_are_under_way_where_nothing_is_passed_on() -> None:
     layout = Layout("zigzag", 128, 8)
     for route, assignment, expected in (("direct", columns, 2), ("direct", rows, 2), ("ring", rows, 1)):
-        ops = Schedule(layout, Mask(), ROUTES[route], 1).assigned(assignment, Direction.BACKWARD).ops
+        schedule = Schedule(layout, Mask(), ROUTES[route], 1)
+        ops = assigned(schedule, heads(WHOLE, assignment), Direction.BACKWARD).ops
         for n, op in enumerate(ops):
             if isinstance(op, Wait) and op.step < 7:
                 before = ops[:n]
@@ -573,7 +586,7 @@ def test_two_exchanges_are_under_way_where_nothing_is_passed_on() -> None:
 def test_the_next_exchange_is_posted_before_a_visit() -> None:
     layout = Layout("zigzag", 64, 4)
     for direction, assignment in ((Direction.FORWARD, rows), (Direction.BACKWARD, columns)):
-        ops = Schedule(layout, Mask(), ROUTES["direct"], 1).assigned(assignment, direction).ops
+        ops = assigned(Schedule(layout, Mask(), ROUTES["direct"], 1), heads(WHOLE, assignment), direction).ops
         for n, op in enumerate(ops):
             if isinstance(op, Visit) and op.step < 3:
                 posted = [p.step for p in ops[:n] if isinstance(p, Post)]
@@ -661,7 +674,8 @@ def test_either_balances_a_contiguous_layout(world: int) -> None:
     contiguous = Schedule(Layout("contiguous", 32 * world, world), Mask(), ROUTES["direct"], 0)
     for direction, assign in CIRCULATIONS["nearest"](world).items():
         work = np.zeros(world)
-        for (i, j), tiles in contiguous.pairs().items():
+        tiles_of = pair_tiles(*[contiguous.layout] * 2, contiguous.regions, range(world), range(world))
+        for (i, j), tiles in tiles_of.items():
             work[assign(np.array(i), np.array(j))] += tiles.area
         assert work.max() <= (1 + 1.05 / world) * work.mean(), direction
     for rank in range(world):
@@ -761,9 +775,35 @@ def test_schedules_refuse_by_name(options: dict, reported: str) -> None:
         make_schedule(8, **given)
 
 
+def test_many_alike_rows_of_blocks_are_few_regions() -> None:
+    """Planning time grows with the number of regions. Blocks above a causal diagonal don't matter."""
+    count = 500
+    for seen in (np.ones((count, count), bool), np.tri(count, dtype=bool)):
+        assert len(Mask(blocks=seen, block=16).regions(16 * count)) == 1
+    sinks_and_neighbours = np.eye(count, dtype=bool) | np.eye(count, k=-1, dtype=bool)
+    sinks_and_neighbours[:, 0] = True
+    assert len(Mask(blocks=sinks_and_neighbours, block=16).regions(16 * count)) < 3 * count
+
+
+@pytest.mark.parametrize("world", [64, 300])
+def test_a_world_is_planned_with_blocks(world: int) -> None:
+    """Large worlds are predicted by smaller ones, with a similar pattern."""
+    count = 2 * world
+    blocks = np.eye(count, dtype=bool) | (np.arange(count) % 8 == 0)
+    mask = Mask(blocks=blocks, block=64)
+    schedule = make_schedule(64 * count, mask=mask, layout="zigzag", route="direct", rank=1, world=world)
+    shape = Shape(batch=1, q_heads=8, kv_heads=8, head_dim=64, v_head_dim=64, io=2, partial=2, accumulate=4)
+    planner = Planner(preset("cpu"), known=shape)
+    found = planner.choose(64 * count, mask=mask, strategy=Strategy(), rank=1, world=world)
+    assert found.mask == mask and found.layout.seqlen == schedule.layout.seqlen
+
+
 def test_masks_are_values() -> None:
     import torch
 
+    blocks = torch.eye(3).bool()
+    assert Mask(blocks=blocks, block=4) == Mask(blocks=blocks.tolist(), block=4) != Mask(blocks=~blocks, block=4)
+    assert hash(Mask(blocks=blocks, block=4)) == hash(Mask(blocks=blocks.numpy(), block=4))
     assert Mask(cu_seqlens=[0, 3, 8]) == Mask(cu_seqlens=torch.tensor([0, 3, 8])) == Mask(cu_seqlens=(0, 3, 8))
     assert hash(Mask(window=4)) == hash(Mask(window=4)) != hash(Mask(window=5))
     assert len(repr(Mask(cu_seqlens=range(5000)))) < 120
@@ -772,8 +812,11 @@ def test_masks_are_values() -> None:
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Mask)])
 def test_ranks_agree_on_every_field_of_a_mask(field: str) -> None:
     """If a field could differ between ranks unnoticed, some ranks would compute wrong results."""
-    other = Mask(**{field: {"causal": False, "window": 3, "cu_seqlens": [0, 3, 8], "prefix": 2}[field]})
+    seen, hidden = np.ones((2, 2), bool), np.eye(2, dtype=bool)
+    one = {"blocks": seen, "block": 4} if field in ("blocks", "block") else {}
+    values = {"causal": False, "window": 3, "cu_seqlens": [0, 3, 8], "prefix": 2, "blocks": hidden, "block": 7}
     reported = [
-        make_schedule(8, mask=m, layout="zigzag", route="direct", rank=0, world=2).description for m in (Mask(), other)
+        make_schedule(8, mask=Mask(**m), layout="zigzag", route="direct", rank=0, world=2).description
+        for m in (one, {**one, field: values[field]})
     ]
     assert reported[0]["mask"] != reported[1]["mask"]

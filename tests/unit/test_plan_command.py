@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from burst_train.cli import plan, plan_page
 from burst_train.cli.plan_words import headline, verdict
 from burst_train.forecast import calls as forecast
-from burst_train.forecast.forecast import Forecast
+from burst_train.forecast.forecast import Forecast, forecast_of, savings
 from burst_train.forecast.machines import device_of
 from burst_train.forecast.models import model_of
 from burst_train.forecast.request import Cluster
@@ -90,9 +91,41 @@ def test_what_does_not_fit_is_reported_with_what_would(capsys: Any) -> None:
 
 
 def test_advice_is_not_what_was_done_already(capsys: Any) -> None:
-    asked = ["--seq-len", "4M", "--ranks", "8"]
-    assert "Use more ranks, --mlp-chunks 8 or a shorter --seq-len." in reported(capsys, *asked)
-    assert "Use more ranks or a shorter --seq-len." in reported(capsys, *asked, "--mlp-chunks", "8")
+    asked = ["--seq-len", "8M", "--ranks", "8"]
+    assert "Use more ranks, the options below or a shorter --seq-len." in reported(capsys, *asked)
+    assert "Use more ranks or a shorter --seq-len." in reported(capsys, *asked, "--remat", "layer", "--offload", "host")
+
+
+def test_the_longest_sequence_grows_with_each_option_that_saves_memory() -> None:
+    asked = plan.PlanArguments(seq_len=2**20, ranks=8, hardware="h100-hgx").request()
+    names, found = zip(*savings(asked), strict=True)
+    assert [name.split()[0] for name in names] == [
+        "--remat",
+        "--mlp-chunks",
+        "--attention-chunks",
+        "--offload",
+        "--optimizer",
+        "--optimizer-offload",
+    ]
+    longest = [each.longest or 0 for each in found]
+    assert longest == sorted({*longest}) and longest[3] > 6_000_000 and longest[3] > 4 * longest[2]
+    single = plan.PlanArguments(seq_len=2**16, ranks=1, hardware="h100-hgx").request()
+    assert (savings(single)[-1][1].longest or 0) > 750_000
+    assert "8" in names[2] and found[-1].flags.endswith("--optimizer-offload")
+    assert not savings(plan.PlanArguments(seq_len=1024, ranks=2, q_heads=2).request())
+
+
+def test_copies_take_time_only_where_computation_does_not_hide_them() -> None:
+    asked = plan.PlanArguments(seq_len=2**17, ranks=8, hardware="h100-hgx", remat="layer", mlp_chunks=8)
+
+    def seconds(**more: Any) -> float:
+        return forecast_of("burst", replace(asked, **more).request()).seconds
+
+    plain = seconds()
+    assert seconds(offload="host") == plain
+    slow, slower = (seconds(offload="disk:/scratch", disk_rate=rate) for rate in (0.2, 0.1))
+    inputs = 2**17 / 8 * 4096 * 2 * 32
+    assert plain < slow and slower - slow == pytest.approx(2 * (inputs / 0.1e9 - inputs / 0.2e9))
 
 
 def test_a_faster_engine_within_the_tolerance_is_named() -> None:

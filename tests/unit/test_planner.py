@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from dataclasses import fields, replace
 from itertools import product
 from typing import Any
@@ -171,11 +172,11 @@ def test_what_was_chosen_before_changes_nothing() -> None:
 
 
 def test_no_more_is_remembered_than_is_useful() -> None:
-    planner = Planner()
+    kept: OrderedDict = OrderedDict()
     for n in range(2 * choose.MOST_REMEMBERED):
-        assert planner._remember(n, lambda n=n: n) == n
-    assert len(planner._remembered) == choose.MOST_REMEMBERED
-    assert planner._remember(2 * choose.MOST_REMEMBERED - 1, lambda: "made again") != "made again"
+        assert choose.remembered(kept, n, lambda n=n: n) == n
+    assert len(kept) == choose.MOST_REMEMBERED
+    assert choose.remembered(kept, 2 * choose.MOST_REMEMBERED - 1, lambda: "made again") != "made again"
 
 
 def test_a_choice_does_not_depend_on_the_batch() -> None:
@@ -499,6 +500,27 @@ def test_layers_that_are_recomputed_run_the_forward_twice() -> None:
     assert found == {"none": pytest.approx(held, rel=1e-3), "layer": 0.0, "keep-attention": found["none"]}
     assert make_plan(64, call=CallShape(remat="layer")).planner.forwards == 2
     assert TrainConfig(memory=MemoryConfig(remat="layer")).how["remat"] == "layer"
+
+
+def test_chunks_of_heads_hide_the_first_and_last_exchange_of_each_other() -> None:
+    """Then heads are split over all ranks in one exchange, at rates for which the sequence is chunked otherwise."""
+    chunk, options = (
+        shape(4, 4),
+        {"world": 4, "ulysses_degree": "auto", "route": "direct", "layout": "zigzag", "mask": Mask()},
+    )
+    alone, several = (
+        make_schedule(4096, rank=0, planner=Planner(link(200), tuple(range(4)), chunk, calls=calls), **options)
+        for calls in (1, 4)
+    )
+    assert alone.choose_call(chunk).candidate.groups.chunks == 2
+    best = several.choose_call(chunk)
+    assert best.candidate.groups == Groups.of(4, q_heads=4, kv_heads=4, chunks=1)
+    for each in several.predictions(chunk):
+        assert each.at_least <= each.seconds * (1 + 1e-9) and not each.candidate.groups.keep
+    (same,) = (x for x in alone.predictions(chunk) if x.candidate == best.candidate)
+    for one, other in ((best.forward, same.forward), (best.backward, same.backward)):
+        assert one and other and one.computing == other.computing
+        assert one.seconds < 0.7 * other.seconds
 
 
 @pytest.mark.parametrize("seqlen", [1, 2, 3, 5])

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from burst_bench.claims.activations import POLICIES, ActivationArguments, counted
 from torch import Tensor
 
 from burst_attention.attention.buffers import DeviceIndices, Sums
@@ -133,3 +134,12 @@ def test_memory_falls_with_the_world() -> None:
 def test_plans_that_cannot_be(arguments: list[str], reported: str, capsys) -> None:
     assert main(["plan", "--seq-len", "64", *arguments]) == 2
     assert reported in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_a_layer_holds_few_hidden_vectors_per_token() -> None:
+    sizes = ActivationArguments(layers=2)
+    plain, all_options = {}, {name: value for _, more in POLICIES for name, value in more.items()}
+    before, after = (counted(sizes, options) for options in (plain, all_options))
+    assert sum(before.values()) > 55 and sum(after.values()) <= 10
+    assert before["layer inputs"] > 31 and after["layer inputs"] < 2.5

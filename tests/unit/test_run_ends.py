@@ -41,6 +41,7 @@ MUST_LAST = {
     "beta2": 0.5,
     "eps": 0.5,
     "clip": 0.5,
+    "optimizer": "adamw-8bit",
     "global_batch": 2,
 }
 MAY_CHANGE = {
@@ -71,7 +72,8 @@ MAY_CHANGE = {
     "batch": 2,
     "accumulate": 2,
     "remat": "layer",
-    "offload": "activations",
+    "offload": "host",
+    "attention_chunks": 3,
     "mlp_chunks": 3,
     "optimizer_offload": True,
     "compile": True,

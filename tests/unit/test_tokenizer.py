@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 import transformers
 from burst_train.data.tokenizer import ByteTokenizer, HubTokenizer, open_tokenizer
-from burst_train.step.model import ARCHITECTURES
+from burst_train.engines.tensor import FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
@@ -61,7 +61,7 @@ def tokenizer_of(kind, folder):
 def saved(tmp_path_factory):
     """Return, by (architecture, kind), the tokenizer and the folder where it was saved with a model."""
     pairs = {}
-    for architecture, kind in itertools.product(ARCHITECTURES, ("bytes", "plain", "qwen2")):
+    for architecture, kind in itertools.product(FAMILIES, ("bytes", "plain", "qwen2")):
         tokenizer = tokenizer_of(kind, tmp_path_factory.mktemp(f"{kind}-own"))
         folder = model_folder(tmp_path_factory.mktemp(f"{architecture}-{kind}"), architecture)
         tokenizer.save(folder)
@@ -75,7 +75,7 @@ def body_of(tokenizer, ids):
 
 
 @pytest.mark.parametrize("kind", ["bytes", "plain", "qwen2"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", FAMILIES)
 def test_what_was_saved_gives_the_ids_that_were_trained_with(saved, architecture, kind):
     trained, folder = saved[architecture, kind]
     again, theirs = open_tokenizer(None, str(folder)), AutoTokenizer.from_pretrained(folder)

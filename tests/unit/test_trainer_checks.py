@@ -8,6 +8,7 @@ import transformers
 from accelerate import Accelerator
 from transformers import Trainer, TrainingArguments
 
+from burst_attention.integrations import hf
 from burst_attention.integrations.trainers import BurstMixin
 from burst_attention.integrations.trainers import checks as trainer_checks
 from tests.support.hf_models import make_model
@@ -79,3 +80,16 @@ def test_metrics_that_are_assigned_later_are_refused_before_training(tmp_path):
         with pytest.raises(ValueError, match=f"{name}=.* needs whole logits"):
             trainer.train()
         setattr(trainer, name, None)
+
+
+def test_memory_without_effect_is_refused(tmp_path):
+    def made(size, memory, **settings):
+        args = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, **settings)
+        return Mine(make_model("llama", "sdpa"), args, context_size=size, memory=memory)
+
+    with pytest.raises(ValueError, match="needs contexts of more than one rank"):
+        made(1, hf.Memory(recompute="layer"))
+    with pytest.raises(ValueError, match="set gradient_checkpointing=False"):
+        trainer_checks.check_memory(
+            hf.Memory(recompute="layer"), TrainingArguments(str(tmp_path), gradient_checkpointing=True, use_cpu=True), 2
+        )

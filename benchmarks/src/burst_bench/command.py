@@ -31,6 +31,7 @@ CLUSTER = "python -m burst_bench.cluster"
 # Measurements next to the tasks: each is the main of a module.
 PROGRAMS: Mapping[str, str] = {
     "ablation": "ablation.compare",
+    "activations": "claims.activations",
     "agreement": "claims.agreement",
     "cost-model": "claims.cost_model",
     "kernels": "claims.kernels",
@@ -59,8 +60,8 @@ class Arguments:
 
     engines: Annotated[tuple[str, ...], distinct] = EVERY
     """Engines: burst, ring, ulysses, usp, tensor, tensor-sequence or single. Append :LAYOUT to replace the engine's
-    best layout. burst also takes :ulysses_degree=N, :cache_qkv=no and :chunks=N, separated by commas, and :published
-    (as in the paper); usp takes :ulysses_degree=N."""
+    best layout. burst also takes :ulysses_degree=N, :cache_qkv=no, :chunks=N and :attention_chunks=N, separated by
+    commas, and :published (as in the paper); usp takes :ulysses_degree=N."""
     seq_lens: Annotated[tuple[Count, ...], distinct] = (1024, 2048, 4096)
     """Tokens of the whole sequence."""
     worlds: Annotated[tuple[Ranks, ...], distinct] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor
 
 from ..kernels.contract import capturing
+from ..plan.groups import Groups
 from ..plan.program import Place, Program
+from ..plan.route import Edge
 from ..plan.rows import Where
 from .passes import Pass, Tensors, part_of
 
@@ -162,9 +165,36 @@ class Sums:
         self.drop(place)
         return total if dtypes is None else tuple(x.to(dtype) for x, dtype in zip(total, dtypes, strict=True))
 
+    def results(self, places: Sequence[Place]) -> Tensors:
+        """Remove and return this rank's results; join the parts of several head groups, each rounded."""
+        if len(places) == 1:
+            return self.pop(places[0])
+        parts = [self.pop(place, self._work.final_dtypes(place[0])) for place in places]
+        return tuple(torch.cat(tensors, 1) for tensors in zip(*parts, strict=True))
+
     def drop(self, place: Place) -> None:
         """Free the sums of ``place``."""
         self._pieces.pop(place, None)
+
+
+def sent_dtypes(work: Pass, edge: Edge) -> tuple[torch.dtype, ...]:
+    """Return the dtypes of the partial results on an edge."""
+    return work.final_dtypes(edge.side) if edge.finished else work.wire_dtypes(edge.side, exact=edge.exact)
+
+
+def arriving(work: Pass, groups: Groups, edge: Edge) -> Tensors:
+    """Allocate buffers for the tensors that an edge brings."""
+    rows, side = edge.rows.count, edge.side
+    if edge.partial:
+        like: Tensors = work.blank(side, 0)
+        dtypes = sent_dtypes(work, edge)
+    else:
+        own = part_of(work.own[side], groups.count(side), 0)
+        like = tuple(own[n] for n in work.payload(side, edge.key.payload))
+        dtypes = tuple(x.dtype for x in like)
+    return tuple(
+        x.new_empty(*x.shape[:2], rows, *x.shape[3:], dtype=dtype) for x, dtype in zip(like, dtypes, strict=True)
+    )
 
 
 class DeviceIndices:

@@ -92,8 +92,7 @@ def kernel_for(
     name: str, mask: Mask, *, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int]
 ) -> Kernel:
     """Return the kernel that a call under ``mask`` uses."""
-    documents = max(1, len(mask.cu_seqlens or ()) - 1)
-    return choose(name, device=device, dtype=dtype, head_dims=head_dims, documents=documents)
+    return choose(name, device=device, dtype=dtype, head_dims=head_dims, documents=mask.parts)
 
 
 def resolve(

@@ -33,18 +33,20 @@ def check_batches(call: str, *grads: Tensor) -> None:
 def differentiable_once(call: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate an autograd Function's backward so that its results refuse to be differentiated again.
 
-    The backward is called with (ctx, saved, *grads). ``saved`` is ``ctx.saved_tensors``, which may be read only once.
+    The backward is called with (ctx, saved, *grads). ``saved`` is the list of ``ctx.saved_tensors``, which may be read
+    only once. The backward may clear the list, so that tensors are freed before it ends.
     """
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``backward`` so that a second derivative raises an error."""
 
         def once(ctx: Any, *grads: Tensor) -> Any:
-            saved = ctx.saved_tensors
+            saved = list(ctx.saved_tensors)
+            again = torch.is_grad_enabled()
+            sources = [x for x in (*grads, *saved) if again and x is not None and x.requires_grad]
             with torch.no_grad():
                 results = backward(ctx, saved, *grads)
-            sources = [x for x in (*grads, *saved) if x is not None and x.requires_grad]
-            if not torch.is_grad_enabled() or not sources:
+            if not sources:
                 return results
             return tuple(None if x is None else _Refused.apply(call, x, *sources) for x in results)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -27,7 +28,7 @@ from ..plan.tile import Tiles
 from ..planner.choice import Candidate
 from ..planner.planner import Planner
 from .passes import Backward, Forward, Pass, cached_shapes
-from .sweep import sweep
+from .sweep import sweep, sweeps
 
 WALKED = 4  # ranks to simulate, spread over the group; simulating every rank of a large group would take too long
 
@@ -98,13 +99,26 @@ def peak_of(
     direction: Direction,
     *,
     exact_partials: bool = False,
+    calls: int = 1,
 ) -> int:
-    """Return the peak bytes of one pass on ``schedule.rank``, counted as in :func:`peak_memory`."""
+    """Return the peak bytes of one pass on ``schedule.rank``, counted as in :func:`peak_memory`.
+
+    Args:
+        calls: number of calls whose exchanges overlap (:func:`~burst_attention.attention.sweep.sweeps`). With several,
+            tensors that the sweep does not read, such as out in a backward, are not counted.
+    """
     kernel = _Allocating(exact_partials)
     groups, circulate = chosen
+    program = schedule.program(circulate, direction, groups)
+    if calls > 1:
+        made = partial(example, schedule, groups, direction, shape, dtype, kernel, device=torch.device("meta"))
+        with LiveBytes() as live:
+            for sums in sweeps(((program, made()[0]) for _ in range(calls)), _Silent(None)):
+                del sums
+        return live.most
     work, inputs = example(schedule, groups, direction, shape, dtype, kernel, device=torch.device("meta"))
     with LiveBytes(*inputs) as live:
-        sums = sweep(schedule.program(circulate, direction, groups), _Silent(None), work)
+        sums = sweep(program, _Silent(None), work)
         results = [x for side in tuple(sums) for x in sums.pop(side)]
         for n in range(len(results)):  # as in the operator: each sum is freed once it is rounded
             results[n] = results[n].to(dtype)

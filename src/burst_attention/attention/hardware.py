@@ -30,9 +30,11 @@ class CallShape:
         dtype: of q, k and v; bfloat16 if None.
         remat: what a layer's backward recomputes: ``none``, ``layer`` (the forward then runs twice a step), or
             ``keep-attention``. It changes predictions only.
+        attention_chunks: how many such calls a layer makes in a row, one for each chunk of heads. The exchange of one
+            overlaps the computation of the next. It changes predictions only.
 
     Raises:
-        ValueError: ``remat`` is unknown.
+        TypeError, ValueError: ``remat`` is unknown, or ``attention_chunks`` is no positive number.
     """
 
     q_heads: int | None = None
@@ -40,8 +42,14 @@ class CallShape:
     head_dim: int | None = None
     dtype: torch.dtype | None = None
     remat: Remat = "none"
+    attention_chunks: int = 1
 
     def __post_init__(self) -> None:
+        chunks = self.attention_chunks
+        if isinstance(chunks, bool) or not isinstance(chunks, int):
+            raise TypeError(f"attention_chunks={chunks!r} must be an int")
+        if chunks < 1:
+            raise ValueError(f"attention_chunks={chunks} must be at least 1")
         if self.remat not in get_args(Remat):
             raise ValueError(f"remat={self.remat!r} is unknown; choose one of {', '.join(get_args(Remat))}")
 
@@ -63,7 +71,7 @@ class Hardware:
         rates: how fast kernels and links are: :class:`~burst_attention.planner.rates.Rates`, the path of a TOML file,
             or a preset's name such as ``h100-hgx+infiniband-400g``. None: what ``burst calibrate`` measured for this
             user, else a preset for the device. Preset rates are guesses: the choice then minimises the worst-case
-            slowdown over links as fast as the preset's, 1/8 and 1/64 of it. All ranks use rank 0's rates.
+            slowdown over networks as fast as the preset's, 1/8 and 1/64 of it. All ranks use rank 0's rates.
         nodes: the node number of each rank, or a 2-D DeviceMesh (node, rank in the node). None: by host name.
     """
 

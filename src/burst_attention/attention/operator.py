@@ -8,21 +8,17 @@ takes a plan's handle.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..kernels import KERNELS
-from ..kernels.merge import row_dot
 from ..kernels.precision import accumulation_dtype
-from ..plan.assignment import CIRCULATIONS
-from ..plan.groups import Groups
 from ..plan.rows import Side
-from .checks import kernel_for, resolve, shared_fields, sign_of, signless
+from .calls import Settled, prepare_backward, prepare_forward, rounded_gradients, row_delta
+from .checks import shared_fields
 from .derivatives import check_transforms, refuse_second
-from .passes import Backward, Forward, cached_shapes
+from .passes import cached_shapes
 from .plan import plan_of
 from .sweep import sweep
 
@@ -31,32 +27,7 @@ QUERY, KEY, VALUE = 1, 2, 4  # bits of ``wanted``
 # torch caches compiled graphs on disk, with the traced backward, by the operator's name and arguments only. This
 # argument stops it from running a graph of an older formula. Add one with each change of this file that a graph may
 # hold; a test fails until you do.
-FORMULA_VERSION = 6
-
-
-@dataclass(frozen=True)
-class Settled:
-    """The forward's decisions, for its backward: the call's number, resolved arguments, and the number of chunks.
-
-    It is an output tensor of the operator, because only tensors reach the backward of a compiled graph.
-    """
-
-    number: int
-    scale: float
-    circulate: str
-    kernel: str
-    chunks: int
-
-    def pack(self) -> Tensor:
-        """Return a float64 [5] tensor on the CPU."""
-        names = tuple(CIRCULATIONS).index(self.circulate), KERNELS.index(self.kernel)
-        return torch.tensor((self.number, self.scale, *names, self.chunks), dtype=torch.float64)
-
-    @classmethod
-    def unpack(cls, packed: Tensor) -> Settled:
-        """Read a tensor of :meth:`pack`."""
-        number, scale, circulate, kernel, chunks = packed.tolist()
-        return cls(int(number), scale, tuple(CIRCULATIONS)[int(circulate)], KERNELS[int(kernel)], int(chunks))
+FORMULA_VERSION = 7
 
 
 def gradients_wanted(q: Tensor, k: Tensor, v: Tensor) -> int:
@@ -98,16 +69,11 @@ def attend(
     plan = plan_of(handle)
     wants = [bool(wanted & bit) for bit in (QUERY, KEY, VALUE)]
     with plan.agreement.entering("burst_attention"):
-        keep = cached_rows > 0
-        call = resolve(q, k, v, plan, scale=scale, kernel=kernel, heads=heads, keep=keep)
-        fields = {**shared_fields(q, k, v, call, wants), "return_lse": return_lse}
         shapes = cached_shapes(q, k, v, heads, cached_rows)
         kept_q, kept_k, kept_v = (x.new_empty(shape) for x, shape in zip((q, k, v), shapes, strict=True))
-        keeping = (kept_q, kept_k, kept_v) if keep else None
-        q, k, v = map(_dense_rows, (q, k, v))
-        q, scale = signless(q, call.scale)
-        work = Forward(q, k, v, scale, call.kernel, call.groups, keeping)
-        program = plan.schedule.program(call.circulate, work.direction, call.groups)
+        keeping = (kept_q, kept_k, kept_v) if cached_rows > 0 else None
+        program, work, call = prepare_forward(q, k, v, plan, scale=scale, kernel=kernel, heads=heads, keeping=keeping)
+        fields = {**shared_fields(q, k, v, call, wants), "return_lse": return_lse}
     plan.agreement.agree("burst_attention", fields)
     plan.usage.note_call()
     # A single rank can't confuse its backward with another rank's.
@@ -115,7 +81,7 @@ def attend(
     with torch.autocast(q.device.type, enabled=False):
         sums = sweep(program, plan.transport, work, plan.indices)
     out, log_sum = sums[Side.QUERY]
-    settled = Settled(number, call.scale, call.circulate, call.kernel.name, call.groups.chunks)
+    settled = Settled.of(number, call)
     return out.to(q.dtype).contiguous(), log_sum.contiguous(), settled.pack(), kept_q, kept_k, kept_v
 
 
@@ -150,29 +116,17 @@ def attend_backward(
         if kept:  # the cache replaced this rank's own shards; only their shapes remain
             counts = out.shape[1], kv_heads, kv_heads
             q, k, v = (x.new_empty(x.shape[0], n, 0, x.shape[3]) for x, n in zip(kept, counts, strict=True))
-        plan.transport.check_device(q.device)
-        head_dims = q.shape[3], v.shape[3]
-        kernel = kernel_for(forward.kernel, plan.mask, device=q.device, dtype=q.dtype, head_dims=head_dims)
-        groups = Groups.of(heads, q_heads=q.shape[1], kv_heads=kv_heads, keep=kept is not None, chunks=forward.chunks)
+        delta = row_delta(dout, out, dlse, lse.dtype)
+        program, work = prepare_backward(
+            dout, q, k, v, lse, delta, plan, forward, heads=heads, kv_heads=kv_heads, keeping=kept
+        )
         fields = {"call number": forward.number}
-        delta = row_dot(dout, out, lse.dtype)
-        if dlse is not None:
-            delta = delta - dlse
-        dout, q, k, v = map(_dense_rows, (dout, q, k, v))
-        stats = torch.stack((lse, delta), -1)
-        q, scale = signless(q, forward.scale)  # the cached q has its sign already
-        work = Backward(dout, q, k, v, stats, scale, kernel, plan.world == 1, groups, kept)
-        program = plan.schedule.program(forward.circulate, work.direction, groups)
     # Ranks that run the backwards of several calls in different orders would add up unrelated gradients.
     plan.agreement.agree("the backward of burst_attention", fields)
     with torch.autocast(q.device.type, enabled=False):
         sums = sweep(program, plan.transport, work, plan.indices)
-    grads = [*sums.pop(Side.QUERY), *sums.pop(Side.KEY)]
-    if forward.scale <= 0:
-        grads[0] = grads[0] * sign_of(forward.scale)
-    for n, grad in enumerate(grads):  # one by one, to free each sum once it is rounded
-        grads[n] = grad.to(q.dtype).contiguous()
-    return grads[0], grads[1], grads[2]
+    dq, dk, dv = rounded_gradients(sums, forward.scale, q.dtype)
+    return dq, dk, dv
 
 
 @attend.register_fake
@@ -245,8 +199,3 @@ def _refuse(ctx: Any, *grads: Tensor) -> None:
 
 attend.register_autograd(_differentiate, setup_context=_save)
 attend_backward.register_autograd(_refuse)
-
-
-def _dense_rows(x: Tensor) -> Tensor:
-    """Make the last dim dense, as kernels need; an expanded gradient's is not."""
-    return x if x.stride(-1) == 1 else x.contiguous()

@@ -243,6 +243,7 @@ class Plan:
         head_dim: int,
         v_head_dim: int | None = None,
         dtype: torch.dtype = torch.float32,
+        attention_chunks: int = 1,
     ) -> Traffic:
         """Return the payload bytes that this rank sends and receives in one call of :func:`burst_attention`.
 
@@ -252,14 +253,15 @@ class Plan:
         Args:
             v_head_dim: ``head_dim`` if None.
             dtype: of q, k and v.
+            attention_chunks: the number of chunks of heads, each a call (``hf.Memory``).
 
         Raises:
             TypeError, ValueError: for shapes that the call would refuse.
         """
-        sizes = {"batch": batch, "q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim}
-        shape = checked_shape(dtype, **sizes, v_head_dim=v_head_dim)
-        groups, circulate = self.planner.decide(self.schedule, shape)
-        return self.schedule.traffic(shape, circulate, groups)
+        sizes = {"q_heads": q_heads // attention_chunks, "kv_heads": max(1, kv_heads // attention_chunks)}
+        shape = checked_shape(dtype, batch=batch, **sizes, head_dim=head_dim, v_head_dim=v_head_dim)
+        groups, circulate = self.planner.decide(self.schedule, shape, caches=attention_chunks == 1)
+        return self.schedule.traffic(shape, circulate, groups) * attention_chunks
 
     @renamed(OF_CALL)
     def explain(
@@ -395,6 +397,7 @@ def make_plan(
         fields |= {
             "route": asked.route,
             "remat": call.remat,
+            "attention_chunks": call.attention_chunks,
             "nodes": at and digest_of_numbers(at),
             "calls to expect": known and astuple(known),
         }
@@ -406,5 +409,5 @@ def make_plan(
     names = [each["host"] for each in shared]
     hosts = [names.index(name) for name in names] if at is None else at
     rates = Rates.from_dict(shared[0]["rates"])
-    planner = Planner(rates, tuple(hosts), known, shared[0]["guessed"], call.remat)
+    planner = Planner(rates, tuple(hosts), known, shared[0]["guessed"], call.remat, call.attention_chunks)
     return Plan(planner.choose(seqlen, **options), planner, transport, agreement)

@@ -17,7 +17,8 @@ def keep_attention() -> tuple[Any, Any]:
     backward recomputes the rest of the layer. It does not recompute the attention, which sends nothing again.
 
     Each call saves one tensor of out's size and one of lse's. If the plan caches the fetched q, k and v, they are saved
-    too. They are as large as the call's own q, k and v. Use ``make_plan(keep=False)`` to avoid that.
+    too. They are as large as the call's own q, k and v. Use ``make_plan(strategy=Strategy(cache_qkv=False))`` to avoid
+    that.
 
     With transformers: ``model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": keep_attention})``.
     """

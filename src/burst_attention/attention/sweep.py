@@ -10,46 +10,58 @@ Backward, algorithm 2: K, V, dK and dV stay at home. The query side circulates: 
 paper's dQ follows its queries round the ring; here each part goes straight to its owner by default. Three large tensors
 are on the wire (Q, dO, dQ), where RingAttention moves four (K, V, dK, dV).
 
-    for each query shard i: dq_i, dK, dV += gradients(dO_i, Q_i, L_i, D_i, K, V)
-                            dQ of rank i += dq_i, at rank i
+    for each query shard i: dq_i, dK, dV += gradients(dO_i, Q_i, L_i, D_i, K, V);  dQ of rank i += dq_i, at rank i
 
-Neither loop is spelled out below. A rank's program (:mod:`burst_attention.plan.program`) lists what to post, visit and
-wait for. Its order is the double buffering (:mod:`burst_attention.plan.build`): an exchange is posted before the visits
-that run while it is on the wire. Forward, backward and RingAttention run through it, with other programs and passes.
+Both run through one loop. A rank's program (:mod:`burst_attention.plan.program`) lists what to post, visit and wait
+for; its order is the double buffering: an exchange is posted before the visits that run while it is on the wire.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable, Iterator
 from functools import partial
-
-import torch
 
 from ..comm.transport import Pending, Receive, Send, Transport
 from ..plan.program import Drop, Message, Move, Op, Post, Program, Visit, Wait
-from ..plan.route import Edge
 from ..plan.rows import Side
-from .buffers import DeviceIndices, Shards, Sums
-from .passes import Pass, Tensors, part_of
+from .buffers import DeviceIndices, Shards, Sums, arriving, sent_dtypes
+from .passes import Pass, Tensors
+
+Results = dict[Side, Tensors]
 
 
-def sweep(
-    program: Program, transport: Transport, work: Pass, indices: DeviceIndices | None = None
-) -> dict[Side, Tensors]:
+def sweep(program: Program, transport: Transport, work: Pass, indices: DeviceIndices | None = None) -> Results:
     """Execute one rank's program and return this rank's results, by side; rounded only if head groups are joined.
 
-    Of the caller's tensors it writes only to the cache of q, k and v. It folds in partial results in the program's
-    order, so two runs give the same bits. ``indices`` keeps index arrays on devices between calls.
+    It writes only to the cache of q, k and v. It folds in partial results in order: two runs give the same bits.
     """
-    run = _Run(program, transport, work, DeviceIndices() if indices is None else indices)
+    (results,) = sweeps([(program, work)], transport, indices)
+    return results
+
+
+def sweeps(
+    parts: Iterable[tuple[Program, Pass]], transport: Transport, indices: DeviceIndices | None = None
+) -> Iterator[Results]:
+    """Execute programs and yield their results; a first exchange overlaps the visits before, a last one those after."""
+    indices, label, runs = DeviceIndices() if indices is None else indices, "the sweep", deque[_Run]()
     try:
-        for op in program.ops:
-            run.execute(op)
+        for program, work in parts:
+            label = work.direction.value
+            runs.append(_Run(program, transport, work, indices))
+            runs[-1].begin()
+            if len(runs) > 1:
+                runs[-2].compute()
+            if len(runs) > 2:
+                yield runs.popleft().finish()
+        if runs:
+            runs[-1].compute()
+        while runs:
+            yield runs.popleft().finish()
     except BaseException as error:
         # The other ranks now wait for messages that this rank will never send, so mark the group as failed.
-        failure = f"{work.direction.value}: {type(error).__name__} on this rank"
-        transport.health.failure = transport.health.failure or failure
+        transport.health.failure = transport.health.failure or f"{label}: {type(error).__name__} on this rank"
         raise
-    return {side: run.results(side) for side in work.direction.returns}
 
 
 class _Run:
@@ -60,6 +72,22 @@ class _Run:
         self._held = Shards(program, work)
         self._sums = Sums(program, work, indices)
         self._on_wire: dict[int, tuple[Pending, list[tuple[Message, Tensors]]]] = {}
+        self._left = deque(program.ops)
+
+    def begin(self) -> None:
+        """Post the first step's exchange. Later steps must not overtake another program's, on any rank."""
+        if self._left and isinstance(op := self._left[0], Post) and op.step == 1:
+            self.execute(self._left.popleft())
+
+    def compute(self) -> None:
+        """Execute everything up to the last waits."""
+        while any(not isinstance(op, Wait) for op in self._left):
+            self.execute(self._left.popleft())
+
+    def finish(self) -> Results:
+        while self._left:
+            self.execute(self._left.popleft())
+        return {side: self._sums.results(self._program.home(side)) for side in self._work.direction.returns}
 
     def execute(self, op: Op) -> None:
         """Execute one operation."""
@@ -75,14 +103,6 @@ class _Run:
             case Drop():
                 (self._sums if op.partial else self._held).drop(op.place)
 
-    def results(self, side: Side) -> Tensors:
-        """Return this rank's results; join the parts of several head groups, each rounded."""
-        places = self._program.home(side)
-        if len(places) == 1:
-            return self._sums.pop(places[0])
-        parts = [self._sums.pop(place, self._work.final_dtypes(side)) for place in places]
-        return tuple(torch.cat(tensors, 1) for tensors in zip(*parts, strict=True))
-
     def _visit(self, op: Visit) -> None:
         """Compute cells and fold in their results."""
         query, key = (self._indices.take(self._held.at(op.places[side]), op.held[side]) for side in Side)
@@ -95,18 +115,18 @@ class _Run:
 
     def _post(self, op: Post) -> None:
         """Start an exchange of shards and of partial results that go home."""
-        arriving = [(message, self._empty(message.edge)) for message in op.receives]
+        coming = [(message, arriving(self._work, self._program.groups, message.edge)) for message in op.receives]
         sends = [Send(m.edge.target, x.contiguous()) for m in op.sends for x in self._outgoing(m)]
-        receives = [Receive(message.edge.source, x) for message, tensors in arriving for x in tensors]
+        receives = [Receive(message.edge.source, x) for message, tensors in coming for x in tensors]
         label = f"hop {op.step} of the {self._work.direction.value}"
-        self._on_wire[op.step] = self._transport.post(sends, receives, label=label), arriving
+        self._on_wire[op.step] = self._transport.post(sends, receives, label=label), coming
 
     def _wait(self, op: Wait) -> None:
         """Finish an exchange."""
-        pending, arriving = self._on_wire.pop(op.step)
+        pending, coming = self._on_wire.pop(op.step)
         self._transport.wait(pending)
-        while arriving:  # frees each once it is folded in
-            self._arrived(*arriving.pop(0))
+        while coming:  # frees each once it is folded in
+            self._arrived(*coming.pop(0))
 
     def _arrived(self, message: Message, tensors: Tensors) -> None:
         """Store what arrived: add a partial result, keep a shard, or write it into its sequence group's buffer."""
@@ -123,26 +143,8 @@ class _Run:
     def _outgoing(self, message: Message) -> Tensors:
         edge = message.edge
         if edge.partial:
-            return self._sums.leave(message.place, message.where, self._wire_dtypes(edge))
+            return self._sums.leave(message.place, message.where, sent_dtypes(self._work, edge))
         tensors = self._held.at(message.place)
         wanted = tuple(tensors[n] for n in self._work.payload(edge.side, edge.key.payload))
         assert message.where is not None
         return self._indices.take(wanted, message.where)
-
-    def _wire_dtypes(self, edge: Edge) -> tuple[torch.dtype, ...]:
-        work, side = self._work, edge.side
-        return work.final_dtypes(side) if edge.finished else work.wire_dtypes(side, exact=edge.exact)
-
-    def _empty(self, edge: Edge) -> Tensors:
-        """Allocate buffers for an edge's tensors."""
-        rows, side = edge.rows.count, edge.side
-        if edge.partial:
-            like: Tensors = self._work.blank(side, 0)
-            dtypes = self._wire_dtypes(edge)
-        else:
-            own = part_of(self._work.own[side], self._program.groups.count(side), 0)
-            like = tuple(own[n] for n in self._work.payload(side, edge.key.payload))
-            dtypes = tuple(x.dtype for x in like)
-        return tuple(
-            x.new_empty(*x.shape[:2], rows, *x.shape[3:], dtype=dtype) for x, dtype in zip(like, dtypes, strict=True)
-        )

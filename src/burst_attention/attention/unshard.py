@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..comm.agreement import Agreement
 from ..comm.transport import Transport
 from ..kernels.precision import accumulation_dtype
-from ..plan.layout import Layout
 from .derivatives import check_batches, check_transforms, differentiable_once
+
+
+class Places(Protocol):
+    """Which of the global rows each rank holds; a :class:`~burst_attention.plan.layout.Layout` is one."""
+
+    @property
+    def lengths(self) -> Sequence[int]: ...
+    @property
+    def gather_order(self) -> np.ndarray: ...
+    @property
+    def seqlen(self) -> int: ...
+    @property
+    def description(self) -> str: ...
+    def positions(self, rank: int) -> np.ndarray: ...
 
 
 @dataclass(frozen=True, eq=False)
 class _Reshard:
-    layout: Layout
+    layout: Places
     transport: Transport
     agreement: Agreement
     dim: int
@@ -33,7 +48,7 @@ class _Reshard:
         return arriving
 
 
-def unshard(x: Tensor, dim: int, grad: str, layout: Layout, transport: Transport, agreement: Agreement) -> Tensor:
+def unshard(x: Tensor, dim: int, grad: str, layout: Places, transport: Transport, agreement: Agreement) -> Tensor:
     """Implement :meth:`burst_attention.Plan.unshard`."""
     length = layout.lengths[transport.rank]
     with agreement.entering("unshard"):

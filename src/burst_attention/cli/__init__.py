@@ -39,11 +39,7 @@ commands:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Returns:
-        The exit status: 0 on success, 1 if the command failed, 2 if its arguments are wrong.
-    """
+    """Run one command; return 0 on success, 1 if the command failed, 2 if its arguments are wrong."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     listed = {entry.name: f"a command of {entry.value.split('.')[0]}" for entry in entry_points(group=GROUP)}
     listed |= {name: summary for name, (_, summary) in OF_EXTRAS.items()} | COMMANDS

@@ -8,11 +8,9 @@ from pathlib import Path
 import tyro
 from rich.console import Console
 
-from burst_attention.cli.flags import Name, Ranks, Seconds, check_settings
-from burst_attention.planner.rates import Rates, user_file, write_rates
-
 from ..launch import local as launch
-from .flags import DeviceOrAuto
+from ..planner.rates import Rates, user_file, write_rates
+from .flags import DeviceOrAuto, Name, Ranks, Seconds, check_settings
 
 COMMAND = "burst calibrate"
 
@@ -54,21 +52,8 @@ def _writable(path: Path) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    """Run ``burst calibrate``.
-
-    Returns:
-        The exit status: 0 on success, 1 if a rank failed, 2 if the arguments are invalid.
-    """
-    parsed = tyro.cli(CalibrateArguments, prog=COMMAND, args=arguments)
-    try:
-        parsed.check()
-        running = launch.torchrun_ranks(parsed.ranks)
-    except ValueError as error:
-        return launch.print_error(COMMAND, error)
-    from burst_attention.launch.join import default_ranks
-
-    ranks = running[0] if running else parsed.ranks or default_ranks(parsed.device)
-    return launch.start(COMMAND, _calibrate, parsed, ranks=ranks)
+    """Run ``burst calibrate``; return the exit status: 0 on success, 1 if a rank failed, 2 for invalid arguments."""
+    return launch.start_checked(COMMAND, _calibrate, tyro.cli(CalibrateArguments, prog=COMMAND, args=arguments))
 
 
 def _calibrate(arguments: CalibrateArguments) -> None:

@@ -12,17 +12,15 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from burst_attention import Mask
-from burst_attention.attention.checks import DtypeName
-from burst_attention.cli.flags import NonNegativeInt, Ranks, Seconds, check_settings, distinct, require, whole
-from burst_attention.kernels import KERNELS
-from burst_attention.plan.assignment import CIRCULATIONS
-from burst_attention.plan.layout import LAYOUTS, LayoutName
-from burst_attention.plan.route import RouteOrAuto
-from burst_attention.testing import Case, Report, check
-
+from ..attention.checks import DtypeName
+from ..kernels import KERNELS
 from ..launch import local as launch
-from .flags import DeviceOrAuto
+from ..plan.assignment import CIRCULATIONS
+from ..plan.layout import LAYOUTS, LayoutName
+from ..plan.mask import Mask
+from ..plan.route import RouteOrAuto
+from ..testing import Case, Report, check
+from .flags import DeviceOrAuto, NonNegativeInt, Ranks, Seconds, check_settings, distinct, require, whole
 from .numbers import numbers
 
 COMMAND = "burst check"
@@ -33,7 +31,15 @@ MASKS: dict[str, Callable[[int], Mask]] = {
     "window": lambda s: Mask(window=max(1, s // 7)),
     "documents": lambda s: Mask(cu_seqlens=[0, s // 9, s // 9, s // 2, s]),
     "prefix": lambda s: Mask(prefix=s // 5),
+    "blocks": lambda s: Mask(blocks=_every_second(-(-s // 16)), block=16),
 }
+
+
+def _every_second(count: int) -> torch.Tensor:
+    """Return a chessboard of blocks, bool [count, count]."""
+    at = torch.arange(count)
+    return (at[:, None] + at) % 2 == 0
+
 
 if TYPE_CHECKING:
     MaskName: TypeAlias = str
@@ -100,21 +106,9 @@ def cases(arguments: CheckArguments, device: str) -> list[Case]:
 
 
 def main(arguments: list[str]) -> int:
-    """Run ``burst check``.
-
-    Returns:
-        The exit status: 0 if all cases pass, 1 if one fails, 2 if the arguments are invalid.
-    """
+    """Run ``burst check``; return the exit status: 0 if all cases pass, 1 if one fails, 2 for invalid arguments."""
     parsed = tyro.cli(CheckArguments, prog=COMMAND, args=arguments, registry=numbers())
-    try:
-        parsed.check()
-        running = launch.torchrun_ranks(parsed.ranks)
-    except ValueError as error:
-        return launch.print_error(COMMAND, error)
-    from burst_attention.launch.join import default_ranks
-
-    ranks = running[0] if running else parsed.ranks or default_ranks(parsed.device)
-    return launch.start(COMMAND, _check, parsed, ranks=ranks)
+    return launch.start_checked(COMMAND, _check, parsed)
 
 
 def _check(arguments: CheckArguments) -> None:

@@ -10,11 +10,7 @@ UNITS = {"K": 1 << 10, "M": 1 << 20}
 
 
 def whole_number(text: str) -> int:
-    """Parse an integer. K multiplies it by 1024, M by 1024 times 1024.
-
-    Raises:
-        ValueError: the text is not an integer.
-    """
+    """Parse an integer; K multiplies it by 1024, M by 1024 times 1024. Raise ValueError for other text."""
     return int(text[:-1]) * UNITS[text[-1]] if text[-1:] in UNITS else int(text)
 
 

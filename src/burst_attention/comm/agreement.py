@@ -77,7 +77,6 @@ class Agreement:
         """Check that every rank makes ``call`` with equal ``fields``; return every rank's ``own`` by rank.
 
         Args:
-            call: the name of the call.
             fields: values that must be equal on all ranks. All values must be JSON types; floats arrive exactly.
             own: this rank's values, which may differ by rank.
             remedy: the last sentence of a disagreement's message.
@@ -149,8 +148,7 @@ class Agreement:
 def _encoded(record: dict[str, Any]) -> bytes:
     """Return the record in JSON.
 
-    Raises:
-        TypeError, ValueError: the record holds other types than JSON's, or has more than RECORD_BYTES.
+    Raise TypeError or ValueError if it holds other types than JSON's, or has more than RECORD_BYTES.
     """
     encoded = json.dumps(record).encode()
     if len(encoded) > RECORD_BYTES:

@@ -23,21 +23,13 @@ NOTHING = bytes(DIGEST_BYTES)
 
 @dataclass(frozen=True)
 class Summary:
-    """A summary of several ranks' records: the message of one round.
+    """A summary of several ranks' records: the message of one round. A digest has DIGEST_BYTES."""
 
-    Attributes:
-        least, greatest: the least and greatest digest of the records, DIGEST_BYTES each. They are equal if all records
-            are. A rank that could not make the call has the digest NOTHING.
-        size: bytes of the longest record.
-        lost, finder: a rank that could not be reached, and the rank that tried; ``NO_RANK`` for both if all were
-            reached. With several such pairs, any one of them.
-    """
-
-    least: bytes
-    greatest: bytes
-    size: int
-    lost: int = NO_RANK
-    finder: int = NO_RANK
+    least: bytes  # least digest of the records; NOTHING is the digest of a rank that could not make the call
+    greatest: bytes  # equal to ``least`` if all records are equal
+    size: int  # bytes of the longest record
+    lost: int = NO_RANK  # a rank, any of them, that could not be reached
+    finder: int = NO_RANK  # the rank that tried to reach it
 
     @property
     def agreed(self) -> bool:
@@ -69,9 +61,8 @@ def rounds(rank: int, world: int) -> list[tuple[int, int]]:
 def disseminate(transport: Transport, own: Summary, label: str) -> Summary:
     """Return the summary of all ranks. All must call it.
 
-    Raises:
-        ExchangeError: a rank could not be reached, by this rank or by another. A rank that gives up sends a report in
-            place of its message, so that no rank waits for it.
+    Raise ExchangeError if a rank could not be reached, by this rank or by another. A rank that gives up sends a report
+    in place of its message, so that no rank waits for it.
     """
     peers = rounds(transport.rank, transport.world)
     buffers = [torch.empty(FORM.size, dtype=torch.uint8) for _ in peers]
@@ -106,8 +97,7 @@ def disseminate(transport: Transport, own: Summary, label: str) -> Summary:
 def gather(transport: Transport, own: bytes, size: int, label: str) -> list[bytes]:
     """Return every rank's record by rank, padded with spaces to ``size`` bytes. All must call it with one ``size``.
 
-    Raises:
-        ExchangeError: a rank could not be reached.
+    Raise ExchangeError if a rank could not be reached.
     """
     world, rank = transport.world, transport.rank
     blocks = torch.empty(world, size, dtype=torch.uint8)  # row n holds the record of rank - n

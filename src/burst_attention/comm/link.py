@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from burst_attention.comm.scalars import real
-
 from .agreement import Agreement
 from .local import LocalGroup, LocalTransport
-from .transport import Health, Transport
+from .scalars import real
+from .transport import Health, Transport, backend_of
 
 DATA_TAG, CONTROL_TAG = 0xB0, 0xB1
 
@@ -27,13 +26,9 @@ _HEALTH: weakref.WeakKeyDictionary[dist.ProcessGroup, Health] = weakref.WeakKeyD
 def resolve_group(group: Any) -> dist.ProcessGroup | LocalGroup | None:
     """Return the group to communicate over; None for a world of one.
 
-    Args:
-        group: a group, a 1-D DeviceMesh, or None. None stands for the default group, or for a world of one if
-            torch.distributed is not initialised.
-
-    Raises:
-        TypeError, ValueError: ``group`` has another type, or no group was given to one of several ranks that has not
-            initialised torch.distributed.
+    ``group``: a group, a 1-D DeviceMesh, or None. None stands for the default group, or for a world of one if
+    torch.distributed is not initialised. Raise TypeError or ValueError for another type, or for None in one of several
+    ranks that has not initialised torch.distributed.
     """
     if group is None:
         if dist.is_initialized():
@@ -68,15 +63,14 @@ def resolve_timeout(timeout: float | timedelta | None) -> float | None:
 def connect(group: dist.ProcessGroup | LocalGroup | None, timeout: float | None) -> tuple[Transport, Agreement]:
     """Return the data transport of a group and its agreement. All ranks must make the first call for a group.
 
-    Raises:
-        ValueError: the group can't carry CPU tensors, which agreements need.
+    Raise ValueError if the group can't carry CPU tensors, which agreements need.
     """
     if group is None or group.size() == 1:
         return Transport(None), Agreement(Transport(None))
     if isinstance(group, LocalGroup):
         data, control = (LocalTransport(group, timeout, tag, group.health) for tag in (DATA_TAG, CONTROL_TAG))
         return data, Agreement(control)
-    if not _has_gloo(group):
+    if backend_of(group, torch.device("cpu")) != "gloo":
         raise ValueError(
             f"group has the backend {dist.get_backend_config(group)}, but agreements need gloo too; "
             f"make it with init_process_group('cpu:gloo,cuda:nccl')"
@@ -87,10 +81,3 @@ def connect(group: dist.ProcessGroup | LocalGroup | None, timeout: float | None)
             Transport(group, timeout).warm_up(torch.device("cuda", torch.cuda.current_device()))
     health = _HEALTH[group]
     return Transport(group, timeout, DATA_TAG, health), Agreement(Transport(group, timeout, CONTROL_TAG, health))
-
-
-def _has_gloo(group: dist.ProcessGroup) -> bool:
-    try:
-        return group._get_backend(torch.device("cpu")).name() == "gloo"
-    except RuntimeError:
-        return False

@@ -17,22 +17,14 @@ from .transport import Health, Operation, Send, Transport
 
 @dataclass(eq=False)
 class _Half:
-    """One side of a message: the tensor to send or to receive into. It can be waited for, like torch's works.
-
-    Attributes:
-        patience: seconds that a wait without a timeout may take.
-        ready: on CUDA, the event after which the tensor may be read or written.
-        copied: on CUDA, the event after which the copy is done.
-        failure: why the message failed; None if it did not.
-        done: set when the copy is made (on CUDA: started) or has failed.
-    """
+    """One side of a message: the tensor to send or to receive into. It can be waited for, like torch's works."""
 
     tensor: Tensor
-    patience: float
-    ready: torch.cuda.Event | None
-    copied: torch.cuda.Event | None = None
-    failure: str | None = None
-    done: threading.Event = field(default_factory=threading.Event)
+    patience: float  # seconds that a wait without a timeout may take
+    ready: torch.cuda.Event | None  # on CUDA, the tensor may be read or written after it
+    copied: torch.cuda.Event | None = None  # on CUDA, the copy is done after it
+    failure: str | None = None  # why the message failed
+    done: threading.Event = field(default_factory=threading.Event)  # the copy is made (on CUDA: started) or has failed
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Block until the copy is made (on CUDA: let this thread's stream wait). Raise RuntimeError if it fails."""
@@ -118,29 +110,20 @@ class Exchange:
 
 @dataclass(eq=False)
 class LocalGroup:
-    """One thread's rank in a local world. Pass it as ``make_plan(..., group=group)`` like a process group.
+    """One thread's rank in a local world. Pass it as ``make_plan(..., group=group)`` like a process group."""
 
-    Args:
-        exchange: shared by all ranks.
-        own_rank: this thread's rank.
-        timeout: seconds that an exchange may take if the plan has no timeout.
-        health: whether the group failed before.
-    """
-
-    exchange: Exchange
+    exchange: Exchange  # shared by all ranks
     own_rank: int
-    timeout: float
+    timeout: float  # seconds that an exchange may take if the plan has no timeout
     health: Health = field(default_factory=Health)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a local group belongs to one thread of this process; don't pickle or deep-copy it")
 
     def rank(self) -> int:
-        """Return this rank's number."""
         return self.own_rank
 
     def size(self) -> int:
-        """Return the number of ranks."""
         return self.exchange.world
 
 

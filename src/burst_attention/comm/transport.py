@@ -54,33 +54,23 @@ class ExchangeError(RuntimeError):
 
 @dataclass(eq=False)
 class Pending:
-    """An exchange in flight. Holds its buffers until it has been waited for.
+    """An exchange in flight. Holds its buffers until it has been waited for."""
 
-    Attributes:
-        label: names the step and the phase in errors.
-        operations: the messages.
-        works: torch's handles to wait for.
-        packed: (packed message to receive, tensors to fill from it).
-    """
-
-    label: str
+    label: str  # names the step and the phase in errors
     operations: list[Operation]
-    works: list[Any]
-    packed: list[tuple[Tensor, list[Tensor]]] = field(default_factory=list)
+    works: list[Any]  # torch's handles to wait for
+    packed: list[tuple[Tensor, list[Tensor]]] = field(default_factory=list)  # (message to receive, tensors to fill)
 
 
 @dataclass
 class Health:
     """The state of one process group.
 
-    Attributes:
-        failure: an earlier error on the group; None if there was no error. Messages of a failed exchange may still be
-            in flight, so a failed group can't be used again.
-        calls: how many calls were made on the group. A backward is identified by the number of its call.
+    After an error its messages may still be in flight, so a failed group can't be used again.
     """
 
-    failure: str | None = None
-    calls: int = 0
+    failure: str | None = None  # an earlier error on the group
+    calls: int = 0  # made on the group; a backward is identified by the number of its call
 
     def next_call(self) -> int:
         """Return a new call number. It is the same on all ranks, because they agree on each call first."""
@@ -90,25 +80,15 @@ class Health:
 
 @dataclass(eq=False)
 class Transport:
-    """Messages between the ranks of ``group``, with counts of the bytes moved.
+    """Messages between the ranks of ``group``, with counts of the bytes moved."""
 
-    Args:
-        group: a ProcessGroup; None for a world of one.
-        timeout: seconds that one exchange may take; None for the group's own timeout.
-        tag: separates these messages from others on the same group.
-        health: shared by all transports of one group.
-
-    ``sent`` and ``received`` count payload bytes. ``waited`` counts the seconds that the host spent in :meth:`wait`. On
-    CUDA that is almost 0, because a stream waits instead of the host.
-    """
-
-    group: Any
-    timeout: float | None = None
-    tag: int = 0
-    health: Health = field(default_factory=Health)
-    sent: int = 0
+    group: Any  # a ProcessGroup; None for a world of one
+    timeout: float | None = None  # seconds that one exchange may take; None for the group's own timeout
+    tag: int = 0  # separates these messages from others on the same group
+    health: Health = field(default_factory=Health)  # shared by all transports of one group
+    sent: int = 0  # payload bytes
     received: int = 0
-    waited: float = 0.0
+    waited: float = 0.0  # seconds of the host in :meth:`wait`; almost 0 on CUDA, where a stream waits instead
 
     def __post_init__(self) -> None:
         self.rank = 0 if self.group is None else self.group.rank()
@@ -118,10 +98,8 @@ class Transport:
         """Start an exchange without waiting for it. ``label`` names the step and the phase in errors.
 
         Between two ranks, messages of one exchange match in the order given. Both ranks must post matching messages, of
-        sizes that they have agreed on. Small messages to one peer are packed into one.
-
-        Raises:
-            ExchangeError: the group failed before, or the messages could not be started.
+        sizes that they have agreed on. Small messages to one peer are packed into one. Raise ExchangeError if the group
+        failed before, or the messages could not be started.
         """
         if self.health.failure:
             raise ExchangeError(
@@ -167,11 +145,9 @@ class Transport:
         return start([tensor], each.peer, self.tag)
 
     def wait(self, pending: Pending) -> None:
-        """Finish an exchange.
+        """Finish an exchange, or raise ExchangeError, which names this rank, the peer it waited for, and the label.
 
-        Raises:
-            ExchangeError: the exchange failed. The message names this rank, the peer it waited for, and the label. On
-                CPU the deadline is ``timeout``; on CUDA the group's own watchdog ends the wait.
+        On CPU the deadline is ``timeout``; on CUDA the group's own watchdog ends the wait.
         """
         started = time.monotonic()
         one_each = len(pending.works) == len(pending.operations)  # NCCL returns one work for the whole batch
@@ -211,10 +187,7 @@ class Transport:
     def all_to_all(
         self, leaving: Sequence[Sequence[Tensor]], arriving: Sequence[Sequence[Tensor]], *, label: str
     ) -> None:
-        """Send the tensors of ``leaving[r]`` to each other rank r; fill those of ``arriving[r]`` with what r sends.
-
-        This rank's own entries are ignored.
-        """
+        """Send ``leaving[r]`` to each other rank r; fill ``arriving[r]`` with what r sends. Own entries are ignored."""
         hops = range(1, self.world)
         ahead, behind = ([(self.rank + step * hop) % self.world for hop in hops] for step in (1, -1))
         sends = [Send(peer, x.contiguous()) for peer in ahead for x in leaving[peer]]
@@ -225,10 +198,7 @@ class Transport:
         """Raise ValueError if the group can't carry tensors on ``device``."""
         if self.group is None or device.type == "cpu":
             return
-        try:
-            backend = self.group._get_backend(device).name()
-        except RuntimeError:
-            backend = "none"
+        backend = backend_of(self.group, device)
         if backend in ("none", "gloo"):
             raise ValueError(
                 f"tensors on {device} need a group with a backend for them, but this group's is {backend}; "
@@ -256,13 +226,19 @@ class Transport:
         return self.failed(f"{what} in {label} after {seconds:.1f} s: {cause}", f"{label}: {what}", peer)
 
 
+def backend_of(group: Any, device: torch.device) -> str:
+    """Return the name of a group's backend for a device, or ``none``."""
+    try:
+        return group._get_backend(device).name()
+    except RuntimeError:
+        return "none"
+
+
 def pack(operations: Sequence[Operation]) -> tuple[list[Operation], list[tuple[Tensor, list[Tensor]]]]:
     """Pack small CPU tensors to, or from, one peer into one message.
 
-    Both ends make the same decision, because it depends only on sizes and devices, which they agreed on.
-
-    Returns:
-        The messages, and (packed message to receive, tensors to fill from it) pairs.
+    Both ends make the same decision, because it depends only on sizes and devices, which they agreed on. Return the
+    messages, and (packed message to receive, tensors to fill from it) pairs.
     """
     together: dict[tuple[type[Operation], int], list[Tensor]] = {}
     for each in operations:

@@ -81,8 +81,7 @@ def attend(
     Args:
         name: the called function's name, for errors.
         tensors: q, k, v; or q and kv; or qkv: [B, S_local, (2 or 3,) H, D]; with ``documents``, without B.
-        documents: a function that returns the global borders, given S_local and the number of ranks. None: one document
-            per batch row.
+        documents: returns the global borders, given S_local and the number of ranks. None: one document per batch row.
 
     Returns:
         out [B, S_local, H, D]; with ``options.return_attn_probs`` (out, lse [B, H, S_local], None). With ``documents``,

@@ -26,7 +26,7 @@ on all ranks. Surplus arguments and unknown names raise on this rank only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from inspect import Parameter, Signature
 from typing import Any
@@ -114,20 +114,19 @@ def _functions(prefix: str, layout: str, run: Callable[..., Any] = _batch) -> li
         parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in (*tensors, *own)]
         for field in fields(Options)[:-1]:  # except softcap, which no function takes
             parameters.append(Parameter(field.name, Parameter.POSITIONAL_OR_KEYWORD, default=field.default))
-        made.append(_function(f"{prefix}_{packing}func", layout, len(tensors), len(own), Signature(parameters), run))
+        made.append(_function(f"{prefix}_{packing}func", layout, tensors, own, Signature(parameters), run))
     return made
 
 
 def _function(
-    name: str, layout: str, tensors: int, own: int, signature: Signature, run: Callable[..., Any]
+    name: str, layout: str, tensors: Iterable[str], own: Iterable[str], signature: Signature, run: Callable[..., Any]
 ) -> Callable[..., Any]:
     def function(*arguments: Any, **named: Any) -> Any:
         bound = signature.bind(*arguments, **named)
         bound.apply_defaults()
-        values = [*bound.arguments.items()]
-        rest = dict(values[tensors : tensors + own])
-        given = tuple(value for _, value in values[:tensors])
-        return run(name, layout, given, Options(**dict(values[tensors + own :])), **rest)
+        values = bound.arguments
+        given, rest = tuple(values.pop(each) for each in tensors), {each: values.pop(each) for each in own}
+        return run(name, layout, given, Options(**values), **rest)
 
     function.__name__ = function.__qualname__ = name
     function.__doc__ = f"See :mod:`{__name__}`. {run.__doc__ or ''}".strip()

@@ -74,14 +74,6 @@ class LongContextAttention(torch.nn.Module):
         Raises:
             TypeError, ValueError: an argument is invalid on some rank. Every rank raises the same class.
         """
-        options = Options(
-            dropout_p,
-            softmax_scale,
-            causal,
-            window_size,
-            alibi_slopes,
-            deterministic,
-            group=self.group,
-            softcap=softcap,
-        )
+        named = {"group": self.group, "softcap": softcap}
+        options = Options(dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, **named)
         return attend("LongContextAttention", self.layout, (query, key, value), options)

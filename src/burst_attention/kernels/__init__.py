@@ -72,11 +72,7 @@ def choose(
 
     On the CPU, ``auto`` is ``aten``, which rounds each tile's result to the inputs' dtype, bf16 or fp16. ``aten-fp32``
     does not round and takes about a third longer. On a GPU, ``auto`` is the first of :func:`candidates` that can be
-    used on this machine and agrees with the reference.
-
-    Args:
-        head_dims: head dimensions (of q and k, of v).
-        documents: number of documents in the mask.
+    used on this machine and agrees with the reference. ``head_dims``: (of q and k, of v). ``documents``: their number.
 
     Raises:
         ValueError: the name is unknown, or the kernel does not support the call.

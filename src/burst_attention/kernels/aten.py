@@ -31,38 +31,22 @@ class Aten(Stock[Piece]):
     def name(self) -> str:
         return f"{self.ops.name}-fp32" if self.upcast else self.ops.name
 
-    @property
-    def multiple(self) -> int:
-        return self.ops.multiple
-
-    @property
-    def widest(self) -> int | None:
-        return self.ops.widest
-
     def exact_partials(self, dtype: torch.dtype) -> bool:
         return self.upcast or dtype == accumulation_dtype(dtype)
 
-    def check_place(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Raise ValueError if the operator does not support the device or dtype."""
-        self.ops.check(device, dtype)
-
     def launches(self, tiles: Tiles) -> Iterable[Piece]:
-        """Cut the tiles into pieces that the operator supports."""
         return split_into_pieces(tiles)
 
     def leaves_rows_blind(self, launch: Piece) -> bool:
-        """Return whether the piece is masked, so that a row may see nothing."""
         return bool(launch.masked)
 
     def computed(self, x: Tensor, *, backward: bool) -> Tensor:
-        """Return ``x`` in the dtype that the operator computes in."""
         if self.upcast:
             return x.to(accumulation_dtype(x.dtype))
         half = self.ops.half_backward if backward and x.dtype == torch.float16 else None
         return x if half is None else x.to(half)
 
     def run_forward(self, launch: Piece, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Return (out, lse) of one piece's rows; a row that sees nothing gets lse -inf."""
         q = _slice(q, launch.q_start, launch.q_stop, launch.reverse)
         k, v = (_slice(x, launch.k_start, launch.k_stop, launch.reverse) for x in (k, v))
         mask = _additive_mask(launch, q)
@@ -73,7 +57,6 @@ class Aten(Stock[Piece]):
         return (out.flip(2), lse.flip(2)) if launch.reverse else (out, lse)
 
     def run_backward(self, launch: Piece, inputs: tuple[Tensor, ...], lse: Tensor, scale: float) -> tuple[Tensor, ...]:
-        """Return (dq, dk, dv) of one piece's rows and columns."""
         dout, q, k, v, out = inputs
         dout, q, out, lse = (_slice(x, launch.q_start, launch.q_stop, launch.reverse) for x in (dout, q, out, lse))
         k, v = (_slice(x, launch.k_start, launch.k_stop, launch.reverse) for x in (k, v))

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .precision import DTYPES
+from .stock import Ops
 from .widths import WIDEST, check_gpu
-from .windowed import Window
+from .windowed import MULTIPLE, Window
 
 _aten = torch.ops.aten
 
@@ -33,30 +34,11 @@ class MaskAndScale(NamedTuple):
     scale: float
 
 
-class AtenOps(Protocol):
-    """A fused attention operator.
-
-    Attributes:
-        multiple: head dimensions are padded to a multiple of this.
-        widest: the maximum head dimension; None for no limit.
-        half_backward: the backward's dtype for fp16 inputs; None for fp16.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def multiple(self) -> int: ...
-
-    @property
-    def widest(self) -> int | None: ...
+class AtenOps(Ops, Protocol):
+    """A fused attention operator. ``half_backward``: the backward's dtype for fp16 inputs; None for fp16."""
 
     @property
     def half_backward(self) -> torch.dtype | None: ...
-
-    def check(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Raise ValueError if the device or dtype is not supported."""
-        ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: MaskAndScale) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
@@ -80,14 +62,12 @@ class CpuFlash:
     half_backward: ClassVar[torch.dtype | None] = torch.float32
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Raise ValueError unless the device is the CPU and the dtype is supported."""
         if device.type != "cpu":
             raise ValueError(f"kernel='aten' runs on cpu, the tensors are on {device}; use kernel='aten-flash'")
         if dtype not in DTYPES:
             raise ValueError(f"kernel='aten' does not take {dtype}; use one of {', '.join(map(str, DTYPES))}")
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: MaskAndScale) -> tuple[Tensor, Tensor]:
-        """Return (out, lse) of the CPU operator."""
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, seen.causal, attn_mask=seen.mask, scale=seen.scale
         )
@@ -96,7 +76,6 @@ class CpuFlash:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: MaskAndScale
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (dq, dk, dv) of the CPU operator."""
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, q, k, v, out, lse, 0.0, seen.causal, attn_mask=seen.mask, scale=seen.scale
         )
@@ -116,11 +95,9 @@ class Cudnn:
     half_backward: ClassVar[torch.dtype | None] = None
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Raise ValueError unless cuDNN supports the device and dtype."""
         check_gpu(self.name, device, dtype, range(8, 13))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: MaskAndScale) -> tuple[Tensor, Tensor]:
-        """Return (out, lse) of cuDNN, or of :class:`Efficient` for a single query or key."""
         if min(q.shape[2], k.shape[2]) == 1:
             return Efficient().forward(q, k, v, seen)
         k, v = (_repeated(x, q) for x in (k, v))
@@ -133,7 +110,6 @@ class Cudnn:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: MaskAndScale
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (dq, dk, dv) of cuDNN, or of :class:`Efficient` for a single query or key."""
         if min(q.shape[2], k.shape[2]) == 1:
             return Efficient().backward(dout, q, k, v, out, lse, seen)
         heads, mask = k.shape[1], _aligned(seen.mask, q, heads=1)
@@ -159,11 +135,9 @@ class Efficient:
     half_backward: ClassVar[torch.dtype | None] = None
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Raise ValueError unless the device is a GPU and the dtype is supported."""
         check_gpu(self.name, device, torch.float16 if dtype == torch.float32 else dtype, range(8, 13))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: MaskAndScale) -> tuple[Tensor, Tensor]:
-        """Return (out, lse) without the padding of lse."""
         k, v = (_repeated(x, q) for x in (k, v))
         mask = _aligned(seen.mask, q, heads=q.shape[1])
         out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
@@ -174,7 +148,6 @@ class Efficient:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: MaskAndScale
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (dq, dk, dv) from a padded lse."""
         heads, mask = k.shape[1], _aligned(seen.mask, q, heads=q.shape[1])
         padded = pad(lse, (0, -lse.shape[-1] % 32), value=math.inf).contiguous()  # lse inf gives P = 0 in padded rows
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
@@ -193,14 +166,13 @@ class CudaFlash:
     """
 
     name: ClassVar[str] = "aten-flash"
+    multiple: ClassVar[int] = MULTIPLE
     widest: ClassVar[int] = WIDEST
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Raise ValueError unless the operator supports the device and dtype."""
         check_gpu(self.name, device, dtype, range(8, 13))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, window: Window, scale: float) -> tuple[Tensor, Tensor]:
-        """Return (out, lse) of the GPU operator."""
         lengths = (None, None, q.shape[1], k.shape[1])
         out, lse, *_ = _aten._flash_attention_forward(
             q, k, v, *lengths, 0.0, False, False, scale=scale, **_sides(window)
@@ -210,7 +182,6 @@ class CudaFlash:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: Window, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (dq, dk, dv) of the GPU operator."""
         lengths = (None, None, q.shape[1], k.shape[1])
         dq, dk, dv = _aten._flash_attention_backward(
             dout, q, k, v, out, lse, *lengths, 0.0, False, *_no_dropout(q), scale=scale, **_sides(window)

@@ -13,13 +13,13 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from .widths import check_gpu
-from .windowed import Window
+from .windowed import MULTIPLE, Window
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ class FlashOps:
     generation: int
     run: Callable[..., Any]
     run_back: Callable[..., Any]
+    multiple: ClassVar[int] = MULTIPLE
 
     @property
     def name(self) -> str:
@@ -72,18 +73,15 @@ class FlashOps:
         return GENERATIONS[self.generation].widest
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Raise ValueError unless this generation supports the GPU and the dtype."""
         check_gpu(self.name, device, dtype, GENERATIONS[self.generation].capabilities)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, window: Window, scale: float) -> tuple[Tensor, Tensor]:
-        """Return (out, lse) of the package's forward."""
         out, lse, *_ = self.run({"q": q, "k": k, "v": v, **self._settings(window, scale)})
         return out, lse
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: Window, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (dq, dk, dv) that the package's backward wrote."""
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "dq": dq, "dk": dk, "dv": dv}
         self.run_back({**tensors, "softmax_lse": lse, "lse": lse, **self._settings(window, scale)})
@@ -123,8 +121,7 @@ BACKWARD = FORWARD | {"dout", "out", "dq", "dk", "dv", "deterministic"}
 def flash_ops(generation: int) -> FlashOps:
     """Import the functions of one generation and check their signatures.
 
-    Raises:
-        ValueError: the package is not installed, or its version is not supported.
+    Raise ValueError if the package is not installed, or its version is not supported.
     """
     source = GENERATIONS[generation]
     try:

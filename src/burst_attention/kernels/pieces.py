@@ -15,19 +15,15 @@ SMALL = 256  # up to this many rows and columns, a masked rectangle is cheaper t
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows x columns of a pair for one launch.
-
-    Neither ``causal`` nor ``masked``: everything is visible. ``reverse``: read rows and columns backwards, which turns
-    a window's start into a causal triangle. ``masked``: only the entries of these tiles are visible.
-    """
+    """Rows x columns of a pair for one launch. Neither ``causal`` nor ``masked``: everything is visible."""
 
     q_start: int
     q_stop: int
     k_start: int
     k_stop: int
     causal: bool = False
-    reverse: bool = False
-    masked: tuple[Tile, ...] = ()
+    reverse: bool = False  # read rows and columns backwards, which turns a window's start into a causal triangle
+    masked: tuple[Tile, ...] = ()  # only the entries of these tiles are visible
 
 
 def split_into_pieces(tiles: Tiles) -> Iterator[Piece]:

@@ -21,18 +21,15 @@ class Reference:
     name = "reference"
 
     def exact_partials(self, dtype: torch.dtype) -> bool:
-        """Return True: all sums are in the accumulation dtype."""
         return True
 
     def check(self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int]) -> None:
         """Accept everything."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
-        """Return (out, lse) of the tiles."""
         return contained_forward(partial(_forward, tiles=tiles, scale=scale), q, k, v, tiles)
 
     def backward(self, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (dq, dk, dv) of the tiles."""
         return contained_backward(_backward, inputs)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,29 +23,32 @@ from .widths import check_width, same_width
 Launch = TypeVar("Launch", Tile, Piece)  # rows [q_start, q_stop) x columns [k_start, k_stop)
 
 
-class Stock(ABC, Generic[Launch]):
-    """A kernel that cuts tiles into launches.
-
-    All tensors of a launch are padded to one head dimension, a multiple of ``multiple``.
-    """
+class Ops(Protocol):
+    """A stock attention function, forward and backward, of head dimensions up to ``widest``; None for no limit."""
 
     @property
-    @abstractmethod
     def name(self) -> str: ...
 
     @property
-    @abstractmethod
-    def multiple(self) -> int:
-        """Head dimensions are padded to a multiple of this."""
+    def multiple(self) -> int: ...  # head dimensions are padded to a multiple of this
 
     @property
-    @abstractmethod
-    def widest(self) -> int | None:
-        """The maximum head dimension; None for no limit."""
+    def widest(self) -> int | None: ...
 
-    @abstractmethod
-    def check_place(self, device: torch.device, dtype: torch.dtype) -> None:
+    def check(self, device: torch.device, dtype: torch.dtype) -> None:
         """Raise ValueError if the device or dtype is not supported."""
+        ...
+
+
+@dataclass(frozen=True)
+class Stock(ABC, Generic[Launch]):
+    """A kernel that cuts tiles into launches of ``ops``. All tensors of a launch are padded to one head dimension."""
+
+    ops: Ops
+
+    @property
+    def name(self) -> str:
+        return self.ops.name
 
     @abstractmethod
     def launches(self, tiles: Tiles) -> Iterable[Launch]:
@@ -68,8 +72,8 @@ class Stock(ABC, Generic[Launch]):
 
     def check(self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int]) -> None:
         """Raise ValueError if the device, dtype or head dimension is not supported."""
-        self.check_place(device, dtype)
-        check_width(self.name, max(head_dims), self.widest)
+        self.ops.check(device, dtype)
+        check_width(self.name, max(head_dims), self.ops.widest)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
         """Run the launches and merge their (out, lse)."""
@@ -78,7 +82,7 @@ class Stock(ABC, Generic[Launch]):
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, *, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
         launches = list(self.launches(tiles))
         value_dim = v.shape[-1]
-        q, k, v = same_width(*(self.computed(x, backward=False) for x in (q, k, v)), multiple=self.multiple)
+        q, k, v = same_width(*(self.computed(x, backward=False) for x in (q, k, v)), multiple=self.ops.multiple)
         if len(launches) == 1 and _covers(launches[0], q, k) and not self.leaves_rows_blind(launches[0]):
             out, lse = self.run_forward(launches[0], q, k, v, scale)
             return out[..., :value_dim], lse
@@ -95,7 +99,7 @@ class Stock(ABC, Generic[Launch]):
     def _backward(self, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
         lse, scale, launches = inputs.lse, inputs.scale, list(self.launches(inputs.tiles))
         dout, q, k, v = (self.computed(x, backward=True) for x in (inputs.dout, inputs.q, inputs.k, inputs.v))
-        calls = backward_calls(dout, inputs.delta, widest=self.widest)
+        calls = backward_calls(dout, inputs.delta, widest=self.ops.widest)
         if len(calls) == len(launches) == 1 and _covers(launches[0], q, k):
             grads = self.run_backward(launches[0], self._padded(calls[0], q, k, v), lse, scale)
             dq, dk, dv = (grad[..., : x.shape[-1]] for grad, x in zip(grads, (q, k, v), strict=True))
@@ -111,7 +115,7 @@ class Stock(ABC, Generic[Launch]):
     def _padded(self, call: BackwardCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """Return (dout, q, k, v, out), padded to one head dimension."""
         values = v if call.values else torch.zeros_like(v)
-        return same_width(call.dout, q, k, values, call.out, multiple=self.multiple)
+        return same_width(call.dout, q, k, values, call.out, multiple=self.ops.multiple)
 
 
 def _covers(launch: Tile | Piece, q: Tensor, k: Tensor) -> bool:

@@ -22,9 +22,7 @@ NEAR = 32  # columns searched first: a search over all columns would dominate th
 def surrogate_output(dout: Tensor, delta: Tensor) -> Tensor | None:
     """Return out' [B, H, rows, Dv] in dout's dtype with rowsum(dout * out') = delta; None if dout can't carry delta.
 
-    Args:
-        dout: [B, H, rows, Dv], the gradient of the output.
-        delta: [B, H, rows] fp32 or fp64.
+    ``dout`` is [B, H, rows, Dv], the gradient of the output; ``delta`` [B, H, rows] in fp32 or fp64.
     """
     for near in (True, False)[dout.shape[-1] <= NEAR :]:
         out = torch.zeros_like(dout)
@@ -68,14 +66,11 @@ def _fill(out: Tensor, dout: Tensor, delta: Tensor, *, near: bool) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class BackwardCall:
-    """One call of a stock backward. The gradients are the sum over all calls.
-
-    ``values``: whether v is passed. If not, zeros are passed and dV is discarded.
-    """
+    """One call of a stock backward. The gradients are the sum over all calls."""
 
     dout: Tensor
     out: Tensor
-    values: bool = True
+    values: bool = True  # whether v is passed; if not, zeros are passed and dV is discarded
 
 
 def backward_calls(dout: Tensor, delta: Tensor, *, widest: int | None) -> tuple[BackwardCall, ...]:

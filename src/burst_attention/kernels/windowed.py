@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from ..plan.tile import Tile, Tiles
-from .stock import Stock
+from .stock import Ops, Stock
 
-MULTIPLE = 8  # head dimensions are padded to 16 bytes
+MULTIPLE = 8  # of head dimensions: 16 bytes
 
 
 class Window(NamedTuple):
@@ -57,20 +57,8 @@ def _split_before(tile: Tile, row: int) -> Iterator[Tile]:
             yield part
 
 
-class WindowedOps(Protocol):
+class WindowedOps(Ops, Protocol):
     """A package's forward and backward for [B, S, H, D] of one head dimension; lse is [B, Hq, Sq] in fp32."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def widest(self) -> int:
-        """The maximum head dimension."""
-        ...
-
-    def check(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Raise ValueError if the device or dtype is not supported."""
-        ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, window: Window, scale: float) -> tuple[Tensor, Tensor]:
         """Return (out [B, Sq, Hq, D], lse)."""
@@ -89,32 +77,13 @@ class Windowed(Stock[Tile]):
 
     ops: WindowedOps
 
-    @property
-    def name(self) -> str:
-        return self.ops.name
-
-    @property
-    def multiple(self) -> int:
-        return MULTIPLE
-
-    @property
-    def widest(self) -> int:
-        return self.ops.widest
-
     def exact_partials(self, dtype: torch.dtype) -> bool:
-        """Return False: each tile's results are rounded to the io dtype."""
         return False
 
-    def check_place(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Raise ValueError if the package does not support the device or dtype."""
-        self.ops.check(device, dtype)
-
     def launches(self, tiles: Tiles) -> Iterable[Tile]:
-        """Cut tall tiles so that each launch's window is exact."""
         return launches_of(tiles)
 
     def run_backward(self, launch: Tile, inputs: tuple[Tensor, ...], lse: Tensor, scale: float) -> list[Tensor]:
-        """Return (dq, dk, dv) of one launch."""
         rows, columns = slice(launch.q_start, launch.q_stop), slice(launch.k_start, launch.k_stop)
         sides = (rows, rows, columns, columns, rows)
         dout, q, k, v, out = (_tokens_first(x, where) for x, where in zip(inputs, sides, strict=True))

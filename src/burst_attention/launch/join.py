@@ -33,8 +33,7 @@ def default_ranks(device: str) -> int:
 def pick_device(device: str, local_ranks: int) -> Literal["cpu", "cuda"]:
     """Resolve ``--device`` to ``cpu`` or ``cuda`` on a machine with ``local_ranks`` ranks.
 
-    Raises:
-        ValueError: ``cuda`` was requested, but there are fewer GPUs than ranks.
+    Raise ValueError if ``cuda`` was requested, but there are fewer GPUs than ranks.
     """
     gpus = torch.cuda.device_count()
     if device == "cuda" and gpus < local_ranks:
@@ -44,17 +43,11 @@ def pick_device(device: str, local_ranks: int) -> Literal["cpu", "cuda"]:
 
 @dataclass(frozen=True)
 class RankContext:
-    """One rank of a job.
-
-    Attributes:
-        device: the device of its tensors.
-        mesh: the (data, context) mesh over all ranks.
-        everyone: a 1-D mesh over the same ranks.
-    """
+    """One rank of a job."""
 
     device: torch.device
-    mesh: DeviceMesh
-    everyone: DeviceMesh
+    mesh: DeviceMesh  # (data, context), over all ranks
+    everyone: DeviceMesh  # 1-D, over the same ranks
 
     @property
     def rank(self) -> int:
@@ -109,11 +102,9 @@ def join(*, device: str, timeout: float, data_parallel: int = 1) -> Iterator[Ran
 
     Args:
         device: ``cpu``, ``cuda`` or ``auto``. ``auto`` uses GPUs if there is one for each local rank, else the CPU.
-        timeout: timeout of a new process group's operations, in seconds.
-        data_parallel: number of groups of ranks. Each group reads different sequences.
-
-    Raises:
-        ValueError: ``cuda`` without a GPU for every rank, or ``data_parallel`` does not divide the number of ranks.
+        timeout: of a new process group's operations, in seconds.
+        data_parallel: number of groups of ranks, each with different sequences. Raise ValueError if it does not divide
+            the number of ranks.
     """
     joined = dist.is_initialized()
     local_rank, local_ranks = (int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))

@@ -56,8 +56,7 @@ def is_rank_0() -> bool:
 def torchrun_ranks(asked: int | None) -> tuple[int, int] | None:
     """Return (all ranks, ranks on this machine) of torchrun's job; None without torchrun.
 
-    Raises:
-        ValueError: ``--ranks`` is another number, or the environment has no MASTER_ADDR or MASTER_PORT.
+    Raise ValueError if ``--ranks`` is another number, or the environment has no MASTER_ADDR or MASTER_PORT.
     """
     if not started_by_torchrun():
         return None
@@ -94,6 +93,23 @@ def start(command: str, worker: Callable[[Any], Any], argument: Any, *, ranks: i
         print_error(command, error)
         return 1
     return 0
+
+
+def start_checked(command: str, worker: Callable[[Any], Any], settings: Any) -> int:
+    """Check a command's settings, then run ``worker(settings)`` on torchrun's ranks, or on workers that we start.
+
+    ``settings`` has ``check()``, which raises ValueError, and the flags ``ranks`` and ``device``. The exit status is 2
+    if they are invalid, else that of :func:`start`.
+    """
+    from .join import default_ranks
+
+    try:
+        settings.check()
+        running = torchrun_ranks(settings.ranks)
+    except ValueError as error:
+        return print_error(command, error)
+    ranks = running[0] if running else settings.ranks or default_ranks(settings.device)
+    return start(command, worker, settings, ranks=ranks)
 
 
 def launch(command: str, worker: Callable[..., Any], *arguments: Any, ranks: int, patient: bool = False) -> int:
@@ -301,11 +317,8 @@ def _leave(status: int) -> NoReturn:
 def _show(command: str, failure: Failure, killed: Sequence[int]) -> None:
     """Print the first failure's traceback and, as the last line, the rank and its error."""
     sys.stderr.write(failure.trace)
-    stuck = f"; {_ranks(killed)} did not end after SIGTERM (stopped or hung)" if killed else ""
+    names = f"rank{'s' * (len(killed) > 1)} {', '.join(map(str, killed))}"
+    stuck = f"; {names} did not end after SIGTERM (stopped or hung)" if killed else ""
     Console(stderr=True, soft_wrap=True).print(
         f"[bold red]{command}:[/] rank {failure.rank} failed: {escape(failure.message)}{stuck}", highlight=False
     )
-
-
-def _ranks(numbers: Sequence[int]) -> str:
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

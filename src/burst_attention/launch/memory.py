@@ -6,11 +6,7 @@ from pathlib import Path
 
 
 def kills_for_memory(root: Path = Path("/")) -> dict[str, int]:
-    """Return the kernel's out-of-memory kill counts by file, for our control groups and for the machine.
-
-    Args:
-        root: the root of the system's files; tests pass another folder.
-    """
+    """Return the kernel's out-of-memory kill counts by file, for our control groups and for the machine."""
     counts: dict[str, int] = {}
     for path in (*_of_control_groups(root), root / "proc/vmstat"):
         try:

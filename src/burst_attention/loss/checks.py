@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ..attention.plan import Plan
 from ..comm.scalars import real
+from .head import Head
 
 
 def divisor_of(num_valid: Any) -> float | None:
@@ -39,13 +40,14 @@ def check_plan(plan: Any) -> None:
 
 def check_arguments(
     hidden: torch.Tensor,
-    weight: torch.Tensor,
+    head: Head,
     labels: torch.Tensor,
     plan: Plan,
     ignore_index: int,
     chunk_tokens: int | None,
 ) -> None:
-    """Check the hidden states, the head's weight, the labels, and how they are processed."""
+    """Check the hidden states, the head, the labels, and how they are processed."""
+    weight = head.weight
     _check_tensors(hidden=hidden, lm_head_weight=weight, labels=labels)
     _check_dtypes(hidden, weight, labels)
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
@@ -72,10 +74,12 @@ def check_arguments(
         )
     if plan.world > 1:
         plan.usage.check(labels)
+    _check_logits(hidden, head)
 
 
-def check_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: Any, factor: Any, softcap: Any) -> None:
-    """Check what follows the head's product: bias, factor, cap. ``hidden`` and ``weight`` are checked already."""
+def _check_logits(hidden: torch.Tensor, head: Head) -> None:
+    """Check what follows the head's product: bias, factor, cap."""
+    bias, factor, softcap = head.bias, head.form.factor, head.form.softcap
     if isinstance(factor, bool) or not isinstance(factor, (int, float)):
         raise TypeError(f"factor={factor!r} must be a number")
     if isinstance(softcap, bool) or not isinstance(softcap, (int, float, NoneType)):
@@ -87,8 +91,8 @@ def check_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: Any, factor: 
     if bias is None:
         return
     _check_tensors(hidden=hidden, bias=bias)
-    if bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias has shape {list(bias.shape)}; pass [{weight.shape[0]}], one number for each logit")
+    if bias.shape != head.weight.shape[:1]:
+        raise ValueError(f"bias has shape {list(bias.shape)}; pass [{len(head.weight)}], one number for each logit")
     if bias.dtype != hidden.dtype:
         raise TypeError(f"bias has dtype {bias.dtype}, hidden {hidden.dtype}; cast one of them")
 

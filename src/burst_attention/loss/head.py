@@ -17,14 +17,10 @@ class LogitForm:
     """How a model turns its head's product into logits.
 
     Logits are y = ``factor * product``. With a cap they are ``softcap * tanh(y / softcap)``.
-
-    Attributes:
-        factor: the number that multiplies the product; 1.0 changes nothing.
-        softcap: the bound of the logits' magnitude; None for no cap.
     """
 
     factor: float = 1.0
-    softcap: float | None = None
+    softcap: float | None = None  # the bound of the logits' magnitude; None for no cap
 
     def apply_(self, product: torch.Tensor) -> torch.Tensor:
         """Turn the product into logits in place."""
@@ -35,16 +31,10 @@ class LogitForm:
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """A model's head: logits [..., V] are ``form`` of ``hidden @ weight.T + bias``, hidden states are [..., E].
+    """A model's head: logits [..., V] are ``form`` of ``hidden @ weight.T + bias``, hidden states are [..., E]."""
 
-    Attributes:
-        weight: [V, E].
-        bias: [V]; None for no bias.
-        form: what turns the product into logits.
-    """
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None = None
+    weight: torch.Tensor  # [V, E]
+    bias: torch.Tensor | None = None  # [V]; None for no bias
     form: LogitForm = LogitForm()
 
     @property
@@ -80,11 +70,7 @@ def product(a: torch.Tensor, b: torch.Tensor, compute: torch.dtype) -> torch.Ten
 
 
 def default_chunk(tokens: int, vocabulary: int, width: int) -> int:
-    """Return how many tokens' logits may exist at the same time.
-
-    Args:
-        tokens: the number of tokens.
-        vocabulary, width: the shape of the head's weight.
-    """
-    elements = max(CHUNK_ELEMENTS, tokens * width)
+    """Return how many tokens' logits may exist at the same time; the head's weight is [vocabulary, width]."""
+    # Logits and their gradients in fp32 then take as much memory as the hidden states in bf16.
+    elements = max(CHUNK_ELEMENTS, tokens * width // 4)
     return max(1, min(elements // max(vocabulary, 1), math.ceil(tokens / 4)))

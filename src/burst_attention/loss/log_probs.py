@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..attention.derivatives import check_transforms
 from ..attention.plan import Plan
-from .checks import check_arguments, check_logits, check_outputs, check_plan, check_temperature
+from .checks import check_arguments, check_outputs, check_plan, check_temperature
 from .head import Head, LogitForm
 from .tokens import MEASURES, Measurement, measure
 
@@ -85,13 +85,12 @@ def token_log_probs(
     """
     check_plan(plan)
     with plan.agreement.entering("token_log_probs"):
-        check_arguments(hidden, lm_head_weight, labels, plan, ignore_index, chunk_tokens)
-        check_logits(hidden, lm_head_weight, bias, factor, softcap)
+        head = Head(lm_head_weight, bias, LogitForm(factor, softcap))
+        check_arguments(hidden, head, labels, plan, ignore_index, chunk_tokens)
         check_temperature(temperature)
         measures = check_outputs(outputs, MEASURES)
         _check_last(labels, plan, ignore_index)
         check_transforms("token_log_probs", hidden=hidden, lm_head_weight=lm_head_weight, bias=bias)
-        head = Head(lm_head_weight, bias, LogitForm(factor, softcap))
     plan.agreement.agree("token_log_probs", _shared_fields(head, temperature, measures))
     with plan.agreement.entering("token_log_probs"):
         measurement = Measurement("token_log_probs", head.form, temperature, measures, chunk_tokens)
@@ -125,9 +124,8 @@ def _own_table(
 def _of_table(whole: torch.Tensor, measures: tuple[str, ...]) -> TokenLogProbs:
     """Return the fields of a table [measures, B, S - 1]."""
     given = dict(zip(measures, whole.unbind(0), strict=True))
-    for field in fields(TokenLogProbs):
-        if field.name in given and field.name not in ("log_probs", "entropy"):
-            given[field.name] = given[field.name].detach()
+    for name in {*given} - {"log_probs", "entropy"}:
+        given[name] = given[name].detach()
     if "is_top1" in given:
         given["is_top1"] = given["is_top1"].bool()
     return TokenLogProbs(**given)

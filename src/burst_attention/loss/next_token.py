@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ..attention.derivatives import check_batches, check_transforms, differentiable_once
 from ..attention.plan import Plan
-from .checks import check_arguments, check_logits, check_plan, divisor_of
+from .checks import check_arguments, check_plan, divisor_of
 from .head import Head, LogitForm
 from .tokens import Measurement, measure
-
-
-@dataclass(frozen=True)
-class _Settings:
-    plan: Plan
-    form: LogitForm
-    bias_length: int | None
-    num_valid: float | None
 
 
 def next_token_loss(
@@ -71,15 +63,14 @@ def next_token_loss(
     """
     check_plan(plan)
     with plan.agreement.entering("next_token_loss"):
-        divisor = divisor_of(num_valid)
-        check_arguments(hidden, lm_head_weight, labels, plan, ignore_index, chunk_tokens)
-        check_logits(hidden, lm_head_weight, bias, factor, softcap)
+        divisor, head = divisor_of(num_valid), Head(lm_head_weight, bias, LogitForm(factor, softcap))
+        check_arguments(hidden, head, labels, plan, ignore_index, chunk_tokens)
         check_transforms("next_token_loss", hidden=hidden, lm_head_weight=lm_head_weight, bias=bias)
-        head = Head(lm_head_weight, bias, LogitForm(factor, softcap))
         measurement = Measurement("next_token_loss", head.form, chunk_tokens=chunk_tokens)
         _, log_probs = measure(hidden, head, labels, ignore_index, measurement)
     bias_length = None if bias is None else len(bias)
-    return _Mean.apply(log_probs, _Settings(plan, head.form, bias_length, divisor))
+    same = {"num_valid": divisor, "factor": factor, "softcap": softcap, "the length of bias": bias_length}
+    return _Mean.apply(log_probs, plan, same)
 
 
 @torch.no_grad()
@@ -112,10 +103,9 @@ def next_token_nll(
     """
     check_plan(plan)
     with plan.agreement.entering("next_token_nll"):
-        check_arguments(hidden, lm_head_weight, labels, plan, ignore_index, chunk_tokens)
-        check_logits(hidden, lm_head_weight, bias, factor, softcap)
-        check_transforms("next_token_nll", hidden=hidden, lm_head_weight=lm_head_weight, bias=bias)
         head = Head(lm_head_weight, bias, LogitForm(factor, softcap))
+        check_arguments(hidden, head, labels, plan, ignore_index, chunk_tokens)
+        check_transforms("next_token_nll", hidden=hidden, lm_head_weight=lm_head_weight, bias=bias)
         measurement = Measurement("next_token_nll", head.form, chunk_tokens=chunk_tokens)
         rows, log_probs = measure(hidden, head, labels, ignore_index, measurement)
         nll = torch.zeros(labels.numel(), dtype=log_probs.dtype, device=log_probs.device)
@@ -132,40 +122,34 @@ class _Mean(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, log_probs: torch.Tensor, settings: _Settings) -> torch.Tensor:
-        """Sum over all ranks, divide and return the mean."""
-        with settings.plan.agreement.entering("next_token_loss"):
+    def forward(ctx: Any, log_probs: torch.Tensor, plan: Plan, same: Mapping[str, float | int | None]) -> torch.Tensor:
+        """Sum over all ranks, divide and return the mean. ``same``: what all ranks must pass equally."""
+        with plan.agreement.entering("next_token_loss"):
             local = -log_probs.sum(dtype=torch.float64).item()
-        value, ctx.divisor = _mean(settings, local, log_probs.numel())
+        value, ctx.divisor = _mean(plan, same, local, log_probs.numel())
         ctx.shape = log_probs.shape
         return torch.tensor(value, dtype=log_probs.dtype, device=log_probs.device)
 
     @staticmethod
     @differentiable_once("next_token_loss")
-    def backward(ctx: Any, saved: tuple[torch.Tensor, ...], grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, saved: tuple[torch.Tensor, ...], grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         """Return the gradient of this rank's log-probabilities."""
         check_transforms("the backward of next_token_loss", grad=grad)
         check_batches("the backward of next_token_loss", grad)
-        return -(grad / ctx.divisor).expand(ctx.shape), None
+        return -(grad / ctx.divisor).expand(ctx.shape), None, None
 
 
-def _mean(settings: _Settings, local_sum: float, local_count: int) -> tuple[float, float]:
+def _mean(plan: Plan, same: Mapping[str, float | None], local_sum: float, local_count: int) -> tuple[float, float]:
     """Return (value, divisor), the same floats on every rank. One exchange; sums are in rank order."""
-    same = {
-        "num_valid": settings.num_valid,
-        "factor": settings.form.factor,
-        "softcap": settings.form.softcap,
-        "the length of bias": settings.bias_length,
-    }
     given = [math.inf if value is None else value for value in same.values()]  # each is finite, or None
-    ranks = settings.plan.exchange_small([local_sum, float(local_count), *given])
+    ranks = plan.exchange_small([local_sum, float(local_count), *given])
     total, count = (sum(rank[i] for rank in ranks) for i in (0, 1))
     for i, name in enumerate(same, 2):
         if any(rank[i] != ranks[0][i] for rank in ranks):
             text = ", ".join(f"rank {r}: {'None' if rank[i] == math.inf else rank[i]}" for r, rank in enumerate(ranks))
             remedy = "pass the same number on all of them" + (", or None" if name != "factor" else "")
             raise ValueError(f"{name} differs over the ranks ({text}); {remedy}")
-    divisor = count if settings.num_valid is None else settings.num_valid
+    divisor = count if same["num_valid"] is None else same["num_valid"]
     if count and not divisor:
         raise ValueError(f"num_valid=0, but the group holds {count:.0f} valid tokens; pass their count, or None")
     return (total / divisor if count else 0.0), divisor

@@ -19,21 +19,13 @@ MEASURES = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs"
 
 @dataclass(frozen=True)
 class Measurement:
-    """The values to compute for each token.
+    """The values to compute for each token."""
 
-    Attributes:
-        call: the public function to name in errors.
-        form: how the head's product becomes logits.
-        temperature: the number that logits are divided by.
-        measures: names from ``MEASURES``, ``log_probs`` first. ``log_probs`` and ``entropy`` have gradients.
-        chunk_tokens: how many tokens' logits exist at the same time; None for the default.
-    """
-
-    call: str
+    call: str  # the public function to name in errors
     form: LogitForm
-    temperature: float = 1.0
-    measures: tuple[str, ...] = ("log_probs",)
-    chunk_tokens: int | None = None
+    temperature: float = 1.0  # logits are divided by it
+    measures: tuple[str, ...] = ("log_probs",)  # of MEASURES, this one first; it and the entropy have gradients
+    chunk_tokens: int | None = None  # how many tokens' logits exist at the same time; None for the default
 
 
 def measure(
@@ -43,10 +35,7 @@ def measure(
 
     Args:
         hidden: [B, S_local, E].
-        head: the head whose logits are measured.
-        labels: [B, S_local] in [0, V), or ``ignore_index``.
-        ignore_index: the label of a token without a target.
-        measurement: what to compute.
+        labels: [B, S_local] in [0, V), or ``ignore_index`` for a token without a target.
 
     Returns:
         (rows, table). ``rows`` is int64 [n]: the indices of the n labels in the flattened ``labels``. ``table`` is
@@ -170,23 +159,13 @@ def _backward(ctx: Any, saved: tuple[torch.Tensor, ...], grad: torch.Tensor) -> 
 
 @dataclass(frozen=True, eq=False)
 class _Shares:
-    """The gradient of a table, split into the factors of the ledger's backward. Tensors are [n].
+    """The gradient of a table, split into the factors of the ledger's backward. Tensors are [n]."""
 
-    Attributes:
-        row: r.
-        unit: u, the maximum of the magnitudes of r.
-        of_unit: r / u; None if it is 1 everywhere.
-        of_label: -dl / r; None without an entropy, because it is 1 then.
-        of_entropy: dH / r; None without an entropy.
-        entropy: H; None without an entropy.
-    """
-
-    row: torch.Tensor
-    unit: float
-    of_unit: torch.Tensor | None
-    of_label: torch.Tensor | None = None
-    of_entropy: torch.Tensor | None = None
-    entropy: torch.Tensor | None = None
+    row: torch.Tensor  # r
+    unit: float  # u, the maximum of the magnitudes of r
+    of_unit: torch.Tensor | None  # r / u; None if it is 1 everywhere
+    # -dl / r, dH / r and H; None without an entropy, because -dl / r is 1 then
+    entropic: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     @staticmethod
     def of(measures: tuple[str, ...], grad: torch.Tensor, entropy: torch.Tensor | None) -> _Shares:
@@ -200,13 +179,14 @@ class _Shares:
         divides = (row > 0) & row.isfinite()
         of_label = torch.where(divides, -dlog_probs / row, 1)
         of_entropy = torch.where(divides, dentropy / row, 0)
-        return _Shares(row, *_unit(row), of_label, of_entropy, entropy)
+        return _Shares(row, *_unit(row), (of_label, of_entropy, entropy))
 
     def part(self, part: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """Return the part's of_label, of_entropy and H as columns [rows, 1]; None without an entropy."""
-        if self.of_label is None or self.of_entropy is None or self.entropy is None:
+        """Return the part of ``entropic`` as columns [rows, 1]."""
+        if self.entropic is None:
             return None
-        return self.of_label[part, None], self.of_entropy[part, None], self.entropy[part, None]
+        of_label, of_entropy, entropy = self.entropic
+        return of_label[part, None], of_entropy[part, None], entropy[part, None]
 
 
 def _unit(row: torch.Tensor) -> tuple[float, torch.Tensor | None]:

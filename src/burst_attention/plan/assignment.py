@@ -83,8 +83,3 @@ if TYPE_CHECKING:
     CirculateOrAuto: TypeAlias = str
 else:  # what command lines take
     CirculateOrAuto = Literal["auto", *CIRCULATIONS]
-
-
-def table(ranks: np.ndarray) -> Assignment:
-    """Return the assignment in which ``ranks[i, j]`` computes (i, j)."""
-    return lambda i, j: ranks[i, j]

@@ -40,9 +40,7 @@ def most_tokens(seqlen: int, world: int) -> int:
 def place(mask: Mask, seqlen: int, world: int, *, fold: Cut, plain: Cut) -> list[Segments]:
     """Return the positions of each rank, ascending.
 
-    Args:
-        fold, plain: cut a document into parts of equal length. ``fold``: a front piece and the mirrored end piece.
-            ``plain``: one piece.
+    ``fold`` and ``plain`` cut a document into parts of equal length: a front piece and the mirrored end piece; or one.
     """
     documents = _Documents(mask, seqlen, world, fold, plain)
     if not seqlen:
@@ -111,8 +109,7 @@ class _Documents:
     def placed(self, fineness: int) -> _Placed:
         """Spread the longest documents over all ranks, and cut the others into smaller parts.
 
-        Args:
-            fineness: a part has at most a rank's share / 2 ** ``fineness``. 0: documents that fit stay whole.
+        A part has at most a rank's share / 2 ** ``fineness``. 0: documents that fit stay whole.
         """
         counts = self._counts(fineness)
         result = _Placed([[] for _ in range(self.world)], [0] * self.world, [0] * self.world, False, self.seqlen)

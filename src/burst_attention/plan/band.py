@@ -9,10 +9,7 @@ def tighten(rows, columns, lo, hi):  # type: ignore[no-untyped-def]  # ints or i
     """Shrink a rows x columns rectangle to the part that a band uses.
 
     Row i sees something iff lo <= i <= columns - 1 + hi, and columns likewise. Nothing is seen if the part is empty or
-    hi < lo.
-
-    Returns:
-        (top, bottom, left, right, lo, hi): the borders of the part, and the band counted from its corner.
+    hi < lo. Return (top, bottom, left, right, lo, hi): the part's borders, and the band counted from its corner.
     """
     top, bottom = np.maximum(0, lo), np.minimum(rows, columns + hi)
     left, right = np.maximum(0, -hi), np.minimum(columns, rows - lo)

@@ -40,7 +40,10 @@ class Builder:
             for side in (Side if self.groups.keep else ())
         }
         self._placed: dict[Edge, Rows] = {}
-        self.held, self.sums = self._held(), self._sums()
+        arriving = [edge for edge in self.edges if edge.target == rank and not edge.partial]
+        leaving = [edge for edge in self.edges if edge.source == rank and edge.partial]
+        kept = {place: Rows.all(self._slice(place).length) for place in self.kept.values()}
+        self.held, self.sums = self._buffers(Side, arriving) | kept, self._buffers(work.direction.returns, leaving)
 
     def program(self) -> Program:
         """Order the rank's operations and return its program."""
@@ -83,33 +86,17 @@ class Builder:
         side, which, part = place
         return self.slices[side, which - self.world if which >= self.world else self.groups.context(which), part]
 
-    def _held(self) -> dict[Place, Rows]:
-        """Return the rows of each buffer of shards."""
+    def _buffers(self, sides: Iterable[Side], edges: list[Edge]) -> dict[Place, Rows]:
+        """Return the rows of each buffer: this rank's own on these sides, and those that these edges carry."""
         own = Rows.all(self.work.layout.lengths[self.rank])
-        held = {(side, self.rank, part): own for side in Side for part in range(self.groups.count(side))}
-        coming: dict[Place, list[Rows]] = defaultdict(list)
-        for edge in self.edges:
-            if edge.target == self.rank and not edge.partial:
-                coming[self._place(edge.key)].append(self._rows(edge))
-        for place, many in coming.items():
-            if place not in held:
-                held[place] = many[0] if len(many) == 1 else Rows.union(many)
-        for place in self.kept.values():
-            held[place] = Rows.all(self._slice(place).length)
-        return held
-
-    def _sums(self) -> dict[Place, Rows]:
-        """Return the rows of each buffer of results."""
-        own, returns = Rows.all(self.work.layout.lengths[self.rank]), self.work.direction.returns
-        sums = {(side, self.rank, part): own for side in returns for part in range(self.groups.count(side))}
-        going: dict[Place, list[Rows]] = defaultdict(list)
-        for edge in self.edges:
-            if edge.source == self.rank and edge.partial:
-                going[self._place(edge.key)].append(self._rows(edge))
-        for place, many in going.items():
-            if place not in sums:
-                sums[place] = many[0] if len(many) == 1 else Rows.union(many)
-        return sums
+        buffers = {(side, self.rank, part): own for side in sides for part in range(self.groups.count(side))}
+        carried: dict[Place, list[Rows]] = defaultdict(list)
+        for edge in edges:
+            carried[self._place(edge.key)].append(self._rows(edge))
+        for place, many in carried.items():
+            if place not in buffers:
+                buffers[place] = many[0] if len(many) == 1 else Rows.union(many)
+        return buffers
 
     def _message(self, edge: Edge, *, sent: bool) -> Message:
         """Return an edge as this rank sees it."""
@@ -182,10 +169,7 @@ class Builder:
         return _positions((r.step, *r.places.values()) for r in rectangles).values()
 
     def _rectangles(self) -> list[Rectangle]:
-        """Return the cells that each step completes, as few rectangles of shards as possible.
-
-        New queries meet all keys; old queries meet only new keys.
-        """
+        """Return the rectangles of cells that each step completes: new queries meet all keys, others new keys."""
         keys_of: dict[tuple[Any, ...], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         contexts = self.groups.context(self.work.owner(self.cells[:, 1:3])).tolist()
         for (step, i, j, group, new), between in zip(self.cells.tolist(), contexts, strict=True):

@@ -74,10 +74,7 @@ class Chunks:
 
 
 def turn_of(chunk: Ranks, chunks: int, direction: Direction) -> Ranks:
-    """Return a chunk's place in the exchange of ``chunks`` per shard.
-
-    A forward starts with the first rows, a backward with the last.
-    """
+    """Return a chunk's place in the exchange: a forward starts with a shard's first rows, a backward with the last."""
     place = chunk % chunks
     return place if direction is Direction.FORWARD else chunks - 1 - place
 

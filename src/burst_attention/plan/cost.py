@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from .groups import Groups
 from .route import Edge
@@ -65,6 +65,10 @@ class Traffic:
     def received(self) -> int:
         """Bytes received in forward and backward."""
         return self.forward_received + self.backward_received
+
+    def __mul__(self, calls: int) -> Traffic:
+        """Return the bytes of several such calls."""
+        return Traffic(*(calls * count for count in astuple(self)))
 
 
 def sent_and_received(

@@ -62,9 +62,8 @@ class PassSpec:
     def cells(self, rank: int | None = None) -> Cells:
         """Return all cells that see anything, one for each tile.
 
-        Args:
-            rank: return only the cells that this rank must know: those that it owns, computes or caches, and those that
-                it may forward. It forwards within its node; along a path it may forward all. None: all cells.
+        ``rank``: return only the cells that this rank must know: those that it owns, computes or caches, and those that
+        it may forward. It forwards within its node; along a path it may forward all.
         """
         world, groups = self.layout.world, self.groups
         known_by = None if self.route.ring else rank
@@ -124,13 +123,9 @@ class PassSpec:
         return known
 
     def edges(self, cells: Cells, rank: int | None = None) -> list[Edge]:
-        """Return every edge that these cells need.
+        """Return every edge that these cells need, or only those of ``rank``. All cells give every edge of the pass.
 
         With split heads, an edge from a rank to itself is a local copy.
-
-        Args:
-            cells: from :meth:`cells`. All cells give every edge of the pass.
-            rank: return only this rank's edges. None: all edges.
         """
         world, groups, edges = self.layout.world, self.groups, list[Edge]()
         uses = self._uses(cells, rank if self.route.direct else None)
@@ -181,10 +176,7 @@ class PassSpec:
         return wider
 
     def _from_cache_owners(self, uses: Uses) -> Iterator[tuple[Key, dict[int, Use]]]:
-        """Yield the cached tensors, with the ranks of the same head group that need them.
-
-        Rows count in the buffer of the whole sequence group.
-        """
+        """Yield the cached tensors and the ranks of the same head group that need them; rows count in the slice."""
         groups = self.groups
         rows: dict[Key, dict[int, list[Rows]]] = defaultdict(lambda: defaultdict(list))
         slices: dict[int, Slice] = {}
@@ -251,23 +243,15 @@ Uses = dict[tuple[Side, int, int], dict[int, Use]]  # (side, chunk, part of the 
 
 @dataclass(frozen=True, eq=False)
 class Cells:
-    """Cells as arrays: one entry for each tile.
+    """Cells as int64 arrays [N]: one entry for each tile."""
 
-    Attributes:
-        i, j: int64 [N], the query's chunk and the key's.
-        group: int64 [N], the head group.
-        rank: int64 [N], the rank that computes the cell.
-        query, key: int64 [N], the steps at which the two chunks arrive there.
-        tiles: int64 [N, 6], in the order of :class:`~burst_attention.plan.tile.Tile`.
-    """
-
-    i: np.ndarray
-    j: np.ndarray
-    group: np.ndarray
-    rank: np.ndarray
-    query: np.ndarray
-    key: np.ndarray
-    tiles: np.ndarray
+    i: np.ndarray  # the query's chunk
+    j: np.ndarray  # the key's chunk
+    group: np.ndarray  # the head group
+    rank: np.ndarray  # that computes the cell
+    query: np.ndarray  # the step at which the query's chunk arrives there
+    key: np.ndarray  # the step at which the key's chunk arrives there
+    tiles: np.ndarray  # [N, 6], in the order of :class:`~burst_attention.plan.tile.Tile`
 
     @cached_property
     def step(self) -> np.ndarray:
@@ -279,10 +263,9 @@ class Cells:
         return self.i if side is Side.QUERY else self.j
 
     def at(self, rank: int) -> np.ndarray:
-        """Return the distinct cells that ``rank`` computes, sorted.
+        """Return the distinct cells that ``rank`` computes, sorted, int64 [M, 5].
 
-        Returns:
-            int64 [M, 5]: step, query chunk, key chunk, head group, and whether the query chunk arrives at this step.
+        Columns: step, query chunk, key chunk, head group, and whether the query chunk arrives at this step.
         """
         mine = self.first[self.rank[self.first] == rank]
         new = self.query[mine] == self.step[mine]

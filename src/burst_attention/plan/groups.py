@@ -19,28 +19,16 @@ Ranks = TypeVar("Ranks", int, np.ndarray)
 
 @dataclass(frozen=True)
 class Groups:
-    """How a call splits its heads: ``query`` groups of contiguous query heads, with the key-value heads they need.
+    """How a call splits its heads: ``query`` groups of contiguous query heads, with the key-value heads they need."""
 
-    Args:
-        query: U, the Ulysses degree.
-        key: the number of parts of keys and values: ``query``, or the number of key-value heads if smaller.
-        keep: whether the forward caches the q, k and v of its sequence group for the backward, instead of the rank's
-            own.
-        chunks: the number of chunks, by position, in which a sequence group's shards arrive. 0: one owner at a time.
-    """
-
-    query: int = 1
-    key: int = 1
-    keep: bool = False
-    chunks: int = 0
+    query: int = 1  # U, the Ulysses degree
+    key: int = 1  # parts of keys and values: ``query``, or the number of key-value heads if smaller
+    keep: bool = False  # the forward caches q, k and v of its sequence group for the backward, not the rank's own
+    chunks: int = 0  # by position, in which a sequence group's shards arrive; 0: one owner at a time
 
     @classmethod
     def of(cls, count: int, *, q_heads: int, kv_heads: int, keep: bool = False, chunks: int = 0) -> Groups:
-        """Split heads into ``count`` groups.
-
-        Raises:
-            ValueError: these heads can't be split into ``count`` groups.
-        """
+        """Split heads into ``count`` groups. Raise ValueError if that can't be done."""
         if not cls.divide(count, q_heads=q_heads, kv_heads=kv_heads):
             raise ValueError(
                 f"ulysses_degree={count} can't split {q_heads} query heads and {kv_heads} key-value heads; it must "
@@ -84,10 +72,9 @@ class Groups:
 
         The own sequence group comes first. Each step is a permutation of the ranks, or a chunk of a sequence group.
 
-        Args:
-            contexts: how many neighbouring sequence groups share a node. The own node comes first; each other node is
-                entered at the rank of the same place. Unused with chunks.
-            turn: the chunk, from 0. Local data has one too, because a chunk is computed together.
+        ``contexts`` neighbouring sequence groups share a node; unused with chunks. The own node comes first; each other
+        node is entered at the rank of the same place. ``turn``: the chunk, from 0. Local data has one too, because a
+        chunk is computed together.
         """
         here, there = self.context(source), self.context(rank)
         if self.chunks:

@@ -71,8 +71,7 @@ def _joinable(table: np.ndarray, begins: np.ndarray, count: int) -> np.ndarray:
 def _join(tiles: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
     """Join pairs of tiles in each group [G, n, 6] until no two can be joined.
 
-    Returns:
-        Pairs of tiles [N, 6] and the groups to which they belong.
+    Return pairs of tiles [N, 6] and the groups to which they belong.
     """
     done: list[tuple[np.ndarray, np.ndarray]] = []
     group, count = np.arange(len(tiles)), tiles.shape[1]
@@ -103,10 +102,7 @@ def _touching(tiles: np.ndarray) -> np.ndarray:
 
 
 def _around(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the smallest tiles around a and b, and which of them cover no other pair.
-
-    The tiles a and b are disjoint, so it suffices to compare areas.
-    """
+    """Return the smallest tiles around a and b (disjoint), and which cover no other pair: areas suffice to tell."""
     a, b = a.T, b.T
     q0, q1, k0, k1 = (f(a[n], b[n]) for n, f in enumerate((np.minimum, np.maximum, np.minimum, np.maximum)))
     shifts = [t[0] - q0 - (t[2] - k0) for t in (a, b)]

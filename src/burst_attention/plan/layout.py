@@ -125,11 +125,7 @@ class Layout:
         )
 
     def table(self, ranks: Sequence[int]) -> np.ndarray:
-        """Return the segments of these ranks.
-
-        Returns:
-            int64 [N, 5]: owner, local offset, first position, length, stride.
-        """
+        """Return the segments of these ranks, int64 [N, 5]: owner, local offset, first position, length, stride."""
         if self.name != BALANCED and self.world * len(self._parts) > MOST_SEGMENTS:
             return self._segments_of(ranks)
         table, begins = self._of_all
@@ -166,7 +162,8 @@ class Layout:
     def cut_for(self, mask: Mask, seqlen: int) -> Layout:
         """Return the layout of this name for ``seqlen`` tokens under ``mask``."""
         documents = tuple(mask.cu_seqlens) if self.per_document and mask.cu_seqlens is not None else None
-        return replace(self, seqlen=seqlen, documents=documents, mask=mask if self.name == BALANCED else None)
+        by = replace(mask, blocks=None, block=None) if self.name == BALANCED else None
+        return replace(self, seqlen=seqlen, documents=documents, mask=by)
 
     @property
     def by_mask(self) -> bool:

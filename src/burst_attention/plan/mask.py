@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +23,63 @@ def _integer(name: str, value: Any) -> int:
 
 
 @dataclass(frozen=True)
+class BlockPattern:
+    """A square bool array in few bytes: row i says which columns of blocks the queries of block i see."""
+
+    count: int
+    bits: bytes
+
+    @classmethod
+    def of(cls, given: Any) -> BlockPattern:
+        """Pack an array or tensor of booleans.
+
+        Raises:
+            TypeError, ValueError: it is not a square of booleans.
+        """
+        if isinstance(given, BlockPattern):
+            return given
+        array = np.asarray(given.cpu() if hasattr(given, "cpu") else given)
+        if array.dtype != bool:
+            raise TypeError(f"blocks has dtype {array.dtype}; pass booleans, True where queries see keys")
+        if array.ndim != 2 or array.shape[0] != array.shape[1]:
+            raise ValueError(f"blocks has shape {list(array.shape)}; it must be square: [S / block, S / block]")
+        return cls(len(array), np.packbits(array).tobytes())
+
+    def array(self) -> np.ndarray:
+        """Return the blocks as bool [count, count]."""
+        packed = np.frombuffer(self.bits, np.uint8)
+        return np.unpackbits(packed, count=self.count**2).astype(bool).reshape(self.count, self.count)
+
+    def resized(self, count: int) -> BlockPattern:
+        """Return a similar pattern of ``count`` blocks a side."""
+        at = np.arange(count) * self.count // max(1, count)
+        return BlockPattern.of(self.array()[np.ix_(at, at)])
+
+    def rectangles(self, causal: bool) -> np.ndarray:
+        """Return disjoint rectangles of the seen blocks, int64 [N, 4]: rows and columns, each start and stop.
+
+        Equal runs of neighbouring rows form one rectangle. With ``causal``, blocks above the diagonal are those of the
+        diagonal: the band hides them, and long runs need fewer rectangles.
+        """
+        seen = self.array()
+        if causal:
+            seen = np.where(np.triu(np.ones_like(seen), 1), seen.diagonal()[:, None], seen)
+        edges = np.diff(np.pad(seen, ((0, 0), (1, 1))).astype(np.int8), axis=1)
+        (row, start), (_, stop) = np.nonzero(edges == 1), np.nonzero(edges == -1)
+        order = np.lexsort([row, stop, start])
+        row, start, stop = row[order], start[order], stop[order]
+        follows = (row[1:] == row[:-1] + 1) & (start[1:] == start[:-1]) & (stop[1:] == stop[:-1])
+        first = np.flatnonzero(np.r_[True, ~follows][: len(row)])
+        last = np.r_[first[1:], len(row)][: len(first)] - 1
+        found = np.stack([row[first], row[last] + 1, start[first], stop[first]], axis=1)
+        return found[np.lexsort([found[:, 2], found[:, 0]])]
+
+    def __repr__(self) -> str:
+        seen, number = self.array().sum(), hashlib.blake2b(self.bits, digest_size=8).hexdigest()
+        return f"<{seen} of {self.count} x {self.count}, digest {number}>"
+
+
+@dataclass(frozen=True)
 class Mask:
     """Which keys each query sees. All rows of a batch share one mask.
 
@@ -30,12 +89,18 @@ class Mask:
         cu_seqlens: global document borders ``[0, ..., S]``. A query sees only keys of its document. Pass any sequence
             of integers or a 1-D tensor. Repeated borders are empty documents.
         prefix: every query sees positions < ``prefix``. It can't be combined with ``cu_seqlens`` or ``window``.
+        blocks: bool [N, N], N = S / ``block`` rounded up. Of what the other fields let them see, queries of block i see
+            only keys of those blocks j for which ``blocks[i, j]`` is True. Other blocks cost neither time nor bytes.
+            Pass an array or a tensor. A query may see nothing: its output is 0 and its lse -inf.
+        block: the number of tokens in a block; the last one may be shorter.
     """
 
     causal: bool = True
     window: int | None = None
     cu_seqlens: Sequence[int] | None = None
     prefix: int | None = None
+    blocks: Any = None
+    block: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.causal, bool):
@@ -55,6 +120,14 @@ class Mask:
                 raise ValueError(f"prefix={self.prefix} can't be combined with {other}; leave one of them out")
         if self.cu_seqlens is not None:
             object.__setattr__(self, "cu_seqlens", self._borders(self.cu_seqlens))
+        if (self.blocks is None) != (self.block is None):
+            given, other = ("block", "blocks") if self.blocks is None else ("blocks", "block")
+            raise ValueError(f"{given} needs {other}; pass Mask(blocks=..., block=128), or neither")
+        if self.block is not None:
+            object.__setattr__(self, "block", _integer("block", self.block))
+            if self.block < 1:
+                raise ValueError(f"block={self.block} must be at least 1 token")
+            object.__setattr__(self, "blocks", BlockPattern.of(self.blocks))
 
     @staticmethod
     def _borders(given: Any) -> tuple[int, ...]:
@@ -80,13 +153,38 @@ class Mask:
         if self.prefix is not None and self.prefix > seqlen:
             raise ValueError(f"prefix={self.prefix} is longer than the sequence; it must be at most seqlen={seqlen}")
 
-    def regions(self, seqlen: int) -> np.ndarray:
-        """Return the seen pairs as disjoint bands.
+        if self.block is not None and self.blocks.count != -(-seqlen // self.block):
+            raise ValueError(
+                f"blocks has {self.blocks.count} rows of block={self.block} tokens, but seqlen={seqlen} needs "
+                f"{-(-seqlen // self.block)}; pass one row and one column for each block"
+            )
 
-        Returns:
-            int64 [R, 6]: rows (q_start, q_stop, k_start, k_stop, lo, hi). A pair is seen where lo <= q - k <= hi.
+    @cached_property
+    def parts(self) -> int:
+        """Number of documents, or of rectangles of blocks if there are more."""
+        rectangles = 0 if self.block is None else len(self.blocks.rectangles(self.causal))
+        return max(1, len(self.cu_seqlens or ()) - 1, rectangles)
+
+    def resized(self, seqlen: int) -> Mask:
+        """Return this mask with a similar pattern of blocks for ``seqlen`` positions. For predictions only."""
+        if self.block is None:
+            return self
+        return replace(self, blocks=self.blocks.resized(-(-seqlen // self.block)))
+
+    def regions(self, seqlen: int) -> np.ndarray:
+        """Return the seen pairs as disjoint bands, int64 [R, 6]: q_start, q_stop, k_start, k_stop, lo, hi.
+
+        A pair is seen where lo <= q - k <= hi.
         """
         self.check(seqlen)
+        regions = self._bands(seqlen)
+        if self.block is None:
+            return regions
+        rectangles = np.minimum(self.block * self.blocks.rectangles(self.causal and not self.prefix), seqlen)
+        return _intersection(regions, rectangles)
+
+    def _bands(self, seqlen: int) -> np.ndarray:
+        """Return the regions without blocks."""
         far = max(seqlen - 1, 0)
         lo = 0 if self.causal else -far
         hi = far if self.window is None else min(far, self.window - 1)
@@ -101,10 +199,7 @@ class Mask:
         return np.stack([start, stop, start, stop, *band], axis=1)
 
     def dense(self, seqlen: int) -> np.ndarray:
-        """Return the mask as bool [S, S], True where seen.
-
-        Reference code uses it. It follows the definition and does not call :meth:`regions`.
-        """
+        """Return the mask as bool [S, S], True where seen: the reference, which does not use :meth:`regions`."""
         self.check(seqlen)
         q, k = np.arange(seqlen)[:, None], np.arange(seqlen)[None, :]
         seen = (k <= q) if self.causal else np.ones((seqlen, seqlen), bool)
@@ -115,6 +210,8 @@ class Mask:
         if self.cu_seqlens is not None:
             document = np.searchsorted(np.asarray(self.cu_seqlens[1:]), np.arange(seqlen), side="right")
             seen = seen & (document[:, None] == document[None, :])
+        if self.block is not None:
+            seen = seen & self.blocks.array()[np.ix_(q[:, 0] // self.block, k[0] // self.block)]
         return seen
 
     def document_positions(self, positions: np.ndarray) -> np.ndarray:
@@ -130,6 +227,21 @@ class Mask:
         if self.cu_seqlens is not None:
             said["cu_seqlens"] = _short(tuple(self.cu_seqlens))
         return f"Mask({', '.join(f'{name}={value}' for name, value in said.items() if value is not None)})"
+
+
+def _intersection(regions: np.ndarray, rectangles: np.ndarray) -> np.ndarray:
+    """Return what regions [R, 6] share with rectangles [N, 4], both disjoint, as regions."""
+    found, furthest = [np.empty((0, 6), np.int64)], np.maximum.accumulate(rectangles[:, 1])
+    for q_start, q_stop, k_start, k_stop, lo, hi in regions.tolist():
+        near = slice(np.searchsorted(furthest, q_start, "right"), np.searchsorted(rectangles[:, 0], q_stop))
+        starts = np.maximum(rectangles[near, ::2], (q_start, k_start))
+        stops = np.minimum(rectangles[near, 1::2], (q_stop, k_stop))
+        band = np.broadcast_to((lo, hi), starts.shape)
+        some = np.stack([starts[:, 0], stops[:, 0], starts[:, 1], stops[:, 1], *band.T], axis=1)
+        shared = (starts < stops).all(1)
+        shared &= (some[:, 1] - 1 - some[:, 2] >= lo) & (some[:, 0] - some[:, 3] + 1 <= hi)  # the band meets it
+        found.append(some[shared])
+    return np.concatenate(found)
 
 
 def _short(borders: tuple[int, ...]) -> str:

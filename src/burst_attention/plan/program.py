@@ -20,18 +20,14 @@ Place = tuple[Side, int, int]
 
 @dataclass(frozen=True, eq=False)
 class Visit:
-    """Compute the cells of one head group, between two buffers, that a step completes.
-
-    A visit computes all tiles of each of its pairs. ``held`` gives the rows' places in the held buffers, ``into`` the
-    places of the results.
-    """
+    """Compute the cells of one head group, between two buffers, that a step completes: all tiles of their pairs."""
 
     step: int
     places: Mapping[Side, Place]
     chunks: Mapping[Side, tuple[int, ...]]
     tiles: Tiles  # indices count only the rows that these cells touch
-    held: Mapping[Side, Where]
-    into: Mapping[Side, Where]
+    held: Mapping[Side, Where]  # the rows' places in the held buffers
+    into: Mapping[Side, Where]  # the results' places
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,13 +65,10 @@ class Move:
 
 @dataclass(frozen=True, eq=False)
 class Drop:
-    """Free a buffer that no later operation needs.
-
-    It holds a foreign shard or a sequence group's shards or, with ``partial``, results that were sent.
-    """
+    """Free a buffer that no later operation needs: a foreign shard, or a sequence group's shards."""
 
     place: Place
-    partial: bool = False
+    partial: bool = False  # the buffer holds results that were sent
 
 
 Op = Visit | Post | Wait | Move | Drop
@@ -83,20 +76,14 @@ Op = Visit | Post | Wait | Move | Drop
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """One rank's operations for one pass.
-
-    Attributes:
-        held_rows: the rows of each buffer that several messages fill.
-        sum_rows: the accumulated rows, per buffer; :meth:`home` names the buffers of this rank's results.
-        kept: the buffers of this rank's sequence group that the forward caches for the backward.
-    """
+    """One rank's operations for one pass."""
 
     rank: int
     groups: Groups
     ops: tuple[Op, ...]
-    held_rows: Mapping[Place, Rows]
-    sum_rows: Mapping[Place, Rows]
-    kept: Mapping[Side, Place]
+    held_rows: Mapping[Place, Rows]  # of each buffer that several messages fill
+    sum_rows: Mapping[Place, Rows]  # accumulated rows; :meth:`home` names the buffers of this rank's results
+    kept: Mapping[Side, Place]  # buffers of this rank's sequence group that the forward caches for the backward
 
     @property
     def edges(self) -> list[Edge]:

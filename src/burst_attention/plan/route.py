@@ -22,8 +22,7 @@ from .rows import Payload, Rows, Side
 class Key(NamedTuple):
     """A message's content: one side's tensors of an owner's shard (or one chunk of it), for one part of the heads.
 
-    For cached tensors (:attr:`Payload.INPUTS`) ``owner`` is the rank that caches them, and the shard its sequence
-    group.
+    For cached tensors (:attr:`Payload.INPUTS`) ``owner`` is the rank that caches them, for its sequence group.
     """
 
     side: Side
@@ -35,11 +34,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Edge:
-    """One message: ``rows`` of ``key``'s shard (or partial results for them) from ``source`` to ``target``.
-
-    ``exact`` partials are sent in the accumulation dtype. Others are rounded once: to the wire's dtype, or to the
-    inputs' dtype if ``finished``, because nothing will be added to them.
-    """
+    """One message: ``rows`` of ``key``'s shard from ``source`` to ``target``, or partial results for them."""
 
     step: int
     source: int
@@ -47,8 +42,8 @@ class Edge:
     key: Key
     rows: Rows
     partial: bool = False
-    exact: bool = False
-    finished: bool = False
+    exact: bool = False  # partials in the accumulation dtype; others are rounded once, to the wire's dtype
+    finished: bool = False  # nothing will be added to them: they are rounded to the inputs' dtype
 
     @property
     def side(self) -> Side:
@@ -77,16 +72,13 @@ class Route:
     RingAttention is (path, path, exact). The paper's BurstAttention sends dQ around the ring; here dQ goes directly
     home, so that each partial is rounded once for any world size. A path needs whole heads: it would run through ranks
     that compute other heads.
-
-    Args:
-        nodes: each rank's node; empty: each rank is a separate node.
     """
 
     name: str
     out: str
     home: str
     exact: bool = False
-    nodes: tuple[int, ...] = ()
+    nodes: tuple[int, ...] = ()  # each rank's node; empty: each rank is a separate node
 
     @property
     def direct(self) -> bool:
@@ -101,11 +93,7 @@ class Route:
     def outward(
         self, key: Key, uses: Mapping[int, Use], groups: Groups, world: int, rank: int | None = None
     ) -> Iterator[Edge]:
-        """Yield the edges by which ``key``'s tensors reach their users.
-
-        Args:
-            rank: along a path, yield only this rank's edges. None: all edges.
-        """
+        """Yield the edges by which ``key``'s tensors reach their users; along a path, only those of ``rank``."""
         away = self._by_distance(key, uses, groups, world)
         if self.out != "path":
             for members in self._by_node(away, key.owner):
@@ -129,14 +117,11 @@ class Route:
         finished: bool,
         rank: int | None = None,
     ) -> Iterator[Edge]:
-        """Yield the edges by which partial results return to ``key``'s owner.
+        """Yield the edges by which partial results return to ``key``'s owner; along a path, only those of ``rank``.
 
         A partial computed at step v is sent in exchange v + 2, because exchange v + 1 is posted before it exists. A
         rank on a path first receives (step t), then adds its own partial, then sends (step t + 1 or later).
-
-        Args:
-            finished: a single rank computes the whole result.
-            rank: along a path, yield only this rank's edges. None: all edges.
+        ``finished``: a single rank computes the whole result.
         """
         away = self._by_distance(key, uses, groups, world)
         if self.home != "path":
@@ -214,9 +199,7 @@ class Route:
         """Yield the edges of :meth:`homeward` if heads are split.
 
         Partials first go to the rank with the same heads in the owner's sequence group. It adds them before it rounds.
-
-        Args:
-            finished: only one such rank has results for ``key``.
+        ``finished``: only one such rank has results for ``key``.
         """
         by_keeper: dict[int, dict[int, Use]] = {}
         for _, rank in sorted((use.last, rank) for rank, use in uses.items()):
@@ -249,8 +232,6 @@ ROUTES: dict[str, Route] = {
 }
 
 if TYPE_CHECKING:
-    RouteName: TypeAlias = str
     RouteOrAuto: TypeAlias = str
 else:  # command lines and configurations accept these names
-    RouteName = Literal[*ROUTES]
     RouteOrAuto = Literal["auto", *ROUTES]

@@ -153,10 +153,9 @@ def runs(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
 def painted(
     owner: np.ndarray, start: np.ndarray, stop: np.ndarray, color: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Paint intervals of owners' rows, and return the greatest color of each piece.
+    """Paint intervals of owners' rows.
 
-    Returns:
-        The owner, the number of rows and the greatest color of each painted piece.
+    Return the owner, the number of rows and the greatest color of each painted piece.
     """
     apart = int(stop.max(initial=0)) + 1
     start, stop = owner * apart + start, owner * apart + stop

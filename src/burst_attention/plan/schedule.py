@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from . import cost
-from .assignment import CIRCULATIONS, Assignment, Cube, heads
+from .assignment import CIRCULATIONS, heads
 from .build import Builder
 from .demand import PassSpec
 from .groups import WHOLE, Groups
@@ -20,17 +20,11 @@ from .program import Program
 from .route import Route
 from .rows import Direction
 from .strategy import Strategy
-from .tile import Tiles, pair_tiles
 
 
 @dataclass(frozen=True)
 class Schedule:
     """One sequence over ``layout.world`` ranks, as ``rank`` sees it. Integers only; it needs no process group.
-
-    Attributes:
-        strategy: how to compute calls. :class:`~burst_attention.planner.planner.Planner` chooses the fields that are
-            ``auto``, for each call shape.
-        builder: class that builds a rank's program.
 
     Raises:
         TypeError, ValueError: the strategy doesn't fit these ranks, or the mask this sequence.
@@ -40,8 +34,8 @@ class Schedule:
     mask: Mask
     route: Route
     rank: int
-    strategy: Strategy = field(default=Strategy(ulysses_degree=1))
-    builder: type[Builder] = field(default=Builder, compare=False, repr=False)
+    strategy: Strategy = field(default=Strategy(ulysses_degree=1))  # a planner chooses ``auto`` fields for each call
+    builder: type[Builder] = field(default=Builder, compare=False, repr=False)  # builds a rank's program
 
     def __post_init__(self) -> None:
         if not isinstance(self.mask, Mask):
@@ -74,7 +68,7 @@ class Schedule:
 
     @cached_property
     def memo(self) -> dict[Hashable, Any]:
-        """Values that other modules derive from this schedule and cache here. They don't affect equality."""
+        """Values that are derived from this schedule and cached here. They don't affect equality."""
         return {}
 
     @cached_property
@@ -97,44 +91,19 @@ class Schedule:
         """The rectangles and bands of the mask."""
         return self.mask.regions(self.layout.seqlen)
 
-    def pairs(self) -> dict[tuple[int, int], Tiles]:
-        """Return the tiles of all pairs of shards that have any."""
-        ranks = range(self.layout.world)
-        return pair_tiles(self.layout, self.layout, self.regions, ranks, ranks)
-
     def program(self, circulate: str, direction: Direction, groups: Groups = WHOLE) -> Program:
-        """Return this rank's program for one pass.
-
-        Args:
-            circulate: which tensors circulate, a name of :data:`~burst_attention.plan.assignment.CIRCULATIONS`.
-        """
+        """Return this rank's program for one pass; ``circulate`` is a name of ``CIRCULATIONS``."""
         key = circulate, direction, groups
-        if key not in self._programs:
-            self._programs[key] = self.builder(self.work(circulate, direction, groups), self.rank).program()
-        return self._programs[key]
+        if key not in self.memo:
+            self.memo[key] = self.builder(self.work(circulate, direction, groups), self.rank).program()
+        return self.memo[key]
 
     def work(self, circulate: str, direction: Direction, groups: Groups = WHOLE) -> PassSpec:
         """Return the specification of one pass, for all ranks."""
         contexts = self.layout.world // groups.query
         cube = heads(groups, CIRCULATIONS[circulate](contexts)[direction])
-        return PassSpec(self.layout, self.regions, cube, groups, self.route, direction, self._tables, by_slices=True)
-
-    def assigned(self, assign: Assignment, direction: Direction) -> Program:
-        """Return this rank's program for any assignment of pairs to ranks."""
-        return self.assigned_cube(heads(WHOLE, assign), direction, WHOLE)
-
-    def assigned_cube(self, cube: Cube, direction: Direction, groups: Groups) -> Program:
-        """Return this rank's program for any assignment of cells to ranks."""
-        work = PassSpec(self.layout, self.regions, cube, groups, self.route, direction, self._tables)
-        return self.builder(work, self.rank).program()
-
-    @cached_property
-    def _programs(self) -> dict[tuple[str, Direction, Groups], Program]:
-        return {}
-
-    @cached_property
-    def _tables(self) -> dict[bytes, np.ndarray]:
-        return {}
+        tables = self.memo.setdefault("tables", {})
+        return PassSpec(self.layout, self.regions, cube, groups, self.route, direction, tables, by_slices=True)
 
     def slice_length(self, groups: Groups) -> int:
         """Count the tokens of this rank's sequence group."""

@@ -8,14 +8,13 @@ import numpy as np
 
 from .chunks import in_chunks
 from .layout import Layout
-from .rows import Rows
+from .rows import Rows, runs
 
 
 class Slice:
     """The shards of ``owners`` in one buffer, lowest position first. One owner's shard keeps its order.
 
-    Args:
-        chunks: number of chunks per shard (:class:`~burst_attention.plan.chunks.Chunks`).
+    ``chunks``: per shard (:class:`~burst_attention.plan.chunks.Chunks`).
     """
 
     def __init__(self, layout: Layout, owners: Iterable[int], *, chunks: int = 1) -> None:
@@ -40,7 +39,7 @@ class Slice:
         begins, lengths, offsets = self._owned[owner]
         first = np.searchsorted(begins, rows.starts, side="right") - 1  # the segments that an interval touches
         count = np.searchsorted(begins, rows.stops) - first
-        at = np.repeat(first - np.cumsum(count) + count, count) + np.arange(count.sum())
+        at = runs(first, count)
         starts = np.maximum(np.repeat(rows.starts, count), begins[at])
         stops = np.minimum(np.repeat(rows.stops, count), begins[at] + lengths[at])
         shift = offsets[at] - begins[at]
@@ -49,9 +48,7 @@ class Slice:
     def segments(self, chunks: tuple[int, ...]) -> np.ndarray:
         """Return the segments of these chunks, with adjacent ones joined.
 
-        Returns:
-            int64 [N, 5] as in :meth:`~burst_attention.plan.layout.Layout.table`, but owner 0, and offsets in this
-            buffer.
+        int64 [N, 5] as in :meth:`Layout.table`, but owner 0, and offsets in this buffer.
         """
         if chunks not in self._segments:
             of_them = np.isin(self._table[:, 0], chunks)

@@ -97,13 +97,9 @@ USP = Strategy(layout="zigzag", route="direct", circulate="key-value", cache_qkv
 
 
 def strategy_of(given: Any) -> Strategy:
-    """Return the strategy that a user named or passed.
+    """Return the strategy that a user named or passed. Raise TypeError or ValueError for anything else.
 
-    Args:
-        given: None or ``auto``, a name of :data:`NAMED`, ``usp:U`` with a Ulysses degree U, or a :class:`Strategy`.
-
-    Raises:
-        TypeError, ValueError: ``given`` is something else.
+    ``given``: None, a name of :data:`NAMED`, ``usp:U`` with a Ulysses degree U, or a :class:`Strategy`.
     """
     if given is None or isinstance(given, Strategy):
         return Strategy() if given is None else given

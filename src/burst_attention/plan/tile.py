@@ -16,7 +16,7 @@ from .band import band_area, tighten
 from .chunks import Chunks
 from .join import joined
 from .layout import Layout
-from .rows import Rows
+from .rows import Rows, runs
 
 
 class Tile(NamedTuple):
@@ -59,8 +59,7 @@ class Tile(NamedTuple):
     def part(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tile | None:
         """Return the visible part inside these rows and columns, tightened; None if nothing is visible.
 
-        Args:
-            rows, columns: start and stop, counted from the tile's corner.
+        ``rows`` and ``columns``: start and stop, counted from the tile's corner.
         """
         (i, rows_stop), (j, columns_stop) = rows, columns
         lo, hi = self.lo - i + j, self.hi - i + j
@@ -109,11 +108,7 @@ def pair_tiles(
 ) -> dict[tuple[int, int], Tiles]:
     """Return the tiles of every pair (i, j) of ``q_owners`` x ``k_owners`` that has any.
 
-    Args:
-        regions: the mask's bands (:meth:`Mask.regions`).
-
-    Raises:
-        ValueError: the two layouts' segments have different strides.
+    ``regions``: from :meth:`Mask.regions`. Raise ValueError if the two layouts' segments have different strides.
     """
     return _by_pair(_all_tiles(queries, keys, regions, q_owners, k_owners))
 
@@ -152,11 +147,7 @@ def _chunks(owners: Sequence[int], count: int) -> Sequence[int]:
 
 
 def region_tiles(layout: Layout | Chunks, regions: np.ndarray) -> np.ndarray:
-    """Return the tiles of all pairs before joining.
-
-    Returns:
-        int64 [T, 9]: query owner, key owner, region of the mask, then a tile.
-    """
+    """Return the tiles of all pairs before joining, int64 [T, 9]: query owner, key owner, region, then a tile."""
     ranks = range(layout.world)
     return _all_tiles(layout, layout, regions, ranks, ranks)
 
@@ -207,15 +198,13 @@ def meeting(segments: np.ndarray, start: np.ndarray, stop: np.ndarray) -> tuple[
     order = np.argsort(first, kind="stable")
     low = np.searchsorted(np.maximum.accumulate(last[order]), start)
     count = np.maximum(0, np.searchsorted(first[order], stop) - low)
-    before = np.repeat(np.cumsum(count) - count - low, count)
-    return np.repeat(np.arange(len(start)), count), order[np.arange(count.sum()) - before]
+    return np.repeat(np.arange(len(start)), count), order[runs(low, count)]
 
 
 def _intersect(q_segments: np.ndarray, k_segments: np.ndarray, regions: np.ndarray, stride: int) -> np.ndarray:
-    """Return a tile for every non-empty intersection of two segments and a region.
+    """Return a tile for every non-empty intersection of two segments and a region, int64 [T, 9].
 
-    Returns:
-        int64 [T, 9]: query owner, key owner, region, then a tile.
+    Columns: query owner, key owner, region, then a tile.
     """
     region, q_at = meeting(q_segments, regions[:, 0], regions[:, 1])
     at, k_at = meeting(k_segments, regions[region, 2], regions[region, 3])

@@ -21,7 +21,7 @@ from .timing import PassSimulation, Timed, Wire, simulations
 from .traffic import TrafficModel
 
 WORTH = 1.02  # a simpler candidate may take up to this multiple of the fastest one's time
-GUESSED = (1, 1 / 8, 1 / 64)  # link speeds to consider if links were not measured, as shares of the preset's
+GUESSED = (1, 1 / 8, 1 / 64)  # of the preset's network: speeds to consider if it was not measured
 MOST_REMEMBERED = 64
 FEW = 32  # up to this many ranks, every candidate that may win is simulated
 MOST_RUN = 6  # for more ranks, simulate at most this many candidates
@@ -47,16 +47,13 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class Prediction:
-    """A candidate's predicted passes; None if the lower bound ``at_least`` already rules it out.
-
-    ``forwards``: how often the forward runs in a step.
-    """
+    """A candidate's predicted passes; None if the lower bound ``at_least`` already rules it out."""
 
     candidate: Candidate
-    at_least: float
+    at_least: float  # seconds
     forward: Timed | None = None
     backward: Timed | None = None
-    forwards: int = 1
+    forwards: int = 1  # how often the forward runs in a step
 
     @property
     def launches(self) -> float:
@@ -84,12 +81,9 @@ def remembered(kept: OrderedDict[Hashable, T], key: Hashable, make: Callable[[],
 def least_regret(found: Sequence[Sequence[Prediction]]) -> int:
     """Return the index of the candidate with the smallest worst-case slowdown over several link speeds.
 
-    The slowdown is against the fastest candidate at the same speed; with one speed the fastest wins. Among candidates
-    within :data:`WORTH` of the best, the one with the fewest launches wins, then the fastest: small launches cost more
-    than the model knows.
-
-    Args:
-        found: predictions of the same candidates, for each link speed.
+    ``found``: predictions of the same candidates, for each link speed. The slowdown is against the fastest candidate at
+    the same speed; with one speed the fastest wins. Among candidates within :data:`WORTH` of the best, the one with the
+    fewest launches wins, then the fastest: small launches cost more than the model knows.
     """
     run = [n for n, one in enumerate(found[0]) if one.forward]
     worst = dict(zip(run, _regrets([[each[n] for n in run] for each in found]), strict=True))
@@ -108,18 +102,23 @@ def _regrets(found: Sequence[Sequence[Prediction]]) -> list[float]:
 
 
 def predict(
-    tally: TrafficModel, shape: Shape, candidates: Sequence[Candidate], wires: Sequence[Wire], *, forwards: int = 1
+    tally: TrafficModel,
+    shape: Shape,
+    candidates: Sequence[Candidate],
+    wires: Sequence[Wire],
+    *,
+    forwards: int = 1,
+    calls: int = 1,
 ) -> list[list[Prediction]]:
     """Predict both passes of each candidate over direct routes, for each link speed.
+
+    ``forwards``: those of a step. ``calls``: how many equal calls run in a row and overlap.
 
     The first candidate is always simulated. Others are skipped when a lower bound by work and bytes shows that they
     can't win. For many ranks only the most promising are simulated, and then the best of them with every number of
     chunks.
-
-    Args:
-        forwards: how often a forward runs in a step.
     """
-    both = [simulations(tally, shape, each.circulate, each.groups, wires[0]) for each in candidates]
+    both = [simulations(tally, shape, each.circulate, each.groups, wires[0], calls=calls) for each in candidates]
     times = forwards, 1
     busy = [[one.computing() for one in ones] for ones in both]
     computing = [sum(n * seconds for n, seconds in zip(times, each, strict=True)) for each in busy]
@@ -173,8 +172,7 @@ def _run(
 def cuts(layout: Layout, shape: Shape, strategy: Strategy) -> Iterator[Groups]:
     """Yield the ways to split heads that a strategy leaves open, the fewest groups first.
 
-    Raises:
-        ValueError: these heads can't be split into as many groups as the strategy asks for.
+    Raise ValueError if these heads can't be split into as many groups as the strategy asks for.
     """
     q_heads, kv_heads, world = shape.q_heads, shape.kv_heads, layout.world
     if isinstance(strategy.ulysses_degree, int):
@@ -215,11 +213,8 @@ def candidates(
 ) -> list[Candidate]:
     """List the candidates that a strategy leaves open, simplest first.
 
-    Args:
-        given: the allowed splits of heads.
-        circulate: a name of ``CIRCULATIONS``, or ``auto``.
-        by_rule: with whole heads, only the choice of :func:`by_work_and_bytes` is a candidate.
-        partial_bytes: as for :func:`by_work_and_bytes`.
+    ``given``: the allowed splits of heads. ``by_rule``: with whole heads, only the choice of :func:`by_work_and_bytes`,
+    which takes ``partial_bytes``, is a candidate.
     """
     found = []
     for groups in given:

@@ -7,14 +7,13 @@ rates, and nodes. Remembering choices does not change them.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 
-from ..plan.assignment import CIRCULATIONS
 from ..plan.cost import Shape
 from ..plan.groups import WHOLE, Groups
 from ..plan.layout import BALANCED, Layout
@@ -48,28 +47,25 @@ MOST_FOR_A_RING = 32  # up to this many ranks, the ring route is predicted too, 
 MOST_DOCUMENTS = 64  # with more documents, equal ones represent them
 MOST_DERIVED = 4  # how many schedules of other masks a schedule caches
 MOST_SIMULATED = 256  # ranks; with more, use the best choice for this many
-T = TypeVar("T")
 
 
 @dataclass(eq=False)
 class Planner:
     """Chooses schedules, and how each call runs. A plan and all plans derived from it share one planner.
 
-    Attributes:
-        rates: how fast kernels and links are.
-        nodes: the node of each rank; None if they share one.
-        known: shape of the expected calls; the planner chooses an open layout for them.
-        guessed: the link rates are a preset's, neither given nor measured. The choice then minimises the worst-case
-            slowdown over several link speeds.
-        remat: which part of a layer the backward recomputes.
+    With ``guessed`` rates, which were neither given nor measured, the choice minimises the worst-case slowdown over
+    several link speeds.
     """
 
     rates: Rates = field(default_factory=partial(preset, "cpu"))
-    nodes: tuple[int, ...] | None = None
-    known: Shape | None = None
-    guessed: bool = False
-    remat: Remat = "none"
-    _remembered: OrderedDict[Hashable, object] = field(default_factory=OrderedDict, repr=False, init=False)
+    nodes: tuple[int, ...] | None = None  # of each rank; None if all share one
+    known: Shape | None = None  # of the expected calls; the planner chooses an open layout for them
+    guessed: bool = False  # the link rates are a preset's
+    remat: Remat = "none"  # which part of a layer the backward recomputes
+    calls: int = 1  # chunks of heads of a layer: calls in a row, which overlap and cache nothing
+    _remembered: OrderedDict[Hashable, list[list[Prediction]]] = field(
+        default_factory=OrderedDict, repr=False, init=False
+    )
 
     @property
     def forwards(self) -> int:
@@ -87,7 +83,7 @@ class Planner:
 
     def forgetful(self) -> Planner:
         """Return a planner with the same settings that remembers nothing."""
-        return Planner(self.rates, self.nodes, self.known, self.guessed, self.remat)
+        return Planner(self.rates, self.nodes, self.known, self.guessed, self.remat, self.calls)
 
     # Schedules
 
@@ -96,10 +92,8 @@ class Planner:
 
         The layout is the one predicted to be fastest for the expected calls, or zigzag if none are known. The route is
         direct on one node. Over several nodes with several ranks each, ``nodes`` or ``ring`` may win. With whole heads
-        the route with the fewest rows over the busiest node's link wins; otherwise the predicted fastest.
-
-        Raises:
-            TypeError, ValueError: the arguments don't fit each other.
+        the route with the fewest rows over the busiest node's link wins; otherwise the predicted fastest. Raise
+        TypeError or ValueError if the arguments don't fit each other.
         """
         nodes, route = self.nodes, strategy.route
         layout = Layout(LAYOUTS_TRIED[0] if strategy.layout == "auto" else strategy.layout, seqlen, world)
@@ -128,9 +122,7 @@ class Planner:
     def with_mask(self, schedule: Schedule, mask: Mask, *, seqlen: int | None = None) -> Schedule:
         """Return the same schedule under another mask. The last few are cached with their programs.
 
-        Args:
-            seqlen: the length of another sequence, which is laid out again. An open layout is chosen again. None: the
-                tokens stay on their ranks.
+        With ``seqlen``, the length of another sequence, tokens are laid out again, and an open layout is chosen again.
         """
         derived: OrderedDict[Hashable, Schedule] = schedule.memo.setdefault("derived", OrderedDict())
         key = (mask, seqlen) if isinstance(mask, Mask) else None
@@ -146,9 +138,7 @@ class Planner:
     def _laid_out(self, schedule: Schedule, *, alike: bool = True) -> Schedule:
         """Choose the layout that is predicted to be fastest for the expected calls, if it was left open.
 
-        Args:
-            alike: masks of one kind share the choice. Otherwise up to :data:`MOST_DOCUMENTS` documents are used as they
-                are.
+        ``alike``: masks of one kind share the choice. Else up to :data:`MOST_DOCUMENTS` documents are used as they are.
         """
         known, strategy = self.known, schedule.strategy
         if strategy.layout != "auto" or known is None or schedule.layout.world == 1 or not schedule.route.direct:
@@ -171,15 +161,19 @@ class Planner:
 
     # Calls
 
-    def decide(self, schedule: Schedule, shape: Shape) -> Candidate:
-        """Choose how a call of this shape is computed: everything on which a sweep's programs depend."""
-        return self.settle(schedule, shape, replace(self.choose_groups(schedule, shape), chunks=0))
+    def decide(self, schedule: Schedule, shape: Shape, *, caches: bool = True) -> Candidate:
+        """Choose how a call of this shape is computed: everything on which a sweep's programs depend.
+
+        Args:
+            caches: whether the call may cache q, k and v; attention in chunks of heads does not.
+        """
+        groups = self.choose_groups(schedule, shape)
+        return self.settle(schedule, shape, replace(groups, chunks=0, keep=groups.keep and caches))
 
     def choose_groups(self, schedule: Schedule, shape: Shape) -> Groups:
         """Choose how heads are split if that was left open, and whether q, k and v are cached.
 
-        Raises:
-            ValueError: these heads can't be split as the strategy asks.
+        Raise ValueError if these heads can't be split as the strategy asks.
         """
         if not _splits_by_choice(schedule):
             return WHOLE
@@ -191,7 +185,7 @@ class Planner:
             found = self.choose_call(schedule, shape).candidate
             if replace(found.groups, chunks=groups.chunks) == groups:
                 return found
-        ways = [*chunkings(schedule.layout, groups, _chunks_of(schedule))]
+        ways = [*chunkings(schedule.layout, groups, self._open(schedule).chunks)]
         if len(ways) > 1:
             return self._best(schedule, shape, ways).candidate
         return Candidate(ways[0], self.choose_circulation(schedule, shape, ways[0]))
@@ -265,7 +259,8 @@ class Planner:
 
     def simulations(self, schedule: Schedule, shape: Shape, circulate: str, groups: Groups) -> list[PassSimulation]:
         """Return the simulations of a forward and a backward over direct routes."""
-        return simulations(traffic_model_of(schedule), shape, circulate, groups, self.wire(schedule.layout.world))
+        wire = self.wire(schedule.layout.world)
+        return simulations(traffic_model_of(schedule), shape, circulate, groups, wire, calls=self.calls)
 
     def predictions(self, schedule: Schedule, shape: Shape, given: Sequence[Groups] | None = None) -> list[Prediction]:
         """Predict all candidates, the simplest first; ``given``: the allowed splits of heads."""
@@ -276,8 +271,7 @@ class Planner:
     ) -> list[list[Prediction]]:
         """Predict as :meth:`predictions` does; if rates are guesses, also for slower links.
 
-        Args:
-            alike: predict for the mask's :func:`representative`, so that similar masks share the result.
+        ``alike``: predict for the mask's :func:`representative`, so that similar masks share the result.
         """
         # Cache with the schedule under a short key: the planner's own keys may hold thousands of documents.
         found: OrderedDict[Hashable, list[list[Prediction]]] = schedule.memo.setdefault(self, OrderedDict())
@@ -290,7 +284,7 @@ class Planner:
     ) -> list[list[Prediction]]:
         planner, strategy, world = self, schedule.strategy, schedule.layout.world
         if given is None:
-            given = [*cuts(schedule.layout, shape, replace(strategy, chunks=_chunks_of(schedule)))]
+            given = [*cuts(schedule.layout, shape, self._open(schedule))]
         few = alike or world > MOST_ON_PAPER
         layout, mask = _representative_of(schedule) if few else (schedule.layout, schedule.mask)
         if world > MOST_ON_PAPER:
@@ -302,22 +296,18 @@ class Planner:
         def predicted() -> list[list[Prediction]]:
             tally = TrafficModel(layout, mask.regions(layout.seqlen))
             ways = candidates(tally, shape, given, circulate, by_rule=by_rule, partial_bytes=shape.partial)
-            return predict(tally, shape, ways, planner.wires(layout.world), forwards=planner.forwards)
+            wires, times = planner.wires(layout.world), {"forwards": planner.forwards, "calls": planner.calls}
+            return predict(tally, shape, ways, wires, **times)
 
-        return self._remember((layout, mask, shape, circulate, by_rule, *given), predicted)
+        return remembered(self._remembered, (layout, mask, shape, circulate, by_rule, *given), predicted)
 
-    def _remember(self, key: Hashable, make: Callable[[], T]) -> T:
-        return remembered(self._remembered, key, make)  # type: ignore[return-value]
-
-    def bytes_moved(self, schedule: Schedule, shape: Shape, circulate: str, groups: Groups) -> np.ndarray:
-        """Return the bytes that each rank sends and receives in one forward and backward over direct routes.
-
-        Returns:
-            int64 [2, W]: sent, then received.
-        """
-        return traffic_model_of(schedule).moved(
-            shape, CIRCULATIONS[circulate](schedule.layout.world // groups.query), groups
-        )
+    def _open(self, schedule: Schedule) -> Strategy:
+        """Return what a schedule leaves open. Chunks of heads are a pipeline already, and cache nothing."""
+        asked = schedule.strategy if schedule.route.direct else replace(schedule.strategy, chunks=0)
+        if self.calls == 1:
+            return asked
+        cache = False if asked.cache_qkv == "auto" else asked.cache_qkv
+        return replace(asked, cache_qkv=cache, chunks=1 if asked.chunks == "auto" else asked.chunks)
 
 
 def traffic_model_of(schedule: Schedule) -> TrafficModel:
@@ -346,7 +336,8 @@ def _smaller_traffic_model(schedule: Schedule) -> TrafficModel:
         return traffic_model_of(schedule)
     layout, mask = _representative_of(schedule)
     if layout.spreads_documents and mask.cu_seqlens is not None:  # equal documents: one represents all
-        length, mask = mask.cu_seqlens[1], replace(mask, cu_seqlens=None)
+        length = mask.cu_seqlens[1]
+        mask = replace(mask, cu_seqlens=None).resized(length)
         layout = layout.cut_for(mask, length)
     return TrafficModel(replace(layout, world=min(layout.world, MOST_SIMULATED)), mask.regions(layout.seqlen))
 
@@ -354,10 +345,6 @@ def _smaller_traffic_model(schedule: Schedule) -> TrafficModel:
 def _splits_by_choice(schedule: Schedule) -> bool:
     """Return whether the planner chooses how heads are split."""
     return not (schedule.strategy.ulysses_degree == 1 or schedule.layout.world == 1 or schedule.route.ring)
-
-
-def _chunks_of(schedule: Schedule) -> int | Literal["auto"]:
-    return schedule.strategy.chunks if schedule.route.direct else 0
 
 
 def _rows_leaving(schedule: Schedule, nodes: Sequence[int]) -> dict[str, int]:

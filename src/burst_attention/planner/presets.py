@@ -7,14 +7,12 @@ nodes. This library has measured no GPU preset; their figures are estimates.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from .rates import Link, Overhead, Rates, Speed
 
 
-@dataclass(frozen=True, kw_only=True)
-class Node:
+class Node(NamedTuple):
     """One kind of node: its kernels, and the links between its ranks."""
 
     source: str
@@ -25,42 +23,34 @@ class Node:
     overhead: Overhead
 
 
-class Speeds(NamedTuple):
-    """Kernel rates for 2 and 4 bytes per element."""
-
-    half: Speed
-    single: Speed
-
-
-@dataclass(frozen=True, kw_only=True)
-class Network:
+class Network(NamedTuple):
     """The network between nodes."""
 
     source: str
     link: Link
 
 
+# Kernel rates for 2 and 4 bytes per element.
 # Peak 312 TFLOP/s; FlashAttention-2 reaches 73 % forward, 63 % backward (arXiv 2307.08691). Peak in fp32: 19.5 TFLOP/s.
-_A100 = Speeds(Speed(forward=228e12, backward=197e12), Speed(forward=14e12, backward=12e12))
+_A100 = Speed(forward=228e12, backward=197e12), Speed(forward=14e12, backward=12e12)
 # Peak 989 TFLOP/s; FlashAttention-3 reaches 75 % forward (arXiv 2407.08608). The backward is a guess from this.
-_HOPPER = Speeds(Speed(forward=740e12, backward=550e12), Speed(forward=45e12, backward=40e12))
+_HOPPER = Speed(forward=740e12, backward=550e12), Speed(forward=45e12, backward=40e12)
 # Peak 2,250 TFLOP/s; FlashAttention-4 reaches 1,613 forward (arXiv 2603.05451). The backward is a guess from this.
-_BLACKWELL = Speeds(Speed(forward=1.6e15, backward=1.2e15), Speed(forward=6e13, backward=5e13))
+_BLACKWELL = Speed(forward=1.6e15, backward=1.2e15), Speed(forward=6e13, backward=5e13)
 
 
-def _gpu(source: str, latency: float, link: float, speeds: Speeds, fold: float) -> Node:
+def _gpu(source: str, latency: float, link: float, speeds: tuple[Speed, Speed], fold: float) -> Node:
     """Return a GPU node with the usual times of launches and messages.
 
-    Args:
-        link: the data sheet's bytes per second; the node gets 0.8 of it, as NCCL's own tests reach.
-        fold: a third of the memory's bandwidth, because a fold reads the sum and a part, and writes the sum.
+    ``link``: the data sheet's bytes per second; the node gets 0.8 of it, as NCCL's own tests reach. ``fold``: a third
+    of the memory's bandwidth, because a fold reads the sum and a part, and writes the sum.
     """
     times = {"launch_forward": 1e-5, "launch_backward": 2e-5, "visit": 5e-5, "block": 128.0, "call": 5e-4}
     return Node(
         source=f"{source}; estimated",
         link=Link(latency=latency, bytes_per_second=0.8 * link),
-        half=speeds.half,
-        single=speeds.single,
+        half=speeds[0],
+        single=speeds[1],
         double=Speed(forward=1e13, backward=8e12),
         overhead=Overhead(fold=fold, **times),
     )
@@ -119,11 +109,7 @@ NETWORKS: Mapping[str, Network] = {
 
 
 def preset(name: str) -> Rates:
-    """Return the rates of ``NODE+NETWORK``, or of ``NODE`` with its usual network.
-
-    Raises:
-        ValueError: no preset has this name.
-    """
+    """Return the rates of ``NODE+NETWORK``, or of ``NODE`` with its usual network. Raise ValueError if unknown."""
     node, _, network = name.partition("+")
     network = network or ("ethernet-25g" if node == "cpu" else "infiniband-400g")
     if node not in NODES or network not in NETWORKS:

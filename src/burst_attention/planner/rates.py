@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 FOLDER = Path(".config") / "burst-attention"  # in the user's home
 FILE = "rates.toml"
@@ -15,17 +15,11 @@ FILE = "rates.toml"
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A link between two ranks.
+    """A link between two ranks."""
 
-    Args:
-        latency: seconds per message, in addition to the time of its bytes.
-        bytes_per_second: rate of a port, in each direction.
-        shared: all ranks of a node share one port; otherwise each rank has a port.
-    """
-
-    latency: float
-    bytes_per_second: float
-    shared: bool = False
+    latency: float  # seconds per message, in addition to the time of its bytes
+    bytes_per_second: float  # of a port, in each direction
+    shared: bool = False  # all ranks of a node share one port; otherwise each rank has a port
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,53 +32,36 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True)
 class Overhead:
-    """Costs of computing that are not FLOPs.
+    """Costs of computing that are not FLOPs."""
 
-    Args:
-        launch_forward, launch_backward: seconds per tile of any size.
-        visit: seconds per visit.
-        fold: bytes per second of partial results that are merged or added, including a kernel's time per row.
-        block: rows and columns that a kernel computes together; at a mask's border half of them are wasted.
-        call: exposed seconds of a pass: checks, agreement, rounding.
-        at_once: how many ranks can compute at the same time if they share cores; 0: ranks don't share cores.
-    """
-
-    launch_forward: float
+    launch_forward: float  # seconds per tile of any size
     launch_backward: float
-    visit: float
-    fold: float
-    block: float
-    call: float
-    at_once: float = 0.0
+    visit: float  # seconds per visit
+    fold: float  # bytes per second of partial results that are merged or added, including a kernel's time per row
+    block: float  # rows and columns that a kernel computes together; at a mask's border half of them are wasted
+    call: float  # exposed seconds of a pass: checks, agreement, rounding
+    at_once: float = 0.0  # how many ranks can compute at the same time if they share cores; 0: they don't
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """The rates of one kind of cluster.
-
-    Args:
-        name: a short name.
-        source: the origin of the figures. If it contains ``estimated``, this library never measured them.
-        inside, across: links between ranks of one node, and of two nodes.
-        half, single, double: kernel rates for inputs of 2, 4 and 8 bytes per element.
-        overhead: costs of computing that are not FLOPs.
-    """
+    """The rates of one kind of cluster."""
 
     name: str
-    source: str
-    inside: Link
-    across: Link
-    half: Speed
-    single: Speed
-    double: Speed
+    source: str  # of the figures; if it contains ``estimated``, this library never measured them
+    inside: Link  # between ranks of one node
+    across: Link  # between ranks of two nodes
+    half: Speed  # of kernels, for inputs of 2 bytes per element
+    single: Speed  # 4 bytes
+    double: Speed  # 8 bytes
     overhead: Overhead
 
     def slowed(self, part: float) -> Rates:
-        """Return these rates with the links' bytes per second multiplied by ``part``."""
-        inside, across = (
-            replace(link, bytes_per_second=part * link.bytes_per_second) for link in (self.inside, self.across)
-        )
-        return replace(self, inside=inside, across=across)
+        """Return these rates with the network's bytes per second multiplied by ``part``.
+
+        Links inside a node keep their rate. They are the machine's own and vary little between machines.
+        """
+        return replace(self, across=replace(self.across, bytes_per_second=part * self.across.bytes_per_second))
 
     def speed(self, itemsize: int) -> Speed:
         """Return the kernel rates for inputs of this many bytes per element."""
@@ -98,8 +75,7 @@ class Rates:
     def from_dict(cls, values: Any) -> Rates:
         """Check values and return them as rates.
 
-        Raises:
-            ValueError: a figure is missing, unknown or out of range, or UTF-8 can't encode a text.
+        Raise ValueError if a figure is missing, unknown or out of range, or if UTF-8 can't encode a text.
         """
         _check_names(values, cls, "the rates")
         parts = {name: _part(kind, values[name], name) for name, kind in _PARTS.items()}
@@ -111,14 +87,7 @@ class Rates:
         return cls(name=values["name"], source=values["source"], **parts)
 
 
-_PARTS: dict[str, type] = {
-    "inside": Link,
-    "across": Link,
-    "half": Speed,
-    "single": Speed,
-    "double": Speed,
-    "overhead": Overhead,
-}
+_PARTS = {name: kind for name, kind in get_type_hints(Rates).items() if is_dataclass(kind)}
 MOST_SHOWN = 40  # longest bad value in an error message, in characters
 
 # Within these ranges a prediction of any sequence neither overflows nor vanishes.
@@ -158,11 +127,7 @@ def user_file() -> Path:
 
 
 def read_rates(path: Path | str) -> Rates:
-    """Read rates from a TOML file.
-
-    Raises:
-        ValueError: the file can't be read, or it does not hold rates. The message names the file.
-    """
+    """Read rates from a TOML file. Raise ValueError, which names the file, if it can't be read or holds no rates."""
     try:
         return Rates.from_dict(tomllib.loads(Path(path).read_text("utf-8")))
     except (OSError, ValueError, RecursionError) as error:
@@ -172,11 +137,7 @@ def read_rates(path: Path | str) -> Rates:
 
 
 def write_rates(rates: Rates, path: Path) -> None:
-    """Write rates to a TOML file, and make its folder if it is missing.
-
-    Raises:
-        ValueError: :func:`read_rates` would reject them.
-    """
+    """Write rates to a TOML file and make its folder. Raise ValueError if :func:`read_rates` would reject them."""
     lines = []
     for name, value in Rates.from_dict(rates.as_dict()).as_dict().items():
         if isinstance(value, dict):

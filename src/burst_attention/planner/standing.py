@@ -37,8 +37,7 @@ def stand_in(given: Sequence[Groups], world: int) -> tuple[int, list[Groups]]:
 def shortened(layout: Layout, mask: Mask, ranks: int) -> tuple[Layout, Mask]:
     """Return the layout over fewer ranks with as many tokens per rank, and a shorter mask of the same kind.
 
-    Args:
-        mask: its documents are equally long, as in :func:`~burst_attention.planner.choice.representative`.
+    The mask's documents are equally long, as in :func:`~burst_attention.planner.choice.representative`.
     """
     whole = layout.seqlen
     total = -(-whole * ranks // layout.world)
@@ -49,6 +48,7 @@ def shortened(layout: Layout, mask: Mask, ranks: int) -> tuple[Layout, Mask]:
         mask = replace(mask, window=max(1, total // 2, mask.window * total // whole))
     if mask.prefix is not None:
         mask = replace(mask, prefix=mask.prefix * total // max(1, whole))
+    mask = mask.resized(total)
     return replace(layout, world=ranks).cut_for(mask, total), mask
 
 

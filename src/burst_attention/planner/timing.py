@@ -184,21 +184,14 @@ def _first(codes: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """The predicted figures of one pass.
+    """The predicted figures of one pass."""
 
-    Attributes:
-        seconds: time until the last rank is done.
-        computing: seconds in which that rank computes; the rest is exposed exchange.
-        visits, launches: numbers of the rank with the most.
-        inside, across: bytes of the rank that sends or receives the most, inside of a node and across nodes.
-    """
-
-    seconds: float
-    computing: float
-    visits: float
-    launches: float
-    inside: int
-    across: int
+    seconds: float  # until the last rank is done; of calls that overlap, the mean
+    computing: float  # seconds in which that rank computes; the rest is exposed exchange
+    visits: float  # of the rank with the most
+    launches: float  # of the rank with the most
+    inside: int  # bytes inside of a node, of the rank that sends or receives the most
+    across: int  # bytes across nodes, of the rank that sends or receives the most
 
     @property
     def exposed(self) -> float:
@@ -206,10 +199,14 @@ class Timed:
         return self.seconds - self.computing
 
 
-def timed(messages: Messages, work: Computing, wire: Wire) -> Timed:
-    """Simulate a pass of all ranks together."""
+def timed(messages: Messages, work: Computing, wire: Wire, *, calls: int = 1) -> Timed:
+    """Simulate a pass of all ranks together.
+
+    Of ``calls`` equal calls in a row, each posts its first exchange before its predecessor computes, and waits for its
+    last one after its successor has begun. These waits occur once, as far as other work can fill them.
+    """
     world = len(wire.nodes)
-    ends, computed = _run(messages, work.seconds, wire)
+    ends, computed, outer = _run(messages, work.seconds, wire)
     slowest = int(ends.argmax()) if world else 0
     call = wire.rates.overhead.call
     kind = wire.across(messages)
@@ -217,9 +214,15 @@ def timed(messages: Messages, work: Computing, wire: Wire) -> Timed:
         max(np.bincount(end, messages.size * (kind == n), world).max() for end in (messages.source, messages.target))
         for n in (0, 1)
     ]
+    alone, busy = float(ends[slowest]), float(computed[slowest])
+    if calls > 1:
+        at_once = wire.rates.overhead.at_once
+        shared = computed.sum() / at_once if 0 < at_once < world else 0.0
+        least = max(float(computed.max()), float(shared), wire.least(messages))
+        alone -= max(0.0, min(float(outer[slowest]), alone - least)) * (1 - 1 / calls)
     return Timed(
-        seconds=float(ends[slowest]) + call,
-        computing=float(computed[slowest]) + call,
+        seconds=alone + call,
+        computing=busy + call,
         visits=float(work.visits.sum(1).max()),
         launches=float(work.launches.sum(1).max()),
         inside=int(moved[0]),
@@ -227,8 +230,8 @@ def timed(messages: Messages, work: Computing, wire: Wire) -> Timed:
     )
 
 
-def _run(messages: Messages, seconds: np.ndarray, wire: Wire) -> tuple[np.ndarray, np.ndarray]:
-    """Return the time at which each rank is done, and the seconds in which it computed."""
+def _run(messages: Messages, seconds: np.ndarray, wire: Wire) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the time at which each rank is done, its seconds of computation, and those of the first and last wait."""
     world, at_once = len(wire.nodes), wire.rates.overhead.at_once
     order = np.argsort(messages.step, kind="stable")
     out, into, took = (x[order] for x in wire.seconds(messages))
@@ -239,6 +242,7 @@ def _run(messages: Messages, seconds: np.ndarray, wire: Wire) -> tuple[np.ndarra
     free = np.zeros((2, 2 * world))  # when each port, out and in, becomes free
     now, posted, waited, computed = (np.zeros(world) for _ in range(4))
     done: list[np.ndarray] = []  # after the visits of each step
+    waits: list[np.ndarray] = []  # of each exchange
     for t in range(last):
         at = slice(cuts[t], cuts[t + 1])
         if at.start < at.stop:
@@ -247,6 +251,7 @@ def _run(messages: Messages, seconds: np.ndarray, wire: Wire) -> tuple[np.ndarra
             relayed = source[at][(kind[at] & RELAYED) > 0]
             posted[relayed] = np.maximum(posted[relayed], waited[relayed])
             waited = np.maximum(waited, _exchange(source[at], target[at], out[at], into[at], took[at], posted, free))
+            waits.append(np.maximum(0.0, waited - now))
             fold = np.bincount(target[at], folding[at], world)
             now, computed = np.maximum(now, waited) + fold, computed + fold
         if t < seconds.shape[1]:
@@ -254,15 +259,14 @@ def _run(messages: Messages, seconds: np.ndarray, wire: Wire) -> tuple[np.ndarra
         if 0 < at_once < world:  # ranks at different steps also share the cores
             now = now + max(0.0, computed.sum() / at_once - now.max())
         done.append(now)
-    return now, computed
+    return now, computed, sum(waits[1:][-1:], waits[0] if waits else np.zeros(world))
 
 
 def _share(begin: np.ndarray, seconds: np.ndarray, at_once: float) -> np.ndarray:
-    """Return the time at which each rank finishes the computation that it begins at ``begin``.
+    """Return the time at which each rank finishes the computation of one step that it begins at ``begin``.
 
-    Ranks share the cores equally, and ``at_once`` of them can run at full speed. 0: ranks don't share cores.
-
-    This covers one step. The caller accounts for ranks that are already at their next step.
+    Ranks share the cores equally, and ``at_once`` of them can run at full speed. 0: ranks don't share cores. The caller
+    accounts for ranks that are already at their next step.
     """
     if not 0 < at_once < len(begin):
         return begin + seconds
@@ -293,10 +297,7 @@ def _exchange(
     posted: np.ndarray,
     free: np.ndarray,
 ) -> np.ndarray:
-    """Return the time at which each rank has sent and received its messages of one step.
-
-    Messages that use the same port share its bandwidth.
-    """
+    """Return when each rank has sent and received its messages of one step; those on one port share its bandwidth."""
     busy = [np.bincount(port, took, free.shape[1]) for port in (out, into)]
     begin = np.maximum.reduce([posted[source], posted[target], free[0, out], free[1, into]])
     end = begin + np.maximum(busy[0][out], busy[1][into])
@@ -325,6 +326,7 @@ class PassSimulation:
     inner: Assignment
     groups: Groups
     wire: Wire
+    calls: int = 1  # in a row, which overlap
 
     @property
     def tally(self) -> TrafficModel:
@@ -359,13 +361,15 @@ class PassSimulation:
         if messages is None:
             messages = self.tally.messages(self.shape, self.direction, self.inner, self.groups, steps)
         work = self.work(steps)
-        return [timed(messages, work, wire) for wire in wires]
+        return [timed(messages, work, wire, calls=self.calls) for wire in wires]
 
     def _steps(self) -> Steps:
         return self.tally.cells(self.direction, self.groups, self.inner)
 
 
-def simulations(tally: TrafficModel, shape: Shape, circulate: str, groups: Groups, wire: Wire) -> list[PassSimulation]:
+def simulations(
+    tally: TrafficModel, shape: Shape, circulate: str, groups: Groups, wire: Wire, *, calls: int = 1
+) -> list[PassSimulation]:
     """Return the simulations of a forward and a backward; ``circulate`` is a name of ``CIRCULATIONS``."""
     inner = CIRCULATIONS[circulate](tally.world // groups.query)
-    return [PassSimulation(tally, shape, direction, inner[direction], groups, wire) for direction in Direction]
+    return [PassSimulation(tally, shape, direction, inner[direction], groups, wire, calls) for direction in Direction]

@@ -31,17 +31,13 @@ Columns = tuple[np.ndarray | int, ...]
 
 @dataclass(frozen=True, eq=False)
 class Messages:
-    """Messages of one pass, int64 [N] each.
-
-    ``kind`` is a bit field: a shard (0) or a :data:`PARTIAL` result, and :data:`RELAYED` if an earlier exchange brought
-    the data.
-    """
+    """Messages of one pass, int64 [N] each."""
 
     step: np.ndarray
     source: np.ndarray
     target: np.ndarray
-    size: np.ndarray
-    kind: np.ndarray
+    size: np.ndarray  # bytes
+    kind: np.ndarray  # a shard (0) or a PARTIAL result, | RELAYED if an earlier exchange brought the data
 
     @classmethod
     def of(cls, parts: list[Columns]) -> Messages:
@@ -70,37 +66,26 @@ def edge_messages(work: PassSpec, shape: Shape) -> Messages:
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """Pairs of shards with any visible pair of tokens, int64 [N] each: owners, visible area, borders, tiles, and rows.
+    """Pairs of shards with any visible pair of tokens, int64 [N] each."""
 
-    ``border``: rows of tiles that a band cuts at one end; counted twice if at both. ``spare``: masked (query, key)
-    pairs of these tiles. ``tiles``: the tiles of one document or prefix count as one, because joining merges nearly all
-    of them. ``rows``: rows that some tile touches. ``touched``: the same, counted once per tile between segments.
-    """
-
-    i: np.ndarray
-    j: np.ndarray
-    area: np.ndarray
-    border: np.ndarray
-    spare: np.ndarray
-    tiles: np.ndarray
-    rows: Mapping[Side, np.ndarray]
-    touched: Mapping[Side, np.ndarray]
+    i: np.ndarray  # owner of the queries
+    j: np.ndarray  # owner of the keys
+    area: np.ndarray  # visible (query, key) pairs
+    border: np.ndarray  # rows of tiles that a band cuts at one end; counted twice if at both
+    spare: np.ndarray  # masked (query, key) pairs of these tiles
+    tiles: np.ndarray  # those of one document or prefix count as one, because joining merges nearly all of them
+    rows: Mapping[Side, np.ndarray]  # that some tile touches
+    touched: Mapping[Side, np.ndarray]  # the same, counted once per tile between segments
 
 
 @dataclass(frozen=True, eq=False)
 class Steps:
-    """The step at which each of N pairs is computed, for each of G head groups.
+    """The step at which each of N pairs is computed, for each of G head groups."""
 
-    Attributes:
-        user: [N], the sequence group that computes the pair.
-        step: [G, N].
-        new_query, new_key: [G, N], whether that side's shard arrives at this step.
-    """
-
-    user: np.ndarray
-    step: np.ndarray
-    new_query: np.ndarray
-    new_key: np.ndarray
+    user: np.ndarray  # [N], the sequence group that computes the pair
+    step: np.ndarray  # [G, N]
+    new_query: np.ndarray  # [G, N], whether the query's shard arrives at this step
+    new_key: np.ndarray  # [G, N], whether the key's shard does
 
 
 class TrafficModel:
@@ -159,11 +144,7 @@ class TrafficModel:
         return max(1.0, sum(len(self.layout.segments(rank)) for rank in ranks) / len(ranks))
 
     def runs(self, groups: Groups) -> np.ndarray:
-        """Count the runs of consecutive positions in the chunks that a sequence group exchanges together.
-
-        Returns:
-            int64 [R * chunks].
-        """
+        """Count the runs of consecutive positions in chunks that a sequence group sends together: [R * chunks]."""
         chunk, _, first, length, stride = self.cut.table(range(self.cut.world)).T
         beside = self.beside(chunk, groups)
         order = np.lexsort([first, beside])
@@ -185,8 +166,7 @@ class TrafficModel:
     def _by_context(self, size: int, side: Side) -> tuple[np.ndarray, np.ndarray, Union]:
         """Return chunks of a side, the other side's sequence groups, and the rows that each such pair needs.
 
-        Args:
-            size: number of ranks per sequence group. With 1, the other side is by chunks.
+        ``size``: number of ranks per sequence group. With 1, the other side is by chunks.
         """
         if (size, side) not in self._rows:
             contexts = self.cut.world if size == 1 else self.world // size
@@ -252,8 +232,7 @@ class TrafficModel:
     ) -> Messages:
         """Return all messages of one pass over direct routes.
 
-        Args:
-            steps: from :meth:`cells`. Without them, the steps at which results return are not meaningful.
+        Without ``steps``, from :meth:`cells`, the steps at which results return are not meaningful.
         """
         parts: list[Columns] = [(np.zeros(0, np.int64),) * 5]
         for side in Side:
@@ -297,25 +276,9 @@ class TrafficModel:
         known = self.sampled(groups)
         return np.abs(known - np.arange(groups.query)[:, None]).argmin(1)
 
-    def moved(self, shape: Shape, assignments: Mapping[Direction, Assignment], groups: Groups) -> np.ndarray:
-        """Return the bytes that each rank sends and receives in one forward and backward over direct routes.
-
-        Returns:
-            int64 [2, W]: sent, then received.
-        """
-        total = np.zeros((2, self.world))
-        for direction, inner in assignments.items():
-            sent = self.for_groups(groups).messages(shape, direction, inner, groups)  # bytes don't depend on the steps
-            for n, end in enumerate((sent.source, sent.target)):
-                total[n] += np.bincount(end, sent.size, minlength=self.world)
-        return total.astype(np.int64)
-
 
 class _Side:
-    """One side of one pass, as arrays [U, W * chunks, R].
-
-    The first axis has length 1 where all head groups are equal.
-    """
+    """One side of one pass, as arrays [U, W * chunks, R]. The first axis is 1 long where all head groups are equal."""
 
     def __init__(
         self, tally: TrafficModel, shape: Shape, inner: Assignment, groups: Groups, direction: Direction, side: Side
@@ -328,7 +291,8 @@ class _Side:
         self.home = groups.context(self.owner)
         self.user = groups.cache_owner(np.arange(groups.query)[:, None, None], contexts)
         self.cache_owner = groups.cache_owner(np.arange(groups.query)[:, None, None], self.home)
-        self.rows, self.all_rows = tally.rows(groups, inner, side), tally.rows(groups, _nowhere, side)[:, :1]
+        self.rows = tally.rows(groups, inner, side)
+        self.all_rows = tally.rows(groups, lambda i, j: 0 * i + 0 * j, side)[:, :1]  # that any rank needs
         grid = inner(contexts[:, None], contexts)
         self.whole = (grid == grid[:, :1]).all(1) if side is Side.QUERY else (grid == grid[:1]).all(0)
 
@@ -357,8 +321,7 @@ class _Side:
     def homeward(self, last: np.ndarray) -> list[Columns]:
         """Return the columns of :class:`Messages` for results.
 
-        Args:
-            last: [U, W * chunks, R], the last step at which part of a result is computed.
+        ``last``: [U, W * chunks, R], the last step at which part of a result is computed.
         """
         io, partial = (self._bytes(wide=wide) for wide in (self.shape.io, self.shape.partial))
         if self.groups.query == 1:
@@ -373,11 +336,6 @@ class _Side:
             (last + 2, self.user, self.cache_owner, self.rows * (~whole & ~here) * partial, PARTIAL),
             (ready + 1, self.cache_owner, self.owner, all_rows * (partial if shared else io), PARTIAL | RELAYED),
         ]
-
-
-def _nowhere(i: np.ndarray, j: np.ndarray) -> np.ndarray:
-    """Assign all pairs to place 0, which gives the rows that any rank needs."""
-    return 0 * i + 0 * j
 
 
 def rows_sent_directly(tiles: np.ndarray, host: np.ndarray) -> int:

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from ..comm.local import Exchange, LocalGroup
 from .pool import WorkerError
-
-
-def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
-    """Make ``stream`` and its device the current ones within this context."""
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 class LocalWorld:
@@ -40,8 +35,9 @@ class LocalWorld:
         errors: dict[int, BaseException] = {}
 
         def rank(number: int) -> None:
+            on_stream = nullcontext() if stream is None else torch.cuda.stream(stream)
             try:
-                with torch.autograd.set_multithreading_enabled(False), on_stream(stream):
+                with torch.autograd.set_multithreading_enabled(False), on_stream:
                     results[number] = function(LocalGroup(exchange, number, self.timeout), *arguments)
             except BaseException as error:
                 errors[number] = error

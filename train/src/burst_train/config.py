@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 PackName = Literal["documents", "none"]
 DtypeOrAuto = Literal["auto", "float32", "bfloat16", "float64", "fp32", "bf16", "fp64"]
 OnNan = Literal["stop", "skip"]
+ScheduleName = Literal["cosine", "linear", "constant", "warmup-stable-decay"]
 SaveDtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 LastRate = Annotated[float, number(lambda value: 0 <= value <= 1, "must be a share of --lr, from 0 to 1")]
 
@@ -167,12 +168,15 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """The optimizer and its schedule: AdamW, warm-up and cosine decay."""
+    """The optimizer and its schedule: AdamW, warm-up and decay."""
 
     lr: Positive | None = None
     """Peak learning rate. Default: 2e-3 for tiny, 3e-4 for the other presets, 2e-5 for a loaded model."""
     min_lr: LastRate = 0.1
     """Final learning rate, as a share of --lr."""
+    schedule: ScheduleName = "cosine"
+    """How the learning rate falls after the warm-up. warmup-stable-decay: linearly, over the last tenth of the steps.
+    constant: not at all; --min-lr has no effect."""
     warmup: NonNegativeInt = 10
     """Steps of linear warm-up."""
     decay_steps: Count | None = None
@@ -209,7 +213,8 @@ class TrainConfig:
     @property
     def how(self) -> dict[str, Any]:
         """The engine settings that :func:`burst_train.engines.choose` takes."""
-        return {**self.parallel.how, "remat": self.memory.remat}
+        memory = self.memory
+        return {**self.parallel.how, "remat": memory.remat, "attention_chunks": memory.attention_chunks}
 
     @property
     def packed(self) -> bool:

@@ -5,14 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from burst_attention.cli.flags import Count, flag, require
+from burst_attention.cli.flags import Count, flag, require, text
 from burst_attention.planner.planner import Remat as RematName
 
-OffloadName = Literal["none", "activations"]
+OptimizerName = Literal["adamw", "adamw-8bit"]
+DISK = "disk:"
 # Engines with an attention operator that a checkpoint can keep by name; engines that compute with DTensors.
 KEEPING, TENSOR = ("burst", "ring"), ("tensor", "tensor-sequence")
+
+
+def where(value: str) -> str:
+    """Require a place for saved layer inputs: none, host, or disk:DIR."""
+    if value == "activations":
+        return "'activations' was renamed; use host"
+    if value in ("none", "host") or (value.startswith(DISK) and value != DISK):
+        return text(value)
+    return f"{value!r} must be none, host or disk:DIR, as in disk:/scratch"
+
+
+Offload = Annotated[str, where]
 
 
 @dataclass(frozen=True)
@@ -22,10 +35,18 @@ class MemoryConfig:
     remat: RematName = "none"
     """What the backward recomputes. layer: whole decoder layers, of which only the inputs are kept.
     keep-attention: all but the attention, so that its exchanges are not repeated (burst and ring)."""
-    offload: OffloadName = "none"
-    """activations: keep the layer inputs saved by --remat in host memory (GPUs only; not yet run on a GPU)."""
+    offload: Offload = "none"
+    """Where the layer inputs saved by --remat are kept: none, host or disk:DIR. none: on the device.
+
+    host: pinned host memory (GPUs only; not yet run on a GPU). disk:DIR: a file in the folder DIR."""
+    attention_chunks: Count = 1
+    """Project, attend and project back this many groups of heads, one group at a time (burst and ring).
+
+    The backward recomputes q, k and v group by group."""
     mlp_chunks: Count = 1
     """Feed-forward layers process a rank's tokens in this many chunks; the backward recomputes each chunk."""
+    optimizer: OptimizerName = "adamw"
+    """adamw-8bit: AdamW with its moments in 8 bits, 2 bytes per weight instead of 8. Needs torchao."""
     optimizer_offload: bool = False
     """Keep weights, gradients and AdamW's moments in host memory; run AdamW there (GPUs only; not yet run on one)."""
     compile: bool = False
@@ -37,15 +58,24 @@ class MemoryConfig:
         """Raise ValueError naming the first flag that the engine or device does not support."""
         keeps = f"works only with --engine {' and '.join(KEEPING)}; for --engine {engine} use --remat layer"
         require(self.remat != "keep-attention" or engine in KEEPING, "remat", self.remat, keeps)
-        offload = "moves the layer inputs that --remat layer or keep-attention saves; add one of the two"
-        require(self.offload == "none" or self.remat != "none", "offload", self.offload, offload)
-        there = "is for GPUs; with --device cpu everything is already in host memory. Leave it out"
-        require(self.offload == "none" or device != "cpu", "offload", self.offload, there)
+        self._check_chunks(engine)
+        saved = "moves the layer inputs that --remat layer or keep-attention saves; add one of the two"
+        require(self.offload == "none" or self.remat != "none", "offload", self.offload, saved)
+        there = "is for GPUs; with --device cpu everything is already in host memory"
+        require(self.offload != "host" or device != "cpu", "offload", "host", f"{there}. Use disk:DIR, or leave it out")
         if self.optimizer_offload and device == "cpu":
-            raise ValueError(f"{flag('optimizer_offload')} {there}")
+            raise ValueError(f"{flag('optimizer_offload')} {there}. Leave it out")
         for name in ("optimizer_offload", "compile"):
             if getattr(self, name) and engine in TENSOR:
                 raise ValueError(f"{flag(name)} is not for --engine {engine}; leave it out, or use --engine burst")
+
+    def _check_chunks(self, engine: str) -> None:
+        """Raise ValueError if attention can't run by groups of heads."""
+        if self.attention_chunks > 1:
+            works = f"works only with --engine {' and '.join(KEEPING)}; for --engine {engine} leave it out"
+            require(engine in KEEPING, "attention_chunks", self.attention_chunks, works)
+            whole = "can't keep the results of --remat keep-attention; use --remat layer"
+            require(self.remat != "keep-attention", "attention_chunks", self.attention_chunks, whole)
 
 
 def free_memory(root: Path = Path("/")) -> tuple[int, str] | None:

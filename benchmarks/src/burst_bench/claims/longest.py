@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import re
 import resource
+import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,11 +40,14 @@ from ..tables import terminal
 
 GIB = 2**30
 REFUSED = re.compile(r"can't allocate memory|Cannot allocate memory|bad_alloc|MemoryError", re.IGNORECASE)
+SHOWN = ("remat", "mlp_chunks", "attention_chunks", "offload")
 CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("burst", {}),
     ("burst", {"remat": "layer"}),
     ("burst", {"remat": "keep-attention"}),
     ("burst", {"remat": "layer", "mlp_chunks": 8}),
+    ("burst", {"remat": "layer", "mlp_chunks": 32, "attention_chunks": 4}),
+    ("burst", {"remat": "layer", "mlp_chunks": 32, "attention_chunks": 4, "offload": f"disk:{tempfile.gettempdir()}"}),
     ("ring", {}),
     ("ulysses", {}),
     ("tensor-sequence", {}),
@@ -59,7 +63,7 @@ class Sizes:
     """Memory per rank."""
     first: int = 65536
     """The first length; a power of two times 1,024."""
-    most: int = 2**21
+    most: int = 2**22
     """The largest length to try."""
     layers: int = 2
     heads: int = 4
@@ -94,7 +98,7 @@ class LongestArguments(Sizes):
 
 def _engine(name: str, flags: dict[str, Any]) -> Engine:
     """Return the engine that ``burst train`` uses with these flags."""
-    return choose(name, remat=MemoryConfig(**flags).remat)
+    return choose(name, remat=flags.get("remat", "none"), attention_chunks=flags.get("attention_chunks", 1))
 
 
 def step(sizes: Sizes, engine_name: str, flags: dict[str, Any], length: int) -> None:
@@ -154,7 +158,7 @@ def tried(ranks: _Ranks, sizes: Sizes, engine: str, flags: dict[str, Any], lengt
     """Run one length, and return its row."""
     began = time.monotonic()
     row = {"engine": engine, **asdict(MemoryConfig(**flags)), "tokens": length}
-    row = {name: row[name] for name in ("engine", "remat", "mlp_chunks", "tokens")}
+    row = {name: row[name] for name in ("engine", *SHOWN, "tokens")} | {"offload": row["offload"].partition(":")[0]}
     try:
         peaks = ranks.run(peak_of_step, sizes, engine, flags, length)
     except WorkerError as error:
@@ -211,12 +215,12 @@ def main(arguments: list[str]) -> None:
 def longest_of(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
     """Return, for each case, the longest length that fits and the result of the next longer one."""
     lines = []
-    for key in dict.fromkeys((row["engine"], row["remat"], row["mlp_chunks"]) for row in rows):
-        own = [row for row in rows if (row["engine"], row["remat"], row["mlp_chunks"]) == key]
+    for key in dict.fromkeys(map(_policy, rows)):
+        own = [row for row in rows if _policy(row) == key]
         fits = [row for row in own if row["fits"]]
         beyond = [row for row in own if not row["fits"]]
         best = max(fits, key=lambda row: row["tokens"], default=None)
-        cells = {"engine": key[0], "--remat": key[1], "--mlp-chunks": str(key[2])}
+        cells = dict(zip(("engine", "--remat", "--mlp-chunks", "--attention-chunks", "--offload"), key, strict=True))
         cells["longest"] = "none of those tried" if best is None else f"{best['tokens']:,} tokens"
         cells["peak per rank"] = "-" if best is None else f"{best['peak'] / 2**20:,.0f} MiB"
         predicted = best and best["predicted"]
@@ -224,6 +228,15 @@ def longest_of(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
         cells["twice that"] = _beyond(beyond[0]) if beyond else "not run"
         lines.append(cells)
     return lines
+
+
+def _policy(row: dict[str, Any]) -> tuple[str, ...]:
+    """Return the engine and the memory options of a row; rows of older files lack the last two."""
+    return (
+        row["engine"],
+        row["remat"],
+        *(str(row.get(name, default)) for name, default in zip(SHOWN[1:], (1, 1, "none"), strict=True)),
+    )
 
 
 def _beyond(row: dict[str, Any]) -> str:

@@ -103,7 +103,7 @@ def engine_of(spec: str) -> Engine:
     """Return the engine that a text names, with a layout and settings after a colon.
 
     Examples: ``ring``, ``ring:contiguous``, ``usp:ulysses_degree=4``, ``burst:contiguous,cache_qkv=no,chunks=2``, and
-    ``burst:published`` for the paper's own strategy.
+    ``burst:published`` for the paper's own strategy. ``burst:attention_chunks=4`` computes 4 chunks of heads in turn.
 
     Raises:
         ValueError: No engine has this name, or the engine lacks a setting.
@@ -114,17 +114,20 @@ def engine_of(spec: str) -> Engine:
     parts = [part.partition("=") for part in settings.split(",")] if settings else []
     options = {key: value for key, sign, value in parts if sign}
     layouts = [key for key, sign, _ in parts if not sign]
-    odd = {*options} - {"ulysses_degree", "cache_qkv", "chunks"}
+    odd = {*options} - {"ulysses_degree", "cache_qkv", "chunks", "attention_chunks"}
     if odd or len(layouts) > 1 or len(options) + len(layouts) < len(parts):
         raise ValueError(
-            f"{spec}: give at most a layout, ulysses_degree=N, cache_qkv=yes or no, and chunks=N, with commas, such as "
-            "burst:ulysses_degree=4"
+            f"{spec}: give at most a layout, ulysses_degree=N, cache_qkv=yes or no, chunks=N and attention_chunks=N, "
+            "with commas, such as burst:ulysses_degree=4"
         )
-    if name != "burst" and {*options} & {"cache_qkv", "chunks"}:
-        raise ValueError(f"{spec}: cache_qkv and chunks are settings of burst; leave them out")
+    if name != "burst" and {*options} - {"ulysses_degree"}:
+        raise ValueError(f"{spec}: cache_qkv, chunks and attention_chunks are settings of burst; leave them out")
     values = {key: _value(spec, key, text) for key, text in options.items()}
+    heads = values.pop("attention_chunks", 1)
+    if not isinstance(heads, int) or heads < 1:
+        raise ValueError(f"{spec}: attention_chunks={heads} must be a number, at least 1")
     strategy = Strategy(layout=(layouts or ["auto"])[0], **values)
-    return choose(name, strategy=strategy)
+    return choose(name, strategy=strategy, attention_chunks=heads)
 
 
 def _value(spec: str, key: str, text: str) -> Any:

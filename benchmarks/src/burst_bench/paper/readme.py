@@ -1,4 +1,4 @@
-"""Draw tables from the figures of docs/results: three rows for the README, all rows for the index."""
+"""Draw tables from the figures of docs/results: a few rows for the README, all rows for the index."""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ from burst_attention.attention.batch import shard_batch
 
 from .attention import register
 from .heads import find_form, find_head, next_token_loss, next_token_nll, token_log_probs
+from .memory import Memory
 from .models import NAME, check_config, check_model, layer_windows
 from .outputs import ParallelOutput
 from .parallel import parallelize, unparallelize
@@ -32,6 +33,7 @@ from .parts import token_wise
 
 __all__ = [
     "NAME",
+    "Memory",
     "ParallelOutput",
     "check_config",
     "check_model",

@@ -17,9 +17,21 @@ from burst_attention.attention.entry import burst_attention
 from burst_attention.attention.hardware import CallShape
 from burst_attention.attention.plan import Plan
 
-from . import checks, models, parts
+from . import checks, models, parts, recurrent
 from .checks import UNSTATED, MaskRequest
 from .models import NAME
+
+# Attentions that don't get ``position_ids``. Their models turn q and k before, or add positions to the embeddings.
+_KEEP_POSITIONS = (
+    "CohereCompassAttention",
+    "GPTBigCodeAttention",
+    "GraniteMoeHybridAttention",
+    "MoshiAttention",
+    "MultiHeadAttention",  # CTRL
+    "NemotronAttention",
+    "PersimmonAttention",
+    "ZambaAttention",
+)
 
 
 def register() -> None:
@@ -73,11 +85,15 @@ class Attention:
         Args:
             query: [B, Hq, S_local, D].
             key, value: [B, Hkv, S_local, D or Dv].
-            attend: computes the attention after the checks; takes the arguments of :func:`burst_attention`.
+            attend: computes the attention after the checks; takes the arguments of :func:`burst_attention`. One that
+                has a true ``of_some_tokens`` gets the projections of some tokens, without checks.
 
         Returns:
             [B, S_local, Hq, Dv], and None for the attention weights.
         """
+        plan = recurrent.given_to(module) if plan is None else plan
+        if getattr(attend, "of_some_tokens", False):  # the call for all tokens was checked
+            return attend(*_autocast(query, key, value), plan, scale=scaling).transpose(1, 2), None
         with Plans.of(plan).one.agreement.entering("burst_attention"):
             checks.check_keywords(dropout, others)
             request = checks.mask_request(attention_mask)
@@ -86,7 +102,7 @@ class Attention:
             checks.check_causal(chosen, [causal] if request is None else [causal, request.causal])
             checks.check_lengths(query, key, chosen)
             checks.check_rope(getattr(module, "config", None))
-            checked = position_ids is not None and getattr(plan, "positions", None) is position_ids
+            checked = self._are_checked(module, plan, position_ids)
             if not checked:
                 self._models.check(module, chosen)
                 self._check_positions(position_ids, query, chosen)
@@ -95,6 +111,13 @@ class Attention:
             checks.mark_attended(plan, position_ids)
         out = attend(query, key, value, chosen, scale=scaling)
         return out.transpose(1, 2).contiguous(), None
+
+    @staticmethod
+    def _are_checked(module: torch.nn.Module, plan: Any, position_ids: Any) -> bool:
+        """Return whether ``parallelize`` cut the positions itself, so that the layer can't have others."""
+        positions = getattr(plan, "positions", None)
+        kept = position_ids is None and type(module).__name__ in _KEEP_POSITIONS
+        return positions is not None and (position_ids is positions or kept)
 
     def _check_positions(self, position_ids: Any, query: torch.Tensor, plan: Plan) -> None:
         remedy = "pass position_ids=plan.document_positions, one row for each sequence of the batch"
@@ -174,8 +197,12 @@ def _closure(function: Any) -> dict[str, Any]:
     return {name: cell.cell_contents for name, cell in cells}
 
 
-def call_shape(model: Any) -> CallShape:
-    """Return the shape of the attention calls of a model's layers; an empty one if its configuration does not say."""
+def call_shape(model: Any, chunks: int = 1) -> CallShape:
+    """Return the shape of the attention calls of a model's layers; an empty one if its configuration does not say.
+
+    Args:
+        chunks: the number of chunks of heads, each a call.
+    """
     config: Any = getattr(model, "config", None)
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     q_heads, width = (getattr(text, name, None) for name in ("num_attention_heads", "hidden_size"))
@@ -188,4 +215,5 @@ def call_shape(model: Any) -> CallShape:
         return CallShape()
     dtype = getattr(model, "dtype", None)
     dtype = dtype if dtype in DTYPES else None
-    return CallShape(q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
+    q_heads, kv_heads = (max(1, heads // chunks) for heads in (q_heads, kv_heads))
+    return CallShape(q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, attention_chunks=chunks)

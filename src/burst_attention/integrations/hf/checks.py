@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -99,10 +99,11 @@ def _check_same_layout(plans: Mapping[Any, Plan]) -> None:
             f"plan has plans with different (seqlen, layout, world, rank) {sorted(shapes)}; "
             "make one plan and derive the others from it by plan.with_mask"
         )
-    if len({(each.mask.cu_seqlens, each.mask.prefix) for each in plans.values()}) > 1:
+    if len({replace(each.mask, causal=True, window=None) for each in plans.values()}) > 1:
         listed = ", ".join(f"{window}: {each.mask!r}" for window, each in plans.items())
         raise ValueError(
-            f"plan has masks of different documents or prefixes ({listed}); make masks that differ only in their window"
+            f"plan has masks of different documents, prefixes or blocks ({listed}); make masks that differ only in "
+            "their window"
         )
 
 

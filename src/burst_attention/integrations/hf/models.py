@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,12 +20,14 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from burst_attention.attention.batch import PlanArgument, Plans
 from burst_attention.attention.plan import Plan, single_rank_plan
+from burst_attention.plan.mask import Mask
 
-from . import parts
+from . import mixers, parts, recurrent
 from .checks import check_rope
 from .parts import ALONE, NAME
 
-_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention", "global_attention", "local_attention"})
+_ATTENTIONS = {"full_attention", "sliding_attention", "attention", "global_attention", "local_attention"}
+_LAYER_TYPES = _ATTENTIONS | mixers.LISTED | {"mlp", "moe", "dense", "sparse"}  # ``parts`` knows them by their classes
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 _SOFTCAPS = ("attn_logit_softcapping", "attn_softcap", "attention_logit_cap")
 
@@ -136,6 +137,7 @@ class Watch:
         known = self._right.get(model)
         if known is None or known[0] != model.training:
             parts.check_structure(model)
+            recurrent.check_converted(model)
             parts.check_hooks(model)
             parts.check_randomness(model)
             known = self._right[model] = model.training, parts.attention_configs(model)
@@ -179,7 +181,8 @@ def check_model(model: PreTrainedModel, plan: PlanArgument) -> None:
         parts.check_structure(model)
         parts.check_hooks(model)
         parts.check_implementations(model, parts.attention_configs(model))
-        _check_by_measure(model, plan)
+        with recurrent.converted(model):
+            _check_by_measure(model, plan)
     one.exchange_small([])
 
 
@@ -187,7 +190,7 @@ def _check_by_measure(model: PreTrainedModel, plan: PlanArgument) -> None:
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ValueError("the model's parameters are already sharded; call check_model before fully_shard")
     modes = {module: module.training for module in model.modules()}
-    reached: list[bool] = []
+    reached = [True] if recurrent.is_converted(model) else []
     run = _tokens_apart(model, plan, reached)
     try:
         for training in sorted({False, model.training}):
@@ -247,16 +250,15 @@ def _tokens_apart(model: PreTrainedModel, plan: PlanArgument, reached: list[bool
         return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
 
     def alone(each: Plan, length: int) -> Plan:
-        return single_rank_plan(length, mask=replace(each.mask, cu_seqlens=tuple(range(0, length + 1, 4)), prefix=None))
+        documents = tuple(range(0, length + 1, 4))
+        return single_rank_plan(length, mask=Mask(each.mask.causal, each.mask.window, documents))
 
     def run(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         plans: Any = {key: alone(each, len(ids)) for key, each in Plans.of(plan).items()}
-        if not isinstance(plan, Mapping):
-            plans = next(iter(plans.values()))
         ids, positions = ids[None].to(model.device), positions[None].to(model.device)
-        with torch.no_grad():
-            return model.base_model(input_ids=ids, position_ids=positions, plan=plans, attend=attend, use_cache=False)[
-                0
-            ]
+        plans = Plans(Plans.of(plans), positions=positions)  # as a parallelized model's plans
+        with torch.no_grad(), recurrent.running(model, plans):
+            out = model.base_model(input_ids=ids, position_ids=positions, plan=plans, attend=attend, use_cache=False)
+        return out[0]
 
     return run

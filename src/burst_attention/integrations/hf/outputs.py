@@ -141,13 +141,18 @@ def _results(model: Any, hidden: Tensor, call: Call) -> ParallelOutput:
     return replace(out, loss=loss, log_probs=log_probs, entropy=entropy, label_mask=mask)
 
 
+@dataclass
+class _WholeOutput(MoeModelOutputWithPast):
+    cache_params: Any = None  # the name of past_key_values in Mamba models
+
+
 def _around(model: Any, body: Callable[[], Any], call: Call) -> Any:
     """Run the model's own forward on each rank, on the whole hidden states of the parallel body.
 
     Each rank then has whole gradients of the other parts (the head, for example), but only its shard's share of the
     body's gradients. ``Scaled`` multiplies that share by the number of ranks, so that a mean over the ranks is right.
     """
-    world, whole, head = float(call.plan.world), MoeModelOutputWithPast(), model.get_output_embeddings()
+    world, whole, head = float(call.plan.world), _WholeOutput(), model.get_output_embeddings()
 
     def results() -> Any:
         made = body()
@@ -169,7 +174,7 @@ def _around(model: Any, body: Callable[[], Any], call: Call) -> Any:
 def _check_padding(model: Any, around: stub_forward.Around, out: Any, whole: Any, real: Tensor) -> None:
     """Refuse a loss that depends on the hidden states of padding, which differ from those on one device."""
     hidden = whole.last_hidden_state
-    other = MoeModelOutputWithPast(last_hidden_state=torch.where(real[..., None], hidden, 1 - 2 * hidden))
+    other = _WholeOutput(last_hidden_state=torch.where(real[..., None], hidden, 1 - 2 * hidden))
     other.router_logits = whole.router_logits
     again = around.run(lambda: other, nullcontext, keep=False)
     for first, second in zip(stub_forward.tensors_of(out), stub_forward.tensors_of(again), strict=True):

@@ -27,11 +27,12 @@ from burst_attention.loss import LogitForm
 from burst_attention.loss.checks import divisor_of
 from burst_attention.plan.strategy import Strategy
 
-from . import arguments, heads, models, parts, stub_forward
+from . import arguments, heads, models, parts, recurrent, stub_forward
 from .adapters import check_added_losses
 from .attention import call_shape, register
 from .batch import PlanCache, rows_of
 from .checks import check_rope
+from .memory import Memory, unsave
 from .outputs import Call, Scaled, answer, answer_by_own
 
 Gradients = Literal["mean", "sum"]
@@ -52,6 +53,7 @@ def parallelize(
     strategy: Strategy | str | None = None,
     gradients: Gradients = "mean",
     temperature: float = 1.0,
+    memory: Memory | None = None,
     timeout: float | timedelta | None = None,
 ) -> Model:
     """Shard each sequence of the model's batches over the ranks of ``group``. Call it on every rank.
@@ -72,6 +74,7 @@ def parallelize(
         gradients: ``mean``: the mean over all ranks is the one-device gradient, as DDP and FSDP expect. ``sum``: the
             sum over the ranks of ``group`` is the one-device gradient.
         temperature: the temperature of the fields per token that ``fused_lm_head=True`` requests, as in TRL.
+        memory: recomputation, chunks and offload, which save activation memory; None: none of them.
         timeout: as for :func:`burst_attention.make_plan`.
 
     Returns:
@@ -88,18 +91,32 @@ def parallelize(
     """
     adapted = _wrapper(model) is None and hasattr(model, "get_base_model")
     base: Any = model.get_base_model() if adapted else model  # type: ignore[operator]
-    plan = make_plan(1, strategy=strategy, call=call_shape(base), group=group, timeout=timeout)
+    chunks = memory.attention_chunks if isinstance(memory, Memory) else 1
+    plan = make_plan(1, strategy=strategy, call=call_shape(base, chunks), group=group, timeout=timeout)
     with plan.agreement.entering("parallelize"):
         if gradients not in get_args(Gradients):
             raise ValueError(f"gradients={gradients!r} is unknown; choose one of {', '.join(get_args(Gradients))}")
-        form = _check_model(model, base, plan.world)
-    plan.agreement.agree("parallelize", {"gradients": gradients, "temperature": temperature})
+        form = _check_model(model, base, plan)
+        memory = Memory() if memory is None else memory
+        if not isinstance(memory, Memory):
+            raise TypeError(f"memory={memory!r} must be a burst_attention.integrations.hf.Memory")
+    try:
+        with plan.agreement.entering("parallelize"):
+            memory.apply(base.base_model, plan.agreement)
+        plan.agreement.agree(
+            "parallelize", {"gradients": gradients, "temperature": temperature, "memory": repr(memory)}
+        )
+    except Exception:
+        unsave(base.base_model)
+        raise
     register()
-    _convert(base, plan, form, gradients, temperature)
+    _convert(base, plan, form, gradients, temperature, memory)
     return model
 
 
-def _convert(base: Any, plan: Plan, form: LogitForm | None, gradients: Gradients, temperature: float) -> None:
+def _convert(
+    base: Any, plan: Plan, form: LogitForm | None, gradients: Gradients, temperature: float, memory: Memory
+) -> None:
     """Give a checked model our attention, our forward and its state; :func:`unparallelize` takes them away."""
     own = base.config._attn_implementation
     _switch(base, parts.NAME)
@@ -109,10 +126,12 @@ def _convert(base: Any, plan: Plan, form: LogitForm | None, gradients: Gradients
         form,
         gradients,
         temperature,
+        memory,
         alone="sdpa" if own == parts.NAME else own,
         layers=parts.attention_configs(base),
         absolute=models.places_absolutely(base),
     )
+    recurrent.convert(base.base_model)
     vars(base).pop("forward", None)  # TRL's fused head; our forward computes the same results
     base.__class__ = _parallel_class(type(base))  # type: ignore[arg-type]
 
@@ -135,13 +154,15 @@ def unparallelize(model: Model) -> Model:
         raise ValueError(f"model is a {type(base).__name__} that is not parallelized; don't call hf.unparallelize")
     alone = base._burst.alone
     spread: Any = base
+    recurrent.restore(spread.base_model)
+    unsave(spread.base_model)
     del spread._burst
     spread.__class__ = spread.stock_class
-    spread.set_attn_implementation(alone)
+    _switch(spread, alone)
     return model
 
 
-def _check_model(model: Any, base: Any, world: int) -> LogitForm | None:
+def _check_model(model: Any, base: Any, plan: Plan) -> LogitForm | None:
     """Return the form of the logits of ``base``, the model inside of a PEFT model, if the model can be parallelized.
 
     Raises:
@@ -161,7 +182,8 @@ def _check_model(model: Any, base: Any, world: int) -> LogitForm | None:
         )
     form = _form_of(base)
     _check_own_forward(base)
-    if world > 1:
+    if plan.world > 1:
+        recurrent.check_layout(base, plan.layout)
         models.check_layers(base.config)
         check_rope(base.config.get_text_config(decoder=True))
         parts.check_structure(base.base_model)
@@ -210,6 +232,7 @@ class _Context:
     form: LogitForm | None  # None: the model classifies whole sequences
     gradients: Gradients
     temperature: float
+    memory: Memory
     alone: str  # the attention implementation for a single rank, used by generate
     layers: list[Any]  # the configurations from which the layers read their attention implementation
     absolute: bool  # whether absolute positions matter, not only distances
@@ -223,6 +246,7 @@ class _Context:
 
     def check_parts(self, model: Any) -> None:
         """Check adapters, hooks and attentions that were attached to the model since the last call."""
+        self.memory.check(model.base_model)
         if self.plans.base.world == 1:
             return
         body = model.base_model
@@ -301,7 +325,8 @@ def _alone(model: Any) -> Any:
     model._burst.generating = True
     _switch(model, model._burst.alone)
     try:
-        yield
+        with recurrent.running(model.base_model):
+            yield
     finally:
         _switch(model, parts.NAME)
         model._burst.generating = False
@@ -327,7 +352,8 @@ def _body(model: Any, call: Call) -> Any:
     ids, positions = call.shard["input_ids"], call.shard["position_ids"]
     plans = Plans(call.plans, positions=positions)
     asked = {"output_router_logits": True} if call.router else {}
-    return model.base_model(input_ids=ids, position_ids=positions, plan=plans, use_cache=False, **asked)
+    with recurrent.running(model.base_model, plans):
+        return model.base_model(input_ids=ids, position_ids=positions, plan=plans, use_cache=False, **asked)
 
 
 @torch.compiler.disable

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 from torch import nn
 from transformers import PreTrainedModel
 
+from . import mixers
 from .adapters import reason_of_adapter
 
 NAME = "burst"
@@ -123,10 +124,13 @@ def _is_declared(treats: Any) -> bool:
 
 def check_structure(model: nn.Module) -> None:
     """Refuse a model with another attention, or with a part not known to treat each token independently."""
+    of_mixers = {id(part) for _, mixer in mixers.mixers_of(model) for part in mixer.children()}
     for name, module in model.named_modules():
-        reason = _reason(module)
+        known = isinstance(module, nn.Conv1d) and id(module) in of_mixers  # the mixer passes its weight to a kernel
+        reason = None if known else _reason(module)
         if reason:
             raise ValueError(f"{_shown(name, module)} {reason}, {_SHARD_ALONE}; {ALONE}")
+    mixers.check_listed(model)
 
 
 def check_hooks(model: nn.Module, *, root: bool = True) -> None:
@@ -181,7 +185,11 @@ def check_attention_is_ours(model: nn.Module) -> None:
 
     Its layers would get no mask, so that even on one rank tokens would see later tokens.
     """
-    attentions = {name: module for name, module in model.named_modules() if "Attention" in type(module).__name__}
+    attentions = {
+        name: module
+        for name, module in model.named_modules()
+        if "Attention" in type(module).__name__ and next(mixers.mixers_of(module), None) is None
+    }
     if attentions and not any(_calls_interface(module) for module in attentions.values()):
         name, module = next(iter(attentions.items()))
         raise ValueError(
@@ -242,6 +250,8 @@ def _reason(module: nn.Module) -> str | None:
     """Return why a module may mix tokens or use wrong positions, or None. Its children are checked separately."""
     if hasattr(module, "stock_class"):
         return None  # the forward of a parallelized model is ours
+    if mixers.mechanism(module):
+        return None  # parallelize replaces its forward
     kind = _definer(type(module))
     own = vars(module).get("forward")
     if own is not None and kind.__name__ not in _TRANSPARENT and not _within(_origin(own), _ADDED_BY):
@@ -279,7 +289,9 @@ def is_called(module: nn.Module, role: str) -> bool:
 
 def _own_attention(module: nn.Module) -> bool:
     """Return whether a module is an attention that doesn't use transformers' attention interface."""
-    return "Attention" in type(module).__name__ and not any(_calls_interface(part) for part in module.modules())
+    if "Attention" not in type(module).__name__ or next(mixers.mixers_of(module), None) is not None:
+        return False
+    return not any(_calls_interface(part) for part in module.modules())
 
 
 def _calls_interface(module: nn.Module) -> bool:

@@ -154,7 +154,8 @@ class Around:
         names = list(inspect.signature(self._model._modules[prefix].forward).parameters)
         asked = dict(zip(names, args, strict=False)) | dict(kwargs)
         wrong = [name for name, value in asked.items() if not self._is_given(name, value)]
-        wrong += [name for name in self._batch if asked.get(name) is None and self._matters(name)]
+        unread = {"position_ids"} - set(names)  # a body without positions; the plan has the documents
+        wrong += [name for name in self._batch.keys() - unread if asked.get(name) is None and self._matters(name)]
         if wrong:
             raise ValueError(
                 f"{self._kind}.forward calls its {prefix} with another {wrong[0]} than it was given, which is not "

@@ -26,9 +26,11 @@ except ImportError as error:
 
 from burst_attention.plan.strategy import Strategy
 
+from ..hf.memory import Memory
 from ..hf.parallel import parallelize
 from .checks import (
     check_hooks,
+    check_memory,
     check_order,
     check_settings,
     check_trainer,
@@ -51,7 +53,8 @@ class BurstMixin(OneGeneration):
     Args:
         context_size: the number of neighbouring ranks that share one sequence; it must divide the number of ranks.
             Default: the ``cp_size`` of the arguments' ParallelismConfig, else all ranks. 1 changes nothing.
-        strategy: as for :func:`burst_attention.integrations.hf.parallelize`.
+        strategy, memory: as for :func:`burst_attention.integrations.hf.parallelize`. ``memory`` needs contexts of more
+            than one rank.
 
     Raises:
         TypeError, ValueError: a setting needs whole logits (``compute_metrics``, ``label_smoothing_factor``, a custom
@@ -67,7 +70,12 @@ class BurstMixin(OneGeneration):
         check_order(cls, BurstMixin)
 
     def __init__(
-        self, *args: Any, context_size: int | None = None, strategy: Strategy | str | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        context_size: int | None = None,
+        strategy: Strategy | str | None = None,
+        memory: Memory | None = None,
+        **kwargs: Any,
     ) -> None:
         if "layout" in kwargs:
             raise TypeError("BurstMixin(layout=...) is now strategy=Strategy(layout=...)")
@@ -77,6 +85,8 @@ class BurstMixin(OneGeneration):
         super().__init__(*args, **kwargs)
         trainer: Any = self
         check_settings(trainer)
+        if memory is not None:
+            check_memory(memory, trainer.args, self._context_size)
         if self._context_size == 1:
             return
         if hasattr(trainer, "num_generations"):
@@ -84,7 +94,7 @@ class BurstMixin(OneGeneration):
         temperature = getattr(trainer, "temperature", 1.0)
         group = trainer.accelerator.contexts["context"]
         spread = functools.partial(
-            parallelize, group=group, strategy=strategy, gradients="mean", temperature=temperature
+            parallelize, group=group, strategy=strategy, gradients="mean", temperature=temperature, memory=memory
         )
         spread(trainer.model)
         reference = getattr(trainer, "ref_model", None)

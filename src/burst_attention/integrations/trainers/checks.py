@@ -144,8 +144,7 @@ def launched_config() -> ParallelismConfig | None:
 def context_size_of(config: ParallelismConfig, size: int | None) -> int | None:
     """Return the context size from the argument or from a ParallelismConfig.
 
-    Raises:
-        ValueError: the configuration has unsupported axes, or another size than the argument.
+    Raise ValueError if the configuration has unsupported axes, or another size than the argument.
     """
     if config.tp_size > 1 or config.sp_size > 1:
         raise ValueError(
@@ -160,10 +159,7 @@ def context_size_of(config: ParallelismConfig, size: int | None) -> int | None:
 
 
 def without_context(config: ParallelismConfig) -> ParallelismConfig:
-    """Return a ParallelismConfig without a context axis; its ranks join the axis over which FSDP shards.
-
-    With a context axis accelerate would shard sequences by its own method, too.
-    """
+    """Return a ParallelismConfig without a context axis, which accelerate would shard; its ranks join the FSDP axis."""
     if config.cp_size == 1:
         return config
     return type(config)(
@@ -171,3 +167,14 @@ def without_context(config: ParallelismConfig) -> ParallelismConfig:
         dp_shard_size=config.dp_shard_size * config.cp_size,
         **dict.fromkeys(("cp_size", "tp_size", "sp_size"), 1),  # omitted sizes come from environment variables
     )
+
+
+def check_memory(memory: Any, args: Any, context_size: int | None) -> None:
+    """Raise ValueError if ``BurstMixin(memory=...)`` would have no effect, or would recompute layers twice."""
+    if context_size == 1:
+        raise ValueError("memory=... needs contexts of more than one rank; raise context_size, or leave memory out")
+    if getattr(memory, "recompute", "none") != "none" and args.gradient_checkpointing:
+        raise ValueError(
+            f"gradient_checkpointing=True would replace memory={memory!r}; set gradient_checkpointing=False in the "
+            "training arguments"
+        )

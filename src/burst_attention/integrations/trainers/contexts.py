@@ -12,13 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 class ContextAccelerator(Accelerator):
-    """An accelerator that counts the neighbouring ranks of a context as one process.
+    """An accelerator that counts the neighbouring ranks of a context as one process."""
 
-    Attributes:
-        contexts: a mesh ("data", "context") over all ranks; :meth:`make_contexts` sets it.
-    """
-
-    contexts: DeviceMesh
+    contexts: DeviceMesh  # ("data", "context") over all ranks; :meth:`make_contexts` sets it
 
     def make_contexts(self, size: int) -> None:
         """Group each ``size`` neighbouring ranks into one context."""
@@ -47,8 +43,7 @@ class ContextAccelerator(Accelerator):
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather like :class:`Accelerator`, but once per context, and drop the last batch's repeated samples.
 
-        Raises:
-            ValueError: an object is not a tensor, or ``use_gather_object`` is set.
+        Raise ValueError for an object that is not a tensor, or if ``use_gather_object`` is set.
         """
         try:
             recursively_apply(lambda x: x, input_data, error_on_other_type=True)

@@ -23,9 +23,8 @@ class OneGeneration:
     def _generate_by_context(self) -> None:
         """Set the trainer's batch sizes and seeds per context instead of per rank.
 
-        Raises:
-            ValueError: a batch does not hold whole groups of completions.
-            RuntimeError: this version of TRL stores its logs in another way.
+        Raise ValueError if a batch does not hold whole groups of completions, and RuntimeError if this version of TRL
+        stores its logs in another way.
         """
         trainer: Any = self
         args, accelerator = trainer.args, trainer.accelerator

@@ -28,11 +28,9 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class Triton:
     """FlashAttention-2's forward and backward over lists of banded tiles, one launch for any number of tiles.
 
-    Partial results are fp32. The block sizes fix the summation order, so runs with the same sizes are bit-equal.
-
-    Args:
-        tuned: measure block sizes on first use and cache them on disk. If False, or under
-            ``torch.use_deterministic_algorithms(True)``, use fixed sizes.
+    Partial results are fp32. The block sizes fix the summation order, so runs with the same sizes are bit-equal. If
+    ``tuned``, they are measured on first use and cached on disk. Otherwise, and under
+    ``torch.use_deterministic_algorithms(True)``, they are fixed.
     """
 
     tuned: bool = True
@@ -44,15 +42,12 @@ class Triton:
         return "triton"
 
     def untuned(self) -> Triton:
-        """Return this kernel with fixed block sizes."""
         return replace(self, tuned=False)
 
     def exact_partials(self, dtype: torch.dtype) -> bool:
-        """Return True: all sums are in fp32."""
         return True
 
     def check(self, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int]) -> None:
-        """Raise ValueError if the device, dtype or head dimensions are not supported."""
         check_width(self.name, max(head_dims), WIDEST)
         if device.type != "cuda" and not interpreted():
             raise ValueError(
@@ -67,13 +62,11 @@ class Triton:
             )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
-        """Return fp32 (out, lse) of the tiles."""
         out, lse = blank_output(q, v, q.shape[2], torch.float32)
         self.run_forward((q, k, v), (out, lse), tiles, scale, self._sizes("forward", q, v, tiles))
         return out, lse
 
     def extend(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, out: Tensor, lse: Tensor) -> None:
-        """Add tiles to an earlier (out, lse) in place."""
         self.run_forward((q, k, v), (out, lse), tiles, scale, self._sizes("forward", q, v, tiles), carry=True)
 
     def backward(self, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,11 +121,7 @@ class Triton:
 
 
 def grid_of(length: int, block: int, batch: int, heads: int) -> tuple[int, int]:
-    """Return the launch grid: (row blocks, batch x heads).
-
-    Raises:
-        ValueError: batch x heads exceeds CUDA's grid limit.
-    """
+    """Return the launch grid: (row blocks, batch x heads). Raise ValueError if CUDA's grids can't be as large."""
     if batch * heads > MOST_HEADS:
         raise ValueError(
             f"kernel='triton' takes batch x heads up to {MOST_HEADS}, not {batch} x {heads}; split the batch"

@@ -42,8 +42,7 @@ def fixed_sizes(width: int, value_width: int, dtype: torch.dtype) -> Sizes:
 def candidates(width: int, value_width: int, dtype: torch.dtype) -> list[Sizes]:
     """Return the sizes to try, the fixed choice first. Sizes that don't fit the GPU fail and are skipped.
 
-    The list is short, because each entry is compiled for every program, head dimension and kind of tiles while other
-    ranks wait.
+    They are few: each is compiled for every program, head dimension and kind of tiles while other ranks wait.
     """
     fixed = fixed_sizes(width, value_width, dtype)
     if dtype == torch.float32:
@@ -61,13 +60,9 @@ def kind_of(tiles: Tiles) -> str:
 
 @dataclass(eq=False)
 class Tuner:
-    """Measures sizes on representative tensors; caches the fastest in memory and in a file.
+    """Measures sizes on representative tensors; caches the fastest in memory and in a file."""
 
-    Attributes:
-        folder: the folder of the file; None for the user's cache folder.
-    """
-
-    folder: Path | None = None
+    folder: Path | None = None  # of the file; None for the user's cache folder
     known: dict[str, Sizes] = field(default_factory=dict)
 
     def sizes(self, kernel: Any, program: str, q: Tensor, v: Tensor, tiles: Tiles) -> Sizes:

@@ -22,8 +22,9 @@ from . import files
 from .files import Best, best_checkpoint
 from .generators import read_generators
 from .manifest import UNFINISHED, discard, discard_unfinished, read_state
+from .moments import MOMENTS
 from .shards import seconds_to_write
-from .snapshot import MOMENTS, WAITING, Run, check_same_run, restore, state_of, tensors_of
+from .snapshot import WAITING, Run, check_same_run, put_moments, restore, state_of, tensors_of
 from .state import State
 from .writer import CheckpointWriter, all_or_raise
 
@@ -223,6 +224,7 @@ def load(run: Run, folder: Path, state: State) -> None:
     tensors = tensors_of(run.model, run.optimizer)
     waiting = tensors[WAITING] = torch.zeros(state.tensors[WAITING].shape, dtype=torch.int32)
     files.load(folder, tensors)
+    put_moments(run.model, run.optimizer, tensors)
     restore(run, state, Cursor.at(state.cursor, waiting.numpy()))
 
 

@@ -22,15 +22,16 @@ from ..data.cursor import Cursor
 from ..data.sequences import SequenceReader, TrainingStream
 from .generators import set_generators
 from .manifest import STATE
+from .moments import MOMENTS, blank_state, plain, put_back
 from .state import Optimizer, State
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 WAITING = "data.waiting"
 WEIGHTS = "weights."
 # Settings that a resumed run must keep. Settings not listed here may change.
 LASTING = (
     *("model", "dtype", "data", "tokenizer", "seq_len", "pack", "held_out", "seed", "global_batch", "decay_steps"),
-    *("lr", "min_lr", "warmup", "weight_decay", "beta1", "beta2", "eps", "clip"),
+    "schedule",
+    *("lr", "min_lr", "warmup", "weight_decay", "beta1", "beta2", "eps", "clip", "optimizer"),
 )
 # Settings of one start of the run; the next start sets them again.
 PASSING = ("out", "overwrite", "resume", "profile", "ranks", "device", "accumulate")
@@ -61,7 +62,7 @@ class Run(Protocol):
     def model_config(self) -> PreTrainedConfig: ...
 
     @property
-    def optimizer(self) -> torch.optim.AdamW: ...
+    def optimizer(self) -> torch.optim.Optimizer: ...
 
     @property
     def schedule(self) -> LRScheduler: ...
@@ -71,7 +72,7 @@ class Run(Protocol):
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the sharded weights and AdamW moments by name, without copying.
+    """Return the sharded weights and AdamW moments by name, without copying; moments in 8 bits are copied.
 
     If the optimizer has taken no step yet, its moments are created as zeros.
     """
@@ -80,16 +81,24 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     for parameter in _parameters(optimizer):
         held = optimizer.state[parameter]
         if not held:
-            held |= {"step": torch.tensor(0.0)} | {moment: torch.zeros_like(parameter) for moment in MOMENTS}
-        tensors |= {f"{moment}.{names[parameter]}": held[moment].detach() for moment in MOMENTS}
+            held |= blank_state(optimizer, parameter)
+        tensors |= {f"{moment}.{names[parameter]}": plain(held[moment]) for moment in MOMENTS}
     return tensors
+
+
+def put_moments(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Store the loaded moments in the optimizer; ``tensors`` comes from :func:`tensors_of`."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for parameter in _parameters(optimizer):
+        for moment in MOMENTS:
+            put_back(optimizer.state[parameter][moment], tensors[f"{moment}.{names[parameter]}"])
 
 
 def state_of(run: Run, generators: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the state of a run after its latest step that JSON holds; ``generators``: the ranks' states, by rank."""
     names = {parameter: name for name, parameter in run.model.named_parameters()}
     groups = [
-        {key: value for key, value in group.items() if key != "params"}
+        {key: _number(value) for key, value in group.items() if key != "params"}
         | {"parameters": [names[parameter] for parameter in group["params"]]}
         for group in run.optimizer.param_groups
     ]
@@ -103,11 +112,16 @@ def state_of(run: Run, generators: list[dict[str, Any]]) -> dict[str, Any]:
         "model": run.model_config.to_dict(),
         "generation": _generation_of(run.model),
         "optimizer": {"name": type(run.optimizer).__name__, "steps": counts.pop(), "groups": groups},
-        "schedule": {"last_epoch": run.schedule.last_epoch, "last_lr": run.schedule.get_last_lr()},
+        "schedule": {"last_epoch": run.schedule.last_epoch, "last_lr": [*map(_number, run.schedule.get_last_lr())]},
         "generators": generators,
         "cursor": run.sequences.cursor().model_dump(),
         "losses": {"first": run.first_loss, "last": run.last_loss, "held_out": run.held_out},
     }
+
+
+def _number(value: Any) -> Any:
+    """Return a tensor of one element, as torchao keeps the learning rate, as a number."""
+    return value.item() if isinstance(value, Tensor) else value
 
 
 def _generation_of(model: nn.Module) -> dict[str, Any] | None:
@@ -129,8 +143,12 @@ def settings_of(config: TrainConfig) -> dict[str, dict[str, Any]]:
 def _saved_settings(saved: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the settings in a checkpoint by name."""
     settings = checked_settings(saved, STATE)
+    if settings.get("offload") == "activations":  # the name of host until 0.3
+        settings["offload"] = "host"
     if "steps" in settings:  # in 0.2 the schedule was as long as the run
         settings.setdefault("decay_steps", settings["steps"])
+    settings.setdefault("optimizer", "adamw")  # the only one until 0.3
+    settings.setdefault("schedule", "cosine")  # the only one until 0.3
     return settings
 
 

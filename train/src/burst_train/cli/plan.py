@@ -22,12 +22,13 @@ from burst_attention.plan.assignment import CirculateOrAuto
 from burst_attention.plan.layout import LayoutOrAuto
 from burst_attention.plan.route import RouteOrAuto
 
-from ..forecast.forecast import Forecast, forecasts
+from ..forecast.forecast import Forecast, forecasts, savings
 from ..forecast.machines import MATMUL_EFFICIENCY, Device, device_of
 from ..forecast.models import Model, model_of
 from ..forecast.request import Cluster, ForecastRequest
+from ..memory import Offload, OptimizerName
 from .plan_page import page
-from .plan_words import as_dict, assumptions, command, headline, rows, verdict
+from .plan_words import SAVING, as_dict, assumptions, command, headline, rows, saving_rows, verdict
 
 COMMAND = "burst plan"
 MOST_PLANNED = 1 << 16
@@ -85,13 +86,25 @@ class PlanArguments:
     remat: RematOrAuto = "auto"
     """Activations to recompute. auto: the policy that recomputes least and still fits."""
     mlp_chunks: Count = 1
-    """Pieces of each feed-forward layer, as for burst train."""
+    """Chunks of tokens in feed-forward layers and norms, as for burst train."""
+    attention_chunks: Count = 1
+    """Chunks of heads in each layer's attention, as for burst train (burst and ring)."""
+    offload: Offload = "none"
+    """Where recomputed layers' inputs are kept, as for burst train: none, host or disk:DIR."""
+    optimizer: OptimizerName = "adamw"
+    """Optimizer, as for burst train. adamw-8bit: 2 bytes per weight for AdamW's moments instead of 8."""
+    optimizer_offload: bool = False
+    """Weights, gradients and AdamW's moments in host memory, as for burst train."""
     matmul_efficiency: Share = MATMUL_EFFICIENCY
     """Share of the peak that matrix products outside attention reach."""
     peak_tflops: Positive | None = None
     """A device's bf16 peak in TFLOP/s (10^12 operations per second). Overrides the preset."""
     device_memory: Positive | None = None
     """A device's memory in GB (10^9 bytes). Overrides the preset."""
+    link_rate: Positive | None = None
+    """Rate of copies between device and host memory in GB/s, one way. Default: 50 with PCIe 5, 25 with PCIe 4."""
+    disk_rate: Positive | None = None
+    """Rate of a rank's share of the disk that --offload disk:DIR uses, in GB/s. Default: 3."""
     json: Name | None = None
     """Write all figures to this JSON file."""
     html: Name | None = None
@@ -134,7 +147,9 @@ class PlanArguments:
         require(self.model is None, "q_heads", self.q_heads, "is for attention only; leave it or --model out")
         multiple = f"must be a multiple of --kv-heads {self.kv_heads}"
         require(self.q_heads % (self.kv_heads or self.q_heads) == 0, "q_heads", self.q_heads, multiple)
-        require(self.mlp_chunks == 1, "mlp_chunks", self.mlp_chunks, "needs a model; leave it or --q-heads out")
+        for name in ("mlp_chunks", "attention_chunks", "offload", "optimizer", "optimizer_offload"):
+            given, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+            require(given == default, name, given, "needs a model; leave it or --q-heads out")
         require(self.remat in ("auto", "none"), "remat", self.remat, "needs a model; leave it or --q-heads out")
 
     def request(self) -> ForecastRequest:
@@ -157,6 +172,10 @@ class PlanArguments:
             borders=borders if self.documents > 1 else None,
             remat=None if self.remat == "auto" else self.remat,
             mlp_chunks=self.mlp_chunks,
+            attention_chunks=self.attention_chunks,
+            offload=self.offload,
+            optimizer=self.optimizer,
+            optimizer_offload=self.optimizer_offload,
             layout=self.layout,
             route=self.route,
             ulysses_degree="auto" if self.ulysses_degree is None else self.ulysses_degree,
@@ -189,6 +208,8 @@ class PlanArguments:
                 peak=known.peak if self.peak_tflops is None else self.peak_tflops * 1e12,
                 memory=known.memory if self.device_memory is None else self.device_memory * 1e9,
                 bandwidth=known.bandwidth,
+                link=known.link if self.link_rate is None else self.link_rate * 1e9,
+                disk=known.disk if self.disk_rate is None else self.disk_rate * 1e9,
             ),
             efficiency=self.matmul_efficiency,
         )
@@ -200,20 +221,22 @@ def main(arguments: list[str]) -> int:
     try:
         parsed.check()
         request = parsed.request()
-        found = forecasts(request)
+        found, saving = forecasts(request), savings(request)
         notes = [*assumptions(request, found)]
         if parsed.json:
-            Path(parsed.json).write_text(json.dumps(as_dict(request, found, notes), indent=1) + "\n", "utf-8")
+            Path(parsed.json).write_text(json.dumps(as_dict(request, found, saving, notes), indent=1) + "\n", "utf-8")
         if parsed.html:
             drawn = page(headline(request), verdict(request, found), [*rows(request, found)], request, found, notes)
             Path(parsed.html).write_text(drawn, "utf-8")
     except (ValueError, OSError) as error:
         return launch.print_error(COMMAND, error)
-    _show(request, found, notes)
+    _show(request, found, saving, notes)
     return 0
 
 
-def _show(request: ForecastRequest, found: list[Forecast], notes: list[str]) -> None:
+def _show(
+    request: ForecastRequest, found: list[Forecast], saving: list[tuple[str, Forecast]], notes: list[str]
+) -> None:
     console = Console(highlight=False)
     console.print(f"[bold]{headline(request)}[/]")
     names = ("per rank and step", *(each.engine for each in found if not each.refused))
@@ -224,6 +247,11 @@ def _show(request: ForecastRequest, found: list[Forecast], notes: list[str]) -> 
         if each.refused:
             wide.print(f"{each.engine}: not possible: {each.refused}", markup=False)
     wide.print(f"[bold]{verdict(request, found)}[/]")
+    if saving:
+        table = Table(*(Column(name, no_wrap=True) for name in SAVING))
+        for line in saving_rows(request, saving):
+            table.add_row(*line)
+        console.print(table)
     for each in found:
         if not each.refused:
             run = f": {command(request, each.flags)}" if each.flags else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from burst_attention.planner.choice import WORTH
@@ -12,6 +12,9 @@ from ..figures import bytes_text, digits, flops_text, seconds_text, tokens_text
 from ..forecast.forecast import Forecast, fastest, recommended
 from ..forecast.machines import BANDWIDTH_EFFICIENCY, USABLE
 from ..forecast.request import ForecastRequest
+
+# Columns of saving_rows: options of burst; tokens; layer inputs outside the device; tokens/s at the given length.
+SAVING = ("options, added one by one", "longest", "offloaded", "tokens/s per rank")
 
 
 def headline(request: ForecastRequest) -> str:
@@ -42,8 +45,8 @@ def verdict(request: ForecastRequest, found: list[Forecast]) -> str:
             else "no sequence length fits"
         )
         remedies = ["more ranks", "a shorter --seq-len"]
-        if request.model and request.mlp_chunks == 1:
-            remedies.insert(1, "--mlp-chunks 8")
+        if request.model and request.offload == "none":
+            remedies.insert(1, "the options below")
         why = f"It does not fit: {best.engine} needs {needs} per rank{remat}; {longest}."
         return f"{why} Use {', '.join(remedies[:-1])} or {remedies[-1]}."
     text = f"Recommended: {best.engine} ({best.way}), {seconds_text(best.seconds)} per step"
@@ -93,6 +96,20 @@ def rows(request: ForecastRequest, found: list[Forecast]) -> Iterator[tuple[str,
     yield row("MFU", lambda x: "-" if x.mfu is None else f"{x.mfu:.1%}")
 
 
+def saving_rows(request: ForecastRequest, saving: list[tuple[str, Forecast]]) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each option that saves memory, with the options above it in force; see :data:`SAVING`."""
+    offloads, inputs = False, replace(request, offload="host").copied / request.seq_len
+    for n, (flags, each) in enumerate(saving):
+        offloads = offloads or "--offload" in flags
+        longest = each.longest or 0
+        yield (
+            ("+ " if n else "") + flags,
+            longest_text(longest),
+            bytes_text(longest * inputs) if offloads else "-",
+            digits(each.tokens_per_second) if each.fits else "-",
+        )
+
+
 def longest_text(tokens: int) -> str:
     """Return a token count in K, or in M from 64M on, rounded down."""
     if tokens == 0:
@@ -100,7 +117,9 @@ def longest_text(tokens: int) -> str:
     return f"{tokens >> 20}M" if tokens >= 64 << 20 else f"{tokens >> 10:,}K"
 
 
-def as_dict(request: ForecastRequest, found: list[Forecast], notes: list[str]) -> Mapping[str, Any]:
+def as_dict(
+    request: ForecastRequest, found: list[Forecast], saving: list[tuple[str, Forecast]], notes: list[str]
+) -> Mapping[str, Any]:
     """Return all figures as plain values in seconds, bytes and FLOP."""
     best = recommended(found)
     return {
@@ -113,6 +132,7 @@ def as_dict(request: ForecastRequest, found: list[Forecast], notes: list[str]) -
         "flops_of_a_step": request.flops,
         "recommended": None if best is None else best.engine,
         "engines": [asdict(each) | {"seconds": each.seconds} for each in found],
+        "savings": [{"flags": flags, "longest": each.longest, "step": each.seconds} for flags, each in saving],
         "assumptions": notes,
     }
 
@@ -185,7 +205,14 @@ def _of_a_model(request: ForecastRequest) -> Iterator[str]:
         f"heads and columns). A step gathers weights twice, at {io} bytes per element, and scatters gradients in fp32, "
         "both by rings. Matrix products hide these transfers while they last."
     )
-    yield "Offloading and mixture-of-experts models are not supported; a model with experts is refused."
+    device, inputs = cluster.device, bytes_text(replace(request, offload="host").copied)
+    yield (
+        f"--offload keeps {inputs} of layer inputs per rank at this length. Copies overlap with computation. They run "
+        f"at {bytes_text(device.link)}/s to host memory (--link-rate), or {bytes_text(device.disk)}/s to a disk "
+        "(--disk-rate); both are assumed."
+    )
+    yield "--optimizer-offload: its copies and AdamW on the host take no time in these figures."
+    yield "Mixture-of-experts models are not supported; a model with experts is refused."
     yield (
         "Only burst and ring can keep attention results (--remat keep-attention). To compare engines by their "
         "exchanges, compare steps with the same --remat."

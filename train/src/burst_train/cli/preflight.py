@@ -47,6 +47,10 @@ def check_run(config: TrainConfig, world: int, *, local_ranks: int | None = None
     config.check()
     config.check_world(world)
     check_tracking(config)
+    if config.memory.optimizer != "adamw":
+        from ..step.optim import check_optimizer
+
+        check_optimizer(config)
     name, data, parallel = config.model.model, config.data, config.parallel
     loaded = _load(name)
     reader, tokenizer = open_sequences(config)
@@ -112,7 +116,7 @@ def _first_lines(
             f"max_position_embeddings {model.max_position_embeddings:,}{before}; RoPE as in the model's configuration"
         )
     if parts is None:
-        return (f"memory is not predicted for --engine {parallel.engine}", *lines)
+        return (f"memory is not predicted for this model with --engine {parallel.engine}", *lines)
     process = "PyTorch and Python themselves, about 500 MiB" if parallel.device == "cpu" else "the CUDA context"
     counted = f"tensors of a rank: {binary_text(sum(parts.values()))} ({parts_text(parts)})"
     return (f"predicted peak memory of the {counted}; not included: {process}", *lines)

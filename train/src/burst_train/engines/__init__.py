@@ -44,9 +44,8 @@ __all__ = [
 ]
 
 
-def choose(name: str, *, strategy: Strategy | None = None, remat: Remat = "none") -> Engine:
+def choose(name: str, *, strategy: Strategy | None = None, remat: Remat = "none", attention_chunks: int = 1) -> Engine:
     """Return the engine called ``name``.
-
 
     Args:
         name: ``burst`` (ours), ``ring`` (RingAttention, arXiv 2310.01889), ``ulysses`` (DeepSpeed-Ulysses, arXiv
@@ -56,6 +55,7 @@ def choose(name: str, *, strategy: Strategy | None = None, remat: Remat = "none"
         strategy: for burst, as for :func:`burst_attention.make_plan`. Other engines support a layout at most, and
             usp a Ulysses degree.
         remat: recompute policy, which burst's planner takes into account.
+        attention_chunks: the number of chunks of heads, for burst and ring.
 
     Raises:
         ValueError: the name is unknown, or the engine does not support that layout, route or number of heads.
@@ -63,4 +63,6 @@ def choose(name: str, *, strategy: Strategy | None = None, remat: Remat = "none"
     if name not in _MAKERS:
         raise ValueError(f"engine {name!r} is unknown; choose one of {', '.join(ENGINES)}")
     engine = _MAKERS[name](strategy or Strategy())
-    return replace(engine, remat=remat) if isinstance(engine, SequenceEngine) else engine
+    if not isinstance(engine, SequenceEngine):
+        return engine
+    return replace(engine, remat=remat, attention_chunks=attention_chunks)

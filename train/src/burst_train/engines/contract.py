@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from burst_attention.attention.hardware import RatesGiven
 from burst_attention.attention.plan import Plan
 from burst_attention.loss import Head
+from burst_attention.plan.groups import Groups
 
 PlansByWindow = Mapping[int | None, Plan]
 
@@ -25,24 +26,51 @@ class Attend(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
-    """The sizes of a model that engines need."""
+    """The sizes of a model that engines need.
+
+    Attributes:
+        head_dim: of queries and keys; ``v_head_dim`` is that of values, ``head_dim`` if None.
+        intermediate: columns of the feed-forward layers; 0 if the configuration does not say.
+        family: the configuration's ``model_type``.
+    """
 
     q_heads: int
     kv_heads: int
     head_dim: int
     hidden: int
     intermediate: int
+    v_head_dim: int | None = None
+    family: str = "llama"
 
     @classmethod
     def of(cls, config: Any) -> Heads:
         """Read the sizes from a transformers configuration."""
+        q_heads, latent = config.num_attention_heads, getattr(config, "qk_rope_head_dim", None)
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // q_heads
+        if latent:  # keys are projected from a latent vector, for every query head
+            head_dim = config.qk_nope_head_dim + latent
         return cls(
-            q_heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            q_heads=q_heads,
+            kv_heads=q_heads if latent else getattr(config, "num_key_value_heads", None) or q_heads,
+            head_dim=head_dim,
+            v_head_dim=config.v_head_dim if latent else None,
             hidden=config.hidden_size,
-            intermediate=config.intermediate_size,
+            intermediate=getattr(config, "intermediate_size", None) or 0,
+            family=config.model_type,
         )
+
+    def of_chunk(self, chunks: int) -> Heads:
+        """Return the sizes of one of ``chunks`` chunks of heads.
+
+        Raises:
+            ValueError: the heads can't be split so.
+        """
+        if not Groups.divide(chunks, q_heads=self.q_heads, kv_heads=self.kv_heads):
+            raise ValueError(
+                f"--attention-chunks {chunks} must divide the {self.kv_heads} key-value heads, or be a multiple of "
+                f"them that divides the {self.q_heads} query heads"
+            )
+        return replace(self, q_heads=self.q_heads // chunks, kv_heads=max(1, self.kv_heads // chunks))
 
 
 class Engine(Protocol):

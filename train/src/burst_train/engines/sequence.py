@@ -45,6 +45,7 @@ class SequenceEngine:
         posts: whether activations use the plan's transport.
         strategy, remat: as for :func:`burst_attention.make_plan`.
         ours: whether ``attend`` is :func:`burst_attention`.
+        attention_chunks: the number of chunks of heads, each an attention call.
     """
 
     name: str
@@ -56,6 +57,7 @@ class SequenceEngine:
     posts: bool = True
     ours: bool = False
     remat: Remat = "none"
+    attention_chunks: int = 1
 
     def check(self, heads: Heads, seq_len: int, world: int) -> None:
         """Raise ValueError if the ranks can't share the heads or the sequence."""
@@ -64,7 +66,7 @@ class SequenceEngine:
                 f"--engine {self.name} runs each sequence on one rank, not {world}; use one rank, or set "
                 "--data-parallel to the number of --ranks"
             )
-        self.check_heads(heads, world)
+        self.check_heads(heads.of_chunk(self.attention_chunks), world)
 
     def plan(
         self,
@@ -77,11 +79,14 @@ class SequenceEngine:
         rates: RatesGiven = None,
     ) -> Plan:
         """Make the plan of one sequence over ``group``."""
-        sizes = {} if heads is None else {name: getattr(heads, name) for name in ("q_heads", "kv_heads", "head_dim")}
+        sizes = {}
+        if heads is not None:
+            heads = heads.of_chunk(self.attention_chunks)
+            sizes = {name: getattr(heads, name) for name in ("q_heads", "kv_heads", "head_dim")}
         return make_plan(
             seqlen,
             strategy=self.strategy,
-            call=CallShape(**sizes, dtype=dtype, remat=self.remat),
+            call=CallShape(**sizes, dtype=dtype, remat=self.remat, attention_chunks=self.attention_chunks),
             hardware=Hardware(rates=rates),
             group=group,
             timeout=timeout,
@@ -121,15 +126,19 @@ class SequenceEngine:
 
     def sent(self, plans: Sequence[Plan], heads: Heads, *, batch: int, dtype: torch.dtype) -> tuple[int, int]:
         """Return the attention bytes that a rank sends in (forward, backward)."""
-        counted = {id(plan): self.count(plan, heads, batch, dtype) for plan in plans}
+        chunks = {} if self.attention_chunks == 1 else {"attention_chunks": self.attention_chunks}
+        counted = {id(plan): self.count(plan, heads, batch, dtype, **chunks) for plan in plans}
         forward, backward = (sum(counted[id(plan)][n] for plan in plans) for n in (0, 1))
         return forward, backward
 
 
-def planned_sent(plan: Plan, heads: Heads, batch: int, dtype: torch.dtype) -> tuple[int, int]:
+def planned_sent(
+    plan: Plan, heads: Heads, batch: int, dtype: torch.dtype, *, attention_chunks: int = 1
+) -> tuple[int, int]:
     """Bytes that :func:`burst_attention` sends in a forward and a backward, as the plan predicts them."""
     sizes = {"q_heads": heads.q_heads, "kv_heads": heads.kv_heads, "head_dim": heads.head_dim}
-    traffic = plan.bytes(batch=batch, **sizes, dtype=dtype)
+    sizes |= {"v_head_dim": heads.v_head_dim} if heads.v_head_dim else {}
+    traffic = plan.bytes(batch=batch, **sizes, dtype=dtype, attention_chunks=attention_chunks)
     return traffic.forward_sent, traffic.backward_sent
 
 

@@ -38,6 +38,8 @@ from .parameters import shard_parameters
 from .sequence import of_engine
 from .whole import whole_attention
 
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose projections are known
+
 
 @dataclass(frozen=True)
 class TensorEngine:
@@ -61,6 +63,11 @@ class TensorEngine:
 
     def check(self, heads: Heads, seq_len: int, world: int) -> None:
         """Raise ValueError unless the ranks divide the heads, the feed-forward columns and the sequence."""
+        if heads.family not in FAMILIES:
+            raise ValueError(
+                f"--engine {self.name} can't share the projections of a {heads.family}, only those of "
+                f"{', '.join(FAMILIES)}; use --engine burst"
+            )
         sizes = {
             "query heads": heads.q_heads,
             "key-value heads": heads.kv_heads,

@@ -24,10 +24,12 @@ def whole_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float
         k, v: keys and values [B, Hkv, S, D].
 
     Raises:
-        ValueError: ``plan`` has several ranks.
+        ValueError: ``plan`` has several ranks, or a mask of blocks.
     """
     if plan.world > 1:
         raise ValueError(f"plan shards the sequence over {plan.world} ranks; whole_attention needs a plan of one rank")
+    if plan.mask.block is not None:
+        raise ValueError(f"mask={plan.mask!r}: whole_attention supports no blocks; use burst_attention")
     if scale is not None:
         q, scale = signless(q, scale)
     parts = []

@@ -24,20 +24,24 @@ ENOUGH = 32  # with more ranks than this, buffers no longer grow
 SQUARES = (4, 16)  # numbers of sequence groups that ``blocks`` is simulated with
 
 
-def buffers(way: AttentionStrategy, setting: Workload, dtype: torch.dtype) -> int:
+def buffers(way: AttentionStrategy, setting: Workload, dtype: torch.dtype, *, calls: int = 1) -> int:
     """Return the bytes of a backward's buffers at its peak, maximum over a few ranks.
 
     q, k, v, out, out's gradient and lse are not included. A backward needs more than a forward.
+
+    Args:
+        calls: number of calls that overlap, in chunks of heads. Of the others, everything is included.
     """
     slices = setting.world // way.groups.query
     if way.circulate == "blocks" and slices > SQUARES[1]:
-        few, many = (_walked(way, setting, slices=n, dtype=dtype) for n in SQUARES)
+        few, many = (_walked(way, setting, slices=n, dtype=dtype, calls=calls) for n in SQUARES)
         a, b, x = (max(isqrt(n), -(-n // isqrt(n))) for n in (*SQUARES, slices))
         return round(many + (x - b) * (many - few) / (b - a))
-    return _walked(way, setting, slices=min(slices, max(2, ENOUGH // way.groups.query)), dtype=dtype)
+    few = min(slices, max(2, ENOUGH // way.groups.query))
+    return _walked(way, setting, slices=few, dtype=dtype, calls=calls)
 
 
-def _walked(way: AttentionStrategy, setting: Workload, *, slices: int, dtype: torch.dtype) -> int:
+def _walked(way: AttentionStrategy, setting: Workload, *, slices: int, dtype: torch.dtype, calls: int) -> int:
     world = slices * way.groups.query
     seq_len = setting.seq_len * world // setting.world
     # One document needs at least as much memory as several.
@@ -46,8 +50,11 @@ def _walked(way: AttentionStrategy, setting: Workload, *, slices: int, dtype: to
     schedule, held = small.schedule(way), []
     chosen = Candidate(way.groups, way.circulate)
     for rank in sorted({n * (world - 1) // max(1, walked - 1) for n in range(walked)}):
-        peak = peak_of(replace(schedule, rank=rank), setting.shape, dtype, chosen, Direction.BACKWARD)
-        held.append(peak - schedule.layout.lengths[rank] * token_bytes(setting.shape, dtype))
+        peak = peak_of(replace(schedule, rank=rank), setting.shape, dtype, chosen, Direction.BACKWARD, calls=calls)
+        token, shape = token_bytes(setting.shape, dtype), setting.shape
+        if calls > 1:  # then neither out nor lse counts (peak_of)
+            token -= shape.batch * shape.q_heads * (shape.v_head_dim * shape.io + accumulation_dtype(dtype).itemsize)
+        held.append(peak - schedule.layout.lengths[rank] * token)
     return max(0, *held)
 
 

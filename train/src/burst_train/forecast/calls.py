@@ -39,6 +39,7 @@ class Workload:
     Attributes:
         per_node: ranks per node, with consecutive numbers; the last node may have fewer.
         remat: recompute policy of the layers, for the planner.
+        calls: how many such calls run in a row and overlap: a layer's chunks of heads.
     """
 
     seq_len: int
@@ -48,6 +49,7 @@ class Workload:
     shape: Shape
     rates: Rates
     remat: Remat = "none"
+    calls: int = 1
 
     @property
     def nodes(self) -> tuple[int, ...] | None:
@@ -59,7 +61,7 @@ class Workload:
     @property
     def planner(self) -> Planner:
         """A planner for one sequence per call."""
-        return Planner(self.rates, self.nodes, replace(self.shape, batch=1), remat=self.remat)
+        return Planner(self.rates, self.nodes, replace(self.shape, batch=1), remat=self.remat, calls=self.calls)
 
     def over(self, world: int) -> Workload:
         """Return the same setting over fewer ranks, with the same tokens per rank.
@@ -155,7 +157,7 @@ class Call:
         return self.forward.seconds + self.backward.seconds
 
 
-def chosen(setting: Workload, strategy: Strategy) -> AttentionStrategy:
+def chosen(setting: Workload, strategy: Strategy, *, caches: bool = True) -> AttentionStrategy:
     """Return the planner's choice of what the strategy leaves open, as :func:`burst_attention.make_plan` makes it.
 
     Above 256 ranks it is the choice for the largest part of them that divides them.
@@ -168,7 +170,7 @@ def chosen(setting: Workload, strategy: Strategy) -> AttentionStrategy:
         setting = setting.over(_standing(setting.world, degree if isinstance(degree, int) else 1))
     planner = setting.planner
     schedule = planner.choose(setting.seq_len, mask=setting.mask, strategy=strategy, rank=0, world=setting.world)
-    groups, circulate = planner.decide(schedule, setting.shape)
+    groups, circulate = planner.decide(schedule, setting.shape, caches=caches)
     return AttentionStrategy(layout=schedule.layout.name, route=schedule.route.name, groups=groups, circulate=circulate)
 
 

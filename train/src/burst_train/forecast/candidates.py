@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from burst_attention import Mask
 
 from ..engines import Heads, choose
 from ..engines.usp import UspAttention
+from ..memory import KEEPING
 from . import collectives
 from .buffers import buffers
 from .calls import AttentionStrategy, Call, chosen, predict_call
 from .request import ForecastRequest
+from .step_memory import OVERLAPPING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +48,7 @@ class Candidate:
 def _burst(q: ForecastRequest) -> Candidate:
     ways, strategy = [], q.strategy
     for mask in q.masks:  # layers that differ in their windows share one layout
-        ways.append(chosen(q.setting(mask), strategy))
+        ways.append(chosen(q.setting(mask), strategy, caches=q.attention_chunks == 1))
         strategy = replace(strategy, layout=ways[0].layout)
     route = "" if ways[0].route == "direct" else f" --route {ways[0].route}"
     # With degree 1 a rule says what circulates; left out, the planner finds degree 1 again.
@@ -68,8 +71,8 @@ def _ring(q: ForecastRequest) -> Candidate:
 def _planned(q: ForecastRequest, ways: list[AttentionStrategy], flags: str) -> Candidate:
     calls, held, kept, results = [], 0, 0, 0
     for way, (mask, count) in zip(ways, q.masks.items(), strict=True):
-        calls.append((count, predict_call(way, q.setting(mask))))
-        held = max(held, buffers(way, q.setting(mask), q.dtype))
+        calls.append((count * q.attention_chunks, predict_call(way, q.setting(mask))))
+        held = max(held, buffers(way, q.setting(mask), q.dtype, calls=min(q.attention_chunks, OVERLAPPING)))
         if way.groups.keep:
             shape, times = q.shape, way.groups.query // way.groups.key
             token = q.tokens * shape.batch * shape.io
@@ -148,15 +151,17 @@ def refusal(name: str, q: ForecastRequest) -> str:
     """Return the engine's error for this request; empty if it can run."""
     if name == "tensor-sequence" and q.model is None:
         return "it shards a whole model, not attention only; give --model"
-    hidden, ranks = q.q_heads * q.head_dim, q.cluster.ranks
-    sizes = {"hidden": q.model.hidden, "intermediate": q.model.intermediate} if q.model else {}
-    heads = Heads(
-        q_heads=q.q_heads, kv_heads=q.kv_heads, head_dim=q.head_dim, **({"hidden": hidden, "intermediate": 0} | sizes)
-    )
+    hidden, intermediate = (q.model.hidden, q.model.intermediate) if q.model else (q.q_heads * q.head_dim, 0)
+    ranks = q.cluster.ranks
+    heads = Heads(q_heads=q.q_heads, kv_heads=q.kv_heads, head_dim=q.head_dim, hidden=hidden, intermediate=intermediate)
     engine = name.partition(" ")[0]
-    options = {"strategy": q.strategy} if name == "burst" else {}
+    if q.attention_chunks > 1 and engine not in KEEPING:
+        return "it can't compute attention in chunks of heads; leave --attention-chunks out to see it"
+    options: dict[str, Any] = {"strategy": q.strategy} if name == "burst" else {}
+    if engine in KEEPING:
+        options["attention_chunks"] = q.attention_chunks
     try:
-        choose(engine, **options).check(heads, q.seq_len, ranks)  # type: ignore[arg-type]
+        choose(engine, **options).check(heads, q.seq_len, ranks)
     except ValueError as error:
         if name == "burst":
             raise

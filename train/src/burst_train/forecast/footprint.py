@@ -9,9 +9,10 @@ Formulas give the rest: shards of weights, gradients and moments, weights gather
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -25,18 +26,21 @@ from burst_attention.attention.footprint import WALKED, LiveBytes, peak_of
 from burst_attention.attention.hardware import guessed, resolve_rates, shape_of
 from burst_attention.attention.operator import FORMULA_VERSION, attend, gradients_wanted
 from burst_attention.attention.plan import Plan, plan_of, single_rank_plan
+from burst_attention.comm.agreement import Agreement
+from burst_attention.comm.transport import Transport
 from burst_attention.integrations import hf
+from burst_attention.kernels.precision import accumulation_dtype
 from burst_attention.loss import Head
 from burst_attention.loss.tokens import Measurement, measure
+from burst_attention.memory.store import MOST_WRITES
 from burst_attention.plan.cost import Shape
-from burst_attention.plan.rows import Direction
+from burst_attention.plan.rows import Direction, Side
 from burst_attention.planner.planner import Planner
 
 from ..engines import Engine, Heads, SequenceEngine
 from ..memory import MemoryConfig
 from ..step.activations import keep_less
-
-PARTS = ("weights", "gradients", "AdamW", "gathered", "activations", "attention", "loss")
+from .step_memory import OVERLAPPING, PARTS
 
 
 def training_memory(
@@ -71,25 +75,67 @@ def training_memory(
         memory: options that save memory.
 
     Returns:
-        Bytes by part, which add up to the peak; None for other engines.
+        Bytes by part, which add up to the peak; None for other engines, and for experts that don't compute in bfloat16.
     """
     if not isinstance(engine, SequenceEngine) or not (engine.ours or engine.alone):
         return None
-    memory, sharing = memory or MemoryConfig(), world // groups
+    memory = memory or MemoryConfig()
+    if _has_experts(config) and dtype != torch.bfloat16:
+        return None  # torch's grouped product of tensors without data knows bfloat16 only
+    step = live_step(
+        config,
+        engine=engine,
+        seq_len=seq_len,
+        world=world,
+        groups=groups,
+        batch=batch,
+        accumulates=accumulate > 1,
+        dtype=dtype,
+        memory=memory,
+    )
+    return _parts(step, step.model, world, memory)
+
+
+def _has_experts(config: PreTrainedConfig) -> bool:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return any(type(part).__name__.endswith("Experts") for part in model.modules())
+
+
+def live_step(
+    config: PreTrainedConfig,
+    *,
+    engine: SequenceEngine,
+    seq_len: int,
+    world: int,
+    groups: int = 1,
+    batch: int = 1,
+    accumulates: bool = False,
+    dtype: torch.dtype,
+    memory: MemoryConfig,
+    kind: type[LiveStep] | None = None,
+) -> LiveStep:
+    """Run a step on tensors without data; the arguments are those of :func:`training_memory`.
+
+    Args:
+        kind: the class that counts; None: :class:`LiveStep`.
+    """
     hf.register()
     # One mode for model and step: a second mode would treat the weights as foreign tensors.
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         model = AutoModelForCausalLM.from_config(config, attn_implementation=hf.NAME, dtype=dtype).train()
-    keep_less(model.model.layers, _on_cpu(memory))
+    store = None if memory.offload == "none" else _Elsewhere()
+    keep_less(model.model, _on_cpu(memory), Agreement(Transport(None)), store=store)
     heads = Heads.of(config)
     sizes = {"q_heads": heads.q_heads, "kv_heads": heads.kv_heads, "head_dim": heads.head_dim}
-    schedules = _Schedules(engine, seq_len, sharing, shape_of(dtype, batch=batch, **sizes))
+    schedules = _Schedules(engine, seq_len, world // groups, shape_of(dtype, batch=batch, **sizes))
     windows = hf.layer_windows(config)
-    cuts = {window: schedules.split(window) for window in {*windows}}
-    step = _LiveStep(model, world, _calls(config, schedules, batch, dtype), cuts, accumulates=accumulate > 1)
+    cuts = {window: schedules.split(window) for window in {*windows}} if memory.attention_chunks == 1 else None
+    calls = _calls(config, schedules, batch, dtype, memory.attention_chunks)
+    step = (kind or LiveStep)(model, world, calls, cuts, accumulates=accumulates)
     with fake, step:
         step.run(batch, schedules.most_tokens, windows)
-    return _parts(step, model, world, memory)
+    return step
 
 
 def _on_cpu(memory: MemoryConfig) -> MemoryConfig:
@@ -97,7 +143,7 @@ def _on_cpu(memory: MemoryConfig) -> MemoryConfig:
 
     Copies in host memory are not counted, and compilation creates fewer tensors.
     """
-    return MemoryConfig(remat=memory.remat, mlp_chunks=memory.mlp_chunks)
+    return replace(memory, offload="none", compile=False)
 
 
 @dataclass(frozen=True)
@@ -143,11 +189,14 @@ class _Schedules:
 
 
 def _calls(
-    config: PreTrainedConfig, schedules: _Schedules, batch: int, dtype: torch.dtype
+    config: PreTrainedConfig, schedules: _Schedules, batch: int, dtype: torch.dtype, chunks: int
 ) -> dict[tuple[int | None, Direction], int]:
-    """Return the bytes of an attention call at its peak, without its inputs, by window and direction."""
-    heads = Heads.of(config)
-    shape = schedules.shape
+    """Return the bytes of an attention call at its peak, without its inputs, by window and direction.
+
+    With several ``chunks`` of heads, a call is one chunk's, and its neighbours are on the wire.
+    """
+    heads = Heads.of(config).of_chunk(chunks)
+    shape = replace(schedules.shape, q_heads=heads.q_heads, kv_heads=heads.kv_heads)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     token = batch * dtype.itemsize * heads.head_dim
     results = heads.q_heads * (2 * token + batch * wide.itemsize)  # out and its gradient, and lse
@@ -159,14 +208,15 @@ def _calls(
                 schedule = schedules.of(window, rank)
                 tokens = schedule.layout.lengths[rank]
                 held = tokens * token * (heads.q_heads + 2 * heads.kv_heads)
-                chosen = schedules.planner.decide(schedule, shape)
+                chosen = schedules.planner.decide(schedule, shape, caches=chunks == 1)
                 groups = chosen.groups
                 if direction is Direction.BACKWARD:
                     if groups.keep:  # the cached tensors of the sequence group replace q, k and v
                         of_slice = heads.q_heads // groups.query + 2 * (heads.kv_heads // groups.key)
                         held = schedule.slice_length(groups) * token * of_slice
-                    held += tokens * results
-                beside.append(peak_of(schedule, shape, dtype, chosen, direction) - held)
+                    held += tokens * (results if chunks == 1 else heads.q_heads * token)
+                peak = peak_of(schedule, shape, dtype, chosen, direction, calls=min(chunks, OVERLAPPING))
+                beside.append(peak - held)
             calls[window, direction] = max(0, *beside)
     return calls
 
@@ -179,14 +229,14 @@ class _Peak:
     phase: str = ""
 
 
-class _LiveStep(LiveBytes):
+class LiveStep(LiveBytes):
     """Count the bytes of live tensors while a model without data runs one step.
 
     Every read of a tensor's value gives 1.
 
     Args:
         calls: result of :func:`_calls`.
-        cuts: results of :meth:`_Schedules.split`, by window.
+        cuts: results of :meth:`_Schedules.split`, by window; None with attention in chunks of heads.
         accumulates: whether accumulated gradients exist before the step.
     """
 
@@ -195,7 +245,7 @@ class _LiveStep(LiveBytes):
         model: nn.Module,
         world: int,
         calls: Mapping[tuple[int | None, Direction], int],
-        cuts: Mapping[int | None, tuple[int, int]],
+        cuts: Mapping[int | None, tuple[int, int]] | None,
         *,
         accumulates: bool,
     ) -> None:
@@ -215,20 +265,25 @@ class _LiveStep(LiveBytes):
         self._sum_by_group()
         ids = torch.zeros(batch, tokens, dtype=torch.int64)
         self._phase = "forward"
+        attend = _Simulated(self) if self._cuts is None else self._attend
         hidden = model.model(
-            input_ids=ids, position_ids=ids, use_cache=False, plan=plans, attend=self._attend
+            input_ids=ids, position_ids=ids, use_cache=False, plan=plans, attend=attend
         ).last_hidden_state
         self._phase, self.before_loss = "loss", self.alive()
-        last = hidden.detach().requires_grad_()
+        hidden.register_hook(self._enter_backward)
         measurement = Measurement("training_memory", Head(out.weight).form)
-        _, log_probs = measure(last, Head(out.weight, out.bias), ids, -100, measurement)
-        (-log_probs.sum()).backward()
+        _, log_probs = measure(hidden, Head(out.weight, out.bias), ids, -100, measurement)
+        del hidden
+        loss = -log_probs.sum()
+        del log_probs
+        loss.backward()
+
+    def _enter_backward(self, _: Tensor) -> None:
         self._phase = "backward"
-        gradient, last = last.grad, None
-        hidden.backward(gradient)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None) -> Tensor:
         """Call the operator as :func:`burst_attention` does on several ranks, although this plan has one."""
+        assert self._cuts is not None
         heads, cached_rows = self._cuts[plan.mask.window]
         split = {"heads": heads, "cached_rows": cached_rows, "wanted": gradients_wanted(q, k, v)}
         open_ = {"scale": scale, "kernel": "auto", "return_lse": False}
@@ -275,6 +330,10 @@ class _LiveStep(LiveBytes):
             if now > self.peak.bytes:
                 self.peak = _Peak(now, more if attention else 0, self._gradients, self._phase)
 
+    def expect_call(self, direction: Direction) -> None:
+        """Record a peak in one chunk's attention, of the layers whose attention needs most."""
+        self.expect(max(self._calls[window, side] for window, side in self._calls if side is direction), attention=True)
+
     def _see(self, tensors: Any) -> None:
         super()._see(tensors)
         if self._phase:
@@ -296,13 +355,60 @@ class _LiveStep(LiveBytes):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
+@dataclass(frozen=True)
+class _Simulated:
+    """Stands for :func:`burst_attention` in chunks of heads: allocates results, and computes nothing."""
+
+    step: LiveStep
+
+    def sweeps(self, passes: Iterable[tuple[Any, Any]], *_: Any) -> Iterator[dict[Side, Any]]:
+        """Record each pass's peak, and yield its results."""
+        for _, work in passes:
+            self.step.expect_call(work.direction)
+            q, k, v = work.q, work.k, work.v
+            wide = accumulation_dtype(q.dtype)
+            if work.direction is Direction.FORWARD:
+                yield {Side.QUERY: (q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=wide))}
+            else:
+                yield {
+                    Side.QUERY: (torch.empty_like(q, dtype=wide),),
+                    Side.KEY: (torch.empty_like(k, dtype=wide), torch.empty_like(v, dtype=wide)),
+                }
+
+
+class _Elsewhere:
+    """A store without data: it holds tensors on the device as long as real stores do."""
+
+    def __init__(self) -> None:
+        self._writes = deque[Tensor](maxlen=MOST_WRITES)
+        self._ahead: tuple[Any, Tensor] | None = None
+
+    def put(self, x: Tensor) -> Any:
+        """Hold ``x`` until it counts as written; return a function that makes it again."""
+        self._writes.append(x.detach())
+        return partial(torch.empty, x.shape, dtype=x.dtype)
+
+    def fetch(self, ticket: Any) -> None:
+        """Make the tensor ahead."""
+        self._writes.clear()
+        self._ahead = ticket, ticket()
+
+    def get(self, ticket: Any) -> Tensor:
+        """Return the tensor."""
+        (ahead, x), self._ahead = self._ahead or (None, None), None
+        return x if ahead is ticket and x is not None else ticket()
+
+    def free(self, ticket: Any) -> None:
+        """Do nothing: a ticket holds no data."""
+
+
 def shard_of(parameter: Tensor, world: int) -> int:
     """Return the bytes of a weight's largest shard in fp32 (fp64); its gradient's shard is as large."""
     rows = -(-parameter.shape[0] // world)
     return rows * (parameter.numel() // max(1, parameter.shape[0])) * max(4, parameter.dtype.itemsize)
 
 
-def _parts(step: _LiveStep, model: Any, world: int, memory: MemoryConfig) -> dict[str, int]:
+def _parts(step: LiveStep, model: Any, world: int, memory: MemoryConfig) -> dict[str, int]:
     weights = sum(shard_of(p, world) for p in model.parameters())
     layers = [sum(p.numel() * p.dtype.itemsize for p in layer.parameters()) for layer in model.model.layers]
     whole = sum(p.numel() * p.dtype.itemsize for p in model.parameters())
@@ -311,11 +417,12 @@ def _parts(step: _LiveStep, model: Any, world: int, memory: MemoryConfig) -> dic
     peak, gradients = step.peak, weights if step._accumulates else step.peak.gradients
     loss = peak.bytes - peak.gradients - step.before_loss if peak.phase == "loss" else 0
     held = peak.bytes - peak.gradients - peak.attention - loss
-    parts = [weights, gradients, 2 * weights, gathered, held, peak.attention, loss]
+    moments = weights // 2 if memory.optimizer == "adamw-8bit" else 2 * weights
+    parts = [weights, gradients, moments, gathered, held, peak.attention, loss]
     # AdamW's update needs all gradients and two temporaries (root and quotient) of one weight at a time.
-    update = 4 * weights + 2 * max(shard_of(p, world) for p in model.parameters())
-    if update > sum(parts):
-        parts = [weights, weights, update - 2 * weights, 0, 0, 0, 0]
+    update = moments + 2 * max(shard_of(p, world) for p in model.parameters())
+    if 2 * weights + update > sum(parts):
+        parts = [weights, weights, update, 0, 0, 0, 0]
     predicted = dict(zip(PARTS, parts, strict=True))
     if memory.optimizer_offload:
         predicted |= dict.fromkeys(("weights", "gradients", "AdamW"), 0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from burst_attention.planner.choice import WORTH
 
@@ -23,6 +24,7 @@ from .request import ForecastRequest
 from .step_memory import REMATS, Remat, Step
 
 MOST_TOKENS = 2**31
+TOKEN_CHUNKS, MOST_HEAD_CHUNKS = 32, 8  # of the options that savings() adds
 GRAIN = 1024  # resolution of the longest sequence, in tokens
 
 
@@ -81,6 +83,30 @@ class Forecast:
 def forecasts(request: ForecastRequest) -> list[Forecast]:
     """Predict a step of every engine: ours as the planner chooses, and those it is compared with."""
     return [forecast_of(name, request) for name in MAKERS]
+
+
+def savings(request: ForecastRequest) -> list[tuple[str, Forecast]]:
+    """Predict burst with each option that saves memory added to those before it: (flags, forecast).
+
+    Empty for attention only, and if the device's memory is unknown.
+    """
+    if request.model is None or request.limit is None:
+        return []
+    heads = max(n for n in range(1, MOST_HEAD_CHUNKS + 1) if request.kv_heads % n == 0)
+    options: dict[str, Mapping[str, Any]] = {
+        "--remat layer": {"remat": "layer", "optimizer": "adamw"},
+        f"--mlp-chunks {TOKEN_CHUNKS}": {"mlp_chunks": TOKEN_CHUNKS},
+        f"--attention-chunks {heads}": {"attention_chunks": heads},
+        "--offload host": {"offload": "host"},
+        "--optimizer adamw-8bit": {"optimizer": "adamw-8bit"},
+        "--optimizer-offload": {"optimizer": "adamw", "optimizer_offload": True},
+    }
+    saving, found = replace(request, mlp_chunks=1, attention_chunks=1, offload="none", optimizer_offload=False), []
+    for flags, more in options.items():
+        if flags != "--attention-chunks 1":
+            saving = replace(saving, **dict(more))
+            found.append((flags, forecast_of("burst", saving)))
+    return found
 
 
 def recommended(found: list[Forecast]) -> Forecast | None:
@@ -165,14 +191,18 @@ class _PredictedStep:
         """Return seconds of (attention, other matrix products, exposed parameter exchange) with ``remat``."""
         q, forwards = self.q, _forwards(remat)
         attention = sum(n * (forwards * c.forward.seconds + c.backward.seconds) for n, c in self.calls)
-        rest = q.rest_seconds(remat)
-        return attention, rest, max(0.0, self.parameters.seconds - rest)
+        computed = q.rest_seconds(remat)
+        copies = 0.0
+        if remat != "none":  # a forward is one of the four passes over the layers
+            copies = q.copy_seconds(sum(n * c.forward.seconds for n, c in self.calls) + computed / 4)
+        return attention, computed + copies, max(0.0, self.parameters.seconds - computed)
 
     @property
     def _remats(self) -> list[Remat]:
         if self.q.model is None:
             return ["none"]
-        return [each for each in REMATS if self.candidate.keeping or each != "keep-attention"]
+        keeping = self.candidate.keeping and self.q.attention_chunks == 1
+        return [each for each in REMATS if keeping or each != "keep-attention"]
 
     @cached_property
     def remat(self) -> Remat:
@@ -234,6 +264,9 @@ class _PredictedStep:
             buffers=held,
             remat=remat,
             mlp_chunks=q.mlp_chunks,
+            attention_chunks=q.attention_chunks,
+            offload=q.offload != "none",
+            low_bit=q.optimizer == "adamw-8bit",
             kept=round(longer * c.kept),
             results=round(longer * c.results),
             gathered=round(longer * c.gathered),
@@ -245,6 +278,8 @@ class _PredictedStep:
                 parts[part] += times * more
             cut = 2 * q.model.layer_size // q.cluster.ranks
             parts["gathered"] = q.dtype.itemsize * (q.model.root_size + cut) * (parts["gathered"] > 0)
+        if q.optimizer_offload:
+            parts |= dict.fromkeys(("weights", "gradients", "AdamW"), 0)
         return parts
 
     def longest(self, remat: Remat) -> int | None:
@@ -267,4 +302,8 @@ class _PredictedStep:
         given += f" --dtype {str(q.dtype).removeprefix('torch.')}"
         given += f" --remat {self.remat}" if self.remat != "none" else ""
         given += f" --mlp-chunks {q.mlp_chunks}" if q.mlp_chunks > 1 else ""
+        given += f" --attention-chunks {q.attention_chunks}" if q.attention_chunks > 1 else ""
+        given += f" --offload {q.offload}" if q.offload != "none" and self.remat != "none" else ""
+        given += f" --optimizer {q.optimizer}" if q.optimizer != "adamw" else ""
+        given += " --optimizer-offload" if q.optimizer_offload else ""
         return given + (f" --batch {q.batch} --pack none" if q.batch > 1 else "")

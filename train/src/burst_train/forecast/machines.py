@@ -26,16 +26,20 @@ class Device:
         peak: FLOP/s of its matrix units in bf16, without sparsity; None if unknown.
         memory: bytes; None if unknown.
         bandwidth: bytes/s of its memory; None if unknown.
+        link: bytes/s of copies to host memory, one way. The default is what PCIe 5.0 x16 reaches.
+        disk: bytes/s of a rank's share of a local disk. The default is a fast NVMe disk.
     """
 
     peak: float | None = None
     memory: float | None = None
     bandwidth: float | None = None
+    link: float = 50e9
+    disk: float = 3e9
 
 
 DEVICES: Mapping[str, Device] = {
-    "a100-pcie": Device(peak=PEAKS["A100"], memory=80e9, bandwidth=1.935e12),
-    "a100-nvlink": Device(peak=PEAKS["A100"], memory=80e9, bandwidth=2.039e12),
+    "a100-pcie": Device(peak=PEAKS["A100"], memory=80e9, bandwidth=1.935e12, link=25e9),
+    "a100-nvlink": Device(peak=PEAKS["A100"], memory=80e9, bandwidth=2.039e12, link=25e9),
     "h100-hgx": Device(peak=PEAKS["H100"], memory=80e9, bandwidth=3.35e12),
     "h200-hgx": Device(peak=PEAKS["H200"], memory=141e9, bandwidth=4.8e12),
     "b200-hgx": Device(peak=PEAKS["B200"], memory=180e9, bandwidth=8e12),

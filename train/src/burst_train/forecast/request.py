@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -46,6 +46,7 @@ class ForecastRequest:
         window: sliding window of all layers; it replaces the model's windows.
         borders: token positions where packed documents begin and end; None for one document.
         remat: recompute policy; None picks the one that recomputes least and fits.
+        mlp_chunks, attention_chunks, offload, optimizer, optimizer_offload: as for ``burst train``.
     """
 
     seq_len: int
@@ -63,6 +64,10 @@ class ForecastRequest:
     borders: tuple[int, ...] | None = None
     remat: Remat | None = None
     mlp_chunks: int = 1
+    attention_chunks: int = 1
+    offload: str = "none"
+    optimizer: str = "adamw"
+    optimizer_offload: bool = False
     layout: str = "auto"
     route: str = "auto"
     ulysses_degree: DegreeOrAuto = "auto"
@@ -90,6 +95,12 @@ class ForecastRequest:
         return shape_of(self.dtype, **sizes, v_head_dim=self.v_head_dim)
 
     @property
+    def call(self) -> Shape:
+        """The shape of one chunk's call; without chunks of heads, that of the layer's."""
+        chunks, shape = self.attention_chunks, self.shape
+        return replace(shape, q_heads=shape.q_heads // chunks, kv_heads=max(1, shape.kv_heads // chunks))
+
+    @property
     def tokens(self) -> int:
         """Tokens per sequence on the rank that has most."""
         return -(-self.seq_len // self.cluster.ranks)
@@ -102,9 +113,10 @@ class ForecastRequest:
             mask=mask,
             world=cluster.ranks,
             per_node=cluster.per_node,
-            shape=self.shape,
+            shape=self.call,
             rates=cluster.rates,
             remat=self.remat or "none",
+            calls=self.attention_chunks,
         )
 
     @property
@@ -128,10 +140,11 @@ class ForecastRequest:
     def rest_flops(self, remat: Remat) -> float:
         """Return the FLOP of all matrix products outside attention, recomputed ones included.
 
-        Recomputation adds one forward of the layers. A feed-forward layer in pieces adds one more of its products. The
-        head's logits are always recomputed.
+        Recomputation adds one forward of the layers, and so do chunks of a feed-forward layer for its products if the
+        layer is not recomputed. In chunks of heads, q, k and v are projected two more times. The head's logits are
+        always recomputed.
         """
-        return self._products(3 + (remat != "none"), 4) + self._pieces()
+        return self._products(3 + (remat != "none"), 4) + self._chunks(remat)
 
     def rest_seconds(self, remat: Remat) -> float:
         """Return the seconds of everything but attention and exchanges: matrix products, element-wise work, AdamW.
@@ -153,10 +166,30 @@ class ForecastRequest:
         m = self.model
         return 2.0 * self.batch * self.seq_len * (layers * m.layers * m.layer_products + head * m.head_products)
 
-    def _pieces(self) -> float:
-        if self.model is None or self.mlp_chunks == 1:
+    def _chunks(self, remat: Remat) -> float:
+        if self.model is None:
             return 0.0
-        return 2.0 * self.batch * self.seq_len * self.model.layers * self.model.feed_forward_products
+        m, products = self.model, 0
+        if self.mlp_chunks > 1 and remat == "none":
+            products += m.feed_forward_products
+        if self.attention_chunks > 1:
+            products += 2 * m.hidden * (m.q_width + 2 * m.kv_width)
+        return 2.0 * self.batch * self.seq_len * m.layers * products
+
+    @property
+    def copied(self) -> float:
+        """Bytes of layer inputs that a rank copies away in a forward, and back in a backward."""
+        if self.model is None or self.offload == "none":
+            return 0.0
+        return float(self.batch * self.tokens * self.model.hidden * self.dtype.itemsize * self.model.layers)
+
+    def copy_seconds(self, computing: float) -> float:
+        """Return the seconds of a step's copies that are not hidden by ``computing`` seconds in a forward or more.
+
+        A backward computes longer than a forward, so the forward decides.
+        """
+        rate = self.cluster.device.disk if self.offload.startswith("disk:") else self.cluster.device.link
+        return 2 * max(0.0, self.copied / rate - computing)
 
     @property
     def matrix_rate(self) -> float:

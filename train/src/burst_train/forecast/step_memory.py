@@ -16,6 +16,8 @@ from .models import Matrix, Model
 
 REMATS: tuple[Remat, ...] = ("none", "keep-attention", "layer")  # ordered from least recomputation to most
 PARTS = ("weights", "gradients", "AdamW", "gathered", "activations", "attention", "loss")
+OVERLAPPING = 3  # chunks of heads of which something is alive at once: one computes, its neighbours are on the wire
+RESIDENT = 2  # layer inputs on the device with offload: the one in use, and the one that is read ahead
 CHUNK_ELEMENTS = 1 << 22  # least number of logits in a chunk of the loss
 
 
@@ -30,6 +32,9 @@ class Step:
         buffers: bytes of an attention call's buffers (:func:`burst_train.forecast.buffers.buffers`).
         accumulates: whether gradients of an earlier micro-step exist.
         kept: bytes that a layer's attention saves in addition to q, k, v, out and lse.
+        attention_chunks: number of chunks of heads; each is an attention call.
+        offload: whether layer inputs are kept elsewhere. :data:`RESIDENT` of them are on the device at the same time.
+        low_bit: whether AdamW's moments take one byte each instead of four.
         results: bytes of attention results that ``keep-attention`` saves in addition to out and lse.
         gathered: additional bytes at a layer's peak, for tokens gathered from other ranks.
     """
@@ -42,6 +47,9 @@ class Step:
     buffers: int
     remat: Remat = "none"
     mlp_chunks: int = 1
+    attention_chunks: int = 1
+    offload: bool = False
+    low_bit: bool = False
     accumulates: bool = False
     kept: int = 0
     results: int = 0
@@ -50,6 +58,7 @@ class Step:
     def parts(self) -> Mapping[str, int]:
         """Return bytes by :data:`PARTS` at the moment that needs most; they add up to the peak."""
         weights = self.weights
+        moments_of_adamw = weights // 2 if self.low_bit else 2 * weights
         gathered = self.io * (self.model.root_size + 2 * self.model.layer_size)
         moments = [Moment(gradients=weights, weights_too=True)]
         if self.tokens:
@@ -59,9 +68,9 @@ class Step:
         most = max(moments, key=lambda each: each.gradients + sum(each.held) + gathered * (not each.weights_too))
         if most.weights_too:  # the optimizer needs two temporaries (root and quotient) of one weight at a time
             largest = 2 * max(self._shard(each) for each in (*self.model.layer(), *self.model.root()))
-            parts = [weights, weights, 2 * weights + largest, 0, 0, 0, 0]
+            parts = [weights, weights, moments_of_adamw + largest, 0, 0, 0, 0]
         else:
-            parts = [weights, most.gradients, 2 * weights, gathered, *most.held]
+            parts = [weights, most.gradients, moments_of_adamw, gathered, *most.held]
         return dict(zip(PARTS, parts, strict=True))
 
     @property
@@ -86,9 +95,17 @@ class Step:
         """Return the bytes that a layer saves from its forward to its backward."""
         m, io = self.model, self.io
         if self.remat == "none":
-            return self._tokens((8 + 4 * io) * m.hidden + self._fed_kept() + self._attending() + 8) + self.kept
+            norms = (8 + 4 * io) * m.hidden + 8 if self.mlp_chunks == 1 else 4 * io * m.hidden
+            return self._tokens(norms + self._fed_kept() + self._attending()) + self.kept
         attention = io * m.q_width + 4 * m.q_heads if self.remat == "keep-attention" else 0
         return self._tokens(io * m.hidden + attention) + self.results * (self.remat == "keep-attention")
+
+    def _kept(self, layers: int) -> int:
+        """Return the bytes that this many layers keep on the device."""
+        if not self.offload or self.remat == "none":
+            return layers * self.kept_by_layer()
+        inputs = self._tokens(self.io * self.model.hidden)
+        return layers * (self.kept_by_layer() - inputs) + min(layers, RESIDENT) * inputs
 
     def _fed_kept(self) -> float:
         return 4 * self.io * self.model.intermediate if self.mlp_chunks == 1 else 0
@@ -96,24 +113,28 @@ class Step:
     def _attending(self) -> float:
         """Return the bytes per token that attention saves: q, k, v, out, lse, and tensors of q's and k's norms."""
         m, io = self.model, self.io
+        if self.attention_chunks > 1:
+            return io * m.q_width + 4 * m.q_heads
         norms = (4 + io) * (m.q_width + m.kv_width) + 4 * (m.q_heads + m.kv_heads) if m.normed else 0
         return 3 * io * m.q_width + 2 * io * m.kv_width + 4 * m.q_heads + norms
 
-    def kept_by_root(self) -> int:
-        """Return the bytes saved outside layers: last norm, hidden states, rotation tables, ids."""
+    def kept_by_root(self, *, in_layers: bool = False) -> int:
+        """Return the bytes saved outside layers: rotation tables, ids and, before layers' backwards, the last norm."""
         m, io = self.model, self.io
-        return self._tokens((4 + 2 * io) * m.hidden + 12) + 2 * io * m.head_dim * self.tokens
+        wide = 4 * m.hidden * (self.mlp_chunks == 1)
+        last = wide if in_layers else wide + 2 * io * m.hidden
+        return self._tokens(last + 12) + 2 * io * m.head_dim * self.tokens
 
     def _loss(self) -> Moment:
         m, tokens = self.model, self.batch * self.tokens
         head, chunk = (
             m.vocabulary * m.hidden,
-            min(max(CHUNK_ELEMENTS, tokens * m.hidden) // m.vocabulary, ceil(tokens / 4)),
+            min(max(CHUNK_ELEMENTS, tokens * m.hidden // 4) // m.vocabulary, ceil(tokens / 4)),
         )
         logits, widened = 4 * max(1, chunk) * m.vocabulary, 4 * head * (self.io < 4)
         most = widened + max(4 * head + 2 * logits, 8 * head + logits)
         loss = most + self.io * tokens * m.hidden + 4 * chunk * m.hidden + 32 * tokens
-        return Moment(self.model.layers * self.kept_by_layer() + self.kept_by_root(), 0, loss)
+        return Moment(self._kept(m.layers) + self.kept_by_root(), 0, loss)
 
     def _backward(self) -> Iterator[Moment]:
         """Yield the moments of the backward at which memory may peak.
@@ -121,7 +142,7 @@ class Step:
         They are the backward of the last layer, while all layers hold activations; the backward of the first layer,
         with the other layers' gradients; and the reductions of a layer's and of the root's gradients.
         """
-        m, last = self.model, self.model.layers * self.kept_by_layer() + self.kept_by_root()
+        m, last = self.model, self._kept(self.model.layers) + self.kept_by_root(in_layers=True)
         first, head = self.kept_by_layer() + self._tokens(8), m.root_size * self.io // (1 if m.tied else 2)
         each = sum(map(self._shard, m.layer()))
         beside, at_attention = self._in_a_layer()
@@ -140,18 +161,48 @@ class Step:
     def _in_a_layer(self) -> tuple[int, int]:
         """Return the bytes of a layer's backward (at its peak, at the attention call), without saved tensors."""
         m, io, pieces = self.model, self.io, self.mlp_chunks
-        wide, part = io * (1 - 1 / pieces) * m.hidden, 6 * io * m.intermediate / pieces
+        if pieces > 1:
+            return self._in_a_layer_in_chunks()
         if self.remat == "none":
-            fed = 2 * io * m.intermediate if pieces == 1 else wide + part
             attention = -(8 + io) * m.hidden - self._fed_kept()
-            return self._tokens(max(20 * m.hidden, fed)) + self.gathered, self._tokens(attention)
-        again = self._attending() - (io * m.q_width + 4 * m.q_heads if self.remat == "keep-attention" else 0)
-        fed = (8 + 3 * io) * m.hidden + wide + part
-        most = max(fed, 30 * m.hidden if pieces > 1 else 0)
+            return self._tokens(max(20 * m.hidden, 2 * io * m.intermediate)) + self.gathered, self._tokens(attention)
+        again = self._attending_again()
         return (
-            self._tokens(most + again + 16) + self.gathered,
+            self._tokens((8 + 3 * io) * m.hidden + 6 * io * m.intermediate + again + 16) + self.gathered,
             self._tokens((4 + io) * m.hidden + again + 12) + self.gathered,
         )
+
+    def _attending_again(self) -> float:
+        """Return the bytes per token that attention saves when its layer runs again."""
+        m, kept = self.model, self.remat == "keep-attention"
+        return self._attending() - kept * (self.io * m.q_width + 4 * m.q_heads)
+
+    def _in_a_layer_in_chunks(self) -> tuple[int, int]:
+        """As :meth:`_in_a_layer`, with norms and the feed-forward layer in chunks of tokens."""
+        m, io, chunks = self.model, self.io, self.mlp_chunks
+        # Gradients of the layer's output and of the part's input; what the norms and attention save if they run again.
+        passing, again = 2 * io * m.hidden, 0.0
+        if self.remat != "none":
+            again = 3 * io * m.hidden + self._attending_again()
+        chunk = (6 * io * m.intermediate + 2 * io * m.hidden) / chunks
+        sums = 3 * (4 + io) * m.hidden * m.intermediate
+        attention = -1.0 * io * m.hidden  # the second norm's input and result are free by then
+        if self.attention_chunks > 1:
+            attention += self._of_head_chunks()
+        return (
+            self._tokens(again + passing + chunk) + sums + self.gathered,
+            self._tokens(again + attention) + self.gathered,
+        )
+
+    def _of_head_chunks(self) -> float:
+        """Return the bytes per token of chunks of heads at an attention call, beyond what attention saves.
+
+        They are the fp32 sum of the hidden states' gradient, D, out's gradient of one chunk, and q, k and v of this
+        chunk and the next one. out is free by then.
+        """
+        m, io, chunks = self.model, self.io, self.attention_chunks
+        keys = m.kv_width / min(chunks, m.kv_heads)
+        return 4 * m.hidden + 4 * m.q_heads + 3 * io * m.q_width / chunks + 4 * io * keys - io * m.q_width
 
 
 @dataclass(frozen=True)

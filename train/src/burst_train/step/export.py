@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 
 from ..checkpoint import files
 from ..checkpoint.manifest import STATE, UNFINISHED
@@ -20,7 +20,7 @@ from ..checkpoint.state import State
 from ..config import checked_settings, with_settings
 from ..data.tokenizer import Tokenizer, open_tokenizer
 from ..run.errors import text_of
-from .model import ARCHITECTURES, NextTokenModel
+from .model import NextTokenModel
 
 OURS = "model."  # prefix of transformers' parameter names in a NextTokenModel
 KINDS = {name: dtype for dtype, name in files.DTYPES.items()}
@@ -114,8 +114,8 @@ def _config_of(state: State) -> PreTrainedConfig:
     """Return the model's configuration for transformers."""
     values = dict(state.model)
     kind = values.pop("model_type", None)
-    if kind not in ARCHITECTURES:
-        raise ValueError(f"{STATE}: the model is a {kind}; supported are {', '.join(ARCHITECTURES)}")
+    if kind not in CONFIG_MAPPING:
+        raise ValueError(f"{STATE}: this transformers has no model {kind!r}")
     return AutoConfig.for_model(kind, **values)
 
 

@@ -18,21 +18,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 from transformers.utils import logging as transformers_logging
 
 from burst_attention.attention.batch import Plans
+from burst_attention.comm.link import connect, resolve_group
 from burst_attention.integrations import hf
+from burst_attention.launch.mesh import CONTEXT
 from burst_attention.loss import Head, next_token_loss, next_token_nll
 
 from ..data.sequences import TokenSequence
 from ..data.tokenizer import BYTES, Tokenizer, first_line
-from ..engines import Engine
+from ..engines import Engine, Heads
 from ..memory import MemoryConfig
 from ..presets import PRESETS
 from .activations import keep_less
 
 # A model may have this many more embeddings than its tokenizer has ids: vocabularies are padded for faster products.
 PADDED = 1024
-
-# Architectures whose modules every engine can shard.
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def model_config(
@@ -110,8 +109,8 @@ def load_config(model: str, *, training: bool = True) -> PreTrainedConfig:
         training: False allows dropout, which evaluation turns off.
 
     Raises:
-        ValueError: it can't be loaded, its architecture is not in :data:`ARCHITECTURES`, or ranks can't share the
-            model (:func:`burst_attention.integrations.hf.check_config`).
+        ValueError: it can't be loaded; or ranks can't share the model
+            (:func:`burst_attention.integrations.hf.check_config`); or FSDP2 can't shard it; or its router adds a loss.
     """
     if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
         raise ValueError(f"--model {model!r}: the folder holds no config.json")
@@ -121,13 +120,40 @@ def load_config(model: str, *, training: bool = True) -> PreTrainedConfig:
         raise ValueError(
             f"--model {model!r} is not a preset ({', '.join(PRESETS)}) and can't be loaded: {first_line(error)}"
         ) from error
-    if config.model_type not in ARCHITECTURES:
-        raise ValueError(f"--model {model!r} is a {config.model_type}; supported are {', '.join(ARCHITECTURES)}")
     try:
         hf.check_config(config, training=training)
+        _check_parts(config)
     except ValueError as error:
         raise ValueError(f"--model {model!r}: {error}") from error
     return config
+
+
+def _check_parts(config: PreTrainedConfig) -> None:
+    """Raise ValueError if FSDP2 can't shard the model's layers, or its router adds a loss."""
+    if getattr(config, "output_router_logits", False):
+        raise ValueError(
+            "output_router_logits=True of the configuration adds the router's loss, which this command does not "
+            "compute; set it to false, or train by hf.parallelize, which does"
+        )
+    if idle := getattr(config, "zero_expert_num", None):
+        raise ValueError(
+            f"zero_expert_num={idle} of the configuration: a rank whose tokens all go to such experts has no gradient "
+            "for the others, and FSDP2 needs one on every rank; train it by hf.parallelize and DDP"
+        )
+    try:
+        Heads.of(config)
+    except (AttributeError, RuntimeError) as error:  # transformers raises RuntimeError for sizes that vary
+        raise ValueError(
+            f"the configuration does not state one size of the heads for all layers ({first_line(error)}); train it by "
+            "hf.parallelize and a trainer"
+        ) from error
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    if not isinstance(getattr(getattr(model, "model", None), "layers", None), nn.ModuleList):
+        raise ValueError(
+            f"{type(model).__name__} does not hold its layers in model.layers, which are sharded one by one; train it "
+            "by hf.parallelize and a trainer"
+        )
 
 
 def batch_of(sequences: Sequence[TokenSequence], device: torch.device) -> dict[str, torch.Tensor]:
@@ -221,7 +247,8 @@ def build_model(
         model.to_empty(device="cpu")
         model.tie_weights()
     memory = memory or MemoryConfig()
-    keep_less(model.model.layers, memory)
+    _, agreement = connect(resolve_group(mesh[CONTEXT]), None)
+    keep_less(model.model, memory, agreement)
     wrapper = NextTokenModel(model.train(), engine)
     weights = dict(wrapper.state_dict()) if first else {}
     engine.spread(wrapper, mesh=mesh, everyone=everyone, dtype=dtype, offload=memory.optimizer_offload)

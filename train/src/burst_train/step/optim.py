@@ -3,42 +3,76 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.lr_scheduler import LRScheduler
-from transformers import get_cosine_with_min_lr_schedule_with_warmup
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from ..config import TrainConfig
+from ..config import ScheduleName, TrainConfig
+
+# What is left of the way from lr to its minimum, by the share of the decay that is over.
+_LEFT: dict[ScheduleName, Callable[[float], float]] = {
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+    "linear": lambda progress: 1.0 - progress,
+    "constant": lambda progress: 1.0,
+    "warmup-stable-decay": lambda progress: 1.0 - progress,
+}
 
 
-def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """Return AdamW for sharded parameters; norms and biases (one dim) have no weight decay."""
+def check_optimizer(config: TrainConfig) -> None:
+    """Raise ValueError if ``--optimizer`` needs a package that is not installed."""
+    if config.memory.optimizer == "adamw-8bit" and find_spec("torchao") is None:
+        raise ValueError("--optimizer adamw-8bit needs torchao: pip install 'burst-attention[torchao]'")
+
+
+def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """Return AdamW for sharded parameters; norms and biases (one dim) have no weight decay.
+
+    Raises:
+        ValueError: as in :func:`check_optimizer`.
+    """
     optim = config.optim
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": optim.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.peak_lr, betas=(optim.beta1, optim.beta2), eps=optim.eps)
+    kind: Any = torch.optim.AdamW if config.memory.optimizer == "adamw" else _adamw_8bit(config)
+    return kind(groups, lr=config.peak_lr, betas=(optim.beta1, optim.beta2), eps=optim.eps)
+
+
+def _adamw_8bit(config: TrainConfig) -> Any:
+    """Return torchao's AdamW, which keeps moments in 8 bits and supports FSDP2's shards (arXiv 2110.02861)."""
+    check_optimizer(config)
+    from torchao.optim import AdamW8bit
+
+    return AdamW8bit
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig) -> LRScheduler:
-    """Return a schedule: linear warm-up, then half a cosine from ``lr`` to ``min_lr * lr``.
+    """Return a schedule: linear warm-up to ``lr``, then what ``--schedule`` names, down to ``min_lr * lr``.
 
     The rate reaches its minimum at ``decay_steps`` and stays there, also if ``--steps`` is raised later.
     """
+    optim, last = config.optim, config.decay_steps
+    begin = optim.warmup
+    if optim.schedule == "warmup-stable-decay":
+        begin = max(begin, last - -(-last // 10))
     for group in optimizer.param_groups:
         group["initial_lr"] = config.peak_lr
     # The schedule's step 0 has rate 0, where nothing is learnt, so the first training step is its step 1.
-    last = config.decay_steps
-    schedule = get_cosine_with_min_lr_schedule_with_warmup(
-        optimizer, config.optim.warmup, last, min_lr_rate=config.optim.min_lr, last_epoch=0
-    )
-    # Beyond its last step, transformers' cosine would rise again.
-    schedule.lr_lambdas = [lambda step, rate=rate: rate(min(step, last)) for rate in schedule.lr_lambdas]
-    return schedule
+
+    def share(step: int) -> float:
+        if step < optim.warmup:
+            return step / optim.warmup
+        progress = min(1.0, max(0, step - begin) / max(1, last - begin))
+        return _LEFT[optim.schedule](progress) * (1.0 - optim.min_lr) + optim.min_lr
+
+    return LambdaLR(optimizer, share, last_epoch=0)
 
 
 def clip_by_global_norm(model: nn.Module, largest: float) -> float:

@@ -1,0 +1,121 @@
+"""Prepare a call's forward and backward for a sweep: check it, choose its program and its pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..kernels import KERNELS
+from ..kernels.merge import row_dot
+from ..plan.assignment import CIRCULATIONS
+from ..plan.groups import Groups
+from ..plan.program import Program
+from ..plan.rows import Side
+from .checks import ResolvedCall, kernel_for, resolve, sign_of, signless
+from .passes import Backward, Forward, Tensors
+from .plan import Plan
+
+
+@dataclass(frozen=True)
+class Settled:
+    """The forward's decisions, for its backward: the call's number, resolved arguments, and the number of chunks.
+
+    It is an output tensor of the operator, because only tensors reach the backward of a compiled graph.
+    """
+
+    number: int
+    scale: float
+    circulate: str
+    kernel: str
+    chunks: int
+
+    def pack(self) -> Tensor:
+        """Return a float64 [5] tensor on the CPU."""
+        names = tuple(CIRCULATIONS).index(self.circulate), KERNELS.index(self.kernel)
+        return torch.tensor((self.number, self.scale, *names, self.chunks), dtype=torch.float64)
+
+    @classmethod
+    def of(cls, number: int, call: ResolvedCall) -> Settled:
+        """Return what the forward of ``call`` decided."""
+        return cls(number, call.scale, call.circulate, call.kernel.name, call.groups.chunks)
+
+    @classmethod
+    def unpack(cls, packed: Tensor) -> Settled:
+        """Read a tensor of :meth:`pack`."""
+        number, scale, circulate, kernel, chunks = packed.tolist()
+        return cls(int(number), scale, tuple(CIRCULATIONS)[int(circulate)], KERNELS[int(kernel)], int(chunks))
+
+
+def prepare_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    *,
+    scale: float | None,
+    kernel: str,
+    heads: int,
+    keeping: Tensors | None = None,
+) -> tuple[Program, Forward, ResolvedCall]:
+    """Check a call, and return its program, its pass and its resolved arguments.
+
+    Raises:
+        TypeError, ValueError: an argument can't be used.
+    """
+    call = resolve(q, k, v, plan, scale=scale, kernel=kernel, heads=heads, keep=keeping is not None)
+    q, k, v = map(dense_rows, (q, k, v))
+    q, positive = signless(q, call.scale)
+    work = Forward(q, k, v, positive, call.kernel, call.groups, keeping)
+    return plan.schedule.program(call.circulate, work.direction, call.groups), work, call
+
+
+def prepare_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    plan: Plan,
+    forward: Settled,
+    *,
+    heads: int,
+    kv_heads: int,
+    keeping: Tensors | None = None,
+) -> tuple[Program, Backward]:
+    """Return the program and the pass of a call's backward; ``delta`` is the result of :func:`row_delta`.
+
+    Raises:
+        ValueError: the group can't carry these tensors.
+    """
+    plan.transport.check_device(q.device)
+    head_dims = q.shape[3], v.shape[3]
+    kernel = kernel_for(forward.kernel, plan.mask, device=q.device, dtype=q.dtype, head_dims=head_dims)
+    groups = Groups.of(heads, q_heads=q.shape[1], kv_heads=kv_heads, keep=keeping is not None, chunks=forward.chunks)
+    dout, q, k, v = map(dense_rows, (dout, q, k, v))
+    q, scale = signless(q, forward.scale)  # the cached q has its sign already
+    work = Backward(dout, q, k, v, torch.stack((lse, delta), -1), scale, kernel, plan.world == 1, groups, keeping)
+    return plan.schedule.program(forward.circulate, work.direction, groups), work
+
+
+def row_delta(dout: Tensor, out: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return D = rowsum(dO * O) - dL, [B, H, S_local], in ``dtype``; ``dlse`` is dL, the gradient of lse, or None."""
+    delta = row_dot(dout, out, dtype)
+    return delta if dlse is None else delta - dlse
+
+
+def rounded_gradients(sums: dict[Side, Tensors], scale: float, dtype: torch.dtype) -> list[Tensor]:
+    """Return dq, dk, dv from a backward's sums, which it takes; frees each sum once it is rounded."""
+    grads = [*sums.pop(Side.QUERY), *sums.pop(Side.KEY)]
+    if scale <= 0:
+        grads[0] = grads[0] * sign_of(scale)
+    for n, grad in enumerate(grads):
+        grads[n] = grad.to(dtype).contiguous()
+    return grads
+
+
+def dense_rows(x: Tensor) -> Tensor:
+    """Make the last dim dense, as kernels need; an expanded gradient's is not."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,247 @@
+"""Run a layer's attention in chunks of heads (:mod:`burst_attention.attention.head_chunks`).
+
+The layer's own code projects each chunk: it runs on a copy of the module's structure, which has fewer heads, with some
+rows of the module's weights. Before its first use the result is compared with the layer's own on a few tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
+
+from burst_attention.attention.batch import Plans
+from burst_attention.attention.entry import burst_attention
+from burst_attention.attention.head_chunks import HeadCall, Projection, Stretches, attend_by_heads
+from burst_attention.attention.plan import single_rank_plan
+from burst_attention.attention.sweep import sweeps
+from burst_attention.plan.mask import Mask
+
+from .token_chunks import subclass
+
+# The projections whose output rows belong to heads: which heads, in order.
+_ROWS = {
+    "q_proj": ("query",),
+    "q_b_proj": ("query",),
+    "k_proj": ("key",),
+    "v_proj": ("key",),
+    "kv_b_proj": ("query",),
+    "qkv_proj": ("query", "key", "key"),
+}
+_OUTPUT = ("o_proj", "dense", "out_proj")
+_COUNTS = {"query": ("num_heads", "num_attention_heads"), "key": ("num_key_value_heads",)}
+_COMPARED = 5  # tokens
+
+
+def by_heads(module: nn.Module, chunks: int) -> None:
+    """Make an attention module of transformers compute its heads in ``chunks`` chunks. Changes its class in place.
+
+    Raises:
+        ValueError: its heads can't be split so, or its projections are not among those that are known.
+    """
+    structure, kind = _Structure(module, chunks), cast("Any", type(module))
+    module.__class__ = subclass(_ByHeads, kind)
+    module.structure = structure  # type: ignore[assignment]
+
+
+def whole_heads(module: nn.Module) -> None:
+    """Undo :func:`by_heads`."""
+    if isinstance(module, _ByHeads):
+        module.__class__ = module.stock_class
+        del module.structure
+
+
+class _ByHeads(nn.Module):
+    structure: _Structure
+    stock_class: Any
+
+    @torch.compiler.disable
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        attend = kwargs.get("attend", burst_attention)
+        ours = burst_attention in (attend, getattr(attend, "func", None)) or hasattr(attend, "sweeps")
+        if kwargs.get("plan") is None or not ours:  # generation, or a measurement with another attention
+            return self.stock_class.forward(self, hidden_states, **kwargs)
+        with Plans.of(kwargs["plan"]).one.agreement.entering("burst_attention"):
+            if self.structure.parts != _parts(self):  # adapters were attached, or removed
+                self.structure = _Structure(self, self.structure.chunks)
+            self.structure.compare(self, hidden_states, kwargs)
+        return self.structure.run(self, hidden_states, kwargs)
+
+
+class _Structure:
+    """A module's structure with the heads of one chunk, without weights, and which rows of which weights it takes."""
+
+    def __init__(self, module: nn.Module, chunks: int) -> None:
+        config: Any = module.config
+        self.chunks, self.parts, self._compared = chunks, _parts(module), False
+        query = config.num_attention_heads
+        self._heads = {"query": query, "key": getattr(config, "num_key_value_heads", None) or query}
+        self._name = type(module).__name__
+        for side, count in self._heads.items():
+            if count % chunks and (side == "query" or chunks % count):
+                raise ValueError(
+                    f"memory=Memory(attention_chunks={chunks}) can't split the {count} {side} heads of {self._name}; "
+                    f"choose a divisor of {self._heads['key']}"
+                )
+        self._output = next((name for name in _OUTPUT if name in module._modules), "")
+        if not self._output or next(module.buffers(), None) is not None:
+            raise self._refusal(f"its parts are {', '.join(module._modules)}")
+        weights = {n: p for n, p in module.named_parameters() if not n.startswith(f"{self._output}.")}
+        self._names = tuple(weights)
+        self._segments = [self._segments_of(name, weight.shape[0]) for name, weight in weights.items()]
+        self._twin = self._empty_twin(module)
+
+    def _refusal(self, reason: str) -> ValueError:
+        return ValueError(
+            f"memory=Memory(attention_chunks={self.chunks}) does not know how to split {self._name}: {reason}. Leave "
+            "attention_chunks out for this model"
+        )
+
+    def _segments_of(self, name: str, rows: int) -> tuple[tuple[str, int, int], ...]:
+        """Return (side, first row, rows of a head) of each stretch of heads among a weight's rows."""
+        first, *rest = name.split(".")
+        if first not in _ROWS or rest[0] == "lora_A":
+            return ()
+        if rest[0] == "base_layer":
+            rest = rest[1:]
+        if rest not in (["weight"], ["bias"]) and rest[0] != "lora_B":
+            raise self._refusal(f"it has the weight {name}")
+        sides = _ROWS[first]
+        width, left = divmod(rows, sum(self._heads[side] for side in sides))
+        if left:
+            raise self._refusal(f"{name} has {rows} rows for {self._heads['query']} query heads")
+        starts = [width * sum(self._heads[side] for side in sides[:n]) for n in range(len(sides))]
+        return tuple((side, start, width) for side, start in zip(sides, starts, strict=True))
+
+    def rows(self, weight: int, chunk: int) -> Stretches:
+        """Return the rows of a weight that a chunk needs; empty if it needs all of them."""
+        stretches = []
+        for side, first, width in self._segments[weight]:
+            count = self._heads[side]
+            own, at = max(1, count // self.chunks), chunk * count // self.chunks  # chunks may share a key-value head
+            stretches.append((first + at * width, first + (at + own) * width))
+        return tuple(stretches)
+
+    def _empty_twin(self, module: nn.Module) -> nn.Module:
+        config: Any = module.config
+        memo: dict[int, Any] = {id(config): config, id(vars(module).get("structure")): None}
+        for weight in module.parameters():  # no copy, and nothing that outlives the sharding of the weights
+            memo[id(weight)] = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
+        twin: Any = copy.deepcopy(module, memo)
+        twin.__class__ = getattr(module, "stock_class", type(module))
+        twin.config = copy.copy(config)
+        for side, names in _COUNTS.items():
+            for name in names:
+                for owner in (twin, twin.config):
+                    if getattr(owner, name, None) == self._heads[side]:
+                        setattr(owner, name, max(1, self._heads[side] // self.chunks))
+        if getattr(config, "head_dim", None) is None and hasattr(module, "head_dim"):
+            twin.config.head_dim = module.head_dim
+        twin._modules[self._output] = _Nothing()
+        return twin
+
+    def run(self, module: Any, hidden: Tensor, kwargs: Mapping[str, Any]) -> tuple[Tensor, None]:
+        """Return the results of the module's forward."""
+        live = dict(module.named_parameters())
+        twin: Any = self._twin
+        twin.config._attn_implementation = module.config._attn_implementation  # it may have been switched
+        attend, length = kwargs.get("attend"), hidden.shape[1]
+        kernel = getattr(attend, "keywords", {}).get("kernel", "auto")
+
+        # It outlives the call, and must not hold the hidden states.
+        def project(states: Tensor, _: int, weights: Sequence[Tensor], tokens: slice) -> HeadCall:
+            captured = _Captured(kernel, some=tokens != slice(0, length))
+            some = self._of_tokens(tokens, length, kwargs) if captured.of_some_tokens else {}
+            given = {**kwargs, **some, "attend": captured, "hidden_states": states}
+            functional_call(self._twin, dict(zip(self._names, weights, strict=True)), (), given)
+            return captured.calls.pop()
+
+        projection = Projection(self.chunks, self.rows, project, getattr(attend, "sweeps", sweeps))
+        weights, output = [live[name] for name in self._names], getattr(module, self._output)
+        if sharded := next((name for name, x in live.items() if isinstance(x, DTensor)), None):
+            raise self._refusal(f"{sharded} is a DTensor; shard whole decoder layers, not their attention")
+        if type(output) is nn.Linear and not (output._forward_hooks or output._forward_pre_hooks):
+            own = [x for x in (output.weight, output.bias) if x is not None]
+            return attend_by_heads(hidden, weights, projection, output=own), None
+        return output(attend_by_heads(hidden, weights, projection).flatten(2)), None
+
+    @torch.no_grad()
+    def compare(self, module: Any, hidden: Tensor, kwargs: Mapping[str, Any]) -> None:
+        """Compare a few tokens with the module's own forward, once.
+
+        Raises:
+            ValueError: they differ.
+        """
+        if self._compared or isinstance(hidden, FakeTensor) or not hidden.shape[1]:
+            return
+        few = min(_COMPARED, hidden.shape[1])
+        given = {**kwargs, **self._few(few, hidden.shape[1], kwargs)}
+        own = module.stock_class.forward(module, hidden_states=hidden[:1, :few], **given)
+        ours = self.run(module, hidden[:1, :few], given)
+        bound = 50 * torch.finfo(own[0].dtype).eps ** (1 if own[0].dtype.itemsize > 2 else 0.75)
+        apart, most = (own[0] - ours[0]).abs().max().item(), own[0].abs().max().item()
+        if len(own) != 2 or own[1] is not None or not apart <= bound * max(most, 1e-30):
+            raise self._refusal(f"on {few} tokens its outputs differ by {apart:.1e} of {most:.1e}")
+        self._compared = True
+
+    def _few(self, few: int, length: int, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call on the first tokens of the first row."""
+        masks = {
+            key: Mask(causal=plan.mask.causal, window=plan.mask.window)
+            for key, plan in Plans.of(kwargs["plan"]).items()
+        }
+        plans = {key: single_rank_plan(few, mask=mask) for key, mask in masks.items()}
+        given = self._of_tokens(slice(0, few), length, kwargs)
+        if "position_embeddings" in given:
+            given["position_embeddings"] = _rows_of(given["position_embeddings"], slice(1), slice(None))
+        if "position_ids" in given:
+            given["position_ids"] = torch.arange(few, device=given["position_ids"].device)[None]
+        given["plan"] = plans if isinstance(kwargs["plan"], Mapping) else next(iter(plans.values()))
+        return given
+
+    def _of_tokens(self, tokens: slice, length: int, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments that belong to tokens, for some of the tokens."""
+        given: dict[str, Any] = {}
+        for name, value in kwargs.items():
+            if name == "position_embeddings":
+                given[name] = _rows_of(value, slice(None), tokens)
+            elif name == "position_ids":
+                given[name] = value[:, tokens]
+            elif isinstance(value, Tensor) and length in value.shape:
+                raise self._refusal(f"its forward takes the tensor {name}")
+        return given
+
+
+def _rows_of(rotary: Any, rows: slice, tokens: slice) -> Any:
+    """Return some rows and tokens of rotary cosines and sines, or of the complex numbers that hold both."""
+    return rotary[rows, tokens] if isinstance(rotary, Tensor) else tuple(x[rows, tokens] for x in rotary)
+
+
+class _Nothing(nn.Module):
+    """Stands for the output projection, which runs once, on all heads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[..., :0]
+
+
+class _Captured:
+    """Takes the arguments of an attention call, and returns zeros that take no memory."""
+
+    def __init__(self, kernel: str, *, some: bool) -> None:
+        self._kernel, self.of_some_tokens = kernel, some
+        self.calls: list[HeadCall] = []
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: Any, *, scale: float | None = None) -> Tensor:
+        self.calls.append(HeadCall(q, k, v, plan, scale, self._kernel))
+        return q.new_zeros(()).expand(*q.shape[:3], v.shape[3])
+
+
+def _parts(module: nn.Module) -> tuple[Any, ...]:
+    """Return what tells whether parts of the module were replaced."""
+    return tuple((name, type(part)) for name, part in module.named_modules() if part is not module)

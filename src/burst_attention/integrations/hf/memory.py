@@ -1,0 +1,170 @@
+"""Save activation memory in a model's layers: recompute them, keep their inputs elsewhere, split heads and tokens.
+
+Weights keep their names and places. As in FSDP2, a module's class is replaced by a subclass with the same name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from burst_attention.attention.remat import keep_attention
+from burst_attention.comm.agreement import Agreement
+from burst_attention.memory.offload import Offloading, check_place, offloading
+from burst_attention.memory.store import Store
+
+from . import head_chunks, parts, token_chunks
+
+Recompute = Literal["none", "keep-attention", "layer"]
+# Submodules of a mixture of experts that process each token for itself; its router sees all tokens at once.
+_EXPERTS = ("experts", "shared_expert", "shared_experts", "shared_mlp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Trade computation and copies for memory. No option changes results beyond rounding.
+
+    Attributes:
+        recompute: what the backward recomputes. ``layer``: each decoder layer, of which only the inputs are kept.
+            ``keep-attention``: all of a layer but its attention, whose exchanges are not repeated.
+        attention_chunks: project and compute the heads of a layer's attention in this many groups, one at a time. It
+            must divide the key-value heads, or be a multiple of them that divides the query heads.
+        mlp_chunks: process a rank's tokens in this many chunks in feed-forward layers and norms. The backward
+            recomputes one chunk at a time.
+        offload: where the inputs of recomputed layers are kept. None: on the device. ``host``: in pinned host memory
+            (GPUs only; never run on a GPU). ``disk:DIR``: in a file in the folder DIR.
+
+    Raises:
+        TypeError, ValueError: an option has a value that can't be used.
+    """
+
+    recompute: Recompute = "none"
+    attention_chunks: int = 1
+    mlp_chunks: int = 1
+    offload: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.recompute not in get_args(Recompute):
+            raise ValueError(f"recompute={self.recompute!r} is unknown; choose one of {', '.join(get_args(Recompute))}")
+        for name in ("attention_chunks", "mlp_chunks"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name}={value!r} must be an int")
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        if self.offload is not None:
+            check_place(self.offload)
+            if self.recompute == "none":
+                raise ValueError(
+                    f"offload={self.offload!r} keeps the inputs of recomputed layers; add recompute='layer'"
+                )
+        if self.attention_chunks > 1 and self.recompute == "keep-attention":
+            raise ValueError(
+                f"recompute='keep-attention' can't keep attention in {self.attention_chunks} chunks; use "
+                "recompute='layer', or leave attention_chunks out"
+            )
+
+    def apply(self, body: nn.Module, agreement: Agreement, *, store: Store | None = None) -> None:
+        """Apply the options to the decoder layers of a transformers model, in place, before its weights are sharded.
+
+        Args:
+            body: the model without its head.
+            agreement: notifies the other ranks if a copy fails (``plan.agreement``).
+            store: keeps the inputs in place of the store that ``offload`` names.
+
+        Raises:
+            ValueError: a layer's parts are not among those that the options know, or ``offload`` can't be used.
+        """
+        layers = _layers(body)
+        if self != Memory() and not layers:
+            raise ValueError(f"memory={self!r} needs decoder layers of transformers; {type(body).__name__} has none")
+        if store is not None:
+            copies: Offloading | None = Offloading(store, agreement=agreement)
+        else:
+            copies = None if self.offload is None else offloading(self.offload, agreement)
+        context = keep_attention if self.recompute == "keep-attention" else noop_context_fn
+        if self.mlp_chunks > 1:
+            inside = [module for layer in layers for module in (*_feed_forward(layer), *_norms(layer))]
+            for module in (*_norms(body), *inside):
+                token_chunks.in_token_chunks(module, self.mlp_chunks)
+        for layer in layers:
+            if self.attention_chunks > 1:
+                for module in [each for each in layer.modules() if parts.is_called(each, "Attention")]:
+                    head_chunks.by_heads(module, self.attention_chunks)
+            if self.recompute != "none":  # set the attributes that transformers' own gradient checkpointing sets
+                layer._gradient_checkpointing_func = _Recomputing(context, copies)  # type: ignore[assignment]
+                layer.gradient_checkpointing = True
+
+    def check(self, body: nn.Module) -> None:
+        """Raise ValueError if something else has replaced the recomputation of :meth:`apply`."""
+        if self.recompute == "none":
+            return
+        for layer in _layers(body):
+            if not (layer.gradient_checkpointing and _is_ours(layer)):
+                raise ValueError(
+                    f"gradient checkpointing of {type(layer).__name__} changed after hf.parallelize(memory=...) set "
+                    f"it to recompute={self.recompute!r}; pass gradient_checkpointing=False to the trainer, or leave "
+                    "recompute and offload out"
+                )
+
+
+def unsave(body: nn.Module) -> None:
+    """Undo :meth:`Memory.apply`."""
+    for layer in _layers(body):
+        if _is_ours(layer):
+            del layer._gradient_checkpointing_func
+            layer.gradient_checkpointing = False
+    for module in body.modules():
+        head_chunks.whole_heads(module)
+        token_chunks.whole_tokens(module)
+
+
+def _layers(body: nn.Module) -> list[GradientCheckpointingLayer]:
+    return [module for module in body.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def _is_ours(layer: nn.Module) -> bool:
+    return isinstance(vars(layer).get("_gradient_checkpointing_func"), _Recomputing)
+
+
+def _feed_forward(layer: nn.Module) -> Iterable[nn.Module]:
+    """Return the modules of a layer's feed-forward part that process each token for itself."""
+    for name in ("mlp", "feed_forward", "block_sparse_moe"):
+        if name in layer._modules:
+            module = layer.get_submodule(name)
+            experts = [module.get_submodule(each) for each in _EXPERTS if each in module._modules]
+            return experts or [module]
+    raise ValueError(
+        f"memory=Memory(mlp_chunks=...) does not know the feed-forward part of {type(layer).__name__}, whose parts are "
+        f"{', '.join(layer._modules)}; leave mlp_chunks out"
+    )
+
+
+def _norms(part: nn.Module) -> Iterable[nn.Module]:
+    """Return the norms of hidden states in a layer, or behind the last one. Their copies in fp32 are large."""
+    return [child for child in part.children() if parts.is_called(child, "Norm")]
+
+
+@dataclass(frozen=True, eq=False)
+class _Recomputing:
+    """Runs a layer with activation checkpointing. The backward recomputes all but what ``context`` keeps."""
+
+    context: Callable[[], Any]
+    copies: Offloading | None
+
+    def __call__(self, run: Callable[..., Any], *inputs: Any) -> Any:
+        copied = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+        # Inside a checkpoint, its own hooks handle saved tensors, so these hooks only see the inputs.
+        with nullcontext() if self.copies is None else self.copies.hooks(*copied):
+            # Layers use no random numbers, because dropout is refused: the generator state need not be saved.
+            options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+            return checkpoint(run, *inputs, **options, context_fn=self.context)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Recomputing:
+        return self  # copies of a model share the store, which can't be copied

@@ -1,0 +1,163 @@
+"""Recurrent layers and short convolutions of transformers, over the ranks of a sequence.
+
+A mixer keeps its weights and its code. Only the names of its kernels mean ours (:mod:`burst_attention.recurrence`),
+which call the kernels of the modeling file, whatever they are at that moment (fla, mamba_ssm, a hub kernel). No module
+of another package changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from burst_attention.attention.batch import Plans
+from burst_attention.recurrence.exchange import RunExchange
+
+from . import checks, mixers
+from .token_chunks import subclass
+
+_KEYWORD = "burst_plans"  # a layer's plans: checkpointing stores keywords, and calls the layer again with them
+_ATTRIBUTE = "_burst_plans"
+_NOT_PASSED_ON = ("NemotronAttention", "StableLmAttention")  # their layers keep keywords to themselves
+_ALONE: Any = object()  # in place of plans: run the stock layer on this rank alone
+
+
+def convert(body: nn.Module) -> None:
+    """Make the known mixers of a model run on shards. Changes classes in place; a second call changes nothing."""
+    for layer in [each for each in body.modules() if isinstance(each, GradientCheckpointingLayer)]:
+        inside = [mixer for _, mixer in mixers.mixers_of(layer)]
+        kinds = [(layer, _Layer), *((mixer, _Mixer) for mixer in inside)]
+        for module, mixin in kinds if inside or any(map(_is_not_told, layer.modules())) else []:
+            if not isinstance(module, mixin):
+                module.__class__ = subclass(mixin, type(module))
+
+
+def restore(body: nn.Module) -> None:
+    """Undo :func:`convert`."""
+    for module in body.modules():
+        if isinstance(module, (_Layer, _Mixer)):
+            module.__class__ = module.stock_class
+
+
+def check_converted(model: nn.Module) -> None:
+    """Refuse a model with a mixer that would run on the shard alone."""
+    for name, mixer in mixers.mixers_of(model):
+        if not isinstance(mixer, _Mixer):
+            raise ValueError(
+                f"{name} ({type(mixer).__name__}) passes a state from token to token, but it is not parallelized, so "
+                "it would see only this rank's shard; call hf.parallelize(model)"
+            )
+
+
+def check_layout(model: nn.Module, layout: str) -> None:
+    """Refuse a layout that separates neighbouring tokens, for a model that passes states between them."""
+    found = next(mixers.mixers_of(model), None)
+    if found is not None and layout.startswith("striped"):
+        raise ValueError(
+            f"layout={layout!r} of the strategy separates neighbouring tokens, but {found[0]} "
+            f"({type(found[1]).__name__}) passes a state from token to token; use Strategy(layout='zigzag')"
+        )
+
+
+def is_converted(model: nn.Module) -> bool:
+    """Return whether some layers hand plans to modules inside them."""
+    return any(isinstance(each, _Layer) for each in model.modules())
+
+
+@contextmanager
+def converted(body: nn.Module) -> Iterator[None]:
+    """Convert a model inside this context only."""
+    before = is_converted(body)
+    convert(body)
+    try:
+        yield
+    finally:
+        if not before:
+            restore(body)
+
+
+@contextmanager
+def running(body: nn.Module, plans: Any = _ALONE) -> Iterator[None]:
+    """Give the plans of a call to the layers, also where the model does not pass keywords on. Default: run alone."""
+    layers = [each for each in body.modules() if isinstance(each, _Layer)]
+    for layer in layers:
+        setattr(layer, _ATTRIBUTE, plans)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            delattr(layer, _ATTRIBUTE)
+
+
+def _is_not_told(module: nn.Module) -> bool:
+    """Return whether a module is an attention that gets no keywords from its layer."""
+    return type(module).__name__ in _NOT_PASSED_ON
+
+
+def given_to(module: nn.Module) -> Any:
+    """Return the plans that a layer handed to a module inside it, or None."""
+    plans = vars(module).get(_ATTRIBUTE)
+    return None if plans is _ALONE else plans
+
+
+class _Layer(nn.Module):
+    """A decoder layer: hands its plans to modules inside it, also if checkpointing runs it again later."""
+
+    stock_class: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        plans = kwargs.get("plan", vars(self).get(_ATTRIBUTE))
+        return super().__call__(*args, **{_KEYWORD: plans} | kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        plans = kwargs.pop(_KEYWORD, None)
+        inside = [each for each in self.modules() if isinstance(each, _Mixer) or _is_not_told(each)]
+        for each in inside:
+            setattr(each, _ATTRIBUTE, plans)
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            for each in inside:
+                vars(each).pop(_ATTRIBUTE, None)
+
+
+class _Mixer(nn.Module):
+    """A mixer whose kernels run on shards."""
+
+    stock_class: Any
+
+    @torch.compiler.disable  # the function with our kernels is made for each call
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        plans = vars(self).get(_ATTRIBUTE)
+        if plans is _ALONE:
+            return super().forward(*args, **kwargs)
+        if plans is None:
+            raise ValueError(
+                f"plan did not reach {type(self).__name__}, so it would see only this rank's shard; call the "
+                "parallelized model itself, or call model(..., plan=plan)"
+            )
+        plan = Plans.of(plans).one
+        with plan.agreement.entering("a recurrent layer"):
+            _check(plan.length, plan.seqlen, args, kwargs)
+        if getattr(plans, "positions", None) is None:
+            checks.mark_attended(plans, kwargs.get("position_ids"))
+        return mixers.over_runs(self, RunExchange(plan))(*args, **kwargs)
+
+
+def _check(length: int, seqlen: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    if hidden.shape[1] != length:
+        raise ValueError(
+            f"input_ids has {hidden.shape[1]} tokens, the plan gives this rank {length} of {seqlen}; shard the batch "
+            "with hf.shard_batch(batch, plan)"
+        )
+    for name in ("cache_params", "past_key_values"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{name}: a cache with earlier tokens is not supported; pass use_cache=False")
+    checks.mask_request(kwargs.get("attention_mask"))
+    checks.check_keywords(0.0, {name: kwargs.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")})

@@ -1,0 +1,170 @@
+"""Run a token-wise module, such as a norm or a feed-forward layer, in chunks of its tokens.
+
+Only the module's inputs are saved. The backward recomputes one chunk at a time, so that intermediate results and their
+gradients exist for one chunk only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from burst_attention.attention.derivatives import differentiable_once
+from burst_attention.attention.head_chunks import added
+
+_DEVICES = ("cpu", "cuda")
+
+
+def in_token_chunks(module: nn.Module, chunks: int) -> None:
+    """Make a token-wise module process [B, S, E] in ``chunks`` chunks of S, or [T, E] in chunks of T.
+
+    Changes its class in place.
+    """
+    kind: Any = type(module)
+    module.__class__ = subclass(_InTokenChunks, kind)
+    module.token_chunks = chunks  # type: ignore[assignment]
+
+
+def whole_tokens(module: nn.Module) -> None:
+    """Undo :func:`in_token_chunks`."""
+    if isinstance(module, _InTokenChunks):
+        module.__class__ = module.stock_class
+        del module.token_chunks
+
+
+@cache
+def subclass(mixin: type, kind: Any) -> Any:
+    """Return the subclass of (mixin, kind) under the name of ``kind``, which is its ``stock_class``."""
+    members = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "stock_class": kind}
+    return type(kind.__name__, (mixin, kind), members)
+
+
+class _InTokenChunks(nn.Module):
+    token_chunks: int
+    stock_class: Any
+
+    def __call__(self, *inputs: Tensor) -> Tensor:  # __call__, so that the module's sharding hooks see each chunk
+        if isinstance(self, FSDPModule):  # its hooks gather its weights for one call, so it runs on all tokens
+            return super().__call__(*inputs)
+        run, dim, weights = super().__call__, inputs[0].ndim - 2, [*self.parameters()]
+        if not torch.is_grad_enabled() or not any(x.requires_grad for x in (*inputs, *weights)):
+            return _ModuleCall(run, self, dim, len(inputs), None).forward(inputs)
+        held = _SavedInputs.apply(*inputs)
+        node = next((x.grad_fn for x in held if x.requires_grad), None)
+        return _RunInChunks.apply(_ModuleCall(run, self, dim, len(inputs), node), *held, *weights)
+
+
+class _SavedInputs(torch.autograd.Function):
+    """Saves a module's inputs before it runs, so that a checkpoint's recomputation can stop before the module."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*inputs)
+        return tuple(x.view_as(x) for x in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return grads
+
+
+class _ModuleCall:
+    """One call of a module: how to run a chunk, and the node that saves its inputs (None: they need no gradient)."""
+
+    def __init__(self, run: Callable[..., Tensor], module: _InTokenChunks, dim: int, count: int, node: Any) -> None:
+        self._run, self.module, self.dim, self.count, self.node = run, module, dim, count, node
+        self._autocast = [(each, torch.get_autocast_dtype(each), torch.is_autocast_enabled(each)) for each in _DEVICES]
+
+    def forward(self, inputs: Sequence[Tensor]) -> Tensor:
+        """Return the outputs of all chunks."""
+        joined = _Joined(inputs[0], self.dim)
+        for chunk in self.chunks(inputs):
+            joined.add(self.run(chunk))
+        return joined.whole()
+
+    def run(self, inputs: Sequence[Tensor]) -> Tensor:
+        """Return the outputs of one chunk."""
+        with ExitStack() as modes:
+            for device, dtype, enabled in self._autocast:
+                modes.enter_context(torch.autocast(device, dtype, enabled=enabled))
+            return self._run(*inputs)
+
+    def chunks(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+        """Yield the chunks of tensors that have the same tokens."""
+        return zip(*(_chunks(x, self.module.token_chunks, self.dim) for x in tensors), strict=True)
+
+
+class _RunInChunks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _ModuleCall, *tensors: Tensor) -> Tensor:
+        inputs = tensors[: call.count]
+        ctx.call = call
+        ctx.save_for_backward(*(inputs if call.node is None else ()))
+        return call.forward(inputs)
+
+    @staticmethod
+    @differentiable_once("a module in chunks of tokens")
+    def backward(ctx: Any, saved: Sequence[Tensor], grad: Tensor) -> tuple[Any, ...]:
+        call: _ModuleCall = ctx.call
+        weights, wanted = [*call.module.parameters()], ctx.needs_input_grad[1:]
+        inputs = saved if call.node is None else call.node.saved_tensors
+        sums: list[Tensor | None] = [None for _ in weights]
+        joined = [_Joined(x, call.dim) if want else None for x, want in zip(inputs, wanted, strict=False)]
+        for *chunk, dout in call.chunks([*inputs, grad]):
+            leaves = [x.detach().requires_grad_(want) for x, want in zip(chunk, wanted, strict=False)]
+            with torch.enable_grad():
+                out = call.run(leaves)
+            sources = [x for x, want in zip([*leaves, *weights], wanted, strict=True) if want]
+            found = iter(torch.autograd.grad(out, sources, dout, allow_unused=True))
+            del out, leaves
+            for n, want in enumerate(wanted):
+                part = next(found) if want else None
+                if part is not None and n >= call.count:
+                    sums[n - call.count] = added(sums[n - call.count], part)
+                elif part is not None and (target := joined[n]) is not None:
+                    target.add(part)
+        grads = [None if x is None else x.to(weight.dtype) for x, weight in zip(sums, weights, strict=True)]
+        return None, *(None if x is None else x.whole() for x in joined), *grads
+
+
+def _chunks(x: Tensor, count: int, dim: int) -> list[Tensor]:
+    """Split a dim into chunks; a DTensor's local shards are split, so that no data moves."""
+    if not isinstance(x, DTensor):
+        return list(x.chunk(count, dim))
+    mesh, placements = x.device_mesh, x.placements
+    parts = x.to_local().chunk(count, dim)
+    return [DTensor.from_local(part, mesh, placements, run_check=False) for part in parts]
+
+
+class _Joined:
+    """Joins chunks in one tensor, which is allocated with the first chunk; a DTensor's local shards are joined."""
+
+    def __init__(self, like: Tensor, dim: int) -> None:
+        self._length, self._dim, self._filled = _local(like).shape[dim], dim, 0
+        self._whole: Tensor | None = None
+        self._first: Tensor | None = None
+
+    def add(self, part: Tensor) -> None:
+        """Append a chunk."""
+        x = _local(part)
+        if self._whole is None:
+            self._first = part if isinstance(part, DTensor) else None
+            self._whole = x.new_empty((*x.shape[: self._dim], self._length, *x.shape[self._dim + 1 :]))
+        self._whole.narrow(self._dim, self._filled, x.shape[self._dim]).copy_(x)
+        self._filled += x.shape[self._dim]
+
+    def whole(self) -> Any:
+        """Return the joined tensor; None without any chunk."""
+        if self._whole is None or not isinstance(self._first, DTensor):
+            return self._whole
+        return DTensor.from_local(self._whole, self._first.device_mesh, self._first.placements, run_check=False)
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x

@@ -1,0 +1,1 @@
+"""Keep fewer bytes on the device during a training step."""

@@ -1,0 +1,191 @@
+"""Keep copies of tensors in a file: written and read by threads, verified by a checksum.
+
+Bytes go straight between the file and the tensors. The file is not mapped, because mapped pages count as resident
+memory.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .file import RecordFile
+from .host import HostStore
+from .store import MOST_WRITES, check_unchanged
+
+_BLOCK = 4096  # bytes; records start at multiples of it
+_THREADS = 2  # one tensor can be written and another one read
+_Source = tuple[Tensor, int, torch.cuda.Event | None]  # in CPU memory; its version; the event after which it is ready
+
+
+@dataclass(eq=False)
+class DiskTicket:
+    """A record of the file.
+
+    Attributes:
+        start, size: its place, in bytes.
+        empty: the tensor's shape, dtype and device, without data.
+        written: its result is the checksum.
+        reads: all reads that were started.
+        ahead: the tensor that is read ahead, in CPU memory, and its read.
+        freed: whether no one reads it any more.
+    """
+
+    start: int
+    size: int
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    written: Future[int]
+    reads: list[Future[None]] = field(default_factory=list)
+    ahead: tuple[Tensor, Future[None]] | None = None
+    freed: bool = False
+
+
+class DiskStore:
+    """Keeps tensors of any device in one file, which grows by records and uses freed records again.
+
+    The file is removed when the store is closed or collected, and when the process exits. After a kill, the next store
+    in the same folder removes it.
+
+    Args:
+        folder: an existing folder on a local disk, with space for all tensors that a backward needs.
+
+    Raises:
+        ValueError: the folder is missing, or files can't be created or locked in it.
+    """
+
+    def __init__(self, folder: str | PathLike[str]) -> None:
+        self._file = RecordFile(Path(folder))
+        self._threads = ThreadPoolExecutor(_THREADS, "burst-offload")
+        self._host = HostStore()
+        self._space = Space()
+        self._writes: deque[DiskTicket] = deque()
+        self._freed: deque[DiskTicket] = deque()
+        self._ahead: DiskTicket | None = None
+
+    def put(self, x: Tensor) -> DiskTicket:
+        """Start to write ``x``; see :meth:`Store.put`."""
+        if type(x) not in (Tensor, torch.nn.Parameter):
+            raise TypeError(f"only plain tensors can be kept in a file, not {type(x).__name__}; pass its local tensor")
+        self._finish_writes(MOST_WRITES - 1)
+        self._reuse()
+        size = -(-max(x.nbytes, 1) // _BLOCK) * _BLOCK
+        start = self._space.take(size)
+        try:
+            self._file.grow(start + size)
+            written = self._threads.submit(_write, self._file, start, [self._in_host_memory(x)])
+        except BaseException:
+            self._space.give(start, size)
+            raise
+        ticket = DiskTicket(start, size, x.shape, x.dtype, x.device, written)
+        self._writes.append(ticket)
+        return ticket
+
+    def fetch(self, ticket: DiskTicket) -> None:
+        """Start to read the tensor into CPU memory; see :meth:`Store.fetch`."""
+        if ticket.ahead is not None:
+            return
+        if self._ahead is not None:
+            self._ahead.ahead = None
+        self._file.check()
+        target = torch.empty(ticket.shape, dtype=ticket.dtype, pin_memory=ticket.device.type == "cuda")
+        read = self._threads.submit(_read, self._file, ticket.start, target, ticket.written)
+        ticket.reads.append(read)
+        ticket.ahead, self._ahead = (target, read), ticket
+
+    def get(self, ticket: DiskTicket) -> Tensor:
+        """Return the tensor; see :meth:`Store.get`."""
+        self.fetch(ticket)
+        assert ticket.ahead is not None
+        (target, read), ticket.ahead, self._ahead = ticket.ahead, None, None
+        read.result()
+        return target.to(ticket.device, non_blocking=True)
+
+    def free(self, ticket: DiskTicket) -> None:
+        """Let the record be used again by a later put."""
+        ticket.freed, ticket.ahead = True, None
+        self._freed.append(ticket)  # no lock: garbage collection may call this in the middle of a put
+
+    def close(self) -> None:
+        """Wait for the threads and remove the file."""
+        self._threads.shutdown()
+        self._file.close()
+
+    def _in_host_memory(self, x: Tensor) -> _Source:
+        x = x.detach().contiguous()
+        if not x.is_cuda:
+            return x, x._version, None
+        held = self._host.put(x)
+        assert held.copy is not None
+        return held.copy, held.copy._version, held.written
+
+    def _finish_writes(self, most: int) -> None:
+        """Wait until at most ``most`` writes are under way; raise the error of one that failed."""
+        while self._writes and (len(self._writes) > most or self._writes[0].written.done()):
+            ticket = self._writes.popleft()
+            wait([ticket.written])
+            if not ticket.freed:
+                ticket.written.result()
+
+    def _reuse(self) -> None:
+        """Add freed records to the free space, except those that a thread still reads or writes."""
+        for _ in range(len(self._freed)):
+            ticket = self._freed.popleft()
+            if ticket.written.done() and all(read.done() for read in ticket.reads):
+                self._space.give(ticket.start, ticket.size)
+            else:
+                self._freed.append(ticket)
+
+
+def _write(file: RecordFile, start: int, box: list[_Source]) -> int:
+    """Write the tensor in ``box``; return its checksum. Empty the box, so that the tensor is free afterwards."""
+    source, version, ready = box.pop()
+    if ready is not None:
+        ready.synchronize()
+    checksum = file.write(start, _bytes(source))
+    check_unchanged(source, version)
+    return checksum
+
+
+def _read(file: RecordFile, start: int, target: Tensor, written: Future[int]) -> None:
+    checksum = written.result()  # threads take tasks in order, so the write has begun and can end
+    file.read(start, _bytes(target), checksum)
+
+
+def _bytes(x: Tensor) -> memoryview:
+    """Return the bytes of a contiguous CPU tensor, as a view of its memory."""
+    return x.reshape(-1).view(torch.uint8).numpy().data
+
+
+class Space:
+    """The free space of a file that can grow: stretches (start, end) in bytes, in order, with used bytes between."""
+
+    def __init__(self) -> None:
+        self._free = [(0, sys.maxsize)]
+
+    def take(self, size: int) -> int:
+        """Return the start of the first ``size`` free bytes, which are used from now on."""
+        place = next(n for n, (start, end) in enumerate(self._free) if end - start >= size)
+        start, end = self._free[place]
+        self._free[place : place + 1] = [(start + size, end)] if start + size < end else []
+        return start
+
+    def give(self, start: int, size: int) -> None:
+        """Make bytes free and join them with the free bytes around them."""
+        end = start + size
+        place = bisect(self._free, (start, end))
+        if place < len(self._free) and self._free[place][0] == end:
+            end = self._free.pop(place)[1]
+        if place and self._free[place - 1][1] == start:
+            place -= 1
+            start = self._free.pop(place)[0]
+        self._free.insert(place, (start, end))

@@ -1,0 +1,115 @@
+"""Keep the tensors that a backward needs outside the device's memory, and read them ahead.
+
+Use with activation checkpointing, which saves only a layer's inputs::
+
+    with offload.hooks(hidden):
+        out = checkpoint(layer, hidden, *others, use_reentrant=False, preserve_rng_state=False)
+
+The copy of a layer's input is written while this layer and the next one run. In the backward, the input of the layer
+before is read while a layer computes. At most three inputs are resident at once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..comm.agreement import Agreement
+from .disk import DiskStore
+from .host import HostStore
+from .store import Store
+
+HOST, DISK = "host", "disk:"
+_CALL = "offload"  # the name that the other ranks' errors show
+
+
+@dataclass(eq=False)
+class _Saved:
+    """What the graph holds in place of a tensor.
+
+    Attributes:
+        ticket: the store's name for the copy.
+        before: the tensor that was saved before this one, which the backward needs next. The graph that holds it may
+            be gone.
+    """
+
+    ticket: Any
+    before: weakref.ref[_Saved] | None
+
+
+class Offloading:
+    """Saves chosen tensors in a store.
+
+    Args:
+        store: keeps the copies.
+        agreement: notifies the other ranks of an error here (``plan.agreement``). They raise PeerError at their next
+            call.
+    """
+
+    def __init__(self, store: Store, *, agreement: Agreement) -> None:
+        self._store, self._agreement = store, agreement
+        self._last: weakref.ref[_Saved] | None = None
+
+    def hooks(self, *tensors: Tensor) -> saved_tensors_hooks:
+        """Return a context manager: inside it, autograd saves exactly these tensor objects in the store.
+
+        Other saved tensors stay as they are, such as cos, sin and position ids, which all layers share. Nothing may
+        change ``tensors`` in place before their backward.
+        """
+        chosen = [weakref.ref(x) for x in tensors]  # the graph may hold the hooks, and must not hold the tensors
+
+        def pack(x: Tensor) -> Any:
+            return self._put(x) if any(each() is x for each in chosen) else x
+
+        def unpack(held: Any) -> Tensor:
+            return self._get(held) if isinstance(held, _Saved) else held
+
+        return saved_tensors_hooks(pack, unpack)
+
+    def _put(self, x: Tensor) -> _Saved:
+        with self._agreement.entering(_CALL):
+            ticket = self._store.put(x)
+        saved = _Saved(ticket, self._last)
+        # The graph may be read again (retain_graph), so the copy lives as long as the graph.
+        weakref.finalize(saved, self._store.free, ticket).atexit = False
+        self._last = weakref.ref(saved)
+        return saved
+
+    def _get(self, saved: _Saved) -> Tensor:
+        with self._agreement.entering(_CALL):
+            x = self._store.get(saved.ticket)
+            before = None if saved.before is None else saved.before()
+            if before is not None:
+                self._store.fetch(before.ticket)
+        return x
+
+
+def offloading(where: str, agreement: Agreement) -> Offloading:
+    """Return the Offloading of ``memory=Memory(offload=where)``; ``where`` and errors as in :func:`check_place`.
+
+    Args:
+        agreement: see :class:`Offloading`.
+
+    Raises:
+        ValueError: files can't be written to DIR.
+    """
+    check_place(where)
+    try:
+        store = HostStore() if where == HOST else DiskStore(where.removeprefix(DISK))
+    except ValueError as error:
+        raise ValueError(f"memory=Memory(offload={where!r}): {error}") from error
+    return Offloading(store, agreement=agreement)
+
+
+def check_place(where: str) -> None:
+    """Raise TypeError or ValueError if ``where`` is not ``"host"`` (pinned memory, GPUs only) or ``"disk:DIR"``."""
+    if not isinstance(where, str):
+        raise TypeError(f"offload={where!r} must be a str or None")
+    if where != HOST and not (where.startswith(DISK) and where != DISK):
+        raise ValueError(
+            f"memory=Memory(offload={where!r}) names no place; pass 'host', 'disk:DIR', such as disk:/scratch, or None"
+        )

@@ -1,0 +1,1 @@
+"""Recurrent layers and short convolutions over the ranks of a sequence: ranks exchange states and borders."""

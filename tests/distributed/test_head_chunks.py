@@ -1,0 +1,77 @@
+"""Attention by chunks of heads: equal to all heads at once, with smaller tensors alive."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from burst_attention import Mask, Strategy, burst_attention, make_plan
+from burst_attention.attention.head_chunks import HeadCall, Projection, attend_by_heads
+
+Q_HEADS, KV_HEADS, DIM, WIDTH, LENGTH = 8, 4, 6, 24, 53
+MASKS = {"causal": Mask(), "window": Mask(window=9), "packed": Mask(cu_seqlens=(0, 11, 30, LENGTH))}
+STRATEGIES = {
+    "auto": None,
+    "burst": "burst-attention",
+    "ulysses": "ulysses",
+    "usp": Strategy(ulysses_degree=2, layout="zigzag", chunks=1),
+    "ring": "ring-attention",
+}
+
+
+def inputs(dtype=torch.float64):
+    draw = torch.Generator().manual_seed(3)
+    sizes = (2, LENGTH, WIDTH), (Q_HEADS * DIM, WIDTH), (KV_HEADS * DIM, WIDTH), (KV_HEADS * DIM, WIDTH)
+    made = [torch.randn(size, generator=draw, dtype=torch.float64).to(dtype) for size in sizes]
+    return made, torch.randn(2, LENGTH, Q_HEADS, DIM, generator=draw, dtype=torch.float64).to(dtype)
+
+
+def heads_of(hidden, weight):
+    return (hidden @ weight.T).unflatten(-1, (-1, DIM)).transpose(1, 2)
+
+
+def projection(plan, chunks):
+    q_rows, kv_rows = Q_HEADS // chunks * DIM, max(1, KV_HEADS // chunks) * DIM
+
+    def rows(weight, chunk):
+        size, at = (q_rows, chunk) if weight == 0 else (kv_rows, chunk * KV_HEADS // max(chunks, KV_HEADS))
+        return ((at * size, (at + 1) * size),)
+
+    def run(hidden, chunk, weights, tokens):
+        return HeadCall(*(heads_of(hidden, w) for w in weights), plan)
+
+    return Projection(chunks, rows, run)
+
+
+def whole_and_chunked(chunks, strategy, mask, dtype=torch.float64, group=None):
+    """Return (out, gradients of hidden states and weights) of all heads at once and in chunks, on this rank."""
+    (hidden, *weights), dout = inputs(dtype)
+    plan = make_plan(LENGTH, mask=MASKS[mask], strategy=STRATEGIES[strategy], group=group)
+    results = []
+    for count in (0, chunks):
+        leaves = [x.requires_grad_() for x in (plan.shard(hidden.detach(), 1), *(w.detach().clone() for w in weights))]
+        if count:
+            out = attend_by_heads(leaves[0], leaves[1:], projection(plan, count))
+        else:
+            out = burst_attention(*(heads_of(leaves[0], w) for w in leaves[1:]), plan).transpose(1, 2)
+        grads = torch.autograd.grad(out, leaves, plan.shard(dout, 1))
+        results.append((out.detach(), *grads))
+    return results
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4, 8])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_chunks_of_heads_are_all_heads(pools, world, chunks):
+    for mask in MASKS:
+        for results in pools(world).run(partial(whole_and_chunked, chunks, "auto", mask)):
+            for whole, chunked in zip(*results, strict=True):
+                torch.testing.assert_close(chunked, whole, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "auto"])
+def test_under_every_strategy(pools, strategy):
+    for results in pools(2).run(partial(whole_and_chunked, 2, strategy, "causal")):
+        for whole, chunked in zip(*results, strict=True):
+            torch.testing.assert_close(chunked, whole, rtol=0, atol=1e-11)

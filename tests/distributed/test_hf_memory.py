@@ -1,0 +1,245 @@
+"""Recomputation, chunks of heads and tokens, and offload change no loss and no gradient of a parallelized model."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.distributed.fsdp import fully_shard
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GlmConfig,
+    GlmForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from burst_attention.integrations import hf
+from tests.distributed.test_hf_parallel import BATCHES, gradients, stock_loss
+from tests.support.hf_models import MIXED, SMALL, WINDOW
+
+MIXTRAL = {
+    "experts_implementation": "eager",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "output_router_logits": True,
+    "sliding_window": None,
+}
+FAMILIES = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
+    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": WINDOW}),
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, MIXED),
+    "mixtral": (MixtralForCausalLM, MixtralConfig, MIXTRAL),
+    "phi3": (Phi3ForCausalLM, Phi3Config, {"pad_token_id": 0, "sliding_window": None}),
+}
+LATENT = {
+    "experts_implementation": "eager",
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 8,
+    "moe_intermediate_size": 16,
+    "n_group": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "topk_group": 1,
+    "v_head_dim": 8,
+}
+OTHERS = {
+    "deepseek_v2": (DeepseekV2ForCausalLM, DeepseekV2Config, LATENT),
+    "deepseek_v3": (DeepseekV3ForCausalLM, DeepseekV3Config, LATENT),
+    "glm": (GlmForCausalLM, GlmConfig, {"head_dim": 8, "pad_token_id": 0}),
+    "phi": (PhiForCausalLM, PhiConfig, {"embd_pdrop": 0.0, "resid_pdrop": 0.0}),
+}
+
+
+def model_of(name):
+    torch.manual_seed(0)
+    model, config, own = (FAMILIES | OTHERS)[name]
+    return model(config(**(SMALL | own), attn_implementation="eager")).double().train()
+
+
+def stock_and_parallel(name, memory, batch, group=None):
+    """Return (loss, gradients) of the stock model on the whole batch, and of the parallelized one."""
+    stock, model = model_of(name), hf.parallelize(model_of(name), group, gradients="sum", memory=memory)
+    loss, expected = model(**BATCHES[batch]()).loss, stock_loss(stock, BATCHES[batch]())
+    found, right = gradients(model, loss), gradients(stock, expected)
+    for grad in found.values():
+        torch.distributed.all_reduce(grad)
+    return (expected.item(), right), (loss.item(), found)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("chunks", [2, 4])
+@pytest.mark.parametrize("batch", ["plain", "packed"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_memory_options_change_nothing(pools, tmp_path, name, chunks, batch, offload):
+    where = f"disk:{tmp_path}" if offload else None
+    memory = hf.Memory(recompute="layer", attention_chunks=chunks, mlp_chunks=3, offload=where)
+    for expected, found in pools(2).run(partial(stock_and_parallel, name, memory, batch)):
+        assert_same(expected, found)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_latent_and_fused_projections_in_chunks(pools, name):
+    memory = hf.Memory(recompute="layer", attention_chunks=2, mlp_chunks=2)
+    for expected, found in pools(2).run(partial(stock_and_parallel, name, memory, "packed")):
+        assert_same(expected, found)
+
+
+@pytest.mark.parametrize("recompute", ["none", "keep-attention"])
+def test_each_recomputation_changes_nothing(pools, tmp_path, recompute):
+    where = None if recompute == "none" else f"disk:{tmp_path}"
+    memory = hf.Memory(recompute=recompute, mlp_chunks=2, offload=where)
+    for expected, found in pools(3).run(partial(stock_and_parallel, "llama", memory, "plain")):
+        assert_same(expected, found)
+
+
+def assert_same(expected, found):
+    (loss, grads), (own_loss, own_grads) = expected, found
+    assert own_loss == pytest.approx(loss, rel=1e-7)
+    for key, grad in grads.items():
+        torch.testing.assert_close(own_grads[key], grad, rtol=0, atol=2e-6 * max(1e-3, grad.abs().max().item()))
+
+
+def test_unparallelize_takes_the_options_away(tmp_path):
+    model, kinds = model_of("mixtral"), {name: type(part) for name, part in model_of("mixtral").named_modules()}
+    memory = hf.Memory(recompute="layer", attention_chunks=2, mlp_chunks=2, offload=f"disk:{tmp_path}")
+    hf.unparallelize(hf.parallelize(model, memory=memory))
+    assert {name: type(part) for name, part in model.named_modules()} == kinds
+    assert not model.model.layers[0].gradient_checkpointing
+    names = {name for module in model.modules() for name in vars(module)}
+    assert not {"structure", "token_chunks", "_gradient_checkpointing_func"} & names
+
+
+def test_a_refused_model_is_left_as_it_was():
+    model = model_of("llama")
+    with pytest.raises(ValueError, match="attention_chunks=3"):
+        hf.parallelize(model, memory=hf.Memory(recompute="layer", attention_chunks=3, mlp_chunks=2))
+    assert not model.model.layers[0].gradient_checkpointing
+    assert type(model.model.layers[0].mlp) is type(model_of("llama").model.layers[0].mlp)
+
+
+def test_other_gradient_checkpointing_is_refused():
+    model = hf.parallelize(model_of("llama"), memory=hf.Memory(recompute="layer"))
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="gradient_checkpointing=False"):
+        model(**BATCHES["plain"]())
+
+
+def with_adapters(memory, group=None):
+    """Return (loss, gradients) of a model with LoRA on every projection, without the options and with them."""
+    results = []
+    for options in (None, memory):
+        torch.manual_seed(1)
+        config = LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False, lora_dropout=0.0)
+        model = get_peft_model(model_of("llama"), config).double()
+        hf.parallelize(model, group, memory=options)
+        loss = model(**BATCHES["plain"]()).loss
+        found = gradients(model, loss)
+        for grad in found.values():
+            torch.distributed.all_reduce(grad)
+        results.append((loss.item(), found))
+    return results
+
+
+def test_adapters_in_chunks_of_heads(pools):
+    for expected, found in pools(2).run(partial(with_adapters, hf.Memory(recompute="layer", attention_chunks=4))):
+        assert expected[1]
+        assert_same(expected, found)
+
+
+def sharded(memory, group=None):
+    """Return (loss, this rank's shards of gradients) under FSDP2 in fp32, without the options and with them; twice."""
+    results = []
+    for options in (None, memory, memory):
+        model = hf.parallelize(model_of("qwen3").float(), group, memory=options)
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        loss = model(**BATCHES["packed"]()).loss
+        loss.backward()
+        results.append((loss.item(), {n: p.grad.to_local().clone() for n, p in model.named_parameters()}))
+    return results
+
+
+def test_under_fsdp2(pools, tmp_path):
+    memory = hf.Memory(recompute="layer", attention_chunks=2, mlp_chunks=2, offload=f"disk:{tmp_path}")
+    for expected, found, again in pools(2).run(partial(sharded, memory)):
+        assert_same(expected, found)
+        assert found[0] == again[0] and all(torch.equal(x, again[1][n]) for n, x in found[1].items())
+
+
+def twenty_losses(name, memory, way, group=None):
+    """Return the losses of 20 AdamW steps in fp32 on two kinds of batches, with each of the options."""
+    found = []
+    for options in (None, memory, memory):
+        model = model_of(name).float()
+        if options:
+            hf.parallelize(model, group, memory=options)
+        if options and way == "fsdp2":
+            for part in (*model.model.layers, model):
+                fully_shard(part)
+        elif options:
+            model = torch.nn.parallel.DistributedDataParallel(model)
+        optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+        for step in range(20):
+            batch = BATCHES[("packed", "plain")[step % 2]]()
+            loss = model(**batch).loss if options else stock_loss(model, batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        found.append(losses)
+    return found
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_twenty_steps_have_the_losses_of_one_process(pools, tmp_path, name, way):
+    memory = hf.Memory(recompute="layer", attention_chunks=2, mlp_chunks=3, offload=f"disk:{tmp_path}")
+    for alone, ours, again in pools(2).run(partial(twenty_losses, name, memory, way)):
+        assert ours == pytest.approx(alone, rel=2e-6)
+        assert again == ours and alone[-1] < alone[1] - 0.05
+
+
+def test_what_is_not_known_is_refused_by_name():
+    none = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+    gpt2 = GPT2LMHeadModel(
+        GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4, bos_token_id=0, eos_token_id=0, **none)
+    )
+    with pytest.raises(ValueError, match="how to split GPT2Attention: its parts are c_attn"):
+        hf.parallelize(gpt2, memory=hf.Memory(attention_chunks=2))
+    with pytest.raises(ValueError, match=r"attention_chunks=3\) can't split the 4 query heads of LlamaAttention"):
+        hf.parallelize(model_of("llama"), memory=hf.Memory(attention_chunks=3))
+    for options, why in (
+        ({"mlp_chunks": 0}, "mlp_chunks=0 must be at least 1"),
+        ({"recompute": "all"}, "recompute='all' is unknown"),
+        ({"offload": "host"}, "add recompute='layer'"),
+        ({"offload": "ssd", "recompute": "layer"}, r"offload='ssd'\) names no place"),
+        ({"attention_chunks": 2, "recompute": "keep-attention"}, "use recompute='layer'"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            hf.Memory(**options)

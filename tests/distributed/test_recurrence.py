@@ -1,0 +1,342 @@
+"""Recurrent layers and short convolutions over ranks: logits and all gradients equal those of one process."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from transformers.models.qwen3_next import modeling_qwen3_next
+
+from burst_attention import Mask, Strategy, make_plan
+from burst_attention.integrations import hf
+from burst_attention.integrations.hf import mixers
+from burst_attention.recurrence import kernels
+from burst_attention.recurrence.exchange import RunExchange
+from burst_attention.recurrence.runs import runs_of
+from burst_attention.testing import WorkerError, local_world
+from tests.support.hybrid_models import (
+    FAMILIES,
+    apart,
+    double_module,
+    make_hybrid,
+    one_process,
+    over_ranks,
+    tokens,
+)
+
+DOCUMENTS = (0, 1, 2, 5, 31, 33, 61)  # shorter than a convolution, and longer than a rank's shard
+KINDS = ("qwen3_next", "kimi_linear", "bamba", "jamba", "lfm2")  # one of each mechanism
+HIDDEN, GRADIENTS = 1e-12, 1e-11
+
+
+def check(family, world, documents, layout="auto", rows=2, prepare=None):
+    model = make_hybrid(family)
+    ids = tokens(documents[-1], rows)
+    expected = one_process(model, ids, documents)
+    model.zero_grad()
+    with local_world(world) as ranks:
+        found = ranks.run(lambda group: over_ranks(model, ids, documents, group, layout=layout, prepare=prepare))
+    hidden, loss, (gradient, name) = apart(found, expected)
+    assert hidden <= HIDDEN and loss <= HIDDEN and gradient <= GRADIENTS, (hidden, loss, gradient, name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_documents(family):
+    check(family, 3, DOCUMENTS, rows=1)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("family", KINDS)
+def test_one_document(family, world):
+    check(family, world, (0, 37))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in KINDS])
+def test_one_document_of_every_family(family, world):
+    check(family, world, (0, 37))
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_shards_shorter_than_the_convolution(family):
+    check(family, 4, (0, 9))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "layout", ["zigzag", "contiguous", "zigzag-by-halves", "balanced", "zigzag-per-document", "contiguous-per-document"]
+)
+@pytest.mark.parametrize("family", KINDS)
+def test_layouts(family, layout):
+    check(family, 4, DOCUMENTS, layout, rows=1)
+
+
+def test_a_convolution_starts_anew_behind_a_document_whose_last_run_is_short():
+    check("lfm2", 4, (0, 5, 16), "contiguous", rows=1)
+
+
+def test_one_rank_keeps_documents_apart():
+    check("bamba", 1, DOCUMENTS, rows=1)
+
+
+def checkpointed(model):
+    model.train()
+    model.gradient_checkpointing_enable()
+
+
+@pytest.mark.parametrize("family", [*KINDS, "stablelm", "nemotron"])
+def test_gradient_checkpointing(family):
+    check(family, 2, DOCUMENTS, rows=1, prepare=checkpointed)
+
+
+def rank_of_a_pool(family, documents):
+    torch.set_num_threads(1)
+    model = make_hybrid(family)
+    ids = tokens(documents[-1], 1)
+    found = over_ranks(model, ids, documents, torch.distributed.group.WORLD, prepare=checkpointed)
+    for gradient in found[2].values():
+        torch.distributed.all_reduce(gradient)
+    model.zero_grad()
+    return apart([found], one_process(model, ids, documents))
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_processes_with_gradient_checkpointing(pools, family):
+    for hidden, loss, (gradient, name) in pools(2).run(rank_of_a_pool, family, DOCUMENTS):
+        assert hidden <= HIDDEN and loss <= HIDDEN and gradient <= GRADIENTS, (hidden, loss, gradient, name)
+
+
+def rank_with_fsdp_or_compiled(family, wrapped):
+    torch.set_num_threads(1)
+    model, ids = make_hybrid(family), tokens(DOCUMENTS[-1], 1)
+    expected = one_process(model, ids, DOCUMENTS)
+    model.zero_grad()
+
+    def shard(parallel):
+        parallel.train()
+        for layer in parallel.base_model.layers:
+            fully_shard(layer)
+        fully_shard(parallel)
+
+    prepare = shard if wrapped == "fully_shard" else torch.nn.Module.compile
+    logits, loss, gradients = over_ranks(model, ids, DOCUMENTS, torch.distributed.group.WORLD, prepare=prepare)
+    for name, gradient in gradients.items():
+        if wrapped == "fully_shard":  # a mean over the ranks
+            gradients[name] = gradient.full_tensor() * torch.distributed.get_world_size()
+        else:
+            torch.distributed.all_reduce(gradient)
+    return apart([(logits, loss, gradients)], expected)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("wrapped", ["fully_shard", "compile"])
+@pytest.mark.parametrize("family", ["qwen3_next", "jamba"])
+def test_wrapped_models(pools, family, wrapped):
+    for hidden, loss, (gradient, name) in pools(2).run(rank_with_fsdp_or_compiled, family, wrapped):
+        assert hidden <= HIDDEN and loss <= HIDDEN and gradient <= GRADIENTS, (hidden, loss, gradient, name)
+
+
+def test_stock_models_in_fp32():
+    model = make_hybrid("qwen3_next", double=False)
+    ids = tokens(37)
+    expected = one_process(model, ids, (0, 37))
+    model.zero_grad()
+
+    def rank(group):
+        parallel = copy.deepcopy(model)
+        hf.parallelize(parallel, group, gradients="sum")
+        loss = parallel(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return None, loss.item(), {name: p.grad for name, p in parallel.named_parameters() if p.grad is not None}
+
+    with local_world(3) as ranks:
+        found = ranks.run(rank)
+    assert abs(found[0][1] / expected[1] - 1) < 1e-6
+    sums = {name: sum(each[2][name] for each in found) for name in expected[2]}
+    assert max((sums[name] - x).norm() / x.norm() for name, x in expected[2].items()) < 1e-3
+
+
+# What is exchanged
+
+
+@pytest.mark.parametrize("family, shapes", [("bamba", (64 + 2 * 16, 8 + 8 * 8 * 8)), ("lfm2", (32, None))])
+def test_bytes_are_as_predicted(family, shapes):
+    model, documents = make_hybrid(family), DOCUMENTS
+
+    def rank(group):
+        parallel = copy.deepcopy(model)
+        hf.parallelize(parallel, group, strategy=Strategy(layout="zigzag"))
+        plan = parallel._burst.plans.get(61, documents).one
+        layers = [layer for layer in parallel.base_model.modules() if mixers.mechanism(layer)]
+        runs = RunExchange(plan).runs
+        width = 3 if family == "bamba" else 2
+        rows = [(runs.borders(width)[0], 8 * shapes[0])] + ([(runs.pairs, 8 * shapes[1])] if shapes[1] else [])
+        predicted = [sum(part) * len(layers) for part in zip(*(runs.bytes(*each) for each in rows), strict=True)]
+        counted = []
+        with torch.no_grad():
+            for layer in layers:
+                layer._burst_plans = plan
+                before = plan.transport.sent, plan.transport.received
+                layer(torch.zeros(1, plan.length, 32, dtype=torch.float64))
+                counted.append((plan.transport.sent - before[0], plan.transport.received - before[1]))
+        return predicted, [sum(part) for part in zip(*counted, strict=True)]
+
+    with local_world(3) as ranks:
+        for predicted, counted in ranks.run(rank):
+            assert predicted == counted
+            assert predicted[0] > 0
+
+
+def test_runs_cover_each_rank_s_tokens():
+    with local_world(3) as ranks:
+        for plan in ranks.run(lambda group: make_plan(61, group=group, mask=Mask(cu_seqlens=DOCUMENTS))):
+            runs = runs_of(plan.schedule.layout, DOCUMENTS, plan.rank)
+            held = [token for run in runs.own for token in range(run.first, run.first + run.length)]
+            assert held == plan.positions.tolist()
+            assert [run.first for run in runs.every] == sorted(run.first for run in runs.every)
+            assert all(run.start in DOCUMENTS and run.stop in DOCUMENTS for run in runs.every)
+            assert sum(run.begins for run in runs.every) == sum(run.ends for run in runs.every) == len(DOCUMENTS) - 1
+
+
+# Kernels
+
+
+def test_kernels_are_looked_up_at_each_call(monkeypatch):
+    """A hub kernel or fla may replace a kernel later; the fused kernels, which take no state, are never called."""
+    module, called = double_module("bamba"), []
+
+    def fused(*args, **kwargs):
+        raise AssertionError("the fused kernel takes no state")
+
+    def counted(*args, _kernel=module.mamba2_chunk_scan, **kwargs):
+        called.append(True)
+        return _kernel(*args, **kwargs)
+
+    def prepare(model):
+        model.train()
+        monkeypatch.setattr(module, "mamba2_split_conv1d_scan_combined", fused)
+        monkeypatch.setattr(module, "mamba2_chunk_scan", counted)
+
+    model, ids = make_hybrid("bamba"), tokens(37)
+    expected = one_process(model, ids, (0, 37))
+    model.zero_grad()
+    with local_world(2) as ranks:
+        found = ranks.run(lambda group: over_ranks(model, ids, (0, 37), group, prepare=prepare))
+    assert apart(found, expected)[0] <= HIDDEN
+    assert called
+
+
+def test_a_gate_inside_of_mamba_2_is_refused():
+    with pytest.raises(ValueError, match="z: a gate"):
+        kernels.mamba2(None, None, *[torch.zeros(1, 2, 3, 4)] * 5, z=torch.zeros(1))
+
+
+# Models
+
+
+def test_unparallelize_restores_every_class():
+    model = make_hybrid("jamba")
+    classes = [type(module) for module in model.modules()]
+    ids = tokens(12)
+    expected = model(ids, use_cache=False).logits
+
+    def rank(group):
+        parallel = copy.deepcopy(model)
+        hf.parallelize(parallel, group)
+        changed = [type(module) for module in parallel.modules()]
+        hf.unparallelize(parallel)
+        restored = [type(module) for module in parallel.modules()]
+        return changed != classes, restored == classes, torch.equal(parallel(ids, use_cache=False).logits, expected)
+
+    with local_world(2) as ranks:
+        assert ranks.run(rank) == [(True, True, True)] * 2
+
+
+def test_generate_runs_on_each_rank_alone():
+    model = make_hybrid("qwen3_next")
+    expected = model.generate(tokens(7), max_new_tokens=3, do_sample=False)
+
+    def rank(group):
+        parallel = copy.deepcopy(model)
+        hf.parallelize(parallel, group)
+        return parallel.generate(tokens(7), max_new_tokens=3, do_sample=False)
+
+    with local_world(2) as ranks:
+        assert all(torch.equal(found, expected) for found in ranks.run(rank))
+
+
+def refusal(model, call):
+    """The text of the refusal that all ranks raise."""
+    with local_world(2) as ranks, pytest.raises(WorkerError) as error:
+        ranks.run(lambda group: call(copy.deepcopy(model), group))
+    assert all(type(each) is ValueError for each in error.value.errors.values())
+    assert len(error.value.errors) == 2
+    return str(error.value.errors[0])
+
+
+def test_striped_is_refused():
+    text = refusal(make_hybrid("lfm2"), lambda m, group: hf.parallelize(m, group, strategy=Strategy(layout="striped")))
+    assert "layout='striped' of the strategy separates neighbouring tokens" in text
+    with pytest.raises(ValueError, match="layout='striped' separates neighbouring tokens"):
+        runs_of(make_plan(8, strategy=Strategy(layout="striped")).schedule.layout.__class__("striped", 8, 2), None, 0)
+
+
+def test_a_layer_without_a_plan_raises():
+    model = make_hybrid("mamba")
+
+    def body_alone(parallel, group):
+        hf.parallelize(parallel, group)
+        parallel.base_model(tokens(12), use_cache=False)
+
+    assert "plan did not reach MambaMixer" in refusal(model, body_alone)
+
+
+def test_a_mixer_that_calls_other_kernels_is_refused():
+    class Qwen3NextGatedDeltaNet(modeling_qwen3_next.Qwen3NextGatedDeltaNet):
+        def forward(self, hidden_states, **kwargs):
+            x = hidden_states.mT
+            return modeling_qwen3_next.causal_conv1d_fn(x.cumsum(-1), x.new_ones(x.shape[1], 2)).mT
+
+    Qwen3NextGatedDeltaNet.__module__ = "transformers_modules.other"
+    model = make_hybrid("qwen3_next", double=False)
+    model.model.layers[0].linear_attn.__class__ = Qwen3NextGatedDeltaNet
+    assert "(Qwen3NextGatedDeltaNet) is not known to treat each token" in refusal(model, hf.parallelize)
+
+
+def test_a_mixer_with_a_harmless_name_is_refused():
+    class SmoothingLayer(nn.Module):
+        def forward(self, hidden_states, **kwargs):
+            return hidden_states.cumsum(1)
+
+    SmoothingLayer.__module__ = "transformers_modules.other"
+    model = make_hybrid("qwen3_next", double=False)
+    model.model.layers[0].linear_attn = SmoothingLayer()
+    assert "has 'linear_attention' 2 times, but Qwen3NextModel has 1 token mixers" in refusal(model, hf.parallelize)
+
+
+class Leak(nn.Module):
+    """Claims to treat each token for itself, and does not."""
+
+    def forward(self, x):
+        return x + F.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+def test_check_model_measures_what_a_hybrid_mixes():
+    model = make_hybrid("qwen3_next", "burst", double=False)
+
+    def checked(each, group):
+        hf.check_model(each, make_plan(16, group=group))
+        assert not any(hasattr(module, "stock_class") for module in each.modules())
+        raise ValueError("nothing is wrong")
+
+    assert refusal(model, checked) == "nothing is wrong"
+    hf.token_wise(Leak)
+    model.model.layers[1].mlp = Leak()
+    assert "depend on other tokens" in refusal(
+        model, lambda each, group: hf.check_model(each, make_plan(16, group=group))
+    )

@@ -1,0 +1,441 @@
+"""Saved tensors in a file: equal bits, few resident tensors, space used again; every damage is an error by name."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from burst_attention import make_plan
+from burst_attention.memory.disk import DiskStore, DiskTicket, Space
+from burst_attention.memory.offload import Offloading, offloading
+from burst_attention.memory.store import OffloadError
+
+LAYERS, TOKENS, WIDTH = 6, 300, 64
+
+
+class Watched(DiskStore):
+    """A store that knows the storages of all tensors that it was given, read ahead or returned."""
+
+    def __init__(self, folder) -> None:
+        super().__init__(folder)
+        self.storages: list[weakref.ref] = []
+        self.puts = 0
+        self.most = 0
+
+    def watch(self, x: torch.Tensor) -> None:
+        self.storages.append(weakref.ref(x.untyped_storage()))
+
+    def count(self) -> None:
+        alive = {id(storage) for each in self.storages if (storage := each()) is not None}
+        self.most = max(self.most, len(alive))
+
+    def put(self, x: torch.Tensor) -> DiskTicket:
+        self.puts += 1
+        self.watch(x)
+        self.count()
+        return super().put(x)
+
+    def fetch(self, ticket: DiskTicket) -> None:
+        super().fetch(ticket)
+        self.watch(ticket.ahead[0])
+        self.count()
+
+
+class Layers(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        make = torch.Generator().manual_seed(1)
+        self.weights = torch.nn.ParameterList(
+            torch.randn(WIDTH, WIDTH, generator=make) / WIDTH**0.5 for _ in range(LAYERS)
+        )
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, offload: Offloading | None = None, count=lambda: None):
+        def run(hidden: torch.Tensor, cos: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            count()
+            return hidden + (hidden @ weight * cos).tanh()
+
+        hidden = x * 1.0
+        for weight in self.weights:
+            options = {"use_reentrant": False, "preserve_rng_state": False}
+            if offload is None:
+                hidden = checkpoint(run, hidden, cos, weight, **options)
+            else:
+                with offload.hooks(hidden):
+                    hidden = checkpoint(run, hidden, cos, weight, **options)
+        return hidden.square().sum()
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    make = torch.Generator().manual_seed(2)
+    return torch.randn(TOKENS, WIDTH, generator=make, requires_grad=True), torch.rand(TOKENS, 1, generator=make)
+
+
+def offload_to(store) -> Offloading:
+    return Offloading(store, agreement=make_plan(8).agreement)
+
+
+def gradients(model: Layers, x: torch.Tensor) -> list[torch.Tensor]:
+    found = [each.grad.clone() for each in (x, *model.parameters())]
+    model.zero_grad()
+    x.grad = None
+    return found
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.fixture
+def store(tmp_path):
+    made = Watched(tmp_path)
+    yield made
+    made.close()
+
+
+def test_gradients_have_the_bits_of_recomputation_alone(store) -> None:
+    model, (x, cos) = Layers(), inputs()
+    model(x, cos).backward()
+    expected = gradients(model, x)
+    model(x, cos, offload_to(store)).backward()
+    assert same(gradients(model, x), expected)
+    assert store.puts == LAYERS  # only each layer's input, not cos
+
+
+def test_a_graph_can_be_read_again(store) -> None:
+    model, (x, cos) = Layers(), inputs()
+    loss = model(x, cos, offload_to(store))
+    loss.backward(retain_graph=True)
+    expected = gradients(model, x)
+    loss.backward()
+    assert same(gradients(model, x), expected)
+
+
+@pytest.mark.parametrize("slow", [False, True], ids=["", "slow disk"])
+def test_at_most_three_inputs_are_resident(monkeypatch, store, slow: bool) -> None:
+    if slow:
+        write, read = os.pwrite, os.preadv
+        monkeypatch.setattr(os, "pwrite", lambda *call: time.sleep(0.02) or write(*call))
+        monkeypatch.setattr(os, "preadv", lambda *call: time.sleep(0.02) or read(*call))
+    model, (x, cos) = Layers(), inputs()
+    model(x, cos, offload_to(store), store.count).backward()
+    assert 2 <= store.most <= 3
+
+
+def test_recomputation_alone_keeps_every_input() -> None:
+    """What the count of the test before shows without offloading."""
+    kept: list[weakref.ref] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: kept.append(weakref.ref(x.untyped_storage())) or x if x.shape == (TOKENS, WIDTH) else x, lambda x: x
+    ):
+        loss = Layers()(*inputs())
+    assert sum(each() is not None for each in kept) >= LAYERS
+    del loss
+
+
+def test_a_put_waits_while_two_writes_are_under_way(monkeypatch, store) -> None:
+    opened, write = threading.Event(), os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda *call: opened.wait(30) and write(*call))
+    tickets = [store.put(torch.full((64,), float(n))) for n in range(2)]
+    third = threading.Thread(target=lambda: tickets.append(store.put(torch.full((64,), 2.0))))
+    third.start()
+    third.join(0.3)
+    assert third.is_alive() and len(tickets) == 2
+    opened.set()
+    third.join(30)
+    assert [store.get(ticket)[0].item() for ticket in tickets] == [0, 1, 2]
+
+
+def test_the_tensor_before_is_read_ahead_and_only_that(store) -> None:
+    tickets = [store.put(torch.full((64,), float(n))) for n in range(3)]
+    store.fetch(tickets[0])
+    store.fetch(tickets[0])
+    assert len(tickets[0].reads) == 1
+    store.fetch(tickets[1])
+    assert tickets[0].ahead is None and tickets[1].ahead is not None
+    model, (x, cos) = Layers(), inputs()
+    asked: list[str] = []
+    get, fetch = store.get, store.fetch
+    store.get = lambda ticket: asked.append("get") or get(ticket)
+    store.fetch = lambda ticket: asked.append("ahead" if ticket.ahead is None else "there") or fetch(ticket)
+    model(x, cos, offload_to(store)).backward()
+    # Each get finds its tensor read ahead, except the first one of a backward.
+    assert asked == ["get", "ahead", "ahead", *["get", "there", "ahead"] * (LAYERS - 2), "get", "there"]
+
+
+def test_space_is_used_again(store) -> None:
+    model, (x, cos) = Layers(), inputs()
+    offload, sizes = offload_to(store), []
+    for _ in range(3):
+        model(x, cos, offload).backward()
+        sizes.append(os.path.getsize(store._file.path))
+    dropped = model(x, cos, offload)  # without a backward
+    del dropped
+    gc.collect()
+    model(x, cos, offload).backward()
+    assert [*sizes, os.path.getsize(store._file.path)] == [LAYERS * -(-TOKENS * WIDTH * 4 // 4096) * 4096] * 4
+
+
+def test_space_is_given_out_once_and_joined_again() -> None:
+    draw, space, used = random.Random(3), Space(), []
+    for _ in range(2000):
+        if used and draw.random() < 0.5:
+            space.give(*used.pop(draw.randrange(len(used))))
+        else:
+            size = draw.randrange(1, 9)
+            used.append((space.take(size), size))
+            used.sort()
+            assert all(a + size <= b for (a, size), (b, _) in pairwise(used))
+    assert max(start + size for start, size in used) < 3 * sum(size for _, size in used)
+    for stretch in used:
+        space.give(*stretch)
+    assert space._free == [(0, sys.maxsize)]
+
+
+AWKWARD = {
+    "bfloat16": torch.randn(3, 5).bfloat16(),
+    "bool": torch.tensor([True, False, True]),
+    "int64": torch.arange(1000),
+    "NaN": torch.tensor([float("nan"), -0.0, float("inf")]),
+    "no dim": torch.tensor(3.5),
+    "empty": torch.empty(0, 4),
+    "transposed": torch.randn(7, 9).T,
+    "odd offset": torch.randn(1001).bfloat16()[1:],
+    "many chunks": torch.randn(700_001),
+}
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+def test_bits_shapes_and_dtypes_stay(store, name: str) -> None:
+    x = AWKWARD[name]
+    ticket = store.put(x)
+    for _ in range(2):
+        y = store.get(ticket)
+        assert (y.shape, y.dtype, y.requires_grad) == (x.shape, x.dtype, False)
+        assert torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (x, y)))
+
+
+def test_short_reads_and_writes_continue(monkeypatch, store) -> None:
+    write, read = os.pwrite, os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda file, view, place: write(file, view[:50_001], place))
+    monkeypatch.setattr(os, "preadv", lambda file, views, place: read(file, [views[0][:70_003]], place))
+    x = torch.randn(500_000)
+    assert torch.equal(store.get(store.put(x)), x)
+
+
+def full(*_) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_is_an_error_and_not_the_end(monkeypatch, store) -> None:
+    x = torch.randn(5000)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(OffloadError, match=r"burst-offload-.*could not grow.*No space left.*Free space.*disk:DIR"):
+            store.put(x)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        tickets = [store.put(x)]
+        with pytest.raises(OffloadError, match=r"burst-offload-.*20000 bytes.*written: No space left"):
+            store.get(tickets[0])
+        with pytest.raises(OffloadError, match="No space left"):
+            store.put(x)
+        forgotten = store.put(x)
+        store.free(forgotten)
+        store.free(tickets[0])
+    assert torch.equal(store.get(store.put(x)), x)
+
+
+def damaged(kind: str, path: str) -> None:
+    if kind == "flipped":
+        with open(path, "r+b") as file:
+            file.seek(5 * 4096 + 17)
+            byte = file.read(1)[0]
+            file.seek(5 * 4096 + 17)
+            file.write(bytes([byte ^ 1]))
+    elif kind == "truncated":
+        os.truncate(path, 100)
+    else:
+        os.unlink(path)
+        if kind == "replaced":
+            Path(path).write_bytes(bytes(1 << 20))
+
+
+DAMAGE = {
+    "flipped": "are not those that were written",
+    "truncated": "was truncated from 98304 to 100 bytes",
+    "removed": "was removed or can't be reached",
+    "replaced": "another file has replaced it",
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_an_error(store, kind: str) -> None:
+    ticket = store.put(torch.randn(24, 1024))
+    ticket.written.result()
+    damaged(kind, store._file.path)
+    with pytest.raises(OffloadError, match=DAMAGE[kind]) as caught:
+        store.get(ticket)
+    assert store._file.path in str(caught.value) and "memory=Memory(offload='disk:DIR')" in str(caught.value)
+
+
+def test_a_truncation_during_a_read_is_an_error(monkeypatch, store) -> None:
+    ticket = store.put(torch.randn(24, 1024))
+    monkeypatch.setattr(os, "preadv", lambda *_: 0)
+    with pytest.raises(OffloadError, match="only 0 of 98304 bytes at byte 0 could be read"):
+        store.get(ticket)
+
+
+def test_a_failed_read_ends_the_backward(monkeypatch, store) -> None:
+    model, (x, cos) = Layers(), inputs()
+    loss = model(x, cos, offload_to(store))
+
+    def failing(*_) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", failing)
+    with pytest.raises(OffloadError, match="could not be read: Input/output error"):
+        loss.backward()
+
+
+def test_a_change_in_place_is_an_error(monkeypatch, store) -> None:
+    opened, write = threading.Event(), os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda *call: opened.wait(30) and write(*call))
+    x = torch.randn(8)
+    ticket = store.put(x)
+    x.add_(1)
+    opened.set()
+    with pytest.raises(OffloadError, match="changed in place"):
+        store.get(ticket)
+
+
+def test_only_plain_tensors_are_kept(store) -> None:
+    class Other(torch.Tensor):
+        pass
+
+    with pytest.raises(TypeError, match="not Other"):
+        store.put(torch.randn(3).as_subclass(Other))
+
+
+def test_a_closed_store_refuses(store) -> None:
+    store.close()
+    with pytest.raises(OffloadError, match="was closed"):
+        store.put(torch.randn(3))
+
+
+def test_a_store_that_is_collected_removes_its_file(tmp_path) -> None:
+    model, (x, cos) = Layers(), inputs()
+    loss = model(x, cos, offload_to(DiskStore(tmp_path)))
+    gc.collect()
+    assert len([*tmp_path.iterdir()]) == 1  # the graph still needs it
+    loss.backward()
+    del loss
+    gc.collect()
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("where", "why"),
+    [
+        ("disk", "pass 'host', 'disk:DIR'"),
+        ("disk:", "pass 'host', 'disk:DIR'"),
+        ("gpu", "pass 'host', 'disk:DIR'"),
+        ("disk:/no/such/folder", "folder '/no/such/folder': No such file or directory"),
+        (f"disk:{__file__}", "Not a directory"),
+    ],
+)
+def test_bad_places_are_refused(where: str, why: str) -> None:
+    with pytest.raises(ValueError, match="memory=Memory") as caught:
+        offloading(where, make_plan(8).agreement)
+    assert why in str(caught.value) and where in str(caught.value)
+
+
+def test_a_folder_without_permission_is_refused(monkeypatch, tmp_path) -> None:
+    def refused(*_) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr("tempfile.mkstemp", refused)
+    with pytest.raises(ValueError, match="Permission denied"):
+        offloading(f"disk:{tmp_path}", make_plan(8).agreement)
+
+
+def test_host_memory_is_for_gpus() -> None:
+    offload = offloading("host", make_plan(8).agreement)
+    with pytest.raises(ValueError, match="'cpu'; pass memory=Memory\\(offload='disk:DIR'\\)"):
+        Layers()(*inputs(), offload)
+
+
+def started(code: str, folder: Path, *, waits: bool = False) -> subprocess.Popen:
+    """A process that runs ``code`` with a store of one tensor; with ``waits``, return when it has made it."""
+    lines = f"""
+import os, resource, sys, time, torch
+from burst_attention.memory.disk import DiskStore
+store = DiskStore({str(folder)!r})
+ticket = store.put(torch.randn(5000))
+ticket.written.result()
+{code}
+"""
+    process = subprocess.Popen([sys.executable, "-c", lines], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    if waits:
+        assert process.stdout.readline() == "made\n", process.stderr.read()
+    return process
+
+
+def test_a_killed_process_leaves_a_file_that_the_next_start_removes(tmp_path) -> None:
+    wait = "print('made', flush=True); time.sleep(120)"
+    killed, living = started(wait, tmp_path, waits=True), started(wait, tmp_path, waits=True)
+    try:
+        os.kill(killed.pid, signal.SIGKILL)
+        killed.wait(30)
+        left = {path.name.split("-")[2]: path for path in tmp_path.iterdir()}
+        assert set(left) == {str(killed.pid), str(living.pid)}
+        DiskStore(tmp_path).close()
+        assert [*tmp_path.iterdir()] == [left[str(living.pid)]]
+    finally:
+        living.kill()
+        for process in (killed, living):
+            process.communicate(timeout=30)
+
+
+ENDS = {
+    "raises": "raise SystemExit(3)",
+    "a child that exits": "if os.fork() == 0: raise SystemExit\nos.wait(); assert os.path.exists(store._file.path)",
+    "returns": "",
+    "the file was replaced": "os.unlink(store._file.path); open(store._file.path, 'w').close()",
+}
+
+
+@pytest.mark.parametrize("end", [pytest.param(end, marks=[pytest.mark.long] * (n > 1)) for n, end in enumerate(ENDS)])
+def test_a_process_that_ends_removes_its_file(tmp_path, end: str) -> None:
+    process = started(ENDS[end], tmp_path)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == (3 if end == "raises" else 0), errors
+    assert len([*tmp_path.iterdir()]) == (end == "the file was replaced")
+
+
+def test_a_limit_on_files_is_an_error(tmp_path) -> None:
+    code = """
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+try:
+    store.put(torch.randn(1 << 20))
+except RuntimeError as error:
+    print(type(error).__name__, error)
+x = torch.randn(5000)
+assert torch.equal(store.get(store.put(x)), x)
+"""
+    text, errors = started(code, tmp_path).communicate(timeout=60)
+    assert text.startswith("OffloadError") and "File too large" in text, errors
+    assert not errors
