@@ -34,6 +34,7 @@ MUST_LAST = {
     "seed": 1,
     "lr": 0.5,
     "min_lr": 0.5,
+    "schedule": "linear",
     "warmup": 3,
     "decay_steps": 7,
     "weight_decay": 0.5,
