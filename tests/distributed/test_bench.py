@@ -304,14 +304,16 @@ def test_a_calibrated_world_plans_for_each_limit_of_its_links(monkeypatch):
     seen = []
     scripted = Scripted({"burst": (1e-6, 1e-5)}, [[figures_of("burst", chosen="zigzag, heads=2, query")]] * 2)
     monkeypatch.setattr(run, "calibrated", lambda pool: preset("cpu"))
-    monkeypatch.setattr(scripted, "run", lambda f, w, **_: seen.append((f, w)) or Scripted.run(scripted, f, w))
+    monkeypatch.setattr(
+        scripted, "run", lambda f, *w, **_: seen.append((f, *w)) or (w and Scripted.run(scripted, f, *w))
+    )
     job = replace(SMALL, engines=("burst",))
     for calibrates in (True, False):
         network = SimpleNamespace(set_rate=lambda rate: None, nodes=2)
         world = World(scripted, network, 1, lambda text: None, calibrates=calibrates)
         rows = world.rows(job, [64], [None, 2e6])
         assert [row.chosen for row in rows] == ["zigzag, heads=2, query"] * 2
-    planned, slow, *uncalibrated = [w for f, w in seen if f is measure]
+    planned, slow, *uncalibrated = [w for f, *given in seen if f is measure for w in given]
     assert planned.rates == preset("cpu")
     assert slow.rates == replace(preset("cpu"), across=slow.rates.across)
     assert slow.rates.across.bytes_per_second == pytest.approx(0.95 * 2e6 / 8)

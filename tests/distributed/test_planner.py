@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +19,7 @@ from burst_attention.attention.calibrate import CalibrationSizes, calibrate
 from burst_attention.comm.agreement import RECORD_BYTES, DisagreementError
 from burst_attention.integrations.hf.attention import call_shape
 from burst_attention.planner.presets import NETWORKS, NODES, preset
-from burst_attention.planner.rates import Link, Rates, user_file, write_rates
+from burst_attention.planner.rates import Link, MeasuredOn, Rates, user_file, write_rates
 from burst_attention.testing import Case, local_world
 from burst_attention.testing.check import compare
 from tests.support.schedules import plan_options
@@ -57,6 +59,57 @@ def test_links_are_a_guess_until_rank_0_has_given_or_measured_rates(
     write_rates(SLOW, user_file())
     with local_world(2) as ranks:
         assert ranks.run(guessed, None) == [False] * 2
+
+
+def test_the_first_plan_over_several_nodes_measures_their_links_once() -> None:
+    def plans(group: Any) -> list[Any]:
+        hardware = Hardware(nodes=[0, 0, 1, 1])
+        first, second = (make_plan(256, group=group, hardware=hardware) for _ in range(2))
+        own = make_plan(256, group=group, hardware=replace(hardware, rates="preset"))
+        here = make_plan(256, group=group)
+        return [(one.planner.rates, one.planner.guessed) for one in (first, second, own, here)]
+
+    with local_world(4) as ranks:
+        found = ranks.run(plans)
+    (first, unsure), second, own, here = found[0]
+    assert all(each == found[0] for each in found) and second == (first, False) and not unsure
+    assert own == here == (preset("cpu"), True)  # nothing is measured on one node, nor where that is asked
+    assert "inside of a node and across nodes measured by make_plan in " in first.source
+    assert first.across != preset("cpu").across and first.half == preset("cpu").half
+    assert math.log2(first.across.bytes_per_second) * 3 == pytest.approx(
+        round(math.log2(first.across.bytes_per_second) * 3)
+    )
+
+
+def test_nodes_of_other_sizes_leave_the_network_a_guess() -> None:
+    def plan(group: Any) -> Any:
+        planner = make_plan(256, group=group, hardware=Hardware(nodes=[0, 0, 1])).planner
+        return planner.guessed, planner.rates
+
+    with local_world(3) as ranks:
+        assert ranks.run(plan) == [(True, preset("cpu"))] * 3
+
+
+def test_a_file_of_another_machine_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def plan(group: Any) -> Rates:
+        return make_plan(256, group=group).planner.rates
+
+    ours = MeasuredOn(device="cpu", torch=torch.__version__.split("+")[0], ranks=2)
+    for changed, reason in (
+        ({}, ""),
+        ({"ranks": 4}, "ranks 4, and this run has ranks 2"),
+        ({"torch": "1.0"}, "torch 1.0, and this run has torch"),
+        ({"device": "NVIDIA H100"}, "device NVIDIA H100, and this run has device cpu"),
+    ):
+        write_rates(replace(SLOW, measured_on=replace(ours, **changed)), user_file())
+        with warnings.catch_warnings(record=True) as heard, local_world(2) as ranks:
+            warnings.simplefilter("always")
+            rates = ranks.run(plan)[0]
+        said = [str(each.message) for each in heard if "rates.toml" in str(each.message)]
+        assert [reason in one for one in said] == [True] * bool(reason)  # rank 0 alone
+        assert (rates == preset("cpu")) == bool(reason)
 
 
 @pytest.mark.parametrize("mask", [Mask(), Mask(window=29), Mask(cu_seqlens=[0, 40, 41, 150])])

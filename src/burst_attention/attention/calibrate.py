@@ -8,14 +8,12 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..comm.transport import PACKED_BYTES, Receive, Send
 from ..kernels import choose
 from ..kernels.contract import BackwardInputs, Kernel
 from ..kernels.merge import merge_
@@ -23,14 +21,14 @@ from ..plan.groups import WHOLE
 from ..plan.strategy import Strategy
 from ..plan.tile import Tile, Tiles
 from ..planner.planner import traffic_model_of
-from ..planner.rates import Link, Rates, Speed
+from ..planner.rates import Rates, Speed
 from ..planner.timing import simulations
 from .entry import burst_attention
-from .hardware import Hardware, shape_of, usual_rates
+from .hardware import Hardware, shape_of, this_machine, usual_rates
+from .links import LinkProbe
 from .plan import Plan, make_plan, single_rank_plan
 
 DIM = 128
-AT_ONCE = 8  # messages in flight; a call sends about this many in a step
 SMALL = 32  # rows and columns of a tile whose time is its launch only
 
 
@@ -77,7 +75,7 @@ def calibrate(
     usual = plan.planner.rates  # rank 0's, so that all ranks start from the same rates
     half, *launches, block, row = probe.kernel(torch.bfloat16)
     single, double = (probe.kernel(dtype)[0] for dtype in (torch.float32, torch.float64))
-    inside, across = probe.links(usual)
+    inside, across = probe.links()
     visit, call = probe.calls(sum(launches))
     overhead = replace(
         usual.overhead,
@@ -103,45 +101,26 @@ def calibrate(
         single=single,
         double=double,
         overhead=overhead,
+        measured_on=this_machine(plan.world, device.type == "cuda"),
     )
     return replace(rates, overhead=replace(overhead, fold=probe.rows(rates)))
 
 
-class _Probe:
+class _Probe(LinkProbe):
     """The measurements of one rank. All ranks get the same figures."""
 
     def __init__(self, plan: Plan, device: torch.device, sizes: CalibrationSizes) -> None:
-        self.plan, self.device, self.sizes = plan, device, sizes
-        self.nodes = plan.planner.nodes or (0,) * plan.world
+        nodes = plan.planner.nodes or (0,) * plan.world
+        super().__init__(
+            plan.transport, plan.exchange_small, nodes, device, message=sizes.message, repeats=sizes.repeats
+        )
+        self.plan, self.sizes = plan, sizes
         cores = len(os.sched_getaffinity(0)) // torch.get_num_threads() if device.type == "cpu" else 0
         here = self.nodes.count(self.nodes[plan.rank])
-        (self.at_once,) = self._slowest([float(cores if 0 < cores < here else 0)])
+        (self.at_once,) = self.slowest([float(cores if 0 < cores < here else 0)])
         # Ranks and other processes may share the cores, so count processor time where one thread does the work.
         alone = device.type == "cpu" and torch.get_num_threads() == 1
         self.clock = time.process_time if alone else time.perf_counter
-
-    def _slowest(self, mine: list[float]) -> list[float]:
-        """Return the element-wise maximum over all ranks."""
-        return [max(values) for values in zip(*self.plan.exchange_small(mine), strict=True)]
-
-    def seconds(self, call: Callable[[], Any], clock: Callable[[], float] | None = None) -> float:
-        """Return the seconds of a call that all ranks make at the same time.
-
-        Each repeat counts the slowest rank. The result is the fastest repeat, because disturbances only add time.
-        """
-        clock, took = clock or self.clock, []
-        for _ in range(self.sizes.repeats + 1):
-            self.plan.exchange_small([0.0])
-            self._settle()
-            began = clock()
-            call()
-            self._settle()
-            took.append(clock() - began)
-        return min(self._slowest(took[1:]))
-
-    def _settle(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def random(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.randn(*shape, device=self.device).to(dtype)
@@ -216,48 +195,6 @@ class _Probe:
         none = computed(math.inf)
         took = self.seconds(lambda: self._call(plan, self.sizes.heads))
         return min(folded, (computed(1.0) - none) / max(1e-9, took - none))
-
-    def links(self, usual: Rates) -> tuple[Link | None, Link | None]:
-        """Return the links inside a node and across nodes; None where there is no such link."""
-        mine = [rank for rank, node in enumerate(self.nodes) if node == self.nodes[self.plan.rank]]
-        every = sorted({*self.nodes})
-        place, counts = mine.index(self.plan.rank), [self.nodes.count(node) for node in every]
-        inside = across = None
-        if min(counts) > 1:
-            latency, rate = self._ring(mine)
-            inside = Link(latency=latency, bytes_per_second=rate, shared=False)
-        if len(every) > 1 and len({*counts}) == 1:
-            members = [[rank for rank, node in enumerate(self.nodes) if node == each] for each in every]
-            latency, together = self._ring([ranks[place] for ranks in members])
-            _, alone = self._ring([ranks[0] for ranks in members]) if counts[0] > 1 else (0.0, together)
-            shared = alone > 1.5 * together
-            across = Link(latency=latency, bytes_per_second=alone if shared else together, shared=shared)
-        return inside, across
-
-    def _ring(self, ranks: list[int]) -> tuple[float, float]:
-        """Return (latency of a message in seconds, bytes per second).
-
-        Each of ``ranks`` sends several messages at the same time to the next, as calls do. Other ranks only wait.
-        """
-        taking_part = self.plan.rank in ranks
-        at = ranks.index(self.plan.rank) if taking_part else 0
-        ahead, behind = ranks[(at + 1) % len(ranks)], ranks[at - 1]
-
-        def send(size: int) -> float:
-            leaving, arriving = (torch.zeros(AT_ONCE, size, dtype=torch.uint8, device=self.device) for _ in range(2))
-
-            def exchange() -> None:
-                if taking_part:
-                    sends, receives = [Send(ahead, x) for x in leaving], [Receive(behind, x) for x in arriving]
-                    self.plan.transport.wait(self.plan.transport.post(sends, receives, label="calibration"))
-
-            return self.seconds(exchange, time.perf_counter) / AT_ONCE
-
-        least = 2 * PACKED_BYTES // AT_ONCE  # smaller messages would be packed into one
-        most = max(4 * least, self.sizes.message // AT_ONCE)
-        few, many = send(least), send(most)
-        rate = (most - least) / (many - few) if many > 1.5 * few else most / many
-        return max(0.0, few - least / rate), rate
 
     def calls(self, launch: float) -> tuple[float, float]:
         """Return the seconds that a visit and a pass add and nothing hides, measured with calls of few tokens.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any, get_args
 
 import torch
@@ -16,7 +18,7 @@ from ..kernels.precision import DTYPES, accumulation_dtype, wire_dtype
 from ..plan.cost import Shape
 from ..planner.planner import Remat
 from ..planner.presets import preset, usual
-from ..planner.rates import Rates, read_rates, user_file
+from ..planner.rates import MeasuredOn, Rates, read_rates, user_file
 
 RatesGiven = Rates | Path | str | None
 
@@ -70,8 +72,10 @@ class Hardware:
     Attributes:
         rates: how fast kernels and links are: :class:`~burst_attention.planner.rates.Rates`, the path of a TOML file,
             or a preset's name such as ``h100-hgx+infiniband-400g``. None: what ``burst calibrate`` measured for this
-            user, else a preset for the device. Preset rates are guesses: the choice then minimises the worst-case
-            slowdown over networks as fast as the preset's, 1/8 and 1/64 of it. All ranks use rank 0's rates.
+            user, if it fits this device, torch and number of ranks. Else a preset for the device; over several nodes,
+            and on GPUs, the first plan of a group then measures the links, in about 0.1 to 0.5 seconds. ``"preset"``:
+            measure nothing. The choice then minimises the worst-case slowdown over networks as fast as the preset's,
+            1/8 and 1/64 of it. All ranks use rank 0's rates.
         nodes: the node number of each rank, or a 2-D DeviceMesh (node, rank in the node). None: by host name.
     """
 
@@ -86,30 +90,44 @@ class Hardware:
         return hardware or Hardware()
 
 
-def resolve_rates(rates: RatesGiven, *, on_gpus: bool) -> Rates:
-    """Return the rates that were given: Rates, a preset's name, or a TOML file.
+def known_rates(rates: RatesGiven, *, on_gpus: bool, world: int | None = None) -> Rates | None:
+    """Return the rates that were given, or that ``burst calibrate`` wrote for this user, else None.
 
-    Without any, return those that ``burst calibrate`` wrote for this user, or else the usual preset for the device.
+    A file for another device, torch or number of ranks is not used, and a warning names it. With ``world`` None, ranks
+    are not compared.
 
     Raises:
         TypeError, ValueError: ``rates`` is no such thing, or the file can't be read.
     """
-    if rates is None:
-        if user_file().is_file():
-            return read_rates(user_file())
-        return usual_rates(on_gpus=on_gpus)
     if isinstance(rates, Rates):
         return rates
-    if not isinstance(rates, (str, Path)):
-        raise TypeError(f"rates={rates!r} must be Rates, a preset's name, the path of a TOML file, or None")
-    if isinstance(rates, Path) or rates.endswith(".toml"):
-        return read_rates(rates)
-    return preset(rates)
+    if not isinstance(rates, (str, Path, NoneType)):
+        raise TypeError(f"rates={rates!r} must be Rates, a preset's name, the path of a TOML file, 'preset', or None")
+    if rates == "preset":
+        return None
+    if isinstance(rates, Path) or (rates or "").endswith(".toml"):
+        return read_rates(rates or "")
+    if rates is not None:
+        return preset(rates)
+    path = user_file()
+    if not path.is_file():
+        return None
+    found = read_rates(path)
+    if found.measured_on and (why := found.measured_on.misfit(this_machine(world or found.measured_on.ranks, on_gpus))):
+        warnings.warn(f"{path} is not used: it holds {why}; run burst calibrate again", stacklevel=2)
+        return None
+    return found
 
 
-def guessed(rates: RatesGiven) -> bool:
-    """Return whether the rates are a preset's guess: neither given nor measured for this user."""
-    return rates is None and not user_file().is_file()
+def resolve_rates(rates: RatesGiven, *, on_gpus: bool) -> Rates:
+    """Return :func:`known_rates`, or else the usual preset for the device."""
+    return known_rates(rates, on_gpus=on_gpus) or usual_rates(on_gpus=on_gpus)
+
+
+def this_machine(world: int, on_gpus: bool) -> MeasuredOn:
+    """Return what rates measured here on ``world`` ranks hold for."""
+    device = torch.cuda.get_device_name() if on_gpus else "cpu"
+    return MeasuredOn(device=device, torch=torch.__version__.split("+")[0], ranks=world)
 
 
 def usual_rates(*, on_gpus: bool) -> Rates:

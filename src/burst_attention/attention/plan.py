@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import astuple, replace
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, NoReturn
 
 import numpy as np
@@ -35,11 +35,12 @@ from .hardware import (
     carries_gpus,
     checked_shape,
     digest_of_numbers,
-    guessed,
+    known_rates,
     known_shape,
     resolve_nodes,
-    resolve_rates,
+    usual_rates,
 )
+from .links import measured
 from .renamed import OF_CALL, OF_PLAN, renamed
 from .usage import Usage
 
@@ -304,7 +305,7 @@ class Plan:
         """Return every rank's numbers, by rank, exactly. Every rank must call it, with equally many."""
         with self.agreement.entering("exchange_small"):
             own = [float(value) for value in values]
-        return self.agreement.agree("exchange_small", {"count": len(own)}, own)
+        return _exchange_small(self.agreement, own)
 
     def refuse(self, error: Exception) -> NoReturn:
         """Raise ``error`` here, and an error of its class on the other ranks, which are about to make the same call."""
@@ -315,6 +316,10 @@ class Plan:
             f"Plan(rank {self.rank} of {self.world}, seqlen={self.seqlen}, length={self.length}, "
             f"layout={self.layout!r}, route={self.route!r}, mask={self.mask!r})"
         )
+
+
+def _exchange_small(agreement: Agreement, own: list[float]) -> list[list[float]]:
+    return agreement.agree("exchange_small", {"count": len(own)}, own)
 
 
 def split_key(*sizes: int) -> str:
@@ -373,7 +378,8 @@ def make_plan(
             ``usp:U`` with a Ulysses degree U. None: the planner chooses everything.
         call: the calls to expect, as far as they are known: a layout is chosen for them. Other calls work too.
         hardware: how fast kernels and links are, and which ranks share a node. None: measured rates of
-            ``burst calibrate`` if there are any, else a preset; nodes by host name.
+            ``burst calibrate`` if they fit, else a preset whose links the first plan over several nodes measures;
+            nodes by host name.
         group: a ProcessGroup or a 1-D DeviceMesh. None: the default group, or a single rank if torch.distributed is
             not initialised.
         timeout: seconds (or a timedelta) that an exchange may take before ExchangeError. None: the group's timeout.
@@ -384,6 +390,7 @@ def make_plan(
     resolved = resolve_group(group)
     transport, agreement = connect(resolved, None)
     rank, world = transport.rank, transport.world
+    on_gpus = carries_gpus(resolved)
     with agreement.entering("make_plan"):
         seqlen = check_seqlen(seqlen)
         transport.timeout = agreement.transport.timeout = resolve_timeout(timeout)
@@ -403,11 +410,15 @@ def make_plan(
         }
         own: dict[str, Any] = {"host": socket.gethostname()}
         if rank == 0:
-            own["rates"] = resolve_rates(hardware.rates, on_gpus=carries_gpus(resolved)).as_dict(most=MOST_SOURCE)
-            own["guessed"] = guessed(hardware.rates)
+            found = known_rates(hardware.rates, on_gpus=on_gpus, world=world)
+            own["rates"] = (found or usual_rates(on_gpus=on_gpus)).as_dict(most=MOST_SOURCE)
+            own |= {"guessed": found is None, "measure": found is None and hardware.rates is None}
     shared = agreement.agree("make_plan", fields, own)
     names = [each["host"] for each in shared]
     hosts = [names.index(name) for name in names] if at is None else at
-    rates = Rates.from_dict(shared[0]["rates"])
-    planner = Planner(rates, tuple(hosts), known, shared[0]["guessed"], call.remat, call.attention_chunks)
+    rates, unsure = Rates.from_dict(shared[0]["rates"]), shared[0]["guessed"]
+    if shared[0]["measure"] and world > 1 and (on_gpus or len(set(hosts)) > 1):
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
+        rates, unsure = measured(rates, transport, partial(_exchange_small, agreement), hosts, device)
+    planner = Planner(rates, tuple(hosts), known, unsure, call.remat, call.attention_chunks)
     return Plan(planner.choose(seqlen, **options), planner, transport, agreement)

@@ -71,6 +71,7 @@ class Health:
 
     failure: str | None = None  # an earlier error on the group
     calls: int = 0  # made on the group; a backward is identified by the number of its call
+    measured: dict[tuple[int, ...], Any] = field(default_factory=dict)  # links, by the nodes of the ranks
 
     def next_call(self) -> int:
         """Return a new call number. It is the same on all ranks, because they agree on each call first."""

@@ -44,6 +44,20 @@ class Overhead:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MeasuredOn:
+    """The machine that ``burst calibrate`` measured."""
+
+    device: str  # torch's name of the GPU, or ``cpu``
+    torch: str  # version
+    ranks: int
+
+    def misfit(self, other: MeasuredOn) -> str | None:
+        """Return why these rates don't hold for another machine; None if they do."""
+        pairs = ((name, getattr(self, name), getattr(other, name)) for name in asdict(self))
+        return next((f"{name} {old}, and this run has {name} {new}" for name, old, new in pairs if old != new), None)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rates:
     """The rates of one kind of cluster."""
 
@@ -55,6 +69,7 @@ class Rates:
     single: Speed  # 4 bytes
     double: Speed  # 8 bytes
     overhead: Overhead
+    measured_on: MeasuredOn | None = None  # None: not by ``burst calibrate``, or by one before 0.3
 
     def slowed(self, part: float) -> Rates:
         """Return these rates with the network's bytes per second multiplied by ``part``.
@@ -69,7 +84,8 @@ class Rates:
 
     def as_dict(self, *, most: int | None = None) -> dict[str, Any]:
         """Return a dict of plain values for :meth:`from_dict`; ``most``: the longest text, in characters."""
-        return asdict(self) | {"name": self.name[:most], "source": self.source[:most]}
+        found = asdict(self) | {"name": self.name[:most], "source": self.source[:most]}
+        return {name: value for name, value in found.items() if value is not None}
 
     @classmethod
     def from_dict(cls, values: Any) -> Rates:
@@ -77,14 +93,15 @@ class Rates:
 
         Raise ValueError if a figure is missing, unknown or out of range, or if UTF-8 can't encode a text.
         """
-        _check_names(values, cls, "the rates")
+        given = values.get("measured_on") if isinstance(values, Mapping) else None
+        _check_names({**values, "measured_on": given} if isinstance(values, Mapping) else values, cls, "the rates")
         parts = {name: _part(kind, values[name], name) for name, kind in _PARTS.items()}
         for name in ("name", "source"):
             if not isinstance(values[name], str):
                 raise ValueError(f"{name}={values[name]!r:.{MOST_SHOWN}} must be a text")
             if any("\ud800" <= character <= "\udfff" for character in values[name]):
                 raise ValueError(f"{name}={values[name]!r:.{MOST_SHOWN}} has a lone surrogate, which UTF-8 can't hold")
-        return cls(name=values["name"], source=values["source"], **parts)
+        return cls(name=values["name"], source=values["source"], measured_on=_machine(given), **parts)
 
 
 _PARTS = {name: kind for name, kind in get_type_hints(Rates).items() if is_dataclass(kind)}
@@ -106,6 +123,17 @@ def _check_names(values: Any, kind: Any, what: str) -> None:
     for fault, odd in (("is missing", names - {*values}), ("is unknown", {*values} - names)):
         if odd:
             raise ValueError(f"{min(odd)} {fault} in {what}; the names are {', '.join(sorted(names))}")
+
+
+def _machine(values: Any) -> MeasuredOn | None:
+    if values is None:
+        return None
+    _check_names(values, MeasuredOn, "[measured_on]")
+    device, version, ranks = (values[name] for name in ("device", "torch", "ranks"))
+    whole = isinstance(ranks, (int, float)) and not isinstance(ranks, bool) and ranks == int(ranks) >= 1
+    if not (isinstance(device, str) and isinstance(version, str) and whole):
+        raise ValueError(f"measured_on={dict(values)!r:.{MOST_SHOWN}} must hold two texts and a number of ranks")
+    return MeasuredOn(device=device, torch=version, ranks=int(ranks))
 
 
 def _part(kind: Any, values: Any, name: str) -> Any:
@@ -152,4 +180,4 @@ def _toml(value: Any) -> str:
     if isinstance(value, str):
         # TOML has the escapes of JSON, but json.dumps doesn't escape DEL.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return str(value).lower() if isinstance(value, bool) else repr(float(value))
+    return str(value).lower() if isinstance(value, bool) else repr(value if isinstance(value, int) else float(value))

@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 from functools import partial
 
+from burst_attention import Hardware, make_plan
 from burst_attention.attention.calibrate import CalibrationSizes, calibrate
 from burst_attention.planner.rates import Link, Rates
 from burst_attention.testing import WorkerPool
@@ -22,6 +23,11 @@ def calibrated(pool: WorkerPool) -> Rates:
     rates = pool.run(partial(calibrate, name="emulated", sizes=SIZES), timeout=600)[0]
     cores = len(os.sched_getaffinity(0))
     return replace(rates, overhead=replace(rates.overhead, at_once=float(cores if cores < pool.world else 0)))
+
+
+def forget_links() -> None:
+    """Let the next plan measure this rank's links again, because their limit changed."""
+    make_plan(1, hardware=Hardware(rates="preset")).transport.health.measured.clear()
 
 
 def limited(rates: Rates, link: float | None) -> Rates:

@@ -15,7 +15,7 @@ from burst_attention.testing import WorkerPool
 
 from ..cluster import INTERFACE, Cluster
 from ..texts import link_text
-from .calibration import calibrated, limited
+from .calibration import calibrated, forget_links, limited
 from .judge import AGREEMENT, judge
 from .measure import Measurement, measure
 from .origin import origin
@@ -120,6 +120,7 @@ class World:
             rates = self.rates(link)
             if self.cluster is not None:
                 self.cluster.set_rate(link)
+                self.pool.run(forget_links)
             elif link is not None:
                 raise ValueError(f"links={links} need a cluster; this program never changes this machine's own network")
             self.say(f"{self.pool.world} ranks, {workload.task}, {seq_len:,} tokens, {link_text(link)}")

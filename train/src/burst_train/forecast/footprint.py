@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from burst_attention import Mask
 from burst_attention.attention.batch import Plans
 from burst_attention.attention.footprint import WALKED, LiveBytes, peak_of
-from burst_attention.attention.hardware import guessed, resolve_rates, shape_of
+from burst_attention.attention.hardware import known_rates, shape_of, usual_rates
 from burst_attention.attention.operator import FORMULA_VERSION, attend, gradients_wanted
 from burst_attention.attention.plan import Plan, plan_of, single_rank_plan
 from burst_attention.comm.agreement import Agreement
@@ -179,7 +179,9 @@ class _Schedules:
     @cached_property
     def planner(self) -> Planner:
         """The planner that chooses the schedules and what a rank caches."""
-        return Planner(resolve_rates(None, on_gpus=False), None, self.shape, guessed(None), self.engine.remat)
+        found = known_rates(None, on_gpus=False, world=self.world)
+        rates = found or usual_rates(on_gpus=False)
+        return Planner(rates, None, self.shape, found is None, self.engine.remat)
 
     @property
     def ranks(self) -> Sequence[int]:
