@@ -67,7 +67,7 @@ def failures(cases: list[Case]) -> list[str]:
     for case in cases:
         report = check(case)
         assert {row.rank for row in report.rows} == set(range(dist.get_world_size()))
-        assert {row.tensor for row in report.rows} == {"out", "lse", "dq", "dk", "dv"}
+        assert {row.tensor for row in report.rows} == {"out", "lse", "dq", "dk", "dv", *["dsinks"] * case.sinks}
         found += [f"{report.title}: {row}" for row in report.rows if not row.passed]
     return found
 
@@ -107,6 +107,23 @@ def cut_case(row: dict, world: int) -> Case:
 def test_every_two_values_meet_with_heads_cut(pools, world: int) -> None:
     factors = CUT | {"ulysses_degree": [n for n in (2, 3, 4, "auto") if n == "auto" or world % n == 0]}
     cases = [cut_case(row, world) for row in covering_array(factors, seed=world)]
+    for found in pools(world).run(failures, cases):
+        assert not found, "\n".join(found)
+
+
+SCORED = {"softcap": [None, 0.7, 3.0], "sinks": [True, False], "kernel": ["reference", "blockwise", "auto"]}
+SCORED = FACTORS | CUT | SCORED | {"dtype": [torch.float64, torch.float32]}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_soft_caps_and_sinks(pools, world: int) -> None:
+    factors = SCORED | {"ulysses_degree": [n for n in (1, 2, 3, 4) if world % n == 0]}
+    cases = []
+    for row in covering_array(factors, seed=world):
+        strategy = {"route": row["route"], "chunks": "auto"} if row["ulysses_degree"] == 1 else {}
+        scored = {"softcap": row["softcap"], "sinks": row["sinks"], "logits": 2.0}
+        cases.append(replace(cut_case(row, world), **strategy, **scored))
+    assert {case.softcap for case in cases} == {None, 0.7, 3.0}
     for found in pools(world).run(failures, cases):
         assert not found, "\n".join(found)
 

@@ -17,6 +17,8 @@ from .checks import ResolvedCall, kernel_for, resolve, sign_of, signless
 from .passes import Backward, Forward, Tensors
 from .plan import Plan
 
+SETTLED = 6  # numbers of a packed :class:`Settled`
+
 
 @dataclass(frozen=True)
 class Settled:
@@ -30,22 +32,24 @@ class Settled:
     circulate: str
     kernel: str
     chunks: int
+    softcap: float | None
 
     def pack(self) -> Tensor:
-        """Return a float64 [5] tensor on the CPU."""
+        """Return a float64 [SETTLED] tensor on the CPU."""
         names = tuple(CIRCULATIONS).index(self.circulate), KERNELS.index(self.kernel)
-        return torch.tensor((self.number, self.scale, *names, self.chunks), dtype=torch.float64)
+        return torch.tensor((self.number, self.scale, *names, self.chunks, self.softcap or 0.0), dtype=torch.float64)
 
     @classmethod
     def of(cls, number: int, call: ResolvedCall) -> Settled:
         """Return what the forward of ``call`` decided."""
-        return cls(number, call.scale, call.circulate, call.kernel.name, call.groups.chunks)
+        return cls(number, call.scale, call.circulate, call.kernel.name, call.groups.chunks, call.softcap)
 
     @classmethod
     def unpack(cls, packed: Tensor) -> Settled:
         """Read a tensor of :meth:`pack`."""
-        number, scale, circulate, kernel, chunks = packed.tolist()
-        return cls(int(number), scale, tuple(CIRCULATIONS)[int(circulate)], KERNELS[int(kernel)], int(chunks))
+        number, scale, circulate, kernel, chunks, softcap = packed.tolist()
+        names = tuple(CIRCULATIONS)[int(circulate)], KERNELS[int(kernel)]
+        return cls(int(number), scale, *names, int(chunks), softcap or None)
 
 
 def prepare_forward(
@@ -57,6 +61,7 @@ def prepare_forward(
     scale: float | None,
     kernel: str,
     heads: int,
+    softcap: float | None = None,
     keeping: Tensors | None = None,
 ) -> tuple[Program, Forward, ResolvedCall]:
     """Check a call, and return its program, its pass and its resolved arguments.
@@ -64,7 +69,8 @@ def prepare_forward(
     Raises:
         TypeError, ValueError: an argument can't be used.
     """
-    call = resolve(q, k, v, plan, scale=scale, kernel=kernel, heads=heads, keep=keeping is not None)
+    keep = keeping is not None
+    call = resolve(q, k, v, plan, scale=scale, softcap=softcap, kernel=kernel, heads=heads, keep=keep)
     q, k, v = map(dense_rows, (q, k, v))
     q, positive = signless(q, call.scale)
     work = Forward(q, k, v, positive, call.kernel, call.groups, keeping)
@@ -91,13 +97,40 @@ def prepare_backward(
         ValueError: the group can't carry these tensors.
     """
     plan.transport.check_device(q.device)
-    head_dims = q.shape[3], v.shape[3]
-    kernel = kernel_for(forward.kernel, plan.mask, device=q.device, dtype=q.dtype, head_dims=head_dims)
+    name, cap, head_dims = forward.kernel, forward.softcap, (q.shape[3], v.shape[3])
+    kernel = kernel_for(name, plan.mask, device=q.device, dtype=q.dtype, head_dims=head_dims, softcap=cap)
     groups = Groups.of(heads, q_heads=q.shape[1], kv_heads=kv_heads, keep=keeping is not None, chunks=forward.chunks)
     dout, q, k, v = map(dense_rows, (dout, q, k, v))
     q, scale = signless(q, forward.scale)  # the cached q has its sign already
     work = Backward(dout, q, k, v, torch.stack((lse, delta), -1), scale, kernel, plan.world == 1, groups, keeping)
     return plan.schedule.program(forward.circulate, work.direction, groups), work
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) of rows that also see a sink: a logit for each head, without a value (gpt-oss).
+
+    L' = logaddexp(L, sink), O' = O e^(L - L'). A row that sees no key keeps out 0. With L' and O', the backward of the
+    keys is the same: P = e^(S - L') are the probabilities beside the sink, and D = rowsum(dO * O').
+
+    Args:
+        out: [B, H, S_local, Dv] in the accumulation dtype; overwritten.
+        lse: [B, H, S_local].
+        sinks: [H]; None for none.
+    """
+    if sinks is None:
+        return out, lse
+    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    out *= torch.exp(lse - total).unsqueeze(-1)
+    return out, total
+
+
+def sink_gradient(lse: Tensor, delta: Tensor, sinks: Tensor) -> Tensor:
+    """Return this rank's part of the gradient of the sinks, [H]: the sum over its rows of -e^(sink - L') D.
+
+    The sink's value is zero, so dP is zero, and dS = P (dP - D).
+    """
+    part = torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta
+    return -part.sum((0, 2)).to(sinks.dtype)
 
 
 def row_delta(dout: Tensor, out: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Tensor:

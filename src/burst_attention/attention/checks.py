@@ -37,19 +37,47 @@ class ResolvedCall:
     circulate: str
     groups: Groups
     kernel: Kernel
+    softcap: float | None
 
 
-def check_types(q: Any, k: Any, v: Any, scale: Any, kernel: Any) -> float | None:
-    """Return the scale as a float; raise TypeError or ValueError for arguments that an operator can't take."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
+def check_types(
+    q: Any, k: Any, v: Any, scale: Any, kernel: Any, *, softcap: Any = None, sinks: Any = None
+) -> tuple[float | None, float | None]:
+    """Return (scale, softcap) as floats; raise TypeError or ValueError for arguments that an operator can't take."""
+    for name, x in (("q", q), ("k", k), ("v", v), *([] if sinks is None else [("sinks", sinks)])):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}, not a tensor")
         if isinstance(x, DTensor):
             raise TypeError(f"{name} is a DTensor; pass this rank's shard of the sequence as a plain tensor")
-    number = check_scale(scale, q.dtype)
+    number, cap = check_scale(scale, q.dtype), check_softcap(softcap, q.dtype)
     if not isinstance(kernel, str):
         raise ValueError(f"kernel={kernel!r} must be a kernel's name, or auto")
-    return number
+    if sinks is not None:
+        check_sinks(sinks, q)
+    return number, cap
+
+
+def check_softcap(softcap: Any, dtype: torch.dtype) -> float | None:
+    """Return the soft cap of a call with ``dtype`` inputs as a float, or None.
+
+    Raises:
+        ValueError: it is not a positive number that the accumulation dtype can divide by.
+    """
+    number = None if softcap is None else real(softcap)
+    bounds = torch.finfo(accumulation_dtype(dtype))
+    if softcap is not None and (number is None or not bounds.tiny <= number <= bounds.max / 2):
+        raise ValueError(
+            f"softcap={softcap!r} must be a number from {bounds.tiny:.3g} to {bounds.max / 2:.3g}, or None for none"
+        )
+    return None if number is None else float(number)
+
+
+def check_sinks(sinks: Tensor, q: Tensor) -> None:
+    """Raise TypeError or ValueError unless ``sinks`` holds one logit for each head of ``q``."""
+    if not sinks.dtype.is_floating_point or sinks.device != q.device:
+        raise TypeError(f"sinks is {sinks.dtype} on {sinks.device}; it must be floating point on {q.device}, as q is")
+    if q.ndim == 4 and tuple(sinks.shape) != (q.shape[1],):
+        raise ValueError(f"sinks has shape {list(sinks.shape)}; it must be [{q.shape[1]}], one logit a query head")
 
 
 def check_scale(scale: Any, dtype: torch.dtype) -> float | None:
@@ -89,10 +117,16 @@ def sign_of(scale: float) -> float:
 
 
 def kernel_for(
-    name: str, mask: Mask, *, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int]
+    name: str,
+    mask: Mask,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dims: tuple[int, int],
+    softcap: float | None = None,
 ) -> Kernel:
     """Return the kernel that a call under ``mask`` uses."""
-    return choose(name, device=device, dtype=dtype, head_dims=head_dims, documents=mask.parts)
+    return choose(name, device=device, dtype=dtype, head_dims=head_dims, documents=mask.parts, softcap=softcap)
 
 
 def resolve(
@@ -102,6 +136,7 @@ def resolve(
     plan: Plan,
     *,
     scale: float | None,
+    softcap: float | None,
     kernel: str,
     heads: int,
     keep: bool,
@@ -114,14 +149,14 @@ def resolve(
     check_tensors(q, k, v, plan.length)
     plan.transport.check_device(q.device)
     head_dims = q.shape[3], v.shape[3]
-    chosen = kernel_for(kernel, plan.mask, device=q.device, dtype=q.dtype, head_dims=head_dims)
+    chosen = kernel_for(kernel, plan.mask, device=q.device, dtype=q.dtype, head_dims=head_dims, softcap=softcap)
     groups = Groups.of(heads, q_heads=q.shape[1], kv_heads=k.shape[1], keep=keep)
     shape = _shape(q, k, v)
     plan.usage.shapes.add(replace(shape, batch=1))
     groups, circulate = plan.planner.settle(plan.schedule, shape, groups)
     if scale is None:
         scale = 1 / math.sqrt(q.shape[3])
-    return ResolvedCall(plan, scale, circulate, groups, chosen)
+    return ResolvedCall(plan, scale, circulate, groups, chosen, softcap)
 
 
 def split_heads(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[int, int]:
@@ -160,8 +195,10 @@ def _shape(q: Tensor, k: Tensor, v: Tensor) -> Shape:
     return shape_of(q.dtype, **sizes, head_dim=q.shape[3], v_head_dim=v.shape[3])
 
 
-def shared_fields(q: Tensor, k: Tensor, v: Tensor, call: ResolvedCall, wanted: list[bool]) -> dict[str, Any]:
-    """What all ranks must pass equally."""
+def shared_fields(
+    q: Tensor, k: Tensor, v: Tensor, call: ResolvedCall, wanted: list[bool], sinks: Tensor | None = None
+) -> dict[str, Any]:
+    """What all ranks must pass equally. The values of ``sinks`` are a parameter's, which ranks keep equal."""
     return {
         **call.plan.schedule.description,
         "batch": q.shape[0],
@@ -177,7 +214,9 @@ def shared_fields(q: Tensor, k: Tensor, v: Tensor, call: ResolvedCall, wanted: l
         "cache_qkv": call.groups.keep,
         "chunks": call.groups.chunks,
         "kernel": call.kernel.name,
-        "gradients wanted by q, k, v": wanted,
+        "softcap": call.softcap,
+        "sinks": None if sinks is None else str(sinks.dtype),
+        "gradients wanted by q, k, v, sinks": wanted,
     }
 
 

@@ -22,6 +22,8 @@ def burst_attention(
     *,
     return_lse: Literal[True],
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     kernel: str = "auto",
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -33,6 +35,8 @@ def burst_attention(
     *,
     return_lse: Literal[False] = False,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     kernel: str = "auto",
 ) -> Tensor: ...
 @renamed(OF_CALL)
@@ -43,6 +47,8 @@ def burst_attention(
     plan: Plan,
     *,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     kernel: str = "auto",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -55,13 +61,17 @@ def burst_attention(
         plan: from :func:`burst_attention.make_plan`. It holds the positions, the mask and the strategy.
         scale: factor of the scores; None: 1 / sqrt(D). Any finite number (numpy scalars and 0-d tensors too), including
             zero and negatives. Its size must be a normal number in the dtype of scores: fp32, or fp64 for fp64 inputs.
+        softcap: c > 0: each score s becomes c tanh(s / c) (Gemma 2, arXiv 2408.00118); None for plain scores.
+        sinks: [Hq], one learned logit a query head, which takes part in the softmax without a value (gpt-oss). Equal
+            on all ranks. Its gradient is this rank's part: sum it over the ranks, as for other parameters.
         kernel: ``auto``, or a name of :data:`burst_attention.kernels.KERNELS`.
             :func:`burst_attention.kernels.explain` says which kernel ``auto`` takes, and why.
         return_lse: also return the log-sum-exp of each row of scores.
 
     Returns:
         out [B, Hq, S_local, Dv] in q's dtype. With ``return_lse`` also lse [B, Hq, S_local] in fp32 (fp64 for fp64).
-        Both are differentiable, once. A query that sees no key gets out 0, lse -inf and gradient 0.
+        Both are differentiable, once. A query that sees no key gets out 0, lse -inf and gradient 0. With sinks, lse
+        includes the sink.
 
     Raises:
         TypeError, ValueError: an argument can't be used, here or on another rank, or ranks disagree. Every rank raises
@@ -77,16 +87,18 @@ def burst_attention(
         raise TypeError(f"plan={plan!r} must come from make_plan(seqlen, ...)")
     # The operator guards its own part again: a compiled graph holds the split of heads, and calls the operator later.
     with plan.agreement.entering("burst_attention"):
-        number = check_types(q, k, v, scale, kernel)
-        check_transforms("burst_attention", q=q, k=k, v=v)
-        wanted = gradients_wanted(q, k, v)
+        number, cap = check_types(q, k, v, scale, kernel, softcap=softcap, sinks=sinks)
+        check_transforms("burst_attention", q=q, k=k, v=v, sinks=sinks)
+        wanted = gradients_wanted(q, k, v, sinks)
         heads, cached_rows = split_heads(q, k, v, plan)
     out, lse, *_ = attend(
         q,
         k,
         v,
+        sinks,
         handle=plan.handle,
         scale=number,
+        softcap=cap,
         kernel=kernel,
         heads=heads,
         cached_rows=cached_rows if wanted else 0,

@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 from ..kernels.precision import accumulation_dtype
 from ..plan.program import Program
 from ..plan.rows import Side
-from .calls import Settled, prepare_backward, prepare_forward, rounded_gradients, row_delta
+from .calls import Settled, prepare_backward, prepare_forward, rounded_gradients, row_delta, sink_gradient, with_sinks
 from .checks import check_types, shared_fields, split_heads
 from .derivatives import differentiable_once
 from .passes import Pass, Tensors
@@ -41,6 +41,8 @@ class HeadCall:
     plan: Plan
     scale: float | None = None
     kernel: str = "auto"
+    softcap: float | None = None
+    sinks: Tensor | None = None  # [h]
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +118,7 @@ class _Call:
         self._projection = projection
         self._autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         self._plan: Plan | None = None
-        self._degree, self._settled = 1, Settled(0, 0.0, "", "", 0)  # of all chunks
+        self._degree, self._settled = 1, Settled(0, 0.0, "", "", 0, None)  # of all chunks
 
     def _run(self, hidden: Tensor, chunk: int, parts: Sequence[Tensor], tokens: slice | None = None) -> HeadCall:
         device, dtype, enabled = self._autocast
@@ -135,16 +137,19 @@ class _Call:
         out = q.new_empty(batch, rows, chunks * heads, value_dim)
         lse = q.new_empty(batch, chunks * heads, rows, dtype=accumulation_dtype(q.dtype))
         del q
+        sinks: list[Tensor | None] = []  # of the chunks so far
 
         def passes() -> Iterator[tuple[Program, Pass]]:
             for n in range(chunks):
-                yield self._prepared(
-                    first.pop() if first else self._run(hidden, n, self._parts(weights, n)), wanted, agree=n == 0
-                )
+                call = first.pop() if first else self._run(hidden, n, self._parts(weights, n))
+                sinks.append(call.sinks)
+                yield self._prepared(call, wanted, agree=n == 0)
+                del call
 
         for chunk, sums in enumerate(self._swept(passes())):
             at = slice(chunk * heads, (chunk + 1) * heads)
             part, log_sum = sums.pop(Side.QUERY)
+            part, log_sum = with_sinks(part, log_sum, sinks[chunk])
             out[:, :, at].copy_(part.transpose(1, 2))
             lse[:, at].copy_(log_sum)
             del part, log_sum
@@ -158,12 +163,13 @@ class _Call:
         """Check a chunk's call. The first one agrees with the other ranks on all chunks."""
         q, k, v, plan = call.q, call.k, call.v, call.plan
         with plan.agreement.entering("burst_attention"):
-            scale = check_types(q, k, v, call.scale, call.kernel)
+            scale, cap = check_types(q, k, v, call.scale, call.kernel, softcap=call.softcap, sinks=call.sinks)
             self._degree, _ = split_heads(q, k, v, plan)
             program, work, resolved = prepare_forward(
-                q, k, v, plan, scale=scale, kernel=call.kernel, heads=self._degree
+                q, k, v, plan, scale=scale, softcap=cap, kernel=call.kernel, heads=self._degree
             )
-            fields = shared_fields(q, k, v, resolved, [wanted] * 3) | {"chunks of heads": self._projection.chunks}
+            fields = shared_fields(q, k, v, resolved, [wanted] * 4, call.sinks)
+            fields["chunks of heads"] = self._projection.chunks
         if agree:
             plan.agreement.agree("burst_attention", fields)
             plan.usage.note_call()
@@ -201,14 +207,19 @@ class _Call:
                     )
                 if n == 0:
                     call.plan.agreement.agree(name, {"call number": self._settled.number})
+                of_sinks.append(None if call.sinks is None else sink_gradient(*tensors[4:], call.sinks))
                 del call, tensors
                 yield prepared
 
+        of_sinks: list[Tensor | None] = []  # gradients of the chunks so far
         for chunk, sums in enumerate(self._swept(passes())):
-            self._differentiate(chunk, rounded_gradients(sums, self._settled.scale, dtype), gradients)
+            found = rounded_gradients(sums, self._settled.scale, dtype)
+            self._differentiate(chunk, found, of_sinks[chunk], gradients)
 
-    def _differentiate(self, chunk: int, grads: Sequence[Tensor], gradients: _Gradients) -> None:
-        """Differentiate one chunk's projection, a few tokens at a time."""
+    def _differentiate(
+        self, chunk: int, grads: Sequence[Tensor], of_sinks: Tensor | None, gradients: _Gradients
+    ) -> None:
+        """Differentiate one chunk's projection, a few tokens at a time, and its sinks once."""
         hidden, *weights = gradients.inputs
         rows = [self._projection.rows(n, chunk) for n in range(len(weights))]
         step = -(-hidden.shape[1] // self._projection.chunks)
@@ -221,6 +232,8 @@ class _Call:
             made = [x for x in zip((call.q, call.k, call.v), grads, strict=True) if x[0].requires_grad]
             sources = [x for x in leaves if x.requires_grad]
             outputs, received = [x for x, _ in made], [grad[:, :, tokens] for _, grad in made]
+            if of_sinks is not None and call.sinks is not None and call.sinks.requires_grad and first == 0:
+                outputs, received = [*outputs, call.sinks], [*received, of_sinks]
             found = torch.autograd.grad(outputs, sources, received, allow_unused=True)
             by_leaf = dict(zip(map(id, sources), found, strict=True))
             gradients.add(tokens, rows, [by_leaf.get(id(leaf)) for leaf in leaves])

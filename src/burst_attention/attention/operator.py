@@ -15,26 +15,36 @@ from torch import Tensor
 
 from ..kernels.precision import accumulation_dtype
 from ..plan.rows import Side
-from .calls import Settled, prepare_backward, prepare_forward, rounded_gradients, row_delta
+from .calls import (
+    SETTLED,
+    Settled,
+    prepare_backward,
+    prepare_forward,
+    rounded_gradients,
+    row_delta,
+    sink_gradient,
+    with_sinks,
+)
 from .checks import shared_fields
 from .derivatives import check_transforms, refuse_second
 from .passes import cached_shapes
 from .plan import plan_of
 from .sweep import sweep
 
-QUERY, KEY, VALUE = 1, 2, 4  # bits of ``wanted``
+QUERY, KEY, VALUE, SINKS = 1, 2, 4, 8  # bits of ``wanted``
 
 # torch caches compiled graphs on disk, with the traced backward, by the operator's name and arguments only. This
 # argument stops it from running a graph of an older formula. Add one with each change of this file that a graph may
 # hold; a test fails until you do.
-FORMULA_VERSION = 7
+FORMULA_VERSION = 8
 
 
-def gradients_wanted(q: Tensor, k: Tensor, v: Tensor) -> int:
+def gradients_wanted(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> int:
     """Return which of them want a gradient, as bits."""
     if not torch.is_grad_enabled():
         return 0
-    return QUERY * q.requires_grad + KEY * k.requires_grad + VALUE * v.requires_grad
+    wanted = QUERY * q.requires_grad + KEY * k.requires_grad + VALUE * v.requires_grad
+    return wanted if sinks is None else wanted + SINKS * sinks.requires_grad
 
 
 @torch.library.custom_op("burst_attention::attend", mutates_args=())
@@ -42,8 +52,10 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Tensor | None,
     handle: int,
     scale: float | None,
+    softcap: float | None,
     kernel: str,
     heads: int,
     cached_rows: int,
@@ -53,11 +65,11 @@ def attend(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute the forward.
 
-    in:     q [B, Hq, S_local, D], k [B, Hkv, S_local, D], v [B, Hkv, S_local, Dv]: this rank's shards.
+    in:     q [B, Hq, S_local, D], k [B, Hkv, S_local, D], v [B, Hkv, S_local, Dv]: this rank's shards. sinks [Hq].
             ``handle``: the plan's. ``heads``, ``cached_rows``: :func:`~burst_attention.attention.checks.split_heads`.
             ``wanted``: :func:`gradients_wanted`. ``formula_version``: :data:`FORMULA_VERSION`.
-    out:    O = softmax(scale Q K' + mask) V over all shards.
-            L = logsumexp(scale Q K' + mask).
+    out:    O = softmax(scale Q K' + mask) V over all shards, where a soft cap c makes each score s c tanh(s / c).
+            L = logsumexp(scale Q K' + mask). Sinks join both: :func:`with_sinks`.
             :class:`Settled`.
             The cache: q [B, Hq / U, kept_rows, D], k and v of this rank's sequence group and head group, U = ``heads``.
             The cache is empty if U is 1 or ``cached_rows`` is 0.
@@ -67,13 +79,14 @@ def attend(
     round:  tiles and sums in fp32 (fp64 for fp64) if the kernel supports it; results once, at the end.
     """
     plan = plan_of(handle)
-    wants = [bool(wanted & bit) for bit in (QUERY, KEY, VALUE)]
+    wants = [bool(wanted & bit) for bit in (QUERY, KEY, VALUE, SINKS)]
     with plan.agreement.entering("burst_attention"):
         shapes = cached_shapes(q, k, v, heads, cached_rows)
         kept_q, kept_k, kept_v = (x.new_empty(shape) for x, shape in zip((q, k, v), shapes, strict=True))
         keeping = (kept_q, kept_k, kept_v) if cached_rows > 0 else None
-        program, work, call = prepare_forward(q, k, v, plan, scale=scale, kernel=kernel, heads=heads, keeping=keeping)
-        fields = {**shared_fields(q, k, v, call, wants), "return_lse": return_lse}
+        options: dict[str, Any] = {"scale": scale, "softcap": softcap, "kernel": kernel, "heads": heads}
+        program, work, call = prepare_forward(q, k, v, plan, **options, keeping=keeping)
+        fields = {**shared_fields(q, k, v, call, wants, sinks), "return_lse": return_lse}
     plan.agreement.agree("burst_attention", fields)
     plan.usage.note_call()
     # A single rank can't confuse its backward with another rank's.
@@ -81,6 +94,7 @@ def attend(
     with torch.autocast(q.device.type, enabled=False):
         sums = sweep(program, plan.transport, work, plan.indices)
     out, log_sum = sums[Side.QUERY]
+    out, log_sum = with_sinks(out, log_sum, sinks)
     settled = Settled.of(number, call)
     return out.to(q.dtype).contiguous(), log_sum.contiguous(), settled.pack(), kept_q, kept_k, kept_v
 
@@ -92,6 +106,7 @@ def attend_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Tensor | None,
     out: Tensor,
     lse: Tensor,
     settled: Tensor,
@@ -99,13 +114,14 @@ def attend_backward(
     heads: int,
     cached_rows: int,
     kv_heads: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients.
 
     in:     dO, dL; what the forward saved; the plan's handle; U and the number of key-value heads.
-    out:    dQ, dK, dV of this rank's shards.
+    out:    dQ, dK, dV of this rank's shards; this rank's part of the sinks' gradient, empty without sinks.
     back:   D = rowsum(dO * O) - dL, at home, before anything circulates.
             Per tile: P = e^(scale Q K' - L), dV = P' dO, dS = P * (dO V' - D), dQ = scale dS K, dK = scale dS' Q.
+            With a soft cap, dS also has the cap's slope, 1 - tanh(s / c)^2.
     wire:   ``query``: (Q, dO, L, D) out and dQ home. ``key-value``: K, V out and dK, dV home.
             ``nearest``: one or the other, by pair. U > 1: both, except for cached Q, K, V.
     round:  sums in fp32 (fp64 for fp64); to the io dtype once when a partial is sent, and once at the end.
@@ -126,7 +142,7 @@ def attend_backward(
     with torch.autocast(q.device.type, enabled=False):
         sums = sweep(program, plan.transport, work, plan.indices)
     dq, dk, dv = rounded_gradients(sums, forward.scale, q.dtype)
-    return dq, dk, dv
+    return dq, dk, dv, lse.new_empty(0) if sinks is None else sink_gradient(lse, delta, sinks)
 
 
 @attend.register_fake
@@ -134,8 +150,10 @@ def _(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Tensor | None,
     handle: int,
     scale: float | None,
+    softcap: float | None,
     kernel: str,
     heads: int,
     cached_rows: int,
@@ -144,7 +162,7 @@ def _(
     out = q.new_empty((*q.shape[:3], v.shape[3]))
     lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
     kept = (x.new_empty(shape) for x, shape in zip((q, k, v), cached_shapes(q, k, v, heads, cached_rows), strict=True))
-    return out, lse, torch.empty(5, dtype=torch.float64), *kept
+    return out, lse, torch.empty(SETTLED, dtype=torch.float64), *kept
 
 
 @attend_backward.register_fake
@@ -154,6 +172,7 @@ def _(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Tensor | None,
     out: Tensor,
     lse: Tensor,
     settled: Tensor,
@@ -161,23 +180,23 @@ def _(
     heads: int,
     cached_rows: int,
     kv_heads: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     counts = out.shape[1], kv_heads, kv_heads
     dq, dk, dv = (
         x.new_empty(out.shape[0], n, out.shape[2], x.shape[3]) for x, n in zip((q, k, v), counts, strict=True)
     )
-    return dq, dk, dv
+    return dq, dk, dv, lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, ctx.handle, _, _, ctx.heads, ctx.cached_rows, *_ = inputs
+    q, k, v, sinks, ctx.handle, _, _, _, ctx.heads, ctx.cached_rows, *_ = inputs
     out, lse, settled, *kept = output
     ctx.kv_heads = k.shape[1]
     # A graph must not lose its plan. While a compiler traces there is no handle yet; the caller keeps the plan.
     ctx.plan = plan_of(ctx.handle) if isinstance(ctx.handle, int) else None
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(settled, *kept)
-    ctx.save_for_backward(*(kept if ctx.cached_rows else (q, k, v)), out, lse, settled)
+    ctx.save_for_backward(*(kept if ctx.cached_rows else (q, k, v)), sinks, out, lse, settled)
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:
@@ -186,11 +205,12 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) 
     with nullcontext() if ctx.plan is None else ctx.plan.agreement.entering(name):
         if ctx.plan is not None:
             check_transforms(name, dout=dout, dlse=dlse)
-        q, k, v, out, lse, settled = ctx.saved_tensors
+        q, k, v, sinks, out, lse, settled = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
     how = ctx.heads, ctx.cached_rows, ctx.kv_heads
-    grads = attend_backward(dout, dlse, q, k, v, out, lse, settled, ctx.handle, *how)
-    return (*grads, *(None for _ in ctx.needs_input_grad[3:]))  # settings have no gradient
+    *grads, of_sinks = attend_backward(dout, dlse, q, k, v, sinks, out, lse, settled, ctx.handle, *how)
+    # Settings have no gradient.
+    return (*grads, None if sinks is None else of_sinks, *(None for _ in ctx.needs_input_grad[4:]))
 
 
 def _refuse(ctx: Any, *grads: Tensor) -> None:

@@ -54,8 +54,6 @@ class Options:
             raise ValueError(
                 "alibi_slopes: ALiBi is not supported; pass alibi_slopes=None and use rotary embeddings for positions"
             )
-        if self.softcap:
-            raise ValueError(f"softcap={self.softcap}: soft capping is not supported; use a model without a soft cap")
         if not isinstance(self.window_size, (tuple, list)) or len(self.window_size) != 2:
             raise TypeError(f"window_size={self.window_size!r} must be (left, right), such as (-1, -1) for no window")
         left, right = self.window_size
@@ -100,7 +98,9 @@ def attend(
         if transport.world > 1 and layout.startswith("zigzag"):
             _check_halves(borders or (0, length * transport.world), transport.world)
     plan = plan_for(length * transport.world, mask, layout, group)
-    out, lse = burst_attention(q, k, v, plan, scale=options.softmax_scale, return_lse=True)
+    out, lse = burst_attention(
+        q, k, v, plan, scale=options.softmax_scale, softcap=options.softcap or None, return_lse=True
+    )
     out = out.transpose(1, 2).contiguous()
     if documents is not None:
         out, lse = out.squeeze(0), lse.squeeze(0)

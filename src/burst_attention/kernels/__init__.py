@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from .contract import Kernel, Measuring, capturing
+from .contract import CAPPING, Capping, Kernel, Measuring, capturing
 from .precision import HALVES
 from .prove import check_against_reference
 
@@ -18,6 +18,12 @@ def _reference() -> Kernel:
     from .reference import Reference
 
     return Reference()
+
+
+def _blockwise() -> Kernel:
+    from .reference import BLOCK, Reference
+
+    return Reference(block=BLOCK)
 
 
 def _aten(ops: str, *, upcast: bool = False) -> Kernel:
@@ -61,66 +67,86 @@ _MAKERS: dict[str, Callable[[], Kernel]] = {
     "flash3": functools.partial(_flash, 3),
     "flash4": functools.partial(_flash, 4),
     "triton": _triton,
+    "blockwise": _blockwise,
 }
 KERNELS = tuple(_MAKERS)
 
 
 def choose(
-    name: str, *, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int] = (64, 64), documents: int = 1
+    name: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dims: tuple[int, int] = (64, 64),
+    documents: int = 1,
+    softcap: float | None = None,
 ) -> Kernel:
     """Return the kernel ``name`` after checking that it supports the device, dtype and head dimensions.
 
     On the CPU, ``auto`` is ``aten``, which rounds each tile's result to the inputs' dtype, bf16 or fp16. ``aten-fp32``
-    does not round and takes about a third longer. On a GPU, ``auto`` is the first of :func:`candidates` that can be
-    used on this machine and agrees with the reference. ``head_dims``: (of q and k, of v). ``documents``: their number.
+    does not round and takes about a third longer. With a soft cap, ``auto`` is ``blockwise`` there. On a GPU, it is the
+    first of :func:`candidates` that can be used on this machine and agrees with the reference. ``head_dims``: (of q and
+    k, of v). ``documents``: their number.
 
     Raises:
         ValueError: the name is unknown, or the kernel does not support the call.
     """
     if name == "auto":
-        return _choose_auto(device, dtype, head_dims, documents >= MANY_DOCUMENTS)[0]
+        return _choose_auto(device, dtype, head_dims, documents >= MANY_DOCUMENTS, softcap)[0]
     if name not in _MAKERS:
         raise ValueError(f"kernel={name!r} is unknown; choose one of auto, {', '.join(KERNELS)}")
     kernel = _MAKERS[name]()
     kernel.check(device, dtype, head_dims)
-    return kernel
+    if softcap is None:
+        return kernel
+    if not isinstance(kernel, Capping):
+        raise ValueError(f"kernel={name!r} has no soft cap; {CAPPING}")
+    return kernel.capped(softcap)
 
 
-def candidates(device: torch.device, dtype: torch.dtype, *, many: bool = False) -> tuple[str, ...]:
+def candidates(
+    device: torch.device, dtype: torch.dtype, *, many: bool = False, capped: bool = False
+) -> tuple[str, ...]:
     """Return the kernels that ``auto`` tries, in order. All of them sum in a fixed order.
 
-    ``many``: the mask packs too many documents for one launch per tile.
+    ``many``: the mask packs too many documents for one launch per tile. ``capped``: scores have a soft cap.
     """
+    last = "blockwise" if capped else "reference"
     if device.type == "cpu":
-        return ("aten",)
+        return ("blockwise",) if capped else ("aten",)
     if device.type != "cuda" or dtype == torch.float64:
-        return ("reference",)
+        return (last,)
     flash = ("flash4", "flash3", "flash2") if dtype in HALVES else ()
-    return ("triton", *flash, "reference") if many else (*flash, "triton", "reference")
+    return ("triton", *flash, last) if many else (*flash, "triton", last)
 
 
 def explain(
-    *, device: torch.device | str | int, dtype: torch.dtype, head_dims: tuple[int, int] = (64, 64), documents: int = 1
+    *,
+    device: torch.device | str | int,
+    dtype: torch.dtype,
+    head_dims: tuple[int, int] = (64, 64),
+    documents: int = 1,
+    softcap: float | None = None,
 ) -> str:
     """Explain which kernel ``auto`` picks for such a call: one line per candidate, up to the chosen one."""
-    return "\n".join(_choose_auto(torch.device(device), dtype, head_dims, documents >= MANY_DOCUMENTS)[1])
+    return "\n".join(_choose_auto(torch.device(device), dtype, head_dims, documents >= MANY_DOCUMENTS, softcap)[1])
 
 
 @functools.cache
 def _choose_auto(
-    device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], many: bool
+    device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], many: bool, softcap: float | None
 ) -> tuple[Kernel, tuple[str, ...]]:
     if capturing():
         raise RuntimeError("kernel='auto' tests kernels on its first call; call it once before capturing a CUDA graph")
     refused = []
-    for name in candidates(device, dtype, many=many):
+    for name in candidates(device, dtype, many=many, capped=softcap is not None):
         try:
-            kernel = choose(name, device=device, dtype=dtype, head_dims=head_dims)
+            kernel = choose(name, device=device, dtype=dtype, head_dims=head_dims, softcap=softcap)
             # Our tests cover the CPU kernels. GPUs, drivers and packages vary too much, so test the kernel here.
-            if device.type != "cpu" and name != "reference":
+            if device.type != "cpu" and name not in ("reference", "blockwise"):
                 # Fixed block sizes need no measurement, so other ranks wait less.
                 fixed = kernel.untuned() if isinstance(kernel, Measuring) else kernel
-                check_against_reference(fixed, device, dtype, head_dims)
+                check_against_reference(fixed, device, dtype, head_dims, softcap=softcap)
         except torch.OutOfMemoryError:
             raise  # the kernel may be fine
         except Exception as error:  # a package may fail in any way; explain() lists the error

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from ..plan.tile import Tile, Tiles
 
+CAPPING = "for a soft cap use kernel='auto', 'triton', 'blockwise' or 'reference'"
+
 
 @dataclass(frozen=True, eq=False)
 class BackwardInputs:
@@ -73,6 +75,15 @@ class Continuing(Kernel, Protocol):
         Same result as :func:`burst_attention.kernels.merge.merge_`, but without another pass over memory. ``out`` and
         ``lse`` may be strided.
         """
+        ...
+
+
+@runtime_checkable
+class Capping(Kernel, Protocol):
+    """A kernel that can cap scores: c tanh(s / c) takes the place of each score s (Gemma 2, arXiv 2408.00118)."""
+
+    def capped(self, softcap: float) -> Kernel:
+        """Return the same kernel with scores capped at ``softcap`` > 0. Raise ValueError if its package can't."""
         ...
 
 

@@ -11,13 +11,14 @@ import importlib
 import importlib.metadata
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from .contract import CAPPING
 from .widths import check_gpu
 from .windowed import MULTIPLE, Window
 
@@ -62,6 +63,7 @@ class FlashOps:
     generation: int
     run: Callable[..., Any]
     run_back: Callable[..., Any]
+    softcap: float = 0.0  # 0 for plain scores
     multiple: ClassVar[int] = MULTIPLE
 
     @property
@@ -71,6 +73,12 @@ class FlashOps:
     @property
     def widest(self) -> int:
         return GENERATIONS[self.generation].widest
+
+    def capped(self, softcap: float) -> FlashOps:
+        source = GENERATIONS[self.generation]
+        if any("softcap" not in getattr(each, "takes", ()) for each in (self.run, self.run_back)):
+            raise ValueError(f"{source.package} {version_of(source.package)} has no soft cap; {CAPPING}")
+        return replace(self, softcap=softcap)
 
     def check(self, device: torch.device, dtype: torch.dtype) -> None:
         check_gpu(self.name, device, dtype, GENERATIONS[self.generation].capabilities)
@@ -92,6 +100,7 @@ class FlashOps:
         unlimited = GENERATIONS[self.generation].unlimited
         left, right = (unlimited if side is None else side for side in window)
         return SETTINGS | {
+            "softcap": self.softcap,
             "softmax_scale": scale,
             "window_size": (left, right),
             "window_size_left": left,
@@ -166,10 +175,18 @@ def _called_by_name(
             "or use kernel='triton'"
         )
 
-    def call(values: Mapping[str, Any]) -> Any:
-        return function(**{parameter: values[parameter] for parameter in takes if parameter in values})
+    return _ByName(function, tuple(takes))
 
-    return call
+
+@dataclass(frozen=True)
+class _ByName:
+    """A function that takes its arguments from a mapping."""
+
+    function: Callable[..., Any]
+    takes: tuple[str, ...]
+
+    def __call__(self, values: Mapping[str, Any]) -> Any:
+        return self.function(**{name: values[name] for name in self.takes if name in values})
 
 
 def _parameters(function: Any) -> dict[str, bool]:

@@ -30,13 +30,20 @@ BOUNDS = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}  # rel
 
 
 def check_against_reference(
-    kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], *, fixed_order: bool = True
+    kernel: Kernel,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dims: tuple[int, int],
+    *,
+    fixed_order: bool = True,
+    softcap: float | None = None,
 ) -> None:
     """Raise ArithmeticError if ``kernel`` gives wrong results on small inputs.
 
     The reference runs in fp64 on the CPU, independent of the device's matmul precision. With ``fixed_order``, two runs
-    must also be bit-equal.
+    must also be bit-equal. ``softcap``: the cap that the kernel was made for.
     """
+    judge = Reference(softcap)
     make = torch.Generator().manual_seed(0)
     shapes = ((4, ROWS, head_dims[1]), (4, ROWS, head_dims[0]), (2, COLUMNS, head_dims[0]), (2, COLUMNS, head_dims[1]))
     # Models have [B, S, H, D] in memory.
@@ -45,14 +52,21 @@ def check_against_reference(
         for heads, rows, dim in shapes
     )
     with torch.autocast("cpu", enabled=False), torch.autocast(device.type, enabled=False):
-        _check(kernel, device, (dout, q, k, v), 0.0, fixed_order)
+        _check(kernel, judge, device, (dout, q, k, v), 0.0, fixed_order)
         # In rows with dO = 0, D comes only from the lse's gradient, and no column of dO can carry it.
         dout[:, :, 100:200] = 0
-        _check(kernel, device, (dout, q, k, v), 1.0, fixed_order)
+        _check(kernel, judge, device, (dout, q, k, v), 1.0, fixed_order)
 
 
-def _check(kernel: Kernel, device: torch.device, tensors: tuple[Tensor, ...], dlse: float, fixed_order: bool) -> None:
-    dtype, scale, judge = tensors[0].dtype, tensors[1].shape[3] ** -0.5, Reference()
+def _check(
+    kernel: Kernel,
+    judge: Reference,
+    device: torch.device,
+    tensors: tuple[Tensor, ...],
+    dlse: float,
+    fixed_order: bool,
+) -> None:
+    dtype, scale = tensors[0].dtype, tensors[1].shape[3] ** -0.5
     dout, q, k, v = (x.double() for x in tensors)
     out, lse = judge.forward(q, k, v, TILES, scale)
     delta = row_dot(dout, out, torch.float64) - dlse

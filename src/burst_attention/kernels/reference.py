@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -14,11 +16,25 @@ from .merge import blank_output, merge_
 from .nan_policy import contained_backward, contained_forward
 from .precision import accumulation_dtype
 
+BLOCK = 512  # rows and columns of a block: its scores fit a core's cache
 
+
+@dataclass(frozen=True)
 class Reference:
-    """Kernel that materializes each tile's probabilities."""
+    """Kernel that materializes the probabilities of each tile, or of blocks of ``block`` rows and columns.
 
-    name = "reference"
+    ``softcap``: scores s become softcap tanh(s / softcap); None for plain scores.
+    """
+
+    softcap: float | None = None
+    block: int | None = None
+
+    @property
+    def name(self) -> str:
+        return "reference" if self.block is None else "blockwise"
+
+    def capped(self, softcap: float) -> Reference:
+        return replace(self, softcap=softcap)
 
     def exact_partials(self, dtype: torch.dtype) -> bool:
         return True
@@ -27,34 +43,52 @@ class Reference:
         """Accept everything."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
-        return contained_forward(partial(_forward, tiles=tiles, scale=scale), q, k, v, tiles)
+        run = partial(_forward, tiles=self._parts(tiles), scale=scale, softcap=self.softcap)
+        return contained_forward(run, q, k, v, tiles)
 
     def backward(self, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
-        return contained_backward(_backward, inputs)
+        run = partial(_backward, tiles=self._parts(inputs.tiles), softcap=self.softcap)
+        return contained_backward(run, inputs)
+
+    def _parts(self, tiles: Tiles) -> list[Tile]:
+        """Return the tiles, cut into blocks."""
+        return list(tiles if self.block is None else _blocks(tiles, self.block))
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, *, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
+def _blocks(tiles: Iterable[Tile], block: int) -> Iterator[Tile]:
+    for tile in tiles:
+        for row in range(0, tile.rows, block):
+            for column in range(0, tile.columns, block):
+                rows, columns = (row, min(row + block, tile.rows)), (column, min(column + block, tile.columns))
+                if (part := tile.part(rows, columns)) is not None:
+                    yield part
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, *, tiles: Iterable[Tile], scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
     out, lse = blank_output(q, v, q.shape[2], accumulation_dtype(q.dtype))
     for tile in tiles:
         queries, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
-        scores = _scores(q[:, :, queries], k[:, :, keys], tile, scale)
+        scores, _ = _scores(q[:, :, queries], k[:, :, keys], tile, scale, softcap)
         tile_lse = torch.logsumexp(scores, -1)
         part = torch.softmax(scores, -1) @ _grouped(v[:, :, keys])
         merge_(out[:, :, queries], lse[:, :, queries], part.flatten(1, 2), tile_lse.flatten(1, 2))
     return out, lse
 
 
-def _backward(inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(inputs: BackwardInputs, *, tiles: Iterable[Tile], softcap: float | None) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, scale = inputs.q, inputs.k, inputs.v, inputs.scale
     wide = accumulation_dtype(q.dtype)
     dq, dk, dv = (torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in (q, k, v))
     heads = (k.shape[1], q.shape[1] // k.shape[1])
-    for tile in inputs.tiles:
+    for tile in tiles:
         queries, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
         of_rows = (inputs.lse, inputs.delta, inputs.dout)
         lse, delta, d = (x[:, :, queries].to(wide).unflatten(1, heads) for x in of_rows)
-        p = torch.exp(_scores(q[:, :, queries], k[:, :, keys], tile, scale) - lse.unsqueeze(-1))
-        ds = p * (d @ _grouped(v[:, :, keys]).mT - delta.unsqueeze(-1)) * scale
+        scores, slope = _scores(q[:, :, queries], k[:, :, keys], tile, scale, softcap)
+        p = torch.exp(scores - lse.unsqueeze(-1))
+        ds = p * (d @ _grouped(v[:, :, keys]).mT - delta.unsqueeze(-1)) * scale * slope
         dq[:, :, queries] += (ds @ _grouped(k[:, :, keys])).flatten(1, 2)
         dk[:, :, keys] += (ds.mT @ q[:, :, queries].to(wide).unflatten(1, heads)).sum(2)
         dv[:, :, keys] += (p.mT @ d).sum(2)
@@ -66,10 +100,14 @@ def _grouped(x: Tensor) -> Tensor:
     return x.to(accumulation_dtype(x.dtype)).unsqueeze(2)
 
 
-def _scores(q: Tensor, k: Tensor, tile: Tile, scale: float) -> Tensor:
-    """Return scale q k' [B, Hkv, Hq / Hkv, rows, columns], with -inf outside the band."""
+def _scores(q: Tensor, k: Tensor, tile: Tile, scale: float, softcap: float | None) -> tuple[Tensor, Tensor | float]:
+    """Return scale q k' [B, Hkv, Hq / Hkv, rows, columns], capped, with -inf outside the band; and the cap's slope."""
     groups = q.to(accumulation_dtype(q.dtype)).unflatten(1, (k.shape[1], -1))
     scores = groups @ _grouped(k).mT * scale
-    if tile.full:
-        return scores
-    return scores.masked_fill_(~band_seen(tile, q.device), -math.inf)
+    slope: Tensor | float = 1.0
+    if softcap is not None:
+        part = torch.tanh_(scores.div_(softcap))
+        scores, slope = part * softcap, 1 - part.square()
+    if not tile.full:
+        scores.masked_fill_(~band_seen(tile, q.device), -math.inf)
+    return scores, slope

@@ -14,13 +14,14 @@ limits, so some tall tiles (more rows than columns) need a second launch:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from ..plan.tile import Tile, Tiles
+from .contract import CAPPING
 from .stock import Ops, Stock
 
 MULTIPLE = 8  # of head dimensions: 16 bytes
@@ -71,6 +72,15 @@ class WindowedOps(Ops, Protocol):
         ...
 
 
+@runtime_checkable
+class CappingOps(WindowedOps, Protocol):
+    """Functions that can cap scores (:class:`~.contract.Capping`)."""
+
+    def capped(self, softcap: float) -> WindowedOps:
+        """Return the functions with capped scores. Raise ValueError if this version of the package can't."""
+        ...
+
+
 @dataclass(frozen=True)
 class Windowed(Stock[Tile]):
     """Kernel over ``ops``. Each tile's results are rounded to the io dtype, then merged or added in fp32."""
@@ -82,6 +92,12 @@ class Windowed(Stock[Tile]):
 
     def launches(self, tiles: Tiles) -> Iterable[Tile]:
         return launches_of(tiles)
+
+    def capped(self, softcap: float) -> Windowed:
+        """Return the kernel with capped scores. Raise ValueError if the package has no soft cap."""
+        if not isinstance(self.ops, CappingOps):
+            raise ValueError(f"kernel={self.name!r} has no soft cap; {CAPPING}")
+        return replace(self, ops=self.ops.capped(softcap))
 
     def run_backward(self, launch: Tile, inputs: tuple[Tensor, ...], lse: Tensor, scale: float) -> list[Tensor]:
         rows, columns = slice(launch.q_start, launch.q_stop), slice(launch.k_start, launch.k_stop)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ from .oracle import Gradients, attend, torch_attention
 class Case:
     """One call to check.
 
-    ``logits`` multiplies the scores. ``dlse`` says whether the lse gets a gradient too.
+    ``logits`` multiplies the scores, which ``softcap`` caps. ``sinks`` adds a sink to each head. ``dlse`` says whether
+    the lse gets a gradient too.
     """
 
     seqlen: int = 512
@@ -43,6 +44,8 @@ class Case:
     v_head_dim: int | None = None
     dlse: bool = True
     logits: float = 1.0
+    softcap: float | None = None
+    sinks: bool = False
     seed: int = 0
     device: str = "cpu"
 
@@ -52,7 +55,7 @@ class Case:
         return Strategy(**{each.name: getattr(self, each.name) for each in fields(Strategy)})
 
     def inputs(self) -> dict[str, Tensor]:
-        """Return the global q, k, v, dout and dlse, identical on every rank."""
+        """Return the global q, k, v, dout, dlse and sinks if there are any, identical on every rank."""
         make = torch.Generator().manual_seed(self.seed)
         value_dim = self.head_dim if self.v_head_dim is None else self.v_head_dim
 
@@ -64,7 +67,9 @@ class Case:
         k, v = normal(batch, self.kv_heads, s, self.head_dim), normal(batch, self.kv_heads, s, value_dim)
         dout, dlse = normal(batch, self.q_heads, s, value_dim), normal(batch, self.q_heads, s)
         cast = {name: x.to(self.device, self.dtype) for name, x in (("q", q), ("k", k), ("v", v), ("dout", dout))}
-        return cast | {"dlse": dlse.to(self.device, torch.promote_types(self.dtype, torch.float32))}
+        wide = torch.promote_types(self.dtype, torch.float32)
+        cast["dlse"] = dlse.to(self.device, wide)
+        return cast | ({"sinks": normal(self.q_heads).to(self.device, wide)} if self.sinks else {})
 
 
 @dataclass(frozen=True)
@@ -134,10 +139,16 @@ def distributed_call(case: Case, plan: Plan, inputs: dict[str, Tensor]) -> Gradi
     """Run the call on this rank; return its shards of out, lse, dq, dk and dv."""
     q, k, v, dout, dlse = (plan.shard(inputs[name], 2) for name in ("q", "k", "v", "dout", "dlse"))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out, lse = burst_attention(q, k, v, plan, kernel=case.kernel, return_lse=True)
+    sinks = inputs["sinks"].requires_grad_() if case.sinks else None
+    options: dict[str, Any] = {"softcap": case.softcap, "sinks": sinks, "kernel": case.kernel}
+    out, lse = burst_attention(q, k, v, plan, **options, return_lse=True)
     results, grads = ([out, lse], [dout, dlse]) if case.dlse else ([out], [dout])
     torch.autograd.backward(results, grads)
-    return Gradients(out.detach(), lse.detach(), q.grad, k.grad, v.grad)
+    found = Gradients(out.detach(), lse.detach(), q.grad, k.grad, v.grad)
+    if sinks is None or sinks.grad is None:
+        return found
+    whole = torch.tensor(plan.exchange_small(sinks.grad.tolist()), dtype=torch.float64).sum(0)  # each rank has a part
+    return replace(found, dsinks=whole.to(sinks))
 
 
 def compare(case: Case, plan: Plan) -> list[Row]:
@@ -146,14 +157,17 @@ def compare(case: Case, plan: Plan) -> list[Row]:
     actual = distributed_call(case, plan, inputs)
     dlse = inputs["dlse"] if case.dlse else None
     arguments = (inputs["q"], inputs["k"], inputs["v"], plan.mask)
-    oracle = attend(*arguments, dout=inputs["dout"], dlse=dlse)
-    expected = {name: plan.shard(x, 2) for name, x in oracle.items()}
+    cap, sinks = case.softcap, inputs.get("sinks")
+    oracle = attend(*arguments, dout=inputs["dout"], dlse=dlse, softcap=cap, sinks=sinks)
+    expected = {name: x if name == "dsinks" else plan.shard(x, 2) for name, x in oracle.items()}
     # A gradient can be 0 by cancellation (one key has all the weight). Measure its error relative to dout instead.
     floor = 0.05 * inputs["dout"].double().norm().item()
     if case.dtype in (torch.float64, torch.float32):
         bound = 1e-12 if case.dtype == torch.float64 else 1e-5
         errors = {name: relative_l2(x, expected[name], floor=floor) for name, x in actual.items()}
         return [Row(name, plan.rank, "relative L2", error, bound) for name, error in errors.items()]
+    if case.softcap is not None or case.sinks:
+        raise ValueError(f"dtype={case.dtype} with softcap or sinks: no kernel of PyTorch gives a bound; use float32")
     stock = dict(torch_attention(*arguments, dout=inputs["dout"]).items())
     plain = dict(attend(*arguments, dout=inputs["dout"]).items())
     whole = dict(oracle.items())
@@ -196,7 +210,14 @@ def _half_row(
 
 def _kernel(case: Case) -> Kernel:
     head_dims = case.head_dim, case.head_dim if case.v_head_dim is None else case.v_head_dim
-    return kernel_for(case.kernel, case.mask, device=torch.device(case.device), dtype=case.dtype, head_dims=head_dims)
+    return kernel_for(
+        case.kernel,
+        case.mask,
+        device=torch.device(case.device),
+        dtype=case.dtype,
+        head_dims=head_dims,
+        softcap=case.softcap,
+    )
 
 
 def _rounded_on_wire(case: Case, plan: Plan) -> tuple[str, ...]:

@@ -18,13 +18,14 @@ FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFI
 
 @dataclass(frozen=True)
 class Gradients:
-    """out, lse and the gradients of q, k, v, for the whole sequence or one shard. None: not computed."""
+    """out, lse and the gradients of q, k, v and sinks, for the whole sequence or one shard. None: not computed."""
 
     out: Tensor
     lse: Tensor | None = None
     dq: Tensor | None = None
     dk: Tensor | None = None
     dv: Tensor | None = None
+    dsinks: Tensor | None = None
 
     def items(self) -> list[tuple[str, Tensor]]:
         """Return (name, tensor) for all tensors that are not None."""
@@ -33,18 +34,31 @@ class Gradients:
 
 
 def dense_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return differentiable (out, lse) of q [B, Hq, S, D], k [B, Hkv, S, D], v [B, Hkv, S, Dv] in their dtype.
 
-    A query that sees nothing gets out 0 and lse -inf.
+    A query that sees nothing gets out 0 and lse -inf. ``sinks`` [Hq] are the logits of a last column without a value.
     """
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     seen = torch.from_numpy(mask.dense(q.shape[2])).to(q.device)
     blind = ~seen.any(-1)
-    scores = (q @ k.mT * scale).masked_fill(~seen, -math.inf).masked_fill(blind.unsqueeze(-1), 0.0)
+    scores = q @ k.mT * scale
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(*q.shape[:3], 1)], -1)
+        v = torch.cat([v, torch.zeros_like(v[:, :, :1])], 2) if v.shape[2] else v.new_zeros(*v.shape[:2], 1, v.shape[3])
+        seen, blind = torch.nn.functional.pad(seen, (0, 1), value=True), torch.zeros_like(blind)
+    scores = scores.masked_fill(~seen, -math.inf).masked_fill(blind.unsqueeze(-1), 0.0)
     lse = torch.logsumexp(scores, -1) if q.shape[2] else scores.sum(-1)  # no tokens: [B, Hq, 0], differentiable
     p = torch.exp(scores - lse.unsqueeze(-1)).masked_fill(blind.unsqueeze(-1), 0.0)
     return p @ v, lse.masked_fill(blind, -math.inf)
@@ -59,11 +73,14 @@ def attend(
     dout: Tensor | None = None,
     dlse: Tensor | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Gradients:
     """Compute dense attention in fp64, with gradients if ``dout`` or ``dlse`` is given."""
-    q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
-    out, lse = dense_attention(q, k, v, mask, scale=scale)
-    return _with_gradients(q, k, v, out, lse, dout, dlse)
+    given = (q, k, v) if sinks is None else (q, k, v, sinks)
+    q, k, v, *rest = leaves = tuple(x.detach().double().requires_grad_() for x in given)
+    out, lse = dense_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=rest[0] if rest else None)
+    return _with_gradients(leaves, out, lse, dout, dlse)
 
 
 def torch_attention(
@@ -83,11 +100,11 @@ def torch_attention(
         out = scaled_dot_product_attention(
             q, keys, values, attn_mask=seen, is_causal=seen is None, scale=scale, enable_gqa=grouped
         )
-    return _with_gradients(q, k, v, out, None, dout, None)
+    return _with_gradients((q, k, v), out, None, dout, None)
 
 
 def _with_gradients(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, dout: Tensor | None, dlse: Tensor | None
+    leaves: tuple[Tensor, ...], out: Tensor, lse: Tensor | None, dout: Tensor | None, dlse: Tensor | None
 ) -> Gradients:
     loss = out.new_zeros(())
     if dout is not None:
@@ -98,5 +115,5 @@ def _with_gradients(
     if dout is None and dlse is None:
         return Gradients(out.detach(), None if lse is None else lse.detach())
     # The lse does not depend on v, so autograd may have no gradient for v.
-    dq, dk, dv = torch.autograd.grad(loss, (q, k, v), materialize_grads=True)
-    return Gradients(out.detach(), None if lse is None else lse.detach(), dq, dk, dv)
+    grads = torch.autograd.grad(loss, leaves, materialize_grads=True)
+    return Gradients(out.detach(), None if lse is None else lse.detach(), *grads)

@@ -78,6 +78,8 @@ class Attention:
         scaling: float | None = None,
         is_causal: bool | None = None,
         sliding_window: Any = UNSTATED,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
         """Check the layer's arguments, then compute its attention.
@@ -85,6 +87,7 @@ class Attention:
         Args:
             query: [B, Hq, S_local, D].
             key, value: [B, Hkv, S_local, D or Dv].
+            softcap, s_aux: the layer's soft cap, and its sinks [Hq].
             attend: computes the attention after the checks; takes the arguments of :func:`burst_attention`. One that
                 has a true ``of_some_tokens`` gets the projections of some tokens, without checks.
 
@@ -92,8 +95,11 @@ class Attention:
             [B, S_local, Hq, Dv], and None for the attention weights.
         """
         plan = recurrent.given_to(module) if plan is None else plan
+        options: dict[str, Any] = {"scale": scaling}  # an ``attend`` of the caller may not know the others
+        options |= {} if softcap is None else {"softcap": softcap}
+        options |= {} if s_aux is None else {"sinks": s_aux}
         if getattr(attend, "of_some_tokens", False):  # the call for all tokens was checked
-            return attend(*_autocast(query, key, value), plan, scale=scaling).transpose(1, 2), None
+            return attend(*_autocast(query, key, value), plan, **options).transpose(1, 2), None
         with Plans.of(plan).one.agreement.entering("burst_attention"):
             checks.check_keywords(dropout, others)
             request = checks.mask_request(attention_mask)
@@ -109,7 +115,7 @@ class Attention:
             query, key, value = _autocast(query, key, value)
         if not checked:
             checks.mark_attended(plan, position_ids)
-        out = attend(query, key, value, chosen, scale=scaling)
+        out = attend(query, key, value, chosen, **options)
         return out.transpose(1, 2).contiguous(), None
 
     @staticmethod

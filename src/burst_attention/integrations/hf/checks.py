@@ -17,8 +17,6 @@ UNSTATED: Any = object()
 _DOCUMENTS = "the plan defines the documents: make_plan(..., mask=Mask(cu_seqlens=...))"
 # Keywords that would change the result of an attention function, each with a remedy.
 _REFUSED = {
-    "softcap": "a soft cap on attention logits is not supported; use a model without one",
-    "s_aux": "attention sinks are not supported; use a model without sinks",
     "head_mask": "masking heads is not supported; prune them from the model",
     "position_bias": "a bias on attention logits is not supported; use a model with rotary positions",
     "alibi": "a bias on attention logits is not supported; use a model with rotary positions",

@@ -33,6 +33,7 @@ _ROWS = {
     "v_proj": ("key",),
     "kv_b_proj": ("query",),
     "qkv_proj": ("query", "key", "key"),
+    "sinks": ("query",),
 }
 _OUTPUT = ("o_proj", "dense", "out_proj")
 _COUNTS = {"query": ("num_heads", "num_attention_heads"), "key": ("num_key_value_heads",)}
@@ -106,11 +107,11 @@ class _Structure:
     def _segments_of(self, name: str, rows: int) -> tuple[tuple[str, int, int], ...]:
         """Return (side, first row, rows of a head) of each stretch of heads among a weight's rows."""
         first, *rest = name.split(".")
-        if first not in _ROWS or rest[0] == "lora_A":
+        if first not in _ROWS or rest[:1] == ["lora_A"]:
             return ()
-        if rest[0] == "base_layer":
+        if rest[:1] == ["base_layer"]:
             rest = rest[1:]
-        if rest not in (["weight"], ["bias"]) and rest[0] != "lora_B":
+        if rest and rest not in (["weight"], ["bias"]) and rest[0] != "lora_B":
             raise self._refusal(f"it has the weight {name}")
         sides = _ROWS[first]
         width, left = divmod(rows, sum(self._heads[side] for side in sides))
@@ -237,8 +238,8 @@ class _Captured:
         self._kernel, self.of_some_tokens = kernel, some
         self.calls: list[HeadCall] = []
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: Any, *, scale: float | None = None) -> Tensor:
-        self.calls.append(HeadCall(q, k, v, plan, scale, self._kernel))
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: Any, **options: Any) -> Tensor:
+        self.calls.append(HeadCall(q, k, v, plan, kernel=self._kernel, **options))
         return q.new_zeros(()).expand(*q.shape[:3], v.shape[3])
 
 

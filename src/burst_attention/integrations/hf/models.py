@@ -29,7 +29,6 @@ from .parts import ALONE, NAME
 _ATTENTIONS = {"full_attention", "sliding_attention", "attention", "global_attention", "local_attention"}
 _LAYER_TYPES = _ATTENTIONS | mixers.LISTED | {"mlp", "moe", "dense", "sparse"}  # ``parts`` knows them by their classes
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
-_SOFTCAPS = ("attn_logit_softcapping", "attn_softcap", "attention_logit_cap")
 
 
 def check_config(config: PreTrainedConfig, *, training: bool = True) -> None:
@@ -48,12 +47,6 @@ def check_config(config: PreTrainedConfig, *, training: bool = True) -> None:
             raise ValueError(
                 f"{name}={getattr(text, name)} of the configuration: dropout of attention weights is not supported; "
                 f"set {name}=0.0"
-            )
-    for name in _SOFTCAPS:
-        if getattr(text, name, None):
-            raise ValueError(
-                f"{name}={getattr(text, name)} of the configuration: a soft cap on attention logits is not supported; "
-                "use a model without one"
             )
     window = getattr(text, "sliding_window", None)
     used = getattr(text, "use_sliding_window", True)  # Qwen2-MoE sets a window of 0 if it uses none
@@ -245,7 +238,7 @@ def _tokens_apart(model: PreTrainedModel, plan: PlanArgument, reached: list[bool
     appends to ``reached`` whenever the model calls the attention.
     """
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Plan, *, scale: float | None) -> torch.Tensor:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Plan, **options: Any) -> torch.Tensor:
         reached.append(True)
         return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
 

@@ -34,6 +34,7 @@ class Triton:
     """
 
     tuned: bool = True
+    softcap: float | None = None  # None for plain scores
     tables: BlockTables = field(default_factory=BlockTables)
     tuner: Tuner = field(default_factory=Tuner)
 
@@ -43,6 +44,9 @@ class Triton:
 
     def untuned(self) -> Triton:
         return replace(self, tuned=False)
+
+    def capped(self, softcap: float) -> Triton:
+        return replace(self, softcap=softcap)
 
     def exact_partials(self, dtype: torch.dtype) -> bool:
         return True
@@ -88,10 +92,13 @@ class Triton:
         table = self.tables.get(tiles, keys=keys, size=block, length=length, device=q.device)
         tensors = (q, k, v, inputs.dout, inputs.lse, inputs.delta)
         strides = [n for x in tensors for n in x.stride()[:3]]
-        tail = (table.tiles, table.offsets, table.ids, inputs.scale, heads, q.shape[1] // k.shape[1], length, *strides)
+        tail = (table.tiles, table.offsets, table.ids, inputs.scale, self.softcap or 1.0)
+        counts = (heads, q.shape[1] // k.shape[1], length)
         program = programs.backward_keys if keys else programs.backward_queries
         with on_device_of(q), _alone():
-            program[grid_of(length, block, batch, heads)](*tensors, *outputs, *tail, **constants(q, v, sizes))
+            program[grid_of(length, block, batch, heads)](
+                *tensors, *outputs, *tail, *counts, *strides, CAPPED=self.softcap is not None, **constants(q, v, sizes)
+            )
 
     def run_forward(
         self,
@@ -108,10 +115,20 @@ class Triton:
         batch, heads, length = q.shape[:3]
         table = self.tables.get(tiles, keys=False, size=sizes.m, length=length, device=q.device)
         strides = [n for x in (*inputs, *outputs) for n in x.stride()[:3]]
-        tail = (table.tiles, table.offsets, table.ids, scale, heads, heads // k.shape[1], length, *strides)
+        tail = (table.tiles, table.offsets, table.ids, scale, self.softcap or 1.0)
+        counts = (heads, heads // k.shape[1], length)
         grid = grid_of(length, sizes.m, batch, heads)
         with on_device_of(q), _alone():
-            programs.forward[grid](*inputs, *outputs, *tail, CARRY=carry, **constants(q, v, sizes))
+            programs.forward[grid](
+                *inputs,
+                *outputs,
+                *tail,
+                *counts,
+                *strides,
+                CARRY=carry,
+                CAPPED=self.softcap is not None,
+                **constants(q, v, sizes),
+            )
 
     def _sizes(self, program: str, q: Tensor, v: Tensor, tiles: Tiles) -> Sizes:
         # Sizes fix the summation order, and measured sizes may differ between machines.

@@ -3,7 +3,8 @@
 Shapes: M query rows and N keys per block; D is the head dimension of q and k, E that of v. A tile is six integers
 (q_start, q_stop, k_start, k_stop, lo, hi). Row i sees column j, both counted from the tile's corner, if
 lo <= i - j <= hi. ``Offsets`` and ``Ids`` list the tiles that intersect each block. Blocks inside a band run without a
-mask; blocks outside it are skipped. Scores are in base 2: ``sharp`` is the scale times log2(e).
+mask; blocks outside it are skipped. Scores are in base 2: ``sharp`` is the scale times log2(e). If CAPPED, ``sharp`` is
+scale / cap, and a score is cap tanh(sharp Q K').
 """
 
 from __future__ import annotations
@@ -52,10 +53,16 @@ def _whole(x):
 
 
 @triton.jit
+def _tanh(x):
+    """Return tanh; the absolute error is one rounding of 1, so a score's is one of the cap."""
+    return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+
+
+@triton.jit
 def _attend(
-    acc, top, total, q, K, V, batch, head, kb, kh, ks, vb, vh, vs, i, inside, k0, first, stop, columns, lo, hi, sharp,
-    D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, N: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    acc, top, total, q, K, V, batch, head, kb, kh, ks, vb, vh, vs, i, inside, k0, first, stop, columns, lo, hi,
+    sharp, cap, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, N: tl.constexpr,
+    MASKED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Update a block's running (acc, top, total) with the keys ``first`` to ``stop`` of a tile, N at a time."""
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
@@ -64,6 +71,8 @@ def _attend(
         held = j < columns
         k = _rows(K, batch, head, kb, kh, ks, k0 + j, d, held, D)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * sharp
+        if CAPPED:
+            scores = _tanh(scores) * (cap * LOG2_E)
         if MASKED:
             apart = i[:, None] - j[None, :]
             seen = inside[:, None] & held[None, :] & (apart >= lo) & (apart <= hi)
@@ -84,10 +93,10 @@ def _attend(
 
 @triton.jit
 def forward(
-    Q, K, V, Out, Lse, Tiles, Offsets, Ids, scale, heads, group, length,
+    Q, K, V, Out, Lse, Tiles, Offsets, Ids, scale, cap, heads, group, length,
     qb, qh, qs, kb, kh, ks, vb, vh, vs, ob, oh, os, lb, lh, ls,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, CARRY: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, CARRY: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute (out, lse) of one block of query rows of one head: arXiv 2307.08691, algorithm 1.
 
@@ -102,7 +111,7 @@ def forward(
     acc = tl.zeros([M, BLOCK_E], tl.float32)
     top = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
-    sharp = scale * LOG2_E
+    sharp = scale / cap if CAPPED else scale * LOG2_E
     if CARRY:
         acc = _rows(Out, batch, head, ob, oh, os, rows, e, exists, E)
         top = _numbers(Lse, batch, head, lb, lh, ls, rows, exists, float("-inf")) * LOG2_E
@@ -122,15 +131,15 @@ def forward(
         left, right = tl.where(whole, left, stop), tl.where(whole, right, stop)
         acc, top, total = _attend(
             acc, top, total, q, K, V, batch, head // group, kb, kh, ks, vb, vh, vs, i, inside, k0, first, left,
-            columns, lo, hi, sharp, D, E, BLOCK_D, BLOCK_E, N, True, PRECISION,
+            columns, lo, hi, sharp, cap, D, E, BLOCK_D, BLOCK_E, N, True, CAPPED, PRECISION,
         )  # fmt: skip
         acc, top, total = _attend(
             acc, top, total, q, K, V, batch, head // group, kb, kh, ks, vb, vh, vs, i, inside, k0, left, right,
-            columns, lo, hi, sharp, D, E, BLOCK_D, BLOCK_E, N, False, PRECISION,
+            columns, lo, hi, sharp, cap, D, E, BLOCK_D, BLOCK_E, N, False, CAPPED, PRECISION,
         )  # fmt: skip
         acc, top, total = _attend(
             acc, top, total, q, K, V, batch, head // group, kb, kh, ks, vb, vh, vs, i, inside, k0, right, stop,
-            columns, lo, hi, sharp, D, E, BLOCK_D, BLOCK_E, N, True, PRECISION,
+            columns, lo, hi, sharp, cap, D, E, BLOCK_D, BLOCK_E, N, True, CAPPED, PRECISION,
         )  # fmt: skip
     some = total != 0  # NaN counts as nonzero
     out = acc / tl.where(some, total, 1.0)[:, None]
@@ -143,10 +152,10 @@ def forward(
 
 @triton.jit
 def backward_queries(
-    Q, K, V, dOut, Lse, Delta, dQ, Tiles, Offsets, Ids, scale, heads, group, length,
+    Q, K, V, dOut, Lse, Delta, dQ, Tiles, Offsets, Ids, scale, cap, heads, group, length,
     qb, qh, qs, kb, kh, ks, vb, vh, vs, ob, oh, os, lb, lh, ls, eb, eh, es,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dQ = scale dS K of one block of query rows of one head, in the tiles' order and without atomics.
 
@@ -162,6 +171,7 @@ def backward_queries(
     lse = tl.where(lse == float("-inf"), 0.0, lse)
     delta = _numbers(Delta, batch, head, eb, eh, es, rows, exists, 0.0)
     dq = tl.zeros([M, BLOCK_D], tl.float32)
+    sharp = scale / cap if CAPPED else scale * LOG2_E
     for n in range(tl.load(Offsets + block), tl.load(Offsets + block + 1)):
         q0, q1, k0, k1, lo, hi = _tile(Tiles, Ids, n)
         i, columns = rows - q0, k1 - k0
@@ -174,9 +184,13 @@ def backward_queries(
             v = _rows(V, batch, head // group, vb, vh, vs, k0 + j, e, held, E)
             apart = i[:, None] - j[None, :]
             seen = inside[:, None] & held[None, :] & (apart >= lo) & (apart <= hi)
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2_E)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * sharp
+            slope = 1.0
+            if CAPPED:
+                part = _tanh(scores)
+                scores, slope = part * (cap * LOG2_E), 1.0 - part * part
             p = tl.where(seen, tl.exp2(scores - lse[:, None]), 0.0)
-            ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - delta[:, None])
+            ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - delta[:, None]) * slope
             # Masked entries must be 0, even if they hold a NaN (0 * NaN is NaN). A visible NaN is in lse or delta.
             ds = tl.where(seen, ds, 0.0)
             k, _ = _whole(k)
@@ -186,10 +200,10 @@ def backward_queries(
 
 @triton.jit
 def backward_keys(
-    Q, K, V, dOut, Lse, Delta, dK, dV, Tiles, Offsets, Ids, scale, heads, group, length,
+    Q, K, V, dOut, Lse, Delta, dK, dV, Tiles, Offsets, Ids, scale, cap, heads, group, length,
     qb, qh, qs, kb, kh, ks, vb, vh, vs, ob, oh, os, lb, lh, ls, eb, eh, es,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dK = scale dS' Q and dV = P' dO of a block of keys of one key-value head, over its query heads.
 
@@ -203,6 +217,7 @@ def backward_keys(
     v = _rows(V, batch, head, vb, vh, vs, columns, e, exists, E)
     dk = tl.zeros([N, BLOCK_D], tl.float32)
     dv = tl.zeros([N, BLOCK_E], tl.float32)
+    sharp = scale / cap if CAPPED else scale * LOG2_E
     for member in range(group):
         q_head = head * group + member
         for n in range(tl.load(Offsets + block), tl.load(Offsets + block + 1)):
@@ -220,9 +235,13 @@ def backward_keys(
                 delta = _numbers(Delta, batch, q_head, eb, eh, es, q0 + i, held, 0.0)
                 apart = i[None, :] - j[:, None]
                 seen = inside[:, None] & held[None, :] & (apart >= lo) & (apart <= hi)
-                scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * LOG2_E)
+                scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * sharp
+                slope = 1.0
+                if CAPPED:
+                    part = _tanh(scores)
+                    scores, slope = part * (cap * LOG2_E), 1.0 - part * part
                 p = tl.where(seen, tl.exp2(scores - lse[None, :]), 0.0)
-                ds = p * (tl.dot(v, tl.trans(dout), input_precision=PRECISION) - delta[None, :])
+                ds = p * (tl.dot(v, tl.trans(dout), input_precision=PRECISION) - delta[None, :]) * slope
                 # As for dQ. dV does not use delta, and masked rows of dO must not reach it.
                 ds = tl.where(seen, ds, 0.0)
                 q, _ = _whole(q)

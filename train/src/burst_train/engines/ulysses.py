@@ -38,7 +38,7 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: flo
             raise it.
     """
     with plan.agreement.entering("ulysses_attention"):
-        scale = check_types(q, k, v, scale, "auto")
+        scale, _ = check_types(q, k, v, scale, "auto")
         check_transforms("ulysses_attention", q=q, k=k, v=v)
         for name, x in (("q", q), ("k", k), ("v", v)):
             if x.ndim != 4 or x.shape[2] != plan.length:

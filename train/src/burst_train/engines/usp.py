@@ -126,7 +126,7 @@ class UspAttention:
             TypeError, ValueError: an argument is invalid, or the ranks disagree; the same class on all ranks.
         """
         with plan.agreement.entering(CALL):
-            scale = check_types(q, k, v, scale, "auto")
+            scale, _ = check_types(q, k, v, scale, "auto")
             check_transforms(CALL, q=q, k=k, v=v)
             check_tensors(q, k, v, plan.length)
             plan.transport.check_device(q.device)
