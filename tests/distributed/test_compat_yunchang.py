@@ -14,17 +14,20 @@ from tests.distributed.test_compat_ring_flash_attn import places
 ORIGINAL = {"basic": "ring", "zigzag": "zigzag", "strip": "stripe"}
 
 
+@pytest.mark.parametrize("softcap", [0.0, 0.9])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kind", LAYOUTS)
-def test_equals_dense_attention(kind: str, causal: bool) -> None:
+def test_equals_dense_attention(kind: str, causal: bool, softcap: float) -> None:
     q, k, v, dout = (torch.randn(2, 24, heads, 8, dtype=torch.float64) for heads in (4, 2, 2, 4))
-    right = attend(*(x.transpose(1, 2) for x in (q, k, v)), Mask(causal=causal), dout=dout.transpose(1, 2))
+    right = attend(
+        *(x.transpose(1, 2) for x in (q, k, v)), Mask(causal=causal), dout=dout.transpose(1, 2), softcap=softcap or None
+    )
 
     def rank(group):
         where = places(ORIGINAL[kind], [0, 24], group.rank(), 4)
         leaves = [x[:, where].requires_grad_() for x in (q, k, v)]
         attention = LongContextAttention(ring_impl_type=kind, ulysses_degree=1, group=group)
-        out = attention(*leaves, causal=causal, softcap=0.0, return_attn_probs=True)
+        out = attention(*leaves, causal=causal, softcap=softcap, return_attn_probs=True)
         out.backward(dout[:, where])
         found = [out, *(x.grad for x in leaves)]
         wanted = [x.transpose(1, 2)[:, where] for x in (right.out, right.dq, right.dk, right.dv)]
@@ -40,5 +43,5 @@ def test_what_it_can_not_mean_is_refused() -> None:
     with pytest.raises(ValueError, match="ulysses_degree=2 is not supported with ring_impl_type=zigzag"):
         LongContextAttention(ring_impl_type="zigzag", ulysses_degree=2)
     q = torch.randn(1, 4, 2, 4)
-    with pytest.raises(ValueError, match=r"softcap=30\.0"):
-        LongContextAttention(ulysses_degree=2)(q, q, q, softcap=30.0)
+    with pytest.raises(ValueError, match=r"softcap=-30\.0"):
+        LongContextAttention(ulysses_degree=2)(q, q, q, softcap=-30.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -43,6 +44,42 @@ def projection(plan, chunks):
         return HeadCall(*(heads_of(hidden, w) for w in weights), plan)
 
     return Projection(chunks, rows, run)
+
+
+def scored(chunks, strategy, group=None):
+    """As :func:`whole_and_chunked`, with a soft cap and with sinks, whose gradients are compared too."""
+    (hidden, *weights), dout = inputs(torch.float64)
+    plan, cap = make_plan(LENGTH, strategy=STRATEGIES[strategy], group=group), 0.8
+    logits = torch.linspace(-1, 1, Q_HEADS, dtype=torch.float64)
+    results = []
+    for count in (0, chunks):
+        tensors = plan.shard(hidden.detach(), 1), *(w.detach().clone() for w in weights), logits.clone()
+        leaves = [x.requires_grad_() for x in tensors]
+        if count:
+            plain = projection(plan, count)
+
+            def rows(weight, chunk, plain=plain, count=count):
+                own = Q_HEADS // count
+                return ((chunk * own, (chunk + 1) * own),) if weight == 3 else plain.rows(weight, chunk)
+
+            def run(hidden, chunk, given, tokens, plain=plain):
+                return replace(plain.run(hidden, chunk, given[:3], tokens), softcap=cap, sinks=given[3] * 1.5)
+
+            out = attend_by_heads(leaves[0], leaves[1:], Projection(count, rows, run))
+        else:
+            heads = [heads_of(leaves[0], w) for w in leaves[1:4]]
+            out = burst_attention(*heads, plan, softcap=cap, sinks=leaves[4] * 1.5).transpose(1, 2)
+        results.append((out.detach(), *torch.autograd.grad(out, leaves, plan.shard(dout, 1))))
+    return results
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+@pytest.mark.parametrize("strategy", ["auto", "ulysses"])
+def test_soft_caps_and_sinks_in_chunks(pools, strategy, chunks):
+    for results in pools(2).run(partial(scored, chunks, strategy)):
+        for whole, chunked in zip(*results, strict=True):
+            assert whole.abs().max() > 0
+            torch.testing.assert_close(chunked, whole, rtol=0, atol=1e-11)
 
 
 def whole_and_chunked(chunks, strategy, mask, dtype=torch.float64, group=None):

@@ -13,12 +13,16 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GlmConfig,
     GlmForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -32,6 +36,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from burst_attention.integrations import hf
 from tests.distributed.test_hf_parallel import BATCHES, gradients, stock_loss
@@ -44,12 +49,15 @@ MIXTRAL = {
     "output_router_logits": True,
     "sliding_window": None,
 }
+SINKS = MIXED | {"experts_implementation": "eager", "num_local_experts": 4, "num_experts_per_tok": 2}
 FAMILIES = {
     "llama": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
     "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": WINDOW}),
     "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, MIXED),
     "mixtral": (MixtralForCausalLM, MixtralConfig, MIXTRAL),
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config, MIXED),
+    "gpt_oss": (GptOssForCausalLM, GptOssConfig, SINKS),
     "phi3": (Phi3ForCausalLM, Phi3Config, {"pad_token_id": 0, "sliding_window": None}),
 }
 LATENT = {
@@ -81,10 +89,20 @@ def model_of(name):
     return model(config(**(SMALL | own), attn_implementation="eager")).double().train()
 
 
+def one_process(model, batch):
+    """Return the stock model's loss. gpt-oss builds its masks without position ids, so documents would see another."""
+    if model.config.model_type == "gpt_oss":
+        kinds = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+        given = {"config": model.config, "inputs_embeds": model.get_input_embeddings()(batch["input_ids"])}
+        given |= {"attention_mask": None, "past_key_values": None, "position_ids": batch.get("position_ids")}
+        batch = batch | {"attention_mask": {kind: make(**given) for kind, make in kinds.items()}}
+    return stock_loss(model, batch)
+
+
 def stock_and_parallel(name, memory, batch, group=None):
     """Return (loss, gradients) of the stock model on the whole batch, and of the parallelized one."""
     stock, model = model_of(name), hf.parallelize(model_of(name), group, gradients="sum", memory=memory)
-    loss, expected = model(**BATCHES[batch]()).loss, stock_loss(stock, BATCHES[batch]())
+    loss, expected = model(**BATCHES[batch]()).loss, one_process(stock, BATCHES[batch]())
     found, right = gradients(model, loss), gradients(stock, expected)
     for grad in found.values():
         torch.distributed.all_reduce(grad)
@@ -207,7 +225,7 @@ def twenty_losses(name, memory, way, group=None):
         optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
         for step in range(20):
             batch = BATCHES[("packed", "plain")[step % 2]]()
-            loss = model(**batch).loss if options else stock_loss(model, batch)
+            loss = model(**batch).loss if options else one_process(model, batch)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -36,16 +36,23 @@ def shards(plan, *, dtype=torch.float64, kv_heads=2, grad=True):
 def test_opcheck(mask, dtype):
     plan = make_plan(33, mask=mask)
     q, k, v = shards(plan, dtype=dtype)
-    torch.library.opcheck(attend, (q, k, v, plan.handle, None, "auto", 1, 0, 7, True, FORMULA_VERSION))
-    out, lse, settled, *kept = attend(q, k, v, plan.handle, 0.5, "auto", 1, 0, 7, True, FORMULA_VERSION)
+    torch.library.opcheck(attend, (q, k, v, None, plan.handle, None, None, "auto", 1, 0, 7, True, FORMULA_VERSION))
+    sinks = torch.randn(4, dtype=lse_dtype(dtype), requires_grad=True)
+    torch.library.opcheck(attend, (q, k, v, sinks, plan.handle, None, 0.8, "auto", 1, 0, 15, True, FORMULA_VERSION))
+    out, lse, settled, *kept = attend(q, k, v, None, plan.handle, 0.5, None, "auto", 1, 0, 7, True, FORMULA_VERSION)
     assert [x.shape for x in kept] == [(0,)] * 3
-    assert Settled.unpack(settled) == Settled(0, 0.5, "query", "aten", 0)
-    saved = [x.detach() for x in (q, k, v, out, lse, settled)]
-    dout, dlse = torch.randn_like(saved[3]), torch.randn_like(saved[4])
+    assert Settled.unpack(settled) == Settled(0, 0.5, "query", "aten", 0, None)
+    qkv, saved = [x.detach() for x in (q, k, v)], [x.detach() for x in (out, lse, settled)]
+    dout, dlse = torch.randn_like(saved[0]), torch.randn_like(saved[1])
     # Second derivatives are not supported, so the gradients have no gradients.
     without = ("test_schema", "test_faketensor")
-    torch.library.opcheck(attend_backward, (dout, dlse, *saved, plan.handle, 1, 0, 2), test_utils=without)
-    torch.library.opcheck(attend_backward, (dout, None, *saved, plan.handle, 1, 0, 2), test_utils=without)
+    for of_lse, given in ((dlse, None), (None, None), (dlse, sinks.detach())):
+        arguments = (dout, of_lse, *qkv, given, *saved, plan.handle, 1, 0, 2)
+        torch.library.opcheck(attend_backward, arguments, test_utils=without)
+
+
+def lse_dtype(dtype):
+    return torch.promote_types(dtype, torch.float32)
 
 
 def layer(q, k, v, plan, **options):
@@ -93,8 +100,16 @@ def test_a_compiled_graph_names_the_formula_so_that_one_on_disk_is_not_run_after
 
 
 # The version, and the digest of the source of what a graph on disk may hold, as of the last change.
-_PREPARED = ("Settled", "prepare_forward", "prepare_backward", "row_delta", "rounded_gradients")
-LAST = (7, "5b4daa0a54d8")
+_PREPARED = (
+    "Settled",
+    "prepare_forward",
+    "prepare_backward",
+    "row_delta",
+    "rounded_gradients",
+    "with_sinks",
+    "sink_gradient",
+)
+LAST = (8, "cc81300ac828")
 
 
 def test_a_formula_that_changed_has_a_version_of_its_own():
@@ -110,6 +125,22 @@ def test_a_formula_that_changed_has_a_version_of_its_own():
         "that no compiled graph that torch kept on disk from before is run. Set LAST here to that version and "
         f"{digest!r}"
     )
+
+
+def scored(group=None):
+    """The compiled and the eager gradients of q, k, v and sinks, with a soft cap."""
+    plan = make_plan(33, group=group)
+    found = []
+    for function in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        leaves = [*shards(plan), torch.linspace(-1, 1, 4, dtype=torch.float64).requires_grad_()]
+        loss = function(*leaves[:3], plan, scale=0.3, softcap=0.7, sinks=leaves[3])
+        found.append((loss.item(), torch.autograd.grad(loss, leaves)))
+    return found
+
+
+def test_soft_caps_and_sinks_compile(pools):
+    for results in pools(2).run(scored):
+        assert_equal(results)
 
 
 def test_compiled_over_ranks(pools):
@@ -165,7 +196,7 @@ def test_a_graph_keeps_its_plan_and_a_lost_one_is_named():
     handle = make_plan(33).handle
     gc.collect()
     with pytest.raises(ValueError, match=f"the plan with handle {handle} was freed"):
-        attend(*inputs, handle, None, "auto", 1, 0, 7, True, FORMULA_VERSION)
+        attend(*inputs, None, handle, None, None, "auto", 1, 0, 7, True, FORMULA_VERSION)
 
 
 def checkpointed(group=None, keep=True, heads=1):

@@ -70,11 +70,12 @@ def compare(
     *,
     dlse: bool = False,
     heads_first: bool = False,
+    softcap: float | None = None,
     **options: object,
 ) -> None:
     """Forward and backward of ``table``; with ``dlse`` of the lse alone: then no column of dO can carry its D.
 
-    ``heads_first``: [B, H, S, D] in memory, as shards that came over a wire are.
+    ``softcap``: of the kernel. ``heads_first``: [B, H, S, D] in memory, as shards that came over a wire are.
     """
     tiles = Tiles(np.array(table, np.int64))
     rows, columns = int(tiles.table[:, 1].max()) + 3, int(tiles.table[:, 3].max()) + 5  # some rows see nothing
@@ -82,7 +83,7 @@ def compare(
     if heads_first:
         q, k, v, dout = (x.contiguous() for x in (q, k, v, dout))
     dout = dout * float(not dlse)
-    judge, scale = Reference(), 0.7 / dim**0.5
+    judge, scale = Reference(softcap), 0.7 / dim**0.5
     out, lse = judge.forward(q.double(), k.double(), v.double(), tiles, scale)
     delta = (out * dout.double()).sum(-1) - float(dlse)
     wide = (x.double() for x in (dout, q, k, v))

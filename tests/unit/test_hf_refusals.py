@@ -9,18 +9,15 @@ import pytest
 import torch
 from transformers import (
     AttentionInterface,
-    Gemma2Config,
-    Gemma2ForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
 )
 
-from burst_attention import Mask, Strategy, make_plan
+from burst_attention import Mask, Strategy, burst_attention, make_plan
 from burst_attention.integrations import hf
 from burst_attention.integrations.hf.checks import MaskRequest
 from tests.support.hf_models import (
     DOCUMENTS,
-    MIXED,
     SEQLEN,
     SMALL,
     WINDOW,
@@ -57,8 +54,9 @@ REFUSED_CALLS = {
     "max_length_q=40 is refused": {"max_length_q": SEQLEN},
     "max_length_k=40 is refused": {"max_length_k": SEQLEN},
     "seq_idx=Tensor [1, 40] is refused": {"seq_idx": torch.zeros(1, SEQLEN)},
-    "softcap=30.0 is refused": {"softcap": 30.0},
-    "s_aux=Tensor [4] is refused": {"s_aux": torch.zeros(4)},
+    "softcap=0.0 must be": {"softcap": 0.0},
+    "sinks has shape [3]": {"s_aux": torch.zeros(3)},
+    "sinks is torch.int64": {"s_aux": torch.zeros(4, dtype=torch.int64)},
     "head_mask=Tensor [2, 4] is refused": {"head_mask": torch.ones(2, 4)},
     "position_bias=Tensor [1, 4, 40, 40] is refused": {"position_bias": torch.zeros(1, 4, SEQLEN, SEQLEN)},
     "alibi=Tensor [4] is refused": {"alibi": torch.zeros(4)},
@@ -74,6 +72,19 @@ def test_refused_calls(llama, message):
     with pytest.raises((TypeError, ValueError)) as caught:
         llama(**arguments)
     assert message in str(caught.value)
+
+
+def test_an_attention_without_soft_caps_is_refused(llama):
+    plan = make_plan(SEQLEN)
+
+    def plain(q, k, v, plan, *, scale=None):
+        return burst_attention(q, k, v, plan, scale=scale)
+
+    arguments = {**hf.shard_batch(make_batch(), plan), "plan": plan, "use_cache": False, "attend": plain}
+    assert llama(**arguments).logits.isfinite().all()
+    for name, value in (("softcap", 3.0), ("sinks", torch.zeros(4))):
+        with pytest.raises(ValueError, match=f"{name}=.* of the layer: the attention 'plain' does not take it"):
+            llama(**arguments, **{{"sinks": "s_aux"}.get(name, name): value})
 
 
 @pytest.mark.parametrize("value", [{}, {"softcap": None, "output_attentions": False, "cu_seq_lens_q": None}])
@@ -185,14 +196,6 @@ def test_plans_of_different_layouts(llama):
 def test_a_batch_that_was_not_sharded(llama):
     with pytest.raises(ValueError, match="input_ids has 40 tokens, the plan gives this rank 20 of 20"):
         llama(**make_batch(), position_ids=torch.arange(SEQLEN)[None], plan=make_plan(20), use_cache=False)
-
-
-def test_softcap_of_gemma2():
-    hf.register()
-    model = Gemma2ForCausalLM(Gemma2Config(**SMALL | MIXED, attn_implementation="burst", pad_token_id=0)).double()
-    plan = make_plans("gemma2")
-    with pytest.raises(ValueError, match=r"softcap=50\.0 is refused"):
-        model(**hf.shard_batch(make_batch(), plan), plan=plan, use_cache=False)
 
 
 def test_a_model_that_looks_both_ways_by_an_overlay():

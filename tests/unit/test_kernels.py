@@ -24,7 +24,7 @@ from tests.unit.test_plan import seen_by_tile, worlds
 
 CPU = torch.device("cpu")
 
-ANYWHERE = ("reference", "aten", "aten-fp32")  # what every CPU runs; test_triton.py has the other
+ANYWHERE = ("reference", "aten", "aten-fp32", "blockwise")  # what every CPU runs; test_triton.py has the other
 
 
 def tiles_of(mask: Mask, seqlen: int) -> Tiles:
@@ -136,6 +136,25 @@ def test_kernels_against_the_oracle(kernel: str, name: str, dtype: torch.dtype) 
     for actual, (what, expected) in zip((out, lse, *grads), oracle.items(), strict=True):
         assert actual.shape == expected.shape
         assert relative_l2(actual, expected) <= bound, what
+
+
+@pytest.mark.parametrize("softcap", [0.3, 2.0])
+@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("kernel", ["reference", "blockwise"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_soft_caps_against_the_oracle(kernel: str, name: str, dtype: torch.dtype, softcap: float) -> None:
+    q, k, v, dout = inputs(dtype)
+    oracle = attend(q, k, v, CASES[name], dout=dout, softcap=softcap)
+    plain = attend(q, k, v, CASES[name], dout=dout)
+    capped, tiles = choose(kernel, device=CPU, dtype=dtype, softcap=softcap), tiles_of(CASES[name], 700)
+    wide = torch.promote_types(dtype, torch.float32)
+    delta = (oracle.out * dout.double()).sum(-1).to(wide)
+    given = BackwardInputs(dout, q, k, v, oracle.lse.to(wide), delta, tiles, 24**-0.5)
+    mine = (*capped.forward(q, k, v, tiles, 24**-0.5), *capped.backward(given))
+    bound = {torch.float64: 1e-12, torch.float32: 1e-5}[wide]
+    for actual, (what, expected), (_, other) in zip(mine, oracle.items(), plain.items(), strict=True):
+        assert relative_l2(actual, expected) <= bound, what
+        assert relative_l2(other, expected) > 100 * bound, "the cap must matter"
 
 
 @pytest.mark.parametrize("kernel", ANYWHERE)

@@ -18,7 +18,7 @@ from torch import Tensor
 from burst_attention import Mask, burst_attention, kernels, make_plan
 from burst_attention.kernels import aten, aten_ops, choose, explain, flash
 from burst_attention.kernels.prove import check_against_reference
-from burst_attention.kernels.reference import Reference
+from burst_attention.kernels.reference import BLOCK, Reference
 from burst_attention.kernels.surrogate import surrogate_output
 from burst_attention.kernels.windowed import Window, Windowed, launches_of, window_of
 from burst_attention.plan.tile import Tile, Tiles
@@ -524,10 +524,32 @@ def test_auto_passes_over_a_kernel_that_proves_wrong(fresh, monkeypatch):
     monkeypatch.setattr(
         kernels,
         "check_against_reference",
-        lambda kernel, _, dtype, dims: check_against_reference(kernel, CPU, dtype, dims),
+        lambda kernel, _, dtype, dims, **options: check_against_reference(kernel, CPU, dtype, dims, **options),
     )
     assert choose("auto", device=device, dtype=torch.float32).name == "reference"
     assert "triton: no, its out is wrong" in explain(device=device, dtype=torch.float32)
+
+
+def test_a_soft_cap_goes_to_a_kernel_that_has_one(installed):
+    cuda = torch.device("cuda")
+    assert kernels.candidates(CPU, torch.float32, capped=True) == ("blockwise",)
+    assert kernels.candidates(cuda, torch.float64, capped=True) == ("blockwise",)
+    assert kernels.candidates(cuda, torch.float32, capped=True) == ("triton", "blockwise")
+    assert choose("auto", device=CPU, dtype=torch.float32, softcap=2.0) == Reference(2.0, BLOCK)
+    for name in ("aten", "aten-fp32"):
+        with pytest.raises(ValueError, match=f"kernel='{name}' has no soft cap"):
+            choose(name, device=CPU, dtype=torch.float32, softcap=2.0)
+    with pytest.raises(ValueError, match="kernel='aten-flash' has no soft cap"):
+        Windowed(aten_ops.CudaFlash()).capped(2.0)
+    for generation, has in ((2, True), (3, False), (4, False)):  # the emulated versions
+        installed(generation, FLASH[generation])
+        kernel = Windowed(flash.flash_ops(generation))
+        if has:
+            assert kernel.capped(2.0).ops._settings(Window(None, 0), 1.0)["softcap"] == 2.0
+            assert kernel.ops._settings(Window(None, 0), 1.0)["softcap"] == 0.0
+        else:
+            with pytest.raises(ValueError, match="has no soft cap"):
+                kernel.capped(2.0)
 
 
 def test_many_documents_go_to_the_kernel_that_takes_them_in_one_launch():

@@ -45,6 +45,14 @@ def test_head_dims(dim, value_dim):
     compare([(0, 37, 0, 37, 0, 36)], dim, value_dim, torch.float32, batch=1, heads=(2, 1))
 
 
+@pytest.mark.parametrize("softcap", [0.4, 3.0])
+@pytest.mark.parametrize("band", ["causal", "window", "both", "several", "documents"])
+def test_soft_caps(band, softcap):
+    kernel = kernel_module.Triton(tuned=False).capped(softcap)
+    tile_cases.compare(kernel, BANDS[band], 16, 24, torch.float32, softcap=softcap)
+    assert kernel.untuned().softcap == softcap
+
+
 @pytest.mark.parametrize("seed", range(24))
 @pytest.mark.long
 def test_any_tile_in_blocks_of_any_size(seed):

@@ -110,7 +110,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, 
     """Return (out, lse) of rows that also see a sink: a logit for each head, without a value (gpt-oss).
 
     L' = logaddexp(L, sink), O' = O e^(L - L'). A row that sees no key keeps out 0. With L' and O', the backward of the
-    keys is the same: P = e^(S - L') are the probabilities beside the sink, and D = rowsum(dO * O').
+    keys is the same: P = e^(S - L') includes the sink in its sum, and D = rowsum(dO * O').
 
     Args:
         out: [B, H, S_local, Dv] in the accumulation dtype; overwritten.

@@ -102,6 +102,7 @@ class Attention:
             return attend(*_autocast(query, key, value), plan, **options).transpose(1, 2), None
         with Plans.of(plan).one.agreement.entering("burst_attention"):
             checks.check_keywords(dropout, others)
+            checks.check_attend(attend, options)
             request = checks.mask_request(attention_mask)
             chosen = checks.choose(plan, checks.stated_window(sliding_window, request))
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
