@@ -7,7 +7,14 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from burst_attention.integrations import hf
 from tests.support.hf_models import SMALL, VOCABULARY, make_model
@@ -98,10 +105,31 @@ MODELS = {
     "qwen3": {},
     "gemma2": {},
     "mixtral": {},
+    "llama4": {},
+}
+CHUNKS = {
+    "attention_chunk_size": 8,
+    "attn_temperature_tuning": True,
+    "floor_scale": 4,
+    "attn_scale": 0.9,
+    "intermediate_size_mlp": 48,
+    "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+    "no_rope_layers": [1, 0, 1],
+    "num_hidden_layers": 3,
+    "num_local_experts": 4,
+    "moe_layers": [1],
+    "router_aux_loss_coef": 0.0,
 }
 
 
 def model_of(name, implementation="sdpa"):
+    if name == "llama4":
+        torch.manual_seed(0)
+        config = Llama4TextConfig(**SMALL | CHUNKS, attn_implementation="eager", pad_token_id=0)
+        model = Llama4ForCausalLM(config).double()
+        for parameter in model.parameters():  # its experts' weights are not initialised
+            torch.nn.init.normal_(parameter, std=0.3)
+        return model
     if name == "gpt2":
         torch.manual_seed(0)
         sizes = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
@@ -134,6 +162,18 @@ def stock_loss(model, batch):
     return loss + model.router_aux_loss_coef * out.aux_loss if "aux_loss" in out else loss
 
 
+def loss_of_documents(model, batch):
+    """Return the stock loss, each packed document alone: Llama 4's temperature counts from the row."""
+    logits = torch.cat([model(input_ids=part[None]).logits[0] for part in documents_of(batch)])
+    labels = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100).flatten()
+    return torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / (labels != -100).sum()
+
+
+def documents_of(batch):
+    starts = (batch["position_ids"] == 0).flatten().nonzero().flatten().tolist()
+    return torch.tensor_split(batch["input_ids"].flatten(), starts[1:])
+
+
 def gradients(model, loss):
     loss.backward()
     return {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.named_parameters()}
@@ -145,7 +185,8 @@ def against_stock(name, case, reduction, checkpointing=None):
     if checkpointing is not None:
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
         model.train()
-    expected = stock_loss(one, batch)
+    alone = name == "llama4" and "position_ids" in batch
+    expected = loss_of_documents(one, batch) if alone else stock_loss(one, batch)
     wanted = gradients(one, expected)
     hf.parallelize(model, gradients=reduction, timeout=30)
     out = model(**batch)
@@ -176,12 +217,24 @@ def test_a_batch_gives_the_one_device_loss_and_gradients(pools, world, case):
         ("mixtral", "right padded", "sum"),
         ("mixtral", "packed by row", "sum"),
         ("mixtral", "packed by row", "mean"),
+        ("llama4", "plain", "sum"),
+        ("llama4", "right padded", "sum"),
+        ("llama4", "packed", "sum"),
+        ("llama4", "packed alike", "sum"),
+        ("llama4", "packed by row", "mean"),
     ],
 )
 def test_models_give_the_one_device_loss_and_gradients(pools, name, case, reduction):
     for loss, gradient in pools(3).run(against_stock, name, case, reduction):
         assert loss <= 1e-8
         assert gradient <= 2e-6  # norms compute in fp32
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_chunks_and_temperatures_count_from_the_document(pools, world):
+    for loss, gradient in pools(world).run(against_stock, "llama4", "packed by row", "sum", True):
+        assert loss <= 1e-8
+        assert gradient <= 2e-6
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -374,6 +427,7 @@ BEHIND[0, -2:] = 0
             "first token away from position 0",
         ),
         ("gpt2", "left padded", {}, "all", "first token away from position 0"),
+        ("llama4", "left padded", {}, "all", "first token away from position 0"),
     ],
 )
 def test_what_would_be_another_number_is_refused_on_all_ranks(pools, name, case, changes, calls, message):

@@ -24,12 +24,13 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
-from burst_attention import Mask, burst_attention, make_plan
-from burst_attention.attention.batch import Plans
+from burst_attention import burst_attention, make_plan
+from burst_attention.attention.batch import Chunked, Plans
 from burst_attention.integrations import hf
 from burst_attention.integrations.hf import mixers, recurrent
 from burst_attention.integrations.hf import models as model_checks
 from burst_attention.integrations.hf.parts import check_structure
+from burst_attention.integrations.hf.stub_forward import body_of
 from burst_attention.loss import next_token_loss
 from burst_attention.testing import WorkerError, local_world
 from tests.support.hybrid_models import double_module
@@ -109,6 +110,13 @@ LATENT = {"head_dim": 8, "num_key_value_heads": 4}  # of latent attention it is 
 _MIXED = ["sliding_attention", "full_attention"] * 2
 _LINEAR = ["linear_attention", "full_attention"] * 2
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+LLAMA4 = {
+    "attention_chunk_size": 8,
+    "floor_scale": 4,
+    "intermediate_size_mlp": 96,
+    "layer_types": ["chunked_attention", "full_attention"] * 2,
+    "no_rope_layers": [1, 0] * 2,
+}
 OWN: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "cohere_compass_text": {
@@ -136,6 +144,7 @@ OWN: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": _LINEAR},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {"num_experts": 16, "layer_types": _LINEAR, "linear_num_heads": 4, "linear_head_dim": 16},
+    "llama4_text": LLAMA4,
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 4, "head_dim": 32},
@@ -190,9 +199,9 @@ def _by_running(model_type: str, config: PreTrainedConfig) -> Verdict:
 
     def rank(group: Any) -> tuple[torch.Tensor, float]:
         full = make_plan(SEQLEN, group=group)
-        plan = {None: full, WINDOW: full.with_mask(Mask(window=WINDOW))}
+        plan = plans_of(full, config)
         shard = hf.shard_batch(batch(), plan)
-        body = models[full.rank].base_model
+        body = body_of(models[full.rank])
         model_checks.check_layers(body.config)  # as hf.parallelize does
         check_structure(body)
         recurrent.convert(body)
@@ -219,6 +228,12 @@ def _by_running(model_type: str, config: PreTrainedConfig) -> Verdict:
     if reported:
         verdict.kind, verdict.text = "error", f"{verdict.kind}, but the checks report: {reported}"
     return verdict
+
+
+def plans_of(full: Any, config: PreTrainedConfig) -> Plans:
+    """The plans of all layers, as ``hf.parallelize`` makes them, and one for the tool's window."""
+    reaches = hf.layer_windows(config.get_text_config(decoder=True)) if hasattr(config, "num_hidden_layers") else []
+    return Plans.by_windows(full, [None, WINDOW, *(each for each in reaches if isinstance(each, Chunked))], None)
 
 
 def _compared(
@@ -257,7 +272,7 @@ def _reported_by_the_checks(models: list[Any], config: PreTrainedConfig) -> str:
 
     def rank(group: Any) -> None:
         full = make_plan(SEQLEN, group=group)
-        hf.check_model(models[full.rank], {None: full, WINDOW: full.with_mask(Mask(window=WINDOW))})
+        hf.check_model(models[full.rank], plans_of(full, config))
 
     try:
         hf.check_config(config, training=False)
@@ -349,7 +364,7 @@ def mixers_of(model: Any) -> set[str]:
 
 
 def hidden_of(model: Any, ids: torch.Tensor, positions: torch.Tensor, **options: Any) -> torch.Tensor:
-    return model.base_model(input_ids=ids, position_ids=positions, use_cache=False, **options)[0]
+    return body_of(model)(input_ids=ids, position_ids=positions, use_cache=False, **options)[0]
 
 
 def head_of(hidden: torch.Tensor, width: torch.Tensor) -> torch.Tensor:

@@ -6,15 +6,24 @@ A call has one plan for each sliding window among its layers.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from ..plan.mask import Mask
 from .plan import Plan
 
-PlanArgument: TypeAlias = Plan | Mapping[int | None, Plan]  # one plan for all layers, or one per sliding window
+
+class Chunked(NamedTuple):
+    """What layers with chunked attention see: the earlier keys of their own chunk (Llama 4)."""
+
+    size: int  # tokens; chunks are counted from the start of each document
+
+
+Reach: TypeAlias = int | Chunked | None  # what layers see: a sliding window, a chunk, or everything before
+PlanArgument: TypeAlias = Plan | Mapping[Reach, Plan]  # one plan for all layers, or one per reach
 
 PADDING = "a padding mask (zeros in attention_mask)"
 SAME_BATCH = (
@@ -23,17 +32,18 @@ SAME_BATCH = (
 )
 
 
-class Plans(Mapping[int | None, Plan]):
-    """The plans of one call, by the sliding window of the layers that use them.
+class Plans(Mapping[Reach, Plan]):
+    """The plans of one call, by what the layers that use them see.
 
     Args:
-        by_window: at least one plan. They cover the same ranks and differ only in their masks' windows.
+        by_window: at least one plan, one without chunks first. They cover the same ranks and differ only in windows and
+            chunks.
         positions: the position ids of the call, if the caller has checked the model and cut them itself. An attention
             that gets this same tensor object skips the comparison and the search for the model. Compilers can trace
             an identity check, but not a comparison of values.
     """
 
-    def __init__(self, by_window: Mapping[int | None, Plan], *, positions: torch.Tensor | None = None) -> None:
+    def __init__(self, by_window: Mapping[Reach, Plan], *, positions: torch.Tensor | None = None) -> None:
         self._by_window = dict(by_window)
         self.positions = positions
 
@@ -59,16 +69,20 @@ class Plans(Mapping[int | None, Plan]):
         return cls(plans)
 
     @classmethod
-    def by_windows(cls, plan: Plan, windows: Iterable[int | None], cu_seqlens: Sequence[int] | None) -> Plans:
-        """Return ``plan`` under each of the windows, with these documents. Exchanges nothing.
+    def by_windows(cls, plan: Plan, windows: Iterable[Reach], cu_seqlens: Sequence[int] | None) -> Plans:
+        """Return ``plan`` for each window and chunk size, with these documents. Exchanges nothing.
 
         A layout that depends on the mask is cut again for the widest window. All layers then share that layout.
         """
         distinct = dict.fromkeys(windows)
+        if all(isinstance(each, Chunked) for each in distinct):  # positions and labels need the documents alone
+            distinct = {None: None, **distinct}
+        distinct = dict.fromkeys(sorted(distinct, key=lambda each: isinstance(each, Chunked)))
         if plan.schedule.layout.by_mask:
-            furthest = None if None in distinct else max(filter(None, distinct))
+            furthest = None if None in distinct else max(each for each in distinct if isinstance(each, int))
             plan = plan.with_mask(Mask(window=furthest, cu_seqlens=cu_seqlens), seqlen=plan.seqlen)
-        plans = cls({window: plan.with_mask(Mask(window=window, cu_seqlens=cu_seqlens)) for window in distinct})
+        masks = {reach: _mask_of(reach, plan.seqlen, cu_seqlens) for reach in distinct}
+        plans = cls({reach: plan.with_mask(mask) for reach, mask in masks.items()})
         for each in plans.values():
             each.decide_splits()
         return plans
@@ -78,14 +92,22 @@ class Plans(Mapping[int | None, Plan]):
         """Return any one of the plans, to shard with or to report errors through."""
         return next(iter(self._by_window.values()))
 
-    def __getitem__(self, window: int | None) -> Plan:
+    def __getitem__(self, window: Reach) -> Plan:
         return self._by_window[window]
 
-    def __iter__(self) -> Iterator[int | None]:
+    def __iter__(self) -> Iterator[Reach]:
         return iter(self._by_window)
 
     def __len__(self) -> int:
         return len(self._by_window)
+
+
+def _mask_of(reach: Reach, seqlen: int, cu_seqlens: Sequence[int] | None) -> Mask:
+    """Return the mask of layers with this reach: a chunk is like a document."""
+    if not isinstance(reach, Chunked):
+        return Mask(window=reach, cu_seqlens=cu_seqlens)
+    documents = itertools.pairwise((0, seqlen) if cu_seqlens is None else cu_seqlens)
+    return Mask(cu_seqlens=[*(at for start, stop in documents for at in range(start, stop, reach.size)), seqlen])
 
 
 def shard_batch(batch: Mapping[str, Any], plan: PlanArgument, *, ignore_index: int = -100) -> dict[str, torch.Tensor]:

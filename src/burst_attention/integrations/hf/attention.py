@@ -26,6 +26,7 @@ _KEEP_POSITIONS = (
     "CohereCompassAttention",
     "GPTBigCodeAttention",
     "GraniteMoeHybridAttention",
+    "Llama4TextAttention",
     "MoshiAttention",
     "MultiHeadAttention",  # CTRL
     "NemotronAttention",
@@ -104,7 +105,8 @@ class Attention:
             checks.check_keywords(dropout, others)
             checks.check_attend(attend, options)
             request = checks.mask_request(attention_mask)
-            chosen = checks.choose(plan, checks.stated_window(sliding_window, request))
+            chunk = None if request is None else request.chunk
+            chosen = checks.choose(plan, checks.stated_window(sliding_window, request), chunk)
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
             checks.check_causal(chosen, [causal] if request is None else [causal, request.causal])
             checks.check_lengths(query, key, chosen)
@@ -168,21 +170,23 @@ def _request_mask(
     model = models.running_model()
     if model is not None:
         parts.check_attention_is_ours(model)
-    causal, window, foreign = False, None, []
+    causal, window, chunk, foreign = False, None, None, []
     for kind, part in _mask_parts(mask_function):
         if kind == "causal_mask_function":
             causal = True
         elif kind == "sliding_window_overlay":
             window = _closure(part)["sliding_window"]
+        elif kind == "chunked_overlay" and not _closure(part)["left_padding"].any():
+            chunk = _closure(part)["chunk_size"]
         # transformers guesses documents from jumps in position ids. A shard's positions jump anyway, and the plan
         # defines the documents, so ignore the guess.
         elif kind not in ("packed_sequence_mask_function", "bidirectional_mask_function"):
             foreign.append(f"the mask {kind}")
     if attention_mask is not None and not attention_mask.all():
         foreign.append("a padding mask (zeros in attention_mask)")
-    if causal and window is None and not foreign:
+    if causal and window is None and chunk is None and not foreign:
         return None
-    return MaskRequest(causal, window, tuple(foreign))
+    return MaskRequest(causal, window, tuple(foreign), chunk)
 
 
 def _mask_parts(function: Callable) -> Iterator[tuple[str, Callable]]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from burst_attention.attention.batch import Plans
+from burst_attention.attention.batch import Plans, Reach
 from burst_attention.attention.plan import Plan
 from burst_attention.plan.mask import Mask
 
@@ -100,11 +100,11 @@ class PlanCache:
 
     Args:
         base: a plan; all plans share its group, layout and route.
-        windows: the sliding windows of the model's layers; None for a layer with full attention.
+        windows: what the model's layers see (:func:`~.models.layer_windows`).
         kept: the number of (length, documents) pairs whose plans the cache holds.
     """
 
-    def __init__(self, base: Plan, windows: list[int | None], *, kept: int = 16) -> None:
+    def __init__(self, base: Plan, windows: list[Reach], *, kept: int = 16) -> None:
         self.base = base
         self._windows = list(dict.fromkeys(windows))
         self._kept = kept
@@ -114,7 +114,7 @@ class PlanCache:
         return len(self._plans)
 
     def get(self, seqlen: int, cu_seqlens: tuple[int, ...] | None) -> Plans:
-        """Return the plans, by window, for ``seqlen`` tokens and these documents. Nothing is exchanged."""
+        """Return the plans for ``seqlen`` tokens and these documents. Nothing is exchanged."""
         key = seqlen, cu_seqlens
         if key not in self._plans:
             first = self.base.with_mask(Mask(cu_seqlens=cu_seqlens), seqlen=seqlen)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from burst_attention.attention.batch import PADDING, Plans, mask_refusal
+from burst_attention.attention.batch import PADDING, Chunked, Plans, mask_refusal
 from burst_attention.attention.plan import Plan
 
 UNSTATED: Any = object()
@@ -52,15 +52,24 @@ class MaskRequest:
         causal: whether the requested mask is causal.
         window: its sliding window; None for no window.
         foreign: descriptions of parts that a plan's mask can't express.
+        chunk: tokens of a chunk, if a query sees only its own.
     """
 
     causal: bool
     window: int | None
     foreign: tuple[str, ...]
+    chunk: int | None = None
 
 
-def choose(plan: Any, window: Any) -> Plan:
-    """Return the plan for a layer's window; ``UNSTATED`` stands for a layer that doesn't state one."""
+def choose(plan: Any, window: Any, chunk: int | None = None) -> Plan:
+    """Return the plan for a layer's window or chunk; ``UNSTATED`` stands for a layer that doesn't state one."""
+    if chunk is not None:
+        if not isinstance(plan, Mapping) or Chunked(chunk) not in plan:
+            raise ValueError(
+                f"attention_chunk_size={chunk} of the layer has no plan among the call's; use hf.parallelize(model)"
+            )
+        found: Plan = plan[Chunked(chunk)]
+        return found
     if isinstance(plan, Mapping):
         if getattr(plan, "positions", None) is None:  # else a parallelized model derived them all from one plan
             _check_same_layout(plan)

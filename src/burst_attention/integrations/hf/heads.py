@@ -18,7 +18,7 @@ from burst_attention.attention.batch import PlanArgument, Plans
 from burst_attention.attention.plan import Plan
 from burst_attention.loss import Head, LogitForm, TokenLogProbs
 
-from .stub_forward import twin_of
+from .stub_forward import body_name, twin_of
 
 # The head's stand-in returns values near zero, values far above any soft cap, and values between.
 _SMALL, _GREAT = 2.0**-30, 1e30
@@ -192,7 +192,7 @@ def _linear_of(model: Any) -> tuple[str, Any]:
     children = dict(model.named_children()) if isinstance(model, nn.Module) and callable(find) else {}
     head: Any = find() if children and find else None
     name = next((name for name, child in children.items() if child is head), None)
-    if name is None or getattr(model, "base_model_prefix", None) not in children:
+    if name is None or not body_name(model):
         raise TypeError(
             f"model is a {kind}, and its body or its head is not among its modules; pass the causal language model "
             "of transformers, not its wrapper (for a PEFT model: model.get_base_model())"
@@ -219,7 +219,7 @@ def _logits_of(model: Any, name: str, head: Any, product: Tensor) -> Tensor:
     # These values are exact in every dtype that a model may cast to.
     hidden = (torch.arange(tokens * head.weight.shape[1], device="cpu").view(1, tokens, -1) % 7 - 3).double() / 4
     instead = _Product(head, product)
-    body = model.base_model_prefix
+    body = body_name(model)
     twin = twin_of(model, {body: _Body(model._modules[body], hidden), name: instead})
     try:
         out = twin.forward(input_ids=torch.zeros(1, tokens, dtype=torch.long, device="cpu"))

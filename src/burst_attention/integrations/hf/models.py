@@ -18,15 +18,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from burst_attention.attention.batch import PlanArgument, Plans
+from burst_attention.attention.batch import Chunked, PlanArgument, Plans, Reach
 from burst_attention.attention.plan import Plan, single_rank_plan
 from burst_attention.plan.mask import Mask
 
-from . import mixers, parts, recurrent
+from . import mixers, parts, recurrent, stub_forward
 from .checks import check_rope
 from .parts import ALONE, NAME
 
-_ATTENTIONS = {"full_attention", "sliding_attention", "attention", "global_attention", "local_attention"}
+CHUNKED = "chunked_attention"
+_ATTENTIONS = {"full_attention", "sliding_attention", "attention", "global_attention", "local_attention", CHUNKED}
 _LAYER_TYPES = _ATTENTIONS | mixers.LISTED | {"mlp", "moe", "dense", "sparse"}  # ``parts`` knows them by their classes
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 
@@ -82,13 +83,15 @@ def check_layers(config: Any) -> None:
                 )
 
 
-def layer_windows(config: Any) -> list[int | None]:
-    """Return each layer's sliding window, in tokens; None for full attention."""
+def layer_windows(config: Any) -> list[Reach]:
+    """Return each layer's sliding window, in tokens, or its :class:`Chunked`; None for full attention."""
     window = getattr(config, "sliding_window", None)
     if getattr(config, "use_sliding_window", True) is False:
         window = None
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+    chunk = getattr(config, "attention_chunk_size", None)
+    known = {"sliding_attention": window, CHUNKED: Chunked(chunk) if chunk else None}
+    return [known.get(kind) for kind in kinds]
 
 
 def places_absolutely(model: Any) -> bool:
@@ -251,7 +254,9 @@ def _tokens_apart(model: PreTrainedModel, plan: PlanArgument, reached: list[bool
         ids, positions = ids[None].to(model.device), positions[None].to(model.device)
         plans = Plans(Plans.of(plans), positions=positions)  # as a parallelized model's plans
         with torch.no_grad(), recurrent.running(model, plans):
-            out = model.base_model(input_ids=ids, position_ids=positions, plan=plans, attend=attend, use_cache=False)
+            out = stub_forward.body_of(model)(
+                input_ids=ids, position_ids=positions, plan=plans, attend=attend, use_cache=False
+            )
         return out[0]
 
     return run

@@ -102,12 +102,12 @@ def parallelize(
             raise TypeError(f"memory={memory!r} must be a burst_attention.integrations.hf.Memory")
     try:
         with plan.agreement.entering("parallelize"):
-            memory.apply(base.base_model, plan.agreement)
+            memory.apply(stub_forward.body_of(base), plan.agreement)
         plan.agreement.agree(
             "parallelize", {"gradients": gradients, "temperature": temperature, "memory": repr(memory)}
         )
     except Exception:
-        unsave(base.base_model)
+        unsave(stub_forward.body_of(base))
         raise
     register()
     _convert(base, plan, form, gradients, temperature, memory)
@@ -131,7 +131,7 @@ def _convert(
         layers=parts.attention_configs(base),
         absolute=models.places_absolutely(base),
     )
-    recurrent.convert(base.base_model)
+    recurrent.convert(stub_forward.body_of(base))
     vars(base).pop("forward", None)  # TRL's fused head; our forward computes the same results
     base.__class__ = _parallel_class(type(base))  # type: ignore[arg-type]
 
@@ -154,8 +154,8 @@ def unparallelize(model: Model) -> Model:
         raise ValueError(f"model is a {type(base).__name__} that is not parallelized; don't call hf.unparallelize")
     alone = base._burst.alone
     spread: Any = base
-    recurrent.restore(spread.base_model)
-    unsave(spread.base_model)
+    recurrent.restore(stub_forward.body_of(spread))
+    unsave(stub_forward.body_of(spread))
     del spread._burst
     spread.__class__ = spread.stock_class
     _switch(spread, alone)
@@ -186,9 +186,9 @@ def _check_model(model: Any, base: Any, plan: Plan) -> LogitForm | None:
         recurrent.check_layout(base, plan.layout)
         models.check_layers(base.config)
         check_rope(base.config.get_text_config(decoder=True))
-        parts.check_structure(base.base_model)
+        parts.check_structure(stub_forward.body_of(base))
         parts.check_hooks(base, root=False)
-        parts.check_randomness(base.base_model)
+        parts.check_randomness(stub_forward.body_of(base))
     return form
 
 
@@ -246,10 +246,10 @@ class _Context:
 
     def check_parts(self, model: Any) -> None:
         """Check adapters, hooks and attentions that were attached to the model since the last call."""
-        self.memory.check(model.base_model)
+        self.memory.check(stub_forward.body_of(model))
         if self.plans.base.world == 1:
             return
-        body = model.base_model
+        body = stub_forward.body_of(model)
         parts.check_hooks(body)
         parts.check_randomness(body)  # a rate may be set, and a part may change its mode, without a new class
         found = model.training, *map(type, body.modules())
@@ -325,7 +325,7 @@ def _alone(model: Any) -> Any:
     model._burst.generating = True
     _switch(model, model._burst.alone)
     try:
-        with recurrent.running(model.base_model):
+        with recurrent.running(stub_forward.body_of(model)):
             yield
     finally:
         _switch(model, parts.NAME)
@@ -352,8 +352,8 @@ def _body(model: Any, call: Call) -> Any:
     ids, positions = call.shard["input_ids"], call.shard["position_ids"]
     plans = Plans(call.plans, positions=positions)
     asked = {"output_router_logits": True} if call.router else {}
-    with recurrent.running(model.base_model, plans):
-        return model.base_model(input_ids=ids, position_ids=positions, plan=plans, use_cache=False, **asked)
+    with recurrent.running(stub_forward.body_of(model), plans):
+        return stub_forward.body_of(model)(input_ids=ids, position_ids=positions, plan=plans, use_cache=False, **asked)
 
 
 @torch.compiler.disable

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from burst_attention.attention.batch import Plans
@@ -24,6 +24,7 @@ from .token_chunks import subclass
 _KEYWORD = "burst_plans"  # a layer's plans: checkpointing stores keywords, and calls the layer again with them
 _ATTRIBUTE = "_burst_plans"
 _NOT_PASSED_ON = ("NemotronAttention", "StableLmAttention")  # their layers keep keywords to themselves
+_TEMPERED = "Llama4TextAttention"  # scales queries by their places
 _ALONE: Any = object()  # in place of plans: run the stock layer on this rank alone
 
 
@@ -35,12 +36,22 @@ def convert(body: nn.Module) -> None:
         for module, mixin in kinds if inside or any(map(_is_not_told, layer.modules())) else []:
             if not isinstance(module, mixin):
                 module.__class__ = subclass(mixin, type(module))
+    for module in body.modules():
+        if is_tempered(module) and not isinstance(module, _Tempered):
+            kind: Any = type(module)
+            module.__class__ = subclass(_Tempered, kind)
+
+
+def is_tempered(module: nn.Module) -> bool:
+    """Return whether an attention scales queries by their places, which it counts from the shard's start."""
+    own = type(module).__name__ == _TEMPERED
+    return own and bool(module.attn_temperature_tuning) and not module.use_rope
 
 
 def restore(body: nn.Module) -> None:
     """Undo :func:`convert`."""
     for module in body.modules():
-        if isinstance(module, (_Layer, _Mixer)):
+        if isinstance(module, (_Layer, _Mixer, _Tempered)):
             module.__class__ = module.stock_class
 
 
@@ -51,6 +62,12 @@ def check_converted(model: nn.Module) -> None:
             raise ValueError(
                 f"{name} ({type(mixer).__name__}) passes a state from token to token, but it is not parallelized, so "
                 "it would see only this rank's shard; call hf.parallelize(model)"
+            )
+    for name, module in model.named_modules():
+        if is_tempered(module) and not isinstance(module, _Tempered):
+            raise ValueError(
+                f"{name} ({type(module).__name__}) scales queries by their places, which it would count from the "
+                "shard's start; call hf.parallelize(model), or set attn_temperature_tuning to false"
             )
 
 
@@ -147,6 +164,44 @@ class _Mixer(nn.Module):
         if getattr(plans, "positions", None) is None:
             checks.mark_attended(plans, kwargs.get("position_ids"))
         return mixers.over_runs(self, RunExchange(plan))(*args, **kwargs)
+
+
+class _Places:
+    """Stands for a cache, by whose length the attention counts its tokens; here by a tensor of their places."""
+
+    def __init__(self, offset: Tensor) -> None:
+        self._offset = offset
+
+    def get_seq_length(self, _: int) -> Tensor:
+        """Return the difference between each local token's place in its document and its number."""
+        return self._offset
+
+    def update(self, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        """Return the keys and values as they are."""
+        return key, value
+
+
+class _Tempered(nn.Module):
+    """An attention of Llama 4 that scales queries by their places in their documents."""
+
+    stock_class: Any
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Any,
+        attention_mask: Any,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        given = kwargs.get("plan")
+        if given is not None and past_key_values is None:
+            plans = Plans.of(given)
+            with plans.one.agreement.entering("burst_attention"):
+                _check(plans.one.length, plans.one.seqlen, (hidden_states,), {})
+            places = plans.one.document_positions - torch.arange(plans.one.length)
+            past_key_values = _Places(places.to(hidden_states.device))
+        return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
 
 
 def _check(length: int, seqlen: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -11,10 +11,27 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 _TRANSFORMERS = Path(transformers.__file__).parent
 _SILENT = ("use_cache", "return_dict")  # keywords of a body that don't change its results
+
+
+def body_name(model: Any) -> str:
+    """Return the name of a model's body among its modules; empty if there is none."""
+    children = dict(model.named_children()) if isinstance(model, PreTrainedModel) else {}
+    if getattr(model, "base_model_prefix", None) in children:
+        return str(model.base_model_prefix)
+    embeddings = model.get_input_embeddings() if children else None  # Llama 4's prefix names another model's body
+    inside = (n for n, child in children.items() if child is not embeddings and embeddings in [*child.modules()])
+    return next(inside, "")
+
+
+def body_of(model: Any) -> Any:
+    """Return a model's body, which makes hidden states of token ids; the model itself if it has none."""
+    name = body_name(model)
+    return getattr(model, name) if name else model
 
 
 def has_stock_forward(model: Any) -> bool:
@@ -91,7 +108,7 @@ def router_loss(model: Any, router_logits: Any, attention_mask: Tensor | None) -
     """
     head = next(name for name, child in model.named_children() if child is model.get_output_embeddings())
     body = MoeModelOutputWithPast(last_hidden_state=router_logits[0].new_zeros(1, 1, 1), router_logits=router_logits)
-    twin = twin_of(model, {model.base_model_prefix: lambda **_: body, head: lambda hidden: hidden})
+    twin = twin_of(model, {body_name(model): lambda **_: body, head: lambda hidden: hidden})
     return twin.forward(attention_mask=attention_mask, output_router_logits=True).aux_loss
 
 
@@ -122,7 +139,7 @@ class Around:
         Raises:
             ValueError: the forward may give wrong results over ranks. The message says why.
         """
-        prefix, state = self._model.base_model_prefix, [_random_state(self._model)]
+        prefix, state = body_name(self._model), [_random_state(self._model)]
         called: list[bool] = []
 
         def stand_in(*args: Any, **kwargs: Any) -> Any:
@@ -145,7 +162,7 @@ class Around:
 
     def _check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, again: bool) -> None:
         """Refuse a second call of the body, or a call with another batch."""
-        prefix = self._model.base_model_prefix
+        prefix = body_name(self._model)
         if again:
             raise ValueError(
                 f"{self._kind}.forward calls its {prefix} twice, which is not supported over ranks; call it once, or "

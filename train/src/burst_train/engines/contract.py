@@ -10,12 +10,31 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from burst_attention.attention.batch import Chunked, Reach
 from burst_attention.attention.hardware import RatesGiven
 from burst_attention.attention.plan import Plan
 from burst_attention.loss import Head
 from burst_attention.plan.groups import Groups
 
-PlansByWindow = Mapping[int | None, Plan]
+PlansByWindow = Mapping[Reach, Plan]
+
+
+def windows_of(config: Any) -> list[int | None]:
+    """Return each layer's sliding window; None for full attention.
+
+    Raises:
+        ValueError: the model has layers with chunked attention.
+    """
+    from burst_attention.integrations import hf
+
+    found = hf.layer_windows(config)
+    chunk = next((each for each in found if isinstance(each, Chunked)), None)
+    if chunk is not None:
+        raise ValueError(
+            f"attention_chunk_size={chunk.size} of the model: burst train has no chunked attention; use "
+            "hf.parallelize(model) in a loop of your own"
+        )
+    return [each for each in found if not isinstance(each, Chunked)]
 
 
 class Attend(Protocol):

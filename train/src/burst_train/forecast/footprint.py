@@ -38,6 +38,7 @@ from burst_attention.plan.rows import Direction, Side
 from burst_attention.planner.planner import Planner
 
 from ..engines import Engine, Heads, SequenceEngine
+from ..engines.contract import windows_of
 from ..memory import MemoryConfig
 from ..step.activations import keep_less
 from .step_memory import OVERLAPPING, PARTS
@@ -129,7 +130,7 @@ def live_step(
     heads = Heads.of(config)
     sizes = {"q_heads": heads.q_heads, "kv_heads": heads.kv_heads, "head_dim": heads.head_dim}
     schedules = _Schedules(engine, seq_len, world // groups, shape_of(dtype, batch=batch, **sizes))
-    windows = hf.layer_windows(config)
+    windows = windows_of(config)
     cuts = {window: schedules.split(window) for window in {*windows}} if memory.attention_chunks == 1 else None
     calls = _calls(config, schedules, batch, dtype, memory.attention_chunks)
     step = (kind or LiveStep)(model, world, calls, cuts, accumulates=accumulates)
@@ -203,7 +204,7 @@ def _calls(
     token = batch * dtype.itemsize * heads.head_dim
     results = heads.q_heads * (2 * token + batch * wide.itemsize)  # out and its gradient, and lse
     calls = {}
-    for window in {*hf.layer_windows(config)}:
+    for window in {*windows_of(config)}:
         for direction in Direction:
             beside = []
             for rank in schedules.ranks:

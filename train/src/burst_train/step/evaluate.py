@@ -15,12 +15,12 @@ from torch import Tensor
 
 from burst_attention import Plan, make_plan
 from burst_attention.attention.batch import Plans
-from burst_attention.integrations import hf
 from burst_attention.launch.join import RankContext, join
 from burst_attention.launch.mesh import make_mesh
 
 from ..data.sequences import TokenSequence, digest_of, open_sequences
 from ..engines import Heads, choose
+from ..engines.contract import windows_of
 from .evaluation import EngineResult, EvalConfig
 from .model import NextTokenModel, batch_of, build_model, model_config
 
@@ -42,7 +42,7 @@ def token_losses(
     Args:
         sequences: all sequences, with ``plan.seqlen`` tokens each.
         plan: the plan of this rank's group, from the model's engine.
-        windows: the layers' windows, from :func:`~burst_attention.integrations.hf.layer_windows`.
+        windows: the layers' windows, from :func:`~burst_train.engines.contract.windows_of`.
         progress: called with the number of finished sequences.
 
     Yields:
@@ -133,7 +133,7 @@ class _Evaluator:
         self.length = len(self.sequences[0].tokens)
         self.dtype = config.as_training.model.compute_dtype(context.device.type)
         self.model_config = model_config(config.model, tokenizer, config.seq_len, training=False)
-        self.windows = hf.layer_windows(self.model_config)
+        self.windows = windows_of(self.model_config)
         self.reference: dict[int, Tensor] | None = None
 
     def refused(self, name: str) -> str | None:

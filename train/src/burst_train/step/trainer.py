@@ -15,7 +15,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from burst_attention import Plan
 from burst_attention.attention.batch import Plans
-from burst_attention.integrations import hf
 from burst_attention.launch.join import RankContext
 
 from ..checkpoint.saving import resume
@@ -23,6 +22,7 @@ from ..config import TrainConfig
 from ..data.ahead import ReadAhead
 from ..data.sequences import TokenSequence, TrainingStream, digest_of, open_sequences
 from ..engines import Heads, choose
+from ..engines.contract import windows_of
 from ..health.finite import MOST_LEFT_OUT, OutputWatch, Spikes, first_gradient, name_first
 from ..health.flops import ModelFlops, peak_of
 from ..health.trace import trace_name, traced
@@ -49,7 +49,7 @@ class Trainer:
             max_positions=config.model.max_positions,
             named=config.data.tokenizer,
         )
-        self.windows = hf.layer_windows(self.model_config)
+        self.windows = windows_of(self.model_config)
         self.engine = choose(**config.how)
         self.heads = Heads.of(self.model_config)
         self.plan = self._make_plan(config.data.seq_len)
