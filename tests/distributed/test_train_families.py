@@ -21,8 +21,10 @@ from .test_train import one_device
 FAMILIES = (
     "cohere2",
     "deepseek_v2",
+    "gemma2",
     "gemma3_text",
     "glm4",
+    "gpt_oss",
     "granite",
     "minimax_m2",
     "mixtral",

@@ -23,6 +23,7 @@ from transformers.masking_utils import (
 
 from burst_attention import Mask, make_plan
 from burst_attention.integrations import hf
+from burst_attention.integrations.hf import checks
 from burst_attention.integrations.hf.checks import MaskRequest
 from burst_attention.loss import next_token_loss
 from tests.support.hf_models import (
@@ -206,7 +207,11 @@ def test_gpt2_equals_transformers():
         (create_causal_mask, {"and_mask_function": lambda b, h, q, k: k > 2}, "the mask <lambda>"),
         (create_causal_mask, {"or_mask_function": lambda b, h, q, k: k > 2}, "the mask or_masks"),
         (create_causal_mask, {"block_sequence_ids": torch.tensor([[0, 0, 1, 1]])}, "the mask or_masks"),
-        (create_chunked_causal_mask, {"position_ids": torch.tensor([[0, 1, 5, 6]])}, "the mask chunked_overlay"),
+        (
+            create_chunked_causal_mask,
+            {"attention_mask": torch.tensor([[0, 1, 1, 1]])},
+            ("the mask chunked_overlay", "a padding mask (zeros in attention_mask)"),
+        ),
     ],
 )
 def test_mask_functions(create, options, foreign):
@@ -217,7 +222,17 @@ def test_mask_functions(create, options, foreign):
     if foreign is None:
         assert request is None
     else:
-        assert request.foreign == (foreign,)
+        assert request.foreign == (foreign if isinstance(foreign, tuple) else (foreign,))
+
+
+def test_the_chunk_of_a_mask_function():
+    hf.register()
+    config = LlamaConfig(**SMALL, attn_implementation="burst", attention_chunk_size=2)
+    arguments = {"attention_mask": None, "past_key_values": None, "position_ids": torch.tensor([[0, 1, 5, 6]])}
+    request = create_chunked_causal_mask(config=config, inputs_embeds=torch.zeros(1, 4, 32), **arguments)
+    assert (request.chunk, request.window, request.foreign) == (2, None, ())
+    with pytest.raises(ValueError, match="attention_chunk_size=2 of the layer has no plan"):
+        checks.choose(make_plan(4), None, request.chunk)
 
 
 @pytest.mark.parametrize("position_ids", [None, torch.tensor([[0, 1, 5, 6]])])

@@ -41,11 +41,14 @@ class Plans(Mapping[Reach, Plan]):
         positions: the position ids of the call, if the caller has checked the model and cut them itself. An attention
             that gets this same tensor object skips the comparison and the search for the model. Compilers can trace
             an identity check, but not a comparison of values.
+        rotary: ``positions`` are a vision-language model's own, and its attention gets others, or none.
     """
 
-    def __init__(self, by_window: Mapping[Reach, Plan], *, positions: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, by_window: Mapping[Reach, Plan], *, positions: torch.Tensor | None = None, rotary: bool = False
+    ) -> None:
         self._by_window = dict(by_window)
-        self.positions = positions
+        self.positions, self.rotary = positions, rotary
 
     @classmethod
     def of(cls, plan: Any) -> Plans:

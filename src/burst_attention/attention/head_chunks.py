@@ -139,14 +139,13 @@ class _Call:
         del q
         sinks: list[Tensor | None] = []  # of the chunks so far
 
-        def passes() -> Iterator[tuple[Program, Pass]]:
-            for n in range(chunks):
-                call = first.pop() if first else self._run(hidden, n, self._parts(weights, n))
-                sinks.append(call.sinks)
-                yield self._prepared(call, wanted, agree=n == 0)
-                del call
+        def prepared(n: int) -> tuple[Program, Pass]:
+            call = first.pop() if first else self._run(hidden, n, self._parts(weights, n))
+            sinks.append(call.sinks)
+            return self._prepared(call, wanted, agree=n == 0)
 
-        for chunk, sums in enumerate(self._swept(passes())):
+        passes = (prepared(n) for n in range(chunks))  # holds no chunk's q, k and v
+        for chunk, sums in enumerate(self._swept(passes)):
             at = slice(chunk * heads, (chunk + 1) * heads)
             part, log_sum = sums.pop(Side.QUERY)
             part, log_sum = with_sinks(part, log_sum, sinks[chunk])

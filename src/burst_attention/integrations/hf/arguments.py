@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import stub_forward
+from . import stub_forward, vision
 from .batch import IGNORED, PACKING, BatchRows
 from .checks import shown
 
@@ -57,6 +57,8 @@ def check_keywords(model: Any, given: Mapping[str, Any]) -> None:
     """Refuse arguments that a parallelized model does not support."""
     for name, value in given.items():
         if name in (*BATCH, *_ANSWERED, *_IGNORED) or value is False:
+            continue
+        if name in vision.WHOLE and vision.language_model_of(model) is not None:
             continue
         remedy = _REMEDIES.get(name, "its effect over ranks is unknown; leave it out")
         raise ValueError(f"{name}={shown(value)} is refused: {remedy}")

@@ -126,7 +126,7 @@ class Attention:
         """Return whether ``parallelize`` cut the positions itself, so that the layer can't have others."""
         positions = getattr(plan, "positions", None)
         kept = position_ids is None and type(module).__name__ in _KEEP_POSITIONS
-        return positions is not None and (position_ids is positions or kept)
+        return positions is not None and (position_ids is positions or kept or getattr(plan, "rotary", False))
 
     def _check_positions(self, position_ids: Any, query: torch.Tensor, plan: Plan) -> None:
         remedy = "pass position_ids=plan.document_positions, one row for each sequence of the batch"

@@ -27,7 +27,7 @@ from burst_attention.loss import LogitForm
 from burst_attention.loss.checks import divisor_of
 from burst_attention.plan.strategy import Strategy
 
-from . import arguments, heads, models, parts, recurrent, stub_forward
+from . import arguments, heads, models, parts, recurrent, stub_forward, vision
 from .adapters import check_added_losses
 from .attention import call_shape, register
 from .batch import PlanCache, rows_of
@@ -102,12 +102,12 @@ def parallelize(
             raise TypeError(f"memory={memory!r} must be a burst_attention.integrations.hf.Memory")
     try:
         with plan.agreement.entering("parallelize"):
-            memory.apply(stub_forward.body_of(base), plan.agreement)
+            memory.apply(vision.text_of(base), plan.agreement)
         plan.agreement.agree(
             "parallelize", {"gradients": gradients, "temperature": temperature, "memory": repr(memory)}
         )
     except Exception:
-        unsave(stub_forward.body_of(base))
+        unsave(vision.text_of(base))
         raise
     register()
     _convert(base, plan, form, gradients, temperature, memory)
@@ -118,7 +118,7 @@ def _convert(
     base: Any, plan: Plan, form: LogitForm | None, gradients: Gradients, temperature: float, memory: Memory
 ) -> None:
     """Give a checked model our attention, our forward and its state; :func:`unparallelize` takes them away."""
-    own = base.config._attn_implementation
+    own = vision.text_of(base).config._attn_implementation
     _switch(base, parts.NAME)
     plans = PlanCache(plan, models.layer_windows(base.config.get_text_config(decoder=True)))
     base._burst = _Context(
@@ -128,10 +128,11 @@ def _convert(
         temperature,
         memory,
         alone="sdpa" if own == parts.NAME else own,
-        layers=parts.attention_configs(base),
+        layers=parts.attention_configs(vision.text_of(base)),
         absolute=models.places_absolutely(base),
     )
-    recurrent.convert(stub_forward.body_of(base))
+    recurrent.convert(vision.text_of(base))
+    vision.convert(base)
     vars(base).pop("forward", None)  # TRL's fused head; our forward computes the same results
     base.__class__ = _parallel_class(type(base))  # type: ignore[arg-type]
 
@@ -154,8 +155,9 @@ def unparallelize(model: Model) -> Model:
         raise ValueError(f"model is a {type(base).__name__} that is not parallelized; don't call hf.unparallelize")
     alone = base._burst.alone
     spread: Any = base
-    recurrent.restore(stub_forward.body_of(spread))
-    unsave(stub_forward.body_of(spread))
+    vision.restore(spread)
+    recurrent.restore(vision.text_of(spread))
+    unsave(vision.text_of(spread))
     del spread._burst
     spread.__class__ = spread.stock_class
     _switch(spread, alone)
@@ -184,11 +186,11 @@ def _check_model(model: Any, base: Any, plan: Plan) -> LogitForm | None:
     _check_own_forward(base)
     if plan.world > 1:
         recurrent.check_layout(base, plan.layout)
-        models.check_layers(base.config)
+        models.check_layers(base.config.get_text_config(decoder=True))
         check_rope(base.config.get_text_config(decoder=True))
-        parts.check_structure(stub_forward.body_of(base))
+        parts.check_structure(vision.text_of(base))
         parts.check_hooks(base, root=False)
-        parts.check_randomness(stub_forward.body_of(base))
+        parts.check_randomness(vision.text_of(base))
     return form
 
 
@@ -246,10 +248,10 @@ class _Context:
 
     def check_parts(self, model: Any) -> None:
         """Check adapters, hooks and attentions that were attached to the model since the last call."""
-        self.memory.check(stub_forward.body_of(model))
+        self.memory.check(vision.text_of(model))
         if self.plans.base.world == 1:
             return
-        body = stub_forward.body_of(model)
+        body = vision.text_of(model)
         parts.check_hooks(body)
         parts.check_randomness(body)  # a rate may be set, and a part may change its mode, without a new class
         found = model.training, *map(type, body.modules())
@@ -257,7 +259,7 @@ class _Context:
             parts.check_structure(body)
             if self.gradients == "sum":
                 check_added_losses(body)
-            self.layers, self.found_right = parts.attention_configs(model), found
+            self.layers, self.found_right = parts.attention_configs(body), found
 
     def share(self, whole: Any) -> Any:
         """Return the same value, with its gradient scaled for ``gradients``.
@@ -325,7 +327,7 @@ def _alone(model: Any) -> Any:
     model._burst.generating = True
     _switch(model, model._burst.alone)
     try:
-        with recurrent.running(stub_forward.body_of(model)):
+        with recurrent.running(vision.text_of(model)):
             yield
     finally:
         _switch(model, parts.NAME)
@@ -334,8 +336,9 @@ def _alone(model: Any) -> Any:
 
 def _switch(model: Any, implementation: str) -> None:
     """Switch all layers to an attention, including layers with a copy of the model's configuration."""
-    model.set_attn_implementation(implementation)
-    for config in parts.attention_configs(model):
+    text = vision.text_of(model)
+    (model if vision.language_model_of(model) is None else text).set_attn_implementation(implementation)
+    for config in parts.attention_configs(text):
         config._attn_implementation = implementation
 
 
@@ -350,10 +353,22 @@ def _forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
 def _body(model: Any, call: Call) -> Any:
     """Run the model's body on this rank's shard."""
     ids, positions = call.shard["input_ids"], call.shard["position_ids"]
+    if vision.language_model_of(model) is not None:
+        return _with_vision(model, call)
     plans = Plans(call.plans, positions=positions)
     asked = {"output_router_logits": True} if call.router else {}
-    with recurrent.running(stub_forward.body_of(model), plans):
-        return stub_forward.body_of(model)(input_ids=ids, position_ids=positions, plan=plans, use_cache=False, **asked)
+    with recurrent.running(vision.text_of(model), plans):
+        return vision.text_of(model)(input_ids=ids, position_ids=positions, plan=plans, use_cache=False, **asked)
+
+
+def _with_vision(model: Any, call: Call) -> Any:
+    """Run the body of a vision-language model; its language model runs on this rank's shard."""
+    given = {name: call.given[name] for name in vision.WHOLE if name in call.given}
+    mask = call.given.get("attention_mask")
+    with vision.running(model, call.plans):
+        return stub_forward.body_of(model)(
+            input_ids=call.given["input_ids"], attention_mask=mask, use_cache=False, **given
+        )
 
 
 @torch.compiler.disable
@@ -373,6 +388,8 @@ def _agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cal
         rows = rows_of(batch, ranks=base.world)
         items, keep = divisor_of(given.get("num_items_in_batch")), int(given.get("logits_to_keep", 0))
         arguments.check_rows(model, given, rows, items, keep)
+        if vision.language_model_of(model) is not None:
+            vision.check_call(given, rows)
         plans = state.plans.get(rows.input_ids.shape[1], rows.cu_seqlens)
         call = Call(given, rows, items, keep, arguments.wants_router(model, given), own, plans)
         fields = _fields(model, call)
@@ -388,6 +405,7 @@ def _fields(model: Any, call: Call) -> dict[str, Any]:
     labels = given.get("labels") if rows.targets is None else rows.targets
     fields = {
         **batch_fields(call.plan, input_ids=rows.input_ids, labels=labels, attention_mask=rows.real),
+        **vision.digests(given),
         "num_items_in_batch": call.items,
         "fused_lm_head": bool(given.get("fused_lm_head", False)),
         "logits_to_keep": call.keep,

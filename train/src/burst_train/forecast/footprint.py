@@ -284,13 +284,23 @@ class LiveStep(LiveBytes):
     def _enter_backward(self, _: Tensor) -> None:
         self._phase = "backward"
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None) -> Tensor:
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: Plan,
+        *,
+        scale: float | None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Call the operator as :func:`burst_attention` does on several ranks, although this plan has one."""
         assert self._cuts is not None
         heads, cached_rows = self._cuts[plan.mask.window]
-        split = {"heads": heads, "cached_rows": cached_rows, "wanted": gradients_wanted(q, k, v)}
-        open_ = {"scale": scale, "kernel": "auto", "return_lse": False}
-        return attend(q, k, v, handle=plan.handle, **split, **open_, formula_version=FORMULA_VERSION)[0]
+        split = {"heads": heads, "cached_rows": cached_rows, "wanted": gradients_wanted(q, k, v, sinks)}
+        open_ = {"scale": scale, "softcap": softcap, "kernel": "auto", "return_lse": False}
+        return attend(q, k, v, sinks, handle=plan.handle, **split, **open_, formula_version=FORMULA_VERSION)[0]
 
     def _sum_by_group(self) -> None:
         """Replace gradients by their shards once an FSDP2 group has all of its gradients."""
@@ -350,8 +360,8 @@ class LiveStep(LiveBytes):
             self._see(rows)
             return rows
         for operator, direction, handle in (
-            (torch.ops.burst_attention.attend.default, Direction.FORWARD, 3),
-            (torch.ops.burst_attention.attend_backward.default, Direction.BACKWARD, 8),
+            (torch.ops.burst_attention.attend.default, Direction.FORWARD, 4),
+            (torch.ops.burst_attention.attend_backward.default, Direction.BACKWARD, 9),
         ):
             if func is operator:
                 self.expect(self._calls[plan_of(args[handle]).mask.window, direction], attention=True)
