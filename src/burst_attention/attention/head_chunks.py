@@ -212,8 +212,8 @@ class _Call:
 
         of_sinks: list[Tensor | None] = []  # gradients of the chunks so far
         for chunk, sums in enumerate(self._swept(passes())):
-            found = rounded_gradients(sums, self._settled.scale, dtype)
-            self._differentiate(chunk, found, of_sinks[chunk], gradients)
+            of_chunk = of_sinks[chunk]  # the gradients get no name here, or they would outlive their chunk
+            self._differentiate(chunk, rounded_gradients(sums, self._settled.scale, dtype), of_chunk, gradients)
 
     def _differentiate(
         self, chunk: int, grads: Sequence[Tensor], of_sinks: Tensor | None, gradients: _Gradients
