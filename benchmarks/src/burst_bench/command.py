@@ -47,6 +47,7 @@ PROGRAMS: Mapping[str, str] = {
     "reading": "claims.reading",
     "saving": "claims.saving",
     "scaling": "claims.scaling",
+    "step-options": "claims.step_options",
 }
 WRITES = ("results.json", "report.html", "*.png", "*.trace.json")
 

@@ -14,6 +14,7 @@ import re
 import resource
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -101,8 +102,8 @@ def _engine(name: str, flags: dict[str, Any]) -> Engine:
     return choose(name, remat=flags.get("remat", "none"), attention_chunks=flags.get("attention_chunks", 1))
 
 
-def step(sizes: Sizes, engine_name: str, flags: dict[str, Any], length: int) -> None:
-    """Build a model and run one optimizer step on ``length`` random tokens."""
+def make_step(sizes: Sizes, engine_name: str, flags: dict[str, Any], length: int) -> Callable[[], float]:
+    """Build a model; return an optimizer step on ``length`` random tokens, which returns the loss of its rank."""
     engine, mesh = _engine(engine_name, flags), make_mesh("cpu")
     everyone = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     engine.check(Heads.of(sizes.config), length, everyone.size())
@@ -112,12 +113,18 @@ def step(sizes: Sizes, engine_name: str, flags: dict[str, Any], length: int) -> 
     plan = engine.plan(length, group=mesh[CONTEXT], timeout=900)
     borders = (*range(0, length, sizes.document), length) if sizes.document else None
     plans = Plans.by_windows(plan, [None], borders)
-    ids = torch.randint(0, 512, (1, length), generator=torch.Generator().manual_seed(0))
-    loss = model(engine.shard({"input_ids": ids, "labels": ids}, plans), plans, length - 1)
-    loss.backward()
-    if not torch.isfinite(loss):
-        raise FloatingPointError(f"loss {loss.item()}")
-    optimizer.step()
+
+    def step() -> float:
+        ids = torch.randint(0, sizes.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+        loss = model(engine.shard({"input_ids": ids, "labels": ids}, plans), plans, length - 1)
+        loss.backward()
+        if not torch.isfinite(loss):
+            raise FloatingPointError(f"loss {loss.item()}")
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.item())
+
+    return step
 
 
 def peak_of_step(sizes: Sizes, engine: str, flags: dict[str, Any], length: int) -> int:
@@ -125,7 +132,7 @@ def peak_of_step(sizes: Sizes, engine: str, flags: dict[str, Any], length: int) 
 
     A short step runs first, so that memory allocated on first use doesn't count.
     """
-    step(sizes, engine, flags, 1024 * sizes.ranks)
+    make_step(sizes, engine, flags, 1024 * sizes.ranks)()
     gc.collect()
     give_back()
     before = resident()
@@ -133,7 +140,7 @@ def peak_of_step(sizes: Sizes, engine: str, flags: dict[str, Any], length: int) 
     most = resident("VmData") + int(1.25 * sizes.gib * GIB)
     resource.setrlimit(resource.RLIMIT_DATA, (most, unlimited[1]))
     try:
-        return peak_during(lambda: step(sizes, engine, flags, length))[1] - before
+        return peak_during(lambda: make_step(sizes, engine, flags, length)())[1] - before
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, unlimited)
 
