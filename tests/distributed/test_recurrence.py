@@ -14,6 +14,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from burst_attention import Mask, Strategy, make_plan
 from burst_attention.integrations import hf
 from burst_attention.integrations.hf import mixers
+from burst_attention.plan.layout import Layout
 from burst_attention.recurrence import kernels
 from burst_attention.recurrence.exchange import RunExchange
 from burst_attention.recurrence.runs import runs_of
@@ -25,6 +26,7 @@ from tests.support.hybrid_models import (
     make_hybrid,
     one_process,
     over_ranks,
+    relative,
     tokens,
 )
 
@@ -164,7 +166,7 @@ def test_stock_models_in_fp32():
 # What is exchanged
 
 
-@pytest.mark.parametrize("family, shapes", [("bamba", (64 + 2 * 16, 8 + 8 * 8 * 8)), ("lfm2", (32, None))])
+@pytest.mark.parametrize("family, shapes", [("bamba", (64 + 2 * 16, (8 * 8, 8 * 8 * 8 * 8))), ("lfm2", (32, None))])
 def test_bytes_are_as_predicted(family, shapes):
     model, documents = make_hybrid(family), DOCUMENTS
 
@@ -175,8 +177,8 @@ def test_bytes_are_as_predicted(family, shapes):
         layers = [layer for layer in parallel.base_model.modules() if mixers.mechanism(layer)]
         runs = RunExchange(plan).runs
         width = 3 if family == "bamba" else 2
-        rows = [(runs.borders(width)[0], 8 * shapes[0])] + ([(runs.pairs, 8 * shapes[1])] if shapes[1] else [])
-        predicted = [sum(part) * len(layers) for part in zip(*(runs.bytes(*each) for each in rows), strict=True)]
+        parts = [runs.border_bytes(width, 8 * shapes[0])] + ([runs.state_bytes(*shapes[1])] if shapes[1] else [])
+        predicted = [sum(part) * len(layers) for part in zip(*parts, strict=True)]
         counted = []
         with torch.no_grad():
             for layer in layers:
@@ -192,11 +194,131 @@ def test_bytes_are_as_predicted(family, shapes):
             assert predicted[0] > 0
 
 
+def chain_of_states(pairs, runs, zero, multiply):
+    """The state before each run, run by run."""
+    states, state = [], zero
+    for run, pair in zip(runs.every, pairs, strict=True):
+        states.append(zero if run.begins else state)
+        state = multiply(pair[0], states[-1]) + pair[1]
+    return states
+
+
+def scanned(group, layout, documents, diagonal, shapes):
+    """(states, gradients of the own pairs, [bytes predicted], [bytes counted]) of one rank."""
+    plan = make_plan(documents[-1], group=group, mask=Mask(cu_seqlens=documents), strategy=Strategy(layout=layout))
+    exchange = RunExchange(plan)
+    runs, transport = exchange.runs, plan.transport
+    pairs = pairs_of(runs, *shapes)
+    zero = torch.zeros(shapes[1], dtype=torch.float64, requires_grad=True)
+    before = transport.sent, transport.received
+    states = exchange.states([pairs[n] for n in runs.givers], zero, shapes[0], diagonal=diagonal)
+    between = transport.sent, transport.received
+    sum(((n + 1) * state.square()).sum() for n, state in zip(runs.own, states, strict=True)).backward()
+    after = transport.sent, transport.received
+    sizes = [8 * torch.Size(shape).numel() for shape in shapes]
+    predicted = [runs.state_bytes(*sizes), runs.state_bytes(*sizes, backward=True)]
+    counted = [(b[0] - a[0], b[1] - a[1]) for a, b in ((before, between), (between, after))]
+    return dict(zip(runs.own, states, strict=True)), {n: pairs[n] for n in runs.givers}, predicted, counted
+
+
+def pairs_of(runs, *shapes):
+    generator = torch.Generator().manual_seed(3)
+
+    def drawn(shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64).mul_(0.4).requires_grad_()
+
+    return [tuple(map(drawn, shapes)) for _ in runs.every]
+
+
+@pytest.mark.parametrize(
+    "world, layout, documents",
+    [
+        (2, "zigzag", (0, 9)),
+        (3, "contiguous", (0, 40)),
+        (4, "zigzag", (0, 41)),
+        (4, "zigzag", DOCUMENTS),
+        (5, "zigzag-by-halves", (0, 3, 70, 91)),
+        (3, "zigzag-per-document", (0, 20, 61)),
+        (6, "balanced", (0, 4, 90, 95)),
+    ],
+)
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_states_and_gradients_are_those_of_a_chain(world, layout, documents, diagonal):
+    shapes = ((2, 3, 3), (2, 3, 4)) if not diagonal else ((2, 1, 1), (2, 3, 4))
+    with local_world(world) as ranks:
+        found = ranks.run(scanned, layout, documents, diagonal, shapes)
+    runs = runs_of(
+        Layout(layout, documents[-1], world).cut_for(Mask(cu_seqlens=documents), documents[-1]), documents, 0
+    )
+    pairs = pairs_of(runs, *shapes)
+    states = chain_of_states(pairs, runs, torch.zeros(shapes[1]).double(), torch.mul if diagonal else torch.matmul)
+    sum(((n + 1) * state.square()).sum() for n, state in enumerate(states)).backward()
+    assert any(runs.chains)
+    for own, given, predicted, counted in found:
+        assert predicted == counted
+        for n, state in own.items():
+            assert relative(state, states[n]) <= HIDDEN
+        for n, pair in given.items():
+            assert relative(pair[1].grad, pairs[n][1].grad) <= HIDDEN
+            if not runs.every[n].begins:
+                assert relative(pair[0].grad, pairs[n][0].grad) <= HIDDEN
+
+
+def test_bytes_grow_with_the_logarithm_of_the_ranks():
+    """With the states of Qwen3-Next-80B a factor and a state have 2 MiB each; here both have 8 bytes."""
+    most = {}
+    for world in (4, 8, 16, 64):
+        with local_world(world) as ranks:
+            found = ranks.run(scanned, "zigzag", (0, 4 * world), False, ((1, 1), (1, 1)))
+        for *_, predicted, counted in found:
+            assert predicted == counted
+        for direction in (0, 1):
+            most[direction, world] = max(predicted[direction][0] for *_, predicted, _ in found)
+    assert [most[0, world] // 8 for world in (4, 8, 16, 64)] == [7, 13, 17, 25]  # 4 more each time that W doubles
+    assert all(most[0, world] == most[1, world] for world in (4, 8, 16, 64))
+
+
+@pytest.mark.parametrize("width", [1, 3, 6])
+def test_borders_come_from_the_runs_before(width):
+    documents = (0, 1, 2, 5, 31, 33, 61)
+
+    def rank(group):
+        plan = make_plan(61, group=group, mask=Mask(cu_seqlens=documents), strategy=Strategy(layout="zigzag"))
+        exchange = RunExchange(plan)
+        x = plan.positions.double()[:, None].requires_grad_()
+        counted = plan.transport.sent
+        before = exchange.before(x, width)
+        counted = plan.transport.sent - counted
+        (before * torch.arange(1.0, width + 1)[None, :, None]).sum().backward()
+        return (
+            exchange.own,
+            before[..., 0],
+            (plan.positions, x.grad[:, 0]),
+            counted,
+            exchange.runs.border_bytes(width, 8),
+        )
+
+    expected = torch.zeros(61, dtype=torch.float64)
+    with local_world(5) as ranks:
+        found = ranks.run(rank)
+    for own, before, _, counted, predicted in found:
+        assert counted == predicted[0]
+        for run, seen in zip(own, before.tolist(), strict=True):
+            wanted = range(run.first - width, run.first)
+            assert seen == [token if token >= run.start else 0 for token in wanted]
+            for n, token in enumerate(wanted):
+                if token >= run.start:
+                    expected[token] += n + 1
+    for *_, (positions, grad), _, _ in found:
+        assert torch.equal(grad, expected[positions])
+
+
 def test_runs_cover_each_rank_s_tokens():
     with local_world(3) as ranks:
         for plan in ranks.run(lambda group: make_plan(61, group=group, mask=Mask(cu_seqlens=DOCUMENTS))):
             runs = runs_of(plan.schedule.layout, DOCUMENTS, plan.rank)
-            held = [token for run in runs.own for token in range(run.first, run.first + run.length)]
+            own = [runs.every[n] for n in runs.own]
+            held = [token for run in own for token in range(run.first, run.first + run.length)]
             assert held == plan.positions.tolist()
             assert [run.first for run in runs.every] == sorted(run.first for run in runs.every)
             assert all(run.start in DOCUMENTS and run.stop in DOCUMENTS for run in runs.every)
