@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from burst_attention import Mask, Strategy, make_plan
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf import mixers
+from burst_attention.integrations.hf import mixers, parts
+from burst_attention.plan.layout import Layout
 from burst_attention.recurrence import kernels
 from burst_attention.recurrence.exchange import RunExchange
 from burst_attention.recurrence.runs import runs_of
@@ -25,6 +27,7 @@ from tests.support.hybrid_models import (
     make_hybrid,
     one_process,
     over_ranks,
+    relative,
     tokens,
 )
 
@@ -46,7 +49,7 @@ def check(family, world, documents, layout="auto", rows=2, prepare=None):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_documents(family):
-    check(family, 3, DOCUMENTS, rows=1)
+    check(family, 3, DOCUMENTS, "zigzag", rows=1)  # some documents have several runs, whose M so matters
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -84,9 +87,9 @@ def test_one_rank_keeps_documents_apart():
     check("bamba", 1, DOCUMENTS, rows=1)
 
 
-def checkpointed(model):
+def checkpointed(model, *, use_reentrant=False):
     model.train()
-    model.gradient_checkpointing_enable()
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
 
 
 @pytest.mark.parametrize("family", [*KINDS, "stablelm", "nemotron"])
@@ -94,20 +97,23 @@ def test_gradient_checkpointing(family):
     check(family, 2, DOCUMENTS, rows=1, prepare=checkpointed)
 
 
-def rank_of_a_pool(family, documents):
+def rank_of_a_pool(family, documents, use_reentrant):
     torch.set_num_threads(1)
     model = make_hybrid(family)
     ids = tokens(documents[-1], 1)
-    found = over_ranks(model, ids, documents, torch.distributed.group.WORLD, prepare=checkpointed)
+    prepare = functools.partial(checkpointed, use_reentrant=use_reentrant)
+    found = over_ranks(model, ids, documents, torch.distributed.group.WORLD, prepare=prepare)
     for gradient in found[2].values():
         torch.distributed.all_reduce(gradient)
     model.zero_grad()
     return apart([found], one_process(model, ids, documents))
 
 
-@pytest.mark.parametrize("family", KINDS)
-def test_processes_with_gradient_checkpointing(pools, family):
-    for hidden, loss, (gradient, name) in pools(2).run(rank_of_a_pool, family, DOCUMENTS):
+@pytest.mark.parametrize(
+    "family, use_reentrant", [*((family, False) for family in KINDS), ("qwen3_next", True), ("bamba", True)]
+)
+def test_processes_with_gradient_checkpointing(pools, family, use_reentrant):
+    for hidden, loss, (gradient, name) in pools(2).run(rank_of_a_pool, family, DOCUMENTS, use_reentrant):
         assert hidden <= HIDDEN and loss <= HIDDEN and gradient <= GRADIENTS, (hidden, loss, gradient, name)
 
 
@@ -135,7 +141,7 @@ def rank_with_fsdp_or_compiled(family, wrapped):
 
 @pytest.mark.long
 @pytest.mark.parametrize("wrapped", ["fully_shard", "compile"])
-@pytest.mark.parametrize("family", ["qwen3_next", "jamba"])
+@pytest.mark.parametrize("family", ["qwen3_next", "bamba", "jamba"])
 def test_wrapped_models(pools, family, wrapped):
     for hidden, loss, (gradient, name) in pools(2).run(rank_with_fsdp_or_compiled, family, wrapped):
         assert hidden <= HIDDEN and loss <= HIDDEN and gradient <= GRADIENTS, (hidden, loss, gradient, name)
@@ -161,10 +167,41 @@ def test_stock_models_in_fp32():
     assert max((sums[name] - x).norm() / x.norm() for name, x in expected[2].items()) < 1e-3
 
 
+def in_bf16(group, layer, x, dy):
+    plan = make_plan(x.shape[1], group=group, strategy=Strategy(layout="zigzag"))
+    layer, x = copy.deepcopy(layer), plan.shard(x, 1).requires_grad_()
+    out = mixers.over_runs(layer, RunExchange(plan))(x)
+    out.backward(plan.shard(dy, 1))
+    return plan.positions, out.detach(), x.grad
+
+
+def test_bf16_is_as_accurate_as_one_process():
+    """R is rounded to bf16 before it multiplies S; that must not matter, at any number of ranks."""
+    exact = make_hybrid("qwen3_next").model.layers[0].linear_attn
+    layer = make_hybrid("qwen3_next", double=False).bfloat16().model.layers[0].linear_attn
+    exact.load_state_dict({name: x.double() for name, x in layer.state_dict().items()})
+    generator = torch.Generator().manual_seed(3)
+    x, dy = (torch.randn(1, 512, 32, generator=generator).bfloat16() for _ in range(2))
+
+    def alone(module, *given):
+        given = [each.clone().requires_grad_() for each in given]
+        out = module(given[0])
+        return out.detach(), torch.autograd.grad(out, given[0], given[1])[0]
+
+    truth, one = alone(exact, x.double(), dy.double()), alone(layer, x, dy)
+    allowed = [1.25 * relative(each.double(), true) for each, true in zip(one, truth, strict=True)]
+    for world in (2, 8):
+        with local_world(world) as ranks:
+            found = ranks.run(in_bf16, layer, x, dy)
+        for n, (most, true) in enumerate(zip(allowed, truth, strict=True), 1):
+            whole = torch.cat([part[n] for part in found], 1)[:, torch.cat([part[0] for part in found]).argsort()]
+            assert relative(whole.double(), true) <= most
+
+
 # What is exchanged
 
 
-@pytest.mark.parametrize("family, shapes", [("bamba", (64 + 2 * 16, 8 + 8 * 8 * 8)), ("lfm2", (32, None))])
+@pytest.mark.parametrize("family, shapes", [("bamba", (64 + 2 * 16, (8 * 8, 8 * 8 * 8 * 8))), ("lfm2", (32, None))])
 def test_bytes_are_as_predicted(family, shapes):
     model, documents = make_hybrid(family), DOCUMENTS
 
@@ -175,8 +212,8 @@ def test_bytes_are_as_predicted(family, shapes):
         layers = [layer for layer in parallel.base_model.modules() if mixers.mechanism(layer)]
         runs = RunExchange(plan).runs
         width = 3 if family == "bamba" else 2
-        rows = [(runs.borders(width)[0], 8 * shapes[0])] + ([(runs.pairs, 8 * shapes[1])] if shapes[1] else [])
-        predicted = [sum(part) * len(layers) for part in zip(*(runs.bytes(*each) for each in rows), strict=True)]
+        parts = [runs.border_bytes(width, 8 * shapes[0])] + ([runs.state_bytes(*shapes[1])] if shapes[1] else [])
+        predicted = [sum(part) * len(layers) for part in zip(*parts, strict=True)]
         counted = []
         with torch.no_grad():
             for layer in layers:
@@ -192,11 +229,131 @@ def test_bytes_are_as_predicted(family, shapes):
             assert predicted[0] > 0
 
 
+def chain_of_states(pairs, runs, zero, multiply):
+    """The state before each run, run by run."""
+    states, state = [], zero
+    for run, pair in zip(runs.every, pairs, strict=True):
+        states.append(zero if run.begins else state)
+        state = multiply(pair[0], states[-1]) + pair[1]
+    return states
+
+
+def scanned(group, layout, documents, diagonal, shapes):
+    """(states, gradients of the own pairs, [bytes predicted], [bytes counted]) of one rank."""
+    plan = make_plan(documents[-1], group=group, mask=Mask(cu_seqlens=documents), strategy=Strategy(layout=layout))
+    exchange = RunExchange(plan)
+    runs, transport = exchange.runs, plan.transport
+    pairs = pairs_of(runs, *shapes)
+    zero = torch.zeros(shapes[1], dtype=torch.float64, requires_grad=True)
+    before = transport.sent, transport.received
+    states = exchange.states([pairs[n] for n in runs.givers], zero, shapes[0], diagonal=diagonal)
+    between = transport.sent, transport.received
+    sum(((n + 1) * state.square()).sum() for n, state in zip(runs.own, states, strict=True)).backward()
+    after = transport.sent, transport.received
+    sizes = [8 * torch.Size(shape).numel() for shape in shapes]
+    predicted = [runs.state_bytes(*sizes), runs.state_bytes(*sizes, backward=True)]
+    counted = [(b[0] - a[0], b[1] - a[1]) for a, b in ((before, between), (between, after))]
+    return dict(zip(runs.own, states, strict=True)), {n: pairs[n] for n in runs.givers}, predicted, counted
+
+
+def pairs_of(runs, *shapes):
+    generator = torch.Generator().manual_seed(3)
+
+    def drawn(shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64).mul_(0.4).requires_grad_()
+
+    return [tuple(map(drawn, shapes)) for _ in runs.every]
+
+
+@pytest.mark.parametrize(
+    "world, layout, documents",
+    [
+        (2, "zigzag", (0, 9)),
+        (3, "contiguous", (0, 40)),
+        (4, "zigzag", (0, 41)),
+        (4, "zigzag", DOCUMENTS),
+        (5, "zigzag-by-halves", (0, 3, 70, 91)),
+        (3, "zigzag-per-document", (0, 20, 61)),
+        (6, "balanced", (0, 4, 90, 95)),
+    ],
+)
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_states_and_gradients_are_those_of_a_chain(world, layout, documents, diagonal):
+    shapes = ((2, 3, 3), (2, 3, 4)) if not diagonal else ((2, 1, 1), (2, 3, 4))
+    with local_world(world) as ranks:
+        found = ranks.run(scanned, layout, documents, diagonal, shapes)
+    runs = runs_of(
+        Layout(layout, documents[-1], world).cut_for(Mask(cu_seqlens=documents), documents[-1]), documents, 0
+    )
+    pairs = pairs_of(runs, *shapes)
+    states = chain_of_states(pairs, runs, torch.zeros(shapes[1]).double(), torch.mul if diagonal else torch.matmul)
+    sum(((n + 1) * state.square()).sum() for n, state in enumerate(states)).backward()
+    assert any(runs.chains)
+    for own, given, predicted, counted in found:
+        assert predicted == counted
+        for n, state in own.items():
+            assert relative(state, states[n]) <= HIDDEN
+        for n, pair in given.items():
+            assert relative(pair[1].grad, pairs[n][1].grad) <= HIDDEN
+            if not runs.every[n].begins:
+                assert relative(pair[0].grad, pairs[n][0].grad) <= HIDDEN
+
+
+def test_bytes_grow_with_the_logarithm_of_the_ranks():
+    """With the states of Qwen3-Next-80B a factor and a state have 2 MiB each; here both have 8 bytes."""
+    most = {}
+    for world in (4, 8, 16, 64):
+        with local_world(world) as ranks:
+            found = ranks.run(scanned, "zigzag", (0, 4 * world), False, ((1, 1), (1, 1)))
+        for *_, predicted, counted in found:
+            assert predicted == counted
+        for direction in (0, 1):
+            most[direction, world] = max(predicted[direction][0] for *_, predicted, _ in found)
+    assert [most[0, world] // 8 for world in (4, 8, 16, 64)] == [7, 13, 17, 25]  # 4 more each time that W doubles
+    assert all(most[0, world] == most[1, world] for world in (4, 8, 16, 64))
+
+
+@pytest.mark.parametrize("width", [1, 3, 8])  # with 8 several runs need a token
+def test_borders_come_from_the_runs_before(width):
+    documents = (0, 1, 2, 5, 31, 33, 61)
+
+    def rank(group):
+        plan = make_plan(61, group=group, mask=Mask(cu_seqlens=documents), strategy=Strategy(layout="zigzag"))
+        exchange = RunExchange(plan)
+        x = plan.positions.double()[:, None].requires_grad_()
+        counted = plan.transport.sent
+        before = exchange.before(x, width)
+        counted = plan.transport.sent - counted
+        (before * torch.arange(1.0, width + 1)[None, :, None]).sum().backward()
+        return (
+            exchange.own,
+            before[..., 0],
+            (plan.positions, x.grad[:, 0]),
+            counted,
+            exchange.runs.border_bytes(width, 8),
+        )
+
+    expected = torch.zeros(61, dtype=torch.float64)
+    with local_world(5) as ranks:
+        found = ranks.run(rank)
+    for own, before, _, counted, predicted in found:
+        assert counted == predicted[0]
+        for run, seen in zip(own, before.tolist(), strict=True):
+            wanted = range(run.first - width, run.first)
+            assert seen == [token if token >= run.start else 0 for token in wanted]
+            for n, token in enumerate(wanted):
+                if token >= run.start:
+                    expected[token] += n + 1
+    for *_, (positions, grad), _, _ in found:
+        assert torch.equal(grad, expected[positions])
+
+
 def test_runs_cover_each_rank_s_tokens():
     with local_world(3) as ranks:
         for plan in ranks.run(lambda group: make_plan(61, group=group, mask=Mask(cu_seqlens=DOCUMENTS))):
             runs = runs_of(plan.schedule.layout, DOCUMENTS, plan.rank)
-            held = [token for run in runs.own for token in range(run.first, run.first + run.length)]
+            own = [runs.every[n] for n in runs.own]
+            held = [token for run in own for token in range(run.first, run.first + run.length)]
             assert held == plan.positions.tolist()
             assert [run.first for run in runs.every] == sorted(run.first for run in runs.every)
             assert all(run.start in DOCUMENTS and run.stop in DOCUMENTS for run in runs.every)
@@ -306,6 +463,31 @@ def test_a_mixer_that_calls_other_kernels_is_refused():
     model = make_hybrid("qwen3_next", double=False)
     model.model.layers[0].linear_attn.__class__ = Qwen3NextGatedDeltaNet
     assert "(Qwen3NextGatedDeltaNet) is not known to treat each token" in refusal(model, hf.parallelize)
+
+
+class WaveMixer(nn.Module):
+    """Mixes tokens, and no name of the library's knows it."""
+
+    def forward(self, hidden_states, **kwargs):
+        return torch.fft.fft(hidden_states, dim=1).real
+
+
+class RenamedDeltaNet(modeling_qwen3_next.Qwen3NextGatedDeltaNet):
+    """The known mixer under another name: what else its author changed is unknown."""
+
+
+@pytest.mark.parametrize("kind", [WaveMixer, RenamedDeltaNet])
+@pytest.mark.parametrize("place", ["linear_attn", "mlp"])
+def test_unknown_mixers_are_refused(kind, place):
+    model = make_hybrid("qwen3_next", double=False)
+    layer = model.model.layers[0]
+    mixer = copy.deepcopy(layer.linear_attn) if kind is RenamedDeltaNet else kind()
+    if kind is RenamedDeltaNet:
+        mixer.__class__ = kind
+    setattr(layer, place, mixer)
+    assert f"({kind.__name__}) is not known to treat each token" in refusal(model, hf.parallelize)
+    with pytest.raises(ValueError, match=rf"\({kind.__name__}\) is not known to treat each token"):
+        parts.check_structure(model)  # as check_model does
 
 
 def test_a_mixer_with_a_harmless_name_is_refused():

@@ -28,7 +28,7 @@ ROOMS: dict[str, set[str]] = {
     "planner": {"plan"},
     "kernels": {"plan"},
     "attention": {"plan", "planner", "comm", "kernels"},
-    "recurrence": {"attention", "plan", "kernels"},
+    "recurrence": {"attention", "plan", "comm", "kernels"},
     "loss": {"attention", "comm"},
     "testing": {"attention", "plan", "comm", "kernels", "launch"},
     "integrations": {"attention", "comm", "loss", "memory", "plan", "recurrence"},

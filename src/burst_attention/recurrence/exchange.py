@@ -1,20 +1,26 @@
 """What a rank's runs need of other ranks: the state before each run, and the last tokens before it.
 
 Over a run a linear recurrence is affine in the state S before it: S' = M S + U. Each rank computes (M, U) of its runs
-from a zero state. Ranks gather these pairs, and each folds those before its runs, in the order of the sequence.
+from a zero state. A scan over the runs of each document then gives the state before every run.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..attention.derivatives import check_batches, check_transforms, differentiable_once
 from ..attention.plan import Plan
-from ..attention.unshard import unshard
-from .runs import GivenRows, runs_of
+from ..comm.agreement import Agreement
+from ..comm.transport import Receive, Send, Transport
+from ..kernels.precision import accumulation_dtype
+from .runs import Borders, Runs, runs_of
+
+Pair = tuple[Tensor | None, Tensor]  # (M, U); M is None if nothing comes before, so that U is a state
 
 
 class RunExchange:
@@ -22,6 +28,7 @@ class RunExchange:
 
     Attributes:
         runs: this rank's runs and all others.
+        own: this rank's runs, in local order.
 
     Raises:
         ValueError: the plan's layout separates neighbouring tokens; on every rank.
@@ -30,13 +37,10 @@ class RunExchange:
     def __init__(self, plan: Plan) -> None:
         with plan.agreement.entering("a recurrent layer"):
             self.runs = runs_of(plan.schedule.layout, plan.mask.cu_seqlens, plan.rank)
+        self.own = [self.runs.every[n] for n in self.runs.own]
         self._plan = plan
 
-    def gather(self, own: Tensor, rows: GivenRows) -> Tensor:
-        """Return the rows [N, ...] of all ranks from this rank's [n, ...]. Gradients are summed over the ranks."""
-        return unshard(own, 0, "sum", rows, self._plan.transport, self._plan.agreement)
-
-    def before(self, x: Tensor, width: int) -> list[Tensor]:
+    def before(self, x: Tensor, width: int) -> Tensor:
         """Return the ``width`` tokens before each own run, zeros before a document.
 
         Args:
@@ -44,46 +48,191 @@ class RunExchange:
             width: number of tokens, at least 1.
 
         Returns:
-            A tensor [width, ...] for each own run.
+            [own runs, width, ...].
         """
-        rows, own, indices = self.runs.borders(width)
-        every = self.gather(x[own], rows)
-        every = torch.cat([every, x.new_zeros(1, *x.shape[1:])])
-        return [every[index] for index in indices]
+        if not self.runs.chains:
+            return x.new_zeros(len(self.own), width, *x.shape[1:])
+        call = self._agreed("tokens before a convolution", x, {"shape": list(x.shape[1:]), "width": width})
+        borders = self.runs.borders(width)
+        found: Tensor = _Before.apply(x[borders.rows], len(self.own) * width, borders, call)
+        return found.unflatten(0, (len(self.own), width))
 
     def states(
-        self,
-        pairs: Sequence[tuple[Tensor, Tensor]],
-        zero: Tensor,
-        factor_shape: Sequence[int],
-        advance: Callable[[Tensor, Tensor], Tensor],
+        self, pairs: Sequence[tuple[Tensor, Tensor]], zero: Tensor, factor_shape: Sequence[int], *, diagonal: bool
     ) -> list[Tensor]:
         """Return the state before each own run.
 
         Args:
             pairs: (M, U) of the own runs that are not the last of their document, in local order.
             zero: the state at the start of a document, in the dtype in which states are summed. If states need a
-                gradient, it must require one, even on a rank without pairs: all ranks run the gather's backward.
+                gradient, it must require one, even on a rank without pairs: all ranks run the exchange's backward.
             factor_shape: the shape of M.
-            advance: returns M S for M and S.
+            diagonal: whether M S multiplies by elements; otherwise it is a matrix product.
         """
-        runs, rows = self.runs, self.runs.pairs
-        if not rows.seqlen:
-            return [zero for _ in runs.own]
-        size, givers = math.prod(factor_shape), [run for run in runs.own if not run.ends]
-        flat = {
-            run.first: torch.cat([x.to(zero.dtype).flatten() for x in pair])
-            for run, pair in zip(givers, pairs, strict=True)
+        if not self.runs.chains:
+            return [zero for _ in self.own]
+        shapes = {"shape": list(zero.shape), "factor": list(factor_shape)}
+        scan = _Scan(self._agreed("recurrent states", zero, shapes), tuple(factor_shape), tuple(zero.shape), diagonal)
+        runs, given = self.runs, dict(zip(self.runs.givers, pairs, strict=True))
+        tensors = [given[n][1] for n in runs.givers] + [given[n][0] for n in runs.inner]
+        *states, anchor = _States.apply(zero, scan, *[x.to(zero.dtype) for x in tensors])
+        # Zero, but connected to the scan: its backward exchanges messages, so every rank must run it.
+        origin, found = zero + anchor.sum(), dict(zip(runs.takers, states, strict=True))
+        return [found.get(n, origin) for n in runs.own]
+
+    def _agreed(self, name: str, x: Tensor, fields: Mapping[str, Any]) -> _Exchange:
+        plan = self._plan
+        with plan.agreement.entering(name):
+            check_transforms(name, x=x)
+            plan.transport.check_device(x.device)
+            wanted = x.requires_grad and torch.is_grad_enabled()
+            fields = {**fields, "dtype": str(x.dtype), "gradient wanted": wanted, "runs": self.runs.description}
+        plan.agreement.agree(name, fields)
+        return _Exchange(name, self.runs, plan.transport, plan.agreement, plan.transport.health.next_call())
+
+
+@dataclass(frozen=True, eq=False)
+class _Exchange:
+    name: str
+    runs: Runs
+    transport: Transport
+    agreement: Agreement
+    number: int
+
+    def agree_on_backward(self, *grads: Tensor) -> None:
+        name = f"the backward of {self.name}"
+        with self.agreement.entering(name):
+            check_transforms(name, **{f"gradient {n}": grad for n, grad in enumerate(grads)})
+            check_batches(name, *grads)
+        self.agreement.agree(name, {"call number": self.number})
+
+
+@dataclass(frozen=True, eq=False)
+class _Scan:
+    """A scan over the runs of every document, in either direction."""
+
+    call: _Exchange
+    factor_shape: tuple[int, ...]
+    state_shape: tuple[int, ...]
+    diagonal: bool
+
+    def __call__(self, own: Mapping[int, Pair], like: Tensor, *, reverse: bool) -> dict[int, Tensor]:
+        """Return the state before each own run but a document's first, by its index in ``Runs.every``.
+
+        Args:
+            own: the pair of each own run but a document's last; of a document's first run M is None.
+            like: a tensor with the dtype and the device of all.
+            reverse: from the last run of each document to its first.
+        """
+        runs, transport = self.call.runs, self.call.transport
+        before: dict[int, Pair] = {}
+        for number, moves in enumerate(runs.rounds[reverse]):
+            sends, receives, arriving = [], [], {}
+            leaving = {n: self.joined(own[n], before.get(n)) for n in {m.source for m in moves} & own.keys()}
+            for move in moves:
+                source, target = runs.every[move.source].owner, runs.every[move.target].owner
+                if source == target == runs.rank:
+                    arriving[move.target] = leaving[move.source]
+                elif source == runs.rank:
+                    sends += [Send(target, x.contiguous()) for x in leaving[move.source] if x is not None]
+                elif target == runs.rank:
+                    factor = like.new_empty(self.factor_shape) if move.whole else None
+                    arriving[move.target] = factor, like.new_empty(self.state_shape)
+                    receives += [Receive(source, x) for x in arriving[move.target] if x is not None]
+            label = f"{self.call.name}, {'backward' if reverse else 'forward'}, round {number}"
+            transport.wait(transport.post(sends, receives, label=label))
+            before |= {n: self.joined(before[n], pair) if n in before else pair for n, pair in arriving.items()}
+        return {n: state for n, (_, state) in before.items()}
+
+    def joined(self, late: Pair, early: Pair | None) -> Pair:
+        """Return the pair of two stretches, one behind the other: M = M_late M_early, U = M_late U_early + U_late."""
+        factor, state = late
+        if early is None or factor is None:
+            return late
+        return None if early[0] is None else self.times(factor, early[0]), self.times(factor, early[1]) + state
+
+    def times(self, factor: Tensor, x: Tensor) -> Tensor:
+        return factor * x if self.diagonal else factor @ x
+
+    def transposed(self, factor: Tensor) -> Tensor:
+        return factor if self.diagonal else factor.mT
+
+
+class _States(torch.autograd.Function):
+    """Ledger. in U_j of the own runs j whose document goes on, then M_j of those among them that don't begin it; out
+    S_j before each own run that doesn't begin its document, then an empty tensor; saved M_j and S_j.
+
+    forward S_{j+1} = M_j S_j + U_j, with M S = 0 at a document's start.
+    back    dU_j = L_{j+1} and dM_j = L_{j+1} S_j^T (diagonal: the product by elements, summed to M's shape), where
+            L_j = G_j + M_j^T L_{j+1} and G_j is the gradient of S_j. This is the same scan from the last run to the
+            first, of the pairs (M_j^T, G_j).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, zero: Tensor, scan: _Scan, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return the states; the empty tensor connects a rank that takes none."""
+        ctx.scan, runs = scan, scan.call.runs
+        factors: dict[int, Tensor] = dict(zip(runs.inner, tensors[len(runs.givers) :], strict=True))
+        pairs: dict[int, Pair] = {n: (factors.get(n), x) for n, x in zip(runs.givers, tensors, strict=False)}
+        states = scan(pairs, zero, reverse=False)
+        ctx.save_for_backward(*factors.values(), *(states[n] for n in runs.inner))
+        return *(states[n] for n in runs.takers), zero.new_zeros(0)
+
+    @staticmethod
+    @differentiable_once("recurrent states")
+    def backward(ctx: Any, saved: list[Tensor], *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Scan the gradients from the last run to the first."""
+        scan: _Scan = ctx.scan
+        scan.call.agree_on_backward(*grads)
+        runs = scan.call.runs
+        factors = dict(zip(runs.inner, saved, strict=False))
+        states = dict(zip(runs.inner, saved[len(runs.inner) :], strict=True))
+        pairs: dict[int, Pair] = {
+            n: (scan.transposed(factors[n]) if n in factors else None, grad)
+            for n, grad in zip(runs.takers, grads, strict=False)
         }
-        own = torch.stack([flat[first] for first in sorted(flat)]) if flat else zero.new_zeros(0, size + zero.numel())
-        every = self.gather(own + zero.flatten()[:0].sum(), rows)
-        # Zero, but connected to the gather: its backward exchanges messages, so every rank must run it.
-        state = origin = zero + every[:0].sum()
-        found, given = {}, iter(every)
-        for run in runs.every:
-            before = origin if run.begins else state
-            found[run.first] = before
-            if not run.ends:
-                pair = next(given)
-                state = advance(pair[:size].view(*factor_shape), before) + pair[size:].view(zero.shape)
-        return [found[run.first] for run in runs.own]
+        later = scan(pairs, grads[-1], reverse=True)
+        of_factors = (
+            (later[n] * states[n]).sum_to_size(factors[n].shape) if scan.diagonal else later[n] @ states[n].mT
+            for n in runs.inner
+        )
+        return None, None, *(later[n] for n in runs.givers), *of_factors
+
+
+class _Before(torch.autograd.Function):
+    """Ledger. in the own tokens that some run needs; out the tokens before each own run, zeros before a document;
+    saved nothing.
+
+    back    dx of a token = the sum of the gradients of all runs that it was given to, in the order of their ranks, in
+            the accumulation dtype.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, places: int, borders: Borders, call: _Exchange) -> Tensor:
+        """Send each rank the tokens that it needs."""
+        ctx.borders, ctx.call = borders, call
+        out = x.new_zeros(places, *x.shape[1:])
+        leaving = [x[rows] for rows in borders.given]
+        for at, part in zip(borders.places, _all_to_all(leaving, borders.places, call, "forward"), strict=True):
+            out[at] = part
+        return out
+
+    @staticmethod
+    @differentiable_once("tokens before a convolution")
+    def backward(ctx: Any, saved: list[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Send each token's gradients to its owner, which sums them."""
+        borders, call = ctx.borders, ctx.call
+        call.agree_on_backward(grad)
+        leaving = [grad[at] for at in borders.places]
+        total = grad.new_zeros(len(borders.rows), *grad.shape[1:], dtype=accumulation_dtype(grad.dtype))
+        for rows, part in zip(borders.given, _all_to_all(leaving, borders.given, call, "backward"), strict=True):
+            total.index_add_(0, torch.tensor(rows, dtype=torch.int64, device=grad.device), part.to(total.dtype))
+        return total.to(grad.dtype), None, None, None
+
+
+def _all_to_all(leaving: list[Tensor], expected: Sequence[Sequence[int]], call: _Exchange, phase: str) -> list[Tensor]:
+    """Send ``leaving[r]`` to each rank r; return what each rank r sent here, as many rows as ``expected[r]``."""
+    arriving = [x.new_empty(len(each), *x.shape[1:]) for x, each in zip(leaving, expected, strict=True)]
+    arriving[call.runs.rank] = leaving[call.runs.rank]
+    call.transport.all_to_all([[x] for x in leaving], [[x] for x in arriving], label=f"{call.name}, {phase}")
+    return arriving

@@ -46,7 +46,7 @@ def convolution(
     if not width:
         return kernel(hidden_states, weight, bias, activation=activation, **_plain(options))
     parts: list[Tensor] = []
-    for run, before in zip(exchange.runs.own, exchange.before(tokens, width), strict=True):
+    for run, before in zip(exchange.own, exchange.before(tokens, width), strict=True):
         parts += [before, tokens[run.local]]
     joined = torch.cat(parts).movedim(0, 2).contiguous()
     out = kernel(joined, weight, bias, activation=activation, **_plain(options))
@@ -83,16 +83,16 @@ def delta_rule(
     unit = torch.eye(size, dtype=exact, device=value.device).expand(batch, heads, size, size)
     state, values = torch.cat([zero, unit], -1), F.pad(value, (0, size))
     outs, reads, pairs = [], [], []
-    for run in exchange.runs.own:
+    for run in exchange.own:
         q, k, v, decay, rate = (x[:, run.local] for x in (query, key, value if run.begins else values, g, beta))
         start = zero if run.begins else state
         out, final = kernel(q, k, v, g=decay, beta=rate, initial_state=start, output_final_state=True, **options)
         outs.append(out[..., :wide])
         reads.append(out[..., wide:])
-        if not run.ends:  # what comes before a document does not matter: any M will do
+        if not run.ends:  # where a document begins, M multiplies nothing: any will do
             pairs.append((unit if run.begins else final[..., wide:], final[..., :wide]))
-    states = exchange.states(pairs, zero, unit.shape, torch.matmul)
-    for n, (run, before) in enumerate(zip(exchange.runs.own, states, strict=True)):
+    states = exchange.states(pairs, zero, unit.shape, diagonal=False)
+    for n, (run, before) in enumerate(zip(exchange.own, states, strict=True)):
         if run.begins:
             outs[n] = _after(outs[n], before)
         else:
@@ -134,14 +134,14 @@ def mamba2(
     step = _step(dt, options.get("dt_bias"), options.get("dt_softplus", False), exact)
     logs = A.to(exact) * step.clamp(*options.get("dt_limit", (0.0, float("inf"))))
     outs, pairs = [], []
-    for run in exchange.runs.own:
+    for run in exchange.own:
         x, t, b, c = (each[:, run.local] for each in (hidden_states, dt, B, C))
         out, final = kernel(x, t, A, b, c, return_final_states=True, **options)
         outs.append(out)
         if not run.ends:
             pairs.append((logs[:, run.local].sum(1).exp()[..., None, None], final))
-    states = exchange.states(pairs, zero, (batch, heads, 1, 1), torch.mul)
-    for n, (run, before) in enumerate(zip(exchange.runs.own, states, strict=True)):
+    states = exchange.states(pairs, zero, (batch, heads, 1, 1), diagonal=True)
+    for n, (run, before) in enumerate(zip(exchange.own, states, strict=True)):
         if run.begins:
             outs[n] = _after(outs[n], before)
         else:
@@ -182,14 +182,14 @@ def mamba1(
     bias = options.get("delta_bias")
     step = _step(dt.mT, bias, options.get("delta_softplus", False), exact).mT
     outs, pairs = [], []
-    for run in exchange.runs.own:
+    for run in exchange.own:
         x, t, b, c = (each[..., run.local] for each in (hidden_states, dt, B, C))
         out, final = kernel(x, t, A, b, c, return_last_state=True, **options)
         outs.append(out)
         if not run.ends:
             pairs.append(((A.to(exact) * step[..., run.local].sum(-1, keepdim=True)).exp(), final))
-    states = exchange.states(pairs, zero, zero.shape, torch.mul)
-    for n, (run, before) in enumerate(zip(exchange.runs.own, states, strict=True)):
+    states = exchange.states(pairs, zero, zero.shape, diagonal=True)
+    for n, (run, before) in enumerate(zip(exchange.own, states, strict=True)):
         if run.begins:
             outs[n] = _after(outs[n], before)
         else:
@@ -222,7 +222,7 @@ def lightning(exchange: RunExchange, query: Tensor, key: Tensor, value: Tensor, 
     exact = accumulation_dtype(query.dtype)
     (batch, heads, _, size), wide, rates = query.shape, value.shape[-1], rates.to(exact)
     zero, outs, pairs = _zero((query, key, value), (batch, heads, size, wide), exact), [], []
-    for run in exchange.runs.own:
+    for run in exchange.own:
         state = zero
         for first in range(run.offset, run.local.stop, block):
             q, k, v = (x[:, :, first : min(first + block, run.local.stop)].to(exact) for x in (query, key, value))
@@ -236,8 +236,8 @@ def lightning(exchange: RunExchange, query: Tensor, key: Tensor, value: Tensor, 
             pairs.append(((-rates * run.length).exp(), state))
     out = torch.cat(outs, 2)
     reads = []
-    states = exchange.states(pairs, zero, rates.shape, torch.mul)
-    for run, before in zip(exchange.runs.own, states, strict=True):
+    states = exchange.states(pairs, zero, rates.shape, diagonal=True)
+    for run, before in zip(exchange.own, states, strict=True):
         q = query[:, :, run.local].to(exact)
         reads.append((q * (-_ages(q, rates)).exp()) @ before)
     return (out + torch.cat(reads, 2)).to(value.dtype)

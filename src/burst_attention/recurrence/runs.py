@@ -5,11 +5,11 @@ from __future__ import annotations
 import bisect
 import functools
 import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-
-import numpy as np
+from typing import NamedTuple
 
 from ..plan.layout import Layout
 
@@ -47,41 +47,32 @@ class Run:
         return slice(self.offset, self.offset + self.length)
 
 
-@dataclass(frozen=True)
-class GivenRows:
-    """Rows that several ranks give, in a common order: row i comes from rank ``owners[i]``."""
+class Hop(NamedTuple):
+    """A message of a scan: what the run ``source`` holds goes to the run ``target``. Both are indices in ``every``."""
 
-    owners: tuple[int, ...]
-    world: int
-
-    @cached_property
-    def lengths(self) -> tuple[int, ...]:
-        """Number of rows of each rank."""
-        return tuple(len(self.positions(rank)) for rank in range(self.world))
-
-    @cached_property
-    def gather_order(self) -> np.ndarray:
-        """Index of each row in the concatenation of all ranks' rows, int64 [N]."""
-        order = np.empty(len(self.owners), np.int64)
-        order[np.concatenate([self.positions(rank) for rank in range(self.world)])] = np.arange(len(self.owners))
-        return order
-
-    def positions(self, rank: int) -> np.ndarray:
-        """Return the indices of the rows of one rank, int64."""
-        return np.flatnonzero(np.asarray(self.owners, np.int64) == rank)
-
-    @property
-    def seqlen(self) -> int:
-        """Number of rows of all ranks."""
-        return len(self.owners)
-
-    @cached_property
-    def description(self) -> str:
-        """A text that is equal on two ranks only if the rows are."""
-        return f"rows (digest {hashlib.blake2b(repr(self.owners).encode(), digest_size=8).hexdigest()})"
+    source: int
+    target: int
+    whole: bool  # M and U; otherwise U alone, which is then a state
 
 
-@dataclass(frozen=True)
+Rounds = tuple[tuple[Hop, ...], ...]
+
+
+class Borders(NamedTuple):
+    """Which tokens a convolution needs of other runs, as one rank sees it.
+
+    Attributes:
+        rows: the local indices of the tokens that this rank gives, each once.
+        given: for each rank, the indices in ``rows`` of what it gets from here.
+        places: for each rank, where its tokens go in [own runs x width]; places that stay free are zero.
+    """
+
+    rows: list[int]
+    given: list[list[int]]
+    places: list[list[int]]
+
+
+@dataclass(frozen=True, eq=False)
 class Runs:
     """The runs of all ranks in the order of the sequence, as seen by ``rank``."""
 
@@ -90,41 +81,104 @@ class Runs:
     world: int
 
     @cached_property
-    def own(self) -> tuple[Run, ...]:
-        """The runs of this rank, in local order."""
-        return tuple(sorted((run for run in self.every if run.owner == self.rank), key=lambda run: run.offset))
+    def own(self) -> tuple[int, ...]:
+        """Indices in ``every`` of this rank's runs, in local order."""
+        held = (n for n, run in enumerate(self.every) if run.owner == self.rank)
+        return tuple(sorted(held, key=lambda n: self.every[n].offset))
 
     @cached_property
-    def pairs(self) -> GivenRows:
-        """The runs whose document goes on behind them: each gives the state after it."""
-        return GivenRows(tuple(run.owner for run in self.every if not run.ends), self.world)
+    def givers(self) -> tuple[int, ...]:
+        """The own runs whose document goes on behind them."""
+        return tuple(n for n in self.own if not self.every[n].ends)
 
-    @functools.lru_cache(maxsize=8)  # noqa: B019  # the runs themselves are in a bounded cache
-    def borders(self, width: int) -> tuple[GivenRows, list[int], list[list[int]]]:
-        """Return what a convolution needs that reads the ``width`` tokens before each token.
+    @cached_property
+    def takers(self) -> tuple[int, ...]:
+        """The own runs whose document began before them."""
+        return tuple(n for n in self.own if not self.every[n].begins)
 
-        Returns:
-            The rows that ranks exchange; the local indices of this rank's; for each own run the indices, among all
-            rows, of the ``width`` tokens before it. -1 stands for a token before the document, which is zero.
+    @cached_property
+    def inner(self) -> tuple[int, ...]:
+        """The own runs that are givers and takers."""
+        return tuple(n for n in self.givers if not self.every[n].begins)
+
+    @cached_property
+    def chains(self) -> tuple[range, ...]:
+        """The runs of each document that has several, as indices in ``every``."""
+        starts = [n for n, run in enumerate(self.every) if run.begins]
+        chains = (range(*pair) for pair in itertools.pairwise([*starts, len(self.every)]))
+        return tuple(chain for chain in chains if len(chain) > 1)
+
+    @cached_property
+    def description(self) -> str:
+        """A text that is equal on two ranks only if the runs are."""
+        return f"runs (digest {hashlib.blake2b(repr(self.every).encode(), digest_size=8).hexdigest()})"
+
+    @cached_property
+    def rounds(self) -> tuple[Rounds, Rounds]:
+        """The rounds of a scan over every document's runs, from the first to the last, and from the last to the first.
+
+        Before the round with hop h a run knows the h - 1 runs before it. It gives these and itself to the run h behind
+        it, which then knows 2 h - 1. A run that knows all runs before it holds a state, so it sends no M.
+        Source: Hillis and Steele, Data parallel algorithms, 1986.
         """
-        sent = [
-            (run, token)
-            for run in self.every
-            if not run.ends
-            for token in range(max(run.first, run.first + run.length - width), run.first + run.length)
-        ]
-        place = {token: n for n, (_, token) in enumerate(sent)}
-        own = [run.offset + token - run.first for run, token in sent if run.owner == self.rank]
-        before = [
-            [place[token] if token >= run.start else -1 for token in range(run.first - width, run.first)]
-            for run in self.own
-        ]
-        return GivenRows(tuple(run.owner for run, _ in sent), self.world), own, before
+        longest = max(map(len, self.chains), default=1)
+        hops = [1 << n for n in range((longest - 1).bit_length())]
 
-    def bytes(self, rows: GivenRows, row_bytes: int) -> tuple[int, int]:
-        """Return (sent, received) payload bytes of this rank in one gather of ``rows``; its backward swaps them."""
-        own = rows.lengths[self.rank]
-        return own * (self.world - 1) * row_bytes, (rows.seqlen - own) * row_bytes
+        def over(chains: Sequence[range]) -> Rounds:
+            return tuple(
+                tuple(Hop(chain[n], chain[n + hop], n >= hop) for chain in chains for n in range(len(chain) - hop))
+                for hop in hops
+            )
+
+        return over(self.chains), over([chain[::-1] for chain in self.chains])
+
+    @functools.lru_cache(maxsize=128)  # noqa: B019  # the runs themselves are in a bounded cache
+    def borders(self, width: int) -> Borders:
+        """Return what a convolution needs that reads the ``width`` tokens before each token."""
+        rows: dict[int, int] = {}
+        given: list[list[int]] = [[] for _ in range(self.world)]
+        places: list[list[int]] = [[] for _ in range(self.world)]
+        slots = {run: number * width for number, run in enumerate(self.own)}
+        for chain in self.chains:
+            for at in chain[1:]:
+                to, giver = self.every[at], at
+                for token in range(to.first - 1, max(to.start, to.first - width) - 1, -1):
+                    giver -= token < self.every[giver].first
+                    source = self.every[giver]
+                    if source.owner == self.rank:
+                        local = source.offset + token - source.first
+                        given[to.owner].append(rows.setdefault(local, len(rows)))
+                    if to.owner == self.rank:
+                        places[source.owner].append(slots[at] + width - (to.first - token))
+        return Borders(list(rows), given, places)
+
+    def state_bytes(self, factor: int, state: int, *, backward: bool = False) -> tuple[int, int]:
+        """Return (sent, received) payload bytes of this rank in one exchange of states, or in its backward.
+
+        Args:
+            factor, state: the bytes of M and of a state.
+        """
+        sent = received = 0
+        for move in itertools.chain.from_iterable(self.rounds[backward]):
+            source, target = (self.every[n].owner for n in move[:2])
+            if source != target:
+                size = state + factor * move.whole
+                sent += size * (source == self.rank)
+                received += size * (target == self.rank)
+        return sent, received
+
+    def border_bytes(self, width: int, token: int) -> tuple[int, int]:
+        """Return (sent, received) payload bytes of this rank for a convolution; its backward swaps them.
+
+        Args:
+            token: the bytes of a token.
+        """
+        found = self.borders(width)
+        sent, received = (
+            sum(len(each) for rank, each in enumerate(lists) if rank != self.rank)
+            for lists in (found.given, found.places)
+        )
+        return sent * token, received * token
 
 
 @functools.lru_cache(maxsize=64)
