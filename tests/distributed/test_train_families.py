@@ -18,14 +18,18 @@ from tests.tools.families import model_class, tiny_config
 
 from .test_train import one_device
 
+HYBRIDS = ("bamba", "granitemoehybrid", "lfm2", "mamba2", "qwen3_5_text", "qwen3_next", "zamba2")
 FAMILIES = (
+    *HYBRIDS,
     "cohere2",
     "deepseek_v2",
     "gemma2",
     "gemma3_text",
     "glm4",
+    "gpt_neox",
     "gpt_oss",
     "granite",
+    "llama4_text",
     "minimax_m2",
     "mixtral",
     "olmo2",
@@ -75,7 +79,9 @@ def test_a_family_trains_as_one_device_does(pools, corpus, tmp_path, model_type)
         optimizer.zero_grad()
         expected.append(loss.item())
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=2e-6)
-    assert all(record["bytes_sent"] == record["bytes_predicted"] > 0 for record in records)
+    for record in records:  # the states that recurrent layers send are not among the attention's bytes
+        more = record["bytes_sent"] - record["bytes_predicted"]
+        assert more > 0 if model_type in HYBRIDS else more == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").float()
     held_out = list(itertools.islice(reader.held_out(), 3))
@@ -90,7 +96,8 @@ def test_what_can_not_be_trained_is_refused_before_the_start(corpus, tmp_path):
 
     for model_type, engine, changes, why in (
         ("mixtral", "burst", {"output_router_logits": True}, "adds the router's loss"),
-        ("gpt_neox", "burst", {}, r"GPTNeoXForCausalLM does not hold its layers in model\.layers"),
+        ("hrm_text", "burst", {}, "HrmTextForCausalLM has 2 lists of decoder layers"),
+        ("gpt_oss", "ulysses", {}, "--engine ulysses has no sinks, which the attention of a gpt_oss has"),
         ("gemma4_unified_text", "burst", {}, "does not state one size of the heads"),
         ("longcat_flash", "burst", {}, "zero_expert_num=256 of the configuration"),
         ("phi3", "tensor", {}, "--engine tensor can't share the projections of a phi3"),

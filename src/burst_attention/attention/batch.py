@@ -84,7 +84,7 @@ class Plans(Mapping[Reach, Plan]):
         if plan.schedule.layout.by_mask:
             furthest = None if None in distinct else max(each for each in distinct if isinstance(each, int))
             plan = plan.with_mask(Mask(window=furthest, cu_seqlens=cu_seqlens), seqlen=plan.seqlen)
-        masks = {reach: _mask_of(reach, plan.seqlen, cu_seqlens) for reach in distinct}
+        masks = {reach: mask_of(reach, plan.seqlen, cu_seqlens) for reach in distinct}
         plans = cls({reach: plan.with_mask(mask) for reach, mask in masks.items()})
         for each in plans.values():
             each.decide_splits()
@@ -105,7 +105,7 @@ class Plans(Mapping[Reach, Plan]):
         return len(self._by_window)
 
 
-def _mask_of(reach: Reach, seqlen: int, cu_seqlens: Sequence[int] | None) -> Mask:
+def mask_of(reach: Reach, seqlen: int, cu_seqlens: Sequence[int] | None) -> Mask:
     """Return the mask of layers with this reach: a chunk is like a document."""
     if not isinstance(reach, Chunked):
         return Mask(window=reach, cu_seqlens=cu_seqlens)

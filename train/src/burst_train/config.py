@@ -35,7 +35,7 @@ from burst_attention.plan.route import RouteOrAuto
 from burst_attention.plan.strategy import DegreeOrAuto, Strategy
 
 from .engines import EngineName
-from .memory import MemoryConfig
+from .memory import TENSOR, MemoryConfig
 from .presets import PRESETS
 
 if TYPE_CHECKING:
@@ -120,6 +120,11 @@ class ModelConfig:
     max_positions: Length | None = None
     """New max_position_embeddings for the model, if --seq-len exceeds it. RoPE settings do not change."""
 
+    lora: Count | None = None
+    """Train LoRA adapters of this rank in all linear layers but the head; all other weights are frozen. Needs PEFT.
+
+    Checkpoints hold the adapters alone. --out/model has them merged; its folder adapter has them alone."""
+
     def compute_dtype(self, device_type: str) -> torch.dtype:
         """Return the torch dtype for ``dtype`` on this type of device."""
         import torch
@@ -171,7 +176,7 @@ class OptimConfig:
     """The optimizer and its schedule: AdamW, warm-up and decay."""
 
     lr: Positive | None = None
-    """Peak learning rate. Default: 2e-3 for tiny, 3e-4 for the other presets, 2e-5 for a loaded model."""
+    """Peak learning rate. Default: 2e-3 for tiny, 3e-4 for other presets, 2e-5 for a loaded model, 2e-4 with --lora."""
     min_lr: LastRate = 0.1
     """Final learning rate, as a share of --lr."""
     schedule: ScheduleName = "cosine"
@@ -201,7 +206,7 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Train a Llama on long documents; several ranks share every sequence."""
+    """Train a language model on long documents; several ranks share every sequence."""
 
     run: RunConfig = field(default_factory=RunConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -226,6 +231,8 @@ class TrainConfig:
         """Return ``lr``, or the model's default peak learning rate."""
         if self.optim.lr is not None:
             return self.optim.lr
+        if self.model.lora is not None:
+            return 2e-4
         return 2e-3 if self.model.model == "tiny" else 3e-4 if self.model.model in PRESETS else 2e-5
 
     @property
@@ -256,6 +263,13 @@ class TrainConfig:
         beyond = f"is after the last of --steps {self.run.steps}; choose an earlier step"
         require(self.run.profile is None or self.run.profile <= self.run.steps, "profile", self.run.profile, beyond)
         self.memory.check(self.parallel.engine, self.parallel.device)
+        self._check_lora()
+
+    def _check_lora(self) -> None:
+        lora, model, engine = self.model.lora, self.model.model, self.parallel.engine
+        rule = f"adapts a trained model, but --model {model} has random weights; give a folder or a name on the hub"
+        require(lora is None or model not in PRESETS, "lora", lora, rule)
+        require(lora is None or engine not in TENSOR, "lora", lora, f"is not for --engine {engine}; use --engine burst")
 
     def _check_global_batch(self) -> None:
         asked, accumulate = self.optim.global_batch, self.optim.accumulate

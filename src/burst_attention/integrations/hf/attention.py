@@ -22,7 +22,7 @@ from .checks import UNSTATED, MaskRequest
 from .models import NAME
 
 # Attentions that don't get ``position_ids``. Their models turn q and k before, or add positions to the embeddings.
-_KEEP_POSITIONS = (
+KEEP_POSITIONS = (
     "CohereCompassAttention",
     "GPTBigCodeAttention",
     "GraniteMoeHybridAttention",
@@ -125,7 +125,7 @@ class Attention:
     def _are_checked(module: torch.nn.Module, plan: Any, position_ids: Any) -> bool:
         """Return whether ``parallelize`` cut the positions itself, so that the layer can't have others."""
         positions = getattr(plan, "positions", None)
-        kept = position_ids is None and type(module).__name__ in _KEEP_POSITIONS
+        kept = position_ids is None and type(module).__name__ in KEEP_POSITIONS
         return positions is not None and (position_ids is positions or kept or getattr(plan, "rotary", False))
 
     def _check_positions(self, position_ids: Any, query: torch.Tensor, plan: Plan) -> None:

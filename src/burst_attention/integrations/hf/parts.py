@@ -190,7 +190,7 @@ def check_attention_is_ours(model: nn.Module) -> None:
         for name, module in model.named_modules()
         if "Attention" in type(module).__name__ and next(mixers.mixers_of(module), None) is None
     }
-    if attentions and not any(_calls_interface(module) for module in attentions.values()):
+    if attentions and not any(calls_interface(module) for module in attentions.values()):
         name, module = next(iter(attentions.items()))
         raise ValueError(
             f"{name} ({type(module).__name__}) computes its attention itself and ignores attn_implementation; use "
@@ -200,7 +200,7 @@ def check_attention_is_ours(model: nn.Module) -> None:
 
 def attention_configs(model: nn.Module) -> list[Any]:
     """Return the configurations from which the layers read their attention implementation; usually one."""
-    every = [getattr(module, "config", None) for module in model.modules() if _calls_interface(module)]
+    every = [getattr(module, "config", None) for module in model.modules() if calls_interface(module)]
     return list({id(config): config for config in every if config is not None}.values())
 
 
@@ -273,7 +273,7 @@ def _reason(module: nn.Module) -> str | None:
 
 def _reason_by_name(module: nn.Module, kind: type) -> str | None:
     """Return the same for a class from a package with descriptive class names."""
-    if _calls_interface(module) or kind.__name__.endswith("RotaryEmbedding"):
+    if calls_interface(module) or kind.__name__.endswith("RotaryEmbedding"):
         return None
     if kind.__module__ == "transformers.activations":
         return None
@@ -291,10 +291,10 @@ def _own_attention(module: nn.Module) -> bool:
     """Return whether a module is an attention that doesn't use transformers' attention interface."""
     if "Attention" not in type(module).__name__ or next(mixers.mixers_of(module), None) is not None:
         return False
-    return not any(_calls_interface(part) for part in module.modules())
+    return not any(calls_interface(part) for part in module.modules())
 
 
-def _calls_interface(module: nn.Module) -> bool:
+def calls_interface(module: nn.Module) -> bool:
     return any("ALL_ATTENTION_FUNCTIONS" in names for names in _names_in_code(type(module)))
 
 

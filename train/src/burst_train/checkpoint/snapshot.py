@@ -29,8 +29,8 @@ WAITING = "data.waiting"
 WEIGHTS = "weights."
 # Settings that a resumed run must keep. Settings not listed here may change.
 LASTING = (
-    *("model", "dtype", "data", "tokenizer", "seq_len", "pack", "held_out", "seed", "global_batch", "decay_steps"),
-    "schedule",
+    *("model", "lora", "dtype", "data", "tokenizer", "seq_len", "pack", "held_out", "seed", "global_batch"),
+    *("decay_steps", "schedule"),
     *("lr", "min_lr", "warmup", "weight_decay", "beta1", "beta2", "eps", "clip", "optimizer"),
 )
 # Settings of one start of the run; the next start sets them again.
@@ -71,13 +71,23 @@ class Run(Protocol):
     def reader(self) -> SequenceReader: ...
 
 
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter's name is that of an adapter's weight (LoRA)."""
+    return ".lora_" in name
+
+
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return the sharded weights and AdamW moments by name, without copying; moments in 8 bits are copied.
 
-    If the optimizer has taken no step yet, its moments are created as zeros.
+    With adapters, the weights are theirs alone: all others are as they were loaded. If the optimizer has taken no step
+    yet, its moments are created as zeros.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
-    tensors = {f"{WEIGHTS}{name}": parameter.detach() for parameter, name in names.items()}
+    adapted = any(map(is_adapter, names.values()))
+    tensors = {f"{WEIGHTS}{name}": p.detach() for p, name in names.items() if is_adapter(name) or not adapted}
+    if not adapted:
+        kept = model.state_dict().keys()
+        tensors |= {f"{WEIGHTS}{name}": buffer for name, buffer in model.named_buffers() if name in kept}
     for parameter in _parameters(optimizer):
         held = optimizer.state[parameter]
         if not held:

@@ -47,6 +47,10 @@ def check_run(config: TrainConfig, world: int, *, local_ranks: int | None = None
     config.check()
     config.check_world(world)
     check_tracking(config)
+    if config.model.lora is not None:
+        from ..step.lora import check_lora
+
+        check_lora(config)
     if config.memory.optimizer != "adamw":
         from ..step.optim import check_optimizer
 
@@ -97,6 +101,7 @@ def predict_call(config: TrainConfig, model: PreTrainedConfig, engine: Engine, w
         accumulate=config.sequences_per_step // (config.parallel.data_parallel * config.optim.batch),
         dtype=config.model.compute_dtype(config.parallel.device),
         memory=config.memory,
+        lora=config.model.lora,
     )
 
 

@@ -137,8 +137,8 @@ def _table(summary: Summary, device: str) -> Table:
     waited = ["-" if seconds is None else f"{seconds:,.3f} s" for seconds in summary.exchange_seconds]
     table.add_row("waiting for exchanges per step, per rank", ", ".join(waited))
     table.add_row("peak memory per rank", f"{_sizes(summary.peak_memory)}\n({COUNTED[device]})")
-    table.add_row("attention sent per step, per rank", _sizes(summary.bytes_sent))
-    table.add_row("predicted", _sizes(summary.bytes_predicted))
+    table.add_row("activations sent per step, per rank", _sizes(summary.bytes_sent))
+    table.add_row("predicted for attention", _sizes(summary.bytes_predicted))
     return table
 
 

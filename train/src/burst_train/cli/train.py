@@ -28,7 +28,7 @@ COMMAND = "burst train"
 
 @dataclass(frozen=True)
 class TrainArguments:
-    """Train a Llama on long documents. Several ranks share each sequence.
+    """Train a language model on long documents. Several ranks share each sequence.
 
     The command starts local workers. Under torchrun it uses torchrun's ranks instead:
     torchrun --nproc-per-node 2 -m burst_attention.cli train [OPTIONS].

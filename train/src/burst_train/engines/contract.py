@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from burst_attention.attention.batch import Chunked, Reach
+from burst_attention.attention.batch import Reach
 from burst_attention.attention.hardware import RatesGiven
 from burst_attention.attention.plan import Plan
 from burst_attention.loss import Head
@@ -18,23 +18,7 @@ from burst_attention.plan.groups import Groups
 
 PlansByWindow = Mapping[Reach, Plan]
 
-
-def windows_of(config: Any) -> list[int | None]:
-    """Return each layer's sliding window; None for full attention.
-
-    Raises:
-        ValueError: the model has layers with chunked attention.
-    """
-    from burst_attention.integrations import hf
-
-    found = hf.layer_windows(config)
-    chunk = next((each for each in found if isinstance(each, Chunked)), None)
-    if chunk is not None:
-        raise ValueError(
-            f"attention_chunk_size={chunk.size} of the model: burst train has no chunked attention; use "
-            "hf.parallelize(model) in a loop of your own"
-        )
-    return [each for each in found if not isinstance(each, Chunked)]
+_WITH_SINKS = ("deepseek_v4", "flint", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash")
 
 
 class Attend(Protocol):
@@ -51,6 +35,7 @@ class Heads:
         head_dim: of queries and keys; ``v_head_dim`` is that of values, ``head_dim`` if None.
         intermediate: columns of the feed-forward layers; 0 if the configuration does not say.
         family: the configuration's ``model_type``.
+        options: of ``softcap`` and ``sinks`` those that the attention has.
     """
 
     q_heads: int
@@ -60,12 +45,16 @@ class Heads:
     intermediate: int
     v_head_dim: int | None = None
     family: str = "llama"
+    options: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, config: Any) -> Heads:
-        """Read the sizes from a transformers configuration."""
-        q_heads, latent = config.num_attention_heads, getattr(config, "qk_rope_head_dim", None)
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // q_heads
+        """Read the sizes from a transformers configuration; 0 heads if it has no attention."""
+        config = config.get_text_config(decoder=True)
+        q_heads = getattr(config, "num_attention_heads", 0)
+        latent = getattr(config, "qk_rope_head_dim", None)
+        head_dim = getattr(config, "attention_head_dim", None) or getattr(config, "head_dim", None)
+        head_dim = head_dim or config.hidden_size // max(1, q_heads)
         if latent:  # keys are projected from a latent vector, for every query head
             head_dim = config.qk_nope_head_dim + latent
         return cls(
@@ -76,6 +65,7 @@ class Heads:
             hidden=config.hidden_size,
             intermediate=getattr(config, "intermediate_size", None) or 0,
             family=config.model_type,
+            options=_options_of(config),
         )
 
     def of_chunk(self, chunks: int) -> Heads:
@@ -90,6 +80,11 @@ class Heads:
                 f"them that divides the {self.q_heads} query heads"
             )
         return replace(self, q_heads=self.q_heads // chunks, kv_heads=max(1, self.kv_heads // chunks))
+
+
+def _options_of(config: Any) -> tuple[str, ...]:
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    return ("softcap",) * capped + ("sinks",) * (config.model_type in _WITH_SINKS)
 
 
 class Engine(Protocol):

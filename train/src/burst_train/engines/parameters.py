@@ -24,11 +24,12 @@ def shard_parameters(wrapper: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, *
         offload: whether shards and their gradients stay in host memory and each use fetches them. This was never run
             on a GPU.
     """
+    from .body import sharded_layers  # imports transformers
+
     halved = dtype in (torch.bfloat16, torch.float16)
     policy = MixedPrecisionPolicy(param_dtype=dtype if halved else None, reduce_dtype=torch.float32 if halved else None)
     offloading = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
-    layers: nn.ModuleList = wrapper.get_submodule("model.model.layers")  # type: ignore[assignment]
-    for layer in layers:
+    for layer in sharded_layers(wrapper.model):
         fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offloading)
     fully_shard(wrapper, mesh=mesh, mp_policy=policy, offload_policy=offloading)
     for module in wrapper.modules():

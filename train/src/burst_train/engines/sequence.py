@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,6 +27,8 @@ from .parameters import shard_parameters
 from .ulysses import check_ulysses, ulysses_attention, ulysses_sent
 from .usp import UspAttention
 from .whole import whole_attention
+
+NAMES = {"softcap": "soft cap", "sinks": "sinks"}
 
 
 def _nothing(heads: Heads, world: int) -> None:
@@ -66,7 +69,14 @@ class SequenceEngine:
                 f"--engine {self.name} runs each sequence on one rank, not {world}; use one rank, or set "
                 "--data-parallel to the number of --ranks"
             )
-        self.check_heads(heads.of_chunk(self.attention_chunks), world)
+        for option in heads.options:
+            if option not in inspect.signature(self.attend).parameters:
+                raise ValueError(
+                    f"--engine {self.name} has no {NAMES[option]}, which the attention of a {heads.family} has; use "
+                    "--engine burst or ring"
+                )
+        if heads.q_heads:
+            self.check_heads(heads.of_chunk(self.attention_chunks), world)
 
     def plan(
         self,
@@ -80,7 +90,7 @@ class SequenceEngine:
     ) -> Plan:
         """Make the plan of one sequence over ``group``."""
         sizes = {}
-        if heads is not None:
+        if heads is not None and heads.q_heads:
             heads = heads.of_chunk(self.attention_chunks)
             sizes = {name: getattr(heads, name) for name in ("q_heads", "kv_heads", "head_dim")}
         return make_plan(
@@ -112,13 +122,9 @@ class SequenceEngine:
 
     def hidden(self, model: Any, shard: Mapping[str, Tensor], plans: PlansByWindow) -> Tensor:
         """Return the last hidden states of this rank's tokens."""
-        return model.model(
-            input_ids=shard["input_ids"],
-            position_ids=shard["position_ids"],
-            use_cache=False,
-            plan=plans,
-            attend=self.attend,
-        ).last_hidden_state
+        from .body import hidden_states  # imports transformers
+
+        return hidden_states(model, shard, plans, self.attend)
 
     def head(self, head: Head) -> Head:
         """Return the head unchanged: every rank has all of it."""

@@ -17,18 +17,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from burst_attention import Mask
-from burst_attention.attention.batch import Plans
+from burst_attention.attention.batch import Plans, Reach, mask_of
 from burst_attention.attention.footprint import WALKED, LiveBytes, peak_of
 from burst_attention.attention.hardware import known_rates, shape_of, usual_rates
 from burst_attention.attention.operator import FORMULA_VERSION, attend, gradients_wanted
-from burst_attention.attention.plan import Plan, plan_of, single_rank_plan
+from burst_attention.attention.plan import Plan, single_rank_plan
 from burst_attention.comm.agreement import Agreement
 from burst_attention.comm.transport import Transport
 from burst_attention.integrations import hf
+from burst_attention.integrations.hf.stub_forward import body_of
 from burst_attention.kernels.precision import accumulation_dtype
 from burst_attention.loss import Head
 from burst_attention.loss.tokens import Measurement, measure
@@ -38,9 +38,10 @@ from burst_attention.plan.rows import Direction, Side
 from burst_attention.planner.planner import Planner
 
 from ..engines import Engine, Heads, SequenceEngine
-from ..engines.contract import windows_of
+from ..engines.body import attention_reaches, hidden_states, run_on_shards, sharded_layers
 from ..memory import MemoryConfig
 from ..step.activations import keep_less
+from ..step.lora import add_adapters
 from .step_memory import OVERLAPPING, PARTS
 
 
@@ -55,6 +56,7 @@ def training_memory(
     accumulate: int = 1,
     dtype: torch.dtype,
     memory: MemoryConfig | None = None,
+    lora: int | None = None,
 ) -> dict[str, int] | None:
     """Predict the peak memory of an optimizer step on the rank that needs most.
 
@@ -74,6 +76,7 @@ def training_memory(
         world: number of all ranks. Each of the ``groups`` of ranks reads different sequences.
         dtype: dtype of the computation.
         memory: options that save memory.
+        lora: the rank of adapters, if only they are trained.
 
     Returns:
         Bytes by part, which add up to the peak; None for other engines, and for experts that don't compute in bfloat16.
@@ -93,6 +96,7 @@ def training_memory(
         accumulates=accumulate > 1,
         dtype=dtype,
         memory=memory,
+        lora=lora,
     )
     return _parts(step, step.model, world, memory)
 
@@ -114,6 +118,7 @@ def live_step(
     accumulates: bool = False,
     dtype: torch.dtype,
     memory: MemoryConfig,
+    lora: int | None = None,
     kind: type[LiveStep] | None = None,
 ) -> LiveStep:
     """Run a step on tensors without data; the arguments are those of :func:`training_memory`.
@@ -124,19 +129,34 @@ def live_step(
     hf.register()
     # One mode for model and step: a second mode would treat the weights as foreign tensors.
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=hf.NAME, dtype=dtype).train()
+        model = _without_data(config, dtype, lora).train()
     store = None if memory.offload == "none" else _Elsewhere()
-    keep_less(model.model, _on_cpu(memory), Agreement(Transport(None)), store=store)
+    keep_less(body_of(model), _on_cpu(memory), Agreement(Transport(None)), store=store)
+    run_on_shards(model)
     heads = Heads.of(config)
-    sizes = {"q_heads": heads.q_heads, "kv_heads": heads.kv_heads, "head_dim": heads.head_dim}
+    sizes = {"q_heads": max(1, heads.q_heads), "kv_heads": max(1, heads.kv_heads), "head_dim": heads.head_dim}
     schedules = _Schedules(engine, seq_len, world // groups, shape_of(dtype, batch=batch, **sizes))
-    windows = windows_of(config)
+    windows = attention_reaches(model)
     cuts = {window: schedules.split(window) for window in {*windows}} if memory.attention_chunks == 1 else None
-    calls = _calls(config, schedules, batch, dtype, memory.attention_chunks)
+    chunks = memory.attention_chunks
+    calls = _calls(heads.of_chunk(chunks), {*windows}, schedules, batch, dtype, chunks) if windows else {}
     step = (kind or LiveStep)(model, world, calls, cuts, accumulates=accumulates)
     with fake, step:
         step.run(batch, schedules.most_tokens, windows)
     return step
+
+
+def _without_data(config: PreTrainedConfig, dtype: torch.dtype, lora: int | None) -> Any:
+    """Return the model; call it with the mode active."""
+    options: dict[str, Any] = {"attn_implementation": hf.NAME, "dtype": dtype}
+    if lora is None:
+        return AutoModelForCausalLM.from_config(config, **options)
+    with unset_fake_temporarily(), torch.device("meta"):  # PEFT moves weights, which the mode's tensors don't allow
+        model = AutoModelForCausalLM.from_config(config, **options)
+        add_adapters(model, lora)
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    return model
 
 
 def _on_cpu(memory: MemoryConfig) -> MemoryConfig:
@@ -161,16 +181,16 @@ class _Schedules:
         """The tokens of the fullest rank."""
         return max(self.of(None, 0).layout.lengths)
 
-    def of(self, window: int | None, rank: int) -> Any:
+    def of(self, window: Reach, rank: int) -> Any:
         """Return the schedule of ``rank`` for layers with this window."""
         # Packed documents never need more memory than one document.
         asked = self.engine.strategy
         route = "direct" if asked.route == "auto" else asked.route
         strategy = replace(asked, layout=asked.layout.removesuffix("-per-document"), route=route)
-        mask = Mask(window=window)
+        mask = mask_of(window, self.seq_len, None)
         return self.planner.choose(self.seq_len, mask=mask, strategy=strategy, rank=rank, world=self.world)
 
-    def split(self, window: int | None) -> tuple[int, int]:
+    def split(self, window: Reach) -> tuple[int, int]:
         """Return (Ulysses degree, rows of its sequence group that the rank with most tokens caches)."""
         lengths = self.of(window, 0).layout.lengths
         schedule = self.of(window, lengths.index(max(lengths)))
@@ -192,19 +212,18 @@ class _Schedules:
 
 
 def _calls(
-    config: PreTrainedConfig, schedules: _Schedules, batch: int, dtype: torch.dtype, chunks: int
-) -> dict[tuple[int | None, Direction], int]:
+    heads: Heads, windows: Iterable[Reach], schedules: _Schedules, batch: int, dtype: torch.dtype, chunks: int
+) -> dict[tuple[Reach, Direction], int]:
     """Return the bytes of an attention call at its peak, without its inputs, by window and direction.
 
-    With several ``chunks`` of heads, a call is one chunk's, and its neighbours are on the wire.
+    With several ``chunks`` of heads, a call is one chunk's with its ``heads``, and its neighbours are on the wire.
     """
-    heads = Heads.of(config).of_chunk(chunks)
     shape = replace(schedules.shape, q_heads=heads.q_heads, kv_heads=heads.kv_heads)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     token = batch * dtype.itemsize * heads.head_dim
     results = heads.q_heads * (2 * token + batch * wide.itemsize)  # out and its gradient, and lse
     calls = {}
-    for window in {*windows_of(config)}:
+    for window in windows:
         for direction in Direction:
             beside = []
             for rank in schedules.ranks:
@@ -247,8 +266,8 @@ class LiveStep(LiveBytes):
         self,
         model: nn.Module,
         world: int,
-        calls: Mapping[tuple[int | None, Direction], int],
-        cuts: Mapping[int | None, tuple[int, int]] | None,
+        calls: Mapping[tuple[Reach, Direction], int],
+        cuts: Mapping[Reach, tuple[int, int]] | None,
         *,
         accumulates: bool,
     ) -> None:
@@ -257,21 +276,21 @@ class LiveStep(LiveBytes):
         self.model: Any = model
         self.peak, self.before_loss = _Peak(), 0
         self._world, self._calls, self._cuts, self._accumulates = world, calls, cuts, accumulates
+        self._reaches: dict[int, Reach] = {}  # by the handle of the plan
         self.leave_out(model.parameters())
         self.leave_out(model.buffers())
 
-    def run(self, batch: int, tokens: int, windows: Sequence[int | None]) -> None:
+    def run(self, batch: int, tokens: int, windows: Sequence[Reach]) -> None:
         """Run forward, loss and backward over ``tokens`` tokens per sequence; call it with this mode active."""
         model, out = self.model, self.model.get_output_embeddings()
         whole = single_rank_plan(tokens)
-        plans = Plans({w: whole if w is None else whole.with_mask(Mask(window=w)) for w in {*windows}})
+        plans = Plans({reach: whole.with_mask(mask_of(reach, tokens, None)) for reach in {None, *windows}})
+        self._reaches = {plan.handle: reach for reach, plan in plans.items()}
         self._sum_by_group()
         ids = torch.zeros(batch, tokens, dtype=torch.int64)
         self._phase = "forward"
         attend = _Simulated(self) if self._cuts is None else self._attend
-        hidden = model.model(
-            input_ids=ids, position_ids=ids, use_cache=False, plan=plans, attend=attend
-        ).last_hidden_state
+        hidden = hidden_states(model, {"input_ids": ids, "position_ids": ids}, plans, attend)  # type: ignore[arg-type]
         self._phase, self.before_loss = "loss", self.alive()
         hidden.register_hook(self._enter_backward)
         measurement = Measurement("training_memory", Head(out.weight).form)
@@ -297,20 +316,21 @@ class LiveStep(LiveBytes):
     ) -> Tensor:
         """Call the operator as :func:`burst_attention` does on several ranks, although this plan has one."""
         assert self._cuts is not None
-        heads, cached_rows = self._cuts[plan.mask.window]
+        heads, cached_rows = self._cuts[self._reaches[plan.handle]]
         split = {"heads": heads, "cached_rows": cached_rows, "wanted": gradients_wanted(q, k, v, sinks)}
         open_ = {"scale": scale, "softcap": softcap, "kernel": "auto", "return_lse": False}
         return attend(q, k, v, sinks, handle=plan.handle, **split, **open_, formula_version=FORMULA_VERSION)[0]
 
     def _sum_by_group(self) -> None:
         """Replace gradients by their shards once an FSDP2 group has all of its gradients."""
-        groups = [[*layer.parameters()] for layer in self.model.model.layers]
+        groups = [[*layer.parameters()] for layer in sharded_layers(self.model)]
         inside = {id(p) for group in groups for p in group}
         groups.append([p for p in self.model.parameters() if id(p) not in inside])
         for group in groups:
-            awaited = {id(p) for p in group}
-            for p in group:
-                p.register_post_accumulate_grad_hook(lambda p, g=group, left=awaited: self._sum(p, g, left))
+            trained = [p for p in group if p.requires_grad]
+            awaited = {id(p) for p in trained}
+            for p in trained:
+                p.register_post_accumulate_grad_hook(lambda p, g=trained, left=awaited: self._sum(p, g, left))
 
     def _sum(self, parameter: Tensor, group: Sequence[Tensor], left: set[int]) -> None:
         left.discard(id(parameter))
@@ -364,7 +384,7 @@ class LiveStep(LiveBytes):
             (torch.ops.burst_attention.attend_backward.default, Direction.BACKWARD, 9),
         ):
             if func is operator:
-                self.expect(self._calls[plan_of(args[handle]).mask.window, direction], attention=True)
+                self.expect(self._calls[self._reaches[args[handle]], direction], attention=True)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -423,19 +443,21 @@ def shard_of(parameter: Tensor, world: int) -> int:
 
 def _parts(step: LiveStep, model: Any, world: int, memory: MemoryConfig) -> dict[str, int]:
     weights = sum(shard_of(p, world) for p in model.parameters())
-    layers = [sum(p.numel() * p.dtype.itemsize for p in layer.parameters()) for layer in model.model.layers]
+    trained = [shard_of(p, world) for p in model.parameters() if p.requires_grad]
+    most = sum(trained)
+    layers = [sum(p.numel() * p.dtype.itemsize for p in layer.parameters()) for layer in sharded_layers(model)]
     whole = sum(p.numel() * p.dtype.itemsize for p in model.parameters())
     # The root's weights are always gathered; with them one layer's, and those of the next layer as they arrive.
-    gathered = whole - sum(layers) + 2 * max(layers)
-    peak, gradients = step.peak, weights if step._accumulates else step.peak.gradients
+    gathered = whole - sum(layers) + 2 * max(layers, default=0)
+    peak, gradients = step.peak, most if step._accumulates else step.peak.gradients
     loss = peak.bytes - peak.gradients - step.before_loss if peak.phase == "loss" else 0
     held = peak.bytes - peak.gradients - peak.attention - loss
-    moments = weights // 2 if memory.optimizer == "adamw-8bit" else 2 * weights
+    moments = most // 2 if memory.optimizer == "adamw-8bit" else 2 * most
     parts = [weights, gradients, moments, gathered, held, peak.attention, loss]
     # AdamW's update needs all gradients and two temporaries (root and quotient) of one weight at a time.
-    update = moments + 2 * max(shard_of(p, world) for p in model.parameters())
-    if 2 * weights + update > sum(parts):
-        parts = [weights, weights, update, 0, 0, 0, 0]
+    update = moments + 2 * max(trained)
+    if weights + most + update > sum(parts):
+        parts = [weights, most, update, 0, 0, 0, 0]
     predicted = dict(zip(PARTS, parts, strict=True))
     if memory.optimizer_offload:
         predicted |= dict.fromkeys(("weights", "gradients", "AdamW"), 0)

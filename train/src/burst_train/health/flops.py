@@ -1,7 +1,8 @@
 """Floating-point operations of a training step, and their share of the device's peak (MFU).
 
 Per token: six operations for each parameter that multiplies it, two in the forward and four in the backward. These
-parameters are the matrices of linear layers. The head counts, tied or not; the embedding is a lookup and does not.
+parameters are the matrices of linear layers. The head counts, tied or not; the embedding is a lookup and does not. A
+frozen matrix takes four, because its own gradient is not computed.
 
 Attention, per head, layer and unmasked (query, key) pair: 12 x head_dim. That is one product for the score and one for
 the value, four operations per element in the forward and eight in the backward.
@@ -17,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from burst_attention.attention.batch import Reach, mask_of
 from burst_attention.plan.band import band_area
-from burst_attention.plan.mask import Mask
 
 from ..data.sequences import TokenSequence
 from ..engines import Heads
@@ -41,20 +42,21 @@ class ModelFlops:
     """Floating-point operations of one model.
 
     Attributes:
-        multiplying: number of parameters that multiply each token.
+        per_token: operations of linear layers per token.
         heads: head counts and dimensions.
-        windows: the layers' sliding windows; None for a layer without one.
+        windows: what each attention sees: a sliding window, a chunk, or None for everything before.
     """
 
-    multiplying: int
+    per_token: int
     heads: Heads
-    windows: tuple[int | None, ...]
+    windows: tuple[Reach, ...]
 
     @classmethod
-    def of(cls, model: nn.Module, heads: Heads, windows: Iterable[int | None]) -> ModelFlops:
+    def of(cls, model: nn.Module, heads: Heads, windows: Iterable[Reach]) -> ModelFlops:
         """Build it from a transformers model, with or without sharded parameters."""
         linear = (module for module in model.modules() if isinstance(module, nn.Linear))
-        return cls(sum(module.weight.numel() for module in linear), heads, tuple(windows))
+        each = (module.weight.numel() * (6 if module.weight.requires_grad else 4) for module in linear)
+        return cls(sum(each), heads, tuple(windows))
 
     def of_step(self, sequences: Sequence[TokenSequence]) -> int:
         """Return the operations of a forward and a backward over the sequences."""
@@ -64,12 +66,12 @@ class ModelFlops:
             for sequence in sequences
             for window in set(self.windows)
         )
-        return 6 * self.multiplying * tokens + 12 * self.heads.q_heads * self.heads.head_dim * pairs
+        return self.per_token * tokens + 12 * self.heads.q_heads * self.heads.head_dim * pairs
 
 
-def seen_pairs(length: int, window: int | None, cu_seqlens: Sequence[int] | None) -> int:
+def seen_pairs(length: int, window: Reach, cu_seqlens: Sequence[int] | None) -> int:
     """Return the number of (query, key) pairs that a causal mask keeps."""
-    q_start, q_stop, k_start, k_stop, lo, hi = Mask(window=window, cu_seqlens=cu_seqlens).regions(length).T
+    q_start, q_stop, k_start, k_stop, lo, hi = mask_of(window, length, cu_seqlens).regions(length).T
     shift = q_start - k_start
     return int(band_area(q_stop - q_start, k_stop - k_start, lo - shift, hi - shift).sum())
 

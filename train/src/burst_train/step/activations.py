@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from burst_attention.comm.agreement import Agreement
 from burst_attention.integrations import hf
 from burst_attention.memory.store import Store
 
 from ..memory import MemoryConfig
+
+COMPILED = ("input_layernorm", "post_attention_layernorm", "mlp")  # parts of a layer, where it has them
 
 
 def keep_less(body: nn.Module, memory: MemoryConfig, agreement: Agreement, *, store: Store | None = None) -> None:
@@ -30,6 +33,7 @@ def keep_less(body: nn.Module, memory: MemoryConfig, agreement: Agreement, *, st
         ).apply(body, agreement, store=store)
     agreement.agree("the model", {"memory": repr(memory)})
     if memory.compile:
-        for layer in body.layers:  # type: ignore[union-attr]
-            for name in ("input_layernorm", "post_attention_layernorm", "mlp"):
-                layer.get_submodule(name).compile()
+        for layer in body.modules():
+            for name in COMPILED if isinstance(layer, GradientCheckpointingLayer) else ():
+                if name in layer._modules:
+                    layer.get_submodule(name).compile()

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from burst_attention import Plan, make_plan
-from burst_attention.attention.batch import Plans
+from burst_attention.attention.batch import Plans, Reach
 from burst_attention.launch.join import RankContext, join
 from burst_attention.launch.mesh import make_mesh
 
 from ..data.sequences import TokenSequence, digest_of, open_sequences
 from ..engines import Heads, choose
-from ..engines.contract import windows_of
+from ..engines.body import windows_of
 from .evaluation import EngineResult, EvalConfig
 from .model import NextTokenModel, batch_of, build_model, model_config
 
@@ -33,7 +33,7 @@ def token_losses(
     sequences: Sequence[TokenSequence],
     *,
     plan: Plan,
-    windows: list[int | None],
+    windows: list[Reach],
     context: RankContext,
     progress: Callable[[int], None] | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
@@ -42,7 +42,7 @@ def token_losses(
     Args:
         sequences: all sequences, with ``plan.seqlen`` tokens each.
         plan: the plan of this rank's group, from the model's engine.
-        windows: the layers' windows, from :func:`~burst_train.engines.contract.windows_of`.
+        windows: the layers' windows, from :func:`~burst_train.engines.body.windows_of`.
         progress: called with the number of finished sequences.
 
     Yields:

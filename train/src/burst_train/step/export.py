@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,11 @@ from ..checkpoint import files
 from ..checkpoint.manifest import STATE, UNFINISHED
 from ..checkpoint.snapshot import WEIGHTS
 from ..checkpoint.state import State
-from ..config import checked_settings, with_settings
-from ..data.tokenizer import Tokenizer, open_tokenizer
+from ..config import TrainConfig, checked_settings, with_settings
+from ..data.tokenizer import Tokenizer, first_line, open_tokenizer
+from ..engines.body import build_empty
 from ..run.errors import text_of
+from .lora import merge, with_adapters
 from .model import NextTokenModel
 
 OURS = "model."  # prefix of transformers' parameter names in a NextTokenModel
@@ -27,7 +28,14 @@ KINDS = {name: dtype for dtype, name in files.DTYPES.items()}
 
 
 def save_model(
-    wrapper: NextTokenModel, tokenizer: Tokenizer, folder: Path, *, rank: int, dtype: torch.dtype | None = None
+    wrapper: NextTokenModel,
+    tokenizer: Tokenizer,
+    folder: Path,
+    *,
+    rank: int,
+    dtype: torch.dtype | None = None,
+    lora: int | None = None,
+    source: str = "",
 ) -> None:
     """Save the model for ``AutoModelForCausalLM.from_pretrained(folder)``. Every rank must call it; rank 0 writes.
 
@@ -35,21 +43,30 @@ def save_model(
 
     Args:
         dtype: dtype of the saved weights; None: as trained, fp32 (fp64).
+        lora: the rank of the adapters, which are merged, and also saved alone; None: there are none.
+        source: the folder or hub name of the model that adapters were trained for.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights: dict[str, Any] = dict(get_model_state_dict(wrapper, options=options))
+    gathered: dict[str, Any] = dict(get_model_state_dict(wrapper, options=options))
     if rank:
         return
-    model = wrapper.model
-    weights = {name.removeprefix(OURS): value.to(dtype or value.dtype) for name, value in weights.items()}
-    if model.lm_head.weight is model.model.embed_tokens.weight:
-        del weights["lm_head.weight"]  # after gathering, the two don't share memory and would be written twice
-    _write(model, folder, state_dict=weights)
-    if dtype is not None:  # config.json holds the dtype of the training weights
-        file = folder / "config.json"
-        values = json.loads(file.read_text("utf-8")) | {"dtype": str(dtype).removeprefix("torch.")}
-        file.write_text(json.dumps(values, indent=2) + "\n", "utf-8")
+    model = build_empty(wrapper.model.config)
+    weights = {name.removeprefix(OURS): value for name, value in gathered.items()}
+    if lora is None:
+        _load(model, weights, "the model")
+    else:
+        model = merge(with_adapters(model, weights, lora), folder, source)
+    model.generation_config = wrapper.model.generation_config
+    _write(model, folder, dtype)
     tokenizer.save(folder)
+
+
+def _load(model: Any, weights: dict[str, Tensor], source: object) -> None:
+    """Put whole weights in place of a model's own."""
+    missing = model.load_state_dict(weights, strict=False, assign=True).missing_keys
+    model.tie_weights()
+    if left := sorted({*missing} - {*getattr(model, "all_tied_weights_keys", {})}):
+        raise ValueError(f"{source} has no weights for {', '.join(left)}")
 
 
 def saved_dtype(config: PreTrainedConfig, asked: str = "auto") -> torch.dtype | None:
@@ -78,20 +95,17 @@ def export(source: Path, folder: Path) -> None:
     config = _config_of(state)
     saved = with_settings(checked_settings(state.config, str(source)))
     tokenizer = open_tokenizer(saved.data.tokenizer, saved.model.model)
-    weights, dtype = _weights_of(source, state), saved_dtype(config, saved.model.save_dtype)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    missing = model.load_state_dict(
-        {name: value.to(dtype or value.dtype) for name, value in weights.items()}, strict=False, assign=True
-    ).missing_keys
-    model.tie_weights()
-    if left := sorted({*missing} - {*getattr(model, "all_tied_weights_keys", {})}):
-        raise ValueError(f"{source} has no weights for {', '.join(left)}")
-    if state.generation is not None:
-        model.generation_config = GenerationConfig.from_dict(dict(state.generation))
+    weights, dtype, lora = _weights_of(source, state), saved_dtype(config, saved.model.save_dtype), saved.model.lora
     unfinished = folder.with_name(folder.name + UNFINISHED)
     try:
-        _write(model, unfinished)
+        if lora is None:
+            model: Any = build_empty(config)
+            _load(model, weights, source)
+        else:
+            model = merge(with_adapters(_loaded(saved, config), weights, lora), unfinished, saved.model.model)
+        if state.generation is not None:
+            model.generation_config = GenerationConfig.from_dict(dict(state.generation))
+        _write(model, unfinished, dtype)
         tokenizer.save(unfinished)
         unfinished.replace(folder)
     except OSError as error:
@@ -100,12 +114,26 @@ def export(source: Path, folder: Path) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _write(model: Any, folder: Path, **options: Any) -> None:
-    """Save a transformers model; OSError if writing fails."""
+def _loaded(saved: TrainConfig, config: PreTrainedConfig) -> Any:
+    """Return the model that a checkpoint's adapters were trained for, in the dtype in which it was trained."""
+    wide = torch.float64 if saved.model.dtype in ("float64", "fp64") else torch.float32
+    try:
+        return AutoModelForCausalLM.from_pretrained(saved.model.model, config=config, dtype=wide)
+    except OSError as error:
+        raise ValueError(
+            f"the checkpoint holds adapters of --model {saved.model.model!r}, which can't be loaded: "
+            f"{first_line(error)}; put it back there"
+        ) from None
+
+
+def _write(model: Any, folder: Path, dtype: torch.dtype | None) -> None:
+    """Save a transformers model, its weights in ``dtype`` (None: as they are); OSError if writing fails."""
     from safetensors import SafetensorError
 
+    if dtype is not None:
+        model.to(dtype)
     try:
-        model.save_pretrained(folder, **options)
+        model.save_pretrained(folder)
     except SafetensorError as error:  # safetensors raises it for the system's errors too
         raise OSError(str(error)) from error
 

@@ -106,7 +106,16 @@ def _finish(trainer: Trainer, folder: RunFolder | None, records: list[StepRecord
     context, target = trainer.context, Path(trainer.config.run.out) / UNFINISHED
     try:
         all_or_raise(
-            context, lambda: save_model(trainer.model, trainer.tokenizer, target, rank=context.rank, dtype=dtype)
+            context,
+            lambda: save_model(
+                trainer.model,
+                trainer.tokenizer,
+                target,
+                rank=context.rank,
+                dtype=dtype,
+                lora=trainer.config.model.lora,
+                source=trainer.config.model.model,
+            ),
         )
     except SaveError as error:
         raise SaveError(f"the trained model could not be written to {target}: {error}") from None

@@ -20,15 +20,18 @@ from transformers.utils import logging as transformers_logging
 from burst_attention.attention.batch import Plans
 from burst_attention.comm.link import connect, resolve_group
 from burst_attention.integrations import hf
+from burst_attention.integrations.hf.stub_forward import body_of
 from burst_attention.launch.mesh import CONTEXT
 from burst_attention.loss import Head, next_token_loss, next_token_nll
 
 from ..data.sequences import TokenSequence
 from ..data.tokenizer import BYTES, Tokenizer, first_line
 from ..engines import Engine, Heads
+from ..engines.body import build_empty, run_on_shards, windows_of
 from ..memory import MemoryConfig
 from ..presets import PRESETS
 from .activations import keep_less
+from .lora import add_adapters
 
 # A model may have this many more embeddings than its tokenizer has ids: vocabularies are padded for faster products.
 PADDED = 1024
@@ -125,7 +128,13 @@ def load_config(model: str, *, training: bool = True) -> PreTrainedConfig:
         _check_parts(config)
     except ValueError as error:
         raise ValueError(f"--model {model!r}: {error}") from error
-    return config
+    return config.get_text_config(decoder=True) if _is_of_text_alone(config) else config
+
+
+def _is_of_text_alone(config: PreTrainedConfig) -> bool:
+    """Return whether the causal model of a whole model's configuration is its language model alone (Qwen3.5)."""
+    text = config.get_text_config(decoder=True)
+    return text is not config and type(build_empty(config).config) is type(text)
 
 
 def _check_parts(config: PreTrainedConfig) -> None:
@@ -141,19 +150,14 @@ def _check_parts(config: PreTrainedConfig) -> None:
             "for the others, and FSDP2 needs one on every rank; train it by hf.parallelize and DDP"
         )
     try:
-        Heads.of(config)
+        heads = Heads.of(config)
     except (AttributeError, RuntimeError) as error:  # transformers raises RuntimeError for sizes that vary
         raise ValueError(
             f"the configuration does not state one size of the heads for all layers ({first_line(error)}); train it by "
             "hf.parallelize and a trainer"
         ) from error
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    if not isinstance(getattr(getattr(model, "model", None), "layers", None), nn.ModuleList):
-        raise ValueError(
-            f"{type(model).__name__} does not hold its layers in model.layers, which are sharded one by one; train it "
-            "by hf.parallelize and a trainer"
-        )
+    if windows_of(config) and not heads.q_heads:
+        raise ValueError("the configuration has no num_attention_heads; train it by hf.parallelize and a trainer")
 
 
 def batch_of(sequences: Sequence[TokenSequence], device: torch.device) -> dict[str, torch.Tensor]:
@@ -213,6 +217,7 @@ def build_model(
     everyone: DeviceMesh,
     seed: int,
     memory: MemoryConfig | None = None,
+    lora: int | None = None,
 ) -> NextTokenModel:
     """Build the model and shard its parameters. Weights do not depend on the engine or the number of ranks.
 
@@ -226,6 +231,7 @@ def build_model(
         everyone: the same ranks as a one-dimensional mesh.
         seed: seed of a preset's initial weights.
         memory: memory-saving options; None: none are used.
+        lora: the rank of adapters, the only weights that are trained; None: all weights are trained.
 
     Raises:
         ValueError: a loaded model lacks weights.
@@ -242,13 +248,17 @@ def build_model(
             model = AutoModelForCausalLM.from_config(config, attn_implementation=hf.NAME, dtype=torch.float32)
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(master)
+        if lora is not None:
+            torch.manual_seed(seed)
+            add_adapters(model, lora)
     if not first:
         # Unwritten memory needs no physical pages, and sharding keeps only this rank's part.
         model.to_empty(device="cpu")
         model.tie_weights()
     memory = memory or MemoryConfig()
     _, agreement = connect(resolve_group(mesh[CONTEXT]), None)
-    keep_less(model.model, memory, agreement)
+    keep_less(body_of(model), memory, agreement)
+    run_on_shards(model)
     wrapper = NextTokenModel(model.train(), engine)
     weights = dict(wrapper.state_dict()) if first else {}
     engine.spread(wrapper, mesh=mesh, everyone=everyone, dtype=dtype, offload=memory.optimizer_offload)

@@ -22,7 +22,7 @@ from ..config import TrainConfig
 from ..data.ahead import ReadAhead
 from ..data.sequences import TokenSequence, TrainingStream, digest_of, open_sequences
 from ..engines import Heads, choose
-from ..engines.contract import windows_of
+from ..engines.body import windows_of
 from ..health.finite import MOST_LEFT_OUT, OutputWatch, Spikes, first_gradient, name_first
 from ..health.flops import ModelFlops, peak_of
 from ..health.trace import trace_name, traced
@@ -62,6 +62,7 @@ class Trainer:
             everyone=context.everyone,
             seed=config.run.seed,
             memory=config.memory,
+            lora=config.model.lora,
         )
         self.flops = ModelFlops.of(self.model, self.heads, self.windows)
         self.peak = peak_of(context.device, self.dtype, config.parallel.peak_tflops)
@@ -77,6 +78,10 @@ class Trainer:
     def go_on(self) -> list[str]:
         """Resume from ``--resume``, if rank 0's configuration sets it; return notes for the user."""
         notes: list[str] = []
+        if self.config.model.lora is not None:
+            sizes = [(p.requires_grad, p.numel()) for p in self.model.parameters()]
+            trained, frozen = (sum(size for wanted, size in sizes if wanted is each) for each in (True, False))
+            notes.append(f"--lora trains {trained:,} parameters; {frozen:,} are frozen")
         if resumed := self.context.collect(self.config.run.resume)[0]:
             resume(self, resumed, notes.append)
         return notes

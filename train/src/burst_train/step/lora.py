@@ -1,0 +1,70 @@
+"""LoRA (arXiv 2106.09685) by PEFT: adapters in a model, merged weights, and the folder of the adapters.
+
+Adapters sit in every linear layer but the head. Their scale is 2: PEFT's ``lora_alpha`` is twice the rank.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from burst_attention.integrations.hf.mixers import mechanism, mixers_of
+
+from ..checkpoint.snapshot import is_adapter
+from ..config import TrainConfig
+
+ADAPTER = "adapter"  # folder inside of an exported model
+
+
+def check_lora(config: TrainConfig) -> None:
+    """Raise ValueError if ``--lora`` needs a package that is not installed."""
+    if config.model.lora is not None and find_spec("peft") is None:
+        raise ValueError(f"--lora {config.model.lora} needs PEFT: pip install 'burst-attention[trainer]'")
+
+
+def add_adapters(model: nn.Module, rank: int) -> None:
+    """Add adapters to a transformers model in place, and freeze its own weights."""
+    from peft import inject_adapter_in_model
+
+    inject_adapter_in_model(_config_of(model, rank), model)
+
+
+def with_adapters(model: Any, weights: dict[str, Tensor], rank: int) -> Any:
+    """Return a PEFT model whose weights are replaced by ``weights``, under their names in :func:`add_adapters`'s model.
+
+    Raises:
+        ValueError: ``weights`` lacks an adapter of this model, or has another model's.
+    """
+    from peft import get_peft_model
+
+    adapted: Any = get_peft_model(model, _config_of(model, rank))
+    wrong = adapted.base_model.model.load_state_dict(weights, strict=False, assign=True)
+    left = [*wrong.unexpected_keys, *filter(is_adapter, wrong.missing_keys)]
+    if left:
+        raise ValueError(f"the adapters are not those of --lora {rank} for this model: {', '.join(sorted(left)[:3])}")
+    adapted.base_model.model.tie_weights()
+    return adapted
+
+
+def merge(adapted: Any, folder: Path, source: str) -> Any:
+    """Write the adapters of a PEFT model to ``folder`` / :data:`ADAPTER`; return the plain model with them merged.
+
+    Args:
+        source: the folder or hub name of the model that was trained.
+    """
+    for config in adapted.peft_config.values():
+        config.base_model_name_or_path = source
+    adapted.save_pretrained(folder / ADAPTER, save_embedding_layers=False)
+    return adapted.merge_and_unload()
+
+
+def _config_of(model: nn.Module, rank: int) -> Any:
+    from peft import LoraConfig
+
+    # Mamba's fused kernels take this weight past an adapter; PEFT refuses an adapter there.
+    past = [f"{name}.out_proj" for name, mixer in mixers_of(model) if (mechanism(mixer) or "").startswith("Mamba")]
+    options: dict[str, Any] = {"exclude_modules": past or None, "task_type": "CAUSAL_LM"}
+    return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", **options)
