@@ -100,6 +100,21 @@ def test_disagreement_raises_on_every_rank(pools, world: int, odd: str) -> None:
         assert seconds < 5
 
 
+def bad_tensors(degree: int) -> list[tuple]:
+    plan = make_plan(SEQLEN, strategy=Strategy(ulysses_degree=degree), timeout=5)
+    q, k, v = (x.detach() for x in tensors(plan, heads=4, kv_heads=2))
+    calls = (q, k.double(), v), (q, k, v[:, :1]), (q[:, :3], k, v), (q, k, v[:, :, 1:])
+    return [caught(burst_attention, *call, plan) for call in calls]
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_bad_tensors_are_refused_with_heads_whole_or_split(pools, degree: int) -> None:
+    words = "k is torch.float64", "k has 2 heads, v has 1", "q has 3 heads", "v has shape"
+    for results in pools(2).run(bad_tensors, degree):
+        assert [kind for kind, _, _ in results] == ["TypeError", "ValueError", "ValueError", "ValueError"]
+        assert all(text.startswith(word) for word, (_, text, _) in zip(words, results, strict=True))
+
+
 def test_disagreement_after_many_healthy_calls(pools) -> None:
     for raised, text, _, _ in pools(3).run(disagree, {"scale": 0.25}, 20):
         assert raised == "DisagreementError"

@@ -17,7 +17,7 @@ from .plan import Plan
 
 
 class Chunked(NamedTuple):
-    """The reach of chunked attention (Llama 4): a query sees the earlier keys in its chunk."""
+    """Chunked attention (Llama 4): each query sees the earlier keys of the same chunk."""
 
     size: int  # tokens; chunks are counted from the start of each document
 
@@ -33,7 +33,7 @@ SAME_BATCH = (
 
 
 class Plans(Mapping[Reach, Plan]):
-    """The plans of one call, by the reach of the layers that use them.
+    """The plans of one call, one for each reach of its layers.
 
     Args:
         by_window: at least one plan, one without chunks first. They cover the same ranks and differ only in windows and

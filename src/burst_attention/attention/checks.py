@@ -146,7 +146,8 @@ def resolve(
     Raises:
         TypeError, ValueError: an argument can't be used.
     """
-    check_tensors(q, k, v, plan.length)
+    if heads == 1:  # split_heads has checked the others
+        check_tensors(q, k, v, plan.length)
     plan.transport.check_device(q.device)
     head_dims = q.shape[3], v.shape[3]
     chosen = kernel_for(kernel, plan.mask, device=q.device, dtype=q.dtype, head_dims=head_dims, softcap=softcap)

@@ -19,7 +19,7 @@ _SILENT = ("use_cache", "return_dict")  # keywords of a body that don't change i
 
 
 def body_name(model: Any) -> str:
-    """Return the name of a model's body among its modules; empty if it has no body."""
+    """Return the name of a model's body among its modules, or an empty string."""
     children = dict(model.named_children()) if isinstance(model, PreTrainedModel) else {}
     if getattr(model, "base_model_prefix", None) in children:
         return str(model.base_model_prefix)
