@@ -42,6 +42,9 @@ MASKS = {
     "documents": Mask(cu_seqlens=[0, 40, 40, 41, 100, SEQLEN]),
     "prefix": Mask(prefix=33),
     "window in documents": Mask(window=21, cu_seqlens=[0, 70, 99, SEQLEN]),
+    "together": Mask(
+        window=19, cu_seqlens=[0, 40, SEQLEN], together=[n // 3 % 5 - n % 29 // 20 for n in range(SEQLEN)]
+    ),
     "blocks": Mask(blocks=[[(3 * i + j) % 4 < 2 for j in range(10)] for i in range(10)], block=16),
 }
 FACTORS = {

@@ -80,7 +80,7 @@ def test_every_token_is_on_one_rank_and_none_holds_more_than_is_said(seqlen: int
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 60), st.data())
 def test_what_queries_see_is_counted_as_the_mask_says(length: int, data) -> None:
-    mask = dataclasses.replace(data.draw(masks(length)), blocks=None, block=None)  # blocks don't count
+    mask = dataclasses.replace(data.draw(masks(length)), blocks=None, block=None, together=None)  # they don't count
     if mask.cu_seqlens is None:
         counts = mask.dense(length).sum(1)
         assert [seen(mask, length, n) for n in range(length + 1)] == [0, *np.cumsum(counts).tolist()]

@@ -37,6 +37,10 @@ def masks(draw, seqlen: int) -> Mask:
     mask = draw(masks_of(draw(st.sampled_from(kinds)), seqlen))
     if not draw(st.booleans()):
         return mask
+    if mask.causal and mask.prefix is None and draw(st.booleans()):
+        dice = np.random.default_rng(draw(st.integers(0, 999)))
+        runs = np.repeat(dice.integers(-1, 3, seqlen), dice.integers(1, draw(st.integers(2, 9)), seqlen))
+        return dataclasses.replace(mask, together=runs[:seqlen])
     block = draw(st.integers(1, 9))
     count = -(-seqlen // block)
     dice = np.random.default_rng(draw(st.integers(0, 999)))
@@ -743,6 +747,10 @@ def _plan_seconds(borders: list[int]) -> float:
         ({"cu_seqlens": 5}, TypeError, "cu_seqlens=5"),
         ({"window": float("inf")}, TypeError, "window=inf"),
         ({"causal": 1}, TypeError, "causal=1"),
+        ({"together": [0, 0], "causal": False}, ValueError, "together can't be combined with causal=False"),
+        ({"together": [0, 0], "prefix": 1}, ValueError, "together can't be combined with prefix"),
+        ({"together": [[0, 0]]}, ValueError, "one group number per token"),
+        ({"together": [0.5]}, TypeError, "together has dtype float64"),
     ],
 )
 def test_masks_refuse_by_name(options: dict, error: type[Exception], reported: str) -> None:
@@ -755,6 +763,7 @@ def test_masks_refuse_by_name(options: dict, error: type[Exception], reported: s
     [
         ({"mask": Mask(cu_seqlens=[0, 5])}, "last border must equal seqlen"),
         ({"mask": Mask(prefix=9)}, "prefix=9"),
+        ({"mask": Mask(together=[0, 0])}, "together has 2 entries"),
         ({"layout": "spiral"}, "layout='spiral'"),
         ({"layout": "balanced-per-document"}, "use layout='balanced'"),
         ({"route": "scenic"}, "route='scenic'"),
@@ -815,6 +824,7 @@ def test_ranks_agree_on_every_field_of_a_mask(field: str) -> None:
     seen, hidden = np.ones((2, 2), bool), np.eye(2, dtype=bool)
     one = {"blocks": seen, "block": 4} if field in ("blocks", "block") else {}
     values = {"causal": False, "window": 3, "cu_seqlens": [0, 3, 8], "prefix": 2, "blocks": hidden, "block": 7}
+    values["together"] = [0, 0, -1, -1, 1, 1, 1, -1]
     reported = [
         make_schedule(8, mask=Mask(**m), layout="zigzag", route="direct", rank=0, world=2).description
         for m in (one, {**one, field: values[field]})

@@ -42,13 +42,20 @@ class Plans(Mapping[Reach, Plan]):
             that gets this same tensor object skips the comparison and the search for the model. Compilers can trace
             an identity check, but not a comparison of values.
         rotary: ``positions`` are a vision-language model's own, and its attention gets others, or none.
+        masked: the model made its masks for the whole batch, and they became the plans' masks. Whether a layer calls
+            itself causal then has no effect.
     """
 
     def __init__(
-        self, by_window: Mapping[Reach, Plan], *, positions: torch.Tensor | None = None, rotary: bool = False
+        self,
+        by_window: Mapping[Reach, Plan],
+        *,
+        positions: torch.Tensor | None = None,
+        rotary: bool = False,
+        masked: bool = False,
     ) -> None:
         self._by_window = dict(by_window)
-        self.positions, self.rotary = positions, rotary
+        self.positions, self.rotary, self.masked = positions, rotary, masked
 
     @classmethod
     def of(cls, plan: Any) -> Plans:

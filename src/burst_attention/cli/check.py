@@ -31,6 +31,7 @@ MASKS: dict[str, Callable[[int], Mask]] = {
     "window": lambda s: Mask(window=max(1, s // 7)),
     "documents": lambda s: Mask(cu_seqlens=[0, s // 9, s // 9, s // 2, s]),
     "prefix": lambda s: Mask(prefix=s // 5),
+    "together": lambda s: Mask(together=[-1] * (s // 5) + [0] * (s // 2) + [-1] * (s - s // 5 - s // 2)),
     "blocks": lambda s: Mask(blocks=_every_second(-(-s // 16)), block=16),
 }
 

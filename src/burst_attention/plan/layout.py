@@ -162,7 +162,7 @@ class Layout:
     def cut_for(self, mask: Mask, seqlen: int) -> Layout:
         """Return the layout of this name for ``seqlen`` tokens under ``mask``."""
         documents = tuple(mask.cu_seqlens) if self.per_document and mask.cu_seqlens is not None else None
-        by = replace(mask, blocks=None, block=None) if self.name == BALANCED else None
+        by = replace(mask, blocks=None, block=None, together=None) if self.name == BALANCED else None
         return replace(self, seqlen=seqlen, documents=documents, mask=by)
 
     @property

@@ -80,6 +80,65 @@ class BlockPattern:
 
 
 @dataclass(frozen=True)
+class TokenGroups:
+    """Groups of tokens that see each other both ways, as runs of neighbours: (start, stop, group)."""
+
+    length: int
+    runs: tuple[tuple[int, int, int], ...]
+
+    @classmethod
+    def of(cls, given: Any) -> TokenGroups:
+        """Convert a row of group numbers, one for each token.
+
+        Raises:
+            TypeError, ValueError: it is not a row of integers.
+        """
+        if isinstance(given, TokenGroups):
+            return given
+        numbers = np.asarray(given.cpu() if hasattr(given, "cpu") else given)
+        if numbers.dtype.kind not in "iu" and numbers.size:
+            raise TypeError(f"together has dtype {numbers.dtype}; pass integers, the group of each token or -1")
+        if numbers.ndim != 1:
+            raise ValueError(f"together has shape {list(numbers.shape)}; pass one group number per token, or -1")
+        edges = np.flatnonzero(np.diff(numbers)) + 1
+        starts, stops = np.r_[0, edges][: len(numbers)], np.r_[edges, len(numbers)][: len(numbers)]
+        runs = zip(starts.tolist(), stops.tolist(), numbers[starts].tolist(), strict=True)
+        return cls(len(numbers), tuple(run for run in runs if run[2] >= 0))
+
+    def array(self) -> np.ndarray:
+        """Return each token's group, int64 [length]; -1 for none."""
+        numbers = np.full(self.length, -1, np.int64)
+        for start, stop, group in self.runs:
+            numbers[start:stop] = group
+        return numbers
+
+    @property
+    def reach(self) -> int:
+        """The largest distance between two tokens of a group, plus one."""
+        ends: dict[int, tuple[int, int]] = {}
+        for start, stop, group in self.runs:
+            ends[group] = ends.get(group, (start, stop))[0], stop
+        return max((stop - start for start, stop in ends.values()), default=0)
+
+    def later_keys(self, borders: np.ndarray) -> np.ndarray:
+        """Return the pairs of a document and a group whose key is later than its query, as regions [R, 6]."""
+        found, open_runs = [], dict[tuple[int, int], list[tuple[int, int]]]()
+        for start, stop, group in self.runs:
+            inner = np.unique(borders[(borders > start) & (borders < stop)])
+            for first, last in pairwise([start, *inner.tolist(), stop]):
+                earlier = open_runs.setdefault((int(np.searchsorted(borders, first, "right")), group), [])
+                found += [(*run, first, last, run[0] - last + 1, run[1] - 1 - first) for run in earlier]
+                found.append((first, last, first, last, first - last + 1, -1))
+                earlier.append((first, last))
+        regions = np.array(found, np.int64).reshape(-1, 6)
+        return regions[regions[:, 4] <= regions[:, 5]]
+
+    def __repr__(self) -> str:
+        number = hashlib.blake2b(repr(self.runs).encode(), digest_size=8).hexdigest()
+        return f"<{len(self.runs)} runs in {self.length} tokens, digest {number}>"
+
+
+@dataclass(frozen=True)
 class Mask:
     """Which keys each query sees. All rows of a batch share one mask.
 
@@ -93,6 +152,9 @@ class Mask:
             only keys of those blocks j for which ``blocks[i, j]`` is True. Other blocks cost neither time nor bytes.
             Pass an array or a tensor. A query may see nothing: its output is 0 and its lse -inf.
         block: the number of tokens in a block; the last one may be shorter.
+        together: int [S], a group number for each token, -1 for none. In a causal mask a query also sees the later keys
+            of its own group, as the tokens of an image do in some vision-language models. The tokens of a group need
+            not be neighbours. Needs ``causal``; it can't be combined with ``prefix`` or ``blocks``.
     """
 
     causal: bool = True
@@ -101,6 +163,7 @@ class Mask:
     prefix: int | None = None
     blocks: Any = None
     block: int | None = None
+    together: Any = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.causal, bool):
@@ -128,6 +191,11 @@ class Mask:
             if self.block < 1:
                 raise ValueError(f"block={self.block} must be at least 1 token")
             object.__setattr__(self, "blocks", BlockPattern.of(self.blocks))
+        if self.together is not None:
+            object.__setattr__(self, "together", TokenGroups.of(self.together))
+            if not self.causal or self.prefix is not None or self.blocks is not None:
+                other = "causal=False" if not self.causal else "prefix" if self.prefix is not None else "blocks"
+                raise ValueError(f"together can't be combined with {other}; leave one of them out")
 
     @staticmethod
     def _borders(given: Any) -> tuple[int, ...]:
@@ -158,18 +226,25 @@ class Mask:
                 f"blocks has {self.blocks.count} rows of block={self.block} tokens, but seqlen={seqlen} needs "
                 f"{-(-seqlen // self.block)}; pass one row and one column for each block"
             )
+        if self.together is not None and self.together.length != seqlen:
+            raise ValueError(
+                f"together has {self.together.length} entries, the sequence {seqlen} tokens; pass one for each token"
+            )
 
     @cached_property
     def parts(self) -> int:
-        """Number of documents, or of rectangles of blocks if there are more."""
+        """Number of documents, or of rectangles of blocks or runs of groups if there are more."""
         rectangles = 0 if self.block is None else len(self.blocks.rectangles(self.causal))
-        return max(1, len(self.cu_seqlens or ()) - 1, rectangles)
+        runs = 0 if self.together is None else len(self.together.runs)
+        return max(1, len(self.cu_seqlens or ()) - 1, rectangles, runs)
 
     def resized(self, seqlen: int) -> Mask:
-        """Return this mask with a similar pattern of blocks for ``seqlen`` positions. For predictions only."""
-        if self.block is None:
-            return self
-        return replace(self, blocks=self.blocks.resized(-(-seqlen // self.block)))
+        """Return this mask with a similar pattern of blocks for ``seqlen`` positions. For predictions only.
+
+        Groups are left out: they are few pairs.
+        """
+        blocks = None if self.block is None else self.blocks.resized(-(-seqlen // self.block))
+        return self if blocks is None and self.together is None else replace(self, blocks=blocks, together=None)
 
     def regions(self, seqlen: int) -> np.ndarray:
         """Return the seen pairs as disjoint bands, int64 [R, 6]: q_start, q_stop, k_start, k_stop, lo, hi.
@@ -178,6 +253,9 @@ class Mask:
         """
         self.check(seqlen)
         regions = self._bands(seqlen)
+        if self.together is not None:
+            borders = np.asarray([0, seqlen] if self.cu_seqlens is None else self.cu_seqlens, np.int64)
+            return np.concatenate([regions, self.together.later_keys(borders)])
         if self.block is None:
             return regions
         rectangles = np.minimum(self.block * self.blocks.rectangles(self.causal and not self.prefix), seqlen)
@@ -203,6 +281,9 @@ class Mask:
         self.check(seqlen)
         q, k = np.arange(seqlen)[:, None], np.arange(seqlen)[None, :]
         seen = (k <= q) if self.causal else np.ones((seqlen, seqlen), bool)
+        if self.together is not None:
+            groups = self.together.array()
+            seen = seen | ((groups[:, None] == groups) & (groups >= 0))
         if self.window is not None:
             seen = seen & (q - k < self.window)
         if self.prefix is not None:

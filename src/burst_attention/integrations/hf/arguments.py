@@ -55,10 +55,11 @@ def runs_its_own(model: Any, given: Mapping[str, Any]) -> bool:
 
 def check_keywords(model: Any, given: Mapping[str, Any]) -> None:
     """Refuse arguments that a parallelized model does not support."""
+    whole = vision.whole_arguments(model)
     for name, value in given.items():
         if name in (*BATCH, *_ANSWERED, *_IGNORED) or value is False:
             continue
-        if name in vision.WHOLE and vision.language_model_of(model) is not None:
+        if name in whole:
             continue
         remedy = _REMEDIES.get(name, "its effect over ranks is unknown; leave it out")
         raise ValueError(f"{name}={shown(value)} is refused: {remedy}")

@@ -11,7 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from burst_attention.attention.batch import PlanArgument, Plans
+from burst_attention.attention.batch import PADDING, PlanArgument, Plans
 from burst_attention.attention.checks import DTYPES
 from burst_attention.attention.entry import burst_attention
 from burst_attention.attention.hardware import CallShape
@@ -108,7 +108,8 @@ class Attention:
             chunk = None if request is None else request.chunk
             chosen = checks.choose(plan, checks.stated_window(sliding_window, request), chunk)
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-            checks.check_causal(chosen, [causal] if request is None else [causal, request.causal])
+            stated = [] if getattr(plan, "masked", False) else [causal]
+            checks.check_causal(chosen, stated if request is None else [*stated, request.causal])
             checks.check_lengths(query, key, chosen)
             checks.check_rope(getattr(module, "config", None))
             checked = self._are_checked(module, plan, position_ids)
@@ -171,8 +172,13 @@ def _request_mask(
     if model is not None:
         parts.check_attention_is_ours(model)
     causal, window, chunk, foreign = False, None, None, []
-    for kind, part in _mask_parts(mask_function):
-        if kind == "causal_mask_function":
+    together, beyond, found = None, False, list(_mask_parts(mask_function))
+    for kind, part in found:  # an intersection may hold one union, of such parts and of groups of tokens
+        if kind == "or_masks" and together is None:
+            together, others = _union(part)
+            beyond = "sliding_window_overlay" in [each for each, _ in others]
+            found += others  # taken up by this same loop
+        elif kind == "causal_mask_function":
             causal = True
         elif kind == "sliding_window_overlay":
             window = _closure(part)["sliding_window"]
@@ -183,10 +189,18 @@ def _request_mask(
         elif kind not in ("packed_sequence_mask_function", "bidirectional_mask_function"):
             foreign.append(f"the mask {kind}")
     if attention_mask is not None and not attention_mask.all():
-        foreign.append("a padding mask (zeros in attention_mask)")
-    if causal and window is None and chunk is None and not foreign:
+        foreign.append(PADDING)
+    if causal and window is None and chunk is None and together is None and not foreign:
         return None
-    return MaskRequest(causal, window, tuple(foreign), chunk)
+    return MaskRequest(causal, window, tuple(foreign), chunk, together, beyond)
+
+
+def _union(function: Callable) -> tuple[torch.Tensor | None, list[tuple[str, Callable]]]:
+    """Return the groups of tokens in a union of masks, and the parts of its other mask; no groups if it has others."""
+    joined = _closure(function)["mask_functions"]
+    if len(joined) != 2 or next(_mask_parts(joined[1]))[0] != "blockwise_overlay":
+        return None, [("or_masks of unknown masks", function)]
+    return _closure(joined[1])["block_sequence_ids"], list(_mask_parts(joined[0]))
 
 
 def _mask_parts(function: Callable) -> Iterator[tuple[str, Callable]]:
@@ -216,11 +230,14 @@ def call_shape(model: Any, chunks: int = 1) -> CallShape:
     """
     config: Any = getattr(model, "config", None)
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    q_heads, width = (getattr(text, name, None) for name in ("num_attention_heads", "hidden_size"))
-    head_dim = getattr(text, "head_dim", None)
+    try:
+        names = ("num_attention_heads", "hidden_size", "head_dim", "num_key_value_heads")
+        q_heads, width, head_dim, kv_heads = (getattr(text, name, None) for name in names)
+    except RuntimeError:  # transformers refuses to name one value if layers differ
+        return CallShape()
     if not isinstance(q_heads, int) or not isinstance(width, int) or q_heads < 1:
         return CallShape()
-    kv_heads = getattr(text, "num_key_value_heads", None) or q_heads
+    kv_heads = kv_heads or q_heads
     head_dim = head_dim or width // q_heads
     if not isinstance(kv_heads, int) or not isinstance(head_dim, int) or q_heads % kv_heads or head_dim < 1:
         return CallShape()

@@ -38,6 +38,7 @@ class BatchRows:
         padding: int64 [B], the number of padding tokens before each row of the batch; None if no row has any.
         real: bool [B, S], True for real tokens, False for padding; None if the batch has no padding.
         shifted: whether the first token of any row is not at position 0, due to ``position_ids`` or left padding.
+        joined: whether the rows of the batch became documents of one row at the caller's wish.
     """
 
     input_ids: torch.Tensor
@@ -47,6 +48,7 @@ class BatchRows:
     padding: torch.Tensor | None
     real: torch.Tensor | None
     shifted: bool
+    joined: bool = False
 
     def restore(self, rows: torch.Tensor) -> torch.Tensor:
         """Return rows [R, T, ...] in the order of the original batch: [B, S, ...]."""
@@ -57,7 +59,7 @@ class BatchRows:
         return rows if self.padding is None else _rolled(rows, self.padding)
 
 
-def rows_of(batch: Mapping[str, Any], *, ranks: int) -> BatchRows:
+def rows_of(batch: Mapping[str, Any], *, ranks: int, join: bool = False) -> BatchRows:
     """Convert a batch into rows.
 
     Args:
@@ -67,6 +69,7 @@ def rows_of(batch: Mapping[str, Any], *, ranks: int) -> BatchRows:
             at 0 where a document begins. ``cu_seq_lens_q`` and ``cu_seq_lens_k`` [documents + 1]: over all rows
             concatenated. ``seq_idx`` or ``sequence_ids`` [B, S]: change where a document begins.
         ranks: the number of ranks. Shorter rows are padded to this length, so that each rank has a token.
+        join: make several rows the documents of one row, even if they have the same documents.
 
     Raises:
         TypeError, ValueError: an entry is wrong; the message names it and says what to do.
@@ -81,7 +84,10 @@ def rows_of(batch: Mapping[str, Any], *, ranks: int) -> BatchRows:
     starts = _starts(batch, ids, real)
     batch_size, length = ids.shape
     starts = _in_front(starts, padding)
-    rows, cu_seqlens = _one_mask(starts, (batch_size, length))
+    joined = join and batch_size > 1 and starts is None
+    if joined:
+        starts = torch.zeros_like(ids, dtype=torch.bool)
+    rows, cu_seqlens = _one_mask(starts, (batch_size, length), join=joined)
     tokens = batch_size * length // rows
     more = max(0, ranks - tokens)
 
@@ -92,7 +98,7 @@ def rows_of(batch: Mapping[str, Any], *, ranks: int) -> BatchRows:
         cu_seqlens = (*cu_seqlens, tokens + more)
     targets = None if targets is None else arranged(targets, IGNORED)
     shifted = _shifted(batch, ids, padding)
-    return BatchRows(arranged(ids, 0), targets, cu_seqlens, (batch_size, length), padding, real, shifted)
+    return BatchRows(arranged(ids, 0), targets, cu_seqlens, (batch_size, length), padding, real, shifted, joined)
 
 
 class PlanCache:
@@ -266,12 +272,12 @@ def _at(borders: torch.Tensor, name: str, ids: torch.Tensor) -> torch.Tensor:
     return F.pad(starts[:, 1:], (1, 0))
 
 
-def _one_mask(starts: torch.Tensor | None, shape: tuple[int, int]) -> tuple[int, tuple[int, ...] | None]:
+def _one_mask(starts: torch.Tensor | None, shape: tuple[int, int], *, join: bool) -> tuple[int, tuple[int, ...] | None]:
     """Return (rows, borders). If all rows have the same documents, keep the rows; else join them into one."""
     if starts is None:
         return shape[0], None
     begins = starts.cpu().numpy().copy()
-    if (begins == begins[:1]).all():
+    if not join and (begins == begins[:1]).all():
         begins, rows = begins[0], shape[0]
     else:
         begins[:, 0], rows = True, 1

@@ -53,12 +53,16 @@ class MaskRequest:
         window: its sliding window; None for no window.
         foreign: descriptions of parts that a plan's mask can't express.
         chunk: tokens of a chunk, if a query sees only its own.
+        together: int [B, S], groups of tokens that also see each other's later tokens; -1 for none.
+        beyond: whether a group's tokens see each other even if the window is shorter.
     """
 
     causal: bool
     window: int | None
     foreign: tuple[str, ...]
     chunk: int | None = None
+    together: torch.Tensor | None = None
+    beyond: bool = False
 
 
 def choose(plan: Any, window: Any, chunk: int | None = None) -> Plan:
@@ -119,6 +123,9 @@ def mask_request(attention_mask: Any) -> MaskRequest | None:
     """Return the mask code's request; None for plain causal. Raise if a plan's mask can't express it."""
     if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2 and attention_mask.all():
         return None
+    if isinstance(attention_mask, MaskRequest) and attention_mask.together is not None:
+        grouped = ("groups of tokens that see each other both ways (block_sequence_ids)",)
+        attention_mask = replace(attention_mask, foreign=attention_mask.foreign + grouped)
     if attention_mask is None or (isinstance(attention_mask, MaskRequest) and not attention_mask.foreign):
         return attention_mask
     what = f"a mask {shown(attention_mask)}"

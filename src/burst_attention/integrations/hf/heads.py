@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from burst_attention import loss
 from burst_attention.attention.batch import PlanArgument, Plans
 from burst_attention.attention.plan import Plan
 from burst_attention.loss import Head, LogitForm, TokenLogProbs
 
-from .stub_forward import body_name, twin_of
+from .stub_forward import Output, StandIn, body_name, twin_of
 
 # The head's stand-in returns values near zero, values far above any soft cap, and values between.
 _SMALL, _GREAT = 2.0**-30, 1e30
@@ -150,7 +151,7 @@ def find_head(model: nn.Module, form: LogitForm | None = None) -> Head:
     Raises:
         TypeError, ValueError: as :func:`find_form`.
     """
-    _, head = _linear_of(model)
+    _, head = _linear_of(_owner(model))
     return Head(head.weight, head.bias, find_form(model) if form is None else form)
 
 
@@ -166,15 +167,37 @@ def find_form(model: nn.Module) -> LogitForm:
             class and an example logit, or another reason.
     """
     check_untouched(model)
-    name, head = _linear_of(model)
+    owner = _owner(model)
+    name, head = _linear_of(owner)
     product = _probe(head.weight.shape[0])
-    logits = _logits_of(model, name, head, product)
+    logits = _logits_of(owner, name, head, product)
+    if owner is not model:
+        _check_passed_on(model, owner, logits)
     return _form(type(model).__name__, product, logits)
+
+
+def _owner(model: Any) -> Any:
+    """Return the module with the head among its children: the model, or the language model inside of it."""
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    inner = [child for child in model.children() if isinstance(child, PreTrainedModel)] if head is not None else []
+    return next((child for child in inner if child.get_output_embeddings() is head), model)
+
+
+def _check_passed_on(model: Any, owner: Any, logits: Tensor) -> None:
+    """Refuse a model that changes the logits of the language model inside of it."""
+    name = next(name for name, child in model.named_children() if child is owner)
+    twin = twin_of(model, {name: StandIn(owner, lambda *_, **__: Output(logits))})
+    with torch.no_grad():
+        out = twin.forward(input_ids=torch.zeros(1, logits.shape[1], dtype=torch.long, device=model.device))
+    if not torch.equal(out.logits, logits):
+        raise ValueError(
+            f"{type(model).__name__} changes the logits of its {name}; its loss can't be computed over shards"
+        )
 
 
 def check_untouched(model: nn.Module) -> None:
     """Refuse a model if its head has a hook or a replaced forward, which may change the logits."""
-    name, head = _linear_of(model)
+    name, head = _linear_of(_owner(model))
     hooks = [*head._forward_hooks.values(), *head._forward_pre_hooks.values()]
     # Hooks of FSDP2 and tensor parallelism only gather and scatter the head's tensors.
     added = [hook for hook in hooks if not getattr(hook, "__module__", "").startswith("torch.distributed.")]
@@ -189,8 +212,8 @@ def check_untouched(model: nn.Module) -> None:
 def _linear_of(model: Any) -> tuple[str, Any]:
     """Return the head's attribute name and its module."""
     kind, find = type(model).__name__, getattr(model, "get_output_embeddings", None)
-    children = dict(model.named_children()) if isinstance(model, nn.Module) and callable(find) else {}
-    head: Any = find() if children and find else None
+    head: Any = find() if isinstance(model, nn.Module) and callable(find) else None
+    children = dict(model.named_children()) if head is not None else {}
     name = next((name for name, child in children.items() if child is head), None)
     if name is None or not body_name(model):
         raise TypeError(
@@ -220,7 +243,7 @@ def _logits_of(model: Any, name: str, head: Any, product: Tensor) -> Tensor:
     hidden = (torch.arange(tokens * head.weight.shape[1], device="cpu").view(1, tokens, -1) % 7 - 3).double() / 4
     instead = _Product(head, product)
     body = body_name(model)
-    twin = twin_of(model, {body: _Body(model._modules[body], hidden), name: instead})
+    twin = twin_of(model, {body: StandIn(model._modules[body], lambda *_, **__: Output(hidden)), name: instead})
     try:
         out = twin.forward(input_ids=torch.zeros(1, tokens, dtype=torch.long, device="cpu"))
         logits = out[0] if isinstance(out, tuple) else out.logits
@@ -265,34 +288,6 @@ def _form(kind: str, product: Tensor, logits: Any) -> LogitForm:
             "can't be computed over shards"
         )
     return form
-
-
-class _Body:
-    """A stand-in for the model's body: always returns ``hidden``, and has the attributes of the real body."""
-
-    def __init__(self, real: nn.Module, hidden: Tensor) -> None:
-        self._real, self._hidden = real, hidden
-
-    def __call__(self, *args: Any, **kwargs: Any) -> _BodyOutput:
-        return _BodyOutput(self._hidden)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
-
-
-class _BodyOutput(tuple):
-    """A body's output with one element: ``[0]`` and ``last_hidden_state``. Any other attribute gives None."""
-
-    last_hidden_state: Tensor
-
-    def __new__(cls, hidden: Tensor) -> _BodyOutput:
-        self = super().__new__(cls, (hidden,))
-        self.last_hidden_state = hidden
-        return self
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
 
 
 class _Product:

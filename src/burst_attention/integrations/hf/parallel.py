@@ -191,6 +191,7 @@ def _check_model(model: Any, base: Any, plan: Plan) -> LogitForm | None:
         parts.check_structure(vision.text_of(base))
         parts.check_hooks(base, root=False)
         parts.check_randomness(vision.text_of(base))
+        vision.check_tower(base)
     return form
 
 
@@ -254,6 +255,7 @@ class _Context:
         body = vision.text_of(model)
         parts.check_hooks(body)
         parts.check_randomness(body)  # a rate may be set, and a part may change its mode, without a new class
+        vision.check_tower(model)
         found = model.training, *map(type, body.modules())
         if found != self.found_right:
             parts.check_structure(body)
@@ -354,21 +356,11 @@ def _body(model: Any, call: Call) -> Any:
     """Run the model's body on this rank's shard."""
     ids, positions = call.shard["input_ids"], call.shard["position_ids"]
     if vision.language_model_of(model) is not None:
-        return _with_vision(model, call)
+        return vision.run(model, call)
     plans = Plans(call.plans, positions=positions)
     asked = {"output_router_logits": True} if call.router else {}
     with recurrent.running(vision.text_of(model), plans):
         return vision.text_of(model)(input_ids=ids, position_ids=positions, plan=plans, use_cache=False, **asked)
-
-
-def _with_vision(model: Any, call: Call) -> Any:
-    """Run the body of a vision-language model; its language model runs on this rank's shard."""
-    given = {name: call.given[name] for name in vision.WHOLE if name in call.given}
-    mask = call.given.get("attention_mask")
-    with vision.running(model, call.plans):
-        return stub_forward.body_of(model)(
-            input_ids=call.given["input_ids"], attention_mask=mask, use_cache=False, **given
-        )
 
 
 @torch.compiler.disable
@@ -385,7 +377,7 @@ def _agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cal
         if state.form is not None:
             heads.check_untouched(model)
         batch = {name: given.get(name) for name in arguments.BATCH if name != "labels" or state.form is not None}
-        rows = rows_of(batch, ranks=base.world)
+        rows = rows_of(batch, ranks=base.world, join=vision.joins_rows(model))
         items, keep = divisor_of(given.get("num_items_in_batch")), int(given.get("logits_to_keep", 0))
         arguments.check_rows(model, given, rows, items, keep)
         if vision.language_model_of(model) is not None:
@@ -405,7 +397,7 @@ def _fields(model: Any, call: Call) -> dict[str, Any]:
     labels = given.get("labels") if rows.targets is None else rows.targets
     fields = {
         **batch_fields(call.plan, input_ids=rows.input_ids, labels=labels, attention_mask=rows.real),
-        **vision.digests(given),
+        **vision.digests(model, given),
         "num_items_in_batch": call.items,
         "fused_lm_head": bool(given.get("fused_lm_head", False)),
         "logits_to_keep": call.keep,

@@ -151,7 +151,7 @@ class Around:
             state.append(_random_state(self._model))
             return results
 
-        twin = twin_of(self._model, {prefix: _Attributes(self._model._modules[prefix], stand_in)})
+        twin = twin_of(self._model, {prefix: StandIn(self._model._modules[prefix], stand_in)})
         out = twin.forward(**self._given)
         self._check_random(state[-1])
         if not called:
@@ -207,7 +207,7 @@ class Around:
                 own[name] = value
 
 
-class _Attributes:
+class StandIn:
     """A stand-in for a module: another call, but the attributes of the real module."""
 
     def __init__(self, real: nn.Module, call: Callable[..., Any]) -> None:
@@ -218,6 +218,22 @@ class _Attributes:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
+
+
+class Output(tuple):
+    """A body's output with one element: ``[0]``, ``last_hidden_state`` and ``logits``. Other attributes are None."""
+
+    last_hidden_state: Tensor
+    logits: Tensor
+
+    def __new__(cls, first: Tensor) -> Output:
+        self = super().__new__(cls, (first,))
+        self.last_hidden_state = self.logits = first
+        return self
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
 
 
 def _random_state(model: Any) -> list[Tensor]:

@@ -7,8 +7,8 @@ its own tokens, so its gradients are shares of a sum, like those of all other pa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,40 +18,65 @@ from transformers import PreTrainedModel
 from burst_attention.attention.batch import Plans, digest_of
 from burst_attention.attention.plan import Plan
 
-from . import recurrent
+from . import recurrent, seam_masks
 from .batch import BatchRows
 from .checks import shown
-from .stub_forward import body_of
+from .outputs import Call
+from .stub_forward import Output, StandIn, body_of, tensors_of, twin_of
 from .token_chunks import subclass
 
-# Arguments of the vision tower, and of the code that merges its results. They stay whole on each rank.
-WHOLE = (
-    "pixel_values",
-    "pixel_values_videos",
-    "pixel_attention_mask",
-    "image_grid_thw",
-    "image_sizes",
-    "mm_token_type_ids",
-    "second_per_grid_ts",
-    "token_type_ids",
-    "video_grid_thw",
-    "vision_feature_layer",
-    "vision_feature_select_strategy",
-)
-_PLANS = "_burst_whole_plans"
-_UNUSED = ("use_cache", "cache_position", "input_ids", "return_dict")
+_CALL = "_burst_call"
+_INNER = ("language_model", "text_model")  # names of the language model inside of a vision-language model
+_UNUSED = ("use_cache", "cache_position", "input_ids", "return_dict", "logits_to_keep")
+# Arguments of a model's body that are not the vision tower's.
+_OF_TEXT = {"self", "labels", "attention_mask", "position_ids", "inputs_embeds", "past_key_values", *_UNUSED}
+_PER_TOKEN = ("per_layer_inputs", "moe_mm_token_type_ids", "ple_input_ids")  # [B, S, ...] of a language model
+# Where the image tokens are, [B, S] or [B, S, E], and rows to be added there, [image tokens, E] of each layer.
+_ADDED = {"visual_pos_masks": "deepstack_visual_embeds", "vision_mask": "deepstack_features"}
 
 
 def language_model_of(model: Any) -> Any:
-    """Return the language model inside a vision-language model; None for other models."""
-    inner = getattr(body_of(model), "language_model", None)
-    return inner if isinstance(inner, PreTrainedModel) and inner is not model else None
+    """Return the language model inside a vision-language model, without its head; None for other models."""
+    around, name = _around(model)
+    if around is None:
+        return None
+    inner = getattr(around, name)
+    return body_of(inner) if inner.get_output_embeddings() is not None else inner
+
+
+def _around(model: Any) -> tuple[Any, str]:
+    """Return the module that calls the language model, and the language model's name in it; None if there is none."""
+    embeddings = _embeddings_of(model) if isinstance(model, PreTrainedModel) else None
+    for around in (model, body_of(model)) if embeddings is not None else ():
+        for name in _INNER:
+            inner = getattr(around, name, None)
+            if isinstance(inner, PreTrainedModel) and _embeddings_of(inner) is embeddings:
+                return around, name
+    return None, ""
+
+
+def _embeddings_of(model: Any) -> Any:
+    try:
+        return model.get_input_embeddings()
+    except NotImplementedError:
+        return None
 
 
 def text_of(model: Any) -> Any:
     """Return the part that runs on shards: the language model, or the body of a model without vision."""
     inner = language_model_of(model)
     return body_of(model) if inner is None else inner
+
+
+def whole_arguments(model: Any) -> frozenset[str]:
+    """Return the names of arguments that stay whole: those of the vision tower, and of what merges its results."""
+    around, _ = _around(model)
+    if around is None:
+        return frozenset()
+    named = inspect.signature(getattr(around, "stock_class", type(around)).forward).parameters
+    return frozenset(
+        name for name, each in named.items() if name not in _OF_TEXT and each.kind is not each.VAR_KEYWORD
+    ) - {"output_attentions", "output_hidden_states", "output_router_logits"}
 
 
 def convert(model: Any) -> None:
@@ -69,6 +94,33 @@ def restore(model: Any) -> None:
         inner.__class__ = inner.stock_class
 
 
+def check_tower(model: Any) -> None:
+    """Refuse random values in the parts that run whole: each rank would draw others for the same image.
+
+    Raises:
+        ValueError: a part in training mode has dropout.
+    """
+    inner = language_model_of(model)
+    within = () if inner is None else {id(part) for part in inner.modules()}
+    for name, part in model.named_modules() if inner is not None else ():
+        if id(part) in within or not part.training:
+            continue
+        rates = {"p": part.p} if isinstance(part, nn.Dropout) else vars(part)
+        for setting, rate in rates.items():
+            number = isinstance(rate, float) and rate > 0
+            if number and (setting == "p" or "drop" in setting):
+                raise ValueError(
+                    f"{name} ({type(part).__name__}) has {setting}={rate}: dropout outside of the language model would "
+                    "differ between ranks, which all run that part on the whole batch; set it to 0"
+                )
+
+
+def joins_rows(model: Any) -> bool:
+    """Return whether rows of a batch may need different masks, so that they have to be one row of documents."""
+    around, _ = _around(model)
+    return around is not None and seam_masks.sees_both_ways(around)
+
+
 def check_call(given: Mapping[str, Any], rows: BatchRows) -> None:
     """Refuse batches of a vision-language model that would have to be rearranged.
 
@@ -79,31 +131,38 @@ def check_call(given: Mapping[str, Any], rows: BatchRows) -> None:
         raise ValueError(
             "position_ids are refused: a vision-language model computes them from the whole batch; leave them out"
         )
-    if rows.cu_seqlens is not None or (rows.shifted and rows.padding is not None and bool(rows.padding.any())):
-        what = "packed documents" if rows.cu_seqlens is not None else "padding in front of the tokens"
+    packed = rows.cu_seqlens is not None and not rows.joined
+    if packed or (rows.shifted and rows.padding is not None and bool(rows.padding.any())):
+        what = "packed documents" if packed else "padding in front of the tokens"
         raise ValueError(f"{what}: not supported for vision-language models; pad behind the tokens of each row")
-    if rows.input_ids.shape != rows.shape:
+    if rows.input_ids.numel() != rows.shape[0] * rows.shape[1]:
         raise ValueError(f"input_ids has {rows.shape[1]} tokens, fewer than there are ranks; use fewer ranks")
 
 
-def digests(given: Mapping[str, Any]) -> dict[str, Any]:
+def digests(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return what ranks compare of the arguments that stay whole."""
-    return {
-        name: digest_of(given[name]) if isinstance(given[name], Tensor) else repr(given[name])
-        for name in WHOLE
-        if given.get(name) is not None
-    }
+    whole = {name: given[name] for name in sorted(whole_arguments(model)) if given.get(name) is not None}
+    found: dict[str, Any] = {}
+    for name, value in whole.items():
+        inside = [digest_of(each) for each in tensors_of(value)]
+        found[name] = inside or repr(value)
+    return found
 
 
-@contextmanager
-def running(model: Any, plans: Plans) -> Iterator[None]:
-    """Let the language model cut its tokens inside this context."""
-    inner = language_model_of(model)
-    setattr(inner, _PLANS, plans)
+def run(model: Any, call: Call) -> Any:
+    """Run the body of a vision-language model; its language model runs on this rank's shard."""
+    around, name = _around(model)
+    inner, given = language_model_of(model), call.given
+    whole = {each: given[each] for each in whole_arguments(model) if each in given}
+    batch = {"input_ids": given["input_ids"], "attention_mask": given.get("attention_mask"), "use_cache": False}
+    setattr(inner, _CALL, call)
     try:
-        yield
+        if around is not model:
+            return around(**batch, **whole)
+        twin = twin_of(model, {name: StandIn(getattr(model, name), lambda **given: Output(inner(**given)[0]))})
+        return Output(twin.forward(**batch, **whole).logits)
     finally:
-        delattr(inner, _PLANS)
+        delattr(inner, _CALL)
 
 
 class _Seam(nn.Module):
@@ -112,46 +171,72 @@ class _Seam(nn.Module):
     stock_class: Any
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        plans = vars(self).get(_PLANS)
-        if plans is None:
+        call = vars(self).get(_CALL)
+        if call is None:
             return super().forward(*args, **kwargs)
-        with plans.one.agreement.entering("the model"):
-            shard = _cut(plans.one, args, kwargs)
-        plans = Plans(plans, positions=shard["position_ids"], rotary=True)
+        with call.plan.agreement.entering("the model"):
+            given = _whole(call, args, kwargs)
+            plans, mask = seam_masks.with_groups(call.plans, given.pop("attention_mask", None), call.rows)
+            shard = _cut(call.plan, given)
+        plans = Plans(plans, positions=shard["position_ids"], rotary=True, masked=plans.masked)
         with recurrent.running(self, plans):
-            return super().forward(**shard, plan=plans, use_cache=False)
+            return super().forward(**shard, attention_mask=mask, plan=plans, use_cache=False)
 
 
-def _cut(plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _whole(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a language model's forward, their rows joined as the plan's are.
+
+    Raises:
+        ValueError: they are not those of the whole batch.
+    """
+    given = {name: value for name, value in kwargs.items() if value is not None and name not in _UNUSED}
+    embeds, (batch, length) = given.get("inputs_embeds"), call.rows.shape
+    if args or not isinstance(embeds, Tensor) or embeds.shape[:2] != (batch, length):
+        raise ValueError(f"inputs_embeds={shown(embeds)} of the language model is not the whole batch's embeddings")
+    # [1 or B, S], or [3 or 4, B, S] of rotary positions in time and space.
+    positions = given.get("position_ids", torch.arange(length, device=embeds.device)[None])
+    given["position_ids"] = positions
+    if call.rows.joined:
+        given["position_ids"] = positions.expand(*positions.shape[:-2], batch, length).flatten(-2).unsqueeze(-2)
+        for name in given.keys() & {"inputs_embeds", *_PER_TOKEN, *_ADDED}:
+            given[name] = given[name].flatten(0, 1)[None]
+    return given
+
+
+def _cut(plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
     """Return this rank's part of the arguments of a language model's forward.
 
     Raises:
         ValueError: an argument is not among those that are known.
     """
-    given = {name: value for name, value in kwargs.items() if value is not None and name not in _UNUSED}
-    embeds = given.pop("inputs_embeds", None)
-    if args or not isinstance(embeds, Tensor) or embeds.shape[1] != plan.seqlen:
-        raise ValueError(f"inputs_embeds={shown(embeds)} of the language model is not the whole sequence's embeddings")
+    embeds, positions = given.pop("inputs_embeds"), given.pop("position_ids")
     at = plan.positions.to(embeds.device)
-    shard: dict[str, Any] = {"inputs_embeds": embeds.index_select(1, at)}
-    positions = given.pop("position_ids", None)  # [B, S], or [3 or 4, B, S] of rotary positions in time and space
-    if positions is None:
-        positions = torch.arange(plan.seqlen, device=embeds.device)[None]
-    shard["position_ids"] = positions.index_select(positions.dim() - 1, at)
-    mask = given.pop("attention_mask", None)
-    if isinstance(mask, Mapping):  # by kind of layer; the attention compares each with its plan
-        shard["attention_mask"] = mask
-    visual = given.pop("visual_pos_masks", None)
-    if visual is not None:
-        seen = visual if visual.dim() == 2 else visual[..., 0]
-        numbers = (seen.flatten().cumsum(0) - 1).view(seen.shape)  # of each visual token among all, row by row
-        own = seen.index_select(1, at)
-        rows = numbers.index_select(1, at)[own]
-        shard["visual_pos_masks"] = visual.index_select(1, at)
-        deepstack = given.pop("deepstack_visual_embeds", None)
-        if deepstack is not None:
-            shard["deepstack_visual_embeds"] = [each.index_select(0, rows) for each in deepstack]
+    shard = {"inputs_embeds": embeds.index_select(1, at)}
+    shard["position_ids"] = positions.index_select(positions.dim() - 1, at.to(positions.device))
+    for name in _PER_TOKEN:
+        if name in given:
+            shard[name] = given.pop(name).index_select(1, at)
+    for name, added in _ADDED.items():
+        if name in given:
+            where = given.pop(name)
+            shard[name] = where.index_select(1, at)
+            if added in given:
+                shard[added] = _own_rows(given.pop(added), _rows_of(where, at))
     for name, value in given.items():
         if isinstance(value, (Tensor, list, tuple, dict)):
             raise ValueError(f"{name}={shown(value)} of the language model: how to cut it is unknown")
     return shard | given
+
+
+def _rows_of(where: Tensor, at: Tensor) -> Tensor:
+    """Return the numbers of this rank's image tokens among those of all rows, row by row."""
+    seen = where if where.dim() == 2 else where[..., 0]
+    numbers = (seen.flatten().cumsum(0) - 1).view(seen.shape)
+    return numbers.index_select(1, at)[seen.index_select(1, at)]
+
+
+def _own_rows(added: Any, rows: Tensor) -> Any:
+    """Return these rows of each layer's additions."""
+    if isinstance(added, Mapping):
+        return {layer: each.index_select(0, rows) for layer, each in added.items()}
+    return [each.index_select(0, rows) for each in added]

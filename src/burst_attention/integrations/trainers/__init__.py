@@ -26,8 +26,10 @@ except ImportError as error:
 
 from burst_attention.plan.strategy import Strategy
 
+from ..hf.batch import IGNORED
 from ..hf.memory import Memory
 from ..hf.parallel import parallelize
+from ..hf.vision import whole_arguments
 from .checks import (
     check_hooks,
     check_memory,
@@ -177,8 +179,7 @@ class BurstMixin(OneGeneration):
         shared = trainer.accelerator.num_processes > 1 and "labels" in inputs
         own = self._own_samples(inputs["labels"]) if shared else 0
         if own:
-            whole = trainer.args.eval_batch_size
-            inputs = {name: x[:own] if _has_rows(x, whole) else x for name, x in inputs.items()}
+            inputs = _without_repeated(trainer.model, inputs, own, trainer.args.eval_batch_size)
         self._own_mean = shared
         try:
             loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys)  # type: ignore[misc]
@@ -206,6 +207,19 @@ class BurstMixin(OneGeneration):
         share = loss * weight if weight else torch.zeros_like(loss)  # a classifier's loss without labels is NaN
         share, whole = accelerator.reduce(torch.stack([share, loss.new_tensor(weight)]), reduction="sum")
         return share / whole
+
+
+def _without_repeated(model: Any, inputs: Any, own: int, rows: int) -> dict[str, Any]:
+    """Return a batch without the samples behind its first ``own`` ones, or without their labels if it has images.
+
+    Images are not in rows, so that those of a sample can't be told from the others.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if whole_arguments(base) & inputs.keys():
+        labels = inputs["labels"].clone()
+        labels[own:] = IGNORED
+        return {**inputs, "labels": labels}
+    return {name: x[:own] if _has_rows(x, rows) else x for name, x in inputs.items()}
 
 
 def _has_rows(x: Any, rows: int) -> bool:

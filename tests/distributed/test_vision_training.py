@@ -1,0 +1,100 @@
+"""Train vision-language models on their processors' batches, over ranks and in one process: the same losses."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import Trainer
+
+from burst_attention.integrations import hf
+from tests.support import trainer_cases, trainer_makers
+from tests.support.vision_models import build
+from tests.support.vision_processors import collator, samples
+from tests.tools.trainers import Sides
+
+STEPS, BATCH = 20, 3
+FAMILIES = ("qwen2_5_vl", "gemma3")
+
+
+@pytest.fixture(scope="module")
+def sides(pools):
+    made = Sides(pools)
+    yield made
+    made.alone.shutdown()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_argument_of_a_processors_batch_has_a_place(family):
+    model = build(family, torch.float32)
+    batch = collator(family)(samples(3, family))
+    kept = hf.vision.whole_arguments(model)
+    assert {
+        "pixel_values",
+        *(("image_grid_thw", "mm_token_type_ids") if "qwen" in family else ("token_type_ids",)),
+    } <= kept
+    assert batch.keys() - kept == {"input_ids", "attention_mask", "labels"}
+    assert {n for row in batch["input_ids"] for n in [(row == 90).sum().item()]} >= {0}
+
+
+def looped(family):
+    """Return the losses of a plain loop over ranks, and of one process."""
+    alone, collate = build(family, torch.float32, "sdpa"), collator(family)
+    model = hf.parallelize(copy.deepcopy(alone), timeout=60)
+    both = [(each, torch.optim.AdamW(each.parameters(), lr=1e-3)) for each in (model, alone)]
+    data, found = samples(STEPS * BATCH, family), []
+    for step in range(STEPS):
+        batch = collate(data[step * BATCH : (step + 1) * BATCH])
+        losses = []
+        for each, optimizer in both:
+            loss = each(**batch, use_cache=False).loss
+            loss.backward()
+            for parameter in each.parameters() if each is model else ():
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad /= dist.get_world_size()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        found.append(losses)
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_twenty_steps_of_a_loop(pools, family):
+    for ours, alone in pools(2).run(looped, family)[0]:
+        assert ours == pytest.approx(alone, abs=2e-6)
+        assert ours > 1
+
+
+def trained(family, folder, ours, contexts=1):
+    """Return the losses that Trainer logs in twenty steps, and the last evaluation's."""
+    with trainer_cases.as_started(trainer_cases.CASES["right-padded"], ours):
+        sizes = {f"per_device_{what}_batch_size": 4 // contexts for what in ("train", "eval")}
+        given = {
+            "max_steps": STEPS,
+            "eval_steps": STEPS,
+            "gradient_accumulation_steps": 1,
+            "remove_unused_columns": False,
+        }
+        args = trainer_makers.TrainingArguments(**trainer_makers.COMMON | given | sizes, output_dir=folder)
+        trainer = (trainer_makers.over_contexts(Trainer) if ours else Trainer)(
+            model=build(family, torch.float32, "sdpa"),
+            args=args,
+            train_dataset=samples(80, family),
+            eval_dataset=samples(7, family, seed=1),
+            data_collator=collator(family),
+            **({"context_size": dist.get_world_size() // contexts} if ours else {}),
+        )
+        trainer.train()
+        return [row[name] for row in trainer.state.log_history for name in ("loss", "eval_loss") if name in row]
+
+
+@pytest.mark.parametrize(("family", "contexts"), [("qwen2_5_vl", 1), ("gemma3", 1), ("qwen2_5_vl", 2)])
+def test_twenty_steps_of_trainer(sides, pools, tmp_path, family, contexts):
+    expected = sides.alone.submit(trained, family, str(tmp_path / "alone"), False).result()
+    assert len(expected) == STEPS + 1
+    for found in pools(2 * contexts).run(trained, family, str(tmp_path / "ours"), True, contexts):
+        assert found == pytest.approx(expected, abs=2e-6)

@@ -1,0 +1,174 @@
+"""Every image-text-to-text model of the installed transformers, tiny and random, over three ranks: equal or refused?
+
+    python tests/tools/vision_families.py [MODEL_TYPE ...]    writes docs/models-multimodal.md without a model type
+
+A model that comes out "different" (plausible wrong numbers) or "error" (no refusal by name) is a bug of ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from transformers.utils import logging as transformers_logging
+
+from burst_attention.integrations import hf
+from burst_attention.testing import WorkerError, local_world
+from tests.support import vision_models
+from tests.tools.families import BOUND, GRADIENT_BOUND, WORLD, first_line, is_ours
+
+LARGEST = 30_000_000  # parameters of a model that is run
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "models-multimodal.md"
+
+
+@dataclass
+class Verdict:
+    """``text``: the refusal's or the error's message. The differences are relative to one process's eager attention."""
+
+    model_type: str
+    kind: str  # equal, refused, different, error, not built
+    text: str = ""
+    loss: float = 0.0
+    gradients: float = 0.0
+    tower: int = 0  # parameters outside of the language model that get a gradient
+    tokens: int = 0  # image tokens of the batch
+
+
+def judge(model_type: str) -> Verdict:
+    """Compare the model over ``WORLD`` ranks with one process, on two rows with three images."""
+    try:
+        with torch.device("meta"):
+            size = sum(each.numel() for each in vision_models.build(model_type).parameters())
+        if size > LARGEST:
+            return Verdict(model_type, "not built", f"{size:,} parameters, even if made small")
+        alone = vision_models.build(model_type)
+    except Exception as error:
+        return Verdict(model_type, "not built", first_line(error))
+    try:
+        batch = vision_models.images_and_text(alone)
+        expected = vision_models.stock_loss(alone, batch)
+        expected.backward()
+    except Exception as error:
+        return _on_text(model_type, alone, first_line(error))
+    tokens = int((batch["input_ids"] == vision_models.image_token(alone.config)).sum())
+    return _compared(model_type, alone, batch, expected.item(), tokens)
+
+
+def _on_text(model_type: str, alone: Any, otherwise: str) -> Verdict:
+    """Whether a model that can't be run on images here is refused, with images or as it is."""
+    alone.zero_grad()
+    batch = vision_models.text(alone)
+    if hf.vision.language_model_of(alone) is None:
+        batch["pixel_values"] = torch.zeros(2, 3, 16, 16, dtype=alone.dtype)
+        verdict = _compared(model_type, alone, batch, 0.0, 0)
+        if verdict.kind == "refused":
+            return verdict
+        del batch["pixel_values"]
+    try:
+        expected = vision_models.stock_loss(alone, batch)
+        expected.backward()
+    except Exception:
+        return Verdict(model_type, "not built", f"no images are made here: {otherwise}")
+    verdict = _compared(model_type, alone, batch, expected.item(), 0)
+    if verdict.kind == "equal":
+        verdict.kind, verdict.text = "not built", f"equal on text; no images are made here: {otherwise}"
+    return verdict
+
+
+def _compared(model_type: str, alone: Any, batch: dict[str, Any], expected: float, tokens: int) -> Verdict:
+    models = [copy.deepcopy(alone) for _ in range(WORLD)]
+
+    def rank(group: Any) -> float:
+        model = models[torch.distributed.get_rank() if group is None else group.rank()]
+        hf.parallelize(model, group, gradients="sum", timeout=60)
+        out = model(**batch)
+        out.loss.backward()
+        return out.loss.item()
+
+    for model in models:
+        model.zero_grad()
+    try:
+        with local_world(WORLD, timeout=60) as ranks:
+            loss = ranks.run(rank)[0]
+    except WorkerError as error:
+        own = [error.errors.get(each) for each in range(WORLD)]
+        if all(type(each) in (TypeError, ValueError) and is_ours(each) for each in own):
+            return Verdict(model_type, "refused", str(own[0]))
+        return Verdict(model_type, "error", first_line(next(each for each in own if each)))
+    inner = hf.vision.language_model_of(alone)
+    text = {id(each) for each in (alone if inner is None else inner).parameters()}
+    wanted = {name: each.grad for name, each in alone.named_parameters() if each.grad is not None}
+    floor = 1e-5 * max(each.norm().item() for each in wanted.values())
+    ours = [dict(model.named_parameters()) for model in models]
+    apart = {}
+    for name, gradient in wanted.items():
+        total = sum(mine[name].grad for mine in ours if mine[name].grad is not None)
+        apart[name] = ((total - gradient).norm() / max(gradient.norm().item(), floor)).item()
+    worst = max(apart, key=lambda name: apart[name])
+    off = abs(loss / expected - 1)
+    right = off <= BOUND and apart[worst] <= GRADIENT_BOUND
+    moved = [n for n, p in alone.named_parameters() if id(p) not in text and n in wanted and wanted[n].norm() > floor]
+    text_of = "" if right else f"loss by {off:.0e}, {worst} by {apart[worst]:.0e}"
+    return Verdict(model_type, "equal" if right else "different", text_of, off, apart[worst], len(moved), tokens)
+
+
+def page(verdicts: list[Verdict]) -> str:
+    """docs/models-multimodal.md."""
+    counts = Counter(verdict.kind for verdict in verdicts)
+    lines = [
+        "# Vision-language models",
+        "",
+        f"Every image-text-to-text model of transformers {transformers.__version__} ({len(verdicts)} types), each",
+        f"with tiny random weights, over {WORLD} ranks, by `hf.parallelize(model)` alone, in fp64. The batch has two",
+        "rows of different length with two images and one image. The loss and the gradient of every parameter, those",
+        "of the vision tower included, are compared with eager attention in one process (norms and rotary angles are",
+        "fp32 in the models themselves). Written by `python tests/tools/vision_families.py`.",
+        "",
+        ", ".join(f"{kind}: {count}" for kind, count in sorted(counts.items())) + ".",
+        "",
+        "- **equal**: the largest relative difference of the loss and of gradients. *Tower*: parameters outside of the",
+        "  language model that get a gradient. *Tokens*: image tokens in the batch.",
+        "- **refused**: on all ranks, in these words.",
+        "- **not built**: no small model of it, or no images for it, are made here.",
+        "",
+        "| model type | verdict | loss | gradients | tower | tokens | message |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for verdict in sorted(verdicts, key=lambda each: (each.kind, each.model_type)):
+        figures = [f"{verdict.loss:.0e}", f"{verdict.gradients:.0e}", str(verdict.tower), str(verdict.tokens)]
+        text = verdict.text.replace("|", "\\|").replace("\n", " ")
+        cells = [verdict.model_type, verdict.kind, *(figures if verdict.kind == "equal" else [""] * 4), text]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model_type", nargs="*", help="only these; the page is left as it is")
+    chosen = parser.parse_args().model_type
+    transformers_logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    verdicts = []
+    for model_type in chosen or MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        found = judge(model_type)
+        verdicts.append(found)
+        print(
+            f"{found.kind:10} {model_type:22} {found.loss:.0e} {found.gradients:.0e} {found.tower:3} {found.tokens:3} "
+            f"{found.text}",
+            flush=True,
+        )
+    if not chosen:
+        PAGE.write_text(page(verdicts))
+    return int(any(verdict.kind in ("different", "error") for verdict in verdicts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
