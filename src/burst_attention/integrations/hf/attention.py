@@ -31,6 +31,7 @@ _KEEP_POSITIONS = (
     "MultiHeadAttention",  # CTRL
     "NemotronAttention",
     "PersimmonAttention",
+    "WhisperAttention",
     "ZambaAttention",
 )
 

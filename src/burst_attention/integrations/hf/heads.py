@@ -18,7 +18,7 @@ from burst_attention.attention.batch import PlanArgument, Plans
 from burst_attention.attention.plan import Plan
 from burst_attention.loss import Head, LogitForm, TokenLogProbs
 
-from .stub_forward import body_name, twin_of
+from .stub_forward import Attributes, body_name, twin_of
 
 # The head's stand-in returns values near zero, values far above any soft cap, and values between.
 _SMALL, _GREAT = 2.0**-30, 1e30
@@ -172,6 +172,14 @@ def find_form(model: nn.Module) -> LogitForm:
     return _form(type(model).__name__, product, logits)
 
 
+def is_nested(model: Any) -> bool:
+    """Return whether the model's head is the last of several layers, as in BERT."""
+    head = model.get_output_embeddings()
+    children = dict(model.named_children())
+    inside = [name for name, child in children.items() if child is not head and head in [*child.modules()]]
+    return head is not None and head not in children.values() and bool(inside) and body_name(model) not in inside
+
+
 def check_untouched(model: nn.Module) -> None:
     """Refuse a model if its head has a hook or a replaced forward, which may change the logits."""
     name, head = _linear_of(model)
@@ -220,7 +228,8 @@ def _logits_of(model: Any, name: str, head: Any, product: Tensor) -> Tensor:
     hidden = (torch.arange(tokens * head.weight.shape[1], device="cpu").view(1, tokens, -1) % 7 - 3).double() / 4
     instead = _Product(head, product)
     body = body_name(model)
-    twin = twin_of(model, {body: _Body(model._modules[body], hidden), name: instead})
+    stand_in = Attributes(model._modules[body], lambda *_, **__: _BodyOutput(hidden))
+    twin = twin_of(model, {body: stand_in, name: instead})
     try:
         out = twin.forward(input_ids=torch.zeros(1, tokens, dtype=torch.long, device="cpu"))
         logits = out[0] if isinstance(out, tuple) else out.logits
@@ -265,19 +274,6 @@ def _form(kind: str, product: Tensor, logits: Any) -> LogitForm:
             "can't be computed over shards"
         )
     return form
-
-
-class _Body:
-    """A stand-in for the model's body: always returns ``hidden``, and has the attributes of the real body."""
-
-    def __init__(self, real: nn.Module, hidden: Tensor) -> None:
-        self._real, self._hidden = real, hidden
-
-    def __call__(self, *args: Any, **kwargs: Any) -> _BodyOutput:
-        return _BodyOutput(self._hidden)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
 
 
 class _BodyOutput(tuple):
