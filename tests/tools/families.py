@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import copy
+import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,10 +29,10 @@ from transformers.utils import logging as transformers_logging
 from burst_attention import burst_attention, make_plan
 from burst_attention.attention.batch import Chunked, Plans
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf import mixers, recurrent
+from burst_attention.integrations.hf import mixers, own_attention, positions, recurrent
 from burst_attention.integrations.hf import models as model_checks
-from burst_attention.integrations.hf.parts import check_structure
-from burst_attention.integrations.hf.stub_forward import body_of
+from burst_attention.integrations.hf.parts import attention_configs, check_structure
+from burst_attention.integrations.hf.stub_forward import body_of, run_body
 from burst_attention.loss import next_token_loss
 from burst_attention.testing import WorkerError, local_world
 from tests.support.hybrid_models import double_module
@@ -119,6 +121,7 @@ LLAMA4 = {
 }
 OWN: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
+    "big_bird": {"attention_type": "original_full"},
     "cohere_compass_text": {
         "layer_types": _MIXED,
         "rope_parameters": {"sliding_attention": _ROPE, "full_attention": _ROPE},
@@ -156,6 +159,27 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
+# Encoders by default: as causal language models they need is_decoder=True.
+ENCODERS = (
+    "bert",
+    "bert-generation",
+    "big_bird",
+    "camembert",
+    "data2vec-text",
+    "electra",
+    "ernie",
+    "megatron-bert",
+    "rembert",
+    "roberta",
+    "roberta-prelayernorm",
+    "roc_bert",
+    "roformer",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+)
+
+
 @dataclass
 class Verdict:
     """``text``: the refusal's or the error's message. The differences are relative to one process's eager attention."""
@@ -168,7 +192,7 @@ class Verdict:
     worst: str = ""
     windows: set[int | None] = field(default_factory=set)
     logits: str = ""
-    mixers: set[str] = field(default_factory=set)
+    mechanisms: set[str] = field(default_factory=set)
 
 
 def judge(model_type: str) -> Verdict:
@@ -196,6 +220,7 @@ def _by_running(model_type: str, config: PreTrainedConfig) -> Verdict:
     models += [copy.deepcopy(models[0]) for _ in range(WORLD - 1)]
     width = torch.randn(VOCABULARY, 1, generator=_generator(2), dtype=torch.float64)
     windows: set[int | None] = set()
+    mechanisms = mechanisms_of(models[0], config)
 
     def rank(group: Any) -> tuple[torch.Tensor, float]:
         full = make_plan(SEQLEN, group=group)
@@ -204,6 +229,7 @@ def _by_running(model_type: str, config: PreTrainedConfig) -> Verdict:
         body = body_of(models[full.rank])
         model_checks.check_layers(body.config)  # as hf.parallelize does
         check_structure(body)
+        model_checks.is_causal(body)
         recurrent.convert(body)
         plan = Plans(plan, positions=shard["position_ids"])  # as a parallelized model's plans
         full.usage.note(shard["position_ids"])
@@ -213,7 +239,7 @@ def _by_running(model_type: str, config: PreTrainedConfig) -> Verdict:
                 shard["input_ids"],
                 shard["position_ids"],
                 plan=plan,
-                attend=partial(_noting, windows),
+                attend=partial(_noting, windows, mechanisms),
             )
         loss = next_token_loss(hidden, head_of(hidden, width), shard["shift_labels"], full)
         loss.backward()
@@ -222,8 +248,7 @@ def _by_running(model_type: str, config: PreTrainedConfig) -> Verdict:
     with local_world(WORLD, timeout=30) as ranks:
         hidden, loss = ranks.run(rank)[0]
     verdict = _compared(model_type, config, models, hidden, loss, width)
-    verdict.windows = windows
-    verdict.mixers = mixers_of(models[0])
+    verdict.windows, verdict.mechanisms = windows, mechanisms
     reported = _reported_by_the_checks(models, config)
     if reported:
         verdict.kind, verdict.text = "error", f"{verdict.kind}, but the checks report: {reported}"
@@ -241,7 +266,9 @@ def _compared(
 ) -> Verdict:
     alone = model_of(model_type, config, "eager")
     ids = batch()["input_ids"]
-    expected = hidden_of(alone, ids, torch.arange(SEQLEN).repeat(len(ids), 1))
+    with default_dtype(torch.float64 if model_type == "xglm" else torch.float32):  # it makes its least score in this
+        expected = hidden_of(alone, ids, torch.arange(SEQLEN).repeat(len(ids), 1))
+        logits = _after_the_product(alone, ids, expected)
     head = head_of(expected, width)
     targets = F.pad(ids[:, 1:], (0, 1), value=-100)
     expected_loss = F.cross_entropy((expected @ head.T).flatten(0, 1), targets.flatten())
@@ -263,7 +290,7 @@ def _compared(
         max(apart["hidden"], apart["loss"]),
         apart[worst],
         worst,
-        logits=_after_the_product(alone, ids, expected),
+        logits=logits,
     )
 
 
@@ -319,7 +346,24 @@ def built(model_type: str) -> tuple[PreTrainedConfig, Any]:
             return config, model_class(model_type)(copy.deepcopy(config))
 
 
-def tiny_config(model_type: str) -> PreTrainedConfig:
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Let torch make tensors in another dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def taken_by(model: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that a model's forward takes."""
+    names = inspect.signature(model.forward).parameters
+    return given if "kwargs" in names else {name: value for name, value in given.items() if name in names}
+
+
+def tiny_config(model_type: str, **own: Any) -> PreTrainedConfig:
     """The default configuration made small; that of a model with several parts stays as it is."""
     kind = CONFIG_MAPPING[model_type]
     known = kind().to_dict()
@@ -333,7 +377,9 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
     for name in ("attention_dropout", "attn_pdrop"):
         if name in known:
             changes[name] = 0.0
-    return kind(**changes | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2} | OWN.get(model_type, {}))
+    if model_type in ENCODERS:
+        changes["is_decoder"] = True
+    return kind(**changes | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2} | OWN.get(model_type, {}) | own)
 
 
 def model_class(model_type: str) -> Callable[..., Any]:
@@ -344,13 +390,18 @@ def model_class(model_type: str) -> Callable[..., Any]:
 def model_of(model_type: str, config: PreTrainedConfig, implementation: str) -> Any:
     """The same random weights under every attention; larger than at a first step, so that every part shows."""
     config = copy.deepcopy(config)
-    config._attn_implementation = implementation
+    parts = built(model_type)[1]
+    own = any(map(own_attention.is_known, parts.modules()))  # their classes read the implementation when they are built
+    config._attn_implementation = "eager" if own else implementation
     config._experts_implementation = "eager"  # the fused one knows no fp64
     torch.manual_seed(0)
     kind = model_class(model_type)
-    if mixers_of(built(model_type)[1]):  # their decays and sums over the sequence magnify the fp32 in modeling files
+    if mixers_of(parts):  # their decays and sums over the sequence magnify the fp32 in modeling files
         kind = getattr(double_module(kind.__module__.split(".")[-2]), kind.__name__)
     model = kind(config).double().eval()
+    if own:
+        for each in attention_configs(model):
+            each._attn_implementation = implementation
     generator = _generator(5)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -363,8 +414,23 @@ def mixers_of(model: Any) -> set[str]:
     return {str(mixers.mechanism(mixer)) for _, mixer in mixers.mixers_of(model)}
 
 
+def mechanisms_of(model: Any, config: PreTrainedConfig) -> set[str]:
+    """What the library does for this model beside its attention interface; its calls say the rest."""
+    found = mixers_of(model)
+    if config.model_type in ENCODERS:
+        found.add("encoder")
+    if any(map(own_attention.is_known, model.modules())):
+        found.add("scores")
+    if any(map(positions.is_counted, model.modules())):
+        found.add("positions")
+    text = config.get_text_config(decoder=True)
+    if model_checks.CHUNKED in (getattr(text, "layer_types", None) or ()):
+        found.add("chunks")
+    return found
+
+
 def hidden_of(model: Any, ids: torch.Tensor, positions: torch.Tensor, **options: Any) -> torch.Tensor:
-    return body_of(model)(input_ids=ids, position_ids=positions, use_cache=False, **options)[0]
+    return run_body(body_of(model), input_ids=ids, position_ids=positions, use_cache=False, **options)[0]
 
 
 def head_of(hidden: torch.Tensor, width: torch.Tensor) -> torch.Tensor:
@@ -386,8 +452,11 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[-1].strip()[:160] if text else ''}"
 
 
-def _noting(windows: set[int | None], q: Any, k: Any, v: Any, plan: Any, **options: Any) -> torch.Tensor:
+def _noting(
+    windows: set[int | None], mechanisms: set[str], q: Any, k: Any, v: Any, plan: Any, **options: Any
+) -> torch.Tensor:
     windows.add(plan.mask.window)
+    mechanisms |= {name for key, name in (("softcap", "soft cap"), ("sinks", "sinks")) if key in options}
     return burst_attention(q, k, v, plan, **options)
 
 
@@ -418,22 +487,35 @@ def page(verdicts: list[Verdict]) -> str:
         ", ".join(f"{kind}: {count}" for kind, count in sorted(counts.items())) + ".",
         "",
         "- **equal**: the largest relative difference of hidden states and loss, and of gradients. *Windows* are the",
-        "  keys of `plan={...}` that its layers asked for. *Mixers*: layers that pass a state, or a convolution's",
-        "  tokens, between ranks ([how](internals/recurrent-layers.md)); these modeling files run in fp64 throughout.",
+        "  keys of `plan={...}` that its layers asked for.",
         "  *Logits*: with the settings of its default configuration",
         "  the family changes them after the product with the head's weight (a factor, a soft cap, a bias).",
+        "- *Mechanisms*: what the library does beside the attention interface. *scores*: the modeling file computes",
+        "  its attention itself, and a stand-in takes the place of its scores. *positions*: the model counts positions",
+        "  itself, and its embedding gets those of the rank's tokens. *encoder*: an encoder by default; run here with",
+        "  `is_decoder=True`, its causal form (encoders also run as such: masked language models, classifiers).",
+        "  *sinks*, *soft cap*, *chunks* (chunked attention): parts of the attention. All others are layers that pass",
+        "  a state, or a convolution's tokens, between ranks ([how](internals/recurrent-layers.md)); these modeling",
+        "  files run in fp64 throughout.",
         "- **refused**: on all ranks, in these words, by the attention, by the loss or by `hf.check_model`",
         "  ([what else is refused, and why](refusals.md)).",
         "- **not built**: no small configuration of it is made here, and its parts alone tell nothing against it.",
         "",
-        "| model type | verdict | hidden, loss | gradients | windows | mixers | logits | message |",
+        "| model type | verdict | hidden, loss | gradients | windows | mechanisms | logits | message |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for verdict in sorted(verdicts, key=lambda each: (each.kind, each.model_type)):
         figures = [f"{verdict.hidden:.0e}", f"{verdict.gradients:.0e}"] if verdict.worst else ["", ""]
         windows = ", ".join(sorted(str(window) for window in verdict.windows))
         text = verdict.text.replace("|", "\\|").replace("\n", " ")
-        cells = [verdict.model_type, verdict.kind, *figures, windows, ", ".join(sorted(verdict.mixers)), verdict.logits]
+        cells = [
+            verdict.model_type,
+            verdict.kind,
+            *figures,
+            windows,
+            ", ".join(sorted(verdict.mechanisms)),
+            verdict.logits,
+        ]
         lines.append(f"| {' | '.join([*cells, text])} |")
     return "\n".join(lines) + "\n"
 

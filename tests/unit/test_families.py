@@ -42,7 +42,8 @@ def test_equal(model_type):
         "nemotron": set(),
     }
     assert verdict.windows == windows.get(model_type, {None})
-    assert verdict.mixers == {"lfm2": {"convolution"}, "mamba": {"Mamba 1"}}.get(model_type, set())
+    mechanisms = {"lfm2": {"convolution"}, "mamba": {"Mamba 1"}}
+    assert verdict.mechanisms == mechanisms.get(model_type, set())
     assert bool(verdict.logits) == (model_type == "cohere2")
 
 

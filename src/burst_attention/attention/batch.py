@@ -82,7 +82,8 @@ class Plans(Mapping[Reach, Plan]):
     def by_windows(cls, plan: Plan, windows: Iterable[Reach], cu_seqlens: Sequence[int] | None) -> Plans:
         """Return ``plan`` for each window and chunk size, with these documents. Exchanges nothing.
 
-        A layout that depends on the mask is cut again for the widest window. All layers then share that layout.
+        Whether the masks are causal follows from ``plan``. A layout that depends on the mask is cut again for the
+        widest window. All layers then share that layout.
         """
         distinct = dict.fromkeys(windows)
         if all(isinstance(each, Chunked) for each in distinct):  # positions and labels need the documents alone
@@ -90,8 +91,8 @@ class Plans(Mapping[Reach, Plan]):
         distinct = dict.fromkeys(sorted(distinct, key=lambda each: isinstance(each, Chunked)))
         if plan.schedule.layout.by_mask:
             furthest = None if None in distinct else max(each for each in distinct if isinstance(each, int))
-            plan = plan.with_mask(Mask(window=furthest, cu_seqlens=cu_seqlens), seqlen=plan.seqlen)
-        masks = {reach: mask_of(reach, plan.seqlen, cu_seqlens) for reach in distinct}
+            plan = plan.with_mask(Mask(plan.mask.causal, furthest, cu_seqlens), seqlen=plan.seqlen)
+        masks = {reach: mask_of(reach, plan.seqlen, cu_seqlens, causal=plan.mask.causal) for reach in distinct}
         plans = cls({reach: plan.with_mask(mask) for reach, mask in masks.items()})
         for each in plans.values():
             each.decide_splits()
@@ -112,12 +113,13 @@ class Plans(Mapping[Reach, Plan]):
         return len(self._by_window)
 
 
-def mask_of(reach: Reach, seqlen: int, cu_seqlens: Sequence[int] | None) -> Mask:
+def mask_of(reach: Reach, seqlen: int, cu_seqlens: Sequence[int] | None, *, causal: bool = True) -> Mask:
     """Return the mask of layers with this reach: a chunk is like a document."""
     if not isinstance(reach, Chunked):
-        return Mask(window=reach, cu_seqlens=cu_seqlens)
+        return Mask(causal, reach, cu_seqlens)
     documents = itertools.pairwise((0, seqlen) if cu_seqlens is None else cu_seqlens)
-    return Mask(cu_seqlens=[*(at for start, stop in documents for at in range(start, stop, reach.size)), seqlen])
+    starts = [at for start, stop in documents for at in range(start, stop, reach.size)]
+    return Mask(causal, cu_seqlens=[*starts, seqlen])
 
 
 def shard_batch(batch: Mapping[str, Any], plan: PlanArgument, *, ignore_index: int = -100) -> dict[str, torch.Tensor]:
@@ -152,10 +154,17 @@ def shard_batch(batch: Mapping[str, Any], plan: PlanArgument, *, ignore_index: i
     return shard_tokens(ids, targets, one)
 
 
-def shard_tokens(ids: torch.Tensor, targets: torch.Tensor | None, plan: Plan) -> dict[str, torch.Tensor]:
-    """Cut ids and shifted labels [B, S], equal on all ranks, into what :func:`shard_batch` returns."""
+def shard_tokens(
+    ids: torch.Tensor, targets: torch.Tensor | None, plan: Plan, **others: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Cut ids and shifted labels [B, S], equal on all ranks, into what :func:`shard_batch` returns.
+
+    Args:
+        others: other values of each token [B, S], by name. ``position_ids`` replace those of the plan.
+    """
     positions = plan.document_positions.to(ids.device)
     shard = {"input_ids": plan.shard(ids, 1), "position_ids": positions.repeat(ids.shape[0], 1)}
+    shard |= {name: plan.shard(x, 1) for name, x in others.items()}
     if targets is not None:
         shard["shift_labels"] = plan.shard(targets, 1)
     plan.usage.mark_sharded(shard["position_ids"], shard.get("shift_labels"))

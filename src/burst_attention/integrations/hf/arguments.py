@@ -11,8 +11,10 @@ import torch
 from . import stub_forward, vision
 from .batch import IGNORED, PACKING, BatchRows
 from .checks import shown
+from .positions import positions_of_ids
 
 BATCH = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", *PACKING)
+TOKENS = ("token_type_ids",)  # other arguments of each token
 _ANSWERED = ("num_items_in_batch", "logits_to_keep", "fused_lm_head", "output_router_logits", "return_dict")
 # Arguments without an effect on the output of a parallelized model.
 _IGNORED = ("use_cache", "cache_position")
@@ -59,7 +61,7 @@ def check_keywords(model: Any, given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if name in (*BATCH, *_ANSWERED, *_IGNORED) or value is False:
             continue
-        if name in whole:
+        if name in (whole or TOKENS):
             continue
         remedy = _REMEDIES.get(name, "its effect over ranks is unknown; leave it out")
         raise ValueError(f"{name}={shown(value)} is refused: {remedy}")
@@ -72,8 +74,33 @@ def check_keywords(model: Any, given: Mapping[str, Any]) -> None:
     for name in ("logits_to_keep", "fused_lm_head"):
         if given.get(name) and model._burst.form is None:
             raise ValueError(
-                f"{name}={given[name]} is refused: {type(model).__name__} has no logits for tokens; leave {name} out"
+                f"{name}={given[name]} is refused: {type(model).__name__} runs its head on whole sequences; leave "
+                f"{name} out"
             )
+
+
+def of_tokens(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return other values of each token [B, S], by name, that the body needs.
+
+    Raises:
+        ValueError: the model derives positions from the whole sequence's ids, but documents come without positions.
+    """
+    if vision.language_model_of(model) is not None:
+        return {}
+    found = {name: given[name] for name in TOKENS if name in given}
+    ids = given.get("input_ids")
+    if "position_ids" in given or not isinstance(ids, torch.Tensor):
+        return found
+    positions = positions_of_ids(vision.text_of(model), ids)
+    if positions is None:
+        return found
+    packed = [name for name in PACKING if name in given]
+    if packed:
+        raise ValueError(
+            f"{packed[0]} packs documents, but {type(model).__name__} counts positions over the whole row; pass "
+            "position_ids that restart at 0 where each document begins"
+        )
+    return found | {"position_ids": positions}
 
 
 def check_rows(model: Any, given: Mapping[str, Any], rows: BatchRows, items: float | None, keep: int) -> None:

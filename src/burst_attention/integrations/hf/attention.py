@@ -31,6 +31,7 @@ KEEP_POSITIONS = (
     "MultiHeadAttention",  # CTRL
     "NemotronAttention",
     "PersimmonAttention",
+    "WhisperAttention",
     "ZambaAttention",
 )
 

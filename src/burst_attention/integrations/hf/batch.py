@@ -2,7 +2,8 @@
 
 Batches describe documents and padding in several ways: positions that restart, cumulative lengths, sequence ids, zeros
 in ``attention_mask``. All of them become documents of one mask. If rows differ in their documents, they are
-concatenated into one row. Padding moves behind the tokens, where no causal query sees it.
+concatenated into one row. Padding moves behind the tokens, where no causal query sees it. Under a mask that is not
+causal, a row's padding becomes a document.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class BatchRows:
         real: bool [B, S], True for real tokens, False for padding; None if the batch has no padding.
         shifted: whether the first token of any row is not at position 0, due to ``position_ids`` or left padding.
         joined: whether the rows of the batch became documents of one row at the caller's wish.
+        others: other values of each token, [R, T], by name.
     """
 
     input_ids: torch.Tensor
@@ -48,6 +50,7 @@ class BatchRows:
     padding: torch.Tensor | None
     real: torch.Tensor | None
     shifted: bool
+    others: Mapping[str, torch.Tensor]
     joined: bool = False
 
     def restore(self, rows: torch.Tensor) -> torch.Tensor:
@@ -59,7 +62,14 @@ class BatchRows:
         return rows if self.padding is None else _rolled(rows, self.padding)
 
 
-def rows_of(batch: Mapping[str, Any], *, ranks: int, join: bool = False) -> BatchRows:
+def rows_of(
+    batch: Mapping[str, Any],
+    *,
+    ranks: int,
+    causal: bool = True,
+    join: bool = False,
+    others: Mapping[str, Any] | None = None,
+) -> BatchRows:
     """Convert a batch into rows.
 
     Args:
@@ -69,7 +79,9 @@ def rows_of(batch: Mapping[str, Any], *, ranks: int, join: bool = False) -> Batc
             at 0 where a document begins. ``cu_seq_lens_q`` and ``cu_seq_lens_k`` [documents + 1]: over all rows
             concatenated. ``seq_idx`` or ``sequence_ids`` [B, S]: change where a document begins.
         ranks: the number of ranks. Shorter rows are padded to this length, so that each rank has a token.
+        causal: whether the model's attention is. If not, tokens would see the padding behind them.
         join: make several rows the documents of one row, even if they have the same documents.
+        others: other values of each token, [B, S], by name.
 
     Raises:
         TypeError, ValueError: an entry is wrong; the message names it and says what to do.
@@ -84,6 +96,8 @@ def rows_of(batch: Mapping[str, Any], *, ranks: int, join: bool = False) -> Batc
     starts = _starts(batch, ids, real)
     batch_size, length = ids.shape
     starts = _in_front(starts, padding)
+    if real is not None and not causal:
+        starts = _before_padding(starts, real)
     joined = join and batch_size > 1 and starts is None
     if joined:
         starts = torch.zeros_like(ids, dtype=torch.bool)
@@ -94,11 +108,16 @@ def rows_of(batch: Mapping[str, Any], *, ranks: int, join: bool = False) -> Batc
     def arranged(x: torch.Tensor, filler: int) -> torch.Tensor:
         return F.pad(_in_front(x, padding).reshape(rows, tokens), (0, more), value=filler)
 
-    if more and cu_seqlens is not None:
-        cu_seqlens = (*cu_seqlens, tokens + more)
+    if more and (cu_seqlens is not None or not causal):
+        cu_seqlens = (*(cu_seqlens or (0, tokens)), tokens + more)
+    also = {}
+    for name in others or ():
+        value = _like(others or {}, name, ids, rows=True)
+        if value is not None:
+            also[name] = arranged(value, 0)
     targets = None if targets is None else arranged(targets, IGNORED)
     shifted = _shifted(batch, ids, padding)
-    return BatchRows(arranged(ids, 0), targets, cu_seqlens, (batch_size, length), padding, real, shifted, joined)
+    return BatchRows(arranged(ids, 0), targets, cu_seqlens, (batch_size, length), padding, real, shifted, also, joined)
 
 
 class PlanCache:
@@ -107,11 +126,12 @@ class PlanCache:
     Args:
         base: a plan; all plans share its group, layout and route.
         windows: what the model's layers see (:func:`~.models.layer_windows`).
+        causal: whether the model's attention is.
         kept: the number of (length, documents) pairs whose plans the cache holds.
     """
 
-    def __init__(self, base: Plan, windows: list[Reach], *, kept: int = 16) -> None:
-        self.base = base
+    def __init__(self, base: Plan, windows: list[Reach], *, causal: bool = True, kept: int = 16) -> None:
+        self.base, self.causal = base, causal
         self._windows = list(dict.fromkeys(windows))
         self._kept = kept
         self._plans: OrderedDict[tuple[int, tuple[int, ...] | None], Plans] = OrderedDict()
@@ -123,7 +143,7 @@ class PlanCache:
         """Return the plans for ``seqlen`` tokens and these documents. Nothing is exchanged."""
         key = seqlen, cu_seqlens
         if key not in self._plans:
-            first = self.base.with_mask(Mask(cu_seqlens=cu_seqlens), seqlen=seqlen)
+            first = self.base.with_mask(Mask(self.causal, cu_seqlens=cu_seqlens), seqlen=seqlen)
             self._plans[key] = Plans.by_windows(first, self._windows, cu_seqlens)
         self._plans.move_to_end(key)
         while len(self._plans) > self._kept:
@@ -270,6 +290,12 @@ def _at(borders: torch.Tensor, name: str, ids: torch.Tensor) -> torch.Tensor:
     if not starts[:, 0].all():
         raise ValueError(f"{name}: a document crosses the end of a row; end each document within its row")
     return F.pad(starts[:, 1:], (1, 0))
+
+
+def _before_padding(starts: torch.Tensor | None, real: torch.Tensor) -> torch.Tensor:
+    """Mark where padding begins, bool [B, S], in rows whose padding is behind their tokens."""
+    begins = torch.arange(real.shape[1], device=real.device) == real.sum(1)[:, None]
+    return begins if starts is None else starts | begins
 
 
 def _one_mask(starts: torch.Tensor | None, shape: tuple[int, int], *, join: bool) -> tuple[int, tuple[int, ...] | None]:

@@ -195,6 +195,14 @@ def _check_passed_on(model: Any, owner: Any, logits: Tensor) -> None:
         )
 
 
+def is_nested(model: Any) -> bool:
+    """Return whether the model's head is the last of several layers, as in BERT."""
+    head = model.get_output_embeddings()
+    children = dict(model.named_children())
+    inside = [name for name, child in children.items() if child is not head and head in [*child.modules()]]
+    return head is not None and head not in children.values() and bool(inside) and body_name(model) not in inside
+
+
 def check_untouched(model: nn.Module) -> None:
     """Refuse a model if its head has a hook or a replaced forward, which may change the logits."""
     name, head = _linear_of(_owner(model))

@@ -22,13 +22,15 @@ from burst_attention.attention.batch import Chunked, PlanArgument, Plans, Reach
 from burst_attention.attention.plan import Plan, single_rank_plan
 from burst_attention.plan.mask import Mask
 
-from . import mixers, parts, recurrent, stub_forward
+from . import mixers, parts, reasons, recurrent, stub_forward
 from .checks import check_rope
+from .own_attention import states_causal
 from .parts import ALONE, NAME
 
 CHUNKED = "chunked_attention"
 _ATTENTIONS = {"full_attention", "sliding_attention", "attention", "global_attention", "local_attention", CHUNKED}
 _LAYER_TYPES = _ATTENTIONS | mixers.LISTED | {"mlp", "moe", "dense", "sparse"}  # ``parts`` knows them by their classes
+_OF_ENCODER = ("encoder_attn", "crossattention", "cross_attn")  # names of attentions to another sequence
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 
 
@@ -54,8 +56,9 @@ def check_config(config: PreTrainedConfig, *, training: bool = True) -> None:
     if used and window is not None and window < 1:
         raise ValueError(f"sliding_window={window} of the configuration is below 1; set at least 1, or null for none")
     check_rope(text)
-    check_layers(text)
-    if type(config) in AutoModelForCausalLM._model_mapping:
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        check_layers(text)
+    else:
         try:
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -65,6 +68,7 @@ def check_config(config: PreTrainedConfig, *, training: bool = True) -> None:
                 "config.json"
             ) from error
         model.train(training)
+        check_layers(model.config.get_text_config(decoder=True))  # its class may turn a decoder into a causal model
         parts.check_structure(model)
         parts.check_randomness(model)
 
@@ -77,9 +81,10 @@ def check_layers(config: Any) -> None:
         kinds = getattr(config, attribute, None)
         for kind in kinds if isinstance(kinds, (list, tuple)) else ():
             if kind not in _LAYER_TYPES:
+                why = reasons.OF_LAYERS.get(kind, reasons.OTHER_LAYER)
                 raise ValueError(
-                    f"{attribute} of the configuration has {kind!r}: such a layer mixes tokens without the attention, "
-                    f"so each rank would see only its shard; {ALONE}"
+                    f"{attribute} of the configuration has {kind!r}: {why}, so each rank would see only its shard; "
+                    f"{ALONE}"
                 )
 
 
@@ -88,10 +93,36 @@ def layer_windows(config: Any) -> list[Reach]:
     window = getattr(config, "sliding_window", None)
     if getattr(config, "use_sliding_window", True) is False:
         window = None
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
+    kinds = kinds or ["sliding_attention"] * config.num_hidden_layers
     chunk = getattr(config, "attention_chunk_size", None)
     known = {"sliding_attention": window, CHUNKED: Chunked(chunk) if chunk else None}
+    known["local"] = getattr(config, "window_size", None)  # GPT Neo
     return [known.get(kind) for kind in kinds]
+
+
+def is_causal(body: nn.Module) -> bool:
+    """Return whether the attention of a model's layers is causal, as they state; each call is compared with that.
+
+    Raises:
+        ValueError: some layers are causal, others not.
+    """
+    attentions = ((name, each) for name, each in body.named_modules() if parts.attends(each))
+    stated = {name: states_causal(each) for name, each in attentions if name.split(".")[-1] not in _OF_ENCODER}
+    if getattr(getattr(body, "config", None), "is_decoder", False):
+        for name, causal in stated.items():
+            if not causal:
+                raise ValueError(
+                    f"{name} of {type(body).__name__} says is_causal=False, but the configuration is_decoder=True, so "
+                    f"its mask depends on its attention implementation; {ALONE}"
+                )
+    if len({*stated.values()}) < 2:
+        return all(stated.values())
+    names = [next(name for name, causal in stated.items() if causal is each) for each in (True, False)]
+    raise ValueError(
+        f"{names[0]} of {type(body).__name__} is causal, but {names[1]} is not, and one plan has one kind of mask; "
+        f"{ALONE}"
+    )
 
 
 def places_absolutely(model: Any) -> bool:
@@ -186,7 +217,7 @@ def _check_by_measure(model: PreTrainedModel, plan: PlanArgument) -> None:
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ValueError("the model's parameters are already sharded; call check_model before fully_shard")
     modes = {module: module.training for module in model.modules()}
-    reached = [True] if recurrent.is_converted(model) else []
+    reached = [True] if recurrent.hands_plans(model) else []
     run = _tokens_apart(model, plan, reached)
     try:
         for training in sorted({False, model.training}):
@@ -254,8 +285,13 @@ def _tokens_apart(model: PreTrainedModel, plan: PlanArgument, reached: list[bool
         ids, positions = ids[None].to(model.device), positions[None].to(model.device)
         plans = Plans(Plans.of(plans), positions=positions)  # as a parallelized model's plans
         with torch.no_grad(), recurrent.running(model, plans):
-            out = stub_forward.body_of(model)(
-                input_ids=ids, position_ids=positions, plan=plans, attend=attend, use_cache=False
+            out = stub_forward.run_body(
+                stub_forward.body_of(model),
+                input_ids=ids,
+                position_ids=positions,
+                plan=plans,
+                attend=attend,
+                use_cache=False,
             )
         return out[0]
 

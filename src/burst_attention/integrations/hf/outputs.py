@@ -22,6 +22,7 @@ from burst_attention.loss import token_log_probs as log_probs_of
 
 from . import heads, stub_forward
 from .batch import IGNORED, PACKING, BatchRows
+from .pooler import pooled
 
 
 @dataclass
@@ -144,6 +145,8 @@ def _results(model: Any, hidden: Tensor, call: Call) -> ParallelOutput:
 @dataclass
 class _WholeOutput(MoeModelOutputWithPast):
     cache_params: Any = None  # the name of past_key_values in Mamba models
+    pooler_output: Tensor | None = None
+    cross_attentions: Any = None
 
 
 def _around(model: Any, body: Callable[[], Any], call: Call) -> Any:
@@ -158,14 +161,17 @@ def _around(model: Any, body: Callable[[], Any], call: Call) -> Any:
         made = body()
         hidden = made[0] if head is None else _for_head(made[0], head.weight)
         whole.last_hidden_state = Scaled.apply(call.rows.restore(call.plan.unshard(hidden, 1)), world)
+        whole.pooler_output = pooled(stub_forward.body_of(model), whole.last_hidden_state)
         if call.router:
             whole.router_logits = tuple(Scaled.apply(each, world) for each in _whole_routers(made, call))
         return whole
 
-    names = ("input_ids", "attention_mask", "position_ids", *PACKING)
+    names = ("input_ids", "attention_mask", "position_ids", "token_type_ids", *PACKING)
     around = stub_forward.Around(model, call.given, names, router=call.router)
     out = around.run(results, lambda: call.plan.agreement.entering("the model"))
-    if call.rows.real is not None and model._burst.form is not None:
+    labels = call.given.get("labels")
+    of_tokens = model._burst.form is not None or (labels is not None and labels.dim() == 2)
+    if call.rows.real is not None and of_tokens:
         _check_padding(model, around, out, whole, call.rows.real)
     return out if model._burst.gradients == "mean" else stub_forward.mapped(out, lambda x: Scaled.apply(x, 1 / world))
 
@@ -175,6 +181,7 @@ def _check_padding(model: Any, around: stub_forward.Around, out: Any, whole: Any
     """Refuse a loss that depends on the hidden states of padding, which differ from those on one device."""
     hidden = whole.last_hidden_state
     other = _WholeOutput(last_hidden_state=torch.where(real[..., None], hidden, 1 - 2 * hidden))
+    other.pooler_output = whole.pooler_output
     other.router_logits = whole.router_logits
     again = around.run(lambda: other, nullcontext, keep=False)
     for first, second in zip(stub_forward.tensors_of(out), stub_forward.tensors_of(again), strict=True):

@@ -64,8 +64,9 @@ def parallelize(
     ``num_items_in_batch`` if given. ``model.generate`` still runs on each rank separately.
 
     Args:
-        model: a transformers model for causal language modelling or sequence classification, or a PEFT model of one.
-            (For classification, such as a reward model, every rank gathers the last hidden states.) Call
+        model: a transformers model for causal or masked language modelling, or for classification of sequences or
+            tokens, or a PEFT model of one. (For classification, and for heads of several layers as in BERT, every rank
+            gathers the last hidden states.) Encoders need no option: the mask follows from the model. Call
             ``parallelize`` before DDP, ``fully_shard`` and ``torch.compile``. It modifies the model in place and
             replaces the model's class with a subclass.
         group: a ProcessGroup, one axis of a DeviceMesh, or None: as for :func:`burst_attention.make_plan`.
@@ -120,7 +121,8 @@ def _convert(
     """Give a checked model our attention, our forward and its state; :func:`unparallelize` takes them away."""
     own = vision.text_of(base).config._attn_implementation
     _switch(base, parts.NAME)
-    plans = PlanCache(plan, models.layer_windows(base.config.get_text_config(decoder=True)))
+    windows = models.layer_windows(base.config.get_text_config(decoder=True))
+    plans = PlanCache(plan, windows, causal=models.is_causal(vision.text_of(base)))
     base._burst = _Context(
         plans,
         form,
@@ -182,7 +184,6 @@ def _check_model(model: Any, base: Any, plan: Plan) -> LogitForm | None:
         raise ValueError(
             f"model is already parallelized over {base._burst.plans.base.world} ranks; call hf.parallelize once"
         )
-    form = _form_of(base)
     _check_own_forward(base)
     if plan.world > 1:
         recurrent.check_layout(base, plan.layout)
@@ -192,7 +193,8 @@ def _check_model(model: Any, base: Any, plan: Plan) -> LogitForm | None:
         parts.check_hooks(base, root=False)
         parts.check_randomness(vision.text_of(base))
         vision.check_tower(base)
-    return form
+    models.is_causal(vision.text_of(base))
+    return _form_of(base)
 
 
 def _wrapper(model: Any) -> str | None:
@@ -218,8 +220,13 @@ def _check_own_forward(model: Any) -> None:
 
 
 def _form_of(model: Any) -> LogitForm | None:
-    """Return the form of the model's logits; None for a model that scores whole sequences, such as a reward model."""
-    if type(model).__name__.endswith("ForSequenceClassification"):
+    """Return the form of the model's logits; None for a model whose head gets the hidden states of whole sequences.
+
+    Such are classifiers (reward models, for example), encoders, and heads of several layers.
+    """
+    if type(model).__name__.endswith(("ForSequenceClassification", "ForTokenClassification")):
+        return None
+    if stub_forward.is_stock(model) and (heads.is_nested(model) or not models.is_causal(vision.text_of(model))):
         return None
     if stub_forward.has_stock_forward(model):
         return heads.find_form(model)
@@ -232,7 +239,7 @@ class _Context:
     """The state of a parallelized model."""
 
     plans: PlanCache
-    form: LogitForm | None  # None: the model classifies whole sequences
+    form: LogitForm | None  # None: the model's head gets the hidden states of whole sequences
     gradients: Gradients
     temperature: float
     memory: Memory
@@ -358,9 +365,11 @@ def _body(model: Any, call: Call) -> Any:
     if vision.language_model_of(model) is not None:
         return vision.run(model, call)
     plans = Plans(call.plans, positions=positions)
-    asked = {"output_router_logits": True} if call.router else {}
+    asked: dict[str, Any] = {"output_router_logits": True} if call.router else {}
+    asked |= {name: call.shard[name] for name in arguments.TOKENS if name in call.shard}
     with recurrent.running(vision.text_of(model), plans):
-        return vision.text_of(model)(input_ids=ids, position_ids=positions, plan=plans, use_cache=False, **asked)
+        body = vision.text_of(model)
+        return stub_forward.run_body(body, input_ids=ids, position_ids=positions, plan=plans, use_cache=False, **asked)
 
 
 @torch.compiler.disable
@@ -377,7 +386,9 @@ def _agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cal
         if state.form is not None:
             heads.check_untouched(model)
         batch = {name: given.get(name) for name in arguments.BATCH if name != "labels" or state.form is not None}
-        rows = rows_of(batch, ranks=base.world, join=vision.joins_rows(model))
+        others = arguments.of_tokens(model, given)
+        kinds = {"causal": state.plans.causal, "join": vision.joins_rows(model)}
+        rows = rows_of(batch, ranks=base.world, others=others, **kinds)
         items, keep = divisor_of(given.get("num_items_in_batch")), int(given.get("logits_to_keep", 0))
         arguments.check_rows(model, given, rows, items, keep)
         if vision.language_model_of(model) is not None:
@@ -387,7 +398,7 @@ def _agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cal
         fields = _fields(model, call)
     base.agreement.agree("the model", fields, remedy=SAME_BATCH, remedies={_WEIGHTS: _SAME_WEIGHTS})
     state.compared = True
-    call.shard.update(shard_tokens(rows.input_ids, rows.targets, plans.one))
+    call.shard.update(shard_tokens(rows.input_ids, rows.targets, plans.one, **rows.others))
     return call
 
 
@@ -396,7 +407,7 @@ def _fields(model: Any, call: Call) -> dict[str, Any]:
     given, rows = call.given, call.rows
     labels = given.get("labels") if rows.targets is None else rows.targets
     fields = {
-        **batch_fields(call.plan, input_ids=rows.input_ids, labels=labels, attention_mask=rows.real),
+        **batch_fields(call.plan, input_ids=rows.input_ids, labels=labels, attention_mask=rows.real, **rows.others),
         **vision.digests(model, given),
         "num_items_in_batch": call.items,
         "fused_lm_head": bool(given.get("fused_lm_head", False)),

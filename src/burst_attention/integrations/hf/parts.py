@@ -16,8 +16,9 @@ from typing import Any, TypeVar, cast
 from torch import nn
 from transformers import PreTrainedModel
 
-from . import mixers
+from . import mixers, own_attention, positions, reasons
 from .adapters import reason_of_adapter
+from .pooler import poolers_of
 
 NAME = "burst"
 ALONE = "run it on one rank, where it sees the whole sequence"
@@ -57,7 +58,7 @@ _KNOWN = re.compile(
     r"(Model|ForCausalLM|LMHeadModel|ForConditionalGeneration|Decoder|Encoder|Layer|Block|Stack|Wrapper|OptimizedModule"
     r"|MLP|Mlp|GLU|FeedForward|FFN|Experts?|MoE|Moe|MoA|AltUp|Router|Gate|Gating|Statics"
     r"|Norm|NormGated|Norm1P|Activation|Gelu|Linear|Linear4bit|Linear8bitLt|Conv1D|Dense|Intermediate|Output|Transform"
-    r"|Projector|Adapter|Embeddings?|HyperConnection|HyperHead|Head)$"
+    r"|Projector|Adapter|Embeddings?|Predictions|HyperConnection|HyperHead|Head)$"
 )
 # Wrappers that run the wrapped module unchanged.
 _TRANSPARENT = ("CheckpointWrapper", "OptimizedModule")
@@ -125,7 +126,10 @@ def _is_declared(treats: Any) -> bool:
 def check_structure(model: nn.Module) -> None:
     """Refuse a model with another attention, or with a part not known to treat each token independently."""
     of_mixers = {id(part) for _, mixer in mixers.mixers_of(model) for part in mixer.children()}
+    whole = {id(pooler) for pooler in poolers_of(model)}
     for name, module in model.named_modules():
+        if id(module) in whole:
+            continue
         known = isinstance(module, nn.Conv1d) and id(module) in of_mixers  # the mixer passes its weight to a kernel
         reason = None if known else _reason(module)
         if reason:
@@ -190,7 +194,8 @@ def check_attention_is_ours(model: nn.Module) -> None:
         for name, module in model.named_modules()
         if "Attention" in type(module).__name__ and next(mixers.mixers_of(module), None) is None
     }
-    if attentions and not any(calls_interface(module) for module in attentions.values()):
+    ours = (calls_interface(module) or _is_converted(module) for module in attentions.values())
+    if attentions and not any(ours):
         name, module = next(iter(attentions.items()))
         raise ValueError(
             f"{name} ({type(module).__name__}) computes its attention itself and ignores attn_implementation; use "
@@ -201,7 +206,18 @@ def check_attention_is_ours(model: nn.Module) -> None:
 def attention_configs(model: nn.Module) -> list[Any]:
     """Return the configurations from which the layers read their attention implementation; usually one."""
     every = [getattr(module, "config", None) for module in model.modules() if calls_interface(module)]
+    if any(own_attention.is_known(module) for module in model.modules()):  # their model reads it, to make masks
+        every += [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
     return list({id(config): config for config in every if config is not None}.values())
+
+
+def _is_converted(module: nn.Module) -> bool:
+    return own_attention.is_known(module) and isinstance(module, own_attention.OwnAttention)
+
+
+def attends(module: nn.Module) -> bool:
+    """Return whether a module calls an attention that can run on shards."""
+    return calls_interface(module) or own_attention.is_known(module)
 
 
 def check_implementations(model: nn.Module, configs: list[Any], names: Sequence[str] = (NAME,)) -> None:
@@ -250,14 +266,17 @@ def _reason(module: nn.Module) -> str | None:
     """Return why a module may mix tokens or use wrong positions, or None. Its children are checked separately."""
     if hasattr(module, "stock_class"):
         return None  # the forward of a parallelized model is ours
-    if mixers.mechanism(module):
+    if mixers.mechanism(module) or own_attention.is_known(module) or positions.is_counted(module):
         return None  # parallelize replaces its forward
     kind = _definer(type(module))
     own = vars(module).get("forward")
     if own is not None and kind.__name__ not in _TRANSPARENT and not _within(_origin(own), _ADDED_BY):
         return f"has the forward {_called(own)} in place of its class's forward"
+    if kind.__name__ in reasons.OF_PARTS and _within(kind.__module__, _NAMED):
+        return reasons.OF_PARTS[kind.__name__]
     if _own_attention(module):
-        return "computes its attention itself"
+        known = (reasons.OF_PARTS.get(type(part).__name__) for part in module.modules())
+        return next(filter(None, known), "computes its attention itself")
     if is_called(module, "CrossAttention") or getattr(module, "is_cross_attention", False):
         return "attends to another sequence"
     if kind is nn.Module or kind in _TOKENWISE or _is_declared(kind):
@@ -291,7 +310,7 @@ def _own_attention(module: nn.Module) -> bool:
     """Return whether a module is an attention that doesn't use transformers' attention interface."""
     if "Attention" not in type(module).__name__ or next(mixers.mixers_of(module), None) is not None:
         return False
-    return not any(calls_interface(part) for part in module.modules())
+    return not any(map(attends, module.modules()))
 
 
 def calls_interface(module: nn.Module) -> bool:
@@ -311,7 +330,11 @@ def _names_in_code(kind: type) -> Iterator[tuple[str, ...]]:
 
 def _places_tokens(module: nn.Module) -> bool:
     """Return whether a module embeds positions but takes no ``position_ids``."""
-    learned = (name for name, child in module.named_children() if not is_called(child, "RotaryEmbedding"))
+    learned = (
+        name
+        for name, child in module.named_children()
+        if not (is_called(child, "RotaryEmbedding") or positions.is_counted(child))
+    )
     return any("position" in name for name in learned) and "position_ids" not in _parameters(module)
 
 

@@ -7,7 +7,7 @@ of another package changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,14 +18,16 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from burst_attention.attention.batch import Plans
 from burst_attention.recurrence.exchange import RunExchange
 
-from . import checks, mixers
+from . import checks, handed, mixers
+from .handed import ALONE, ATTRIBUTE
+from .own_attention import OwnAttention, is_known
+from .pooler import Unpooled, poolers_of
+from .positions import Placed, is_counted
 from .token_chunks import subclass
 
 _KEYWORD = "burst_plans"  # a layer's plans: checkpointing stores keywords, and calls the layer again with them
-_ATTRIBUTE = "_burst_plans"
 _NOT_PASSED_ON = ("NemotronAttention", "StableLmAttention")  # their layers keep keywords to themselves
 _TEMPERED = "Llama4TextAttention"  # scales queries by their places
-_ALONE: Any = object()  # in place of plans: run the stock layer on this rank alone
 
 
 def convert(body: nn.Module) -> None:
@@ -36,10 +38,12 @@ def convert(body: nn.Module) -> None:
         for module, mixin in kinds if inside or any(map(_is_not_told, layer.modules())) else []:
             if not isinstance(module, mixin):
                 module.__class__ = subclass(mixin, type(module))
-    for module in body.modules():
-        if is_tempered(module) and not isinstance(module, _Tempered):
-            kind: Any = type(module)
-            module.__class__ = subclass(_Tempered, kind)
+    poolers = [*poolers_of(body)]
+    for mixin, is_of_kind in _KINDS.items():
+        for each in poolers if mixin is Unpooled else body.modules():
+            if is_of_kind(each) and not isinstance(each, mixin):
+                kind: Any = type(each)
+                each.__class__ = subclass(mixin, kind)
 
 
 def is_tempered(module: nn.Module) -> bool:
@@ -51,7 +55,7 @@ def is_tempered(module: nn.Module) -> bool:
 def restore(body: nn.Module) -> None:
     """Undo :func:`convert`."""
     for module in body.modules():
-        if isinstance(module, (_Layer, _Mixer, _Tempered)):
+        if isinstance(module, (_Layer, _Mixer, *_KINDS)):
             module.__class__ = module.stock_class
 
 
@@ -69,6 +73,22 @@ def check_converted(model: nn.Module) -> None:
                 f"{name} ({type(module).__name__}) scales queries by their places, which it would count from the "
                 "shard's start; call hf.parallelize(model), or set attn_temperature_tuning to false"
             )
+        if is_counted(module) and not isinstance(module, Placed):
+            raise ValueError(
+                f"{name} ({type(module).__name__}) embeds positions counted from the shard's start; call "
+                "hf.parallelize(model)"
+            )
+        if is_known(module) and not isinstance(module, OwnAttention):
+            raise ValueError(
+                f"{name} ({type(module).__name__}) computes its attention itself, over this rank's shard alone; call "
+                "hf.parallelize(model)"
+            )
+    for pooler in poolers_of(model):
+        if not isinstance(pooler, Unpooled):
+            raise ValueError(
+                f"{type(pooler).__name__} scores the shard's first token, not the sequence's; call "
+                "hf.parallelize(model), or build the body with add_pooling_layer=False"
+            )
 
 
 def check_layout(model: nn.Module, layout: str) -> None:
@@ -81,15 +101,15 @@ def check_layout(model: nn.Module, layout: str) -> None:
         )
 
 
-def is_converted(model: nn.Module) -> bool:
-    """Return whether some layers hand plans to modules inside them."""
-    return any(isinstance(each, _Layer) for each in model.modules())
+def hands_plans(model: nn.Module) -> bool:
+    """Return whether modules get their plans other than by keywords."""
+    return any(isinstance(each, (_Layer, OwnAttention)) for each in model.modules())
 
 
 @contextmanager
 def converted(body: nn.Module) -> Iterator[None]:
     """Convert a model inside this context only."""
-    before = is_converted(body)
+    before = any(isinstance(each, (_Layer, _Mixer, *_KINDS)) for each in body.modules())
     convert(body)
     try:
         yield
@@ -99,27 +119,27 @@ def converted(body: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def running(body: nn.Module, plans: Any = _ALONE) -> Iterator[None]:
+def running(body: nn.Module, plans: Any = ALONE) -> Iterator[None]:
     """Give the plans of a call to the layers, also where the model does not pass keywords on. Default: run alone."""
-    layers = [each for each in body.modules() if isinstance(each, _Layer)]
-    for layer in layers:
-        setattr(layer, _ATTRIBUTE, plans)
+    told = [each for each in body.modules() if isinstance(each, (_Layer, OwnAttention, Placed, Unpooled))]
+    for each in told:
+        setattr(each, ATTRIBUTE, plans)
     try:
         yield
     finally:
-        for layer in layers:
-            delattr(layer, _ATTRIBUTE)
+        for each in told:
+            vars(each).pop(ATTRIBUTE, None)
 
 
 def _is_not_told(module: nn.Module) -> bool:
     """Return whether a module is an attention that gets no keywords from its layer."""
-    return type(module).__name__ in _NOT_PASSED_ON
+    return type(module).__name__ in _NOT_PASSED_ON or is_known(module)
 
 
 def given_to(module: nn.Module) -> Any:
     """Return the plans that a layer handed to a module inside it, or None."""
-    plans = vars(module).get(_ATTRIBUTE)
-    return None if plans is _ALONE else plans
+    plans = vars(module).get(ATTRIBUTE)
+    return None if plans is ALONE else plans
 
 
 class _Layer(nn.Module):
@@ -128,19 +148,19 @@ class _Layer(nn.Module):
     stock_class: Any
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        plans = kwargs.get("plan", vars(self).get(_ATTRIBUTE))
+        plans = kwargs.get("plan", vars(self).get(ATTRIBUTE))
         return super().__call__(*args, **{_KEYWORD: plans} | kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         plans = kwargs.pop(_KEYWORD, None)
         inside = [each for each in self.modules() if isinstance(each, _Mixer) or _is_not_told(each)]
         for each in inside:
-            setattr(each, _ATTRIBUTE, plans)
+            setattr(each, ATTRIBUTE, plans)
         try:
             return super().forward(*args, **kwargs)
         finally:
             for each in inside:
-                vars(each).pop(_ATTRIBUTE, None)
+                vars(each).pop(ATTRIBUTE, None)
 
 
 class _Mixer(nn.Module):
@@ -150,14 +170,9 @@ class _Mixer(nn.Module):
 
     @torch.compiler.disable  # the function with our kernels is made for each call
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        plans = vars(self).get(_ATTRIBUTE)
-        if plans is _ALONE:
+        plans = handed.plans_of(self)
+        if plans is ALONE:
             return super().forward(*args, **kwargs)
-        if plans is None:
-            raise ValueError(
-                f"plan did not reach {type(self).__name__}, so it would see only this rank's shard; call the "
-                "parallelized model itself, or call model(..., plan=plan)"
-            )
         plan = Plans.of(plans).one
         with plan.agreement.entering("a recurrent layer"):
             _check(plan.length, plan.seqlen, args, kwargs)
@@ -202,6 +217,15 @@ class _Tempered(nn.Module):
             places = plans.one.document_positions - torch.arange(plans.one.length)
             past_key_values = _Places(places.to(hidden_states.device))
         return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+
+
+# Modules whose class changes wherever they stand.
+_KINDS: dict[Any, Callable[[nn.Module], bool]] = {
+    _Tempered: is_tempered,
+    OwnAttention: is_known,
+    Placed: is_counted,
+    Unpooled: lambda pooler: True,
+}
 
 
 def _check(length: int, seqlen: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

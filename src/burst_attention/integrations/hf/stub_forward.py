@@ -34,6 +34,21 @@ def body_of(model: Any) -> Any:
     return getattr(model, name) if name else model
 
 
+def taker_of(body: Any) -> Any:
+    """Return the module that gets a body's arguments: Bart's body passes everything on to its decoder."""
+    while not inspect.signature(body.forward).parameters.keys() - {"args", "kwargs"} and hasattr(body, "decoder"):
+        body = body.decoder
+    return body
+
+
+def run_body(body: Any, **given: Any) -> Any:
+    """Call a model's body with those arguments that its forward takes."""
+    names = inspect.signature(taker_of(body).forward).parameters
+    if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in names.values()):
+        given = {name: value for name, value in given.items() if name in names}
+    return body(**given)
+
+
 def has_stock_forward(model: Any) -> bool:
     """Return whether the class's forward is transformers' code and computes its loss by ``loss_function``.
 
@@ -44,6 +59,13 @@ def has_stock_forward(model: Any) -> bool:
     forward = vars(owner)["forward"]
     code = _stock_code(forward, f"{owner.__qualname__}.forward")
     return code is not None and "loss_function" in code.co_names
+
+
+def is_stock(model: Any) -> bool:
+    """Return whether the class's forward is transformers' code."""
+    kind: Any = getattr(model, "stock_class", type(model))
+    owner = next(each for each in kind.__mro__ if "forward" in vars(each))
+    return _stock_code(vars(owner)["forward"], f"{owner.__qualname__}.forward") is not None
 
 
 def has_stock_loss(model: Any) -> bool:
@@ -168,7 +190,7 @@ class Around:
                 f"{self._kind}.forward calls its {prefix} twice, which is not supported over ranks; call it once, or "
                 "run the model without hf.parallelize"
             )
-        names = list(inspect.signature(self._model._modules[prefix].forward).parameters)
+        names = list(inspect.signature(taker_of(self._model._modules[prefix]).forward).parameters)
         asked = dict(zip(names, args, strict=False)) | dict(kwargs)
         wrong = [name for name, value in asked.items() if not self._is_given(name, value)]
         unread = {"position_ids"} - set(names)  # a body without positions; the plan has the documents
@@ -208,7 +230,7 @@ class Around:
 
 
 class StandIn:
-    """A stand-in for a module: another call, but the attributes of the real module."""
+    """A stand-in for a module: another call, but the attributes of the real module. Its decoder is the stand-in too."""
 
     def __init__(self, real: nn.Module, call: Callable[..., Any]) -> None:
         self._real, self._call = real, call
@@ -217,7 +239,8 @@ class StandIn:
         return self._call(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
+        value = getattr(self._real, name)
+        return self if isinstance(value, nn.Module) and value is taker_of(self._real) else value
 
 
 class Output(tuple):

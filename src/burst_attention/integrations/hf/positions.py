@@ -1,0 +1,66 @@
+"""Embeddings of positions that a model counts from the start of its input, on shards.
+
+Decoders of encoder-decoder families take no ``position_ids``. They count their input's tokens, and a rank would count
+from its shard's start. The module that embeds these positions gets those of the rank's tokens instead.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from . import handed
+
+# Their forward takes ``position_ids`` [S], but the decoder around them counts those itself, or passes none.
+_COUNTED = frozenset(
+    {
+        "BartLearnedPositionalEmbedding",
+        "BigBirdPegasusLearnedPositionalEmbedding",
+        "BlenderbotLearnedPositionalEmbedding",
+        "BlenderbotSmallLearnedPositionalEmbedding",
+        "MBartLearnedPositionalEmbedding",
+        "MarianSinusoidalPositionalEmbedding",
+        "MvpLearnedPositionalEmbedding",
+        "PLBartLearnedPositionalEmbedding",
+        "PegasusSinusoidalPositionalEmbedding",
+        "RoFormerSinusoidalPositionalEmbedding",
+        "TrOCRLearnedPositionalEmbedding",
+    }
+)
+
+
+def is_counted(module: nn.Module) -> bool:
+    """Return whether a module embeds positions that the module around it counts."""
+    kind = getattr(module, "stock_class", type(module))
+    return kind.__name__ in _COUNTED and kind.__module__.startswith("transformers.models.")
+
+
+def positions_of_ids(body: Any, ids: Tensor) -> Tensor | None:
+    """Return the positions [B, S] that a model derives from the whole sequence's ids; None if it does not.
+
+    RoBERTa and its relatives count from their padding's id, and skip padding.
+    """
+    embeddings = getattr(body, "embeddings", None)
+    padding = getattr(embeddings, "padding_idx", None)
+    if embeddings is None or padding is None:
+        return None
+    home = sys.modules[getattr(embeddings, "stock_class", type(embeddings)).__module__]
+    name = "create_position_ids_from_input_ids"
+    count = getattr(embeddings, name, getattr(home, name, None))
+    return None if count is None else cast("Tensor", count(ids, padding))
+
+
+class Placed(nn.Module):
+    """An embedding of positions that takes them from the plan."""
+
+    stock_class: Any
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Embed the positions of this rank's tokens in their documents: [S_local]."""
+        plans = handed.plans_of(self)
+        if plans is not handed.ALONE:
+            places: Tensor = plans.one.document_positions
+            kwargs["position_ids"] = places.to(self.weight.device)  # type: ignore[arg-type]
+        return super().forward(*args, **kwargs)

@@ -1,0 +1,120 @@
+"""Tiny encoders, and models that compute their attention or count their positions themselves, in fp64."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+
+from burst_attention.integrations import hf
+from burst_attention.integrations.hf import stub_forward
+from burst_attention.testing import local_world
+from tests.tools import families
+
+PAD, LENGTH, LABELS = 0, 29, 3
+LENGTHS = (29, 17)  # of the rows of a padded batch
+DOCUMENTS = (0, 11, 12, 29)
+HEADS = ("ForMaskedLM", "ForTokenClassification", "ForSequenceClassification")
+
+
+@functools.cache
+def made(model_type: str, head: str) -> Any:
+    """A model with random weights. Copy it before you change it."""
+    config = families.tiny_config(model_type)
+    few = {"num_hidden_layers": 2, "decoder_layers": 2, "num_layers": 2, "n_layer": 2}
+    own = {"attention_types": [[["global", "local"], 1]]}
+    known = config.to_dict()
+    config = families.tiny_config(model_type, **{name: x for name, x in (few | own).items() if name in known})
+    config.num_labels = LABELS
+    kind: Any = families.model_class(model_type)
+    if head != "ForCausalLM":
+        config.is_decoder = False
+        architecture = kind.__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel").removesuffix("Decoder")
+        kind = getattr(transformers, architecture + head)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = kind(config).double().eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+    return model
+
+
+def make_batch(head: str, case: str) -> dict[str, torch.Tensor]:
+    """Token ids and labels: a "whole" batch, one with padding, or packed documents."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, families.VOCABULARY, (2, LENGTH), generator=generator)
+    batch = {"input_ids": ids}
+    real = torch.ones_like(ids)
+    if case == "padded":
+        real = (torch.arange(LENGTH) < torch.tensor(LENGTHS)[:, None]).long()
+        ids[real == 0] = PAD
+        batch["attention_mask"] = real
+    if case == "packed":
+        batch["position_ids"] = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(DOCUMENTS)]).repeat(2, 1)
+    if head == "ForSequenceClassification":
+        return batch | {"labels": torch.tensor([2, 0])}
+    labels = ids.clone() if head in ("ForCausalLM", "ForMaskedLM") else ids % LABELS
+    if head == "ForMaskedLM":
+        labels[torch.rand(ids.shape, generator=generator) < 0.6] = -100
+    labels[real == 0] = -100
+    labels[:, list(DOCUMENTS[:-1] if case == "packed" else ())] = -100
+    return batch | {"labels": labels}
+
+
+def one_process(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss and the gradients of one process, which runs each document alone."""
+    model = copy.deepcopy(model)
+    if "position_ids" in batch:
+        pieces = [{name: x[:, a:b] for name, x in batch.items()} for a, b in itertools.pairwise(DOCUMENTS)]
+        logits = torch.cat([_logits(model, piece) for piece in pieces], 1)
+    else:
+        logits = _logits(model, batch)
+    labels = batch["labels"]
+    if stub_forward.has_stock_forward(model):  # others don't shift labels, Bart for example
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    loss = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _logits(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    given = {name: x for name, x in batch.items() if name != "labels"}
+    given = families.taken_by(model, given)
+    with families.default_dtype(torch.float64):
+        logits: torch.Tensor = model(**given).logits
+    return logits
+
+
+def over_ranks(model: Any, batch: dict[str, torch.Tensor], group: Any, reduction: Any, prepare: Any) -> Any:
+    """The loss and the gradients of one rank of a parallelized copy of the model."""
+    model = copy.deepcopy(model)
+    hf.parallelize(model, group, gradients=reduction)
+    if prepare is not None:
+        prepare(model)
+    loss = model(**batch).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def worst_of(
+    model: Any, batch: dict[str, torch.Tensor], world: int, *, prepare: Any = None
+) -> tuple[float, float, str]:
+    """(relative difference of the losses, of the worst gradient, and its name) of ranks and one process."""
+    loss, gradients = one_process(model, batch)
+    reduction = "mean" if world == 3 else "sum"
+    with local_world(world, timeout=30) as ranks:
+        found = ranks.run(lambda group: over_ranks(model, batch, group, reduction, prepare))
+    assert {name for _, ours in found for name in ours} == gradients.keys()
+    floor = 1e-5 * max(gradient.norm().item() for gradient in gradients.values())
+    worst = (0.0, "")
+    for name, gradient in gradients.items():
+        total = sum(ours[name] for _, ours in found if name in ours) / (world if reduction == "mean" else 1)
+        worst = max(worst, (((total - gradient).norm() / max(gradient.norm().item(), floor)).item(), name))
+    return max(abs(ours.item() / loss.item() - 1) for ours, _ in found), *worst

@@ -1,0 +1,167 @@
+"""Encoders, and models that compute their attention or count their positions themselves, over ranks as threads.
+
+The loss and every parameter's gradient equal those of one process, for whole rows, padding and packed documents.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import BertConfig, BertForMaskedLM, GPTJConfig, GPTJForCausalLM
+
+from burst_attention import Mask, make_plan
+from burst_attention.integrations import hf
+from burst_attention.integrations.hf import models, own_attention, recurrent
+from burst_attention.testing import WorkerError, local_world
+from tests.support import encoder_models as tiny
+
+# (model type, head, case, ranks)
+EQUAL = [
+    ("bert", "ForMaskedLM", "padded", 2),
+    ("bert", "ForSequenceClassification", "padded", 3),
+    ("roberta", "ForMaskedLM", "whole", 4),
+    ("roberta", "ForTokenClassification", "packed", 3),
+    ("electra", "ForMaskedLM", "packed", 2),
+    ("rembert", "ForMaskedLM", "padded", 4),
+    ("roformer", "ForMaskedLM", "packed", 3),
+    ("bert", "ForCausalLM", "packed", 4),
+    ("gptj", "ForCausalLM", "packed", 4),
+    ("gpt_neo", "ForCausalLM", "packed", 3),
+    ("falcon", "ForCausalLM", "padded", 2),
+    ("gpt_neox_japanese", "ForCausalLM", "padded", 3),
+    ("openai-gpt", "ForCausalLM", "packed", 2),
+    ("xglm", "ForCausalLM", "padded", 4),
+    ("bart", "ForCausalLM", "packed", 3),
+    ("mvp", "ForCausalLM", "padded", 2),
+    ("marian", "ForCausalLM", "padded", 4),
+    ("whisper", "ForCausalLM", "packed", 2),
+]
+
+
+@pytest.mark.parametrize(("model_type", "head", "case", "world"), EQUAL)
+def test_equal_to_one_process(model_type, head, case, world):
+    loss, gradient, name = tiny.worst_of(tiny.made(model_type, head), tiny.make_batch(head, case), world)
+    assert loss <= 2e-7  # transformers casts the logits of some to fp32
+    assert gradient <= 2e-6, name
+
+
+def test_layers_are_recomputed():
+    def prepare(model):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+
+    for model_type in ("gptj", "bart"):
+        batch = tiny.make_batch("ForCausalLM", "packed")
+        model = copy.deepcopy(tiny.made(model_type, "ForCausalLM"))
+        model.config.attention_dropout = 0.0
+        for module in model.modules():
+            for name in ("dropout", "activation_dropout"):
+                if isinstance(vars(module).get(name), float):
+                    setattr(module, name, 0.0)
+        loss, gradient, name = tiny.worst_of(model, batch, 2, prepare=prepare)
+        assert (loss <= 1e-7, gradient <= 2e-6) == (True, True), (model_type, name)
+
+
+def test_token_types_are_sharded():
+    batch = tiny.make_batch("ForMaskedLM", "padded")
+    batch["token_type_ids"] = (torch.arange(tiny.LENGTH) > 9).long().repeat(2, 1)
+    model = tiny.made("bert", "ForMaskedLM")
+    loss, gradient, _ = tiny.worst_of(model, batch, 3)
+    assert max(loss, gradient) <= 1e-10
+    plain = tiny.one_process(model, {name: x for name, x in batch.items() if name != "token_type_ids"})[0]
+    assert abs(plain - tiny.one_process(model, batch)[0]) > 1e-3
+
+
+def test_pooler_gives_nothing_on_shards():
+    model = copy.deepcopy(tiny.made("bert", "ForSequenceClassification"))
+    hf.parallelize(model)
+    batch = tiny.make_batch("ForSequenceClassification", "whole")
+    with recurrent.running(model.bert, make_plan(tiny.LENGTH)):
+        assert model.bert.pooler(torch.zeros(2, 3, 64, dtype=torch.float64)) is None
+    logits = model(**batch).logits
+    hf.unparallelize(model)
+    assert type(model.bert.pooler).__name__ == "BertPooler"
+    assert torch.allclose(model(**batch).logits, logits, rtol=1e-12)
+
+
+class Biased(torch.nn.Module):
+    """An attention that adds something to its scores."""
+
+    is_causal, num_heads = True, 2
+
+    def forward(self, q, k, v, change):
+        scores = torch.matmul(q, k.transpose(-1, -2)) / 2.0
+        return torch.matmul(torch.nn.functional.softmax(change(scores), dim=-1), v)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda scores: scores + torch.ones(8, 8),
+        lambda scores: scores * torch.ones(8, 8),
+        lambda scores: torch.tanh(scores),
+        lambda scores: scores + torch.full((8, 8), -1e5).triu(2),  # a query sees the next key
+        lambda scores: scores * torch.ones(8, 8).tril(),  # and no large negative number for the others
+        lambda scores: torch.where(torch.ones(8, 8).tril().bool(), scores, torch.tensor(0.0)),
+        lambda scores: torch.nn.functional.softmax(scores, dim=-1),
+        lambda scores: scores.view(2, 64, 2),
+    ],
+)
+def test_unknown_scores_are_refused(change):
+    module, plans = Biased(), own_attention.Plans.of(make_plan(8))
+    x = torch.randn(2, 2, 8, 4)
+    hf.register()
+    with pytest.raises(ValueError, match="its attention scores, which is not known here"):
+        own_attention._over_shards(module, plans, module.forward, (x, x, x, change), {})
+
+
+def test_parts_that_are_not_converted_are_refused():
+    """By hand, without ``hf.parallelize``."""
+    hf.register()
+    for model_type in ("bart", "gptj"):
+        model = tiny.made(model_type, "ForCausalLM")
+        with pytest.raises(ValueError, match=r"call hf\.parallelize\(model\)"):
+            recurrent.check_converted(model)
+
+
+def test_encoder_is_not_causal_and_mixtures_are_refused():
+    model = BertForMaskedLM(BertConfig(vocab_size=8, hidden_size=8, num_attention_heads=2, num_hidden_layers=2))
+    assert models.is_causal(model.bert) is False
+    model.bert.encoder.layer[1].attention.self.is_causal = True
+    with pytest.raises(ValueError, match=r"encoder\.layer\.1\.attention\.self of BertModel is causal, but"):
+        hf.parallelize(model)
+    model.config.is_decoder = True
+    with pytest.raises(ValueError, match="says is_causal=False, but the configuration is_decoder=True"):
+        hf.parallelize(model)
+
+
+def test_dropout_and_packing_without_positions_are_refused():
+    model = tiny.made("roberta", "ForMaskedLM")
+    batch = {"input_ids": torch.ones(1, 8, dtype=torch.long), "cu_seq_lens_q": torch.tensor([0, 3, 8])}
+    model = hf.parallelize(copy.deepcopy(model))
+    with pytest.raises(ValueError, match="cu_seq_lens_q packs documents"):
+        model(**batch)
+    dropping = GPTJForCausalLM(GPTJConfig(vocab_size=8, n_embd=16, n_layer=1, n_head=2, rotary_dim=4, attn_pdrop=0.5))
+    with local_world(2, timeout=30) as ranks, pytest.raises(WorkerError, match="dropout"):
+        ranks.run(lambda group: _one_step(copy.deepcopy(dropping), group))
+
+
+def _one_step(model, group):
+    hf.parallelize(model, group)
+    model.train()
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    return model(input_ids=ids, labels=ids).loss
+
+
+def test_masks_of_encoders():
+    """Padding is a document, and every mask is not causal."""
+    model = hf.parallelize(copy.deepcopy(tiny.made("bert", "ForMaskedLM")))
+    batch = tiny.make_batch("ForMaskedLM", "padded")
+    model(**batch)
+    (plans,) = model._burst.plans._plans.values()
+    assert plans.one.mask == Mask(causal=False, cu_seqlens=(0, 29, 46, 58))
