@@ -102,7 +102,7 @@ def _regrets(found: Sequence[Sequence[Prediction]]) -> list[float]:
 
 
 def predict(
-    tally: TrafficModel,
+    traffic: TrafficModel,
     shape: Shape,
     candidates: Sequence[Candidate],
     wires: Sequence[Wire],
@@ -118,7 +118,7 @@ def predict(
     can't win. For many ranks only the most promising are simulated, and then the best of them with every number of
     chunks.
     """
-    both = [simulations(tally, shape, each.circulate, each.groups, wires[0], calls=calls) for each in candidates]
+    both = [simulations(traffic, shape, each.circulate, each.groups, wires[0], calls=calls) for each in candidates]
     times = forwards, 1
     busy = [[one.computing() for one in ones] for ones in both]
     computing = [sum(n * seconds for n, seconds in zip(times, each, strict=True)) for each in busy]
@@ -136,7 +136,7 @@ def predict(
     # Most candidates need equally long to compute. Of these, the ones that move least come first.
     moved = [sum(moving[each][-1]) if each in moving else math.inf for each in alike]
     promising = sorted(range(1, len(candidates)), key=[*zip(_regrets(found), moved, strict=True)].__getitem__)
-    if tally.world <= FEW:
+    if traffic.world <= FEW:
         _run_promising(found, both, promising, wires)
         return found
     firsts = {alike[n]: n for n in reversed(promising)}
@@ -209,7 +209,7 @@ def chunkings(layout: Layout, groups: Groups, chunks: ChunksOrAuto) -> Iterator[
 
 
 def candidates(
-    tally: TrafficModel, shape: Shape, given: Sequence[Groups], circulate: str, *, by_rule: bool, partial_bytes: int
+    traffic: TrafficModel, shape: Shape, given: Sequence[Groups], circulate: str, *, by_rule: bool, partial_bytes: int
 ) -> list[Candidate]:
     """List the candidates that a strategy leaves open, simplest first.
 
@@ -220,10 +220,10 @@ def candidates(
     for groups in given:
         if circulate != "auto":
             names: tuple[str, ...] = (circulate,)
-        elif groups.query == tally.world > 1:  # one sequence group: nothing circulates between groups
+        elif groups.query == traffic.world > 1:  # one sequence group: nothing circulates between groups
             names = ("query",)
         elif groups == WHOLE:  # blocks would hold many shards in memory
-            first = by_work_and_bytes(tally, shape, partial_bytes)
+            first = by_work_and_bytes(traffic, shape, partial_bytes)
             names = (first,) if by_rule else (first, *(x for x in CIRCULATIONS if x not in (first, "blocks")))
         else:
             names = tuple(CIRCULATIONS)
@@ -231,17 +231,17 @@ def candidates(
     return found
 
 
-def by_work_and_bytes(tally: TrafficModel, shape: Shape, partial_bytes: int) -> str:
+def by_work_and_bytes(traffic: TrafficModel, shape: Shape, partial_bytes: int) -> str:
     """Choose what circulates with whole heads. The rule ignores rates.
 
     ``nearest`` if it leaves the busiest rank clearly less to compute, as for a contiguous layout under a causal mask.
     Otherwise the side with fewer bytes in the backward; the query side on a tie. Bytes are counted as if each shard
     went directly to its users, and partial results (``partial_bytes`` per element) directly home.
     """
-    pairs = tally.pairs
+    pairs = traffic.pairs
     busiest = {}
     for circulate in ("query", "key-value", "nearest"):
-        by = CIRCULATIONS[circulate](tally.world)
+        by = CIRCULATIONS[circulate](traffic.world)
         most = {d: np.bincount(assign(pairs.i, pairs.j), pairs.area, 1).max(initial=0) for d, assign in by.items()}
         busiest[circulate] = most[Direction.FORWARD] + 2.5 * most[Direction.BACKWARD]
     if busiest["nearest"] < 0.95 * min(busiest["query"], busiest["key-value"]):

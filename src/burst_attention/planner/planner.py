@@ -294,10 +294,10 @@ class Planner:
         circulate, by_rule = strategy.circulate, strategy.ulysses_degree == 1
 
         def predicted() -> list[list[Prediction]]:
-            tally = TrafficModel(layout, mask.regions(layout.seqlen))
-            ways = candidates(tally, shape, given, circulate, by_rule=by_rule, partial_bytes=shape.partial)
+            traffic = TrafficModel(layout, mask.regions(layout.seqlen))
+            ways = candidates(traffic, shape, given, circulate, by_rule=by_rule, partial_bytes=shape.partial)
             wires, times = planner.wires(layout.world), {"forwards": planner.forwards, "calls": planner.calls}
-            return predict(tally, shape, ways, wires, **times)
+            return predict(traffic, shape, ways, wires, **times)
 
         return remembered(self._remembered, (layout, mask, shape, circulate, by_rule, *given), predicted)
 
@@ -314,8 +314,8 @@ def traffic_model_of(schedule: Schedule) -> TrafficModel:
     """Return a schedule's traffic model, which the schedule caches."""
     if "traffic" not in schedule.memo:
         schedule.memo["traffic"] = TrafficModel(schedule.layout, schedule.regions)
-    tally: Any = schedule.memo["traffic"]
-    return tally
+    traffic: Any = schedule.memo["traffic"]
+    return traffic
 
 
 def _representative_of(schedule: Schedule) -> tuple[Layout, Mask]:

@@ -69,11 +69,11 @@ class Wire:
 
 
 def computing(
-    tally: TrafficModel, shape: Shape, direction: Direction, steps: Steps, groups: Groups, rates: Rates
+    traffic: TrafficModel, shape: Shape, direction: Direction, steps: Steps, groups: Groups, rates: Rates
 ) -> Computing:
     """Predict the work of one pass."""
     before = groups.keep and direction is Direction.BACKWARD
-    contexts, step = tally.world // groups.query, steps.step
+    contexts, step = traffic.world // groups.query, steps.step
     last = int(step.max(initial=0)) + 1
     rows = np.arange(len(step))[:, None] * contexts
     code = ((rows + steps.user) * last + step).ravel()
@@ -85,8 +85,8 @@ def computing(
 
     heads = shape.batch * shape.q_heads / groups.query
     extra, forward = rates.overhead, direction is Direction.FORWARD
-    area = by_step(tally.computed(groups, extra.block))
-    launches, visits, folded = _launches(tally, by_step, steps, groups, fetched_before=before)
+    area = by_step(traffic.computed(groups, extra.block))
+    launches, visits, folded = _launches(traffic, by_step, steps, groups, fetched_before=before)
     kv_heads = shape.batch * shape.kv_heads / groups.key
     bytes_folded = folded[Side.QUERY] * heads * (shape.v_head_dim if forward else shape.head_dim)
     if not forward:
@@ -94,9 +94,9 @@ def computing(
     seconds = area * _per_cell(shape, direction, groups, rates)
     seconds += launches * (extra.launch_forward if forward else extra.launch_backward)
     seconds += visits * extra.visit + bytes_folded * shape.accumulate / extra.fold
-    order = tally.example(groups)
+    order = traffic.example(groups)
     # from [U, R, T] to [W, T], where rank u + U c is row (u, c)
-    return Computing(*(x[order].swapaxes(0, 1).reshape(tally.world, last) for x in (seconds, launches, visits)))
+    return Computing(*(x[order].swapaxes(0, 1).reshape(traffic.world, last) for x in (seconds, launches, visits)))
 
 
 def _per_cell(shape: Shape, direction: Direction, groups: Groups, rates: Rates) -> float:
@@ -109,7 +109,7 @@ def _per_cell(shape: Shape, direction: Direction, groups: Groups, rates: Rates) 
 
 
 def _launches(
-    tally: TrafficModel,
+    traffic: TrafficModel,
     by_step: Callable[[np.ndarray], np.ndarray],
     steps: Steps,
     groups: Groups,
@@ -120,13 +120,13 @@ def _launches(
 
     At each step new queries meet all held keys, and old queries meet new keys.
     """
-    pairs = tally.pairs
+    pairs = traffic.pairs
     if groups.query == 1:
         touched = {side: by_step(pairs.rows[side]) for side in Side}
         return by_step(pairs.tiles), by_step(np.ones(1)), touched
     if groups.chunks:
-        return _of_chunks(tally, by_step, steps, groups)
-    cut = tally.segments
+        return _of_chunks(traffic, by_step, steps, groups)
+    cut = traffic.segments
     runs = 1.0 if fetched_before else RUNS * (1 + cut) / 2
     new, old = steps.new_query, steps.new_key & ~steps.new_query
     counts = [by_step(these) for these in (new, old)]
@@ -146,21 +146,24 @@ def _launches(
 
 
 def _of_chunks(
-    tally: TrafficModel, by_step: Callable[[np.ndarray], np.ndarray], steps: Steps, groups: Groups
+    traffic: TrafficModel, by_step: Callable[[np.ndarray], np.ndarray], steps: Steps, groups: Groups
 ) -> tuple[np.ndarray, np.ndarray, dict[Side, np.ndarray]]:
     """Estimate :func:`_launches` if shards are sent in chunks, so that a sequence group's chunks join into stretches.
 
     A stretch that meets itself is one tile. All other cells between two sequence groups are one tile per stretch of
     queries, or per stretch of keys if those are fewer.
     """
-    pairs = tally.pairs
-    query, key = (tally.beside(chunk, groups) for chunk in (pairs.i, pairs.j))
-    runs, rows = tally.runs(groups), np.bincount(tally.beside(np.arange(len(tally.lengths)), groups), tally.lengths)
+    pairs = traffic.pairs
+    query, key = (traffic.beside(chunk, groups) for chunk in (pairs.i, pairs.j))
+    runs, rows = (
+        traffic.runs(groups),
+        np.bincount(traffic.beside(np.arange(len(traffic.lengths)), groups), traffic.lengths),
+    )
     many, last = len(runs), int(steps.step.max(initial=0)) + 1
     visit = (np.arange(len(steps.step))[:, None] * many + steps.user) * last + steps.step
     one = _first((visit * many + query) * many + key)  # count each pair of stretches once
     inside, beyond = one * (query == key), one * (query != key)
-    slices = (visit * many + query // tally.chunks) * many + key // tally.chunks
+    slices = (visit * many + query // traffic.chunks) * many + key // traffic.chunks
     _, which = np.unique(slices, return_inverse=True)
     which = which.reshape(slices.shape)
     by_query, by_key = (beyond * _first(np.where(beyond, which * many + each, -1)) for each in (query, key))
@@ -329,7 +332,7 @@ class PassSimulation:
     calls: int = 1  # in a row, which overlap
 
     @property
-    def tally(self) -> TrafficModel:
+    def traffic(self) -> TrafficModel:
         """The traffic model of the parts that are sent separately."""
         return self.whole.for_groups(self.groups)
 
@@ -353,23 +356,23 @@ class PassSimulation:
     def work(self, steps: Steps | None = None) -> Computing:
         """Return what each rank computes; ``steps``: when, if the caller already knows it."""
         steps = self._steps() if steps is None else steps
-        return computing(self.tally, self.shape, self.direction, steps, self.groups, self.wire.rates)
+        return computing(self.traffic, self.shape, self.direction, steps, self.groups, self.wire.rates)
 
     def run_on(self, wires: Sequence[Wire], messages: Messages | None = None) -> list[Timed]:
         """Simulate the pass on each of several wires that differ only in their links."""
         steps = self._steps()
         if messages is None:
-            messages = self.tally.messages(self.shape, self.direction, self.inner, self.groups, steps)
+            messages = self.traffic.messages(self.shape, self.direction, self.inner, self.groups, steps)
         work = self.work(steps)
         return [timed(messages, work, wire, calls=self.calls) for wire in wires]
 
     def _steps(self) -> Steps:
-        return self.tally.cells(self.direction, self.groups, self.inner)
+        return self.traffic.cells(self.direction, self.groups, self.inner)
 
 
 def simulations(
-    tally: TrafficModel, shape: Shape, circulate: str, groups: Groups, wire: Wire, *, calls: int = 1
+    traffic: TrafficModel, shape: Shape, circulate: str, groups: Groups, wire: Wire, *, calls: int = 1
 ) -> list[PassSimulation]:
     """Return the simulations of a forward and a backward; ``circulate`` is a name of ``CIRCULATIONS``."""
-    inner = CIRCULATIONS[circulate](tally.world // groups.query)
-    return [PassSimulation(tally, shape, direction, inner[direction], groups, wire, calls) for direction in Direction]
+    inner = CIRCULATIONS[circulate](traffic.world // groups.query)
+    return [PassSimulation(traffic, shape, direction, inner[direction], groups, wire, calls) for direction in Direction]

@@ -281,18 +281,18 @@ class _Side:
     """One side of one pass, as arrays [U, W * chunks, R]. The first axis is 1 long where all head groups are equal."""
 
     def __init__(
-        self, tally: TrafficModel, shape: Shape, inner: Assignment, groups: Groups, direction: Direction, side: Side
+        self, traffic: TrafficModel, shape: Shape, inner: Assignment, groups: Groups, direction: Direction, side: Side
     ) -> None:
         self.shape, self.groups, self.direction, self.side = shape, groups, direction, side
-        self.lengths, self.world, self.chunks = tally.lengths, tally.world, tally.chunks
+        self.lengths, self.world, self.chunks = traffic.lengths, traffic.world, traffic.chunks
         contexts = np.arange(self.world // groups.query)
-        chunks = np.arange(tally.cut.world)[:, None]
-        self.owner, self.turn, self.context = tally.owner(chunks), tally.turn(chunks, direction), contexts
+        chunks = np.arange(traffic.cut.world)[:, None]
+        self.owner, self.turn, self.context = traffic.owner(chunks), traffic.turn(chunks, direction), contexts
         self.home = groups.context(self.owner)
         self.user = groups.cache_owner(np.arange(groups.query)[:, None, None], contexts)
         self.cache_owner = groups.cache_owner(np.arange(groups.query)[:, None, None], self.home)
-        self.rows = tally.rows(groups, inner, side)
-        self.all_rows = tally.rows(groups, lambda i, j: 0 * i + 0 * j, side)[:, :1]  # that any rank needs
+        self.rows = traffic.rows(groups, inner, side)
+        self.all_rows = traffic.rows(groups, lambda i, j: 0 * i + 0 * j, side)[:, :1]  # that any rank needs
         grid = inner(contexts[:, None], contexts)
         self.whole = (grid == grid[:, :1]).all(1) if side is Side.QUERY else (grid == grid[:1]).all(0)
 

@@ -233,8 +233,8 @@ def messages_of(way: AttentionStrategy, one: PassSimulation, schedule: Schedule)
     """Return all messages of one pass."""
     if not schedule.route.direct:
         return edge_messages(schedule.work(way.circulate, one.direction, way.groups), one.shape)
-    steps = one.tally.cells(one.direction, one.groups, one.inner)
-    return one.tally.messages(one.shape, one.direction, one.inner, one.groups, steps)
+    steps = one.traffic.cells(one.direction, one.groups, one.inner)
+    return one.traffic.messages(one.shape, one.direction, one.inner, one.groups, steps)
 
 
 def _pass(timed: Timed, inside: float, across: float) -> Pass:

@@ -68,16 +68,16 @@ def picture(way: AttentionStrategy, setting: Workload, direction: Direction, *, 
     """Compute the picture of one pass over the ranks of ``setting``."""
     world, schedule = setting.world, setting.schedule(way)
     one = sheet(way, setting, schedule, direction)
-    tally, groups, pairs = one.tally, one.groups, one.tally.pairs
-    cells = tally.cells(direction, groups, CIRCULATIONS[way.circulate](world // groups.query)[direction])
+    traffic, groups, pairs = one.traffic, one.groups, one.traffic.pairs
+    cells = traffic.cells(direction, groups, CIRCULATIONS[way.circulate](world // groups.query)[direction])
     ranks, steps = (np.full((world, world), -1, np.int64) for _ in range(2))
-    of_shards = tuple(tally.owner(chunk) for chunk in (pairs.i, pairs.j))
+    of_shards = tuple(traffic.owner(chunk) for chunk in (pairs.i, pairs.j))
     ranks[of_shards] = groups.cache_owner(0, cells.user)
     np.maximum.at(steps, of_shards, cells.step[0])  # the last of a pair's chunks counts
     sent = messages_of(way, one, schedule)
     moved = np.zeros((world, world))
     np.add.at(moved, (sent.source, sent.target), sent.size)
-    work = computing(tally, setting.shape, direction, cells, groups, setting.rates)
+    work = computing(traffic, setting.shape, direction, cells, groups, setting.rates)
     some = sorted({n * (world - 1) // max(1, shown - 1) for n in range(shown)})
     last = max(work.seconds.shape[1], int(sent.step.max(initial=0)) + 1)
     seconds = np.pad(
