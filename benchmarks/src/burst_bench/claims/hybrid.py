@@ -11,6 +11,7 @@ compared.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -31,7 +32,7 @@ from ..harness.origin import origin
 from ..harness.results import write_json
 from ..harness.turns import ratios, seconds_of, take_turns
 from ..tables import terminal
-from ..texts import mebibytes, spread
+from ..texts import mebibytes, ranks_text, spread
 
 VOCABULARY, LAYERS = 512, 4
 COMMON = {
@@ -116,36 +117,39 @@ def _memory(family: str, parallel: bool, seq_len: int) -> int:
     return peak_during(partial(_step, family, parallel, seq_len))[1] - before
 
 
-def measured(a: HybridArguments, family: str, world: int) -> dict[str, Any]:
-    """Return the figures by round, and the memory, of one process and of ``world`` ranks."""
-    with WorkerPool(1, timeout=900) as one, WorkerPool(world, timeout=900) as many:
-        sides = [(one, (family, False, a.seq_len)), (many, (family, True, a.seq_len))]
-        (expected,), found = (pool.run(_prepared, *given) for pool, given in sides)
-        if any(abs(x / y - 1) > 1e-4 for each in found for x, y in zip(each, expected, strict=True)):
-            raise SystemExit(f"{family}: {world} ranks have {found}, one process has {expected}; no time is reported")
-        calls = [partial(pool.run, _seconds, *given) for pool, given in sides]
-        turns = [[tuple(zip(*by_rank, strict=True)) for by_rank in each] for each in take_turns(calls, a.rounds)]
-        memory = [max(pool.run(_memory, *given)) for pool, given in sides]
+def measured(pools: Sequence[WorkerPool], family: str, a: HybridArguments) -> dict[str, Any]:
+    """Return the figures by round, and the memory, of one process and of the ranks."""
+    sides = [(pool, (family, parallel, a.seq_len)) for pool, parallel in zip(pools, (False, True), strict=True)]
+    (expected,), found = (pool.run(_prepared, *given) for pool, given in sides)
+    if any(abs(x / y - 1) > 1e-4 for each in found for x, y in zip(each, expected, strict=True)):
+        raise SystemExit(f"{family}: {len(found)} ranks have {found}, one process has {expected}; nothing is reported")
+    calls = [partial(pool.run, _seconds, *given) for pool, given in sides]
+    turns = [[tuple(zip(*by_rank, strict=True)) for by_rank in each] for each in take_turns(calls, a.rounds)]
     seconds, cpu = ([[of(turn[n]) for turn in each] for each in turns] for n, of in ((0, max), (1, sum)))
-    return {"family": family, "ranks": world, "seconds": seconds, "cpu_seconds": cpu, "memory": memory}
+    memory = [max(pool.run(_memory, *given)) for pool, given in sides]
+    return {"family": family, "ranks": len(found), "seconds": seconds, "cpu_seconds": cpu, "memory": memory}
 
 
 def main(arguments: list[str]) -> None:
     a = tyro.cli(HybridArguments, prog="burst bench hybrid", description=__doc__, args=arguments)
-    rows = [measured(a, family, world) for family in a.families for world in a.worlds]
-    lines = [
-        {
-            "model": row["family"],
-            "ranks": str(row["ranks"]),
-            "seconds": spread(row["seconds"][1]),
-            "one process": spread(row["seconds"][0]),
-            "speed-up": spread(ratios(row["seconds"][1], row["seconds"][0])),
-            "CPU time, of one process's": spread(ratios(row["cpu_seconds"][0], row["cpu_seconds"][1])),
-            "memory": mebibytes(row["memory"][1]),
-            "one process's": mebibytes(row["memory"][0]),
-        }
-        for row in rows
-    ]
-    Console().print(terminal(lines, title=f"S={a.seq_len}, fp32, {a.rounds} rounds; {LAYERS} layers, width 256"))
+    rows = []
+    for world in a.worlds:
+        with WorkerPool(1, timeout=900) as one, WorkerPool(world, timeout=900) as many:
+            rows += (found := [measured((one, many), family, a) for family in a.families])
+        lines = [_line(row) for row in found]
+        title = f"{ranks_text(world)}, S={a.seq_len}, fp32, {LAYERS} layers, width 256; {a.rounds} rounds"
+        Console().print(terminal(lines, title=title))
     if a.json is not None:
         write_json(a.json, {"size": {"seq_len": a.seq_len}, "rows": rows} | origin(command_given(a.json)))
+
+
+def _line(row: dict[str, Any]) -> dict[str, str]:
+    return {
+        "model": row["family"],
+        "seconds": spread(row["seconds"][1]),
+        "one process": spread(row["seconds"][0]),
+        "speed-up": spread(ratios(row["seconds"][1], row["seconds"][0])),
+        "CPU time, of one process's": spread(ratios(row["cpu_seconds"][0], row["cpu_seconds"][1])),
+        "memory": mebibytes(row["memory"][1]),
+        "one process's": mebibytes(row["memory"][0]),
+    }
