@@ -19,6 +19,7 @@ from tests.support import trainer_makers
 from tests.support.hf_models import make_model
 
 PLAIN = {"loss": 1e-6, "grad_norm": 5e-6}
+LONGER = {"loss": 2e-6, "grad_norm": 1e-5}
 PREFERENCE = {"loss": 1e-5, "grad_norm": 1e-4}
 ROUNDED = {"loss": 2e-3, "grad_norm": 2e-3, "metrics": float("inf")}  # a sign may turn
 
@@ -49,6 +50,9 @@ _EPOCH = {"max_steps": -1, "num_train_epochs": 1}
 _BEST = {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 5, "save_total_limit": 1}
 _UNLIKE = {"unlike": True, "scale_rewards": "batch"}  # ranks of a context generate and reward differently
 _SAVING = {"recompute": "layer", "attention_chunks": 2, "mlp_chunks": 3}
+_LONGER = {"max_steps": 20, "eval_steps": 20}
+_PACKED = {"packing": True, "max_length": 64}
+FAMILIES = ("gemma2", "gpt_oss", "qwen3_5_text")
 _ALL = (
     Case("plain", "plain"),
     Case("plain, 3 ranks", "plain", 3, 3),
@@ -95,6 +99,11 @@ _ALL = (
     Case("reward", "reward", bounds=PREFERENCE),
     Case("grpo", "grpo", options={"log_completions": True}, bounds=PREFERENCE),
     Case("grpo, data 2 x context 2", "grpo", 4, 2, _UNLIKE, PREFERENCE, stock_ranks=2),
+    *(Case(f"padded {name}", "padded", options=_LONGER | {"family": name}, bounds=LONGER) for name in FAMILIES),
+    *(
+        Case(f"sft packed {name}", "sft", options=_LONGER | _PACKED | {"family": name}, bounds=LONGER)
+        for name in FAMILIES
+    ),
 )
 CASES = {case.name: case for case in _ALL}
 
@@ -154,7 +163,7 @@ _UNTOLD = ("time", "runtime", "per_second", "train_loss", "epoch", "learning_rat
 def difference(case: Case, stock: list[dict], ours: list[list[dict]]) -> dict[str, float]:
     """The largest differences between what the stock trainer logged and what each rank's did."""
     found = {"loss": 0.0, "grad_norm": 0.0, "eval_loss": 0.0, "metrics": 0.0}
-    assert sum("loss" in row for row in stock) == trainer_makers.STEPS
+    assert sum("loss" in row for row in stock) == max(trainer_makers.STEPS, case.options.get("max_steps", 0))
     for log in ours:
         assert [set(row) for row in log] == [set(row) for row in stock], (log, stock)
         for theirs, mine in zip(stock, log, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -10,8 +11,10 @@ import torch
 import torch.distributed as dist
 from peft import get_peft_model
 from transformers import MixtralConfig, MixtralForCausalLM, TrainerCallback, TrainingArguments
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from tests.support.hf_models import SMALL, VOCABULARY, make_model
+from tests.tools.families import model_class, tiny_config
 
 if TYPE_CHECKING:
     from tests.support.trainer_cases import Case
@@ -43,6 +46,7 @@ _OWN = (
     "launched",
     "own_loss",
     "memory",
+    "family",
 )  # options that are no arguments
 
 
@@ -78,6 +82,8 @@ def _train(case: Case, ours: bool, kind: type, arguments: type, folder: str, **g
     if lora is True:
         given["peft_config"] = _lora()
     model = mixture() if case.options.get("mixture") else make_model("llama", "sdpa", dtype=torch.float32)
+    if "family" in case.options:
+        model = of_family(case.options["family"], by_document=not ours and "packing" in case.options)
     if lora == "wrapped":
         torch.manual_seed(0)
         model = get_peft_model(model, _lora())
@@ -103,6 +109,31 @@ def mixture() -> Any:
     own = {"num_local_experts": 4, "sliding_window": None, "output_router_logits": True, "router_aux_loss_coef": 0.5}
     config = MixtralConfig(**SMALL, **own, attn_implementation="sdpa", experts_implementation="eager", pad_token_id=0)
     return MixtralForCausalLM(config)
+
+
+def of_family(name: str, *, by_document: bool) -> Any:
+    """A tiny model of a family; ``by_document``: one that runs each packed document separately."""
+    config = tiny_config(name)
+    config.vocab_size, config._attn_implementation, config._experts_implementation = VOCABULARY, "eager", "eager"
+    config.router_aux_loss_coef = 0.0  # TRL would add the loss, which the reference for packed documents does not have
+    torch.manual_seed(0)
+    model = model_class(name)(config)
+    if by_document:
+        kind = type(model.model)
+        model.model.__class__ = type(kind.__name__, (ByDocument, kind), {})
+    return model
+
+
+class ByDocument:
+    """A body that runs each packed document separately: transformers' own may carry states from one to the next."""
+
+    def forward(self, input_ids: Any, position_ids: Any, **_: Any) -> Any:
+        borders = [*(position_ids[0] == 0).nonzero().flatten().tolist(), input_ids.shape[1]]
+        each = (
+            super(ByDocument, self).forward(input_ids=input_ids[:, a:b], use_cache=False)
+            for a, b in itertools.pairwise(borders)
+        )
+        return MoeModelOutputWithPast(last_hidden_state=torch.cat([out.last_hidden_state for out in each], 1))
 
 
 def over_contexts(kind: type) -> type:

@@ -24,7 +24,7 @@ from burst_attention.plan.route import RouteOrAuto
 
 from ..forecast.forecast import Forecast, forecasts, savings
 from ..forecast.machines import MATMUL_EFFICIENCY, Device, device_of
-from ..forecast.models import Model, model_of
+from ..forecast.models import KINDS, Model, model_of
 from ..forecast.request import Cluster, ForecastRequest
 from ..memory import Offload, OptimizerName
 from .plan_page import page
@@ -159,6 +159,11 @@ class PlanArguments:
             ValueError: the model or the hardware is unknown.
         """
         model = None if self.q_heads is not None else model_of(self.model or DEFAULT_MODEL)
+        if model is not None and model.measured:
+            for name in ("mlp_chunks", "attention_chunks", "offload"):
+                given, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+                only = f"is predicted for {', '.join(KINDS)} only, not for a {model.family}; leave it out"
+                require(given == default, name, given, only)
         borders = tuple(n * self.seq_len // self.documents for n in range(self.documents + 1))
         return ForecastRequest(
             seq_len=self.seq_len,
@@ -184,7 +189,7 @@ class PlanArguments:
 
     def _sizes(self, model: Model | None) -> Mapping[str, Any]:
         if model is not None:
-            names = ("q_heads", "kv_heads", "head_dim", "layers")
+            names = ("q_heads", "kv_heads", "head_dim", "v_head_dim", "layers")
             return {name: getattr(model, name) for name in names}
         return {
             "q_heads": self.q_heads,

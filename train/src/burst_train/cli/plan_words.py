@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from burst_attention.planner.choice import WORTH
@@ -11,6 +11,7 @@ from burst_attention.planner.choice import WORTH
 from ..figures import bytes_text, digits, flops_text, seconds_text, tokens_text
 from ..forecast.forecast import Forecast, fastest, recommended
 from ..forecast.machines import BANDWIDTH_EFFICIENCY, USABLE
+from ..forecast.models import Model
 from ..forecast.request import ForecastRequest
 
 # Columns of saving_rows: options of burst; tokens; layer inputs outside the device; tokens/s at the given length.
@@ -128,13 +129,17 @@ def as_dict(
         "ranks": request.cluster.ranks,
         "ranks_of_a_node": request.cluster.per_node,
         "rates": request.cluster.rates.as_dict(),
-        "model": None if request.model is None else asdict(request.model) | {"parameters": request.model.size},
+        "model": None if request.model is None else _sizes_of(request.model) | {"parameters": request.model.size},
         "flops_of_a_step": request.flops,
         "recommended": None if best is None else best.engine,
         "engines": [asdict(each) | {"seconds": each.seconds} for each in found],
         "savings": [{"flags": flags, "longest": each.longest, "step": each.seconds} for flags, each in saving],
         "assumptions": notes,
     }
+
+
+def _sizes_of(model: Model) -> dict[str, Any]:
+    return {each.name: getattr(model, each.name) for each in fields(model) if each.repr}
 
 
 def assumptions(request: ForecastRequest, found: list[Forecast]) -> Iterator[str]:
@@ -217,6 +222,14 @@ def _of_a_model(request: ForecastRequest) -> Iterator[str]:
         "Only burst and ring can keep attention results (--remat keep-attention). To compare engines by their "
         "exchanges, compare steps with the same --remat."
     )
+    if model.measured:
+        yield (
+            f"A {model.family} has no formula here: parameters, products, attention layers and memory were read "
+            "from transformers' model without its weights. Element-wise operations count as in a Llama of these "
+            "sizes. Recurrent layers count by formula; their states' exchanges are not counted. Activations of more "
+            "tokens than that run had are scaled."
+        )
+        return
     yield (
         "Memory comes from the formula for what burst train predicts before it starts. For ulysses, usp and "
         "tensor-sequence burst train predicts none; a simpler formula is used here."

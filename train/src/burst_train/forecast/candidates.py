@@ -153,7 +153,9 @@ def refusal(name: str, q: ForecastRequest) -> str:
         return "it shards a whole model, not attention only; give --model"
     hidden, intermediate = (q.model.hidden, q.model.intermediate) if q.model else (q.q_heads * q.head_dim, 0)
     ranks = q.cluster.ranks
-    heads = Heads(q_heads=q.q_heads, kv_heads=q.kv_heads, head_dim=q.head_dim, hidden=hidden, intermediate=intermediate)
+    own = {} if q.model is None else {"family": q.model.family, "options": q.model.options}
+    sizes: dict[str, Any] = {"q_heads": q.q_heads, "kv_heads": q.kv_heads, "head_dim": q.head_dim, **own}
+    heads = Heads(**sizes, hidden=hidden, intermediate=intermediate)
     engine = name.partition(" ")[0]
     if q.attention_chunks > 1 and engine not in KEEPING:
         return "it can't compute attention in chunks of heads; leave --attention-chunks out to see it"

@@ -98,7 +98,7 @@ def training_memory(
         memory=memory,
         lora=lora,
     )
-    return _parts(step, step.model, world, memory)
+    return parts_at(step, step.model, world, memory)
 
 
 def _has_experts(config: PreTrainedConfig) -> bool:
@@ -244,7 +244,7 @@ def _calls(
 
 
 @dataclass
-class _Peak:
+class Peak:
     bytes: int = 0
     attention: int = 0
     gradients: int = 0
@@ -274,7 +274,7 @@ class LiveStep(LiveBytes):
         self._phase, self._gradients = "", 0
         super().__init__()
         self.model: Any = model
-        self.peak, self.before_loss = _Peak(), 0
+        self.peak, self.before_loss = Peak(), 0
         self._world, self._calls, self._cuts, self._accumulates = world, calls, cuts, accumulates
         self._reaches: dict[int, Reach] = {}  # by the handle of the plan
         self.leave_out(model.parameters())
@@ -361,7 +361,7 @@ class LiveStep(LiveBytes):
         if self._now + self._gradients + more > self.peak.bytes:
             now = self.alive() + self._gradients + more
             if now > self.peak.bytes:
-                self.peak = _Peak(now, more if attention else 0, self._gradients, self._phase)
+                self.peak = Peak(now, more if attention else 0, self._gradients, self._phase)
 
     def expect_call(self, direction: Direction) -> None:
         """Record a peak in one chunk's attention, of the layers whose attention needs most."""
@@ -441,7 +441,7 @@ def shard_of(parameter: Tensor, world: int) -> int:
     return rows * (parameter.numel() // max(1, parameter.shape[0])) * max(4, parameter.dtype.itemsize)
 
 
-def _parts(step: LiveStep, model: Any, world: int, memory: MemoryConfig) -> dict[str, int]:
+def parts_at(step: Any, model: Any, world: int, memory: MemoryConfig) -> dict[str, int]:
     weights = sum(shard_of(p, world) for p in model.parameters())
     trained = [shard_of(p, world) for p in model.parameters() if p.requires_grad]
     most = sum(trained)

@@ -15,6 +15,7 @@ from typing import Any
 
 from burst_attention.planner.choice import WORTH
 
+from ..memory import MemoryConfig
 from . import collectives
 from .buffers import token_bytes
 from .calls import AttentionStrategy, Call
@@ -88,9 +89,9 @@ def forecasts(request: ForecastRequest) -> list[Forecast]:
 def savings(request: ForecastRequest) -> list[tuple[str, Forecast]]:
     """Predict burst with each option that saves memory added to those before it: (flags, forecast).
 
-    Empty for attention only, and if the device's memory is unknown.
+    Empty for attention only, for a model whose memory no formula gives, and if the device's memory is unknown.
     """
-    if request.model is None or request.limit is None:
+    if request.model is None or request.limit is None or request.model.measured:
         return []
     heads = max(n for n in range(1, MOST_HEAD_CHUNKS + 1) if request.kv_heads % n == 0)
     options: dict[str, Mapping[str, Any]] = {
@@ -243,7 +244,7 @@ class _PredictedStep:
         m, cluster, io = self.q.model, self.q.cluster, self.q.dtype.itemsize
         if m is None:
             return Exchange()
-        layers, root = m.layers * m.layer_size, m.root_size
+        layers, root = m.layers_size, m.root_size
         size = 2 * io * root if self.candidate.whole else io * (2 * layers + root) + 4 * (layers + root)
         return collectives.gather(size, cluster.ranks, cluster.per_node, cluster.rates)
 
@@ -255,6 +256,17 @@ class _PredictedStep:
         held = round(longer * c.buffers)
         if q.model is None:
             return {"inputs and results": tokens * token_bytes(q.shape, q.dtype), "attention": held}
+        measured = q.model.memory(
+            tokens=tokens,
+            usual=q.tokens,
+            batch=q.batch,
+            world=q.cluster.ranks,
+            dtype=q.dtype,
+            buffers=held,
+            options=MemoryConfig(remat=remat, optimizer=q.optimizer, optimizer_offload=q.optimizer_offload),  # type: ignore[arg-type]
+        )
+        if measured is not None:
+            return measured
         step = Step(
             model=q.model,
             tokens=tokens,

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from burst_attention.attention.batch import Reach
+
 from ..presets import SIZES
 
 Matrix = tuple[int, int]  # rows, columns; a vector has one column
@@ -26,6 +28,9 @@ class Model:
         biased: whether the q, k and v projections have a bias (Qwen2).
         normed: whether q and k are normed per head (Qwen3).
         windows: sliding window of each layer; None for a layer with full causal attention.
+        family: the configuration's ``model_type``.
+        options: of ``softcap`` and ``sinks`` those that the attention has.
+        v_head_dim: head dimension of the values, if another.
     """
 
     name: str
@@ -41,6 +46,14 @@ class Model:
     biased: bool = False
     normed: bool = False
     windows: tuple[int | None, ...] = ()
+    family: str = "llama"
+    options: tuple[str, ...] = ()
+    v_head_dim: int | None = None
+
+    @property
+    def measured(self) -> bool:
+        """Whether the sizes were read from transformers' own model."""
+        return False
 
     @property
     def q_width(self) -> int:
@@ -53,7 +66,7 @@ class Model:
         return self.kv_heads * self.head_dim
 
     @property
-    def windows_by_count(self) -> Mapping[int | None, int]:
+    def windows_by_count(self) -> Mapping[Reach, int]:
         """Number of layers with each window, widest window first."""
         windows = self.windows or (None,) * self.layers
         order = sorted({*windows}, key=lambda window: (window is not None, -(window or 0)))
@@ -92,7 +105,12 @@ class Model:
     @property
     def size(self) -> int:
         """Number of parameters of the model."""
-        return self.layers * self.layer_size + self.root_size
+        return self.layers_size + self.root_size
+
+    @property
+    def layers_size(self) -> int:
+        """Number of parameters of all layers."""
+        return self.layers * self.layer_size
 
     @property
     def feed_forward_products(self) -> int:
@@ -103,6 +121,15 @@ class Model:
     def layer_products(self) -> int:
         """Multiplications per token in a layer's weight matrices, without the attention itself."""
         return 2 * self.hidden * (self.q_width + self.kv_width) + self.feed_forward_products
+
+    @property
+    def layers_products(self) -> int:
+        """Multiplications per token in all layers, without the attention itself."""
+        return self.layers * self.layer_products
+
+    def memory(self, **_: Any) -> dict[str, int] | None:
+        """Return bytes by part if a run without data gave them; None: a formula gives them."""
+        return None
 
     def elementwise_bytes(self, io: int) -> int:
         """Return the bytes that element-wise operations read and write per token in a layer's forward.
@@ -177,21 +204,20 @@ def model_of(name: str) -> Model:
     except (OSError, ValueError) as error:
         raise ValueError(f"--model {name!r}: {file} can't be read: {error}") from None
     try:
-        return _of_config(values, name)
+        return _of_config(values, name, file)
     except (KeyError, TypeError, ValueError) as error:
         fault = f"lacks {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"--model {name!r}: {file} {fault}") from None
 
 
-def _of_config(values: Any, name: str) -> Model:
+def _of_config(values: Any, name: str, file: Path) -> Model:
     if not isinstance(values, Mapping):
         raise ValueError("is not a model configuration")
     kind = values.get("model_type")
     if kind not in KINDS:
-        raise ValueError(
-            f"is of model_type {kind!r}, which is not supported here; {', '.join(KINDS)} are. "
-            "Give --q-heads, --kv-heads and --head-dim to plan its attention only"
-        )
+        from .measured import measured_of  # imports transformers
+
+        return measured_of(kind, name, file)
 
     def size(key: str, default: int | None = None) -> int:
         value = values.get(key)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from burst_attention import Mask
+from burst_attention.attention.batch import Reach, mask_of
 from burst_attention.attention.hardware import shape_of
 from burst_attention.plan.balance import seen
 from burst_attention.plan.cost import Shape
@@ -83,10 +84,11 @@ class ForecastRequest:
     def masks(self) -> Mapping[Mask, int]:
         """Number of layers with each mask."""
         if self.model is None or self.window is not None:
-            windows: Mapping[int | None, int] = {self.window: self.layers}
+            windows: Mapping[Reach, int] = {self.window: self.layers}
         else:
             windows = self.model.windows_by_count
-        return {Mask(self.causal, window, self.borders): count for window, count in windows.items()}
+        masks = {reach: mask_of(reach, self.seq_len, self.borders) for reach in windows}
+        return {replace(masks[reach], causal=self.causal): count for reach, count in windows.items()}
 
     @property
     def shape(self) -> Shape:
@@ -164,7 +166,7 @@ class ForecastRequest:
         if self.model is None:
             return 0.0
         m = self.model
-        return 2.0 * self.batch * self.seq_len * (layers * m.layers * m.layer_products + head * m.head_products)
+        return 2.0 * self.batch * self.seq_len * (layers * m.layers_products + head * m.head_products)
 
     def _chunks(self, remat: Remat) -> float:
         if self.model is None:

@@ -43,7 +43,7 @@ def save_model(
 
     Args:
         dtype: dtype of the saved weights; None: as trained, fp32 (fp64).
-        lora: the rank of the adapters, which are merged, and also saved alone; None: there are none.
+        lora: the rank of the adapters, which are merged, and also saved alone; None: without adapters.
         source: the folder or hub name of the model that adapters were trained for.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
