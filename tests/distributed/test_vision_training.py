@@ -69,17 +69,17 @@ def test_twenty_steps_of_a_loop(pools, family):
         assert ours > 1
 
 
-def trained(family, folder, ours, contexts=1):
-    """Return the losses that Trainer logs in twenty steps, and the last evaluation's."""
+def trained(family, folder, ours, contexts):
+    """Return the losses that Trainer logs in twenty steps, and the last evaluation's.
+
+    These models refuse num_items_in_batch, so that a step's loss is the mean of its parts' means. One process
+    accumulates the contexts' parts.
+    """
     with trainer_cases.as_started(trainer_cases.CASES["right-padded"], ours):
-        sizes = {f"per_device_{what}_batch_size": 4 // contexts for what in ("train", "eval")}
-        given = {
-            "max_steps": STEPS,
-            "eval_steps": STEPS,
-            "gradient_accumulation_steps": 1,
-            "remove_unused_columns": False,
-        }
-        args = trainer_makers.TrainingArguments(**trainer_makers.COMMON | given | sizes, output_dir=folder)
+        given = {"max_steps": STEPS, "eval_steps": STEPS, "remove_unused_columns": False}
+        given |= {"per_device_train_batch_size": 4 // contexts, "gradient_accumulation_steps": 1 if ours else contexts}
+        given |= {"per_device_eval_batch_size": 4 // contexts if ours else 4}
+        args = trainer_makers.TrainingArguments(**trainer_makers.COMMON | given, output_dir=folder)
         trainer = (trainer_makers.over_contexts(Trainer) if ours else Trainer)(
             model=build(family, torch.float32, "sdpa"),
             args=args,
@@ -94,7 +94,7 @@ def trained(family, folder, ours, contexts=1):
 
 @pytest.mark.parametrize(("family", "contexts"), [("qwen2_5_vl", 1), ("gemma3", 1), ("qwen2_5_vl", 2)])
 def test_twenty_steps_of_trainer(sides, pools, tmp_path, family, contexts):
-    expected = sides.alone.submit(trained, family, str(tmp_path / "alone"), False).result()
+    expected = sides.alone.submit(trained, family, str(tmp_path / "alone"), False, contexts).result()
     assert len(expected) == STEPS + 1
     for found in pools(2 * contexts).run(trained, family, str(tmp_path / "ours"), True, contexts):
         assert found == pytest.approx(expected, abs=2e-6)

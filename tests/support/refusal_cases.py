@@ -28,6 +28,7 @@ from burst_attention.compat import ring_flash_attn
 from burst_attention.compat.yunchang import LongContextAttention
 from burst_attention.integrations import hf
 from burst_attention.loss import next_token_loss, token_log_probs
+from tests.support import vision_models
 from tests.support.adapters import LORA, TUNERS
 from tests.support.hf_models import SEQLEN, cache_with_earlier_tokens, make_batch, make_model
 from tests.support.trainer_refusals import TRAINERS, trainer_names
@@ -86,6 +87,11 @@ PLAN: Cases = [
     ("make_plan(8, mask=Mask(cu_seqlens=[0, 7]))", "token 7 would be in no document"),
     ("make_plan(8, mask=Mask(prefix=9))", "the prefix can't be longer than the sequence"),
     ("Mask(blocks=[[True]])", "the size of a block is unknown"),
+    ("Mask(together=[0, 0], causal=False)", "every query sees every key already"),
+    ("Mask(together=[0, 0], prefix=1)", "a prefix is such a group"),
+    ("Mask(together=[0.5, 1.0])", "groups have numbers"),
+    ("Mask(together=[[0, 0]])", "all rows of a batch share one mask"),
+    ("make_plan(8, mask=Mask(together=[0, 0]))", "the other tokens' groups are unknown"),
     ("Mask(blocks=[[1, 0], [1, 1]], block=4)", "numbers may be scores, not what is seen"),
     ("Mask(blocks=[[True, False]], block=4)", "queries and keys have the same blocks"),
     ("make_plan(8, mask=Mask(blocks=[[True]], block=4))", "the second block's tokens would be in no row"),
@@ -201,6 +207,10 @@ MODELS: Cases = [
     ("forward(noisy)", "each rank would draw different values"),
     ("hf.parallelize(lily, plan.transport.group)", "this adapter mixes tokens"),
     ("hf.parallelize(activated, plan.transport.group)", "its offsets refer to the whole input"),
+    ("hf.parallelize(dropping, plan.transport.group)", "each rank would draw other values for the same image"),
+    ("seeing(**{**images, 'position_ids': places})", "the model computes them from the images"),
+    ("seeing(**{**images, 'attention_mask': in_front})", "rows would have to move with their images"),
+    ("seeing(**images, pixels=places)", "nobody knows whether it belongs to tokens"),
     (
         "next_token_loss(forward(eager, plan=None), head, labels, plan)",
         "the model did not use the plan that cut the labels",
@@ -408,6 +418,13 @@ def model_names(group: Any) -> dict[str, Any]:
     hidden, wrapped = torch.randn(2, plan.length, 32, dtype=torch.float64), nn.Sequential(model)
     eager, shifting, disguised = make_model("llama", "eager"), with_part(Shift()), with_part(ShiftLayer())
     hooked, noisy, lily, activated = departing()
+    seeing, dropping = (vision_models.build("qwen2_5_vl") for _ in range(2))
+    dropping.model.visual.blocks[0].add_module("more", nn.Dropout(0.1))
+    images = vision_models.images_and_text(seeing)
+    places, in_front = torch.arange(images["input_ids"].shape[1])[None], images["attention_mask"].flip(1)
+    images["labels"] = images["labels"].where(in_front.bool(), -100).where(images["attention_mask"].bool(), -100)
+    images["labels"][:, :5] = -100
+    hf.parallelize(seeing, plan.transport.group)
     padding, borders = torch.ones(2, SEQLEN, dtype=torch.long), torch.tensor([0, SEQLEN])
     padding[1, -3:] = 0
     unlike = {None: plan, 7: make_plan(SEQLEN, mask=Mask(window=7), group=group, strategy=Strategy(layout="striped"))}
