@@ -56,7 +56,8 @@ def restore(body: nn.Module) -> None:
     """Undo :func:`convert`."""
     for module in body.modules():
         if isinstance(module, (_Layer, _Mixer, *_KINDS)):
-            module.__class__ = module.stock_class
+            kind: Any = module.stock_class
+            module.__class__ = kind
 
 
 def check_converted(model: nn.Module) -> None:
