@@ -143,7 +143,7 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma3_text": {"layer_types": _MIXED},
     "gemma3n_text": {"num_kv_shared_layers": 0, "layer_types": _MIXED, "activation_sparsity_pattern": [0.0] * 4},
     "gemma4_text": {"global_head_dim": 16},
-    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
     "granitemoehybrid": {"layer_types": _LINEAR},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {"num_experts": 16, "layer_types": _LINEAR, "linear_num_heads": 4, "linear_head_dim": 16},

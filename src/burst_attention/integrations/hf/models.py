@@ -71,6 +71,7 @@ def check_config(config: PreTrainedConfig, *, training: bool = True) -> None:
         check_layers(model.config.get_text_config(decoder=True))  # its class may turn a decoder into a causal model
         parts.check_structure(model)
         parts.check_randomness(model)
+        is_causal(stub_forward.body_of(model))
 
 
 def check_layers(config: Any) -> None:
@@ -114,7 +115,7 @@ def is_causal(body: nn.Module) -> bool:
             if not causal:
                 raise ValueError(
                     f"{name} of {type(body).__name__} says is_causal=False, but the configuration is_decoder=True, so "
-                    f"its mask depends on its attention implementation; {ALONE}"
+                    f"its mask is not certain; {ALONE}"
                 )
     if len({*stated.values()}) < 2:
         return all(stated.values())
