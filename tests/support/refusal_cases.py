@@ -213,7 +213,7 @@ MODELS: Cases = [
     ("hf.parallelize(dropping, plan.transport.group)", "each rank would draw other values for the same image"),
     ("seeing(**{**images, 'position_ids': places})", "the model computes them from the images"),
     ("seeing(**{**images, 'attention_mask': in_front})", "rows would have to move with their images"),
-    ("seeing(**images, pixels=places)", "nobody knows whether it belongs to tokens"),
+    ("seeing(**images, pixels=places)", "it may have to be cut like tokens"),
     (
         "next_token_loss(forward(eager, plan=None), head, labels, plan)",
         "the model did not use the plan that cut the labels",

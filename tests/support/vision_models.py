@@ -261,7 +261,8 @@ def pixels_of(model: Any, count: int) -> dict[str, Any]:
 
 
 def _owner(model: Any) -> Any:
-    return model if hasattr(model, "get_image_features") else body_of(model)
+    lacks = model.config.model_type == "video_llama_3"  # the whole model's method lacks an argument
+    return body_of(model) if lacks or not hasattr(model, "get_image_features") else model
 
 
 def _features(model: Any, pixels: dict[str, Any]) -> list[torch.Tensor]:

@@ -153,7 +153,7 @@ class Mask:
             Pass an array or a tensor. A query may see nothing: its output is 0 and its lse -inf.
         block: the number of tokens in a block; the last one may be shorter.
         together: int [S], a group number for each token, -1 for none. In a causal mask a query also sees the later keys
-            of its own group, as the tokens of an image do in some vision-language models. The tokens of a group need
+            of the same group, as the tokens of an image do in some vision-language models. The tokens of a group need
             not be neighbours. Needs ``causal``; it can't be combined with ``prefix`` or ``blocks``.
     """
 

@@ -45,7 +45,7 @@ def language_model_of(model: Any) -> Any:
 
 
 def _around(model: Any) -> tuple[Any, str]:
-    """Return the module that calls the language model, and the language model's name in it; None if there is none."""
+    """Return the module that calls the language model, and the language model's name in it; (None, "") otherwise."""
     embeddings = _embeddings_of(model) if isinstance(model, PreTrainedModel) else None
     for around in (model, body_of(model)) if embeddings is not None else ():
         for name in _INNER:

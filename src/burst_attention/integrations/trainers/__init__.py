@@ -212,7 +212,7 @@ class BurstMixin(OneGeneration):
 def _without_repeated(model: Any, inputs: Any, own: int, rows: int) -> dict[str, Any]:
     """Return a batch without the samples behind its first ``own`` ones, or without their labels if it has images.
 
-    Images are not in rows, so that those of a sample can't be told from the others.
+    Images are not in rows, so a sample's images can't be cut out.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if whole_arguments(base) & inputs.keys():
