@@ -80,7 +80,7 @@ def _over_shards(module: Any, plans: Plans, forward: Callable[..., Any], args: A
     request = next((each for each in given if isinstance(each, MaskRequest)), None)
     args = [None if isinstance(each, MaskRequest) else each for each in args]
     kwargs = {name: None if isinstance(each, MaskRequest) else each for name, each in kwargs.items()}
-    with _Products(_Layer(module, plans, request)):
+    with _Products(_LayerCall(module, plans, request)):
         out = forward(*args, **kwargs)
     if isinstance(out, (tuple, list)):  # attention weights are never computed as a whole
         return type(out)(None if isinstance(each, _Scores) else each for each in out)
@@ -88,7 +88,7 @@ def _over_shards(module: Any, plans: Plans, forward: Callable[..., Any], args: A
 
 
 @dataclass(frozen=True)
-class _Layer:
+class _LayerCall:
     """One call of an attention: its module, the plans of the call, and the mask that its model asked for."""
 
     module: Any
@@ -146,7 +146,7 @@ class _Layer:
 class _Products(TorchFunctionMode):
     """While a layer's forward runs, gives a stand-in for the product of queries and keys."""
 
-    def __init__(self, layer: _Layer) -> None:
+    def __init__(self, layer: _LayerCall) -> None:
         super().__init__()
         self._layer = layer
 
@@ -198,7 +198,7 @@ class _Scores:
         dropped: the rate of dropout of the weights.
     """
 
-    layer: _Layer
+    layer: _LayerCall
     q: Tensor
     k: Tensor
     scale: float
