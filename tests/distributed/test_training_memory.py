@@ -27,6 +27,8 @@ from burst_attention.launch.join import join
 from burst_attention.testing import WorkerPool
 from tests.support.training import config_of
 
+from .test_train_families import folder_of
+
 BATCH = 8  # of short sequences: memory without the attention's time
 SIZES = {"vocab_size": 258, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2**20}
@@ -127,6 +129,16 @@ def test_cached_slices_of_attention_are_predicted(pools, corpus, tmp_path, remat
     most = max(pools(2).run(most_of_tensors, config))
     expected = predicted(str(folder), 500, 2, how=cut, remat=remat)
     assert most == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "bamba"])
+@pytest.mark.long
+def test_a_hybrids_tensors_are_as_predicted(corpus, pools, tmp_path, model_type):
+    folder = folder_of(model_type, tmp_path / "model", max_position_embeddings=500)
+    most = max(pools(2).run(most_of_tensors, config_for(corpus, folder, tmp_path / "out", 500, remat="layer")))
+    expected = predicted(folder, 500, 2, remat="layer")
+    print(f"{model_type}: {expected:,} bytes predicted, {most:,} allocated")
+    assert most == pytest.approx(expected, rel=0.15)
 
 
 @pytest.mark.slow

@@ -255,7 +255,8 @@ def test_a_hundred_million_tokens_on_4096_ranks(capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mixtral"}, "is of model_type 'mixtral', which is not supported"),
+        ({"model_type": "mixtral"}, "has a mixture of experts (MixtralExperts), whose work is not predicted"),
+        ({"model_type": "unheard-of"}, "is of model_type 'unheard-of', which the installed transformers does not know"),
         ({"hidden_size": None}, "lacks 'hidden_size'"),
         ({"num_key_value_heads": 3}, "has 4 query heads, which is not a multiple of its 3"),
         ({"vocab_size": -1}, "has vocab_size -1"),
