@@ -35,15 +35,8 @@ from ..tables import terminal
 from ..texts import mebibytes, ranks_text, spread
 
 VOCABULARY, LAYERS = 512, 4
-COMMON = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 256,
-    "intermediate_size": 1024,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+COMMON = HEADS | {"vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": LAYERS}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {  # gated delta rule
         "linear_num_key_heads": 4,
