@@ -177,6 +177,7 @@ def _request_mask(
     for kind, part in found:  # an intersection may hold one union, of such parts and of groups of tokens
         if kind == "or_masks" and together is None:
             together, others = _union(part)
+            foreign += ["the mask or_masks"] if together is None else []
             beyond = "sliding_window_overlay" in [each for each, _ in others]
             found += others  # taken up by this same loop
         elif kind == "causal_mask_function":
@@ -200,7 +201,7 @@ def _union(function: Callable) -> tuple[torch.Tensor | None, list[tuple[str, Cal
     """Return the groups of tokens in a union of masks, and the parts of its other mask; no groups if it has others."""
     joined = _closure(function)["mask_functions"]
     if len(joined) != 2 or next(_mask_parts(joined[1]))[0] != "blockwise_overlay":
-        return None, [("or_masks of unknown masks", function)]
+        return None, []
     return _closure(joined[1])["block_sequence_ids"], list(_mask_parts(joined[0]))
 
 
