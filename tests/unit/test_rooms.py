@@ -72,6 +72,7 @@ THIRD_PARTIES: dict[str, set[str]] = {
         "*safetensors",
         "pydantic",
         "tomli_w",
+        "*peft",
         "*torchao",
         "*wandb",
     },
