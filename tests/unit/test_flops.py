@@ -53,7 +53,7 @@ def test_layers_count_by_their_own_windows():
     sequences = [TokenSequence(np.zeros(64), None), TokenSequence(np.zeros(64), BORDERS)]
     heads = Heads(q_heads=3, kv_heads=1, head_dim=5, hidden=0, intermediate=0)
     pairs = sum(2 * seen_pairs(64, 7, each.cu_seqlens) + seen_pairs(64, None, each.cu_seqlens) for each in sequences)
-    assert ModelFlops(11, heads, (7, None, 7)).of_step(sequences) == 6 * 11 * 128 + 12 * 15 * pairs
+    assert ModelFlops(6 * 11, heads, (7, None, 7)).of_step(sequences) == 6 * 11 * 128 + 12 * 15 * pairs
 
 
 def test_a_peak_is_given_or_that_of_a_known_gpu(monkeypatch):

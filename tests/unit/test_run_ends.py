@@ -145,7 +145,7 @@ def test_what_the_peak_of_memory_counts_is_said(summary):
 def test_a_start_without_a_step_shows_no_figures(summary):
     none = replace(summary, tokens_per_second=None, bytes_sent=[None], bytes_predicted=[None])
     lines = shown(none, with_setting(TrainConfig(), "device", "cpu")).splitlines()
-    for row in ("tokens/s", "attention sent", "predicted"):
+    for row in ("tokens/s", "activations sent", "predicted for attention"):
         (line,) = [line for line in lines if row in line]
         assert line.split("│")[2].strip() == "-"
 
