@@ -415,7 +415,7 @@ def mixers_of(model: Any) -> set[str]:
 
 
 def mechanisms_of(model: Any, config: PreTrainedConfig) -> set[str]:
-    """What the library does for this model beside its attention interface; its calls say the rest."""
+    """What the library does for this model apart from attention; its calls say the rest."""
     found = mixers_of(model)
     if config.model_type in ENCODERS:
         found.add("encoder")
@@ -490,7 +490,7 @@ def page(verdicts: list[Verdict]) -> str:
         "  keys of `plan={...}` that its layers asked for.",
         "  *Logits*: with the settings of its default configuration",
         "  the family changes them after the product with the head's weight (a factor, a soft cap, a bias).",
-        "- *Mechanisms*: what the library does beside the attention interface. *scores*: the modeling file computes",
+        "- *Mechanisms*: what the library does apart from attention. *scores*: the modeling file computes",
         "  its attention itself, and a stand-in takes the place of its scores. *positions*: the model counts positions",
         "  itself, and its embedding gets those of the rank's tokens. *encoder*: an encoder by default; run here with",
         "  `is_decoder=True`, its causal form (encoders also run as such: masked language models, classifiers).",

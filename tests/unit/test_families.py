@@ -7,7 +7,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from tests.tools import families
 
-# By the configuration's layers, by a layer's own attention, by the parts of the model, by what its layers state.
+# By the configuration's layers, by a layer's own attention, by the parts of the model, by its layers.
 REFUSED = {
     "recurrent_gemma": "a gated linear recurrence (RG-LRU) whose state is not passed between ranks",
     "deepseek_v32": "its indexer picks each query's keys by scores over the whole sequence",
