@@ -241,7 +241,7 @@ def test_refused_by_the_attention_itself(changes, message):
 
 
 def test_chunked_attention():
-    """Only the mask has the chunks; the layer does not pass them to its attention."""
+    """Layers with chunks need a plan for that chunk size; a single plan is refused."""
     hf.register()
     config = Llama4TextConfig(
         **SMALL | {"intermediate_size_mlp": 48, "num_local_experts": 2},
@@ -250,7 +250,7 @@ def test_chunked_attention():
         pad_token_id=0,
     )
     plan = make_plan(SEQLEN)
-    with pytest.raises(ValueError, match="the mask chunked_overlay"):
+    with pytest.raises(ValueError, match="attention_chunk_size=8 of the layer has no plan among the call"):
         Llama4ForCausalLM(config)(**hf.shard_batch(make_batch(), plan), plan=plan, use_cache=False)
 
 
