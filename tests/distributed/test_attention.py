@@ -39,6 +39,7 @@ MASKS = {
     "full": Mask(causal=False),
     "causal": Mask(),
     "window": Mask(window=29),
+    "window both ways": Mask(causal=False, window=23, cu_seqlens=[0, 97, SEQLEN]),
     "documents": Mask(cu_seqlens=[0, 40, 40, 41, 100, SEQLEN]),
     "prefix": Mask(prefix=33),
     "window in documents": Mask(window=21, cu_seqlens=[0, 70, 99, SEQLEN]),

@@ -211,7 +211,7 @@ def test_arguments_go_by_place_and_by_name() -> None:
 REFUSED = {
     "dropout_p=0.1: dropout is not supported": {"dropout_p": 0.1},
     "alibi_slopes: ALiBi is not supported": {"alibi_slopes": torch.ones(2)},
-    "only causal windows are supported": {"window_size": (3, 3)},
+    "both sides must be equal": {"window_size": (3, 4)},
     "window_size=3 must be": {"window_size": 3},
 }
 

@@ -57,7 +57,7 @@ def masks_of(draw, kind: str, seqlen: int) -> Mask:
     if kind == "prefix":
         return Mask(prefix=draw(st.integers(0, seqlen)))
     window = draw(st.integers(1, seqlen + 2)) if "window" in kind else None
-    causal = window is not None or draw(st.booleans()) if kind != "full" else False
+    causal = kind != "full" and draw(st.booleans())
     return Mask(causal=causal, window=window, cu_seqlens=borders)
 
 

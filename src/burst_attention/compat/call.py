@@ -58,10 +58,10 @@ class Options:
             raise TypeError(f"window_size={self.window_size!r} must be (left, right), such as (-1, -1) for no window")
         left, right = self.window_size
         causal = bool(self.causal) or right == 0  # right=0 means no key after the query
-        if not causal and (left >= 0 or right >= 0):
+        if not causal and left != right and (left >= 0 or right >= 0):
             raise ValueError(
-                f"window_size={self.window_size} with causal=False: only causal windows are supported; pass "
-                "causal=True, or window_size=(-1, -1)"
+                f"window_size={self.window_size} with causal=False: both sides must be equal; pass causal=True, or "
+                f"window_size=({max(left, right)}, {max(left, right)})"
             )
         return Mask(causal=causal, window=left + 1 if left >= 0 else None, cu_seqlens=documents)
 

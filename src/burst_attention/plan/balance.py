@@ -58,11 +58,15 @@ def place(mask: Mask, seqlen: int, world: int, *, fold: Cut, plain: Cut) -> list
 
 def seen(mask: Mask, length: int, before: Any) -> Any:
     """Count the pairs that the first ``before`` queries of a document of ``length`` tokens see."""
-    if not mask.causal:
-        return before * length
     reach = length if mask.window is None else min(mask.window, length)
-    ramp = np.minimum(before, reach)
-    total = ramp * (ramp + 1) // 2 + (before - ramp) * reach
+
+    def earlier(queries: Any) -> Any:  # and itself
+        ramp = np.minimum(queries, reach)
+        return ramp * (ramp + 1) // 2 + (queries - ramp) * reach
+
+    total = earlier(before)
+    if not mask.causal:  # of the later keys, the last queries see as many as the first see of the earlier ones
+        return total + earlier(length) - earlier(length - before) - before
     if mask.prefix:  # a query inside the prefix also sees the rest of the prefix
         early = np.minimum(before, mask.prefix)
         total = total + early * mask.prefix - early * (early + 1) // 2

@@ -144,7 +144,8 @@ class Mask:
 
     Args:
         causal: a query at position p sees keys at positions <= p.
-        window: the number of keys that a query sees, including its own position. Needs ``causal``.
+        window: a query sees only keys at a distance below ``window``: itself and ``window`` - 1 earlier keys, and
+            without ``causal`` as many later ones.
         cu_seqlens: global document borders ``[0, ..., S]``. A query sees only keys of its document. Pass any sequence
             of integers or a 1-D tensor. Repeated borders are empty documents.
         prefix: every query sees positions < ``prefix``. It can't be combined with ``cu_seqlens`` or ``window``.
@@ -172,8 +173,6 @@ class Mask:
             object.__setattr__(self, "window", _integer("window", self.window))
             if self.window < 1:
                 raise ValueError(f"window={self.window} must be at least 1; a query always sees its own position")
-            if not self.causal:
-                raise ValueError(f"window={self.window} needs causal=True; a window covers earlier keys only")
         if self.prefix is not None:
             object.__setattr__(self, "prefix", _integer("prefix", self.prefix))
             if self.prefix < 0:
@@ -264,8 +263,8 @@ class Mask:
     def _bands(self, seqlen: int) -> np.ndarray:
         """Return the regions without blocks."""
         far = max(seqlen - 1, 0)
-        lo = 0 if self.causal else -far
         hi = far if self.window is None else min(far, self.window - 1)
+        lo = 0 if self.causal else -hi
         if self.prefix is not None and self.causal:
             return np.array(
                 [(0, seqlen, 0, self.prefix, -far, far), (self.prefix, seqlen, self.prefix, seqlen, 0, far)]
@@ -285,7 +284,7 @@ class Mask:
             groups = self.together.array()
             seen = seen | ((groups[:, None] == groups) & (groups >= 0))
         if self.window is not None:
-            seen = seen & (q - k < self.window)
+            seen = seen & (q - k < self.window) & (self.causal | (k - q < self.window))
         if self.prefix is not None:
             seen = seen | (k < self.prefix)
         if self.cu_seqlens is not None:

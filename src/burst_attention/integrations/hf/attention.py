@@ -28,6 +28,7 @@ KEEP_POSITIONS = (
     "GraniteMoeHybridAttention",
     "Llama4TextAttention",
     "MoshiAttention",
+    "ModernBertAttention",
     "MultiHeadAttention",  # CTRL
     "NemotronAttention",
     "PersimmonAttention",
@@ -184,6 +185,8 @@ def _request_mask(
             causal = True
         elif kind == "sliding_window_overlay":
             window = _closure(part)["sliding_window"]
+        elif kind == "sliding_window_bidirectional_overlay":
+            window = _closure(part)["sliding_window"] + 1  # it names the largest distance
         elif kind == "chunked_overlay" and not _closure(part)["left_padding"].any():
             chunk = _closure(part)["chunk_size"]
         # transformers guesses documents from jumps in position ids. A shard's positions jump anyway, and the plan

@@ -31,6 +31,7 @@ _REFUSED = {
 # Keywords that models pass on to the attention but that don't change its result.
 _BENIGN = frozenset(
     {
+        "deterministic",  # our sums always have a fixed order
         "use_cache",
         "cache_position",
         "output_hidden_states",

@@ -89,9 +89,15 @@ def check_layers(config: Any) -> None:
                 )
 
 
-def layer_windows(config: Any) -> list[Reach]:
-    """Return each layer's sliding window, in tokens, or its :class:`Chunked`; None for full attention."""
+def layer_windows(config: Any, *, causal: bool = True) -> list[Reach]:
+    """Return each layer's sliding window, in tokens, or its :class:`Chunked`; None for full attention.
+
+    Args:
+        causal: whether the layers are. In a configuration of others the window is the largest distance.
+    """
     window = getattr(config, "sliding_window", None)
+    if window is not None and not causal:
+        window += 1
     if getattr(config, "use_sliding_window", True) is False:
         window = None
     kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)

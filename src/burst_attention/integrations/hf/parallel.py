@@ -121,8 +121,9 @@ def _convert(
     """Give a checked model our attention, our forward and its state; :func:`unparallelize` takes them away."""
     own = vision.text_of(base).config._attn_implementation
     _switch(base, parts.NAME)
-    windows = models.layer_windows(base.config.get_text_config(decoder=True))
-    plans = PlanCache(plan, windows, causal=models.is_causal(vision.text_of(base)))
+    causal = models.is_causal(vision.text_of(base))
+    windows = models.layer_windows(base.config.get_text_config(decoder=True), causal=causal)
+    plans = PlanCache(plan, windows, causal=causal)
     base._burst = _Context(
         plans,
         form,
