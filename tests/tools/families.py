@@ -499,7 +499,7 @@ def page(verdicts: list[Verdict]) -> str:
         "  files run in fp64 throughout.",
         "- **refused**: on all ranks, in these words, by the attention, by the loss or by `hf.check_model`",
         "  ([what else is refused, and why](refusals.md)).",
-        "- **not built**: no small configuration of it is made here, and its parts alone tell nothing against it.",
+        "- **not built**: no small configuration of it is made here, and none of its parts is known to be unsupported.",
         "",
         "| model type | verdict | hidden, loss | gradients | windows | mechanisms | logits | message |",
         "|---|---|---|---|---|---|---|---|",
