@@ -28,7 +28,7 @@ def made(model_type: str, head: str) -> Any:
     config = families.tiny_config(model_type)
     few = {"num_hidden_layers": 2, "decoder_layers": 2, "num_layers": 2, "n_layer": 2}
     own = {"attention_types": [[["global", "local"], 1]], "local_attention": 10}
-    known = config.to_dict()
+    known = config.to_dict() | dict.fromkeys(config.attribute_map)
     config = families.tiny_config(model_type, **{name: x for name, x in (few | own).items() if name in known})
     config.num_labels = LABELS
     if head == "ForCausalLM":

@@ -119,6 +119,7 @@ BAD = [
     ("train", "--tokenizer", "", "theirs"),
     ("train", "--seq-len", "1", "-5", HUGE),
     ("train", "--max-positions", "1", "15", HUGE),
+    ("train", "--lora", "0", "-1", HUGE),
     ("train", "--mlp-chunks", "0", "-1", HUGE),
     ("train", "--remat", "keep-attention --engine ulysses", "some"),
     ("train", "--offload", "host", "host --remat layer", "activations --remat layer", "disk:/x", "disk:", "all", ""),

@@ -12,7 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from burst_attention.attention.batch import Plans, Reach
 from burst_attention.integrations import hf
-from burst_attention.integrations.hf import parts, recurrent, vision
+from burst_attention.integrations.hf import own_attention, parts, recurrent, vision
 from burst_attention.integrations.hf.attention import KEEP_POSITIONS
 from burst_attention.integrations.hf.stub_forward import body_of
 
@@ -42,6 +42,12 @@ def decoder_layers(model: Any) -> nn.ModuleList:
         raise ValueError(
             f"{type(model).__name__} has {len(found)} lists of decoder layers, and its layers are sharded one by one; "
             "train it by hf.parallelize and a trainer"
+        )
+    own = next((part for part in found[0].modules() if own_attention.is_known(part)), None)
+    if own is not None:
+        raise ValueError(
+            f"{type(model).__name__} computes its attention itself ({type(own).__name__}), and burst train can't "
+            "run that; train it by hf.parallelize and a trainer"
         )
     return found[0]
 
