@@ -736,7 +736,6 @@ def _plan_seconds(borders: list[int]) -> float:
     ("options", "error", "reported"),
     [
         ({"window": 0}, ValueError, "window=0"),
-        ({"causal": False, "window": 4}, ValueError, "causal=True"),
         ({"window": 1.5}, TypeError, "window=1.5"),
         ({"prefix": -1}, ValueError, "prefix=-1"),
         ({"prefix": 2, "window": 4}, ValueError, "window"),

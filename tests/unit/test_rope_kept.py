@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from burst_train.data.tokenizer import open_tokenizer
@@ -47,10 +49,11 @@ def test_scaled_positions_are_kept_and_are_those_of_one_process(name, tmp_path):
     assert exported.max_position_embeddings == 128
     hf.register()
     ids = torch.randint(300, (1, 61))
+    # Loaded once: loading sets torch's default dtype, which threads share.
+    loaded = AutoModelForCausalLM.from_pretrained(source, attn_implementation=hf.NAME, dtype=torch.float64)
 
     def rank(group):
-        plan = make_plan(61, group=group)
-        ours = AutoModelForCausalLM.from_pretrained(source, attn_implementation=hf.NAME, dtype=torch.float64)
+        plan, ours = make_plan(61, group=group), copy.deepcopy(loaded)
         shard = shard_tokens(ids, plan.shift_labels(ids), plan)
         return plan.unshard(hidden_states(ours, shard, Plans.of(plan), burst_attention), 1)
 

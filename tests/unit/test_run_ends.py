@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # By hand, so that a setting can't be left out of the code's own list unnoticed: another value for each.
 MUST_LAST = {
     "model": "llama-2-7b",
+    "lora": 4,
     "dtype": "float64",
     "data": "other.txt",
     "tokenizer": "bytes",

@@ -191,11 +191,13 @@ def _check_model(model: Any, base: Any, plan: Plan) -> LogitForm | None:
         models.check_layers(base.config.get_text_config(decoder=True))
         check_rope(base.config.get_text_config(decoder=True))
         parts.check_structure(vision.text_of(base))
+    models.is_causal(vision.text_of(base))
+    form = _form_of(base)
+    if plan.world > 1:
         parts.check_hooks(base, root=False)
         parts.check_randomness(vision.text_of(base))
         vision.check_tower(base)
-    models.is_causal(vision.text_of(base))
-    return _form_of(base)
+    return form
 
 
 def _wrapper(model: Any) -> str | None:
