@@ -121,7 +121,7 @@ def _convert(
     """Give a checked model our attention, our forward and its state; :func:`unparallelize` takes them away."""
     own = vision.text_of(base).config._attn_implementation
     _switch(base, parts.NAME)
-    causal = models.is_causal(vision.text_of(base))
+    causal = _is_causal(base)
     windows = models.layer_windows(base.config.get_text_config(decoder=True), causal=causal)
     plans = PlanCache(plan, windows, causal=causal)
     base._burst = _Context(
@@ -191,7 +191,7 @@ def _check_model(model: Any, base: Any, plan: Plan) -> LogitForm | None:
         models.check_layers(base.config.get_text_config(decoder=True))
         check_rope(base.config.get_text_config(decoder=True))
         parts.check_structure(vision.text_of(base))
-    models.is_causal(vision.text_of(base))
+    _is_causal(base)  # raises if layers differ
     form = _form_of(base)
     if plan.world > 1:
         parts.check_hooks(base, root=False)
@@ -222,6 +222,15 @@ def _check_own_forward(model: Any) -> None:
         )
 
 
+def _is_causal(model: Any) -> bool:
+    """Return whether plans are causal. A vision-language model's own masks add the groups that see each other.
+
+    Raises:
+        ValueError: some layers are causal, others not.
+    """
+    return vision.language_model_of(model) is not None or models.is_causal(vision.text_of(model))
+
+
 def _form_of(model: Any) -> LogitForm | None:
     """Return the form of the model's logits; None for a model whose head gets the hidden states of whole sequences.
 
@@ -229,7 +238,7 @@ def _form_of(model: Any) -> LogitForm | None:
     """
     if type(model).__name__.endswith(("ForSequenceClassification", "ForTokenClassification")):
         return None
-    if stub_forward.is_stock(model) and (heads.is_nested(model) or not models.is_causal(vision.text_of(model))):
+    if stub_forward.is_stock(model) and (heads.is_nested(model) or not _is_causal(model)):
         return None
     if stub_forward.has_stock_forward(model):
         return heads.find_form(model)
