@@ -12,7 +12,7 @@ import copy
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -193,6 +193,10 @@ class Verdict:
     windows: set[int | None] = field(default_factory=set)
     logits: str = ""
     mechanisms: set[str] = field(default_factory=set)
+
+    def __str__(self) -> str:
+        figures = f"{self.hidden:.0e} {self.gradients:.0e} {self.logits}"
+        return f"{self.kind:10} {self.model_type:26} {figures} {self.text}"
 
 
 def judge(model_type: str) -> Verdict:
@@ -520,24 +524,22 @@ def page(verdicts: list[Verdict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model_type", nargs="*", help="only these; docs/models.md is left as it is")
+def run(description: str | None, every: Iterable[str], judge: Callable[[str], Any], file: Path, page: Any) -> int:
+    """Judge the named model types, or every one and write the page; return the exit status."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model_type", nargs="*", help="only these; the page is left as it is")
     chosen = parser.parse_args().model_type
     transformers_logging.set_verbosity_error()
     torch.set_num_threads(1)
     verdicts = []
-    for model_type in chosen or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        verdicts.append(judge(model_type))
-        found = verdicts[-1]
-        print(
-            f"{found.kind:10} {model_type:26} {found.hidden:.0e} {found.gradients:.0e} {found.logits} {found.text}",
-            flush=True,
-        )
+    for model_type in chosen or every:
+        found = judge(model_type)
+        verdicts.append(found)
+        print(found, flush=True)
     if not chosen:
-        PAGE.write_text(page(verdicts))
+        file.write_text(page(verdicts))
     return int(any(verdict.kind in ("different", "error") for verdict in verdicts))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(__doc__, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, judge, PAGE, page))

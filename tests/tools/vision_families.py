@@ -7,7 +7,6 @@ A model that comes out "different" (plausible wrong numbers) or "error" (no refu
 
 from __future__ import annotations
 
-import argparse
 import copy
 import sys
 from collections import Counter
@@ -18,12 +17,11 @@ from typing import Any
 import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-from transformers.utils import logging as transformers_logging
 
 from burst_attention.integrations import hf
 from burst_attention.testing import WorkerError, local_world
 from tests.support import vision_models
-from tests.tools.families import BOUND, GRADIENT_BOUND, WORLD, first_line, is_ours
+from tests.tools.families import BOUND, GRADIENT_BOUND, WORLD, first_line, is_ours, run
 
 LARGEST = 30_000_000  # parameters of a model that is run
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models-multimodal.md"
@@ -40,6 +38,10 @@ class Verdict:
     gradients: float = 0.0
     tower: int = 0  # parameters outside of the language model that get a gradient
     tokens: int = 0  # image tokens of the batch
+
+    def __str__(self) -> str:
+        figures = f"{self.loss:.0e} {self.gradients:.0e} {self.tower:3} {self.tokens:3}"
+        return f"{self.kind:10} {self.model_type:22} {figures} {self.text}"
 
 
 def judge(model_type: str) -> Verdict:
@@ -150,25 +152,5 @@ def page(verdicts: list[Verdict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model_type", nargs="*", help="only these; the page is left as it is")
-    chosen = parser.parse_args().model_type
-    transformers_logging.set_verbosity_error()
-    torch.set_num_threads(1)
-    verdicts = []
-    for model_type in chosen or MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
-        found = judge(model_type)
-        verdicts.append(found)
-        print(
-            f"{found.kind:10} {model_type:22} {found.loss:.0e} {found.gradients:.0e} {found.tower:3} {found.tokens:3} "
-            f"{found.text}",
-            flush=True,
-        )
-    if not chosen:
-        PAGE.write_text(page(verdicts))
-    return int(any(verdict.kind in ("different", "error") for verdict in verdicts))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(__doc__, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, judge, PAGE, page))

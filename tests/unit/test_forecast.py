@@ -22,7 +22,8 @@ from burst_train.forecast.candidates import MAKERS
 from burst_train.forecast.footprint import training_memory
 from burst_train.forecast.forecast import GRAIN, forecast_of, forecasts, recommended
 from burst_train.forecast.machines import Device
-from burst_train.forecast.models import MODELS, Model, model_of
+from burst_train.forecast.models import MODELS, Model
+from burst_train.forecast.named import model_of
 from burst_train.forecast.request import Cluster, ForecastRequest
 from burst_train.forecast.step_memory import OVERLAPPING, PARTS, Step
 from burst_train.forecast.timeline import Bar, _bars, drawn, picture

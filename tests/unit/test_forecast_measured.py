@@ -9,7 +9,8 @@ import torch
 from burst_train.cli import plan
 from burst_train.engines import choose
 from burst_train.forecast.footprint import training_memory
-from burst_train.forecast.models import MODELS, model_of
+from burst_train.forecast.models import MODELS
+from burst_train.forecast.named import model_of
 from burst_train.memory import MemoryConfig
 
 from tests.tools.families import model_class, tiny_config

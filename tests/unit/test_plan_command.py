@@ -18,7 +18,7 @@ from burst_train.cli.plan_words import headline, verdict
 from burst_train.forecast import calls as forecast
 from burst_train.forecast.forecast import Forecast, forecast_of, savings
 from burst_train.forecast.machines import device_of
-from burst_train.forecast.models import model_of
+from burst_train.forecast.named import model_of
 from burst_train.forecast.request import Cluster
 from burst_train.forecast.timeline import Picture
 

@@ -22,6 +22,10 @@ def _integer(name: str, value: Any) -> int:
     return exact
 
 
+def _array(given: Any) -> np.ndarray:
+    return np.asarray(given.cpu() if hasattr(given, "cpu") else given)
+
+
 @dataclass(frozen=True)
 class BlockPattern:
     """A square bool array in few bytes: row i says which columns of blocks the queries of block i see."""
@@ -38,7 +42,7 @@ class BlockPattern:
         """
         if isinstance(given, BlockPattern):
             return given
-        array = np.asarray(given.cpu() if hasattr(given, "cpu") else given)
+        array = _array(given)
         if array.dtype != bool:
             raise TypeError(f"blocks has dtype {array.dtype}; pass booleans, True where queries see keys")
         if array.ndim != 2 or array.shape[0] != array.shape[1]:
@@ -95,7 +99,7 @@ class TokenGroups:
         """
         if isinstance(given, TokenGroups):
             return given
-        numbers = np.asarray(given.cpu() if hasattr(given, "cpu") else given)
+        numbers = _array(given)
         if numbers.dtype.kind not in "iu" and numbers.size:
             raise TypeError(f"together has dtype {numbers.dtype}; pass integers, the group of each token or -1")
         if numbers.ndim != 1:

@@ -46,8 +46,9 @@ _MASKED = -1e4  # a score of a masked key is at most this: its weight is 0 in ev
 def is_known(module: nn.Module) -> bool:
     """Return whether a module is one of these attentions. One with ALiBi is not."""
     kind = getattr(module, "stock_class", type(module))
-    folder = f"{kind.__module__}..".split(".")[-4]
-    return f"{folder}.{kind.__name__}" in _KNOWN and not getattr(getattr(module, "config", None), "alibi", False)
+    home, _, folder = kind.__module__.rpartition(".")[0].rpartition(".")
+    ours = home == "transformers.models" and f"{folder}.{kind.__name__}" in _KNOWN
+    return ours and not getattr(getattr(module, "config", None), "alibi", False)
 
 
 class OwnAttention(nn.Module):

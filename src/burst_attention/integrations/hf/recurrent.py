@@ -35,7 +35,7 @@ def convert(body: nn.Module) -> None:
     for layer in [each for each in body.modules() if isinstance(each, GradientCheckpointingLayer)]:
         inside = [mixer for _, mixer in mixers.mixers_of(layer)]
         kinds = [(layer, _Layer), *((mixer, _Mixer) for mixer in inside)]
-        for module, mixin in kinds if inside or any(map(_is_not_told, layer.modules())) else []:
+        for module, mixin in kinds if inside or any(map(_gets_no_keywords, layer.modules())) else []:
             if not isinstance(module, mixin):
                 module.__class__ = subclass(mixin, type(module))
     poolers = [*poolers_of(body)]
@@ -55,9 +55,8 @@ def is_tempered(module: nn.Module) -> bool:
 def restore(body: nn.Module) -> None:
     """Undo :func:`convert`."""
     for module in body.modules():
-        if isinstance(module, (_Layer, _Mixer, *_KINDS)):
-            kind: Any = module.stock_class
-            module.__class__ = kind
+        if _is_converted(module):
+            module.__class__ = module.stock_class  # type: ignore[assignment]
 
 
 def check_converted(model: nn.Module) -> None:
@@ -110,7 +109,7 @@ def hands_plans(model: nn.Module) -> bool:
 @contextmanager
 def converted(body: nn.Module) -> Iterator[None]:
     """Convert a model inside this context only."""
-    before = any(isinstance(each, (_Layer, _Mixer, *_KINDS)) for each in body.modules())
+    before = any(map(_is_converted, body.modules()))
     convert(body)
     try:
         yield
@@ -122,17 +121,21 @@ def converted(body: nn.Module) -> Iterator[None]:
 @contextmanager
 def running(body: nn.Module, plans: Any = ALONE) -> Iterator[None]:
     """Give the plans of a call to the layers, also where the model does not pass keywords on. Default: run alone."""
-    told = [each for each in body.modules() if isinstance(each, (_Layer, OwnAttention, Placed, Unpooled))]
-    for each in told:
+    takers = [each for each in body.modules() if isinstance(each, (_Layer, OwnAttention, Placed, Unpooled))]
+    for each in takers:
         setattr(each, ATTRIBUTE, plans)
     try:
         yield
     finally:
-        for each in told:
+        for each in takers:
             vars(each).pop(ATTRIBUTE, None)
 
 
-def _is_not_told(module: nn.Module) -> bool:
+def _is_converted(module: nn.Module) -> bool:
+    return isinstance(module, (_Layer, _Mixer, *_KINDS))
+
+
+def _gets_no_keywords(module: nn.Module) -> bool:
     """Return whether a module is an attention that gets no keywords from its layer."""
     return type(module).__name__ in _NOT_PASSED_ON or is_known(module)
 
@@ -154,7 +157,7 @@ class _Layer(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         plans = kwargs.pop(_KEYWORD, None)
-        inside = [each for each in self.modules() if isinstance(each, _Mixer) or _is_not_told(each)]
+        inside = [each for each in self.modules() if isinstance(each, _Mixer) or _gets_no_keywords(each)]
         for each in inside:
             setattr(each, ATTRIBUTE, plans)
         try:

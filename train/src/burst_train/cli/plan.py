@@ -24,7 +24,8 @@ from burst_attention.plan.route import RouteOrAuto
 
 from ..forecast.forecast import Forecast, forecasts, savings
 from ..forecast.machines import MATMUL_EFFICIENCY, Device, device_of
-from ..forecast.models import KINDS, Model, model_of
+from ..forecast.models import Model
+from ..forecast.named import KINDS, model_of
 from ..forecast.request import Cluster, ForecastRequest
 from ..memory import Offload, OptimizerName
 from .plan_page import page

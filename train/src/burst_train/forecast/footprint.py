@@ -442,6 +442,7 @@ def shard_of(parameter: Tensor, world: int) -> int:
 
 
 def parts_at(step: Any, model: Any, world: int, memory: MemoryConfig) -> dict[str, int]:
+    """Return the bytes of each of ``PARTS`` on the rank that needs most, from the peak of a step without data."""
     weights = sum(shard_of(p, world) for p in model.parameters())
     trained = [shard_of(p, world) for p in model.parameters() if p.requires_grad]
     most = sum(trained)
