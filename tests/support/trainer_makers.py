@@ -47,6 +47,7 @@ _OWN = (
     "own_loss",
     "memory",
     "family",
+    "dtype",
 )  # options that are no arguments
 
 
@@ -83,7 +84,8 @@ def _train(case: Case, ours: bool, kind: type, arguments: type, folder: str, **g
         given["peft_config"] = _lora()
     model = mixture() if case.options.get("mixture") else make_model("llama", "sdpa", dtype=torch.float32)
     if "family" in case.options:
-        model = of_family(case.options["family"], by_document=not ours and "packing" in case.options)
+        dtype = case.options.get("dtype", torch.float32)
+        model = of_family(case.options["family"], by_document=not ours and "packing" in case.options, dtype=dtype)
     if lora == "wrapped":
         torch.manual_seed(0)
         model = get_peft_model(model, _lora())
@@ -111,13 +113,13 @@ def mixture() -> Any:
     return MixtralForCausalLM(config)
 
 
-def of_family(name: str, *, by_document: bool) -> Any:
+def of_family(name: str, *, by_document: bool, dtype: torch.dtype = torch.float32) -> Any:
     """A tiny model of a family; ``by_document``: one that runs each packed document separately."""
     config = tiny_config(name)
     config.vocab_size, config._attn_implementation, config._experts_implementation = VOCABULARY, "eager", "eager"
     config.router_aux_loss_coef = 0.0  # TRL would add the loss, which the reference for packed documents does not have
     torch.manual_seed(0)
-    model = model_class(name)(config)
+    model = model_class(name)(config).to(dtype)
     if by_document:
         kind = type(model.model)
         model.model.__class__ = type(kind.__name__, (ByDocument, kind), {})
