@@ -34,12 +34,13 @@ _OF_ENCODER = ("encoder_attn", "crossattention", "cross_attn")  # names of atten
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 
 
-def check_config(config: PreTrainedConfig, *, training: bool = True) -> None:
+def check_config(config: PreTrainedConfig, *, training: bool = True, layout: str = "auto") -> None:
     """Check a configuration without loading the model. Runs in one process.
 
     Args:
         config: the configuration of a causal language model.
         training: False allows dropout, because evaluation disables it.
+        layout: the layout of the tokens, as in ``Strategy``.
 
     Raises:
         ValueError: the model can't run on shards. The message names the setting, its value and a remedy.
@@ -68,6 +69,7 @@ def check_config(config: PreTrainedConfig, *, training: bool = True) -> None:
                 "config.json"
             ) from error
         model.train(training)
+        recurrent.check_layout(model, layout)
         check_layers(model.config.get_text_config(decoder=True))  # its class may turn a decoder into a causal model
         parts.check_structure(model)
         parts.check_randomness(model)

@@ -56,7 +56,7 @@ def check_run(config: TrainConfig, world: int, *, local_ranks: int | None = None
 
         check_optimizer(config)
     name, data, parallel = config.model.model, config.data, config.parallel
-    loaded = _load(name)
+    loaded = _load(name, layout=parallel.layout)
     reader, tokenizer = open_sequences(config)
     from ..step.model import model_config
 
@@ -152,13 +152,13 @@ def check_evaluation(config: EvalConfig, world: int) -> None:
     _check_weights(config.model)
 
 
-def _load(model: str, *, training: bool = True) -> PreTrainedConfig | None:
+def _load(model: str, *, training: bool = True, layout: str = "auto") -> PreTrainedConfig | None:
     """Return a model's configuration, or None for a preset; the tokenizer is loaded later."""
     if model in PRESETS:
         return None
     from ..step.model import load_config  # imported here because a preset needs no transformers
 
-    return load_config(model, training=training)
+    return load_config(model, training=training, layout=layout)
 
 
 def _check_weights(model: str) -> None:

@@ -105,11 +105,12 @@ def quieten_transformers() -> None:
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
-def load_config(model: str, *, training: bool = True) -> PreTrainedConfig:
+def load_config(model: str, *, training: bool = True, layout: str = "auto") -> PreTrainedConfig:
     """Load the configuration of a model in a folder or on the hub.
 
     Args:
         training: False allows dropout, which evaluation turns off.
+        layout: the layout of the tokens, as in ``Strategy``.
 
     Raises:
         ValueError: it can't be loaded; or ranks can't share the model
@@ -124,7 +125,7 @@ def load_config(model: str, *, training: bool = True) -> PreTrainedConfig:
             f"--model {model!r} is not a preset ({', '.join(PRESETS)}) and can't be loaded: {first_line(error)}"
         ) from error
     try:
-        hf.check_config(config, training=training)
+        hf.check_config(config, training=training, layout=layout)
         _check_parts(config)
     except ValueError as error:
         raise ValueError(f"--model {model!r}: {error}") from error
