@@ -26,8 +26,9 @@ fast: $(READY)  ## what to run after every edit: under two minutes
 test: $(READY)  ## the everyday suite: 12 minutes on two quiet cores
 	$(BIN)/python -m pytest
 
-test-all: $(READY)  ## the everyday suite and the long tests, as CI runs them: 30 minutes
-	$(BIN)/python -m pytest -m "not slow"
+test-all: $(READY)  ## the everyday suite and the long tests, as CI runs them: about an hour
+	$(BIN)/python -m pytest -m "not slow" -n 2 tests/unit
+	$(BIN)/python -m pytest -m "not slow" --ignore tests/unit
 
 test-slow: $(READY)  ## the exhaustive tests alone
 	$(BIN)/python -m pytest -m slow

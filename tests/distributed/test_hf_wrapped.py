@@ -16,6 +16,7 @@ from burst_attention import Strategy
 from burst_attention.integrations import hf
 from burst_attention.testing import WorkerError
 from tests.distributed.test_hf_parallel import BATCHES, gradients, model_of, plain, stock_loss
+from tests.support import encoder_models
 from tests.support.hf_models import SMALL, VOCABULARY, make_model
 
 CASE = "packed by row"
@@ -297,3 +298,40 @@ def test_hooks_on_parts_are_refused_whenever_they_come(pools, late):
     with pytest.raises(WorkerError, match=r"layers\.0 \(LlamaDecoderLayer\) has the hook hooked") as caught:
         pools(2).run(hooked, late)
     assert set(map(type, caught.value.errors.values())) == {ValueError}
+
+
+def encoder_wrapped(model_type, head, how):
+    """Return the relative error of the loss and of the worst gradient, and its name."""
+    model, batch = encoder_models.made(model_type, head), encoder_models.make_batch(head, "padded")
+    expected, gradients = encoder_models.one_process(model, batch)
+
+    def prepare(parallel):
+        if how == "compile":
+            parallel.compile(backend="aot_eager")  # what inductor makes of it is not ours
+            return
+        for layer in next(each for each in parallel.modules() if isinstance(each, torch.nn.ModuleList)):
+            fully_shard(layer)
+        fully_shard(parallel)
+
+    loss, ours = encoder_models.over_ranks(model, batch, dist.group.WORLD, "mean", prepare)
+    worst = (0.0, "")
+    floor = 1e-5 * max(gradient.norm().item() for gradient in gradients.values())
+    for name, gradient in gradients.items():
+        total = ours[name].full_tensor() if how == "fully_shard" else ours[name]
+        if how == "compile":
+            dist.all_reduce(total)
+            total /= dist.get_world_size()
+        worst = max(worst, (((total - gradient).norm() / max(gradient.norm().item(), floor)).item(), name))
+    return abs(loss.item() / expected.item() - 1), *worst
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["fully_shard", "compile"])
+@pytest.mark.parametrize(
+    ("model_type", "head"),
+    [("modernbert", "ForMaskedLM"), ("gptj", "ForCausalLM"), ("bert", "ForSequenceClassification")],
+)
+def test_encoders_and_models_with_their_own_attention(pools, model_type, head, how):
+    for loss, gradient, name in pools(2).run(encoder_wrapped, model_type, head, how):
+        assert loss <= 2e-7  # transformers casts the logits of some to fp32
+        assert gradient <= 2e-6, name
