@@ -568,3 +568,26 @@ def test_gradients_of_repeated_heads_are_summed_in_fp32():
     gradient = torch.tensor([256.0, 1, 1, 1], dtype=torch.bfloat16).view(1, 4, 1, 1)
     total = aten_ops._summed(gradient, 1)
     assert total.dtype == torch.float32 and total.item() == 259  # bf16 has no 259
+
+
+@pytest.mark.parametrize(
+    ("dtype", "products"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, True)]
+)
+def test_a_backward_runs_where_products_are_fast(monkeypatch, dtype, products):
+    """In fp32 it is more accurate too; a CPU that multiplies bf16 matrices fast keeps its results."""
+    monkeypatch.setattr(aten_ops, "has_bf16_products", lambda: products)
+    taken = []
+    stock = aten_ops.CpuFlash.backward
+    monkeypatch.setattr(aten_ops.CpuFlash, "backward", lambda self, *x: taken.append(x[1].dtype) or stock(self, *x))
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 2, 64, 16, generator=generator).to(dtype) for _ in range(4))
+    plan = make_plan(64)
+    results = {}
+    for to in (dtype, torch.float64):
+        leaves = [x.to(to, copy=True).requires_grad_() for x in (q, k, v)]
+        burst_attention(*leaves, plan).backward(dout.to(to))
+        results[to] = [x.grad for x in leaves]
+    assert taken[0] == (torch.bfloat16 if dtype == torch.bfloat16 and products else torch.float32)
+    for mine, exact in zip(*results.values(), strict=True):
+        assert mine.dtype == dtype
+        assert relative_l2(mine, exact) < 1e-2

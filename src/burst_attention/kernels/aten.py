@@ -43,8 +43,7 @@ class Aten(Stock[Piece]):
     def computed(self, x: Tensor, *, backward: bool) -> Tensor:
         if self.upcast:
             return x.to(accumulation_dtype(x.dtype))
-        half = self.ops.half_backward if backward and x.dtype == torch.float16 else None
-        return x if half is None else x.to(half)
+        return x.to(self.ops.backward_dtype(x.dtype)) if backward else x
 
     def run_forward(self, launch: Piece, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         q = _slice(q, launch.q_start, launch.q_stop, launch.reverse)
