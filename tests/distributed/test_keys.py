@@ -16,6 +16,7 @@ from burst_attention.plan.tile import pair_tiles
 from burst_attention.planner.planner import Planner
 from burst_attention.planner.presets import preset
 from burst_attention.planner.rates import Link
+from burst_attention.recurrence.exchange import RunExchange
 from burst_attention.testing import Case, attend
 from burst_attention.testing.local import local_world
 from burst_attention.testing.pool import WorkerError
@@ -244,6 +245,11 @@ def test_labels_are_shifted_within_the_queries() -> None:
     plan = make_plan(4, keys=[[(0, 10)]], query_offset=6, mask=Mask(cu_seqlens=[0, 3, 8, 10]))
     assert plan.shift_labels(torch.arange(4)[None]).tolist() == [[1, -100, 3, -100]]
     assert plan.document_positions.tolist() == [3, 4, 0, 1]
+
+
+def test_a_recurrent_layer_refuses_keys_apart() -> None:
+    with pytest.raises(ValueError, match="can't use a plan with keys"):
+        RunExchange(make_plan(3, keys=[[(0, 11)]], query_offset=8))
 
 
 def over_an_encoder(group: Any) -> list[float]:

@@ -528,6 +528,10 @@ def test_each_quarter_is_spread_over_all_ranks_by_halves() -> None:
         assert (quarters.max(0) - quarters.min(0)).max() <= world  # remainders lie before the quarters' borders
 
 
+def test_chunks_count_from_the_first_position() -> None:
+    assert Chunks(Layout("contiguous", 12, 2, start=100), 3).lengths == (4, 2, 0, 0, 2, 4)
+
+
 def test_chunks_are_what_shards_have_of_each_stretch() -> None:
     names = "zigzag", "zigzag-by-halves", "striped", "contiguous", "zigzag-per-document"
     for name, world, count in product(names, (1, 2, 3), (2, 3)):
@@ -555,6 +559,24 @@ def test_bytes_counted_for_a_choice_are_those_of_the_programs(mask: Mask, world:
     for layout, circulate, keep, n in product(("zigzag", "striped"), CIRCULATIONS, {False, count > 1}, chunks):
         groups = Groups.of(count, q_heads=12, kv_heads=heads, keep=keep, chunks=n)
         schedules = [Schedule(Layout(layout, 50, world), mask, ROUTES["direct"], rank) for rank in range(world)]
+        moved = bytes_moved(schedules[0], shape, circulate, groups)
+        traffic = [schedule.traffic(shape, circulate, groups) for schedule in schedules]
+        assert moved.tolist() == [[t.sent for t in traffic], [t.received for t in traffic]]
+        for direction in Direction:
+            assert messages_counted(schedules[0], shape, circulate, direction, groups) == messages_of_edges(
+                schedules[0], shape, circulate, direction, groups
+            )
+
+
+@pytest.mark.parametrize("mask", [Mask(), Mask(causal=False), Mask(window=9)])
+@pytest.mark.parametrize(("count", "chunks"), [(1, 0), (2, 0), (2, 2), (4, 1)])
+def test_bytes_counted_for_two_layouts_are_those_of_the_programs(mask: Mask, count: int, chunks: int) -> None:
+    sizes = {"batch": 2, "head_dim": 8, "v_head_dim": 4, "io": 2, "partial": 4, "accumulate": 4}
+    shape, groups = Shape(q_heads=12, kv_heads=4, **sizes), Groups.of(count, q_heads=12, kv_heads=4, chunks=chunks)
+    queries = Layout("zigzag", 13, 4, start=37)
+    keys = Layout.of_stretches([[(0, 9), (40, 50)], [(9, 11)], [], [(11, 40)]])
+    schedules = [Schedule(queries, mask, ROUTES["direct"], rank, keys=keys) for rank in range(4)]
+    for circulate in CIRCULATIONS:
         moved = bytes_moved(schedules[0], shape, circulate, groups)
         traffic = [schedule.traffic(shape, circulate, groups) for schedule in schedules]
         assert moved.tolist() == [[t.sent for t in traffic], [t.received for t in traffic]]
