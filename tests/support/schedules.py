@@ -63,7 +63,7 @@ def make_schedule(
 
 def assigned(schedule: Schedule, cube: Cube, direction: Direction, groups: Groups = WHOLE) -> Program:
     """Return a rank's program for any assignment of cells to ranks."""
-    work = PassSpec(schedule.layout, schedule.regions, cube, groups, schedule.route, direction)
+    work = PassSpec(schedule.layout, schedule.regions, cube, groups, schedule.route, direction, keys=schedule.keys)
     return Builder(work, schedule.rank).program()
 
 

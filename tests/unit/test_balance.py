@@ -42,7 +42,7 @@ def borders(lengths) -> list[int]:
 def areas(schedule: Schedule) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (query owner, key owner, number of unmasked pairs) of each tile."""
     world = schedule.layout.world
-    i, j, *rest = wanted_tiles(schedule.layout, schedule.regions, np.ones((world, world), bool)).T
+    i, j, *rest = wanted_tiles(schedule.layout, schedule.layout, schedule.regions, np.ones((world, world), bool)).T
     return i, j, band_area(rest[1] - rest[0], rest[3] - rest[2], *rest[4:])
 
 
@@ -231,5 +231,5 @@ def test_rows_that_leave_hosts_are_those_of_the_edges(world, data) -> None:
         for edge in work.edges(work.cells()):
             if hosts[edge.source] != hosts[edge.target]:
                 leaving[hosts[edge.source]] += edge.rows.count
-        tiles = wanted_tiles(layout, schedule.regions, np.ones((layout.world, layout.world), bool))
+        tiles = wanted_tiles(layout, layout, schedule.regions, np.ones((layout.world, layout.world), bool))
         assert count(tiles, np.array(hosts)) == max(leaving.values())

@@ -97,6 +97,22 @@ def test_tiles_cover_the_dense_mask_once(world: tuple[Layout, Mask]) -> None:
     np.testing.assert_array_equal(covered, mask.dense(layout.seqlen))
 
 
+@pytest.mark.parametrize("mask", [Mask(), Mask(causal=False), Mask(window=70), Mask(cu_seqlens=[0, 90, 230, 300])])
+def test_tiles_of_many_pages_cover_the_dense_mask_once(mask: Mask) -> None:
+    dice = np.random.default_rng(0)
+    owners = np.repeat(dice.integers(-1, 2, 150), 2)
+    keys = Layout.of_stretches([[(n, n + 1) for n in np.flatnonzero(owners == rank)] for rank in range(2)])
+    queries = Layout("zigzag", 40, 2, start=260)
+    covered = np.zeros((300, 300), int)
+    for (i, j), tiles in pair_tiles(queries, keys, mask.regions(300), range(2), range(2)).items():
+        for tile in tiles:
+            at = queries.positions(i)[tile.q_start : tile.q_stop], keys.positions(j)[tile.k_start : tile.k_stop]
+            covered[np.ix_(*at)] += seen_by_tile(tile)
+    expected = mask.dense(300) & (owners >= 0)
+    expected[:260] = False
+    np.testing.assert_array_equal(covered, expected)
+
+
 @settings(max_examples=200, deadline=None)
 @given(worlds(most_tokens=60), st.randoms(use_true_random=False))
 def test_part_of_a_tile(world: tuple[Layout, Mask], random) -> None:
@@ -217,24 +233,28 @@ class Simulation:
 
     def __init__(self, schedules: list[Schedule], cube: Cube, direction: Direction, groups: Groups = WHOLE) -> None:
         self.layout, self.cube, self.groups = schedules[0].layout, cube, groups
+        self.layouts, self.span = schedules[0].layouts, schedules[0].span
         self.programs = [assigned(s, cube, direction, groups) for s in schedules]
         self.wires: defaultdict[tuple[int, int], deque] = defaultdict(deque)  # (source, target) -> in the order sent
         self.posted: dict[tuple[int, int], Post] = {}  # (step, rank)
         ranks = range(self.layout.world)
-        self.own = [self.layout.positions(rank) for rank in ranks]
-        self.owner = np.empty(self.layout.seqlen, int)
-        for rank in ranks:
-            self.owner[self.own[rank]] = rank
+        self.own = {side: [self.layouts[side].positions(rank) for rank in ranks] for side in Side}
+        self.owner = {side: np.full(self.span, -1) for side in Side}
+        for rank, side in product(ranks, Side):
+            self.owner[side][self.own[side][rank]] = rank
         parts = [(side, part) for side in Side for part in range(groups.count(side))]
-        self.held = [{(side, rank, part): np.stack([self.own[rank]] * 2, 1) for side, part in parts} for rank in ranks]
+        self.held = [
+            {(side, rank, part): np.stack([self.own[side][rank]] * 2, 1) for side, part in parts} for rank in ranks
+        ]
         if groups.keep and direction is Direction.BACKWARD:
             for rank in ranks:
                 members = groups.members(groups.context(rank))
                 for place in self.programs[rank].kept.values():
-                    ordered = np.empty(len(np.concatenate([self.own[r] for r in members])), int)
-                    gathered = Slice(self.layout, members, chunks=groups.chunk_count)
+                    own = self.own[place[0]]
+                    ordered = np.empty(len(np.concatenate([own[r] for r in members])), int)
+                    gathered = Slice(self.layouts[place[0]], members, chunks=groups.chunk_count)
                     for r in members:
-                        for at, row in enumerate(self.own[r]):
+                        for at, row in enumerate(own[r]):
                             one = Rows.of(np.array([at]), np.array([at + 1]))
                             ordered[gathered.place(r, one).starts] = row
                     self.held[rank][place] = np.stack([ordered, np.full_like(ordered, -1)], 1)
@@ -313,7 +333,7 @@ class Simulation:
         assert seen.any(1).all() and seen.any(0).all(), "rows sent that no tile touches"
         group = op.places[Side.QUERY][2]
         assert op.places[Side.KEY][2] == self.groups.part(Side.KEY, group)
-        i, j = np.broadcast_arrays(self.owner[q_at][:, None], self.owner[k_at])
+        i, j = np.broadcast_arrays(self.owner[Side.QUERY][q_at][:, None], self.owner[Side.KEY][k_at])
         assert (self.cube(i, j, group)[seen] == rank).all()
         for side in op.into:
             grid = seen if side is Side.QUERY else seen.T
@@ -329,7 +349,9 @@ class Simulation:
 
     def check(self, mask: Mask, direction: Direction) -> None:
         """Check that every cell's contribution arrived once at its owner, and that nothing is left over."""
-        dense = mask.dense(self.layout.seqlen)
+        dense = mask.dense(self.span)
+        dense[self.owner[Side.QUERY] < 0] = False  # no query, or no key, at this position
+        dense[:, self.owner[Side.KEY] < 0] = False
         assert not any(self.wires.values()), "unread messages"
         for rank, program in enumerate(self.programs):
             own = {(side, rank, part) for side in Side for part in range(self.groups.count(side))}
@@ -338,8 +360,8 @@ class Simulation:
             for side in direction.returns:
                 for part, place in enumerate(program.home(side)):
                     groups = [g for g in range(self.groups.query) if self.groups.part(side, g) == part]
-                    home = self.sums[rank].get(place, [Counter()] * len(self.own[rank]))
-                    for position, got in zip(self.own[rank], home, strict=True):
+                    home = self.sums[rank].get(place, [Counter()] * len(self.own[side][rank]))
+                    for position, got in zip(self.own[side][rank], home, strict=True):
                         line = dense[position] if side is Side.QUERY else dense[:, position]
                         assert got == Counter((int(x), g) for x in np.flatnonzero(line) for g in groups)
 
@@ -401,6 +423,32 @@ def test_programs_bring_every_cell_home_once(
     route = "direct" if groups.chunks else route
     over = dataclasses.replace(ROUTES[route], nodes=data.draw(nodes_of(layout.world)))
     schedules = [Schedule(layout, mask, over, rank) for rank in range(layout.world)]
+    simulation = Simulation(schedules, cube, direction, groups)
+    simulation.run()
+    simulation.check(mask, direction)
+
+
+@st.composite
+def stretches(draw, world: int, most: int) -> Layout:
+    """Return a layout of random stretches: positions may be on no rank, and ranks may have none."""
+    owners = draw(st.lists(st.integers(-1, world - 1), max_size=most))
+    owners = np.repeat(np.array(owners, int), draw(st.integers(1, 3)))
+    return Layout.of_stretches([[range(n, n + 1) for n in np.flatnonzero(owners == rank)] for rank in range(world)])
+
+
+@settings(max_examples=300, deadline=None)
+@given(cubes(), st.sampled_from(["direct", "nodes", "ring"]), st.sampled_from(Direction), st.data())
+def test_programs_bring_every_cell_of_two_layouts_home_once(
+    case: tuple[Layout, Mask, Cube, Groups], route: str, direction: Direction, data
+) -> None:
+    layout, _, cube, groups = case
+    route = "direct" if groups.chunks or groups.query > 1 else route
+    name = data.draw(st.sampled_from(["zigzag", "contiguous", "zigzag-by-halves"]))
+    layout = Layout(name, data.draw(st.integers(0, 14)), layout.world, start=data.draw(st.integers(0, 24)))
+    keys = data.draw(stretches(layout.world, 12))
+    mask = data.draw(masks(max(layout.stop, keys.stop)))
+    over = dataclasses.replace(ROUTES[route], nodes=data.draw(nodes_of(layout.world)))
+    schedules = [Schedule(layout, mask, over, rank, keys=keys) for rank in range(layout.world)]
     simulation = Simulation(schedules, cube, direction, groups)
     simulation.run()
     simulation.check(mask, direction)
@@ -480,6 +528,10 @@ def test_each_quarter_is_spread_over_all_ranks_by_halves() -> None:
         assert (quarters.max(0) - quarters.min(0)).max() <= world  # remainders lie before the quarters' borders
 
 
+def test_chunks_count_from_the_first_position() -> None:
+    assert Chunks(Layout("contiguous", 12, 2, start=100), 3).lengths == (4, 2, 0, 0, 2, 4)
+
+
 def test_chunks_are_what_shards_have_of_each_stretch() -> None:
     names = "zigzag", "zigzag-by-halves", "striped", "contiguous", "zigzag-per-document"
     for name, world, count in product(names, (1, 2, 3), (2, 3)):
@@ -507,6 +559,24 @@ def test_bytes_counted_for_a_choice_are_those_of_the_programs(mask: Mask, world:
     for layout, circulate, keep, n in product(("zigzag", "striped"), CIRCULATIONS, {False, count > 1}, chunks):
         groups = Groups.of(count, q_heads=12, kv_heads=heads, keep=keep, chunks=n)
         schedules = [Schedule(Layout(layout, 50, world), mask, ROUTES["direct"], rank) for rank in range(world)]
+        moved = bytes_moved(schedules[0], shape, circulate, groups)
+        traffic = [schedule.traffic(shape, circulate, groups) for schedule in schedules]
+        assert moved.tolist() == [[t.sent for t in traffic], [t.received for t in traffic]]
+        for direction in Direction:
+            assert messages_counted(schedules[0], shape, circulate, direction, groups) == messages_of_edges(
+                schedules[0], shape, circulate, direction, groups
+            )
+
+
+@pytest.mark.parametrize("mask", [Mask(), Mask(causal=False), Mask(window=9)])
+@pytest.mark.parametrize(("count", "chunks"), [(1, 0), (2, 0), (2, 2), (4, 1)])
+def test_bytes_counted_for_two_layouts_are_those_of_the_programs(mask: Mask, count: int, chunks: int) -> None:
+    sizes = {"batch": 2, "head_dim": 8, "v_head_dim": 4, "io": 2, "partial": 4, "accumulate": 4}
+    shape, groups = Shape(q_heads=12, kv_heads=4, **sizes), Groups.of(count, q_heads=12, kv_heads=4, chunks=chunks)
+    queries = Layout("zigzag", 13, 4, start=37)
+    keys = Layout.of_stretches([[(0, 9), (40, 50)], [(9, 11)], [], [(11, 40)]])
+    schedules = [Schedule(queries, mask, ROUTES["direct"], rank, keys=keys) for rank in range(4)]
+    for circulate in CIRCULATIONS:
         moved = bytes_moved(schedules[0], shape, circulate, groups)
         traffic = [schedule.traffic(shape, circulate, groups) for schedule in schedules]
         assert moved.tolist() == [[t.sent for t in traffic], [t.received for t in traffic]]

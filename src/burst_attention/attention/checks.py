@@ -147,7 +147,7 @@ def resolve(
         TypeError, ValueError: an argument can't be used.
     """
     if heads == 1:  # split_heads has checked the others
-        check_tensors(q, k, v, plan.length)
+        check_tensors(q, k, v, plan.length, plan.keys_apart)
     plan.transport.check_device(q.device)
     head_dims = q.shape[3], v.shape[3]
     chosen = kernel_for(kernel, plan.mask, device=q.device, dtype=q.dtype, head_dims=head_dims, softcap=softcap)
@@ -168,7 +168,7 @@ def split_heads(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[int, int]:
     """
     if plan.world == 1 or plan.schedule.strategy.ulysses_degree == 1:
         return 1, 0
-    check_tensors(q, k, v, plan.length)
+    check_tensors(q, k, v, plan.length, plan.keys_apart)
     # index() makes a compiler treat these sizes as constants.
     heads = operator.index(q.shape[1]), operator.index(k.shape[1])
     dims = operator.index(q.shape[3]), operator.index(v.shape[3])
@@ -221,9 +221,15 @@ def shared_fields(
     }
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor, length: int) -> None:
-    """Raise TypeError or ValueError unless these can be this rank's shards of ``length`` tokens."""
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, length: int, keys: int | None = None) -> None:
+    """Raise TypeError or ValueError unless these can be this rank's shards of ``length`` tokens.
+
+    ``keys``: the number of keys, if they are not those of the tokens.
+    """
+    tokens = length
     for name, x in (("q", q), ("k", k), ("v", v)):
+        apart = keys is not None and name != "q"
+        length = keys if keys is not None and name != "q" else tokens
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} is {x.dtype}; use one of {', '.join(map(str, DTYPES))}")
         if x.ndim != 4:
@@ -236,8 +242,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, length: int) -> None:
                 f"[batch, heads, S_local, head dim]: pass {name}.transpose(1, 2)"
             )
         if x.shape[2] != length:
+            held, remedy = ("keys", "plan.shard_keys") if apart else ("tokens", "plan.shard")
             raise ValueError(
-                f"{name} has shape {list(x.shape)}, but this rank holds {length} tokens (dim 2); cut it with plan.shard"
+                f"{name} has shape {list(x.shape)}, but this rank holds {length} {held} (dim 2); cut it with {remedy}"
             )
         if x.shape[0] != q.shape[0] or 0 in (x.shape[0], x.shape[1], x.shape[3]):
             raise ValueError(

@@ -56,8 +56,8 @@ def burst_attention(
 
     Args:
         q: [B, Hq, S_local, D], this rank's queries: float64, float32, bfloat16 or float16.
-        k: [B, Hkv, S_local, D]; Hq must be a multiple of Hkv.
-        v: [B, Hkv, S_local, Dv].
+        k: [B, Hkv, Sk_local, D]; Hq must be a multiple of Hkv. Sk_local is S_local, unless the plan has ``keys``.
+        v: [B, Hkv, Sk_local, Dv].
         plan: from :func:`burst_attention.make_plan`. It holds the positions, the mask and the strategy.
         scale: factor of the scores; None: 1 / sqrt(D). Any finite number (numpy scalars and 0-d tensors too), including
             zero and negatives. Its size must be a normal number in the dtype of scores: fp32, or fp64 for fp64 inputs.

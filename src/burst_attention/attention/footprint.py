@@ -136,20 +136,21 @@ def example(
     device: torch.device,
 ) -> tuple[Pass, Sequence[Tensor]]:
     """Return (one pass of a call on ``schedule.rank``, the tensors that are alive throughout)."""
-    tokens, alone = schedule.layout.lengths[schedule.rank], schedule.layout.world == 1
+    tokens, keys = (layout.lengths[schedule.rank] for layout in schedule.layouts.values())
+    alone = schedule.layout.world == 1
 
-    def new(heads: int, dim: int) -> Tensor:
-        return torch.zeros(shape.batch, tokens, heads, dim, dtype=dtype, device=device).transpose(1, 2)
+    def new(rows: int, heads: int, dim: int) -> Tensor:
+        return torch.zeros(shape.batch, rows, heads, dim, dtype=dtype, device=device).transpose(1, 2)
 
-    q = new(shape.q_heads, shape.head_dim)
-    k, v = new(shape.kv_heads, shape.head_dim), new(shape.kv_heads, shape.v_head_dim)
+    q = new(tokens, shape.q_heads, shape.head_dim)
+    k, v = new(keys, shape.kv_heads, shape.head_dim), new(keys, shape.kv_heads, shape.v_head_dim)
     kept = None
     if groups.keep:
         shapes = cached_shapes(q, k, v, groups.query, schedule.slice_length(groups))
         kept = tuple(x.new_zeros(size) for x, size in zip((q, k, v), shapes, strict=True))
     if direction is Direction.FORWARD:
         return Forward(q, k, v, 1.0, kernel, groups, kept), (q, k, v, *(kept or ()))
-    out, dout = (new(shape.q_heads, shape.v_head_dim) for _ in range(2))
+    out, dout = (new(tokens, shape.q_heads, shape.v_head_dim) for _ in range(2))
     rows = (shape.batch, shape.q_heads, tokens)
     # one stands for lse and D, the other is both packed together
     lse_and_delta, stats = (torch.zeros(*rows, 2, dtype=accumulation_dtype(dtype), device=device) for _ in range(2))

@@ -34,9 +34,11 @@ class CallShape:
             ``keep-attention``. It changes predictions only.
         attention_chunks: how many such calls a layer makes in a row, one for each chunk of heads. The exchange of one
             overlaps the computation of the next. It changes predictions only.
+        grad: whether the calls have a backward. False, as in inference: the planner weighs the forward alone. It
+            changes predictions only.
 
     Raises:
-        TypeError, ValueError: ``remat`` is unknown, or ``attention_chunks`` is no positive number.
+        TypeError, ValueError: ``remat`` is unknown, ``attention_chunks`` is no positive number, or ``grad`` no bool.
     """
 
     q_heads: int | None = None
@@ -45,11 +47,14 @@ class CallShape:
     dtype: torch.dtype | None = None
     remat: Remat = "none"
     attention_chunks: int = 1
+    grad: bool = True
 
     def __post_init__(self) -> None:
         chunks = self.attention_chunks
         if isinstance(chunks, bool) or not isinstance(chunks, int):
             raise TypeError(f"attention_chunks={chunks!r} must be an int")
+        if not isinstance(self.grad, bool):
+            raise TypeError(f"grad={self.grad!r} must be True or False")
         if chunks < 1:
             raise ValueError(f"attention_chunks={chunks} must be at least 1")
         if self.remat not in get_args(Remat):

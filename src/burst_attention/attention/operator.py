@@ -36,7 +36,7 @@ QUERY, KEY, VALUE, SINKS = 1, 2, 4, 8  # bits of ``wanted``
 # torch caches compiled graphs on disk, with the traced backward, by the operator's name and arguments only. This
 # argument stops it from running a graph of an older formula. Add one with each change of this file that a graph may
 # hold; a test fails until you do.
-FORMULA_VERSION = 9
+FORMULA_VERSION = 10
 
 
 def gradients_wanted(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> int:
@@ -65,7 +65,7 @@ def attend(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute the forward.
 
-    in:     q [B, Hq, S_local, D], k [B, Hkv, S_local, D], v [B, Hkv, S_local, Dv]: this rank's shards. sinks [Hq].
+    in:     q [B, Hq, S_local, D], k [B, Hkv, Sk_local, D], v [B, Hkv, Sk_local, Dv]: this rank's shards. sinks [Hq].
             ``handle``: the plan's. ``heads``, ``cached_rows``: :func:`~burst_attention.attention.checks.split_heads`.
             ``wanted``: :func:`gradients_wanted`. ``formula_version``: :data:`FORMULA_VERSION`.
     out:    O = softmax(scale Q K' + mask) V over all shards, where a soft cap c makes each score s c tanh(s / c).
@@ -181,9 +181,14 @@ def _(
     cached_rows: int,
     kv_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    counts = out.shape[1], kv_heads, kv_heads
+    counts = (
+        out.shape[1],
+        kv_heads,
+        kv_heads,
+    )  # the cache has other heads and rows, and then keys are as many as queries
     dq, dk, dv = (
-        x.new_empty(out.shape[0], n, out.shape[2], x.shape[3]) for x, n in zip((q, k, v), counts, strict=True)
+        x.new_empty(out.shape[0], n, out.shape[2] if cached_rows else x.shape[2], x.shape[3])
+        for x, n in zip((q, k, v), counts, strict=True)
     )
     return dq, dk, dv, lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
 

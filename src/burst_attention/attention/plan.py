@@ -21,7 +21,9 @@ from ..comm.agreement import Agreement
 from ..comm.link import connect, resolve_group, resolve_timeout
 from ..comm.transport import Transport
 from ..plan.cost import Shape, Traffic
+from ..plan.layout import Layout
 from ..plan.mask import Mask
+from ..plan.rows import Side
 from ..plan.schedule import Schedule
 from ..plan.strategy import Strategy, strategy_of
 from ..planner.explain import explain
@@ -82,6 +84,7 @@ class Plan:
     usage: Usage  # shared with the plans derived by with_mask
     indices: DeviceIndices  # of the schedule's programs
     length: int  # S_local, tokens held here; set early, because compilers can't enter cached properties
+    key_length: int  # Sk_local, keys held here; S_local unless the plan has ``keys``
     handle: int  # unique to this object in this process; copies get another
     splits: dict[str, tuple[int, int]]  # results of split by split_key, for expected calls; filled by decide_splits
     handle_text: str  # compilers treat a string as a constant, and a number that differs between plans as a variable
@@ -98,8 +101,9 @@ class Plan:
     ) -> None:
         vars(self).update(schedule=schedule, planner=planner, transport=transport, agreement=agreement)
         vars(self)["usage"] = usage or Usage()
-        handle, length = next(_HANDLES), schedule.layout.lengths[schedule.rank]
-        vars(self).update(indices=indices or DeviceIndices(), length=length, handle=handle)
+        length, keys = (layout.lengths[schedule.rank] for layout in schedule.layouts.values())
+        handle = next(_HANDLES)
+        vars(self).update(indices=indices or DeviceIndices(), length=length, key_length=keys, handle=handle)
         vars(self).update(handle_text=str(handle), splits={})
         _PLANS[self.handle] = self
 
@@ -135,7 +139,7 @@ class Plan:
 
     @property
     def seqlen(self) -> int:
-        """The number of tokens in the whole sequence."""
+        """The number of tokens in the whole sequence; with ``keys``, of queries."""
         return self.schedule.layout.seqlen
 
     @property
@@ -159,6 +163,16 @@ class Plan:
         return torch.from_numpy(self._positions.copy())
 
     @property
+    def key_positions(self) -> Tensor:
+        """int64 [Sk_local] on CPU: the global position of each local key; :attr:`positions` without ``keys``."""
+        return torch.from_numpy(self.schedule.layouts[Side.KEY].positions(self.rank))
+
+    @property
+    def keys_apart(self) -> int | None:
+        """The number of local keys of a plan with ``keys``; None if they are the queries' tokens."""
+        return None if self.schedule.keys is None else self.key_length
+
+    @property
     def document_positions(self) -> Tensor:
         """int64 [S_local] on CPU: positions counted from each document's start, for rotary embeddings."""
         return torch.from_numpy(self.mask.document_positions(self._positions).copy())
@@ -173,18 +187,27 @@ class Plan:
         Args:
             mask: which keys each query sees.
             seqlen: tokens of another sequence, to be laid out over the ranks. Default: the tokens stay where they are.
+
+        Raises:
+            TypeError, ValueError: the mask doesn't fit, or ``seqlen`` is given and the plan has ``keys``.
         """
         seqlen = None if seqlen is None else check_seqlen(seqlen)
+        if seqlen is not None and self.schedule.keys is not None:
+            raise ValueError(f"seqlen={seqlen} can't change in a plan with keys; make another plan with make_plan")
         schedule = self.planner.with_mask(self.schedule, mask, seqlen=seqlen)
         return Plan(schedule, self.planner, self.transport, self.agreement, usage=self.usage)
 
     def shard(self, x: Tensor, dim: int) -> Tensor:
         """Return this rank's shard of a global tensor: S entries along ``dim`` become S_local. Moves nothing."""
-        if not -x.ndim <= dim < x.ndim:
-            raise ValueError(f"dim={dim} is out of range for x with {x.ndim} dims")
-        if x.shape[dim] != self.seqlen:
-            raise ValueError(f"x has shape {list(x.shape)}: dim {dim} must be the sequence, {self.seqlen} tokens")
-        return x.index_select(dim, self.positions.to(x.device))
+        return _shard_of(x, dim, self.schedule.layout, self.rank)
+
+    def shard_keys(self, x: Tensor, dim: int) -> Tensor:
+        """Return this rank's shard of a global tensor of keys: Sk entries along ``dim`` become Sk_local. Moves nothing.
+
+        With listed stretches ``x`` has one entry for each position up to the last key's. Without ``keys`` it is
+        :meth:`shard`.
+        """
+        return _shard_of(x, dim, self.schedule.layouts[Side.KEY], self.rank)
 
     def unshard(self, x: Tensor, dim: int, *, grad: Literal["slice", "sum"] = "slice") -> Tensor:
         """Gather the global tensor on every rank: S_local entries along ``dim`` become S. Every rank must call it.
@@ -210,7 +233,9 @@ class Plan:
             raise ValueError(f"labels has shape {list(labels.shape)}; it must be [batch, {self.seqlen}], unshifted")
         targets = torch.full_like(labels, ignore_index)
         targets[:, :-1] = labels[:, 1:]
-        ends = torch.tensor([b - 1 for b in self.mask.cu_seqlens or () if b > 0], dtype=torch.int64)
+        first, last = self.schedule.layout.start, self.schedule.layout.stop
+        borders = (b - first for b in self.mask.cu_seqlens or () if first < b <= last)
+        ends = torch.tensor([b - 1 for b in borders], dtype=torch.int64)
         targets[:, ends.to(labels.device)] = ignore_index
         return targets
 
@@ -314,12 +339,23 @@ class Plan:
     def __repr__(self) -> str:
         return (
             f"Plan(rank {self.rank} of {self.world}, seqlen={self.seqlen}, length={self.length}, "
-            f"layout={self.layout!r}, route={self.route!r}, mask={self.mask!r})"
+            f"layout={self.layout!r}, route={self.route!r}, mask={self.mask!r}"
+            + ("" if self.schedule.keys is None else f", keys={self.key_length} of {sum(self.schedule.keys.lengths)}")
+            + ")"
         )
 
 
 def _exchange_small(agreement: Agreement, own: list[float]) -> list[list[float]]:
     return agreement.agree("exchange_small", {"count": len(own)}, own)
+
+
+def _shard_of(x: Tensor, dim: int, layout: Layout, rank: int) -> Tensor:
+    """Return a rank's entries of a tensor that has one for each position of ``layout`` along ``dim``."""
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"dim={dim} is out of range for x with {x.ndim} dims")
+    if x.shape[dim] != layout.seqlen:
+        raise ValueError(f"x has shape {list(x.shape)}: dim {dim} must be the sequence, {layout.seqlen} tokens")
+    return x.index_select(dim, torch.from_numpy(layout.places(rank)).to(x.device))
 
 
 def split_key(*sizes: int) -> str:
@@ -338,6 +374,32 @@ def check_seqlen(seqlen: Any) -> int:
     if seqlen > MOST_TOKENS:
         raise ValueError(f"seqlen={seqlen} is more than the {MOST_TOKENS:,} tokens whose pairs can be counted")
     return int(seqlen)
+
+
+def check_keys(keys: Any, query_offset: Any) -> dict[str, Any]:
+    """Return ``make_plan``'s arguments about keys as :meth:`Planner.choose` takes them.
+
+    Raises:
+        TypeError, ValueError: ``keys`` is neither a plan nor stretches, or ``query_offset`` is no position.
+    """
+    if isinstance(query_offset, bool) or not isinstance(query_offset, (int, np.integer)):
+        raise TypeError(f"query_offset={query_offset!r} must be an int")
+    if not 0 <= query_offset <= MOST_TOKENS:
+        raise ValueError(f"query_offset={query_offset} must be at least 0 and at most {MOST_TOKENS:,}")
+    if keys is None and query_offset:
+        raise ValueError(
+            f"query_offset={query_offset} needs keys: the earlier tokens' keys, on the ranks that hold them"
+        )
+    if isinstance(keys, Plan):
+        keys = keys.schedule.layout
+    elif keys is not None and not isinstance(keys, Layout):
+        if isinstance(keys, (str, bytes)) or not isinstance(keys, Sequence):
+            raise TypeError(
+                f"keys={keys!r} must be a Plan whose tokens are the keys, or each rank's stretches, such as "
+                "[[(0, 4), (8, 9)], [(4, 8)]]"
+            )
+        keys = Layout.of_stretches(keys)
+    return {"keys": keys, "query_offset": int(query_offset)}
 
 
 def _of_schedule(schedule: Schedule, planner: Planner) -> Plan:
@@ -359,6 +421,8 @@ def make_plan(
     seqlen: int,
     *,
     mask: Mask | None = None,
+    keys: Plan | Layout | Sequence[Sequence[tuple[int, int] | range]] | None = None,
+    query_offset: int = 0,
     strategy: Strategy | str | None = None,
     call: CallShape | None = None,
     hardware: Hardware | None = None,
@@ -372,7 +436,13 @@ def make_plan(
 
     Args:
         seqlen: tokens of the whole sequence, at least 0; it need not divide by anything.
-        mask: which keys each query sees; causal if None.
+        mask: which keys each query sees; causal if None. With ``keys`` it covers the positions up to the last query or
+            key.
+        keys: None: the keys are those of the ``seqlen`` tokens. Otherwise ``seqlen`` counts queries, and their keys lie
+            elsewhere: in the shards of another plan (cross-attention), or in each rank's stretches of positions, by
+            rank, ascending, such as ``[[(0, 4), (8, 9)], [(4, 8)]]`` (a cache that grows). Positions that no rank holds
+            are seen by no query. k and v then have :attr:`Plan.key_length` rows.
+        query_offset: the position of the first query. Causal masks, windows and documents compare positions.
         strategy: how to compute it: a :class:`~burst_attention.Strategy`, or a published scheme by name:
             ``burst-attention``, ``ring-attention``, ``contiguous-ring``, ``striped-attention``, ``ulysses``, or
             ``usp:U`` with a Ulysses degree U. None: the planner chooses everything.
@@ -398,13 +468,14 @@ def make_plan(
         hardware, call = Hardware.of(hardware), CallShape.of(call)
         known, at = known_shape(call), resolve_nodes(hardware.nodes, resolved, world)
         options: dict[str, Any] = {"mask": Mask() if mask is None else mask, "strategy": asked}
-        options |= {"rank": rank, "world": world}
+        options |= {"rank": rank, "world": world, **check_keys(keys, query_offset)}
         tried = Planner().choose(seqlen, **options)  # before rates are known, to refuse what can't be
         fields = {**tried.description, "layout": asked.layout if asked.layout == "auto" else tried.layout.description}
         fields |= {
             "route": asked.route,
             "remat": call.remat,
             "attention_chunks": call.attention_chunks,
+            "grad": call.grad,
             "nodes": at and digest_of_numbers(at),
             "calls to expect": known and astuple(known),
         }
@@ -420,5 +491,5 @@ def make_plan(
     if shared[0]["measure"] and world > 1 and (on_gpus or len(set(hosts)) > 1):
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
         rates, unsure = measured(rates, transport, partial(_exchange_small, agreement), hosts, device)
-    planner = Planner(rates, tuple(hosts), known, unsure, call.remat, call.attention_chunks)
+    planner = Planner(rates, tuple(hosts), known, unsure, call.remat, call.attention_chunks, call.grad)
     return Plan(planner.choose(seqlen, **options), planner, transport, agreement)

@@ -27,7 +27,7 @@ class Places(Protocol):
     def seqlen(self) -> int: ...
     @property
     def description(self) -> str: ...
-    def positions(self, rank: int) -> np.ndarray: ...
+    def places(self, rank: int) -> np.ndarray: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +99,7 @@ class _Unshard(torch.autograd.Function):
         """Return this rank's slice of the gradient, or sum the slices of all ranks' gradients."""
         call: _Reshard = ctx.call
         rank, world = call.transport.rank, call.transport.world
-        positions = [torch.from_numpy(call.layout.positions(r)).to(dy.device) for r in range(world)]
+        positions = [torch.from_numpy(call.layout.places(r)).to(dy.device) for r in range(world)]
         if call.grad == "slice":
             return dy.index_select(call.dim, positions[rank]), None
         name = "the backward of unshard"

@@ -133,7 +133,7 @@ def _of_table(whole: torch.Tensor, measures: tuple[str, ...]) -> TokenLogProbs:
 
 def _check_last(labels: torch.Tensor, plan: Plan, ignore_index: int) -> None:
     """Raise ValueError for a label at the sequence's last position, which has no column in the result."""
-    last = (plan.positions == plan.seqlen - 1).to(labels.device)
+    last = (plan.positions == plan.schedule.layout.stop - 1).to(labels.device)
     if (labels[:, last] != ignore_index).any():
         raise ValueError(
             f"labels has a label at the last position of the sequence, {plan.seqlen - 1}, which no token follows; "

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -53,7 +52,7 @@ def place(mask: Mask, seqlen: int, world: int, *, fold: Cut, plain: Cut) -> list
         if placed.good or not placed.parts:
             break
     assert best is not None
-    return [_joined(ranges) for ranges in best.ranges]
+    return [joined(sorted(ranges, key=lambda r: r.start)) for ranges in best.ranges]
 
 
 def seen(mask: Mask, length: int, before: Any) -> Any:
@@ -216,11 +215,12 @@ def _give(result: _Placed, rank: int, parts: Iterable[Part]) -> None:
         result.work[rank] += work
 
 
-def _joined(ranges: list[range]) -> Segments:
-    """Sort ranges, and join each with the next one if they touch."""
-    if not ranges:
-        return ()
-    ranges = sorted(ranges, key=lambda r: r.start)
-    begins = [ranges[0].start, *(b.start for a, b in pairwise(ranges) if a.stop != b.start)]
-    stops = [*(a.stop for a, b in pairwise(ranges) if a.stop != b.start), ranges[-1].stop]
-    return tuple(range(*ends) for ends in zip(begins, stops, strict=True))
+def joined(ranges: Iterable[range]) -> Segments:
+    """Join each range with the next one if they touch; leave out empty ones."""
+    found: list[range] = []
+    for each in ranges:
+        if found and found[-1].stop == each.start:
+            found[-1] = range(found[-1].start, each.stop)
+        elif len(each):
+            found.append(each)
+    return tuple(found)

@@ -33,7 +33,9 @@ class Builder:
         self.cells = self.known.at(rank)
         self.edges: list[Edge] = sorted(work.edges(self.known, rank), key=_global_order)
         chunks = self.groups.chunk_count
-        self.slices = {key: Slice(work.layout, owners, chunks=chunks) for key, owners in self._owners().items()}
+        self.slices = {
+            key: Slice(work.layouts[key[0]], owners, chunks=chunks) for key, owners in self._owners().items()
+        }
         own = self.groups.context(rank)
         self.kept = {
             side: (side, self.world + own, self.groups.part(side, rank % self.groups.query))
@@ -88,8 +90,8 @@ class Builder:
 
     def _buffers(self, sides: Iterable[Side], edges: list[Edge]) -> dict[Place, Rows]:
         """Return the rows of each buffer: this rank's own on these sides, and those that these edges carry."""
-        own = Rows.all(self.work.layout.lengths[self.rank])
-        buffers = {(side, self.rank, part): own for side in sides for part in range(self.groups.count(side))}
+        own = {side: Rows.all(layout.lengths[self.rank]) for side, layout in self.work.layouts.items()}
+        buffers = {(side, self.rank, part): own[side] for side in sides for part in range(self.groups.count(side))}
         carried: dict[Place, list[Rows]] = defaultdict(list)
         for edge in edges:
             carried[self._place(edge.key)].append(self._rows(edge))

@@ -44,7 +44,7 @@ class Chunks:
         owner, _, first, count, stride = self.layout.table(range(self.layout.world)).T
         borders = np.zeros((self.count + 1, self.layout.world), np.int64)
         for n in range(1, self.count + 1):
-            stop = n * self.layout.seqlen // self.count
+            stop = self.layout.start + n * self.layout.seqlen // self.count
             below = np.clip(-((first - stop) // stride), 0, count)
             np.add.at(borders[n], owner, below)
         return borders.T

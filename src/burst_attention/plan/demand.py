@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
@@ -35,11 +35,17 @@ class PassSpec:
     direction: Direction
     tables: dict[bytes, np.ndarray] = field(default_factory=dict)  # tiles by wanted pairs, shared by all passes
     by_slices: bool = False  # the rank that computes a pair depends only on the pair's sequence groups
+    keys: Layout | None = None  # of the keys, if they differ from the queries
 
     @cached_property
-    def chunks(self) -> Layout | Chunks:
-        """The parts that are sent separately: the shards, or their chunks."""
-        return in_chunks(self.layout, self.groups.chunk_count)
+    def layouts(self) -> Mapping[Side, Layout]:
+        """The layout of each side."""
+        return {Side.QUERY: self.layout, Side.KEY: self.keys or self.layout}
+
+    @cached_property
+    def chunks(self) -> Mapping[Side, Layout | Chunks]:
+        """The parts of each side that are sent separately: the shards, or their chunks."""
+        return {side: in_chunks(layout, self.groups.chunk_count) for side, layout in self.layouts.items()}
 
     def owner(self, chunk: Ranks) -> Ranks:
         """Return the owner of a chunk's shard."""
@@ -49,9 +55,9 @@ class PassSpec:
         """Return a chunk's place in the order of the exchange."""
         return turn_of(chunk, self.groups.chunk_count, self.direction)
 
-    def rows_of(self, owner: int, place: int) -> Rows:
+    def rows_of(self, side: Side, owner: int, place: int) -> Rows:
         """Return the local rows of the chunk at this place in its shard."""
-        chunks = self.chunks
+        chunks = self.chunks[side]
         return chunks.rows(owner, place) if isinstance(chunks, Chunks) else Rows.all(chunks.lengths[owner])
 
     @property
@@ -107,7 +113,7 @@ class PassSpec:
         """Return the sorted tiles of these pairs, cached because forward and backward mostly share them."""
         key = bytes([self.groups.chunk_count]) + blake2b(np.packbits(wanted).data, digest_size=16).digest()
         if key not in self.tables:
-            self.tables[key] = wanted_tiles(self.chunks, self.regions, wanted)
+            self.tables[key] = wanted_tiles(self.chunks[Side.QUERY], self.chunks[Side.KEY], self.regions, wanted)
         return self.tables[key]
 
     def _concerns(self, rank: int | None, i: np.ndarray, j: np.ndarray, group: int) -> np.ndarray:
@@ -168,27 +174,27 @@ class PassSpec:
         groups, wider = self.groups, {key: dict(users) for key, users in uses.items()}
         contexts = range(self.layout.world // groups.query) if rank is None else [groups.context(rank)]
         for context in contexts:
-            for owner, place in product(groups.members(context), range(groups.chunk_count)):
-                whole, chunk = Use(self.rows_of(owner, place), 0), owner * groups.chunk_count + place
+            for owner, place, side in product(groups.members(context), range(groups.chunk_count), Side):
+                whole, chunk = Use(self.rows_of(side, owner, place), 0), owner * groups.chunk_count + place
                 for group, user in enumerate(groups.members(context) if whole.rows.count else ()):
-                    for side in Side:
-                        wider.setdefault((side, chunk, groups.part(side, group)), {})[user] = whole
+                    wider.setdefault((side, chunk, groups.part(side, group)), {})[user] = whole
         return wider
 
     def _from_cache_owners(self, uses: Uses) -> Iterator[tuple[Key, dict[int, Use]]]:
         """Yield the cached tensors and the ranks of the same head group that need them; rows count in the slice."""
         groups = self.groups
         rows: dict[Key, dict[int, list[Rows]]] = defaultdict(lambda: defaultdict(list))
-        slices: dict[int, Slice] = {}
+        slices: dict[tuple[Side, int], Slice] = {}
         for (side, chunk, part), users in uses.items():
             owner = self.owner(chunk)
             context = groups.context(owner)
             for user, use in users.items():
                 cache_owner = groups.cache_owner(user % groups.query, context)
                 if cache_owner != user:
-                    if context not in slices:
-                        slices[context] = Slice(self.layout, groups.members(context), chunks=groups.chunk_count)
-                    placed = slices[context].place(owner, use.rows)
+                    if (side, context) not in slices:
+                        members, layout = groups.members(context), self.layouts[side]
+                        slices[side, context] = Slice(layout, members, chunks=groups.chunk_count)
+                    placed = slices[side, context].place(owner, use.rows)
                     rows[Key(side, cache_owner, part, Payload.INPUTS)][user].append(placed)
         for key, wanted in rows.items():
             yield key, {user: Use(Rows.union(many), 0) for user, many in wanted.items()}

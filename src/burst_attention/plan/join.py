@@ -14,11 +14,12 @@ import numpy as np
 from .band import band_area
 
 MOST_AT_ONCE = 1 << 20  # pairs of tiles compared at a time
+MANY = 64  # tiles of a pair and region, such as a cache's pages, above which neighbours in a row are joined first
 
 
 def joined(table: np.ndarray) -> np.ndarray:
     """Return fewer tiles that cover the same pairs, sorted by query owner, key owner, query and key."""
-    table = _in_order(table, (2, 3, 5))
+    table = _rows_joined(_in_order(table, (2, 3, 5)))
     same = np.all(table[1:, :3] == table[:-1, :3], axis=1)
     if not same.any():
         return _in_order(table, (3, 5))
@@ -34,6 +35,23 @@ def joined(table: np.ndarray) -> np.ndarray:
             merged.append(np.concatenate([table[begins[group], :3], tiles], 1))
             at.append(begins[group])
     return _in_order(np.concatenate(merged)[np.argsort(np.concatenate(at), kind="stable")], (3, 5))
+
+
+def _rows_joined(table: np.ndarray) -> np.ndarray:
+    """Join full tiles that are neighbours in a row, where a pair has many tiles: comparing all pairs would be slow."""
+    another = np.r_[True, np.any(table[1:, :3] != table[:-1, :3], axis=1)][: len(table)]
+    many = np.diff(np.r_[np.flatnonzero(another), len(table)]) > MANY
+    if not many.any():
+        return table
+    _, _, _, q0, q1, k0, k1, lo, hi = table.T
+    full = (lo == 1 + k0 - k1) & (hi == q1 - q0 - 1) & many[np.cumsum(another) - 1]
+    goes_on = full[1:] & full[:-1] & ~another[1:] & (k0[1:] == k1[:-1])
+    goes_on &= (q0[1:] == q0[:-1]) & (q1[1:] == q1[:-1])
+    first = np.flatnonzero(np.r_[True, ~goes_on])
+    rows = table[first].copy()
+    rows[:, 6] = k1[np.r_[first[1:], len(table)] - 1]
+    rows[:, 7] = np.where(full[first], 1 + rows[:, 5] - rows[:, 6], rows[:, 7])
+    return rows
 
 
 def _in_order(table: np.ndarray, columns: tuple[int, ...]) -> np.ndarray:

@@ -10,11 +10,13 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
+from operator import index
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from .balance import Segments, place
+from .balance import Segments, joined, place
 from .mask import Mask
 
 Whole = Any  # an int, or an int64 array for several documents or ranks
@@ -62,6 +64,7 @@ def _striped(seqlen: Whole, world: int, rank: Whole) -> Pieces:
 PER_DOCUMENT = "-per-document"
 
 BALANCED = "balanced"
+GIVEN = "given"  # each rank's stretches of positions are listed
 MOST_SEGMENTS = 1 << 16  # cache the table of all ranks up to this many segments
 
 LAYOUTS: dict[str, Callable[[Whole, int, Whole], Pieces]] = {
@@ -80,6 +83,18 @@ if TYPE_CHECKING:
 else:  # command lines and configurations accept these names
     LayoutName = Literal[*LAYOUTS]
     LayoutOrAuto = Literal["auto", *LAYOUTS]
+
+
+def _stretch(given: Any) -> range:
+    """Return a (start, stop) pair as a range."""
+    try:
+        ends = (given.start, given.stop, given.step) if isinstance(given, range) else (*given, 1)
+        start, stop, step = map(index, ends)
+    except (TypeError, ValueError):
+        raise TypeError(f"stretch {given!r} must be a range or a pair of integers (start, stop)") from None
+    if step != 1 or not 0 <= start <= stop:
+        raise ValueError(f"stretch {given!r} must have 0 <= start <= stop, and step 1")
+    return range(start, stop)
 
 
 def digest(part: Any) -> str:
@@ -104,9 +119,11 @@ class Layout:
     world: int
     documents: tuple[int, ...] | None = field(default=None, repr=False)
     mask: Mask | None = field(default=None, repr=False)  # for a balanced layout; None: causal
+    start: int = 0  # the position of the first token
+    given: tuple[Segments, ...] | None = field(default=None, repr=False)  # of :meth:`of_stretches`
 
     def __post_init__(self) -> None:
-        if self._plain not in LAYOUTS:
+        if self.given is None and self._plain not in LAYOUTS:
             raise ValueError(
                 f"layout={self.name!r} is unknown; choose one of {', '.join(LAYOUTS)}, with {PER_DOCUMENT} after it to "
                 "cut each document separately"
@@ -118,6 +135,34 @@ class Layout:
         if self.seqlen < 0 or self.world < 1:
             raise ValueError(f"seqlen={self.seqlen} must be at least 0 and world={self.world} at least 1")
 
+    @classmethod
+    def of_stretches(cls, stretches: Sequence[Sequence[Any]]) -> Layout:
+        """Return a layout in which each rank holds the listed stretches, such as ``[[(0, 4), (8, 9)], [(4, 8)]]``.
+
+        Positions that no rank holds are allowed: nothing is seen there. Neighbouring stretches are joined.
+
+        Args:
+            stretches: by rank, ascending (start, stop) pairs or ranges; a rank may have none.
+
+        Raises:
+            TypeError, ValueError: a stretch is no such pair, or two of them overlap, or a rank's do not ascend.
+        """
+        given = tuple(joined(map(_stretch, each)) for each in stretches)
+        for each in given:
+            for before, after in pairwise(each):
+                if after.start < before.stop:
+                    raise ValueError(
+                        f"stretch ({after.start}, {after.stop}) follows ({before.start}, {before.stop}) on a rank; "
+                        "list each rank's stretches in ascending order, without overlap"
+                    )
+        for before, after in pairwise(sorted((s for each in given for s in each), key=lambda s: s.start)):
+            if after.start < before.stop:
+                raise ValueError(
+                    f"stretches ({before.start}, {before.stop}) and ({after.start}, {after.stop}) overlap; put each "
+                    "position on one rank"
+                )
+        return cls(GIVEN, max((s.stop for each in given for s in each), default=0), len(given), given=given)
+
     def segments(self, rank: int) -> Segments:
         """Return the positions of ``rank`` in local order, without empty segments."""
         return tuple(
@@ -126,7 +171,7 @@ class Layout:
 
     def table(self, ranks: Sequence[int]) -> np.ndarray:
         """Return the segments of these ranks, int64 [N, 5]: owner, local offset, first position, length, stride."""
-        if self.name != BALANCED and self.world * len(self._parts) > MOST_SEGMENTS:
+        if not self._listed and self.world * len(self._parts) > MOST_SEGMENTS:
             return self._segments_of(ranks)
         table, begins = self._of_all
         if len(ranks) == self.world:
@@ -139,7 +184,8 @@ class Layout:
         lengths, columns = np.diff(borders), []
         for start, stop, stride in LAYOUTS[self._plain](lengths, self.world, owners):
             count = np.maximum(0, -((start - stop) // stride)) + 0 * (owners + lengths)
-            columns.append((0 * count + owners, count, start + borders[:-1] + 0 * count, 0 * count + stride))
+            first = start + borders[:-1] + self.start + 0 * count
+            columns.append((0 * count + owners, count, first, 0 * count + stride))
         owner, counts, first, strides = (
             np.stack(each, 2).reshape(len(owners), -1) for each in zip(*columns, strict=True)
         )
@@ -148,8 +194,8 @@ class Layout:
     @cached_property
     def _of_all(self) -> tuple[np.ndarray, np.ndarray]:
         """The table of all ranks, and each rank's first row in it."""
-        if self.name == BALANCED:
-            table = self._placed()
+        if self._listed:
+            table = self._table_of(self.given or self._placed())
         else:
             table = self._segments_of(range(self.world))
         return table, np.searchsorted(table[:, 0], np.arange(self.world + 1))
@@ -157,7 +203,7 @@ class Layout:
     @property
     def description(self) -> str:
         """The name, with a digest if documents or the mask matter; equal on two ranks iff their layouts are."""
-        return self.name + (f" (digest {digest(self)})" if self.documents or self.mask else "")
+        return self.name + (f" (digest {digest(self)})" if self.documents or self.mask or self.given else "")
 
     def cut_for(self, mask: Mask, seqlen: int) -> Layout:
         """Return the layout of this name for ``seqlen`` tokens under ``mask``."""
@@ -195,10 +241,17 @@ class Layout:
         apart = self.per_document and self.documents and self.world > 1
         return self.documents if apart else (0, self.seqlen)  # type: ignore[return-value]
 
-    def _placed(self) -> np.ndarray:
-        """Return the table of a balanced layout."""
-        placed = place(self.mask or Mask(), self.seqlen, self.world, fold=_zigzag, plain=_contiguous)
-        rows = [(rank, 0, s.start, len(s), 1) for rank, each in enumerate(placed) for s in each]
+    @property
+    def _listed(self) -> bool:
+        """Whether the segments are a list, not a formula."""
+        return self.given is not None or self.name == BALANCED
+
+    def _placed(self) -> Sequence[Segments]:
+        """Return each rank's positions in a balanced layout."""
+        return place(self.mask or Mask(), self.seqlen, self.world, fold=_zigzag, plain=_contiguous)
+
+    def _table_of(self, placed: Sequence[Segments]) -> np.ndarray:
+        rows = [(rank, 0, s.start + self.start, len(s), 1) for rank, each in enumerate(placed) for s in each]
         table = np.array(rows, np.int64).reshape(-1, 5)
         offsets = np.cumsum(table[:, 3]) - table[:, 3]
         first = np.searchsorted(table[:, 0], table[:, 0])  # first row of the same rank
@@ -222,5 +275,19 @@ class Layout:
     def gather_order(self) -> np.ndarray:
         """Place of each global position in the shards concatenated by rank, int64 [S]."""
         order = np.empty(self.seqlen, np.int64)
-        order[np.concatenate([self.positions(rank) for rank in range(self.world)])] = np.arange(self.seqlen)
+        order[np.concatenate([self.places(rank) for rank in range(self.world)])] = np.arange(self.seqlen)
         return order
+
+    def places(self, rank: int) -> np.ndarray:
+        """Return the place in the whole tensor of each local token of ``rank``, int64 [S_local]."""
+        return self.positions(rank) - self.start
+
+    @property
+    def stop(self) -> int:
+        """The position after the last token."""
+        return self.start + self.seqlen
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """The strides of all segments, ascending."""
+        return tuple(np.unique(self.table(range(self.world))[:, 4]).tolist())

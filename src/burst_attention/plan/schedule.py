@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -18,7 +18,7 @@ from .layout import Layout, digest
 from .mask import Mask
 from .program import Program
 from .route import Route
-from .rows import Direction
+from .rows import Direction, Side
 from .strategy import Strategy
 
 
@@ -36,6 +36,7 @@ class Schedule:
     rank: int
     strategy: Strategy = field(default=Strategy(ulysses_degree=1))  # a planner chooses ``auto`` fields for each call
     builder: type[Builder] = field(default=Builder, compare=False, repr=False)  # builds a rank's program
+    keys: Layout | None = None  # the keys' layout, if it is not the queries'
 
     def __post_init__(self) -> None:
         if not isinstance(self.mask, Mask):
@@ -44,7 +45,31 @@ class Schedule:
             raise ValueError(f"rank={self.rank} is outside of world={self.layout.world}")
         object.__setattr__(self, "strategy", self.strategy.over(self.layout.world))
         self._check_strategy()
-        self.mask.check(self.layout.seqlen)
+        if self.keys is not None:
+            self._check_keys(self.keys)
+        self.mask.check(self.span)
+
+    def _check_keys(self, keys: Layout) -> None:
+        if keys.world != self.layout.world:
+            raise ValueError(
+                f"keys are laid out over {keys.world} ranks, the group has {self.layout.world}; list the keys of each "
+                "of its ranks"
+            )
+        if self.layout.by_mask:
+            raise ValueError(
+                f"layout={self.layout.name!r} follows the documents of one sequence and can't be combined with keys; "
+                "use 'zigzag', 'zigzag-by-halves', 'contiguous' or 'striped'"
+            )
+        if len(strides := {*self.layout.strides, *keys.strides}) > 1:
+            raise ValueError(
+                f"layout={self.layout.name!r} and the keys' layout {keys.name!r} have strides {sorted(strides)}; use "
+                "one stride: 'striped' for queries only if the keys are striped too"
+            )
+        if self.strategy.cache_qkv is True:
+            raise ValueError(
+                "cache_qkv=True can't be combined with keys, which have another length than queries; use "
+                "cache_qkv=False, or leave it open"
+            )
 
     def _check_strategy(self) -> None:
         degree, chunks = self.strategy.ulysses_degree, self.strategy.chunks
@@ -79,6 +104,8 @@ class Schedule:
             "seqlen": self.layout.seqlen,
             "layout": self.layout.description,
             "route": self.route.description,
+            "query_offset": self.layout.start,
+            "keys": None if self.keys is None else f"{self.keys.name}, {self.keys.seqlen} ({digest(self.keys)})",
             "mask": f"{self.mask!r}" + (f" (digest {digest(self.mask)})" if self.mask.cu_seqlens else ""),
             "ulysses_degree": strategy.ulysses_degree,
             "cache_qkv": strategy.cache_qkv,
@@ -89,7 +116,17 @@ class Schedule:
     @cached_property
     def regions(self) -> np.ndarray:
         """The rectangles and bands of the mask."""
-        return self.mask.regions(self.layout.seqlen)
+        return self.mask.regions(self.span)
+
+    @property
+    def span(self) -> int:
+        """Number of positions that the mask covers: up to the last query or key."""
+        return max(layout.stop for layout in self.layouts.values())
+
+    @property
+    def layouts(self) -> Mapping[Side, Layout]:
+        """The layout of each side."""
+        return {Side.QUERY: self.layout, Side.KEY: self.keys or self.layout}
 
     def program(self, circulate: str, direction: Direction, groups: Groups = WHOLE) -> Program:
         """Return this rank's program for one pass; ``circulate`` is a name of ``CIRCULATIONS``."""
@@ -103,7 +140,7 @@ class Schedule:
         contexts = self.layout.world // groups.query
         cube = heads(groups, CIRCULATIONS[circulate](contexts)[direction])
         tables = self.memo.setdefault("tables", {})
-        return PassSpec(self.layout, self.regions, cube, groups, self.route, direction, tables, by_slices=True)
+        return PassSpec(self.layout, self.regions, cube, groups, self.route, direction, tables, True, self.keys)
 
     def slice_length(self, groups: Groups) -> int:
         """Count the tokens of this rank's sequence group."""

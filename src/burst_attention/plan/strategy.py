@@ -34,7 +34,9 @@ class Strategy:
             backward (BurstAttention, arXiv 2403.09347, algorithm 2). ``key-value``: K and V in both; dK and dV come
             home (RingAttention). ``nearest``: for each pair of shards the one with less than half a ring to go;
             balances a contiguous layout under a causal mask. ``blocks``: both sides of square blocks of pairs
-            (arXiv 2512.20968): the fewest bytes for many ranks, more memory.
+            (arXiv 2512.20968): the fewest bytes for many ranks, more memory. ``pass-query``: the query side in both;
+            in the forward out and lse come home (pass-Q, arXiv 2411.01783): the fewest bytes for few queries over
+            many keys.
         ulysses_degree: U, the number of groups into which heads are split. Of U * R ranks each U neighbours form a
             sequence group: they exchange shards by all-to-all, and each computes one group of heads. 1: heads stay
             whole. ``all``: as many as ranks. U must divide the ranks, and divide the key-value heads or be a

@@ -119,22 +119,24 @@ def segment_tiles(q_segments: np.ndarray, k_segments: np.ndarray, regions: np.nd
     return _by_pair(_intersect(q_segments, k_segments, regions, max(strides, default=1)))
 
 
-def wanted_tiles(layout: Layout | Chunks, regions: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+def wanted_tiles(
+    queries: Layout | Chunks, keys: Layout | Chunks, regions: np.ndarray, wanted: np.ndarray
+) -> np.ndarray:
     """Return the sorted tiles of the pairs of owners in ``wanted``.
 
     Args:
-        layout: a layout, or its chunks, which then replace the owners in the result.
+        queries, keys: layouts, or their chunks, which then replace the owners in the result.
         wanted: bool [W, W], by query owner and key owner.
 
     Returns:
         int64 [T, 8]: query owner, key owner, then a tile.
     """
-    count = layout.world // len(wanted)
+    count = queries.world // len(wanted)
     owners: dict[tuple[int, ...], list[int]] = {}  # wanted key owners -> query owners that want exactly those
     for i in np.flatnonzero(wanted.any(1)).tolist():
         owners.setdefault(tuple(np.flatnonzero(wanted[i]).tolist()), []).append(i)
     tables = [
-        _all_tiles(layout, layout, regions, *(_chunks(x, count) for x in (q_owners, k_owners)))
+        _all_tiles(queries, keys, regions, *(_chunks(x, count) for x in (q_owners, k_owners)))
         for k_owners, q_owners in owners.items()
     ]
     found = joined(np.concatenate([np.empty((9, 0), np.int64), *(table.T for table in tables)], 1).T)
@@ -146,10 +148,10 @@ def _chunks(owners: Sequence[int], count: int) -> Sequence[int]:
     return owners if count == 1 else (np.asarray(owners)[:, None] * count + np.arange(count)).ravel().tolist()
 
 
-def region_tiles(layout: Layout | Chunks, regions: np.ndarray) -> np.ndarray:
+def region_tiles(queries: Layout | Chunks, keys: Layout | Chunks, regions: np.ndarray) -> np.ndarray:
     """Return the tiles of all pairs before joining, int64 [T, 9]: query owner, key owner, region, then a tile."""
-    ranks = range(layout.world)
-    return _all_tiles(layout, layout, regions, ranks, ranks)
+    ranks = range(queries.world)
+    return _all_tiles(queries, keys, regions, ranks, ranks)
 
 
 def _by_pair(table: np.ndarray) -> dict[tuple[int, int], Tiles]:

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from ..plan.assignment import CIRCULATIONS
+from ..plan.assignment import CIRCULATIONS, PASS_QUERY
 from ..plan.cost import Shape
 from ..plan.groups import WHOLE, Groups, divisors
 from ..plan.layout import Layout
@@ -53,19 +53,19 @@ class Prediction:
     at_least: float  # seconds
     forward: Timed | None = None
     backward: Timed | None = None
-    forwards: int = 1  # how often the forward runs in a step
+    times: tuple[int, int] = (1, 1)  # how often the forward and the backward run in a step
 
     @property
     def launches(self) -> float:
         """Launches of the rank with the most."""
-        return sum(one.launches for one in (self.forward, self.backward) if one)
+        return sum(one.launches for n, one in zip(self.times, (self.forward, self.backward), strict=True) if one and n)
 
     @property
     def seconds(self) -> float:
-        """Seconds of the backward and of all forwards of a step."""
+        """Seconds of all forwards and backwards of a step."""
         if self.forward is None or self.backward is None:
             return self.at_least
-        return self.forwards * self.forward.seconds + self.backward.seconds
+        return self.times[0] * self.forward.seconds + self.times[1] * self.backward.seconds
 
 
 def remembered(kept: OrderedDict[Hashable, T], key: Hashable, make: Callable[[], T]) -> T:
@@ -107,22 +107,22 @@ def predict(
     candidates: Sequence[Candidate],
     wires: Sequence[Wire],
     *,
-    forwards: int = 1,
+    times: tuple[int, int] = (1, 1),
     calls: int = 1,
 ) -> list[list[Prediction]]:
     """Predict both passes of each candidate over direct routes, for each link speed.
 
-    ``forwards``: those of a step. ``calls``: how many equal calls run in a row and overlap.
+    ``times``: how often a step runs the forward and the backward. ``calls``: how many equal calls run in a row and
+    overlap.
 
     The first candidate is always simulated. Others are skipped when a lower bound by work and bytes shows that they
     can't win. For many ranks only the most promising are simulated, and then the best of them with every number of
     chunks.
     """
     both = [simulations(traffic, shape, each.circulate, each.groups, wires[0], calls=calls) for each in candidates]
-    times = forwards, 1
     busy = [[one.computing() for one in ones] for ones in both]
     computing = [sum(n * seconds for n, seconds in zip(times, each, strict=True)) for each in busy]
-    found = [[Prediction(*each, forwards=forwards) for each in zip(candidates, computing, strict=True)] for _ in wires]
+    found = [[Prediction(*each, times=times) for each in zip(candidates, computing, strict=True)] for _ in wires]
     _run(found, both, 0, wires)
     alike = [each._replace(groups=replace(each.groups, chunks=0)) for each in candidates]
     moving: dict[Candidate, list[tuple[float, ...]]] = {}  # the number of chunks doesn't change the bytes
@@ -209,48 +209,64 @@ def chunkings(layout: Layout, groups: Groups, chunks: ChunksOrAuto) -> Iterator[
 
 
 def candidates(
-    traffic: TrafficModel, shape: Shape, given: Sequence[Groups], circulate: str, *, by_rule: bool, partial_bytes: int
+    traffic: TrafficModel,
+    shape: Shape,
+    given: Sequence[Groups],
+    circulate: str,
+    *,
+    by_rule: bool,
+    partial_bytes: int,
+    grad: bool = True,
 ) -> list[Candidate]:
     """List the candidates that a strategy leaves open, simplest first.
 
     ``given``: the allowed splits of heads. ``by_rule``: with whole heads, only the choice of :func:`by_work_and_bytes`,
-    which takes ``partial_bytes``, is a candidate.
+    which takes ``partial_bytes`` and ``grad``, is a candidate.
     """
-    found = []
+    found, known = [], [name for name in CIRCULATIONS if traffic.keys or name != PASS_QUERY]
     for groups in given:
         if circulate != "auto":
             names: tuple[str, ...] = (circulate,)
         elif groups.query == traffic.world > 1:  # one sequence group: nothing circulates between groups
             names = ("query",)
         elif groups == WHOLE:  # blocks would hold many shards in memory
-            first = by_work_and_bytes(traffic, shape, partial_bytes)
-            names = (first,) if by_rule else (first, *(x for x in CIRCULATIONS if x not in (first, "blocks")))
+            first = by_work_and_bytes(traffic, shape, partial_bytes, grad=grad)
+            names = (first,) if by_rule else (first, *(x for x in known if x not in (first, "blocks")))
         else:
-            names = tuple(CIRCULATIONS)
+            names = tuple(known)
         found += [Candidate(groups, name) for name in names]
     return found
 
 
-def by_work_and_bytes(traffic: TrafficModel, shape: Shape, partial_bytes: int) -> str:
+def by_work_and_bytes(traffic: TrafficModel, shape: Shape, partial_bytes: int, *, grad: bool = True) -> str:
     """Choose what circulates with whole heads. The rule ignores rates.
 
     ``nearest`` if it leaves the busiest rank clearly less to compute, as for a contiguous layout under a causal mask.
-    Otherwise the side with fewer bytes in the backward; the query side on a tie. Bytes are counted as if each shard
-    went directly to its users, and partial results (``partial_bytes`` per element) directly home.
+    Otherwise what moves fewer bytes; the query side on a tie. Bytes are counted as if each shard went directly to its
+    users, and partial results (``partial_bytes`` per element) directly home. If queries and keys have two layouts,
+    ``pass-query`` is also considered, and only ways whose busiest rank has little more to compute than the best's.
+
+    ``grad``: whether the backward counts.
     """
-    pairs = traffic.pairs
-    busiest = {}
-    for circulate in ("query", "key-value", "nearest"):
-        by = CIRCULATIONS[circulate](traffic.world)
-        most = {d: np.bincount(assign(pairs.i, pairs.j), pairs.area, 1).max(initial=0) for d, assign in by.items()}
-        busiest[circulate] = most[Direction.FORWARD] + 2.5 * most[Direction.BACKWARD]
-    if busiest["nearest"] < 0.95 * min(busiest["query"], busiest["key-value"]):
+    pairs, passes = traffic.pairs, [*Direction][: 1 + grad]
+    names = ("query", "key-value", *([PASS_QUERY] if traffic.keys else []))
+    busiest, moved = dict[str, float](), dict[str, int]()
+    for name in (*names, "nearest"):
+        inner, busiest[name], moved[name] = CIRCULATIONS[name](traffic.world), 0.0, 0
+        for direction in passes:
+            rank = inner[direction](pairs.i, pairs.j)
+            most = np.bincount(rank, pairs.area, 1).max(initial=0)
+            busiest[name] += most * (1 if direction is Direction.FORWARD else 2.5)
+            for side, owner in ((Side.QUERY, pairs.i), (Side.KEY, pairs.j)):
+                a_row = shape.side_bytes(side, direction)
+                if side in direction.returns:
+                    a_row += shape.side_bytes(side, direction, wide=partial_bytes)
+                moved[name] += int(pairs.rows[side][rank != owner].sum()) * a_row
+    least = min(busiest[name] for name in names)
+    if busiest["nearest"] < 0.95 * least:
         return "nearest"
-    totals = {}
-    for name, side in (("query", Side.QUERY), ("key-value", Side.KEY)):
-        out, home = (shape.side_bytes(side, Direction.BACKWARD, wide=wide) for wide in (None, partial_bytes))
-        totals[name] = int(pairs.rows[side][pairs.i != pairs.j].sum()) * (out + home)
-    return min(totals, key=totals.__getitem__)
+    fair = [name for name in names if traffic.keys is None or 0.95 * busiest[name] <= least]
+    return min(fair, key=moved.__getitem__)
 
 
 def representative(layout: Layout, mask: Mask) -> tuple[Layout, Mask]:

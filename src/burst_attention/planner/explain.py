@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..plan.cost import Shape
 from ..plan.groups import Groups
+from ..plan.rows import Side
 from ..plan.schedule import Schedule
 from .choice import Candidate, Prediction
 from .planner import Planner
@@ -16,12 +17,13 @@ GUESSED = "; these links were not measured: the choice also minimises the loss i
 def explain(planner: Planner, schedule: Schedule, shape: Shape) -> str:
     """Explain how a call of this shape is computed, and why."""
     layout, world = schedule.layout, schedule.layout.world
-    asked = [f"layout {layout.name}, route {schedule.route.name}, {world} ranks, {schedule.mask!r}"]
+    keys = f", {layout.seqlen} queries over {sum(schedule.keys.lengths)} keys" if schedule.keys else ""
+    asked = [f"layout {layout.name}, route {schedule.route.name}, {world} ranks, {schedule.mask!r}{keys}"]
     if world == 1:
         return "\n".join([*asked, "one rank computes everything: nothing is exchanged"])
     chosen = planner.decide(schedule, shape)
     passes = planner.timed(schedule, shape, chosen.circulate, chosen.groups)
-    rates, times = planner.rates, (planner.forwards, 1)
+    rates, times = planner.rates, planner.times
     seconds, exposed = (
         sum(n * getattr(one, name) for n, one in zip(times, passes, strict=True)) for name in ("seconds", "exposed")
     )
@@ -30,7 +32,8 @@ def explain(planner: Planner, schedule: Schedule, shape: Shape) -> str:
             *asked,
             f"chosen: {chosen.strategy(layout.name, schedule.route.name)!r}",
             f"predicted: {seconds:.3g} s, of which {exposed:.3g} s are exchange that no computation hides"
-            + ", with the forward twice" * (times[0] > 1),
+            + ", with the forward twice" * (times[0] > 1)
+            + ", without a backward" * (times[1] == 0),
             *(_line(name, p) for name, p in zip(("forward", "backward"), passes, strict=True)),
             *_others(planner, schedule, shape, chosen),
             f"rates: {rates.name} ({rates.source}){GUESSED if planner.guessed else ''}",
@@ -52,11 +55,12 @@ def _retained(planner: Planner, schedule: Schedule, shape: Shape, groups: Groups
     It holds q, k and v, or those of its sequence group if they are cached; and out and lse.
     """
     remat, own = planner.remat, schedule.layout.lengths[schedule.rank]
-    rows = schedule.slice_length(groups) if groups.keep else own
+    of_keys = schedule.layouts[Side.KEY].lengths[schedule.rank]
+    rows = (schedule.slice_length(groups),) * 2 if groups.keep else (own, of_keys)
     parts = (groups.query, groups.key) if groups.keep else (1, 1)
-    of_queries = shape.q_heads // parts[0] * shape.head_dim
-    of_keys = shape.kv_heads // parts[1] * (shape.head_dim + shape.v_head_dim)
-    inputs = shape.batch * rows * shape.io * (of_queries + of_keys)
+    elements = rows[0] * (shape.q_heads // parts[0]) * shape.head_dim
+    elements += rows[1] * (shape.kv_heads // parts[1]) * (shape.head_dim + shape.v_head_dim)
+    inputs = shape.batch * shape.io * elements
     results = shape.batch * own * shape.q_heads * (shape.v_head_dim * shape.io + shape.accumulate)
     held = {"none": inputs + results, "layer": 0, "keep-attention": results + groups.keep * inputs}[remat]
     return f"retained from forward to backward, with remat={remat}: {held / 1e6:,.4g} MB"

@@ -63,6 +63,7 @@ class Planner:
     guessed: bool = False  # the link rates are a preset's
     remat: Remat = "none"  # which part of a layer the backward recomputes
     calls: int = 1  # chunks of heads of a layer: calls in a row, which overlap and cache nothing
+    grad: bool = True  # calls have a backward
     _remembered: OrderedDict[Hashable, list[list[Prediction]]] = field(
         default_factory=OrderedDict, repr=False, init=False
     )
@@ -70,7 +71,12 @@ class Planner:
     @property
     def forwards(self) -> int:
         """How often a call's forward runs in a step: twice if the backward recomputes its layer."""
-        return 2 if self.remat == "layer" else 1
+        return 2 if self.remat == "layer" and self.grad else 1
+
+    @property
+    def times(self) -> tuple[int, int]:
+        """How often a call's forward and its backward run in a step."""
+        return self.forwards, int(self.grad)
 
     def wire(self, world: int) -> Wire:
         """Return the ports of ``world`` ranks."""
@@ -83,30 +89,41 @@ class Planner:
 
     def forgetful(self) -> Planner:
         """Return a planner with the same settings that remembers nothing."""
-        return Planner(self.rates, self.nodes, self.known, self.guessed, self.remat, self.calls)
+        return Planner(self.rates, self.nodes, self.known, self.guessed, self.remat, self.calls, self.grad)
 
     # Schedules
 
-    def choose(self, seqlen: int, *, mask: Mask, strategy: Strategy, rank: int, world: int) -> Schedule:
+    def choose(
+        self,
+        seqlen: int,
+        *,
+        mask: Mask,
+        strategy: Strategy,
+        rank: int,
+        world: int,
+        keys: Layout | None = None,
+        query_offset: int = 0,
+    ) -> Schedule:
         """Return the schedule of a rank; choose the layout and the route if the strategy leaves them open.
 
         The layout is the one predicted to be fastest for the expected calls, or zigzag if none are known. The route is
         direct on one node. Over several nodes with several ranks each, ``nodes`` or ``ring`` may win. With whole heads
-        the route with the fewest rows over the busiest node's link wins; otherwise the predicted fastest. Raise
-        TypeError or ValueError if the arguments don't fit each other.
+        the route with the fewest rows over the busiest node's link wins; otherwise the predicted fastest. With ``keys``
+        it is direct. Raise TypeError or ValueError if the arguments don't fit each other.
         """
         nodes, route = self.nodes, strategy.route
-        layout = Layout(LAYOUTS_TRIED[0] if strategy.layout == "auto" else strategy.layout, seqlen, world)
+        name = LAYOUTS_TRIED[0] if strategy.layout == "auto" else strategy.layout
+        layout = Layout(name, seqlen, world, start=query_offset)
         if layout.by_mask and isinstance(mask, Mask):
             layout = layout.cut_for(mask, seqlen)
         over = ROUTES["direct" if route == "auto" else route]
         over = replace(over, nodes=nodes or ()) if over.by_nodes else over
-        given = Schedule(layout, mask, over, rank, strategy)
+        given = Schedule(layout, mask, over, rank, strategy, keys=keys)
         direct = self._laid_out(given, alike=False)
         degree = given.strategy.ulysses_degree
         if route != "auto" or nodes is None or len(set(nodes)) in (1, world) or degree not in (1, "auto"):
             return direct
-        if strategy.chunks not in (0, "auto"):  # routes that forward shards send them one by one
+        if keys is not None or strategy.chunks not in (0, "auto"):  # routes that forward shards send them one by one
             return direct
         others = [replace(direct, route=replace(ROUTES["nodes"], nodes=nodes))]
         if len(mask.cu_seqlens or ()) <= MOST_DOCUMENTS:  # on a ring a rank must know the tiles of every passing shard
@@ -143,14 +160,14 @@ class Planner:
         known, strategy = self.known, schedule.strategy
         if strategy.layout != "auto" or known is None or schedule.layout.world == 1 or not schedule.route.direct:
             return schedule
-        documents = schedule.mask.cu_seqlens
-        names = (*LAYOUTS_TRIED, BALANCED) if documents is not None else LAYOUTS_TRIED
+        documents, keys = schedule.mask.cu_seqlens, schedule.keys
+        names = (*LAYOUTS_TRIED, BALANCED) if documents is not None and keys is None else LAYOUTS_TRIED
         seqlen = schedule.layout.seqlen
         layouts = [replace(schedule.layout, name=name).cut_for(schedule.mask, seqlen) for name in names]
         tried = [replace(schedule, layout=layout) for layout in layouts]
         alike = alike or len(documents or ()) > MOST_DOCUMENTS
         # With many ranks, look for ranks without tokens only in the chosen layout: placing all documents is slow.
-        even = schedule.layout.world > MOST_ON_PAPER
+        even = schedule.layout.world > MOST_ON_PAPER and keys is None
         given = [*cuts(layouts[0], known, strategy)] if even else None
         asked = [given if layout.name == BALANCED else None for layout in layouts]
         found = [
@@ -202,7 +219,7 @@ class Planner:
             return "query"
         if groups == WHOLE and (strategy.ulysses_degree == 1 or world == 1 or not schedule.route.direct):
             partial_bytes = shape.accumulate if schedule.route.exact else shape.partial
-            return by_work_and_bytes(_smaller_traffic_model(schedule), shape, partial_bytes)
+            return by_work_and_bytes(_smaller_traffic_model(schedule), shape, partial_bytes, grad=self.grad)
         return self._best(schedule, shape, [groups]).candidate.circulate
 
     def choose_call(self, schedule: Schedule, shape: Shape) -> Prediction:
@@ -224,7 +241,7 @@ class Planner:
         if schedule.route.direct:
             return self.choose_call(schedule, shape).seconds
         forward, backward = self.timed(schedule, shape, self.choose_circulation(schedule, shape), WHOLE)
-        return self.forwards * forward.seconds + backward.seconds
+        return self.times[0] * forward.seconds + self.times[1] * backward.seconds
 
     def timed(self, schedule: Schedule, shape: Shape, circulate: str, groups: Groups) -> list[Timed]:
         """Predict a forward and a backward on any route.
@@ -233,7 +250,7 @@ class Planner:
         """
         world, direct = schedule.layout.world, schedule.route.direct
         most = MOST_ON_PAPER if direct else MOST_BY_EDGES
-        if world > max(most, groups.query):
+        if world > max(most, groups.query) and schedule.keys is None:
             return self._extended(schedule, shape, circulate, groups, min(most, STANDING))
         both = self.simulations(schedule, shape, circulate, groups)
         if direct:
@@ -285,25 +302,30 @@ class Planner:
         planner, strategy, world = self, schedule.strategy, schedule.layout.world
         if given is None:
             given = [*cuts(schedule.layout, shape, self._open(schedule))]
-        few = alike or world > MOST_ON_PAPER
+        keys = schedule.keys  # no shorter sequence represents two layouts
+        few = keys is None and (alike or world > MOST_ON_PAPER)
         layout, mask = _representative_of(schedule) if few else (schedule.layout, schedule.mask)
-        if world > MOST_ON_PAPER:
+        if world > MOST_ON_PAPER and keys is None:
             ranks, given = stand_in(given, world)
             layout, mask = shortened(layout, mask, ranks)
             planner = replace(planner, nodes=few_nodes(planner.nodes, ranks))
         circulate, by_rule = strategy.circulate, strategy.ulysses_degree == 1
 
         def predicted() -> list[list[Prediction]]:
-            traffic = TrafficModel(layout, mask.regions(layout.seqlen))
-            ways = candidates(traffic, shape, given, circulate, by_rule=by_rule, partial_bytes=shape.partial)
-            wires, times = planner.wires(layout.world), {"forwards": planner.forwards, "calls": planner.calls}
-            return predict(traffic, shape, ways, wires, **times)
+            regions = mask.regions(layout.seqlen) if keys is None else schedule.regions
+            traffic = TrafficModel(layout, regions, keys=keys)
+            options: dict[str, Any] = {"by_rule": by_rule, "partial_bytes": shape.partial, "grad": planner.grad}
+            ways = candidates(traffic, shape, given, circulate, **options)
+            wires = planner.wires(layout.world)
+            return predict(traffic, shape, ways, wires, times=planner.times, calls=planner.calls)
 
-        return remembered(self._remembered, (layout, mask, shape, circulate, by_rule, *given), predicted)
+        return remembered(self._remembered, (layout, keys, mask, shape, circulate, by_rule, *given), predicted)
 
     def _open(self, schedule: Schedule) -> Strategy:
         """Return what a schedule leaves open. Chunks of heads are a pipeline already, and cache nothing."""
         asked = schedule.strategy if schedule.route.direct else replace(schedule.strategy, chunks=0)
+        if schedule.keys is not None:  # the cache has equally many rows of queries and keys
+            asked = replace(asked, cache_qkv=False)
         if self.calls == 1:
             return asked
         cache = False if asked.cache_qkv == "auto" else asked.cache_qkv
@@ -313,7 +335,7 @@ class Planner:
 def traffic_model_of(schedule: Schedule) -> TrafficModel:
     """Return a schedule's traffic model, which the schedule caches."""
     if "traffic" not in schedule.memo:
-        schedule.memo["traffic"] = TrafficModel(schedule.layout, schedule.regions)
+        schedule.memo["traffic"] = TrafficModel(schedule.layout, schedule.regions, keys=schedule.keys)
     traffic: Any = schedule.memo["traffic"]
     return traffic
 
@@ -332,7 +354,7 @@ def _smaller_traffic_model(schedule: Schedule) -> TrafficModel:
     """
     documents, whole = schedule.mask.cu_seqlens, schedule.layout
     few = documents is None or (len(documents) <= MOST_DOCUMENTS and not whole.spreads_documents)
-    if few and whole.world <= MOST_SIMULATED:
+    if (few and whole.world <= MOST_SIMULATED) or schedule.keys is not None:
         return traffic_model_of(schedule)
     layout, mask = _representative_of(schedule)
     if layout.spreads_documents and mask.cu_seqlens is not None:  # equal documents: one represents all
@@ -353,6 +375,6 @@ def _rows_leaving(schedule: Schedule, nodes: Sequence[int]) -> dict[str, int]:
     world = min(layout.world, MOST_SIMULATED)
     if world < layout.world:
         layout = replace(layout, world=world)
-    tiles = wanted_tiles(layout, mask.regions(layout.seqlen), np.ones((world, world), bool))
+    tiles = wanted_tiles(layout, layout, mask.regions(layout.seqlen), np.ones((world, world), bool))
     count = {"direct": rows_sent_directly, "nodes": rows_sent_by_nodes, "ring": rows_sent_round}
     return {name: rows(tiles, np.array(nodes[:world])) for name, rows in count.items()}

@@ -155,11 +155,10 @@ def _of_chunks(
     """
     pairs = traffic.pairs
     query, key = (traffic.beside(chunk, groups) for chunk in (pairs.i, pairs.j))
-    runs, rows = (
-        traffic.runs(groups),
-        np.bincount(traffic.beside(np.arange(len(traffic.lengths)), groups), traffic.lengths),
-    )
-    many, last = len(runs), int(steps.step.max(initial=0)) + 1
+    stretch = traffic.beside(np.arange(traffic.parts), groups)
+    runs = {side: traffic.runs(groups, side) for side in Side}
+    rows = {side: np.bincount(stretch, traffic.lengths[side]) for side in Side}
+    many, last = len(runs[Side.KEY]), int(steps.step.max(initial=0)) + 1
     visit = (np.arange(len(steps.step))[:, None] * many + steps.user) * last + steps.step
     one = _first((visit * many + query) * many + key)  # count each pair of stretches once
     inside, beyond = one * (query == key), one * (query != key)
@@ -170,10 +169,14 @@ def _of_chunks(
     counts = [np.bincount(which.ravel(), each.ravel()) for each in (by_query, by_key)]
     queries_alone = (counts[0] <= counts[1])[which]
     tiles = np.where(queries_alone, by_query, by_key)
-    launches = by_step((inside + tiles) * np.maximum(runs[query], runs[key])) + by_step(pairs.tiles - 1)
+    launches = by_step((inside + tiles) * np.maximum(runs[Side.QUERY][query], runs[Side.KEY][key])) + by_step(
+        pairs.tiles - 1
+    )
     here = [np.minimum(by_step(these), 1) for these in (steps.new_query, steps.new_key & ~steps.new_query)]
     met = {Side.QUERY: np.where(queries_alone, by_query, beyond), Side.KEY: np.where(queries_alone, beyond, by_key)}
-    folded = {side: by_step((inside + met[side]) * rows[each]) for side, each in zip(Side, (query, key), strict=True)}
+    folded = {
+        side: by_step((inside + met[side]) * rows[side][each]) for side, each in zip(Side, (query, key), strict=True)
+    }
     return launches, np.minimum(here[0] + here[1], 1), folded
 
 

@@ -89,13 +89,19 @@ class Steps:
 
 
 class TrafficModel:
-    """One layout under one mask. With ``chunks`` > 1 each owner has that many chunks instead of a shard."""
+    """One layout under one mask. With ``chunks`` > 1 each owner has that many chunks instead of a shard.
 
-    def __init__(self, layout: Layout, regions: np.ndarray, *, chunks: int = 1) -> None:
+    Args:
+        keys: the keys' layout, if it is not the queries'.
+    """
+
+    def __init__(self, layout: Layout, regions: np.ndarray, *, keys: Layout | None = None, chunks: int = 1) -> None:
         self.layout, self.regions, self.world, self.chunks = layout, regions, layout.world, chunks
-        self.cut = in_chunks(layout, chunks)
-        self.lengths = np.array(self.cut.lengths)
-        self._table = region_tiles(self.cut, regions)
+        self.keys, self.layouts = keys, {Side.QUERY: layout, Side.KEY: keys or layout}
+        self.cuts = {side: in_chunks(one, chunks) for side, one in self.layouts.items()}
+        self.lengths = {side: np.array(cut.lengths) for side, cut in self.cuts.items()}
+        self.parts = self.world * chunks  # shards, or their chunks
+        self._table = region_tiles(self.cuts[Side.QUERY], self.cuts[Side.KEY], regions)
         self._rows: dict[tuple[int, Side], tuple[np.ndarray, np.ndarray, Union]] = {}
         self._finer: dict[int, TrafficModel] = {}
 
@@ -104,7 +110,9 @@ class TrafficModel:
         if groups.chunk_count == self.chunks:
             return self
         if groups.chunk_count not in self._finer:
-            self._finer[groups.chunk_count] = TrafficModel(self.layout, self.regions, chunks=groups.chunk_count)
+            self._finer[groups.chunk_count] = TrafficModel(
+                self.layout, self.regions, keys=self.keys, chunks=groups.chunk_count
+            )
         return self._finer[groups.chunk_count]
 
     def owner(self, chunk: np.ndarray) -> np.ndarray:
@@ -119,7 +127,7 @@ class TrafficModel:
     def pairs(self) -> Pairs:
         """The pairs of shards, with their areas and numbers of rows."""
         i, j, region, q0, q1, k0, k1, lo, hi = self._table.T
-        code, at = np.unique(i * self.cut.world + j, return_inverse=True)
+        code, at = np.unique(i * self.parts + j, return_inverse=True)
 
         def total(values: np.ndarray) -> np.ndarray:
             return np.bincount(at, values, minlength=len(code)).astype(np.int64)
@@ -128,7 +136,7 @@ class TrafficModel:
         area = band_area(rows, columns, lo, hi)
         apart = np.unique(np.stack([at, region]), axis=1)[0] if len(code) < len(at) else at
         return Pairs(
-            *np.divmod(code, self.cut.world),
+            *np.divmod(code, self.parts),
             total(area),
             total(rows * (1 * (lo > 1 - columns) + (hi < rows - 1))),
             total(rows * columns - area),
@@ -139,13 +147,13 @@ class TrafficModel:
 
     @cached_property
     def segments(self) -> float:
-        """Mean number of segments per shard, over some ranks."""
+        """Mean number of segments per shard of queries, over some ranks."""
         ranks = range(0, self.world, -(-self.world // 8))
         return max(1.0, sum(len(self.layout.segments(rank)) for rank in ranks) / len(ranks))
 
-    def runs(self, groups: Groups) -> np.ndarray:
+    def runs(self, groups: Groups, side: Side) -> np.ndarray:
         """Count the runs of consecutive positions in chunks that a sequence group sends together: [R * chunks]."""
-        chunk, _, first, length, stride = self.cut.table(range(self.cut.world)).T
+        chunk, _, first, length, stride = self.cuts[side].table(range(self.parts)).T
         beside = self.beside(chunk, groups)
         order = np.lexsort([first, beside])
         beside, first, length, stride = (x[order] for x in (beside, first, length, stride))
@@ -161,7 +169,7 @@ class TrafficModel:
     def _order(self, side: Side) -> np.ndarray:
         """Return the permutation of pairs from the order (own, other) to (query owner, key owner)."""
         own, other, _ = self._by_context(1, side)
-        return np.argsort(own * self.cut.world + other if side is Side.QUERY else other * self.cut.world + own)
+        return np.argsort(own * self.parts + other if side is Side.QUERY else other * self.parts + own)
 
     def _by_context(self, size: int, side: Side) -> tuple[np.ndarray, np.ndarray, Union]:
         """Return chunks of a side, the other side's sequence groups, and the rows that each such pair needs.
@@ -169,7 +177,7 @@ class TrafficModel:
         ``size``: number of ranks per sequence group. With 1, the other side is by chunks.
         """
         if (size, side) not in self._rows:
-            contexts = self.cut.world if size == 1 else self.world // size
+            contexts = self.parts if size == 1 else self.world // size
             if size == 1:
                 own, first = (self._table[:, 0], 3) if side is Side.QUERY else (self._table[:, 1], 5)
                 other = self._table[:, 1] if side is Side.QUERY else self._table[:, 0]
@@ -188,7 +196,7 @@ class TrafficModel:
         own, other, union = self._by_context(groups.query, side)
         mine = groups.context(self.owner(own))
         user = inner(mine, other) if side is Side.QUERY else inner(other, mine)
-        rows = np.zeros((self.cut.world, contexts), np.int64)
+        rows = np.zeros((self.parts, contexts), np.int64)
         if (user == other).all():
             rows[own, user] = union.counts
         else:
@@ -263,13 +271,13 @@ class TrafficModel:
         if steps is None:
             return np.zeros((1, 1, contexts), np.int64)
         own = self.pairs.i if side is Side.QUERY else self.pairs.j
-        last = np.full((len(steps.step), self.cut.world * contexts), -1, np.int64)
+        last = np.full((len(steps.step), self.parts * contexts), -1, np.int64)
         code = own * contexts + steps.user
         order = np.argsort(code, kind="stable")
         keys, first = np.unique(code[order], return_index=True)
         if len(keys):
             last[:, keys] = np.maximum.reduceat(steps.step[:, order], first, axis=1)
-        return last.reshape(-1, self.cut.world, contexts)[self.example(groups)]
+        return last.reshape(-1, self.parts, contexts)[self.example(groups)]
 
     def example(self, groups: Groups) -> np.ndarray:
         """Return the index in :meth:`sampled` of the head group that represents each head group."""
@@ -284,9 +292,9 @@ class _Side:
         self, traffic: TrafficModel, shape: Shape, inner: Assignment, groups: Groups, direction: Direction, side: Side
     ) -> None:
         self.shape, self.groups, self.direction, self.side = shape, groups, direction, side
-        self.lengths, self.world, self.chunks = traffic.lengths, traffic.world, traffic.chunks
+        self.lengths, self.world, self.chunks = traffic.lengths[side], traffic.world, traffic.chunks
         contexts = np.arange(self.world // groups.query)
-        chunks = np.arange(traffic.cut.world)[:, None]
+        chunks = np.arange(traffic.parts)[:, None]
         self.owner, self.turn, self.context = traffic.owner(chunks), traffic.turn(chunks, direction), contexts
         self.home = groups.context(self.owner)
         self.user = groups.cache_owner(np.arange(groups.query)[:, None, None], contexts)

@@ -31,11 +31,16 @@ class RunExchange:
         own: this rank's runs, in local order.
 
     Raises:
-        ValueError: the plan's layout separates neighbouring tokens; on every rank.
+        ValueError: the plan's layout separates neighbouring tokens, or the plan has ``keys``; on every rank.
     """
 
     def __init__(self, plan: Plan) -> None:
         with plan.agreement.entering("a recurrent layer"):
+            if plan.schedule.keys is not None:
+                raise ValueError(
+                    "a recurrent layer can't use a plan with keys: its state of the earlier tokens is unknown; use a "
+                    "plan of the whole sequence"
+                )
             self.runs = runs_of(plan.schedule.layout, plan.mask.cu_seqlens, plan.rank)
         self.own = [self.runs.every[n] for n in self.runs.own]
         self._plan = plan

@@ -14,9 +14,10 @@ from ..attention.entry import burst_attention
 from ..attention.hardware import shape_of
 from ..attention.plan import Plan, make_plan
 from ..kernels.contract import Kernel
+from ..plan.layout import Layout
 from ..plan.mask import Mask
 from ..plan.strategy import CacheOrAuto, ChunksOrAuto, DegreeOrAuto, Strategy
-from .oracle import Gradients, attend, torch_attention
+from .oracle import Gradients, attend, seen_of, torch_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,7 @@ class Case:
     """One call to check.
 
     ``logits`` multiplies the scores, which ``softcap`` caps. ``sinks`` adds a sink to each head. ``dlse`` says whether
-    the lse gets a gradient too.
+    the lse gets a gradient too. With ``keys``, ``seqlen`` counts queries, from position ``query_offset`` on.
     """
 
     seqlen: int = 512
@@ -48,6 +49,8 @@ class Case:
     sinks: bool = False
     seed: int = 0
     device: str = "cpu"
+    keys: Layout | None = None
+    query_offset: int = 0
 
     @property
     def strategy(self) -> Strategy:
@@ -62,9 +65,9 @@ class Case:
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=make, dtype=torch.float64)
 
-        batch, s = self.batch, self.seqlen
+        batch, s, keys = self.batch, self.seqlen, self.seqlen if self.keys is None else self.keys.stop
         q = normal(batch, self.q_heads, s, self.head_dim) * self.logits
-        k, v = normal(batch, self.kv_heads, s, self.head_dim), normal(batch, self.kv_heads, s, value_dim)
+        k, v = normal(batch, self.kv_heads, keys, self.head_dim), normal(batch, self.kv_heads, keys, value_dim)
         dout, dlse = normal(batch, self.q_heads, s, value_dim), normal(batch, self.q_heads, s)
         cast = {name: x.to(self.device, self.dtype) for name, x in (("q", q), ("k", k), ("v", v), ("dout", dout))}
         wide = torch.promote_types(self.dtype, torch.float32)
@@ -137,7 +140,7 @@ def relative_max(actual: Tensor, expected: Tensor, scale: Tensor) -> float:
 
 def distributed_call(case: Case, plan: Plan, inputs: dict[str, Tensor]) -> Gradients:
     """Run the call on this rank; return its shards of out, lse, dq, dk and dv."""
-    q, k, v, dout, dlse = (plan.shard(inputs[name], 2) for name in ("q", "k", "v", "dout", "dlse"))
+    q, k, v, dout, dlse = (_shard(plan, name, inputs[name]) for name in ("q", "k", "v", "dout", "dlse"))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     sinks = inputs["sinks"].requires_grad_() if case.sinks else None
     options: dict[str, Any] = {"softcap": case.softcap, "sinks": sinks, "kernel": case.kernel}
@@ -151,15 +154,23 @@ def distributed_call(case: Case, plan: Plan, inputs: dict[str, Tensor]) -> Gradi
     return replace(found, dsinks=whole.to(sinks))
 
 
+def _shard(plan: Plan, name: str, x: Tensor) -> Tensor:
+    """Return this rank's part of a global tensor with this name."""
+    if name == "dsinks":
+        return x
+    return plan.shard_keys(x, 2) if name in ("k", "v", "dk", "dv") else plan.shard(x, 2)
+
+
 def compare(case: Case, plan: Plan) -> list[Row]:
     """Compare this rank's shards with the oracle. Every rank of the plan's group must call it."""
     inputs = case.inputs()
     actual = distributed_call(case, plan, inputs)
     dlse = inputs["dlse"] if case.dlse else None
+    offset = case.query_offset
     arguments = (inputs["q"], inputs["k"], inputs["v"], plan.mask)
     cap, sinks = case.softcap, inputs.get("sinks")
-    oracle = attend(*arguments, dout=inputs["dout"], dlse=dlse, softcap=cap, sinks=sinks)
-    expected = {name: x if name == "dsinks" else plan.shard(x, 2) for name, x in oracle.items()}
+    oracle = attend(*arguments, dout=inputs["dout"], dlse=dlse, softcap=cap, sinks=sinks, query_offset=offset)
+    expected = {name: _shard(plan, name, x) for name, x in oracle.items()}
     # A gradient can be 0 by cancellation (one key has all the weight). Measure its error relative to dout instead.
     floor = 0.05 * inputs["dout"].double().norm().item()
     if case.dtype in (torch.float64, torch.float32):
@@ -168,8 +179,8 @@ def compare(case: Case, plan: Plan) -> list[Row]:
         return [Row(name, plan.rank, "relative L2", error, bound) for name, error in errors.items()]
     if case.softcap is not None or case.sinks:
         raise ValueError(f"dtype={case.dtype} with softcap or sinks: no kernel of PyTorch gives a bound; use float32")
-    stock = dict(torch_attention(*arguments, dout=inputs["dout"]).items())
-    plain = dict(attend(*arguments, dout=inputs["dout"]).items())
+    stock = dict(torch_attention(*arguments, dout=inputs["dout"], query_offset=offset).items())
+    plain = dict(attend(*arguments, dout=inputs["dout"], query_offset=offset).items())
     whole = dict(oracle.items())
     return [_half_row(case, plan, name, x, whole, stock, plain) for name, x in actual.items()]
 
@@ -187,15 +198,15 @@ def _half_row(
 
     That error is the larger of two: over the whole tensor, and over this rank's rows, which may be few and harder.
     """
-    expected = plan.shard(oracle[name], 2)
+    expected = _shard(plan, name, oracle[name])
     exact = _kernel(case).exact_partials(case.dtype)
     if name == "lse":  # in fp32; stock kernels use a less accurate exponential for bf16 and fp16
         return Row(name, plan.rank, "relative L2", relative_l2(actual, expected), 1e-5 if exact else 5e-5)
-    blind = torch.from_numpy(~plan.mask.dense(plan.seqlen).any(1)).to(actual.device)
+    blind = ~seen_of(plan.mask, oracle["out"], oracle["dk"], case.query_offset).any(1).to(actual.device)
     theirs, truth = (x[name].double().clone() for x in (stock, plain))
     if name in ("out", "dq"):  # stock kernels give NaN where a query sees nothing
         theirs[:, :, blind], truth[:, :, blind] = 0.0, 0.0
-    here = (plan.shard(theirs, 2), plan.shard(truth, 2))
+    here = (_shard(plan, name, theirs), _shard(plan, name, truth))
     stock_error = max(relative_l2(theirs, truth), relative_l2(*here) if here[0].numel() else 0.0)
     if exact:
         if name in _rounded_on_wire(case, plan):  # rounded once more than a stock kernel's result
@@ -230,7 +241,7 @@ def _rounded_on_wire(case: Case, plan: Plan) -> tuple[str, ...]:
     if groups.query > 1 and groups.query == plan.world:
         return ("dk", "dv") if groups.key < groups.query else ()
     both = ("out", "dq", "dk", "dv")
-    rounded = {"query": ("dq",), "key-value": ("dk", "dv"), "nearest": both, "blocks": both}[circulate]
+    rounded = {"query": ("dq",), "key-value": ("dk", "dv"), "pass-query": ("out", "dq")}.get(circulate, both)
     return (*rounded, "dk", "dv") if groups.key < groups.query else rounded
 
 
@@ -241,7 +252,8 @@ def check(case: Case | None = None, *, group: Any = None, timeout: float | None 
     report; print ``report.table()`` with a rich console on one of them.
     """
     case = case or Case()
-    plan = make_plan(case.seqlen, mask=case.mask, strategy=case.strategy, group=group, timeout=timeout)
+    over: dict[str, Any] = {"keys": case.keys, "query_offset": case.query_offset}
+    plan = make_plan(case.seqlen, mask=case.mask, **over, strategy=case.strategy, group=group, timeout=timeout)
     mine = compare(case, plan)
     figures = [figure for row in mine for figure in (row.error, row.bound)]
     rows = [
@@ -250,7 +262,10 @@ def check(case: Case | None = None, *, group: Any = None, timeout: float | None 
         for n, row in enumerate(mine)
     ]
     kernel = _kernel(case).name
-    title = f"{plan.world} ranks, S={case.seqlen}, {case.mask}, {case.layout}, {plan.route}, {kernel}, {case.dtype}"
+    keys = "" if case.keys is None else f" from {case.query_offset} over {case.keys.lengths} keys"
+    title = (
+        f"{plan.world} ranks, S={case.seqlen}{keys}, {case.mask}, {case.layout}, {plan.route}, {kernel}, {case.dtype}"
+    )
     if case.ulysses_degree != 1:
         title += f", ulysses_degree={case.ulysses_degree}, cache_qkv={case.cache_qkv}, chunks={case.chunks}"
     return Report(title, tuple(rows))

@@ -42,15 +42,17 @@ def dense_attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    query_offset: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Return differentiable (out, lse) of q [B, Hq, S, D], k [B, Hkv, S, D], v [B, Hkv, S, Dv] in their dtype.
+    """Return differentiable (out, lse) of q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv] in their dtype.
 
-    A query that sees nothing gets out 0 and lse -inf. ``sinks`` [Hq] are the logits of a last column without a value.
+    Queries have positions ``query_offset`` to ``query_offset`` + Sq - 1, keys 0 to Sk - 1. A query that
+    sees nothing gets out 0 and lse -inf. ``sinks`` [Hq] are the logits of a last column without a value.
     """
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    seen = torch.from_numpy(mask.dense(q.shape[2])).to(q.device)
+    seen = seen_of(mask, q, k, query_offset)
     blind = ~seen.any(-1)
     scores = q @ k.mT * scale
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
@@ -75,22 +77,38 @@ def attend(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    query_offset: int = 0,
 ) -> Gradients:
     """Compute dense attention in fp64, with gradients if ``dout`` or ``dlse`` is given."""
     given = (q, k, v) if sinks is None else (q, k, v, sinks)
     q, k, v, *rest = leaves = tuple(x.detach().double().requires_grad_() for x in given)
-    out, lse = dense_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=rest[0] if rest else None)
+    sinks = rest[0] if rest else None
+    out, lse = dense_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, query_offset=query_offset)
     return _with_gradients(leaves, out, lse, dout, dlse)
 
 
+def seen_of(mask: Mask, q: Tensor, k: Tensor, query_offset: int = 0) -> Tensor:
+    """Return which keys each query sees, bool [Sq, Sk]."""
+    last = query_offset + q.shape[2]
+    seen = mask.dense(max(last, k.shape[2]))[query_offset:last, : k.shape[2]]
+    return torch.from_numpy(seen).to(q.device)
+
+
 def torch_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, dout: Tensor, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    *,
+    dout: Tensor,
+    scale: float | None = None,
+    query_offset: int = 0,
 ) -> Gradients:
     """Run PyTorch's own kernel on one device in the tensors' dtype. Its error sets the bound for that dtype."""
     q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
     seen = None
-    if mask != Mask():
-        seen = torch.from_numpy(mask.dense(q.shape[2])).to(q.device)
+    if mask != Mask() or query_offset or q.shape[2] != k.shape[2]:
+        seen = seen_of(mask, q, k, query_offset)
     # On a GPU, masks with grouped queries may select a kernel that computes in fp32; its error is too small a bound.
     groups = q.shape[1] // k.shape[1]
     keys, values = (x.repeat_interleave(groups, 1) if q.is_cuda else x for x in (k, v))

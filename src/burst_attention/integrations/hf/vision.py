@@ -210,7 +210,7 @@ def _cut(plan: Plan, given: dict[str, Any]) -> dict[str, Any]:
         ValueError: an argument is not among those that are known.
     """
     embeds, positions = given.pop("inputs_embeds"), given.pop("position_ids")
-    at = plan.positions.to(embeds.device)
+    at = torch.from_numpy(plan.schedule.layout.places(plan.rank)).to(embeds.device)
     shard = {"inputs_embeds": embeds.index_select(1, at)}
     shard["position_ids"] = positions.index_select(positions.dim() - 1, at.to(positions.device))
     for name in _PER_TOKEN:
