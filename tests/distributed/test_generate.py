@@ -1,0 +1,224 @@
+"""Generate over ranks: the tokens and logits of one process with transformers' own cache."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from burst_attention import ExchangeError
+from burst_attention.inference import ShardedCache
+from burst_attention.integrations import hf
+from burst_attention.testing import WorkerPool
+from tests.support.generating import alone, check_equal, generate, ids_of, model_of, over_ranks
+
+MODELS = ("llama", "qwen3", "mistral", "gemma3", "gpt_oss")
+NEW = 12
+
+
+@pytest.mark.parametrize("count", [1, 7, 1_000])
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_and_logits_equal_one_process(name, count):
+    ids = ids_of(count)
+    expected = alone(name, ids, max_new_tokens=NEW)
+    for world in (1, 2, 3):
+        outs = over_ranks(name, world, lambda model, cache: generate(model, cache, ids, max_new_tokens=NEW))
+        check_equal(outs, expected)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MODELS)
+def test_two_hundred_tokens(name):
+    """Pages of several ranks are full then, and windows have dropped all of the prompt."""
+    ids = ids_of(100)
+    expected = alone(name, ids, max_new_tokens=200)
+    check_equal(over_ranks(name, 3, lambda *both: generate(*both, ids, max_new_tokens=200)), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_a_long_prompt(name):
+    ids = ids_of(20_000)
+    expected = alone(name, ids, max_new_tokens=NEW)
+    check_equal(over_ranks(name, 4, lambda *both: generate(*both, ids, max_new_tokens=NEW)), expected)
+
+
+def padded(lengths):
+    """Return ids and a mask of rows with these many tokens, padded in front."""
+    ids = ids_of(max(lengths), len(lengths))
+    mask = torch.stack([(torch.arange(max(lengths)) >= max(lengths) - n).long() for n in lengths])
+    return ids * mask, mask
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("lengths", [(200, 131, 7), (9, 3, 1)])
+def test_a_batch_of_different_lengths(name, lengths):
+    ids, mask = padded(lengths)
+    expected = alone(name, ids, attention_mask=mask, max_new_tokens=NEW)
+    for world in (1, 3):
+        use = lambda *both: generate(*both, ids, attention_mask=mask, max_new_tokens=NEW)  # noqa: E731
+        check_equal(over_ranks(name, world, use), expected)
+
+
+SAMPLED = {"do_sample": True, "top_k": 5, "temperature": 1.3, "max_new_tokens": NEW}
+
+
+def sampled_here(seed_of_others=3):
+    """Return the sampled tokens of this process's rank, or the text of its error."""
+    model = hf.parallelize(copy.deepcopy(model_of("llama")), timeout=10)
+    torch.manual_seed(3 if dist.get_rank() == 0 else seed_of_others)
+    try:
+        return generate(model, ShardedCache(model.config, timeout=10), ids_of(80), **SAMPLED).sequences
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_seed_gives_one_text_at_every_world(pools, world):
+    greedy = alone("llama", ids_of(80), max_new_tokens=NEW).sequences
+    torch.manual_seed(3)
+    expected = alone("llama", ids_of(80), **SAMPLED).sequences
+    assert not torch.equal(expected, greedy)
+    assert all(torch.equal(each, expected) for each in pools(world).run(sampled_here))
+
+
+def test_other_seeds_are_refused(pools):
+    for text in pools(2).run(sampled_here, 4):
+        assert text.startswith("DisagreementError") and "torch.manual_seed(seed)" in text
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_turns_continue_the_cache(name):
+    """The second turn is short, the third is long enough for several steps."""
+    first, second, third = ids_of(90), ids_of(5), ids_of(150)
+
+    def turns(run):
+        said = run(first).sequences
+        said = run(torch.cat([said, second], 1)).sequences
+        return run(torch.cat([said, third], 1))
+
+    for world in (1, 3):
+        expected = turns(lambda ids: alone(name, ids, max_new_tokens=NEW))  # without a cache between turns
+        outs = over_ranks(
+            name, world, lambda model, cache: turns(lambda ids: generate(model, cache, ids, max_new_tokens=NEW))
+        )
+        check_equal(outs, expected)
+
+
+def test_each_rank_holds_its_share():
+    ids = ids_of(1_000)
+
+    def use(model, cache):
+        generate(model, cache, ids, max_new_tokens=150)
+        return [len(layer.held) for layer in cache.sharded], cache.nbytes(), cache.transport.sent
+
+    (wide, bytes_of, sent), *others = over_ranks("gemma3", 3, use)
+    counts = [wide[1], *(held[1] for held, *_ in others)]
+    assert sum(counts) == 1_149 and max(counts) - min(counts) <= 65
+    assert sum([wide[0], *(held[0] for held, *_ in others)]) <= 6 + 3 * 64 + 64, "a window keeps old tokens"
+    assert {sent, *(each for *_, each in others)} == {2 * 2 * 150 * 4 * (8 + 1) * 4}, "bytes: ranks, layers, tokens"
+    assert bytes_of > 0
+
+
+def test_a_model_without_ranks_is_refused():
+    cache = ShardedCache(model_of("llama").config)
+    with pytest.raises(ValueError, match="not parallelized"):
+        model_of("llama", "eager").generate(ids_of(3), past_key_values=cache, max_new_tokens=2)
+
+
+REFUSED = {
+    "num_beams=3": {"num_beams": 3},
+    "assistant_model=LlamaForCausalLM": {"assistant_model": "itself"},
+    "prompt_lookup_num_tokens=2": {"prompt_lookup_num_tokens": 2},
+    "cache_implementation='static'": {"cache_implementation": "static"},
+    "prefill_chunk_size=4": {"prefill_chunk_size": 4},
+    "more than the model's max_position_embeddings=32768": {"inputs": torch.ones(1, 32_769, dtype=torch.int64)},
+    "the prompt is empty": {"inputs": torch.ones(1, 0, dtype=torch.int64)},
+    "outside of the model's vocabulary": {"inputs": torch.full((1, 3), 64)},
+    "zeros behind or between tokens": {"attention_mask": torch.tensor([[1, 0, 1, 1, 1]])},
+    "inputs_embeds": {"inputs_embeds": torch.zeros(1, 5, 32)},
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_every_rank_refuses(text):
+    def use(model, cache):
+        asked = dict(REFUSED[text])
+        asked |= {"assistant_model": model} if "assistant_model" in asked else {}
+        ids = asked.pop("inputs", ids_of(5))
+        with pytest.raises(ValueError) as caught:
+            generate(model, cache, ids, max_new_tokens=2, **asked)
+        out = generate(model, ShardedCache(model.config, cache.group), ids_of(5), max_new_tokens=2)
+        return str(caught.value), out
+
+    outs = over_ranks("llama", 2, use)
+    assert all(text in said for said, _ in outs)
+    check_equal([out for _, out in outs], alone("llama", ids_of(5), max_new_tokens=2))
+
+
+def test_ranks_with_other_prompts_disagree():
+    def use(model, cache):
+        with pytest.raises(ValueError) as caught:
+            generate(model, cache, ids_of(70 + cache.transport.rank), max_new_tokens=2)
+        return str(caught.value)
+
+    assert all("the digest of input_ids: rank 0 has" in text for text in over_ranks("llama", 2, use))
+
+
+@pytest.mark.parametrize("other", ["qwen3", "other weights", "other batch"])
+def test_the_cache_of_another_model_is_refused(other):
+    def use(model, cache):
+        if other == "qwen3":
+            cache = ShardedCache(model_of("qwen3").config, cache.group)
+        else:
+            generate(model, cache, ids_of(5), max_new_tokens=2)
+        if other == "other weights":
+            model = copy.deepcopy(model)
+            model.lm_head.weight.data += 1
+        with pytest.raises(ValueError) as caught:
+            generate(model, cache, ids_of(9, 2 if other == "other batch" else 1), max_new_tokens=2)
+        return str(caught.value)
+
+    expected = "continues the rows" if other == "other batch" else "the cache of another model"
+    assert all(expected in text for text in over_ranks("llama", 2, use))
+
+
+class _Dies:
+    """A streamer that ends its process after some tokens."""
+
+    def __init__(self, tokens):
+        self.left = tokens
+
+    def put(self, value):
+        self.left -= 1
+        if self.left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def end(self):
+        pass
+
+
+def dies_while_decoding():
+    """Rank 1 ends after 3 tokens; return the other ranks' error and its seconds."""
+    model = hf.parallelize(copy.deepcopy(model_of("llama")), timeout=5)
+    cache, streamer = ShardedCache(model.config, timeout=5), _Dies(4) if dist.get_rank() == 1 else None
+    started = time.monotonic()
+    try:
+        generate(model, cache, ids_of(80), max_new_tokens=50, streamer=streamer)
+    except ExchangeError as error:
+        return str(error), time.monotonic() - started
+    return "no error", 0.0
+
+
+def test_a_rank_that_is_killed_is_named_in_time():
+    with WorkerPool(3, timeout=30) as pool:
+        results, errors, lost = pool.gather(dies_while_decoding, timeout=60)
+    assert set(lost) == {1} and not errors
+    for text, seconds in results.values():
+        assert "rank" in text and "down" in text and seconds < 20
+    assert any("rank 1" in text for text, _ in results.values())
