@@ -188,6 +188,85 @@ def test_the_cache_of_another_model_is_refused(other):
     assert all(expected in text for text in over_ranks("llama", 2, use))
 
 
+@pytest.mark.parametrize(("name", "lengths"), [("gemma3", (150, 90)), ("mistral", (70,))])
+def test_a_saved_cache_serves_any_number_of_ranks(tmp_path, name, lengths):
+    ids, mask = padded(lengths)
+    first = alone(name, ids, attention_mask=mask, max_new_tokens=70).sequences
+    longer = torch.cat([mask, torch.ones(len(mask), first.shape[1] - mask.shape[1], dtype=mask.dtype)], 1)
+    expected = alone(name, first, attention_mask=longer, max_new_tokens=NEW)
+
+    def save(model, cache):
+        generate(model, cache, ids, attention_mask=mask, max_new_tokens=70)
+        cache.save(tmp_path / "cache")
+
+    def load(model, cache):
+        loaded = ShardedCache.load(tmp_path / "cache", model.config, cache.group)
+        return generate(model, loaded, first, attention_mask=longer, max_new_tokens=NEW)
+
+    over_ranks(name, 3, save)
+    for world in (1, 2, 4):
+        check_equal(over_ranks(name, world, load), expected)
+
+
+ALTERED = {
+    "no cache.json": lambda folder: (folder / "cache.json").unlink(),
+    "cache.json was altered": lambda folder: replace(folder / "cache.json", b'"length": 6', b'"length": 5'),
+    "cache.json was altered or is cut off": lambda folder: cut(folder / "cache.json"),
+    "rank-00001.safetensors has": lambda folder: cut(folder / "rank-00001.safetensors"),
+    "rank-00001.safetensors was altered": lambda folder: flip(folder / "rank-00001.safetensors"),
+    "rank-00000.safetensors is missing": lambda folder: (folder / "rank-00000.safetensors").unlink(),
+}
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def replace(path, old, new):
+    content = path.read_bytes()
+    assert old in content
+    path.write_bytes(content.replace(old, new))
+
+
+@pytest.mark.parametrize("text", ALTERED)
+def test_an_altered_folder_is_refused(tmp_path, text):
+    folder = tmp_path / "cache"
+
+    def save(model, cache):
+        generate(model, cache, ids_of(66), max_new_tokens=2)
+        cache.save(folder)
+
+    def load(model, cache):
+        with pytest.raises(ValueError) as caught:
+            ShardedCache.load(folder, model.config, cache.group)
+        return str(caught.value)
+
+    over_ranks("llama", 2, save)
+    ALTERED[text](folder)
+    assert all(text in said for said in over_ranks("llama", 2, load))
+
+
+def test_a_folder_of_another_model_is_refused(tmp_path):
+    def save(model, cache):
+        generate(model, cache, ids_of(5), max_new_tokens=2)
+        cache.save(tmp_path / "cache")
+        with pytest.raises(ValueError, match="not empty"):
+            cache.save(tmp_path / "cache")
+
+    def load(model, cache):
+        with pytest.raises(ValueError, match="cache of another model"):
+            ShardedCache.load(tmp_path / "cache", model.config, cache.group)
+
+    over_ranks("llama", 2, save)
+    over_ranks("mistral", 2, load)
+
+
 class _Dies:
     """A streamer that ends its process after some tokens."""
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,12 @@ from burst_attention.attention.batch import Reach
 from burst_attention.attention.dealt import attend_dealt
 from burst_attention.attention.plan import Plan
 from burst_attention.comm.link import connect, resolve_group, resolve_timeout
+from burst_attention.integrations.hf.cached import digest_text
 from burst_attention.integrations.hf.checks import UNSTATED
 from burst_attention.integrations.hf.dealt import DealtCache, Step
 from burst_attention.integrations.hf.models import layer_windows
 
+from . import files
 from .layer import ShardedLayer, shown_reach
 from .slots import NO_HOLE, Hole, own_slots, seen_keys
 
@@ -90,6 +93,71 @@ class ShardedCache(DealtCache):
         """Forget all tokens, on this rank; call it on every rank."""
         super().reset()
         self.holes, self.failure, self._filling = [], None, None
+
+    def save(self, folder: str | Path) -> None:
+        """Write the cache to a folder that all ranks share. Every rank must call it.
+
+        Raises:
+            ValueError: the folder is not empty, or the cache is, or it failed before; on every rank.
+        """
+        path = Path(folder)
+        with self.agreement.entering("save"):
+            if self.failure is not None or not self.length:
+                raise ValueError(f"the cache is empty or failed ({self.failure}); generate with it before you save it")
+            if path.exists() and (not path.is_dir() or any(path.iterdir())):
+                raise ValueError(f"folder={str(folder)!r} exists and is not empty; pass a new folder")
+        self.agreement.agree("save", self.describe())
+        with self.agreement.entering("the end of save"):
+            path.mkdir(parents=True, exist_ok=True)
+            own = files.write_rank(path, self.transport.rank, self.sharded)
+        every = self.agreement.agree("the end of save", {}, own)
+        with self.agreement.entering("the manifest of a cache"):
+            if self.transport.rank == 0:
+                content = {"model": self.model, "weights": self.weights, "length": self.length, "holes": self.holes}
+                files.write_manifest(path, {**content, "files": every})
+        self.agreement.agree("the manifest of a cache", {})
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | Path,
+        config: PreTrainedConfig,
+        group: Any = None,
+        *,
+        timeout: float | timedelta | None = None,
+    ) -> ShardedCache:
+        """Read a cache that any number of ranks saved. Every rank must call it.
+
+        Args:
+            folder: where :meth:`save` wrote it.
+            config, group, timeout: as for the class.
+
+        Raises:
+            ValueError: the folder is incomplete, truncated or altered, or holds another model's cache; on every rank.
+        """
+        cache, path = cls(config, group, timeout=timeout), Path(folder)
+        rank, world = cache.transport.rank, cache.transport.world
+        with cache.agreement.entering("load"):
+            content = files.read_manifest(path)
+            cache.check_description(content["model"])
+            files.check_files(path, content["files"][rank::world])
+            cache.weights, cache.holes = content["weights"], [(first, stop) for first, stop in content["holes"]]
+        cache.agreement.agree("load", {"the cache in the folder": digest_text(content)})
+        with cache.agreement.entering("the end of load"):
+            files.read_layers(path, content["files"], cache.sharded, rank=rank, world=world)
+            for layer in cache.sharded:
+                layer.length = content["length"]
+        cache.agreement.agree("the end of load", cache.describe())
+        return cache
+
+    def check_description(self, other: dict[str, Any]) -> None:
+        """Refuse another model's description."""
+        for name, value in other.items():
+            if self.model.get(name) != value:
+                raise ValueError(
+                    f"the cache of another model: {name} is {value} there, and {self.model.get(name)} in this one; "
+                    "pass the configuration of the model that filled the cache"
+                )
 
     def check(self, model: Any, base: Plan, weights: Callable[[], str]) -> None:
         """Refuse a model of another configuration or with other weights, and a model over another group."""
