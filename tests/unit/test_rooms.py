@@ -34,7 +34,7 @@ ROOMS: dict[str, set[str]] = {
     "integrations": {"attention", "comm", "loss", "memory", "plan", "recurrence"},
     "inference": {"attention", "comm", "integrations", "plan"},
     "compat": {"attention", "plan", "planner", "comm", "integrations"},
-    "cli": {"", "plan", "planner", "attention", "kernels", "launch", "testing"},
+    "cli": {"", "plan", "planner", "attention", "inference", "integrations", "kernels", "launch", "testing"},
 }
 TRAIN_ROOMS: dict[str, set[str]] = {
     "checked": set(),
@@ -64,7 +64,7 @@ THIRD_PARTIES: dict[str, set[str]] = {
     "burst_attention/compat": {"transformers"},
     "burst_attention/launch": {"rich"},
     "burst_attention/testing": {"*rich"},
-    "burst_attention/cli": {"rich", "tyro"},
+    "burst_attention/cli": {"rich", "tyro", "*transformers"},
     "burst_train": {
         NAME,
         "transformers",

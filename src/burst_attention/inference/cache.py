@@ -69,7 +69,7 @@ class ShardedCache(DealtCache):
         reaches = _reaches(text)
         self.sharded = [ShardedLayer(reach) for reach in reaches]
         super().__init__(layers=[*self.sharded])
-        self.prefill_chunk = None
+        self.prefill_sent = 0  # payload bytes that this rank sent in prefills
         self.group = resolve_group(group)
         self.transport, self.agreement = connect(self.group, resolve_timeout(timeout))
         self.model = describe_model(text, reaches)
@@ -88,6 +88,14 @@ class ShardedCache(DealtCache):
     def nbytes(self) -> int:
         """Return the bytes of keys and values on this rank."""
         return sum(layer.nbytes() for layer in self.sharded)
+
+    def figures(self) -> list[dict[str, int]]:
+        """Return ``cache_bytes`` and ``sent_bytes`` of every rank, by rank. Every rank must call it.
+
+        ``sent_bytes`` counts the payload of prefill and decoding since the cache was made.
+        """
+        own = {"cache_bytes": self.nbytes(), "sent_bytes": self.transport.sent + self.prefill_sent}
+        return self.agreement.agree("figures", {}, own)
 
     def reset(self) -> None:
         """Forget all tokens, on this rank; call it on every rank."""
@@ -203,8 +211,10 @@ class ShardedCache(DealtCache):
     def prefilling(self, plan: Plan, padding: Tensor) -> Iterator[None]:
         """Store the shards that the model computes inside this context. Padding stands behind each row's tokens."""
         self.holes = [(plan.seqlen - n, plan.seqlen) if n else NO_HOLE for n in padding.tolist()]
+        before = plan.transport.sent
         with self._fill(_Filling(plan, plan.positions.numpy(), 0, plan.seqlen)):
             yield
+        self.prefill_sent += plan.transport.sent - before
 
     @contextmanager
     def stepping(self, count: int, padding: Tensor) -> Iterator[Step]:

@@ -20,8 +20,6 @@ from . import checks
 class DealtCache(Cache):
     """A cache that each rank holds a part of. ``hf.parallelize`` models fill it, and ``generate`` takes it."""
 
-    prefill_chunk: int | None
-
     @abstractmethod
     def check(self, model: Any, base: Plan, weights: Callable[[], str]) -> None:
         """Refuse a model that the cache does not belong to. ``weights`` returns a digest of some of its weights."""
