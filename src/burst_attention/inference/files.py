@@ -53,7 +53,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """Return the manifest of a folder.
 
     Raises:
-        ValueError: there is none, or it was altered, or another version wrote it.
+        ValueError: it is missing or altered, or another version wrote it.
     """
     path = folder / MANIFEST
     if not path.is_file():
