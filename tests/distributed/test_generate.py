@@ -21,8 +21,11 @@ MODELS = ("llama", "qwen3", "mistral", "gemma3", "gpt_oss")
 NEW = 12
 
 
-@pytest.mark.parametrize("count", [1, 7, 1_000])
-@pytest.mark.parametrize("name", MODELS)
+def _case(name, count):
+    return pytest.param(name, count, marks=[] if count == 1_000 or name == "llama" else pytest.mark.long)
+
+
+@pytest.mark.parametrize(("name", "count"), [_case(name, count) for name in MODELS for count in (1, 7, 1_000)])
 def test_tokens_and_logits_equal_one_process(name, count):
     ids = ids_of(count)
     expected = alone(name, ids, max_new_tokens=NEW)
@@ -294,6 +297,7 @@ def dies_while_decoding():
     return "no error", 0.0
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_is_named_in_time():
     with WorkerPool(3, timeout=30) as pool:
         results, errors, lost = pool.gather(dies_while_decoding, timeout=60)

@@ -30,7 +30,8 @@ def write_rank(folder: Path, rank: int, layers: Sequence[ShardedLayer]) -> dict[
     """Write this rank's file; return its entry of the manifest."""
     from safetensors.torch import save_file
 
-    tensors, slots = {}, []
+    tensors: dict[str, Tensor] = {}
+    slots = []
     for number, layer in enumerate(layers):
         slots.append([[each.start, each.stop, each.step] for each in layer.held.ranges])
         if layer.is_initialized:
@@ -95,10 +96,11 @@ def read_layers(
         found = [*_own_parts(folder, files, number, rank, world)]
         if not found:
             continue
-        slots = np.concatenate([slots for *_, slots in found])
+        keys, values, every = zip(*found, strict=True)
+        slots = np.concatenate(every)
         order = np.argsort(slots, kind="stable")
         at = torch.from_numpy(order)
-        key, value = (torch.cat([each[n] for each in found], 2).index_select(2, at) for n in range(2))
+        key, value = (torch.cat(parts, 2).index_select(2, at) for parts in (keys, values))
         layer.store(key, value, slots[order])
 
 
