@@ -37,18 +37,18 @@ def ids_of(count, rows=1):
     return torch.randint(1, VOCABULARY, (rows, count), generator=torch.Generator().manual_seed(count))
 
 
-def alone(name, ids, **options):
+def alone(name, ids, implementation="eager", **options):
     """Generate in one process, with transformers' own cache."""
-    return model_of(name, "eager").generate(ids, **GREEDY | options)
+    return model_of(name, implementation).generate(ids, **GREEDY | options)
 
 
 def over_ranks(name, world, use, **how):
-    """Return what ``use(model, cache)`` returns on each of ``world`` ranks."""
+    """Return what ``use(model, cache)`` returns on each of ``world`` ranks. ``how``: options of ``hf.parallelize``."""
     models = [copy.deepcopy(model_of(name)) for _ in range(world)]
 
     def rank(group):
-        model = hf.parallelize(models[group.rank()], group)
-        return use(model, ShardedCache(model.config, group, **how))
+        model = hf.parallelize(models[group.rank()], group, **how)
+        return use(model, ShardedCache(model.config, group))
 
     with local_world(world, timeout=20) as ranks:
         return ranks.run(rank)

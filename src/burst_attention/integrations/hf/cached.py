@@ -168,6 +168,11 @@ def _check_model(model: Any) -> None:
         raise ValueError(f"past_key_values: {kind} is a vision-language model, which has no cache over ranks yet")
     if state.form is None or not stub_forward.has_stock_forward(model):
         raise ValueError(f"past_key_values: {kind} has a custom head or forward, which has no cache over ranks")
+    if state.memory.attention_chunks > 1:
+        raise ValueError(
+            f"attention_chunks={state.memory.attention_chunks} of hf.Memory: a cache over ranks takes all heads; "
+            "call hf.parallelize without it"
+        )
     if recurrent.hands_plans(text) or state.absolute:
         raise ValueError(
             f"past_key_values: {kind} has layers with a state, with learned positions or with a custom "

@@ -62,7 +62,8 @@ def parallelize(
     Afterwards ``model(input_ids=..., labels=...)`` takes the whole batch on every rank, and returns a
     :class:`ParallelOutput` with the one-device loss. Documents come from ``position_ids`` that restart,
     ``cu_seq_lens_q``, ``seq_idx`` or ``sequence_ids``. Padding comes from ``attention_mask``. The loss is divided by
-    ``num_items_in_batch`` if given. ``model.generate`` still runs on each rank separately.
+    ``num_items_in_batch`` if given. ``model.generate`` runs on each rank separately, unless it gets a
+    :class:`burst_attention.inference.ShardedCache`.
 
     Args:
         model: a transformers model for causal or masked language modelling, or for classification of sequences or
