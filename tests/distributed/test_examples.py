@@ -81,6 +81,12 @@ def test_an_example_under_no_job_starts_its_own_ranks(tmp_path):
 
 
 @pytest.mark.long
+def test_a_cache_of_two_ranks_is_continued_on_three(tmp_path):
+    printed = run(EXAMPLES["generate.py"], cwd=tmp_path)
+    assert re.findall(r"^(\d) ranks, (\w+) cache: \[\d", printed, re.M) == [("2", "new"), ("3", "loaded")]
+
+
+@pytest.mark.long
 def test_fine_tuning_from_a_folder_saves_a_better_model_whatever_the_ranks(tmp_path):
     script = EXAMPLES["finetune_hf.py"]
     folder = runpy.run_path(str(script))["tiny_llama"](tmp_path / "folder")

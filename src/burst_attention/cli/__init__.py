@@ -15,6 +15,7 @@ from burst_attention import __version__
 COMMANDS = {
     "calibrate": "measure kernels and links; the planner then uses these rates",
     "check": "compare distributed attention with fp64, gradients included, on the available ranks",
+    "generate": "continue a prompt that no single device can hold, with a Hugging Face model",
 }
 # Other distributions add commands through entry points in this group; each entry point is a command's ``main``.
 GROUP = "burst_attention.commands"

@@ -17,6 +17,7 @@ from ..attention.plan import Plan
 from ..comm.link import connect, resolve_group
 from ..integrations import hf
 from ..integrations.hf.attention import Attention
+from ..integrations.hf.dealt import Step
 from ..plan.mask import Mask
 from .call import plan_for
 
@@ -48,7 +49,9 @@ class _Substitute(Attention):
                 )
         self._plans = {None: plan_for(total, mask, "contiguous", group)}
 
-    def __call__(self, *tensors: Any, plan: PlanArgument | None = None, **keywords: Any) -> tuple[torch.Tensor, None]:
+    def __call__(
+        self, *tensors: Any, plan: PlanArgument | Step | None = None, **keywords: Any
+    ) -> tuple[torch.Tensor, None]:
         if plan is None:
             plan = self._current_plan(keywords.get("sliding_window"))
         return super().__call__(*tensors, plan=plan, **keywords)

@@ -19,6 +19,7 @@ from burst_attention.attention.plan import Plan
 
 from . import checks, models, parts, recurrent
 from .checks import UNSTATED, MaskRequest
+from .dealt import Step
 from .models import NAME
 
 # Attentions that don't get ``position_ids``. Their models turn q and k before, or add positions to the embeddings.
@@ -74,7 +75,7 @@ class Attention:
         value: torch.Tensor,
         attention_mask: Any,
         *,
-        plan: PlanArgument | None = None,
+        plan: PlanArgument | Step | None = None,
         attend: Callable[..., torch.Tensor] = burst_attention,
         position_ids: torch.Tensor | None = None,
         dropout: float = 0.0,
@@ -103,6 +104,9 @@ class Attention:
         options |= {} if s_aux is None else {"sinks": s_aux}
         if getattr(attend, "of_some_tokens", False):  # the call for all tokens was checked
             return attend(*_autocast(query, key, value), plan, **options).transpose(1, 2), None
+        if isinstance(plan, Step):
+            asked = {"dropout": dropout, "sliding_window": sliding_window, "others": others}
+            return plan(module, query, attention_mask, **asked, options=options), None
         with Plans.of(plan).one.agreement.entering("burst_attention"):
             checks.check_keywords(dropout, others)
             checks.check_attend(attend, options)

@@ -27,11 +27,12 @@ from burst_attention.loss import LogitForm
 from burst_attention.loss.checks import divisor_of
 from burst_attention.plan.strategy import Strategy
 
-from . import arguments, heads, models, parts, recurrent, stub_forward, vision
+from . import arguments, cached, heads, models, parts, recurrent, stub_forward, vision
 from .adapters import check_added_losses
 from .attention import call_shape, register
 from .batch import PlanCache, rows_of
 from .checks import check_rope
+from .dealt import DealtCache
 from .memory import Memory, unsave
 from .outputs import Call, Scaled, answer, answer_by_own
 
@@ -61,7 +62,8 @@ def parallelize(
     Afterwards ``model(input_ids=..., labels=...)`` takes the whole batch on every rank, and returns a
     :class:`ParallelOutput` with the one-device loss. Documents come from ``position_ids`` that restart,
     ``cu_seq_lens_q``, ``seq_idx`` or ``sequence_ids``. Padding comes from ``attention_mask``. The loss is divided by
-    ``num_items_in_batch`` if given. ``model.generate`` still runs on each rank separately.
+    ``num_items_in_batch`` if given. ``model.generate`` runs on each rank separately, unless it gets a
+    :class:`burst_attention.inference.ShardedCache`.
 
     Args:
         model: a transformers model for causal or masked language modelling, or for classification of sequences or
@@ -298,7 +300,11 @@ class _Parallel:
     _burst: _Context
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate on each rank separately, without a plan."""
+        """Generate on each rank separately, without a plan; with a cache over ranks, on all ranks together."""
+        cache = kwargs.get("past_key_values")
+        if isinstance(cache, DealtCache):
+            cached.check_generate(self, args, kwargs, cache)
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
         with _alone(self):
             return super().generate(*args, **kwargs)  # type: ignore[misc]
 
@@ -365,6 +371,8 @@ def _switch(model: Any, implementation: str) -> None:
 
 def _forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run the forward of a parallelized model."""
+    if isinstance(kwargs.get("past_key_values"), DealtCache):
+        return cached.forward(model, args, kwargs, functools.partial(_sample, model))
     call = _agreed(model, args, kwargs)
     if call.own:
         return answer_by_own(model, lambda: _body(model, call), call)

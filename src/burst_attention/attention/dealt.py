@@ -1,0 +1,109 @@
+"""Attention of queries that every rank has, over keys that are dealt over the ranks: decoding.
+
+    each rank:  o_r, l_r = attention(Q, K_r, V_r)    over its own keys, one launch for all heads
+    exchange:   each rank sends (o_r, l_r) to all others; the size depends on the queries alone
+    each rank:  (O, L) = merge of all (o_r, l_r) in the order of ranks, so all ranks get equal bits
+
+The bytes that a rank sends are ``(W - 1) B Hq Sq (Dv + 1)`` numbers in fp32 (fp64 for fp64), for any number of keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..comm.transport import Transport
+from ..kernels import choose
+from ..kernels.contract import Kernel
+from ..kernels.merge import blank_output, merge_
+from ..kernels.precision import accumulation_dtype
+from ..plan.tile import Tiles
+from .calls import with_sinks
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """Keys of this rank that some rows of a batch see.
+
+    Attributes:
+        rows: the rows of the batch.
+        keys: the keys, among those that this rank holds.
+        tiles: which of these keys each query sees. Queries count from 0, keys from ``keys.start``.
+    """
+
+    rows: slice
+    keys: slice
+    tiles: Tiles
+
+
+def attend_dealt(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Sequence[Seen],
+    transport: Transport,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    label: str = "decoding",
+) -> Tensor:
+    """Compute exact attention of the same queries on every rank, over the keys of all ranks. Every rank must call it.
+
+    The ranks don't compare their arguments: the caller agrees on a whole step of the model before.
+
+    Args:
+        q: [B, Hq, Sq, D], equal on all ranks.
+        k, v: [B, Hkv, S_own, D or Dv], this rank's keys and values; ``S_own`` may be 0.
+        seen: the keys that queries see; disjoint, in the order of keys.
+        scale, softcap, sinks: as for :func:`burst_attention.burst_attention`.
+        label: names the exchange in errors.
+
+    Returns:
+        [B, Hq, Sq, Dv] in q's dtype, with equal bits on all ranks. A query that sees no key on any rank gets 0.
+
+    Raises:
+        ExchangeError: a peer exited, or is stuck.
+    """
+    try:
+        dims = q.shape[3], v.shape[3]
+        kernel = choose("auto", device=q.device, dtype=q.dtype, head_dims=dims, softcap=softcap)
+        scale = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
+        with torch.autocast(q.device.type, enabled=False):
+            own = _partial(q, k, v, seen, kernel, scale)
+    except BaseException as error:  # the others now wait for this rank's part
+        transport.health.failure = transport.health.failure or f"{label}: {type(error).__name__} on this rank"
+        raise
+    out, lse = _merged(own, transport, label)
+    out, _ = with_sinks(out, lse, sinks)
+    return out.to(q.dtype)
+
+
+def dealt_bytes(*, world: int, batch: int, queries: int, q_heads: int, v_head_dim: int, dtype: torch.dtype) -> int:
+    """Return the bytes that a rank sends in one call of :func:`attend_dealt`."""
+    return (world - 1) * batch * q_heads * queries * (v_head_dim + 1) * accumulation_dtype(dtype).itemsize
+
+
+def _partial(q: Tensor, k: Tensor, v: Tensor, seen: Sequence[Seen], kernel: Kernel, scale: float) -> Tensor:
+    """Return this rank's (out, lse) in one tensor [B, Hq, Sq, Dv + 1]."""
+    out, lse = blank_output(q, v, q.shape[2], accumulation_dtype(q.dtype))
+    for each in seen:
+        keys, values = (x[each.rows, :, each.keys] for x in (k, v))
+        part_out, part_lse = kernel.forward(q[each.rows], keys, values, each.tiles, scale)
+        merge_(out[each.rows], lse[each.rows], part_out, part_lse)
+    return torch.cat([out, lse.unsqueeze(-1)], -1)
+
+
+def _merged(own: Tensor, transport: Transport, label: str) -> tuple[Tensor, Tensor]:
+    """Exchange the parts of all ranks; return their merged (out, lse)."""
+    parts = [own if rank == transport.rank else torch.empty_like(own) for rank in range(transport.world)]
+    others = [[] if rank == transport.rank else [part] for rank, part in enumerate(parts)]
+    transport.all_to_all([[own] for _ in parts], others, label=label)
+    out, lse = parts[0][..., :-1].clone(), parts[0][..., -1].clone()
+    for part in parts[1:]:
+        merge_(out, lse, part[..., :-1], part[..., -1])
+    return out, lse

@@ -1,0 +1,177 @@
+"""``burst generate``: continue a prompt that may be too long for one device."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+
+from ..launch import local as launch
+from .flags import Count, DeviceOrAuto, NonNegative, NonNegativeInt, Ranks, Seconds, check_settings, number, require
+from .numbers import numbers
+
+COMMAND = "burst generate"
+TOKENS = "tokens.json"  # in a saved cache's folder: the ids of its text
+_TopP = Annotated[float, number(lambda value: 0 < value <= 1, "must be above 0 and at most 1")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateArguments:
+    """Continue a prompt with a Hugging Face model. Each rank holds a part of the prompt's keys and values.
+
+    The text goes to standard output, figures go to standard error. Without torchrun, it launches local workers.
+    """
+
+    model: Path
+    """A folder with a model and its tokenizer."""
+    prompt: str
+    """A text file; - reads standard input."""
+    ranks: Ranks | None = None
+    """Number of local workers. Default: one per GPU, or one per core without GPUs."""
+    max_new_tokens: Count = 200
+    temperature: NonNegative = 0.0
+    """0 takes the most likely token; above 0 samples."""
+    top_p: _TopP = 1.0
+    """Sample from the most likely tokens with this total probability."""
+    seed: NonNegativeInt = 0
+    """Seed of the sampling, the same on all ranks."""
+    chat: bool = False
+    """Wrap the prompt in the tokenizer's chat template."""
+    save_cache: Path | None = None
+    """Write the cache to this new folder at the end."""
+    load_cache: Path | None = None
+    """Continue a saved cache: its text precedes the prompt. Any number of ranks can load it."""
+    json: bool = False
+    """Print one JSON object with text and figures in place of the text."""
+    device: DeviceOrAuto = "auto"
+    timeout: Seconds = 600.0
+    """Seconds before a pending exchange counts as failed."""
+    text: str = field(default="", init=False)  # of the prompt
+
+    def check(self) -> None:
+        """Raise ValueError if a flag's value is invalid."""
+        check_settings(self)
+        require(
+            (self.model / "config.json").is_file(), "model", self.model, "has no config.json; pass a model's folder"
+        )
+        require(bool(self.text), "prompt", self.prompt, "is empty; pass a file with text")
+        for name in ("save_cache", "load_cache"):
+            folder = getattr(self, name)
+            missing = name == "load_cache" and folder is not None and not folder.is_dir()
+            require(not missing, name, folder, "is no folder; pass one that --save-cache wrote")
+        taken = self.save_cache is not None and self.save_cache.exists()
+        require(not taken, "save_cache", self.save_cache, "exists; pass a new folder")
+
+
+@dataclass
+class _Streamer:
+    """Prints text as it comes, on rank 0, and notes when tokens came."""
+
+    tokenizer: Any
+    prints: bool
+    times: list[float] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    shown: str = ""
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take the prompt first, then one new token at a time."""
+        self.times.append(time.perf_counter())
+        if len(self.times) == 1:
+            return
+        self.ids += value.flatten().tolist()
+        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
+        if self.prints and not text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character may need several tokens
+            sys.stdout.write(text[len(self.shown) :])
+            sys.stdout.flush()
+            self.shown = text
+
+    def end(self) -> None:
+        """End the line."""
+        if self.prints:
+            sys.stdout.write("\n")
+
+
+def main(arguments: list[str]) -> int:
+    """Run ``burst generate``; return the exit status: 0, 1 after a failure, 2 for invalid arguments."""
+    parsed = tyro.cli(GenerateArguments, prog=COMMAND, args=arguments, registry=numbers())
+    try:
+        text = sys.stdin.read() if parsed.prompt == "-" else Path(parsed.prompt).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        return launch.print_error(COMMAND, ValueError(f"--prompt {parsed.prompt} can't be read: {error}"))
+    object.__setattr__(parsed, "text", text)
+    return launch.start_checked(COMMAND, _generate, parsed)
+
+
+def _generate(arguments: GenerateArguments) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from ..inference import ShardedCache
+    from ..integrations import hf
+    from ..launch.join import join
+
+    with join(device=arguments.device, timeout=arguments.timeout) as context:
+        tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+        model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype="auto").eval().to(context.device)
+        hf.parallelize(model, context.everyone, timeout=arguments.timeout)
+        options: dict[str, Any] = {"timeout": arguments.timeout}
+        if arguments.load_cache is None:
+            cache = ShardedCache(model.config, context.everyone, **options)
+        else:
+            cache = ShardedCache.load(arguments.load_cache, model.config, context.everyone, **options)
+        ids = torch.tensor([_ids(tokenizer, arguments)], device=context.device)
+        first = context.rank == 0
+        if first:
+            sys.stderr.write(f"{ids.shape[1]:,} tokens over {context.world} ranks, {cache.length:,} from a cache\n")
+        streamer = _Streamer(tokenizer, prints=first and not arguments.json)
+        torch.manual_seed(arguments.seed)
+        sampling: dict[str, Any] = {"do_sample": False}
+        if arguments.temperature:
+            sampling = {"do_sample": True, "temperature": arguments.temperature, "top_p": arguments.top_p}
+        out = model.generate(
+            ids, past_key_values=cache, max_new_tokens=arguments.max_new_tokens, streamer=streamer, **sampling
+        )
+        if arguments.save_cache is not None:
+            cache.save(arguments.save_cache)
+            if first:
+                (arguments.save_cache / TOKENS).write_text(json.dumps(out[0].tolist()))
+        of_ranks = cache.figures()
+        if first:
+            _report(arguments, streamer, ids.shape[1], of_ranks)
+
+
+def _ids(tokenizer: Any, arguments: GenerateArguments) -> list[int]:
+    """Return the ids of the whole text: that of a loaded cache, then the prompt."""
+    if arguments.chat:
+        turn = [{"role": "user", "content": arguments.text}]
+        new = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
+    else:
+        new = tokenizer(arguments.text, add_special_tokens=arguments.load_cache is None)["input_ids"]
+    if arguments.load_cache is None:
+        return list(new)
+    return [*json.loads((arguments.load_cache / TOKENS).read_text()), *new]
+
+
+def _report(arguments: GenerateArguments, streamer: _Streamer, prompt: int, of_ranks: list[dict[str, int]]) -> None:
+    times, count = streamer.times, len(streamer.ids)
+    rate = (count - 1) / (times[-1] - times[1]) if count > 1 else None
+    by_rank = {name: [each[name] for each in of_ranks] for name in of_ranks[0]}
+    figures = {
+        "prompt_tokens": prompt,
+        "new_tokens": count,
+        "seconds_to_first_token": times[1] - times[0],
+        "tokens_per_second": rate,
+        **by_rank,
+    }
+    if arguments.json:
+        text = streamer.tokenizer.decode(streamer.ids, skip_special_tokens=True)
+        sys.stdout.write(json.dumps({"text": text, **figures}) + "\n")
+        return
+    sys.stderr.write(f"first token after {times[1] - times[0]:.2f} s, then {rate or 0:.1f} tokens/s\n")
+    for name, values in by_rank.items():
+        sys.stderr.write(f"{name.replace('_', ' ')} per rank: {', '.join(f'{each:,}' for each in values)}\n")

@@ -1,0 +1,312 @@
+"""The cache of a model's keys and values, dealt over the ranks of a group."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from burst_attention.attention.batch import Reach
+from burst_attention.attention.dealt import attend_dealt
+from burst_attention.attention.plan import Plan
+from burst_attention.comm.link import connect, resolve_group, resolve_timeout
+from burst_attention.integrations.hf.cached import digest_text
+from burst_attention.integrations.hf.checks import UNSTATED
+from burst_attention.integrations.hf.dealt import DealtCache, Step
+from burst_attention.integrations.hf.models import layer_windows
+
+from . import files
+from .layer import ShardedLayer, shown_reach
+from .slots import NO_HOLE, Hole, own_slots, seen_keys
+
+_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
+_SIZES = ("model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
+
+
+@dataclass
+class _Filling:
+    """What an update of a layer does: ``slots`` of the new tokens, as an array in a prefill, else as this rank's."""
+
+    plan: Plan | None
+    slots: Any
+    first: int
+    stop: int
+
+
+class ShardedCache(DealtCache):
+    """Keys and values of a prompt and of generated tokens; each rank holds about 1/W of each layer's.
+
+    Pass it to ``generate`` of a model from ``hf.parallelize``, with the same ids on every rank:
+
+        cache = ShardedCache(model.config)
+        out = model.generate(ids, past_key_values=cache, max_new_tokens=200)  # the same tokens on every rank
+
+    Args:
+        config: the model's configuration.
+        group: the group of ``hf.parallelize``: a ProcessGroup, one axis of a DeviceMesh, or None for all ranks.
+        timeout: seconds that one exchange may take; None for the group's own timeout.
+
+    The prompt is computed on shards, and each rank keeps its own. Pages of 64 generated tokens are dealt in turn.
+    Layers with a window drop what no later token sees. One cache serves one batch: later turns continue its rows.
+
+    Raises:
+        ValueError: the configuration has layers without plain keys and values, or ``group`` can't be used.
+    """
+
+    def __init__(
+        self, config: PreTrainedConfig, group: Any = None, *, timeout: float | timedelta | None = None
+    ) -> None:
+        text = config.get_text_config(decoder=True)
+        reaches = _reaches(text)
+        self.sharded = [ShardedLayer(reach) for reach in reaches]
+        super().__init__(layers=[*self.sharded])
+        self.prefill_sent = 0  # payload bytes that this rank sent in prefills
+        self.group = resolve_group(group)
+        self.transport, self.agreement = connect(self.group, resolve_timeout(timeout))
+        self.model = describe_model(text, reaches)
+        self.weights: str | None = None  # a digest of some weights of the model that filled the cache
+        self.holes: list[Hole] = []  # of each row of the batch
+        self.failure: str | None = None
+        self._models: weakref.WeakSet[Any] = weakref.WeakSet()  # that were compared
+        self._filling: _Filling | None = None
+        self._last = 0  # the layer of the last update
+
+    @property
+    def length(self) -> int:
+        """Columns of the batch that the cache holds, on all ranks together."""
+        return self.sharded[0].length
+
+    def nbytes(self) -> int:
+        """Return the bytes of keys and values on this rank."""
+        return sum(layer.nbytes() for layer in self.sharded)
+
+    def figures(self) -> list[dict[str, int]]:
+        """Return ``cache_bytes`` and ``sent_bytes`` of every rank, by rank. Every rank must call it.
+
+        ``sent_bytes`` counts the payload of prefill and decoding since the cache was made.
+        """
+        own = {"cache_bytes": self.nbytes(), "sent_bytes": self.transport.sent + self.prefill_sent}
+        return self.agreement.agree("figures", {}, own)
+
+    def reset(self) -> None:
+        """Forget all tokens, on this rank; call it on every rank."""
+        super().reset()
+        self.holes, self.failure, self._filling = [], None, None
+
+    def save(self, folder: str | Path) -> None:
+        """Write the cache to a folder that all ranks share. Every rank must call it.
+
+        Raises:
+            ValueError: the folder is not empty, or the cache is, or it failed before; on every rank.
+        """
+        path = Path(folder)
+        with self.agreement.entering("save"):
+            if self.failure is not None or not self.length:
+                raise ValueError(f"the cache is empty or failed ({self.failure}); generate with it before you save it")
+            if path.exists() and (not path.is_dir() or any(path.iterdir())):
+                raise ValueError(f"folder={str(folder)!r} exists and is not empty; pass a new folder")
+        self.agreement.agree("save", self.describe())
+        with self.agreement.entering("the end of save"):
+            path.mkdir(parents=True, exist_ok=True)
+            own = files.write_rank(path, self.transport.rank, self.sharded)
+        every = self.agreement.agree("the end of save", {}, own)
+        with self.agreement.entering("the manifest of a cache"):
+            if self.transport.rank == 0:
+                content = {"model": self.model, "weights": self.weights, "length": self.length, "holes": self.holes}
+                files.write_manifest(path, {**content, "files": every})
+        self.agreement.agree("the manifest of a cache", {})
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | Path,
+        config: PreTrainedConfig,
+        group: Any = None,
+        *,
+        timeout: float | timedelta | None = None,
+    ) -> ShardedCache:
+        """Read a cache that any number of ranks saved. Every rank must call it.
+
+        Args:
+            folder: where :meth:`save` wrote it.
+            config, group, timeout: as for the class.
+
+        Raises:
+            ValueError: the folder is incomplete, truncated or altered, or holds another model's cache; on every rank.
+        """
+        cache, path = cls(config, group, timeout=timeout), Path(folder)
+        rank, world = cache.transport.rank, cache.transport.world
+        with cache.agreement.entering("load"):
+            content = files.read_manifest(path)
+            cache.check_description(content["model"])
+            files.check_files(path, content["files"][rank::world])
+            cache.weights, cache.holes = content["weights"], [(first, stop) for first, stop in content["holes"]]
+        cache.agreement.agree("load", {"the cache in the folder": digest_text(content)})
+        with cache.agreement.entering("the end of load"):
+            files.read_layers(path, content["files"], cache.sharded, rank=rank, world=world)
+            for layer in cache.sharded:
+                layer.length = content["length"]
+        cache.agreement.agree("the end of load", cache.describe())
+        return cache
+
+    def check_description(self, other: dict[str, Any]) -> None:
+        """Refuse another model's description."""
+        for name, value in other.items():
+            if self.model.get(name) != value:
+                raise ValueError(
+                    f"the cache of another model: {name} is {value} there, and {self.model.get(name)} in this one; "
+                    "pass the configuration of the model that filled the cache"
+                )
+
+    def check(self, model: Any, base: Plan, weights: Callable[[], str]) -> None:
+        """Refuse a model of another configuration or with other weights, and a model over another group."""
+        if self.failure is not None:
+            raise ValueError(f"past_key_values failed before ({self.failure}); make a new ShardedCache")
+        found = describe_model(text := model.config.get_text_config(decoder=True), _reaches(text))
+        for name, value in self.model.items():
+            if found.get(name) != value:
+                raise ValueError(
+                    f"past_key_values is the cache of another model: {name} was {value}, this model has "
+                    f"{found.get(name)}; make ShardedCache(model.config)"
+                )
+        if (self.transport.world, self.transport.rank) != (
+            base.world,
+            base.rank,
+        ) or self.transport.group is not base.group:
+            raise ValueError(
+                f"past_key_values covers {self.transport.world} ranks, the model {base.world}, or another group; "
+                "make ShardedCache with the group of hf.parallelize"
+            )
+        if model not in self._models:
+            digest = weights()
+            if self.weights not in (None, digest):
+                raise ValueError(
+                    "past_key_values is the cache of another model: its weights differ; make ShardedCache(model.config)"
+                )
+            self.weights = digest
+            self._models.add(model)
+
+    def check_batch(self, padding: Tensor) -> None:
+        """Refuse rows other than those of earlier calls."""
+        if self.length and [stop - start for start, stop in self.holes] != padding.tolist():
+            raise ValueError(
+                f"past_key_values holds {len(self.holes)} rows with {[b - a for a, b in self.holes]} columns of "
+                f"padding in front, but the call has {padding.tolist()}; a cache continues the rows that it began with"
+            )
+
+    def describe(self) -> dict[str, Any]:
+        """Return what must be equal on all ranks before a call."""
+        return {"tokens in the cache": self.length, "weights of the cache's model": self.weights}
+
+    @contextmanager
+    def prefilling(self, plan: Plan, padding: Tensor) -> Iterator[None]:
+        """Store the shards that the model computes inside this context. Padding stands behind each row's tokens."""
+        self.holes = [(plan.seqlen - n, plan.seqlen) if n else NO_HOLE for n in padding.tolist()]
+        before = plan.transport.sent
+        with self._fill(_Filling(plan, plan.positions.numpy(), 0, plan.seqlen)):
+            yield
+        self.prefill_sent += plan.transport.sent - before
+
+    @contextmanager
+    def stepping(self, count: int, padding: Tensor) -> Iterator[Step]:
+        """Take ``count`` tokens that every rank computes inside this context, each rank its own pages of them."""
+        first, stop = self.length, self.length + count
+        if not first:  # without a prefill, padding stays in front
+            self.holes = [(0, n) for n in padding.tolist()]
+        own = own_slots(first, stop, self.transport.rank, self.transport.world)
+        with self._fill(_Filling(None, own, first, stop)):
+            yield Step(self._attend)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Take this rank's part of a layer's new keys and values; return them as they are."""
+        now, layer = self._filling, self.sharded[layer_idx]
+        if now is None:
+            return layer.update(key_states, value_states)
+        if now.plan is None:
+            layer.append(key_states, value_states, now.slots, now.first)
+        else:
+            order = np.argsort(now.slots, kind="stable")
+            kept = key_states, value_states
+            if (order[1:] < order[:-1]).any():
+                at = torch.from_numpy(order).to(key_states.device)
+                kept = key_states.index_select(2, at), value_states.index_select(2, at)
+            layer.store(*kept, now.slots[order])
+            layer.forget(self.holes, now.stop, least=1)
+        self._last = layer_idx
+        return key_states, value_states
+
+    @contextmanager
+    def _fill(self, filling: _Filling) -> Iterator[None]:
+        self._filling = filling
+        try:
+            yield
+        except BaseException as error:
+            self.failure = f"{type(error).__name__} while {filling.stop - filling.first} tokens were computed"
+            raise
+        finally:
+            self._filling = None
+        for layer in self.sharded:
+            layer.length = filling.stop
+            layer.forget(self.holes, filling.stop)
+
+    def _attend(
+        self,
+        q: Tensor,
+        number: int | None,
+        reach: Reach | Any,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Compute a layer's attention of the tokens of this step: [B, Hq, n, Dv]."""
+        now, layer = self._filling, self.sharded[self._last]
+        assert now is not None
+        if number not in (None, self._last):
+            raise ValueError(
+                f"layer {number} attends, but layer {self._last} was updated last; such models are refused"
+            )
+        if reach is not UNSTATED and reach != layer.reach:
+            raise ValueError(
+                f"layer {self._last} asks for {shown_reach(reach)}, but its configuration says "
+                f"{shown_reach(layer.reach)}; correct the configuration"
+            )
+        key, value = layer.tokens()
+        seen = seen_keys(layer.held, range(now.first, now.stop), layer.reach, self.holes)
+        label = f"decoding, token {now.stop - 1}, layer {self._last}"
+        return attend_dealt(q, key, value, seen, self.transport, scale=scale, softcap=softcap, sinks=sinks, label=label)
+
+
+def _reaches(config: Any) -> list[Reach]:
+    """Return what each layer of a configuration sees.
+
+    Raises:
+        ValueError: a layer has something other than separate keys and values.
+    """
+    for attribute in ("layer_types", "layers_block_type", "block_types"):
+        for kind in getattr(config, attribute, None) or ():
+            if kind not in _LAYERS:
+                raise ValueError(
+                    f"{attribute} of the configuration has {kind!r}: only attention has a cache over ranks; generate "
+                    "on one rank with transformers' own cache"
+                )
+    if getattr(config, "num_kv_shared_layers", None) or getattr(config, "kv_sharing_modes", None):
+        raise ValueError("layers of the configuration share keys and values, which has no cache over ranks")
+    return layer_windows(config)
+
+
+def describe_model(config: Any, reaches: list[Reach]) -> dict[str, Any]:
+    """Return what a cache remembers of its model: JSON types, by name."""
+    sizes = {name: getattr(config, name, None) for name in _SIZES}
+    rope = repr(sorted((getattr(config, "rope_parameters", None) or {}).items(), key=str))
+    return {**sizes, "layers see": [shown_reach(reach) for reach in reaches], "rope_parameters": rope}

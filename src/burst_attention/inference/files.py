@@ -1,0 +1,135 @@
+"""A cache in a folder: one file of tensors per rank, and a manifest that names them and their digests.
+
+    cache.json                  what the cache belongs to, and each file's size and digest
+    rank-00000.safetensors      keys and values of each layer that rank 0 held, and their slots
+
+The ranks that load a folder may be fewer or more than those that wrote it. They deal all pages among them again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .layer import ShardedLayer
+from .slots import PAGE
+
+MANIFEST, VERSION = "cache.json", 1
+_AGAIN = "save the cache again, or copy the whole folder again"
+
+
+def write_rank(folder: Path, rank: int, layers: Sequence[ShardedLayer]) -> dict[str, Any]:
+    """Write this rank's file; return its entry of the manifest."""
+    from safetensors.torch import save_file
+
+    tensors: dict[str, Tensor] = {}
+    slots = []
+    for number, layer in enumerate(layers):
+        slots.append([[each.start, each.stop, each.step] for each in layer.held.ranges])
+        if layer.is_initialized:
+            key, value = layer.tokens()
+            tensors |= {f"{number}.keys": key.contiguous(), f"{number}.values": value.contiguous()}
+    path = folder / f"rank-{rank:05}.safetensors"
+    save_file(tensors, path, metadata={"slots": json.dumps(slots)})
+    return {"name": path.name, "bytes": path.stat().st_size, "digest": digest_of_file(path)}
+
+
+def write_manifest(folder: Path, content: dict[str, Any]) -> None:
+    """Write the manifest under another name first, so that it is whole or missing."""
+    whole = {**content, "version": VERSION}
+    part = folder / f"{MANIFEST}.part"
+    part.write_text(json.dumps({**whole, "digest": _digest_of_content(whole)}, indent=1))
+    os.replace(part, folder / MANIFEST)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return the manifest of a folder.
+
+    Raises:
+        ValueError: it is missing or altered, or another version wrote it.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise ValueError(f"folder={str(folder)!r} has no {MANIFEST}: no cache was saved there, or saving did not end")
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+        digest = content.pop("digest")
+        altered = digest != _digest_of_content(content)
+    except (ValueError, KeyError, AttributeError):
+        altered = True
+    if altered:
+        raise ValueError(f"{path} was altered or is cut off; {_AGAIN}")
+    if content["version"] != VERSION:
+        raise ValueError(f"{path} has version {content['version']}, this program reads {VERSION}; {_AGAIN}")
+    return content
+
+
+def check_files(folder: Path, files: Sequence[dict[str, Any]]) -> None:
+    """Compare sizes and digests of files with their entries in the manifest.
+
+    Raises:
+        ValueError: a file is missing, truncated or altered.
+    """
+    for each in files:
+        path = folder / each["name"]
+        size = path.stat().st_size if path.is_file() else None
+        if size != each["bytes"]:
+            what = "is missing" if size is None else f"has {size} bytes, not {each['bytes']}"
+            raise ValueError(f"{path} {what}; {_AGAIN}")
+        if digest_of_file(path) != each["digest"]:
+            raise ValueError(f"{path} was altered: its digest is not the one of {MANIFEST}; {_AGAIN}")
+
+
+def read_layers(
+    folder: Path, files: Sequence[dict[str, Any]], layers: Sequence[ShardedLayer], *, rank: int, world: int
+) -> None:
+    """Fill layers with those pages that this rank holds among ``world`` ranks. Reads one layer of one file at once."""
+    for number, layer in enumerate(layers):
+        found = [*_own_parts(folder, files, number, rank, world)]
+        if not found:
+            continue
+        keys, values, every = zip(*found, strict=True)
+        slots = np.concatenate(every)
+        order = np.argsort(slots, kind="stable")
+        at = torch.from_numpy(order)
+        key, value = (torch.cat(parts, 2).index_select(2, at) for parts in (keys, values))
+        layer.store(key, value, slots[order])
+
+
+def digest_of_file(path: Path) -> str:
+    """Return a digest of a file's bytes."""
+    digest = blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _own_parts(
+    folder: Path, files: Sequence[dict[str, Any]], number: int, rank: int, world: int
+) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
+    """Yield keys, values and slots of a layer that this rank holds, from each file."""
+    from safetensors import safe_open
+
+    for each in files:
+        with safe_open(folder / each["name"], "pt") as file:
+            ranges = json.loads(file.metadata()["slots"])[number]
+            if f"{number}.keys" not in file.keys():  # noqa: SIM118, the file is not a mapping
+                continue
+            slots = np.concatenate([np.empty(0, np.int64), *(np.arange(*each) for each in ranges)])
+            mine = np.flatnonzero(slots // PAGE % world == rank)
+            at = torch.from_numpy(mine)
+            key, value = (file.get_tensor(f"{number}.{name}").index_select(2, at) for name in ("keys", "values"))
+            yield key, value, slots[mine]
+
+
+def _digest_of_content(content: dict[str, Any]) -> str:
+    return blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()

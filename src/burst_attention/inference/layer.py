@@ -1,0 +1,139 @@
+"""One layer of a cache over ranks: the keys and values that this rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from burst_attention.attention.batch import Chunked, Reach
+
+from .slots import PAGE, Held, Hole, first_needed, ranges_of
+
+_NO_BEAMS = "a cache over ranks can't be reordered; generate greedily or by sampling"
+
+
+class ShardedLayer(CacheLayerMixin):
+    """This rank's keys and values of one layer, in the order of their slots.
+
+    Args:
+        reach: what the layer's queries see. Keys that no later query sees are dropped.
+
+    ``keys`` [B, Hkv, capacity, D] and ``values`` [B, Hkv, capacity, Dv] hold ``len(held)`` tokens, and room for more.
+    """
+
+    keys: Tensor | None
+    values: Tensor | None
+
+    def __init__(self, reach: Reach = None) -> None:
+        super().__init__()
+        self.reach = reach
+        self.held = Held()
+        self.length = 0  # slots of all ranks
+        self.is_sliding = reach is not None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate nothing yet; remember heads, dims, dtype and device."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys, self.values = (x.new_empty(*x.shape[:2], 0, x.shape[3]) for x in (key_states, value_states))
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Refuse: only a parallelized model fills the cache, which knows the slots of its tokens."""
+        raise ValueError(
+            "past_key_values is a ShardedCache, but the model is not parallelized; call hf.parallelize(model) first"
+        )
+
+    def get_seq_length(self) -> int:
+        """Return the number of columns of the whole cache, on all ranks."""
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the sizes of a mask over all ranks, which is described but never built."""
+        return self.length + query_length, 0
+
+    def get_max_length(self) -> int:
+        """Return -1: the layer grows without a bound."""
+        return -1
+
+    def tokens(self) -> tuple[Tensor, Tensor]:
+        """Return keys [B, Hkv, held, D] and values [B, Hkv, held, Dv], as views."""
+        assert self.keys is not None and self.values is not None
+        return self.keys[:, :, : len(self.held)], self.values[:, :, : len(self.held)]
+
+    def store(self, key: Tensor, value: Tensor, slots: np.ndarray) -> None:
+        """Append tokens of any ascending slots; the room behind them is exact."""
+        self._grow(key, value, len(slots), room=0)
+        for each in ranges_of(slots):
+            self.held.append(each)
+
+    def append(self, key: Tensor, value: Tensor, slots: Sequence[range], first: int) -> None:
+        """Append those of new tokens, of slots from ``first`` on, that this rank holds."""
+        if not self.is_initialized:
+            self.lazy_initialization(key, value)
+        for each in slots:
+            part = slice(each.start - first, each.stop - first)
+            self._grow(key[:, :, part], value[:, :, part], len(each), room=PAGE)
+            self.held.append(each)
+
+    def forget(self, holes: Sequence[Hole], slot: int, *, least: int = PAGE) -> None:
+        """Drop what no query from ``slot`` on sees, once it is ``least`` tokens or more."""
+        if self.reach is None or not self.is_initialized:
+            return
+        count = self.held.below(first_needed(slot, self.reach, holes))
+        if count >= max(1, least):
+            keys, values = self.tokens()
+            self.keys, self.values = (x[:, :, count:].clone() for x in (keys, values))
+            self.held.drop(count)
+
+    def nbytes(self) -> int:
+        """Return the bytes of keys and values on this rank, with the room for more."""
+        return sum(x.nbytes for x in (self.keys, self.values) if x is not None)
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.keys = self.values = None
+        self.is_initialized, self.held, self.length = False, Held(), 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Refuse beam search."""
+        raise ValueError(f"num_beams: {_NO_BEAMS}")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuse to roll back, which assisted decoding needs."""
+        raise ValueError(f"crop({tokens_to_remove}): a cache over ranks can't be rolled back; make a new one")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Refuse to expand the batch."""
+        raise ValueError(f"batch_repeat_interleave({repeats}): {_NO_BEAMS}")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Refuse to select rows of the batch."""
+        raise ValueError(f"batch_select_indices: {_NO_BEAMS}")
+
+    def _grow(self, key: Tensor, value: Tensor, count: int, *, room: int) -> None:
+        if not self.is_initialized:
+            self.lazy_initialization(key, value)
+        used = len(self.held)
+        assert self.keys is not None and self.values is not None
+        if used + count > self.keys.shape[2]:
+            self.keys, self.values = (_with_room(x[:, :, :used], count + room) for x in (self.keys, self.values))
+        self.keys[:, :, used : used + count] = key
+        self.values[:, :, used : used + count] = value
+
+
+def _with_room(x: Tensor, count: int) -> Tensor:
+    """Return a copy of [B, H, S, D] with room for ``count`` more tokens."""
+    new = x.new_empty(*x.shape[:2], x.shape[2] + count, x.shape[3])
+    new[:, :, : x.shape[2]] = x
+    return new
+
+
+def shown_reach(reach: Reach) -> str:
+    """Return a reach for errors and files."""
+    if isinstance(reach, Chunked):
+        return f"chunks of {reach.size}"
+    return "all" if reach is None else f"a window of {reach}"

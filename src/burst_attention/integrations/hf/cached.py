@@ -1,0 +1,292 @@
+"""Run a parallelized model with a cache that is dealt over the ranks: prefill on shards, decode on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from burst_attention.attention.batch import Plans, digest_of, shard_tokens
+from burst_attention.attention.plan import Plan
+
+from . import arguments, heads, recurrent, stub_forward, vision
+from .batch import rows_of
+from .checks import shown
+from .dealt import DealtCache, Step
+
+# Up to this many tokens, every rank computes all of them. More are computed on shards.
+SHORT = 64
+_TAKEN = ("input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
+_SILENT = ("return_dict", "cache_position")
+_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+_OTHER_MODE = (
+    "a cache over ranks serves greedy search and sampling; leave it out, or generate on one rank with transformers' "
+    "own cache"
+)
+_SAME_PROMPT = "Every rank needs the same prompt and the same settings of generate"
+_SAME_SEED = "Seed all ranks alike before generate: torch.manual_seed(seed)"
+_RANDOM = "the state of the random generator"
+
+
+@dataclass(frozen=True, eq=False)
+class _CachedCall:
+    """A call that all ranks have agreed on."""
+
+    cache: DealtCache
+    ids: Tensor  # [B, n], the new tokens
+    mask: Tensor | None  # [B, S], zeros for padding in front; None without padding
+    past: int  # columns in the cache
+    keep: int  # logits of this many last tokens
+
+    @property
+    def padding(self) -> Tensor:
+        """int64 [B]: the columns in front of each row's tokens."""
+        if self.mask is None:
+            return torch.zeros(len(self.ids), dtype=torch.int64)
+        return (self.mask == 0).sum(1).cpu()
+
+
+def check_generate(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], cache: DealtCache) -> None:
+    """Agree on a call of ``generate`` with the other ranks, before it begins.
+
+    Raises:
+        TypeError, ValueError: an argument is not supported with this cache; on every rank.
+        DisagreementError: prompts, settings or random states differ between ranks.
+    """
+    base: Plan = model._burst.plans.base
+    with base.agreement.entering("generate"):
+        given = dict(zip(("inputs", "generation_config"), args, strict=False)) | dict(kwargs)
+        ids = _prompt(model, given.get("input_ids") if given.get("inputs") is None else given["inputs"], given)
+        settings = _settings(model, given)
+        _check_mode(settings, given)
+        fields = {
+            "the digest of input_ids": digest_of(ids),
+            "the settings of generate": digest_text(settings.to_dict()),
+            _RANDOM: digest_of(_random_state(model)) if settings.do_sample else None,
+            **cache.describe(),
+        }
+    base.agreement.agree("generate", fields, remedy=_SAME_PROMPT, remedies={_RANDOM: _SAME_SEED})
+
+
+def forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], weights: Callable[[], str]) -> Any:
+    """Run the model on new tokens after those of its cache.
+
+    Args:
+        args, kwargs: the call's arguments, ``past_key_values`` among ``kwargs``.
+        weights: returns a digest of some of the model's weights.
+
+    Returns:
+        ``logits`` [B, logits_to_keep, V], equal bits on all ranks, and ``past_key_values``.
+
+    Raises:
+        TypeError, ValueError, DisagreementError: on every rank, before anything moves.
+    """
+    call = _agreed(model, args, kwargs, weights)
+    done, count = 0, call.ids.shape[1]
+    with torch.no_grad():
+        if call.past == 0 and count - call.keep >= max(SHORT, model._burst.plans.base.world):
+            done = count - call.keep
+            _prefill(model, call, done)
+        logits = torch.empty(0)
+        for start in range(done, count, SHORT):
+            logits = _step(model, call, start, min(start + SHORT, count))
+    out = CausalLMOutputWithPast(logits=logits, past_key_values=call.cache)
+    return out if kwargs.get("return_dict", True) else out.to_tuple()
+
+
+def digest_text(values: Any) -> str:
+    """Return a digest of settings."""
+    return digest_of(torch.tensor(list(repr(sorted(values.items(), key=str)).encode()), dtype=torch.uint8))
+
+
+def _agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], weights: Callable[[], str]) -> _CachedCall:
+    state = model._burst
+    base: Plan = state.plans.base
+    with base.agreement.entering("the model with a cache"):
+        given = arguments.named(model, args, kwargs)
+        cache: DealtCache = given["past_key_values"]
+        _check_keywords(model, given)
+        state.check_parts(model)
+        _check_model(model)
+        cache.check(model, base, weights)
+        ids, past = _prompt(model, given.get("input_ids"), given), cache.get_seq_length()
+        _check_length(model, past + ids.shape[1])
+        keep = _kept(given, ids.shape[1])
+        call = _CachedCall(cache, ids, _padding_mask(given, past, ids), past, keep)
+        cache.check_batch(call.padding)
+        _check_positions(call, given.get("position_ids"))
+        fields = {
+            "the digest of input_ids": digest_of(ids),
+            "the digest of attention_mask": None if call.mask is None else digest_of(call.padding),
+            "logits_to_keep": keep,
+            **cache.describe(),
+        }
+    base.agreement.agree("the model with a cache", fields, remedy=_SAME_PROMPT)
+    return call
+
+
+def _prefill(model: Any, call: _CachedCall, count: int) -> None:
+    """Run the body on this rank's shard of the first ``count`` tokens, for its keys and values alone."""
+    state, body = model._burst, vision.text_of(model)
+    mask = None if call.mask is None else call.mask[:, :count]
+    rows = rows_of({"input_ids": call.ids[:, :count], "attention_mask": mask}, ranks=state.plans.base.world)
+    plans = state.plans.get(rows.input_ids.shape[1], rows.cu_seqlens)
+    shard = shard_tokens(rows.input_ids, None, plans.one)
+    positions = shard["position_ids"]
+    plans = Plans(plans, positions=positions)
+    with call.cache.prefilling(plans.one, call.padding), recurrent.running(body, plans):
+        _run(body, shard["input_ids"], positions, plans, call.cache)
+
+
+def _step(model: Any, call: _CachedCall, start: int, stop: int) -> Tensor:
+    """Run the body on the same tokens on every rank; return the logits of the last ones."""
+    body = vision.text_of(model)
+    columns = torch.arange(call.past + start, call.past + stop)
+    positions = (columns[None] - call.padding[:, None]).clamp(min=0).to(call.ids.device)
+    with call.cache.stepping(stop - start, call.padding) as step, recurrent.running(body, step):
+        hidden = _run(body, call.ids[:, start:stop], positions, step, call.cache)[0]
+    head = heads.find_head(model, model._burst.form)
+    hidden = hidden[:, -call.keep :]
+    return head.logits(hidden.to(head.weight.dtype) if head.weight.dtype.itemsize < hidden.dtype.itemsize else hidden)
+
+
+def _run(body: Any, ids: Tensor, positions: Tensor, plan: Plans | Step, cache: DealtCache) -> Any:
+    given = {"input_ids": ids, "position_ids": positions, "plan": plan, "past_key_values": cache, "use_cache": True}
+    return stub_forward.run_body(body, **given)
+
+
+def _check_model(model: Any) -> None:
+    """Refuse a model with parts that would need a state, or positions, beyond keys and values."""
+    kind, state = type(model).__name__, model._burst
+    text = vision.text_of(model)
+    if vision.language_model_of(model) is not None:
+        raise ValueError(f"past_key_values: {kind} is a vision-language model, which has no cache over ranks yet")
+    if state.form is None or not stub_forward.has_stock_forward(model):
+        raise ValueError(f"past_key_values: {kind} has a custom head or forward, which has no cache over ranks")
+    if state.memory.attention_chunks > 1:
+        raise ValueError(
+            f"attention_chunks={state.memory.attention_chunks} of hf.Memory: a cache over ranks takes all heads; "
+            "call hf.parallelize without it"
+        )
+    if recurrent.hands_plans(text) or state.absolute:
+        raise ValueError(
+            f"past_key_values: {kind} has layers with a state, with learned positions or with a custom "
+            "attention, which have no cache over ranks yet; use a model with rotary positions and plain attention"
+        )
+
+
+def _check_keywords(model: Any, given: Mapping[str, Any]) -> None:
+    for name, value in given.items():
+        if name not in (*_TAKEN, *_SILENT) and value is not False:
+            raise ValueError(f"{name}={shown(value)} is refused: its effect with a cache over ranks is unknown")
+    if given.get("use_cache") is False:
+        raise ValueError("use_cache=False, but past_key_values is a cache; leave one of them out")
+    if torch.is_autocast_enabled(model.device.type):
+        raise ValueError(
+            "autocast is on: a cache over ranks needs one dtype; load the model in it: dtype=torch.bfloat16"
+        )
+    if model.training:
+        raise ValueError("the model is in training mode; call model.eval() before it fills a cache")
+
+
+def _prompt(model: Any, ids: Any, given: Mapping[str, Any]) -> Tensor:
+    """Return token ids [B, n] after their checks."""
+    if given.get("inputs_embeds") is not None:
+        raise ValueError("inputs_embeds: embeddings computed outside of the model are not supported; pass input_ids")
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
+        raise TypeError(f"input_ids={shown(ids)} must be a tensor of token ids [batch, sequence]")
+    if 0 in ids.shape:
+        raise ValueError(f"input_ids has shape {list(ids.shape)}: the prompt is empty; pass at least one token")
+    known = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    low, high = (int(x) for x in ids.aminmax())
+    if known is not None and (low < 0 or high >= known):
+        raise ValueError(f"input_ids holds {low if low < 0 else high}, outside of the model's vocabulary of {known}")
+    _check_length(model, ids.shape[1])
+    return ids
+
+
+def _check_length(model: Any, length: int) -> None:
+    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if most is not None and length > most:
+        raise ValueError(
+            f"input_ids: {length} tokens, with those of the cache, are more than the model's "
+            f"max_position_embeddings={most}; shorten the prompt, or load the model with more positions"
+        )
+
+
+def _kept(given: Mapping[str, Any], count: int) -> int:
+    keep = given.get("logits_to_keep", 0)
+    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
+        raise ValueError(f"logits_to_keep={shown(keep)} is not supported with a cache over ranks; pass a number")
+    keep = min(keep or count, count)
+    if keep > SHORT:
+        raise ValueError(f"logits_to_keep={keep}: a cache over ranks gives at most {SHORT}; pass logits_to_keep=1")
+    return keep
+
+
+def _padding_mask(given: Mapping[str, Any], past: int, ids: Tensor) -> Tensor | None:
+    """Return the mask of all columns so far, if it has padding."""
+    mask, whole = given.get("attention_mask"), (len(ids), past + ids.shape[1])
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or tuple(mask.shape) != whole:
+        raise ValueError(f"attention_mask={shown(mask)} must cover the cache and the new tokens: {list(whole)}")
+    if bool((mask[:, 1:].bool() < mask[:, :-1].bool()).any()) or not bool(mask[:, -1].all()):
+        raise ValueError("attention_mask has zeros behind or between tokens; pad in front of each row's tokens only")
+    return None if bool(mask.all()) else mask
+
+
+def _check_positions(call: _CachedCall, positions: Any) -> None:
+    if positions is None:
+        return
+    columns = torch.arange(call.past, call.past + call.ids.shape[1])
+    right = (columns[None] - call.padding[:, None]).to(call.ids.device)
+    fits = isinstance(positions, Tensor) and positions.dim() == 2 and positions.shape[1] == right.shape[1]
+    if not fits or not bool(((positions == right) | (right < 0)).all()):
+        raise ValueError(
+            f"position_ids={shown(positions)} differ from the tokens' places in their rows; leave position_ids out"
+        )
+
+
+def _settings(model: Any, given: Mapping[str, Any]) -> Any:
+    """Return the settings that ``generate`` will use."""
+    other = ("inputs", "input_ids", "generation_config", "streamer", "assistant_model", "synced_gpus")
+    kept = {name: value for name, value in given.items() if name not in other}
+    return model._prepare_generation_config(given.get("generation_config"), **kept)[0]
+
+
+def _check_mode(settings: Any, given: Mapping[str, Any]) -> None:
+    """Refuse ways to generate that reorder or roll back the cache."""
+    if given.get("assistant_model") is not None:
+        raise ValueError(f"assistant_model={type(given['assistant_model']).__name__} is refused: {_OTHER_MODE}")
+    if given.get("custom_generate") is not None:
+        raise ValueError(f"custom_generate={given['custom_generate']!r} is refused: {_OTHER_MODE}")
+    if settings.cache_implementation is not None:
+        raise ValueError(
+            f"cache_implementation={settings.cache_implementation!r} is refused: past_key_values is already a cache "
+            "over ranks; leave one of them out"
+        )
+    if settings.prefill_chunk_size is not None:
+        raise ValueError(
+            f"prefill_chunk_size={settings.prefill_chunk_size} is refused: leave it out; the prompt is sharded over "
+            "the ranks already"
+        )
+    mode = settings.get_generation_mode(None)
+    if mode not in _MODES:
+        named = {
+            name: getattr(settings, name, None) for name in ("num_beams", "prompt_lookup_num_tokens", "penalty_alpha")
+        }
+        asked = ", ".join(f"{name}={value}" for name, value in named.items() if value not in (None, 1))
+        raise ValueError(f"{asked or mode.value} ({mode.value}) is refused: {_OTHER_MODE}")
+
+
+def _random_state(model: Any) -> Tensor:
+    device = model.device
+    if device.type in ("cpu", "meta"):
+        return torch.get_rng_state()
+    return torch.get_device_module(device).get_rng_state(device)

@@ -1,0 +1,77 @@
+"""The seam between a parallelized model and a cache whose keys and values are dealt over the ranks."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from burst_attention.attention.batch import Chunked, Reach
+from burst_attention.attention.plan import Plan
+
+from . import checks
+
+
+class DealtCache(Cache):
+    """A cache that each rank holds a part of. ``hf.parallelize`` models fill it, and ``generate`` takes it."""
+
+    @abstractmethod
+    def check(self, model: Any, base: Plan, weights: Callable[[], str]) -> None:
+        """Refuse a model that the cache does not belong to. ``weights`` returns a digest of some of its weights."""
+
+    @abstractmethod
+    def check_batch(self, padding: Tensor) -> None:
+        """Refuse a batch other than that of earlier calls. ``padding``: int64 [B], columns before each row's tokens."""
+
+    @abstractmethod
+    def prefilling(self, plan: Plan, padding: Tensor) -> AbstractContextManager[None]:
+        """Store the shards that the model computes inside this context, each rank its own."""
+
+    @abstractmethod
+    def stepping(self, count: int, padding: Tensor) -> AbstractContextManager[Step]:
+        """Take ``count`` tokens that every rank computes inside this context, each rank its own part of them."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """Return what must be equal on all ranks before a call."""
+
+
+class Step:
+    """Stands for the plan in a call whose queries are on every rank; ``attend`` computes a layer's attention.
+
+    Args:
+        attend: a function of (q, layer's number, reach or ``UNSTATED``, scale, softcap, sinks), which returns
+            [B, Hq, n, Dv].
+    """
+
+    def __init__(self, attend: Callable[..., Tensor]) -> None:
+        self._attend = attend
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        attention_mask: Any,
+        *,
+        dropout: float,
+        sliding_window: Any,
+        others: dict[str, Any],
+        options: dict[str, Any],
+    ) -> Tensor:
+        """Check what the layer asks for, as for a plan; then compute its attention: [B, n, Hq, Dv]."""
+        others.pop("position_ids", None)
+        checks.check_keywords(dropout, others)
+        request = checks.mask_request(attention_mask)
+        reach: Reach | Any = checks.stated_window(sliding_window, request)
+        if request is not None and request.chunk is not None:
+            reach = Chunked(request.chunk)
+        causal = getattr(module, "is_causal", True)
+        if not causal or (request is not None and not request.causal):
+            raise ValueError(f"is_causal=False of {type(module).__name__}: a cache needs causal attention")
+        out = self._attend(query, getattr(module, "layer_idx", None), reach, **options)
+        return out.transpose(1, 2).contiguous()

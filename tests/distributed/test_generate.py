@@ -1,0 +1,326 @@
+"""Generate over ranks: the tokens and logits of one process with transformers' own cache."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from burst_attention import ExchangeError
+from burst_attention.attention.dealt import dealt_bytes
+from burst_attention.inference import ShardedCache
+from burst_attention.integrations import hf
+from burst_attention.testing import WorkerPool
+from tests.support.generating import alone, check_equal, generate, ids_of, model_of, over_ranks
+
+MODELS = ("llama", "qwen3", "mistral", "gemma3", "gpt_oss")
+NEW = 12
+
+
+def _case(name, count):
+    return pytest.param(name, count, marks=[] if count == 1_000 or name == "llama" else pytest.mark.long)
+
+
+@pytest.mark.parametrize(("name", "count"), [_case(name, count) for name in MODELS for count in (1, 7, 1_000)])
+def test_tokens_and_logits_equal_one_process(name, count):
+    ids = ids_of(count)
+    expected = alone(name, ids, max_new_tokens=NEW)
+    for world in (1, 2, 3):
+        outs = over_ranks(name, world, lambda model, cache: generate(model, cache, ids, max_new_tokens=NEW))
+        check_equal(outs, expected)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MODELS)
+def test_two_hundred_tokens(name):
+    """Pages of several ranks are full then, and windows have dropped all of the prompt."""
+    ids = ids_of(100)
+    expected = alone(name, ids, max_new_tokens=200)
+    check_equal(over_ranks(name, 3, lambda *both: generate(*both, ids, max_new_tokens=200)), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_a_long_prompt(name):
+    sinks = name == "gpt_oss"  # only transformers' eager attention has them, and it needs the square of the tokens
+    ids = ids_of(4_000 if sinks else 20_000)
+    expected = alone(name, ids, "eager" if sinks else "sdpa", max_new_tokens=NEW)
+    check_equal(over_ranks(name, 4, lambda *both: generate(*both, ids, max_new_tokens=NEW)), expected)
+
+
+def padded(lengths):
+    """Return ids and a mask of rows with these many tokens, padded in front."""
+    ids = ids_of(max(lengths), len(lengths))
+    mask = torch.stack([(torch.arange(max(lengths)) >= max(lengths) - n).long() for n in lengths])
+    return ids * mask, mask
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("lengths", [(200, 131, 1), (9, 3, 1)])
+def test_a_batch_of_different_lengths(name, lengths):
+    ids, mask = padded(lengths)
+    expected = alone(name, ids, attention_mask=mask, max_new_tokens=NEW)
+    for world in (1, 3):
+        use = lambda *both: generate(*both, ids, attention_mask=mask, max_new_tokens=NEW)  # noqa: E731
+        check_equal(over_ranks(name, world, use), expected)
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "striped-attention", "contiguous-ring"])
+def test_any_strategy_fills_the_cache(strategy):
+    ids = ids_of(150)
+    world = 2 if strategy == "ulysses" else 3
+    use = lambda *both: generate(*both, ids, max_new_tokens=NEW)  # noqa: E731
+    check_equal(over_ranks("gemma3", world, use, strategy=strategy), alone("gemma3", ids, max_new_tokens=NEW))
+
+
+SAMPLED = {"do_sample": True, "top_k": 5, "temperature": 1.3, "max_new_tokens": NEW}
+
+
+def sampled_here(seed_of_others=3):
+    """Return the sampled tokens of this process's rank, or the text of its error."""
+    model = hf.parallelize(copy.deepcopy(model_of("llama")), timeout=10)
+    torch.manual_seed(3 if dist.get_rank() == 0 else seed_of_others)
+    try:
+        return generate(model, ShardedCache(model.config, timeout=10), ids_of(80), **SAMPLED).sequences
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_seed_gives_one_text_at_every_world(pools, world):
+    greedy = alone("llama", ids_of(80), max_new_tokens=NEW).sequences
+    torch.manual_seed(3)
+    expected = alone("llama", ids_of(80), **SAMPLED).sequences
+    assert not torch.equal(expected, greedy)
+    assert all(torch.equal(each, expected) for each in pools(world).run(sampled_here))
+
+
+def test_other_seeds_are_refused(pools):
+    for text in pools(2).run(sampled_here, 4):
+        assert text.startswith("DisagreementError") and "torch.manual_seed(seed)" in text
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_turns_continue_the_cache(name):
+    """The second turn is short, the third is long enough for several steps."""
+    first, second, third = ids_of(90), ids_of(5), ids_of(150)
+
+    def turns(run):
+        said = run(first).sequences
+        said = run(torch.cat([said, second], 1)).sequences
+        return run(torch.cat([said, third], 1))
+
+    for world in (1, 3):
+        expected = turns(lambda ids: alone(name, ids, max_new_tokens=NEW))  # without a cache between turns
+        outs = over_ranks(
+            name, world, lambda model, cache: turns(lambda ids: generate(model, cache, ids, max_new_tokens=NEW))
+        )
+        check_equal(outs, expected)
+
+
+def test_each_rank_holds_its_share():
+    ids = ids_of(1_000)
+
+    def use(model, cache):
+        generate(model, cache, ids, max_new_tokens=150)
+        return [len(layer.held) for layer in cache.sharded], cache.nbytes(), cache.transport.sent
+
+    (wide, bytes_of, sent), *others = over_ranks("gemma3", 3, use)
+    counts = [wide[1], *(held[1] for held, *_ in others)]
+    assert sum(counts) == 1_149 and max(counts) - min(counts) <= 65
+    assert sum([wide[0], *(held[0] for held, *_ in others)]) <= 6 + 3 * 64 + 64, "a window keeps old tokens"
+    of_layer = dealt_bytes(world=3, batch=1, queries=1, q_heads=4, v_head_dim=8, dtype=torch.float32)
+    assert {sent, *(each for *_, each in others)} == {2 * 150 * of_layer}, "layers, tokens"
+    assert bytes_of > 0
+
+
+def test_a_model_without_ranks_is_refused():
+    cache = ShardedCache(model_of("llama").config)
+    with pytest.raises(ValueError, match="not parallelized"):
+        model_of("llama", "eager").generate(ids_of(3), past_key_values=cache, max_new_tokens=2)
+
+
+REFUSED = {
+    "num_beams=3": {"num_beams": 3},
+    "assistant_model=LlamaForCausalLM": {"assistant_model": "itself"},
+    "prompt_lookup_num_tokens=2": {"prompt_lookup_num_tokens": 2},
+    "cache_implementation='static'": {"cache_implementation": "static"},
+    "prefill_chunk_size=4": {"prefill_chunk_size": 4},
+    "more than the model's max_position_embeddings=32768": {"inputs": torch.ones(1, 32_769, dtype=torch.int64)},
+    "the prompt is empty": {"inputs": torch.ones(1, 0, dtype=torch.int64)},
+    "outside of the model's vocabulary": {"inputs": torch.full((1, 3), 64)},
+    "zeros behind or between tokens": {"attention_mask": torch.tensor([[1, 0, 1, 1, 1]])},
+    "inputs_embeds": {"inputs_embeds": torch.zeros(1, 5, 32)},
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_every_rank_refuses(text):
+    def use(model, cache):
+        asked = dict(REFUSED[text])
+        asked |= {"assistant_model": model} if "assistant_model" in asked else {}
+        ids = asked.pop("inputs", ids_of(5))
+        with pytest.raises(ValueError) as caught:
+            generate(model, cache, ids, max_new_tokens=2, **asked)
+        out = generate(model, ShardedCache(model.config, cache.group), ids_of(5), max_new_tokens=2)
+        return str(caught.value), out
+
+    outs = over_ranks("llama", 2, use)
+    assert all(text in said for said, _ in outs)
+    check_equal([out for _, out in outs], alone("llama", ids_of(5), max_new_tokens=2))
+
+
+def test_chunks_of_heads_are_refused():
+    def use(model, cache):
+        with pytest.raises(ValueError, match="attention_chunks=2"):
+            generate(model, cache, ids_of(5), max_new_tokens=2)
+
+    over_ranks("llama", 2, use, memory=hf.Memory(attention_chunks=2))
+
+
+def test_ranks_with_other_prompts_disagree():
+    def use(model, cache):
+        with pytest.raises(ValueError) as caught:
+            generate(model, cache, ids_of(70 + cache.transport.rank), max_new_tokens=2)
+        return str(caught.value)
+
+    assert all("the digest of input_ids: rank 0 has" in text for text in over_ranks("llama", 2, use))
+
+
+@pytest.mark.parametrize("other", ["qwen3", "other weights", "other batch"])
+def test_the_cache_of_another_model_is_refused(other):
+    def use(model, cache):
+        if other == "qwen3":
+            cache = ShardedCache(model_of("qwen3").config, cache.group)
+        else:
+            generate(model, cache, ids_of(5), max_new_tokens=2)
+        if other == "other weights":
+            model = copy.deepcopy(model)
+            model.lm_head.weight.data += 1
+        with pytest.raises(ValueError) as caught:
+            generate(model, cache, ids_of(9, 2 if other == "other batch" else 1), max_new_tokens=2)
+        return str(caught.value)
+
+    expected = "continues the rows" if other == "other batch" else "the cache of another model"
+    assert all(expected in text for text in over_ranks("llama", 2, use))
+
+
+@pytest.mark.parametrize(("name", "lengths"), [("gemma3", (150, 90)), ("mistral", (70,))])
+def test_a_saved_cache_serves_any_number_of_ranks(tmp_path, name, lengths):
+    ids, mask = padded(lengths)
+    first = alone(name, ids, attention_mask=mask, max_new_tokens=70).sequences
+    longer = torch.cat([mask, torch.ones(len(mask), first.shape[1] - mask.shape[1], dtype=mask.dtype)], 1)
+    expected = alone(name, first, attention_mask=longer, max_new_tokens=NEW)
+
+    def save(model, cache):
+        generate(model, cache, ids, attention_mask=mask, max_new_tokens=70)
+        cache.save(tmp_path / "cache")
+
+    def load(model, cache):
+        loaded = ShardedCache.load(tmp_path / "cache", model.config, cache.group)
+        return generate(model, loaded, first, attention_mask=longer, max_new_tokens=NEW)
+
+    over_ranks(name, 3, save)
+    for world in (1, 2, 4):
+        check_equal(over_ranks(name, world, load), expected)
+
+
+ALTERED = {
+    "no cache.json": lambda folder: (folder / "cache.json").unlink(),
+    "cache.json was altered": lambda folder: replace(folder / "cache.json", b'"length": 6', b'"length": 5'),
+    "cache.json was altered or is cut off": lambda folder: cut(folder / "cache.json"),
+    "rank-00001.safetensors has": lambda folder: cut(folder / "rank-00001.safetensors"),
+    "rank-00001.safetensors was altered": lambda folder: flip(folder / "rank-00001.safetensors"),
+    "rank-00000.safetensors is missing": lambda folder: (folder / "rank-00000.safetensors").unlink(),
+}
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def replace(path, old, new):
+    content = path.read_bytes()
+    assert old in content
+    path.write_bytes(content.replace(old, new))
+
+
+@pytest.mark.parametrize("text", ALTERED)
+def test_an_altered_folder_is_refused(tmp_path, text):
+    folder = tmp_path / "cache"
+
+    def save(model, cache):
+        generate(model, cache, ids_of(66), max_new_tokens=2)
+        cache.save(folder)
+
+    def load(model, cache):
+        with pytest.raises(ValueError) as caught:
+            ShardedCache.load(folder, model.config, cache.group)
+        return str(caught.value)
+
+    over_ranks("llama", 2, save)
+    ALTERED[text](folder)
+    assert all(text in said for said in over_ranks("llama", 2, load))
+
+
+def test_a_folder_of_another_model_is_refused(tmp_path):
+    def save(model, cache):
+        generate(model, cache, ids_of(5), max_new_tokens=2)
+        cache.save(tmp_path / "cache")
+        with pytest.raises(ValueError, match="not empty"):
+            cache.save(tmp_path / "cache")
+
+    def load(model, cache):
+        with pytest.raises(ValueError, match="cache of another model"):
+            ShardedCache.load(tmp_path / "cache", model.config, cache.group)
+
+    over_ranks("llama", 2, save)
+    over_ranks("mistral", 2, load)
+
+
+class _Dies:
+    """A streamer that ends its process after some tokens."""
+
+    def __init__(self, tokens):
+        self.left = tokens
+
+    def put(self, value):
+        self.left -= 1
+        if self.left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def end(self):
+        pass
+
+
+def dies_while_decoding():
+    """Rank 1 ends after 3 tokens; return the other ranks' error and its seconds."""
+    model = hf.parallelize(copy.deepcopy(model_of("llama")), timeout=5)
+    cache, streamer = ShardedCache(model.config, timeout=5), _Dies(4) if dist.get_rank() == 1 else None
+    started = time.monotonic()
+    try:
+        generate(model, cache, ids_of(80), max_new_tokens=50, streamer=streamer)
+    except ExchangeError as error:
+        return str(error), time.monotonic() - started
+    return "no error", 0.0
+
+
+@pytest.mark.long
+def test_a_rank_that_is_killed_is_named_in_time():
+    with WorkerPool(3, timeout=30) as pool:
+        results, errors, lost = pool.gather(dies_while_decoding, timeout=240)
+    assert set(lost) == {1} and not errors
+    for text, seconds in results.values():
+        assert "rank" in text and "down" in text and seconds < 20
+    assert any("rank 1" in text for text, _ in results.values())

@@ -1,0 +1,77 @@
+"""The command ``burst generate``: text, figures, saved caches, errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+TEXT = "A prompt that the ranks share. " * 5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny model whose tokens are bytes."""
+    path = tmp_path_factory.mktemp("model")
+    alphabet = ["<pad>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={each: n for n, each in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>").save_pretrained(path)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    none = dict.fromkeys(("eos_token_id", "bos_token_id"))
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(vocab_size=257, pad_token_id=0, **sizes, **none)).save_pretrained(path)
+    (path / "prompt.txt").write_text(TEXT)
+    return path
+
+
+def burst(*words, text=None):
+    command = [sys.executable, "-m", "burst_attention.cli", "generate", "--device", "cpu", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, input=text)
+
+
+def expected_text(folder, ids, count):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    out = model.generate(torch.tensor([ids]), max_new_tokens=count, do_sample=False)[0, len(ids) :]
+    return out.tolist()
+
+
+@pytest.mark.long
+def test_a_text_is_continued_and_continued_again(folder):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    cache = folder / "cache"
+    prompt = ("--model", folder, "--prompt", folder / "prompt.txt")
+    done = burst(*prompt, "--ranks", 2, "--max-new-tokens", 8, "--save-cache", cache)
+    assert done.returncode == 0, done.stderr
+    ids = tokenizer(TEXT)["input_ids"]
+    new = expected_text(folder, ids, 8)
+    assert json.loads((cache / "tokens.json").read_text()) == [*ids, *new]
+    assert done.stdout.strip() == tokenizer.decode(new, skip_special_tokens=True).strip("\n \N{REPLACEMENT CHARACTER}")
+    for figure in ("first token after", "tokens/s", "cache bytes per rank", "sent bytes per rank"):
+        assert figure in done.stderr
+    options = ("--ranks", 3, "--max-new-tokens", 5, "--load-cache", cache, "--json")
+    again = burst("--model", folder, "--prompt", "-", *options, text="More.")
+    assert again.returncode == 0, again.stderr
+    said = json.loads(again.stdout)
+    whole = [*ids, *new, *tokenizer("More.")["input_ids"]]
+    assert said["text"] == tokenizer.decode(expected_text(folder, whole, 5), skip_special_tokens=True)
+    assert said["prompt_tokens"] == len(whole) and said["new_tokens"] == 5 and len(said["cache_bytes"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("--prompt", "absent.txt"), "absent.txt can't be read"),
+        (("--prompt", "-"), "--prompt - is empty"),
+        (("--prompt", "-", "--load-cache", "absent"), "--load-cache absent is no folder"),
+        (("--prompt", "-", "--top-p", "0"), "--top-p 0.0 must be above 0"),
+    ],
+)
+def test_wrong_arguments_are_named(folder, words, text):
+    done = burst("--model", folder, *words, text="" if "empty" in text else "some text")
+    assert done.returncode == 2 and text in " ".join(done.stderr.split()), done.stderr

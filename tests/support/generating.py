@@ -1,0 +1,67 @@
+"""Small models that generate, alone with transformers' own cache and over ranks as threads."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import torch
+from transformers import GptOssConfig, GptOssForCausalLM
+
+from burst_attention.inference import ShardedCache
+from burst_attention.integrations import hf
+from burst_attention.testing import local_world
+from tests.support.hf_models import SMALL, VOCABULARY, WINDOW, make_model
+
+GREEDY = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True, "eos_token_id": None}
+POSITIONS = 32_768
+
+
+@functools.cache
+def model_of(name, implementation="burst"):
+    """Return a model in fp32, the same under every attention."""
+    if name != "gpt_oss":
+        return make_model(name, implementation, torch.float32, max_position_embeddings=POSITIONS).eval()
+    hf.register()
+    torch.manual_seed(0)
+    sizes = {"num_local_experts": 4, "sliding_window": WINDOW, "max_position_embeddings": POSITIONS}
+    config = GptOssConfig(**SMALL | sizes, attn_implementation=implementation, pad_token_id=0)
+    model = GptOssForCausalLM(config).eval()
+    for parameter in model.parameters():  # its sinks and experts are not initialised
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def ids_of(count, rows=1):
+    """Return token ids [rows, count], all but the pad token."""
+    return torch.randint(1, VOCABULARY, (rows, count), generator=torch.Generator().manual_seed(count))
+
+
+def alone(name, ids, implementation="eager", **options):
+    """Generate in one process, with transformers' own cache."""
+    return model_of(name, implementation).generate(ids, **GREEDY | options)
+
+
+def over_ranks(name, world, use, **how):
+    """Return what ``use(model, cache)`` returns on each of ``world`` ranks. ``how``: options of ``hf.parallelize``."""
+    models = [copy.deepcopy(model_of(name)) for _ in range(world)]
+
+    def rank(group):
+        model = hf.parallelize(models[group.rank()], group, **how)
+        return use(model, ShardedCache(model.config, group))
+
+    with local_world(world, timeout=20) as ranks:
+        return ranks.run(rank)
+
+
+def generate(model, cache, ids, **options):
+    return model.generate(ids, past_key_values=cache, **GREEDY | options)
+
+
+def check_equal(outs, expected):
+    """Compare tokens, and the logits of each step, of every rank with those of one process."""
+    for out in outs:
+        assert torch.equal(out.sequences, expected.sequences)
+        found, right = torch.stack(out.logits), torch.stack(expected.logits)
+        assert (found - right).abs().max() <= 1e-5
+        assert torch.equal(found, torch.stack(outs[0].logits)), "ranks have other bits"

@@ -1,0 +1,117 @@
+"""What the cache over ranks relies on in transformers. If an upgrade changes it, these tests name it."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from transformers import Cache, GenerationMixin
+from transformers.cache_utils import CacheLayerMixin
+
+from burst_attention.inference import ShardedCache
+from burst_attention.inference.layer import ShardedLayer
+from tests.support.hf_models import make_model
+
+
+class Recorder(Cache):
+    """Notes the calls of ``update``; keeps everything, as transformers' own cache does."""
+
+    def __init__(self, layers):
+        super().__init__(layers=[_Layer() for _ in range(layers)])
+        self.updates, self.asked = [], []
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        self.updates.append((layer_idx, key_states.shape[2]))
+        return super().update(key_states, value_states, layer_idx)
+
+    def get_mask_sizes(self, query_length, layer_idx):
+        self.asked.append("get_mask_sizes")
+        return super().get_mask_sizes(query_length, layer_idx)
+
+    def get_query_offset(self, layer_idx=0):
+        self.asked.append("get_query_offset")
+        return super().get_query_offset(layer_idx)
+
+
+class _Layer(CacheLayerMixin):
+    is_sliding = False
+
+    def lazy_initialization(self, key_states, value_states):
+        self.keys, self.values, self.is_initialized = key_states, value_states, True
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        if self.is_initialized:
+            key_states, value_states = (torch.cat(x, 2) for x in ((self.keys, key_states), (self.values, value_states)))
+        self.lazy_initialization(key_states, value_states)
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length):
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self):
+        return self.keys.shape[2] if self.is_initialized else 0
+
+    def get_max_length(self):
+        return -1
+
+
+def recorded(model, cache, ids, count):
+    """Return the arguments of each forward of ``generate``."""
+    calls, own = [], model.forward
+
+    def forward(*args, **kwargs):
+        assert not args
+        calls.append({name: x for name, x in kwargs.items() if x is not None})
+        return own(**kwargs)
+
+    forward.__signature__ = inspect.signature(own)
+    model.forward = forward
+    out = model.generate(ids, past_key_values=cache, max_new_tokens=count, do_sample=False, eos_token_id=None)
+    return calls, out
+
+
+def test_generate_passes_a_cache_and_only_the_tokens_behind_it():
+    model = make_model("llama", "sdpa", torch.float32).eval()
+    cache, ids = Recorder(2), torch.arange(1, 6)[None]
+    calls, out = recorded(model, cache, ids, 3)
+    assert [call["input_ids"].shape[1] for call in calls] == [5, 1, 1]
+    assert all(call["past_key_values"] is cache and call["logits_to_keep"] == 1 for call in calls)
+    assert cache.updates == [(0, 5), (1, 5), (0, 1), (1, 1), (0, 1), (1, 1)]
+    assert {"get_mask_sizes", "get_query_offset"} <= {*cache.asked}
+    assert torch.equal(out, make_model("llama", "sdpa", torch.float32).eval().generate(ids, max_new_tokens=3))
+    again, _ = recorded(model, cache, torch.cat([out, ids], 1), 1)
+    assert again[0]["input_ids"].shape[1] == 6, "the last token of the turn before, and 5 new ones"
+    assert again[0]["position_ids"].tolist() == [[*range(7, 13)]]
+
+
+def test_an_attention_gets_what_update_returned():
+    class Doubled(Recorder):
+        def update(self, *args):
+            key, value = super().update(*args)
+            return key, value * 2
+
+    ids = torch.arange(1, 6)[None]
+    model = make_model("llama", "sdpa", torch.float32).eval()
+    plain, doubled = (model(ids, past_key_values=cache).logits for cache in (Recorder(2), Doubled(2)))
+    assert not torch.allclose(plain, doubled)
+
+
+def test_the_methods_that_we_override_exist():
+    for ours, theirs in ((ShardedCache, Cache), (ShardedLayer, CacheLayerMixin)):
+        for name in ("update", "reset", "reorder_cache", "get_seq_length", "get_mask_sizes"):
+            assert hasattr(theirs, name) and hasattr(ours, name), (theirs, name)
+    assert not inspect.isabstract(ShardedLayer)
+    for name in ("get_mask_sizes", "get_seq_length", "get_max_length", "lazy_initialization", "update"):
+        assert getattr(ShardedLayer, name) is not getattr(CacheLayerMixin, name)
+    for name in ("_prepare_generation_config", "_sample", "_prefill"):
+        assert hasattr(GenerationMixin, name), name
+    source = inspect.getsource(GenerationMixin._prefill)
+    assert "get_seq_length()" in source and "outputs.logits[:, -1]" in inspect.getsource(GenerationMixin._sample)
+
+
+@pytest.mark.parametrize(("name", "refused"), [("reorder_cache", "num_beams"), ("crop", "rolled back")])
+def test_what_other_modes_call_raises(name, refused):
+    cache = ShardedCache(make_model("llama").config)
+    with pytest.raises(ValueError, match=refused):
+        getattr(cache, name)(torch.zeros(1, dtype=torch.int64) if name == "reorder_cache" else -1)
