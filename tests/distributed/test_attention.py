@@ -115,6 +115,17 @@ def test_every_two_values_meet_with_heads_cut(pools, world: int) -> None:
         assert not found, "\n".join(found)
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_keys_and_values_gathered_in_one_exchange(pools, world: int) -> None:
+    names = ("layout", "mask", "dtype", "groups", "kernel")
+    cases = [
+        replace(case_of(row | {"route": "direct", "circulate": "key-value"}), gather_kv=True)
+        for row in covering_array({name: FACTORS[name][world - 2 :: 2] for name in names}, seed=world)
+    ]
+    for found in pools(world).run(failures, cases):
+        assert not found, "\n".join(found)
+
+
 SCORED = {"softcap": [None, 0.7, 3.0], "sinks": [True, False], "kernel": ["reference", "blockwise", "auto"]}
 SCORED = FACTORS | CUT | SCORED | {"dtype": [torch.float64, torch.float32]}
 

@@ -376,8 +376,8 @@ def make_plan(
         seqlen: tokens of the whole sequence, at least 0; it need not divide by anything.
         mask: which keys each query sees; causal if None.
         strategy: how to compute it: a :class:`~burst_attention.Strategy`, or a published scheme by name:
-            ``burst-attention``, ``ring-attention``, ``contiguous-ring``, ``striped-attention``, ``ulysses``, or
-            ``usp:U`` with a Ulysses degree U. None: the planner chooses everything.
+            ``burst-attention``, ``ring-attention``, ``contiguous-ring``, ``striped-attention``, ``all-gather``,
+            ``ulysses``, or ``usp:U`` with a Ulysses degree U. None: the planner chooses everything.
         call: the calls to expect, as far as they are known: a layout is chosen for them. Other calls work too.
         hardware: how fast kernels and links are, and which ranks share a node. None: measured rates of
             ``burst calibrate`` if they fit, else a preset whose links and kernels the group's first plan measures;

@@ -176,7 +176,7 @@ class Planner:
         Raise ValueError if these heads can't be split as the strategy asks.
         """
         if not _splits_by_choice(schedule):
-            return WHOLE
+            return Groups(gather=True) if schedule.strategy.gather_kv is True else WHOLE
         return self.choose_call(schedule, shape).candidate.groups
 
     def settle(self, schedule: Schedule, shape: Shape, groups: Groups) -> Candidate:
@@ -200,6 +200,8 @@ class Planner:
             return strategy.circulate
         if groups.query == world > 1:  # one sequence group: nothing circulates between groups
             return "query"
+        if groups.gather:
+            return "key-value"
         if groups == WHOLE and (strategy.ulysses_degree == 1 or world == 1 or not schedule.route.direct):
             partial_bytes = shape.accumulate if schedule.route.exact else shape.partial
             return by_work_and_bytes(_smaller_traffic_model(schedule), shape, partial_bytes)

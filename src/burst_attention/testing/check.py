@@ -15,7 +15,7 @@ from ..attention.hardware import shape_of
 from ..attention.plan import Plan, make_plan
 from ..kernels.contract import Kernel
 from ..plan.mask import Mask
-from ..plan.strategy import CacheOrAuto, ChunksOrAuto, DegreeOrAuto, Strategy
+from ..plan.strategy import CacheOrAuto, ChunksOrAuto, DegreeOrAuto, GatherOrAuto, Strategy
 from .oracle import Gradients, attend, torch_attention
 
 
@@ -35,6 +35,7 @@ class Case:
     ulysses_degree: DegreeOrAuto = 1
     cache_qkv: CacheOrAuto = "auto"
     chunks: ChunksOrAuto = "auto"
+    gather_kv: GatherOrAuto = "auto"
     kernel: str = "auto"
     dtype: torch.dtype = torch.float32
     batch: int = 1
