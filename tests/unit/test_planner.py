@@ -294,7 +294,9 @@ def test_few_keys_and_values_are_gathered_where_that_is_fastest() -> None:
         asked = Shape(q_heads=32, kv_heads=kv_heads, **sizes)
         chosen = open_to_all.decide(asked)
         assert chosen.groups.gather == (kv_heads <= 4) and (chosen.circulate == "key-value" or kv_heads > 4)
-        found = [each for each in open_to_all.predictions(asked) if each.forward]
+        ways = open_to_all.predictions(asked)
+        assert any(each.candidate.groups.gather for each in ways) == (kv_heads <= 4)
+        found = [each for each in ways if each.forward]
         assert not chosen.groups.gather or min(found, key=lambda each: each.seconds).candidate == chosen
         assert not any(each.decide(asked).groups.gather for each in fixed.values())
     named = make_schedule(2048, mask=Mask(), world=8, planner=planner, **options_of(strategy_of("all-gather")))

@@ -180,11 +180,12 @@ class Planner:
         return self.choose_call(schedule, shape).candidate.groups
 
     def settle(self, schedule: Schedule, shape: Shape, groups: Groups) -> Candidate:
-        """Choose the chunks of a call that :meth:`choose_groups` split, and what circulates."""
+        """Choose the chunks of a call that :meth:`choose_groups` split, whether it gathers, and what circulates."""
         if _splits_by_choice(schedule) and schedule.route.direct:
             found = self.choose_call(schedule, shape).candidate
-            if replace(found.groups, chunks=groups.chunks) == groups:
+            if replace(found.groups, chunks=groups.chunks, gather=groups.gather) == groups:
                 return found
+        groups = replace(groups, gather=schedule.strategy.gather_kv is True)
         ways = [*chunkings(schedule.layout, groups, self._open(schedule).chunks)]
         if len(ways) > 1:
             return self._best(schedule, shape, ways).candidate
