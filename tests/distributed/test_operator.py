@@ -109,7 +109,7 @@ _PREPARED = (
     "with_sinks",
     "sink_gradient",
 )
-LAST = (9, "561645c350d2")
+LAST = (10, "d0d0f4503c2c")
 
 
 def test_a_formula_that_changed_has_a_version_of_its_own():
