@@ -107,6 +107,14 @@ def test_a_run_that_goes_on_has_the_weights_of_one_that_was_never_interrupted(po
     first, second = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "lost"))
     for key in ("steps", "first_loss", "last_loss", "held_out_loss"):
         assert first[key] == second[key], key
+    last, *_, early = (rates_of(folder) for folder in list_checkpoints(tmp_path / "lost"))
+    assert last == early and (last is None) == (world == 1 or bool(changes))  # measured once, with its date
+
+
+def rates_of(checkpoint: Path) -> dict | None:
+    """Return the rates by which a checkpoint's run was planned; a plan cuts their source to 200 characters."""
+    rates = json.loads((checkpoint / "state.json").read_text())["rates"]
+    return rates and rates | {"source": rates["source"][:200]}
 
 
 @pytest.mark.long
