@@ -22,6 +22,7 @@ from burst_attention.kernels import choose
 from burst_attention.plan.assignment import heads
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.groups import WHOLE, Groups
+from burst_attention.plan.program import Program
 from burst_attention.plan.route import ROUTES
 from burst_attention.plan.rows import Direction, Side
 from burst_attention.plan.schedule import Schedule
@@ -29,7 +30,7 @@ from burst_attention.planner.planner import Planner
 from burst_attention.planner.presets import preset
 from burst_attention.planner.rates import Link
 from burst_attention.testing import Case, attend, check
-from burst_attention.testing.check import relative_l2
+from burst_attention.testing.check import compare, relative_l2
 from tests.support.pairwise import covering_array
 from tests.support.schedules import assigned, bytes_moved, make_schedule
 from tests.unit.test_plan import masks
@@ -113,6 +114,34 @@ def test_every_two_values_meet_with_heads_cut(pools, world: int) -> None:
     cases = [cut_case(row, world) for row in covering_array(factors, seed=world)]
     for found in pools(world).run(failures, cases):
         assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_keys_and_values_gathered_in_one_exchange(pools, world: int) -> None:
+    names = ("layout", "mask", "dtype", "groups", "kernel")
+    cases = [
+        replace(case_of(row | {"route": "direct", "circulate": "key-value"}), gather_kv=True)
+        for row in covering_array({name: FACTORS[name][world - 2 :: 2] for name in names}, seed=world)
+    ]
+    for found in pools(world).run(failures, cases):
+        assert not found, "\n".join(found)
+    for passes in pools(world).run(passes_that_gather, cases[0]):
+        assert passes == {Direction.FORWARD: True, Direction.BACKWARD: True}
+
+
+def passes_that_gather(case: Case) -> dict[Direction, bool]:
+    """On a rank: whether each pass of a call runs a program in which keys and values are gathered."""
+    ran, program = {}, Schedule.program
+
+    def noted(self: Schedule, circulate: str, direction: Direction, groups: Groups = WHOLE) -> Program:
+        ran[direction] = groups.gather
+        return program(self, circulate, direction, groups)
+
+    with pytest.MonkeyPatch.context() as patch:
+        plan = make_plan(case.seqlen, mask=case.mask, strategy=case.strategy)
+        patch.setattr(Schedule, "program", noted)
+        compare(case, plan)
+    return ran
 
 
 SCORED = {"softcap": [None, 0.7, 3.0], "sinks": [True, False], "kernel": ["reference", "blockwise", "auto"]}

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
+import re
+import time
 import warnings
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +20,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from burst_attention import CallShape, Hardware, Mask, burst_attention, make_plan
 from burst_attention.attention.calibrate import CalibrationSizes, calibrate
-from burst_attention.comm.agreement import RECORD_BYTES, DisagreementError
+from burst_attention.comm.agreement import RECORD_BYTES, Agreement, DisagreementError
 from burst_attention.integrations.hf.attention import call_shape
 from burst_attention.planner.presets import NETWORKS, NODES, preset
-from burst_attention.planner.rates import Link, MeasuredOn, Rates, user_file, write_rates
+from burst_attention.planner.rates import Link, MeasuredOn, Rates, read_rates, user_file, write_rates
 from burst_attention.testing import Case, local_world
 from burst_attention.testing.check import compare
 from tests.support.schedules import plan_options
@@ -73,9 +77,9 @@ def test_the_first_plan_over_several_nodes_measures_their_links_once() -> None:
         found = ranks.run(plans)
     (first, unsure), second, own, here = found[0]
     assert all(each == found[0] for each in found) and second == (first, False) and not unsure
-    assert own == here == (preset("cpu"), True)  # nothing is measured on one node, nor where that is asked
-    assert "inside of a node and across nodes measured by make_plan in " in first.source
-    assert first.across != preset("cpu").across and first.half == preset("cpu").half
+    assert own == here == (preset("cpu"), True)  # threads share no link; "preset" measures nothing
+    assert "kernels and links inside of a node and across nodes measured by make_plan in " in first.source
+    assert first.across != preset("cpu").across
     assert math.log2(first.across.bytes_per_second) * 3 == pytest.approx(
         round(math.log2(first.across.bytes_per_second) * 3)
     )
@@ -84,10 +88,67 @@ def test_the_first_plan_over_several_nodes_measures_their_links_once() -> None:
 def test_nodes_of_other_sizes_leave_the_network_a_guess() -> None:
     def plan(group: Any) -> Any:
         planner = make_plan(256, group=group, hardware=Hardware(nodes=[0, 0, 1])).planner
-        return planner.guessed, planner.rates
+        return planner.guessed, planner.rates.inside, planner.rates.across
 
     with local_world(3) as ranks:
-        assert ranks.run(plan) == [(True, preset("cpu"))] * 3
+        assert ranks.run(plan) == [(True, preset("cpu").inside, preset("cpu").across)] * 3
+
+
+def of_a_fresh_group() -> tuple[Any, ...]:
+    group, agreed = dist.new_group(list(range(dist.get_world_size()))), list[str]()
+    agree, before = Agreement.agree, time.time()
+
+    def counted(self: Agreement, call: str, *given: Any, **named: Any) -> list[Any]:
+        agreed.append(call)
+        return agree(self, call, *given, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", "/nowhere")
+        patch.setattr(Agreement, "agree", counted)
+        first = make_plan(256, group=group)
+        exchanges = len(agreed)
+        second = make_plan(256, group=group)
+    took = time.time() - before
+    asked = make_plan(256, group=group, hardware=Hardware(rates="preset"))
+    plans = [(plan.planner.rates, plan.planner.guessed) for plan in (first, second, asked)]
+    return plans, first.explain(**SIZES), before, took, exchanges
+
+
+def test_the_first_plan_on_one_node_measures_kernels_and_links(pools) -> None:
+    usual = preset("cpu")
+    for world in (2, 4):
+        found = pools(world).run(of_a_fresh_group)
+        (first, unsure), second, asked = found[0][0]
+        assert all(each[0] == found[0][0] for each in found)
+        assert second == (first, False) and not unsure and asked == (usual, True)
+        assert first.inside != usual.inside and first.across == usual.across
+        assert (first.half, first.single) != (usual.half, usual.single)
+        scaled = first.single.forward / usual.single.forward, first.double.forward / usual.double.forward
+        assert scaled[0] == pytest.approx(scaled[1])
+        cores = len(os.sched_getaffinity(0))
+        assert first.overhead.at_once == (cores if cores < world else 0)
+        assert first.measured_on == MeasuredOn(device="cpu", torch=torch.__version__.split("+")[0], ranks=world)
+        assert all(each[4] <= 48 for each in found)  # each exchange takes a few latencies
+        said = re.search(r"kernels and links inside of a node measured by make_plan in (.+) s on (.+) UTC", found[0][1])
+        assert said and 0 < float(said[1]) < found[0][3]
+        at = datetime.strptime(said[2], "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC).timestamp()
+        assert found[0][2] - 1 <= at <= found[0][2] + found[0][3]
+
+
+def test_a_given_file_of_another_machine_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "other.toml"
+    write_rates(replace(SLOW, measured_on=MeasuredOn(device="cpu", torch="1.0", ranks=2)), path)
+
+    def attempt(group: Any) -> str:
+        with pytest.raises(ValueError) as error:
+            make_plan(64, group=group, hardware=Hardware(rates=path if group.rank() == 0 else None))
+        return str(error.value)
+
+    with local_world(2) as ranks:
+        assert all("other.toml' holds torch 1.0, and this run has torch" in text for text in ranks.run(attempt))
+        read = read_rates(path)
+        plans = ranks.run(lambda group: make_plan(64, group=group, hardware=Hardware(rates=read)))
+    assert plans[0].planner.rates == read
 
 
 def test_a_file_of_another_machine_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

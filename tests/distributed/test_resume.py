@@ -18,6 +18,7 @@ from burst_train.run.folder import list_checkpoints
 from burst_train.run.interrupt import InterruptedRunError, StopRequests
 from burst_train.step.loop import train
 
+from burst_attention import Hardware, make_plan
 from burst_attention.testing import WorkerError
 from tests.support.training import config_of, losses, norms, weights, write_corpus
 
@@ -98,6 +99,7 @@ def test_a_run_that_goes_on_has_the_weights_of_one_that_was_never_interrupted(po
     assert [path.name for path in list_checkpoints(tmp_path / "lost")] == ["step-00000004"]
     with pytest.raises(WorkerError, match="holds an unfinished run, saved after step 4; add --resume to continue"):
         pools(world).run(train, lost)
+    pools(world).run(forget_rates)
     pools(world).run(train, changed(lost, resume="newest"))
     assert losses(tmp_path / "lost") == losses(tmp_path / "whole")
     assert norms(tmp_path / "lost") == norms(tmp_path / "whole")
@@ -107,6 +109,19 @@ def test_a_run_that_goes_on_has_the_weights_of_one_that_was_never_interrupted(po
     first, second = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "lost"))
     for key in ("steps", "first_loss", "last_loss", "held_out_loss"):
         assert first[key] == second[key], key
+    last, *_, early = (rates_of(folder) for folder in list_checkpoints(tmp_path / "lost"))
+    assert last == early and (last is None) == (world == 1 or bool(changes))  # measured once, with its date
+
+
+def forget_rates() -> None:
+    """On a rank: let the next plan measure rates, as in a new process."""
+    make_plan(1, hardware=Hardware(rates="preset")).transport.health.measured.clear()
+
+
+def rates_of(checkpoint: Path) -> dict | None:
+    """Return the rates by which a checkpoint's run was planned; a plan cuts their source to 200 characters."""
+    rates = json.loads((checkpoint / "state.json").read_text())["rates"]
+    return rates and rates | {"source": rates["source"][:200]}
 
 
 @pytest.mark.long

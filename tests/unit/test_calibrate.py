@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from burst_attention.attention import calibrate, links
+from burst_attention.attention import calibrate, probe
 from burst_attention.cli.calibrate import _show
 from burst_attention.comm.transport import PACKED_BYTES
 from burst_attention.planner.presets import preset
@@ -29,7 +29,7 @@ class Link:
         return [list(values)] * self.world
 
     def post(self, sends: Any, receives: Any, *, label: str) -> Any:
-        assert len(sends) == len(receives) == links.AT_ONCE
+        assert len(sends) == len(receives) == probe.AT_ONCE
         assert sum(each.tensor.nbytes for each in sends) > PACKED_BYTES  # or they would go as one message
         return sends
 
@@ -44,9 +44,9 @@ def test_a_link_s_latency_and_bandwidth_are_recovered(monkeypatch, latency: floa
     link: Any = Link(latency, bytes_per_second)
     clock = SimpleNamespace(perf_counter=lambda: link.now, process_time=lambda: link.now)
     monkeypatch.setattr(calibrate, "time", clock)
-    monkeypatch.setattr(links, "time", clock)
-    probe = calibrate._Probe(link, torch.device("cpu"), calibrate.CalibrationSizes(repeats=1))
-    inside, across = probe.links()
+    monkeypatch.setattr(probe, "time", clock)
+    measuring = calibrate._Calibration(link, torch.device("cpu"), calibrate.CalibrationSizes(repeats=1))
+    inside, across = measuring.links()
     assert across is None and inside is not None
     assert inside.bytes_per_second == pytest.approx(bytes_per_second, rel=1e-6)
     assert inside.latency == pytest.approx(latency, rel=1e-6, abs=1e-12)

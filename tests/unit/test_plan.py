@@ -586,6 +586,24 @@ def test_bytes_counted_for_two_layouts_are_those_of_the_programs(mask: Mask, cou
             )
 
 
+@pytest.mark.parametrize("mask", [Mask(), Mask(causal=False), Mask(window=9), Mask(cu_seqlens=[0, 7, 33, 34, 50])])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
+def test_gathered_keys_arrive_in_one_exchange_and_are_one_visit(mask: Mask, layout: str) -> None:
+    world, groups = 5, Groups(gather=True)
+    shape = Shape(q_heads=4, kv_heads=2, batch=2, head_dim=8, v_head_dim=4, io=2, partial=4, accumulate=4)
+    schedules = [Schedule(Layout(layout, 50, world), mask, ROUTES["direct"], rank) for rank in range(world)]
+    moved = bytes_moved(schedules[0], shape, "key-value", groups)
+    plain, traffic = ([each.traffic(shape, "key-value", one) for each in schedules] for one in (WHOLE, groups))
+    assert moved.tolist() == [[t.sent for t in traffic], [t.received for t in traffic]] and plain == traffic
+    for direction in Direction:
+        asked = schedules[0], shape, "key-value", direction, groups
+        assert messages_counted(*asked) == messages_of_edges(*asked)
+        for schedule in schedules:
+            ops = schedule.program("key-value", direction, groups).ops
+            assert sum(isinstance(op, Visit) for op in ops) <= 2
+            assert {op.step for op in ops if isinstance(op, Post) and any(not m.edge.partial for m in op.sends)} <= {1}
+
+
 def messages_counted(
     schedule: Schedule, shape: Shape, circulate: str, direction: Direction, groups: Groups
 ) -> dict[tuple[int, ...], int]:
@@ -841,6 +859,10 @@ def test_masks_refuse_by_name(options: dict, error: type[Exception], reported: s
         ({"ulysses_degree": 0}, "ulysses_degree=0"),
         ({"ulysses_degree": True}, "ulysses_degree=True"),
         ({"ulysses_degree": 2, "route": "ring"}, "route='ring'"),
+        ({"gather_kv": "yes", "ulysses_degree": 1}, "gather_kv='yes'"),
+        ({"gather_kv": True, "ulysses_degree": 1, "route": "direct"}, "circulate='auto'"),
+        ({"gather_kv": True, "ulysses_degree": 2, "route": "direct", "circulate": "key-value"}, "ulysses_degree=2"),
+        ({"gather_kv": True, "ulysses_degree": 1, "route": "ring", "circulate": "key-value"}, "route='ring'"),
         ({"cache_qkv": "yes"}, "cache_qkv='yes'"),
         ({"circulate": "air"}, "circulate='air'"),
         ({"chunks": -1}, "chunks=-1"),

@@ -282,6 +282,31 @@ def test_ranks_on_shared_cores_share_them() -> None:
     assert _share(np.array([0.0, 0.0, 1.0, 5.0]), np.array([1.0, 2.0, 1.0, 1.0]), 1.0).tolist() == [2.5, 4.0, 3.5, 6.0]
 
 
+def test_few_keys_and_values_are_gathered_where_that_is_fastest() -> None:
+    sizes = {"batch": 1, "head_dim": 128, "v_head_dim": 128, "io": 2, "partial": 2, "accumulate": 4}
+    planner = Planner(preset("h100-hgx"))
+    open_to_all = make_schedule(2048, mask=Mask(), world=8, planner=planner, ulysses_degree="auto")
+    fixed = {
+        name: open_to_all.under(strategy=replace(open_to_all.strategy, **{name: value}))
+        for name, value in (("gather_kv", False), ("circulate", "query"))
+    }
+    for kv_heads in (1, 2, 4, 32):
+        asked = Shape(q_heads=32, kv_heads=kv_heads, **sizes)
+        chosen = open_to_all.decide(asked)
+        assert chosen.groups.gather == (kv_heads <= 4) and (chosen.circulate == "key-value" or kv_heads > 4)
+        ways = open_to_all.predictions(asked)
+        assert any(each.candidate.groups.gather for each in ways) == (kv_heads <= 4)
+        found = [each for each in ways if each.forward]
+        assert not chosen.groups.gather or min(found, key=lambda each: each.seconds).candidate == chosen
+        assert not any(each.decide(asked).groups.gather for each in fixed.values())
+    named = make_schedule(2048, mask=Mask(), world=8, planner=planner, **options_of(strategy_of("all-gather")))
+    assert named.decide(Shape(q_heads=32, kv_heads=32, **sizes)) == Candidate(Groups(gather=True), "key-value")
+
+
+def options_of(strategy: Strategy) -> dict[str, Any]:
+    return {each.name: getattr(strategy, each.name) for each in fields(strategy)}
+
+
 def test_explain_tells_what_and_why() -> None:
     planned = schedule(link(200), known=shape())
     reported = explain.explain(planned.planner, planned.schedule, shape()).splitlines()

@@ -12,24 +12,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..kernels import choose
-from ..kernels.contract import BackwardInputs, Kernel
+from ..kernels.contract import Kernel
 from ..kernels.merge import merge_
 from ..plan.groups import WHOLE
 from ..plan.strategy import Strategy
-from ..plan.tile import Tile, Tiles
+from ..plan.tile import Tile
 from ..planner.planner import traffic_model_of
 from ..planner.rates import Rates, Speed
 from ..planner.timing import simulations
 from .entry import burst_attention
 from .hardware import Hardware, shape_of, this_machine, usual_rates
-from .links import LinkProbe
 from .plan import Plan, make_plan, single_rank_plan
-
-DIM = 128
-SMALL = 32  # rows and columns of a tile whose time is its launch only
+from .probe import DIM, SMALL, Probe, full
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,7 @@ def calibrate(
         strategy=Strategy(layout="zigzag", ulysses_degree=1, circulate="query"),
         hardware=Hardware(rates=usual),
     )
-    probe = _Probe(plan, device, sizes or CalibrationSizes())
+    probe = _Calibration(plan, device, sizes or CalibrationSizes())
     usual = plan.planner.rates  # rank 0's, so that all ranks start from the same rates
     half, *launches, block, row = probe.kernel(torch.bfloat16)
     single, double = (probe.kernel(dtype)[0] for dtype in (torch.float32, torch.float64))
@@ -106,7 +102,7 @@ def calibrate(
     return replace(rates, overhead=replace(overhead, fold=probe.rows(rates)))
 
 
-class _Probe(LinkProbe):
+class _Calibration(Probe):
     """The measurements of one rank. All ranks get the same figures."""
 
     def __init__(self, plan: Plan, device: torch.device, sizes: CalibrationSizes) -> None:
@@ -122,9 +118,6 @@ class _Probe(LinkProbe):
         alone = device.type == "cpu" and torch.get_num_threads() == 1
         self.clock = time.process_time if alone else time.perf_counter
 
-    def random(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.randn(*shape, device=self.device).to(dtype)
-
     def kernel(self, dtype: torch.dtype) -> tuple[Speed, float, float, float, float]:
         """Measure the kernel for inputs of ``dtype``.
 
@@ -135,16 +128,18 @@ class _Probe(LinkProbe):
         """
         kernel = choose("auto", device=self.device, dtype=dtype, head_dims=(DIM, DIM))
         rows, heads = self.sizes.rows, self.sizes.heads
-        small, narrow, full, causal = (
+        small, narrow, whole, causal = (
             self._passes(kernel, tile, dtype)
-            for tile in (_full(SMALL), _full(rows, rows // 4), _full(rows), Tile(0, rows, 0, rows, 0, rows - 1))
+            for tile in (full(SMALL), full(rows, rows // 4), full(rows), Tile(0, rows, 0, rows, 0, rows - 1))
         )
         cells = heads * rows * rows
         # Three quarters of the columns give the time per cell. Some kernels are much faster with few columns; for them
         # the difference to the small tile is less, and counts.
-        added = [min((wide - some) / 0.75, wide - less) for wide, some, less in zip(full, narrow, small, strict=True)]
+        added = [min((wide - some) / 0.75, wide - less) for wide, some, less in zip(whole, narrow, small, strict=True)]
         each = [max(1e-12, seconds) / cells for seconds in added]
-        rest = [max(0.0, whole - one * cells - less) for whole, one, less in zip(full, each, small, strict=True)]
+        rest = [
+            max(0.0, all_of_it - one * cells - less) for all_of_it, one, less in zip(whole, each, small, strict=True)
+        ]
         row = (rest[0] + rest[1] / 2) / 2 / (heads * rows)
         flops = 2 * 2 * DIM, 2 * 5 * DIM
         alone = [less + more for less, more in zip(small, rest, strict=True)]
@@ -155,15 +150,7 @@ class _Probe(LinkProbe):
 
     def _passes(self, kernel: Kernel, tile: Tile, dtype: torch.dtype) -> list[float]:
         """Return the seconds of one tile's forward and backward."""
-        sizes = (tile.rows, tile.columns, tile.columns, tile.rows)
-        q, k, v, dout = (self.random(1, self.sizes.heads, n, DIM, dtype=dtype) for n in sizes)
-        tiles, scale = Tiles(torch.tensor([tile]).numpy()), DIM**-0.5
-        _, lse = kernel.forward(q, k, v, tiles, scale)
-        inputs = BackwardInputs(dout, q, k, v, lse, torch.zeros_like(lse), tiles, scale)
-        return [
-            self.seconds(lambda: kernel.forward(q, k, v, tiles, scale)),
-            self.seconds(lambda: kernel.backward(inputs)),
-        ]
+        return [self.seconds(call) for call in self.tile(kernel, tile, dtype, self.sizes.heads)]
 
     def fold(self, row: float) -> float:
         """Return the bytes per second at which partial results are merged; a kernel takes ``row`` seconds per row."""
@@ -211,8 +198,3 @@ class _Probe(LinkProbe):
     def _call(self, plan: Plan, heads: int = 1) -> None:
         q, k, v, dout = (self.random(1, heads, plan.length, DIM, dtype=torch.bfloat16) for _ in range(4))
         burst_attention(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), plan).backward(dout)
-
-
-def _full(rows: int, columns: int | None = None) -> Tile:
-    columns = columns or rows
-    return Tile(0, rows, 0, columns, 1 - columns, rows - 1)

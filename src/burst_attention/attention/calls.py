@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,12 +17,12 @@ from .checks import ResolvedCall, kernel_for, resolve, sign_of, signless
 from .passes import Backward, Forward, Tensors
 from .plan import Plan
 
-SETTLED = 6  # numbers of a packed :class:`Settled`
+SETTLED = 7  # numbers of a packed :class:`Settled`
 
 
 @dataclass(frozen=True)
 class Settled:
-    """The forward's decisions, for its backward: the call's number, resolved arguments, and the number of chunks.
+    """The forward's decisions, for its backward: the call's number, resolved arguments, and how shards move.
 
     It is an output tensor of the operator, because only tensors reach the backward of a compiled graph.
     """
@@ -32,24 +32,27 @@ class Settled:
     circulate: str
     kernel: str
     chunks: int
+    gather: bool
     softcap: float | None
 
     def pack(self) -> Tensor:
         """Return a float64 [SETTLED] tensor on the CPU."""
         names = tuple(CIRCULATIONS).index(self.circulate), KERNELS.index(self.kernel)
-        return torch.tensor((self.number, self.scale, *names, self.chunks, self.softcap or 0.0), dtype=torch.float64)
+        numbers = (self.number, self.scale, *names, self.chunks, self.gather, self.softcap or 0.0)
+        return torch.tensor(numbers, dtype=torch.float64)
 
     @classmethod
     def of(cls, number: int, call: ResolvedCall) -> Settled:
         """Return what the forward of ``call`` decided."""
-        return cls(number, call.scale, call.circulate, call.kernel.name, call.groups.chunks, call.softcap)
+        groups = call.groups
+        return cls(number, call.scale, call.circulate, call.kernel.name, groups.chunks, groups.gather, call.softcap)
 
     @classmethod
     def unpack(cls, packed: Tensor) -> Settled:
         """Read a tensor of :meth:`pack`."""
-        number, scale, circulate, kernel, chunks, softcap = packed.tolist()
+        number, scale, circulate, kernel, chunks, gather, softcap = packed.tolist()
         names = tuple(CIRCULATIONS)[int(circulate)], KERNELS[int(kernel)]
-        return cls(int(number), scale, *names, int(chunks), softcap or None)
+        return cls(int(number), scale, *names, int(chunks), bool(gather), softcap or None)
 
 
 def prepare_forward(
@@ -100,6 +103,7 @@ def prepare_backward(
     name, cap, head_dims = forward.kernel, forward.softcap, (q.shape[3], v.shape[3])
     kernel = kernel_for(name, plan.mask, device=q.device, dtype=q.dtype, head_dims=head_dims, softcap=cap)
     groups = Groups.of(heads, q_heads=q.shape[1], kv_heads=kv_heads, keep=keeping is not None, chunks=forward.chunks)
+    groups = replace(groups, gather=forward.gather)
     dout, q, k, v = map(dense_rows, (dout, q, k, v))
     q, scale = signless(q, forward.scale)  # the cached q has its sign already
     work = Backward(dout, q, k, v, torch.stack((lse, delta), -1), scale, kernel, plan.world == 1, groups, keeping)

@@ -214,6 +214,7 @@ def shared_fields(
         "ulysses_degree": call.groups.query,
         "cache_qkv": call.groups.keep,
         "chunks": call.groups.chunks,
+        "gather_kv": call.groups.gather,
         "kernel": call.kernel.name,
         "softcap": call.softcap,
         "sinks": None if sinks is None else str(sinks.dtype),

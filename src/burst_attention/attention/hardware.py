@@ -77,10 +77,10 @@ class Hardware:
     Attributes:
         rates: how fast kernels and links are: :class:`~burst_attention.planner.rates.Rates`, the path of a TOML file,
             or a preset's name such as ``h100-hgx+infiniband-400g``. None: what ``burst calibrate`` measured for this
-            user, if it fits this device, torch and number of ranks. Else a preset for the device; over several nodes,
-            and on GPUs, the first plan of a group then measures the links, in about 0.1 to 0.5 seconds. ``"preset"``:
-            measure nothing. The choice then minimises the worst-case slowdown over networks as fast as the preset's,
-            1/8 and 1/64 of it. All ranks use rank 0's rates.
+            user, if it fits this device, torch and number of ranks. Else the first plan of a group measures links and
+            kernels, in about 0.1 to 0.5 seconds, and takes the rest from a preset for the device. ``"preset"``: measure
+            nothing. The choice then minimises the worst-case slowdown over networks as fast as the preset's, 1/8 and
+            1/64 of it. All ranks use rank 0's rates.
         nodes: the node number of each rank, or a 2-D DeviceMesh (node, rank in the node). None: by host name.
     """
 
@@ -98,11 +98,11 @@ class Hardware:
 def known_rates(rates: RatesGiven, *, on_gpus: bool, world: int | None = None) -> Rates | None:
     """Return the rates that were given, or that ``burst calibrate`` wrote for this user, else None.
 
-    A file for another device, torch or number of ranks is not used, and a warning names it. With ``world`` None, ranks
-    are not compared.
+    The user's file is not used if it holds rates of another device, torch or number of ranks, and a warning names it.
+    With ``world`` None, ranks are not compared, and a given file may hold rates of any machine.
 
     Raises:
-        TypeError, ValueError: ``rates`` is no such thing, or the file can't be read.
+        TypeError, ValueError: ``rates`` is no such thing, or a given file can't be read or is of another machine.
     """
     if isinstance(rates, Rates):
         return rates
@@ -111,17 +111,29 @@ def known_rates(rates: RatesGiven, *, on_gpus: bool, world: int | None = None) -
     if rates == "preset":
         return None
     if isinstance(rates, Path) or (rates or "").endswith(".toml"):
-        return read_rates(rates or "")
+        given = read_rates(rates or "")
+        if world and (why := _misfit(given, world, on_gpus)):
+            raise ValueError(
+                f"rates={str(rates)!r} holds {why}; run burst calibrate again, or pass read_rates({str(rates)!r}) to "
+                "use them nevertheless"
+            )
+        return given
     if rates is not None:
         return preset(rates)
     path = user_file()
     if not path.is_file():
         return None
     found = read_rates(path)
-    if found.measured_on and (why := found.measured_on.misfit(this_machine(world or found.measured_on.ranks, on_gpus))):
+    if why := _misfit(found, world, on_gpus):
         warnings.warn(f"{path} is not used: it holds {why}; run burst calibrate again", stacklevel=2)
         return None
     return found
+
+
+def _misfit(rates: Rates, world: int | None, on_gpus: bool) -> str | None:
+    """Return why rates don't hold for this machine; None if they do, or if they don't say where they hold."""
+    at = rates.measured_on
+    return None if at is None else at.misfit(this_machine(world or at.ranks, on_gpus))
 
 
 def resolve_rates(rates: RatesGiven, *, on_gpus: bool) -> Rates:

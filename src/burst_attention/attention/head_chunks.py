@@ -118,7 +118,7 @@ class _Call:
         self._projection = projection
         self._autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         self._plan: Plan | None = None
-        self._degree, self._settled = 1, Settled(0, 0.0, "", "", 0, None)  # of all chunks
+        self._degree, self._settled = 1, Settled(0, 0.0, "", "", 0, False, None)  # of all chunks
 
     def _run(self, hidden: Tensor, chunk: int, parts: Sequence[Tensor], tokens: slice | None = None) -> HeadCall:
         device, dtype, enabled = self._autocast

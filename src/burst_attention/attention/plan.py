@@ -7,7 +7,7 @@ import socket
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import astuple, replace
+from dataclasses import asdict, astuple, replace
 from datetime import timedelta
 from functools import cached_property, partial
 from typing import Any, Literal, NoReturn
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..comm.agreement import Agreement
 from ..comm.link import connect, resolve_group, resolve_timeout
+from ..comm.local import LocalGroup
 from ..comm.transport import Transport
 from ..plan.cost import Shape, Traffic
 from ..plan.layout import Layout
@@ -28,7 +29,7 @@ from ..plan.schedule import Schedule
 from ..plan.strategy import Strategy, strategy_of
 from ..planner.explain import explain
 from ..planner.planner import Planner
-from ..planner.rates import Rates
+from ..planner.rates import MeasuredOn, Rates
 from . import unshard as resharding
 from .buffers import DeviceIndices
 from .hardware import (
@@ -40,9 +41,10 @@ from .hardware import (
     known_rates,
     known_shape,
     resolve_nodes,
+    this_machine,
     usual_rates,
 )
-from .links import measured
+from .probe import measured
 from .renamed import OF_CALL, OF_PLAN, renamed
 from .usage import Usage
 
@@ -444,11 +446,11 @@ def make_plan(
             are seen by no query. k and v then have :attr:`Plan.key_length` rows.
         query_offset: the position of the first query. Causal masks, windows and documents compare positions.
         strategy: how to compute it: a :class:`~burst_attention.Strategy`, or a published scheme by name:
-            ``burst-attention``, ``ring-attention``, ``contiguous-ring``, ``striped-attention``, ``ulysses``, or
-            ``usp:U`` with a Ulysses degree U. None: the planner chooses everything.
+            ``burst-attention``, ``ring-attention``, ``contiguous-ring``, ``striped-attention``, ``all-gather``,
+            ``ulysses``, or ``usp:U`` with a Ulysses degree U. None: the planner chooses everything.
         call: the calls to expect, as far as they are known: a layout is chosen for them. Other calls work too.
         hardware: how fast kernels and links are, and which ranks share a node. None: measured rates of
-            ``burst calibrate`` if they fit, else a preset whose links the first plan over several nodes measures;
+            ``burst calibrate`` if they fit, else a preset whose links and kernels the group's first plan measures;
             nodes by host name.
         group: a ProcessGroup or a 1-D DeviceMesh. None: the default group, or a single rank if torch.distributed is
             not initialised.
@@ -483,13 +485,16 @@ def make_plan(
         if rank == 0:
             found = known_rates(hardware.rates, on_gpus=on_gpus, world=world)
             own["rates"] = (found or usual_rates(on_gpus=on_gpus)).as_dict(most=MOST_SOURCE)
-            own |= {"guessed": found is None, "measure": found is None and hardware.rates is None}
+            measures = found is None and hardware.rates is None
+            own |= {"guessed": found is None, "measure": asdict(this_machine(world, on_gpus)) if measures else None}
     shared = agreement.agree("make_plan", fields, own)
     names = [each["host"] for each in shared]
     hosts = [names.index(name) for name in names] if at is None else at
     rates, unsure = Rates.from_dict(shared[0]["rates"]), shared[0]["guessed"]
-    if shared[0]["measure"] and world > 1 and (on_gpus or len(set(hosts)) > 1):
+    threads = isinstance(resolved, LocalGroup) and len(set(hosts)) == 1  # they share no link, and one interpreter
+    if shared[0]["measure"] and world > 1 and not threads:
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
-        rates, unsure = measured(rates, transport, partial(_exchange_small, agreement), hosts, device)
+        rates = replace(rates, measured_on=MeasuredOn(**shared[0]["measure"]))
+        rates, unsure = measured(rates, transport, agreement, partial(_exchange_small, agreement), hosts, device)
     planner = Planner(rates, tuple(hosts), known, unsure, call.remat, call.attention_chunks, call.grad)
     return Plan(planner.choose(seqlen, **options), planner, transport, agreement)

@@ -60,7 +60,7 @@ class Builder:
         for side, column in ((Side.QUERY, 1), (Side.KEY, 2)):
             code = self.work.owner(self.cells[:, column]) * self.groups.count(side) + self.groups.part(side, group)
             for owner, part in (divmod(one, self.groups.count(side)) for one in np.unique(code).tolist()):
-                owners[side, self.groups.context(owner), part].add(owner)
+                owners[side, self.groups.beside(owner), part].add(owner)
         if self.groups.keep or self.groups.chunks:  # all members, because a cached message may carry any of their rows
             for side in Side if self.groups.keep else ():
                 owners[side, self.groups.context(self.rank), self.groups.part(side, self.rank % self.groups.query)]
@@ -71,7 +71,7 @@ class Builder:
 
     def _place(self, key: Key) -> Place:
         """Return the buffer in which this rank uses a key's tensors."""
-        context = self.groups.context(key.owner)
+        context = self.groups.beside(key.owner)
         beside = self.slices.get((key.side, context, key.part))
         alone = beside is None or (len(beside.owners) == 1 and self.groups.chunk_count == 1)
         return key.side, key.owner if alone else self.world + context, key.part
@@ -86,7 +86,7 @@ class Builder:
 
     def _slice(self, place: Place) -> Slice:
         side, which, part = place
-        return self.slices[side, which - self.world if which >= self.world else self.groups.context(which), part]
+        return self.slices[side, which - self.world if which >= self.world else self.groups.beside(which), part]
 
     def _buffers(self, sides: Iterable[Side], edges: list[Edge]) -> dict[Place, Rows]:
         """Return the rows of each buffer: this rank's own on these sides, and those that these edges carry."""
@@ -173,7 +173,7 @@ class Builder:
     def _rectangles(self) -> list[Rectangle]:
         """Return the rectangles of cells that each step completes: new queries meet all keys, others new keys."""
         keys_of: dict[tuple[Any, ...], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-        contexts = self.groups.context(self.work.owner(self.cells[:, 1:3])).tolist()
+        contexts = self.groups.beside(self.work.owner(self.cells[:, 1:3])).tolist()
         for (step, i, j, group, new), between in zip(self.cells.tolist(), contexts, strict=True):
             keys_of[step, *between, group, new][i].append(j)
         rectangles = []
@@ -193,7 +193,7 @@ class Builder:
         """
         queries, all_keys = tuple(keys), tuple(sorted({*chain(*keys.values())}))
         i, j = (self.work.owner(np.array(chunks)) for chunks in (queries, all_keys))
-        if self.groups.query > 1 and (self.work.cube(i[:, None] + 0 * j, 0 * i[:, None] + j, group) == self.rank).all():
+        if self.groups.joins and (self.work.cube(i[:, None] + 0 * j, 0 * i[:, None] + j, group) == self.rank).all():
             yield all_keys, queries
             return
         queries_of: dict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -206,7 +206,7 @@ class Builder:
 
         One call finds the tiles of all rectangles that share queries, or keys, because a call costs more than a tile.
         """
-        if self.groups.query == 1:  # a rectangle is a pair
+        if not self.groups.joins:  # a rectangle is a pair
             pairs = ((r.chunks[Side.QUERY][0], r.chunks[Side.KEY][0]) for r in rectangles)
             return [Tiles(self.known.by_pair[pair]) for pair in pairs]
         by_side = {side: _positions((r.places[side], r.chunks[side]) for r in rectangles) for side in Side}

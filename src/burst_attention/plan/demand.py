@@ -131,13 +131,13 @@ class PassSpec:
     def edges(self, cells: Cells, rank: int | None = None) -> list[Edge]:
         """Return every edge that these cells need, or only those of ``rank``. All cells give every edge of the pass.
 
-        With split heads, an edge from a rank to itself is a local copy.
+        Where shards share buffers, an edge from a rank to itself is a local copy.
         """
         world, groups, edges = self.layout.world, self.groups, list[Edge]()
         uses = self._uses(cells, rank if self.route.direct else None)
         for key, users in self._fetched(uses, rank):
             edges += self.route.outward(key, users, groups, world, rank)
-            if groups.query > 1 and key.owner in users:
+            if groups.joins and key.owner in users:
                 edges.append(Edge(0, key.owner, key.owner, key, users[key.owner].rows))
         for (side, chunk, part), users in uses.items():
             if side in self.direction.returns:
@@ -149,7 +149,7 @@ class PassSpec:
                 else:
                     finished = len(np.unique(ranks % groups.query)) == 1
                     edges += self.route.through_cache_owners(key, users, groups, finished=finished)
-                if groups.query > 1 and owner in users:
+                if groups.joins and owner in users:
                     rows, last = users[owner].rows, users[owner].last
                     edges.append(Edge(last, owner, owner, key, rows, partial=True, exact=True))
         return [e for e in edges if rank is None or rank in (e.source, e.target)]

@@ -25,6 +25,7 @@ class Groups:
     key: int = 1  # parts of keys and values: ``query``, or the number of key-value heads if smaller
     keep: bool = False  # the forward caches q, k and v of its sequence group for the backward, not the rank's own
     chunks: int = 0  # by position, in which a sequence group's shards arrive; 0: one owner at a time
+    gather: bool = False  # with whole heads: all foreign shards arrive in one exchange, and share a buffer
 
     @classmethod
     def of(cls, count: int, *, q_heads: int, kv_heads: int, keep: bool = False, chunks: int = 0) -> Groups:
@@ -54,6 +55,15 @@ class Groups:
         """Return a rank's sequence group."""
         return rank // self.query
 
+    def beside(self, owner: Ranks) -> Ranks:
+        """Return the number of the buffer that an owner's shard shares with others."""
+        return 0 * owner if self.gather else self.context(owner)
+
+    @property
+    def joins(self) -> bool:
+        """Whether shards of several owners may share a buffer. Local data is then copied into it."""
+        return self.query > 1 or self.gather
+
     def members(self, context: int) -> range:
         """Return the ranks of a sequence group."""
         return range(context * self.query, (context + 1) * self.query)
@@ -77,6 +87,8 @@ class Groups:
         chunk is computed together.
         """
         here, there = self.context(source), self.context(rank)
+        if self.gather:
+            return 1 * (source != rank)
         if self.chunks:
             return (there - here) % (world // self.query) * self.chunks + turn + 1
         nodes = (there // contexts - here // contexts) % (world // self.query // contexts)

@@ -111,6 +111,7 @@ class Schedule:
             "cache_qkv": strategy.cache_qkv,
             "circulate": strategy.circulate,
             "chunks": strategy.chunks,
+            "gather_kv": strategy.gather_kv,
         }
 
     @cached_property

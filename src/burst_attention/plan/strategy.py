@@ -11,6 +11,7 @@ from .route import ROUTES
 
 DegreeOrAuto = int | Literal["auto", "all"]
 CacheOrAuto = bool | Literal["auto"]
+GatherOrAuto = bool | Literal["auto"]
 ChunksOrAuto = int | Literal["auto"]
 MOST_CHUNKS = 64
 
@@ -45,6 +46,8 @@ class Strategy:
             exchanging them twice. Only with U > 1.
         chunks: into how many chunks the all-to-all of a sequence group is split, by position. Each chunk is
             computed while the next one moves. 0: one owner's shard at a time. Only with U > 1.
+        gather_kv: whether one exchange gathers K and V of all ranks before a rank computes with any of them. Saves
+            launches, and hides less. Needs ``ulysses_degree=1``, ``circulate="key-value"`` and ``route="direct"``.
 
     Raises:
         TypeError, ValueError: a field has a value that no plan can use.
@@ -56,6 +59,7 @@ class Strategy:
     ulysses_degree: DegreeOrAuto = "auto"
     cache_qkv: CacheOrAuto = "auto"
     chunks: ChunksOrAuto = "auto"
+    gather_kv: GatherOrAuto = "auto"
 
     def __post_init__(self) -> None:
         if self.layout != "auto":
@@ -69,6 +73,13 @@ class Strategy:
             raise ValueError(f"ulysses_degree={degree!r} must be a number of head groups, at least 1, 'all' or 'auto'")
         if self.cache_qkv != "auto" and not isinstance(self.cache_qkv, bool):
             raise ValueError(f"cache_qkv={self.cache_qkv!r} must be True, False or 'auto'")
+        if self.gather_kv != "auto" and not isinstance(self.gather_kv, bool):
+            raise ValueError(f"gather_kv={self.gather_kv!r} must be True, False or 'auto'")
+        if self.gather_kv is True and (self.route, self.circulate, degree) != ("direct", "key-value", 1):
+            raise ValueError(
+                f"gather_kv=True needs route='direct', circulate='key-value' and ulysses_degree=1, not "
+                f"route={self.route!r}, circulate={self.circulate!r} and ulysses_degree={degree!r}"
+            )
         if chunks != "auto" and (
             isinstance(chunks, bool) or not isinstance(chunks, int) or not 0 <= chunks <= MOST_CHUNKS
         ):
@@ -93,6 +104,7 @@ NAMED = {
     "ring-attention": Strategy(layout="zigzag", route="ring-attention", ulysses_degree=1, circulate="key-value"),
     "contiguous-ring": Strategy(layout="contiguous", route="ring-attention", ulysses_degree=1, circulate="key-value"),
     "striped-attention": Strategy(layout="striped", route="ring-attention", ulysses_degree=1, circulate="key-value"),
+    "all-gather": Strategy(layout="zigzag", route="direct", ulysses_degree=1, circulate="key-value", gather_kv=True),
     "ulysses": Strategy(layout="contiguous", route="direct", ulysses_degree="all", cache_qkv=True, chunks=1),
 }
 USP = Strategy(layout="zigzag", route="direct", circulate="key-value", cache_qkv=True, chunks=1)

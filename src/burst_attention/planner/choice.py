@@ -39,6 +39,8 @@ class Candidate(NamedTuple):
         """Return the strategy that selects this candidate."""
         groups = self.groups
         strategy = Strategy(layout=layout, route=route, circulate=self.circulate, ulysses_degree=groups.query)
+        if groups.gather:
+            return replace(strategy, route="direct", gather_kv=True)
         return strategy if groups.query == 1 else replace(strategy, cache_qkv=groups.keep, chunks=groups.chunks)
 
     def __str__(self) -> str:
@@ -175,6 +177,9 @@ def cuts(layout: Layout, shape: Shape, strategy: Strategy) -> Iterator[Groups]:
     Raise ValueError if these heads can't be split into as many groups as the strategy asks for.
     """
     q_heads, kv_heads, world = shape.q_heads, shape.kv_heads, layout.world
+    if strategy.gather_kv is True:
+        yield Groups(gather=True)
+        return
     if isinstance(strategy.ulysses_degree, int):
         counts = [strategy.ulysses_degree]
     else:
@@ -186,6 +191,18 @@ def cuts(layout: Layout, shape: Shape, strategy: Strategy) -> Iterator[Groups]:
         keeps = [False] if nothing else [False, True] if strategy.cache_qkv == "auto" else [strategy.cache_qkv]
         for kept in keeps:
             yield from chunkings(layout, replace(groups, keep=kept), strategy.chunks)
+        if count == 1 < world and _few_keys(shape, world) and _may_gather(strategy):
+            yield Groups(gather=True)
+
+
+def _few_keys(shape: Shape, world: int) -> bool:
+    """Return whether the keys and values of all ranks take at most the memory of a rank's queries and results."""
+    return shape.kv_heads * world <= shape.q_heads
+
+
+def _may_gather(strategy: Strategy) -> bool:
+    """Return whether the strategy leaves open that keys and values are gathered."""
+    return strategy.gather_kv == "auto" and strategy.circulate in ("auto", "key-value")
 
 
 def _some_slice_is_empty(layout: Layout, count: int) -> bool:
@@ -229,6 +246,8 @@ def candidates(
             names: tuple[str, ...] = (circulate,)
         elif groups.query == traffic.world > 1:  # one sequence group: nothing circulates between groups
             names = ("query",)
+        elif groups.gather:
+            names = ("key-value",)
         elif groups == WHOLE:  # blocks would hold many shards in memory
             first = by_work_and_bytes(traffic, shape, partial_bytes, grad=grad)
             names = (first,) if by_rule else (first, *(x for x in known if x not in (first, "blocks")))

@@ -193,15 +193,16 @@ class Planner:
         Raise ValueError if these heads can't be split as the strategy asks.
         """
         if not _splits_by_choice(schedule):
-            return WHOLE
+            return Groups(gather=True) if schedule.strategy.gather_kv is True else WHOLE
         return self.choose_call(schedule, shape).candidate.groups
 
     def settle(self, schedule: Schedule, shape: Shape, groups: Groups) -> Candidate:
-        """Choose the chunks of a call that :meth:`choose_groups` split, and what circulates."""
+        """Choose the chunks of a call that :meth:`choose_groups` split, whether it gathers, and what circulates."""
         if _splits_by_choice(schedule) and schedule.route.direct:
             found = self.choose_call(schedule, shape).candidate
-            if replace(found.groups, chunks=groups.chunks) == groups:
+            if replace(found.groups, chunks=groups.chunks, gather=groups.gather) == groups:
                 return found
+        groups = replace(groups, gather=schedule.strategy.gather_kv is True)
         ways = [*chunkings(schedule.layout, groups, self._open(schedule).chunks)]
         if len(ways) > 1:
             return self._best(schedule, shape, ways).candidate
@@ -217,6 +218,8 @@ class Planner:
             return strategy.circulate
         if groups.query == world > 1:  # one sequence group: nothing circulates between groups
             return "query"
+        if groups.gather:
+            return "key-value"
         if groups == WHOLE and (strategy.ulysses_degree == 1 or world == 1 or not schedule.route.direct):
             partial_bytes = shape.accumulate if schedule.route.exact else shape.partial
             return by_work_and_bytes(_smaller_traffic_model(schedule), shape, partial_bytes, grad=self.grad)

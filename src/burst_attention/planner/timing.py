@@ -121,6 +121,8 @@ def _launches(
     At each step new queries meet all held keys, and old queries meet new keys.
     """
     pairs = traffic.pairs
+    if groups.gather:
+        return _of_gathered(traffic, by_step)
     if groups.query == 1:
         touched = {side: by_step(pairs.rows[side]) for side in Side}
         return by_step(pairs.tiles), by_step(np.ones(1)), touched
@@ -143,6 +145,18 @@ def _launches(
         Side.KEY: whole[Side.KEY] + by_step(pairs.touched[Side.KEY] * new),
     }
     return launches, np.minimum(here[0] + here[1], 1), folded
+
+
+def _of_gathered(
+    traffic: TrafficModel, by_step: Callable[[np.ndarray], np.ndarray]
+) -> tuple[np.ndarray, np.ndarray, dict[Side, np.ndarray]]:
+    """Estimate :func:`_launches` if all foreign keys share a buffer: a later segment of queries meets more runs."""
+    pairs, cut = traffic.pairs, traffic.segments
+    pairs_here = by_step(np.ones(1))
+    here = np.minimum(pairs_here, 1)
+    folded = by_step(pairs.rows[Side.QUERY]) / np.maximum(pairs_here, 1) * (cut + 1) / 2
+    launches = here * cut * (cut + 1) / 2 + by_step(pairs.tiles - 1)
+    return launches, here, {Side.QUERY: folded, Side.KEY: by_step(pairs.rows[Side.KEY])}
 
 
 def _of_chunks(

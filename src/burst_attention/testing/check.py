@@ -16,7 +16,7 @@ from ..attention.plan import Plan, make_plan
 from ..kernels.contract import Kernel
 from ..plan.layout import Layout
 from ..plan.mask import Mask
-from ..plan.strategy import CacheOrAuto, ChunksOrAuto, DegreeOrAuto, Strategy
+from ..plan.strategy import CacheOrAuto, ChunksOrAuto, DegreeOrAuto, GatherOrAuto, Strategy
 from .oracle import Gradients, attend, seen_of, torch_attention
 
 
@@ -36,6 +36,7 @@ class Case:
     ulysses_degree: DegreeOrAuto = 1
     cache_qkv: CacheOrAuto = "auto"
     chunks: ChunksOrAuto = "auto"
+    gather_kv: GatherOrAuto = "auto"
     kernel: str = "auto"
     dtype: torch.dtype = torch.float32
     batch: int = 1

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedConfig
 
+from burst_attention import Plan
 from burst_attention.cli.flags import flag
 from burst_attention.launch.join import RankContext
+from burst_attention.planner.rates import Rates
 
 from ..checked import FORMAT
 from ..config import TrainConfig, checked_settings
@@ -69,6 +71,11 @@ class Run(Protocol):
 
     @property
     def reader(self) -> SequenceReader: ...
+
+    @property
+    def plan(self) -> Plan: ...
+
+    def plan_by(self, rates: Rates) -> None: ...
 
 
 def is_adapter(name: str) -> bool:
@@ -126,6 +133,7 @@ def state_of(run: Run, generators: list[dict[str, Any]]) -> dict[str, Any]:
         "generators": generators,
         "cursor": run.sequences.cursor().model_dump(),
         "losses": {"first": run.first_loss, "last": run.last_loss, "held_out": run.held_out},
+        "rates": None if run.plan.planner.guessed else run.plan.planner.rates.as_dict(),
     }
 
 
@@ -189,7 +197,7 @@ def _difference(config: TrainConfig, name: str, value: object, held: object) -> 
 
 
 def restore(run: Run, state: State, cursor: Cursor) -> None:
-    """Restore the result of :func:`state_of`, after the tensors have been loaded.
+    """Restore the result of :func:`state_of`, after the tensors have been loaded. Every rank must call it.
 
     Raises:
         ValueError: an entry belongs to another model or optimizer.
@@ -197,6 +205,9 @@ def restore(run: Run, state: State, cursor: Cursor) -> None:
     _restore_optimizer(run, state.optimizer)
     run.step, run.first_loss, run.last_loss = state.step, state.losses.first, state.losses.last
     restore_schedule(run.schedule, state.schedule.last_epoch)
+    rates = state.rates and Rates.from_dict(state.rates)
+    if rates and rates.measured_on and rates.measured_on.ranks == run.plan.world:
+        run.plan_by(rates)  # another choice of the planner would round differently
     run.sequences = run.reader.training(cursor)
     if run.context.rank < len(state.generators):  # additional ranks have no saved state
         set_generators(state.generators[run.context.rank])

@@ -68,3 +68,4 @@ class State(Checked, extra="ignore"):
     generators: list[Generators]
     cursor: Position
     losses: Losses
+    rates: dict[str, Any] | None = None  # by which the run's calls were planned; None until 0.3

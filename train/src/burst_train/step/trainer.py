@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from burst_attention import Plan
 from burst_attention.attention.batch import Plans
 from burst_attention.launch.join import RankContext
+from burst_attention.planner.rates import Rates
 
 from ..checkpoint.saving import resume
 from ..config import TrainConfig
@@ -52,6 +53,7 @@ class Trainer:
         self.windows = windows_of(self.model_config)
         self.engine = choose(**config.how)
         self.heads = Heads.of(self.model_config)
+        self.rates: Rates | None = None  # a resumed run's; None: this user's, or measured
         self.plan = self._make_plan(config.data.seq_len)
         self.model = build_model(
             config.model.model,
@@ -279,10 +281,17 @@ class Trainer:
         record = {"digest of tokens and borders": digest_of(sequences)}
         self.plan.agreement.agree("the sequences to train on", record)
 
+    def plan_by(self, rates: Rates) -> None:
+        """Plan again, by these rates. Every rank must call it."""
+        self.rates = rates
+        self.plan = self._make_plan(self.config.data.seq_len)
+
     def _make_plan(self, seqlen: int) -> Plan:
         self.engine.check(self.heads, seqlen, self.context.context_mesh.size())
         group, timeout = self.context.context_mesh, self.config.parallel.timeout
-        return self.engine.plan(seqlen, group=group, timeout=timeout, heads=self.heads, dtype=self.dtype)
+        return self.engine.plan(
+            seqlen, group=group, timeout=timeout, heads=self.heads, dtype=self.dtype, rates=self.rates
+        )
 
     def _micro_batches(self, sequences: list[TokenSequence]) -> Iterator[list[TokenSequence]]:
         """Yield this group's sequences, one batch per micro-step."""

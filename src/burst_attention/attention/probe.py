@@ -1,0 +1,281 @@
+"""Measure links with the library's own messages, and kernels with tiles of one size, on all ranks at the same time."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.agreement import Agreement
+from ..comm.transport import PACKED_BYTES, Receive, Send, Transport
+from ..kernels import choose
+from ..kernels.contract import BackwardInputs, Kernel, Measuring
+from ..plan.tile import Tile, Tiles
+from ..planner.rates import Link, Rates, Speed
+
+AT_ONCE = 8  # messages in flight; a call sends about this many in a step
+PATIENCE = 0.03  # seconds of a quick measurement: more repeats or larger messages are not worth it
+STEPS_PER_DOUBLING = 3  # measured rates are rounded to this grid, so that reruns usually choose the same plan
+DIM = 128
+SMALL = 32  # rows and columns of a tile whose time is its launch only
+CLEAR = 5.0  # a tile that takes this many launches tells a kernel's speed
+
+
+class Probe:
+    """One rank's measurements of links, and of calls that all ranks make at the same time.
+
+    Args:
+        transport: sends the messages.
+        exchange: gathers a few numbers from all ranks, by rank.
+        nodes: each rank's node.
+        device: where messages are sent from.
+        message: bytes of all messages sent at the same time; 512 KiB at least are sent, unless ``patience`` ends.
+        repeats: how often each measurement is repeated.
+        patience: seconds after which a measurement is neither repeated nor tried with larger messages.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        exchange: Callable[[list[float]], list[list[float]]],
+        nodes: Sequence[int],
+        device: torch.device,
+        *,
+        message: int,
+        repeats: int,
+        patience: float = math.inf,
+    ) -> None:
+        self.transport, self.exchange, self.nodes, self.device = transport, exchange, nodes, device
+        self._message, self._repeats, self._patience = message, repeats, patience
+        self.clock: Callable[[], float] = time.perf_counter
+
+    def slowest(self, mine: list[float]) -> list[float]:
+        """Return the element-wise maximum over all ranks."""
+        return [max(values) for values in zip(*self.exchange(mine), strict=True)]
+
+    def seconds(self, call: Callable[[], Any], clock: Callable[[], float] | None = None) -> float:
+        """Return the seconds of a call that all ranks make at the same time, as :meth:`seconds_of_each` does."""
+        return self.seconds_of_each([call], clock)[0]
+
+    def seconds_of_each(
+        self, calls: Sequence[Callable[[], Any]], clock: Callable[[], float] | None = None, *, warm: bool = False
+    ) -> list[float]:
+        """Return the seconds of calls that all ranks make at the same time, one call after another.
+
+        Each repeat counts the slowest rank. The result is the fastest repeat, because disturbances only add time.
+        ``warm``: each call has run before, so its first repeat counts.
+        """
+        clock, took, last = clock or self.clock, list[list[float]](), [0.0] * (len(calls) + 1)
+        first = 1 if warm else 2  # without the first exchange, and without a warm-up
+        while True:
+            took.append(self.slowest(last))  # the ranks start together, and stop after the same repeat
+            spent = sum(each[-1] for each in took)
+            if len(took) > first and (len(took) == self._repeats + first or spent > self._patience):
+                return [min(each) for each in zip(*took[first:], strict=True)][:-1]
+            began = time.perf_counter()
+            last = [*(self._once(call, clock) for call in calls), time.perf_counter() - began]
+
+    def _once(self, call: Callable[[], Any], clock: Callable[[], float]) -> float:
+        self._settle()
+        began = clock()
+        call()
+        self._settle()
+        return clock() - began
+
+    def _settle(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def links(self) -> tuple[Link | None, Link | None]:
+        """Return the links inside a node and across nodes; None where there is no such link."""
+        mine = [rank for rank, node in enumerate(self.nodes) if node == self.nodes[self.transport.rank]]
+        every = sorted({*self.nodes})
+        place, counts = mine.index(self.transport.rank), [self.nodes.count(node) for node in every]
+        inside = across = None
+        if min(counts) > 1:
+            latency, rate = self._ring(mine)
+            inside = Link(latency=latency, bytes_per_second=rate, shared=False)
+        if len(every) > 1 and len({*counts}) == 1:
+            members = [[rank for rank, node in enumerate(self.nodes) if node == each] for each in every]
+            latency, together = self._ring([ranks[place] for ranks in members])
+            _, alone = self._ring([ranks[0] for ranks in members]) if counts[0] > 1 else (0.0, together)
+            shared = alone > 1.5 * together
+            across = Link(latency=latency, bytes_per_second=alone if shared else together, shared=shared)
+        return inside, across
+
+    def _ring(self, ranks: list[int]) -> tuple[float, float]:
+        """Return (latency of a message in seconds, bytes per second).
+
+        Each of ``ranks`` sends several messages at the same time to the next, as calls do. Other ranks only wait.
+        """
+        taking_part = self.transport.rank in ranks
+        at = ranks.index(self.transport.rank) if taking_part else 0
+        ahead, behind = ranks[(at + 1) % len(ranks)], ranks[at - 1]
+
+        def send(size: int) -> float:
+            leaving, arriving = (torch.zeros(AT_ONCE, size, dtype=torch.uint8, device=self.device) for _ in range(2))
+
+            def exchange() -> None:
+                if taking_part:
+                    sends, receives = [Send(ahead, x) for x in leaving], [Receive(behind, x) for x in arriving]
+                    self.transport.wait(self.transport.post(sends, receives, label="calibration"))
+
+            return self.seconds(exchange, time.perf_counter) / AT_ONCE
+
+        least = 2 * PACKED_BYTES // AT_ONCE  # smaller messages would be packed into one
+        most = max(4 * least, self._message // AT_ONCE)
+        few = many = send(least)
+        size = least
+        while size < most and AT_ONCE * many < self._patience:
+            size = min(4 * size, most) if self._patience < math.inf else most
+            many = send(size)
+        rate = (size - least) / (many - few) if many > 1.5 * few else size / many
+        return max(0.0, few - least / rate), rate
+
+    def tile(self, kernel: Kernel, tile: Tile, dtype: torch.dtype, heads: int) -> list[Callable[[], Any]]:
+        """Return the forward and the backward of one tile, as calls. Both have run once."""
+        sizes = (tile.rows, tile.columns, tile.columns, tile.rows)
+        q, k, v, dout = (self.random(1, heads, n, DIM, dtype=dtype) for n in sizes)
+        tiles, scale = Tiles(torch.tensor([tile]).numpy()), DIM**-0.5
+        _, lse = kernel.forward(q, k, v, tiles, scale)
+        inputs = BackwardInputs(dout, q, k, v, lse, torch.zeros_like(lse), tiles, scale)
+        kernel.backward(inputs)
+        return [partial(kernel.forward, q, k, v, tiles, scale), partial(kernel.backward, inputs)]
+
+    def random(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(*shape, device=self.device).to(dtype)
+
+
+def full(rows: int, columns: int | None = None) -> Tile:
+    """Return a tile of this size in which each query sees each key."""
+    columns = columns or rows
+    return Tile(0, rows, 0, columns, 1 - columns, rows - 1)
+
+
+@dataclass(frozen=True, eq=False)
+class QuickProbe:
+    """What the first plan of a group measures: links, and kernels at one size."""
+
+    probe: Probe
+    agreement: Agreement
+
+    def kernels(self, usual: Rates) -> Rates:
+        """Return the rates with this machine's launches and speeds, and with the cores that ranks share.
+
+        Double precision keeps its ratio to single precision. On GPUs both keep their ratio to half precision.
+        """
+        on_gpu = self.probe.device.type == "cuda"
+        half, launches = self._speed(torch.bfloat16)
+        single = _scaled(usual.single, half, usual.half) if on_gpu else self._speed(torch.float32)[0]
+        double = _scaled(usual.double, single, usual.single)
+        times = {"launch_forward": near(launches[0]), "launch_backward": near(launches[1])}
+        overhead = replace(usual.overhead, **times, at_once=0.0 if on_gpu else self._at_once())
+        return replace(usual, half=half, single=single, double=double, overhead=overhead)
+
+    def _speed(self, dtype: torch.dtype) -> tuple[Speed, list[float]]:
+        """Return a kernel's speed, and the seconds of a small tile's forward and backward.
+
+        Rows are doubled until a tile takes clearly longer than its launch.
+        """
+        heads, rows, most = (8, 2048, 8192) if self.probe.device.type == "cuda" else (1, 256, 1024)
+        *launches, forward, backward = self._passes(dtype, (SMALL, rows), heads)
+        while forward + backward < CLEAR * sum(launches) and rows < most:
+            rows *= 2
+            forward, backward = self._passes(dtype, (rows,), heads)
+        flops = 2 * 2 * DIM, 2 * 5 * DIM
+        rates = [
+            near(flop * heads * rows * rows / max(whole - launch, whole / CLEAR, 1e-9))
+            for flop, whole, launch in zip(flops, (forward, backward), launches, strict=True)
+        ]
+        return Speed(forward=rates[0], backward=rates[1]), launches
+
+    def _passes(self, dtype: torch.dtype, sizes: Sequence[int], heads: int) -> list[float]:
+        """Return the seconds of a forward and a backward of full tiles with these numbers of rows."""
+        probe, calls = self.probe, list[Callable[[], Any]]()
+        with self.agreement.entering("make_plan"):
+            kernel = choose("auto", device=probe.device, dtype=dtype, head_dims=(DIM, DIM))
+            # Fixed block sizes need no tuning, for which the other ranks would wait.
+            fixed = kernel.untuned() if isinstance(kernel, Measuring) else kernel
+            for rows in sizes:
+                calls += probe.tile(fixed, full(rows), dtype, heads)
+        return probe.seconds_of_each(calls, warm=True)
+
+    def _at_once(self) -> float:
+        """Return how many ranks can compute at the same time; 0 if each has its cores for itself."""
+        cores = float(max(1, len(os.sched_getaffinity(0)) // torch.get_num_threads()))
+        each = self.probe.exchange([machine(), cores])
+        by_machine = {name: [other for other in each if other[0] == name] for name, _ in each}
+        fewest = [min(cores for _, cores in ranks) for ranks in by_machine.values()]
+        short = any(least < len(ranks) for least, ranks in zip(fewest, by_machine.values(), strict=True))
+        return sum(fewest) if short else 0.0
+
+    def links(self, usual: Rates) -> tuple[Rates, list[str]]:
+        """Return the rates with measured links, and the names of these links."""
+        inside, across = (link and _rounded(link) for link in self.probe.links())
+        names = [name for name, link in (("inside of a node", inside), ("across nodes", across)) if link]
+        return replace(usual, inside=inside or usual.inside, across=across or usual.across), names
+
+
+def measured(
+    usual: Rates,
+    transport: Transport,
+    agreement: Agreement,
+    exchange: Callable[[list[float]], list[list[float]]],
+    nodes: Sequence[int],
+    device: torch.device,
+) -> tuple[Rates, bool]:
+    """Return ``usual`` with measured links and kernels, and whether the network is still a guess.
+
+    Every rank must call it. It measures once per group and nodes. All ranks get the same figures, rounded to a coarse
+    grid, and rank 0's date. A network between nodes of different sizes is not measured.
+    """
+    known, key = transport.health.measured, tuple(nodes)
+    if key not in known:
+        began, at = time.perf_counter(), exchange([time.time()])[0][0]
+        probe = Probe(transport, exchange, nodes, device, message=4 << 20, repeats=3, patience=PATIENCE)
+        if device.type == "cpu" and torch.get_num_threads() == 1:  # ranks and other programs may share the cores
+            probe.clock = time.thread_time
+        quick = QuickProbe(probe, agreement)
+        rates, links = quick.links(usual)
+        rates = quick.kernels(rates)
+        (took,) = probe.slowest([time.perf_counter() - began])
+        what = f"kernels and links {' and '.join(links)}" if links else "kernels"
+        when = datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        source = f"{what} measured by make_plan in {took:.2g} s on {when}; the rest: {usual.source}"
+        known[key] = replace(rates, source=source), len(set(nodes)) > 1 and "across nodes" not in links
+    found: tuple[Rates, bool] = known[key]
+    return found
+
+
+def _scaled(usual: Speed, ours: Speed, theirs: Speed) -> Speed:
+    """Return a preset's speed in one dtype times what was measured in another dtype over its preset."""
+    forward, backward = ours.forward / theirs.forward, ours.backward / theirs.backward
+    return Speed(forward=usual.forward * forward, backward=usual.backward * backward)
+
+
+def machine() -> float:
+    """Return a number that the processes of one machine share, also in different containers and network namespaces."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    name = boot.read_text() if boot.is_file() else socket.gethostname()
+    return float(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest()))
+
+
+def near(value: float) -> float:
+    """Return the nearest value of the grid."""
+    return 2.0 ** (round(STEPS_PER_DOUBLING * math.log2(value)) / STEPS_PER_DOUBLING) if value > 0 else 0.0
+
+
+def _rounded(link: Link) -> Link:
+    """Return the link with its figures on the grid."""
+    return replace(link, latency=near(link.latency), bytes_per_second=near(link.bytes_per_second))
