@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from burst_attention import Mask, Strategy, burst_attention, make_plan
 from burst_attention.attention.plan import single_rank_plan
+from burst_attention.kernels.aten_ops import CpuFlash
 from burst_attention.testing import Case
 from tests.support.schedules import plan_options
 
@@ -164,7 +165,9 @@ def test_groups_and_meshes(pools) -> None:
 @pytest.mark.parametrize("circulate", ["query", "key-value", "nearest"])
 def test_errors_do_not_grow_with_the_world(pools, circulate: str) -> None:
     """docs/numerics.md: kernels with fp32 partials, W=8 within 1.05 of W=1, 1.25 for what is rounded on the wire; those
-    that round every tile within 1.5 of PyTorch's own, and W=8 within 1.15 of W=2."""
+    that round every tile within 1.5 of PyTorch's own, and W=8 within 1.15 of W=2.
+
+    On CPUs without bf16 products the backward of ``aten`` has fp32 partials."""
     shape = {"seqlen": 512, "q_heads": 4, "kv_heads": 4, "head_dim": 32, "dlse": False, "dtype": torch.bfloat16}
     wire = {"query": ("dq",), "key-value": ("dk", "dv"), "nearest": ("out", "dq", "dk", "dv")}[circulate]
     exact = Case(**shape, kernel="aten-fp32", circulate=circulate)
@@ -174,9 +177,10 @@ def test_errors_do_not_grow_with_the_world(pools, circulate: str) -> None:
     rounding = Case(**shape, kernel="aten", circulate=circulate)
     stock = stock_errors(rounding)
     two, eight = (pools(world).run(relative_errors, rounding)[0] for world in (2, 8))
+    wide = wire if CpuFlash().backward_dtype(torch.bfloat16) == torch.float32 else ()
     for name in stock:
         assert max(two[name], eight[name]) <= 1.5 * stock[name], (name, stock, two, eight)
-        assert eight[name] <= 1.15 * two[name], (name, two, eight)
+        assert eight[name] <= (1.25 if name in wide and name != "out" else 1.15) * two[name], (name, two, eight)
 
 
 @pytest.mark.parametrize(
