@@ -227,25 +227,23 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, length: int, keys: int | None
 
     ``keys``: the number of keys, if they are not those of the tokens.
     """
-    tokens = length
+    of_keys = (length, "tokens", "plan.shard") if keys is None else (keys, "keys", "plan.shard_keys")
     for name, x in (("q", q), ("k", k), ("v", v)):
-        apart = keys is not None and name != "q"
-        length = keys if keys is not None and name != "q" else tokens
+        rows, held, remedy = (length, "tokens", "plan.shard") if name == "q" else of_keys
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} is {x.dtype}; use one of {', '.join(map(str, DTYPES))}")
         if x.ndim != 4:
             raise ValueError(f"{name} has shape {list(x.shape)}; it must be [batch, heads, S_local, head dim]")
         if (x.dtype, x.device) != (q.dtype, q.device):
             raise TypeError(f"{name} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}; they must be equal")
-        if x.shape[2] != length and x.shape[1] == length:
+        if x.shape[2] != rows and x.shape[1] == rows:
             raise ValueError(
-                f"{name} has shape {list(x.shape)}, with this rank's {length} tokens in dim 1; it must be "
+                f"{name} has shape {list(x.shape)}, with this rank's {rows} tokens in dim 1; it must be "
                 f"[batch, heads, S_local, head dim]: pass {name}.transpose(1, 2)"
             )
-        if x.shape[2] != length:
-            held, remedy = ("keys", "plan.shard_keys") if apart else ("tokens", "plan.shard")
+        if x.shape[2] != rows:
             raise ValueError(
-                f"{name} has shape {list(x.shape)}, but this rank holds {length} {held} (dim 2); cut it with {remedy}"
+                f"{name} has shape {list(x.shape)}, but this rank holds {rows} {held} (dim 2); cut it with {remedy}"
             )
         if x.shape[0] != q.shape[0] or 0 in (x.shape[0], x.shape[1], x.shape[3]):
             raise ValueError(
