@@ -559,13 +559,7 @@ def test_bytes_counted_for_a_choice_are_those_of_the_programs(mask: Mask, world:
     for layout, circulate, keep, n in product(("zigzag", "striped"), CIRCULATIONS, {False, count > 1}, chunks):
         groups = Groups.of(count, q_heads=12, kv_heads=heads, keep=keep, chunks=n)
         schedules = [Schedule(Layout(layout, 50, world), mask, ROUTES["direct"], rank) for rank in range(world)]
-        moved = bytes_moved(schedules[0], shape, circulate, groups)
-        traffic = [schedule.traffic(shape, circulate, groups) for schedule in schedules]
-        assert moved.tolist() == [[t.sent for t in traffic], [t.received for t in traffic]]
-        for direction in Direction:
-            assert messages_counted(schedules[0], shape, circulate, direction, groups) == messages_of_edges(
-                schedules[0], shape, circulate, direction, groups
-            )
+        check_counted(schedules, shape, circulate, groups)
 
 
 @pytest.mark.parametrize("mask", [Mask(), Mask(causal=False), Mask(window=9)])
@@ -577,13 +571,7 @@ def test_bytes_counted_for_two_layouts_are_those_of_the_programs(mask: Mask, cou
     keys = Layout.of_stretches([[(0, 9), (40, 50)], [(9, 11)], [], [(11, 40)]])
     schedules = [Schedule(queries, mask, ROUTES["direct"], rank, keys=keys) for rank in range(4)]
     for circulate in CIRCULATIONS:
-        moved = bytes_moved(schedules[0], shape, circulate, groups)
-        traffic = [schedule.traffic(shape, circulate, groups) for schedule in schedules]
-        assert moved.tolist() == [[t.sent for t in traffic], [t.received for t in traffic]]
-        for direction in Direction:
-            assert messages_counted(schedules[0], shape, circulate, direction, groups) == messages_of_edges(
-                schedules[0], shape, circulate, direction, groups
-            )
+        check_counted(schedules, shape, circulate, groups)
 
 
 @pytest.mark.parametrize("mask", [Mask(), Mask(causal=False), Mask(window=9), Mask(cu_seqlens=[0, 7, 33, 34, 50])])
@@ -592,16 +580,24 @@ def test_gathered_keys_arrive_in_one_exchange_and_are_one_visit(mask: Mask, layo
     world, groups = 5, Groups(gather=True)
     shape = Shape(q_heads=4, kv_heads=2, batch=2, head_dim=8, v_head_dim=4, io=2, partial=4, accumulate=4)
     schedules = [Schedule(Layout(layout, 50, world), mask, ROUTES["direct"], rank) for rank in range(world)]
-    moved = bytes_moved(schedules[0], shape, "key-value", groups)
+    check_counted(schedules, shape, "key-value", groups)
     plain, traffic = ([each.traffic(shape, "key-value", one) for each in schedules] for one in (WHOLE, groups))
-    assert moved.tolist() == [[t.sent for t in traffic], [t.received for t in traffic]] and plain == traffic
+    assert plain == traffic
     for direction in Direction:
-        asked = schedules[0], shape, "key-value", direction, groups
-        assert messages_counted(*asked) == messages_of_edges(*asked)
         for schedule in schedules:
             ops = schedule.program("key-value", direction, groups).ops
             assert sum(isinstance(op, Visit) for op in ops) <= 2
             assert {op.step for op in ops if isinstance(op, Post) and any(not m.edge.partial for m in op.sends)} <= {1}
+
+
+def check_counted(schedules: list[Schedule], shape: Shape, circulate: str, groups: Groups) -> None:
+    """Compare the bytes and messages that a choice counts with those of the programs of all ranks."""
+    moved = bytes_moved(schedules[0], shape, circulate, groups)
+    traffic = [schedule.traffic(shape, circulate, groups) for schedule in schedules]
+    assert moved.tolist() == [[t.sent for t in traffic], [t.received for t in traffic]]
+    for direction in Direction:
+        asked = schedules[0], shape, circulate, direction, groups
+        assert messages_counted(*asked) == messages_of_edges(*asked)
 
 
 def messages_counted(
