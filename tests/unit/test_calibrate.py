@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,3 +63,11 @@ def test_what_was_measured_is_shown_under_its_name(capsys: pytest.CaptureFixture
         "kernels, 4 bytes per element: 94 forward, 88 backward, in 10^9 operations per second",
         "kernels, 8 bytes per element: 45 forward, 38 backward, in 10^9 operations per second",
     ]
+
+
+def test_cores_are_counted_where_the_system_names_none(monkeypatch) -> None:
+    """macOS has no ``os.sched_getaffinity``."""
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert probe.cores_per_rank() == 2

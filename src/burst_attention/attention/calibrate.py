@@ -6,7 +6,6 @@ Kernels run on all ranks at the same time. Links are measured with the library's
 from __future__ import annotations
 
 import math
-import os
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +24,7 @@ from ..planner.timing import simulations
 from .entry import burst_attention
 from .hardware import Hardware, shape_of, this_machine, usual_rates
 from .plan import Plan, make_plan, single_rank_plan
-from .probe import DIM, SMALL, Probe, full
+from .probe import DIM, SMALL, Probe, cores_per_rank, full
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ class _Calibration(Probe):
             plan.transport, plan.exchange_small, nodes, device, message=sizes.message, repeats=sizes.repeats
         )
         self.plan, self.sizes = plan, sizes
-        cores = len(os.sched_getaffinity(0)) // torch.get_num_threads() if device.type == "cpu" else 0
+        cores = cores_per_rank() if device.type == "cpu" else 0
         here = self.nodes.count(self.nodes[plan.rank])
         (self.at_once,) = self.slowest([float(cores if 0 < cores < here else 0)])
         # Ranks and other processes may share the cores, so count processor time where one thread does the work.

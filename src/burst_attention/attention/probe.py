@@ -213,8 +213,7 @@ class QuickProbe:
 
     def _at_once(self) -> float:
         """Return how many ranks can compute at the same time; 0 if each has its cores for itself."""
-        cores = float(max(1, len(os.sched_getaffinity(0)) // torch.get_num_threads()))
-        each = self.probe.exchange([machine(), cores])
+        each = self.probe.exchange([machine(), float(max(1, cores_per_rank()))])
         by_machine = {name: [other for other in each if other[0] == name] for name, _ in each}
         fewest = [min(cores for _, cores in ranks) for ranks in by_machine.values()]
         short = any(least < len(ranks) for least, ranks in zip(fewest, by_machine.values(), strict=True))
@@ -262,6 +261,12 @@ def _scaled(usual: Speed, ours: Speed, theirs: Speed) -> Speed:
     """Return a preset's speed in one dtype times what was measured in another dtype over its preset."""
     forward, backward = ours.forward / theirs.forward, ours.backward / theirs.backward
     return Speed(forward=usual.forward * forward, backward=usual.backward * backward)
+
+
+def cores_per_rank() -> int:
+    """Return how often this process's threads fit on its cores; 0 if there are more threads than cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores // torch.get_num_threads()
 
 
 def machine() -> float:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from functools import partial
 
 from burst_attention import Hardware, make_plan
 from burst_attention.attention.calibrate import CalibrationSizes, calibrate
+from burst_attention.launch.join import cores
 from burst_attention.planner.rates import Link, Rates
 from burst_attention.testing import WorkerPool
 
@@ -21,8 +21,8 @@ def calibrated(pool: WorkerPool) -> Rates:
     All ranks share one machine's cores; the rates say how many cores there are.
     """
     rates = pool.run(partial(calibrate, name="emulated", sizes=SIZES), timeout=600)[0]
-    cores = len(os.sched_getaffinity(0))
-    return replace(rates, overhead=replace(rates.overhead, at_once=float(cores if cores < pool.world else 0)))
+    count = cores()
+    return replace(rates, overhead=replace(rates.overhead, at_once=float(count if count < pool.world else 0)))
 
 
 def forget_links() -> None:
