@@ -314,15 +314,13 @@ def encoder_wrapped(model_type, head, how):
         fully_shard(parallel)
 
     loss, ours = encoder_models.over_ranks(model, batch, dist.group.WORLD, "mean", prepare)
-    worst = (0.0, "")
-    floor = 1e-5 * max(gradient.norm().item() for gradient in gradients.values())
-    for name, gradient in gradients.items():
-        total = ours[name].full_tensor() if how == "fully_shard" else ours[name]
-        if how == "compile":
-            dist.all_reduce(total)
-            total /= dist.get_world_size()
-        worst = max(worst, (((total - gradient).norm() / max(gradient.norm().item(), floor)).item(), name))
-    return abs(loss.item() / expected.item() - 1), *worst
+    for name, gradient in ours.items():
+        if how == "fully_shard":
+            ours[name] = gradient.full_tensor()
+        else:
+            dist.all_reduce(gradient)
+            gradient /= dist.get_world_size()
+    return abs(loss.item() / expected.item() - 1), *encoder_models.worst_gradient(ours, gradients)
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -114,9 +115,15 @@ def worst_of(
     with local_world(world, timeout=30) as ranks:
         found = ranks.run(lambda group: over_ranks(model, batch, group, reduction, prepare))
     assert {name for _, ours in found for name in ours} == gradients.keys()
-    floor = 1e-5 * max(gradient.norm().item() for gradient in gradients.values())
-    worst = (0.0, "")
-    for name, gradient in gradients.items():
-        total = sum(ours[name] for _, ours in found if name in ours) / (world if reduction == "mean" else 1)
-        worst = max(worst, (((total - gradient).norm() / max(gradient.norm().item(), floor)).item(), name))
-    return max(abs(ours.item() / loss.item() - 1) for ours, _ in found), *worst
+    share = world if reduction == "mean" else 1
+    totals = {name: sum(ours[name] for _, ours in found if name in ours) / share for name in gradients}
+    return max(abs(ours.item() / loss.item() - 1) for ours, _ in found), *worst_gradient(totals, gradients)
+
+
+def worst_gradient(found: Mapping[str, Any], expected: Mapping[str, torch.Tensor]) -> tuple[float, str]:
+    """Return the greatest relative L2 error of a gradient, and its name."""
+    floor = 1e-5 * max(gradient.norm().item() for gradient in expected.values())
+    return max(
+        (((found[name] - gradient).norm() / max(gradient.norm().item(), floor)).item(), name)
+        for name, gradient in expected.items()
+    )
