@@ -181,11 +181,8 @@ def _(
     cached_rows: int,
     kv_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    counts = (
-        out.shape[1],
-        kv_heads,
-        kv_heads,
-    )  # the cache has other heads and rows, and then keys are as many as queries
+    # The cache has other heads and rows than q, k and v. With a cache, keys are as many as queries.
+    counts = out.shape[1], kv_heads, kv_heads
     dq, dk, dv = (
         x.new_empty(out.shape[0], n, out.shape[2] if cached_rows else x.shape[2], x.shape[3])
         for x, n in zip((q, k, v), counts, strict=True)

@@ -178,10 +178,7 @@ class ShardedCache(DealtCache):
                     f"past_key_values is the cache of another model: {name} was {value}, this model has "
                     f"{found.get(name)}; make ShardedCache(model.config)"
                 )
-        if (self.transport.world, self.transport.rank) != (
-            base.world,
-            base.rank,
-        ) or self.transport.group is not base.group:
+        if self.transport.group is not base.group:
             raise ValueError(
                 f"past_key_values covers {self.transport.world} ranks, the model {base.world}, or another group; "
                 "make ShardedCache with the group of hf.parallelize"

@@ -141,7 +141,8 @@ class Schedule:
         contexts = self.layout.world // groups.query
         cube = heads(groups, CIRCULATIONS[circulate](contexts)[direction])
         tables = self.memo.setdefault("tables", {})
-        return PassSpec(self.layout, self.regions, cube, groups, self.route, direction, tables, True, self.keys)
+        spread = self.layout, self.regions, cube, groups, self.route, direction
+        return PassSpec(*spread, tables=tables, by_slices=True, keys=self.keys)
 
     def slice_length(self, groups: Groups) -> int:
         """Count the tokens of this rank's sequence group."""

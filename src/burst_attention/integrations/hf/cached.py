@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -101,7 +102,7 @@ def forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], weight
 
 def digest_text(values: Any) -> str:
     """Return a digest of settings."""
-    return digest_of(torch.tensor(list(repr(sorted(values.items(), key=str)).encode()), dtype=torch.uint8))
+    return hashlib.blake2b(repr(sorted(values.items(), key=str)).encode(), digest_size=8).hexdigest()
 
 
 def _agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], weights: Callable[[], str]) -> _CachedCall:
