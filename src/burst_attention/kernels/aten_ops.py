@@ -72,7 +72,7 @@ class CpuFlash:
             raise ValueError(f"kernel='aten' does not take {dtype}; use one of {', '.join(map(str, DTYPES))}")
 
     def backward_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Avoid half precision where its products are slow: fp16 everywhere, bf16 without AVX-512 (6 times slower)."""
+        """Avoid half precision where its products are slow: fp16 everywhere, bf16 without AVX-512."""
         slow = dtype == torch.float16 or (dtype == torch.bfloat16 and not has_bf16_products())
         return torch.float32 if slow else dtype
 
