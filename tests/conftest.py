@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -14,6 +15,9 @@ if not torch.cuda.is_available():
 from burst_attention.testing import WorkerPool
 from tests.support.memory import poison_memory
 
+# Plans keep there what they measure. Tests neither read the user's files nor leave any.
+_CONFIG = tempfile.TemporaryDirectory(prefix="burst-config-")
+os.environ["XDG_CONFIG_HOME"] = _CONFIG.name
 torch.set_num_threads(1)  # as the ranks of the pools have: two cores serve them all
 if not torch.cuda.is_available():  # on a GPU it would choose other algorithms, and block sizes, than calls do
     poison_memory()

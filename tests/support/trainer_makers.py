@@ -46,6 +46,7 @@ _OWN = (
     "launched",
     "own_loss",
     "memory",
+    "strategy",
     "family",
     "dtype",
 )  # options that are no arguments
@@ -72,6 +73,8 @@ def _train(case: Case, ours: bool, kind: type, arguments: type, folder: str, **g
     args = arguments_of(case, ours, folder, arguments, **given.pop("settings", {}))
     reported = "parallelism" in case.options or "launched" in case.options
     more = {"context_size": case.context} if ours and not reported else {}
+    if ours and "strategy" in case.options:
+        more["strategy"] = case.options["strategy"]
     if ours and "memory" in case.options:
         from burst_attention.integrations import hf
 

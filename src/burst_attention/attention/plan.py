@@ -450,8 +450,8 @@ def make_plan(
             ``ulysses``, or ``usp:U`` with a Ulysses degree U. None: the planner chooses everything.
         call: the calls to expect, as far as they are known: a layout is chosen for them. Other calls work too.
         hardware: how fast kernels and links are, and which ranks share a node. None: measured rates of
-            ``burst calibrate`` if they fit, else a preset whose links and kernels the group's first plan measures;
-            nodes by host name.
+            ``burst calibrate`` if they fit, else a preset whose links and kernels the group's first plan measures,
+            and keeps in ~/.config/burst-attention/measured; nodes by host name.
         group: a ProcessGroup or a 1-D DeviceMesh. None: the default group, or a single rank if torch.distributed is
             not initialised.
         timeout: seconds (or a timedelta) that an exchange may take before ExchangeError. None: the group's timeout.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import os
@@ -22,11 +23,13 @@ from ..comm.transport import PACKED_BYTES, Receive, Send, Transport
 from ..kernels import choose
 from ..kernels.contract import BackwardInputs, Kernel, Measuring
 from ..plan.tile import Tile, Tiles
-from ..planner.rates import Link, Rates, Speed
+from ..planner.rates import Link, Rates, Speed, measured_file, read_rates, write_rates
 
 AT_ONCE = 8  # messages in flight; a call sends about this many in a step
 PATIENCE = 0.03  # seconds of a quick measurement: more repeats or larger messages are not worth it
-STEPS_PER_DOUBLING = 3  # measured rates are rounded to this grid, so that reruns usually choose the same plan
+STEPS_PER_DOUBLING = 3  # measured rates are rounded to this grid
+ALIKE = 4.0  # kept figures hold while links are at most this many times faster or slower; load alone varies them by 2
+MOST_SOURCE = 600  # characters of where kept rates come from, in the record that all ranks get
 DIM = 128
 SMALL = 32  # rows and columns of a tile whose time is its launch only
 CLEAR = 5.0  # a tile that takes this many launches tells a kernel's speed
@@ -58,6 +61,7 @@ class Probe:
     ) -> None:
         self.transport, self.exchange, self.nodes, self.device = transport, exchange, nodes, device
         self._message, self._repeats, self._patience = message, repeats, patience
+        self._draws = torch.Generator(device).manual_seed(0)
         self.clock: Callable[[], float] = time.perf_counter
 
     def slowest(self, mine: list[float]) -> list[float]:
@@ -154,7 +158,8 @@ class Probe:
         return [partial(kernel.forward, q, k, v, tiles, scale), partial(kernel.backward, inputs)]
 
     def random(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.randn(*shape, device=self.device).to(dtype)
+        """Return normal values. They are not drawn from the user's generator, whose next numbers must not change."""
+        return torch.randn(*shape, device=self.device, generator=self._draws).to(dtype)
 
 
 def full(rows: int, columns: int | None = None) -> Tile:
@@ -236,7 +241,9 @@ def measured(
 ) -> tuple[Rates, bool]:
     """Return ``usual`` with measured links and kernels, and whether the network is still a guess.
 
-    Every rank must call it. It measures once per group and nodes. All ranks get the same figures, rounded to a coarse
+    Every rank must call it. Each group measures its links once. If an earlier group of the same kind measured similar
+    links, all figures are those that rank 0 kept in a file then, so that a program that runs again plans alike.
+    Otherwise the group measures kernels too, and rank 0 keeps all. All ranks get the same figures, rounded to a coarse
     grid, and rank 0's date. A network between nodes of different sizes is not measured.
     """
     known, key = transport.health.measured, tuple(nodes)
@@ -247,14 +254,62 @@ def measured(
             probe.clock = time.thread_time
         quick = QuickProbe(probe, agreement)
         rates, links = quick.links(usual)
-        rates = quick.kernels(rates)
-        (took,) = probe.slowest([time.perf_counter() - began])
-        what = f"kernels and links {' and '.join(links)}" if links else "kernels"
-        when = datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-        source = f"{what} measured by make_plan in {took:.2g} s on {when}; the rest: {usual.source}"
-        known[key] = replace(rates, source=source), len(set(nodes)) > 1 and "across nodes" not in links
-    found: tuple[Rates, bool] = known[key]
-    return found
+        kept = Kept(agreement, kept_name(usual, nodes))
+        found = kept.read()
+        if found is None or not (alike(found.inside, rates.inside) and alike(found.across, rates.across)):
+            found = quick.kernels(rates)
+            (took,) = probe.slowest([time.perf_counter() - began])
+            what = f"kernels and links {' and '.join(links)}" if links else "kernels"
+            when = datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+            found = replace(found, source=f"{what} measured by make_plan in {took:.2g} s on {when}")
+            found = kept.write(found, usual.source)
+        known[key] = found, len(set(nodes)) > 1 and "across nodes" not in links
+    result: tuple[Rates, bool] = known[key]
+    return result
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The file in which rank 0 keeps what a group's first plan measured; ``name``: of the kind of group."""
+
+    agreement: Agreement
+    name: str
+
+    def read(self) -> Rates | None:
+        """Return the rates that rank 0 kept, on every rank; None if there are none, or no longer readable ones."""
+        found = None
+        if self.agreement.transport.rank == 0:
+            with self.agreement.entering("make_plan"), contextlib.suppress(ValueError):
+                found = read_rates(measured_file(self.name)).as_dict(most=MOST_SOURCE)
+        found = self.agreement.agree("make_plan", {}, {"kept": found})[0]["kept"]
+        return None if found is None else Rates.from_dict(found)
+
+    def write(self, rates: Rates, rest: str) -> Rates:
+        """Keep the rates; return them with a source that says where, or why not. ``rest``: the source of the rest."""
+        said = ""
+        if self.agreement.transport.rank == 0:
+            with self.agreement.entering("make_plan"):
+                path = measured_file(self.name)
+                said = f"{rates.source}, kept in {path}; the rest: {rest}"
+                try:
+                    write_rates(replace(rates, source=said), path)
+                except (OSError, ValueError) as error:
+                    said = f"{rates.source}, not kept ({error}); the rest: {rest}"
+        said = self.agreement.agree("make_plan", {}, {"source": said[:MOST_SOURCE]})[0]["source"]
+        return replace(rates, source=said)
+
+
+def kept_name(usual: Rates, nodes: Sequence[int]) -> str:
+    """Return a name for groups whose figures are alike: the same devices, threads and torch, and ranks by node."""
+    cpu = (torch.backends.cpu.get_cpu_capability(), torch.get_num_threads(), cores_per_rank())
+    kind = repr((usual, cpu, list(nodes)))
+    return f"{len(nodes)}-ranks-{hashlib.blake2b(kind.encode(), digest_size=6).hexdigest()}"
+
+
+def alike(kept: Link, found: Link) -> bool:
+    """Return whether a link's measured bandwidth is near what was kept."""
+    ratio = found.bytes_per_second / kept.bytes_per_second
+    return 1 / ALIKE <= ratio <= ALIKE
 
 
 def _scaled(usual: Speed, ours: Speed, theirs: Speed) -> Speed:

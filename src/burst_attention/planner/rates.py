@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-FOLDER = Path(".config") / "burst-attention"  # in the user's home
 FILE = "rates.toml"
+MEASURED = "measured"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +152,16 @@ def _part(kind: Any, values: Any, name: str) -> Any:
 
 def user_file() -> Path:
     """Return the file that ``burst calibrate`` writes and that plans read."""
-    return Path.home() / FOLDER / FILE
+    return _user_folder() / FILE
+
+
+def measured_file(name: str) -> Path:
+    """Return the file in which :func:`~burst_attention.make_plan` keeps what it measured for groups of this name."""
+    return _user_folder() / MEASURED / f"{name}.toml"
+
+
+def _user_folder() -> Path:
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "burst-attention"
 
 
 def read_rates(path: Path | str) -> Rates:
@@ -173,7 +183,9 @@ def write_rates(rates: Rates, path: Path) -> None:
         else:
             lines.append(f"{name} = {_toml(value)}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + "\n", "utf-8")
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")  # readers never see half a file
+    unfinished.write_text("\n".join(lines) + "\n", "utf-8")
+    unfinished.replace(path)
 
 
 def _toml(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from functools import partial
 
@@ -25,8 +26,9 @@ def calibrated(pool: WorkerPool) -> Rates:
     return replace(rates, overhead=replace(rates.overhead, at_once=float(count if count < pool.world else 0)))
 
 
-def forget_links() -> None:
-    """Let the next plan measure this rank's links again, because their limit changed."""
+def forget_links(folder: str) -> None:
+    """Let the next plan measure this rank's links again, because their limit changed, and keep them in ``folder``."""
+    os.environ["XDG_CONFIG_HOME"] = folder
     make_plan(1, hardware=Hardware(rates="preset")).transport.health.measured.clear()
 
 

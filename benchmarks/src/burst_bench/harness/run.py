@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -56,6 +57,7 @@ class World:
         self.pool, self.cluster, self.per_node, self.say = pool, cluster, per_node, say
         self.calibrates = calibrates and pool.world > 1
         self._rates: Rates | None = None  # with unlimited links
+        self._kept = tempfile.TemporaryDirectory(prefix="burst-rates-")  # of what plans measure, by link
         self._judged: dict[Workload, dict[str, tuple[float, float]]] = {}
         self._typical: dict[Workload, list[float]] = {}  # the engines' common results, by workload
 
@@ -120,7 +122,7 @@ class World:
             rates = self.rates(link)
             if self.cluster is not None:
                 self.cluster.set_rate(link)
-                self.pool.run(forget_links)
+                self.pool.run(forget_links, f"{self._kept.name}/{link}")
             elif link is not None:
                 raise ValueError(f"links={links} need a cluster; this program never changes this machine's own network")
             self.say(f"{self.pool.world} ranks, {workload.task}, {seq_len:,} tokens, {link_text(link)}")
