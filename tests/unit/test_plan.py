@@ -477,6 +477,20 @@ def test_by_nodes_each_step_is_a_permutation_too_own_node_first(world: int, coun
     assert (first == ((ranks[:, None] != ranks) & (ranks[:, None] % size == ranks % size))).all()
 
 
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_own_results_are_rounded_at_once_only_if_nothing_is_added(degree: int) -> None:
+    schedule = Schedule(Layout("zigzag", 64, 4), Mask(causal=False), ROUTES["direct"], 0)
+    groups, local = Groups.of(degree, q_heads=8, kv_heads=8), []
+    for direction in Direction:
+        work = schedule.work("query", direction, groups)
+        edges = [edge for edge in work.edges(work.cells()) if edge.partial]
+        parts = Counter(e.key for e in edges if e.target == e.key.owner)  # how many ranks' results reach their owner
+        local += [(e, parts[e.key]) for e in edges if e.source == e.target]
+    assert len(local) >= (4 if degree > 1 else 0)
+    assert all(edge.finished == (count == 1) for edge, count in local)
+    assert all(edge.exact != edge.finished for edge, _ in local)
+
+
 def test_the_ranks_of_a_node_share_out_what_crosses() -> None:
     nodes = (0, 0, 0, 0, 1, 1, 1, 1)
     over = dataclasses.replace(ROUTES["nodes"], nodes=nodes)

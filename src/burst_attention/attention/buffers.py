@@ -16,6 +16,8 @@ from ..plan.route import Edge
 from ..plan.rows import Where
 from .passes import Pass, Tensors, part_of
 
+MOST_RUNS = 4  # up to this many stretches of rows are copied as slices, more by index
+
 
 class Shards:
     """The shards that a rank holds: its own, split by head groups, and those that arrived."""
@@ -157,7 +159,8 @@ class Sums:
             piece.left.append(range(where.start, where.stop))
             if piece.gone:
                 pieces.remove(piece)
-        return tuple(x.to(dtype, copy=True) for x, dtype in zip(rows, dtypes, strict=True))
+        views, dense = isinstance(where, slice), torch.contiguous_format
+        return tuple(x.to(to, copy=views, memory_format=dense) for x, to in zip(rows, dtypes, strict=True))
 
     def pop(self, place: Place, dtypes: tuple[torch.dtype, ...] | None = None) -> Tensors:
         """Remove and return the total, rounded if asked; blank if nothing was added."""
@@ -202,20 +205,35 @@ class DeviceIndices:
 
     def __init__(self) -> None:
         self._copies: dict[tuple[int, torch.device], tuple[np.ndarray, Tensor]] = {}
+        self._slices: dict[int, tuple[np.ndarray, list[slice]]] = {}
 
     def take(self, tensors: Tensors, where: Where) -> Tensors:
         """Return rows of a shard; a view if they are consecutive."""
         if isinstance(where, slice):
             return tuple(x.narrow(2, where.start, where.stop - where.start) for x in tensors)
+        if runs := self._runs(where):
+            return tuple(torch.cat([x[:, :, run] for run in runs], 2) for x in tensors)
         index = self.on_device(where, tensors[0].device)
         return tuple(x.index_select(2, index) for x in tensors)
 
     def put(self, buffer: Tensor, where: Where, x: Tensor) -> None:
         """Write rows into a buffer."""
-        if isinstance(where, slice):
-            buffer.narrow(2, where.start, where.stop - where.start).copy_(x)
-        else:
+        runs, done = [where] if isinstance(where, slice) else self._runs(where), 0
+        for run in runs:
+            buffer[:, :, run].copy_(x.narrow(2, done, run.stop - run.start))
+            done += run.stop - run.start
+        if not runs:
+            assert not isinstance(where, slice)
             buffer.index_copy_(2, self.on_device(where, x.device), x)
+
+    def _runs(self, where: np.ndarray) -> list[slice]:
+        """Return the consecutive rows of an index array as slices, which are copied faster; [] if there are many."""
+        if id(where) not in self._slices:
+            ends = np.flatnonzero(np.diff(where) != 1) + 1
+            few = len(where) > 0 and len(ends) < MOST_RUNS
+            parts = np.split(where, ends) if few else []
+            self._slices[id(where)] = where, [slice(int(part[0]), int(part[-1]) + 1) for part in parts]
+        return self._slices[id(where)][1]
 
     def on_device(self, where: np.ndarray, device: torch.device) -> Tensor:
         """Return the index array on ``device``, copied once per device."""

@@ -241,10 +241,10 @@ def measured(
 ) -> tuple[Rates, bool]:
     """Return ``usual`` with measured links and kernels, and whether the network is still a guess.
 
-    Every rank must call it. Each group measures its links once. If an earlier group of the same kind measured similar
-    links, all figures are those that rank 0 kept in a file then, so that a program that runs again plans alike.
-    Otherwise the group measures kernels too, and rank 0 keeps all. All ranks get the same figures, rounded to a coarse
-    grid, and rank 0's date. A network between nodes of different sizes is not measured.
+    Every rank must call it. Each group measures its links once. If rank 0 kept figures of such a group, and the links
+    are similar, those figures are returned. So a program that runs again has the same plan. Otherwise the group
+    measures kernels too, and rank 0 keeps all figures. All ranks get the same, rounded to a coarse grid, and rank 0's
+    date. A network between nodes of different sizes is not measured.
     """
     known, key = transport.health.measured, tuple(nodes)
     if key not in known:
@@ -276,7 +276,7 @@ class Kept:
     name: str
 
     def read(self) -> Rates | None:
-        """Return the rates that rank 0 kept, on every rank; None if there are none, or no longer readable ones."""
+        """Return the rates that rank 0 kept, on every rank; None without a file that can be read."""
         found = None
         if self.agreement.transport.rank == 0:
             with self.agreement.entering("make_plan"), contextlib.suppress(ValueError):

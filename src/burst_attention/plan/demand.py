@@ -151,7 +151,8 @@ class PassSpec:
                     edges += self.route.through_cache_owners(key, users, groups, finished=finished)
                 if groups.joins and owner in users:
                     rows, last = users[owner].rows, users[owner].last
-                    edges.append(Edge(last, owner, owner, key, rows, partial=True, exact=True))
+                    alone = groups.query > 1 and len(users) == 1  # nothing is added, so it is rounded at once
+                    edges.append(Edge(last, owner, owner, key, rows, partial=True, exact=not alone, finished=alone))
         return [e for e in edges if rank is None or rank in (e.source, e.target)]
 
     def _fetched(self, uses: Uses, rank: int | None) -> Iterator[tuple[Key, dict[int, Use]]]:

@@ -9,8 +9,9 @@ CPUs.
     burst bench peers [--world 2] [--seq-len 8192] [--heads 8] [--head-dim 128] [--rounds 5] [--json FILE]
                                [--link 100mbit]
 
-With --link each rank is a node of an emulated cluster with links of this rate (it needs root and iproute2). The rates
-for our plans are measured first.
+``burst`` is what a newcomer gets: its plan measures links and kernels itself. ``burst, calibrated`` plans with the
+rates of ``burst calibrate``. PyTorch in one process uses as many threads as there are ranks. With --link each rank is a
+node of an emulated cluster with links of this rate (it needs root and iproute2).
 
 The extra ``peers`` installs the packages. Without them the program prints our variants, and what to install. With
 --device cuda it runs one rank per GPU with NCCL and the real flash_attn; that mode has never been run.
@@ -18,12 +19,12 @@ The extra ``peers`` installs the packages. Without them the program prints our v
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -35,12 +36,12 @@ from burst_attention.testing import WorkerPool
 from ..arguments import TimedArguments, asked
 from ..cluster import Cluster, parse_rate
 from ..harness.calibration import calibrated, limited
-from ..harness.calls import Ours, Outcome, contest
+from ..harness.calls import Outcome, contest
 from ..harness.workload import Workload
 from ..tables import terminal
 from ..texts import bytes_text, spread
 from . import flash_attn_stand_in
-from .variants import STRONGEST, VARIANTS, Theirs, package_version, refusal
+from .variants import CALIBRATED, STRONGEST, VARIANTS, Theirs, package_of, package_version, refusal
 
 
 def compare(
@@ -59,7 +60,7 @@ def compare(
         world: Number of ranks, at least 2.
         workload: Sizes of the call. In fp32, ring-flash-attn's gradients are wrong: its accumulators alias its buffers.
         rounds: Timed rounds; with 0, only check results and count bytes.
-        names: Names of the variants to run; None for all. Ours always run.
+        names: Names of other packages' variants to run; None for all. Ours and PyTorch's always run.
         entries: Entries for :class:`burst_attention.testing.WorkerPool`, which say where the ranks run; None for plain
             processes.
         link: Rate of each node's link in bits per second, as set for ``entries``; None for no limit.
@@ -88,16 +89,16 @@ def compare(
     unknown = sorted(set(names or ()) - {v.name for v in VARIANTS})
     if unknown:
         raise ValueError(f"names has unknown variants {unknown}; choose from {', '.join(v.name for v in VARIANTS)}")
-    chosen = [v for v in VARIANTS if names is None or isinstance(v, Ours) or v.name in names]
+    chosen = [v for v in VARIANTS if names is None or not isinstance(v, Theirs) or v.name in names]
     refused = {variant.name: refusal(variant, world, workload) for variant in chosen}
     with (
         tempfile.TemporaryDirectory(prefix="burst-peers-") as folder,
         WorkerPool(world, threads=1, timeout=timeout, entries=entries) as pool,
     ):
-        if rounds and workload.device == "cpu":  # our plans use measured rates
+        if rounds and workload.device == "cpu":
             rates = limited(calibrated(pool), link)
-            chosen = [replace(each, rates=rates) if isinstance(each, Ours) else each for each in chosen]
-        pool.run(prepare, workload.device, str(Path(folder) / "meeting"), timeout=timeout)
+            chosen = [replace(each, rates=rates) if each.name == CALIBRATED else each for each in chosen]
+        pool.run(prepare, workload.device, folder, timeout=timeout)
         outcomes = contest(pool, chosen, workload, rounds, refused=refused, timeout=timeout)
     return [_row(own) for own in outcomes]
 
@@ -109,7 +110,7 @@ def _row(own: Outcome) -> dict[str, Any]:
     rest = [1 - copies / seconds for copies, seconds in zip(own.aside, own.seconds, strict=True)]
     return {
         "name": variant.name,
-        "package": variant.package if isinstance(variant, Theirs) else "burst_attention",
+        "package": package_of(variant),
         "version": package_version(variant) if installed else None,
         "passes": "forward and backward" if variant.has_backward else "forward",
         "detail": own.detail,
@@ -126,8 +127,12 @@ def _row(own: Outcome) -> dict[str, Any]:
     }
 
 
-def prepare(device: str, meeting: str) -> None:
-    """Install the stand-ins, or set up the GPU; call it once on each rank, before anything else."""
+def prepare(device: str, folder: str) -> None:
+    """Install the stand-ins, or set up the GPU; call it once on each rank, before anything else.
+
+    ``folder``: an empty one, so that plans find no rates of earlier runs.
+    """
+    os.environ["XDG_CONFIG_HOME"] = folder
     flash_attn_stand_in.install_adapters()
     if device == "cpu":
         flash_attn_stand_in.install()
@@ -137,7 +142,7 @@ def prepare(device: str, meeting: str) -> None:
         raise ValueError(f"world={world} exceeds the {torch.cuda.device_count()} GPUs; use at most one rank per GPU")
     torch.cuda.set_device(rank)
     dist.destroy_process_group()  # the pool's group supports gloo only
-    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{meeting}", rank=rank, world_size=world)
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
 
 
 def cells(row: dict[str, Any]) -> dict[str, str]:
@@ -191,7 +196,10 @@ def main(arguments: list[str]) -> None:
         if a.link is not None:
             link = parse_rate(a.link)
             entries = stack.enter_context(Cluster(a.world, 1, rate=link)).entries()
-        rows = compare(a.world, workload, a.rounds, names=a.only, entries=entries, link=link)
+        try:
+            rows = compare(a.world, workload, a.rounds, names=a.only, entries=entries, link=link)
+        except ValueError as error:
+            raise SystemExit(f"burst bench peers: {error}") from error
     over = f", links of {a.link}" if a.link else ""
     show(Console(width=max(Console().width, 130)), rows, f"{a.title}, {a.world} ranks x 1 thread{over}")
     a.write(rows=rows)

@@ -7,15 +7,19 @@ called by ``build`` run on a rank, which has a process group.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from burst_train.engines.ulysses import ulysses_attention
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
+from burst_attention import Hardware, make_plan
 from burst_attention.plan.layout import Layout
 from burst_attention.plan.strategy import NAMED, Strategy
 
@@ -69,16 +73,59 @@ class Theirs:
         return Call(begin=begin, positions=held, heads_first=self.heads_first, aside=flash_attn_stand_in.copying)
 
 
+@dataclass(frozen=True, kw_only=True)
+class OneProcess:
+    """PyTorch's own kernel over the whole sequence: rank 0 runs it with a thread for each rank, which wait."""
+
+    name: str = "PyTorch, one process"
+    has_backward: bool = True
+    tolerance: float = TOLERANCE
+
+    def build(self, workload: Workload) -> Call:
+        busy = dist.get_rank() == 0
+        own = by_autograd(partial(scaled_dot_product_attention, is_causal=True, enable_gqa=True))
+
+        def begin(*inputs: Tensor) -> tuple[Tensor, Callable[[], Sequence[Tensor]]]:
+            if not busy:
+                return inputs[0], lambda: inputs[:3]
+            torch.set_num_threads(dist.get_world_size())
+            out, backward = own(*inputs)
+            return out, lambda: _then(torch.set_num_threads, 1, backward())
+
+        return Call(begin=begin, positions=torch.arange(workload.seq_len if busy else 0))
+
+
+def _then(call: Callable[[int], None], given: int, results: Sequence[Tensor]) -> Sequence[Tensor]:
+    call(given)
+    return results
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ulysses:
+    """DeepSpeed-Ulysses as ``burst train --engine ulysses`` runs it."""
+
+    name: str = "Ulysses engine"
+    has_backward: bool = True
+    tolerance: float = TOLERANCE
+
+    def build(self, workload: Workload) -> Call:
+        plan = make_plan(workload.seq_len, strategy=Strategy(layout="contiguous"), hardware=Hardware(rates="preset"))
+        begin = by_autograd(partial(ulysses_attention, plan=plan))
+        return Call(begin=begin, positions=plan.positions)
+
+
 def positions(order: str, seq_len: int, world: int, ulysses: int, rank: int) -> Tensor:
     """Return int64 [S / W]: global positions of ``rank``'s tokens, in the order in which it holds them."""
     ring = Layout(order, seq_len, world // ulysses)
     return torch.from_numpy(ring.positions(rank // ulysses)).chunk(ulysses)[rank % ulysses]
 
 
-def refusal(variant: Ours | Theirs, world: int, workload: Workload) -> str | None:
+def refusal(variant: Any, world: int, workload: Workload) -> str | None:
     """Return the known reason why ``variant`` can't run, or None."""
-    if isinstance(variant, Ours):
+    if isinstance(variant, Ours | OneProcess):
         return None
+    if isinstance(variant, Ulysses):
+        return f"needs a multiple of {world} heads" if workload.heads % world or workload.kv_heads % world else None
     if importlib.util.find_spec(variant.package) is None:
         return f"not installed: pip install {REQUIREMENTS[variant.package]}"
     needs_flash = workload.device == "cuda" and variant.package in FLASH_ATTN
@@ -98,9 +145,16 @@ def refusal(variant: Ours | Theirs, world: int, workload: Workload) -> str | Non
     return None
 
 
-def package_version(variant: Ours | Theirs) -> str:
-    """Return the version of an installed package."""
-    return version("burst-attention" if isinstance(variant, Ours) else variant.package.replace("_", "-"))
+def package_version(variant: Any) -> str:
+    """Return the version of a variant's package."""
+    return version(package_of(variant).replace("_", "-"))
+
+
+def package_of(variant: Any) -> str:
+    """Return the name of the package that computes a variant."""
+    if isinstance(variant, Theirs):
+        return variant.package
+    return "torch" if isinstance(variant, OneProcess) else "burst_attention"
 
 
 def _ring_flash_attn(name: str, _: int) -> Attention:
@@ -148,10 +202,14 @@ def _ring_attention_pytorch_zigzag(seq_len: int) -> Attention:
     return attention
 
 
-Planned = partial(Ours, strategy=Strategy(route="direct"), tolerance=TOLERANCE)
+Planned = partial(Ours, strategy=Strategy(), tolerance=TOLERANCE)
+CALIBRATED = "burst, calibrated"
 OURS, STRONGEST = "burst", "ring-flash-attn zigzag"
 VARIANTS = (
     Planned(name=OURS),
+    Planned(name=CALIBRATED),
+    OneProcess(),
+    Ulysses(),
     Ours(name="burst, heads whole", tolerance=TOLERANCE),
     Ours(name="burst, as RingAttention", strategy=NAMED["ring-attention"], tolerance=TOLERANCE),
     Theirs(name="ring-flash-attn basic", function=partial(_ring_flash_attn, "ring_flash_attn_func")),
