@@ -225,7 +225,7 @@ class ShardedCache(DealtCache):
         }
 
     def stretches(self) -> dict[Reach, list[list[range]]]:
-        """Return the slots of every rank's keys, by what layers see and by rank. Every rank must call it."""
+        """Return the slots of every rank's keys, by reach and by rank. Every rank must call it."""
         layers = {layer.reach: layer for layer in self.sharded}  # layers that see the same hold the same slots
         own = [layer.held.stretches() for layer in layers.values()]
         every = self.agreement.collect("the keys of the cache", own)

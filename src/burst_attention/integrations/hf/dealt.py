@@ -33,7 +33,7 @@ class DealtCache(Cache):
 
     @abstractmethod
     def stretches(self) -> dict[Reach, list[list[range]]]:
-        """Return the columns of every rank's keys, by what layers see and by rank. Every rank must call it."""
+        """Return the columns of every rank's keys, by reach and by rank. Every rank must call it."""
 
     @abstractmethod
     def prefilling(self, plan: Plan, padding: Tensor, stop: int) -> AbstractContextManager[None]:
