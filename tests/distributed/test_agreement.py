@@ -57,6 +57,17 @@ def outcomes(world: int, call: Callable[[Agreement], Any]) -> list[Any]:
         return ranks.run(rank)
 
 
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_values_of_any_size_are_collected(world: int) -> None:
+    """Each rank's value is longer than a record, and than the previous rank's."""
+    found = outcomes(world, lambda agreement: agreement.collect("a call", [[n, "é"] for n in own(agreement)]))
+    assert found == [[[[n, "é"] for n in range(600 * (rank + 1))] for rank in range(world)]] * world
+
+
+def own(agreement: Agreement) -> range:
+    return range(600 * (agreement.transport.rank + 1))
+
+
 def most(world: int) -> int:
     return math.ceil(math.log2(world))
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from burst_attention import ExchangeError
+from burst_attention import ExchangeError, Strategy
 from burst_attention.attention.dealt import dealt_bytes
 from burst_attention.inference import ShardedCache
 from burst_attention.integrations import hf
@@ -24,6 +24,10 @@ NEW = 12
 
 def _case(name, count):
     return pytest.param(name, count, marks=[] if count == 1_000 or name == "llama" else pytest.mark.long)
+
+
+def _family(name):
+    return pytest.param(name, marks=[] if name in ("llama", "mistral") else pytest.mark.long)
 
 
 @pytest.mark.parametrize(("name", "count"), [_case(name, count) for name in MODELS for count in (1, 7, 1_000)])
@@ -123,6 +127,125 @@ def test_turns_continue_the_cache(name):
         check_equal(outs, expected)
 
 
+def tokens_at_once(model, use):
+    """Return what ``use()`` returns, and how many tokens the first layer got in each call with more than one."""
+    counts = []
+    hook = hf.token_wise(lambda module, args, out: counts.append(args[0].shape[1]))
+    handle = model.model.layers[0].register_forward_hook(hook)
+    out = use()
+    handle.remove()
+    return out, [n for n in counts if n > 1]
+
+
+@pytest.mark.parametrize("name", [_family(name) for name in MODELS])
+def test_a_prompt_in_chunks_gives_the_same_tokens(name):
+    """500 tokens in 4 equal pieces; a window is shorter than a piece."""
+    ids = ids_of(501)
+    expected = alone(name, ids, max_new_tokens=NEW)
+
+    def use(model, cache):
+        cache = ShardedCache(model.config, cache.group, prefill_chunk=130)
+        return tokens_at_once(model, lambda: generate(model, cache, ids, max_new_tokens=NEW))
+
+    for world in (1, 2, 3):
+        outs = over_ranks(name, world, use)
+        check_equal([out for out, _ in outs], expected)
+        assert [sum(counts) for counts in zip(*(counts for _, counts in outs), strict=True)] == [125] * 4
+        assert all(max(counts) <= -(-125 // world) for _, counts in outs)
+
+
+def test_a_long_turn_is_sharded_and_sends_the_smaller_side():
+    """70 new tokens after 1,500: their queries move, and not the keys of the cache."""
+    first, longer = ids_of(1_500), torch.cat([ids_of(1_500), ids_of(71)], 1)
+
+    def use(model, cache):
+        generate(model, cache, first, max_new_tokens=1)
+        held, before = cache.nbytes(), cache.prefill_sent
+        out, counts = tokens_at_once(model, lambda: generate(model, cache, longer, max_new_tokens=NEW))
+        return out, counts, held, cache.prefill_sent - before
+
+    outs = over_ranks("llama", 2, use, strategy=Strategy(ulysses_degree=1))  # else the time decides, not the bytes
+    check_equal([out for out, *_ in outs], alone("llama", longer, max_new_tokens=NEW))
+    for _, counts, held, sent in outs:
+        assert counts in ([35], [36]), "71 tokens, the last of which every rank computes"
+        assert 0 < sent < held / 4
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "striped-attention", "all-gather"])
+def test_any_strategy_takes_a_long_turn(strategy):
+    """Over a striped cache, all ranks compute a later turn."""
+    first, longer = ids_of(150), torch.cat([ids_of(150), ids_of(141)], 1)
+
+    def use(model, cache):
+        generate(model, cache, first, max_new_tokens=1)
+        return tokens_at_once(model, lambda: generate(model, cache, longer, max_new_tokens=NEW))
+
+    outs = over_ranks("gemma3", 2, use, strategy=strategy)
+    check_equal([out for out, _ in outs], alone("gemma3", longer, max_new_tokens=NEW))
+    assert all(counts[0] == (64 if strategy == "striped-attention" else 70) for _, counts in outs)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_chunks_of_a_padded_batch(name):
+    """A later turn has padding between tokens, so all ranks compute it."""
+    ids, mask = padded((300, 131, 1))
+    expected = alone(name, ids, attention_mask=mask, max_new_tokens=NEW)
+    longer = torch.cat([expected.sequences, ids_of(100, 3)], 1)
+    ones = torch.ones(3, longer.shape[1] - mask.shape[1], dtype=mask.dtype)
+    right = {"attention_mask": torch.cat([mask, ones], 1), "max_new_tokens": NEW}
+
+    def use(model, cache):
+        cache = ShardedCache(model.config, cache.group, prefill_chunk=100)
+        out, counts = tokens_at_once(
+            model, lambda: generate(model, cache, ids, attention_mask=mask, max_new_tokens=NEW)
+        )
+        assert len(counts) == 3 and max(counts) <= 50
+        return out, generate(model, cache, longer, **right)
+
+    outs = over_ranks(name, 2, use)
+    check_equal([out for out, _ in outs], expected)
+    check_equal([out for _, out in outs], alone(name, longer, **right))
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_cache_filled_in_chunks_is_saved_and_continued_in_chunks(tmp_path, name):
+    first, longer = ids_of(300), torch.cat([ids_of(300), ids_of(201)], 1)
+
+    def save(model, cache):
+        cache = ShardedCache(model.config, cache.group, prefill_chunk=100)
+        generate(model, cache, first, max_new_tokens=1)
+        cache.save(tmp_path / "cache")
+
+    def load(model, cache):
+        loaded = ShardedCache.load(tmp_path / "cache", model.config, cache.group, prefill_chunk=90)
+        out, counts = tokens_at_once(model, lambda: generate(model, loaded, longer, max_new_tokens=NEW))
+        assert len(counts) == 3 and max(counts) <= 45
+        return out
+
+    over_ranks(name, 3, save)
+    check_equal(over_ranks(name, 2, load), alone(name, longer, max_new_tokens=NEW))
+
+
+def test_every_rank_refuses_chunks_that_it_cannot_use():
+    def use(model, cache):
+        said = []
+        for chunk in (63, "many", True):
+            with pytest.raises((TypeError, ValueError)) as caught:
+                ShardedCache(model.config, cache.group, prefill_chunk=chunk)
+            said.append(str(caught.value))
+        for chunk in (64, 64 + cache.transport.rank):
+            with pytest.raises(ValueError) as caught:
+                generate(model, ShardedCache(model.config, cache.group, prefill_chunk=chunk), ids_of(5))
+            said.append(str(caught.value))
+        return said
+
+    for small, text, flag, striped, disagree in over_ranks("llama", 2, use, strategy="striped-attention"):
+        assert "prefill_chunk=63 must be at least 64" in small
+        assert "prefill_chunk='many' must be an int" in text and "prefill_chunk=True must be an int" in flag
+        assert "prefill_chunk=64 can't be combined with layout='striped'" in striped
+        assert "prefill_chunk: rank 0 has 64, rank 1 has 65" in disagree
+
+
 def test_each_rank_holds_its_share():
     ids = ids_of(1_000)
 
@@ -150,7 +273,7 @@ REFUSED = {
     "assistant_model=LlamaForCausalLM": {"assistant_model": "itself"},
     "prompt_lookup_num_tokens=2": {"prompt_lookup_num_tokens": 2},
     "cache_implementation='static'": {"cache_implementation": "static"},
-    "prefill_chunk_size=4": {"prefill_chunk_size": 4},
+    "ShardedCache(model.config, prefill_chunk=4)": {"prefill_chunk_size": 4},
     "more than the model's max_position_embeddings=32768": {"inputs": torch.ones(1, 32_769, dtype=torch.int64)},
     "the prompt is empty": {"inputs": torch.ones(1, 0, dtype=torch.int64)},
     "outside of the model's vocabulary": {"inputs": torch.full((1, 3), 64)},

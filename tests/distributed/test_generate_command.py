@@ -46,7 +46,8 @@ def test_a_text_is_continued_and_continued_again(folder):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     cache = folder / "cache"
     prompt = ("--model", folder, "--prompt", folder / "prompt.txt")
-    done = burst(*prompt, "--ranks", 2, "--max-new-tokens", 8, "--save-cache", cache)
+    options = ("--max-new-tokens", 8, "--prefill-chunk", 64)  # the prompt has three such pieces
+    done = burst(*prompt, "--ranks", 2, *options, "--save-cache", cache)
     assert done.returncode == 0, done.stderr
     ids = tokenizer(TEXT)["input_ids"]
     new = expected_text(folder, ids, 8)
@@ -70,6 +71,8 @@ def test_a_text_is_continued_and_continued_again(folder):
         (("--prompt", "-"), "--prompt - is empty"),
         (("--prompt", "-", "--load-cache", "absent"), "--load-cache absent is no folder"),
         (("--prompt", "-", "--top-p", "0"), "--top-p 0.0 must be above 0"),
+        (("--prompt", "-", "--prefill-chunk", "63"), "--prefill-chunk 63 must be at least 64"),
+        (("--prompt", "-", "--prefill-chunk", "64", "--ranks", "33"), "must be at least twice --ranks 33"),
     ],
 )
 def test_wrong_arguments_are_named(folder, words, text):

@@ -11,7 +11,14 @@ from transformers.cache_utils import CacheLayerMixin
 
 from burst_attention.inference import ShardedCache
 from burst_attention.inference.layer import ShardedLayer
+from burst_attention.inference.slots import Held
 from tests.support.hf_models import make_model
+
+
+def test_slots_with_a_stride_are_stretches_too():
+    """A page's last slot and the next page's first one make a range with a stride."""
+    held = Held([range(64), range(64, 66), range(127, 193, 65), range(193, 200)])
+    assert held.stretches() == [(0, 66), (127, 128), (192, 193), (193, 200)]
 
 
 class Recorder(Cache):

@@ -22,7 +22,7 @@ from ..comm.link import connect, resolve_group, resolve_timeout
 from ..comm.local import LocalGroup
 from ..comm.transport import Transport
 from ..plan.cost import Shape, Traffic
-from ..plan.layout import Layout
+from ..plan.layout import STRETCHES, Layout
 from ..plan.mask import Mask
 from ..plan.rows import Side
 from ..plan.schedule import Schedule
@@ -198,6 +198,29 @@ class Plan:
             raise ValueError(f"seqlen={seqlen} can't change in a plan with keys; make another plan with make_plan")
         schedule = self.planner.with_mask(self.schedule, mask, seqlen=seqlen)
         return Plan(schedule, self.planner, self.transport, self.agreement, usage=self.usage)
+
+    def following(self, seqlen: int, *, first: int, mask: Mask, held: Sequence[Sequence[range]]) -> Plan:
+        """Return a plan of tokens that follow those of a cache, without a backward. Exchanges nothing.
+
+        Their queries see the cache's keys and one another's. Group and strategy stay; the layout becomes zigzag if it
+        can't be combined with keys elsewhere.
+
+        Args:
+            seqlen: new tokens.
+            first: the position of the first one.
+            mask: which keys each query sees, over the positions of the cache and the new tokens.
+            held: each rank's stretches of positions in the cache, by rank, ascending; equal on all ranks.
+
+        Raises:
+            TypeError, ValueError: the arguments don't fit each other.
+        """
+        planner, strategy = replace(self.planner, grad=False), self.schedule.strategy
+        name = strategy.layout if strategy.layout in (*STRETCHES, "contiguous") else "zigzag"
+        new = Layout(name, check_seqlen(seqlen), self.world, start=first)
+        keys = Layout.of_stretches([[*each, *new.segments(rank)] for rank, each in enumerate(held)])
+        options: dict[str, Any] = {"mask": mask, "keys": keys, "query_offset": first}
+        options |= {"strategy": replace(strategy, layout=name, cache_qkv=False), "rank": self.rank, "world": self.world}
+        return Plan(planner.choose(seqlen, **options), planner, self.transport, self.agreement)
 
     def shard(self, x: Tensor, dim: int) -> Tensor:
         """Return this rank's shard of a global tensor: S entries along ``dim`` become S_local. Moves nothing."""

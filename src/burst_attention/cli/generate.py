@@ -13,11 +13,23 @@ import torch
 import tyro
 
 from ..launch import local as launch
-from .flags import Count, DeviceOrAuto, NonNegative, NonNegativeInt, Ranks, Seconds, check_settings, number, require
+from .flags import (
+    Count,
+    DeviceOrAuto,
+    NonNegative,
+    NonNegativeInt,
+    Ranks,
+    Seconds,
+    check_settings,
+    number,
+    require,
+    whole,
+)
 from .numbers import numbers
 
 COMMAND = "burst generate"
 TOKENS = "tokens.json"  # in a saved cache's folder: the ids of its text
+_Chunk = Annotated[int, whole(64)]
 _TopP = Annotated[float, number(lambda value: 0 < value <= 1, "must be above 0 and at most 1")]
 
 
@@ -34,6 +46,8 @@ class GenerateArguments:
     """A text file; - reads standard input."""
     ranks: Ranks | None = None
     """Number of local workers. Default: one per GPU, or one per core without GPUs."""
+    prefill_chunk: _Chunk | None = None
+    """Compute at most this many tokens of the prompt at once, over all ranks. Bounds memory. Default: all."""
     max_new_tokens: Count = 200
     temperature: NonNegative = 0.0
     """0 takes the most likely token; above 0 samples."""
@@ -61,6 +75,8 @@ class GenerateArguments:
             (self.model / "config.json").is_file(), "model", self.model, "has no config.json; pass a model's folder"
         )
         require(bool(self.text), "prompt", self.prompt, "is empty; pass a file with text")
+        enough = self.prefill_chunk is None or self.prefill_chunk >= 2 * (self.ranks or 1)
+        require(enough, "prefill_chunk", self.prefill_chunk, f"must be at least twice --ranks {self.ranks}")
         for name in ("save_cache", "load_cache"):
             folder = getattr(self, name)
             missing = name == "load_cache" and folder is not None and not folder.is_dir()
@@ -119,7 +135,7 @@ def _generate(arguments: GenerateArguments) -> None:
         tokenizer = AutoTokenizer.from_pretrained(arguments.model)
         model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype="auto").eval().to(context.device)
         hf.parallelize(model, context.everyone, timeout=arguments.timeout)
-        options: dict[str, Any] = {"timeout": arguments.timeout}
+        options: dict[str, Any] = {"timeout": arguments.timeout, "prefill_chunk": arguments.prefill_chunk}
         if arguments.load_cache is None:
             cache = ShardedCache(model.config, context.everyone, **options)
         else:

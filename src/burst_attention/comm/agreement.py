@@ -115,6 +115,17 @@ class Agreement:
             raise DisagreementError(f"{call}: the ranks disagree on {differences}. {'. '.join(ways)}")
         return [record["own"] for record in records]
 
+    def collect(self, call: str, own: Any) -> list[Any]:
+        """Return every rank's ``own``, JSON types of any size, by rank. Every rank must make ``call``.
+
+        Raises:
+            DisagreementError, TypeError, ValueError, PeerError: as for :meth:`agree`.
+        """
+        with self.entering(call):
+            encoded = json.dumps(own).encode()
+        sizes = self.agree(call, {}, len(encoded))
+        return [json.loads(record) for record in gather(self.transport, encoded, max(sizes), call)]
+
     def refuse(self, error: Exception) -> NoReturn:
         """Notify the other ranks, which are in :meth:`agree`, that this rank can't make the call; then raise.
 

@@ -19,7 +19,7 @@ from burst_attention.attention.batch import Reach
 from burst_attention.attention.dealt import attend_dealt
 from burst_attention.attention.plan import Plan
 from burst_attention.comm.link import connect, resolve_group, resolve_timeout
-from burst_attention.integrations.hf.cached import digest_text
+from burst_attention.integrations.hf.cached import SHORT, digest_text
 from burst_attention.integrations.hf.checks import UNSTATED
 from burst_attention.integrations.hf.dealt import DealtCache, Step
 from burst_attention.integrations.hf.models import layer_windows
@@ -54,16 +54,24 @@ class ShardedCache(DealtCache):
         config: the model's configuration.
         group: the group of ``hf.parallelize``: a ProcessGroup, one axis of a DeviceMesh, or None for all ranks.
         timeout: seconds that one exchange may take; None for the group's own timeout.
+        prefill_chunk: compute at most this many tokens of a prompt or of a later turn at once, on all ranks together.
+            At least 64, and twice the number of ranks. None: all at once.
 
     The prompt is computed on shards, and each rank keeps its own. Pages of 64 generated tokens are dealt in turn.
     Layers with a window drop what no later token sees. One cache serves one batch: later turns continue its rows.
 
     Raises:
-        ValueError: the configuration has layers without plain keys and values, or ``group`` can't be used.
+        TypeError, ValueError: the configuration has layers without plain keys and values, or ``group`` or
+            ``prefill_chunk`` can't be used.
     """
 
     def __init__(
-        self, config: PreTrainedConfig, group: Any = None, *, timeout: float | timedelta | None = None
+        self,
+        config: PreTrainedConfig,
+        group: Any = None,
+        *,
+        timeout: float | timedelta | None = None,
+        prefill_chunk: int | None = None,
     ) -> None:
         text = config.get_text_config(decoder=True)
         reaches = _reaches(text)
@@ -72,10 +80,12 @@ class ShardedCache(DealtCache):
         self.prefill_sent = 0  # payload bytes that this rank sent in prefills
         self.group = resolve_group(group)
         self.transport, self.agreement = connect(self.group, resolve_timeout(timeout))
+        self.prefill_chunk = _check_chunk(prefill_chunk, self.transport.world)
         self.model = describe_model(text, reaches)
         self.weights: str | None = None  # a digest of some weights of the model that filled the cache
         self.holes: list[Hole] = []  # of each row of the batch
         self.failure: str | None = None
+        self.strided = False
         self._models: weakref.WeakSet[Any] = weakref.WeakSet()  # that were compared
         self._filling: _Filling | None = None
         self._last = 0  # the layer of the last update
@@ -100,7 +110,7 @@ class ShardedCache(DealtCache):
     def reset(self) -> None:
         """Forget all tokens, on this rank; call it on every rank."""
         super().reset()
-        self.holes, self.failure, self._filling = [], None, None
+        self.holes, self.failure, self._filling, self.strided = [], None, None, False
 
     def save(self, folder: str | Path) -> None:
         """Write the cache to a folder that all ranks share. Every rank must call it.
@@ -133,17 +143,18 @@ class ShardedCache(DealtCache):
         group: Any = None,
         *,
         timeout: float | timedelta | None = None,
+        prefill_chunk: int | None = None,
     ) -> ShardedCache:
         """Read a cache that any number of ranks saved. Every rank must call it.
 
         Args:
             folder: where :meth:`save` wrote it.
-            config, group, timeout: as for the class.
+            config, group, timeout, prefill_chunk: as for the class.
 
         Raises:
             ValueError: the folder is incomplete, truncated or altered, or holds another model's cache; on every rank.
         """
-        cache, path = cls(config, group, timeout=timeout), Path(folder)
+        cache, path = cls(config, group, timeout=timeout, prefill_chunk=prefill_chunk), Path(folder)
         rank, world = cache.transport.rank, cache.transport.world
         with cache.agreement.entering("load"):
             content = files.read_manifest(path)
@@ -183,6 +194,11 @@ class ShardedCache(DealtCache):
                 f"past_key_values covers {self.transport.world} ranks, the model {base.world}, or another group; "
                 "make ShardedCache with the group of hf.parallelize"
             )
+        if self.prefill_chunk is not None and base.layout.startswith("striped"):
+            raise ValueError(
+                f"prefill_chunk={self.prefill_chunk} can't be combined with layout={base.layout!r} of hf.parallelize; "
+                "use strategy=None, or make ShardedCache without prefill_chunk"
+            )
         if model not in self._models:
             digest = weights()
             if self.weights not in (None, digest):
@@ -202,14 +218,32 @@ class ShardedCache(DealtCache):
 
     def describe(self) -> dict[str, Any]:
         """Return what must be equal on all ranks before a call."""
-        return {"tokens in the cache": self.length, "weights of the cache's model": self.weights}
+        return {
+            "tokens in the cache": self.length,
+            "weights of the cache's model": self.weights,
+            "prefill_chunk": self.prefill_chunk,
+        }
+
+    def stretches(self) -> dict[Reach, list[list[range]]]:
+        """Return the slots of every rank's keys, by reach and by rank. Every rank must call it."""
+        layers = {layer.reach: layer for layer in self.sharded}  # layers that see the same hold the same slots
+        own = [layer.held.stretches() for layer in layers.values()]
+        every = self.agreement.collect("the keys of the cache", own)
+        return {
+            reach: [[range(*r) for r in of_rank[number]] for of_rank in every] for number, reach in enumerate(layers)
+        }
 
     @contextmanager
-    def prefilling(self, plan: Plan, padding: Tensor) -> Iterator[None]:
-        """Store the shards that the model computes inside this context. Padding stands behind each row's tokens."""
-        self.holes = [(plan.seqlen - n, plan.seqlen) if n else NO_HOLE for n in padding.tolist()]
-        before = plan.transport.sent
-        with self._fill(_Filling(plan, plan.positions.numpy(), 0, plan.seqlen)):
+    def prefilling(self, plan: Plan, padding: Tensor, stop: int) -> Iterator[None]:
+        """Store the shards that the model computes inside this context.
+
+        A prompt has ``stop`` columns, with padding behind each row's tokens. Later tokens attend to the cache too.
+        """
+        first, before = self.length, plan.transport.sent
+        if not first:
+            self.holes = [(stop - n, stop) if n else NO_HOLE for n in padding.tolist()]
+            self.strided = any(step > 1 for step in plan.schedule.layout.strides)
+        with self._fill(_Filling(plan, plan.positions.numpy(), first, first + plan.seqlen)):
             yield
         self.prefill_sent += plan.transport.sent - before
 
@@ -226,7 +260,7 @@ class ShardedCache(DealtCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Take this rank's part of a layer's new keys and values; return them as they are."""
+        """Take this rank's part of a layer's new keys and values; return what its queries attend to."""
         now, layer = self._filling, self.sharded[layer_idx]
         if now is None:
             return layer.update(key_states, value_states)
@@ -239,6 +273,8 @@ class ShardedCache(DealtCache):
                 at = torch.from_numpy(order).to(key_states.device)
                 kept = key_states.index_select(2, at), value_states.index_select(2, at)
             layer.store(*kept, now.slots[order])
+            if now.first:
+                return layer.tokens()
             layer.forget(self.holes, now.stop, least=1)
         self._last = layer_idx
         return key_states, value_states
@@ -282,6 +318,20 @@ class ShardedCache(DealtCache):
         seen = seen_keys(layer.held, range(now.first, now.stop), layer.reach, self.holes)
         label = f"decoding, token {now.stop - 1}, layer {self._last}"
         return attend_dealt(q, key, value, seen, self.transport, scale=scale, softcap=softcap, sinks=sinks, label=label)
+
+
+def _check_chunk(chunk: Any, world: int) -> int | None:
+    """Return ``prefill_chunk`` after its checks."""
+    least = max(SHORT, 2 * world)  # equal pieces of a longer call then have a token for each rank
+    if chunk is None:
+        return None
+    if isinstance(chunk, bool) or not isinstance(chunk, int):
+        raise TypeError(f"prefill_chunk={chunk!r} must be an int, or None")
+    if chunk < least:
+        raise ValueError(
+            f"prefill_chunk={chunk} must be at least {least} tokens over {world} ranks; pass more, or None"
+        )
+    return chunk
 
 
 def _reaches(config: Any) -> list[Reach]:

@@ -44,6 +44,11 @@ class Held:
         else:
             self.ranges.append(slots)
 
+    def stretches(self) -> list[tuple[int, int]]:
+        """Return the slots as (start, stop) pairs. A range with a stride becomes a pair for each slot."""
+        pairs = ([(r.start, r.stop)] if r.step == 1 else [(slot, slot + 1) for slot in r] for r in self.ranges)
+        return [pair for each in pairs for pair in each]
+
     def below(self, slot: int) -> int:
         """Return the number of held slots below ``slot``: the local index of the first that is not."""
         return sum(len(range(r.start, min(r.stop, slot), r.step)) for r in self.ranges)

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from burst_attention.attention.batch import Plans, digest_of, shard_tokens
+from burst_attention.attention.batch import Plans, digest_of, mask_of
 from burst_attention.attention.plan import Plan
 
 from . import arguments, heads, recurrent, stub_forward, vision
@@ -88,12 +88,9 @@ def forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], weight
         TypeError, ValueError, DisagreementError: on every rank, before anything moves.
     """
     call = _agreed(model, args, kwargs, weights)
-    done, count = 0, call.ids.shape[1]
+    count = call.ids.shape[1]
     with torch.no_grad():
-        if call.past == 0 and count - call.keep >= max(SHORT, model._burst.plans.base.world):
-            done = count - call.keep
-            _prefill(model, call, done)
-        logits = torch.empty(0)
+        done, logits = _prefill(model, call, count - call.keep), torch.empty(0)
         for start in range(done, count, SHORT):
             logits = _step(model, call, start, min(start + SHORT, count))
     out = CausalLMOutputWithPast(logits=logits, past_key_values=call.cache)
@@ -131,17 +128,42 @@ def _agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], weight
     return call
 
 
-def _prefill(model: Any, call: _CachedCall, count: int) -> None:
-    """Run the body on this rank's shard of the first ``count`` tokens, for its keys and values alone."""
-    state, body = model._burst, vision.text_of(model)
+def _prefill(model: Any, call: _CachedCall, count: int) -> int:
+    """Fill the cache with the first ``count`` tokens on shards, if they are many; return how many it took.
+
+    Padding moves behind a prompt's tokens. Rows that a later turn continues have it between their tokens, at different
+    places, so one mask can't serve them.
+    """
+    world, cache = model._burst.plans.base.world, call.cache
+    if count < max(SHORT, world) or (call.past and (call.mask is not None or cache.strided)):
+        return 0
     mask = None if call.mask is None else call.mask[:, :count]
-    rows = rows_of({"input_ids": call.ids[:, :count], "attention_mask": mask}, ranks=state.plans.base.world)
-    plans = state.plans.get(rows.input_ids.shape[1], rows.cu_seqlens)
-    shard = shard_tokens(rows.input_ids, None, plans.one)
-    positions = shard["position_ids"]
+    ids = rows_of({"input_ids": call.ids[:, :count], "attention_mask": mask}, ranks=world).input_ids
+    pieces = 1 if cache.prefill_chunk is None else -(-count // cache.prefill_chunk)
+    for n in range(pieces):  # of equal lengths, so that none has fewer tokens than ranks
+        _prefill_piece(model, call, ids, count * n // pieces, count * (n + 1) // pieces)
+    return count
+
+
+def _prefill_piece(model: Any, call: _CachedCall, ids: Tensor, start: int, stop: int) -> None:
+    """Run the body on this rank's shard of the tokens ``ids[:, start:stop]``, for its keys and values alone."""
+    body, first = vision.text_of(model), call.past + start
+    known = model._burst.plans
+    plans = _later_plans(known.base, call.cache, stop - start) if first else known.get(stop, None)
+    plan = plans.one
+    positions = plan.positions.to(ids.device).repeat(len(ids), 1)
     plans = Plans(plans, positions=positions)
-    with call.cache.prefilling(plans.one, call.padding), recurrent.running(body, plans):
-        _run(body, shard["input_ids"], positions, plans, call.cache)
+    with call.cache.prefilling(plan, call.padding, call.past + ids.shape[1]), recurrent.running(body, plans):
+        _run(body, plan.shard(ids[:, start:stop], 1), positions, plans, call.cache)
+
+
+def _later_plans(base: Plan, cache: DealtCache, count: int) -> Plans:
+    """Return plans of ``count`` tokens that follow those of the cache, one for each reach of its layers."""
+    first, plans = cache.get_seq_length(), {}
+    for reach, held in cache.stretches().items():
+        mask = mask_of(reach, first + count, None)
+        plans[reach] = base.following(count, first=first, mask=mask, held=held)
+    return Plans(plans)
 
 
 def _step(model: Any, call: _CachedCall, start: int, stop: int) -> Tensor:
@@ -274,8 +296,8 @@ def _check_mode(settings: Any, given: Mapping[str, Any]) -> None:
         )
     if settings.prefill_chunk_size is not None:
         raise ValueError(
-            f"prefill_chunk_size={settings.prefill_chunk_size} is refused: leave it out; the prompt is sharded over "
-            "the ranks already"
+            f"prefill_chunk_size={settings.prefill_chunk_size} is refused: the cache decides; make "
+            f"ShardedCache(model.config, prefill_chunk={settings.prefill_chunk_size})"
         )
     mode = settings.get_generation_mode(None)
     if mode not in _MODES:

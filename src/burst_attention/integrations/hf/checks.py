@@ -99,7 +99,7 @@ def choose(plan: Any, window: Any, chunk: int | None = None) -> Plan:
 def _reach(window: int | None, plan: Plan) -> int | None:
     """Return the window, or None if it covers the longest document."""
     borders = plan.mask.cu_seqlens
-    longest = plan.seqlen
+    longest = plan.schedule.span
     if borders is not None:
         longest = max((after - before for before, after in itertools.pairwise(borders)), default=0)
     return None if window is None or window >= longest else window
@@ -195,7 +195,7 @@ def check_lengths(query: torch.Tensor, key: torch.Tensor, plan: Plan) -> None:
             f"input_ids has {query.shape[2]} tokens, the plan gives this rank {plan.length} of {plan.seqlen}; "
             "shard the batch with hf.shard_batch(batch, plan)"
         )
-    if key.shape[2] != query.shape[2]:
+    if key.shape[2] != plan.key_length:
         raise ValueError(
             f"past_key_values: {key.shape[2]} keys for {query.shape[2]} queries; a cache with earlier tokens is not "
             "supported. Pass use_cache=False"

@@ -28,9 +28,19 @@ class DealtCache(Cache):
     def check_batch(self, padding: Tensor) -> None:
         """Refuse a batch other than that of earlier calls. ``padding``: int64 [B], columns before each row's tokens."""
 
+    prefill_chunk: int | None  # compute at most this many tokens of a long call at once
+    strided: bool  # a rank's columns are no stretches, as in a striped layout
+
     @abstractmethod
-    def prefilling(self, plan: Plan, padding: Tensor) -> AbstractContextManager[None]:
-        """Store the shards that the model computes inside this context, each rank its own."""
+    def stretches(self) -> dict[Reach, list[list[range]]]:
+        """Return the columns of every rank's keys, by reach and by rank. Every rank must call it."""
+
+    @abstractmethod
+    def prefilling(self, plan: Plan, padding: Tensor, stop: int) -> AbstractContextManager[None]:
+        """Store the shards that the model computes inside this context, each rank its own.
+
+        A plan whose queries begin at position 0 begins a prompt of ``stop`` columns. Others follow tokens of the cache.
+        """
 
     @abstractmethod
     def stepping(self, count: int, padding: Tensor) -> AbstractContextManager[Step]:
