@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from tests.support.processes import is_alive, workers_of
 
 TEXT = "A prompt that the ranks share. " * 5
 
@@ -78,3 +82,32 @@ def test_a_text_is_continued_and_continued_again(folder):
 def test_wrong_arguments_are_named(folder, words, text):
     done = burst("--model", folder, *words, text="" if "empty" in text else "some text")
     assert done.returncode == 2 and text in " ".join(done.stderr.split()), done.stderr
+
+
+def test_a_chat_template_is_applied(folder):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<answer>"
+    tokenizer.save_pretrained(folder / "chat")
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder / "chat")
+    options = ("--ranks", 2, "--max-new-tokens", 4, "--json", "--chat")
+    done = burst("--model", folder / "chat", "--prompt", "-", *options, text="Why?")
+    assert done.returncode == 0, done.stderr
+    ids = tokenizer("<user>Why?<answer>")["input_ids"]
+    assert json.loads(done.stdout)["text"] == tokenizer.decode(expected_text(folder, ids, 4), skip_special_tokens=True)
+
+
+@pytest.mark.long
+def test_control_c_leaves_no_process(folder):
+    options = ("--ranks", "2", "--max-new-tokens", "1800", "--prompt", str(folder / "prompt.txt"))
+    command = [sys.executable, "-m", "burst_attention.cli", "generate", "--device", "cpu", "--model", str(folder)]
+    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.read(1), process.stderr.read()  # it writes text
+        workers = workers_of(process.pid)
+        assert len(workers) == 2
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == 130 and b"Traceback" not in said, said
+    deadline = time.monotonic() + 5
+    while any(map(is_alive, workers)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_alive, workers))

@@ -15,6 +15,7 @@ from burst_train.run.errors import SaveError
 
 from burst_attention.launch.join import join
 from burst_attention.launch.local import RefusedError, launch
+from tests.support.processes import is_alive
 
 FORMING = 60.0  # seconds for ranks to meet, which a busy machine may need
 TIMEOUT = 1.0
@@ -45,13 +46,6 @@ def act(folder, ways):
             dist.irecv(torch.zeros(1), 1).wait(timedelta(seconds=TIMEOUT))
         elif way == "sleeps":
             time.sleep(60)
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.parametrize(

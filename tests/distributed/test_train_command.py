@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from burst_attention import cli
+from tests.support.processes import is_alive, workers_of
 from tests.support.training import config_of, losses, write_corpus
 
 
@@ -157,19 +158,6 @@ def test_under_torchrun_a_rank_that_is_killed_once_has_the_run_go_on_by_itself(p
     assert re.search(r"resuming after step \d", reported), reported
     pools(1).run(train, config_of(corpus, tmp_path / "whole", steps=8))
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), abs=2e-5)
-
-
-def workers_of(pid):
-    """The processes that ``pid`` spawned, in the order of their ranks."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.long

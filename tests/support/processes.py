@@ -1,0 +1,18 @@
+"""Processes of a command: which it started, and whether they still run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def workers_of(pid):
+    """The processes that ``pid`` spawned, in the order of their ranks."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
