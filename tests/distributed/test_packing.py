@@ -39,11 +39,11 @@ def test_a_grid_needs_room_for_the_longest_document() -> None:
 
 def test_all_arrangements_take_the_same_step(pools) -> None:
     """Which ``measured`` checks: it exits if losses or gradient norms differ."""
-    sizes = PackingArguments(ranks=4, tokens=512, longest=128, batches=2, rounds=2)
+    sizes = PackingArguments(ranks=4, tokens=512, longest=128, batches=1, rounds=1)
     rows = measured(pools(4), "lognormal", sizes)
     assert [row["arrangement"] for row in rows] == [each.name for each in arrangements(4)]
     for row in rows:
-        assert [len(by_rank) for by_rank in row["seconds"]] == [len(by_rank) for by_rank in row["sent"]] == [4, 4]
+        assert [len(by_rank) for by_rank in row["seconds"]] == [len(by_rank) for by_rank in row["sent"]] == [4]
         assert min(seconds for by_rank in row["seconds"] for seconds in by_rank) > 0
     zigzag, _, alone, ours = (sum(map(sum, row["sent"])) for row in rows)
     assert alone == 0 < ours < zigzag
@@ -63,8 +63,9 @@ def test_the_busiest_rank_counts() -> None:
         {"arrangement": "1x2 balanced", "seconds": [[2.0, 2.0], [2.0, 1.0]], "sent": [[4, 0], [4, 0]]},
     ]
     zigzag, alone, ours = lines(rows, 12)
-    assert (zigzag["tokens/s"], alone["tokens/s"], ours["tokens/s"]) == ("4 (3 to 4)", "2", "6")
-    assert (zigzag["CPU s / ours"], alone["CPU s / ours"]) == ("1.75 (1.50 to 2.00)", "3.00")
+    assert (zigzag["tokens/s"], alone["tokens/s"], ours["tokens/s"]) == ("3", "2", "6")
+    assert (zigzag["ours / its"], alone["ours / its"]) == ("1.75 (1.50 to 2.00)", "3.00 (3.00 to 3.00)")
+    assert (zigzag["busiest / mean"], ours["busiest / mean"]) == ("1.17", "1.14")
     assert (zigzag["sent per rank"], ours["sent per rank"]) == ("10 B", "2 B")
     assert best_line(rows).startswith(
         "1x2 balanced has 1.75 (1.50 to 2.00) times the tokens/s of the best static grid, 1x2"
