@@ -6,9 +6,10 @@ group share its documents with zigzag. The last arrangement is one group of all 
 stay whole. A grid is left out if a document is longer than a group's share of the tokens.
 
 The figure is the CPU time of the busiest rank, in a forward and a backward: the least of several rounds. Local ranks
-share this machine's cores, so wall time can't show imbalance. Tokens per second are the tokens of all batches divided by
-the sum of these times. They are those of ranks that have a core each and never wait for a message. Making plans and the sum of gradients
-over ranks are not timed. Before any timing, losses and gradient norms of all arrangements must agree to 1e-4.
+share this machine's cores, so wall time can't show imbalance. Tokens per second are the tokens of all batches divided
+by the sum of these times: the rate of ranks that have a core each and never wait for a message. CPU time includes
+copying and sending, which GPUs overlap with kernels. Making plans and the sum of gradients over ranks are not timed.
+Before any timing, losses and gradient norms of all arrangements must agree to 1e-4.
 
 Lengths come from the standard library's sources (bytes / 4), or from a log-normal distribution with a tail. They are
 cut at 128K tokens and then scaled by --longest / 128K. With the default of 8192 tokens, the model's width of 128 (two
