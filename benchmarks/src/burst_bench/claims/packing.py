@@ -12,9 +12,9 @@ copying and sending, which GPUs overlap with kernels. Making plans and the sum o
 Before any timing, losses and gradient norms of all arrangements must agree to 1e-4.
 
 Lengths come from the standard library's sources (bytes / 4), or from a log-normal distribution with a tail. They are
-cut at 128K tokens and then scaled by --longest / 128K. With the default of 8192 tokens, the model's width of 128 (two
-heads) gives attention about the same share of a document's operations as in a Llama of 1B at 128K. A run takes about
-five minutes on two cores.
+cut at 128K tokens and then scaled by --longest / 128K. The model has width 128. At the default of 8192 tokens attention
+then has about the same share of the operations as in a Llama of 1B at 128K. A run takes about five minutes on two
+cores.
 
     burst bench packing [--sources stdlib lognormal] [--ranks 8] [--tokens 32768] [--longest 8192] [--batches 3]"""
 
