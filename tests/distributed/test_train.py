@@ -111,9 +111,19 @@ def one_device(model, sequences):
     return total / count
 
 
-@pytest.mark.parametrize(("world", "groups", "accumulate"), [(1, 1, 3), (2, 1, 2), (2, 2, 2), (4, 2, 1)])
-def test_gradients_are_those_of_one_device(pools, corpus, tmp_path, world, groups, accumulate):
-    config = config_of(corpus, tmp_path, data_parallel=groups, accumulate=accumulate, dtype="float64")
+@pytest.mark.parametrize(
+    ("world", "changes"),
+    [
+        (1, {"accumulate": 3}),
+        (2, {"accumulate": 2}),
+        (2, {"data_parallel": 2, "accumulate": 2}),
+        (4, {"data_parallel": 2}),
+        (4, {"packing": "balanced", "batch": 2, "accumulate": 2}),
+        (4, {"packing": "balanced", "batch": 3, "pack": "none"}),
+    ],
+)
+def test_gradients_are_those_of_one_device(pools, corpus, tmp_path, world, changes):
+    config = config_of(corpus, tmp_path, dtype="float64", **changes)
     results = pools(world).run(gradients, config)
     loss, _, before = results[0]
     from burst_train.step.model import model_config
@@ -127,6 +137,15 @@ def test_gradients_are_those_of_one_device(pools, corpus, tmp_path, world, group
     for _, grads, _ in results:
         for key, parameter in plain.named_parameters():
             assert relative(grads[f"model.{key}"], parameter.grad) < 1e-9, key
+
+
+def test_a_batch_over_all_ranks_equals_accumulation(pools, corpus, tmp_path):
+    """--packing balanced changes neither losses nor norms, and its bytes are predicted too."""
+    pools(1).run(train, config_of(corpus, tmp_path / "one", accumulate=4))
+    summary = pools(4).run(train, config_of(corpus, tmp_path / "all", packing="balanced", batch=4))[0]
+    assert losses(tmp_path / "all") == pytest.approx(losses(tmp_path / "one"), abs=2e-5)
+    assert norms(tmp_path / "all") == pytest.approx(norms(tmp_path / "one"), rel=1e-4)
+    assert summary.bytes_sent == summary.bytes_predicted
 
 
 # What is loaded and what is left behind

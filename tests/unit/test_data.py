@@ -11,7 +11,15 @@ from burst_train.checked import parse_json
 from burst_train.data import sequences as data
 from burst_train.data.corpus import Document
 from burst_train.data.cursor import Cursor, Position
-from burst_train.data.sequences import SequenceReader, TokenSequence, make_split, pack, shuffled, split_documents
+from burst_train.data.sequences import (
+    SequenceReader,
+    TokenSequence,
+    join_sequences,
+    make_split,
+    pack,
+    shuffled,
+    split_documents,
+)
 from burst_train.data.tokenizer import ByteTokenizer
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -51,6 +59,14 @@ def text_of(tokens):
 
 
 # Packing
+
+
+def test_joined_sequences_keep_their_documents():
+    parts = [TokenSequence(np.arange(5), (0, 2, 5)), TokenSequence(np.arange(5, 8), None)]
+    joined = join_sequences([*parts, *parts])
+    assert joined.tokens.tolist() == [*range(8), *range(8)]
+    assert joined.cu_seqlens == (0, 2, 5, 8, 10, 13, 16)
+    assert joined.valid_tokens == 2 * sum(part.valid_tokens for part in parts)
 
 
 def test_pack_fills_cuts_and_marks_every_border():

@@ -64,6 +64,7 @@ MAY_CHANGE = {
     "max_positions": 8192,
     "ranks": 4,
     "data_parallel": 2,
+    "packing": "balanced",
     "engine": "ring",
     "layout": "striped",
     "route": "ring",

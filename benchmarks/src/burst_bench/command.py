@@ -41,6 +41,7 @@ PROGRAMS: Mapping[str, str] = {
     "nodes": "claims.nodes",
     "numerics": "claims.numerics",
     "overhead": "claims.overhead",
+    "packing": "claims.packing",
     "paper": "paper.command",
     "peers": "peers.compare",
     "planning": "claims.planning",

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     import torch
 
 PackName = Literal["documents", "none"]
+PackingName = Literal["sequence", "balanced"]
 DtypeOrAuto = Literal["auto", "float32", "bfloat16", "float64", "fp32", "bf16", "fp64"]
 OnNan = Literal["stop", "skip"]
 ScheduleName = Literal["cosine", "linear", "constant", "warmup-stable-decay"]
@@ -142,6 +143,10 @@ class ParallelConfig:
     """Local workers to launch. Default: one per GPU, or one per core without GPUs."""
     data_parallel: Count = 1
     """Number of data-parallel groups. Each group reads different sequences; its ranks share each sequence."""
+    packing: PackingName = "sequence"
+    """sequence: each sequence has a plan. balanced: all ranks share the --batch sequences of a micro-step by one plan.
+
+    balanced keeps a document whole if it fits one rank, and spreads a longer one over as many ranks as it needs."""
     engine: EngineName = "burst"
     """How ranks share a sequence: burst, or an engine to compare it with. All give the same loss."""
     layout: LayoutOrAuto = "auto"
@@ -167,7 +172,8 @@ class ParallelConfig:
     def how(self) -> dict[str, Any]:
         """The engine, as it was asked for."""
         degree: DegreeOrAuto = "auto" if self.ulysses_degree is None else self.ulysses_degree
-        strategy = Strategy(layout=self.layout, route=self.route, ulysses_degree=degree)
+        layout: LayoutOrAuto = "balanced" if self.packing == "balanced" else self.layout
+        strategy = Strategy(layout=layout, route=self.route, ulysses_degree=degree)
         return {"name": self.engine, "strategy": strategy}
 
 
@@ -197,7 +203,7 @@ class OptimConfig:
     clip: NonNegative = 1.0
     """Maximum global gradient norm; 0 turns clipping off."""
     batch: Count = 1
-    """Sequences per group and micro-step; more than one needs --pack none."""
+    """Sequences per group and micro-step; more than one needs --pack none or --packing balanced."""
     accumulate: Count | None = None
     """Micro-steps of gradient accumulation per optimizer step. Default: derived from --global-batch, or 1."""
     global_batch: Count | None = None
@@ -241,6 +247,17 @@ class TrainConfig:
         return self.optim.decay_steps or self.run.steps
 
     @property
+    def joins(self) -> bool:
+        """Whether the sequences of a micro-step become documents of one row."""
+        return self.parallel.packing == "balanced"
+
+    @property
+    def micro_batch(self) -> tuple[int, int]:
+        """Return the shape (rows, tokens) of a micro-step's batch in each group."""
+        batch, tokens = self.optim.batch, self.data.seq_len
+        return (1, batch * tokens) if self.joins else (batch, tokens)
+
+    @property
     def sequences_per_step(self) -> int:
         """Sequences per optimizer step, over all groups."""
         return self.optim.global_batch or self.parallel.data_parallel * self.optim.batch * (self.optim.accumulate or 1)
@@ -254,8 +271,10 @@ class TrainConfig:
         """Raise ValueError naming the first flag with an invalid value."""
         for section in dataclasses.fields(self):
             check_settings(getattr(self, section.name))
-        single = "needs --pack none, because packed sequences have different masks; use --accumulate instead"
-        require(not self.packed or self.optim.batch == 1, "batch", self.optim.batch, single)
+        single = "needs --pack none or --packing balanced, because packed sequences have different masks; "
+        single += "use --accumulate instead"
+        require(not self.packed or self.optim.batch == 1 or self.joins, "batch", self.optim.batch, single)
+        self._check_packing()
         self._check_global_batch()
         evaluated = self.run.eval_every == 0 or self.data.held_out > 0
         nothing = "needs documents to evaluate, but --held-out 0 keeps none; raise --held-out or omit --eval-every"
@@ -264,6 +283,19 @@ class TrainConfig:
         require(self.run.profile is None or self.run.profile <= self.run.steps, "profile", self.run.profile, beyond)
         self.memory.check(self.parallel.engine, self.parallel.device)
         self._check_lora()
+
+    def _check_packing(self) -> None:
+        if not self.joins:
+            return
+        parallel, batch = self.parallel, self.optim.batch
+        rule = "has no layout balanced; omit it, or omit --packing balanced"
+        require(parallel.engine == "burst", "engine", parallel.engine, rule)
+        rule = "splits the ranks, but --packing balanced shares a batch over all of them; give --batch instead"
+        require(parallel.data_parallel == 1, "data_parallel", parallel.data_parallel, rule)
+        rule = "is not the layout of --packing balanced; omit one of them"
+        require(parallel.layout in ("auto", "balanced"), "layout", parallel.layout, rule)
+        rule = "leaves --packing balanced one sequence; give the number of sequences that all ranks share at a time"
+        require(batch > 1, "batch", batch, rule)
 
     def _check_lora(self) -> None:
         lora, model, engine = self.model.lora, self.model.model, self.parallel.engine

@@ -56,7 +56,7 @@ def check_run(config: TrainConfig, world: int, *, local_ranks: int | None = None
 
         check_optimizer(config)
     name, data, parallel = config.model.model, config.data, config.parallel
-    loaded = _load(name, layout=parallel.layout)
+    loaded = _load(name, layout=parallel.how["strategy"].layout)
     reader, tokenizer = open_sequences(config)
     from ..step.model import model_config
 
@@ -91,13 +91,14 @@ def predict_call(config: TrainConfig, model: PreTrainedConfig, engine: Engine, w
     """Predict a run's memory by :func:`burst_train.forecast.footprint.training_memory`."""
     from ..forecast.footprint import training_memory
 
+    rows, tokens = config.micro_batch
     return training_memory(
         model,
         engine=engine,
-        seq_len=config.data.seq_len,
+        seq_len=tokens,
         world=world,
         groups=config.parallel.data_parallel,
-        batch=config.optim.batch,
+        batch=rows,
         accumulate=config.sequences_per_step // (config.parallel.data_parallel * config.optim.batch),
         dtype=config.model.compute_dtype(config.parallel.device),
         memory=config.memory,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -116,6 +116,15 @@ def pack(documents: Iterable[np.ndarray], seq_len: int) -> Iterator[TokenSequenc
                 parts, borders = [], [0]
     if parts:
         yield TokenSequence(np.concatenate(parts), tuple(borders))
+
+
+def join_sequences(sequences: Sequence[TokenSequence]) -> TokenSequence:
+    """Join sequences into one; their documents stay separate, with the same targets."""
+    borders = [0]
+    for sequence in sequences:
+        own = (0, len(sequence.tokens)) if sequence.cu_seqlens is None else sequence.cu_seqlens
+        borders += [borders[-1] + border for border in own[1:]]
+    return TokenSequence(np.concatenate([sequence.tokens for sequence in sequences]), tuple(borders))
 
 
 def split_documents(

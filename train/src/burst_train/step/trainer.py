@@ -21,7 +21,7 @@ from burst_attention.planner.rates import Rates
 from ..checkpoint.saving import resume
 from ..config import TrainConfig
 from ..data.ahead import ReadAhead
-from ..data.sequences import TokenSequence, TrainingStream, digest_of, open_sequences
+from ..data.sequences import TokenSequence, TrainingStream, digest_of, join_sequences, open_sequences
 from ..engines import Heads, choose
 from ..engines.body import windows_of
 from ..health.finite import MOST_LEFT_OUT, OutputWatch, Spikes, first_gradient, name_first
@@ -54,7 +54,7 @@ class Trainer:
         self.engine = choose(**config.how)
         self.heads = Heads.of(self.model_config)
         self.rates: Rates | None = None  # a resumed run's; None: this user's, or measured
-        self.plan = self._make_plan(config.data.seq_len)
+        self.plan = self._make_plan(config.micro_batch[1])
         self.model = build_model(
             config.model.model,
             self.model_config,
@@ -284,7 +284,7 @@ class Trainer:
     def plan_by(self, rates: Rates) -> None:
         """Plan again, by these rates. Every rank must call it."""
         self.rates = rates
-        self.plan = self._make_plan(self.config.data.seq_len)
+        self.plan = self._make_plan(self.config.micro_batch[1])
 
     def _make_plan(self, seqlen: int) -> Plan:
         self.engine.check(self.heads, seqlen, self.context.context_mesh.size())
@@ -297,11 +297,12 @@ class Trainer:
         """Yield this group's sequences, one batch per micro-step."""
         batch, groups = self.config.optim.batch, self.config.parallel.data_parallel
         for start in range(self.context.group_index * batch, len(sequences), groups * batch):
-            yield sequences[start : start + batch]
+            own = sequences[start : start + batch]
+            yield [join_sequences(own)] if self.config.joins else own
 
     def _predict_sent(self, plans: Plans) -> int:
         """Return the bytes that this rank's attention sends, forward and backward, in all layers."""
         layers = [plans[window] for window in self.windows]
-        forward, backward = self.engine.sent(layers, self.heads, batch=self.config.optim.batch, dtype=self.dtype)
+        forward, backward = self.engine.sent(layers, self.heads, batch=self.config.micro_batch[0], dtype=self.dtype)
         # A recomputed layer exchanges again, except for results that no backward needs.
         return forward * (2 if self.config.memory.remat == "layer" else 1) + backward
