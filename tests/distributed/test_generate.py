@@ -154,6 +154,23 @@ def test_a_prompt_in_chunks_gives_the_same_tokens(name):
         assert all(max(counts) <= -(-125 // world) for _, counts in outs)
 
 
+@pytest.mark.parametrize(("first", "count", "keep"), [(0, 100, 40), (0, 70, 64), (0, 9, 3), (90, 130, 10), (90, 20, 0)])
+def test_as_many_logits_as_asked_for(first, count, keep):
+    """Whether or not the tokens before them run on shards."""
+    ids = ids_of(first + count)
+    with torch.no_grad():
+        expected = model_of("llama", "eager")(ids).logits[:, -(keep or count) :]
+
+    def use(model, cache):
+        with torch.no_grad():
+            if first:
+                model(ids[:, :first], past_key_values=cache, logits_to_keep=1)
+            return model(ids[:, first:], past_key_values=cache, logits_to_keep=keep).logits
+
+    for found in over_ranks("llama", 2, use):
+        assert found.shape == expected.shape and (found - expected).abs().max() <= 1e-5
+
+
 def test_a_long_turn_is_sharded_and_sends_the_smaller_side():
     """70 new tokens after 1,500: their queries move, and not the keys of the cache."""
     first, longer = ids_of(1_500), torch.cat([ids_of(1_500), ids_of(71)], 1)
@@ -237,13 +254,17 @@ def test_every_rank_refuses_chunks_that_it_cannot_use():
             with pytest.raises(ValueError) as caught:
                 generate(model, ShardedCache(model.config, cache.group, prefill_chunk=chunk), ids_of(5))
             said.append(str(caught.value))
-        return said
+        with pytest.raises(ValueError) as caught:  # rank 0 hears of it in its next call
+            own = ShardedCache(model.config, cache.group, prefill_chunk=64 - cache.transport.rank)
+            generate(model, own, ids_of(5))
+        return [*said, str(caught.value)]
 
-    for small, text, flag, striped, disagree in over_ranks("llama", 2, use, strategy="striped-attention"):
+    for small, text, flag, striped, disagree, one in over_ranks("llama", 2, use, strategy="striped-attention"):
         assert "prefill_chunk=63 must be at least 64" in small
         assert "prefill_chunk='many' must be an int" in text and "prefill_chunk=True must be an int" in flag
         assert "prefill_chunk=64 can't be combined with layout='striped'" in striped
         assert "prefill_chunk: rank 0 has 64, rank 1 has 65" in disagree
+        assert "prefill_chunk=63 must be at least 64" in one
 
 
 def test_each_rank_holds_its_share():

@@ -190,7 +190,7 @@ def test_every_flag_that_takes_a_value_is_tried(capsys):
     named |= {"optimizer-offload"}
     named |= {"help", "nproc-per-node"}
     choices = {"pack", "dtype", "engine", "layout", "route", "device", "circulate"}  # one of a list, by the parser
-    choices |= {"save-dtype", "optimizer", "schedule"}
+    choices |= {"save-dtype", "optimizer", "schedule", "packing"}
     for command in GIVEN:
         outcome([command, *(["attention"] if command in ("bench", "cluster") else []), "--help"])
         flags = set(re.findall(r"--[a-z][a-z0-9-]*", capsys.readouterr().out))

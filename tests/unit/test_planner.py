@@ -26,13 +26,14 @@ from burst_attention.kernels.pieces import split_into_pieces
 from burst_attention.plan.assignment import CIRCULATIONS
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.groups import WHOLE, Groups
+from burst_attention.plan.layout import Layout
 from burst_attention.plan.program import Visit
 from burst_attention.plan.rows import Direction
 from burst_attention.plan.strategy import NAMED, Strategy, strategy_of
 from burst_attention.planner import choice as choose
 from burst_attention.planner import explain
 from burst_attention.planner import planner as planner_module
-from burst_attention.planner.choice import WORTH, Candidate, Prediction
+from burst_attention.planner.choice import WORTH, Candidate, Prediction, cuts
 from burst_attention.planner.planner import Planner
 from burst_attention.planner.presets import NETWORKS, NODES, preset, usual
 from burst_attention.planner.rates import Link, Rates, read_rates, user_file, write_rates
@@ -299,6 +300,10 @@ def test_few_keys_and_values_are_gathered_where_that_is_fastest() -> None:
         found = [each for each in ways if each.forward]
         assert not chosen.groups.gather or min(found, key=lambda each: each.seconds).candidate == chosen
         assert not any(each.decide(asked).groups.gather for each in fixed.values())
+    few, many = Shape(q_heads=32, kv_heads=2, **sizes), Layout("zigzag", 1 << 20, 8)
+    queries = Layout("zigzag", 2048, 8)
+    offered = [[g.gather for g in cuts(queries, few, Strategy(), keys=keys)] for keys in (None, queries, many)]
+    assert [any(each) for each in offered] == [True, True, False]  # all keys would take 256 times a rank's queries
     named = make_schedule(2048, mask=Mask(), world=8, planner=planner, **options_of(strategy_of("all-gather")))
     assert named.decide(Shape(q_heads=32, kv_heads=32, **sizes)) == Candidate(Groups(gather=True), "key-value")
 

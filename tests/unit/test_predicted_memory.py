@@ -71,10 +71,12 @@ def test_a_sweep_holds_no_more_than_it_did(circulate: str, units: tuple[float, .
 
 
 @pytest.mark.parametrize(
-    ("layout", "chunks", "units"), [("zigzag", 2, (10.6, 14.8)), ("zigzag-by-halves", 4, (9.7, 14.9))]
+    ("layout", "chunks", "units"), [("zigzag", 2, (10.6, 14.4)), ("zigzag-by-halves", 4, (9.5, 14.7))]
 )
-def test_chunks_hold_no_more_than_a_single_one(layout: str, chunks: int, units: tuple[float, float]) -> None:
-    """The unit is a shard's tensor. Rows completed by a chunk stay unchanged until sent; others are widened."""
+def test_chunks_hold_little_more_than_a_single_one(layout: str, chunks: int, units: tuple[float, float]) -> None:
+    """The unit is a shard's tensor. Rows completed by a chunk stay unchanged until sent; others are widened.
+
+    A single chunk adds nothing up, so it has no sums in fp32."""
     shape = Shape(batch=1, q_heads=8, kv_heads=8, head_dim=64, v_head_dim=64, io=2, partial=2, accumulate=4)
     for direction, most in zip(Direction, units, strict=True):
         held = {}
@@ -82,7 +84,8 @@ def test_chunks_hold_no_more_than_a_single_one(layout: str, chunks: int, units: 
             chosen = Candidate(Groups(4, 4, True, count), "query")
             schedule = Schedule(Layout(layout, 2048, 4), Mask(), ROUTES["direct"], 1, chosen.strategy())
             held[count] = peak_of(schedule, shape, torch.bfloat16, chosen, direction) / (512 * 8 * 64 * 2)
-        assert held[chunks] <= min(most, 1.06 * held[1])
+        assert held[1] <= {Direction.FORWARD: 10.6, Direction.BACKWARD: 13.2}[direction]
+        assert held[chunks] <= min(most, 1.12 * held[1])
 
 
 def test_rows_are_pieces_until_they_meet() -> None:

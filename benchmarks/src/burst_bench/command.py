@@ -34,6 +34,7 @@ PROGRAMS: Mapping[str, str] = {
     "activations": "claims.activations",
     "agreement": "claims.agreement",
     "cost-model": "claims.cost_model",
+    "generate": "claims.generation",
     "hybrid": "claims.hybrid",
     "kernels": "claims.kernels",
     "longest": "claims.longest",

@@ -164,6 +164,11 @@ class Sums:
 
     def pop(self, place: Place, dtypes: tuple[torch.dtype, ...] | None = None) -> Tensors:
         """Remove and return the total, rounded if asked; blank if nothing was added."""
+        pieces = sorted(self._pieces.get(place, []), key=lambda piece: piece.rows.start)
+        if dtypes is not None and len(pieces) > 1 and sum(len(each.rows) for each in pieces) == self._rows[place].count:
+            self.drop(place)  # pieces don't overlap: joined as they are, they are not widened first
+            columns = zip(*(piece.tensors for piece in pieces), strict=True)
+            return tuple(torch.cat([x.to(to) for x in parts], 2) for parts, to in zip(columns, dtypes, strict=True))
         total = self._joined(place).tensors
         self.drop(place)
         return total if dtypes is None else tuple(x.to(dtype) for x, dtype in zip(total, dtypes, strict=True))

@@ -78,9 +78,9 @@ class Hardware:
         rates: how fast kernels and links are: :class:`~burst_attention.planner.rates.Rates`, the path of a TOML file,
             or a preset's name such as ``h100-hgx+infiniband-400g``. None: what ``burst calibrate`` measured for this
             user, if it fits this device, torch and number of ranks. Else the first plan of a group measures links and
-            kernels, in about 0.1 to 0.5 seconds, and takes the rest from a preset for the device. ``"preset"``: measure
-            nothing. The choice then minimises the worst-case slowdown over networks as fast as the preset's, 1/8 and
-            1/64 of it. All ranks use rank 0's rates.
+            kernels, in about 0.1 to 0.7 seconds, and takes the rest from a preset for the device. Later groups use
+            these figures if their links are alike. ``"preset"``: measure nothing. The choice then minimises the
+            worst-case slowdown over networks as fast as the preset's, 1/8 and 1/64 of it. All ranks use rank 0's rates.
         nodes: the node number of each rank, or a 2-D DeviceMesh (node, rank in the node). None: by host name.
     """
 

@@ -220,7 +220,9 @@ class Plan:
         keys = Layout.of_stretches([[*each, *new.segments(rank)] for rank, each in enumerate(held)])
         options: dict[str, Any] = {"mask": mask, "keys": keys, "query_offset": first}
         options |= {"strategy": replace(strategy, layout=name, cache_qkv=False), "rank": self.rank, "world": self.world}
-        return Plan(planner.choose(seqlen, **options), planner, self.transport, self.agreement)
+        plan = Plan(planner.choose(seqlen, **options), planner, self.transport, self.agreement, usage=self.usage)
+        plan.decide_splits()
+        return plan
 
     def shard(self, x: Tensor, dim: int) -> Tensor:
         """Return this rank's shard of a global tensor: S entries along ``dim`` become S_local. Moves nothing."""

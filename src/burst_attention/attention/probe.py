@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from platform import machine as machine_type
 from typing import Any
 
 import torch
@@ -290,20 +292,42 @@ class Kept:
         if self.agreement.transport.rank == 0:
             with self.agreement.entering("make_plan"):
                 path = measured_file(self.name)
-                said = f"{rates.source}, kept in {path}; the rest: {rest}"
+                said = _plain(f"{rates.source}, kept in {path}; the rest: {rest}")
                 try:
                     write_rates(replace(rates, source=said), path)
                 except (OSError, ValueError) as error:
-                    said = f"{rates.source}, not kept ({error}); the rest: {rest}"
-        said = self.agreement.agree("make_plan", {}, {"source": said[:MOST_SOURCE]})[0]["source"]
+                    said = _plain(f"{rates.source}, not kept ({error}); the rest: {rest}")
+        said = self.agreement.agree("make_plan", {}, {"source": said})[0]["source"]
         return replace(rates, source=said)
 
 
+def _plain(text: str) -> str:
+    """Return a text in ASCII, short enough for a record."""
+    return text.encode("ascii", "replace").decode()[:MOST_SOURCE]
+
+
 def kept_name(usual: Rates, nodes: Sequence[int]) -> str:
-    """Return a name for groups whose figures are alike: the same devices, threads and torch, and ranks by node."""
-    cpu = (torch.backends.cpu.get_cpu_capability(), torch.get_num_threads(), cores_per_rank())
-    kind = repr((usual, cpu, list(nodes)))
+    """Return a name for groups whose figures are alike.
+
+    They have rank 0's device and CPU, threads, cores, versions of torch and of this package, and ranks by node.
+    """
+    cpu = (cpu_name(), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads(), cores_per_rank())
+    kind = repr((usual, cpu, list(nodes), _version()))
     return f"{len(nodes)}-ranks-{hashlib.blake2b(kind.encode(), digest_size=6).hexdigest()}"
+
+
+def cpu_name() -> str:
+    """Return the name of this machine's CPU, as far as the system tells it."""
+    told = Path("/proc/cpuinfo")
+    lines = told.read_text("utf-8", "replace").splitlines() if told.is_file() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), machine_type())
+
+
+def _version() -> str:
+    try:
+        return version("burst-attention")
+    except PackageNotFoundError:
+        return "from source"
 
 
 def alike(kept: Link, found: Link) -> bool:

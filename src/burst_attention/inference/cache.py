@@ -80,7 +80,8 @@ class ShardedCache(DealtCache):
         self.prefill_sent = 0  # payload bytes that this rank sent in prefills
         self.group = resolve_group(group)
         self.transport, self.agreement = connect(self.group, resolve_timeout(timeout))
-        self.prefill_chunk = _check_chunk(prefill_chunk, self.transport.world)
+        with self.agreement.entering("ShardedCache"):
+            self.prefill_chunk = _check_chunk(prefill_chunk, self.transport.world)
         self.model = describe_model(text, reaches)
         self.weights: str | None = None  # a digest of some weights of the model that filled the cache
         self.holes: list[Hole] = []  # of each row of the batch

@@ -171,8 +171,10 @@ def _run(
         each[n] = replace(each[n], forward=timed[0], backward=timed[1])
 
 
-def cuts(layout: Layout, shape: Shape, strategy: Strategy) -> Iterator[Groups]:
+def cuts(layout: Layout, shape: Shape, strategy: Strategy, *, keys: Layout | None = None) -> Iterator[Groups]:
     """Yield the ways to split heads that a strategy leaves open, the fewest groups first.
+
+    ``keys``: the layout of the keys, if it is not that of the queries.
 
     Raise ValueError if these heads can't be split into as many groups as the strategy asks for.
     """
@@ -191,13 +193,13 @@ def cuts(layout: Layout, shape: Shape, strategy: Strategy) -> Iterator[Groups]:
         keeps = [False] if nothing else [False, True] if strategy.cache_qkv == "auto" else [strategy.cache_qkv]
         for kept in keeps:
             yield from chunkings(layout, replace(groups, keep=kept), strategy.chunks)
-        if count == 1 < world and _few_keys(shape, world) and _may_gather(strategy):
+        if count == 1 < world and _few_keys(shape, layout, keys or layout) and _may_gather(strategy):
             yield Groups(gather=True)
 
 
-def _few_keys(shape: Shape, world: int) -> bool:
+def _few_keys(shape: Shape, queries: Layout, keys: Layout) -> bool:
     """Return whether the keys and values of all ranks take at most the memory of a rank's queries and results."""
-    return shape.kv_heads * world <= shape.q_heads
+    return shape.kv_heads * sum(keys.lengths) * queries.world <= shape.q_heads * sum(queries.lengths)
 
 
 def _may_gather(strategy: Strategy) -> bool:

@@ -304,7 +304,7 @@ class Planner:
     ) -> list[list[Prediction]]:
         planner, strategy, world = self, schedule.strategy, schedule.layout.world
         if given is None:
-            given = [*cuts(schedule.layout, shape, self._open(schedule))]
+            given = [*cuts(schedule.layout, shape, self._open(schedule), keys=schedule.keys)]
         keys = schedule.keys  # no shorter sequence represents two layouts
         few = keys is None and (alike or world > MOST_ON_PAPER)
         layout, mask = _representative_of(schedule) if few else (schedule.layout, schedule.mask)

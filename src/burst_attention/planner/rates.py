@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
@@ -161,7 +162,8 @@ def measured_file(name: str) -> Path:
 
 
 def _user_folder() -> Path:
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "burst-attention"
+    given = Path(os.environ.get("XDG_CONFIG_HOME", ""))
+    return (given if given.is_absolute() else Path.home() / ".config") / "burst-attention"
 
 
 def read_rates(path: Path | str) -> Rates:
@@ -182,10 +184,16 @@ def write_rates(rates: Rates, path: Path) -> None:
             lines += ["", f"[{name}]", *(f"{key} = {_toml(x)}" for key, x in value.items())]
         else:
             lines.append(f"{name} = {_toml(value)}")
+    path = path.resolve()  # a link stays one
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")  # readers never see half a file
-    unfinished.write_text("\n".join(lines) + "\n", "utf-8")
-    unfinished.replace(path)
+    handle, unfinished = tempfile.mkstemp(prefix=path.name, dir=path.parent)  # readers never see half a file
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write("\n".join(lines) + "\n")
+        Path(unfinished).replace(path)
+    except OSError:
+        Path(unfinished).unlink()
+        raise
 
 
 def _toml(value: Any) -> str:

@@ -146,7 +146,7 @@ class ParallelConfig:
     packing: PackingName = "sequence"
     """sequence: each sequence has a plan. balanced: all ranks share the --batch sequences of a micro-step by one plan.
 
-    balanced keeps a document whole if it fits one rank, and spreads a longer one over as many ranks as it needs."""
+    balanced spreads a document over as many ranks as it needs: short ones usually stay whole on one rank."""
     engine: EngineName = "burst"
     """How ranks share a sequence: burst, or an engine to compare it with. All give the same loss."""
     layout: LayoutOrAuto = "auto"

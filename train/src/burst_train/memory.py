@@ -124,10 +124,11 @@ def check_fits(
         return
     lower = ["--remat layer"] if memory.remat == "none" else []
     lower += ["--mlp-chunks 8"] if memory.mlp_chunks == 1 else []
+    lower += ["a shorter --seq-len, a smaller --batch or ranks on more machines"]
     raise ValueError(
         f"{flag('seq_len')} {seq_len} is predicted to need {binary_text(per_rank)} per rank ({parts_text(parts)}), "
         f"{binary_text(per_rank * ranks)} for {ranks} ranks here; there is only {binary_text(free[0])} {free[1]}. Try "
-        f"{', '.join([*lower, 'a shorter --seq-len or ranks on more machines'])}, or start anyway with --ignore-memory"
+        f"{', '.join(lower)}, or start anyway with --ignore-memory"
     )
 
 

@@ -7,7 +7,8 @@ called by ``build`` run on a rank, which has a process group.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -88,16 +89,22 @@ class OneProcess:
         def begin(*inputs: Tensor) -> tuple[Tensor, Callable[[], Sequence[Tensor]]]:
             if not busy:
                 return inputs[0], lambda: inputs[:3]
-            torch.set_num_threads(dist.get_world_size())
-            out, backward = own(*inputs)
-            return out, lambda: _then(torch.set_num_threads, 1, backward())
+            with threads(dist.get_world_size()):
+                out, backward = own(*inputs)
+            return out, threads(dist.get_world_size())(backward)
 
         return Call(begin=begin, positions=torch.arange(workload.seq_len if busy else 0))
 
 
-def _then(call: Callable[[int], None], given: int, results: Sequence[Tensor]) -> Sequence[Tensor]:
-    call(given)
-    return results
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Let torch use this many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True, kw_only=True)

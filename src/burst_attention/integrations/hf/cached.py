@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -91,8 +92,9 @@ def forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], weight
     count = call.ids.shape[1]
     with torch.no_grad():
         done, logits = _prefill(model, call, count - call.keep), torch.empty(0)
-        for start in range(done, count, SHORT):
-            logits = _step(model, call, start, min(start + SHORT, count))
+        last = max(done, count - SHORT)  # the last step holds all tokens whose logits are kept
+        for start, stop in itertools.pairwise([*range(done, last, SHORT), last, count]):
+            logits = _step(model, call, start, stop)
     out = CausalLMOutputWithPast(logits=logits, past_key_values=call.cache)
     return out if kwargs.get("return_dict", True) else out.to_tuple()
 

@@ -1,0 +1,137 @@
+"""Time generation after long prompts: W ranks with a sharded cache against one process with transformers' own.
+
+A tiny Llama (fp32, random weights) reads a prompt and then writes tokens greedily. The first figure is the time to the
+first token. The second is the time per later token, the median of those of a round. Each rank has one thread. The one
+process has as many threads as there are ranks, but not more than cores. The two take turns, round by round; figures are
+the median and the range over rounds. All tokens are first compared. The bytes that a rank sends per token must be those
+that are predicted, whatever the context's length.
+
+    burst bench generate [--worlds 1 2 4] [--contexts 1024 4096 16384] [--rounds 3] [--new-tokens 17]"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import tyro
+from rich.console import Console
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
+
+from burst_attention.attention.dealt import dealt_bytes
+from burst_attention.inference import ShardedCache
+from burst_attention.integrations import hf
+from burst_attention.launch.join import cores
+from burst_attention.testing import WorkerPool
+
+from ..arguments import command_given
+from ..harness.origin import origin
+from ..harness.results import write_json
+from ..harness.turns import ratios, take_turns
+from ..tables import terminal
+from ..texts import bytes_text, mebibytes, ranks_text, spread
+
+VOCABULARY, LAYERS, HEADS, DIM = 512, 2, 4, 64
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "num_hidden_layers": LAYERS,
+    "hidden_size": HEADS * DIM,
+    "intermediate_size": 512,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1 << 20,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationArguments:
+    worlds: tuple[int, ...] = (1, 2, 4)
+    contexts: tuple[int, ...] = (1024, 4096, 16384)
+    """Tokens of the prompt."""
+    new_tokens: int = 17
+    rounds: int = 3
+    json: Path | None = None
+    """Also write the figures to this file."""
+
+
+@cache
+def _model(parallel: bool) -> Any:
+    """Build a rank's model; the weights are the same on all ranks."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES), dtype=torch.float32, attn_implementation="sdpa")
+    return hf.parallelize(model.eval()) if parallel else model.eval()
+
+
+def _generated(parallel: bool, threads: int, context: int, count: int) -> dict[str, Any]:
+    """Run on a rank: generate; return the tokens, the seconds of each, the cache's bytes, and those sent per token."""
+    torch.set_num_threads(threads)
+    model = _model(parallel)
+    held = ShardedCache(model.config) if parallel else DynamicCache()
+    ids = torch.randint(VOCABULARY, (1, context), generator=torch.Generator().manual_seed(context))
+    tokens, seconds, sent = list[int](), list[float](), list[int]()
+    with torch.no_grad():
+        for _ in range(count):
+            if dist.is_initialized():
+                dist.barrier()
+            started = time.perf_counter()
+            ids = model(ids, past_key_values=held, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
+            seconds.append(time.perf_counter() - started)
+            tokens.append(ids.item())
+            sent.append(held.transport.sent if isinstance(held, ShardedCache) else 0)
+    size = held.nbytes() if isinstance(held, ShardedCache) else _nbytes(held)
+    return {"tokens": tokens, "seconds": seconds, "cache": size, "sent": (sent[-1] - sent[0]) / max(1, count - 1)}
+
+
+def _nbytes(held: DynamicCache) -> int:
+    return sum(x.nbytes for layer in held.layers for x in (layer.keys, layer.values))
+
+
+def measured(one: WorkerPool, many: WorkerPool, context: int, a: GenerationArguments) -> dict[str, Any]:
+    """Return the figures of one context by round; raise SystemExit if tokens or bytes are not those expected."""
+    world = many.world
+    alone = partial(one.run, _generated, False, min(world, cores()), context, a.new_tokens, timeout=900)
+    ours = partial(many.run, _generated, True, 1, context, a.new_tokens, timeout=900)
+    expected, found = alone()[0]["tokens"], ours()
+    if any(each["tokens"] != expected for each in found):
+        raise SystemExit(f"{context} tokens, {world} ranks: other tokens than one process; nothing is reported")
+    sizes = {"batch": 1, "queries": 1, "q_heads": HEADS, "v_head_dim": DIM, "dtype": torch.float32}
+    predicted = LAYERS * dealt_bytes(world=world, **sizes)
+    if any(each["sent"] != predicted for each in found):
+        raise SystemExit(f"{context} tokens, {world} ranks: sent {found[0]['sent']} bytes a token, not {predicted}")
+    turns = take_turns([alone, ours], a.rounds)
+    first, later = (
+        [[max(of(each["seconds"]) for each in by_rank) for by_rank in side] for side in turns]
+        for of in (lambda seconds: seconds[0], lambda seconds: statistics.median(seconds[1:]))
+    )
+    cached = [max(each["cache"] for each in side[0]) for side in turns]
+    return {"ranks": world, "context": context, "first": first, "later": later, "cache": cached, "sent": predicted}
+
+
+def main(arguments: list[str]) -> None:
+    a = tyro.cli(GenerationArguments, prog="burst bench generate", description=__doc__, args=arguments)
+    console, rows = Console(width=max(Console().width, 120)), list[dict[str, Any]]()
+    for world in a.worlds:
+        with WorkerPool(1, timeout=900) as one, WorkerPool(world, timeout=900) as many:
+            found = [measured(one, many, context, a) for context in a.contexts]
+        rows += found
+        threads = min(world, cores())
+        title = f"{ranks_text(world)} x 1 thread against one process x {threads}; fp32, {LAYERS} layers, H={HEADS}, "
+        console.print(terminal([line(row) for row in found], title=f"{title}D={DIM}; {a.rounds} rounds"))
+    if a.json is not None:
+        size = {"new_tokens": a.new_tokens, "rounds": a.rounds, **SIZES}
+        write_json(a.json, {"size": size, "rows": rows} | origin(command_given(a.json)))
+
+
+def line(row: dict[str, Any]) -> dict[str, str]:
+    """Return the cells of one context. Ratios are one process's seconds over ours."""
+    cells = {"context": f"{row['context']:,}"}
+    for name, (alone, ours) in (("first token", row["first"]), ("later token", row["later"])):
+        cells |= {f"{name}, ms": spread([1e3 * x for x in ours], ".3g"), f"{name}, ratio": spread(ratios(ours, alone))}
+    alone, ours = row["cache"]
+    cells |= {"cache per rank": mebibytes(ours, 1), "one process's": mebibytes(alone, 1)}
+    return cells | {"sent per token": bytes_text(row["sent"])}
