@@ -254,7 +254,7 @@ def test_every_rank_refuses_chunks_that_it_cannot_use():
             with pytest.raises(ValueError) as caught:
                 generate(model, ShardedCache(model.config, cache.group, prefill_chunk=chunk), ids_of(5))
             said.append(str(caught.value))
-        with pytest.raises(ValueError) as caught:  # rank 0 hears of it in its next call
+        with pytest.raises(ValueError) as caught:  # rank 0 raises it in its next call
             own = ShardedCache(model.config, cache.group, prefill_chunk=64 - cache.transport.rank)
             generate(model, own, ids_of(5))
         return [*said, str(caught.value)]
