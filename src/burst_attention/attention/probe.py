@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from platform import machine as machine_type
 from typing import Any
@@ -311,23 +310,18 @@ def kept_name(usual: Rates, nodes: Sequence[int]) -> str:
 
     They have rank 0's device and CPU, threads, cores, versions of torch and of this package, and ranks by node.
     """
+    from .. import __version__  # the package imports this module before it is complete
+
     cpu = (cpu_name(), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads(), cores_per_rank())
-    kind = repr((usual, cpu, list(nodes), _version()))
+    kind = repr((usual, cpu, list(nodes), __version__))
     return f"{len(nodes)}-ranks-{hashlib.blake2b(kind.encode(), digest_size=6).hexdigest()}"
 
 
 def cpu_name() -> str:
     """Return the name of this machine's CPU, as far as the system tells it."""
-    told = Path("/proc/cpuinfo")
-    lines = told.read_text("utf-8", "replace").splitlines() if told.is_file() else []
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text("utf-8", "replace").splitlines() if info.is_file() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), machine_type())
-
-
-def _version() -> str:
-    try:
-        return version("burst-attention")
-    except PackageNotFoundError:
-        return "from source"
 
 
 def alike(kept: Link, found: Link) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import tomllib
+import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
@@ -186,14 +186,12 @@ def write_rates(rates: Rates, path: Path) -> None:
             lines.append(f"{name} = {_toml(value)}")
     path = path.resolve()  # a link stays one
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, unfinished = tempfile.mkstemp(prefix=path.name, dir=path.parent)  # readers never see half a file
+    unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}")  # readers never see half a file
     try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write("\n".join(lines) + "\n")
-        Path(unfinished).replace(path)
-    except OSError:
-        Path(unfinished).unlink()
-        raise
+        unfinished.write_text("\n".join(lines) + "\n", "utf-8")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _toml(value: Any) -> str:

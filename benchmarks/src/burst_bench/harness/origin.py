@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from burst_attention.attention.probe import cpu_name
 from burst_attention.launch.join import cores
 
 LIBRARIES = ("burst-attention", "torch", "numpy", "transformers")
@@ -29,11 +30,8 @@ def origin(command: str) -> dict[str, Any]:
 
 def machine() -> str:
     """Return a one-line description of this machine."""
-    info = Path("/proc/cpuinfo")
-    names = [x.partition(":")[2].strip() for x in info.read_text().splitlines() if x.startswith("model name")]
-    kind = names[0] if names else platform.machine()
     system = f"{platform.system()}, Python {platform.python_version()}, torch {torch.__version__}"
-    return f"{cores()} cores of {kind}, {system}"
+    return f"{cores()} cores of {cpu_name()}, {system}"
 
 
 def revision() -> str:
