@@ -27,7 +27,7 @@ ROOMS: dict[str, set[str]] = {
     "memory": {"comm"},
     "planner": {"plan"},
     "kernels": {"plan"},
-    "attention": {"plan", "planner", "comm", "kernels"},
+    "attention": {"", "plan", "planner", "comm", "kernels"},
     "recurrence": {"attention", "plan", "comm", "kernels"},
     "loss": {"attention", "comm"},
     "testing": {"attention", "plan", "comm", "kernels", "launch"},
