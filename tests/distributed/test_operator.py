@@ -36,18 +36,24 @@ def shards(plan, *, dtype=torch.float64, kv_heads=2, grad=True):
 def test_opcheck(mask, dtype):
     plan = make_plan(33, mask=mask)
     q, k, v = shards(plan, dtype=dtype)
-    torch.library.opcheck(attend, (q, k, v, None, plan.handle, None, None, "auto", 1, 0, 7, True, FORMULA_VERSION))
+    torch.library.opcheck(
+        attend, (q, k, v, None, plan.handle, None, None, "auto", 1, 0, False, 7, True, FORMULA_VERSION)
+    )
     sinks = torch.randn(4, dtype=lse_dtype(dtype), requires_grad=True)
-    torch.library.opcheck(attend, (q, k, v, sinks, plan.handle, None, 0.8, "auto", 1, 0, 15, True, FORMULA_VERSION))
-    out, lse, settled, *kept = attend(q, k, v, None, plan.handle, 0.5, None, "auto", 1, 0, 7, True, FORMULA_VERSION)
-    assert [x.shape for x in kept] == [(0,)] * 3
+    torch.library.opcheck(
+        attend, (q, k, v, sinks, plan.handle, None, 0.8, "auto", 1, 0, False, 15, True, FORMULA_VERSION)
+    )
+    out, lse, settled, *kept = attend(
+        q, k, v, None, plan.handle, 0.5, None, "auto", 1, 0, False, 7, True, FORMULA_VERSION
+    )
+    assert [x.shape for x in kept] == [(0,)] * 5
     assert Settled.unpack(settled) == Settled(0, 0.5, "query", "aten", 0, False, None)
     qkv, saved = [x.detach() for x in (q, k, v)], [x.detach() for x in (out, lse, settled)]
     dout, dlse = torch.randn_like(saved[0]), torch.randn_like(saved[1])
     # Second derivatives are not supported, so the gradients have no gradients.
     without = ("test_schema", "test_faketensor")
     for of_lse, given in ((dlse, None), (None, None), (dlse, sinks.detach())):
-        arguments = (dout, of_lse, *qkv, given, *saved, plan.handle, 1, 0, 2)
+        arguments = (dout, of_lse, *qkv, given, *saved, plan.handle, 1, 0, False, 2)
         torch.library.opcheck(attend_backward, arguments, test_utils=without)
 
 
@@ -109,7 +115,7 @@ _PREPARED = (
     "with_sinks",
     "sink_gradient",
 )
-LAST = (11, "2a4324ac9d54")
+LAST = (12, "7ea585e50f15")
 
 
 def test_a_formula_that_changed_has_a_version_of_its_own():
@@ -196,7 +202,7 @@ def test_a_graph_keeps_its_plan_and_a_lost_one_is_named():
     handle = make_plan(33).handle
     gc.collect()
     with pytest.raises(ValueError, match=f"the plan with handle {handle} was freed"):
-        attend(*inputs, None, handle, None, None, "auto", 1, 0, 7, True, FORMULA_VERSION)
+        attend(*inputs, None, handle, None, None, "auto", 1, 0, False, 7, True, FORMULA_VERSION)
 
 
 def checkpointed(group=None, keep=True, heads=1):
@@ -210,7 +216,7 @@ def checkpointed(group=None, keep=True, heads=1):
     loss = checkpoint(layer, *inputs, plan, use_reentrant=False, **options)
     forward = plan.transport.sent - before
     grads = torch.autograd.grad(loss, inputs)
-    traffic = plan.bytes(batch=1, q_heads=4, kv_heads=2, head_dim=8, v_head_dim=12, dtype=torch.float64)
+    traffic = plan.bytes(batch=1, q_heads=4, kv_heads=2, head_dim=8, v_head_dim=12, dtype=torch.float64, lse=True)
     assert forward == traffic.forward_sent
     again = plan.transport.sent - before - traffic.sent
     return expected, grads, again, traffic.forward_sent

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..kernels.contract import capturing
 from ..plan.groups import Groups
-from ..plan.program import Place, Program
+from ..plan.program import Message, Place, Program
 from ..plan.route import Edge
-from ..plan.rows import Where
+from ..plan.rows import Side, Where
 from .passes import Pass, Tensors, part_of
 
 MOST_RUNS = 4  # up to this many stretches of rows are copied as slices, more by index
@@ -82,9 +82,29 @@ class Sums:
     """
 
     def __init__(self, program: Program, work: Pass, indices: DeviceIndices) -> None:
-        self._rows = program.sum_rows
+        self._rows, self._home = program.sum_rows, {side: program.home(side) for side in work.direction.returns}
         self._work, self._indices = work, indices
         self._pieces: dict[Place, list[_Piece]] = {}
+        self._wholes: dict[Side, Tensors] = {}  # this rank's results, of all heads
+
+    def landing(self, message: Message) -> Tensors | None:
+        """Return where finished results of this rank's rows belong: in a part of the heads of all results.
+
+        None for other messages, and if that part is not contiguous.
+        """
+        edge, place = message.edge, message.place
+        side, homes = place[0], self._home.get(place[0], [])
+        if not edge.partial or not edge.finished or place not in homes or len(homes) == 1:
+            return None
+        rows, like = self._rows[place].count, self._work.blank(side, 0)
+        if edge.rows.count < rows or like[0].shape[0] != 1:
+            return None
+        if side not in self._wholes:
+            self._wholes[side] = tuple(
+                x.new_empty(1, x.shape[1] * len(homes), rows, *x.shape[3:], dtype=dtype)
+                for x, dtype in zip(like, self._work.final_dtypes(side), strict=True)
+            )
+        return part_of(self._wholes[side], len(homes), homes.index(place))
 
     def add(self, place: Place, where: Where, part: Tensors) -> None:
         """Fold ``part`` into the rows at ``where``."""
@@ -146,19 +166,29 @@ class Sums:
         self._pieces[place] = [whole]
         return whole
 
-    def leave(self, place: Place, where: Where | None, dtypes: tuple[torch.dtype, ...]) -> Tensors:
-        """Remove rows from the total and return them as rounded copies; ``where`` None: all rows."""
+    def leave(
+        self, place: Place, where: Where | None, dtypes: tuple[torch.dtype, ...], landing: Tensors | None = None
+    ) -> Tensors:
+        """Remove rows from the total and return them as rounded copies, in ``landing`` if given.
+
+        ``where`` None: all rows.
+        """
         if where is None:
             return self.pop(place, dtypes)
         pieces = self._pieces.get(place, [])
         piece = next((each for each in pieces if isinstance(where, slice) and each.has(where)), None)
         if piece is None or not isinstance(where, slice):
-            rows = self._indices.take(self._joined(place).tensors, where)
+            whole = self._joined(place).tensors
+            if landing is not None and self._indices.copy(whole, where, landing):
+                return landing
+            rows = self._indices.take(whole, where)
         else:
             rows = piece.at(where)
             piece.left.append(range(where.start, where.stop))
             if piece.gone:
                 pieces.remove(piece)
+        if landing is not None:
+            return tuple(y.copy_(x) for x, y in zip(rows, landing, strict=True))
         views, dense = isinstance(where, slice), torch.contiguous_format
         return tuple(x.to(to, copy=views, memory_format=dense) for x, to in zip(rows, dtypes, strict=True))
 
@@ -178,7 +208,14 @@ class Sums:
         if len(places) == 1:
             return self.pop(places[0])
         parts = [self.pop(place, self._work.final_dtypes(place[0])) for place in places]
-        return tuple(torch.cat(tensors, 1) for tensors in zip(*parts, strict=True))
+        whole = self._wholes.pop(places[0][0], None)
+        if whole is None:
+            return tuple(torch.cat(tensors, 1) for tensors in zip(*parts, strict=True))
+        for n, part in enumerate(parts):
+            for x, y in zip(part, part_of(whole, len(parts), n), strict=True):
+                if x.data_ptr() != y.data_ptr():
+                    y.copy_(x)
+        return whole
 
     def drop(self, place: Place) -> None:
         """Free the sums of ``place``."""
@@ -220,6 +257,16 @@ class DeviceIndices:
             return tuple(torch.cat([x[:, :, run] for run in runs], 2) for x in tensors)
         index = self.on_device(where, tensors[0].device)
         return tuple(x.index_select(2, index) for x in tensors)
+
+    def copy(self, tensors: Tensors, where: Where, target: Tensors) -> bool:
+        """Copy rows of a shard to ``target`` by stretches; return whether they are few enough."""
+        runs = [where] if isinstance(where, slice) else self._runs(where)
+        for x, y in zip(tensors, target, strict=True):
+            done = 0
+            for run in runs:
+                y.narrow(2, done, run.stop - run.start).copy_(x[:, :, run])
+                done += run.stop - run.start
+        return bool(runs)
 
     def put(self, buffer: Tensor, where: Where, x: Tensor) -> None:
         """Write rows into a buffer."""

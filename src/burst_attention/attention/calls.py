@@ -72,8 +72,8 @@ def prepare_forward(
     Raises:
         TypeError, ValueError: an argument can't be used.
     """
-    keep = keeping is not None
-    call = resolve(q, k, v, plan, scale=scale, softcap=softcap, kernel=kernel, heads=heads, keep=keep)
+    split = Groups.of(heads, q_heads=q.shape[1], kv_heads=k.shape[1], **kept(keeping))
+    call = resolve(q, k, v, plan, split, scale=scale, softcap=softcap, kernel=kernel)
     q, k, v = map(dense_rows, (q, k, v))
     q, positive = signless(q, call.scale)
     work = Forward(q, k, v, positive, call.kernel, call.groups, keeping)
@@ -85,8 +85,7 @@ def prepare_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
+    stats: tuple[Tensor, Tensor] | None,
     plan: Plan,
     forward: Settled,
     *,
@@ -94,7 +93,9 @@ def prepare_backward(
     kv_heads: int,
     keeping: Tensors | None = None,
 ) -> tuple[Program, Backward]:
-    """Return the program and the pass of a call's backward; ``delta`` is the result of :func:`row_delta`.
+    """Return the program and the pass of a call's backward.
+
+    ``stats``: lse and the result of :func:`row_delta`; None if out and lse are in ``keeping``.
 
     Raises:
         ValueError: the group can't carry these tensors.
@@ -102,12 +103,18 @@ def prepare_backward(
     plan.transport.check_device(q.device)
     name, cap, head_dims = forward.kernel, forward.softcap, (q.shape[3], v.shape[3])
     kernel = kernel_for(name, plan.mask, device=q.device, dtype=q.dtype, head_dims=head_dims, softcap=cap)
-    groups = Groups.of(heads, q_heads=q.shape[1], kv_heads=kv_heads, keep=keeping is not None, chunks=forward.chunks)
+    groups = Groups.of(heads, q_heads=q.shape[1], kv_heads=kv_heads, chunks=forward.chunks, **kept(keeping))
     groups = replace(groups, gather=forward.gather)
     dout, q, k, v = map(dense_rows, (dout, q, k, v))
     q, scale = signless(q, forward.scale)  # the cached q has its sign already
-    work = Backward(dout, q, k, v, torch.stack((lse, delta), -1), scale, kernel, plan.world == 1, groups, keeping)
+    packed = None if stats is None else torch.stack(stats, -1)
+    work = Backward(dout, q, k, v, packed, scale, kernel, plan.world == 1, groups, keeping)
     return plan.schedule.program(forward.circulate, work.direction, groups), work
+
+
+def kept(keeping: Tensors | None) -> dict[str, bool]:
+    """Return what a call caches, as arguments of :meth:`Groups.of`."""
+    return {"keep": keeping is not None, "results": len(keeping or ()) > 3}
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -134,24 +134,22 @@ def resolve(
     k: Tensor,
     v: Tensor,
     plan: Plan,
+    groups: Groups,
     *,
     scale: float | None,
     softcap: float | None,
     kernel: str,
-    heads: int,
-    keep: bool,
 ) -> ResolvedCall:
-    """Check a call and resolve its open arguments; ``heads`` and ``keep`` come from :func:`split_heads`.
+    """Check a call and resolve its open arguments; ``groups`` comes from :func:`split_heads`.
 
     Raises:
         TypeError, ValueError: an argument can't be used.
     """
-    if heads == 1:  # split_heads has checked the others
+    if groups.query == 1:  # split_heads has checked the others
         check_tensors(q, k, v, plan.length, plan.keys_apart)
     plan.transport.check_device(q.device)
     head_dims = q.shape[3], v.shape[3]
     chosen = kernel_for(kernel, plan.mask, device=q.device, dtype=q.dtype, head_dims=head_dims, softcap=softcap)
-    groups = Groups.of(heads, q_heads=q.shape[1], kv_heads=k.shape[1], keep=keep)
     shape = _shape(q, k, v)
     plan.usage.shapes.add(replace(shape, batch=1))
     groups, circulate = plan.planner.settle(plan.schedule, shape, groups)

@@ -91,6 +91,9 @@ def burst_attention(
         check_transforms("burst_attention", q=q, k=k, v=v, sinks=sinks)
         wanted = gradients_wanted(q, k, v, sinks)
         heads, cached_rows = split_heads(q, k, v, plan)
+        cached_rows = cached_rows if wanted else 0
+        # A gradient of lse changes D, and the sinks' gradient needs D at home.
+        results = cached_rows > 0 and heads == plan.world and sinks is None and not return_lse
     out, lse, *_ = attend(
         q,
         k,
@@ -101,7 +104,8 @@ def burst_attention(
         softcap=cap,
         kernel=kernel,
         heads=heads,
-        cached_rows=cached_rows if wanted else 0,
+        cached_rows=cached_rows,
+        cached_results=results,
         wanted=wanted,
         return_lse=bool(return_lse),
         formula_version=FORMULA_VERSION,

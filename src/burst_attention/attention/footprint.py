@@ -27,7 +27,7 @@ from ..plan.schedule import Schedule
 from ..plan.tile import Tiles
 from ..planner.choice import Candidate
 from ..planner.planner import Planner
-from .passes import Backward, Forward, Pass, cached_shapes
+from .passes import Backward, Forward, Pass, Tensors, cache
 from .sweep import sweep, sweeps
 
 WALKED = 4  # ranks to simulate, spread over the group; simulating every rank of a large group would take too long
@@ -144,17 +144,19 @@ def example(
 
     q = new(tokens, shape.q_heads, shape.head_dim)
     k, v = new(keys, shape.kv_heads, shape.head_dim), new(keys, shape.kv_heads, shape.v_head_dim)
-    kept = None
+    kept: Tensors | None = None
     if groups.keep:
-        shapes = cached_shapes(q, k, v, groups.query, schedule.slice_length(groups))
-        kept = tuple(x.new_zeros(size) for x, size in zip((q, k, v), shapes, strict=True))
+        kept = cache(q, k, v, groups.query, schedule.slice_length(groups), results=groups.results)
+        kept = kept[: 5 if groups.results else 3]
     if direction is Direction.FORWARD:
         return Forward(q, k, v, 1.0, kernel, groups, kept), (q, k, v, *(kept or ()))
-    out, dout = (new(tokens, shape.q_heads, shape.v_head_dim) for _ in range(2))
-    rows = (shape.batch, shape.q_heads, tokens)
-    # one stands for lse and D, the other is both packed together
-    lse_and_delta, stats = (torch.zeros(*rows, 2, dtype=accumulation_dtype(dtype), device=device) for _ in range(2))
-    known = (*(kept or (q, k, v)), out, dout, lse_and_delta, stats)
+    dout = new(tokens, shape.q_heads, shape.v_head_dim)
+    known, stats = (*(kept or (q, k, v)), dout), None
+    if not groups.results:
+        rows = (shape.batch, shape.q_heads, tokens)
+        # one stands for lse and D, the other is both packed together
+        lse_and_delta, stats = (torch.zeros(*rows, 2, dtype=accumulation_dtype(dtype), device=device) for _ in range(2))
+        known = (*known, new(tokens, shape.q_heads, shape.v_head_dim), lse_and_delta, stats)
     if kept:
         q, k, v = (x[:, :, :0].clone() for x in (q, k, v))
     return Backward(dout, q, k, v, stats, 1.0, kernel, alone, groups, kept), known
@@ -183,7 +185,7 @@ class _Allocating:
     def backward(self, inputs: BackwardInputs) -> tuple[Tensor, ...]:
         """Allocate what a backward returns, and its temporary buffers."""
         io = inputs.q.dtype
-        surrogate = None if self.exact else torch.zeros_like(inputs.dout)
+        surrogate = None if self.exact or inputs.out is not None else torch.zeros_like(inputs.dout)
         dtype = accumulation_dtype(io) if self.exact and not inputs.final else io
         grads = tuple(torch.zeros_like(x, dtype=dtype) for x in (inputs.q, inputs.k, inputs.v))
         del surrogate

@@ -199,15 +199,15 @@ class _Call:
                 at, name = slice(n * heads, (n + 1) * heads), "the backward of burst_attention"
                 call = self._run(hidden, n, self._parts(weights, n))
                 with call.plan.agreement.entering(name):
-                    tensors = dout(n), call.q, call.k, call.v, lse[:, at], delta[:, at]
+                    tensors, stats = (dout(n), call.q, call.k, call.v), (lse[:, at], delta[:, at])
                     kv_heads = call.k.shape[1]
                     prepared = prepare_backward(
-                        *tensors, call.plan, self._settled, heads=self._degree, kv_heads=kv_heads
+                        *tensors, stats, call.plan, self._settled, heads=self._degree, kv_heads=kv_heads
                     )
                 if n == 0:
                     call.plan.agreement.agree(name, {"call number": self._settled.number})
-                of_sinks.append(None if call.sinks is None else sink_gradient(*tensors[4:], call.sinks))
-                del call, tensors
+                of_sinks.append(None if call.sinks is None else sink_gradient(*stats, call.sinks))
+                del call, tensors, stats
                 yield prepared
 
         of_sinks: list[Tensor | None] = []  # gradients of the chunks so far

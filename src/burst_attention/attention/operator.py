@@ -27,7 +27,7 @@ from .calls import (
 )
 from .checks import shared_fields
 from .derivatives import check_transforms, refuse_second
-from .passes import cached_shapes
+from .passes import cache
 from .plan import plan_of
 from .sweep import sweep
 
@@ -36,7 +36,7 @@ QUERY, KEY, VALUE, SINKS = 1, 2, 4, 8  # bits of ``wanted``
 # torch caches compiled graphs on disk, with the traced backward, by the operator's name and arguments only. This
 # argument stops it from running a graph of an older formula. Add one with each change of this file that a graph may
 # hold; a test fails until you do.
-FORMULA_VERSION = 11
+FORMULA_VERSION = 12
 
 
 def gradients_wanted(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> int:
@@ -59,10 +59,11 @@ def attend(
     kernel: str,
     heads: int,
     cached_rows: int,
+    cached_results: bool,
     wanted: int,
     return_lse: bool,
     formula_version: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute the forward.
 
     in:     q [B, Hq, S_local, D], k [B, Hkv, Sk_local, D], v [B, Hkv, Sk_local, Dv]: this rank's shards. sinks [Hq].
@@ -72,8 +73,9 @@ def attend(
             L = logsumexp(scale Q K' + mask). Sinks join both: :func:`with_sinks`.
             :class:`Settled`.
             The cache: q [B, Hq / U, kept_rows, D], k and v of this rank's sequence group and head group, U = ``heads``.
+            With ``cached_results`` also O and L of the head group; U is then the number of ranks.
             The cache is empty if U is 1 or ``cached_rows`` is 0.
-    saved:  q, k, v or the cache; O, L and :class:`Settled`. The backward fetches everything else again.
+    saved:  q, k, v or the cache; O and L of the shard or of the cache; :class:`Settled`. The rest is fetched again.
     merge:  L = logaddexp(L1, L2), O = O1 e^(L1 - L) + O2 e^(L2 - L). Its identity is (0, -inf).
     wire:   K and V. With ``nearest``, ``blocks`` or U > 1 also Q out, and (O, L) home.
     round:  tiles and sums in fp32 (fp64 for fp64) if the kernel supports it; results once, at the end.
@@ -81,9 +83,8 @@ def attend(
     plan = plan_of(handle)
     wants = [bool(wanted & bit) for bit in (QUERY, KEY, VALUE, SINKS)]
     with plan.agreement.entering("burst_attention"):
-        shapes = cached_shapes(q, k, v, heads, cached_rows)
-        kept_q, kept_k, kept_v = (x.new_empty(shape) for x, shape in zip((q, k, v), shapes, strict=True))
-        keeping = (kept_q, kept_k, kept_v) if cached_rows > 0 else None
+        kept = cache(q, k, v, heads, cached_rows, results=cached_results)
+        keeping = kept[: 5 if cached_results else 3] if cached_rows > 0 else None
         options: dict[str, Any] = {"scale": scale, "softcap": softcap, "kernel": kernel, "heads": heads}
         program, work, call = prepare_forward(q, k, v, plan, **options, keeping=keeping)
         fields = {**shared_fields(q, k, v, call, wants, sinks), "return_lse": return_lse}
@@ -96,7 +97,9 @@ def attend(
     out, log_sum = sums[Side.QUERY]
     out, log_sum = with_sinks(out, log_sum, sinks)
     settled = Settled.of(number, call)
-    return out.to(q.dtype).contiguous(), log_sum.contiguous(), settled.pack(), kept_q, kept_k, kept_v
+    kept_q, kept_k, kept_v, kept_out, kept_lse = kept
+    rounded = out.to(q.dtype).contiguous()
+    return rounded, log_sum.contiguous(), settled.pack(), kept_q, kept_k, kept_v, kept_out, kept_lse
 
 
 @torch.library.custom_op("burst_attention::attend_backward", mutates_args=())
@@ -113,13 +116,14 @@ def attend_backward(
     handle: int,
     heads: int,
     cached_rows: int,
+    cached_results: bool,
     kv_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients.
 
     in:     dO, dL; what the forward saved; the plan's handle; U and the number of key-value heads.
     out:    dQ, dK, dV of this rank's shards; this rank's part of the sinks' gradient, empty without sinks.
-    back:   D = rowsum(dO * O) - dL, at home, before anything circulates.
+    back:   D = rowsum(dO * O) - dL, at home, before anything circulates; with ``cached_results`` in the kernel.
             Per tile: P = e^(scale Q K' - L), dV = P' dO, dS = P * (dO V' - D), dQ = scale dS K, dK = scale dS' Q.
             With a soft cap, dS also has the cap's slope, 1 - tanh(s / c)^2.
     wire:   ``query``: (Q, dO, L, D) out and dQ home. ``key-value``: K, V out and dK, dV home.
@@ -128,13 +132,13 @@ def attend_backward(
     """
     plan, forward = plan_of(handle), Settled.unpack(settled)
     with plan.agreement.entering("the backward of burst_attention"):
-        kept = (q, k, v) if cached_rows else None
+        kept = (q, k, v, *([out, lse] if cached_results else [])) if cached_rows else None
         if kept:  # the cache replaced this rank's own shards; only their shapes remain
-            counts = out.shape[1], kv_heads, kv_heads
-            q, k, v = (x.new_empty(x.shape[0], n, 0, x.shape[3]) for x, n in zip(kept, counts, strict=True))
-        delta = row_delta(dout, out, dlse, lse.dtype)
+            counts = dout.shape[1], kv_heads, kv_heads
+            q, k, v = (x.new_empty(x.shape[0], n, 0, x.shape[3]) for x, n in zip((q, k, v), counts, strict=True))
+        stats = None if cached_results else (lse, row_delta(dout, out, dlse, lse.dtype))
         program, work = prepare_backward(
-            dout, q, k, v, lse, delta, plan, forward, heads=heads, kv_heads=kv_heads, keeping=kept
+            dout, q, k, v, stats, plan, forward, heads=heads, kv_heads=kv_heads, keeping=kept
         )
         fields = {"call number": forward.number}
     # Ranks that run the backwards of several calls in different orders would add up unrelated gradients.
@@ -142,7 +146,7 @@ def attend_backward(
     with torch.autocast(q.device.type, enabled=False):
         sums = sweep(program, plan.transport, work, plan.indices)
     dq, dk, dv = rounded_gradients(sums, forward.scale, q.dtype)
-    return dq, dk, dv, lse.new_empty(0) if sinks is None else sink_gradient(lse, delta, sinks)
+    return dq, dk, dv, lse.new_empty(0) if sinks is None or stats is None else sink_gradient(*stats, sinks)
 
 
 @attend.register_fake
@@ -157,11 +161,12 @@ def _(
     kernel: str,
     heads: int,
     cached_rows: int,
+    cached_results: bool,
     *_: Any,
 ) -> tuple[Tensor, ...]:
     out = q.new_empty((*q.shape[:3], v.shape[3]))
     lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
-    kept = (x.new_empty(shape) for x, shape in zip((q, k, v), cached_shapes(q, k, v, heads, cached_rows), strict=True))
+    kept = cache(q, k, v, heads, cached_rows, results=cached_results)
     return out, lse, torch.empty(SETTLED, dtype=torch.float64), *kept
 
 
@@ -179,26 +184,28 @@ def _(
     handle: int,
     heads: int,
     cached_rows: int,
+    cached_results: bool,
     kv_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     # The cache has other heads and rows than q, k and v. With a cache, keys are as many as queries.
-    counts = out.shape[1], kv_heads, kv_heads
+    counts = dout.shape[1], kv_heads, kv_heads
     dq, dk, dv = (
-        x.new_empty(out.shape[0], n, out.shape[2] if cached_rows else x.shape[2], x.shape[3])
+        x.new_empty(dout.shape[0], n, dout.shape[2] if cached_rows else x.shape[2], x.shape[3])
         for x, n in zip((q, k, v), counts, strict=True)
     )
     return dq, dk, dv, lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, sinks, ctx.handle, _, _, _, ctx.heads, ctx.cached_rows, *_ = inputs
+    q, k, v, sinks, ctx.handle, _, _, _, ctx.heads, ctx.cached_rows, ctx.cached_results, *_ = inputs
     out, lse, settled, *kept = output
-    ctx.kv_heads = k.shape[1]
+    ctx.kv_heads, ctx.output_shape = k.shape[1], out.shape
     # A graph must not lose its plan. While a compiler traces there is no handle yet; the caller keeps the plan.
     ctx.plan = plan_of(ctx.handle) if isinstance(ctx.handle, int) else None
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(settled, *kept)
-    ctx.save_for_backward(*(kept if ctx.cached_rows else (q, k, v)), sinks, out, lse, settled)
+    results = kept[3:] if ctx.cached_results else (out, lse)
+    ctx.save_for_backward(*(kept[:3] if ctx.cached_rows else (q, k, v)), sinks, *results, settled)
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:
@@ -208,8 +215,8 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) 
         if ctx.plan is not None:
             check_transforms(name, dout=dout, dlse=dlse)
         q, k, v, sinks, out, lse, settled = ctx.saved_tensors
-        dout = torch.zeros_like(out) if dout is None else dout
-    how = ctx.heads, ctx.cached_rows, ctx.kv_heads
+        dout = out.new_zeros(ctx.output_shape) if dout is None else dout
+    how = ctx.heads, ctx.cached_rows, ctx.cached_results, ctx.kv_heads
     *grads, of_sinks = attend_backward(dout, dlse, q, k, v, sinks, out, lse, settled, ctx.handle, *how)
     # Settings have no gradient.
     return (*grads, None if sinks is None else of_sinks, *(None for _ in ctx.needs_input_grad[4:]))

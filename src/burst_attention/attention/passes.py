@@ -42,6 +42,11 @@ class Pass(Protocol):
         """Return the buffers that cache the sequence group's q, k, v, by side; None for a tensor that is not cached."""
         ...
 
+    @property
+    def own_results(self) -> Tensors:
+        """Return the buffers that cache the results of the whole sequence for one head group; () to cache none."""
+        ...
+
     def payload(self, side: Side, payload: Payload) -> tuple[int, ...]:
         """Return the indices of the side's tensors that belong to the payload."""
         ...
@@ -78,12 +83,17 @@ def part_of(tensors: Tensors, parts: int, part: int) -> Tensors:
     return tuple(x.narrow(1, part * (x.shape[1] // parts), x.shape[1] // parts) for x in tensors)
 
 
-def cached_shapes(q: Tensor, k: Tensor, v: Tensor, heads: int, rows: int) -> list[tuple[int, ...]]:
-    """Return the shapes of the cached q, k, v of a sequence group, for one of ``heads`` head groups; [0] if no rows."""
+def cache(q: Tensor, k: Tensor, v: Tensor, heads: int, rows: int, *, results: bool) -> Tensors:
+    """Make the cache of a sequence group for one of ``heads`` head groups: q, k, v, and with ``results`` out and lse.
+
+    All five are returned; those that are not cached are empty.
+    """
     if not rows:
-        return [(0,)] * 3
+        return tuple(q.new_empty(0) for _ in range(5))
     counts = q.shape[1] // heads, *(max(1, k.shape[1] // heads),) * 2  # surplus groups share a key-value head
-    return [(x.shape[0], n, rows, x.shape[3]) for x, n in zip((q, k, v), counts, strict=True)]
+    inputs = (x.new_empty(x.shape[0], n, rows, x.shape[3]) for x, n in zip((q, k, v), counts, strict=True))
+    out = (q.shape[0], counts[0], rows, v.shape[3]) if results else (0,)
+    return *inputs, q.new_empty(out), q.new_empty(out[:3], dtype=accumulation_dtype(q.dtype))
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +101,8 @@ class Forward:
     """The forward pass: (out, lse) from q [B, Hq, Sq, D], k [B, Hkv, Sk, D] and v [B, Hkv, Sk, Dv].
 
     Attributes:
-        keeping: buffers to fill with q, k and v of the sequence group, for one head group; None to cache nothing.
+        keeping: buffers to fill with q, k and v of the sequence group, for one head group; out and lse may follow. None
+            to cache nothing.
     """
 
     direction: ClassVar[Direction] = Direction.FORWARD
@@ -110,7 +121,11 @@ class Forward:
 
     @property
     def own_slice(self) -> Mapping[Side, tuple[Tensor | None, ...]]:
-        return {} if self.keeping is None else {Side.QUERY: self.keeping[:1], Side.KEY: self.keeping[1:]}
+        return {} if self.keeping is None else {Side.QUERY: self.keeping[:1], Side.KEY: self.keeping[1:3]}
+
+    @property
+    def own_results(self) -> Tensors:
+        return (self.keeping or ())[3:]
 
     def payload(self, side: Side, payload: Payload) -> tuple[int, ...]:
         return (0,) if side is Side.QUERY else (0, 1)
@@ -149,9 +164,9 @@ class Backward:
     Attributes:
         dout: [B, Hq, Sq, Dv].
         q, k, v: as in :class:`Forward`. With ``keeping``, only their shapes are used, except the number of rows.
-        stats: (lse, D) per query row, [B, Hq, Sq, 2].
+        stats: (lse, D) per query row, [B, Hq, Sq, 2]; None if ``keeping`` has out and lse.
         alone: whether a single pair gives the whole result, so that nothing is added to it.
-        keeping: the q, k and v that the forward cached; None if it cached nothing.
+        keeping: the q, k and v that the forward cached, and out and lse if it cached those; None if it cached nothing.
     """
 
     direction: ClassVar[Direction] = Direction.BACKWARD
@@ -160,7 +175,7 @@ class Backward:
     q: Tensor
     k: Tensor
     v: Tensor
-    stats: Tensor
+    stats: Tensor | None
     scale: float
     kernel: Kernel
     alone: bool = False
@@ -169,24 +184,38 @@ class Backward:
 
     @property
     def own(self) -> Mapping[Side, Tensors]:
-        return {Side.QUERY: (self.dout, self.q, self.stats), Side.KEY: (self.k, self.v)}
+        # Where out and lse are cached, their place here only says that a query has them too.
+        results = (self.q[..., :0], self.q[..., 0]) if self.stats is None else (self.stats,)
+        return {Side.QUERY: (self.dout, self.q, *results), Side.KEY: (self.k, self.v)}
 
     @property
     def own_slice(self) -> Mapping[Side, tuple[Tensor | None, ...]]:
         if self.keeping is None:
             return {}
-        return {Side.QUERY: (None, self.keeping[0], None), Side.KEY: self.keeping[1:]}
+        results = (None,) if self.stats is not None else self.keeping[3:]
+        return {Side.QUERY: (None, self.keeping[0], *results), Side.KEY: self.keeping[1:3]}
+
+    @property
+    def own_results(self) -> Tensors:
+        return ()
 
     def payload(self, side: Side, payload: Payload) -> tuple[int, ...]:
         if side is Side.KEY:
             return 0, 1
-        return {Payload.ALL: (0, 1, 2), Payload.INPUTS: (1,), Payload.GRADIENTS: (0, 2)}[payload]
+        return {
+            Payload.ALL: (0, 1, 2),
+            Payload.INPUTS: (1,),
+            Payload.GRADIENTS: (0, 2),
+            Payload.OUTPUT_GRADIENT: (0,),
+        }[payload]
 
     def visit(self, query: Tensors, key: Tensors, tiles: Tiles, running: Running) -> Mapping[Side, Tensors]:
         """Run the kernel's backward."""
-        (dout, q, stats), (k, v) = query, key
-        lse, delta = stats.unbind(-1)
-        dq, dk, dv = self.kernel.backward(BackwardInputs(dout, q, k, v, lse, delta, tiles, self.scale, self.alone))
+        (dout, q, *results), (k, v) = query, key
+        out, lse, delta = (*results, None) if self.stats is None else (None, *results[0].unbind(-1))
+        assert lse is not None
+        inputs = BackwardInputs(dout, q, k, v, lse, delta, tiles, self.scale, self.alone, out)
+        dq, dk, dv = self.kernel.backward(inputs)
         return {Side.QUERY: (dq,), Side.KEY: (dk, dv)}
 
     def blank(self, side: Side, rows: int) -> Tensors:

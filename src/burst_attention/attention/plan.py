@@ -297,6 +297,7 @@ class Plan:
         v_head_dim: int | None = None,
         dtype: torch.dtype = torch.float32,
         attention_chunks: int = 1,
+        lse: bool = False,
     ) -> Traffic:
         """Return the payload bytes that this rank sends and receives in one call of :func:`burst_attention`.
 
@@ -307,6 +308,7 @@ class Plan:
             v_head_dim: ``head_dim`` if None.
             dtype: of q, k and v.
             attention_chunks: the number of chunks of heads, each a call (``hf.Memory``).
+            lse: whether the call has ``return_lse`` or sinks. A backward is then always sent lse and D.
 
         Raises:
             TypeError, ValueError: for shapes that the call would refuse.
@@ -314,6 +316,7 @@ class Plan:
         sizes = {"q_heads": q_heads // attention_chunks, "kv_heads": max(1, kv_heads // attention_chunks)}
         shape = checked_shape(dtype, batch=batch, **sizes, head_dim=head_dim, v_head_dim=v_head_dim)
         groups, circulate = self.planner.decide(self.schedule, shape, caches=attention_chunks == 1)
+        groups = replace(groups, results=groups.results and not lse)
         return self.schedule.traffic(shape, circulate, groups) * attention_chunks
 
     @renamed(OF_CALL)

@@ -250,6 +250,7 @@ def measured(
     known, key = transport.health.measured, tuple(nodes)
     if key not in known:
         began, at = time.perf_counter(), exchange([time.time()])[0][0]
+        counts = transport.sent, transport.received  # of calls, to which a measurement does not belong
         probe = Probe(transport, exchange, nodes, device, message=4 << 20, repeats=3, patience=PATIENCE)
         if device.type == "cpu" and torch.get_num_threads() == 1:  # ranks and other programs may share the cores
             probe.clock = time.thread_time
@@ -265,6 +266,7 @@ def measured(
             found = replace(found, source=f"{what} measured by make_plan in {took:.2g} s on {when}")
             found = kept.write(found, usual.source)
         known[key] = found, len(set(nodes)) > 1 and "across nodes" not in links
+        transport.sent, transport.received = counts
     result: tuple[Rates, bool] = known[key]
     return result
 

@@ -99,7 +99,7 @@ class _Run:
             case Wait():
                 self._wait(op)
             case Move():
-                self._arrived(op.target, self._outgoing(op.source))
+                self._arrived(op.target, self._outgoing(op.source, self._sums.landing(op.target)))
             case Drop():
                 (self._sums if op.partial else self._held).drop(op.place)
 
@@ -115,7 +115,7 @@ class _Run:
 
     def _post(self, op: Post) -> None:
         """Start an exchange of shards and of partial results that go home."""
-        coming = [(message, arriving(self._work, self._program.groups, message.edge)) for message in op.receives]
+        coming = [(message, self._landing(message)) for message in op.receives]
         sends = [Send(m.edge.target, x.contiguous()) for m in op.sends for x in self._outgoing(m)]
         receives = [Receive(message.edge.source, x) for message, tensors in coming for x in tensors]
         label = f"hop {op.step} of the {self._work.direction.value}"
@@ -140,10 +140,20 @@ class _Run:
             for n, x in zip(self._work.payload(message.edge.side, message.edge.key.payload), tensors, strict=True):
                 self._indices.put(buffers[n], message.where, x)
 
-    def _outgoing(self, message: Message) -> Tensors:
+    def _landing(self, message: Message) -> Tensors:
+        """Return the tensors that a message is received into."""
+        return self._sums.landing(message) or arriving(self._work, self._program.groups, message.edge)
+
+    def _outgoing(self, message: Message, landing: Tensors | None = None) -> Tensors:
+        """Return what a message carries: a shard's rows, or results, which leave their sum; ``landing``: for those."""
         edge = message.edge
         if edge.partial:
-            return self._sums.leave(message.place, message.where, sent_dtypes(self._work, edge))
+            rows = self._sums.leave(message.place, message.where, sent_dtypes(self._work, edge), landing)
+            if kept := self._work.own_results:
+                assert message.where is not None
+                for n, x in enumerate(rows):
+                    self._indices.put(kept[n], message.where, x)
+            return rows
         tensors = self._held.at(message.place)
         wanted = tuple(tensors[n] for n in self._work.payload(edge.side, edge.key.payload))
         assert message.where is not None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..plan.tile import Tile, Tiles
+from .merge import row_dot
 
 CAPPING = "for a soft cap use kernel='auto', 'triton', 'blockwise' or 'reference'"
 
@@ -20,7 +21,7 @@ class BackwardInputs:
 
     dout is [B, Hq, Sq, Dv]. lse and delta are [B, Hq, Sq] in fp32 or fp64 and cover the whole row, not only these
     tiles. The rest is as in the forward. ``final``: nothing is added to the gradients later, so the kernel may round
-    them to the io dtype.
+    them to the io dtype. ``out`` [B, Hq, Sq, Dv] takes the place of D where the rank has the rows' results.
     """
 
     dout: Tensor
@@ -28,10 +29,18 @@ class BackwardInputs:
     k: Tensor
     v: Tensor
     lse: Tensor
-    delta: Tensor
+    delta: Tensor | None
     tiles: Tiles
     scale: float
     final: bool = False
+    out: Tensor | None = None
+
+    def row_delta(self) -> Tensor:
+        """Return D, [B, Hq, Sq]."""
+        if self.delta is not None:
+            return self.delta
+        assert self.out is not None, "a backward needs D or out"
+        return row_dot(self.dout, self.out, self.lse.dtype)
 
 
 class Kernel(Protocol):

@@ -55,16 +55,19 @@ def contained_backward(run: RunBackward, inputs: BackwardInputs) -> tuple[Tensor
     because a value is NaN, affects dq and dk.
     """
     # A row without a tile has lse -inf, and exp(-inf - -inf) is NaN. Any finite lse gives gradient 0.
-    lse, delta, tiles = inputs.lse.masked_fill(inputs.lse == -math.inf, 0.0), inputs.delta, inputs.tiles
+    lse, tiles = inputs.lse.masked_fill(inputs.lse == -math.inf, 0.0), inputs.tiles
     tensors = (inputs.dout, inputs.q, inputs.k, inputs.v)
-    if not suspected(*tensors, lse, delta):
+    # A forward marks rows that see a non-finite key or value, and each key here is seen: then out tells of them all.
+    results = tensors if inputs.out is None else (inputs.dout, inputs.out)
+    if not suspected(*results, lse, *([] if inputs.delta is None else [inputs.delta])):
         return run(replace(inputs, lse=lse))
+    delta = inputs.row_delta()
     (dout, bad_dout), (q, bad_q), (k, bad_k), (v, bad_v) = (_cleaned(x) for x in tensors)
     lost = bad_dout | bad_q | ~lse.isfinite() | rows_that_see(bad_k, tiles, like=bad_q)
     no_delta = lost | ~delta.isfinite() | rows_that_see(bad_v, tiles, like=bad_q)
     dout, q = (x.masked_fill(lost.unsqueeze(-1), 0.0) for x in (dout, q))
     lse, delta = lse.masked_fill(lost, 0.0), delta.masked_fill(no_delta, 0.0)
-    dq, dk, dv = run(replace(inputs, dout=dout, q=q, k=k, v=v, lse=lse, delta=delta))
+    dq, dk, dv = run(replace(inputs, dout=dout, q=q, k=k, v=v, lse=lse, delta=delta, out=None))
     everything = torch.ones_like(bad_k)
     dq = dq.masked_fill((no_delta & rows_that_see(everything, tiles, like=bad_q)).unsqueeze(-1), math.nan)
     dk = dk.masked_fill(keys_seen_by(no_delta, tiles, like=bad_k).unsqueeze(-1), math.nan)

@@ -99,7 +99,10 @@ class Stock(ABC, Generic[Launch]):
     def _backward(self, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
         lse, scale, launches = inputs.lse, inputs.scale, list(self.launches(inputs.tiles))
         dout, q, k, v = (self.computed(x, backward=True) for x in (inputs.dout, inputs.q, inputs.k, inputs.v))
-        calls = backward_calls(dout, inputs.delta, widest=self.ops.widest)
+        if inputs.out is None:
+            calls = backward_calls(dout, inputs.row_delta(), widest=self.ops.widest)
+        else:
+            calls = (BackwardCall(dout, self.computed(inputs.out, backward=True)),)
         if len(calls) == len(launches) == 1 and _covers(launches[0], q, k):
             grads = self.run_backward(launches[0], self._padded(calls[0], q, k, v), lse, scale)
             dq, dk, dv = (grad[..., : x.shape[-1]] for grad, x in zip(grads, (q, k, v), strict=True))

@@ -13,7 +13,7 @@ import numpy as np
 from .demand import Cells, PassSpec
 from .program import Drop, Message, Move, Op, Place, Post, Program, Visit, Wait
 from .route import Edge, Key
-from .rows import Payload, Rows, Side
+from .rows import Direction, Payload, Rows, Side
 from .slices import Slice
 from .tile import Tiles, segment_tiles
 
@@ -46,6 +46,8 @@ class Builder:
         leaving = [edge for edge in self.edges if edge.source == rank and edge.partial]
         kept = {place: Rows.all(self._slice(place).length) for place in self.kept.values()}
         self.held, self.sums = self._buffers(Side, arriving) | kept, self._buffers(work.direction.returns, leaving)
+        if self.groups.results and work.direction is Direction.FORWARD:  # they are cached under the same numbers
+            self.sums[self.kept[Side.QUERY]] = kept[self.kept[Side.QUERY]]
 
     def program(self) -> Program:
         """Order the rank's operations and return its program."""

@@ -42,8 +42,13 @@ class Shape:
         elif wide is not None:  # dQ
             elements = self.head_dim * wide
         else:  # q, and dO, (lse, D)
-            inputs, gradients = self.head_dim * self.io, self.v_head_dim * self.io + 2 * self.accumulate
-            elements = inputs * (payload is not Payload.GRADIENTS) + gradients * (payload is not Payload.INPUTS)
+            inputs, output, stats = self.head_dim * self.io, self.v_head_dim * self.io, 2 * self.accumulate
+            elements = {
+                Payload.ALL: inputs + output + stats,
+                Payload.INPUTS: inputs,
+                Payload.GRADIENTS: output + stats,
+                Payload.OUTPUT_GRADIENT: output,
+            }[payload]
         return self.batch * self.q_heads * elements
 
 

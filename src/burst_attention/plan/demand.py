@@ -163,7 +163,7 @@ class PassSpec:
         elif not self.fetched_before:
             yield from ((self.key(*key), users) for key, users in self._with_own_context(uses, rank).items())
         else:
-            yield from ((self.key(*key, Payload.GRADIENTS), u) for key, u in uses.items() if key[0] is Side.QUERY)
+            yield from ((self.key(*key, groups.of_backward), u) for key, u in uses.items() if key[0] is Side.QUERY)
             yield from self._from_cache_owners(uses)
 
     def key(self, side: Side, chunk: int, part: int, payload: Payload = Payload.ALL) -> Key:

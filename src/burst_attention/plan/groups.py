@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from .rows import Side
+from .rows import Payload, Side
 
 Ranks = TypeVar("Ranks", int, np.ndarray)
 
@@ -26,9 +26,12 @@ class Groups:
     keep: bool = False  # the forward caches q, k and v of its sequence group for the backward, not the rank's own
     chunks: int = 0  # by position, in which a sequence group's shards arrive; 0: one owner at a time
     gather: bool = False  # with whole heads: all foreign shards arrive in one exchange, and share a buffer
+    results: bool = False  # ``keep`` includes out and lse: U is W, and a backward is sent neither lse nor D
 
     @classmethod
-    def of(cls, count: int, *, q_heads: int, kv_heads: int, keep: bool = False, chunks: int = 0) -> Groups:
+    def of(
+        cls, count: int, *, q_heads: int, kv_heads: int, keep: bool = False, results: bool = False, chunks: int = 0
+    ) -> Groups:
         """Split heads into ``count`` groups. Raise ValueError if that can't be done."""
         if not cls.divide(count, q_heads=q_heads, kv_heads=kv_heads):
             raise ValueError(
@@ -36,7 +39,7 @@ class Groups:
                 "divide the key-value heads, or be a multiple of them that divides the query heads. Choose another "
                 "degree, or 'auto'"
             )
-        return cls(count, min(count, kv_heads), keep, chunks)
+        return cls(count, min(count, kv_heads), keep, chunks, results=results)
 
     @staticmethod
     def divide(count: int, *, q_heads: int, kv_heads: int) -> bool:
@@ -63,6 +66,11 @@ class Groups:
     def joins(self) -> bool:
         """Whether shards of several owners may share a buffer. Local data is then copied into it."""
         return self.query > 1 or self.gather
+
+    @property
+    def of_backward(self) -> Payload:
+        """What the owner of queries sends in a backward whose inputs the forward cached."""
+        return Payload.OUTPUT_GRADIENT if self.results else Payload.GRADIENTS
 
     def members(self, context: int) -> range:
         """Return the ranks of a sequence group."""

@@ -40,6 +40,7 @@ class Payload(Enum):
     ALL = "all"
     INPUTS = "inputs"  # q, or k and v
     GRADIENTS = "gradients"  # the rest of a backward's query side: dO, lse and D
+    OUTPUT_GRADIENT = "output-gradient"  # dO alone
 
 
 @dataclass(frozen=True, eq=False)

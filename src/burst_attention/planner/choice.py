@@ -192,7 +192,8 @@ def cuts(layout: Layout, shape: Shape, strategy: Strategy, *, keys: Layout | Non
         nothing = count == 1 or _some_slice_is_empty(layout, count)
         keeps = [False] if nothing else [False, True] if strategy.cache_qkv == "auto" else [strategy.cache_qkv]
         for kept in keeps:
-            yield from chunkings(layout, replace(groups, keep=kept), strategy.chunks)
+            whole = kept and count == world
+            yield from chunkings(layout, replace(groups, keep=kept, results=whole), strategy.chunks)
         if count == 1 < world and _few_keys(shape, layout, keys or layout) and _may_gather(strategy):
             yield Groups(gather=True)
 

@@ -62,7 +62,8 @@ def _retained(planner: Planner, schedule: Schedule, shape: Shape, groups: Groups
     elements += rows[1] * (shape.kv_heads // parts[1]) * (shape.head_dim + shape.v_head_dim)
     inputs = shape.batch * shape.io * elements
     results = shape.batch * own * shape.q_heads * (shape.v_head_dim * shape.io + shape.accumulate)
-    held = {"none": inputs + results, "layer": 0, "keep-attention": results + groups.keep * inputs}[remat]
+    kept = results + groups.keep * inputs + groups.results * results
+    held = {"none": inputs + results, "layer": 0, "keep-attention": kept}[remat]
     return f"retained from forward to backward, with remat={remat}: {held / 1e6:,.4g} MB"
 
 

@@ -185,7 +185,8 @@ class Planner:
             caches: whether the call may cache q, k and v; attention in chunks of heads does not.
         """
         groups = self.choose_groups(schedule, shape)
-        return self.settle(schedule, shape, replace(groups, chunks=0, keep=groups.keep and caches))
+        keep, results = groups.keep and caches, groups.results and caches
+        return self.settle(schedule, shape, replace(groups, chunks=0, keep=keep, results=results))
 
     def choose_groups(self, schedule: Schedule, shape: Shape) -> Groups:
         """Choose how heads are split if that was left open, and whether q, k and v are cached.
@@ -200,6 +201,7 @@ class Planner:
         """Choose the chunks of a call that :meth:`choose_groups` split, whether it gathers, and what circulates."""
         if _splits_by_choice(schedule) and schedule.route.direct:
             found = self.choose_call(schedule, shape).candidate
+            found = found._replace(groups=replace(found.groups, results=groups.results))
             if replace(found.groups, chunks=groups.chunks, gather=groups.gather) == groups:
                 return found
         groups = replace(groups, gather=schedule.strategy.gather_kv is True)

@@ -324,7 +324,7 @@ class _Side:
         kept = far, cache_owner, self.user, slices * self._bytes(payload=Payload.INPUTS), SHARD
         if self.side is Side.KEY:
             return [kept]
-        return [kept, (distance, self.owner, self.user, rows * self._bytes(payload=Payload.GRADIENTS), SHARD)]
+        return [kept, (distance, self.owner, self.user, rows * self._bytes(payload=self.groups.of_backward), SHARD)]
 
     def homeward(self, last: np.ndarray) -> list[Columns]:
         """Return the columns of :class:`Messages` for results.

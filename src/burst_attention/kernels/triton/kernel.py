@@ -76,6 +76,7 @@ class Triton:
     def backward(self, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv): one program for dq, another for dk and dv."""
         q, k, v = inputs.q, inputs.k, inputs.v
+        inputs = replace(inputs, delta=inputs.row_delta())
         dq, dk, dv = (
             torch.empty(x.shape, dtype=x.dtype if inputs.final else torch.float32, device=x.device) for x in (q, k, v)
         )
@@ -90,7 +91,7 @@ class Triton:
         block = sizes.n if keys else sizes.m
         batch, heads, length = (k if keys else q).shape[:3]
         table = self.tables.get(tiles, keys=keys, size=block, length=length, device=q.device)
-        tensors = (q, k, v, inputs.dout, inputs.lse, inputs.delta)
+        tensors = (q, k, v, inputs.dout, inputs.lse, inputs.row_delta())
         strides = [n for x in tensors for n in x.stride()[:3]]
         tail = (table.tiles, table.offsets, table.ids, inputs.scale, self.softcap or 1.0)
         counts = (heads, q.shape[1] // k.shape[1], length)

@@ -144,7 +144,9 @@ def planned_sent(
     """Bytes that :func:`burst_attention` sends in a forward and a backward, as the plan predicts them."""
     sizes = {"q_heads": heads.q_heads, "kv_heads": heads.kv_heads, "head_dim": heads.head_dim}
     sizes |= {"v_head_dim": heads.v_head_dim} if heads.v_head_dim else {}
-    traffic = plan.bytes(batch=batch, **sizes, dtype=dtype, attention_chunks=attention_chunks)
+    traffic = plan.bytes(
+        batch=batch, **sizes, dtype=dtype, attention_chunks=attention_chunks, lse="sinks" in heads.options
+    )
     return traffic.forward_sent, traffic.backward_sent
 
 

@@ -166,8 +166,8 @@ class UspAttention:
         groups = self.groups(heads.kv_heads, plan.world)
         mesh = self._mesh(plan, groups)
         traded = traded_bytes(plan.length, sum(mesh.lengths), groups, heads, batch, dtype)
-        counts = {"q_heads": heads.q_heads // groups, "kv_heads": heads.kv_heads // groups}
-        ring = mesh.ring.bytes(batch=batch, **counts, head_dim=heads.head_dim, dtype=dtype)
+        q_heads, kv_heads = heads.q_heads // groups, heads.kv_heads // groups
+        ring = mesh.ring.bytes(batch=batch, q_heads=q_heads, kv_heads=kv_heads, head_dim=heads.head_dim, dtype=dtype)
         return traded[0] + ring.forward_sent, traded[1] + ring.backward_sent
 
     def _mesh(self, plan: Plan, groups: int) -> _Mesh:

@@ -78,7 +78,15 @@ def _planned(q: ForecastRequest, ways: list[AttentionStrategy], flags: str) -> C
             token = q.tokens * shape.batch * shape.io
             keys = token * shape.kv_heads * (shape.head_dim + shape.v_head_dim)
             kept = max(kept, (times - 1) * keys)  # saved instead of the rank's own q, k and v
-            results = max(results, token * shape.q_heads * shape.head_dim + times * keys)
+            saved = token * shape.q_heads * shape.head_dim + times * keys
+            saved += (
+                way.groups.results
+                * q.tokens
+                * shape.batch
+                * shape.q_heads
+                * (shape.v_head_dim * shape.io + shape.accumulate)
+            )
+            results = max(results, saved)
     return Candidate(
         way=str(ways[0]),
         calls=tuple(calls),

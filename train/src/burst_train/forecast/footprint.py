@@ -221,7 +221,8 @@ def _calls(
     shape = replace(schedules.shape, q_heads=heads.q_heads, kv_heads=heads.kv_heads)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     token = batch * dtype.itemsize * heads.head_dim
-    results = heads.q_heads * (2 * token + batch * wide.itemsize)  # out and its gradient, and lse
+    lse_and_out = token + batch * wide.itemsize
+    results = heads.q_heads * (token + lse_and_out)  # out and its gradient, and lse
     calls = {}
     for window in windows:
         for direction in Direction:
@@ -236,7 +237,11 @@ def _calls(
                     if groups.keep:  # the cached tensors of the sequence group replace q, k and v
                         of_slice = heads.q_heads // groups.query + 2 * (heads.kv_heads // groups.key)
                         held = schedule.slice_length(groups) * token * of_slice
-                    held += tokens * (results if chunks == 1 else heads.q_heads * token)
+                    if groups.results:  # so do its out and lse
+                        held += schedule.slice_length(groups) * (heads.q_heads // groups.query) * lse_and_out
+                        held += tokens * heads.q_heads * token
+                    else:
+                        held += tokens * (results if chunks == 1 else heads.q_heads * token)
                 peak = peak_of(schedule, shape, dtype, chosen, direction, calls=min(chunks, OVERLAPPING))
                 beside.append(peak - held)
             calls[window, direction] = max(0, *beside)
@@ -317,7 +322,9 @@ class LiveStep(LiveBytes):
         """Call the operator as :func:`burst_attention` does on several ranks, although this plan has one."""
         assert self._cuts is not None
         heads, cached_rows = self._cuts[self._reaches[plan.handle]]
-        split = {"heads": heads, "cached_rows": cached_rows, "wanted": gradients_wanted(q, k, v, sinks)}
+        results = cached_rows > 0 and heads == self._world and sinks is None
+        split = {"heads": heads, "cached_rows": cached_rows, "cached_results": results}
+        split["wanted"] = gradients_wanted(q, k, v, sinks)
         open_ = {"scale": scale, "softcap": softcap, "kernel": "auto", "return_lse": False}
         return attend(q, k, v, sinks, handle=plan.handle, **split, **open_, formula_version=FORMULA_VERSION)[0]
 
