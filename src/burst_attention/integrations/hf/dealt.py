@@ -55,8 +55,8 @@ class Step:
     """Stands for the plan in a call whose queries are on every rank; ``attend`` computes a layer's attention.
 
     Args:
-        attend: a function of (q, keys, values, layer's number, reach or ``UNSTATED``, scale, softcap, sinks), which returns
-            [B, Hq, n, Dv].
+        attend: a function of (q, keys, values, layer's number, reach or ``UNSTATED``, scale, softcap, sinks), which
+            returns [B, Hq, n, Dv].
     """
 
     def __init__(self, attend: Callable[..., Tensor]) -> None:
