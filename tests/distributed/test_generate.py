@@ -6,14 +6,18 @@ import copy
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from burst_attention import ExchangeError, Strategy
 from burst_attention.attention.dealt import dealt_bytes
-from burst_attention.inference import ShardedCache
+from burst_attention.inference import ShardedCache, shard_weights
 from burst_attention.integrations import hf
 from burst_attention.testing import WorkerPool
 from tests.support.generating import alone, check_equal, generate, ids_of, model_of, over_ranks
@@ -468,3 +472,63 @@ def test_a_rank_that_is_killed_is_named_in_time():
     for text, seconds in results.values():
         assert "rank" in text and "down" in text and seconds < 20
     assert any("rank 1" in text for text, _ in results.values())
+
+
+def with_sharded_weights(name, by_user, folder):
+    """Generate 12 tokens from 100 with sharded weights, save the cache; return the tokens and the shares held."""
+    model = hf.parallelize(copy.deepcopy(model_of(name)), timeout=20)
+    whole = sum(p.numel() for p in model.parameters())
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if by_user:
+        for part in (*model.model.layers, model):
+            fully_shard(part, mesh=mesh)
+    else:
+        shard_weights(model, mesh)
+    own = sum(p.to_local().numel() for p in model.parameters())
+    cache = ShardedCache(model.config, timeout=20)
+    out = generate(model, cache, ids_of(100), max_new_tokens=NEW)
+    cache.save(folder)
+    layers = [*model.model.layers.parameters()]
+    out = SimpleNamespace(sequences=out.sequences, logits=out.logits)  # the cache can't be sent
+    return out, own / whole, all(isinstance(p, DTensor) for p in layers)
+
+
+@pytest.mark.parametrize(("name", "world", "by_user"), [("llama", 2, True), ("llama", 3, False), ("gemma3", 2, False)])
+def test_sharded_weights_give_the_same_tokens(pools, tmp_path, name, world, by_user):
+    """Whole weights then continue the cache."""
+    done = pools(world).run(with_sharded_weights, name, by_user, tmp_path / "cache")
+    expected = alone(name, ids_of(100), max_new_tokens=NEW)
+    check_equal([out for out, *_ in done], expected)
+    assert all(share < 1.1 / world and sharded for _, share, sharded in done)
+
+    def load(model, cache):
+        loaded = ShardedCache.load(tmp_path / "cache", model.config, cache.group)
+        return generate(model, loaded, expected.sequences, max_new_tokens=NEW)
+
+    check_equal(over_ranks(name, 2, load), alone(name, expected.sequences, max_new_tokens=NEW))
+
+    def load_in_another(model, cache):
+        model.model.embed_tokens.weight.data += 1
+        with pytest.raises(ValueError, match="its weights differ"):
+            load(model, cache)
+
+    over_ranks(name, 2, load_in_another)
+
+
+def test_layers_that_share_weights_are_not_sharded():
+    model = copy.deepcopy(model_of("llama"))
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    with pytest.raises(ValueError, match=r"layers of LlamaForCausalLM share model\.layers\.1\.mlp\.up_proj"):
+        shard_weights(model, None)
+    with pytest.raises(ValueError, match="has no decoder layers"):
+        shard_weights(torch.nn.Linear(1, 1), None)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("count", [7, 1_000])
+def test_latent_attention_generates(name, count):
+    """The cache holds the keys and values that transformers projects from the latent vectors."""
+    ids = ids_of(count)
+    expected = alone(name, ids, max_new_tokens=NEW)
+    for world in (2, 3):
+        check_equal(over_ranks(name, world, lambda *both: generate(*both, ids, max_new_tokens=NEW)), expected)

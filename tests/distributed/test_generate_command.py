@@ -59,7 +59,7 @@ def test_a_text_is_continued_and_continued_again(folder):
     assert done.stdout.strip() == tokenizer.decode(new, skip_special_tokens=True).strip("\n \N{REPLACEMENT CHARACTER}")
     for figure in ("first token after", "tokens/s", "cache bytes per rank", "sent bytes per rank"):
         assert figure in done.stderr
-    options = ("--ranks", 3, "--max-new-tokens", 5, "--load-cache", cache, "--json")
+    options = ("--ranks", 3, "--max-new-tokens", 5, "--load-cache", cache, "--json", "--shard-weights")
     again = burst("--model", folder, "--prompt", "-", *options, text="More.")
     assert again.returncode == 0, again.stderr
     said = json.loads(again.stdout)

@@ -13,6 +13,7 @@ def test_figures_of_two_ranks(pools) -> None:
     assert [len(side) for side in (*row["first"], *row["later"])] == [2] * 4
     alone, ours = row["cache"]
     assert alone / 2 < ours <= alone / 2 + 64 * alone / 202, "half of the tokens, and a page"
+    assert all(0 <= peak < 2**28 for peak in row["peak"])
     assert row["sent"] == 2 * 4 * (64 + 1) * 4
 
 
@@ -30,6 +31,8 @@ def test_other_tokens_or_bytes_give_no_figures(pools, name, text) -> None:
 
 def test_a_line_compares_round_by_round() -> None:
     sides = {"first": [[2.0, 4.0], [1.0, 1.0]], "later": [[0.01, 0.01], [0.02, 0.02]], "cache": [2**20, 2**19]}
+    sides["peak"] = [2**22, 2**21]
     cells = line({"context": 1024, "ranks": 2, "sent": 10, **sides})
     assert cells["first token, ratio"] == "3.00 (2.00 to 4.00)" and cells["later token, ratio"].startswith("0.50")
     assert (cells["cache per rank"], cells["one process's"]) == ("0.5 MiB", "1.0 MiB")
+    assert (cells["peak per rank"], cells["one process's peak"]) == ("2.0 MiB", "4.0 MiB")

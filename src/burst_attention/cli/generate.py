@@ -63,6 +63,8 @@ class GenerateArguments:
     """Continue a saved cache: its text precedes the prompt. Any number of ranks can load it."""
     json: bool = False
     """Print one JSON object with text and figures in place of the text."""
+    shard_weights: bool = False
+    """Shard the weights by FSDP2, for a model too large for one rank. Every token gathers every layer."""
     device: DeviceOrAuto = "auto"
     timeout: Seconds = 600.0
     """Seconds before a pending exchange counts as failed."""
@@ -127,14 +129,18 @@ def main(arguments: list[str]) -> int:
 def _generate(arguments: GenerateArguments) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from ..inference import ShardedCache
+    from ..inference import ShardedCache, shard_weights
     from ..integrations import hf
     from ..launch.join import join
 
     with join(device=arguments.device, timeout=arguments.timeout) as context:
         tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-        model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype="auto").eval().to(context.device)
+        model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype="auto").eval()
+        if not arguments.shard_weights:
+            model = model.to(context.device)
         hf.parallelize(model, context.everyone, timeout=arguments.timeout)
+        if arguments.shard_weights:
+            shard_weights(model, context.everyone)
         options: dict[str, Any] = {"timeout": arguments.timeout, "prefill_chunk": arguments.prefill_chunk}
         if arguments.load_cache is None:
             cache = ShardedCache(model.config, context.everyone, **options)

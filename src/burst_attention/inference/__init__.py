@@ -1,5 +1,6 @@
 """Generate text after prompts that no single device can hold: a cache over ranks for ``generate`` of transformers."""
 
 from .cache import ShardedCache
+from .weights import shard_weights
 
-__all__ = ["ShardedCache"]
+__all__ = ["ShardedCache", "shard_weights"]

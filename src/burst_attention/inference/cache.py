@@ -83,7 +83,7 @@ class ShardedCache(DealtCache):
         with self.agreement.entering("ShardedCache"):
             self.prefill_chunk = _check_chunk(prefill_chunk, self.transport.world)
         self.model = describe_model(text, reaches)
-        self.weights: str | None = None  # a digest of some weights of the model that filled the cache
+        self.weights: dict[str, str] | None = None  # digests of weights of the model that filled the cache
         self.holes: list[Hole] = []  # of each row of the batch
         self.failure: str | None = None
         self.strided = False
@@ -179,7 +179,7 @@ class ShardedCache(DealtCache):
                     "pass the configuration of the model that filled the cache"
                 )
 
-    def check(self, model: Any, base: Plan, weights: Callable[[], str]) -> None:
+    def check(self, model: Any, base: Plan, weights: Callable[[], dict[str, str]]) -> None:
         """Refuse a model of another configuration or with other weights, and a model over another group."""
         if self.failure is not None:
             raise ValueError(f"past_key_values failed before ({self.failure}); make a new ShardedCache")
@@ -201,12 +201,14 @@ class ShardedCache(DealtCache):
                 "use strategy=None, or make ShardedCache without prefill_chunk"
             )
         if model not in self._models:
-            digest = weights()
-            if self.weights not in (None, digest):
+            found, known = weights(), self.weights or {}
+            other = [name for name in found.keys() & known.keys() if found[name] != known[name]]
+            if other:
                 raise ValueError(
-                    "past_key_values is the cache of another model: its weights differ; make ShardedCache(model.config)"
+                    f"past_key_values is the cache of another model: its weights differ ({min(other)}); make "
+                    "ShardedCache(model.config)"
                 )
-            self.weights = digest
+            self.weights = {**found, **known}  # sharded weights are unknown, so the names may differ
             self._models.add(model)
 
     def check_batch(self, padding: Tensor) -> None:
@@ -221,7 +223,7 @@ class ShardedCache(DealtCache):
         """Return what must be equal on all ranks before a call."""
         return {
             "tokens in the cache": self.length,
-            "weights of the cache's model": self.weights,
+            "weights of the cache's model": None if self.weights is None else digest_text(self.weights),
             "prefill_chunk": self.prefill_chunk,
         }
 
@@ -267,16 +269,18 @@ class ShardedCache(DealtCache):
             return layer.update(key_states, value_states)
         if now.plan is None:
             layer.append(key_states, value_states, now.slots, now.first)
-        else:
-            order = np.argsort(now.slots, kind="stable")
-            kept = key_states, value_states
-            if (order[1:] < order[:-1]).any():
-                at = torch.from_numpy(order).to(key_states.device)
-                kept = key_states.index_select(2, at), value_states.index_select(2, at)
-            layer.store(*kept, now.slots[order])
-            if now.first:
-                return layer.tokens()
-            layer.forget(self.holes, now.stop, least=1)
+            self._last = layer_idx
+            # Latent attention can't expand zero tokens. No query sees the keys that a rank without any returns.
+            return layer.tokens() if len(layer.held) else (key_states, value_states)
+        order = np.argsort(now.slots, kind="stable")
+        kept = key_states, value_states
+        if (order[1:] < order[:-1]).any():
+            at = torch.from_numpy(order).to(key_states.device)
+            kept = key_states.index_select(2, at), value_states.index_select(2, at)
+        layer.store(*kept, now.slots[order])
+        if now.first:
+            return layer.tokens()
+        layer.forget(self.holes, now.stop, least=1)
         self._last = layer_idx
         return key_states, value_states
 
@@ -297,13 +301,18 @@ class ShardedCache(DealtCache):
     def _attend(
         self,
         q: Tensor,
+        key: Tensor,
+        value: Tensor,
         number: int | None,
         reach: Reach | Any,
         scale: float | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Compute a layer's attention of the tokens of this step: [B, Hq, n, Dv]."""
+        """Compute a layer's attention of the tokens of this step: [B, Hq, n, Dv].
+
+        ``key`` and ``value`` are what :meth:`update` returned, or what a latent attention expanded it to.
+        """
         now, layer = self._filling, self.sharded[self._last]
         assert now is not None
         if number not in (None, self._last):
@@ -315,7 +324,12 @@ class ShardedCache(DealtCache):
                 f"layer {self._last} asks for {shown_reach(reach)}, but its configuration says "
                 f"{shown_reach(layer.reach)}; correct the configuration"
             )
-        key, value = layer.tokens()
+        held = len(layer.held)
+        if key.shape[2] != (held or q.shape[2]):
+            raise ValueError(
+                f"layer {self._last} attends to {key.shape[2]} keys, but the cache returned {held}; such models are "
+                "refused"
+            )
         seen = seen_keys(layer.held, range(now.first, now.stop), layer.reach, self.holes)
         label = f"decoding, token {now.stop - 1}, layer {self._last}"
         return attend_dealt(q, key, value, seen, self.transport, scale=scale, softcap=softcap, sinks=sinks, label=label)

@@ -22,7 +22,7 @@ from torch import Tensor
 from .layer import ShardedLayer
 from .slots import PAGE
 
-MANIFEST, VERSION = "cache.json", 1
+MANIFEST, VERSION = "cache.json", 2
 _AGAIN = "save the cache again, or copy the whole folder again"
 
 

@@ -4,14 +4,18 @@ A tiny Llama (fp32, random weights) reads a prompt and then writes tokens greedi
 first token. The second is the time per later token, the median of those of a round. Each rank has one thread. The one
 process has as many threads as there are ranks, but not more than cores. The two take turns, round by round; figures are
 the median and the range over rounds. All tokens are first compared. The bytes that a rank sends per token must be those
-that are predicted, whatever the context's length.
+that are predicted, whatever the context's length. An untimed run then counts peak memory: the most resident bytes of a
+rank, minus those before. With --link each rank is a node of an emulated cluster with links of this rate (it needs root
+and iproute2).
 
-    burst bench generate [--worlds 1 2 4] [--contexts 1024 4096 16384] [--rounds 3] [--new-tokens 17]"""
+    burst bench generate [--worlds 1 2 4] [--contexts 1024 4096 16384] [--rounds 3] [--new-tokens 17]
+                         [--link 100mbit]"""
 
 from __future__ import annotations
 
 import statistics
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -30,6 +34,8 @@ from burst_attention.launch.join import cores
 from burst_attention.testing import WorkerPool
 
 from ..arguments import command_given
+from ..cluster import Cluster, ClusterError, parse_rate
+from ..harness.memory import give_back, peak_during, resident
 from ..harness.origin import origin
 from ..harness.results import write_json
 from ..harness.turns import ratios, take_turns
@@ -55,6 +61,8 @@ class GenerationArguments:
     """Tokens of the prompt."""
     new_tokens: int = 17
     rounds: int = 3
+    link: str | None = None
+    """Rate of each rank's link, such as 100mbit; each rank is then a node of an emulated cluster."""
     json: Path | None = None
     """Also write the figures to this file."""
 
@@ -87,6 +95,13 @@ def _generated(parallel: bool, threads: int, context: int, count: int) -> dict[s
     return {"tokens": tokens, "seconds": seconds, "cache": size, "sent": (sent[-1] - sent[0]) / max(1, count - 1)}
 
 
+def _peak(parallel: bool, threads: int, context: int, count: int) -> int:
+    """Run on a rank: generate again; return the peak resident bytes minus those before."""
+    give_back()
+    before = resident()
+    return peak_during(lambda: _generated(parallel, threads, context, count))[1] - before
+
+
 def _nbytes(held: DynamicCache) -> int:
     return sum(x.nbytes for layer in held.layers for x in (layer.keys, layer.values))
 
@@ -109,22 +124,45 @@ def measured(one: WorkerPool, many: WorkerPool, context: int, a: GenerationArgum
         for of in (lambda seconds: seconds[0], lambda seconds: statistics.median(seconds[1:]))
     )
     cached = [max(each["cache"] for each in side[0]) for side in turns]
-    return {"ranks": world, "context": context, "first": first, "later": later, "cache": cached, "sent": predicted}
+    peaks = [
+        max(one.run(_peak, False, min(world, cores()), context, a.new_tokens, timeout=900)),
+        max(many.run(_peak, True, 1, context, a.new_tokens, timeout=900)),
+    ]
+    row = {"ranks": world, "context": context, "first": first, "later": later, "cache": cached, "peak": peaks}
+    return row | {"sent": predicted}
 
 
 def main(arguments: list[str]) -> None:
     a = tyro.cli(GenerationArguments, prog="burst bench generate", description=__doc__, args=arguments)
     console, rows = Console(width=max(Console().width, 120)), list[dict[str, Any]]()
     for world in a.worlds:
-        with WorkerPool(1, timeout=900) as one, WorkerPool(world, timeout=900) as many:
-            found = [measured(one, many, context, a) for context in a.contexts]
+        found = _over_contexts(world, a)
         rows += found
         threads = min(world, cores())
         title = f"{ranks_text(world)} x 1 thread against one process x {threads}; fp32, {LAYERS} layers, H={HEADS}, "
-        console.print(terminal([line(row) for row in found], title=f"{title}D={DIM}; {a.rounds} rounds"))
+        console.print(
+            terminal(
+                [line(row) for row in found],
+                title=f"{title}D={DIM}; {a.rounds} rounds{f', links of {a.link}' if a.link else ''}",
+            )
+        )
     if a.json is not None:
-        size = {"new_tokens": a.new_tokens, "rounds": a.rounds, **SIZES}
+        size = {"new_tokens": a.new_tokens, "rounds": a.rounds, "link": a.link, **SIZES}
         write_json(a.json, {"size": size, "rows": rows} | origin(command_given(a.json)))
+
+
+def _over_contexts(world: int, a: GenerationArguments) -> list[dict[str, Any]]:
+    """Return the rows of all contexts for one number of ranks."""
+    with ExitStack() as stack:
+        entries = None
+        if a.link is not None:
+            try:
+                entries = stack.enter_context(Cluster(world, 1, rate=parse_rate(a.link))).entries()
+            except (ClusterError, ValueError) as error:
+                raise SystemExit(f"burst bench generate: {error}") from None
+        one = stack.enter_context(WorkerPool(1, timeout=900))
+        many = stack.enter_context(WorkerPool(world, timeout=900, entries=entries))
+        return [measured(one, many, context, a) for context in a.contexts]
 
 
 def line(row: dict[str, Any]) -> dict[str, str]:
@@ -134,4 +172,6 @@ def line(row: dict[str, Any]) -> dict[str, str]:
         cells |= {f"{name}, ms": spread([1e3 * x for x in ours], ".3g"), f"{name}, ratio": spread(ratios(ours, alone))}
     alone, ours = row["cache"]
     cells |= {"cache per rank": mebibytes(ours, 1), "one process's": mebibytes(alone, 1)}
+    alone, ours = row["peak"]
+    cells |= {"peak per rank": mebibytes(ours, 1), "one process's peak": mebibytes(alone, 1)}
     return cells | {"sent per token": bytes_text(row["sent"])}

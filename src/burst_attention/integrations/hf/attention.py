@@ -106,7 +106,7 @@ class Attention:
             return attend(*_autocast(query, key, value), plan, **options).transpose(1, 2), None
         if isinstance(plan, Step):
             asked = {"dropout": dropout, "sliding_window": sliding_window, "others": others}
-            return plan(module, query, attention_mask, **asked, options=options), None
+            return plan(module, (query, key, value), attention_mask, **asked, options=options), None
         with Plans.of(plan).one.agreement.entering("burst_attention"):
             checks.check_keywords(dropout, others)
             checks.check_attend(attend, options)

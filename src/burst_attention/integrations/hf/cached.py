@@ -75,12 +75,12 @@ def check_generate(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any],
     base.agreement.agree("generate", fields, remedy=_SAME_PROMPT, remedies={_RANDOM: _SAME_SEED})
 
 
-def forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], weights: Callable[[], str]) -> Any:
+def forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], weights: Callable[[], dict[str, str]]) -> Any:
     """Run the model on new tokens after those of its cache.
 
     Args:
         args, kwargs: the call's arguments, ``past_key_values`` among ``kwargs``.
-        weights: returns a digest of some of the model's weights.
+        weights: returns digests of the model's weights that this rank has whole, by name.
 
     Returns:
         ``logits`` [B, logits_to_keep, V], equal bits on all ranks, and ``past_key_values``.
@@ -104,7 +104,9 @@ def digest_text(values: Any) -> str:
     return hashlib.blake2b(repr(sorted(values.items(), key=str)).encode(), digest_size=8).hexdigest()
 
 
-def _agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], weights: Callable[[], str]) -> _CachedCall:
+def _agreed(
+    model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], weights: Callable[[], dict[str, str]]
+) -> _CachedCall:
     state = model._burst
     base: Plan = state.plans.base
     with base.agreement.entering("the model with a cache"):

@@ -21,8 +21,8 @@ class DealtCache(Cache):
     """A cache that each rank holds a part of. ``hf.parallelize`` models fill it, and ``generate`` takes it."""
 
     @abstractmethod
-    def check(self, model: Any, base: Plan, weights: Callable[[], str]) -> None:
-        """Refuse a model that the cache does not belong to. ``weights`` returns a digest of some of its weights."""
+    def check(self, model: Any, base: Plan, weights: Callable[[], dict[str, str]]) -> None:
+        """Refuse a model that the cache does not belong to. ``weights`` returns digests of its whole weights."""
 
     @abstractmethod
     def check_batch(self, padding: Tensor) -> None:
@@ -55,8 +55,8 @@ class Step:
     """Stands for the plan in a call whose queries are on every rank; ``attend`` computes a layer's attention.
 
     Args:
-        attend: a function of (q, layer's number, reach or ``UNSTATED``, scale, softcap, sinks), which returns
-            [B, Hq, n, Dv].
+        attend: a function of (q, keys, values, layer's number, reach or ``UNSTATED``, scale, softcap, sinks), which
+            returns [B, Hq, n, Dv].
     """
 
     def __init__(self, attend: Callable[..., Tensor]) -> None:
@@ -65,7 +65,7 @@ class Step:
     def __call__(
         self,
         module: torch.nn.Module,
-        query: Tensor,
+        qkv: tuple[Tensor, Tensor, Tensor],
         attention_mask: Any,
         *,
         dropout: float,
@@ -83,5 +83,5 @@ class Step:
         causal = getattr(module, "is_causal", True)
         if not causal or (request is not None and not request.causal):
             raise ValueError(f"is_causal=False of {type(module).__name__}: a cache needs causal attention")
-        out = self._attend(query, getattr(module, "layer_idx", None), reach, **options)
+        out = self._attend(*qkv, getattr(module, "layer_idx", None), reach, **options)
         return out.transpose(1, 2).contiguous()

@@ -372,7 +372,7 @@ def _switch(model: Any, implementation: str) -> None:
 def _forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run the forward of a parallelized model."""
     if isinstance(kwargs.get("past_key_values"), DealtCache):
-        return cached.forward(model, args, kwargs, functools.partial(_sample, model))
+        return cached.forward(model, args, kwargs, functools.partial(_samples, model))
     call = _agreed(model, args, kwargs)
     if call.own:
         return answer_by_own(model, lambda: _body(model, call), call)
@@ -437,15 +437,19 @@ def _fields(model: Any, call: Call) -> dict[str, Any]:
         "a forward or a loss of the model's own": call.own,
     }
     if call.plan.world > 1 and not model._burst.compared:
-        fields[_WEIGHTS] = _sample(model)
+        fields[_WEIGHTS] = cached.digest_text(_samples(model))
     return fields
 
 
 @torch.no_grad()
-def _sample(model: Any) -> str:
-    """Return a digest of a few values of each parameter and buffer, except sharded ones."""
-    every = (*model.parameters(), *model.buffers())
+def _samples(model: Any) -> dict[str, str]:
+    """Return a digest of a few values of each parameter and buffer, by name, except sharded ones."""
+    every = (*model.named_parameters(), *model.named_buffers())
     kinds = (nn.Parameter, torch.Tensor)
-    whole = [p for p in every if type(p) in kinds and p.device.type != "meta" and p.numel() and not p.is_complex()]
-    few = [p.flatten()[:: max(1, p.numel() // 8)][:8].double().cpu() for p in whole]
-    return digest_of(torch.cat(few)) if few else ""
+    whole = {
+        name: p
+        for name, p in every
+        if type(p) in kinds and p.device.type != "meta" and p.numel() and not p.is_complex()
+    }
+    few = {name: p.flatten()[:: max(1, p.numel() // 8)][:8].double().cpu() for name, p in whole.items()}
+    return {name: digest_of(values) for name, values in few.items()}
