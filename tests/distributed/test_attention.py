@@ -96,6 +96,7 @@ def test_eight_ranks(pools) -> None:
 CUT = {name: values for name, values in FACTORS.items() if name != "route"} | {
     "cache_qkv": [True, False, "auto"],
     "chunks": [0, 1, 2, 3, "auto"],
+    "dlse": [True, False],
 }
 
 
@@ -103,7 +104,7 @@ def cut_case(row: dict, world: int) -> Case:
     """Heads that ``world`` divides, of which the groups may be more than key-value heads."""
     q_heads = 12 if world == 3 else 8
     heads = {"q_heads": q_heads, "kv_heads": {1: q_heads, 4: q_heads // 4, 8: 1}[row["groups"]], "head_dim": 16}
-    names = ("dtype", "layout", "circulate", "kernel", "ulysses_degree", "cache_qkv", "chunks")
+    names = ("dtype", "layout", "circulate", "kernel", "ulysses_degree", "cache_qkv", "chunks", "dlse")
     options = {name: row[name] for name in names}
     return Case(seqlen=SEQLEN, mask=MASKS[row["mask"]], route="direct", **options, **heads)
 

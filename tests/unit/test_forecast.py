@@ -368,10 +368,11 @@ def test_what_a_forward_fetched_is_kept_with_its_results() -> None:
     asked = make_request(ulysses_degree=16, ranks=16, route="direct")
     candidate = MAKERS["burst"](asked)
     groups = candidate.ways[0].groups
-    assert replace(groups, chunks=0) == Groups(16, 8, keep=True)
+    assert replace(groups, chunks=0) == Groups(16, 8, keep=True, results=True)
     token = 2 * asked.seq_len // 16  # bytes of a number for each token
     assert candidate.kept == token * 2 * 8 * 128  # of keys and values, of which each head is at two ranks, the second
-    assert candidate.results == token * (32 + 2 * 16) * 128
+    results = token * 32 * (128 + 2)  # out and lse of the rank's heads too
+    assert candidate.results == token * (32 + 2 * 16) * 128 + results
     sizes = {
         "model": MODELS["llama-3-8b"],
         "tokens": asked.seq_len // 16,

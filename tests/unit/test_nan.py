@@ -146,6 +146,30 @@ def test_a_nan_on_any_number_of_ranks(world: int, layout: str, circulate: str) -
                 compare(mine, clean, reached(mask, name, 50))
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_nan_with_cached_results(chunks: int) -> None:
+    """The backward then looks at out in place of q, k and v."""
+    mask, given = MASKS["documents"], tensors(torch.float32)
+
+    def call(group, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        cut = Strategy(ulysses_degree=2, cache_qkv=True, chunks=chunks, layout="zigzag")
+        plan = make_plan(LENGTH, mask=mask, group=group, strategy=cut)
+        q, k, v, dout = (plan.shard(given[name], 2) for name in INPUTS)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = burst_attention(*leaves, plan, kernel="aten")
+        grads = torch.autograd.grad(out, leaves, dout)
+        with torch.no_grad():
+            _, lse = burst_attention(*leaves, plan, kernel="aten", return_lse=True)
+        results = (out, lse, *grads)
+        return {name: plan.unshard(x.detach(), 2) for name, x in zip(RESULTS, results, strict=True)}
+
+    with local_world(2) as ranks:
+        clean = ranks.run(call, given)[0]
+        for name in INPUTS:
+            for mine in ranks.run(call, spoiled(given, name, 50)):
+                compare(mine, clean, reached(mask, name, 50))
+
+
 def test_a_query_that_sees_nothing_stays_blank() -> None:
     given = spoiled(tensors(torch.float32), "q", 5)
     q, k, v, dout = (given[name] for name in INPUTS)

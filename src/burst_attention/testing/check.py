@@ -145,9 +145,14 @@ def distributed_call(case: Case, plan: Plan, inputs: dict[str, Tensor]) -> Gradi
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     sinks = inputs["sinks"].requires_grad_() if case.sinks else None
     options: dict[str, Any] = {"softcap": case.softcap, "sinks": sinks, "kernel": case.kernel}
-    out, lse = burst_attention(q, k, v, plan, **options, return_lse=True)
-    results, grads = ([out, lse], [dout, dlse]) if case.dlse else ([out], [dout])
-    torch.autograd.backward(results, grads)
+    if case.dlse:
+        out, lse = burst_attention(q, k, v, plan, **options, return_lse=True)
+        torch.autograd.backward([out, lse], [dout, dlse])
+    else:  # a call without lse may keep other tensors for its backward
+        out = burst_attention(q, k, v, plan, **options)
+        out.backward(dout)
+        with torch.no_grad():
+            _, lse = burst_attention(q, k, v, plan, **options, return_lse=True)
     found = Gradients(out.detach(), lse.detach(), q.grad, k.grad, v.grad)
     if sinks is None or sinks.grad is None:
         return found
