@@ -14,8 +14,7 @@ def shard_weights(model: Any, mesh: DeviceMesh) -> None:
     """Shard a parallelized model by FSDP2 in place: each layer, then what is left. Every rank must call it.
 
     A rank then holds 1/W of the layers. While it computes, it also holds one or two whole layers, the embeddings and
-    the head. If ``from_pretrained`` mapped the files into memory, as it does on a CPU in the files' dtype, a rank reads
-    only its shards.
+    the head. An allocator may keep that memory afterwards.
 
     Args:
         model: the result of ``hf.parallelize``, on a CPU or on the mesh's device; equal on all ranks.
