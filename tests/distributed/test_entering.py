@@ -57,7 +57,7 @@ CALLS = {  # of each call, what it does by itself first: made to fail on one ran
     "burst_attention": ("burst_attention.attention.entry.check_types", attention),
     "burst_attention as an operator": ("burst_attention.attention.calls.resolve", attention),
     "the backward of burst_attention": (
-        "burst_attention.attention.calls.row_dot",
+        "burst_attention.attention.operator.prepare_backward",
         lambda plan: attention(plan).sum().backward(),
     ),
     "make_plan": ("burst_attention.attention.plan.known_shape", lambda plan: make_plan(SEQLEN, group=plan.group)),
