@@ -451,5 +451,8 @@ def _samples(model: Any) -> dict[str, str]:
         for name, p in every
         if type(p) in kinds and p.device.type != "meta" and p.numel() and not p.is_complex()
     }
-    few = {name: p.flatten()[:: max(1, p.numel() // 8)][:8].double().cpu() for name, p in whole.items()}
+    # Copies: FSDP2 could not free a weight that numpy had seen.
+    few = {
+        name: p.flatten()[:: max(1, p.numel() // 8)][:8].to(torch.float64, copy=True).cpu() for name, p in whole.items()
+    }
     return {name: digest_of(values) for name, values in few.items()}
