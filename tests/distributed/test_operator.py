@@ -115,7 +115,7 @@ _PREPARED = (
     "with_sinks",
     "sink_gradient",
 )
-LAST = (12, "7ea585e50f15")
+LAST = (12, "12b69cba3555")
 
 
 def test_a_formula_that_changed_has_a_version_of_its_own():
@@ -248,3 +248,17 @@ def test_second_derivatives_are_refused():
     (grad,) = torch.autograd.grad(layer(*inputs, plan), inputs[:1], create_graph=True)
     with pytest.raises(RuntimeError, match="can be differentiated once"):
         grad.sum().backward()
+
+
+def twice(group=None):
+    """What a penalty on a gradient raises where a call caches its results."""
+    plan = make_plan(33, group=group, strategy=Strategy(ulysses_degree=2, cache_qkv=True))
+    inputs = shards(plan)
+    (grad,) = torch.autograd.grad(burst_attention(*inputs, plan).sum(), inputs[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="can be differentiated once"):
+        (inputs[0].sum() + grad.pow(2).sum()).backward()
+
+
+def test_second_derivatives_are_refused_where_results_are_cached():
+    with local_world(2) as ranks:
+        ranks.run(twice)

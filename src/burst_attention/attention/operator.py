@@ -203,7 +203,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     # A graph must not lose its plan. While a compiler traces there is no handle yet; the caller keeps the plan.
     ctx.plan = plan_of(ctx.handle) if isinstance(ctx.handle, int) else None
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(settled, *kept)
+    # The cached lse stays differentiable: without any such tensor, second derivatives would be dropped, not refused.
+    ctx.mark_non_differentiable(settled, *kept[: 4 if ctx.cached_results else 5])
     results = kept[3:] if ctx.cached_results else (out, lse)
     ctx.save_for_backward(*(kept[:3] if ctx.cached_rows else (q, k, v)), sinks, *results, settled)
 
