@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -169,26 +170,25 @@ class Sums:
     def leave(
         self, place: Place, where: Where | None, dtypes: tuple[torch.dtype, ...], landing: Tensors | None = None
     ) -> Tensors:
-        """Remove rows from the total and return them as rounded copies, in ``landing`` if given.
+        """Remove rows from the total and return them as rounded copies; ``where`` None: all rows.
 
-        ``where`` None: all rows.
+        ``landing``: tensors to copy the rows to, if they are in few stretches.
         """
         if where is None:
             return self.pop(place, dtypes)
         pieces = self._pieces.get(place, [])
         piece = next((each for each in pieces if isinstance(where, slice) and each.has(where)), None)
         if piece is None or not isinstance(where, slice):
-            whole = self._joined(place).tensors
-            if landing is not None and self._indices.copy(whole, where, landing):
-                return landing
-            rows = self._indices.take(whole, where)
+            held = self._joined(place).tensors
         else:
-            rows = piece.at(where)
+            held = piece.at(where)
             piece.left.append(range(where.start, where.stop))
             if piece.gone:
                 pieces.remove(piece)
-        if landing is not None:
-            return tuple(y.copy_(x) for x, y in zip(rows, landing, strict=True))
+            where = slice(0, where.stop - where.start)
+        if landing is not None and self._indices.copy(held, where, landing):
+            return landing
+        rows = self._indices.take(held, where)
         views, dense = isinstance(where, slice), torch.contiguous_format
         return tuple(x.to(to, copy=views, memory_format=dense) for x, to in zip(rows, dtypes, strict=True))
 
@@ -247,44 +247,47 @@ class DeviceIndices:
 
     def __init__(self) -> None:
         self._copies: dict[tuple[int, torch.device], tuple[np.ndarray, Tensor]] = {}
-        self._slices: dict[int, tuple[np.ndarray, list[slice]]] = {}
+        self._slices: dict[int, tuple[np.ndarray, list[tuple[slice, slice]]]] = {}
 
     def take(self, tensors: Tensors, where: Where) -> Tensors:
         """Return rows of a shard; a view if they are consecutive."""
         if isinstance(where, slice):
             return tuple(x.narrow(2, where.start, where.stop - where.start) for x in tensors)
         if runs := self._runs(where):
-            return tuple(torch.cat([x[:, :, run] for run in runs], 2) for x in tensors)
+            return tuple(torch.cat([x[:, :, run] for run, _ in runs], 2) for x in tensors)
         index = self.on_device(where, tensors[0].device)
         return tuple(x.index_select(2, index) for x in tensors)
 
     def copy(self, tensors: Tensors, where: Where, target: Tensors) -> bool:
         """Copy rows of a shard to ``target`` by stretches; return whether they are few enough."""
-        runs = [where] if isinstance(where, slice) else self._runs(where)
+        runs = self._runs(where)
         for x, y in zip(tensors, target, strict=True):
-            done = 0
-            for run in runs:
-                y.narrow(2, done, run.stop - run.start).copy_(x[:, :, run])
-                done += run.stop - run.start
+            for run, packed in runs:
+                y[:, :, packed].copy_(x[:, :, run])
         return bool(runs)
 
     def put(self, buffer: Tensor, where: Where, x: Tensor) -> None:
         """Write rows into a buffer."""
-        runs, done = [where] if isinstance(where, slice) else self._runs(where), 0
-        for run in runs:
-            buffer[:, :, run].copy_(x.narrow(2, done, run.stop - run.start))
-            done += run.stop - run.start
+        runs = self._runs(where)
+        for run, packed in runs:
+            buffer[:, :, run].copy_(x[:, :, packed])
         if not runs:
             assert not isinstance(where, slice)
             buffer.index_copy_(2, self.on_device(where, x.device), x)
 
-    def _runs(self, where: np.ndarray) -> list[slice]:
-        """Return the consecutive rows of an index array as slices, which are copied faster; [] if there are many."""
+    def _runs(self, where: Where) -> list[tuple[slice, slice]]:
+        """Return stretches of rows as slices, which are copied faster: of the buffer, and once they are packed.
+
+        [] if there are many.
+        """
+        if isinstance(where, slice):
+            return [(where, slice(0, where.stop - where.start))]
         if id(where) not in self._slices:
             ends = np.flatnonzero(np.diff(where) != 1) + 1
             few = len(where) > 0 and len(ends) < MOST_RUNS
-            parts = np.split(where, ends) if few else []
-            self._slices[id(where)] = where, [slice(int(part[0]), int(part[-1]) + 1) for part in parts]
+            borders = [0, *ends.tolist(), len(where)] if few else []
+            runs = [(slice(int(where[i]), int(where[j - 1]) + 1), slice(i, j)) for i, j in pairwise(borders)]
+            self._slices[id(where)] = where, runs
         return self._slices[id(where)][1]
 
     def on_device(self, where: np.ndarray, device: torch.device) -> Tensor:

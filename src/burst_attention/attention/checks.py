@@ -176,6 +176,14 @@ def split_heads(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[int, int]:
     return _split_heads(plan.handle_text, str(q.dtype), *heads, *dims)
 
 
+def caches_results(heads: int, cached_rows: int, world: int, *, sinks: Tensor | None, return_lse: bool) -> bool:
+    """Return whether a call also caches out and lse; ``heads`` and ``cached_rows`` come from :func:`split_heads`.
+
+    A gradient of lse changes D, and the gradient of sinks needs D at home.
+    """
+    return cached_rows > 0 and heads == world and sinks is None and not return_lse
+
+
 def _split_heads(
     handle: str, dtype: str, q_heads: int, kv_heads: int, head_dim: int, v_head_dim: int
 ) -> tuple[int, int]:

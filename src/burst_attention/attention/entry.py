@@ -6,7 +6,7 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from .checks import check_types, split_heads
+from .checks import caches_results, check_types, split_heads
 from .derivatives import check_transforms
 from .operator import FORMULA_VERSION, attend, gradients_wanted
 from .plan import Plan
@@ -92,8 +92,7 @@ def burst_attention(
         wanted = gradients_wanted(q, k, v, sinks)
         heads, cached_rows = split_heads(q, k, v, plan)
         cached_rows = cached_rows if wanted else 0
-        # A gradient of lse changes D, and the sinks' gradient needs D at home.
-        results = cached_rows > 0 and heads == plan.world and sinks is None and not return_lse
+        results = caches_results(heads, cached_rows, plan.world, sinks=sinks, return_lse=bool(return_lse))
     out, lse, *_ = attend(
         q,
         k,

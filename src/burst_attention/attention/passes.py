@@ -184,7 +184,7 @@ class Backward:
 
     @property
     def own(self) -> Mapping[Side, Tensors]:
-        # Where out and lse are cached, their place here only says that a query has them too.
+        # If out and lse are cached, these two only hold their places: ``own_slice`` has the tensors.
         results = (self.q[..., :0], self.q[..., 0]) if self.stats is None else (self.stats,)
         return {Side.QUERY: (self.dout, self.q, *results), Side.KEY: (self.k, self.v)}
 

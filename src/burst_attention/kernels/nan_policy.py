@@ -57,7 +57,7 @@ def contained_backward(run: RunBackward, inputs: BackwardInputs) -> tuple[Tensor
     # A row without a tile has lse -inf, and exp(-inf - -inf) is NaN. Any finite lse gives gradient 0.
     lse, tiles = inputs.lse.masked_fill(inputs.lse == -math.inf, 0.0), inputs.tiles
     tensors = (inputs.dout, inputs.q, inputs.k, inputs.v)
-    # A forward marks rows that see a non-finite key or value, and each key here is seen: then out tells of them all.
+    # Some row sees each key here, and the forward set out to NaN in rows that see non-finite numbers.
     results = tensors if inputs.out is None else (inputs.dout, inputs.out)
     if not suspected(*results, lse, *([] if inputs.delta is None else [inputs.delta])):
         return run(replace(inputs, lse=lse))

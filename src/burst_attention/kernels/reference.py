@@ -82,9 +82,9 @@ def _backward(inputs: BackwardInputs, *, tiles: Iterable[Tile], softcap: float |
     wide = accumulation_dtype(q.dtype)
     dq, dk, dv = (torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in (q, k, v))
     heads = (k.shape[1], q.shape[1] // k.shape[1])
+    of_rows = (inputs.lse, inputs.row_delta(), inputs.dout)
     for tile in tiles:
         queries, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
-        of_rows = (inputs.lse, inputs.row_delta(), inputs.dout)
         lse, delta, d = (x[:, :, queries].to(wide).unflatten(1, heads) for x in of_rows)
         scores, slope = _scores(q[:, :, queries], k[:, :, keys], tile, scale, softcap)
         p = torch.exp(scores - lse.unsqueeze(-1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..plan.cost import Shape
 from ..plan.groups import Groups
-from ..plan.rows import Side
+from ..plan.rows import Direction, Side
 from ..plan.schedule import Schedule
 from .choice import Candidate, Prediction
 from .planner import Planner
@@ -52,7 +52,8 @@ def _line(name: str, one: Timed) -> str:
 def _retained(planner: Planner, schedule: Schedule, shape: Shape, groups: Groups) -> str:
     """Return a line about the memory that a rank holds between a call's forward and backward.
 
-    It holds q, k and v, or those of its sequence group if they are cached; and out and lse.
+    It holds q, k and v, or those of its sequence group if they are cached; and out and lse,
+    or the cached ones. With keep-attention it holds both.
     """
     remat, own = planner.remat, schedule.layout.lengths[schedule.rank]
     of_keys = schedule.layouts[Side.KEY].lengths[schedule.rank]
@@ -61,9 +62,13 @@ def _retained(planner: Planner, schedule: Schedule, shape: Shape, groups: Groups
     elements = rows[0] * (shape.q_heads // parts[0]) * shape.head_dim
     elements += rows[1] * (shape.kv_heads // parts[1]) * (shape.head_dim + shape.v_head_dim)
     inputs = shape.batch * shape.io * elements
-    results = shape.batch * own * shape.q_heads * (shape.v_head_dim * shape.io + shape.accumulate)
-    kept = results + groups.keep * inputs + groups.results * results
-    held = {"none": inputs + results, "layer": 0, "keep-attention": kept}[remat]
+    row = shape.side_bytes(Side.QUERY, Direction.FORWARD, wide=shape.io)  # of out and lse
+    results, cached = own * row, rows[0] * row // parts[0] if groups.results else 0
+    held = {
+        "none": inputs + (cached or results),
+        "layer": 0,
+        "keep-attention": results + groups.keep * inputs + cached,
+    }[remat]
     return f"retained from forward to backward, with remat={remat}: {held / 1e6:,.4g} MB"
 
 

@@ -148,7 +148,7 @@ def distributed_call(case: Case, plan: Plan, inputs: dict[str, Tensor]) -> Gradi
     if case.dlse:
         out, lse = burst_attention(q, k, v, plan, **options, return_lse=True)
         torch.autograd.backward([out, lse], [dout, dlse])
-    else:  # a call without lse may keep other tensors for its backward
+    else:  # a call without lse may cache other tensors
         out = burst_attention(q, k, v, plan, **options)
         out.backward(dout)
         with torch.no_grad():

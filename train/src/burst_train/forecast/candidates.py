@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from burst_attention import Mask
+from burst_attention.plan.rows import Direction, Side
 
 from ..engines import Heads, choose
 from ..engines.usp import UspAttention
@@ -79,13 +80,8 @@ def _planned(q: ForecastRequest, ways: list[AttentionStrategy], flags: str) -> C
             keys = token * shape.kv_heads * (shape.head_dim + shape.v_head_dim)
             kept = max(kept, (times - 1) * keys)  # saved instead of the rank's own q, k and v
             saved = token * shape.q_heads * shape.head_dim + times * keys
-            saved += (
-                way.groups.results
-                * q.tokens
-                * shape.batch
-                * shape.q_heads
-                * (shape.v_head_dim * shape.io + shape.accumulate)
-            )
+            if way.groups.results:
+                saved += q.tokens * shape.side_bytes(Side.QUERY, Direction.FORWARD, wide=shape.io)
             results = max(results, saved)
     return Candidate(
         way=str(ways[0]),

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from burst_attention.attention.batch import Plans, Reach, mask_of
+from burst_attention.attention.checks import caches_results
 from burst_attention.attention.footprint import WALKED, LiveBytes, peak_of
 from burst_attention.attention.hardware import known_rates, shape_of, usual_rates
 from burst_attention.attention.operator import FORMULA_VERSION, attend, gradients_wanted
@@ -322,7 +323,7 @@ class LiveStep(LiveBytes):
         """Call the operator as :func:`burst_attention` does on several ranks, although this plan has one."""
         assert self._cuts is not None
         heads, cached_rows = self._cuts[self._reaches[plan.handle]]
-        results = cached_rows > 0 and heads == self._world and sinks is None
+        results = caches_results(heads, cached_rows, self._world, sinks=sinks, return_lse=False)
         split = {"heads": heads, "cached_rows": cached_rows, "cached_results": results}
         split["wanted"] = gradients_wanted(q, k, v, sinks)
         open_ = {"scale": scale, "softcap": softcap, "kernel": "auto", "return_lse": False}
