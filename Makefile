@@ -23,7 +23,7 @@ demo: $(READY)  ## train a small Llama on real long documents over 2 local ranks
 fast: $(READY)  ## what to run after every edit: under two minutes
 	$(BIN)/python -m pytest -q tests/unit --ignore tests/unit/test_triton.py --ignore tests/unit/test_report_browser.py
 
-test: $(READY)  ## the everyday suite: 12 minutes on two quiet cores
+test: $(READY)  ## the everyday suite: 23 minutes on two quiet cores
 	$(BIN)/python -m pytest
 
 # Ranks wait for one another about a third of the time. The unit tests run meanwhile; their output follows.
