@@ -128,6 +128,44 @@ def test_documents_of_any_lengths_that_fit_send_nothing() -> None:
     assert max(schedule.layout.lengths) < 1.01 * sum(lengths) / 8
 
 
+def ranks_of_documents(layout: Layout, ends: list[int]) -> list[int]:
+    """Return on how many ranks each document lies."""
+    held = [np.unique(np.searchsorted(ends, layout.positions(rank), "right")) for rank in range(layout.world)]
+    return np.bincount(np.concatenate(held), minlength=len(ends)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "ranks"),
+    [
+        ([4000] * 4, [2] * 4),
+        ([4000] * 6, [2, 2, 2, 2, 4, 4]),
+        ([8000] * 2 + [1000] * 16, [4, 4] + [1] * 16),
+        ([2000] * 8, [1] * 8),
+        ([4000, 4000, 8000], [4, 4, 8]),
+        ([16000], [8]),
+    ],
+    ids=str,
+)
+def test_a_document_is_on_the_fewest_ranks_that_have_room(lengths: list[int], ranks: list[int]) -> None:
+    ends = borders(lengths)
+    schedule = planned(Mask(cu_seqlens=ends), ends[-1], 8)
+    assert ranks_of_documents(schedule.layout, ends[1:]) == ranks
+    assert shares(schedule).max() <= 1.05
+
+
+@pytest.mark.parametrize("world", [8, 12, 32])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_long_tail_of_lengths_sends_little(world: int, seed: int) -> None:
+    """Work within 1.05, tokens within 1/16; a token's key goes to two other ranks on average, not to all."""
+    drawn = np.random.default_rng(seed).lognormal(4.8, 2.0, 50 * world)
+    lengths = np.clip(drawn.astype(int), 2, 8192).tolist()
+    ends = borders(lengths)
+    schedule = planned(Mask(cu_seqlens=ends), ends[-1], world)
+    sent = sum(n * (k - 1) for n, k in zip(lengths, ranks_of_documents(schedule.layout, ends[1:]), strict=True))
+    assert shares(schedule).max() <= 1.05 and sent <= 2 * ends[-1]
+    assert max(schedule.layout.lengths) <= 1.07 * ends[-1] / world
+
+
 @pytest.mark.parametrize(
     "mask",
     [

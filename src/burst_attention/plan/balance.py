@@ -1,16 +1,16 @@
-"""Place documents on ranks so that all ranks have equal work and nearly equal numbers of tokens.
+"""Place documents on ranks so that all ranks have nearly equal work and nearly equal numbers of tokens.
 
-A document that fits one rank stays whole there, so its keys need not be sent. A longer one is cut into equal parts. In
-a causal document a later token sees more keys, so a part is a piece from the front and the mirrored piece from the end:
-any two mirrored pieces have equal work. Under a short window all tokens see equally many keys, and a part is one piece.
-Parts of the longest documents are dealt out evenly. The others go to the least loaded rank, largest first.
+The keys of a document on several ranks must be sent. So each document goes to the fewest ranks that have room for it,
+in equal parts. Longer documents come first. In a causal document a later token sees more keys, so a part is a piece
+from the front and the mirrored piece from the end: all such pairs have equal work. Under a short window all tokens see
+equally many keys, and a part is one piece.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from heapq import heapify, heapreplace
+from heapq import heapreplace
 from typing import Any
 
 import numpy as np
@@ -18,13 +18,14 @@ import numpy as np
 from .mask import Mask
 
 Segments = tuple[range, ...]
-Cut = Callable[[Any, int, Any], tuple[tuple[Any, Any, int], ...]]  # (length, number of parts, part) -> pieces' borders
-Part = tuple[int, list[range]]  # number of seen (query, key) pairs, and positions
 
-MOST_WORK = 1.05  # accept a placement if the busiest rank has at most this multiple of the mean work
-SPARE = 32  # a rank holds at most 1 / SPARE more tokens than the mean, rounded up
+MOST_WORK = 1.05  # a rank should have at most this multiple of the mean work
+SPARE = 16  # a rank holds at most 1 / SPARE more tokens than the mean, rounded up
 ROUNDS = (1, 2, 4, 8)  # parts per rank to try if one part per rank leaves the work uneven
-FINEST = 5  # how often the parts of documents that fit one rank may be halved
+
+# Shares of a rank's whole room that one part of a document may fill, to try in turn. A long document has much work on
+# few tokens. If it fills a rank's work, the short documents fill the tokens of the others, and some find no room.
+SHARES = (1, 15 / 16, 7 / 8, 3 / 4, 1 / 2)
 
 
 def most_tokens(seqlen: int, world: int) -> int:
@@ -36,23 +37,16 @@ def most_tokens(seqlen: int, world: int) -> int:
     return -(-seqlen // world) + seqlen // (SPARE * world)
 
 
-def place(mask: Mask, seqlen: int, world: int, *, fold: Cut, plain: Cut) -> list[Segments]:
-    """Return the positions of each rank, ascending.
-
-    ``fold`` and ``plain`` cut a document into parts of equal length: a front piece and the mirrored end piece; or one.
-    """
-    documents = _Documents(mask, seqlen, world, fold, plain)
-    if not seqlen:
-        return [()] * world
+def place(mask: Mask, seqlen: int, world: int) -> list[Segments]:
+    """Return the positions of each rank, ascending."""
     best = None
-    for fineness in range(FINEST + 1):
-        placed = documents.placed(fineness)
+    for placed in _Documents(mask, seqlen, world).placements():
         if best is None or placed.score < best.score:
             best = placed
-        if placed.good or not placed.parts:
+        if best.score == (False, 0.0):
             break
     assert best is not None
-    return [joined(sorted(ranges, key=lambda r: r.start)) for ranges in best.ranges]
+    return best.segments
 
 
 def seen(mask: Mask, length: int, before: Any) -> Any:
@@ -72,147 +66,158 @@ def seen(mask: Mask, length: int, before: Any) -> Any:
     return total
 
 
-@dataclass(eq=False)
 class _Placed:
-    """One placement. ``parts``: whether some documents are on fewer than all ranks."""
+    """A placement of documents on ranks."""
 
-    ranges: list[list[range]]
-    tokens: list[int]
-    work: list[int]
-    parts: bool
-    seqlen: int
-
-    @property
-    def good(self) -> bool:
-        """Whether the tokens fit, no rank is idle and the work is balanced."""
-        return self.score == (False, False, 0.0)
+    def __init__(self, seqlen: int, world: int, work: int) -> None:
+        self.pieces: list[list[int]] = []  # rank, start and stop
+        self.tokens, self.work = np.zeros(world, np.int64), np.zeros(world, np.int64)
+        self.most_tokens, self.most_work = most_tokens(seqlen, world), max(1, MOST_WORK * work / world)
+        self.complete = seqlen >= world  # every rank can have a token
 
     @property
-    def score(self) -> tuple[bool, bool, float]:
-        """Rank placements; less is better. First comes room for the tokens, then idle ranks, then the busiest rank."""
-        world = len(self.tokens)
-        crowded = max(self.tokens) > most_tokens(self.seqlen, world)
-        idle = self.seqlen >= world and min(self.tokens) == 0
-        busiest = max(self.work) * world / max(1, sum(self.work))
-        return crowded, idle, busiest if busiest > MOST_WORK else 0.0
+    def score(self) -> tuple[bool, float]:
+        """Rank placements; less is better. First come idle ranks, then the busiest rank if it has too much work."""
+        busiest = float(self.work.max() / self.most_work)
+        return self.complete and int(self.tokens.min()) == 0, busiest if busiest > 1 else 0.0
+
+    @property
+    def segments(self) -> list[Segments]:
+        """The positions of each rank, ascending."""
+        found: list[list[range]] = [[] for _ in self.tokens]
+        for rank, start, stop in sorted(self.pieces):
+            found[rank].append(range(start, stop))
+        return [joined(each) for each in found]
+
+    def give(self, ranks: np.ndarray, parts: _Parts) -> None:
+        """Put each part on a rank of its own."""
+        self.tokens[ranks] += parts.tokens
+        self.work[ranks] += parts.work
+        rows = np.concatenate([np.c_[ranks, parts.pieces[:, :2]], np.c_[ranks, parts.pieces[:, 2:]]])
+        self.pieces += rows[rows[:, 1] < rows[:, 2]].tolist()
+
+    def give_whole(self, rank: int, start: int, length: int, work: int) -> None:
+        """Put a document on one rank."""
+        self.tokens[rank] += length
+        self.work[rank] += work
+        self.pieces.append([rank, start, start + length])
+
+    def load(self, rank: int) -> float:
+        """Return how much of a rank's room for tokens or for work is taken, whichever is more."""
+        return max(self.tokens[rank] / self.most_tokens, self.work[rank] / self.most_work)
+
+    def takes(self, rank: int, tokens: int, work: int) -> bool:
+        """Return whether a rank has room for a whole document."""
+        return bool(self.tokens[rank] + tokens <= self.most_tokens and self.work[rank] + work <= self.most_work)
+
+    def rooms(self, tokens: int, work: int, share: float = 1) -> np.ndarray:
+        """Return what part of a document each rank can take, float [W], in at most ``share`` of a rank's whole room."""
+        free_tokens = np.minimum(self.most_tokens - self.tokens, self.most_tokens * share)
+        free_work = np.minimum(self.most_work - self.work, self.most_work * share)
+        return np.maximum(np.minimum(free_tokens / tokens, free_work / max(1, work)), 0)
+
+
+@dataclass
+class _Parts:
+    """Parts of a document: tokens and work, both int64 [N], and two pieces each, [N, 4]: starts and stops."""
+
+    tokens: np.ndarray
+    work: np.ndarray
+    pieces: np.ndarray
+
+    def __getitem__(self, at: np.ndarray) -> _Parts:
+        return _Parts(self.tokens[at], self.work[at], self.pieces[at])
 
 
 class _Documents:
     """The documents of a mask, longest first."""
 
-    def __init__(self, mask: Mask, seqlen: int, world: int, fold: Cut, plain: Cut) -> None:
-        self.mask, self.seqlen, self.world, self.fold, self.plain = mask, seqlen, world, fold, plain
+    def __init__(self, mask: Mask, seqlen: int, world: int) -> None:
+        self.mask, self.seqlen, self.world = mask, seqlen, world
         borders = np.array([0, seqlen] if mask.cu_seqlens is None else mask.cu_seqlens, np.int64)
         starts, lengths = borders[:-1], np.diff(borders)
         order = np.argsort(-lengths, kind="stable")
         order = order[lengths[order] > 0]
-        self.starts, self.lengths = starts[order], lengths[order]
-        self.work = np.array([int(seen(mask, n, n)) for n in self.lengths.tolist()], np.int64)
+        self.starts, self.lengths = starts[order].tolist(), lengths[order].tolist()
+        self.work = [int(seen(mask, n, n)) for n in self.lengths]
 
-    def placed(self, fineness: int) -> _Placed:
-        """Spread the longest documents over all ranks, and cut the others into smaller parts.
+    def placements(self) -> Iterator[_Placed]:
+        """Yield placements to try, the last with every document over all ranks."""
+        few = self.world
+        while few:
+            yield from filter(None, (self._placed(few, share) for share in SHARES))
+            few //= 4
+        placed = self._placed(0, 1)
+        assert placed is not None
+        yield placed
 
-        A part has at most a rank's share / 2 ** ``fineness``. 0: documents that fit stay whole.
+    def _placed(self, few: int, share: float) -> _Placed | None:
+        """Place each document on the fewest ranks, or return None if some document has no room.
+
+        A document that needs more than ``few`` ranks goes to all. Another, if on several, takes at most ``share`` of
+        each one's whole room.
         """
-        counts = self._counts(fineness)
-        result = _Placed([[] for _ in range(self.world)], [0] * self.world, [0] * self.world, False, self.seqlen)
+        placed = _Placed(self.seqlen, self.world, sum(self.work))
         first = 0  # the next rank to get an extra token
-        for n in np.flatnonzero(counts >= self.world).tolist():
-            first = self._spread(result, n, first)
-        alone = np.flatnonzero(counts < self.world)
-        result.parts = len(alone) > 0
-        self._fill(result, [part for n in alone.tolist() for part in self._parts(n, int(counts[n]))])
-        return result
+        loads = [(0.0, rank) for rank in range(self.world)]
+        for n, (start, length, work) in enumerate(zip(self.starts, self.lengths, self.work, strict=True)):
+            if max(length / placed.most_tokens, work / placed.most_work) > few:
+                first = self._spread(placed, n, first)
+                continue
+            if not placed.takes(rank := _least_loaded(placed, loads), length, work):
+                rank = int(placed.rooms(length, work).argmax())
+            if placed.takes(rank, length, work):
+                placed.give_whole(rank, start, length, work)
+                continue
+            order = np.argsort(-(rooms := placed.rooms(length, work, share)), kind="stable")
+            enough = np.flatnonzero(rooms[order] * np.arange(1, self.world + 1) >= 1)
+            if not len(enough):
+                return None
+            if 4 * (count := int(enough[0]) + 1) > 3 * self.world:  # fewer would save little, and balance worse
+                first = self._spread(placed, n, first)
+            else:
+                parts = self._parts(n, _equal(length, count))
+                placed.give(order[:count], parts[np.argsort(-parts.work, kind="stable")])
+        return placed
 
-    def _counts(self, fineness: int) -> np.ndarray:
-        """Return the number of parts of each document; a document with as many parts as ranks is spread."""
-        if self.world == 1 or fineness == FINEST:
-            return np.full(len(self.lengths), self.world)
-        means = [(x.sum() / self.world, np.cumsum(x[::-1])[::-1] / self.world) for x in (self.lengths, self.work)]
-        rooms = [rest + spare * mean for (mean, rest), spare in zip(means, (1 / SPARE, MOST_WORK - 1), strict=True)]
-        shares = np.maximum(
-            self.lengths / rooms[0], self.work / rooms[1]
-        )  # in ranks, if all longer documents are spread
-        few = 2 * np.maximum(shares, 1) <= self.world
-        longest = int(np.argmax(few)) if few.any() else len(few)  # documents to spread
-        tokens, work = (room[min(longest, len(room) - 1)] for room in rooms)
-        counts = np.ceil(np.maximum(self.lengths / tokens, self.work / work) * 2**fineness).astype(np.int64)
-        counts[:longest] = self.world
-        return np.where(2 * counts > self.world, np.where(counts > 1, self.world, 1), counts)
-
-    def _spread(self, result: _Placed, n: int, first: int) -> int:
+    def _spread(self, placed: _Placed, n: int, first: int) -> int:
         """Deal a document's parts out to all ranks, and return the next rank to get an extra token."""
-        world, length = self.world, int(self.lengths[n])
+        world, length = self.world, self.lengths[n]
         for rounds in ROUNDS:
-            parts = self._parts(n, rounds * world)
-            work = np.array([part[0] for part in parts])
-            order = np.arange(len(parts)) if rounds == 1 else np.argsort(work, kind="stable")
+            parts = self._parts(n, _equal(length, rounds * world))
+            order = np.arange(len(parts.work)) if rounds == 1 else np.argsort(parts.work, kind="stable")
             turns = order.reshape(rounds, world)
             turns[1::2] = turns[1::2, ::-1]  # alternate the direction, because later parts have more work
-            even = work[turns].sum(0).max() * world <= (1 + (MOST_WORK - 1) / 2) * work.sum()
+            work = parts.work[turns].sum(0)
+            even = work.max() * world <= (1 + (MOST_WORK - 1) / 2) * work.sum()
             if even or 64 * world * 2 * rounds > length:
                 break
-        for n_rank in range(world):
-            rank = (n_rank + first) % world if rounds == 1 else n_rank
-            _give(result, rank, (parts[part] for part in turns[:, n_rank].tolist()))
+        ranks = np.arange(world) if rounds > 1 else (np.arange(world) + first) % world
+        for turn in turns:
+            placed.give(ranks, parts[turn])
         return (first + length) % world if rounds == 1 else first
 
-    def _fill(self, result: _Placed, parts: list[Part]) -> None:
-        """Assign parts greedily, most work first, to the least loaded rank.
-
-        A rank's load is its share of the work or of the tokens, whichever is larger.
-        """
-        total = max(1, int(self.work.sum()))
-
-        def load(rank: int) -> int:
-            return max(result.work[rank] * self.seqlen, result.tokens[rank] * total)
-
-        loads = [(load(rank), rank) for rank in range(self.world)]
-        heapify(loads)
-        for part in sorted(parts, key=lambda part: -part[0]):
-            rank = loads[0][1]
-            _give(result, rank, (part,))
-            heapreplace(loads, (load(rank), rank))
-        self._trim(result)
-
-    def _trim(self, result: _Placed) -> None:
-        """Move the excess tokens of each rank, from its smallest documents, to the rank with the fewest tokens."""
-        most = most_tokens(self.seqlen, self.world)
-        rooms = [(tokens, rank) for rank, tokens in enumerate(result.tokens)]
-        heapify(rooms)
-        for rank in range(self.world):
-            while result.tokens[rank] > most and rooms[0][0] < most:
-                last, other = result.ranges[rank].pop(), rooms[0][1]
-                count = min(len(last), result.tokens[rank] - most, most - result.tokens[other])
-                kept, moved = last[: len(last) - count], last[len(last) - count :]
-                below, all_of_it = (int(seen(self.mask, len(last), n)) for n in (len(kept), len(last)))
-                result.tokens[rank] -= len(moved)
-                result.work[rank] -= all_of_it - below  # counted as of a whole document, which it mostly is
-                result.ranges[rank] += [kept] if len(kept) else []
-                _give(result, other, [(all_of_it - below, [moved])])
-                heapreplace(rooms, (result.tokens[other], other))
-
-    def _parts(self, n: int, count: int) -> list[Part]:
-        """Return (work, positions) of each of ``count`` parts of document ``n``."""
-        start, length = int(self.starts[n]), int(self.lengths[n])
-        if count == 1:
-            return [(int(self.work[n]), [range(start, start + length)])]
+    def _parts(self, n: int, tokens: np.ndarray) -> _Parts:
+        """Cut document ``n`` into parts of so many tokens."""
+        length = self.lengths[n]
         alike = not self.mask.causal or (self.mask.window is not None and 16 * self.mask.window <= length)
-        cut = self.plain if alike else self.fold
-        pieces = [(begin, end) for begin, end, _ in cut(length, count, np.arange(count))]
-        work = sum(seen(self.mask, length, end) - seen(self.mask, length, begin) for begin, end in pieces)
-        ends = np.stack([x for piece in pieces for x in piece], 1) + start
-        moved = (
-            [range(*row[n : n + 2]) for n in range(0, len(row), 2) if row[n] < row[n + 1]] for row in ends.tolist()
-        )
-        return list(zip(work.tolist(), moved, strict=True))
+        front = tokens if alike else -(-tokens // 2)
+        begin, end = np.cumsum(front) - front, length - np.cumsum(tokens - front)
+        pieces = np.stack([begin, begin + front, end, end + tokens - front], 1)
+        below = seen(self.mask, length, pieces)
+        return _Parts(tokens, below[:, 1] - below[:, 0] + below[:, 3] - below[:, 2], pieces + self.starts[n])
 
 
-def _give(result: _Placed, rank: int, parts: Iterable[Part]) -> None:
-    for work, ranges in parts:
-        result.ranges[rank] += ranges
-        result.tokens[rank] += sum(map(len, ranges))
-        result.work[rank] += work
+def _equal(length: int, count: int) -> np.ndarray:
+    """Return the tokens of each of ``count`` equal parts; the first ones take the remainder."""
+    return length // count + (np.arange(count) < length % count)
+
+
+def _least_loaded(placed: _Placed, loads: list[tuple[float, int]]) -> int:
+    """Return the least loaded rank. ``loads`` is a heap of all ranks; a load in it may be too small."""
+    while (load := placed.load(rank := loads[0][1])) > loads[0][0]:
+        heapreplace(loads, (load, rank))
+    return rank
 
 
 def joined(ranges: Iterable[range]) -> Segments:

@@ -111,7 +111,7 @@ class Layout:
     any document lengths. Shards differ by at most one token per document.
 
     ``balanced`` follows ``mask``. Documents that fit one rank stay whole there; longer ones are spread. All ranks then
-    have the same work within a few percent, and at most 1 / 32 more tokens than the mean.
+    have the same work within a few percent, and at most 1 / 16 more tokens than the mean.
     """
 
     name: str
@@ -248,7 +248,7 @@ class Layout:
 
     def _placed(self) -> Sequence[Segments]:
         """Return each rank's positions in a balanced layout."""
-        return place(self.mask or Mask(), self.seqlen, self.world, fold=_zigzag, plain=_contiguous)
+        return place(self.mask or Mask(), self.seqlen, self.world)
 
     def _table_of(self, placed: Sequence[Segments]) -> np.ndarray:
         rows = [(rank, 0, s.start + self.start, len(s), 1) for rank, each in enumerate(placed) for s in each]
