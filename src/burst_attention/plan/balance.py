@@ -90,7 +90,7 @@ class _Placed:
         return [joined(each) for each in found]
 
     def give(self, ranks: np.ndarray, parts: _Parts) -> None:
-        """Put each part on a rank of its own."""
+        """Put part n on rank ``ranks[n]``. No rank gets two."""
         self.tokens[ranks] += parts.tokens
         self.work[ranks] += parts.work
         rows = np.concatenate([np.c_[ranks, parts.pieces[:, :2]], np.c_[ranks, parts.pieces[:, 2:]]])
@@ -198,7 +198,7 @@ class _Documents:
         return (first + length) % world if rounds == 1 else first
 
     def _parts(self, n: int, tokens: np.ndarray) -> _Parts:
-        """Cut document ``n`` into parts of so many tokens."""
+        """Cut document ``n`` into parts with these numbers of tokens."""
         length = self.lengths[n]
         alike = not self.mask.causal or (self.mask.window is not None and 16 * self.mask.window <= length)
         front = tokens if alike else -(-tokens // 2)
