@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from burst_bench.claims.generation import GenerationArguments, line, measured
+from burst_bench.claims.generation import GenerationArguments, line, measured, over_contexts
+
+from tests.distributed.test_cluster import emulated
 
 SIZES = GenerationArguments(new_tokens=3, rounds=2)
 
@@ -14,6 +16,14 @@ def test_figures_of_two_ranks(pools) -> None:
     alone, ours = row["cache"]
     assert alone / 2 < ours <= alone / 2 + 64 * alone / 202, "half of the tokens, and a page"
     assert all(0 <= peak < 2**28 for peak in row["peak"])
+    assert row["sent"] == 2 * 4 * (64 + 1) * 4
+
+
+@emulated
+def test_a_link_delays_the_first_token() -> None:
+    """Each rank sends keys and values of 100 tokens in two layers, 200 kB: 1.6 s at 1 Mbit/s, but for a burst."""
+    (row,) = over_contexts(2, GenerationArguments(contexts=(200,), new_tokens=3, rounds=1, link="1mbit"))
+    assert row["first"][1][0] > 0.8
     assert row["sent"] == 2 * 4 * (64 + 1) * 4
 
 

@@ -136,7 +136,7 @@ def main(arguments: list[str]) -> None:
     a = tyro.cli(GenerationArguments, prog="burst bench generate", description=__doc__, args=arguments)
     console, rows = Console(width=max(Console().width, 120)), list[dict[str, Any]]()
     for world in a.worlds:
-        found = _over_contexts(world, a)
+        found = over_contexts(world, a)
         rows += found
         threads = min(world, cores())
         title = f"{ranks_text(world)} x 1 thread against one process x {threads}; fp32, {LAYERS} layers, H={HEADS}, "
@@ -151,7 +151,7 @@ def main(arguments: list[str]) -> None:
         write_json(a.json, {"size": size, "rows": rows} | origin(command_given(a.json)))
 
 
-def _over_contexts(world: int, a: GenerationArguments) -> list[dict[str, Any]]:
+def over_contexts(world: int, a: GenerationArguments) -> list[dict[str, Any]]:
     """Return the rows of all contexts for one number of ranks."""
     with ExitStack() as stack:
         entries = None
