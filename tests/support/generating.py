@@ -19,6 +19,7 @@ from burst_attention.inference import ShardedCache
 from burst_attention.integrations import hf
 from burst_attention.testing import local_world
 from tests.support.hf_models import SMALL, VOCABULARY, WINDOW, make_model
+from tests.support.hybrid_models import FAMILIES, make_hybrid
 
 GREEDY = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True, "eos_token_id": None}
 POSITIONS = 32_768
@@ -34,6 +35,13 @@ OTHERS = {  # whose sinks or experts transformers does not initialise
 @functools.cache
 def model_of(name, implementation="burst"):
     """Return a model in fp32, the same under every attention."""
+    if name in FAMILIES:
+        hf.register()
+        hybrid = make_hybrid(
+            name, implementation, double=False, vocab_size=VOCABULARY, max_position_embeddings=POSITIONS
+        )
+        hybrid.config.use_cache = hybrid.generation_config.use_cache = True
+        return hybrid
     if name not in OTHERS:
         return make_model(name, implementation, torch.float32, max_position_embeddings=POSITIONS).eval()
     hf.register()
