@@ -62,9 +62,9 @@ def ids_of(count, rows=1):
     return torch.randint(1, VOCABULARY, (rows, count), generator=torch.Generator().manual_seed(count))
 
 
-def alone(name, ids, implementation="eager", **options):
+def alone(name, inputs, implementation="eager", **options):
     """Generate in one process, with transformers' own cache."""
-    return model_of(name, implementation).generate(ids, **GREEDY | options)
+    return model_of(name, implementation).generate(inputs, **GREEDY | options)
 
 
 def over_ranks(name, world, use, **how):
@@ -79,8 +79,8 @@ def over_ranks(name, world, use, **how):
         return ranks.run(rank)
 
 
-def generate(model, cache, ids, **options):
-    return model.generate(ids, past_key_values=cache, **GREEDY | options)
+def generate(model, cache, inputs, **options):
+    return model.generate(inputs, past_key_values=cache, **GREEDY | options)
 
 
 def check_equal(outs, expected):

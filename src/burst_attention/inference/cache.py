@@ -25,13 +25,16 @@ from burst_attention.integrations.hf.dealt import DealtCache, Step
 from burst_attention.integrations.hf.models import layer_windows
 
 from . import files
-from .layer import ShardedLayer, StateLayer, shown_reach
+from .layer import EmptyLayer, ShardedLayer, StateLayer, shown_reach
 from .slots import NO_HOLE, Hole, own_slots, seen_keys
 
 _ATTENTIONS = ("full_attention", "sliding_attention", "chunked_attention")
 _RECURRENT = ("linear_attention", "conv")
+_EMPTY = ("mlp", "moe")
 _ALONE = "generate on one rank with transformers' own cache"
 _SIZES = ("model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
+
+Layer = ShardedLayer | StateLayer | EmptyLayer
 
 
 @dataclass
@@ -77,7 +80,8 @@ class ShardedCache(DealtCache):
         prefill_chunk: int | None = None,
     ) -> None:
         text = config.get_text_config(decoder=True)
-        super().__init__(layers=(layers := _layers_of(text)))
+        layers = _layers_of(text)
+        super().__init__(layers=[*layers])
         self.sharded = {n: each for n, each in enumerate(layers) if isinstance(each, ShardedLayer)}
         self.states = {n: each for n, each in enumerate(layers) if isinstance(each, StateLayer)}
         self.prefill_sent = 0  # payload bytes that this rank sent in prefills
@@ -101,7 +105,8 @@ class ShardedCache(DealtCache):
 
     def nbytes(self) -> int:
         """Return the bytes of keys, values and states on this rank."""
-        return sum(layer.nbytes() for layer in self.layers)
+        held: list[ShardedLayer | StateLayer] = [*self.sharded.values(), *self.states.values()]
+        return sum(layer.nbytes() for layer in held)
 
     def figures(self) -> list[dict[str, int]]:
         """Return ``cache_bytes`` and ``sent_bytes`` of every rank, by rank. Every rank must call it.
@@ -358,7 +363,7 @@ def _check_chunk(chunk: Any, world: int) -> int | None:
     return chunk
 
 
-def _layers_of(config: Any) -> list[ShardedLayer | StateLayer]:
+def _layers_of(config: Any) -> list[Layer]:
     """Return an empty layer for each layer of a configuration.
 
     Raises:
@@ -366,7 +371,7 @@ def _layers_of(config: Any) -> list[ShardedLayer | StateLayer]:
     """
     for attribute in ("layer_types", "layers_block_type", "block_types"):
         for kind in (kinds := getattr(config, attribute, None) or ()):
-            if kind not in (*_ATTENTIONS, *_RECURRENT):
+            if kind not in (*_ATTENTIONS, *_RECURRENT, *_EMPTY):
                 raise ValueError(
                     f"{attribute} of the configuration has {kind!r}, which has no cache over ranks; {_ALONE}"
                 )
@@ -383,13 +388,15 @@ def _layers_of(config: Any) -> list[ShardedLayer | StateLayer]:
     if getattr(config, "num_kv_shared_layers", None) or getattr(config, "kv_sharing_modes", None):
         raise ValueError("layers of the configuration share keys and values, which has no cache over ranks")
     kinds = getattr(config, "layer_types", None) or _ATTENTIONS[:1] * config.num_hidden_layers
-    reaches = layer_windows(config)
-    return [
-        StateLayer() if kind in _RECURRENT else ShardedLayer(reach) for kind, reach in zip(kinds, reaches, strict=True)
-    ]
+    made: dict[str, Callable[[], Layer]] = {
+        **dict.fromkeys(_RECURRENT, StateLayer),
+        **dict.fromkeys(_EMPTY, EmptyLayer),
+    }
+    reaches = zip(kinds, layer_windows(config), strict=True)
+    return [made[kind]() if kind in made else ShardedLayer(reach) for kind, reach in reaches]
 
 
-def describe_model(config: Any, layers: Sequence[ShardedLayer | StateLayer]) -> dict[str, Any]:
+def describe_model(config: Any, layers: Sequence[Layer]) -> dict[str, Any]:
     """Return what a cache remembers of its model: JSON types, by name."""
     sizes = {name: getattr(config, name, None) for name in _SIZES}
     rope = repr(sorted((getattr(config, "rope_parameters", None) or {}).items(), key=str))

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .layer import StateLayer
+from .layer import ShardedLayer, StateLayer
 from .slots import PAGE
 
 MANIFEST, VERSION = "cache.json", 2
@@ -33,12 +33,11 @@ def write_rank(folder: Path, rank: int, layers: Sequence[Any]) -> dict[str, Any]
     tensors: dict[str, Tensor] = {}
     slots: list[list[list[int]]] = []
     for number, layer in enumerate(layers):
-        if isinstance(layer, StateLayer):  # equal on all ranks
-            slots.append([])
-            tensors |= {f"{number}.{name}": x.contiguous() for name, x in layer.tensors().items() if rank == 0}
-            continue
-        slots.append([[each.start, each.stop, each.step] for each in layer.held.ranges])
-        if layer.is_initialized:
+        held = layer.held.ranges if isinstance(layer, ShardedLayer) else []
+        slots.append([[each.start, each.stop, each.step] for each in held])
+        if isinstance(layer, StateLayer) and rank == 0:  # equal on all ranks
+            tensors |= {f"{number}.{name}": x.contiguous() for name, x in layer.tensors().items()}
+        if isinstance(layer, ShardedLayer) and layer.is_initialized:
             key, value = layer.tokens()
             tensors |= {f"{number}.keys": key.contiguous(), f"{number}.values": value.contiguous()}
     path = folder / f"rank-{rank:05}.safetensors"
@@ -100,7 +99,6 @@ def read_layers(folder: Path, files: Sequence[dict[str, Any]], layers: Sequence[
     for number, layer in enumerate(layers):
         if isinstance(layer, StateLayer):
             _read_state(folder / files[0]["name"], number, layer)
-            continue
         found = [*_own_parts(folder, files, number, rank, world)]
         if not found:
             continue

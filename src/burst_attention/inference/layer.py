@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
+from transformers.cache_utils import CacheLayerMixin, DummyLayer, LinearAttentionLayer
 
 from burst_attention.attention.batch import Chunked, Reach
 
@@ -36,7 +36,13 @@ class _Fixed:
         raise ValueError(f"batch_select_indices: {_NO_BEAMS}")
 
 
-class StateLayer(_Fixed, LinearAttentionLayer):  # type: ignore[misc]
+class EmptyLayer(DummyLayer):
+    """A layer that mixes no tokens, such as one of experts alone."""
+
+    sees = "nothing"
+
+
+class StateLayer(_Fixed, LinearAttentionLayer):
     """The state of a recurrent layer and the last inputs of its convolution, whole on every rank."""
 
     sees = "a state"

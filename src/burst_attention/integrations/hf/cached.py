@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from burst_attention.attention.batch import Plans, digest_of, mask_of
 from burst_attention.attention.plan import Plan
 
-from . import arguments, heads, recurrent, stub_forward, vision
+from . import arguments, heads, mixers, models, recurrent, stub_forward, vision
 from .batch import rows_of
 from .checks import shown
 from .dealt import DealtCache, Step
@@ -201,7 +201,8 @@ def _check_model(model: Any) -> None:
             "call hf.parallelize without it"
         )
     recurrent.check_cached(text)
-    if state.absolute:
+    by_states = any(mixers.mixers_of(text)) and not models.embeds_positions(model)  # nothing else knows positions
+    if state.absolute and not by_states:
         raise ValueError(
             f"past_key_values: {kind} has learned positions, or none that are rotary, which have no cache over ranks "
             "yet; use a model with rotary positions"
