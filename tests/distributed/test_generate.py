@@ -276,7 +276,7 @@ def test_each_rank_holds_its_share():
 
     def use(model, cache):
         generate(model, cache, ids, max_new_tokens=150)
-        return [len(layer.held) for layer in cache.sharded], cache.nbytes(), cache.transport.sent
+        return [len(layer.held) for layer in cache.sharded.values()], cache.nbytes(), cache.transport.sent
 
     (wide, bytes_of, sent), *others = over_ranks("gemma3", 3, use)
     counts = [wide[1], *(held[1] for held, *_ in others)]

@@ -13,6 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from tests.support.hybrid_models import make_hybrid
 from tests.support.processes import is_alive, workers_of
 
 TEXT = "A prompt that the ranks share. " * 5
@@ -94,6 +95,28 @@ def test_a_chat_template_is_applied(folder):
     assert done.returncode == 0, done.stderr
     ids = tokenizer("<user>Why?<answer>")["input_ids"]
     assert json.loads(done.stdout)["text"] == tokenizer.decode(expected_text(folder, ids, 4), skip_special_tokens=True)
+
+
+@pytest.mark.long
+def test_a_hybrid_model_is_continued(folder):
+    """Qwen3.5: three layers in four are recurrent."""
+    tokenizer, path = PreTrainedTokenizerFast.from_pretrained(folder), folder / "hybrid"
+    tokenizer.save_pretrained(path)
+    sizes = {"vocab_size": 257, "pad_token_id": 0, "num_hidden_layers": 4, "eos_token_id": None}
+    hybrid = make_hybrid("qwen3_5", double=False, layer_types=None, **sizes)
+    hybrid.config.use_cache = hybrid.generation_config.use_cache = True
+    hybrid.save_pretrained(path)
+    ids, cache = tokenizer(TEXT)["input_ids"], folder / "hybrid-cache"
+    options = ("--prompt", folder / "prompt.txt", "--max-new-tokens", 8, "--prefill-chunk", 64)
+    done = burst("--model", path, "--ranks", 2, *options, "--save-cache", cache)
+    assert done.returncode == 0, done.stderr
+    new = expected_text(path, ids, 8)
+    assert json.loads((cache / "tokens.json").read_text()) == [*ids, *new]
+    options = ("--prompt", "-", "--max-new-tokens", 5, "--load-cache", cache, "--json")
+    again = burst("--model", path, "--ranks", 3, *options, text="More.")
+    assert again.returncode == 0, again.stderr
+    whole = [*ids, *new, *tokenizer("More.")["input_ids"]]
+    assert json.loads(again.stdout)["text"] == tokenizer.decode(expected_text(path, whole, 5), skip_special_tokens=True)
 
 
 @pytest.mark.long

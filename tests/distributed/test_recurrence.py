@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
+import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from transformers import DynamicCache
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from burst_attention import Mask, Strategy, make_plan
@@ -17,7 +20,7 @@ from burst_attention.integrations import hf
 from burst_attention.integrations.hf import mixers, parts
 from burst_attention.plan.layout import Layout
 from burst_attention.recurrence import kernels
-from burst_attention.recurrence.exchange import RunExchange
+from burst_attention.recurrence.exchange import Past, RunExchange
 from burst_attention.recurrence.runs import runs_of
 from burst_attention.testing import WorkerError, local_world
 from tests.support.hybrid_models import (
@@ -196,6 +199,63 @@ def test_bf16_is_as_accurate_as_one_process():
         for n, (most, true) in enumerate(zip(allowed, truth, strict=True), 1):
             whole = torch.cat([part[n] for part in found], 1)[:, torch.cat([part[0] for part in found]).argsort()]
             assert relative(whole.double(), true) <= most
+
+
+# Pieces of a sequence that follow each other, as in generation
+
+
+@torch.no_grad()
+def in_pieces(group, layer, x, cuts, layout):
+    """(positions, outputs) of one rank's tokens, what the layer keeps, and the bytes sent: counted and expected."""
+    past, found, plan, rank = Past(), [], None, group.rank()
+    counted = expected = 0
+    for start, stop in itertools.pairwise(cuts):
+        if plan is None:
+            plan = make_plan(stop, group=group, strategy=Strategy(layout=layout))
+        else:
+            plan = plan.following(
+                stop - start, first=start, mask=Mask(), held=[[range(start)], *[[]] * (plan.world - 1)]
+            )
+        exchange, before = RunExchange(plan, past=past), plan.transport.sent
+        out = mixers.over_runs(layer, exchange)(plan.shard(x[:, start:stop], 1))
+        out = out[0] if isinstance(out, tuple) else out
+        counted += plan.transport.sent - before
+        state = 0 if past.state is None else past.state.nbytes
+        token = past.columns[..., 0].nbytes
+        runs, width = exchange.runs, past.columns.shape[2] - 1
+        of_factor = {"gated delta": 8 * 8 / (8 * 12), "Kimi delta": 1, "Mamba 2": 1 / 64, "Mamba 1": 1}
+        factor = round(state * of_factor.get(mixers.mechanism(layer), 0))
+        expected += runs.border_bytes(width, token)[0] + (runs.state_bytes(factor, state)[0] if state else 0)
+        if runs.every[-1].owner == rank:
+            expected += (plan.world - 1) * (past.columns.nbytes + state)
+        found.append((plan.positions, out))
+    positions, outs = zip(*found, strict=True)
+    return torch.cat(positions), torch.cat(outs, 1), past, (counted, expected)
+
+
+@pytest.mark.parametrize(("world", "layout"), [(1, "zigzag"), (3, "zigzag"), (4, "contiguous")])
+@pytest.mark.parametrize("family", KINDS)
+def test_pieces_continue_the_state(family, world, layout):
+    """Some pieces have runs shorter than the convolution. What is kept is what transformers' own cache keeps."""
+    model, cuts = make_hybrid(family), (0, 5, 37, 42, 61)
+    layer = next(mixer for _, mixer in mixers.mixers_of(model))
+    x = torch.randn(2, cuts[-1], 32, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    cache = DynamicCache(config=model.config)
+    names = {"cache_params", "past_key_values"} & inspect.signature(layer.forward).parameters.keys()
+    with torch.no_grad():
+        expected = layer(x, **dict.fromkeys(names, cache))
+    with local_world(world) as ranks:
+        found = ranks.run(in_pieces, layer, x, cuts, layout)
+    whole = torch.cat([out for _, out, *_ in found], 1)[:, torch.cat([at for at, *_ in found]).argsort()]
+    assert relative(whole, expected[0] if isinstance(expected, tuple) else expected) <= HIDDEN
+    for *_, past, (counted, bytes_of) in found:
+        assert counted == bytes_of
+        assert relative(past.columns, cache.get_conv_state(layer.layer_idx)) <= HIDDEN
+        if past.state is not None:
+            assert relative(past.state, cache.get_recurrent_state(layer.layer_idx)) <= HIDDEN
+        for name in ("columns", "state"):
+            own, first = getattr(past, name), getattr(found[0][2], name)
+            assert own is first is None or torch.equal(own, first), "ranks keep other bits"
 
 
 # What is exchanged

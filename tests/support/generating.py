@@ -19,6 +19,7 @@ from burst_attention.inference import ShardedCache
 from burst_attention.integrations import hf
 from burst_attention.testing import local_world
 from tests.support.hf_models import SMALL, VOCABULARY, WINDOW, make_model
+from tests.support.hybrid_models import FAMILIES, make_hybrid
 
 GREEDY = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True, "eos_token_id": None}
 POSITIONS = 32_768
@@ -34,6 +35,13 @@ OTHERS = {  # whose sinks or experts transformers does not initialise
 @functools.cache
 def model_of(name, implementation="burst"):
     """Return a model in fp32, the same under every attention."""
+    if name in FAMILIES:
+        hf.register()
+        hybrid = make_hybrid(
+            name, implementation, double=False, vocab_size=VOCABULARY, max_position_embeddings=POSITIONS
+        )
+        hybrid.config.use_cache = hybrid.generation_config.use_cache = True
+        return hybrid
     if name not in OTHERS:
         return make_model(name, implementation, torch.float32, max_position_embeddings=POSITIONS).eval()
     hf.register()
@@ -54,9 +62,9 @@ def ids_of(count, rows=1):
     return torch.randint(1, VOCABULARY, (rows, count), generator=torch.Generator().manual_seed(count))
 
 
-def alone(name, ids, implementation="eager", **options):
+def alone(name, inputs, implementation="eager", **options):
     """Generate in one process, with transformers' own cache."""
-    return model_of(name, implementation).generate(ids, **GREEDY | options)
+    return model_of(name, implementation).generate(inputs, **GREEDY | options)
 
 
 def over_ranks(name, world, use, **how):
@@ -71,8 +79,8 @@ def over_ranks(name, world, use, **how):
         return ranks.run(rank)
 
 
-def generate(model, cache, ids, **options):
-    return model.generate(ids, past_key_values=cache, **GREEDY | options)
+def generate(model, cache, inputs, **options):
+    return model.generate(inputs, past_key_values=cache, **GREEDY | options)
 
 
 def check_equal(outs, expected):

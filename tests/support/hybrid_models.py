@@ -159,10 +159,10 @@ def double_module(name):
     return module
 
 
-def make_hybrid(family, implementation="eager", *, double=True):
-    """The same random weights for every implementation, with slow and fast decays."""
+def make_hybrid(family, implementation="eager", *, double=True, **changes):
+    """The same random weights for every implementation, with slow and fast decays. ``changes``: of the settings."""
     package, config_type, own = FAMILIES[family]
-    config = CONFIG_MAPPING[config_type](**_BASE | own)
+    config = CONFIG_MAPPING[config_type](**_BASE | own | changes)
     config._attn_implementation, config._experts_implementation, config.use_cache = implementation, "eager", False
     module = (
         double_module(package)

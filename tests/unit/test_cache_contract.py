@@ -6,12 +6,13 @@ import inspect
 
 import pytest
 import torch
-from transformers import Cache, GenerationMixin
-from transformers.cache_utils import CacheLayerMixin
+from transformers import Cache, DynamicCache, GenerationMixin
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from burst_attention.inference import ShardedCache
-from burst_attention.inference.layer import ShardedLayer
+from burst_attention.inference.layer import ShardedLayer, StateLayer
 from burst_attention.inference.slots import Held
+from tests.support.generating import ids_of, model_of
 from tests.support.hf_models import make_model
 
 
@@ -117,8 +118,86 @@ def test_the_methods_that_we_override_exist():
     assert "get_seq_length()" in source and "outputs.logits[:, -1]" in inspect.getsource(GenerationMixin._sample)
 
 
+class Noting(DynamicCache):
+    """transformers' own cache, which notes how recurrent layers use it."""
+
+    def __init__(self, config):
+        super().__init__(config=config)
+        self.noted = []
+
+    def get_conv_state(self, layer_idx, state_idx=0):
+        self.noted.append("get_conv_state")
+        return super().get_conv_state(layer_idx, state_idx)
+
+    def get_recurrent_state(self, layer_idx, state_idx=0):
+        self.noted.append("get_recurrent_state")
+        return super().get_recurrent_state(layer_idx, state_idx)
+
+    def update_conv_state(self, conv_states, layer_idx, state_idx=0, **kwargs):
+        self.noted.append(("update_conv_state", conv_states.shape[2], *kwargs.values()))
+        return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+
+    def update_recurrent_state(self, recurrent_states, layer_idx, state_idx=0, **kwargs):
+        self.noted.append("update_recurrent_state")
+        return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "bamba", "kimi_linear", "lfm2"])
+def test_a_recurrent_layer_uses_these_methods_of_its_cache(name):
+    model, cache = model_of(name, "sdpa"), Noting(model_of(name).config)
+    width = 3 if name == "lfm2" else 4
+    states = {"get_recurrent_state", "update_recurrent_state"} if name != "lfm2" else set()
+
+    def noted(ids):
+        cache.noted = []
+        model(ids, past_key_values=cache)
+        return {*cache.noted}
+
+    with torch.no_grad():
+        assert noted(ids_of(5)) == {"get_conv_state", ("update_conv_state", 5, width), *states}
+        before = cache.get_conv_state(0).clone()
+        assert noted(ids_of(1)) - states == {"get_conv_state"}, "one later token: written to in place"
+        assert torch.equal(cache.get_conv_state(0)[..., :-1], before[..., 1:])
+        assert noted(ids_of(7)) == {"get_conv_state", ("update_conv_state", 7, width), *states}
+        ids, again = torch.cat([ids_of(5), ids_of(1), ids_of(7)], 1), Noting(model.config)
+        whole, places = model(ids).logits, torch.arange(13)[None].split((5, 1, 7), 1)
+        parts = [model(ids[:, at[0]], position_ids=at, past_key_values=again).logits for at in places]
+    assert (torch.cat(parts, 1) - whole).abs().max() <= 1e-5, "several later tokens continue the state"
+
+
+def test_mamba_1_forgets_its_state_before_several_later_tokens():
+    """So no cache over ranks takes it. If this fails, the refusal can go."""
+    model, cache, ids = model_of("jamba", "sdpa"), Noting(model_of("jamba").config), ids_of(12)
+    with torch.no_grad():
+        parts = [model(ids[:, part], past_key_values=cache).logits for part in (slice(5), slice(5, 12))]
+        assert (torch.cat(parts, 1) - model(ids).logits).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", [LinearAttentionLayer, StateLayer])
+def test_a_layer_keeps_the_last_inputs_and_the_state(kind):
+    layer, x = kind(), torch.arange(1.0, 7.0)[None, None]
+    assert torch.equal(layer.update_conv_state(x[..., :2], conv_kernel_size=4), torch.tensor([[[0.0, 0, 1, 2]]]))
+    assert layer.has_previous_state[0]
+    assert torch.equal(layer.update_conv_state(x[..., 2:4], conv_kernel_size=4), torch.tensor([[[0.0, 0, 1, 2, 3, 4]]]))
+    assert torch.equal(layer.conv_states[0], x[..., :4])
+    state = torch.ones(1, 2, 3)
+    layer.update_recurrent_state(state)
+    state += 1
+    assert torch.equal(layer.recurrent_states[0], torch.ones(1, 2, 3)), "a copy"
+
+
+def test_a_hybrid_cache_asks_its_attention_for_the_length():
+    cache = ShardedCache(model_of("qwen3_5").config)
+    assert cache.is_linear == [True, False, True] and cache.is_sliding == [False] * 3
+    assert not cache.is_compileable and cache.is_initialized is False
+    cache.sharded[1].length = 9
+    assert cache.get_seq_length() == 9 and cache.get_mask_sizes(2, 0) == (11, 0)
+    assert cache.get_conv_state(0) is None and cache.get_recurrent_state(2) is None
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3_5"])
 @pytest.mark.parametrize(("name", "refused"), [("reorder_cache", "num_beams"), ("crop", "rolled back")])
-def test_what_other_modes_call_raises(name, refused):
-    cache = ShardedCache(make_model("llama").config)
+def test_what_other_modes_call_raises(name, refused, model):
+    cache = ShardedCache(model_of(model).config)
     with pytest.raises(ValueError, match=refused):
         getattr(cache, name)(torch.zeros(1, dtype=torch.int64) if name == "reorder_cache" else -1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,11 +25,16 @@ from burst_attention.integrations.hf.dealt import DealtCache, Step
 from burst_attention.integrations.hf.models import layer_windows
 
 from . import files
-from .layer import ShardedLayer, shown_reach
+from .layer import EmptyLayer, ShardedLayer, StateLayer, shown_reach
 from .slots import NO_HOLE, Hole, own_slots, seen_keys
 
-_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
+_ATTENTIONS = ("full_attention", "sliding_attention", "chunked_attention")
+_RECURRENT = ("linear_attention", "conv")
+_EMPTY = ("mlp", "moe")
+_ALONE = "generate on one rank with transformers' own cache"
 _SIZES = ("model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
+
+Layer = ShardedLayer | StateLayer | EmptyLayer
 
 
 @dataclass
@@ -43,7 +48,7 @@ class _Filling:
 
 
 class ShardedCache(DealtCache):
-    """Keys and values of a prompt and of generated tokens; each rank holds about 1/W of each layer's.
+    """Keys and values of a prompt and of generated tokens; each rank holds about 1/W of each layer's, and all states.
 
     Pass it to ``generate`` of a model from ``hf.parallelize``, with the same ids on every rank:
 
@@ -59,10 +64,11 @@ class ShardedCache(DealtCache):
 
     The prompt is computed on shards, and each rank keeps its own. Pages of 64 generated tokens are dealt in turn.
     Layers with a window drop what no later token sees. One cache serves one batch: later turns continue its rows.
+    Recurrent layers have a state of a fixed size, which every rank holds.
 
     Raises:
-        TypeError, ValueError: the configuration has layers without plain keys and values, or ``group`` or
-            ``prefill_chunk`` can't be used.
+        TypeError, ValueError: the configuration has other layers than attention and recurrent ones, or no attention,
+            or ``group`` or ``prefill_chunk`` can't be used.
     """
 
     def __init__(
@@ -74,15 +80,16 @@ class ShardedCache(DealtCache):
         prefill_chunk: int | None = None,
     ) -> None:
         text = config.get_text_config(decoder=True)
-        reaches = _reaches(text)
-        self.sharded = [ShardedLayer(reach) for reach in reaches]
-        super().__init__(layers=[*self.sharded])
+        layers = _layers_of(text)
+        super().__init__(layers=[*layers])
+        self.sharded = {n: each for n, each in enumerate(layers) if isinstance(each, ShardedLayer)}
+        self.states = {n: each for n, each in enumerate(layers) if isinstance(each, StateLayer)}
         self.prefill_sent = 0  # payload bytes that this rank sent in prefills
         self.group = resolve_group(group)
         self.transport, self.agreement = connect(self.group, resolve_timeout(timeout))
         with self.agreement.entering("ShardedCache"):
             self.prefill_chunk = _check_chunk(prefill_chunk, self.transport.world)
-        self.model = describe_model(text, reaches)
+        self.model = describe_model(text, layers)
         self.weights: dict[str, str] | None = None  # digests of weights of the model that filled the cache
         self.holes: list[Hole] = []  # of each row of the batch
         self.failure: str | None = None
@@ -94,11 +101,12 @@ class ShardedCache(DealtCache):
     @property
     def length(self) -> int:
         """Columns of the batch that the cache holds, on all ranks together."""
-        return self.sharded[0].length
+        return next(iter(self.sharded.values())).length
 
     def nbytes(self) -> int:
-        """Return the bytes of keys and values on this rank."""
-        return sum(layer.nbytes() for layer in self.sharded)
+        """Return the bytes of keys, values and states on this rank."""
+        held: list[ShardedLayer | StateLayer] = [*self.sharded.values(), *self.states.values()]
+        return sum(layer.nbytes() for layer in held)
 
     def figures(self) -> list[dict[str, int]]:
         """Return ``cache_bytes`` and ``sent_bytes`` of every rank, by rank. Every rank must call it.
@@ -128,7 +136,7 @@ class ShardedCache(DealtCache):
         self.agreement.agree("save", self.describe())
         with self.agreement.entering("the end of save"):
             path.mkdir(parents=True, exist_ok=True)
-            own = files.write_rank(path, self.transport.rank, self.sharded)
+            own = files.write_rank(path, self.transport.rank, self.layers)
         every = self.agreement.agree("the end of save", {}, own)
         with self.agreement.entering("the manifest of a cache"):
             if self.transport.rank == 0:
@@ -164,8 +172,8 @@ class ShardedCache(DealtCache):
             cache.weights, cache.holes = content["weights"], [(first, stop) for first, stop in content["holes"]]
         cache.agreement.agree("load", {"the cache in the folder": digest_text(content)})
         with cache.agreement.entering("the end of load"):
-            files.read_layers(path, content["files"], cache.sharded, rank=rank, world=world)
-            for layer in cache.sharded:
+            files.read_layers(path, content["files"], cache.layers, rank=rank, world=world)
+            for layer in cache.sharded.values():
                 layer.length = content["length"]
         cache.agreement.agree("the end of load", cache.describe())
         return cache
@@ -183,7 +191,7 @@ class ShardedCache(DealtCache):
         """Refuse a model of another configuration or with other weights, and a model over another group."""
         if self.failure is not None:
             raise ValueError(f"past_key_values failed before ({self.failure}); make a new ShardedCache")
-        found = describe_model(text := model.config.get_text_config(decoder=True), _reaches(text))
+        found = describe_model(text := model.config.get_text_config(decoder=True), _layers_of(text))
         for name, value in self.model.items():
             if found.get(name) != value:
                 raise ValueError(
@@ -212,7 +220,13 @@ class ShardedCache(DealtCache):
             self._models.add(model)
 
     def check_batch(self, padding: Tensor) -> None:
-        """Refuse rows other than those of earlier calls."""
+        """Refuse rows other than those of earlier calls, and padding before a state."""
+        if self.states and padding.any():
+            raise ValueError(
+                f"attention_mask has {padding.tolist()} columns of padding in front of rows, but layer "
+                f"{min(self.states)} of the model is recurrent, and its state can't skip them; generate with rows of "
+                "equal lengths, or with each row alone"
+            )
         if self.length and [stop - start for start, stop in self.holes] != padding.tolist():
             raise ValueError(
                 f"past_key_values holds {len(self.holes)} rows with {[b - a for a, b in self.holes]} columns of "
@@ -229,7 +243,7 @@ class ShardedCache(DealtCache):
 
     def stretches(self) -> dict[Reach, list[list[range]]]:
         """Return the slots of every rank's keys, by reach and by rank. Every rank must call it."""
-        layers = {layer.reach: layer for layer in self.sharded}  # layers that see the same hold the same slots
+        layers = {layer.reach: layer for layer in self.sharded.values()}  # layers that see the same hold the same slots
         own = [layer.held.stretches() for layer in layers.values()]
         every = self.agreement.collect("the keys of the cache", own)
         return {
@@ -294,7 +308,7 @@ class ShardedCache(DealtCache):
             raise
         finally:
             self._filling = None
-        for layer in self.sharded:
+        for layer in self.sharded.values():
             layer.length = filling.stop
             layer.forget(self.holes, filling.stop)
 
@@ -349,26 +363,41 @@ def _check_chunk(chunk: Any, world: int) -> int | None:
     return chunk
 
 
-def _reaches(config: Any) -> list[Reach]:
-    """Return what each layer of a configuration sees.
+def _layers_of(config: Any) -> list[Layer]:
+    """Return an empty layer for each layer of a configuration.
 
     Raises:
-        ValueError: a layer has something other than separate keys and values.
+        ValueError: a layer has something other than separate keys and values, or a state.
     """
     for attribute in ("layer_types", "layers_block_type", "block_types"):
-        for kind in getattr(config, attribute, None) or ():
-            if kind not in _LAYERS:
+        for kind in (kinds := getattr(config, attribute, None) or ()):
+            if kind not in (*_ATTENTIONS, *_RECURRENT, *_EMPTY):
                 raise ValueError(
-                    f"{attribute} of the configuration has {kind!r}: only attention has a cache over ranks; generate "
-                    "on one rank with transformers' own cache"
+                    f"{attribute} of the configuration has {kind!r}, which has no cache over ranks; {_ALONE}"
                 )
+        if kinds and not any(kind in _ATTENTIONS for kind in kinds):
+            raise ValueError(
+                f"{attribute} of the configuration has no attention, so its states have a fixed size and need no "
+                f"cache over ranks; {_ALONE}"
+            )
+    if getattr(config, "number_of_conv_states", 1) != 1:
+        raise ValueError(
+            f"number_of_conv_states={config.number_of_conv_states} of the configuration: a cache over ranks holds one "
+            f"state per layer; {_ALONE}"
+        )
     if getattr(config, "num_kv_shared_layers", None) or getattr(config, "kv_sharing_modes", None):
         raise ValueError("layers of the configuration share keys and values, which has no cache over ranks")
-    return layer_windows(config)
+    kinds = getattr(config, "layer_types", None) or _ATTENTIONS[:1] * config.num_hidden_layers
+    made: dict[str, Callable[[], Layer]] = {
+        **dict.fromkeys(_RECURRENT, StateLayer),
+        **dict.fromkeys(_EMPTY, EmptyLayer),
+    }
+    reaches = zip(kinds, layer_windows(config), strict=True)
+    return [made[kind]() if kind in made else ShardedLayer(reach) for kind, reach in reaches]
 
 
-def describe_model(config: Any, reaches: list[Reach]) -> dict[str, Any]:
+def describe_model(config: Any, layers: Sequence[Layer]) -> dict[str, Any]:
     """Return what a cache remembers of its model: JSON types, by name."""
     sizes = {name: getattr(config, name, None) for name in _SIZES}
     rope = repr(sorted((getattr(config, "rope_parameters", None) or {}).items(), key=str))
-    return {**sizes, "layers see": [shown_reach(reach) for reach in reaches], "rope_parameters": rope}
+    return {**sizes, "layers see": [layer.sees for layer in layers], "rope_parameters": rope}

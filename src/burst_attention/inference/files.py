@@ -1,7 +1,7 @@
 """A cache in a folder: one file of tensors per rank, and a manifest that names them and their digests.
 
     cache.json                  what the cache belongs to, and each file's size and digest
-    rank-00000.safetensors      keys and values of each layer that rank 0 held, and their slots
+    rank-00000.safetensors      keys and values of each layer that rank 0 held, and their slots; states of all tokens
 
 The ranks that load a folder may be fewer or more than those that wrote it. They deal all pages among them again.
 """
@@ -19,22 +19,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .layer import ShardedLayer
+from .layer import ShardedLayer, StateLayer
 from .slots import PAGE
 
 MANIFEST, VERSION = "cache.json", 2
 _AGAIN = "save the cache again, or copy the whole folder again"
 
 
-def write_rank(folder: Path, rank: int, layers: Sequence[ShardedLayer]) -> dict[str, Any]:
+def write_rank(folder: Path, rank: int, layers: Sequence[Any]) -> dict[str, Any]:
     """Write this rank's file; return its entry of the manifest."""
     from safetensors.torch import save_file
 
     tensors: dict[str, Tensor] = {}
-    slots = []
+    slots: list[list[list[int]]] = []
     for number, layer in enumerate(layers):
-        slots.append([[each.start, each.stop, each.step] for each in layer.held.ranges])
-        if layer.is_initialized:
+        held = layer.held.ranges if isinstance(layer, ShardedLayer) else []
+        slots.append([[each.start, each.stop, each.step] for each in held])
+        if isinstance(layer, StateLayer) and rank == 0:  # equal on all ranks
+            tensors |= {f"{number}.{name}": x.contiguous() for name, x in layer.tensors().items()}
+        if isinstance(layer, ShardedLayer) and layer.is_initialized:
             key, value = layer.tokens()
             tensors |= {f"{number}.keys": key.contiguous(), f"{number}.values": value.contiguous()}
     path = folder / f"rank-{rank:05}.safetensors"
@@ -88,11 +91,14 @@ def check_files(folder: Path, files: Sequence[dict[str, Any]]) -> None:
             raise ValueError(f"{path} was altered: its digest is not the one of {MANIFEST}; {_AGAIN}")
 
 
-def read_layers(
-    folder: Path, files: Sequence[dict[str, Any]], layers: Sequence[ShardedLayer], *, rank: int, world: int
-) -> None:
-    """Fill layers with those pages that this rank holds among ``world`` ranks. Reads one layer of one file at once."""
+def read_layers(folder: Path, files: Sequence[dict[str, Any]], layers: Sequence[Any], *, rank: int, world: int) -> None:
+    """Fill layers with those pages that this rank holds among ``world`` ranks, and with all states.
+
+    Reads one layer of one file at once.
+    """
     for number, layer in enumerate(layers):
+        if isinstance(layer, StateLayer):
+            _read_state(folder / files[0]["name"], number, layer)
         found = [*_own_parts(folder, files, number, rank, world)]
         if not found:
             continue
@@ -102,6 +108,16 @@ def read_layers(
         at = torch.from_numpy(order)
         key, value = (torch.cat(parts, 2).index_select(2, at) for parts in (keys, values))
         layer.store(key, value, slots[order])
+
+
+def _read_state(path: Path, number: int, layer: StateLayer) -> None:
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        columns = file.get_tensor(f"{number}.columns")
+        layer.update_conv_state(columns, conv_kernel_size=columns.shape[2])
+        if f"{number}.state" in file.keys():  # noqa: SIM118, the file is not a mapping
+            layer.update_recurrent_state(file.get_tensor(f"{number}.state"))
 
 
 def digest_of_file(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""One layer of a cache over ranks: the keys and values that this rank holds."""
+"""One layer of a cache over ranks: the keys and values that this rank holds, or a recurrent layer's state."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, DummyLayer, LinearAttentionLayer
 
 from burst_attention.attention.batch import Chunked, Reach
 
@@ -16,7 +16,52 @@ from .slots import PAGE, Held, Hole, first_needed, ranges_of
 _NO_BEAMS = "a cache over ranks can't be reordered; generate greedily or by sampling"
 
 
-class ShardedLayer(CacheLayerMixin):
+class _Fixed:
+    """Refuses what reorders a cache or rolls it back."""
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Refuse beam search."""
+        raise ValueError(f"num_beams: {_NO_BEAMS}")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuse to roll back, which assisted decoding needs."""
+        raise ValueError(f"crop({tokens_to_remove}): a cache over ranks can't be rolled back; make a new one")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Refuse to expand the batch."""
+        raise ValueError(f"batch_repeat_interleave({repeats}): {_NO_BEAMS}")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Refuse to select rows of the batch."""
+        raise ValueError(f"batch_select_indices: {_NO_BEAMS}")
+
+
+class EmptyLayer(DummyLayer):
+    """A layer that mixes no tokens, such as one of experts alone."""
+
+    sees = "nothing"
+
+
+class StateLayer(_Fixed, LinearAttentionLayer):
+    """The state of a recurrent layer and the last inputs of its convolution, whole on every rank."""
+
+    sees = "a state"
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what is stored, by name."""
+        found = {"columns": self.conv_states[0], "state": self.recurrent_states[0]}
+        return {name: x for name, x in found.items() if x is not None}
+
+    def nbytes(self) -> int:
+        """Return the bytes of the state and of the inputs."""
+        return sum(x.nbytes for x in self.tensors().values())
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        LinearAttentionLayer.__init__(self)
+
+
+class ShardedLayer(_Fixed, CacheLayerMixin):
     """This rank's keys and values of one layer, in the order of their slots.
 
     Args:
@@ -27,6 +72,11 @@ class ShardedLayer(CacheLayerMixin):
 
     keys: Tensor | None
     values: Tensor | None
+
+    @property
+    def sees(self) -> str:
+        """What the layer's queries see, for errors and files."""
+        return shown_reach(self.reach)
 
     def __init__(self, reach: Reach = None) -> None:
         super().__init__()
@@ -97,22 +147,6 @@ class ShardedLayer(CacheLayerMixin):
         """Forget all tokens."""
         self.keys = self.values = None
         self.is_initialized, self.held, self.length = False, Held(), 0
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Refuse beam search."""
-        raise ValueError(f"num_beams: {_NO_BEAMS}")
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Refuse to roll back, which assisted decoding needs."""
-        raise ValueError(f"crop({tokens_to_remove}): a cache over ranks can't be rolled back; make a new one")
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Refuse to expand the batch."""
-        raise ValueError(f"batch_repeat_interleave({repeats}): {_NO_BEAMS}")
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Refuse to select rows of the batch."""
-        raise ValueError(f"batch_select_indices: {_NO_BEAMS}")
 
     def _grow(self, key: Tensor, value: Tensor, count: int, *, room: int) -> None:
         if not self.is_initialized:

@@ -7,7 +7,7 @@ from a zero state. A scan over the runs of each document then gives the state be
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,30 +23,53 @@ from .runs import Borders, Runs, runs_of
 Pair = tuple[Tensor | None, Tensor]  # (M, U); M is None if nothing comes before, so that U is a state
 
 
+@dataclass
+class Past:
+    """What a recurrent layer keeps of all tokens so far, equal on all ranks. None before the first token.
+
+    Attributes:
+        columns: [B, C, k], the last inputs of its convolution of width k; zeros before the first token.
+        state: its state behind the last token; None for a layer that is only a convolution.
+    """
+
+    columns: Tensor | None = None
+    state: Tensor | None = None
+
+
 class RunExchange:
     """Exchanges states and borders between the ranks of a plan.
 
+    Args:
+        plan: the plan of the tokens.
+        past: what the layer keeps of earlier tokens. The tokens are then one document that goes on, without a
+            gradient, and the layer's call replaces what ``past`` holds.
+
     Attributes:
         runs: this rank's runs and all others.
-        own: this rank's runs, in local order.
+        own: this rank's runs, in local order. With a ``past`` the last run's document goes on.
 
     Raises:
-        ValueError: the plan's layout separates neighbouring tokens, or the plan has ``keys``; on every rank.
+        ValueError: the plan's layout separates neighbouring tokens, or the plan has ``keys``, but there is no ``past``;
+            on every rank.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, *, past: Past | None = None) -> None:
+        layout = plan.schedule.layout
         with plan.agreement.entering("a recurrent layer"):
-            if plan.schedule.keys is not None:
+            if plan.schedule.keys is not None and past is None:
                 raise ValueError(
                     "a recurrent layer can't use a plan with keys: its state of the earlier tokens is unknown; use a "
                     "plan of the whole sequence"
                 )
-            self.runs = runs_of(plan.schedule.layout, plan.mask.cu_seqlens, plan.rank)
+            self.runs = runs_of(layout, plan.mask.cu_seqlens if past is None else None, plan.rank)
         self.own = [self.runs.every[n] for n in self.runs.own]
-        self._plan = plan
+        if past is not None:
+            known = past.columns is not None
+            self.own = [replace(run, start=run.start - known, stop=run.stop + 1) for run in self.own]
+        self._plan, self._past, self._start = plan, past, layout.start
 
     def before(self, x: Tensor, width: int) -> Tensor:
-        """Return the ``width`` tokens before each own run, zeros before a document.
+        """Return the ``width`` tokens before each own run, zeros before a document. Replace the past's columns.
 
         Args:
             x: [S_local, ...], this rank's tokens.
@@ -55,17 +78,20 @@ class RunExchange:
         Returns:
             [own runs, width, ...].
         """
-        if not self.runs.chains:
+        if not self.runs.chains and self._past is None:
             return x.new_zeros(len(self.own), width, *x.shape[1:])
         call = self._agreed("tokens before a convolution", x, {"shape": list(x.shape[1:]), "width": width})
         borders = self.runs.borders(width)
         found: Tensor = _Before.apply(x[borders.rows], len(self.own) * width, borders, call)
-        return found.unflatten(0, (len(self.own), width))
+        before = found.unflatten(0, (len(self.own), width))
+        if self._past is not None:
+            self._past.columns = self._last_columns(x, before, self._past.columns)
+        return before
 
     def states(
         self, pairs: Sequence[tuple[Tensor, Tensor]], zero: Tensor, factor_shape: Sequence[int], *, diagonal: bool
     ) -> list[Tensor]:
-        """Return the state before each own run.
+        """Return the state before each own run. Replace the past's state.
 
         Args:
             pairs: (M, U) of the own runs that are not the last of their document, in local order.
@@ -74,16 +100,61 @@ class RunExchange:
             factor_shape: the shape of M.
             diagonal: whether M S multiplies by elements; otherwise it is a matrix product.
         """
-        if not self.runs.chains:
+        if not self.runs.chains and self._past is None:
             return [zero for _ in self.own]
         shapes = {"shape": list(zero.shape), "factor": list(factor_shape)}
         scan = _Scan(self._agreed("recurrent states", zero, shapes), tuple(factor_shape), tuple(zero.shape), diagonal)
-        runs, given = self.runs, dict(zip(self.runs.givers, pairs, strict=True))
-        tensors = [given[n][1] for n in runs.givers] + [given[n][0] for n in runs.inner]
-        *states, anchor = _States.apply(zero, scan, *[x.to(zero.dtype) for x in tensors])
+        runs, past = self.runs, self._past
+        going_on = (n for n, run in zip(runs.own, self.own, strict=True) if not run.ends)
+        exact = [(factor.to(zero.dtype), state.to(zero.dtype)) for factor, state in pairs]
+        given = dict(zip(going_on, exact, strict=True))
+        after = {n: state for n, (_, state) in given.items()}
+        if past is not None and past.state is not None:
+            zero = past.state.to(zero.dtype)
+            after |= {0: scan.joined(given[0], (None, zero))[1]} if 0 in given else {}
+        factors = (given[n][0] for n in runs.inner)
+        *states, anchor = _States.apply(zero, scan, *(after[n] for n in runs.givers), *factors)
         # Zero, but connected to the scan: its backward exchanges messages, so every rank must run it.
         origin, found = zero + anchor.sum(), dict(zip(runs.takers, states, strict=True))
+        if past is not None:
+            last = len(runs.every) - 1
+            whole = scan.joined(given[last], (None, found.get(last, origin)))[1] if last in given else zero
+            past.state = self._from_last(whole, "the state behind the last token")
         return [found.get(n, origin) for n in runs.own]
+
+    def _last_columns(self, x: Tensor, before: Tensor, earlier: Tensor | None) -> Tensor:
+        """Fill in the earlier tokens before the first runs; return the last tokens of all, one more than ``before``.
+
+        Args:
+            x: [S_local, B, C].
+            before: [own runs, width, B, C]; written to.
+            earlier: [B, C, width + 1] or None.
+
+        Returns:
+            [B, C, width + 1], equal on all ranks.
+        """
+        width, last = before.shape[1], len(self.runs.every) - 1
+        for row, run in zip(before, self.own, strict=True):
+            missing = max(0, width - (run.first - self._start))
+            if earlier is not None and missing:
+                row[:missing] = earlier.movedim(2, 0)[1 + width - missing :]
+        columns = x.new_empty(width + 1, *x.shape[1:])
+        if last in self.runs.own:
+            at = self.runs.own.index(last)
+            columns = torch.cat([before[at], x[self.own[at].local]])[-width - 1 :]
+        return self._from_last(columns, "the last tokens of a convolution").movedim(0, 2)
+
+    def _from_last(self, x: Tensor, name: str) -> Tensor:
+        """Return ``x`` of the rank with the last token, on every rank. Others pass a tensor of its shape and dtype."""
+        transport, owner = self._plan.transport, self.runs.every[-1].owner
+        if transport.rank == owner:
+            x = x.contiguous()
+            sends = [Send(peer, x) for peer in range(transport.world) if peer != owner]
+            transport.wait(transport.post(sends, [], label=name))
+            return x
+        found = torch.empty_like(x, memory_format=torch.contiguous_format)
+        transport.wait(transport.post([], [Receive(owner, found)], label=name))
+        return found
 
     def _agreed(self, name: str, x: Tensor, fields: Mapping[str, Any]) -> _Exchange:
         plan = self._plan

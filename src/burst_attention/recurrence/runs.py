@@ -193,7 +193,7 @@ def runs_of(layout: Layout, borders: Sequence[int] | None, rank: int) -> Runs:
             f"layout={layout.name!r} separates neighbouring tokens, but recurrent layers and convolutions pass a state "
             "from token to token; use Strategy(layout='zigzag') or 'contiguous'"
         )
-    documents, every = borders or (0, layout.seqlen), []
+    documents, every = borders or (layout.start, layout.start + layout.seqlen), []
     for owner, offset, first, count in _joined(layout):
         at = first
         while at < first + count:

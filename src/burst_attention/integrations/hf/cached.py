@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from burst_attention.attention.batch import Plans, digest_of, mask_of
 from burst_attention.attention.plan import Plan
 
-from . import arguments, heads, recurrent, stub_forward, vision
+from . import arguments, heads, mixers, models, recurrent, stub_forward, vision
 from .batch import rows_of
 from .checks import shown
 from .dealt import DealtCache, Step
@@ -188,7 +188,7 @@ def _run(body: Any, ids: Tensor, positions: Tensor, plan: Plans | Step, cache: D
 
 
 def _check_model(model: Any) -> None:
-    """Refuse a model with parts that would need a state, or positions, beyond keys and values."""
+    """Refuse a model with parts that need more than its keys, values and states."""
     kind, state = type(model).__name__, model._burst
     text = vision.text_of(model)
     if vision.language_model_of(model) is not None:
@@ -200,10 +200,12 @@ def _check_model(model: Any) -> None:
             f"attention_chunks={state.memory.attention_chunks} of hf.Memory: a cache over ranks takes all heads; "
             "call hf.parallelize without it"
         )
-    if recurrent.hands_plans(text) or state.absolute:
+    recurrent.check_cached(text)
+    by_states = any(mixers.mixers_of(text)) and not models.embeds_positions(model)  # nothing else knows positions
+    if state.absolute and not by_states:
         raise ValueError(
-            f"past_key_values: {kind} has layers with a state, with learned positions or with a custom "
-            "attention, which have no cache over ranks yet; use a model with rotary positions and plain attention"
+            f"past_key_values: {kind} has learned positions, or none that are rotary, which have no cache over ranks "
+            "yet; use a model with rotary positions"
         )
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from transformers import Cache
 
 from burst_attention.attention.batch import Chunked, Reach
 from burst_attention.attention.plan import Plan
+from burst_attention.recurrence.exchange import Past
 
 from . import checks
 
@@ -27,6 +28,17 @@ class DealtCache(Cache):
     @abstractmethod
     def check_batch(self, padding: Tensor) -> None:
         """Refuse a batch other than that of earlier calls. ``padding``: int64 [B], columns before each row's tokens."""
+
+    @contextmanager
+    def recurring(self, number: int) -> Iterator[Past]:
+        """Give what the recurrent layer ``number`` keeps of the tokens in the cache; store what it keeps afterwards."""
+        past = Past(self.get_conv_state(number), self.get_recurrent_state(number))
+        yield past
+        if past.columns is None:
+            raise ValueError(f"layer {number} called no convolution, whose last inputs a cache needs")
+        self.update_conv_state(past.columns, number, conv_kernel_size=past.columns.shape[2])
+        if past.state is not None:
+            self.update_recurrent_state(past.state, number)
 
     prefill_chunk: int | None  # compute at most this many tokens of a long call at once
     strided: bool  # a rank's columns are no stretches, as in a striped layout

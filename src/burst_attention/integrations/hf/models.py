@@ -135,14 +135,19 @@ def is_causal(body: nn.Module) -> bool:
 
 
 def places_absolutely(model: Any) -> bool:
-    """Return whether absolute positions matter: learned positions, or scales that grow with the position."""
-    config = model.config.get_text_config(decoder=True)
+    """Return whether absolute positions matter, or how positions come in is unknown."""
     rotary = any(parts.is_called(module, "RotaryEmbedding") for module in model.modules())
+    return not rotary or embeds_positions(model)
+
+
+def embeds_positions(model: Any) -> bool:
+    """Return whether a model has learned positions, or scales that grow with the position."""
+    config = model.config.get_text_config(decoder=True)
     of_tokens = set(model.get_input_embeddings().modules())  # an adapter may wrap the embeddings and copy them
     learned = any(isinstance(module, nn.Embedding) and module not in of_tokens for module in model.modules())
     rope = getattr(config, "rope_parameters", None)
     scaled = getattr(config, "attn_temperature_tuning", None) or "llama_4_scaling_beta" in str(rope)
-    return not rotary or learned or bool(scaled)
+    return learned or bool(scaled)
 
 
 class Watch:

@@ -8,7 +8,7 @@ of another package changes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from burst_attention.attention.batch import Plans
 from burst_attention.recurrence.exchange import RunExchange
 
 from . import checks, handed, mixers
+from .dealt import DealtCache, Step
 from .handed import ALONE, ATTRIBUTE
 from .own_attention import OwnAttention, is_known
 from .pooler import Unpooled, poolers_of
@@ -28,6 +29,9 @@ from .token_chunks import subclass
 _KEYWORD = "burst_plans"  # a layer's plans: checkpointing stores keywords, and calls the layer again with them
 _NOT_PASSED_ON = ("NemotronAttention", "StableLmAttention")  # their layers keep keywords to themselves
 _TEMPERED = "Llama4TextAttention"  # scales queries by their places
+_CACHES = ("cache_params", "past_key_values")  # how mixers call their cache
+# Mechanisms whose states a cache holds. transformers' Mamba 1 starts several later tokens from a zero state.
+_CACHED = frozenset({"gated delta", "Kimi delta", "Mamba 2", "convolution"})
 
 
 def convert(body: nn.Module) -> None:
@@ -88,6 +92,22 @@ def check_converted(model: nn.Module) -> None:
             raise ValueError(
                 f"{type(pooler).__name__} scores the shard's first token, not the sequence's; call "
                 "hf.parallelize(model), or build the body with add_pooling_layer=False"
+            )
+
+
+def check_cached(body: nn.Module) -> None:
+    """Refuse a model with parts that have a state that no cache over ranks holds, or that need positions."""
+    for name, module in body.named_modules():
+        found, kind = mixers.mechanism(module), type(module).__name__
+        if found is not None and found not in _CACHED:
+            raise ValueError(
+                f"past_key_values: {name} ({kind}, {found}) has a state that no cache over ranks holds; generate on "
+                "one rank with transformers' own cache"
+            )
+        if isinstance(module, (OwnAttention, Placed)) or _gets_no_keywords(module):
+            raise ValueError(
+                f"past_key_values: {name} ({kind}) has a custom attention or counts positions, which has no cache over "
+                "ranks yet; use a model with rotary positions and plain attention"
             )
 
 
@@ -175,14 +195,19 @@ class _Mixer(nn.Module):
     @torch.compiler.disable  # the function with our kernels is made for each call
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         plans = handed.plans_of(self)
-        if plans is ALONE:
+        known = getattr(plans, "positions", None) is not None
+        if plans is ALONE or isinstance(plans, Step):  # the mixer gets all tokens, and the cache as in one process
             return super().forward(*args, **kwargs)
-        plan = Plans.of(plans).one
+        plan, cache = Plans.of(plans).one, None
+        for name in _CACHES if known else ():
+            if isinstance(kwargs.get(name), DealtCache):
+                cache = kwargs.pop(name)
         with plan.agreement.entering("a recurrent layer"):
             _check(plan.length, plan.seqlen, args, kwargs)
-        if getattr(plans, "positions", None) is None:
+        if not known:
             checks.mark_attended(plans, kwargs.get("position_ids"))
-        return mixers.over_runs(self, RunExchange(plan))(*args, **kwargs)
+        with nullcontext() if cache is None else cache.recurring(self.layer_idx) as past:
+            return mixers.over_runs(self, RunExchange(plan, past=past))(*args, **kwargs)
 
 
 class _Places:
@@ -239,7 +264,7 @@ def _check(length: int, seqlen: int, args: tuple[Any, ...], kwargs: Mapping[str,
             f"input_ids has {hidden.shape[1]} tokens, the plan gives this rank {length} of {seqlen}; shard the batch "
             "with hf.shard_batch(batch, plan)"
         )
-    for name in ("cache_params", "past_key_values"):
+    for name in _CACHES:
         if kwargs.get(name) is not None:
             raise ValueError(f"{name}: a cache with earlier tokens is not supported; pass use_cache=False")
     checks.mask_request(kwargs.get("attention_mask"))

@@ -1,0 +1,240 @@
+"""Generate over ranks with recurrent layers: the tokens and logits of one process with transformers' own cache."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from burst_attention.inference import ShardedCache, shard_weights
+from burst_attention.integrations import hf
+from tests.distributed.test_generate import cut, flip, padded, tokens_at_once
+from tests.support.generating import alone, check_equal, generate, ids_of, model_of, over_ranks
+
+NEW = 12
+KINDS = ("qwen3_5", "bamba", "kimi_linear", "lfm2")  # one of each mechanism that a cache holds
+OTHERS = ("qwen3_next", "olmo_hybrid", "granitemoehybrid", "nemotron_h", "lfm2_moe", "lfm3")
+FIRST = [pytest.param(name, marks=[] if name in KINDS[:2] else pytest.mark.long) for name in KINDS]
+
+
+def continued(ids):
+    """Generate after these ids. The mask says that a pad token among them is a token."""
+    return {"inputs": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": NEW}
+
+
+def _case(name, count):
+    return pytest.param(name, count, marks=[] if name in KINDS[:2] or count == 1_000 else pytest.mark.long)
+
+
+@pytest.mark.parametrize(("name", "count"), [_case(name, count) for name in KINDS for count in (1, 7, 1_000)])
+def test_tokens_and_logits_equal_one_process(name, count):
+    ids = ids_of(count)
+    expected = alone(name, ids, max_new_tokens=NEW)
+    for world in (1, 2, 3):
+        check_equal(over_ranks(name, world, lambda *both: generate(*both, ids, max_new_tokens=NEW)), expected)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("count", [1, 7, 1_000])
+@pytest.mark.parametrize("name", KINDS)
+def test_four_ranks(name, count):
+    ids = ids_of(count)
+    expected = alone(name, ids, max_new_tokens=NEW)
+    check_equal(over_ranks(name, 4, lambda *both: generate(*both, ids, max_new_tokens=NEW)), expected)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families(name):
+    ids = ids_of(150, 2)
+    expected = alone(name, ids, max_new_tokens=NEW)
+    check_equal(over_ranks(name, 3, lambda *both: generate(*both, ids, max_new_tokens=NEW)), expected)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", KINDS)
+def test_two_hundred_tokens(name):
+    ids = ids_of(100)
+    expected = alone(name, ids, max_new_tokens=200)
+    check_equal(over_ranks(name, 3, lambda *both: generate(*both, ids, max_new_tokens=200)), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_a_long_prompt(world):
+    ids = ids_of(20_000)
+    expected = alone("qwen3_5", ids, "sdpa", max_new_tokens=200)
+    check_equal(over_ranks("qwen3_5", world, lambda *both: generate(*both, ids, max_new_tokens=200)), expected)
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_a_batch_of_equal_lengths(name):
+    ids = ids_of(131, 3)
+    expected = alone(name, ids, max_new_tokens=NEW)
+    for world in (1, 3):
+        check_equal(over_ranks(name, world, lambda *both: generate(*both, ids, max_new_tokens=NEW)), expected)
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_turns_continue_the_states(name):
+    """The second turn is short, so every rank computes it. The third is long, so it runs on shards."""
+    first, second, third = ids_of(90, 2), ids_of(5, 2), ids_of(150, 2)
+
+    def turns(run):
+        said = run(first).sequences
+        said = run(torch.cat([said, second], 1)).sequences
+        return run(torch.cat([said, third], 1))
+
+    for world in (1, 3):
+        expected = turns(lambda ids: alone(name, **continued(ids)))  # without a cache between turns
+        outs = over_ranks(name, world, lambda *both: turns(lambda ids: generate(*both, **continued(ids))))
+        check_equal(outs, expected)
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_a_prompt_in_chunks_gives_the_same_tokens(name):
+    ids = ids_of(501)
+    expected = alone(name, ids, max_new_tokens=NEW)
+
+    def use(model, cache):
+        cache = ShardedCache(model.config, cache.group, prefill_chunk=130)
+        out, counts = tokens_at_once(model, lambda: generate(model, cache, ids, max_new_tokens=NEW))
+        return out, counts, [each.tensors() for each in cache.states.values()]
+
+    for world in (1, 2, 3):
+        outs = over_ranks(name, world, use)
+        check_equal([out for out, *_ in outs], expected)
+        assert all(len(counts) == 4 and max(counts) <= -(-125 // world) for _, counts, _ in outs)
+        for _, _, states in outs:
+            for mine, first in zip(states, outs[0][2], strict=True):
+                assert all(torch.equal(mine[name], x) for name, x in first.items()), "states differ between ranks"
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "contiguous-ring", "all-gather"])
+def test_any_strategy_fills_the_states(strategy):
+    ids = ids_of(150)
+    use = lambda *both: generate(*both, ids, max_new_tokens=NEW)  # noqa: E731
+    check_equal(over_ranks("qwen3_5", 2, use, strategy=strategy), alone("qwen3_5", ids, max_new_tokens=NEW))
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_a_saved_cache_serves_any_number_of_ranks(tmp_path, name):
+    ids = ids_of(150, 2)
+    first = alone(name, ids, max_new_tokens=70).sequences
+    longer = torch.cat([first, ids_of(100, 2)], 1)
+    expected = alone(name, **continued(longer))
+
+    def save(model, cache):
+        generate(model, cache, ids, max_new_tokens=70)
+        cache.save(tmp_path / "cache")
+        generate(model, cache, **continued(longer))  # what the cache holds later is not loaded
+
+    def load(model, cache):
+        loaded = ShardedCache.load(tmp_path / "cache", model.config, cache.group)
+        return generate(model, loaded, **continued(longer))
+
+    over_ranks(name, 3, save)
+    for world in (1, 2, 4):
+        check_equal(over_ranks(name, world, load), expected)
+
+
+@pytest.mark.parametrize(("change", "text"), [(flip, "was altered"), (cut, "bytes, not"), (Path.unlink, "is missing")])
+def test_altered_states_are_refused(tmp_path, change, text):
+    folder = tmp_path / "cache"
+
+    def save(model, cache):
+        generate(model, cache, ids_of(66), max_new_tokens=2)
+        cache.save(folder)
+
+    def load(model, cache):
+        with pytest.raises(ValueError) as caught:
+            ShardedCache.load(folder, model.config, cache.group)
+        return str(caught.value)
+
+    over_ranks("qwen3_5", 2, save)
+    change(folder / "rank-00000.safetensors")
+    for said in over_ranks("qwen3_5", 2, load):
+        assert "rank-00000.safetensors" in said and text in said
+
+
+def test_reset_forgets_the_states():
+    """Another batch size follows."""
+    expected = alone("qwen3_5", ids_of(80, 2), max_new_tokens=NEW)
+
+    def use(model, cache):
+        generate(model, cache, ids_of(70), max_new_tokens=3)
+        cache.reset()
+        assert cache.nbytes() == 0 and cache.get_seq_length() == 0
+        return generate(model, cache, ids_of(80, 2), max_new_tokens=NEW)
+
+    check_equal(over_ranks("qwen3_5", 2, use), expected)
+
+
+@pytest.mark.parametrize("lengths", [(9, 3), (200, 131)])
+def test_every_rank_refuses_padding_before_a_state(lengths):
+    ids, mask = padded(lengths)
+
+    def use(model, cache):
+        with pytest.raises(ValueError) as caught:
+            generate(model, cache, ids, attention_mask=mask, max_new_tokens=2)
+        return str(caught.value), generate(model, cache, ids[:1], max_new_tokens=2)
+
+    outs = over_ranks("qwen3_5", 2, use)
+    assert all("layer 0 of the model is recurrent, and its state can't skip" in said for said, _ in outs)
+    check_equal([out for _, out in outs], alone("qwen3_5", ids[:1], max_new_tokens=2))
+
+
+def test_every_rank_refuses_beams():
+    def use(model, cache):
+        with pytest.raises(ValueError, match="num_beams=3"):
+            generate(model, cache, ids_of(5), max_new_tokens=2, num_beams=3)
+
+    over_ranks("qwen3_5", 2, use)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("mamba2", "layer_types of the configuration has no attention"),
+        ("falcon_h1", "layer_types of the configuration has 'hybrid'"),
+        ("jamba", "layers_block_type of the configuration has 'mamba'"),
+    ],
+)
+def test_configurations_are_refused(name, text):
+    with pytest.raises(ValueError, match=text):
+        ShardedCache(model_of(name).config)
+
+
+def test_several_states_in_a_layer_are_refused():
+    config = copy.deepcopy(model_of("qwen3_5").config)
+    config.number_of_conv_states = 2
+    with pytest.raises(ValueError, match="number_of_conv_states=2"):
+        ShardedCache(config)
+
+
+def test_every_rank_refuses_a_mechanism_without_a_cache():
+    def use(model, cache):
+        with pytest.raises(ValueError) as caught:
+            generate(model, cache, ids_of(80), max_new_tokens=2)
+        return str(caught.value)
+
+    said = over_ranks("minimax", 2, use)
+    assert all("(MiniMaxLightningAttention, lightning) has a state that no cache over ranks holds" in x for x in said)
+
+
+def with_sharded_weights():
+    model = hf.parallelize(copy.deepcopy(model_of("qwen3_5")), timeout=20)
+    shard_weights(model, init_device_mesh("cpu", (2,)))
+    out = generate(model, ShardedCache(model.config, timeout=20), ids_of(100), max_new_tokens=NEW)
+    return out.sequences, torch.stack(out.logits)
+
+
+@pytest.mark.long
+def test_sharded_weights_give_the_same_tokens(pools):
+    expected = alone("qwen3_5", ids_of(100), max_new_tokens=NEW)
+    for sequences, logits in pools(2).run(with_sharded_weights):
+        assert torch.equal(sequences, expected.sequences)
+        assert (logits - torch.stack(expected.logits)).abs().max() <= 1e-5
