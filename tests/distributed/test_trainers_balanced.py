@@ -1,0 +1,75 @@
+"""``BurstMixin`` with ``Strategy(layout="balanced")``: ranks share the rows of a batch; losses are one process's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from burst_attention import Strategy
+from burst_attention.plan.balance import most_tokens
+from tests.support import trainer_cases, trainer_makers
+from tests.support.trainer_cases import Case
+from tests.support.trainer_makers import BATCH, STEPS
+from tests.tools.trainers import Sides
+
+BALANCED = {"strategy": Strategy(layout="balanced"), "long_tail": True}
+CASES = {
+    "rows": Case("rows", "rows"),
+    "padded": Case("padded", "padded"),
+    "padding-free": Case("padding-free", "packed"),
+    "window": Case("window", "packed", options={"family": "gemma2"}),
+    "sft packed": Case("sft packed", "sft", options={"packing": True, "max_length": 128, "samples": 800}),
+    "sft wrapped": Case(
+        "sft wrapped",
+        "sft",
+        options={"packing": True, "packing_strategy": "wrapped", "max_length": 64, "samples": 400},
+    ),
+    "sft padding-free": Case("sft padding-free", "sft", options={"padding_free": True}),
+}
+EVERYDAY = (("rows", 4), ("sft packed", 4), ("sft padding-free", 2))
+
+
+@pytest.fixture(scope="module")
+def sides(pools):
+    made = Sides(pools)
+    yield made
+    made.alone.shutdown()
+
+
+def trained(name, ranks, folder, ours):
+    """Return the logged losses and evaluations, the final weights, and (tokens, documents, layout, longest) by plan."""
+    case = replace(CASES[name], ranks=ranks, context=ranks, options=CASES[name].options | BALANCED)
+    with trainer_cases.as_started(case, ours):
+        trainer = getattr(trainer_makers, f"make_{case.kind}")(case, ours, folder)
+        trainer.train()
+    log = [row.get("loss", row.get("eval_loss")) for row in trainer.state.log_history]
+    weights = {key: value.clone() for key, value in trainer.model.state_dict().items()}
+    plans = trainer.model._burst.plans._plans.items() if ours else ()
+    used = [
+        (seqlen, len(borders or ()) - 1, plans.one.layout, max(plans.one.schedule.layout.lengths))
+        for (seqlen, borders), plans in plans
+    ]
+    return [loss for loss in log if loss is not None], weights, used
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        pytest.param(name, ranks, marks=() if (name, ranks) in EVERYDAY else pytest.mark.slow)
+        for name in CASES
+        for ranks in (2, 4)
+    ],
+)
+@pytest.mark.long
+def test_losses_and_weights_are_those_of_one_process(sides, tmp_path, name, ranks):
+    losses, weights, _ = sides.alone.submit(trained, name, 1, f"{tmp_path}/stock", False).result()
+    assert len(losses) == STEPS + 2
+    for mine, ours, used in sides.pools(ranks).run(trained, name, ranks, f"{tmp_path}/ours", True, timeout=300):
+        assert mine == pytest.approx(losses, abs=2e-6)
+        assert ours.keys() == weights.keys()
+        assert max((ours[key] - value).abs().max().item() for key, value in weights.items()) < 2e-6
+        assert len(used) > 4
+        for tokens, documents, layout, longest in used:
+            assert layout == "balanced" and longest <= most_tokens(tokens, ranks)
+            assert documents >= min(BATCH, 3), "the rows of a batch are documents of one row"
