@@ -25,7 +25,7 @@ CASES = {
         "sft",
         options={"packing": True, "packing_strategy": "wrapped", "max_length": 64, "samples": 400},
     ),
-    "sft padding-free": Case("sft padding-free", "sft", options={"padding_free": True}),
+    "sft padding-free": Case("sft padding-free", "sft", options={"padding_free": True, "max_length": None}),
 }
 EVERYDAY = (("rows", 4), ("sft packed", 4), ("sft padding-free", 2))
 

@@ -409,9 +409,9 @@ def test_layers_with_windows_are_counted_apart() -> None:
 LENGTHS = (3000, 40, 500, 12, 1200, 700, 90, 260, 2500, 30, 11, 1849)  # a long tail
 
 
-def joined_request(**more: Any) -> ForecastRequest:
+def joined_request(times: int = 1, **more: Any) -> ForecastRequest:
     """A row of packed sequences with a long tail of lengths, on layers with and without windows."""
-    borders = tuple(np.cumsum([0, *LENGTHS]).tolist())
+    borders = tuple((times * np.cumsum([0, *LENGTHS])).tolist())
     model = replace(MODELS["llama-3-8b"], windows=(None, 128) * 16)
     row = {"seq_len": borders[-1], "borders": borders, "joined": 4, "layout": "balanced", "model": model}
     return make_request(**row | {"ranks": 4} | more)
@@ -436,19 +436,17 @@ def test_a_balanced_row_sends_what_its_plans_count(degree: Any) -> None:
 
 
 def test_the_fullest_rank_of_a_balanced_row_counts() -> None:
-    most, mean = most_tokens(sum(LENGTHS), 4), sum(LENGTHS) // 4
-    balanced, even = joined_request(remat="layer"), joined_request(remat="layer", layout="zigzag")
-    assert balanced.tokens == most > even.tokens == mean
-    both = [forecast_of("burst", each) for each in (balanced, even)]
-    full, less = ([each.memory["layer"][part] for part in ("activations", "attention")] for each in both)
-    assert full[0] == pytest.approx(less[0] * most / mean, rel=1e-3)
-    assert both[0].rest == pytest.approx(both[1].rest * most / mean, rel=1e-6)
-    ways = [replace(WAYS[0], layout=name) for name in ("balanced", "zigzag")]
-    held = [buffers(way, balanced.setting(Mask()), torch.bfloat16) for way in ways]
-    assert held[0] == pytest.approx(held[1] * most / mean, rel=5e-3)
+    """Memory is that of a sequence of which each rank holds as many tokens."""
+    most, mean, whole = most_tokens(16 * sum(LENGTHS), 4), 4 * sum(LENGTHS), {"remat": "layer", "ulysses_degree": 1}
+    balanced, even = (joined_request(16, layout=name, **whole) for name in ("balanced", "zigzag"))
+    longer = replace(even, seq_len=4 * most, borders=None, joined=1)
+    assert balanced.tokens == longer.tokens == most > even.tokens == mean
+    full, less, same = (forecast_of("burst", each) for each in (balanced, even, longer))
+    assert full.memory == same.memory != less.memory
+    assert full.rest == pytest.approx(less.rest * most / mean)
     # A layout that was left open counts like one that was asked for.
     step = predicted_step(replace(balanced, layout="auto"), MAKERS["burst"](balanced))
-    assert step.forecast("burst").memory["layer"]["activations"] == full[0]
+    assert step.forecast("burst").memory == full.memory
 
 
 def test_the_longest_of_joined_sequences_is_that_of_each() -> None:

@@ -332,6 +332,6 @@ def test_it_needs_no_library_of_models() -> None:
 def test_a_node_that_is_not_full_is_counted(ranks: int, nodes: str) -> None:
     rates = preset("h100-hgx")
     cluster = Cluster(ranks=ranks, per_node=8, rates=rates, device=device_of(rates))
-    heads = {"q_heads": 8, "kv_heads": 8, "head_dim": 64, "layers": 2}
+    heads = {"q_heads": 8, "kv_heads": 8, "head_dim": 64, "layers": 2, "joined": 1}
     request: Any = SimpleNamespace(cluster=cluster, model=None, seq_len=65536, dtype=torch.bfloat16, **heads)
     assert f"{ranks} ranks on {nodes}" in headline(request)
