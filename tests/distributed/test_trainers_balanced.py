@@ -31,10 +31,18 @@ EVERYDAY = (("rows", 4), ("sft packed", 4), ("sft padding-free", 2))
 
 
 @pytest.fixture(scope="module")
-def sides(pools):
-    made = Sides(pools)
-    yield made
-    made.alone.shutdown()
+def stock(pools, tmp_path_factory):
+    """Return a case's results in one process, by the stock trainer."""
+    sides, found = Sides(pools), {}
+
+    def run(name):
+        if name not in found:
+            folder = str(tmp_path_factory.mktemp("stock"))
+            found[name] = sides.alone.submit(trained, name, 1, folder, False).result()
+        return found[name]
+
+    yield run
+    sides.alone.shutdown()
 
 
 def trained(name, ranks, folder, ours):
@@ -62,10 +70,10 @@ def trained(name, ranks, folder, ours):
     ],
 )
 @pytest.mark.long
-def test_losses_and_weights_are_those_of_one_process(sides, tmp_path, name, ranks):
-    losses, weights, _ = sides.alone.submit(trained, name, 1, f"{tmp_path}/stock", False).result()
+def test_losses_and_weights_are_those_of_one_process(pools, stock, tmp_path, name, ranks):
+    losses, weights, _ = stock(name)
     assert len(losses) == STEPS + 2
-    for mine, ours, used in sides.pools(ranks).run(trained, name, ranks, f"{tmp_path}/ours", True, timeout=300):
+    for mine, ours, used in pools(ranks).run(trained, name, ranks, str(tmp_path), True, timeout=300):
         assert mine == pytest.approx(losses, abs=2e-6)
         assert ours.keys() == weights.keys()
         assert max((ours[key] - value).abs().max().item() for key, value in weights.items()) < 2e-6
