@@ -74,19 +74,18 @@ def assert_same(folder, expected):
     [
         ("tiny", 4, {}),
         ("tiny", 3, {"batch": 2}),
-        ("window", 4, {}),
-        ("window", 2, {"batch": 2}),
-        ("some windows", 4, {}),
+        ("window", 3, {"batch": 2}),
+        ("some windows", 3, {}),
     ],
     ids=str,
 )
 def test_it_is_the_run_of_one_process(pools, corpus, one_process, tmp_path, model, world, changes):
-    """With two sequences at a time, a step accumulates two micro-steps."""
+    """With two sequences at a time, a step accumulates two micro-steps. The sequences don't fill three ranks evenly."""
     own, expected = one_process(model)
     config = config_of(corpus, tmp_path / "run", **SHARED, **own, **(BALANCED | changes))
     summary = pools(world).run(train, config)[0]
     assert_same(tmp_path / "run", expected)
-    assert summary.bytes_sent == summary.bytes_predicted and min(summary.bytes_sent) > 0
+    assert summary.bytes_sent == summary.bytes_predicted and max(summary.bytes_sent) > 0
 
 
 def test_a_resumed_run_is_the_run_of_one_process(pools, corpus, one_process, tmp_path):
