@@ -116,7 +116,7 @@ _PREPARED = (
     "with_sinks",
     "sink_gradient",
 )
-LAST = (12, "12b69cba3555")
+LAST = (13, "0dd8113d4658")
 
 
 def test_a_formula_that_changed_has_a_version_of_its_own():
@@ -141,7 +141,18 @@ def refused_lse_gradient(group=None):
     heads, rows = split_heads(q, k, v, plan)
     how = {"heads": heads, "cached_rows": rows, "cached_results": True}
     out, lse, settled, *kept = attend(
-        q, k, v, None, plan.handle, None, None, "auto", **how, wanted=7, return_lse=False, formula_version=13
+        q,
+        k,
+        v,
+        None,
+        plan.handle,
+        None,
+        None,
+        "auto",
+        **how,
+        wanted=7,
+        return_lse=False,
+        formula_version=FORMULA_VERSION,
     )
     saved, dlse = (*kept[:3], None, *kept[3:], settled, plan.handle), torch.ones_like(lse)
     assert attend_backward(out, None, *saved, **how, kv_heads=2)[0].abs().max() > 0

@@ -79,6 +79,7 @@ def assert_same(folder, expected):
     ],
     ids=str,
 )
+@pytest.mark.long
 def test_it_is_the_run_of_one_process(pools, corpus, one_process, tmp_path, model, world, changes):
     """With two sequences at a time, a step accumulates two micro-steps. The sequences don't fill three ranks evenly."""
     own, expected = one_process(model)
@@ -88,6 +89,7 @@ def test_it_is_the_run_of_one_process(pools, corpus, one_process, tmp_path, mode
     assert summary.bytes_sent == summary.bytes_predicted and max(summary.bytes_sent) > 0
 
 
+@pytest.mark.long
 def test_a_resumed_run_is_the_run_of_one_process(pools, corpus, one_process, tmp_path):
     """It goes on over other ranks, by other packing and by another number of sequences at a time."""
     _, expected = one_process("tiny")
