@@ -94,7 +94,7 @@ def test_packing_balanced_is_planned_as_burst_train_runs_it(capsys: Any, tmp_pat
     assert (held["seq_len"], held["joined"]) == (32768, 8)
     ours = held["engines"][0]
     assert sum(ours["sent"]["attention"]) == 0, "32 equal documents stay whole on 8 ranks"
-    # The same tokens without documents of their own: one sequence over all ranks.
+    # The same tokens as one document over all ranks.
     whole = forecast_of("burst", plan.PlanArguments(seq_len=8 << 15, ranks=8, hardware="h100-hgx").request())
     assert ours["attention"] < whole.attention / 16
     for wrong, message in ((["--batch", "1"], "--batch 1 leaves"), (["--layout", "zigzag"], "--layout zigzag is not")):

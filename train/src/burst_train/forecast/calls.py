@@ -72,7 +72,8 @@ class Workload:
             ValueError: with this mask, costs over these ranks can't be extrapolated to more.
         """
         seq_len = self.seq_len * world // self.world
-        mask, widest = (each and _shortened(each, seq_len, world) for each in (self.mask, self.widest))
+        widest = None if self.widest is None else _shortened(self.widest, seq_len, world)
+        mask = _shortened(self.mask, seq_len, world)
         return replace(self, world=world, seq_len=seq_len, mask=mask, widest=widest)
 
     def schedule(self, way: AttentionStrategy, rank: int = 0) -> Schedule:
