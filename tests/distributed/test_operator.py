@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from burst_attention import Mask, Strategy, burst_attention, make_plan
 from burst_attention.attention import calls, operator
+from burst_attention.attention.checks import split_heads
 from burst_attention.attention.operator import FORMULA_VERSION, Settled, attend, attend_backward
 from burst_attention.attention.remat import keep_attention
 from burst_attention.testing import local_world
@@ -115,7 +116,7 @@ _PREPARED = (
     "with_sinks",
     "sink_gradient",
 )
-LAST = (12, "12b69cba3555")
+LAST = (13, "0dd8113d4658")
 
 
 def test_a_formula_that_changed_has_a_version_of_its_own():
@@ -131,6 +132,38 @@ def test_a_formula_that_changed_has_a_version_of_its_own():
         "that no compiled graph that torch kept on disk from before is run. Set LAST here to that version and "
         f"{digest!r}"
     )
+
+
+def refused_lse_gradient(group=None):
+    """Call the backward of a call that cached its results with a gradient of lse; return the error's text."""
+    plan = make_plan(33, group=group, strategy=Strategy(ulysses_degree=2, cache_qkv=True))
+    q, k, v = shards(plan, grad=False)
+    heads, rows = split_heads(q, k, v, plan)
+    how = {"heads": heads, "cached_rows": rows, "cached_results": True}
+    out, lse, settled, *kept = attend(
+        q,
+        k,
+        v,
+        None,
+        plan.handle,
+        None,
+        None,
+        "auto",
+        **how,
+        wanted=7,
+        return_lse=False,
+        formula_version=FORMULA_VERSION,
+    )
+    saved, dlse = (*kept[:3], None, *kept[3:], settled, plan.handle), torch.ones_like(lse)
+    assert attend_backward(out, None, *saved, **how, kv_heads=2)[0].abs().max() > 0
+    with pytest.raises(ValueError, match="dlse is given, but with cached_results") as refused:
+        attend_backward(out, dlse, *saved, **how, kv_heads=2)
+    return str(refused.value)
+
+
+def test_a_gradient_of_lse_is_refused_where_results_are_cached(pools):
+    texts = pools(2).run(refused_lse_gradient)
+    assert texts[0] == texts[1]
 
 
 def scored(group=None):

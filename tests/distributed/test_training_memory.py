@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import replace
 
 import pytest
@@ -24,6 +25,7 @@ from transformers import (
 
 from burst_attention import Strategy
 from burst_attention.launch.join import join
+from burst_attention.plan.balance import most_tokens
 from burst_attention.testing import WorkerPool
 from tests.support.training import config_of
 
@@ -131,6 +133,38 @@ def test_cached_slices_of_attention_are_predicted(pools, corpus, tmp_path, remat
     most = max(pools(2).run(most_of_tensors, config))
     expected = predicted(str(folder), 500, 2, how=cut, remat=remat)
     assert most == pytest.approx(expected, rel=0.1)
+
+
+@pytest.fixture(scope="module")
+def tailed(tmp_path_factory):
+    """A corpus whose documents have a long tail of lengths."""
+    folder, draw = tmp_path_factory.mktemp("tailed"), random.Random(5)
+    for n in range(200):
+        length = min(3000, int(draw.lognormvariate(4.5, 1.5)) + 20)
+        (folder / f"{n:03}.txt").write_text("".join(draw.choices("abcdefgh \n", k=length)))
+    return str(folder)
+
+
+@pytest.mark.parametrize(("world", "remat"), [(2, "none"), (4, "layer"), (4, "keep-attention")])
+@pytest.mark.long
+def test_the_fullest_rank_of_a_balanced_row_is_predicted(pools, tailed, model, tmp_path, world, remat):
+    """No step may need more than the prediction, which is for a rank that is as full as the layout allows."""
+    length, whole = 125 * world, {"ulysses_degree": 1}
+    shared = {"held_out": 0.0, "model": model, "tokenizer": "bytes", "remat": remat, "seq_len": length}
+    config = config_of(tailed, tmp_path, **shared, **whole, packing="balanced", batch=BATCH)
+    row, how = BATCH * length, {"layout": "balanced", **whole}
+    expected = predicted(model, row, world, batch=1, how=how, remat=remat)
+    most = max(pools(world).run(most_of_tensors, config))
+    print(f"{expected / 2**20:.1f} MiB predicted, {most / expected:.3f} of it allocated")
+    assert most == pytest.approx(expected, rel=0.1)
+
+
+def test_a_balanced_row_counts_as_full_as_it_may_be(model):
+    row, world, whole = 8192, 4, {"ulysses_degree": 1}
+    balanced, even = (
+        predicted(model, row, world, batch=1, how=whole | {"layout": name}) for name in ("balanced", "zigzag")
+    )
+    assert balanced == predicted(model, world * most_tokens(row, world), world, batch=1, how=whole) > 1.02 * even
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "bamba"])

@@ -49,6 +49,7 @@ _OWN = (
     "strategy",
     "family",
     "dtype",
+    "long_tail",
 )  # options that are no arguments
 
 
@@ -159,15 +160,22 @@ def _lengths(count: int, shortest: int, longest: int, seed: int) -> list[int]:
     return torch.randint(shortest, longest + 1, (count,), generator=generator).tolist()
 
 
+def _tailed(count: int, seed: int) -> list[int]:
+    """Lengths with a long tail: most documents are short, a few as long as the model has positions."""
+    drawn = torch.empty(count).log_normal_(2.3, 1.1, generator=torch.Generator().manual_seed(seed))
+    return drawn.clamp(2, SMALL["max_position_embeddings"] - 8).int().tolist()
+
+
 def _ids(lengths: list[int], seed: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
 
 
-def samples(count: int, seed: int, *, equal: bool = False) -> list[dict[str, list[int]]]:
+def samples(count: int, seed: int, *, equal: bool = False, tailed: bool = False) -> list[dict[str, list[int]]]:
     """Token ids and labels, of the first tokens none."""
-    lengths = [24] * count if equal else _lengths(count, 9, 27, seed)
-    return [{"input_ids": ids, "labels": ids if equal else [-100] * 3 + ids[3:]} for ids in _ids(lengths, seed)]
+    lengths = [24] * count if equal else _tailed(count, seed) if tailed else _lengths(count, 9, 27, seed)
+    first = 0 if equal else 1 if tailed else 3
+    return [{"input_ids": ids, "labels": [-100] * first + ids[first:]} for ids in _ids(lengths, seed)]
 
 
 def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
@@ -203,9 +211,10 @@ class Stream(torch.utils.data.IterableDataset):
 def make_plain(case: Case, ours: bool, folder: str, *, equal: bool = True, **given: Any) -> Any:
     from transformers import Trainer
 
+    drawn = {"equal": equal, "tailed": bool(case.options.get("long_tail"))}
     data = {
-        "train_dataset": samples(case.options.get("samples", 80), 1, equal=equal),
-        "eval_dataset": samples(23, 2, equal=equal),
+        "train_dataset": samples(case.options.get("samples", 80), 1, **drawn),
+        "eval_dataset": samples(23, 2, **drawn),
     }
     return _train(case, ours, Trainer, TrainingArguments, folder, **(data | given))
 
@@ -234,6 +243,32 @@ def make_packed(case: Case, ours: bool, folder: str) -> Any:
     return make_plain(case, ours, folder, equal=False, data_collator=pack)
 
 
+def make_rows(case: Case, ours: bool, folder: str) -> Any:
+    """Batches of several rows, in each of which documents lie end to end."""
+    given = {
+        name: packed_rows(samples(count, seed, tailed=True), 120)
+        for name, count, seed in (("train_dataset", 400, 1), ("eval_dataset", 60, 2))
+    }
+    return make_plain(case, ours, folder, **given)
+
+
+def packed_rows(documents: list[dict[str, list[int]]], length: int) -> list[dict[str, list[int]]]:
+    """Rows of this length, filled with documents one after another; a document that does not fit begins a row."""
+    rows: list[list[dict[str, list[int]]]] = [[]]
+    for each in documents:
+        if sum(len(one["input_ids"]) for one in rows[-1]) + len(each["input_ids"]) > length:
+            rows.append([])
+        rows[-1].append(each)
+    packed = [{name: x[0].tolist() for name, x in pack(row).items()} for row in rows]
+    last = {"input_ids": 0, "labels": -100}  # the rest of a row is one more document without labels
+    for row in packed:
+        rest = length - len(row["input_ids"])
+        row["position_ids"] += range(rest)
+        for name, value in last.items():
+            row[name] += [value] * rest
+    return packed
+
+
 def make_iterable(case: Case, ours: bool, folder: str) -> Any:
     return make_padded(case, ours, folder, train_dataset=Stream(samples(80, 1)))
 
@@ -257,9 +292,12 @@ def make_sft(case: Case, ours: bool, folder: str) -> Any:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
+    def lengths(count: int, seed: int) -> list[int]:
+        return _tailed(count, seed) if case.options.get("long_tail") else _lengths(count, 9, 27, seed)
+
     train, evaluated = (
-        Dataset.from_dict({"text": [_text(ids) for ids in _ids(_lengths(n, 9, 27, seed), seed)]})
-        for n, seed in ((200, 1), (23, 2))
+        Dataset.from_dict({"text": [_text(ids) for ids in _ids(lengths(n, seed), seed)]})
+        for n, seed in ((case.options.get("samples", 200), 1), (23, 2))
     )
     return _train(
         case,

@@ -20,7 +20,7 @@ from burst_train.forecast.buffers import buffers, token_bytes
 from burst_train.forecast.calls import AttentionStrategy, Workload, chosen, predict_call
 from burst_train.forecast.candidates import MAKERS
 from burst_train.forecast.footprint import training_memory
-from burst_train.forecast.forecast import GRAIN, forecast_of, forecasts, recommended
+from burst_train.forecast.forecast import GRAIN, forecast_of, forecasts, predicted_step, recommended
 from burst_train.forecast.machines import Device
 from burst_train.forecast.models import MODELS, Model
 from burst_train.forecast.named import model_of
@@ -30,9 +30,11 @@ from burst_train.forecast.timeline import Bar, _bars, drawn, picture
 from burst_train.memory import MemoryConfig
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from burst_attention import CallShape, Hardware, Mask, Strategy
+from burst_attention import CallShape, Hardware, Mask, Strategy, make_plan
+from burst_attention.attention.batch import Plans
 from burst_attention.attention.footprint import peak_of
 from burst_attention.attention.hardware import shape_of
+from burst_attention.plan.balance import most_tokens
 from burst_attention.plan.groups import Groups
 from burst_attention.plan.rows import Direction
 from burst_attention.planner.choice import Candidate
@@ -402,6 +404,74 @@ def test_layers_with_windows_are_counted_apart() -> None:
     both = [forecast_of("ring", each) for each in (mixed, full, short)]
     assert both[0].attention == pytest.approx((both[1].attention + both[2].attention) / 2)
     assert mixed.flops < full.flops
+
+
+LENGTHS = (3000, 40, 500, 12, 1200, 700, 90, 260, 2500, 30, 11, 1849)  # a long tail
+
+
+def joined_request(times: int = 1, **more: Any) -> ForecastRequest:
+    """A row of packed sequences with a long tail of lengths, on layers with and without windows."""
+    borders = tuple((times * np.cumsum([0, *LENGTHS])).tolist())
+    model = replace(MODELS["llama-3-8b"], windows=(None, 128) * 16)
+    row = {"seq_len": borders[-1], "borders": borders, "joined": 4, "layout": "balanced", "model": model}
+    return make_request(**row | {"ranks": 4} | more)
+
+
+@pytest.mark.parametrize("degree", ["auto", 1])
+def test_a_balanced_row_sends_what_its_plans_count(degree: Any) -> None:
+    """All layers share the layout that follows the widest window."""
+    asked = joined_request(ulysses_degree=degree, remat="none")
+    found, sizes = forecast_of("burst", asked), {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16}
+
+    def counted(group: Any) -> int:
+        strategy = Strategy(layout="balanced", ulysses_degree=degree)
+        hardware, call = Hardware(rates=H100, nodes=[0] * 4), CallShape(**sizes)
+        plan = make_plan(asked.seq_len, strategy=strategy, hardware=hardware, call=call, group=group)
+        plans = Plans.by_windows(plan, [None, 128], asked.borders)
+        return sum(16 * plan.bytes(batch=1, **sizes).sent for plan in plans.values())
+
+    with local_world(4) as world:
+        sent = world.run(counted)
+    assert sum(found.sent["attention"]) == pytest.approx(np.mean(sent), rel=1e-12) and min(sent) > 0
+
+
+def test_the_fullest_rank_of_a_balanced_row_counts() -> None:
+    """Memory is that of a sequence of which each rank holds as many tokens."""
+    most, mean, whole = most_tokens(16 * sum(LENGTHS), 4), 4 * sum(LENGTHS), {"remat": "layer", "ulysses_degree": 1}
+    balanced, even = (joined_request(16, layout=name, **whole) for name in ("balanced", "zigzag"))
+    longer = replace(even, seq_len=4 * most, borders=None, joined=1)
+    assert balanced.tokens == longer.tokens == most > even.tokens == mean
+    full, less, same = (forecast_of("burst", each) for each in (balanced, even, longer))
+    assert full.memory == same.memory != less.memory
+    assert full.rest == pytest.approx(less.rest * most / mean)
+    # A layout that was left open counts like one that was asked for.
+    step = predicted_step(replace(balanced, layout="auto"), MAKERS["burst"](balanced))
+    assert step.forecast("burst").memory == full.memory
+
+
+def test_the_longest_of_joined_sequences_is_that_of_each() -> None:
+    asked = joined_request(remat="layer")
+    longest = forecast_of("burst", asked).longest
+    assert longest and longest % GRAIN == 0
+
+    def fits(tokens: int) -> bool | None:
+        row = 4 * tokens
+        borders = tuple(each * row // asked.seq_len for each in asked.borders or ())
+        return forecast_of("burst", replace(asked, seq_len=row, borders=borders)).fits
+
+    assert fits(longest) and not fits(longest + 8 * GRAIN)
+
+
+def test_calls_with_sinks_keep_no_results() -> None:
+    """burst_attention caches out and lse only without sinks."""
+    asked = make_request(ulysses_degree=16, ranks=16, route="direct")
+    sinks = replace(asked, model=replace(MODELS["llama-3-8b"], options=("sinks",)))
+    plain, with_sinks = (MAKERS["burst"](each) for each in (asked, sinks))
+    assert plain.ways[0].groups.results and not with_sinks.ways[0].groups.results
+    token = 2 * asked.seq_len // 16
+    assert plain.results - with_sinks.results == token * 32 * (128 + 2)  # out and lse of the rank's heads
+    backward = [each.calls[0][1].backward for each in (plain, with_sinks)]
+    assert backward[0].inside + backward[0].across < backward[1].inside + backward[1].across
 
 
 @pytest.mark.parametrize(("way", "direction"), [*product(WAYS, Direction)], ids=str)

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from burst_attention import Mask, make_plan
+from burst_attention import Mask, Strategy, make_plan
 from burst_attention.integrations.hf.batch import PlanCache, rows_of
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.rows import Direction
@@ -41,6 +41,22 @@ def test_rows_of_one_document_stay_as_they_are():
     assert torch.equal(rows.input_ids, IDS)
     assert rows.targets.tolist() == [[2, 3, 4, 5, 6, -100], [8, 9, 10, 11, 12, -100]]
     assert torch.equal(rows.restore(rows.input_ids), IDS)
+
+
+@pytest.mark.parametrize("positions", [None, [0, 1, 2, 3, 0, 1]])
+def test_rows_with_the_same_documents_can_be_joined(positions):
+    entries = {} if positions is None else {"position_ids": torch.tensor([positions])}
+    rows = rows_of(batch(**entries), ranks=2, join=True)
+    assert rows.cu_seqlens == ((0, 6, 12) if positions is None else (0, 4, 6, 10, 12))
+    assert torch.equal(rows.input_ids, IDS.reshape(1, 12))
+    assert torch.equal(rows.restore(rows.input_ids), IDS)
+    one = rows_of({name: x[:1] for name, x in batch(**entries).items()}, ranks=2, join=True)
+    assert one.cu_seqlens == (None if positions is None else (0, 4, 6)), "a single row stays as it is"
+
+
+def test_a_balanced_layout_joins_the_rows_of_a_batch():
+    for layout, joins in (("balanced", True), ("zigzag", False), ("auto", False)):
+        assert PlanCache(make_plan(1, strategy=Strategy(layout=layout)), [None]).joins_rows is joins
 
 
 def test_padding_in_front_goes_behind():

@@ -83,6 +83,25 @@ def test_attention_alone(capsys: Any) -> None:
     )
 
 
+def test_packing_balanced_is_planned_as_burst_train_runs_it(capsys: Any, tmp_path: Any) -> None:
+    asked = ["--seq-len", "32K", "--batch", "8", "--documents", "4", "--ranks", "8", "--packing", "balanced"]
+    out = reported(capsys, *asked, "--json", f"{tmp_path}/plan.json")
+    assert "llama-3-8b, 8 packed sequences of 32K tokens over 8 ranks" in out
+    assert "--seq-len 32768 --max-positions 32768 --engine burst --layout balanced" in out
+    assert "--packing balanced --batch 8 --data DATA" in out and "--pack none" not in out
+    assert "ring: not possible: it has no layout balanced; leave --packing balanced out to see it" in out
+    held = json.loads((tmp_path / "plan.json").read_text())
+    assert (held["seq_len"], held["joined"]) == (32768, 8)
+    ours = held["engines"][0]
+    assert sum(ours["sent"]["attention"]) == 0, "32 equal documents stay whole on 8 ranks"
+    # The same tokens as one document over all ranks.
+    whole = forecast_of("burst", plan.PlanArguments(seq_len=8 << 15, ranks=8, hardware="h100-hgx").request())
+    assert ours["attention"] < whole.attention / 16
+    for wrong, message in ((["--batch", "1"], "--batch 1 leaves"), (["--layout", "zigzag"], "--layout zigzag is not")):
+        assert main(["plan", *HARDWARE, *asked, *wrong]) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_what_does_not_fit_is_reported_with_what_would(capsys: Any) -> None:
     out = reported(capsys, "--seq-len", "4M", "--ranks", "8", "--no-causal", "--q-heads", "64", "--kv-heads", "8")
     assert "Recommended" in out
@@ -313,6 +332,6 @@ def test_it_needs_no_library_of_models() -> None:
 def test_a_node_that_is_not_full_is_counted(ranks: int, nodes: str) -> None:
     rates = preset("h100-hgx")
     cluster = Cluster(ranks=ranks, per_node=8, rates=rates, device=device_of(rates))
-    heads = {"q_heads": 8, "kv_heads": 8, "head_dim": 64, "layers": 2}
+    heads = {"q_heads": 8, "kv_heads": 8, "head_dim": 64, "layers": 2, "joined": 1}
     request: Any = SimpleNamespace(cluster=cluster, model=None, seq_len=65536, dtype=torch.bfloat16, **heads)
     assert f"{ranks} ranks on {nodes}" in headline(request)

@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 import torch
 from burst_bench.claims.activations import POLICIES, ActivationArguments, counted
+from burst_train.engines import Heads, choose
+from burst_train.forecast.footprint import _calls, _Schedules
 from torch import Tensor
 
 from burst_attention.attention.buffers import DeviceIndices, Sums
 from burst_attention.attention.footprint import LiveBytes, peak_memory, peak_of
+from burst_attention.attention.hardware import shape_of
 from burst_attention.cli import main
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.groups import Groups
@@ -152,3 +155,18 @@ def test_a_layer_holds_few_hidden_vectors_per_token() -> None:
     before, after = (counted(sizes, options) for options in (plain, all_options))
     assert sum(before.values()) > 55 and sum(after.values()) <= 10
     assert before["layer inputs"] > 31 and after["layer inputs"] < 2.5
+
+
+def test_a_call_with_sinks_caches_no_results() -> None:
+    """Its forward does not hold out and lse of the rank's heads a second time."""
+    sizes = {"q_heads": 4, "kv_heads": 4, "head_dim": 8}
+    engine = choose("burst", strategy=Strategy(layout="zigzag", ulysses_degree=2, cache_qkv=True))
+    schedules = _Schedules(engine, 64, 2, shape_of(torch.float32, batch=1, **sizes))
+    plain, with_sinks = (
+        _calls(Heads(**sizes, hidden=32, intermediate=32, options=options), [None], schedules, 1, torch.float32, 1)
+        for options in ((), ("sinks",))
+    )
+    of_results = 64 * 2 * (8 + 1) * 4  # 64 tokens, half of the heads, fp32
+    forward, backward = ((None, direction) for direction in Direction)
+    assert plain[forward] - with_sinks[forward] == of_results
+    assert plain[backward] != with_sinks[backward]

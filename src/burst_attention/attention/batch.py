@@ -90,8 +90,7 @@ class Plans(Mapping[Reach, Plan]):
             distinct = {None: None, **distinct}
         distinct = dict.fromkeys(sorted(distinct, key=lambda each: isinstance(each, Chunked)))
         if plan.schedule.layout.by_mask:
-            furthest = None if None in distinct else max(each for each in distinct if isinstance(each, int))
-            plan = plan.with_mask(Mask(plan.mask.causal, furthest, cu_seqlens), seqlen=plan.seqlen)
+            plan = plan.with_mask(Mask(plan.mask.causal, widest_of(distinct), cu_seqlens), seqlen=plan.seqlen)
         masks = {reach: mask_of(reach, plan.seqlen, cu_seqlens, causal=plan.mask.causal) for reach in distinct}
         plans = cls({reach: plan.with_mask(mask) for reach, mask in masks.items()})
         for each in plans.values():
@@ -111,6 +110,12 @@ class Plans(Mapping[Reach, Plan]):
 
     def __len__(self) -> int:
         return len(self._by_window)
+
+
+def widest_of(reaches: Iterable[Reach]) -> int | None:
+    """Return the widest window, whose layers a layout by the mask follows; None if some layer has no window."""
+    windows = [each for each in reaches if not isinstance(each, Chunked)]
+    return None if None in windows else max((each for each in windows if each is not None), default=None)
 
 
 def mask_of(reach: Reach, seqlen: int, cu_seqlens: Sequence[int] | None, *, causal: bool = True) -> Mask:

@@ -36,7 +36,7 @@ QUERY, KEY, VALUE, SINKS = 1, 2, 4, 8  # bits of ``wanted``
 # torch caches compiled graphs on disk, with the traced backward, by the operator's name and arguments only. This
 # argument stops it from running a graph of an older formula. Add one with each change of this file that a graph may
 # hold; a test fails until you do.
-FORMULA_VERSION = 12
+FORMULA_VERSION = 13
 
 
 def gradients_wanted(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> int:
@@ -132,6 +132,11 @@ def attend_backward(
     """
     plan, forward = plan_of(handle), Settled.unpack(settled)
     with plan.agreement.entering("the backward of burst_attention"):
+        if cached_results and dlse is not None:
+            raise ValueError(
+                "dlse is given, but with cached_results the backward leaves it out of D; run the forward with "
+                "return_lse=True, which caches no results"
+            )
         kept = (q, k, v, *([out, lse] if cached_results else [])) if cached_rows else None
         if kept:  # the cache replaced this rank's own shards; only their shapes remain
             counts = dout.shape[1], kv_heads, kv_heads

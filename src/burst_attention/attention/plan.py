@@ -315,8 +315,7 @@ class Plan:
         """
         sizes = {"q_heads": q_heads // attention_chunks, "kv_heads": max(1, kv_heads // attention_chunks)}
         shape = checked_shape(dtype, batch=batch, **sizes, head_dim=head_dim, v_head_dim=v_head_dim)
-        groups, circulate = self.planner.decide(self.schedule, shape, caches=attention_chunks == 1)
-        groups = replace(groups, results=groups.results and not lse)
+        groups, circulate = self.planner.decide(self.schedule, shape, caches=attention_chunks == 1, lse=lse)
         return self.schedule.traffic(shape, circulate, groups) * attention_chunks
 
     @renamed(OF_CALL)

@@ -178,14 +178,15 @@ class Planner:
 
     # Calls
 
-    def decide(self, schedule: Schedule, shape: Shape, *, caches: bool = True) -> Candidate:
+    def decide(self, schedule: Schedule, shape: Shape, *, caches: bool = True, lse: bool = False) -> Candidate:
         """Choose how a call of this shape is computed: everything on which a sweep's programs depend.
 
         Args:
             caches: whether the call may cache q, k and v; attention in chunks of heads does not.
+            lse: whether the call returns lse or has sinks. It then caches no results.
         """
         groups = self.choose_groups(schedule, shape)
-        keep, results = groups.keep and caches, groups.results and caches
+        keep, results = groups.keep and caches, groups.results and caches and not lse
         return self.settle(schedule, shape, replace(groups, chunks=0, keep=keep, results=results))
 
     def choose_groups(self, schedule: Schedule, shape: Shape) -> Groups:

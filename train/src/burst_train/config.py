@@ -30,7 +30,7 @@ from burst_attention.cli.flags import (
     require,
 )
 from burst_attention.cli.numbers import whole_number
-from burst_attention.plan.layout import LayoutOrAuto
+from burst_attention.plan.layout import BALANCED, LayoutOrAuto
 from burst_attention.plan.route import RouteOrAuto
 from burst_attention.plan.strategy import DegreeOrAuto, Strategy
 
@@ -287,15 +287,12 @@ class TrainConfig:
     def _check_packing(self) -> None:
         if not self.joins:
             return
-        parallel, batch = self.parallel, self.optim.batch
+        parallel = self.parallel
         rule = "has no layout balanced; omit it, or omit --packing balanced"
         require(parallel.engine == "burst", "engine", parallel.engine, rule)
         rule = "splits the ranks, but --packing balanced shares a batch over all of them; give --batch instead"
         require(parallel.data_parallel == 1, "data_parallel", parallel.data_parallel, rule)
-        rule = "is not the layout of --packing balanced; omit one of them"
-        require(parallel.layout in ("auto", "balanced"), "layout", parallel.layout, rule)
-        rule = "leaves --packing balanced one sequence; give the number of sequences that all ranks share at a time"
-        require(batch > 1, "batch", batch, rule)
+        check_balanced(parallel.layout, self.optim.batch)
 
     def _check_lora(self) -> None:
         lora, model, engine = self.model.lora, self.model.model, self.parallel.engine
@@ -321,6 +318,14 @@ class TrainConfig:
         short = f"is shorter than the {world // groups} ranks that share a sequence, and every rank needs a token;"
         short += " raise --seq-len or lower --ranks"
         require(self.data.seq_len >= world // groups, "seq_len", self.data.seq_len, short)
+
+
+def check_balanced(layout: str, batch: int) -> None:
+    """Raise ValueError if ``--packing balanced`` can't have this layout or batch."""
+    rule = "is not the layout of --packing balanced; omit one of them"
+    require(layout in ("auto", BALANCED), "layout", layout, rule)
+    rule = "leaves --packing balanced one sequence; give the number of sequences that all ranks share at a time"
+    require(batch > 1, "batch", batch, rule)
 
 
 def flag_names() -> dict[str, str]:

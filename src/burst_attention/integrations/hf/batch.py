@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from burst_attention.attention.batch import Plans, Reach
 from burst_attention.attention.plan import Plan
+from burst_attention.plan.layout import BALANCED
 from burst_attention.plan.mask import Mask
 
 IGNORED = -100  # transformers' label for a token without a target
@@ -98,10 +99,11 @@ def rows_of(
     starts = _in_front(starts, padding)
     if real is not None and not causal:
         starts = _before_padding(starts, real)
-    joined = join and batch_size > 1 and starts is None
+    join = join and batch_size > 1
+    joined = join and starts is None
     if joined:
         starts = torch.zeros_like(ids, dtype=torch.bool)
-    rows, cu_seqlens = _one_mask(starts, (batch_size, length), join=joined)
+    rows, cu_seqlens = _one_mask(starts, (batch_size, length), join=join)
     tokens = batch_size * length // rows
     more = max(0, ranks - tokens)
 
@@ -138,6 +140,11 @@ class PlanCache:
 
     def __len__(self) -> int:
         return len(self._plans)
+
+    @property
+    def joins_rows(self) -> bool:
+        """Whether the rows of a batch become documents of one row: the layout ``balanced`` places documents."""
+        return self.base.layout == BALANCED
 
     def get(self, seqlen: int, cu_seqlens: tuple[int, ...] | None) -> Plans:
         """Return the plans for ``seqlen`` tokens and these documents. Nothing is exchanged."""

@@ -407,7 +407,7 @@ def _agreed(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cal
             heads.check_untouched(model)
         batch = {name: given.get(name) for name in arguments.BATCH if name != "labels" or state.form is not None}
         others = arguments.of_tokens(model, given)
-        kinds = {"causal": state.plans.causal, "join": vision.joins_rows(model)}
+        kinds = {"causal": state.plans.causal, "join": vision.joins_rows(model) or state.plans.joins_rows}
         rows = rows_of(batch, ranks=base.world, others=others, **kinds)
         items, keep = divisor_of(given.get("num_items_in_batch")), int(given.get("logits_to_keep", 0))
         arguments.check_rows(model, given, rows, items, keep)

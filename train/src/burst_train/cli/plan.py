@@ -19,9 +19,10 @@ from burst_attention.cli.flags import Count, Length, Name, Positive, check_setti
 from burst_attention.cli.numbers import numbers
 from burst_attention.launch import local as launch
 from burst_attention.plan.assignment import CirculateOrAuto
-from burst_attention.plan.layout import LayoutOrAuto
+from burst_attention.plan.layout import BALANCED, LayoutOrAuto
 from burst_attention.plan.route import RouteOrAuto
 
+from ..config import PackingName, check_balanced
 from ..forecast.forecast import Forecast, forecasts, savings
 from ..forecast.machines import MATMUL_EFFICIENCY, Device, device_of
 from ..forecast.models import Model
@@ -76,6 +77,8 @@ class PlanArguments:
     """Sliding window of every layer: the number of keys that each query attends to."""
     documents: Count = 1
     """Number of documents packed into the sequence, all of equal length."""
+    packing: PackingName = "sequence"
+    """Packing of the burst engine, as for burst train. balanced: all ranks share the --batch packed sequences."""
     layout: LayoutOrAuto = "auto"
     """Layout of the burst engine, as for burst train. auto: the layout that is predicted to be fastest."""
     route: RouteOrAuto = "auto"
@@ -126,6 +129,8 @@ class PlanArguments:
             self.documents,
             f"is more than --seq-len {self.seq_len}; lower it",
         )
+        if self.packing == "balanced":
+            check_balanced(self.layout, self.batch)
         require(self.causal or self.window is None, "window", self.window, "needs a causal mask; leave --no-causal out")
         most = self.nodes is None or self.nodes <= self.ranks
         require(most, "nodes", self.nodes, f"is more than --ranks {self.ranks}; each node needs at least one rank")
@@ -165,24 +170,27 @@ class PlanArguments:
                 given, default = getattr(self, name), type(self).__dataclass_fields__[name].default
                 only = f"is predicted for {', '.join(KINDS)} only, not for a {model.family}; leave it out"
                 require(given == default, name, given, only)
-        borders = tuple(n * self.seq_len // self.documents for n in range(self.documents + 1))
+        joined = self.batch if self.packing == "balanced" else 1
+        documents, seq_len = joined * self.documents, joined * self.seq_len
+        borders = tuple(n * seq_len // documents for n in range(documents + 1))
         return ForecastRequest(
-            seq_len=self.seq_len,
+            seq_len=seq_len,
             cluster=self._cluster(),
             model=model,
             **self._sizes(model),
-            batch=self.batch,
+            batch=self.batch // joined,
+            joined=joined,
             dtype=getattr(torch, self.dtype),
             causal=self.causal,
             window=self.window,
-            borders=borders if self.documents > 1 else None,
+            borders=borders if documents > 1 else None,
             remat=None if self.remat == "auto" else self.remat,
             mlp_chunks=self.mlp_chunks,
             attention_chunks=self.attention_chunks,
             offload=self.offload,
             optimizer=self.optimizer,
             optimizer_offload=self.optimizer_offload,
-            layout=self.layout,
+            layout=BALANCED if joined > 1 else self.layout,
             route=self.route,
             ulysses_degree="auto" if self.ulysses_degree is None else self.ulysses_degree,
             circulate=self.circulate,

@@ -25,9 +25,10 @@ def headline(request: ForecastRequest) -> str:
         f"{request.q_heads} query and {request.kv_heads} key-value heads of dimension {request.head_dim}, "
         f"{request.layers} layers"
     )
-    nodes = cluster.nodes
+    nodes, length = cluster.nodes, tokens_text(request.seq_len // request.joined)
+    each = f"{request.joined} packed sequences of {length}" if request.joined > 1 else length
     return (
-        f"{model.name if model else f'attention only, {heads}'}, {tokens_text(request.seq_len)} tokens over "
+        f"{model.name if model else f'attention only, {heads}'}, {each} tokens over "
         f"{cluster.ranks:,} rank{'s' * (cluster.ranks > 1)} on {nodes:,} node{'s' * (nodes > 1)}, "
         f"{cluster.rates.name}, {str(request.dtype).removeprefix('torch.')}"
     )
@@ -106,7 +107,7 @@ def saving_rows(request: ForecastRequest, saving: list[tuple[str, Forecast]]) ->
         yield (
             ("+ " if n else "") + flags,
             longest_text(longest),
-            bytes_text(longest * inputs) if offloads else "-",
+            bytes_text(longest * request.joined * inputs) if offloads else "-",
             digits(each.tokens_per_second) if each.fits else "-",
         )
 
@@ -125,7 +126,8 @@ def as_dict(
     best = recommended(found)
     return {
         "asked": headline(request),
-        "seq_len": request.seq_len,
+        "seq_len": request.seq_len // request.joined,
+        "joined": request.joined,
         "ranks": request.cluster.ranks,
         "ranks_of_a_node": request.cluster.per_node,
         "rates": request.cluster.rates.as_dict(),

@@ -14,7 +14,9 @@ import torch
 
 from burst_attention.attention.footprint import WALKED, peak_of
 from burst_attention.kernels.precision import accumulation_dtype
+from burst_attention.plan.balance import most_tokens
 from burst_attention.plan.cost import Shape
+from burst_attention.plan.layout import BALANCED
 from burst_attention.plan.rows import Direction
 from burst_attention.planner.choice import Candidate
 
@@ -44,8 +46,11 @@ def buffers(way: AttentionStrategy, setting: Workload, dtype: torch.dtype, *, ca
 def _walked(way: AttentionStrategy, setting: Workload, *, slices: int, dtype: torch.dtype, calls: int) -> int:
     world = slices * way.groups.query
     seq_len = setting.seq_len * world // setting.world
+    if way.layout == BALANCED:  # as if all ranks held as many tokens as the fullest one may
+        seq_len = world * most_tokens(setting.seq_len, setting.world)
     # One document needs at least as much memory as several.
-    small = replace(setting, world=world, seq_len=seq_len, mask=replace(setting.mask, cu_seqlens=None))
+    mask = replace(setting.mask, cu_seqlens=None)
+    small = replace(setting, world=world, seq_len=seq_len, mask=mask, widest=None)
     walked = min(world, WALKED)
     schedule, held = small.schedule(way), []
     chosen = Candidate(way.groups, way.circulate)

@@ -40,6 +40,7 @@ class Workload:
         per_node: ranks per node, with consecutive numbers; the last node may have fewer.
         remat: recompute policy of the layers, for the planner.
         calls: how many such calls run in a row and overlap: a layer's chunks of heads.
+        widest: the mask of the layers with the widest window, which a balanced layout follows. None: ``mask``.
     """
 
     seq_len: int
@@ -50,6 +51,7 @@ class Workload:
     rates: Rates
     remat: Remat = "none"
     calls: int = 1
+    widest: Mask | None = None
 
     @property
     def nodes(self) -> tuple[int, ...] | None:
@@ -70,14 +72,22 @@ class Workload:
             ValueError: with this mask, costs over these ranks can't be extrapolated to more.
         """
         seq_len = self.seq_len * world // self.world
-        return replace(self, world=world, seq_len=seq_len, mask=_shortened(self.mask, seq_len, world))
+        widest = None if self.widest is None else _shortened(self.widest, seq_len, world)
+        mask = _shortened(self.mask, seq_len, world)
+        return replace(self, world=world, seq_len=seq_len, mask=mask, widest=widest)
 
     def schedule(self, way: AttentionStrategy, rank: int = 0) -> Schedule:
         """Return the schedule of one rank that computes in this way."""
         strategy = Candidate(way.groups, way.circulate).strategy(way.layout, way.route)
         if not ROUTES[way.route].direct:
             strategy = replace(strategy, circulate="auto", chunks="auto")
-        return self.planner.choose(self.seq_len, mask=self.mask, strategy=strategy, rank=rank, world=self.world)
+        return self.laid_out(strategy, rank)
+
+    def laid_out(self, strategy: Strategy, rank: int = 0) -> Schedule:
+        """Return the planner's schedule of one rank, on the layout that all layers share."""
+        planner, mask = self.planner, self.widest or self.mask
+        schedule = planner.choose(self.seq_len, mask=mask, strategy=strategy, rank=rank, world=self.world)
+        return schedule if mask == self.mask else planner.with_mask(schedule, self.mask)
 
 
 def _shortened(mask: Mask, seq_len: int, world: int) -> Mask:
@@ -157,10 +167,13 @@ class Call:
         return self.forward.seconds + self.backward.seconds
 
 
-def chosen(setting: Workload, strategy: Strategy, *, caches: bool = True) -> AttentionStrategy:
+def chosen(setting: Workload, strategy: Strategy, *, caches: bool = True, lse: bool = False) -> AttentionStrategy:
     """Return the planner's choice of what the strategy leaves open, as :func:`burst_attention.make_plan` makes it.
 
     Above 256 ranks it is the choice for the largest part of them that divides them.
+
+    Args:
+        caches, lse: as for :meth:`~burst_attention.planner.planner.Planner.decide`.
 
     Raises:
         ValueError: no number of ranks that can be simulated divides all.
@@ -168,9 +181,8 @@ def chosen(setting: Workload, strategy: Strategy, *, caches: bool = True) -> Att
     degree = strategy.over(setting.world).ulysses_degree
     if setting.world > MOST_SIMULATED:
         setting = setting.over(_standing(setting.world, degree if isinstance(degree, int) else 1))
-    planner = setting.planner
-    schedule = planner.choose(setting.seq_len, mask=setting.mask, strategy=strategy, rank=0, world=setting.world)
-    groups, circulate = planner.decide(schedule, setting.shape, caches=caches)
+    schedule = setting.laid_out(strategy)
+    groups, circulate = setting.planner.decide(schedule, setting.shape, caches=caches, lse=lse)
     return AttentionStrategy(layout=schedule.layout.name, route=schedule.route.name, groups=groups, circulate=circulate)
 
 

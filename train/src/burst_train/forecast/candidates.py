@@ -48,14 +48,16 @@ class Candidate:
 
 def _burst(q: ForecastRequest) -> Candidate:
     ways, strategy = [], q.strategy
+    options = {"caches": q.attention_chunks == 1, "lse": q.model is not None and "sinks" in q.model.options}
     for mask in q.masks:  # layers that differ in their windows share one layout
-        ways.append(chosen(q.setting(mask), strategy, caches=q.attention_chunks == 1))
+        ways.append(chosen(q.setting(mask), strategy, **options))
         strategy = replace(strategy, layout=ways[0].layout)
     route = "" if ways[0].route == "direct" else f" --route {ways[0].route}"
     # With degree 1 a rule says what circulates; left out, the planner finds degree 1 again.
     asked = ways[0].groups.query > 1 or q.ulysses_degree != "auto"
     degree = f" --ulysses-degree {ways[0].groups.query}" if asked else ""
     flags = f"--engine burst --layout {ways[0].layout}{degree}{route}"
+    q = replace(q, layout=ways[0].layout)  # which says how full a rank may be
     return _planned(q, ways, flags if q.circulate == "auto" else "")  # a flag that burst train lacks
 
 
@@ -163,6 +165,8 @@ def refusal(name: str, q: ForecastRequest) -> str:
     engine = name.partition(" ")[0]
     if q.attention_chunks > 1 and engine not in KEEPING:
         return "it can't compute attention in chunks of heads; leave --attention-chunks out to see it"
+    if q.joined > 1 and name != "burst":
+        return "it has no layout balanced; leave --packing balanced out to see it"
     options: dict[str, Any] = {"strategy": q.strategy} if name == "burst" else {}
     if engine in KEEPING:
         options["attention_chunks"] = q.attention_chunks

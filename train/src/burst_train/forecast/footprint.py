@@ -34,7 +34,9 @@ from burst_attention.kernels.precision import accumulation_dtype
 from burst_attention.loss import Head
 from burst_attention.loss.tokens import Measurement, measure
 from burst_attention.memory.store import MOST_WRITES
+from burst_attention.plan.balance import most_tokens
 from burst_attention.plan.cost import Shape
+from burst_attention.plan.layout import BALANCED
 from burst_attention.plan.rows import Direction, Side
 from burst_attention.planner.planner import Planner
 
@@ -136,7 +138,10 @@ def live_step(
     run_on_shards(model)
     heads = Heads.of(config)
     sizes = {"q_heads": max(1, heads.q_heads), "kv_heads": max(1, heads.kv_heads), "head_dim": heads.head_dim}
-    schedules = _Schedules(engine, seq_len, world // groups, shape_of(dtype, batch=batch, **sizes))
+    sharing = world // groups
+    if engine.strategy.layout == BALANCED:  # as if all ranks held as many tokens as the fullest one may
+        seq_len = sharing * most_tokens(seq_len, sharing)
+    schedules = _Schedules(engine, seq_len, sharing, shape_of(dtype, batch=batch, **sizes))
     windows = attention_reaches(model)
     cuts = {window: schedules.split(window) for window in {*windows}} if memory.attention_chunks == 1 else None
     chunks = memory.attention_chunks
@@ -232,7 +237,7 @@ def _calls(
                 schedule = schedules.of(window, rank)
                 tokens = schedule.layout.lengths[rank]
                 held = tokens * token * (heads.q_heads + 2 * heads.kv_heads)
-                chosen = schedules.planner.decide(schedule, shape, caches=chunks == 1)
+                chosen = schedules.planner.decide(schedule, shape, caches=chunks == 1, lse="sinks" in heads.options)
                 groups = chosen.groups
                 if direction is Direction.BACKWARD:
                     if groups.keep:  # the cached tensors of the sequence group replace q, k and v

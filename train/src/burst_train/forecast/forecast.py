@@ -46,7 +46,8 @@ class Forecast:
         memory: bytes by part, for each recompute policy.
         remat: recompute policy of the step that the seconds are for.
         fits: whether the step fits; None if the device's memory is unknown.
-        longest: tokens of the longest sequence that fits, computed the same way; None if ``fits`` is. If the request
+        longest: tokens of the longest sequence that fits, computed the same way; None if ``fits`` is. Of sequences
+            that ``--packing balanced`` joins, all have this length. If the request
             leaves ``remat`` open, the policy that recomputes most is assumed.
         steps: seconds of a step for each recompute policy that the engine supports.
         tokens_per_second: tokens per second and rank.
@@ -138,10 +139,10 @@ def forecast_of(name: str, request: ForecastRequest) -> Forecast:
     if refused:
         return Forecast(engine=name, refused=refused)
     try:
-        step = _PredictedStep(request, MAKERS[name](request))
+        step = predicted_step(request, MAKERS[name](request))
         # burst train plans for two forwards with --remat layer, so plan again. Other engines don't depend on it.
         if name == "burst" and request.remat is None and step.remat == "layer":
-            step = _PredictedStep(request, MAKERS[name](replace(request, remat=step.remat)))
+            step = predicted_step(request, MAKERS[name](replace(request, remat=step.remat)))
         return step.forecast(name)
     except ValueError as error:
         if name == "burst":  # the request has no prediction at all
@@ -152,6 +153,12 @@ def forecast_of(name: str, request: ForecastRequest) -> Forecast:
 def _forwards(remat: Remat) -> int:
     """Return how often an attention call's forward runs in a step."""
     return 2 if remat == "layer" else 1
+
+
+def predicted_step(request: ForecastRequest, candidate: Candidate) -> _PredictedStep:
+    """Return the prediction of a request whose layout, if it was left open, is the candidate's."""
+    layout = candidate.ways[0].layout if candidate.ways else request.layout
+    return _PredictedStep(replace(request, layout=layout), candidate)
 
 
 @dataclass(frozen=True)
@@ -252,7 +259,7 @@ class _PredictedStep:
         """Return bytes by part for a sequence length; the attention's bytes are scaled in proportion to it."""
         q, c = self.q, self.candidate
         longer = 1.0 if seq_len is None else seq_len / q.seq_len
-        tokens = q.tokens if seq_len is None else -(-seq_len // q.cluster.ranks)
+        tokens = q.tokens if seq_len is None else replace(q, seq_len=seq_len).tokens
         held = round(longer * c.buffers)
         if q.model is None:
             return {"inputs and results": tokens * token_bytes(q.shape, q.dtype), "attention": held}
@@ -296,13 +303,13 @@ class _PredictedStep:
 
     def longest(self, remat: Remat) -> int | None:
         """Return the tokens of the longest sequence that fits, a multiple of :data:`GRAIN`; 0 if no length fits."""
-        limit = self.q.limit
+        limit, grain = self.q.limit, GRAIN * self.q.joined
         if limit is None:
             return None
-        least, most = 0, MOST_TOKENS // GRAIN  # one fits; the other does not, or is beyond the search
+        least, most = 0, MOST_TOKENS // grain  # one fits; the other does not, or is beyond the search
         while most - least > 1:
             middle = (least + most) // 2
-            fits = sum(self._memory(remat, middle * GRAIN).values()) <= limit
+            fits = sum(self._memory(remat, middle * grain).values()) <= limit
             least, most = (middle, most) if fits else (least, middle)
         return least * GRAIN
 
@@ -310,7 +317,8 @@ class _PredictedStep:
         q, flags = self.q, self.candidate.flags
         if q.model is None or not flags:
             return ""
-        given = f"--model {q.model.source} --seq-len {q.seq_len} --max-positions {q.seq_len} {flags}"
+        tokens = q.seq_len // q.joined
+        given = f"--model {q.model.source} --seq-len {tokens} --max-positions {tokens} {flags}"
         given += f" --dtype {str(q.dtype).removeprefix('torch.')}"
         given += f" --remat {self.remat}" if self.remat != "none" else ""
         given += f" --mlp-chunks {q.mlp_chunks}" if q.mlp_chunks > 1 else ""
@@ -318,4 +326,5 @@ class _PredictedStep:
         given += f" --offload {q.offload}" if q.offload != "none" and self.remat != "none" else ""
         given += f" --optimizer {q.optimizer}" if q.optimizer != "adamw" else ""
         given += " --optimizer-offload" if q.optimizer_offload else ""
+        given += f" --packing balanced --batch {q.joined}" if q.joined > 1 else ""
         return given + (f" --batch {q.batch} --pack none" if q.batch > 1 else "")

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 
 from burst_attention import Mask
-from burst_attention.attention.batch import Reach, mask_of
+from burst_attention.attention.batch import Reach, mask_of, widest_of
 from burst_attention.attention.hardware import shape_of
-from burst_attention.plan.balance import seen
+from burst_attention.plan.balance import most_tokens, seen
 from burst_attention.plan.cost import Shape
+from burst_attention.plan.layout import BALANCED
 from burst_attention.plan.strategy import DegreeOrAuto, Strategy
 from burst_attention.planner.rates import Rates
 
@@ -46,6 +47,7 @@ class ForecastRequest:
         model: the model; None for attention only, with ``layers`` layers.
         window: sliding window of all layers; it replaces the model's windows.
         borders: token positions where packed documents begin and end; None for one document.
+        joined: sequences of a micro-step that became documents of the one sequence, by ``--packing balanced``; else 1.
         remat: recompute policy; None picks the one that recomputes least and fits.
         mlp_chunks, attention_chunks, offload, optimizer, optimizer_offload: as for ``burst train``.
     """
@@ -63,6 +65,7 @@ class ForecastRequest:
     causal: bool = True
     window: int | None = None
     borders: tuple[int, ...] | None = None
+    joined: int = 1
     remat: Remat | None = None
     mlp_chunks: int = 1
     attention_chunks: int = 1
@@ -83,12 +86,16 @@ class ForecastRequest:
     @property
     def masks(self) -> Mapping[Mask, int]:
         """Number of layers with each mask."""
+        return {self._mask_of(reach): count for reach, count in self._reaches.items()}
+
+    @property
+    def _reaches(self) -> Mapping[Reach, int]:
         if self.model is None or self.window is not None:
-            windows: Mapping[Reach, int] = {self.window: self.layers}
-        else:
-            windows = self.model.windows_by_count
-        masks = {reach: mask_of(reach, self.seq_len, self.borders) for reach in windows}
-        return {replace(masks[reach], causal=self.causal): count for reach, count in windows.items()}
+            return {self.window: self.layers}
+        return self.model.windows_by_count
+
+    def _mask_of(self, reach: Reach) -> Mask:
+        return replace(mask_of(reach, self.seq_len, self.borders), causal=self.causal)
 
     @property
     def shape(self) -> Shape:
@@ -104,8 +111,9 @@ class ForecastRequest:
 
     @property
     def tokens(self) -> int:
-        """Tokens per sequence on the rank that has most."""
-        return -(-self.seq_len // self.cluster.ranks)
+        """Tokens per sequence on the rank that has most, or that may have most in a balanced layout."""
+        ranks = self.cluster.ranks
+        return most_tokens(self.seq_len, ranks) if self.layout == BALANCED else -(-self.seq_len // ranks)
 
     def setting(self, mask: Mask) -> Workload:
         """Return the attention call of a layer with this mask."""
@@ -119,6 +127,7 @@ class ForecastRequest:
             rates=cluster.rates,
             remat=self.remat or "none",
             calls=self.attention_chunks,
+            widest=self._mask_of(widest_of(self._reaches)),
         )
 
     @property
@@ -151,16 +160,18 @@ class ForecastRequest:
     def rest_seconds(self, remat: Remat) -> float:
         """Return the seconds of everything but attention and exchanges: matrix products, element-wise work, AdamW.
 
-        A backward's element-wise operations move twice a forward's bytes. AdamW reads and writes 28 bytes for each
-        parameter. If the bandwidth of the memory is unknown, only the matrix products count.
+        The rank with the most tokens counts. A backward's element-wise operations move twice a forward's bytes. AdamW
+        reads and writes 28 bytes for each parameter. If the bandwidth of the memory is unknown, only the matrix
+        products count.
         """
         cluster, model = self.cluster, self.model
-        seconds = self.rest_flops(remat) / (cluster.ranks * self.matrix_rate)
+        share = self.tokens / self.seq_len  # of the fullest rank
+        seconds = share * self.rest_flops(remat) / self.matrix_rate
         if model is None or cluster.device.bandwidth is None:
             return seconds
         passes = 3 + (remat != "none")
-        moved = passes * self.batch * self.seq_len * model.layers * model.elementwise_bytes(self.dtype.itemsize)
-        return seconds + (moved + 28 * model.size) / (cluster.ranks * BANDWIDTH_EFFICIENCY * cluster.device.bandwidth)
+        moved = passes * self.batch * self.tokens * model.layers * model.elementwise_bytes(self.dtype.itemsize)
+        return seconds + (moved + 28 * model.size / cluster.ranks) / (BANDWIDTH_EFFICIENCY * cluster.device.bandwidth)
 
     def _products(self, layers: int, head: int) -> float:
         if self.model is None:

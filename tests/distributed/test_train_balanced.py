@@ -1,0 +1,105 @@
+"""``burst train --packing balanced``: the run of one process, also if it is resumed, evaluates or has windows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from burst_train.step.loop import train
+from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
+
+from tests.support.training import config_of, losses, norms, weights, write_corpus
+
+from .test_resume import end_at
+from .test_train import SMALL
+
+STEPS = 6
+SHARED = {"seq_len": 240, "steps": STEPS, "eval_every": 2, "global_batch": 4}
+BALANCED = {"packing": "balanced", "batch": 4}
+MODELS = {
+    "window": MistralConfig(**SMALL, head_dim=8, sliding_window=13, initializer_range=0.2),
+    "some windows": Qwen2Config(
+        **SMALL,
+        use_sliding_window=True,
+        sliding_window=13,
+        layer_types=["sliding_attention", "full_attention"],
+        initializer_range=0.2,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def one_process(pools, corpus, tmp_path_factory):
+    """Return the settings and the folder of a run in one process, by model."""
+    made = {}
+
+    def run(name):
+        if name not in made:
+            folder = tmp_path_factory.mktemp("one")
+            model = {} if name == "tiny" else {"model": str(folder / "start"), "tokenizer": "bytes"}
+            if model:
+                torch.manual_seed(3)
+                AutoModelForCausalLM.from_config(MODELS[name]).save_pretrained(folder / "start")
+            pools(1).run(train, config_of(corpus, folder / "run", **SHARED, **model))
+            made[name] = model, folder / "run"
+        return made[name]
+
+    return run
+
+
+def held_out(folder):
+    rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return [row["held_out_loss"] for row in rows if row.get("held_out_loss") is not None]
+
+
+def assert_same(folder, expected):
+    """Compare each step's loss and norm, each evaluation, and the final weights."""
+    assert len(losses(folder)) == STEPS and len(held_out(folder)) == STEPS // 2
+    assert losses(folder) == pytest.approx(losses(expected), abs=2e-5)
+    assert norms(folder) == pytest.approx(norms(expected), rel=2e-4)
+    assert held_out(folder) == pytest.approx(held_out(expected), abs=2e-5)
+    for name, value in weights(expected).items():
+        assert torch.allclose(weights(folder)[name], value, atol=2e-4), name
+
+
+@pytest.mark.parametrize(
+    ("model", "world", "changes"),
+    [
+        ("tiny", 4, {}),
+        ("tiny", 3, {"batch": 2}),
+        ("window", 3, {"batch": 2}),
+        ("some windows", 3, {}),
+    ],
+    ids=str,
+)
+@pytest.mark.long
+def test_it_is_the_run_of_one_process(pools, corpus, one_process, tmp_path, model, world, changes):
+    """With two sequences at a time, a step accumulates two micro-steps. The sequences don't fill three ranks evenly."""
+    own, expected = one_process(model)
+    config = config_of(corpus, tmp_path / "run", **SHARED, **own, **(BALANCED | changes))
+    summary = pools(world).run(train, config)[0]
+    assert_same(tmp_path / "run", expected)
+    assert summary.bytes_sent == summary.bytes_predicted and max(summary.bytes_sent) > 0
+
+
+@pytest.mark.long
+def test_a_resumed_run_is_the_run_of_one_process(pools, corpus, one_process, tmp_path):
+    """It goes on over other ranks, by other packing and by another number of sequences at a time."""
+    _, expected = one_process("tiny")
+    shared = SHARED | {"save_every": "1", "keep": 1}
+    places = [(4, BALANCED), (2, BALANCED), (3, BALANCED | {"batch": 2}), (2, {}), (2, BALANCED), (1, BALANCED)]
+    for step, (world, changes) in enumerate(places, start=1):
+        resume = {"resume": "newest"} if step > 1 else {}
+        config = config_of(corpus, tmp_path / "run", **shared, **changes, **resume)
+        if step < STEPS:
+            end_at(pools(world), config, step)
+        else:
+            pools(world).run(train, config)
+    assert_same(tmp_path / "run", expected)
