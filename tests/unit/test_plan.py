@@ -685,6 +685,20 @@ def test_two_exchanges_are_under_way_where_nothing_is_passed_on() -> None:
                 assert under_way == expected, (route, op.step)
 
 
+def test_of_several_chunks_three_exchanges_are_under_way() -> None:
+    """Results leave with the first exchange that is posted after they exist, so that none waits for a later chunk."""
+    for chunks, most in ((1, 2), (2, 2), (4, 3)):
+        groups = Groups(4, 4, keep=True, chunks=chunks, results=True)
+        schedule = Schedule(Layout("zigzag-by-halves", 128, 4), Mask(), ROUTES["direct"], 1)
+        for direction in Direction:
+            ops = schedule.program("query", direction, groups).ops
+            visits = [n for n, op in enumerate(ops) if isinstance(op, Visit)]
+            posted = [sum(isinstance(op, Post) for op in ops[:n]) for n in visits]
+            assert posted == [min(chunks, most), *(n + most for n in range(1, chunks))]
+            leaves = [op.step for op in ops if isinstance(op, Post) if any(m.edge.partial for m in op.sends)]
+            assert leaves == [n + most for n in range(1, chunks + 1)]
+
+
 def test_the_next_exchange_is_posted_before_a_visit() -> None:
     layout = Layout("zigzag", 64, 4)
     for direction, assignment in ((Direction.FORWARD, rows), (Direction.BACKWARD, columns)):

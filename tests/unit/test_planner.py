@@ -145,7 +145,7 @@ def test_where_links_are_guessed_that_is_chosen_which_loses_least_on_slower_ones
     options = {"mask": Mask(), "layout": "auto", "route": "direct", "rank": 0, "world": 4, "ulysses_degree": "auto"}
     fast, wary = (make_schedule(4096, **options, planner=planner) for planner in (sure, unsure))
     chosen = wary.choose_call(shape()).candidate
-    assert chosen.groups == replace(fast.choose_call(shape()).candidate.groups, chunks=2)  # where that has one turn
+    assert chosen.groups == replace(fast.choose_call(shape()).candidate.groups, chunks=4)  # where that has one turn
 
     def worst(layout: str, candidate: Candidate) -> float:
         """Return the worst slowdown relative to the fastest candidate, over the assumed link speeds."""
@@ -274,6 +274,17 @@ def test_messages_of_one_port_share_it() -> None:
 def test_an_exchange_waits_for_the_visits_two_before() -> None:
     slow_start = [[4.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
     assert exchanged((1, 0, 1, 1), (2, 0, 1, 1), work=slow_start) == pytest.approx(5.0)
+
+
+def test_of_several_chunks_an_exchange_waits_for_the_visits_three_before() -> None:
+    """On links for which the model predicts it, the backward is faster than with double buffering."""
+    planned = schedule(link(100), known=shape(), layout="zigzag-by-halves")
+    groups = Groups(4, 4, keep=True, chunks=4, results=True)
+    backward = planned.planner.simulations(planned.schedule, shape(), "query", groups)[1]
+    messages = backward.traffic.messages(shape(), Direction.BACKWARD, backward.inner, groups, backward._steps())
+    chosen = backward.run().seconds
+    narrow = timed(messages, backward.work(), backward.wire, in_flight=2).seconds
+    assert chosen == timed(messages, backward.work(), backward.wire, in_flight=3).seconds < narrow
 
 
 def test_ranks_on_shared_cores_share_them() -> None:

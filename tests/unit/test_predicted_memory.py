@@ -77,7 +77,7 @@ def test_a_sweep_holds_no_more_than_it_did(circulate: str, units: tuple[float, .
 
 @pytest.mark.parametrize("results", [False, True])
 @pytest.mark.parametrize(
-    ("layout", "chunks", "units"), [("zigzag", 2, (10.6, 14.4)), ("zigzag-by-halves", 4, (9.5, 14.7))]
+    ("layout", "chunks", "units"), [("zigzag", 2, (10.6, 14.4)), ("zigzag-by-halves", 4, (10.1, 15.1))]
 )
 def test_chunks_hold_little_more_than_a_single_one(
     layout: str, chunks: int, units: tuple[float, float], results: bool
@@ -94,7 +94,7 @@ def test_chunks_hold_little_more_than_a_single_one(
             held[count] = peak_of(schedule, shape, torch.bfloat16, chosen, direction) / (512 * 8 * 64 * 2)
         more = {Direction.FORWARD: 1.05, Direction.BACKWARD: -0.1}[direction] * results
         assert held[1] <= {Direction.FORWARD: 10.6, Direction.BACKWARD: 13.4}[direction] + more
-        assert held[chunks] <= min(most + more, 1.12 * held[1])
+        assert held[chunks] <= min(most + more, 1.13 * held[1])
 
 
 def test_rows_are_pieces_until_they_meet() -> None:

@@ -19,10 +19,6 @@ from .tile import Tiles, segment_tiles
 
 Moment = tuple[int, int, int]  # step, then 0, 0: its wait; 0, 1: after the wait; 1, n: its visits; 2, 0: after them
 
-# Double buffering: at most this many exchanges are posted and not yet waited for; fewer if one forwards a shard of the
-# exchange before.
-IN_FLIGHT = 2
-
 
 class Builder:
     """Places the rows of ``rank`` in buffers for one pass, and builds the rank's program."""
@@ -122,7 +118,7 @@ class Builder:
     def _order(self, visits: list[Visit]) -> list[Op]:
         """Put visits, exchanges, waits and copies in order.
 
-        An exchange is posted once its data is ready and the visits of the exchange :data:`IN_FLIGHT` before are done.
+        An exchange is posted once its data is ready and the visits of the exchange ``in_flight`` before are done.
         It then runs during the next visits, and the following exchange may already be posted. Under a causal mask some
         ranks send more in a step than others, which so need not wait for them.
         """
@@ -136,12 +132,12 @@ class Builder:
         posted: Moment = (-1, 0, 0)
         wired = [edge for edge in self.edges if edge.source != edge.target]  # sorted by step
         by_step = {step: [*edges] for step, edges in groupby(wired, key=lambda edge: edge.step)}
-        steps = [*by_step]
+        steps, most = [*by_step], self.groups.in_flight
         for n, (step, now) in enumerate(by_step.items()):
             sends = tuple(self._message(e, sent=True) for e in now if e.source == self.rank)
             receives = tuple(self._message(e, sent=False) for e in now if e.target == self.rank)
             carried = [ready.get((m.edge.key, m.edge.partial), posted) for m in sends]
-            room = (steps[n - IN_FLIGHT], 2, 0) if n >= IN_FLIGHT else posted
+            room = (steps[n - most], 2, 0) if n >= most else posted
             posted = max(posted, room, *carried)
             timeline.append((posted, Post(step, sends, receives)))
             timeline.append(((step, 0, 0), Wait(step)))

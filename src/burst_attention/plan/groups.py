@@ -16,6 +16,10 @@ from .rows import Payload, Side
 
 Ranks = TypeVar("Ranks", int, np.ndarray)
 
+# Double buffering: at most this many exchanges are posted and not yet waited for; fewer if one forwards a shard of the
+# exchange before.
+IN_FLIGHT = 2
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -84,6 +88,15 @@ class Groups:
     def chunk_count(self) -> int:
         """Number of parts of a shard that are sent separately."""
         return max(1, self.chunks)
+
+    @property
+    def in_flight(self) -> int:
+        """How many exchanges may be posted and not yet waited for: :data:`IN_FLIGHT`, or one more of several chunks.
+
+        Under a causal mask a backward computes the chunk with most work first, and the link would have too little to
+        send meanwhile.
+        """
+        return IN_FLIGHT + (self.chunks > IN_FLIGHT)
 
     def distance(self, source: Ranks, rank: Ranks, world: int, *, contexts: int = 1, turn: Ranks | int = 0) -> Ranks:
         """Return the step at which data from ``source`` reaches ``rank``.

@@ -119,17 +119,18 @@ class Route:
     ) -> Iterator[Edge]:
         """Yield the edges by which partial results return to ``key``'s owner; along a path, only those of ``rank``.
 
-        A partial computed at step v is sent in exchange v + 2, because exchange v + 1 is posted before it exists. A
-        rank on a path first receives (step t), then adds its own partial, then sends (step t + 1 or later).
+        A partial computed at step v is sent in exchange v + ``groups.in_flight``, the first one that is posted after
+        it exists. A rank on a path first receives (step t), then adds its own partial, then sends (step t + 1 or
+        later).
         ``finished``: a single rank computes the whole result.
         """
-        away = self._by_distance(key, uses, groups, world)
+        away, later = self._by_distance(key, uses, groups, world), groups.in_flight
         if self.home != "path":
             for members in self._by_node(away, key.owner):
                 *rest, (_, gate) = sorted(members, key=lambda member: (uses[member[1]].last, member))
-                step = max([uses[rank].last + 2 for _, rank in rest] + [uses[gate].last + 1])
+                step = max([uses[rank].last + later for _, rank in rest] + [uses[gate].last + later - 1])
                 for _, rank in rest:
-                    yield Edge(uses[rank].last + 2, rank, gate, key, uses[rank].rows, True, True)
+                    yield Edge(uses[rank].last + later, rank, gate, key, uses[rank].rows, True, True)
                 rows = Rows.union(uses[rank].rows for _, rank in members)
                 yield Edge(step + 1, gate, key.owner, key, rows, True, self.exact, finished)
             return
@@ -208,9 +209,9 @@ class Route:
         for cache_owner, users in by_keeper.items():
             step = 0
             for rank, use in users.items():
-                step = max(step, use.last + 1 + (rank != cache_owner))
+                step = max(step, use.last + groups.in_flight - (rank == cache_owner))
                 if rank != cache_owner:
-                    yield Edge(use.last + 2, rank, cache_owner, key, use.rows, True, self.exact)
+                    yield Edge(use.last + groups.in_flight, rank, cache_owner, key, use.rows, True, self.exact)
             if cache_owner != key.owner:
                 rows = Rows.union(use.rows for use in users.values())
                 yield Edge(step + 1, cache_owner, key.owner, key, rows, True, self.exact, finished)

@@ -14,9 +14,8 @@ from functools import cached_property
 import numpy as np
 
 from ..plan.assignment import CIRCULATIONS, Assignment
-from ..plan.build import IN_FLIGHT
 from ..plan.cost import Shape
-from ..plan.groups import Groups
+from ..plan.groups import IN_FLIGHT, Groups
 from ..plan.rows import Direction, Side
 from .rates import Link, Rates
 from .traffic import PARTIAL, RELAYED, Messages, Steps, TrafficModel
@@ -219,14 +218,15 @@ class Timed:
         return self.seconds - self.computing
 
 
-def timed(messages: Messages, work: Computing, wire: Wire, *, calls: int = 1) -> Timed:
+def timed(messages: Messages, work: Computing, wire: Wire, *, calls: int = 1, in_flight: int = IN_FLIGHT) -> Timed:
     """Simulate a pass of all ranks together.
 
     Of ``calls`` equal calls in a row, each posts its first exchange before its predecessor computes, and waits for its
-    last one after its successor has begun. These waits occur once, as far as other work can fill them.
+    last one after its successor has begun. These waits occur once, as far as other work can fill them. ``in_flight``:
+    how many exchanges may be posted and not yet waited for.
     """
     world = len(wire.nodes)
-    ends, computed, outer = _run(messages, work.seconds, wire)
+    ends, computed, outer = _run(messages, work.seconds, wire, in_flight)
     slowest = int(ends.argmax()) if world else 0
     call = wire.rates.overhead.call
     kind = wire.across(messages)
@@ -250,7 +250,9 @@ def timed(messages: Messages, work: Computing, wire: Wire, *, calls: int = 1) ->
     )
 
 
-def _run(messages: Messages, seconds: np.ndarray, wire: Wire) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _run(
+    messages: Messages, seconds: np.ndarray, wire: Wire, in_flight: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the time at which each rank is done, its seconds of computation, and those of the first and last wait."""
     world, at_once = len(wire.nodes), wire.rates.overhead.at_once
     order = np.argsort(messages.step, kind="stable")
@@ -266,7 +268,7 @@ def _run(messages: Messages, seconds: np.ndarray, wire: Wire) -> tuple[np.ndarra
     for t in range(last):
         at = slice(cuts[t], cuts[t + 1])
         if at.start < at.stop:
-            room = done[t - IN_FLIGHT] if t >= IN_FLIGHT else np.zeros(world)
+            room = done[t - in_flight] if t >= in_flight else np.zeros(world)
             posted = np.maximum(posted, room)
             relayed = source[at][(kind[at] & RELAYED) > 0]
             posted[relayed] = np.maximum(posted[relayed], waited[relayed])
@@ -381,7 +383,8 @@ class PassSimulation:
         if messages is None:
             messages = self.traffic.messages(self.shape, self.direction, self.inner, self.groups, steps)
         work = self.work(steps)
-        return [timed(messages, work, wire, calls=self.calls) for wire in wires]
+        most = self.groups.in_flight
+        return [timed(messages, work, wire, calls=self.calls, in_flight=most) for wire in wires]
 
     def _steps(self) -> Steps:
         return self.traffic.cells(self.direction, self.groups, self.inner)

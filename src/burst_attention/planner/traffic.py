@@ -332,16 +332,17 @@ class _Side:
         ``last``: [U, W * chunks, R], the last step at which part of a result is computed.
         """
         io, partial = (self._bytes(wide=wide) for wide in (self.shape.io, self.shape.partial))
+        leaves = last + self.groups.in_flight
         if self.groups.query == 1:
-            return [(last + 2, self.user, self.owner, self.rows * partial, PARTIAL)]
+            return [(leaves, self.user, self.owner, self.rows * partial, PARTIAL)]
         shared = self.groups.query > self.groups.count(self.side)
         whole = self.whole[self.home] & (not shared)
         here = self.context == self.home
         all_rows = self.all_rows * ~whole
-        ready = np.where(last < 0, 0, last + 1 + ~here).max(2, keepdims=True)
+        ready = np.where(last < 0, 0, leaves - here).max(2, keepdims=True)
         return [
-            (last + 2, self.user, self.owner, self.rows * whole * io, PARTIAL),
-            (last + 2, self.user, self.cache_owner, self.rows * (~whole & ~here) * partial, PARTIAL),
+            (leaves, self.user, self.owner, self.rows * whole * io, PARTIAL),
+            (leaves, self.user, self.cache_owner, self.rows * (~whole & ~here) * partial, PARTIAL),
             (ready + 1, self.cache_owner, self.owner, all_rows * (partial if shared else io), PARTIAL | RELAYED),
         ]
 
