@@ -21,7 +21,7 @@ def test_figures_of_two_ranks(pools) -> None:
 
 @emulated
 def test_a_link_delays_the_first_token() -> None:
-    """Each rank sends keys and values of 100 tokens in two layers, 200 kB: 1.6 s at 1 Mbit/s, less what a link sends in a burst."""
+    """Each rank sends keys and values of 100 tokens in two layers, 200 kB: 1.6 s at 1 Mbit/s."""
     (row,) = over_contexts(2, GenerationArguments(contexts=(200,), new_tokens=3, rounds=1, link="1mbit"))
     assert row["first"][1][0] > 0.8
     assert row["sent"] == 2 * 4 * (64 + 1) * 4
