@@ -14,12 +14,14 @@ from tests.support.trainer_cases import Case
 from tests.support.trainer_makers import BATCH, STEPS
 from tests.tools.trainers import Sides
 
-BALANCED = {"strategy": Strategy(layout="balanced"), "long_tail": True}
+# Plain gradient descent: AdamW would magnify the rounding of small gradients, as the stock loss is computed in fp32.
+BALANCED = {"strategy": Strategy(layout="balanced"), "long_tail": True, "dtype": torch.float64}
+BALANCED |= {"optim": "sgd", "learning_rate": 1.0}
 CASES = {
     "rows": Case("rows", "rows"),
     "padded": Case("padded", "padded"),
     "padding-free": Case("padding-free", "packed"),
-    "window": Case("window", "packed", options={"family": "gemma2", "dtype": torch.float64}),
+    "window": Case("window", "packed", options={"family": "gemma2"}),
     "sft packed": Case("sft packed", "sft", options={"packing": True, "max_length": 128, "samples": 800}),
     "sft wrapped": Case(
         "sft wrapped",

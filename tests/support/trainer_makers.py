@@ -86,9 +86,9 @@ def _train(case: Case, ours: bool, kind: type, arguments: type, folder: str, **g
         given["model"].loss_function = smoothed
     if lora is True:
         given["peft_config"] = _lora()
-    model = mixture() if case.options.get("mixture") else make_model("llama", "sdpa", dtype=torch.float32)
+    dtype = case.options.get("dtype", torch.float32)
+    model = mixture() if case.options.get("mixture") else make_model("llama", "sdpa", dtype=dtype)
     if "family" in case.options:
-        dtype = case.options.get("dtype", torch.float32)
         model = of_family(case.options["family"], by_document=not ours and "packing" in case.options, dtype=dtype)
     if lora == "wrapped":
         torch.manual_seed(0)
