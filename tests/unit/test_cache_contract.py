@@ -201,3 +201,16 @@ def test_what_other_modes_call_raises(name, refused, model):
     cache = ShardedCache(model_of(model).config)
     with pytest.raises(ValueError, match=refused):
         getattr(cache, name)(torch.zeros(1, dtype=torch.int64) if name == "reorder_cache" else -1)
+
+
+def test_layers_move_to_the_models_device() -> None:
+    """Files are read to the CPU, whatever the model is on; the device "meta" stands for a GPU."""
+    keys, state = ShardedLayer(), StateLayer()
+    for layer in (keys, state):
+        layer.move(torch.device("cpu"))  # without tokens
+    keys.append(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), [range(3)], 0)
+    state.update_conv_state(torch.ones(1, 5, 4), conv_kernel_size=4)
+    state.update_recurrent_state(torch.ones(1, 2, 3))
+    for layer, found in ((keys, keys.tokens), (state, lambda: state.tensors().values())):
+        layer.move(torch.device("meta"))
+        assert layer.device.type == "meta" and {x.device.type for x in found()} == {"meta"}

@@ -217,6 +217,9 @@ class ShardedCache(DealtCache):
                     "ShardedCache(model.config)"
                 )
             self.weights = {**found, **known}  # sharded weights are unknown, so the names may differ
+            device = next(model.parameters()).device  # files are read to the CPU
+            for layer in (*self.sharded.values(), *self.states.values()):
+                layer.move(device)
             self._models.add(model)
 
     def check_batch(self, padding: Tensor) -> None:

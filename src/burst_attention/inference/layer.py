@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DummyLayer, LinearAttentionLayer
 
@@ -55,6 +56,14 @@ class StateLayer(_Fixed, LinearAttentionLayer):
     def nbytes(self) -> int:
         """Return the bytes of the state and of the inputs."""
         return sum(x.nbytes for x in self.tensors().values())
+
+    def move(self, device: torch.device) -> None:
+        """Move what is stored to a device."""
+        if not self.tensors():
+            return
+        self.device = device
+        for states in (self.conv_states, self.recurrent_states):
+            states[0] = None if states[0] is None else states[0].to(device)
 
     def reset(self) -> None:
         """Forget all tokens."""
@@ -142,6 +151,11 @@ class ShardedLayer(_Fixed, CacheLayerMixin):
     def nbytes(self) -> int:
         """Return the bytes of keys and values on this rank, with the room for more."""
         return sum(x.nbytes for x in (self.keys, self.values) if x is not None)
+
+    def move(self, device: torch.device) -> None:
+        """Move what is stored to a device."""
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values, self.device = self.keys.to(device), self.values.to(device), device
 
     def reset(self) -> None:
         """Forget all tokens."""
