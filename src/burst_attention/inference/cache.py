@@ -105,8 +105,11 @@ class ShardedCache(DealtCache):
 
     def nbytes(self) -> int:
         """Return the bytes of keys, values and states on this rank."""
-        held: list[ShardedLayer | StateLayer] = [*self.sharded.values(), *self.states.values()]
-        return sum(layer.nbytes() for layer in held)
+        return sum(layer.nbytes() for layer in self._holding())
+
+    def _holding(self) -> list[ShardedLayer | StateLayer]:
+        """Return the layers that hold tensors."""
+        return [*self.sharded.values(), *self.states.values()]
 
     def figures(self) -> list[dict[str, int]]:
         """Return ``cache_bytes`` and ``sent_bytes`` of every rank, by rank. Every rank must call it.
@@ -218,7 +221,7 @@ class ShardedCache(DealtCache):
                 )
             self.weights = {**found, **known}  # sharded weights are unknown, so the names may differ
             device = next(model.parameters()).device  # files are read to the CPU
-            for layer in (*self.sharded.values(), *self.states.values()):
+            for layer in self._holding():
                 layer.move(device)
             self._models.add(model)
 

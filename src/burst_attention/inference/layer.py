@@ -61,7 +61,7 @@ class StateLayer(_Fixed, LinearAttentionLayer):
         """Move what is stored to a device."""
         if not self.tensors():
             return
-        self.device = device
+        self.device = device  # type: ignore[assignment]  # None until there are states
         for states in (self.conv_states, self.recurrent_states):
             states[0] = None if states[0] is None else states[0].to(device)
 
