@@ -153,6 +153,22 @@ def test_a_document_is_on_the_fewest_ranks_that_have_room(lengths: list[int], ra
     assert shares(schedule).max() <= 1.05
 
 
+@pytest.mark.parametrize(
+    ("lengths", "world", "causal"),
+    [
+        ([11057, 11057, 11057, 6767, 5588], 7, False),
+        ([5190, 5190, 925, 2705, 337, 2495, 2334, 2822, 2733, 945], 5, True),
+        ([64 * n for n in (640, 866, 902, 166, 207, 98, 522)], 5, True),
+        ([1, 6, 4, 20, 1, 15, 7], 7, True),
+        ([30, 30, 31, 30, 31, 30, 31], 9, True),
+    ],
+)
+def test_a_document_on_all_ranks_has_room_on_each(lengths: list[int], world: int, causal: bool) -> None:
+    mask = Mask(causal=causal, cu_seqlens=borders(lengths))
+    layout = Layout("balanced", sum(lengths), world).cut_for(mask, sum(lengths))
+    assert max(layout.lengths) <= most_tokens(sum(lengths), world)
+
+
 @pytest.mark.parametrize("world", [12, 32])
 @pytest.mark.parametrize("seed", range(6))
 def test_a_long_tail_of_lengths_sends_little(world: int, seed: int) -> None:

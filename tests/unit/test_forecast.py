@@ -52,6 +52,9 @@ WAYS = [
     AttentionStrategy(layout="zigzag", circulate="key-value", groups=Groups(2, 2, keep=True)),
     AttentionStrategy(layout="contiguous", circulate="query", groups=Groups(4, 4)),
     AttentionStrategy(layout="zigzag", circulate="key-value", groups=Groups(4, 4, keep=True, chunks=2)),
+    AttentionStrategy(
+        layout="zigzag-by-halves", circulate="key-value", groups=Groups(4, 4, keep=True, chunks=4, results=True)
+    ),
 ]
 MASKS = [Mask(), Mask(window=100), Mask(cu_seqlens=(0, 300, 517, 1000))]
 
@@ -447,6 +450,17 @@ def test_the_fullest_rank_of_a_balanced_row_counts() -> None:
     # A layout that was left open counts like one that was asked for.
     step = predicted_step(replace(balanced, layout="auto"), MAKERS["burst"](balanced))
     assert step.forecast("burst").memory == full.memory
+
+
+def test_a_balanced_layout_is_that_of_burst_alone() -> None:
+    """One document is spread evenly, and other engines have other layouts."""
+    zigzag, balanced = (make_request(layout=name, remat="layer") for name in ("zigzag", "balanced"))
+    assert balanced.tokens == zigzag.tokens
+    assert forecast_of("burst", balanced).tokens_per_second == forecast_of("burst", zigzag).tokens_per_second
+    rows = [joined_request(layout=name, joined=1, remat="layer") for name in ("zigzag", "balanced")]
+    for name in ("ring", "ulysses", "usp", "tensor-sequence"):
+        one, other = (forecast_of(name, each) for each in rows)
+        assert one == other and one.tokens_per_second
 
 
 def test_the_longest_of_joined_sequences_is_that_of_each() -> None:

@@ -220,10 +220,12 @@ class ShardedCache(DealtCache):
                     "ShardedCache(model.config)"
                 )
             self.weights = {**found, **known}  # sharded weights are unknown, so the names may differ
-            device = next(model.parameters()).device  # files are read to the CPU
-            for layer in self._holding():
-                layer.move(device)
             self._models.add(model)
+
+    def move(self, device: torch.device) -> None:
+        """Move what this rank holds to a device; :meth:`load` reads to the CPU."""
+        for layer in self._holding():
+            layer.move(device)
 
     def check_batch(self, padding: Tensor) -> None:
         """Refuse rows other than those of earlier calls, and padding before a state."""

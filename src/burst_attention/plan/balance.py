@@ -77,9 +77,10 @@ class _Placed:
 
     @property
     def score(self) -> tuple[bool, float]:
-        """Rank placements; less is better. First come idle ranks, then the busiest rank if it has too much work."""
+        """Rank placements; less is better. First come full and idle ranks, then the busiest one with too much work."""
+        full = int(self.tokens.max()) > self.most_tokens
         busiest = float(self.work.max() / self.most_work)
-        return self.complete and int(self.tokens.min()) == 0, busiest if busiest > 1 else 0.0
+        return full or (self.complete and int(self.tokens.min()) == 0), busiest if busiest > 1 else 0.0
 
     @property
     def segments(self) -> list[Segments]:
@@ -173,7 +174,8 @@ class _Documents:
             enough = np.flatnonzero(rooms[order] * np.arange(1, self.world + 1) >= 1)
             if not len(enough):
                 return None
-            if 4 * (count := int(enough[0]) + 1) > 3 * self.world:  # fewer would save little, and balance worse
+            many = 4 * (count := int(enough[0]) + 1) > 3 * self.world  # fewer than all would balance worse
+            if many and rooms.min() * self.world >= 1:
                 first = self._spread(placed, n, first)
             else:
                 parts = self._parts(n, _equal(length, count))

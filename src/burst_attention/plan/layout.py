@@ -110,8 +110,8 @@ class Layout:
     holds its parts one after another. Under a causal mask ``zigzag-per-document`` gives every rank the same work for
     any document lengths. Shards differ by at most one token per document.
 
-    ``balanced`` follows ``mask``. Documents that fit one rank stay whole there; longer ones are spread. All ranks then
-    have the same work within a few percent, and at most 1 / 16 more tokens than the mean.
+    ``balanced`` follows ``mask``. Each document is on the fewest ranks that have room for it. No rank has over 1 / 16
+    more tokens than the mean. Without a window, all ranks have the same work within a few percent.
     """
 
     name: str

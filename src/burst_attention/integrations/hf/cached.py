@@ -121,6 +121,7 @@ def _agreed(
         keep = _kept(given, ids.shape[1])
         call = _CachedCall(cache, ids, _padding_mask(given, past, ids), past, keep)
         cache.check_batch(call.padding)
+        cache.move(ids.device)
         _check_positions(call, given.get("position_ids"))
         fields = {
             "the digest of input_ids": digest_of(ids),

@@ -26,6 +26,10 @@ class DealtCache(Cache):
         """Refuse a model that the cache does not belong to. ``weights`` returns digests of its whole weights."""
 
     @abstractmethod
+    def move(self, device: torch.device) -> None:
+        """Move what this rank holds to the device of the model's inputs."""
+
+    @abstractmethod
     def check_batch(self, padding: Tensor) -> None:
         """Refuse a batch other than that of earlier calls. ``padding``: int64 [B], columns before each row's tokens."""
 

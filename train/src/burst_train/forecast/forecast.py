@@ -138,6 +138,8 @@ def forecast_of(name: str, request: ForecastRequest) -> Forecast:
     refused = refusal(name, request)
     if refused:
         return Forecast(engine=name, refused=refused)
+    if name != "burst":
+        request = replace(request, layout="auto")  # it is burst's
     try:
         step = predicted_step(request, MAKERS[name](request))
         # burst train plans for two forwards with --remat layer, so plan again. Other engines don't depend on it.

@@ -111,9 +111,9 @@ class ForecastRequest:
 
     @property
     def tokens(self) -> int:
-        """Tokens per sequence on the rank that has most, or that may have most in a balanced layout."""
-        ranks = self.cluster.ranks
-        return most_tokens(self.seq_len, ranks) if self.layout == BALANCED else -(-self.seq_len // ranks)
+        """Tokens per sequence on the rank that has most, or may have most: a balanced layout of several documents."""
+        ranks, uneven = self.cluster.ranks, self.layout == BALANCED and self.borders is not None
+        return most_tokens(self.seq_len, ranks) if uneven else -(-self.seq_len // ranks)
 
     def setting(self, mask: Mask) -> Workload:
         """Return the attention call of a layer with this mask."""

@@ -83,12 +83,12 @@ def picture(way: AttentionStrategy, setting: Workload, direction: Direction, *, 
     seconds = np.pad(
         work.seconds, ((0, 0), (0, last - work.seconds.shape[1]))
     )  # in the last steps ranks only return results
-    ends = [_ends(sent, seconds, one.wire, rank) for rank in some]
+    ends = [_ends(sent, seconds, one.wire, rank, groups.in_flight) for rank in some]
     bars = [_bars(end, seconds[rank]) for end, rank in zip(ends, some, strict=True)]
     return Picture(world, ranks, steps, moved, some, bars)
 
 
-def _ends(sent: Messages, seconds: np.ndarray, wire: Wire, rank: int) -> list[float]:
+def _ends(sent: Messages, seconds: np.ndarray, wire: Wire, rank: int, in_flight: int) -> list[float]:
     """Return the times at which ``rank`` is done with each step.
 
     The pass is simulated up to each step with much additional work for this rank, so that it finishes last. The work is
@@ -101,7 +101,7 @@ def _ends(sent: Messages, seconds: np.ndarray, wire: Wire, rank: int) -> list[fl
         longer = seconds[:, : step + 1].copy()
         longer[rank, step] += much
         nothing = np.zeros_like(longer)
-        whole = timed(before, Computing(longer, nothing, nothing), wire).seconds
+        whole = timed(before, Computing(longer, nothing, nothing), wire, in_flight=in_flight).seconds
         ends.append(max(0.0, whole - much - wire.rates.overhead.call))
     return ends
 
