@@ -98,14 +98,17 @@ def test_a_small_worlds_choice_is_as_good_as_the_whole_worlds(
     seqlen = world << 13
     seen = {"causal": Mask(), "window": Mask(window=20_000), "documents": documents(40, seqlen)}[mask]
     whole = planned(world, seen, seqlen, rates)
-    best = whole.choose_call(SHAPE)
+    best, best_layout = whole.choose_call(SHAPE), whole.schedule.layout.name
     monkeypatch.setattr(planner_module, "MOST_ON_PAPER", 48)
     chosen = planned(world, seen, seqlen, rates)
     groups, circulate = chosen.decide(SHAPE)
     monkeypatch.setattr(planner_module, "MOST_ON_PAPER", 128)
     by_whole = [one.seconds for one in Planned(whole.planner, chosen.schedule).timed(SHAPE, circulate, groups)]
     aside = sum(one.seconds for one in whole.timed(SHAPE, best.candidate.circulate, best.candidate.groups))
-    assert sum(by_whole) <= (1.15 if mask == "documents" else 1.02) * aside
+    most = 1.15 if mask == "documents" else 1.02
+    if best_layout == "balanced":  # the small world has equal documents: what placing by length gains is unknown there
+        most = 1.65
+    assert sum(by_whole) <= most * aside
 
 
 def test_which_ranks_stand_for_many() -> None:
