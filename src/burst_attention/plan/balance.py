@@ -174,8 +174,7 @@ class _Documents:
             enough = np.flatnonzero(rooms[order] * np.arange(1, self.world + 1) >= 1)
             if not len(enough):
                 return None
-            many = 4 * (count := int(enough[0]) + 1) > 3 * self.world  # fewer than all would balance worse
-            if many and rooms.min() * self.world >= 1:
+            if 4 * (count := int(enough[0]) + 1) > 3 * self.world:  # fewer would save little, and balance worse
                 first = self._spread(placed, n, first)
             else:
                 parts = self._parts(n, _equal(length, count))
