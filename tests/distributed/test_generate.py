@@ -20,7 +20,7 @@ from burst_attention.attention.dealt import dealt_bytes
 from burst_attention.inference import ShardedCache, shard_weights
 from burst_attention.integrations import hf
 from burst_attention.testing import WorkerPool
-from tests.support.generating import alone, check_equal, generate, ids_of, model_of, over_ranks
+from tests.support.generating import alone, check_equal, generate, ids_of, model_of, over_ranks, refusals_of_changed
 
 MODELS = ("llama", "qwen3", "mistral", "gemma3", "gpt_oss")
 NEW = 12
@@ -407,19 +407,7 @@ def replace(path, old, new):
 @pytest.mark.parametrize("text", ALTERED)
 def test_an_altered_folder_is_refused(tmp_path, text):
     folder = tmp_path / "cache"
-
-    def save(model, cache):
-        generate(model, cache, ids_of(66), max_new_tokens=2)
-        cache.save(folder)
-
-    def load(model, cache):
-        with pytest.raises(ValueError) as caught:
-            ShardedCache.load(folder, model.config, cache.group)
-        return str(caught.value)
-
-    over_ranks("llama", 2, save)
-    ALTERED[text](folder)
-    assert all(text in said for said in over_ranks("llama", 2, load))
+    assert all(text in said for said in refusals_of_changed("llama", folder, lambda: ALTERED[text](folder)))
 
 
 def test_a_folder_of_another_model_is_refused(tmp_path):

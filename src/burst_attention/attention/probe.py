@@ -231,6 +231,22 @@ class QuickProbe:
         names = [name for name, link in (("inside of a node", inside), ("across nodes", across)) if link]
         return replace(usual, inside=inside or usual.inside, across=across or usual.across), names
 
+    def rates(self, usual: Rates) -> tuple[Rates, bool]:
+        """Measure, or read what was kept, as :func:`measured` says."""
+        probe = self.probe
+        began, at = time.perf_counter(), probe.exchange([time.time()])[0][0]
+        rates, links = self.links(usual)
+        kept = Kept(self.agreement, kept_name(usual, probe.nodes))
+        found = kept.read()
+        if found is None or not (alike(found.inside, rates.inside) and alike(found.across, rates.across)):
+            found = self.kernels(rates)
+            (took,) = probe.slowest([time.perf_counter() - began])
+            what = f"kernels and links {' and '.join(links)}" if links else "kernels"
+            when = datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+            found = replace(found, source=f"{what} measured by make_plan in {took:.2g} s on {when}")
+            found = kept.write(found, usual.source)
+        return found, len(set(probe.nodes)) > 1 and "across nodes" not in links
+
 
 def measured(
     usual: Rates,
@@ -249,40 +265,16 @@ def measured(
     """
     known, key = transport.health.measured, tuple(nodes)
     if key not in known:
+        probe = Probe(transport, exchange, nodes, device, message=4 << 20, repeats=3, patience=PATIENCE)
+        if device.type == "cpu" and torch.get_num_threads() == 1:  # ranks and other programs may share the cores
+            probe.clock = time.thread_time
         counts = transport.sent, transport.received
         try:
-            known[key] = _measure(usual, transport, agreement, exchange, nodes, device)
+            known[key] = QuickProbe(probe, agreement).rates(usual)
         finally:  # the counts are those of calls, to which a measurement does not belong, even if it fails
             transport.sent, transport.received = counts
     result: tuple[Rates, bool] = known[key]
     return result
-
-
-def _measure(
-    usual: Rates,
-    transport: Transport,
-    agreement: Agreement,
-    exchange: Callable[[list[float]], list[list[float]]],
-    nodes: Sequence[int],
-    device: torch.device,
-) -> tuple[Rates, bool]:
-    """Measure, or read what was kept, as :func:`measured` says."""
-    began, at = time.perf_counter(), exchange([time.time()])[0][0]
-    probe = Probe(transport, exchange, nodes, device, message=4 << 20, repeats=3, patience=PATIENCE)
-    if device.type == "cpu" and torch.get_num_threads() == 1:  # ranks and other programs may share the cores
-        probe.clock = time.thread_time
-    quick = QuickProbe(probe, agreement)
-    rates, links = quick.links(usual)
-    kept = Kept(agreement, kept_name(usual, nodes))
-    found = kept.read()
-    if found is None or not (alike(found.inside, rates.inside) and alike(found.across, rates.across)):
-        found = quick.kernels(rates)
-        (took,) = probe.slowest([time.perf_counter() - began])
-        what = f"kernels and links {' and '.join(links)}" if links else "kernels"
-        when = datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-        found = replace(found, source=f"{what} measured by make_plan in {took:.2g} s on {when}")
-        found = kept.write(found, usual.source)
-    return found, len(set(nodes)) > 1 and "across nodes" not in links
 
 
 @dataclass(frozen=True)
