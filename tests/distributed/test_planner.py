@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from burst_attention import CallShape, Hardware, Mask, burst_attention, make_plan
 from burst_attention.attention.calibrate import CalibrationSizes, calibrate
+from burst_attention.attention.probe import QuickProbe
 from burst_attention.comm.agreement import RECORD_BYTES, Agreement, DisagreementError
 from burst_attention.integrations.hf.attention import call_shape
 from burst_attention.planner.presets import NETWORKS, NODES, preset
@@ -65,7 +66,10 @@ def test_links_are_a_guess_until_rank_0_has_given_or_measured_rates(
         assert ranks.run(guessed, None) == [False] * 2
 
 
-def test_the_first_plan_over_several_nodes_measures_their_links_once() -> None:
+def test_the_first_plan_over_several_nodes_measures_their_links_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates, counted = QuickProbe.rates, []
+    monkeypatch.setattr(QuickProbe, "rates", lambda *given: (counted.append(1), rates(*given))[1])
+
     def plans(group: Any) -> list[Any]:
         hardware = Hardware(nodes=[0, 0, 1, 1])
         first, second = (make_plan(256, group=group, hardware=hardware) for _ in range(2))
@@ -75,6 +79,7 @@ def test_the_first_plan_over_several_nodes_measures_their_links_once() -> None:
 
     with local_world(4) as ranks:
         found = ranks.run(plans)
+    assert len(counted) == 4, "once on each rank"
     (first, unsure), second, own, here = found[0]
     assert all(each == found[0] for each in found) and second == (first, False) and not unsure
     assert own == here == (preset("cpu"), True)  # threads share no link; "preset" measures nothing
