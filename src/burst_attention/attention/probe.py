@@ -34,6 +34,7 @@ MOST_SOURCE = 600  # characters of where kept rates come from, in the record tha
 DIM = 128
 SMALL = 32  # rows and columns of a tile whose time is its launch only
 CLEAR = 5.0  # a tile that takes this many launches tells a kernel's speed
+Passes = tuple[float, float]  # seconds of a forward and of a backward
 
 
 class Probe:
@@ -79,13 +80,14 @@ class Probe:
         """Return the seconds of calls that all ranks make at the same time, one call after another.
 
         Each repeat counts the slowest rank. The result is the fastest repeat, because disturbances only add time.
-        ``warm``: each call has run before, so its first repeat counts.
+        ``warm``: each call has run before, so its first repeat counts. It also counts if it takes very long.
         """
         clock, took, last = clock or self.clock, list[list[float]](), [0.0] * (len(calls) + 1)
         first = 1 if warm else 2  # without the first exchange, and without a warm-up
         while True:
             took.append(self.slowest(last))  # the ranks start together, and stop after the same repeat
             spent = sum(each[-1] for each in took)
+            first = 1 if len(took) == 2 and spent > 2 * self._patience else first
             if len(took) > first and (len(took) == self._repeats + first or spent > self._patience):
                 return [min(each) for each in zip(*took[first:], strict=True)][:-1]
             began = time.perf_counter()
@@ -143,7 +145,8 @@ class Probe:
         few = many = send(least)
         size = least
         while size < most and AT_ONCE * many < self._patience:
-            size = min(4 * size, most) if self._patience < math.inf else most
+            longer = max(4.0, self._patience / max(AT_ONCE * many, 1e-9))  # what patience allows
+            size = int(min(longer * size, most))
             many = send(size)
         rate = (size - least) / (many - few) if many > 1.5 * few else size / many
         return max(0.0, few - least / rate), rate
@@ -182,40 +185,44 @@ class QuickProbe:
         Double precision keeps its ratio to single precision. On GPUs both keep their ratio to half precision.
         """
         on_gpu = self.probe.device.type == "cuda"
-        half, launches = self._speed(torch.bfloat16)
-        single = _scaled(usual.single, half, usual.half) if on_gpu else self._speed(torch.float32)[0]
+        heads, rows = (8, 2048) if on_gpu else (1, 512)
+        dtypes = [torch.bfloat16, *([] if on_gpu else [torch.float32])]
+        found = self._passes([(dtype, n) for dtype in dtypes for n in (SMALL, rows)], heads)
+        launches = found[0]
+        half, *singles = (self._speed(dtype, heads, rows, *found[2 * n : 2 * n + 2]) for n, dtype in enumerate(dtypes))
+        single = _scaled(usual.single, half, usual.half) if on_gpu else singles[0]
         double = _scaled(usual.double, single, usual.single)
         times = {"launch_forward": near(launches[0]), "launch_backward": near(launches[1])}
         overhead = replace(usual.overhead, **times, at_once=0.0 if on_gpu else self._at_once())
         return replace(usual, half=half, single=single, double=double, overhead=overhead)
 
-    def _speed(self, dtype: torch.dtype) -> tuple[Speed, list[float]]:
-        """Return a kernel's speed, and the seconds of a small tile's forward and backward.
+    def _speed(self, dtype: torch.dtype, heads: int, rows: int, launches: Passes, whole: Passes) -> Speed:
+        """Return a kernel's speed from the seconds of a small tile, and of a tile with this number of ``rows``.
 
         Rows are doubled until a tile takes clearly longer than its launch.
         """
-        heads, rows, most = (8, 2048, 8192) if self.probe.device.type == "cuda" else (1, 256, 1024)
-        *launches, forward, backward = self._passes(dtype, (SMALL, rows), heads)
-        while forward + backward < CLEAR * sum(launches) and rows < most:
+        most = 4 * rows
+        while sum(whole) < CLEAR * sum(launches) and rows < most:
             rows *= 2
-            forward, backward = self._passes(dtype, (rows,), heads)
+            (whole,) = self._passes([(dtype, rows)], heads)
         flops = 2 * 2 * DIM, 2 * 5 * DIM
-        rates = [
-            near(flop * heads * rows * rows / max(whole - launch, whole / CLEAR, 1e-9))
-            for flop, whole, launch in zip(flops, (forward, backward), launches, strict=True)
-        ]
-        return Speed(forward=rates[0], backward=rates[1]), launches
+        forward, backward = (
+            near(flop * heads * rows * rows / max(seconds - launch, seconds / CLEAR, 1e-9))
+            for flop, seconds, launch in zip(flops, whole, launches, strict=True)
+        )
+        return Speed(forward=forward, backward=backward)
 
-    def _passes(self, dtype: torch.dtype, sizes: Sequence[int], heads: int) -> list[float]:
-        """Return the seconds of a forward and a backward of full tiles with these numbers of rows."""
+    def _passes(self, sizes: Sequence[tuple[torch.dtype, int]], heads: int) -> list[Passes]:
+        """Return the seconds of a forward and a backward of full tiles, each with a dtype and a number of rows."""
         probe, calls = self.probe, list[Callable[[], Any]]()
         with self.agreement.entering("make_plan"):
-            kernel = choose("auto", device=probe.device, dtype=dtype, head_dims=(DIM, DIM))
-            # Fixed block sizes need no tuning, for which the other ranks would wait.
-            fixed = kernel.untuned() if isinstance(kernel, Measuring) else kernel
-            for rows in sizes:
+            for dtype, rows in sizes:
+                kernel = choose("auto", device=probe.device, dtype=dtype, head_dims=(DIM, DIM))
+                # Fixed block sizes need no tuning, for which the other ranks would wait.
+                fixed = kernel.untuned() if isinstance(kernel, Measuring) else kernel
                 calls += probe.tile(fixed, full(rows), dtype, heads)
-        return probe.seconds_of_each(calls, warm=True)
+        took = probe.seconds_of_each(calls, warm=True)
+        return [*zip(took[::2], took[1::2], strict=True)]
 
     def _at_once(self) -> float:
         """Return how many ranks can compute at the same time; 0 if each has its cores for itself."""
