@@ -356,11 +356,12 @@ class PassSimulation:
         return self.whole.for_groups(self.groups)
 
     def computing(self) -> float:
-        """Return a lower bound of the seconds that the busiest rank computes."""
+        """Return a lower bound of the seconds that the busiest rank computes, or that ranks need on shared cores."""
         rates = self.wire.rates
         areas = self.whole.areas(self.inner, self.groups, rates.overhead.block)
-        each = _per_cell(self.shape, self.direction, self.groups, rates)
-        return float(areas.max(initial=0.0)) * each + rates.overhead.call
+        each, at_once = _per_cell(self.shape, self.direction, self.groups, rates), rates.overhead.at_once
+        shared = areas.sum() * self.groups.query / at_once if 0 < at_once < len(self.wire.nodes) else 0.0
+        return max(float(areas.max(initial=0.0)), float(shared)) * each + rates.overhead.call
 
     def moving(self, wires: Sequence[Wire]) -> list[float]:
         """Return a lower bound of the seconds of the busiest port, for each of these wires."""
@@ -377,11 +378,15 @@ class PassSimulation:
         steps = self._steps() if steps is None else steps
         return computing(self.traffic, self.shape, self.direction, steps, self.groups, self.wire.rates)
 
+    def messages(self, steps: Steps | None = None) -> Messages:
+        """Return all messages; ``steps``: when pairs are computed, if the caller already knows it."""
+        steps = self._steps() if steps is None else steps
+        return self.traffic.messages(self.shape, self.direction, self.inner, self.groups, steps)
+
     def run_on(self, wires: Sequence[Wire], messages: Messages | None = None) -> list[Timed]:
         """Simulate the pass on each of several wires that differ only in their links."""
         steps = self._steps()
-        if messages is None:
-            messages = self.traffic.messages(self.shape, self.direction, self.inner, self.groups, steps)
+        messages = self.messages(steps) if messages is None else messages
         work = self.work(steps)
         most = self.groups.in_flight
         return [timed(messages, work, wire, calls=self.calls, in_flight=most) for wire in wires]
