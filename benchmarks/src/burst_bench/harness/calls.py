@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, Protocol
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -119,10 +121,19 @@ class Ready:
     call: Call
     inputs: list[Tensor]
 
-    def run(self) -> list[Tensor]:
-        """Return [out], followed by dq, dk and dv if the variant has a backward."""
+    def run(self, processor: list[float] | None = None) -> list[Tensor]:
+        """Return [out], followed by dq, dk and dv if the variant has a backward.
+
+        ``processor``: gets the processor seconds of the forward and of the backward.
+        """
+        clock = [time.process_time()]
         out, backward = self.call.begin(*self.inputs)
-        return [out, *backward()]
+        clock.append(time.process_time())
+        grads = backward()
+        clock.append(time.process_time())
+        if processor is not None:
+            processor += [end - start for start, end in pairwise(clock)]
+        return [out, *grads]
 
 
 @cache
@@ -183,16 +194,26 @@ def counted(variant: Variant, workload: Workload) -> tuple[str, dict[str, int | 
     return own.call.detail, {"bytes": meter.sent, **counts}
 
 
-def timed(variant: Variant, workload: Workload) -> tuple[float, float]:
-    """Run on a rank: return the seconds of one call, and how many of them :attr:`Call.aside` counted."""
-    own = ready(variant, workload)
+class Took(NamedTuple):
+    """Seconds of one call: of all its work, of what :attr:`Call.aside` counts, and of the processor in each pass."""
+
+    seconds: float
+    aside: float
+    processor: tuple[float, ...]
+
+
+def timed(variant: Variant, workload: Workload) -> Took:
+    """Run on a rank: time one call."""
+    own, processor = ready(variant, workload), list[float]()
     before = own.call.aside()
-    return seconds_of(own.run), own.call.aside() - before
+    seconds = seconds_of(partial(own.run, processor))
+    return Took(seconds, own.call.aside() - before, tuple(processor))
 
 
-def slowest(pool: WorkerPool, variant: Variant, workload: Workload, timeout: float = 1800.0) -> tuple[float, float]:
-    """Return :func:`timed` of the slowest rank."""
-    return max(pool.run(timed, variant, workload, timeout=timeout))
+def slowest(pool: WorkerPool, variant: Variant, workload: Workload, timeout: float = 1800.0) -> Took:
+    """Return :func:`timed` of the slowest rank, with the processor seconds of all ranks together."""
+    ranks = pool.run(timed, variant, workload, timeout=timeout)
+    return max(ranks)._replace(processor=tuple(map(sum, zip(*(each.processor for each in ranks), strict=True))))
 
 
 def memory_peaks(variant: Variant, workload: Workload) -> tuple[int, int]:
@@ -256,6 +277,7 @@ class Outcome:
         counts: Counts of :func:`counted`, one per rank; None if some rank could not count.
         seconds: The slowest rank's seconds in each round.
         aside: Seconds of each round that :attr:`Call.aside` counted.
+        processor: Processor seconds of each pass, of all ranks together: the fewest of all rounds.
         ratios: ``seconds`` of each round divided by those of the first variant with the same passes.
     """
 
@@ -267,6 +289,7 @@ class Outcome:
     counts: dict[str, list[int] | None] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
     aside: list[float] = field(default_factory=list)
+    processor: list[float] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
 
     @property
@@ -318,7 +341,8 @@ def contest(
         own.counts = {key: None if None in counts else counts for key, counts in by_rank.items()}
     turns = take_turns([partial(slowest, pool, own.variant, workload, timeout) for own in right], rounds)
     for own, took in zip(right, turns, strict=True):
-        own.seconds, own.aside = [seconds for seconds, _ in took], [aside for _, aside in took]
+        own.seconds, own.aside = [each.seconds for each in took], [each.aside for each in took]
+        own.processor = [min(busy) for busy in zip(*(each.processor for each in took), strict=True)]
         base = next(other for other in outcomes if other.variant.has_backward == own.variant.has_backward)
         if base.correct:  # the loop has set its seconds already
             own.ratios = ratios(base.seconds, own.seconds)

@@ -11,7 +11,9 @@ CPUs.
 
 ``burst`` is what a newcomer gets: its plan measures links and kernels itself. ``burst, calibrated`` plans with the
 rates of ``burst calibrate``. PyTorch in one process uses as many threads as there are ranks. With --link each rank is a
-node of an emulated cluster with links of this rate (it needs root and iproute2).
+node of an emulated cluster with links of this rate (it needs root and iproute2). ``of its bound`` then is our time's
+share of the fewest seconds that its plan allows. That is, in each pass, the larger of the link's time and (processor
+time of all ranks / cores + first exchange + last exchange).
 
 The extra ``peers`` installs the packages. Without them the program prints our variants, and what to install. With
 --device cuda it runs one rank per GPU with NCCL and the real flash_attn; that mode has never been run.
@@ -31,12 +33,14 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from burst_attention.launch.join import cores
 from burst_attention.testing import WorkerPool
 
 from ..arguments import TimedArguments, asked
 from ..cluster import Cluster, parse_rate
-from ..harness.calibration import calibrated, limited
-from ..harness.calls import Outcome, contest
+from ..harness.bound import bound_of, exchanged
+from ..harness.calibration import PAYLOAD, calibrated, limited
+from ..harness.calls import Ours, Outcome, contest, ready
 from ..harness.workload import Workload
 from ..tables import terminal
 from ..texts import bytes_text, spread
@@ -79,7 +83,8 @@ def compare(
         - ``seconds``: the slowest rank's seconds in each round;
         - ``copying``: seconds of each round that the stand-in spent on copies;
         - ``ratios``: time divided by that of ours with the same passes, by round (above 1: ours is faster);
-        - ``ratios_without_copies``: ratios without the time of those copies.
+        - ``ratios_without_copies``: ratios without the time of those copies;
+        - ``bound``: fewest possible seconds of our plan on such links; None for other variants, and without ``link``.
 
     Raises:
         ValueError: ``world`` is below 2, or a name is unknown.
@@ -100,7 +105,18 @@ def compare(
             chosen = [replace(each, rates=rates) if each.name == CALIBRATED else each for each in chosen]
         pool.run(prepare, workload.device, folder, timeout=timeout)
         outcomes = contest(pool, chosen, workload, rounds, refused=refused, timeout=timeout)
-    return [_row(own) for own in outcomes]
+        timed = [own for own in outcomes if own.seconds and link and isinstance(own.variant, Ours)]
+        bounds = {own.variant.name: pool.run(_bound, own.variant, workload, link, own.processor)[0] for own in timed}
+    return [_row(own) | {"bound": bounds.get(own.variant.name)} for own in outcomes]
+
+
+def _bound(variant: Ours, workload: Workload, link: float, processor: Sequence[float]) -> float | None:
+    """Run on a rank: return the fewest possible seconds of the variant's plan; None on routes that forward shards."""
+    plan = ready(variant, workload).call.plan
+    if plan is None or not plan.schedule.route.direct:
+        return None
+    passes = exchanged(plan, PAYLOAD * link)
+    return bound_of(passes[: 1 + variant.has_backward], processor, min(cores(), plan.world))
 
 
 def _row(own: Outcome) -> dict[str, Any]:
@@ -150,12 +166,16 @@ def cells(row: dict[str, Any]) -> dict[str, str]:
     name = {"variant": f"{row['name']} {row['version'] or ''}".strip(), "passes": row["passes"]}
     if not row["correct"]:
         return name | {"s": row["refused"] or "WRONG"}
-    return name | {
-        "s": spread(row["seconds"]),
-        "ratio": spread(row["ratios"], ".3f"),
-        "without copies": spread(row["ratios_without_copies"], ".3f"),
-        "sent per rank": bytes_text(statistics.fmean(row["bytes"])) if row["bytes"] else "-",
-    }
+    return (
+        name
+        | {
+            "s": spread(row["seconds"]),
+            "ratio": spread(row["ratios"], ".3f"),
+            "without copies": spread(row["ratios_without_copies"], ".3f"),
+            "sent per rank": bytes_text(statistics.fmean(row["bytes"])) if row["bytes"] else "-",
+        }
+        | ({"of its bound": f"{row['bound'] / statistics.median(row['seconds']):.2f}"} if row.get("bound") else {})
+    )
 
 
 def show(console: Console, rows: list[dict[str, Any]], title: str) -> None:
