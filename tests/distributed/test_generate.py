@@ -53,12 +53,32 @@ def test_two_hundred_tokens(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 7, 1_000])
+@pytest.mark.parametrize("name", MODELS)
+def test_two_hundred_tokens_over_any_number_of_ranks(name, count):
+    check_two_hundred(name, ids_of(count))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_long_prompt(name):
     sinks = name == "gpt_oss"  # only transformers' eager attention has them, and it needs the square of the tokens
-    ids = ids_of(4_000 if sinks else 20_000)
-    expected = alone(name, ids, "eager" if sinks else "sdpa", max_new_tokens=NEW)
-    check_equal(over_ranks(name, 4, lambda *both: generate(*both, ids, max_new_tokens=NEW)), expected)
+    check_two_hundred(name, ids_of(4_000 if sinks else 20_000), "eager" if sinks else "sdpa")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_two_hundred_tokens_for_each_row(name):
+    ids, mask = padded((1_000, 131, 1))
+    check_two_hundred(name, ids, attention_mask=mask)
+
+
+def check_two_hundred(name, ids, kernel="eager", **options):
+    """Compare 200 tokens, and the logits of each, of 1 to 4 ranks with those of one process."""
+    options |= {"max_new_tokens": 200}
+    expected = alone(name, ids, kernel, **options)
+    for world in (1, 2, 3, 4):
+        check_equal(over_ranks(name, world, lambda *both: generate(*both, ids, **options)), expected)
 
 
 def padded(lengths):

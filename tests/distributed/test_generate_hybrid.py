@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from burst_attention.inference import ShardedCache, shard_weights
 from burst_attention.integrations import hf
-from tests.distributed.test_generate import cut, flip, padded, tokens_at_once
+from tests.distributed.test_generate import check_two_hundred, cut, flip, padded, tokens_at_once
 from tests.support.generating import alone, check_equal, generate, ids_of, model_of, over_ranks, refusals_of_changed
 
 NEW = 12
@@ -63,11 +63,17 @@ def test_two_hundred_tokens(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_a_long_prompt(world):
-    ids = ids_of(20_000)
-    expected = alone("qwen3_5", ids, "sdpa", max_new_tokens=200)
-    check_equal(over_ranks("qwen3_5", world, lambda *both: generate(*both, ids, max_new_tokens=200)), expected)
+@pytest.mark.parametrize("count", [1, 7, 1_000, 20_000])
+@pytest.mark.parametrize("name", KINDS[:2])
+def test_two_hundred_tokens_over_any_number_of_ranks(name, count):
+    check_two_hundred(name, ids_of(count), "sdpa" if count > 1_000 else "eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS[:2])
+def test_two_hundred_tokens_for_each_row(name):
+    ids = ids_of(1_000, 3)
+    check_two_hundred(name, ids, attention_mask=torch.ones_like(ids))
 
 
 @pytest.mark.parametrize("name", FIRST)
