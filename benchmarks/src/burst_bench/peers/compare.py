@@ -11,9 +11,9 @@ CPUs.
 
 ``burst`` is what a newcomer gets: its plan measures links and kernels itself. ``burst, calibrated`` plans with the
 rates of ``burst calibrate``. PyTorch in one process uses as many threads as there are ranks. With --link each rank is a
-node of an emulated cluster with links of this rate (it needs root and iproute2). ``of its bound`` then is our time's
-share of the fewest seconds that its plan allows. That is, in each pass, the larger of the link's time and (processor
-time of all ranks / cores + first exchange + last exchange).
+node of an emulated cluster with links of this rate (it needs root and iproute2). ``share of bound`` is then the fewest
+seconds that our plan allows, divided by ours. A pass takes at least as long as its exchange on the busiest link, and as
+(processor time of all ranks / cores + first exchange + last exchange).
 
 The extra ``peers`` installs the packages. Without them the program prints our variants, and what to install. With
 --device cuda it runs one rank per GPU with NCCL and the real flash_attn; that mode has never been run.
@@ -105,7 +105,8 @@ def compare(
             chosen = [replace(each, rates=rates) if each.name == CALIBRATED else each for each in chosen]
         pool.run(prepare, workload.device, folder, timeout=timeout)
         outcomes = contest(pool, chosen, workload, rounds, refused=refused, timeout=timeout)
-        timed = [own for own in outcomes if own.seconds and link and isinstance(own.variant, Ours)]
+        ours = [own for own in outcomes if isinstance(own.variant, Ours) and own.variant.has_backward]
+        timed = [own for own in ours if own.seconds and link is not None]
         bounds = {own.variant.name: pool.run(_bound, own.variant, workload, link, own.processor)[0] for own in timed}
     return [_row(own) | {"bound": bounds.get(own.variant.name)} for own in outcomes]
 
@@ -115,8 +116,7 @@ def _bound(variant: Ours, workload: Workload, link: float, processor: Sequence[f
     plan = ready(variant, workload).call.plan
     if plan is None or not plan.schedule.route.direct:
         return None
-    passes = exchanged(plan, PAYLOAD * link)
-    return bound_of(passes[: 1 + variant.has_backward], processor, min(cores(), plan.world))
+    return bound_of(exchanged(plan, PAYLOAD * link), processor, min(cores(), plan.world))
 
 
 def _row(own: Outcome) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def cells(row: dict[str, Any]) -> dict[str, str]:
             "without copies": spread(row["ratios_without_copies"], ".3f"),
             "sent per rank": bytes_text(statistics.fmean(row["bytes"])) if row["bytes"] else "-",
         }
-        | ({"of its bound": f"{row['bound'] / statistics.median(row['seconds']):.2f}"} if row.get("bound") else {})
+        | ({"share of bound": f"{row['bound'] / statistics.median(row['seconds']):.2f}"} if row.get("bound") else {})
     )
 
 
