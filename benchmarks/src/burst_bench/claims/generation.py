@@ -3,10 +3,10 @@
 A tiny Llama (fp32, random weights) reads a prompt and then writes tokens greedily. The first figure is the time to the
 first token. The second is the time per later token, the median of those of a round. Each rank has one thread. The one
 process has as many threads as there are ranks, but not more than cores. The two take turns, round by round; figures are
-the median and the range over rounds. All tokens are first compared. The bytes that a rank sends per token must be those
-that are predicted, whatever the context's length. An untimed run then counts peak memory: the most resident bytes of a
-rank, minus those before. With --link each rank is a node of an emulated cluster with links of this rate (it needs root
-and iproute2).
+the median and the range over rounds. A first run is not timed. It compares all tokens and counts peak memory: the most
+resident bytes of a rank, minus those before. The bytes that a rank sends per token must be those that are predicted,
+whatever the context's length. With --link each rank is a node of an emulated cluster with links of this rate (it needs
+root and iproute2).
 
     burst bench generate [--worlds 1 2 4] [--contexts 1024 4096 16384] [--rounds 3] [--new-tokens 17]
                          [--link 100mbit]"""
@@ -43,6 +43,8 @@ from ..tables import terminal
 from ..texts import bytes_text, mebibytes, ranks_text, spread
 
 VOCABULARY, LAYERS, HEADS, DIM = 512, 2, 4, 64
+WARM = 512  # tokens
+TIMEOUT = 1800.0  # seconds
 SIZES = {
     "vocab_size": VOCABULARY,
     "num_hidden_layers": LAYERS,
@@ -95,11 +97,13 @@ def _generated(parallel: bool, threads: int, context: int, count: int) -> dict[s
     return {"tokens": tokens, "seconds": seconds, "cache": size, "sent": (sent[-1] - sent[0]) / max(1, count - 1)}
 
 
-def _peak(parallel: bool, threads: int, context: int, count: int) -> int:
-    """Run on a rank: generate again; return the peak resident bytes minus those before."""
+def _peaked(parallel: bool, threads: int, context: int, count: int) -> tuple[dict[str, Any], int]:
+    """Run on a rank: generate; return what :func:`_generated` does, and the peak resident bytes minus those before."""
+    _generated(parallel, threads, min(context, WARM), 2)  # in the first call libraries also allocate what they keep
     give_back()
     before = resident()
-    return peak_during(lambda: _generated(parallel, threads, context, count))[1] - before
+    found, peak = peak_during(lambda: _generated(parallel, threads, context, count))
+    return found, peak - before
 
 
 def _nbytes(held: DynamicCache) -> int:
@@ -109,27 +113,25 @@ def _nbytes(held: DynamicCache) -> int:
 def measured(one: WorkerPool, many: WorkerPool, context: int, a: GenerationArguments) -> dict[str, Any]:
     """Return the figures of one context by round; raise SystemExit if tokens or bytes are not those expected."""
     world = many.world
-    alone = partial(one.run, _generated, False, min(world, cores()), context, a.new_tokens, timeout=900)
-    ours = partial(many.run, _generated, True, 1, context, a.new_tokens, timeout=900)
-    expected, found = alone()[0]["tokens"], ours()
-    if any(each["tokens"] != expected for each in found):
+    of_one, of_many = (False, min(world, cores()), context, a.new_tokens), (True, 1, context, a.new_tokens)
+    ((expected, peak),) = one.run(_peaked, *of_one, timeout=TIMEOUT)
+    found, peaks = zip(*many.run(_peaked, *of_many, timeout=TIMEOUT), strict=True)
+    if any(each["tokens"] != expected["tokens"] for each in found):
         raise SystemExit(f"{context} tokens, {world} ranks: other tokens than one process; nothing is reported")
     sizes = {"batch": 1, "queries": 1, "q_heads": HEADS, "v_head_dim": DIM, "dtype": torch.float32}
     predicted = LAYERS * dealt_bytes(world=world, **sizes)
     if any(each["sent"] != predicted for each in found):
         raise SystemExit(f"{context} tokens, {world} ranks: sent {found[0]['sent']} bytes a token, not {predicted}")
+    alone = partial(one.run, _generated, *of_one, timeout=TIMEOUT)
+    ours = partial(many.run, _generated, *of_many, timeout=TIMEOUT)
     turns = take_turns([alone, ours], a.rounds)
     first, later = (
         [[max(of(each["seconds"]) for each in by_rank) for by_rank in side] for side in turns]
         for of in (lambda seconds: seconds[0], lambda seconds: statistics.median(seconds[1:]))
     )
     cached = [max(each["cache"] for each in side[0]) for side in turns]
-    peaks = [
-        max(one.run(_peak, False, min(world, cores()), context, a.new_tokens, timeout=900)),
-        max(many.run(_peak, True, 1, context, a.new_tokens, timeout=900)),
-    ]
-    row = {"ranks": world, "context": context, "first": first, "later": later, "cache": cached, "peak": peaks}
-    return row | {"sent": predicted}
+    row = {"ranks": world, "context": context, "first": first, "later": later, "cache": cached, "sent": predicted}
+    return row | {"peak": [peak, max(peaks)]}
 
 
 def main(arguments: list[str]) -> None:
@@ -143,7 +145,7 @@ def main(arguments: list[str]) -> None:
         console.print(
             terminal(
                 [line(row) for row in found],
-                title=f"{title}D={DIM}; {a.rounds} rounds{f', links of {a.link}' if a.link else ''}",
+                title=f"{title}D={DIM}; {a.rounds} round{'s' * (a.rounds != 1)}{f', links of {a.link}' if a.link else ''}",
             )
         )
     if a.json is not None:
@@ -160,8 +162,8 @@ def over_contexts(world: int, a: GenerationArguments) -> list[dict[str, Any]]:
                 entries = stack.enter_context(Cluster(world, 1, rate=parse_rate(a.link))).entries()
             except (ClusterError, ValueError) as error:
                 raise SystemExit(f"burst bench generate: {error}") from None
-        one = stack.enter_context(WorkerPool(1, timeout=900))
-        many = stack.enter_context(WorkerPool(world, timeout=900, entries=entries))
+        one = stack.enter_context(WorkerPool(1, timeout=TIMEOUT))
+        many = stack.enter_context(WorkerPool(world, timeout=TIMEOUT, entries=entries))
         return [measured(one, many, context, a) for context in a.contexts]
 
 
