@@ -142,12 +142,8 @@ def main(arguments: list[str]) -> None:
         rows += found
         threads = min(world, cores())
         title = f"{ranks_text(world)} x 1 thread against one process x {threads}; fp32, {LAYERS} layers, H={HEADS}, "
-        console.print(
-            terminal(
-                [line(row) for row in found],
-                title=f"{title}D={DIM}; {a.rounds} round{'s' * (a.rounds != 1)}{f', links of {a.link}' if a.link else ''}",
-            )
-        )
+        title += f"D={DIM}; rounds: {a.rounds}" + (f", links of {a.link}" if a.link else "")
+        console.print(terminal([line(row) for row in found], title=title))
     if a.json is not None:
         size = {"new_tokens": a.new_tokens, "rounds": a.rounds, "link": a.link, **SIZES}
         write_json(a.json, {"size": size, "rows": rows} | origin(command_given(a.json)))
