@@ -33,7 +33,7 @@ def test_other_tokens_or_bytes_give_no_figures(pools, name, text) -> None:
         world = 2
 
         def run(self, *given, **how):
-            return [each | {name: None} for each in pools(2).run(*given, **how)]
+            return [(found | {name: None}, peak) for found, peak in pools(2).run(*given, **how)]
 
     with pytest.raises(SystemExit, match=text):
         measured(pools(1), Off(), 100, SIZES)

@@ -9,7 +9,7 @@ from burst_bench.harness.bound import Exchanged, bound_of, exchanged
 from burst_attention import CallShape, Hardware, Strategy, make_plan
 from burst_attention.testing import WorkerError, local_world
 
-LINK = 80e6  # bits per second: 10 MB
+LINK = 80e6  # bits per second: 10 MB per second
 SIZES = {"q_heads": 8, "kv_heads": 8, "head_dim": 64}
 
 

@@ -53,6 +53,24 @@ def test_a_link_s_latency_and_bandwidth_are_recovered(monkeypatch, latency: floa
     assert inside.latency == pytest.approx(latency, rel=1e-6, abs=1e-12)
 
 
+@pytest.mark.parametrize("cold", [0.0, 0.1, 1.0])
+def test_a_slow_first_message_is_not_the_link_s_rate(monkeypatch, cold: float) -> None:
+    """Connections may open with the first message between two ranks."""
+    link: Any = Link(1e-4, 1e9)
+    monkeypatch.setattr(probe, "time", SimpleNamespace(perf_counter=lambda: link.now))
+    wait = link.wait
+
+    def opening(sends: Any) -> None:
+        nonlocal cold
+        link.now, cold = link.now + cold, 0.0
+        wait(sends)
+
+    link.wait = opening
+    options = {"message": 4 << 20, "repeats": 3, "patience": probe.PATIENCE}
+    inside, _ = probe.Probe(link, link.exchange_small, (0, 0), torch.device("cpu"), **options).links()
+    assert inside is not None and inside.bytes_per_second == pytest.approx(1e9, rel=0.01)
+
+
 def test_what_was_measured_is_shown_under_its_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     _show(preset("cpu+ethernet-25g"), tmp_path / "rates.toml")
     shown = capsys.readouterr().out.splitlines()

@@ -70,9 +70,11 @@ class Probe:
         """Return the element-wise maximum over all ranks."""
         return [max(values) for values in zip(*self.exchange(mine), strict=True)]
 
-    def seconds(self, call: Callable[[], Any], clock: Callable[[], float] | None = None) -> float:
+    def seconds(
+        self, call: Callable[[], Any], clock: Callable[[], float] | None = None, *, warm: bool = False
+    ) -> float:
         """Return the seconds of a call that all ranks make at the same time, as :meth:`seconds_of_each` does."""
-        return self.seconds_of_each([call], clock)[0]
+        return self.seconds_of_each([call], clock, warm=warm)[0]
 
     def seconds_of_each(
         self, calls: Sequence[Callable[[], Any]], clock: Callable[[], float] | None = None, *, warm: bool = False
@@ -80,14 +82,13 @@ class Probe:
         """Return the seconds of calls that all ranks make at the same time, one call after another.
 
         Each repeat counts the slowest rank. The result is the fastest repeat, because disturbances only add time.
-        ``warm``: each call has run before, so its first repeat counts. It also counts if it takes very long.
+        ``warm``: each call has run before, so its first repeat counts.
         """
         clock, took, last = clock or self.clock, list[list[float]](), [0.0] * (len(calls) + 1)
         first = 1 if warm else 2  # without the first exchange, and without a warm-up
         while True:
             took.append(self.slowest(last))  # the ranks start together, and stop after the same repeat
             spent = sum(each[-1] for each in took)
-            first = 1 if len(took) == 2 and spent > 2 * self._patience else first
             if len(took) > first and (len(took) == self._repeats + first or spent > self._patience):
                 return [min(each) for each in zip(*took[first:], strict=True)][:-1]
             began = time.perf_counter()
@@ -130,6 +131,8 @@ class Probe:
         at = ranks.index(self.transport.rank) if taking_part else 0
         ahead, behind = ranks[(at + 1) % len(ranks)], ranks[at - 1]
 
+        least = 2 * PACKED_BYTES // AT_ONCE  # smaller messages would be packed into one
+
         def send(size: int) -> float:
             leaving, arriving = (torch.zeros(AT_ONCE, size, dtype=torch.uint8, device=self.device) for _ in range(2))
 
@@ -138,9 +141,9 @@ class Probe:
                     sends, receives = [Send(ahead, x) for x in leaving], [Receive(behind, x) for x in arriving]
                     self.transport.wait(self.transport.post(sends, receives, label="calibration"))
 
-            return self.seconds(exchange, time.perf_counter) / AT_ONCE
+            warm = size > least  # smaller messages have opened the connections
+            return self.seconds(exchange, time.perf_counter, warm=warm) / AT_ONCE
 
-        least = 2 * PACKED_BYTES // AT_ONCE  # smaller messages would be packed into one
         most = max(4 * least, self._message // AT_ONCE)
         few = many = send(least)
         size = least

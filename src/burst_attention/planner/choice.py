@@ -23,9 +23,8 @@ from .traffic import TrafficModel
 WORTH = 1.02  # a simpler candidate may take up to this multiple of the fastest one's time
 GUESSED = (1, 1 / 8, 1 / 64)  # of the preset's network: speeds to consider if it was not measured
 MOST_REMEMBERED = 64
-HOPEFUL = 1.06  # within this multiple of the fastest one's time, other numbers of chunks are tried too
-FEW = 32  # up to this many ranks, MOST_RUN[0] candidates may be simulated; for more, MOST_RUN[1]
-MOST_RUN = (12, 6)
+FEW = 32  # up to this many ranks, every candidate that may win is simulated
+MOST_RUN = 6  # for more ranks, simulate at most this many candidates
 LAYOUTS_TRIED = ("zigzag", "zigzag-by-halves", "contiguous")
 T = TypeVar("T")
 
@@ -119,7 +118,8 @@ def predict(
     overlap.
 
     The first candidate is always simulated. Others are skipped when a lower bound by work and bytes shows that they
-    can't win. Only the most promising are simulated, and then the best of them with every number of chunks.
+    can't win. For many ranks only the most promising are simulated, and then the best of them with every number of
+    chunks.
     """
     both = [simulations(traffic, shape, each.circulate, each.groups, wires[0], calls=calls) for each in candidates]
     busy = [[one.computing() for one in ones] for ones in both]
@@ -138,14 +138,13 @@ def predict(
     # Most candidates need equally long to compute. Of these, the ones that move least come first.
     moved = [sum(moving[each][-1]) if each in moving else math.inf for each in alike]
     promising = sorted(range(1, len(candidates)), key=[*zip(_regrets(found), moved, strict=True)].__getitem__)
-    most = MOST_RUN[traffic.world > FEW]
+    if traffic.world <= FEW:
+        _run_promising(found, both, promising, wires)
+        return found
     firsts = {alike[n]: n for n in reversed(promising)}
-    _run_promising(found, both, [n for n in promising if firsts[alike[n]] == n][:most], wires)
-    worst = _regrets(found)
-    run = [n for n, one in enumerate(found[0]) if one.forward]
-    near = HOPEFUL * min(worst[n] for n in run) if traffic.world <= FEW else worst[least_regret(found)]
-    best = {alike[n] for n in run if worst[n] <= near}
-    _run_promising(found, both, [n for n in promising if alike[n] in best and not found[0][n].forward], wires)
+    _run_promising(found, both, [n for n in promising if firsts[alike[n]] == n][:MOST_RUN], wires)
+    best = alike[least_regret(found)]
+    _run_promising(found, both, [n for n in promising if alike[n] == best and not found[0][n].forward], wires)
     return found
 
 

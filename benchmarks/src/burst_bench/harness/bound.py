@@ -1,7 +1,8 @@
-"""A lower bound of a call's time: each pass computes and exchanges at the same time, as far as that is possible.
+"""An estimate of the fewest seconds of a call, whose passes compute and exchange at the same time.
 
 Nothing hides what a rank receives before its first visit, nor the results that leave after its last one. So a pass
-takes at least the larger of the wire's time and (computing + that first and that last exchange).
+takes at least the larger of the wire's time and (computing + that first and that last exchange). Computing is measured
+as processor time, which includes copies and sending.
 """
 
 from __future__ import annotations
@@ -14,16 +15,15 @@ import numpy as np
 from burst_attention import Plan
 from burst_attention.planner.rates import Link
 from burst_attention.planner.timing import PassSimulation
-from burst_attention.planner.traffic import Messages
 
 
 @dataclass(frozen=True)
 class Exchanged:
-    """Seconds of one pass's exchange, on the busiest link.
+    """Seconds of one pass's exchange.
 
     Attributes:
-        moving: all messages.
-        open: messages that no computation can hide.
+        moving: all messages of the busiest link.
+        open: messages before any rank's first visit and after any rank's last one, of the rank with the fewest.
     """
 
     moving: float
@@ -52,17 +52,18 @@ def _of_pass(one: PassSimulation) -> Exchanged:
     messages, visited = one.messages(), one.work().seconds.any(0).nonzero()[0]
     first, last = (int(visited[at]) if len(visited) else 0 for at in (0, -1))
     final = int(messages.step.max(initial=0))
-    ends = _at(messages, messages.step <= first), _at(messages, (messages.step == final) & (final > last))
-    return Exchanged(float(one.wire.least(messages)), float(sum(map(one.wire.least, ends))))
+    took = one.wire.seconds(messages)[2]
 
+    def fewest(rank: np.ndarray, these: np.ndarray) -> float:
+        return float(np.bincount(rank, took * these, len(one.wire.nodes)).min())
 
-def _at(messages: Messages, these: np.ndarray) -> Messages:
-    fields = (messages.step, messages.source, messages.target, messages.size, messages.kind)
-    return Messages(*(x[these] for x in fields))
+    before = fewest(messages.target, messages.step <= first)
+    after = fewest(messages.source, (messages.step == final) & (final > last))
+    return Exchanged(float(one.wire.least(messages)), before + after)
 
 
 def bound_of(passes: Sequence[Exchanged], processor: Sequence[float], cores: int) -> float:
-    """Return the fewest seconds of a call.
+    """Estimate the fewest seconds of a call.
 
     Args:
         passes: the exchanges of each pass.

@@ -11,9 +11,9 @@ CPUs.
 
 ``burst`` is what a newcomer gets: its plan measures links and kernels itself. ``burst, calibrated`` plans with the
 rates of ``burst calibrate``. PyTorch in one process uses as many threads as there are ranks. With --link each rank is a
-node of an emulated cluster with links of this rate (it needs root and iproute2). ``share of bound`` is then the fewest
-seconds that our plan allows, divided by ours. A pass takes at least as long as its exchange on the busiest link, and as
-(processor time of all ranks / cores + first exchange + last exchange).
+node of an emulated cluster with links of this rate (it needs root and iproute2). ``share of bound`` is then an
+estimate of the fewest seconds that our plan allows, divided by ours. A pass takes at least as long as its exchange on
+the busiest link, and as (processor time of all ranks / cores + first exchange + last exchange).
 
 The extra ``peers`` installs the packages. Without them the program prints our variants, and what to install. With
 --device cuda it runs one rank per GPU with NCCL and the real flash_attn; that mode has never been run.
@@ -84,7 +84,7 @@ def compare(
         - ``copying``: seconds of each round that the stand-in spent on copies;
         - ``ratios``: time divided by that of ours with the same passes, by round (above 1: ours is faster);
         - ``ratios_without_copies``: ratios without the time of those copies;
-        - ``bound``: fewest possible seconds of our plan on such links; None for other variants, and without ``link``.
+        - ``fewest_seconds``: of our plan on such links, estimated; None for other variants, and without ``link``.
 
     Raises:
         ValueError: ``world`` is below 2, or a name is unknown.
@@ -107,16 +107,16 @@ def compare(
         outcomes = contest(pool, chosen, workload, rounds, refused=refused, timeout=timeout)
         ours = [own for own in outcomes if isinstance(own.variant, Ours) and own.variant.has_backward]
         timed = [own for own in ours if own.seconds and link is not None]
-        bounds = {own.variant.name: pool.run(_bound, own.variant, workload, link, own.processor)[0] for own in timed}
-    return [_row(own) | {"bound": bounds.get(own.variant.name)} for own in outcomes]
+        fewest = {own.variant.name: pool.run(_fewest, own.variant, workload, link, own.processor)[0] for own in timed}
+    return [_row(own) | {"fewest_seconds": fewest.get(own.variant.name)} for own in outcomes]
 
 
-def _bound(variant: Ours, workload: Workload, link: float, processor: Sequence[float]) -> float | None:
-    """Run on a rank: return the fewest possible seconds of the variant's plan; None on routes that forward shards."""
+def _fewest(variant: Ours, workload: Workload, link: float, processor: Sequence[float]) -> float | None:
+    """Run on a rank: estimate the fewest seconds of the variant's plan; None on routes that forward shards."""
     plan = ready(variant, workload).call.plan
     if plan is None or not plan.schedule.route.direct:
         return None
-    return bound_of(exchanged(plan, PAYLOAD * link), processor, min(cores(), plan.world))
+    return bound_of(exchanged(plan, PAYLOAD * link), processor, cores())
 
 
 def _row(own: Outcome) -> dict[str, Any]:
@@ -166,16 +166,15 @@ def cells(row: dict[str, Any]) -> dict[str, str]:
     name = {"variant": f"{row['name']} {row['version'] or ''}".strip(), "passes": row["passes"]}
     if not row["correct"]:
         return name | {"s": row["refused"] or "WRONG"}
-    return (
-        name
-        | {
-            "s": spread(row["seconds"]),
-            "ratio": spread(row["ratios"], ".3f"),
-            "without copies": spread(row["ratios_without_copies"], ".3f"),
-            "sent per rank": bytes_text(statistics.fmean(row["bytes"])) if row["bytes"] else "-",
-        }
-        | ({"share of bound": f"{row['bound'] / statistics.median(row['seconds']):.2f}"} if row.get("bound") else {})
-    )
+    found = name | {
+        "s": spread(row["seconds"]),
+        "ratio": spread(row["ratios"], ".3f"),
+        "without copies": spread(row["ratios_without_copies"], ".3f"),
+        "sent per rank": bytes_text(statistics.fmean(row["bytes"])) if row["bytes"] else "-",
+    }
+    if row.get("fewest_seconds") is not None:
+        found["share of bound"] = f"{row['fewest_seconds'] / statistics.median(row['seconds']):.2f}"
+    return found
 
 
 def show(console: Console, rows: list[dict[str, Any]], title: str) -> None:
