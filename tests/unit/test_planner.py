@@ -114,9 +114,10 @@ def test_a_choice_is_never_predicted_worse_than_what_is_flat(world, kv_heads, ma
     assert chosen.seconds <= WORTH * min(each.seconds for each in planned.predictions(call) if each.forward)
 
 
-def test_a_bound_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mbit", [50, 50_000])
+def test_a_bound_is_one(mbit: float) -> None:
     """A candidate that its bound excludes would also be excluded by its time."""
-    planned = schedule(link(50))
+    planned = schedule(link(mbit))
     tally, wire = planned.tally, planned.planner.wire(4)
     for groups, circulate in product([WHOLE, Groups(2, 2), Groups(4, 4, True), Groups(4, 4, True, 2)], CIRCULATIONS):
         inner = CIRCULATIONS[circulate](4 // groups.query)
