@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import threading
 import time
 import warnings
 from dataclasses import replace
@@ -20,11 +21,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from burst_attention import CallShape, Hardware, Mask, burst_attention, make_plan
 from burst_attention.attention.calibrate import CalibrationSizes, calibrate
+from burst_attention.attention.plan import Plan
 from burst_attention.attention.probe import QuickProbe
-from burst_attention.comm.agreement import RECORD_BYTES, Agreement, DisagreementError
+from burst_attention.comm.agreement import RECORD_BYTES, Agreement, DisagreementError, PeerError
 from burst_attention.integrations.hf.attention import call_shape
+from burst_attention.plan.strategy import Strategy
 from burst_attention.planner.presets import NETWORKS, NODES, preset
 from burst_attention.planner.rates import Link, MeasuredOn, Rates, read_rates, user_file, write_rates
+from burst_attention.planner.timing import PassSimulation
 from burst_attention.testing import Case, local_world
 from burst_attention.testing.check import compare
 from tests.support.schedules import plan_options
@@ -44,6 +48,54 @@ def test_all_ranks_choose_by_the_rates_of_rank_0() -> None:
         reported = ranks.run(plan)
     assert len({*reported}) == 1
     assert "ulysses_degree=4" in reported[0][0] and SLOW.name in reported[0][0]
+
+
+def test_ranks_choose_together_what_one_would_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    hardware = Hardware(rates=preset("h200-hgx"), nodes=[0, 0, 1, 1])
+    ran = list[int]()
+    run_on = PassSimulation.run_on
+    monkeypatch.setattr(PassSimulation, "run_on", lambda one, *given: ran.append(1) or run_on(one, *given))
+
+    def plan(group: Any) -> Plan:
+        return make_plan(4096, group=group, hardware=hardware, call=CALL)
+
+    with local_world(4) as ranks:
+        plans = ranks.run(plan)
+        together = len(ran)
+    alone = plans[0].planner.forgetful()
+    ran.clear()
+    chosen = alone.choose(4096, mask=Mask(), strategy=Strategy(), rank=0, world=4)
+    layouts = {each.layout for each in plans}
+    assert layouts == {chosen.layout.name}
+    shape = alone.known
+    assert shape is not None
+    found = {each.planner.choose_call(each.schedule, shape) for each in plans}
+    assert found == {alone.choose_call(chosen, shape)}
+    assert together < 2 * len(ran)  # by 4 ranks, which would need 4 times as many if each simulated all
+
+
+def test_a_rank_that_cannot_simulate_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_on = PassSimulation.run_on
+    failing = threading.local()
+
+    def fails(one: PassSimulation, *given: Any) -> Any:
+        if failing.here and one.groups.query > 1:  # not the first, which every rank simulates
+            raise MemoryError("no room")
+        return run_on(one, *given)
+
+    monkeypatch.setattr(PassSimulation, "run_on", fails)
+
+    def plan(group: Any) -> str:
+        failing.here = dist_rank(group) == 2
+        with pytest.raises((PeerError, MemoryError)) as caught:
+            make_plan(4096, group=group, hardware=Hardware(rates=SLOW, nodes=[0, 1, 2, 3]), call=CALL)
+        return f"{caught.type.__name__}: {caught.value}"
+
+    with local_world(4) as ranks:
+        reported = ranks.run(plan)
+    assert reported[2] == "MemoryError: no room"
+    named = "PeerError: rank 2 failed before the call: make_plan: MemoryError: no room"
+    assert reported[:2] + reported[3:] == [named] * 3
 
 
 def dist_rank(group: Any) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import socket
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, astuple, replace
 from datetime import timedelta
@@ -378,6 +378,13 @@ def _exchange_small(agreement: Agreement, own: list[float]) -> list[list[float]]
     return agreement.agree("exchange_small", {"count": len(own)}, own)
 
 
+def _shared(agreement: Agreement, work: Callable[[int, int], Any]) -> list[Any]:
+    """Call ``work(rank, world)`` on every rank; return all results, by rank."""
+    with agreement.entering("make_plan"):
+        own = work(agreement.transport.rank, agreement.transport.world)
+    return agreement.collect("make_plan", own)
+
+
 def _shard_of(x: Tensor, dim: int, layout: Layout, rank: int) -> Tensor:
     """Return a rank's entries of a tensor that has one for each position of ``layout`` along ``dim``."""
     if not -x.ndim <= dim < x.ndim:
@@ -524,4 +531,5 @@ def make_plan(
         rates = replace(rates, measured_on=MeasuredOn(**shared[0]["measure"]))
         rates, unsure = measured(rates, transport, agreement, partial(_exchange_small, agreement), hosts, device)
     planner = Planner(rates, tuple(hosts), known, unsure, call.remat, call.attention_chunks, call.grad)
-    return Plan(planner.choose(seqlen, **options), planner, transport, agreement)
+    share = partial(_shared, agreement) if world > 1 else None
+    return Plan(planner.choose(seqlen, **options, share=share), planner, transport, agreement)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from ..plan.layout import Layout
 from ..plan.mask import Mask
 from ..plan.rows import Direction, Side
 from ..plan.strategy import ChunksOrAuto, Strategy
-from .timing import PassSimulation, Timed, Wire, simulations
+from .timing import Timed, Wire, simulations
 from .traffic import TrafficModel
 
 WORTH = 1.02  # a simpler candidate may take up to this multiple of the fastest one's time
@@ -27,6 +28,8 @@ FEW = 32  # up to this many ranks, every candidate that may win is simulated
 MOST_RUN = 6  # for more ranks, simulate at most this many candidates
 LAYOUTS_TRIED = ("zigzag", "zigzag-by-halves", "contiguous")
 T = TypeVar("T")
+Passes = list[tuple[Timed, Timed]]  # forward and backward, for each link speed
+Share = Callable[[Callable[[int, int], Any]], list[Any]]  # calls f(rank, world) on every rank; returns all results
 
 
 class Candidate(NamedTuple):
@@ -111,11 +114,12 @@ def predict(
     *,
     times: tuple[int, int] = (1, 1),
     calls: int = 1,
+    share: Share | None = None,
 ) -> list[list[Prediction]]:
     """Predict both passes of each candidate over direct routes, for each link speed.
 
     ``times``: how often a step runs the forward and the backward. ``calls``: how many equal calls run in a row and
-    overlap.
+    overlap. ``share``: the ranks divide the simulations among them. The predictions are the same without it.
 
     The first candidate is always simulated. Others are skipped when a lower bound by work and bytes shows that they
     can't win. For many ranks only the most promising are simulated, and then the best of them with every number of
@@ -125,7 +129,12 @@ def predict(
     busy = [[one.computing() for one in ones] for ones in both]
     computing = [sum(n * seconds for n, seconds in zip(times, each, strict=True)) for each in busy]
     found = [[Prediction(*each, times=times) for each in zip(candidates, computing, strict=True)] for _ in wires]
-    _run(found, both, 0, wires)
+
+    @cache
+    def simulated(n: int) -> Passes:
+        return [*zip(*(one.run_on(wires) for one in both[n]), strict=True)]
+
+    _put(found, 0, simulated(0))
     alike = [each._replace(groups=replace(each.groups, chunks=0)) for each in candidates]
     moving: dict[Candidate, list[tuple[float, ...]]] = {}  # the number of chunks doesn't change the bytes
     for n in range(1, len(candidates)):
@@ -139,36 +148,51 @@ def predict(
     moved = [sum(moving[each][-1]) if each in moving else math.inf for each in alike]
     promising = sorted(range(1, len(candidates)), key=[*zip(_regrets(found), moved, strict=True)].__getitem__)
     if traffic.world <= FEW:
-        _run_promising(found, both, promising, wires)
+        _simulate(found, promising, simulated, share)
         return found
     firsts = {alike[n]: n for n in reversed(promising)}
-    _run_promising(found, both, [n for n in promising if firsts[alike[n]] == n][:MOST_RUN], wires)
+    _simulate(found, [n for n in promising if firsts[alike[n]] == n][:MOST_RUN], simulated, share)
     best = alike[least_regret(found)]
-    _run_promising(found, both, [n for n in promising if alike[n] == best and not found[0][n].forward], wires)
+    rest = [n for n in promising if alike[n] == best and not found[0][n].forward]
+    _simulate(found, rest, simulated, share)
     return found
 
 
-def _run_promising(
-    found: Sequence[list[Prediction]],
-    both: Sequence[Sequence[PassSimulation]],
-    order: Sequence[int],
-    wires: Sequence[Wire],
+def _simulate(
+    found: Sequence[list[Prediction]], order: Sequence[int], simulated: Callable[[int], Passes], share: Share | None
 ) -> None:
-    """Simulate candidates in this order until no other can win."""
-    for n in order:
+    """Simulate candidates in this order until no other can win.
+
+    With ``share``, each rank first does so with every W-th candidate. It then takes what others have simulated.
+    """
+    known: dict[int, Passes] = {}
+
+    def every(rank: int, world: int) -> list[tuple[int, list[list[dict[str, Any]]]]]:
+        ran = _until_none_wins([[*each] for each in found], order[rank::world], simulated)
+        return [(n, [[asdict(one) for one in passes] for passes in simulated(n)]) for n in ran]
+
+    if share is not None and len(order) > 1:
+        for ran in share(every):
+            known |= {n: [(Timed(**forward), Timed(**backward)) for forward, backward in passes] for n, passes in ran}
+    _until_none_wins(found, order, lambda n: known[n] if n in known else simulated(n))
+
+
+def _until_none_wins(
+    found: Sequence[list[Prediction]], order: Sequence[int], simulated: Callable[[int], Passes]
+) -> list[int]:
+    """Fill in passes of candidates in this order until no other can win; return these candidates."""
+    for at, n in enumerate(order):
         worst = _regrets(found)
         if worst[n] * WORTH >= min(worst[m] for m, one in enumerate(found[0]) if one.forward):
-            break
-        _run(found, both, n, wires)
+            return [*order[:at]]
+        _put(found, n, simulated(n))
+    return [*order]
 
 
-def _run(
-    found: Sequence[list[Prediction]], both: Sequence[Sequence[PassSimulation]], n: int, wires: Sequence[Wire]
-) -> None:
-    """Simulate the ``n``-th candidate at every link speed."""
-    passes = zip(*(one.run_on(wires) for one in both[n]), strict=True)
-    for each, timed in zip(found, passes, strict=True):
-        each[n] = replace(each[n], forward=timed[0], backward=timed[1])
+def _put(found: Sequence[list[Prediction]], n: int, passes: Passes) -> None:
+    """Put the passes of the ``n``-th candidate into the predictions of every link speed."""
+    for each, (forward, backward) in zip(found, passes, strict=True):
+        each[n] = replace(each[n], forward=forward, backward=backward)
 
 
 def cuts(layout: Layout, shape: Shape, strategy: Strategy, *, keys: Layout | None = None) -> Iterator[Groups]:

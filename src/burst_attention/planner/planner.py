@@ -27,6 +27,7 @@ from .choice import (
     LAYOUTS_TRIED,
     Candidate,
     Prediction,
+    Share,
     by_work_and_bytes,
     candidates,
     chunkings,
@@ -103,13 +104,15 @@ class Planner:
         world: int,
         keys: Layout | None = None,
         query_offset: int = 0,
+        share: Share | None = None,
     ) -> Schedule:
         """Return the schedule of a rank; choose the layout and the route if the strategy leaves them open.
 
         The layout is the one predicted to be fastest for the expected calls, or zigzag if none are known. The route is
         direct on one node. Over several nodes with several ranks each, ``nodes`` or ``ring`` may win. With whole heads
         the route with the fewest rows over the busiest node's link wins; otherwise the predicted fastest. With ``keys``
-        it is direct. Raise TypeError or ValueError if the arguments don't fit each other.
+        it is direct. With ``share`` all ranks call this together, and divide the simulations for the layout among them.
+        Raise TypeError or ValueError if the arguments don't fit each other.
         """
         nodes, route = self.nodes, strategy.route
         name = LAYOUTS_TRIED[0] if strategy.layout == "auto" else strategy.layout
@@ -119,7 +122,7 @@ class Planner:
         over = ROUTES["direct" if route == "auto" else route]
         over = replace(over, nodes=nodes or ()) if over.by_nodes else over
         given = Schedule(layout, mask, over, rank, strategy, keys=keys)
-        direct = self._laid_out(given, alike=False)
+        direct = self._laid_out(given, alike=False, share=share)
         degree = given.strategy.ulysses_degree
         if route != "auto" or nodes is None or len(set(nodes)) in (1, world) or degree not in (1, "auto"):
             return direct
@@ -152,7 +155,7 @@ class Planner:
             derived.popitem(last=False)
         return derived[key]
 
-    def _laid_out(self, schedule: Schedule, *, alike: bool = True) -> Schedule:
+    def _laid_out(self, schedule: Schedule, *, alike: bool = True, share: Share | None = None) -> Schedule:
         """Choose the layout that is predicted to be fastest for the expected calls, if it was left open.
 
         ``alike``: masks of one kind share the choice. Else up to :data:`MOST_DOCUMENTS` documents are used as they are.
@@ -171,7 +174,8 @@ class Planner:
         given = [*cuts(layouts[0], known, strategy)] if even else None
         asked = [given if layout.name == BALANCED else None for layout in layouts]
         found = [
-            self.predict_for_links(each, known, ways, alike=alike) for each, ways in zip(tried, asked, strict=True)
+            self.predict_for_links(each, known, ways, alike=alike, share=share)
+            for each, ways in zip(tried, asked, strict=True)
         ]
         chosen = least_regret([[one for each in on for one in each] for on in zip(*found, strict=True)])
         return tried[int(np.searchsorted(np.cumsum([len(each[0]) for each in found]), chosen, side="right"))]
@@ -290,20 +294,27 @@ class Planner:
         return self.predict_for_links(schedule, shape, given)[0]
 
     def predict_for_links(
-        self, schedule: Schedule, shape: Shape, given: Sequence[Groups] | None = None, *, alike: bool = True
+        self,
+        schedule: Schedule,
+        shape: Shape,
+        given: Sequence[Groups] | None = None,
+        *,
+        alike: bool = True,
+        share: Share | None = None,
     ) -> list[list[Prediction]]:
         """Predict as :meth:`predictions` does; if rates are guesses, also for slower links.
 
-        ``alike``: predict for the mask's :func:`representative`, so that similar masks share the result.
+        ``alike``: predict for the mask's :func:`representative`, so that similar masks share the result. ``share``: all
+        ranks call this together, and divide the simulations among them.
         """
         # Cache with the schedule under a short key: the planner's own keys may hold thousands of documents.
         found: OrderedDict[Hashable, list[list[Prediction]]] = schedule.memo.setdefault(self, OrderedDict())
         shape = replace(shape, batch=1)
         key = shape, None if given is None else tuple(given), alike
-        return remembered(found, key, lambda: self._predict_for_links(schedule, shape, given, alike))
+        return remembered(found, key, lambda: self._predict_for_links(schedule, shape, given, alike, share))
 
     def _predict_for_links(
-        self, schedule: Schedule, shape: Shape, given: Sequence[Groups] | None, alike: bool
+        self, schedule: Schedule, shape: Shape, given: Sequence[Groups] | None, alike: bool, share: Share | None
     ) -> list[list[Prediction]]:
         planner, strategy, world = self, schedule.strategy, schedule.layout.world
         if given is None:
@@ -323,7 +334,7 @@ class Planner:
             options: dict[str, Any] = {"by_rule": by_rule, "partial_bytes": shape.partial, "grad": planner.grad}
             ways = candidates(traffic, shape, given, circulate, **options)
             wires = planner.wires(layout.world)
-            return predict(traffic, shape, ways, wires, times=planner.times, calls=planner.calls)
+            return predict(traffic, shape, ways, wires, times=planner.times, calls=planner.calls, share=share)
 
         return remembered(self._remembered, (layout, keys, mask, shape, circulate, by_rule, *given), predicted)
 

@@ -1,8 +1,8 @@
 """Compare the cost model's predicted times and choices with measurements on emulated clusters.
 
-Each cluster is first calibrated as by ``burst calibrate``, which times none of the configurations below. All candidates
-of a call are then timed in turns. The program prints the median and the worst error of predicted times. It also prints
-how often the planner's choice takes at most a tenth longer than the fastest candidate.
+Before each link rate a cluster is calibrated as by ``burst calibrate``, which times none of the configurations below.
+All candidates of a call are then timed in turns. The program prints the median and the worst error of predicted times.
+It also prints how often the planner's choice takes at most a tenth longer than the fastest candidate.
 
     burst bench cost-model [--quick] [--rounds 3] [--json docs/results/cost-model.json]
 """
@@ -136,10 +136,10 @@ def measured(a: CostModelArguments, cluster: str) -> Iterator[dict[str, Any]]:
     """Yield a row for each candidate of each call."""
     nodes, ranks = parse_cluster(cluster)
     with Cluster(nodes, ranks) as network, WorkerPool(network.world, entries=network.entries(), timeout=600) as pool:
-        unlimited = calibrated(pool)
         for link in a.links:
+            network.set_rate(None)
+            rates = limited(calibrated(pool), parse_rate(link))  # again, because other programs change the speed
             network.set_rate(parse_rate(link))
-            rates = limited(unlimited, parse_rate(link))
             for setting in settings(a, cluster, link):
                 predicted = ways(setting, rates)
                 took = take_turns([partial(slowest, pool, setting, way) for way in predicted], a.rounds)
