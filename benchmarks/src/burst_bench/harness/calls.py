@@ -277,7 +277,7 @@ class Outcome:
         counts: Counts of :func:`counted`, one per rank; None if some rank could not count.
         seconds: The slowest rank's seconds in each round.
         aside: Seconds of each round that :attr:`Call.aside` counted.
-        processor: Processor seconds of each pass, of all ranks together: the fewest of all rounds.
+        processor: Processor seconds of each pass in each round, of all ranks together.
         ratios: ``seconds`` of each round divided by those of the first variant with the same passes.
     """
 
@@ -289,7 +289,7 @@ class Outcome:
     counts: dict[str, list[int] | None] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
     aside: list[float] = field(default_factory=list)
-    processor: list[float] = field(default_factory=list)
+    processor: list[tuple[float, ...]] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
 
     @property
@@ -342,7 +342,7 @@ def contest(
     turns = take_turns([partial(slowest, pool, own.variant, workload, timeout) for own in right], rounds)
     for own, took in zip(right, turns, strict=True):
         own.seconds, own.aside = [each.seconds for each in took], [each.aside for each in took]
-        own.processor = [min(busy) for busy in zip(*(each.processor for each in took), strict=True)]
+        own.processor = [each.processor for each in took]
         base = next(other for other in outcomes if other.variant.has_backward == own.variant.has_backward)
         if base.correct:  # the loop has set its seconds already
             own.ratios = ratios(base.seconds, own.seconds)

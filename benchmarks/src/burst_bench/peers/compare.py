@@ -12,8 +12,8 @@ CPUs.
 ``burst`` is what a newcomer gets: its plan measures links and kernels itself. ``burst, calibrated`` plans with the
 rates of ``burst calibrate``. PyTorch in one process uses as many threads as there are ranks. With --link each rank is a
 node of an emulated cluster with links of this rate (it needs root and iproute2). ``share of bound`` is then an
-estimate of the fewest seconds that our plan allows, divided by ours. A pass takes at least as long as its exchange on
-the busiest link, and as (processor time of all ranks / cores + first exchange + last exchange).
+estimate of the fewest seconds that our plan allows, divided by ours, in each round. A pass takes at least as long as
+its exchange on the busiest link, and as (processor time of all ranks / cores + first exchange + last exchange).
 
 The extra ``peers`` installs the packages. Without them the program prints our variants, and what to install. With
 --device cuda it runs one rank per GPU with NCCL and the real flash_attn; that mode has never been run.
@@ -38,7 +38,7 @@ from burst_attention.testing import WorkerPool
 
 from ..arguments import TimedArguments, asked
 from ..cluster import Cluster, parse_rate
-from ..harness.bound import bound_of, exchanged
+from ..harness.bound import Exchanged, bound_of, exchanged
 from ..harness.calibration import PAYLOAD, calibrated, limited
 from ..harness.calls import Ours, Outcome, contest, ready
 from ..harness.workload import Workload
@@ -84,7 +84,8 @@ def compare(
         - ``copying``: seconds of each round that the stand-in spent on copies;
         - ``ratios``: time divided by that of ours with the same passes, by round (above 1: ours is faster);
         - ``ratios_without_copies``: ratios without the time of those copies;
-        - ``fewest_seconds``: of our plan on such links, estimated; None for other variants, and without ``link``.
+        - ``shares``: estimated fewest seconds of our plan on such links, divided by its time, by round; None for other
+          variants, and without ``link``.
 
     Raises:
         ValueError: ``world`` is below 2, or a name is unknown.
@@ -107,16 +108,24 @@ def compare(
         outcomes = contest(pool, chosen, workload, rounds, refused=refused, timeout=timeout)
         ours = [own for own in outcomes if isinstance(own.variant, Ours) and own.variant.has_backward]
         timed = [own for own in ours if own.seconds and link is not None]
-        fewest = {own.variant.name: pool.run(_fewest, own.variant, workload, link, own.processor)[0] for own in timed}
-    return [_row(own) | {"fewest_seconds": fewest.get(own.variant.name)} for own in outcomes]
+        passes = {own.variant.name: pool.run(_passes, own.variant, workload, link)[0] for own in timed}
+    return [_row(own) | {"shares": _shares(own, passes.get(own.variant.name))} for own in outcomes]
 
 
-def _fewest(variant: Ours, workload: Workload, link: float, processor: Sequence[float]) -> float | None:
-    """Run on a rank: estimate the fewest seconds of the variant's plan; None on routes that forward shards."""
+def _passes(variant: Ours, workload: Workload, link: float) -> list[Exchanged] | None:
+    """Run on a rank: return the exchanges of the variant's plan; None on routes that forward shards."""
     plan = ready(variant, workload).call.plan
     if plan is None or not plan.schedule.route.direct:
         return None
-    return bound_of(exchanged(plan, PAYLOAD * link), processor, cores())
+    return exchanged(plan, PAYLOAD * link)
+
+
+def _shares(own: Outcome, passes: Sequence[Exchanged] | None) -> list[float] | None:
+    """Divide each round's bound by its time. Both are of one round, so a slower machine changes both."""
+    if passes is None:
+        return None
+    rounds = zip(own.processor, own.seconds, strict=True)
+    return [bound_of(passes, processor, cores()) / seconds for processor, seconds in rounds]
 
 
 def _row(own: Outcome) -> dict[str, Any]:
@@ -172,8 +181,8 @@ def cells(row: dict[str, Any]) -> dict[str, str]:
         "without copies": spread(row["ratios_without_copies"], ".3f"),
         "sent per rank": bytes_text(statistics.fmean(row["bytes"])) if row["bytes"] else "-",
     }
-    if row.get("fewest_seconds") is not None:
-        found["share of bound"] = f"{row['fewest_seconds'] / statistics.median(row['seconds']):.2f}"
+    if row.get("shares"):
+        found["share of bound"] = spread(row["shares"])
     return found
 
 
