@@ -15,7 +15,6 @@ from ..plan.assignment import CIRCULATIONS, PASS_QUERY
 from ..plan.cost import Shape
 from ..plan.groups import WHOLE, Groups, divisors
 from ..plan.layout import Layout
-from ..plan.mask import Mask
 from ..plan.rows import Direction, Side
 from ..plan.strategy import ChunksOrAuto, Strategy
 from .timing import Timed, Wire, simulations
@@ -313,18 +312,3 @@ def by_work_and_bytes(traffic: TrafficModel, shape: Shape, partial_bytes: int, *
         return "nearest"
     fair = [name for name in names if traffic.keys is None or 0.95 * busiest[name] <= least]
     return min(fair, key=moved.__getitem__)
-
-
-def representative(layout: Layout, mask: Mask) -> tuple[Layout, Mask]:
-    """Return a similar mask and its layout: packed documents become equal ones with about the same work.
-
-    Their number is a power of two. Steps with similar documents then share one choice.
-    """
-    if mask.cu_seqlens is None:
-        return layout, mask
-    lengths = np.diff(np.asarray(mask.cu_seqlens, np.float64))
-    work, total = float((lengths**2).sum()), layout.seqlen
-    count = 1 << max(0, round(float(np.log2(total * total / work)))) if work else 1
-    borders = tuple(n * total // count for n in range(count + 1))
-    alike = replace(mask, cu_seqlens=borders if count > 1 else None)
-    return layout.cut_for(alike, total) if layout.by_mask else layout, alike

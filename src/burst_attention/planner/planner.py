@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -35,11 +36,20 @@ from .choice import (
     least_regret,
     predict,
     remembered,
-    representative,
 )
 from .presets import preset
 from .rates import Rates
-from .standing import MOST_BY_EDGES, MOST_ON_PAPER, STANDING, extended, few_nodes, shortened, stand_in, two_worlds
+from .standing import (
+    MOST_BY_EDGES,
+    MOST_ON_PAPER,
+    STANDING,
+    extended,
+    few_nodes,
+    representative,
+    shortened,
+    stand_in,
+    two_worlds,
+)
 from .timing import PassSimulation, Timed, Wire, node_numbers, simulations
 from .traffic import TrafficModel, edge_messages, rows_sent_by_nodes, rows_sent_directly, rows_sent_round
 
@@ -374,8 +384,8 @@ def _smaller_traffic_model(schedule: Schedule) -> TrafficModel:
     if (few and whole.world <= MOST_SIMULATED) or schedule.keys is not None:
         return traffic_model_of(schedule)
     layout, mask = _representative_of(schedule)
-    if layout.spreads_documents and mask.cu_seqlens is not None:  # equal documents: one represents all
-        length = mask.cu_seqlens[1]
+    if layout.spreads_documents and mask.cu_seqlens is not None:  # each is over all ranks: the longest represents all
+        length = max(stop - start for start, stop in pairwise(mask.cu_seqlens))
         mask = replace(mask, cu_seqlens=None).resized(length)
         layout = layout.cut_for(mask, length)
     return TrafficModel(replace(layout, world=min(layout.world, MOST_SIMULATED)), mask.regions(layout.seqlen))

@@ -1,14 +1,19 @@
-"""A small world that represents a large one: the same tokens per rank, under a shorter mask of the same kind.
+"""Masks that represent similar ones, and small worlds that represent large ones.
 
-A rank's work and its traffic both grow with the number of sequence groups. So the fastest strategy hardly depends on
-that number. ``tests/unit/test_planning_scale.py`` compares these choices with those of the whole world.
+Packed documents become at most three kinds of equal documents, so that steps with similar documents share a choice.
+
+A small world has the same tokens per rank, under a shorter mask of the same kind. A rank's work and its traffic both
+grow with the number of sequence groups. So the fastest strategy hardly depends on that number.
+``tests/unit/test_planning_scale.py`` compares these choices with those of the whole world.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import isqrt, lcm
+from math import isqrt, lcm, log2
+
+import numpy as np
 
 from ..plan.groups import Groups
 from ..plan.layout import Layout
@@ -19,6 +24,59 @@ MOST_ON_PAPER = 128  # up to this many ranks, all are simulated
 MOST_BY_EDGES = 32  # the same for routes whose edges are made one by one
 STANDING = 64  # ranks that represent more
 MOST_STANDING = 96  # the same if the Ulysses degree does not divide them
+KINDS = ((1 / 4, 1), (3 / 4, 1), (1, 2))  # up to which share of the tokens, longest documents first; octaves per step
+PARTS = 4  # kinds of documents have multiples of a quarter of the tokens
+
+
+def representative(layout: Layout, mask: Mask) -> tuple[Layout, Mask]:
+    """Return a similar mask and its layout: packed documents become at most three kinds of equal documents.
+
+    Few masks differ then, and similar ones are equal. Documents of each kind are spread over the whole sequence.
+    """
+    if mask.cu_seqlens is None:
+        return layout, mask
+    total, every = layout.seqlen, list[tuple[float, int]]()
+    lengths, edge = np.diff(np.asarray(mask.cu_seqlens, np.float64)), 0
+    for part, octave in _kinds(lengths[lengths > 0]):
+        start, edge = edge, edge + part
+        first, last = (total * n // PARTS for n in (start, edge))
+        count = max(1, min(last - first, (part << octave) // PARTS))
+        every += [
+            ((n + 0.5) / count, (last - first) * (n + 1) // count - (last - first) * n // count) for n in range(count)
+        ]
+    return _packed(layout, mask, total, [length for _, length in sorted(every, key=lambda each: each[0])])
+
+
+def _packed(layout: Layout, mask: Mask, total: int, lengths: Sequence[int]) -> tuple[Layout, Mask]:
+    """Return the mask with documents of these lengths, and its layout."""
+    borders = tuple(np.cumsum([0, *lengths]).tolist())
+    alike = replace(mask, cu_seqlens=borders if len(lengths) > 1 else None)
+    return layout.cut_for(alike, total) if layout.by_mask else layout, alike
+
+
+def _kinds(lengths: np.ndarray) -> list[tuple[int, int]]:
+    """Return the kinds of documents, the longest first: (quarters of the tokens, log2 of how many fill all tokens).
+
+    The lengths of a kind have about the same work as the documents that it represents.
+    """
+    longest = np.sort(lengths)[::-1]
+    until, total = np.cumsum(longest), float(longest.sum())
+    found, start, quarter = list[tuple[int, int]](), 0, 0
+    for share, step in KINDS:
+        stop = min(len(longest), int(np.searchsorted(until, share * total * (1 - 1e-9))) + 1)
+        part = round(PARTS * until[stop - 1] / total) - quarter if stop > start else 0
+        if part <= 0:
+            continue
+        those = longest[start:stop]
+        octave = round(log2(total * float(those.sum()) / float((those**2).sum())))
+        before = found[-1][1] if found else 0
+        octave = before + step * round(max(0, octave - before) / step)
+        if found and octave == before:
+            found[-1] = found[-1][0] + part, octave
+        else:
+            found.append((part, octave))
+        start, quarter = stop, quarter + part
+    return found
 
 
 def stand_in(given: Sequence[Groups], world: int) -> tuple[int, list[Groups]]:
@@ -37,19 +95,30 @@ def stand_in(given: Sequence[Groups], world: int) -> tuple[int, list[Groups]]:
 def shortened(layout: Layout, mask: Mask, ranks: int) -> tuple[Layout, Mask]:
     """Return the layout over fewer ranks with as many tokens per rank, and a shorter mask of the same kind.
 
-    The mask's documents are equally long, as in :func:`~burst_attention.planner.choice.representative`.
+    Documents become fewer: each represents several of about the same length, as far as there are such.
     """
     whole = layout.seqlen
     total = -(-whole * ranks // layout.world)
     if mask.cu_seqlens is not None:
-        count = max(2, round((len(mask.cu_seqlens) - 1) * total / max(1, whole)))
-        mask = replace(mask, cu_seqlens=tuple(n * total // count for n in range(count + 1)))
+        mask = replace(mask, cu_seqlens=_fewer(np.diff(np.asarray(mask.cu_seqlens)), total))
     if mask.window is not None and 2 * mask.window > total:  # keep the window shorter than the sequence
         mask = replace(mask, window=max(1, total // 2, mask.window * total // whole))
     if mask.prefix is not None:
         mask = replace(mask, prefix=mask.prefix * total // max(1, whole))
     mask = mask.resized(total)
     return replace(layout, world=ranks).cut_for(mask, total), mask
+
+
+def _fewer(lengths: np.ndarray, total: int) -> tuple[int, ...]:
+    """Return the borders of fewer documents with ``total`` tokens, at least two, as long as these or the mean of some.
+
+    A document stands where those that it represents lie on average.
+    """
+    count = min(len(lengths), max(2, round(len(lengths) * total / max(1, int(lengths.sum())))))
+    groups = np.array_split(np.argsort(-lengths, kind="stable"), count)
+    groups.sort(key=lambda group: float(group.mean()))
+    until = np.cumsum([0, *(int(lengths[group].sum()) for group in groups)])
+    return tuple((until * total // max(1, int(until[-1]))).tolist())
 
 
 def few_nodes(nodes: tuple[int, ...] | None, ranks: int) -> tuple[int, ...] | None:
