@@ -14,13 +14,14 @@ import pytest
 from burst_attention import Mask
 from burst_attention.plan.cost import Shape
 from burst_attention.plan.groups import Groups
+from burst_attention.plan.layout import Layout
 from burst_attention.plan.rows import Direction
 from burst_attention.planner import planner as planner_module
 from burst_attention.planner import standing
 from burst_attention.planner.explain import explain
 from burst_attention.planner.planner import Planner
 from burst_attention.planner.presets import preset
-from burst_attention.planner.standing import MOST_ON_PAPER, extended, few_nodes, stand_in
+from burst_attention.planner.standing import MOST_ON_PAPER, extended, few_nodes, shortened, stand_in
 from burst_attention.planner.timing import Timed
 from tests.support.machine import unit_seconds
 from tests.support.schedules import Planned, make_schedule
@@ -115,6 +116,11 @@ def test_which_ranks_stand_for_many() -> None:
     assert few_nodes(tuple(n // 8 for n in range(1024)), 64) == tuple(n // 8 for n in range(64))
     assert few_nodes(tuple(n // 72 for n in range(1152)), 64) == tuple(n // 16 for n in range(64))
     assert few_nodes((0,) * 1024, 64) == (0,) * 64 and few_nodes(None, 64) is None
+
+
+def test_a_smaller_world_of_no_tokens_has_none() -> None:
+    layout, mask = shortened(Layout("zigzag", 0, 160), Mask(window=3), 8)
+    assert (layout.seqlen, layout.world, mask.window) == (0, 8, 1)
 
 
 def test_times_of_a_large_world_are_extrapolated_from_two_small_ones() -> None:

@@ -102,7 +102,7 @@ def shortened(layout: Layout, mask: Mask, ranks: int) -> tuple[Layout, Mask]:
     if mask.cu_seqlens is not None:
         mask = replace(mask, cu_seqlens=_fewer(np.diff(np.asarray(mask.cu_seqlens)), total))
     if mask.window is not None and 2 * mask.window > total:  # keep the window shorter than the sequence
-        mask = replace(mask, window=max(1, total // 2, mask.window * total // whole))
+        mask = replace(mask, window=max(1, total // 2, mask.window * total // max(1, whole)))
     if mask.prefix is not None:
         mask = replace(mask, prefix=mask.prefix * total // max(1, whole))
     mask = mask.resized(total)
