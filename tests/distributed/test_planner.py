@@ -26,10 +26,12 @@ from burst_attention.attention.probe import QuickProbe
 from burst_attention.comm.agreement import RECORD_BYTES, Agreement, DisagreementError, PeerError
 from burst_attention.integrations.hf.attention import call_shape
 from burst_attention.plan.strategy import Strategy
+from burst_attention.planner import planner as planner_module
+from burst_attention.planner.choice import least_regret
 from burst_attention.planner.presets import NETWORKS, NODES, preset
 from burst_attention.planner.rates import Link, MeasuredOn, Rates, read_rates, user_file, write_rates
 from burst_attention.planner.timing import PassSimulation
-from burst_attention.testing import Case, local_world
+from burst_attention.testing import Case, WorkerError, local_world
 from burst_attention.testing.check import compare
 from tests.support.schedules import plan_options
 
@@ -74,16 +76,23 @@ def test_ranks_choose_together_what_one_would_choose(monkeypatch: pytest.MonkeyP
     assert together < 2 * len(ran)  # by 4 ranks, which would need 4 times as many if each simulated all
 
 
-def test_a_rank_that_cannot_simulate_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_on = PassSimulation.run_on
+@pytest.mark.parametrize("where", ["bound", "first", "later", "last"])
+def test_a_rank_that_cannot_simulate_is_named(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     failing = threading.local()
+    owner, name = {
+        "bound": (PassSimulation, "computing"),
+        "first": (PassSimulation, "run_on"),  # of the first candidate, which every rank simulates
+        "later": (PassSimulation, "run_on"),
+        "last": (planner_module, "least_regret"),  # after all simulations
+    }[where]
+    works = getattr(owner, name)
 
-    def fails(one: PassSimulation, *given: Any) -> Any:
-        if failing.here and one.groups.query > 1:  # not the first, which every rank simulates
+    def fails(one: Any, *given: Any) -> Any:
+        if failing.here and (where != "later" or one.groups.query > 1):
             raise MemoryError("no room")
-        return run_on(one, *given)
+        return works(one, *given)
 
-    monkeypatch.setattr(PassSimulation, "run_on", fails)
+    monkeypatch.setattr(owner, name, fails)
 
     def plan(group: Any) -> str:
         failing.here = dist_rank(group) == 2
@@ -96,6 +105,23 @@ def test_a_rank_that_cannot_simulate_is_named(monkeypatch: pytest.MonkeyPatch) -
     assert reported[2] == "MemoryError: no room"
     named = "PeerError: rank 2 failed before the call: make_plan: MemoryError: no room"
     assert reported[:2] + reported[3:] == [named] * 3
+
+
+def test_ranks_that_choose_differently_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks whose arithmetic differs must not exchange shards of two layouts."""
+    other, mask = threading.local(), Mask(cu_seqlens=[0, 1024, 2048, 3072, 4096])
+
+    def chosen(found: Any) -> int:
+        return 0 if other.here else least_regret(found)
+
+    monkeypatch.setattr(planner_module, "least_regret", chosen)
+
+    def plan(group: Any) -> Plan:
+        other.here = dist_rank(group) == 1
+        return make_plan(4096, mask=mask, group=group, hardware=Hardware(rates=SLOW, nodes=[0, 1, 2, 3]), call=CALL)
+
+    with local_world(4) as ranks, pytest.raises(WorkerError, match="layout: rank 1 has zigzag, ranks 0, 2, 3 have"):
+        ranks.run(plan)
 
 
 def dist_rank(group: Any) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import socket
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, astuple, replace
 from datetime import timedelta
@@ -378,11 +378,34 @@ def _exchange_small(agreement: Agreement, own: list[float]) -> list[list[float]]
     return agreement.agree("exchange_small", {"count": len(own)}, own)
 
 
-def _shared(agreement: Agreement, work: Callable[[int, int], Any]) -> list[Any]:
-    """Call ``work(rank, world)`` on every rank; return all results, by rank."""
+def _chosen_together(
+    planner: Planner, transport: Transport, agreement: Agreement, seqlen: int, options: Mapping[str, Any]
+) -> Schedule:
+    """Return the planner's schedule; the ranks divide its simulations and check that they chose the same.
+
+    Raise DisagreementError if they did not, and PeerError if another rank failed.
+    """
+    failure, exchanging = None, False
+
+    def share(work: Callable[[int, int], Any]) -> list[Any]:
+        nonlocal exchanging
+        own = work(transport.rank, transport.world)
+        exchanging = True
+        every = agreement.collect("make_plan's simulations", own)
+        exchanging = False
+        return every
+
+    try:
+        schedule = planner.choose(seqlen, **options, share=share)
+    except Exception as error:
+        if exchanging:  # all ranks know
+            raise
+        failure = error
     with agreement.entering("make_plan"):
-        own = work(agreement.transport.rank, agreement.transport.world)
-    return agreement.collect("make_plan", own)
+        if failure is not None:
+            raise failure
+    agreement.agree("make_plan's choice", {"layout": schedule.layout.name, "route": schedule.route.name})
+    return schedule
 
 
 def _shard_of(x: Tensor, dim: int, layout: Layout, rank: int) -> Tensor:
@@ -531,5 +554,5 @@ def make_plan(
         rates = replace(rates, measured_on=MeasuredOn(**shared[0]["measure"]))
         rates, unsure = measured(rates, transport, agreement, partial(_exchange_small, agreement), hosts, device)
     planner = Planner(rates, tuple(hosts), known, unsure, call.remat, call.attention_chunks, call.grad)
-    share = partial(_shared, agreement) if world > 1 else None
-    return Plan(planner.choose(seqlen, **options, share=share), planner, transport, agreement)
+    schedule = _chosen_together(planner, transport, agreement, seqlen, options)
+    return Plan(schedule, planner, transport, agreement)
