@@ -71,7 +71,7 @@ def calibrate(
     )
     probe = _Calibration(plan, device, sizes or CalibrationSizes())
     usual = plan.planner.rates  # rank 0's, so that all ranks start from the same rates
-    half, *launches, block, row = probe.kernel(torch.bfloat16)
+    half, *launches, block, row, tile = probe.kernel(torch.bfloat16)
     single, double = (probe.kernel(dtype)[0] for dtype in (torch.float32, torch.float64))
     inside, across = probe.links()
     visit, call = probe.calls(sum(launches))
@@ -101,7 +101,7 @@ def calibrate(
         overhead=overhead,
         measured_on=this_machine(plan.world, device.type == "cuda"),
     )
-    return replace(rates, overhead=replace(overhead, fold=probe.rows(rates)))
+    return replace(rates, overhead=replace(overhead, fold=probe.rows(rates, tile)))
 
 
 class _Calibration(Probe):
@@ -120,13 +120,14 @@ class _Calibration(Probe):
         alone = device.type == "cpu" and torch.get_num_threads() == 1
         self.clock = time.process_time if alone else time.perf_counter
 
-    def kernel(self, dtype: torch.dtype) -> tuple[Speed, float, float, float, float]:
+    def kernel(self, dtype: torch.dtype) -> tuple[Speed, float, float, float, float, float]:
         """Measure the kernel for inputs of ``dtype``.
 
         Returns:
             The speed; seconds of a forward's launch; seconds of a backward's launch; the block size that a mask's
-            border costs, in rows; and seconds per row of one head, however much that row sees. The last is the mean
-            of a forward's and of half a backward's, because a backward also handles the keys' rows.
+            border costs, in rows; seconds per row of one head, however much that row sees; and seconds of both passes
+            of a large tile without a mask. Seconds per row are the mean of a forward's and of half a backward's,
+            because a backward also handles the keys' rows.
         """
         kernel = choose("auto", device=self.device, dtype=dtype, head_dims=(DIM, DIM))
         rows, heads = self.sizes.rows, self.sizes.heads
@@ -148,7 +149,8 @@ class _Calibration(Probe):
         triangle = rows * (rows + 1) / 2
         border = [(x - y) / one / heads - triangle for x, y, one in zip(causal, alone, each, strict=True)]
         block = min(float(rows), max(0.0, sum(border) / rows))  # the mean of both passes; each row loses half a block
-        return Speed(forward=flops[0] / each[0], backward=flops[1] / each[1]), small[0], small[1], block, row
+        speed = Speed(forward=flops[0] / each[0], backward=flops[1] / each[1])
+        return speed, small[0], small[1], block, row, sum(whole)
 
     def _passes(self, kernel: Kernel, tile: Tile, dtype: torch.dtype) -> list[float]:
         """Return the seconds of one tile's forward and backward."""
@@ -162,17 +164,19 @@ class _Calibration(Probe):
         merged = self.seconds(lambda: merge_(out, lse, part, lse.clone()))
         return out.nbytes / max(1e-9, merged + row * lse.numel())
 
-    def rows(self, rates: Rates) -> float:
+    def rows(self, rates: Rates, whole: float) -> float:
         """Return the fold rate that covers all of a visit's work on rows: gathering, widening and adding.
 
-        It is fitted to the processor time that a call over all ranks takes beyond the work in ``rates``. Other clocks
-        would count waiting too, so with them the measured fold rate is returned as it is.
+        ``whole``: seconds of a large tile when ``rates`` were measured, from :meth:`kernel`.
+
+        The rate is fitted to the processor time that a call over all ranks takes beyond the work in ``rates``. Other
+        clocks would count waiting too, so with them the measured fold rate is returned as it is.
         """
         folded = rates.overhead.fold
         if self.plan.world == 1 or self.clock is not time.process_time:
             return folded
         plan = self.plan.with_mask(self.plan.mask, seqlen=self.sizes.rows * self.plan.world)
-        rows, heads, dtype = self.sizes.rows, self.sizes.heads, torch.bfloat16
+        heads, dtype = self.sizes.heads, torch.bfloat16
         shape = shape_of(dtype, batch=1, q_heads=heads, kv_heads=heads, head_dim=DIM)
         wire = plan.planner.wire(plan.world)
 
@@ -183,15 +187,13 @@ class _Calibration(Probe):
 
         none = computed(math.inf)
         kernel = choose("auto", device=self.device, dtype=dtype, head_dims=(DIM, DIM))
-        turns: list[Callable[[], Any]] = self.tile(kernel, full(rows), dtype, heads)
+        turns: list[Callable[[], Any]] = self.tile(kernel, full(self.sizes.rows), dtype, heads)
         turns.append(partial(self._call, plan, heads))
-        launches, flops = (rates.overhead.launch_forward, rates.overhead.launch_backward), 2 * DIM * heads * rows**2
-        expected = sum(launches) + 2 * flops / rates.half.forward + 5 * flops / rates.half.backward
         beyond = []
         for _ in range(3):
             # The machine may be slower now than when the kernel was measured. A tile in the same turns shows it.
             *tile, call = self.seconds_of_each(turns)
-            beyond.append(call * expected / max(1e-9, sum(tile)) - none)
+            beyond.append(call * whole / max(1e-9, sum(tile)) - none)
         return min(folded, (computed(1.0) - none) / max(1e-9, statistics.median(beyond)))
 
     def calls(self, launch: float) -> tuple[float, float]:
