@@ -239,6 +239,9 @@ def test_documents_become_at_most_three_kinds() -> None:
     half = Mask(cu_seqlens=[0, seqlen // 2, *range(seqlen // 2 + 1024, seqlen, 1024), seqlen])
     kept = representative(Layout("zigzag", seqlen, 16), half)[1].cu_seqlens
     assert kept is not None and sorted(np.diff(kept)) == [1024] * 64 + [seqlen // 2]
+    two = Mask(cu_seqlens=[0, 3 << 14, 6 << 14, *range((6 << 14) + 1024, seqlen, 1024), seqlen])
+    kept = representative(Layout("zigzag", seqlen, 16), two)[1].cu_seqlens
+    assert kept is not None and sorted(np.diff(kept))[-2:] == [3 << 14] * 2
     nothing = Mask(cu_seqlens=[0, 0])
     assert representative(Layout("zigzag", 0, 16), nothing)[1].cu_seqlens is None
 

@@ -35,29 +35,25 @@ def representative(layout: Layout, mask: Mask) -> tuple[Layout, Mask]:
     """
     if mask.cu_seqlens is None:
         return layout, mask
-    total, every = layout.seqlen, list[tuple[float, int]]()
-    lengths, edge = np.diff(np.asarray(mask.cu_seqlens, np.float64)), 0
-    for part, octave in _kinds(lengths[lengths > 0]):
-        start, edge = edge, edge + part
-        first, last = (total * n // PARTS for n in (start, edge))
-        count = max(1, min(last - first, (part << octave) // PARTS))
-        every += [
-            ((n + 0.5) / count, (last - first) * (n + 1) // count - (last - first) * n // count) for n in range(count)
-        ]
-    return _packed(layout, mask, total, [length for _, length in sorted(every, key=lambda each: each[0])])
-
-
-def _packed(layout: Layout, mask: Mask, total: int, lengths: Sequence[int]) -> tuple[Layout, Mask]:
-    """Return the mask with documents of these lengths, and its layout."""
-    borders = tuple(np.cumsum([0, *lengths]).tolist())
-    alike = replace(mask, cu_seqlens=borders if len(lengths) > 1 else None)
+    total, edge = layout.seqlen, 0
+    lengths, places = [np.zeros(0, np.int64)], [np.zeros(0)]
+    whole = np.diff(np.asarray(mask.cu_seqlens, np.float64))
+    for part, octave in _kinds(whole[whole > 0]):
+        tokens = total * (edge + part) // PARTS - total * edge // PARTS
+        count = max(1, min(tokens, ((part << octave) + PARTS // 2) // PARTS))
+        lengths.append(np.diff(tokens * np.arange(count + 1) // count))
+        places.append((np.arange(count) + 0.5) / count)
+        edge += part
+    order = np.argsort(np.concatenate(places), kind="stable")
+    borders = tuple(np.cumsum(np.r_[0, np.concatenate(lengths)[order]]).tolist())
+    alike = replace(mask, cu_seqlens=borders if len(order) > 1 else None)
     return layout.cut_for(alike, total) if layout.by_mask else layout, alike
 
 
 def _kinds(lengths: np.ndarray) -> list[tuple[int, int]]:
     """Return the kinds of documents, the longest first: (quarters of the tokens, log2 of how many fill all tokens).
 
-    The lengths of a kind have about the same work as the documents that it represents.
+    A kind's documents are as long as those that it represents, weighted by work and rounded to a power of two.
     """
     longest = np.sort(lengths)[::-1]
     until, total = np.cumsum(longest), float(longest.sum())
