@@ -4,7 +4,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from .attention import burst_attention
 from .attention.hardware import CallShape, Hardware
-from .attention.plan import Plan, make_plan
+from .attention.new_plan import make_plan
+from .attention.plan import Plan
 from .comm.agreement import DisagreementError, PeerError
 from .comm.transport import ExchangeError
 from .plan.mask import Mask

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from burst_attention import Mask, Strategy, make_plan
 from burst_attention.attention.batch import Plans
-from burst_attention.attention.plan import single_rank_plan
+from burst_attention.attention.new_plan import single_rank_plan
 from burst_attention.comm.transport import Receive, Send
 from burst_attention.integrations import hf
 from burst_attention.launch.mesh import make_mesh

@@ -60,7 +60,7 @@ CALLS = {  # of each call, what it does by itself first: made to fail on one ran
         "burst_attention.attention.operator.prepare_backward",
         lambda plan: attention(plan).sum().backward(),
     ),
-    "make_plan": ("burst_attention.attention.plan.known_shape", lambda plan: make_plan(SEQLEN, group=plan.group)),
+    "make_plan": ("burst_attention.attention.new_plan.known_shape", lambda plan: make_plan(SEQLEN, group=plan.group)),
     "unshard": ("burst_attention.attention.unshard.check_transforms", unshard),
     "the backward of unshard": (
         "burst_attention.attention.unshard.check_batches",

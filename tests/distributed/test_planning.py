@@ -15,7 +15,7 @@ from burst_train.engines.whole import whole_attention
 from torch.distributed.device_mesh import init_device_mesh
 
 from burst_attention import Mask, Strategy, burst_attention, make_plan
-from burst_attention.attention.plan import single_rank_plan
+from burst_attention.attention.new_plan import single_rank_plan
 from burst_attention.kernels.aten_ops import CpuFlash
 from burst_attention.testing import Case
 from tests.support.schedules import plan_options

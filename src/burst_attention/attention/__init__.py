@@ -1,6 +1,7 @@
 """Exact attention over shards: the public call, its torch operator, plans, and the sweep that computes it (GAO)."""
 
 from .entry import burst_attention
-from .plan import Plan, make_plan
+from .new_plan import make_plan
+from .plan import Plan
 
 __all__ = ["Plan", "burst_attention", "make_plan"]

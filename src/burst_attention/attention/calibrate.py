@@ -26,7 +26,8 @@ from ..planner.rates import Rates, Speed
 from ..planner.timing import simulations
 from .entry import burst_attention
 from .hardware import Hardware, shape_of, this_machine, usual_rates
-from .plan import Plan, make_plan, single_rank_plan
+from .new_plan import make_plan, single_rank_plan
+from .plan import Plan
 from .probe import DIM, SMALL, Probe, cores_per_rank, full
 
 

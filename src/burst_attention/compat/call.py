@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..attention.buffers import DeviceIndices
 from ..attention.entry import burst_attention
-from ..attention.plan import Plan, make_plan
+from ..attention.new_plan import make_plan
+from ..attention.plan import Plan
 from ..comm.link import connect, resolve_group
 from ..plan.mask import Mask
 from ..plan.schedule import Schedule

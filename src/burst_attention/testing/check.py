@@ -12,7 +12,8 @@ from torch import Tensor
 from ..attention.checks import kernel_for
 from ..attention.entry import burst_attention
 from ..attention.hardware import shape_of
-from ..attention.plan import Plan, make_plan
+from ..attention.new_plan import make_plan
+from ..attention.plan import Plan
 from ..kernels.contract import Kernel
 from ..plan.layout import Layout
 from ..plan.mask import Mask

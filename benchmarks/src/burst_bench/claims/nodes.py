@@ -22,7 +22,7 @@ from rich.console import Console
 from torch import Tensor
 
 from burst_attention import CallShape, Hardware, Mask, Plan, Strategy, burst_attention, make_plan
-from burst_attention.attention.plan import single_rank_plan
+from burst_attention.attention.new_plan import single_rank_plan
 from burst_attention.testing import WorkerPool
 
 from ..arguments import asked

@@ -18,7 +18,7 @@ import tyro
 from rich.console import Console
 
 from burst_attention import Mask
-from burst_attention.attention.plan import make_plan
+from burst_attention.attention.new_plan import make_plan
 from burst_attention.testing import Case, WorkerPool
 from burst_attention.testing.check import distributed_call, relative_l2
 from burst_attention.testing.oracle import attend, torch_attention

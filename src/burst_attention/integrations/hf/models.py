@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from burst_attention.attention.batch import Chunked, PlanArgument, Plans, Reach
-from burst_attention.attention.plan import Plan, single_rank_plan
+from burst_attention.attention.new_plan import single_rank_plan
+from burst_attention.attention.plan import Plan
 from burst_attention.plan.mask import Mask
 
 from . import mixers, parts, reasons, recurrent, stub_forward

@@ -21,7 +21,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from burst_attention.attention.batch import SAME_BATCH, Plans, batch_fields, digest_of, shard_tokens
-from burst_attention.attention.plan import Plan, make_plan
+from burst_attention.attention.new_plan import make_plan
+from burst_attention.attention.plan import Plan
 from burst_attention.attention.renamed import renamed
 from burst_attention.loss import LogitForm
 from burst_attention.loss.checks import divisor_of

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from burst_attention.attention.batch import Plans, check_tokens, shard_tokens
 from burst_attention.attention.entry import burst_attention
 from burst_attention.attention.hardware import CallShape, Hardware, RatesGiven
-from burst_attention.attention.plan import Plan, make_plan
+from burst_attention.attention.new_plan import make_plan
+from burst_attention.attention.plan import Plan
 from burst_attention.loss import Head
 from burst_attention.plan.groups import Groups
 from burst_attention.plan.layout import LAYOUTS

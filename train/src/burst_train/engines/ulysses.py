@@ -9,7 +9,8 @@ from torch import Tensor
 
 from burst_attention.attention.checks import check_types
 from burst_attention.attention.derivatives import check_transforms
-from burst_attention.attention.plan import Plan, single_rank_plan
+from burst_attention.attention.new_plan import single_rank_plan
+from burst_attention.attention.plan import Plan
 
 from .contract import Heads
 from .trade import Trade, to_heads, to_tokens, traded_bytes

@@ -24,8 +24,9 @@ from burst_attention.attention.batch import Plans, Reach, mask_of
 from burst_attention.attention.checks import caches_results
 from burst_attention.attention.footprint import WALKED, LiveBytes, peak_of
 from burst_attention.attention.hardware import known_rates, shape_of, usual_rates
+from burst_attention.attention.new_plan import single_rank_plan
 from burst_attention.attention.operator import FORMULA_VERSION, attend, gradients_wanted
-from burst_attention.attention.plan import Plan, single_rank_plan
+from burst_attention.attention.plan import Plan
 from burst_attention.comm.agreement import Agreement
 from burst_attention.comm.transport import Transport
 from burst_attention.integrations import hf

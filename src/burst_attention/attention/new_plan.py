@@ -1,0 +1,189 @@
+"""make_plan: check the arguments on all ranks, find rates, and choose a plan."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, astuple, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..comm.agreement import Agreement
+from ..comm.link import connect, resolve_group, resolve_timeout
+from ..comm.local import LocalGroup
+from ..comm.transport import Transport
+from ..plan.layout import Layout
+from ..plan.mask import Mask
+from ..plan.schedule import Schedule
+from ..plan.strategy import Strategy, strategy_of
+from ..planner.planner import Planner
+from ..planner.rates import MeasuredOn, Rates
+from .hardware import (
+    CallShape,
+    Hardware,
+    carries_gpus,
+    digest_of_numbers,
+    known_rates,
+    known_shape,
+    resolve_nodes,
+    this_machine,
+    usual_rates,
+)
+from .plan import MOST_TOKENS, Plan, check_seqlen, exchange_small
+from .probe import measured
+from .renamed import OF_PLAN, renamed
+from .usage import Usage
+
+MOST_SOURCE = 200  # characters of where rates come from, in the record that all ranks get
+
+
+@renamed(OF_PLAN)
+def make_plan(
+    seqlen: int,
+    *,
+    mask: Mask | None = None,
+    keys: Plan | Layout | Sequence[Sequence[tuple[int, int] | range]] | None = None,
+    query_offset: int = 0,
+    strategy: Strategy | str | None = None,
+    call: CallShape | None = None,
+    hardware: Hardware | None = None,
+    group: Any = None,
+    timeout: float | timedelta | None = None,
+) -> Plan:
+    """Plan exact attention over ``seqlen`` tokens. Every rank of the group must call it, with equal arguments.
+
+    The planner chooses what the strategy leaves open, by predicted time, the same way on all ranks.
+    :meth:`Plan.explain` prints the choice and the reason.
+
+    Args:
+        seqlen: tokens of the whole sequence, at least 0; it need not divide by anything.
+        mask: which keys each query sees; causal if None. With ``keys`` it covers the positions up to the last query or
+            key.
+        keys: None: the keys are those of the ``seqlen`` tokens. Otherwise ``seqlen`` counts queries, and their keys lie
+            elsewhere: in the shards of another plan (cross-attention), or in each rank's stretches of positions, by
+            rank, ascending, such as ``[[(0, 4), (8, 9)], [(4, 8)]]`` (a cache that grows). Positions that no rank holds
+            are seen by no query. k and v then have :attr:`Plan.key_length` rows.
+        query_offset: the position of the first query. Causal masks, windows and documents compare positions.
+        strategy: how to compute it: a :class:`~burst_attention.Strategy`, or a published scheme by name:
+            ``burst-attention``, ``ring-attention``, ``contiguous-ring``, ``striped-attention``, ``all-gather``,
+            ``ulysses``, or ``usp:U`` with a Ulysses degree U. None: the planner chooses everything.
+        call: the calls to expect, as far as they are known: a layout is chosen for them. Other calls work too.
+        hardware: how fast kernels and links are, and which ranks share a node. None: measured rates of
+            ``burst calibrate`` if they fit, else a preset whose links and kernels the group's first plan measures,
+            and keeps in ~/.config/burst-attention/measured; nodes by host name.
+        group: a ProcessGroup or a 1-D DeviceMesh. None: the default group, or a single rank if torch.distributed is
+            not initialised.
+        timeout: seconds (or a timedelta) that an exchange may take before ExchangeError. None: the group's timeout.
+
+    Raises:
+        TypeError, ValueError: an argument can't be used, or ranks disagree: the same class on every rank.
+    """
+    resolved = resolve_group(group)
+    transport, agreement = connect(resolved, None)
+    rank, world = transport.rank, transport.world
+    on_gpus = carries_gpus(resolved)
+    with agreement.entering("make_plan"):
+        seqlen = check_seqlen(seqlen)
+        transport.timeout = agreement.transport.timeout = resolve_timeout(timeout)
+        asked = strategy_of(strategy)
+        hardware, call = Hardware.of(hardware), CallShape.of(call)
+        known, at = known_shape(call), resolve_nodes(hardware.nodes, resolved, world)
+        options: dict[str, Any] = {"mask": Mask() if mask is None else mask, "strategy": asked}
+        options |= {"rank": rank, "world": world, **check_keys(keys, query_offset)}
+        tried = Planner().choose(seqlen, **options)  # before rates are known, to refuse what can't be
+        fields = {**tried.description, "layout": asked.layout if asked.layout == "auto" else tried.layout.description}
+        fields |= {
+            "route": asked.route,
+            "remat": call.remat,
+            "attention_chunks": call.attention_chunks,
+            "grad": call.grad,
+            "nodes": at and digest_of_numbers(at),
+            "calls to expect": known and astuple(known),
+        }
+        own: dict[str, Any] = {"host": socket.gethostname()}
+        if rank == 0:
+            found = known_rates(hardware.rates, on_gpus=on_gpus, world=world)
+            own["rates"] = (found or usual_rates(on_gpus=on_gpus)).as_dict(most=MOST_SOURCE)
+            measures = found is None and hardware.rates is None
+            own |= {"guessed": found is None, "measure": asdict(this_machine(world, on_gpus)) if measures else None}
+    shared = agreement.agree("make_plan", fields, own)
+    names = [each["host"] for each in shared]
+    hosts = [names.index(name) for name in names] if at is None else at
+    rates, unsure = Rates.from_dict(shared[0]["rates"]), shared[0]["guessed"]
+    threads = isinstance(resolved, LocalGroup) and len(set(hosts)) == 1  # they share no link, and one interpreter
+    if shared[0]["measure"] and world > 1 and not threads:
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
+        rates = replace(rates, measured_on=MeasuredOn(**shared[0]["measure"]))
+        rates, unsure = measured(rates, transport, agreement, partial(exchange_small, agreement), hosts, device)
+    planner = Planner(rates, tuple(hosts), known, unsure, call.remat, call.attention_chunks, call.grad)
+    schedule = _chosen_together(planner, transport, agreement, seqlen, options)
+    return Plan(schedule, planner, transport, agreement)
+
+
+def check_keys(keys: Any, query_offset: Any) -> dict[str, Any]:
+    """Return ``make_plan``'s arguments about keys as :meth:`Planner.choose` takes them.
+
+    Raises:
+        TypeError, ValueError: ``keys`` is neither a plan nor stretches, or ``query_offset`` is no position.
+    """
+    if isinstance(query_offset, bool) or not isinstance(query_offset, (int, np.integer)):
+        raise TypeError(f"query_offset={query_offset!r} must be an int")
+    if not 0 <= query_offset <= MOST_TOKENS:
+        raise ValueError(f"query_offset={query_offset} must be at least 0 and at most {MOST_TOKENS:,}")
+    if keys is None and query_offset:
+        raise ValueError(
+            f"query_offset={query_offset} needs keys: the earlier tokens' keys, on the ranks that hold them"
+        )
+    if isinstance(keys, Plan):
+        keys = keys.schedule.layout
+    elif keys is not None and not isinstance(keys, Layout):
+        if isinstance(keys, (str, bytes)) or not isinstance(keys, Sequence):
+            raise TypeError(
+                f"keys={keys!r} must be a Plan whose tokens are the keys, or each rank's stretches, such as "
+                "[[(0, 4), (8, 9)], [(4, 8)]]"
+            )
+        keys = Layout.of_stretches(keys)
+    return {"keys": keys, "query_offset": int(query_offset)}
+
+
+def _chosen_together(
+    planner: Planner, transport: Transport, agreement: Agreement, seqlen: int, options: Mapping[str, Any]
+) -> Schedule:
+    """Return the planner's schedule; the ranks divide its simulations and check that they chose the same.
+
+    Raise DisagreementError if they did not, and PeerError if another rank failed.
+    """
+    failure, exchanging = None, False
+
+    def share(work: Callable[[int, int], Any]) -> list[Any]:
+        nonlocal exchanging
+        own = work(transport.rank, transport.world)
+        exchanging = True
+        every = agreement.collect("make_plan's simulations", own)
+        exchanging = False
+        return every
+
+    try:
+        schedule = planner.choose(seqlen, **options, share=share)
+    except Exception as error:
+        if exchanging:  # all ranks know
+            raise
+        failure = error
+    with agreement.entering("make_plan"):
+        if failure is not None:
+            raise failure
+    agreement.agree("make_plan's choice", {"layout": schedule.layout.name, "route": schedule.route.name})
+    return schedule
+
+
+def single_rank_plan(
+    seqlen: int, *, mask: Mask | None = None, layout: str = "contiguous", usage: Usage | None = None
+) -> Plan:
+    """Return the plan of a single rank, which holds the whole sequence. Needs no process group, exchanges nothing."""
+    planner, strategy = Planner(), Strategy(layout=layout, route="direct", ulysses_degree=1)
+    schedule = planner.choose(seqlen, mask=Mask() if mask is None else mask, strategy=strategy, rank=0, world=1)
+    return Plan(schedule, planner, Transport(None), Agreement(Transport(None)), usage=usage)
