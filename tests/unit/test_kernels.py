@@ -224,6 +224,20 @@ def test_a_surrogate_carries_delta(dtype: torch.dtype, dim: int) -> None:
     assert relative_l2(carried, delta) <= bound
 
 
+@pytest.mark.parametrize("scale", [1e-30, 3e-22, 1e-12, 1e12, 1e18, 1e25])
+@pytest.mark.parametrize("shrink", [1.0, 1e-25])
+def test_a_surrogate_carries_delta_of_any_size(scale: float, shrink: float) -> None:
+    make = torch.Generator().manual_seed(0)
+    dout, out = (torch.randn(1, 2, 50, 64, generator=make) for _ in range(2))
+    dout *= scale
+    delta = (dout.double() * out.double() * shrink).sum(-1).float()
+    surrogate = surrogate_output(dout, delta)
+    assert surrogate is not None
+    carried = (dout.double() * surrogate.double()).sum(-1)
+    normal = delta.abs() >= torch.finfo(torch.float32).tiny
+    assert ((carried - delta).abs() <= 4e-7 * delta.abs())[normal].all()
+
+
 def test_a_surrogate_refuses_what_it_cannot_carry() -> None:
     dout, delta = torch.randn(1, 3, 5, 8), torch.randn(1, 3, 5)
     dout[0, 1, 2] = 0

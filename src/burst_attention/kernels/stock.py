@@ -87,9 +87,14 @@ class Stock(ABC, Generic[Launch]):
             out, lse = self.run_forward(launches[0], q, k, v, scale)
             return out[..., :value_dim], lse
         out, lse = blank_output(q, v, q.shape[2], accumulation_dtype(q.dtype))
+        reached = 0  # rows before this one may have results
         for launch in launches:
-            rows = slice(launch.q_start, launch.q_stop)
-            merge_(out[:, :, rows], lse[:, :, rows], *self.run_forward(launch, q, k, v, scale))
+            rows, part = slice(launch.q_start, launch.q_stop), self.run_forward(launch, q, k, v, scale)
+            if rows.start >= reached:
+                out[:, :, rows], lse[:, :, rows] = part
+            else:
+                merge_(out[:, :, rows], lse[:, :, rows], *part)
+            reached = max(reached, rows.stop)
         return out[..., :value_dim], lse
 
     def backward(self, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,13 +1,15 @@
 """A surrogate output that makes a stock flash backward compute with a given D.
 
 These backwards use ``out`` only to compute D = rowsum(dO * out). Any out' with that row sum works, so ``out`` need not
-be sent. In each row, two columns of out' carry D. The first is D divided by a large element of dO, rounded. The second
-is the rounding error divided by another element. If dO is too small to carry D, extra columns are appended. That can
-happen only if the lse has a gradient.
+be sent. In the accumulation dtype, out' is dO times D / |dO|^2. In half precision that would round D too coarsely, so
+two columns of out' carry D. The first is D divided by a large element of dO, rounded. The second is the rounding error
+divided by another element. If dO is too small to carry D, extra columns are appended. That can happen only if the lse
+has a gradient.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +26,8 @@ def surrogate_output(dout: Tensor, delta: Tensor) -> Tensor | None:
 
     ``dout`` is [B, H, rows, Dv], the gradient of the output; ``delta`` [B, H, rows] in fp32 or fp64.
     """
+    if dout.dtype == delta.dtype and (out := _projected(dout, delta)) is not None:
+        return out
     for near in (True, False)[dout.shape[-1] <= NEAR :]:
         out = torch.zeros_like(dout)
         # One head at a time keeps temporaries small. All heads share one test, because on a GPU the host waits for it.
@@ -33,6 +37,17 @@ def surrogate_output(dout: Tensor, delta: Tensor) -> Tensor | None:
             return out
         del out
     return None
+
+
+def _projected(dout: Tensor, delta: Tensor) -> Tensor | None:
+    """Return dout * delta / |dout|^2; None if some row's norm or factor would lose digits."""
+    info = torch.finfo(dout.dtype)
+    norm = torch.linalg.vector_norm(dout, dim=-1)
+    factor = (delta / norm / norm).masked_fill_(delta == 0, 0.0)
+    # Squares must be normal numbers. A kernel may treat a subnormal factor as 0, and a large one could overflow.
+    exact = (norm >= math.sqrt(info.smallest_normal / info.eps)) & (factor.abs() >= info.smallest_normal)
+    exact &= factor.abs() * norm <= math.sqrt(info.max)
+    return dout * factor.unsqueeze(-1) if bool((exact | (delta == 0)).all()) else None
 
 
 def _fill(out: Tensor, dout: Tensor, delta: Tensor, *, near: bool) -> Tensor:
@@ -98,12 +113,18 @@ class GradientSums:
         self.dq, self.dk, self.dv = (
             torch.zeros(x.shape, dtype=accumulation_dtype(x.dtype), device=x.device) for x in (q, k, v)
         )
+        self._reached = [0, 0, 0]  # rows of dq, dk and dv before this one may have gradients
 
     def add(self, parts: Sequence[Tensor], rows: slice, columns: slice, call: BackwardCall) -> None:
         """Add a launch's gradients, padded or not, at these rows and columns."""
-        for total, part, where in zip((self.dq, self.dk, self.dv), parts, (rows, columns, columns), strict=True):
-            if total is not self.dv or call.values:
-                total[:, :, where] += part[..., : total.shape[-1]]
+        totals, places = (self.dq, self.dk, self.dv), (rows, columns, columns)
+        for n in range(3 if call.values else 2):
+            total, part, where = totals[n][:, :, places[n]], parts[n][..., : totals[n].shape[-1]], places[n]
+            if where.start >= self._reached[n]:
+                total.copy_(part)
+            else:
+                total.add_(part)
+            self._reached[n] = max(self._reached[n], where.stop)
 
 
 PARTS = 3  # D is split into this many io-dtype numbers, whose sum is D up to rounding
