@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+
+from burst_attention.kernels.aten_ops import has_bf16_products
 
 from ..ablation import compare as ablation
 from ..cluster import Cluster
@@ -30,6 +31,12 @@ ENGINES = ("burst", "ring", "ulysses", "tensor", "tensor-sequence")
 SCALED = (*ENGINES, "usp", PUBLISHED)
 HALF, TRIES = 0.03, 3  # allowed distance of the reference's share from a half; most corrections of its link rate
 PEERS = ("ring-flash-attn zigzag", "yunchang ulysses")
+
+
+def model(**sizes: int) -> Workload:
+    """Return the workload of a small model; in fp32 on CPUs whose linear layers are several times slower in bf16."""
+    dtype = "bfloat16" if has_bf16_products() else "float32"
+    return Workload(task="train", engines=ENGINES, seq_len=0, dtype=dtype, **sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +66,7 @@ class Scale:
     eval_sequences: int = 100
     long_len: int = 131072
     long_ranks: int = 4
-    workload: Workload = field(default_factory=partial(Workload, task="train", engines=ENGINES, seq_len=0))
+    workload: Workload = field(default_factory=model)
 
     @property
     def trained(self) -> tuple[str, ...]:
@@ -97,7 +104,7 @@ QUICK = Scale(
     eval_sequences=3,
     long_len=1024,
     long_ranks=2,
-    workload=Workload(task="train", engines=ENGINES, seq_len=0, heads=4, kv_heads=4, head_dim=16),
+    workload=model(heads=4, kv_heads=4, head_dim=16),
 )
 
 
