@@ -33,6 +33,12 @@ def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None
     lse.copy_(total)
 
 
+def store_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+    """Do what :func:`merge_` does if (out, lse) is blank."""
+    out.copy_(part_out)
+    lse.copy_(part_lse)
+
+
 def add_(total: Tensor, part: Tensor) -> None:
     """Add ``part`` [B, H, rows, D] to ``total`` in place."""
     for head in range(total.shape[1]):

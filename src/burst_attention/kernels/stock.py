@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..plan.tile import Tile, Tiles
 from .contract import BackwardInputs
-from .merge import blank_output, merge_
+from .merge import blank_output, merge_, store_
 from .nan_policy import contained_backward, contained_forward
 from .pieces import Piece
 from .precision import accumulation_dtype
@@ -89,11 +89,9 @@ class Stock(ABC, Generic[Launch]):
         out, lse = blank_output(q, v, q.shape[2], accumulation_dtype(q.dtype))
         reached = 0  # rows before this one may have results
         for launch in launches:
-            rows, part = slice(launch.q_start, launch.q_stop), self.run_forward(launch, q, k, v, scale)
-            if rows.start >= reached:
-                out[:, :, rows], lse[:, :, rows] = part
-            else:
-                merge_(out[:, :, rows], lse[:, :, rows], *part)
+            rows = slice(launch.q_start, launch.q_stop)
+            fold = store_ if rows.start >= reached else merge_
+            fold(out[:, :, rows], lse[:, :, rows], *self.run_forward(launch, q, k, v, scale))
             reached = max(reached, rows.stop)
         return out[..., :value_dim], lse
 
