@@ -54,7 +54,7 @@ class AtenOps(Ops, Protocol):
 
 def has_bf16_products() -> bool:
     """Return whether torch multiplies bf16 matrices on this CPU by oneDNN; otherwise plain loops do in a backward."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @dataclass(frozen=True)

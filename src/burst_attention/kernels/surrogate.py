@@ -40,13 +40,14 @@ def surrogate_output(dout: Tensor, delta: Tensor) -> Tensor | None:
 
 
 def _projected(dout: Tensor, delta: Tensor) -> Tensor | None:
-    """Return dout * delta / |dout|^2; None if some row's norm or factor would lose digits."""
+    """Return dout * delta / |dout|^2; None if some row's norm, factor or out' would lose digits."""
     info = torch.finfo(dout.dtype)
+    least = info.smallest_normal / info.eps  # parts of smaller numbers may be subnormal, which a kernel may treat as 0
     norm = torch.linalg.vector_norm(dout, dim=-1)
     factor = (delta / norm / norm).masked_fill_(delta == 0, 0.0)
-    # Squares must be normal numbers. A kernel may treat a subnormal factor as 0, and a large one could overflow.
-    exact = (norm >= math.sqrt(info.smallest_normal / info.eps)) & (factor.abs() >= info.smallest_normal)
-    exact &= factor.abs() * norm <= math.sqrt(info.max)
+    size = factor.abs() * norm  # of out'
+    exact = (norm >= math.sqrt(least)) & (factor.abs() >= info.smallest_normal)
+    exact &= (size >= least) & (size <= math.sqrt(info.max))
     return dout * factor.unsqueeze(-1) if bool((exact | (delta == 0)).all()) else None
 
 

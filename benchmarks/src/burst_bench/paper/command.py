@@ -9,8 +9,9 @@ section alone. With --draw the program only draws, and measures nothing.
 BurstAttention's claims (arXiv 2403.09347, section 4) are relative, and so are these. Each claim is a ratio of two
 engines that took turns in one run. The cluster is emulated, with a network namespace for each node; it needs root and
 iproute2. At its three link rates, tensor parallelism with sequence parallelism exchanges for none, half and most of its
-step. Models compute in bf16, and in fp32 on CPUs that multiply bf16 slowly. docs/results/README.md lists the minutes of
-a full run. --quick only tests that everything runs; it took 10 minutes on 2 busy cores (5 minutes of CPU time).
+step. Models compute in bf16, and in fp32 on CPUs that multiply bf16 slowly. Sections of attention alone (ablation, long,
+peers) use bf16. docs/results/README.md lists the minutes of a full run. --quick only tests that everything runs; it took
+10 minutes on 2 busy cores (5 minutes of CPU time).
 """
 
 from __future__ import annotations

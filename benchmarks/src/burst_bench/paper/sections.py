@@ -264,7 +264,8 @@ class Paper:
     def long(self) -> dict[str, Any]:
         """128K tokens through one attention layer, forward and backward."""
         sizes = {"heads": 4, "kv_heads": 4, "head_dim": 64}
-        workload = replace(self.scale.workload, task="attention", engines=("burst",), rounds=0, **sizes)
+        at = {"task": "attention", "engines": ("burst",), "rounds": 0, "dtype": "bfloat16"}
+        workload = replace(self.scale.workload, **at, **sizes)
         with self.world(self.scale.long_ranks) as world:
             return {"results": self.results(workload, world.rows(workload, [self.scale.long_len]))}
 
