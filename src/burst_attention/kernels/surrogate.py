@@ -114,18 +114,12 @@ class GradientSums:
         self.dq, self.dk, self.dv = (
             torch.zeros(x.shape, dtype=accumulation_dtype(x.dtype), device=x.device) for x in (q, k, v)
         )
-        self._reached = [0, 0, 0]  # rows of dq, dk and dv before this one may have gradients
 
     def add(self, parts: Sequence[Tensor], rows: slice, columns: slice, call: BackwardCall) -> None:
         """Add a launch's gradients, padded or not, at these rows and columns."""
-        totals, places = (self.dq, self.dk, self.dv), (rows, columns, columns)
-        for n in range(3 if call.values else 2):
-            total, part, where = totals[n][:, :, places[n]], parts[n][..., : totals[n].shape[-1]], places[n]
-            if where.start >= self._reached[n]:
-                total.copy_(part)
-            else:
-                total.add_(part)
-            self._reached[n] = max(self._reached[n], where.stop)
+        for total, part, where in zip((self.dq, self.dk, self.dv), parts, (rows, columns, columns), strict=True):
+            if total is not self.dv or call.values:
+                total[:, :, where] += part[..., : total.shape[-1]]
 
 
 PARTS = 3  # D is split into this many io-dtype numbers, whose sum is D up to rounding
