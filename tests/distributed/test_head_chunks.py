@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
-from burst_attention import Mask, Strategy, burst_attention, make_plan
+from burst_attention import ExchangeError, Mask, PeerError, Strategy, burst_attention, make_plan
+from burst_attention.attention import head_chunks
 from burst_attention.attention.head_chunks import HeadCall, Projection, attend_by_heads
+from burst_attention.testing import local_world
 
 Q_HEADS, KV_HEADS, DIM, WIDTH, LENGTH = 8, 4, 6, 24, 53
 MASKS = {"causal": Mask(), "window": Mask(window=9), "packed": Mask(cu_seqlens=(0, 11, 30, LENGTH))}
@@ -112,3 +116,48 @@ def test_under_every_strategy(pools, strategy):
     for results in pools(2).run(partial(whole_and_chunked, 2, strategy, "causal")):
         for whole, chunked in zip(*results, strict=True):
             torch.testing.assert_close(chunked, whole, rtol=0, atol=1e-11)
+
+
+def failing(unpack=lambda rank, x: x, group=None):
+    """Return what a call of two chunks and its backward raised on this rank, and its seconds."""
+    (hidden, *weights), _ = inputs()
+    plan = make_plan(LENGTH, group=group)
+    leaves = [x.requires_grad_() for x in (plan.shard(hidden, 1), *weights)]
+    began, error = time.monotonic(), None
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, partial(unpack, plan.rank)):
+            out = attend_by_heads(leaves[0], leaves[1:], projection(plan, 2))
+        out.sum().backward()
+    except Exception as raised:
+        error = raised
+    return error, time.monotonic() - began
+
+
+@pytest.mark.parametrize("what", ["prepare_forward", "prepare_backward"])
+def test_a_rank_that_fails_in_a_later_chunk_raises_at_once(monkeypatch, what):
+    real, calls = getattr(head_chunks, what), []
+
+    def fails(*arguments, **options):
+        if threading.current_thread().name == "rank 1":
+            calls.append(what)
+            if len(calls) == 2:  # the others already wait for the first chunk's messages
+                raise MemoryError("no room")
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(head_chunks, what, fails)
+    with local_world(2, timeout=5) as ranks:
+        first, second = ranks.run(lambda group: failing(group=group))
+    assert type(first[0]) is ExchangeError and type(second[0]) is MemoryError
+    assert not hasattr(second[0], "__notes__") and second[1] < 3
+
+
+def test_a_rank_that_has_lost_what_chunks_saved_is_heard_at_once():
+    def unpack(rank, x):
+        if rank == 1:
+            raise MemoryError("no room")
+        return x
+
+    with local_world(2, timeout=30) as ranks:
+        first, second = ranks.run(lambda group: failing(unpack, group=group))
+    assert type(first[0]) is PeerError and "no room" in str(first[0]) and type(second[0]) is MemoryError
+    assert max(first[1], second[1]) < 15

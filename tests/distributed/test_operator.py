@@ -116,7 +116,7 @@ _PREPARED = (
     "with_sinks",
     "sink_gradient",
 )
-LAST = (13, "0dd8113d4658")
+LAST = (14, "672e095e5dd6")
 
 
 def test_a_formula_that_changed_has_a_version_of_its_own():

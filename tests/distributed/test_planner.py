@@ -250,6 +250,35 @@ def test_rates_that_cannot_be_kept_are_used(pools, tmp_path: Path) -> None:
         assert all("not kept (" in rates.source and "Not a directory" in rates.source for rates in found)
 
 
+def homeless() -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
+def rates_of_a_user_without_a_folder(why: str, own: bool) -> tuple[str, list[str]]:
+    """Return where a new group's rates come from, and the warnings; ``own``: those of this rank alone."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        patch.setenv("XDG_CONFIG_HOME", "/" + 300 * "x" if why == "a name too long" else "")
+        if why == "no home":
+            patch.setattr(Path, "home", homeless)
+        if own:
+            source = make_plan(256).planner.rates.source
+        else:
+            group = dist.new_group(list(range(dist.get_world_size())))
+            source = make_plan(256, group=group).planner.rates.source
+    return source, [str(each.message) for each in seen]
+
+
+@pytest.mark.parametrize("why", ["a name too long", "no home"])
+def test_without_a_folder_the_first_plan_measures(pools, why: str) -> None:
+    text = {"a name too long": "File name too long", "no home": "home directory"}[why]
+    (source, warned), (other, nothing) = pools(2).run(rates_of_a_user_without_a_folder, why, False)
+    assert source == other and "measured by make_plan" in source and "not kept (" in source and text in source
+    assert not nothing and len(warned) == 1 and "no rates of burst calibrate are used: " in warned[0]
+    source, _ = rates_of_a_user_without_a_folder(why, True)
+    assert source == preset("cpu").source
+
+
 def test_a_given_file_of_another_machine_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "other.toml"
     write_rates(replace(SLOW, measured_on=MeasuredOn(device="cpu", torch="1.0", ranks=2)), path)

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import DynamicCache
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-from burst_attention import Mask, Strategy, make_plan
+from burst_attention import Mask, PeerError, Strategy, make_plan
 from burst_attention.integrations import hf
 from burst_attention.integrations.hf import mixers, parts
 from burst_attention.plan.layout import Layout
@@ -357,6 +357,25 @@ def test_states_and_gradients_are_those_of_a_chain(world, layout, documents, dia
             assert relative(pair[1].grad, pairs[n][1].grad) <= HIDDEN
             if not runs.every[n].begins:
                 assert relative(pair[0].grad, pairs[n][0].grad) <= HIDDEN
+
+
+def test_a_rank_that_has_lost_a_state_is_heard_at_once():
+    def attempt(group):
+        def unpack(x):
+            if group.rank() == 1:
+                raise MemoryError("no room")
+            return x
+
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+                scanned(group, "contiguous", (0, 40), False, ((2, 3, 3), (2, 3, 4)))
+        except Exception as error:
+            return error
+
+    with local_world(3, timeout=30) as ranks:
+        first, second, third = ranks.run(attempt)
+    assert type(second) is MemoryError
+    assert all(type(x) is PeerError and "no room" in str(x) for x in (first, third))
 
 
 def test_bytes_grow_with_the_logarithm_of_the_ranks():

@@ -204,6 +204,7 @@ def test_a_model_is_loaded_from_a_folder_and_trained_with_its_window(pools, corp
         AutoModelForCausalLM.from_config(config).save_pretrained(source)
     # A learning rate that changes nothing: what is saved and evaluated is what was loaded.
     config = config_of(corpus, tmp_path / "run", model=source, tokenizer="bytes", lr=1e-30, steps=2)
+    config = replace(config, model=replace(config.model, max_positions=500_000))
     summary = pools(2).run(train, config)[0]
     reader, tokenizer = open_sequences(config)
     assert tokenizer.vocab_size == 258
@@ -216,6 +217,7 @@ def test_a_model_is_loaded_from_a_folder_and_trained_with_its_window(pools, corp
     assert all(torch.equal(before[key], after[key]) for key in before)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     assert (again.config.sliding_window, again.config.tie_word_embeddings) == (13, tied)
+    assert again.config.max_position_embeddings == 500_000
 
 
 def test_a_folder_that_lacks_weights_is_refused(pools, corpus, tmp_path, mistral):
@@ -253,8 +255,9 @@ def train_on_other_files(config):
     train(replace(config, run=replace(config.run, seed=seed)))
 
 
-def test_ranks_that_read_other_tokens_are_reported(pools, corpus, tmp_path):
-    _, errors, lost = pools(2).gather(train_on_other_files, config_of(corpus, tmp_path))
+@pytest.mark.parametrize("groups", [1, 2])
+def test_ranks_that_read_other_tokens_are_reported(pools, corpus, tmp_path, groups):
+    _, errors, lost = pools(2).gather(train_on_other_files, config_of(corpus, tmp_path, data_parallel=groups))
     assert not lost and len(errors) == 2
     for error in errors.values():
         assert isinstance(error, DisagreementError) and "digest of tokens" in str(error)

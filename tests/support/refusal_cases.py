@@ -226,6 +226,7 @@ MODELS: Cases = [
     ("forward(shifting)", "the first call also finds it, without check_model"),
     ("forward(hooked)", "a hook on a part would get only one shard"),
     ("forward(noisy)", "each rank would draw different values"),
+    ("forward(thinned)", "ranks would draw equal values for different tokens"),
     ("hf.parallelize(lily, plan.transport.group)", "this adapter mixes tokens"),
     ("hf.parallelize(activated, plan.transport.group)", "its offsets refer to the whole input"),
     ("hf.parallelize(dropping, plan.transport.group)", "each rank would draw other values for the same image"),
@@ -444,6 +445,8 @@ def model_names(group: Any) -> dict[str, Any]:
     hidden, wrapped = torch.randn(2, plan.length, 32, dtype=torch.float64), nn.Sequential(model)
     eager, shifting, disguised = make_model("llama", "eager"), with_part(Shift()), with_part(ShiftLayer())
     hooked, noisy, lily, activated = departing()
+    thinned = make_model("llama").train()
+    thinned.model.layers[0].mlp.add_module("more", nn.Dropout(0.1))
     seeing, dropping = (vision_models.build("qwen2_5_vl") for _ in range(2))
     dropping.model.visual.blocks[0].add_module("more", nn.Dropout(0.1))
     images = vision_models.images_and_text(seeing)

@@ -32,7 +32,7 @@ for _name in (
 ):
     importlib.import_module(_name)
 with tempfile.TemporaryDirectory() as _folder:  # the first picture looks for its fonts
-    draw_losses([1.0, 2.0], None, Path(_folder) / "loss.png")
+    draw_losses({1: 1.0, 2: 2.0}, None, Path(_folder) / "loss.png")
 WRITING = 0.05  # seconds longer than it takes: steps go on meanwhile
 
 

@@ -9,7 +9,7 @@ from burst_train.data.sequences import TokenSequence
 from burst_train.engines import Heads
 from burst_train.health.flops import ModelFlops, peak_of, seen_pairs
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from burst_attention.plan.mask import Mask
 
@@ -41,6 +41,25 @@ def test_they_are_those_that_torch_counts_but_for_what_the_mask_hides(tied):
     hidden = 64 * 64 - 64 * 65 // 2  # pairs that eager attention computes and the mask hides
     # The gradient of the first layer's input is torch's too: the embedding wants it.
     assert flops.of_step([TokenSequence(np.zeros(64), None)]) == counter.get_total_flops() - 12 * 32 * 3 * hidden
+
+
+def test_experts_that_compute_a_token_count():
+    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 5, "num_experts_per_tok": 2}
+    config = MixtralConfig(**sizes, attn_implementation="eager", experts_implementation="eager")
+    model = AutoModelForCausalLM.from_config(config)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.arange(64)[None], labels=torch.arange(64)[None]).loss.backward()
+    flops = ModelFlops.of(model, Heads.of(config), [None] * 2, config)
+    hidden, routers = 64 * 64 - 64 * 65 // 2, 2 * 6 * 32 * 5 * 64
+    expected = counter.get_total_flops() - 12 * 32 * 2 * hidden - routers
+    assert flops.of_step([TokenSequence(np.zeros(64), None)]) == expected
+    assert ModelFlops.of(model, Heads.of(config), [None] * 2).of_step([]) is None  # how many compute is not known
+
+
+def test_values_narrower_than_keys_count_by_their_width():
+    heads = Heads(q_heads=2, kv_heads=2, head_dim=6, hidden=0, intermediate=0, v_head_dim=4)
+    assert ModelFlops(0, heads, (None,)).of_step([TokenSequence(np.zeros(3), None)]) == 6 * 2 * (6 + 4) * 6
 
 
 @pytest.mark.parametrize("window", [None, 1, 7])

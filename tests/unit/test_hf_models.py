@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from transformers import (
     Starcoder2ForCausalLM,
     T5Config,
 )
+from transformers.integrations.neftune import neftune_post_forward_hook
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from burst_attention import Mask, burst_attention, make_plan
@@ -241,6 +243,31 @@ def test_random_values_of_parts_are_refused_in_training(name, setting):
         hf.check_config(model.config, training=False)
     with local_world(2, timeout=20) as ranks:
         ranks.run(lambda group: forward(model.eval(), make_plan(SEQLEN, group=group)) and None)
+
+
+def test_dropout_is_refused_over_ranks_and_where_layers_are_computed_again():
+    model, ids = make_model("llama"), torch.zeros(1, SEQLEN, dtype=torch.long)
+    model.model.layers[0].mlp.add_module("more", nn.Dropout(0.1))
+    refused = r"more \(Dropout\) has p=0\.1: dropout is not supported over ranks"
+    assert re.search(refused, over_ranks(lambda plan: forward(copy.deepcopy(model).train(), plan)))
+    found = over_ranks(
+        lambda plan: hf.parallelize(copy.deepcopy(model).train(), plan.transport.group)(input_ids=ids, labels=ids)
+    )
+    assert re.search(refused, found)
+    for memory in (hf.Memory(recompute="layer"), hf.Memory(mlp_chunks=2)):
+        alone = hf.parallelize(copy.deepcopy(model), memory=memory)
+        alone.eval()(input_ids=ids, labels=ids)
+        with pytest.raises(ValueError, match=refused):
+            alone.train()(input_ids=ids, labels=ids)
+    hf.parallelize(copy.deepcopy(model).train())(input_ids=ids, labels=ids)
+
+
+def test_the_noise_of_neftune_is_refused():
+    model = make_model("llama")
+    embeddings = model.get_input_embeddings()
+    embeddings.neftune_noise_alpha = 5.0
+    embeddings.register_forward_hook(neftune_post_forward_hook)
+    assert "adds the noise of NEFTune" in over_ranks(lambda plan: forward(model, plan))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from burst_attention import CallShape, burst_attention, make_plan
+from burst_attention import CallShape, Mask, burst_attention, make_plan
 from burst_attention.launch import local
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,3 +81,32 @@ def test_a_plan_explains_the_calls_that_it_was_made_for():
     with pytest.raises(TypeError, match=r"such as plan\.explain\(batch=1, q_heads=32"):
         make_plan(64).explain()
     assert make_plan(64, call=CallShape(**sizes)).explain() == make_plan(64).explain(batch=1, **sizes)
+
+
+def test_a_single_rank_goes_on_after_an_interrupted_call(monkeypatch):
+    plan, (q, k, v) = make_plan(8), torch.randn(3, 1, 2, 8, 4).unbind()
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("burst_attention.attention.sweep._Run.compute", interrupted)
+        burst_attention(q, k, v, plan)
+    assert torch.equal(plan.unshard(q, 2), q)
+
+
+def test_a_head_whose_sink_counts_for_nothing_is_a_head_without_a_sink():
+    plan = make_plan(8, mask=Mask(causal=False, blocks=torch.tensor([[True, True], [False, False]]).numpy(), block=4))
+    tensors = torch.randn(4, 1, 2, 8, 4, dtype=torch.float64)
+    results = []
+    for sinks in (None, torch.tensor([-torch.inf, 0.5], dtype=torch.float64)):
+        leaves = [x.clone().requires_grad_() for x in tensors[:3]] + ([] if sinks is None else [sinks.requires_grad_()])
+        out, lse = burst_attention(*leaves[:3], plan, sinks=sinks, return_lse=True)
+        results.append((out, lse, *torch.autograd.grad(out, leaves, tensors[3])))
+    plain, sunk = results
+    of_sinks = sunk[5]
+    for expected, found in zip(plain, sunk[:5], strict=True):
+        torch.testing.assert_close(found[:, 0], expected[:, 0], rtol=0, atol=1e-14)
+        assert not found[:, 1].isnan().any()
+    assert of_sinks[0] == 0 and of_sinks[1] != 0
+    assert torch.equal(sunk[0][:, :, 4:], torch.zeros(1, 2, 4, 4).double()) and plain[1][0, 0, 4] == -torch.inf

@@ -47,6 +47,11 @@ def test_a_million_tokens_on_32_ranks(capsys: Any) -> None:
     assert "every figure here is a prediction" in out
 
 
+def test_a_last_node_with_fewer_ranks_is_named(capsys: Any) -> None:
+    out = reported(capsys, "--model", "llama-3-8b", "--seq-len", "64K", "--ranks", "12")
+    assert "--nnodes 2 --nproc-per-node 8 " in out and "runs/mine  # on the last node: --nproc-per-node 4" in out
+
+
 def test_numbers_are_read_as_people_write_them(capsys: Any) -> None:
     assert "128K tokens" in reported(capsys, "--seq-len", "128K", "--ranks", "8")
     assert "1,000,000 tokens" in reported(capsys, "--seq-len=1000000", "--ranks", "8", "--window", "4K")

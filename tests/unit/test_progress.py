@@ -9,6 +9,7 @@ import pytest
 from burst_train.cli.eval import QUIET, EvaluationScreen
 from burst_train.run.curve import WIDTH, draw_losses, smooth
 from burst_train.step.evaluation import EngineResult
+from matplotlib.axes import Axes
 from rich.console import Console
 
 
@@ -46,8 +47,15 @@ def test_losses_are_smoothed_by_weights_that_fade():
     assert smooth(steps)[99 + round(200 * WIDTH)] == pytest.approx(1 - 1 / math.e, abs=0.03)
 
 
+def test_losses_of_a_resumed_run_stand_at_their_steps(tmp_path, monkeypatch):
+    drawn, plot = [], Axes.plot
+    monkeypatch.setattr(Axes, "plot", lambda self, *lines, **how: drawn.append(lines[0]) or plot(self, *lines, **how))
+    draw_losses({501 + n: 1.0 for n in range(60)}, None, tmp_path / "loss.png", measured={550: 1.0})
+    assert drawn == [list(range(501, 561))] * 2 + [[550]]
+
+
 def test_steps_without_a_loss_are_passed_over(tmp_path):
     losses = [math.nan] * 3 + [2.0] * 40 + [math.nan] * 7 + [2.0] * 10
     assert smooth(losses)[3:] == pytest.approx([2.0] * 57)
-    draw_losses(losses, None, tmp_path / "loss.png")
+    draw_losses(dict(enumerate(losses, 1)), None, tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")

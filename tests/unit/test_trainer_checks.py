@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import accelerate
 import pytest
+import torch
 import transformers
 from accelerate import Accelerator
 from transformers import Trainer, TrainingArguments
@@ -90,6 +93,24 @@ def test_memory_without_effect_is_refused(tmp_path):
     with pytest.raises(ValueError, match="needs contexts of more than one rank"):
         made(1, hf.Memory(recompute="layer"))
     with pytest.raises(ValueError, match="set gradient_checkpointing=False"):
-        trainer_checks.check_memory(
-            hf.Memory(recompute="layer"), TrainingArguments(str(tmp_path), gradient_checkpointing=True, use_cpu=True), 2
-        )
+        arguments = TrainingArguments(str(tmp_path), gradient_checkpointing=True, use_cpu=True)
+        trainer_checks.check_memory(hf.Memory(recompute="layer"), SimpleNamespace(args=arguments), 2)
+
+
+def test_losses_are_weighted_by_the_labels_that_they_average():
+    def counted(labels, kind=None):
+        config = SimpleNamespace(problem_type=kind)
+        return trainer_checks.counted(SimpleNamespace(_burst=SimpleNamespace(form=None), config=config), labels)
+
+    assert counted(torch.tensor([[1, -100, 2, 0], [3, -100, -100, -100]])) == 4  # of tokens
+    assert counted(torch.tensor([1, -100, 2]), "single_label_classification") == 2
+    assert counted(torch.ones(3, 5), "multi_label_classification") == counted(torch.ones(3), "regression") == 3
+
+
+def test_recomputation_that_a_trainer_would_switch_off_is_refused():
+    trainer = SimpleNamespace(args=SimpleNamespace(gradient_checkpointing=False))
+    trainer_checks.check_memory(hf.Memory(recompute="layer"), trainer, 2)
+    trainer.ref_model = None
+    with pytest.raises(ValueError, match="leave recompute out, and set gradient_checkpointing=True"):
+        trainer_checks.check_memory(hf.Memory(recompute="layer"), trainer, 2)
+    trainer_checks.check_memory(hf.Memory(mlp_chunks=2), trainer, 2)

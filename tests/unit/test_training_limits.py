@@ -9,6 +9,7 @@ import torch
 from burst_train.cli import preflight
 from burst_train.data.tokenizer import ByteTokenizer
 from burst_train.memory import MemoryConfig, check_fits, free_memory
+from burst_train.step.evaluation import EvalConfig
 from burst_train.step.export import saved_dtype
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -133,6 +134,15 @@ def test_another_models_tokenizer_is_refused(started, folder, tmp_path, capsys):
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 258 + 1024}))  # padded
     assert started(*flags, "--tokenizer", "other")[0] == 0
     assert "tokenizer other," in capsys.readouterr().out
+
+
+def test_evaluation_refuses_another_models_tokenizer(folder, tmp_path):
+    ByteTokenizer().save(tmp_path / "other")
+    (tmp_path / "text.txt").write_text("0123456789" * 50)
+    own = {"model": str(folder), "data": str(tmp_path / "text.txt"), "seq_len": 40}
+    with pytest.raises(ValueError, match=r"has 258 ids, but --model .* so its ids mean other tokens"):
+        preflight.check_evaluation(EvalConfig(**own, tokenizer=str(tmp_path / "other")), 1)
+    preflight.check_evaluation(EvalConfig(**own, tokenizer="bytes"), 1)
 
 
 def test_weights_are_saved_in_the_dtype_of_the_model_or_in_that_which_is_asked_for():

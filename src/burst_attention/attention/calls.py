@@ -131,7 +131,8 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, 
     if sinks is None:
         return out, lse
     total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-    out *= torch.exp(lse - total).unsqueeze(-1)
+    # Without a key and with a sink of -inf, both are -inf and their difference is NaN.
+    out *= torch.exp(lse - total).masked_fill_(lse == -torch.inf, 0).unsqueeze(-1)
     return out, total
 
 
@@ -140,7 +141,7 @@ def sink_gradient(lse: Tensor, delta: Tensor, sinks: Tensor) -> Tensor:
 
     The sink's value is zero, so dP is zero, and dS = P (dP - D).
     """
-    part = torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta
+    part = torch.exp(sinks.to(lse.dtype)[:, None] - lse).masked_fill_(lse == -torch.inf, 0) * delta
     return -part.sum((0, 2)).to(sinks.dtype)
 
 

@@ -120,8 +120,11 @@ def known_rates(rates: RatesGiven, *, on_gpus: bool, world: int | None = None) -
         return given
     if rates is not None:
         return preset(rates)
-    path = user_file()
-    if not path.is_file():
+    try:
+        if not (path := user_file()).is_file():
+            return None
+    except (OSError, RuntimeError) as error:  # this user may not look there, or has no home folder
+        warnings.warn(f"no rates of burst calibrate are used: {error}; set XDG_CONFIG_HOME to a folder", stacklevel=2)
         return None
     found = read_rates(path)
     if why := _misfit(found, world, on_gpus):

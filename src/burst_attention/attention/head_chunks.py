@@ -11,6 +11,7 @@ Source: UPipe (arXiv 2602.21196) computes the heads of Ulysses in such chunks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ from .passes import Pass, Tensors
 from .plan import Plan
 from .sweep import sweeps
 
+BACKWARD = "the backward of burst_attention"
 Stretches = tuple[tuple[int, int], ...]  # (first row, row behind the last) of a weight; empty: all rows
 
 
@@ -95,7 +97,7 @@ class _HeadChunks(torch.autograd.Function):
         return linear(out.flatten(2), *output) if output else out
 
     @staticmethod
-    @differentiable_once("attention in chunks of heads")
+    @differentiable_once("attention in chunks of heads", entering=lambda ctx: ctx.call.entering(BACKWARD))
     def backward(ctx: Any, saved: list[Tensor], grad: Tensor) -> tuple[Any, ...]:
         call, wanted = ctx.call, ctx.needs_input_grad[1:]
         hidden, lse, out = saved[0], saved[2], [saved.pop(1)]
@@ -120,6 +122,10 @@ class _Call:
         self._plan: Plan | None = None
         self._degree, self._settled = 1, Settled(0, 0.0, "", "", 0, False, None)  # of all chunks
 
+    def entering(self, name: str, chunk: int = 0) -> AbstractContextManager[None]:
+        """Guard what precedes the agreement, which is the first chunk's. Sweeps run later ones, and mark the group."""
+        return nullcontext() if chunk or self._plan is None else self._plan.agreement.entering(name)
+
     def _run(self, hidden: Tensor, chunk: int, parts: Sequence[Tensor], tokens: slice | None = None) -> HeadCall:
         device, dtype, enabled = self._autocast
         with torch.autocast(device, dtype, enabled=enabled):
@@ -142,7 +148,7 @@ class _Call:
         def prepared(n: int) -> tuple[Program, Pass]:
             call = first.pop() if first else self._run(hidden, n, self._parts(weights, n))
             sinks.append(call.sinks)
-            return self._prepared(call, wanted, agree=n == 0)
+            return self._prepared(call, wanted, n)
 
         passes = (prepared(n) for n in range(chunks))  # holds no chunk's q, k and v
         for chunk, sums in enumerate(self._swept(passes)):
@@ -158,10 +164,10 @@ class _Call:
         assert self._plan is not None
         return self._projection.sweeps(passes, self._plan.transport, self._plan.indices)
 
-    def _prepared(self, call: HeadCall, wanted: bool, *, agree: bool) -> tuple[Program, Pass]:
+    def _prepared(self, call: HeadCall, wanted: bool, chunk: int) -> tuple[Program, Pass]:
         """Check a chunk's call. The first one agrees with the other ranks on all chunks."""
         q, k, v, plan = call.q, call.k, call.v, call.plan
-        with plan.agreement.entering("burst_attention"):
+        with self.entering("burst_attention", chunk):
             scale, cap = check_types(q, k, v, call.scale, call.kernel, softcap=call.softcap, sinks=call.sinks)
             self._degree, _ = split_heads(q, k, v, plan)
             program, work, resolved = prepare_forward(
@@ -169,7 +175,7 @@ class _Call:
             )
             fields = shared_fields(q, k, v, resolved, [wanted] * 4, call.sinks)
             fields["chunks of heads"] = self._projection.chunks
-        if agree:
+        if chunk == 0:
             plan.agreement.agree("burst_attention", fields)
             plan.usage.note_call()
             self._settled = Settled.of(plan.transport.health.next_call(), resolved)
@@ -191,21 +197,22 @@ class _Call:
             return part.unflatten(-1, (heads, -1)).transpose(1, 2).to(dtype)
 
         of_chunks = (out[:, :, n * heads : (n + 1) * heads].transpose(1, 2) for n in range(chunks))
-        delta = torch.cat([row_delta(dout(n), part, None, lse.dtype) for n, part in enumerate(of_chunks)], 1)
+        with self.entering(BACKWARD):
+            delta = torch.cat([row_delta(dout(n), part, None, lse.dtype) for n, part in enumerate(of_chunks)], 1)
         del out, of_chunks
 
         def passes() -> Iterator[tuple[Program, Pass]]:
             for n in range(chunks):
-                at, name = slice(n * heads, (n + 1) * heads), "the backward of burst_attention"
+                at = slice(n * heads, (n + 1) * heads)
                 call = self._run(hidden, n, self._parts(weights, n))
-                with call.plan.agreement.entering(name):
+                with self.entering(BACKWARD, n):
                     tensors, stats = (dout(n), call.q, call.k, call.v), (lse[:, at], delta[:, at])
                     kv_heads = call.k.shape[1]
                     prepared = prepare_backward(
                         *tensors, stats, call.plan, self._settled, heads=self._degree, kv_heads=kv_heads
                     )
                 if n == 0:
-                    call.plan.agreement.agree(name, {"call number": self._settled.number})
+                    call.plan.agreement.agree(BACKWARD, {"call number": self._settled.number})
                 of_sinks.append(None if call.sinks is None else sink_gradient(*stats, call.sinks))
                 del call, tensors, stats
                 yield prepared

@@ -298,7 +298,7 @@ class Kept:
         """Return the rates that rank 0 kept, on every rank; None without a file that can be read."""
         found = None
         if self.agreement.transport.rank == 0:
-            with self.agreement.entering("make_plan"), contextlib.suppress(ValueError):
+            with self.agreement.entering("make_plan"), contextlib.suppress(ValueError, RuntimeError):  # no home folder
                 found = read_rates(measured_file(self.name)).as_dict(most=MOST_SOURCE)
         found = self.agreement.agree("make_plan", {}, {"kept": found})[0]["kept"]
         return None if found is None else Rates.from_dict(found)
@@ -308,11 +308,11 @@ class Kept:
         said = ""
         if self.agreement.transport.rank == 0:
             with self.agreement.entering("make_plan"):
-                path = measured_file(self.name)
-                said = _plain(f"{rates.source}, kept in {path}; the rest: {rest}")
                 try:
+                    path = measured_file(self.name)
+                    said = _plain(f"{rates.source}, kept in {path}; the rest: {rest}")
                     write_rates(replace(rates, source=said), path)
-                except (OSError, ValueError) as error:
+                except (OSError, ValueError, RuntimeError) as error:
                     said = _plain(f"{rates.source}, not kept ({error}); the rest: {rest}")
         said = self.agreement.agree("make_plan", {}, {"source": said})[0]["source"]
         return replace(rates, source=said)

@@ -5,8 +5,8 @@
 Names, arguments, argument order and token layouts are that package's. ``q`` is [B, S_local, Hq, D], ``k``
 and ``v`` [B, S_local, Hkv, D] (packed: ``kv`` [B, S_local, 2, Hkv, D], ``qkv`` [B, S_local, 3, H, D]); the ``varlen``
 functions take [local tokens, ...], without B. All take flash-attn's options after their tensors, see
-:class:`burst_attention.compat.call.Options`. Dropout and ALiBi are refused. ``window_size`` must be causal. ``causal``
-defaults to False. Each rank holds:
+:class:`burst_attention.compat.call.Options`. Dropout and ALiBi are refused. ``window_size`` must be
+causal or have equal sides. ``causal`` defaults to False. Each rank holds:
 
 ========================  ====================================================================================
 ``ring_``                 a consecutive part of the sequence, in rank order

@@ -13,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 def shard_weights(model: Any, mesh: DeviceMesh) -> None:
     """Shard a parallelized model by FSDP2 in place: each layer, then what is left. Every rank must call it.
 
-    A rank then holds 1/W of the layers. While it computes, it also holds one or two whole layers, the embeddings and
+    A rank then holds 1/W of every weight. While it computes, it also holds one or two whole layers, the embeddings and
     the head. An allocator may keep that memory afterwards.
 
     Args:

@@ -7,6 +7,7 @@ from a zero state. A scan over the runs of each document then gives the state be
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -175,9 +176,13 @@ class _Exchange:
     agreement: Agreement
     number: int
 
+    def entering(self) -> AbstractContextManager[None]:
+        """Guard what precedes :meth:`agree_on_backward`."""
+        return self.agreement.entering(f"the backward of {self.name}")
+
     def agree_on_backward(self, *grads: Tensor) -> None:
         name = f"the backward of {self.name}"
-        with self.agreement.entering(name):
+        with self.entering():
             check_transforms(name, **{f"gradient {n}": grad for n, grad in enumerate(grads)})
             check_batches(name, *grads)
         self.agreement.agree(name, {"call number": self.number})
@@ -255,7 +260,7 @@ class _States(torch.autograd.Function):
         return *(states[n] for n in runs.takers), zero.new_zeros(0)
 
     @staticmethod
-    @differentiable_once("recurrent states")
+    @differentiable_once("recurrent states", entering=lambda ctx: ctx.scan.call.entering())
     def backward(ctx: Any, saved: list[Tensor], *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Scan the gradients from the last run to the first."""
         scan: _Scan = ctx.scan

@@ -148,10 +148,15 @@ def _long(page: Page | None) -> Line:
 
 def _minutes(pages: list[Page | None]) -> Line:
     what, target = "time to measure all tables with one command on 2 cores", "under 90 minutes"
-    whole = [page.raw.get("minutes") if page and "--" not in page.raw["command"] else None for page in pages]
-    if None in whole:
+    commands = {page.raw["command"] for page in pages if page}
+    minutes = [page.raw.get("minutes") if page else None for page in pages]
+    if None in minutes or len(commands) > 1 or any("--only" in x or "--quick" in x for x in commands):
         return Line(what, target)
-    return Line(what, target, f"{sum(whole):.0f} minutes", sum(whole) < 90, "the machine was slower than usual")
+    (command,), total = commands, sum(minutes)
+    options = command.removeprefix("burst bench paper").strip()  # --rounds, which makes a run shorter
+    measured = f"{total:.0f} minutes" + f" with {options}" * bool(options)
+    met = None if options and total < 90 else total < 90
+    return Line(what, target, measured, met, "the sizes were chosen on a faster machine")
 
 
 def _information(rows: list[Row]) -> str:

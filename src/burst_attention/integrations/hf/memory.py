@@ -162,7 +162,7 @@ class _Recomputing:
         copied = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
         # Inside a checkpoint, its own hooks handle saved tensors, so these hooks only see the inputs.
         with nullcontext() if self.copies is None else self.copies.hooks(*copied):
-            # Layers use no random numbers, because dropout is refused: the generator state need not be saved.
+            # parts.check_dropout refuses random numbers, so the generator state need not be saved.
             options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
             return checkpoint(run, *inputs, **options, context_fn=self.context)
 

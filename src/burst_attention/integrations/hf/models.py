@@ -182,6 +182,7 @@ class Watch:
             recurrent.check_converted(model)
             parts.check_hooks(model)
             parts.check_randomness(model)
+            parts.check_dropout(model)
             known = self._right[model] = model.training, parts.attention_configs(model)
         parts.check_implementations(model, known[1], self._names)
 

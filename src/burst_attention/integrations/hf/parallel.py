@@ -271,10 +271,12 @@ class _Context:
 
     def check_parts(self, model: Any) -> None:
         """Check adapters, hooks and attentions that were attached to the model since the last call."""
-        self.memory.check(vision.text_of(model))
+        body = vision.text_of(model)
+        self.memory.check(body)
+        if self.plans.base.world > 1 or self.memory != Memory():
+            parts.check_dropout(body)
         if self.plans.base.world == 1:
             return
-        body = vision.text_of(model)
         parts.check_hooks(body)
         parts.check_randomness(body)  # a rate may be set, and a part may change its mode, without a new class
         vision.check_tower(model)

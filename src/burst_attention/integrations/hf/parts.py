@@ -160,12 +160,17 @@ def check_hooks(model: nn.Module, *, root: bool = True) -> None:
                     "the tokens; remove it, or register it on the whole model. If it treats each token independently, "
                     "register hf.token_wise(hook) instead"
                 )
+            if _origin(hook) == "transformers.integrations.neftune":
+                raise ValueError(
+                    f"{_shown(name, module)} adds the noise of NEFTune, which each rank would scale by the length of "
+                    "its shard; set neftune_noise_alpha to None"
+                )
 
 
 def check_randomness(model: nn.Module) -> None:
     """Refuse parts in training mode that draw random values.
 
-    ``nn.Dropout`` is allowed. :func:`~.checks.check_keywords` refuses attention dropout.
+    :func:`check_dropout` refuses ``nn.Dropout``, and :func:`~.checks.check_keywords` attention dropout.
     """
     for name, module in model.named_modules():
         if not module.training:
@@ -182,6 +187,20 @@ def check_randomness(model: nn.Module) -> None:
                     f"{_shown(name, module)} has {setting}={value}, so it draws random values, different on each rank; "
                     f"set {setting} to 0, or call eval()"
                 )
+
+
+def check_dropout(model: nn.Module) -> None:
+    """Refuse ``nn.Dropout`` in training mode.
+
+    Ranks with equal seeds would draw the same values for different tokens. A layer that is computed again would draw
+    other values than before.
+    """
+    for name, module in model.named_modules():
+        if module.training and isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            raise ValueError(
+                f"{_shown(name, module)} has p={module.p}: dropout is not supported over ranks, nor where layers are "
+                "computed again; set it to 0, or call eval()"
+            )
 
 
 def check_attention_is_ours(model: nn.Module) -> None:

@@ -88,7 +88,7 @@ class BurstMixin(OneGeneration):
         trainer: Any = self
         check_settings(trainer)
         if memory is not None:
-            check_memory(memory, trainer.args, self._context_size)
+            check_memory(memory, trainer, self._context_size)
         if self._context_size == 1:
             return
         if hasattr(trainer, "num_generations"):

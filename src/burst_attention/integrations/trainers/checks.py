@@ -100,6 +100,10 @@ def check_settings(trainer: Any) -> None:
         "split_batches": (args.accelerator_config.split_batches, "splits batches by rank; leave it out"),
         "eval_use_gather_object": (args.eval_use_gather_object, "gathers from each rank; leave it out"),
         "use_vllm": (getattr(args, "use_vllm", False), "generates by rank; leave it out to let transformers generate"),
+        "use_transformers_continuous_batching": (
+            getattr(args, "use_transformers_continuous_batching", False),
+            "runs the model in a thread, with another attention; leave it out",
+        ),
         "cast_lm_head_to_fp32": (getattr(args, "cast_lm_head_to_fp32", False), "is not supported; leave it out"),
         "deepspeed": (trainer.is_deepspeed_enabled, "is not supported; use DDP, or FSDP2 (fsdp=True)"),
     }
@@ -127,7 +131,8 @@ def counted(model: Any, labels: torch.Tensor) -> int:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if base._burst.form is not None:  # the next tokens'
         return int((labels[:, 1:] != IGNORED).sum())
-    if base.config.problem_type == "single_label_classification":
+    of_tokens = labels.dim() == 2 and not labels.is_floating_point()
+    if of_tokens or base.config.problem_type == "single_label_classification":
         return int((labels != IGNORED).sum())
     return len(labels)
 
@@ -169,12 +174,19 @@ def without_context(config: ParallelismConfig) -> ParallelismConfig:
     )
 
 
-def check_memory(memory: Any, args: Any, context_size: int | None) -> None:
-    """Raise ValueError if ``BurstMixin(memory=...)`` would have no effect, or would recompute layers twice."""
+def check_memory(memory: Any, trainer: Any, context_size: int | None) -> None:
+    """Raise ValueError if ``BurstMixin(memory=...)`` would have no effect, or the trainer changes recomputation too."""
     if context_size == 1:
         raise ValueError("memory=... needs contexts of more than one rank; raise context_size, or leave memory out")
-    if getattr(memory, "recompute", "none") != "none" and args.gradient_checkpointing:
+    if getattr(memory, "recompute", "none") == "none":
+        return
+    if trainer.args.gradient_checkpointing:
         raise ValueError(
             f"gradient_checkpointing=True would replace memory={memory!r}; set gradient_checkpointing=False in the "
             "training arguments"
+        )
+    if hasattr(trainer, "ref_model"):  # TRL's trainers with a reference switch checkpointing off and on
+        raise ValueError(
+            f"memory={memory!r} recomputes layers, which {type(trainer).__name__} would switch off for its reference "
+            "model; leave recompute out, and set gradient_checkpointing=True in the training arguments"
         )

@@ -115,14 +115,17 @@ class Tuner:
     @property
     def path(self) -> Path:
         """The file of cached sizes."""
-        folder = self.folder or Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "burst-attention"
+        folder = self.folder
+        if folder is None:
+            given = os.environ.get("XDG_CACHE_HOME")
+            folder = (Path(given) if given else Path.home() / ".cache") / "burst-attention"
         return folder / "triton-sizes.json"
 
     def read(self) -> dict[str, Sizes]:
         """Read the cached sizes; return an empty dict if the file is missing or invalid."""
         try:
             return {key: Sizes(**sizes) for key, sizes in json.loads(self.path.read_text()).items()}
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError, AttributeError, RuntimeError):  # RuntimeError: no home folder
             return {}
 
     def write(self) -> None:
@@ -133,7 +136,7 @@ class Tuner:
             with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False) as file:
                 json.dump(content, file, indent=1)
             os.replace(file.name, self.path)
-        except OSError:
+        except (OSError, RuntimeError):
             pass  # without a cache file, the next process measures again
 
 

@@ -183,12 +183,14 @@ def assumptions(request: ForecastRequest, found: list[Forecast]) -> Iterator[str
 
 
 def command(request: ForecastRequest, flags: str) -> str:
-    """Return the shell command that runs ``burst train`` with these flags."""
+    """Return the shell command that runs ``burst train`` with these flags. A comment says if a last node has fewer."""
     cluster = request.cluster
     nodes, ranks = cluster.nodes, min(cluster.ranks, cluster.per_node)
     meet = " --rdzv-backend c10d --rdzv-endpoint HOST:29400" if nodes > 1 else ""
     start = f"torchrun --nnodes {nodes} --nproc-per-node {ranks}{meet} -m burst_attention.cli train"
-    return f"{start} {flags} --data DATA --out runs/mine"
+    last = cluster.ranks - (nodes - 1) * ranks
+    fewer = f"  # on the last node: --nproc-per-node {last}" if last != ranks else ""
+    return f"{start} {flags} --data DATA --out runs/mine{fewer}"
 
 
 def _of_a_model(request: ForecastRequest) -> Iterator[str]:

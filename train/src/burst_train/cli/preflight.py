@@ -143,7 +143,9 @@ def check_evaluation(config: EvalConfig, world: int) -> None:
 
     loaded = _load(config.model, training=False)
     reader, tokenizer = open_sequences(config.as_training)
-    heads = Heads.of(model_config(config.model, tokenizer, config.seq_len, training=False, loaded=loaded))
+    named = config.as_training.data.tokenizer
+    asked = model_config(config.model, tokenizer, config.seq_len, training=False, loaded=loaded, named=named)
+    heads = Heads.of(asked)
     first = next(reader.held_out(), None)
     if first is None or not first.valid_tokens:
         raise nothing_to_evaluate(config)

@@ -2,10 +2,11 @@
 
 Per token: six operations for each parameter that multiplies it, two in the forward and four in the backward. These
 parameters are the matrices of linear layers. The head counts, tied or not; the embedding is a lookup and does not. A
-frozen matrix takes four, because its own gradient is not computed.
+frozen matrix takes four, because its own gradient is not computed. Of a mixture's experts, only those that compute a
+token count. Routers are not counted.
 
-Attention, per head, layer and unmasked (query, key) pair: 12 x head_dim. That is one product for the score and one for
-the value, four operations per element in the forward and eight in the backward.
+Attention, per head, layer and unmasked (query, key) pair: 6 x (head_dim + v_head_dim). That is one product for the
+score and one for the value, two operations per element of each in the forward and four in the backward.
 
 Recomputation, in a kernel or by ``--remat``, does not count: these are the model's operations, not the hardware's.
 """
@@ -14,9 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from burst_attention.attention.batch import Reach, mask_of
 from burst_attention.plan.band import band_area
@@ -35,6 +37,8 @@ PEAKS = {
     "A100": 312e12,
     "L40S": 362e12,
 }
+# Names that configurations of transformers have for the number of experts that compute a token.
+USED_EXPERTS = ("num_experts_per_tok", "moe_topk", "moe_top_k", "num_experts_per_token", "top_k_experts")
 
 
 @dataclass(frozen=True)
@@ -42,31 +46,52 @@ class ModelFlops:
     """Floating-point operations of one model.
 
     Attributes:
-        per_token: operations of linear layers per token.
+        per_token: operations of linear layers and experts per token; None: the model does not say how many experts
+            compute a token.
         heads: head counts and dimensions.
         windows: what each attention sees: a sliding window, a chunk, or None for everything before.
     """
 
-    per_token: int
+    per_token: int | None
     heads: Heads
     windows: tuple[Reach, ...]
 
     @classmethod
-    def of(cls, model: nn.Module, heads: Heads, windows: Iterable[Reach]) -> ModelFlops:
-        """Build it from a transformers model, with or without sharded parameters."""
-        linear = (module for module in model.modules() if isinstance(module, nn.Linear))
-        each = (module.weight.numel() * (6 if module.weight.requires_grad else 4) for module in linear)
-        return cls(sum(each), heads, tuple(windows))
+    def of(cls, model: nn.Module, heads: Heads, windows: Iterable[Reach], config: Any = None) -> ModelFlops:
+        """Build it from a transformers model, with or without sharded parameters, and its configuration."""
+        linear = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+        per_token = sum(map(_operations, linear))
+        experts = [weight for module in model.modules() for weight in _experts_of(module)]
+        text = config and config.get_text_config(decoder=True)
+        used = next((n for name in USED_EXPERTS if isinstance(n := getattr(text, name, None), int)), None)
+        if experts and used is None:
+            return cls(None, heads, tuple(windows))
+        per_token += sum(_operations(weight) * used // weight.shape[0] for weight in experts if used is not None)
+        return cls(per_token, heads, tuple(windows))
 
-    def of_step(self, sequences: Sequence[TokenSequence]) -> int:
-        """Return the operations of a forward and a backward over the sequences."""
+    def of_step(self, sequences: Sequence[TokenSequence]) -> int | None:
+        """Return the operations of a forward and a backward over the sequences; None if they are not known."""
+        if self.per_token is None:
+            return None
         tokens = sum(len(sequence.tokens) for sequence in sequences)
         pairs = sum(
             seen_pairs(len(sequence.tokens), window, sequence.cu_seqlens) * self.windows.count(window)
             for sequence in sequences
             for window in set(self.windows)
         )
-        return self.per_token * tokens + 12 * self.heads.q_heads * self.heads.head_dim * pairs
+        heads = self.heads
+        per_pair = 6 * heads.q_heads * (heads.head_dim + (heads.v_head_dim or heads.head_dim))
+        return self.per_token * tokens + per_pair * pairs
+
+
+def _operations(weight: Tensor) -> int:
+    return weight.numel() * (6 if weight.requires_grad else 4)
+
+
+def _experts_of(module: nn.Module) -> list[nn.Parameter]:
+    """Return the matrices of a module of experts, [experts, rows, columns]. Convolutions have three dimensions too."""
+    convolution = isinstance(module, nn.modules.conv._ConvNd)
+    return [] if convolution else [weight for weight in module.parameters(recurse=False) if weight.ndim == 3]
 
 
 def seen_pairs(length: int, window: Reach, cu_seqlens: Sequence[int] | None) -> int:

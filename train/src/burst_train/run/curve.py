@@ -27,11 +27,12 @@ def smooth(losses: Sequence[float]) -> list[float]:
 
 
 def draw_losses(
-    losses: Sequence[float], held_out: float | None, path: Path, *, measured: Mapping[int, float] | None = None
+    losses: Mapping[int, float], held_out: float | None, path: Path, *, measured: Mapping[int, float] | None = None
 ) -> None:
     """Draw a PNG of every step's loss and their moving average.
 
     Args:
+        losses: by step; those of a resumed run may begin later.
         held_out: final held-out loss, drawn as a horizontal line; None: not measured.
         measured: held-out losses during the run, by step.
     """
@@ -39,12 +40,12 @@ def draw_losses(
 
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = figure.subplots()
-    steps, smoothed = range(1, len(losses) + 1), smooth(losses)
+    smoothed = smooth(list(losses.values()))
     marker, alpha = "." if len(losses) < 3 else "", 0.35 if smoothed else 1.0
-    axes.plot(steps, losses, label="training", color="tab:blue", marker=marker, alpha=alpha)
+    axes.plot(list(losses), list(losses.values()), label="training", color="tab:blue", marker=marker, alpha=alpha)
     if smoothed:
         label = f"training, mean over about {round(len(losses) * WIDTH)} steps"
-        axes.plot(steps, smoothed, color="tab:blue", label=label)
+        axes.plot(list(losses), smoothed, color="tab:blue", label=label)
     if measured:
         axes.plot(list(measured), list(measured.values()), color="tab:orange", marker="o", label="held out, by step")
     if held_out is not None:

@@ -45,8 +45,9 @@ class StepRecord:
         bytes_sent: bytes that rank 0's attention sent in this step; None for engines that use uncounted collectives.
         bytes_predicted: the engine's prediction of ``bytes_sent``.
         held_out_loss: held-out loss after the update; None if ``--eval-every`` skips this step.
-        flops: the model's own operations in this step, over all ranks (:mod:`.flops`).
-        mfu: their share of the peak of all ranks' devices; None if the peak is unknown.
+        flops: the model's own operations in this step, over all ranks (:mod:`.flops`); None if
+            they are unknown.
+        mfu: their share of the peak of all ranks' devices; None if one of the two is unknown.
         exchange_seconds: seconds that rank 0 waited in attention exchanges and in the agreements before them; None
             for engines that use uncounted collectives. On CUDA, only waits of the host count, not of the stream.
         left_out: why the update was left out; None if it was applied.
@@ -63,7 +64,7 @@ class StepRecord:
     bytes_sent: int | None
     bytes_predicted: int
     held_out_loss: float | None = None
-    flops: int = 0
+    flops: int | None = 0
     mfu: float | None = None
     exchange_seconds: float | None = None
     left_out: str | None = None
@@ -226,7 +227,7 @@ class RunFolder:
     def __init__(self, out: str) -> None:
         self.path, self.marker, self.tell = Path(out), RunFolderLock(Path(out)), self.note
         self._waiting, self._failed = b"", set[str]()  # metrics not yet on disk; files that could not be written
-        self._losses: list[float] = []
+        self._losses: dict[int, float] = {}  # by step
         self._held_out: dict[int, float] = {}  # by step
 
     def start(self, config: TrainConfig, parameters: int, done: int) -> None:
@@ -244,7 +245,7 @@ class RunFolder:
         reusable = replace(config, run=replace(config.run, overwrite=False, resume=None, profile=None))
         (self.path / CONFIG).write_text(write_toml(reusable), "utf-8")
         (self.path / METRICS).write_text("".join(kept), "utf-8")
-        self._losses = [math.nan if line.loss is None else line.loss for line in kept.values()]
+        self._losses = {line.step: math.nan if line.loss is None else line.loss for line in kept.values()}
         self._held_out = {line.step: line.held_out_loss for line in kept.values() if line.held_out_loss is not None}
         self._lines = (self.path / METRICS).open("ab", buffering=0)  # unbuffered: write returns what the disk took
         earlier = set(self.path.glob(f"{EVENTS}/*"))
@@ -263,7 +264,7 @@ class RunFolder:
 
     def step(self, record: StepRecord) -> None:
         """Record one step in the metrics and in TensorBoard."""
-        self._losses.append(record.loss)
+        self._losses[record.step] = record.loss
         self._waiting += (json.dumps(without_nan(asdict(record))) + "\n").encode()
         for name in ("loss", "lr", "grad_norm", "tokens_per_second", "mfu", "exchange_seconds"):
             if (value := getattr(record, name)) is not None:
@@ -293,7 +294,7 @@ class RunFolder:
 
     def note(self, text: str) -> None:
         """Write a note to TensorBoard."""
-        self._try(EVENTS, lambda: self._events.add_text("notes", text, len(self._losses)))
+        self._try(EVENTS, lambda: self._events.add_text("notes", text, max(self._losses, default=0)))
 
     def interrupt(self, interrupted: InterruptedRunError) -> None:
         """Write waiting metrics and close the files."""

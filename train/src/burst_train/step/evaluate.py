@@ -132,7 +132,9 @@ class _Evaluator:
             raise nothing_to_evaluate(config)
         self.length = len(self.sequences[0].tokens)
         self.dtype = config.as_training.model.compute_dtype(context.device.type)
-        self.model_config = model_config(config.model, tokenizer, config.seq_len, training=False)
+        self.model_config = model_config(
+            config.model, tokenizer, config.seq_len, training=False, named=config.as_training.data.tokenizer
+        )
         self.windows = windows_of(self.model_config)
         self.reference: dict[int, Tensor] | None = None
 

@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 from burst_attention.attention.batch import Plans
 from burst_attention.comm.link import connect, resolve_group
 from burst_attention.integrations import hf
+from burst_attention.integrations.hf.parts import check_dropout
 from burst_attention.integrations.hf.stub_forward import body_of
 from burst_attention.launch.mesh import CONTEXT
 from burst_attention.loss import Head, next_token_loss, next_token_nll
@@ -114,7 +115,8 @@ def load_config(model: str, *, training: bool = True, layout: str = "auto") -> P
 
     Raises:
         ValueError: it can't be loaded; or ranks can't share the model
-            (:func:`burst_attention.integrations.hf.check_config`); or FSDP2 can't shard it; or its router adds a loss.
+            (:func:`burst_attention.integrations.hf.check_config`); or it has dropout; or FSDP2 can't shard it; or its
+            router adds a loss.
     """
     if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
         raise ValueError(f"--model {model!r}: the folder holds no config.json")
@@ -127,6 +129,7 @@ def load_config(model: str, *, training: bool = True, layout: str = "auto") -> P
     try:
         hf.check_config(config, training=training, layout=layout)
         _check_parts(config)
+        check_dropout(build_empty(config).train(training))
     except ValueError as error:
         raise ValueError(f"--model {model!r}: {error}") from error
     return config.get_text_config(decoder=True) if _is_of_text_alone(config) else config
@@ -243,7 +246,7 @@ def build_model(
     torch.manual_seed(seed)
     with torch.device("cpu" if first else "meta"):
         if first and name not in PRESETS:
-            model = _load_weights(name, master)
+            model = _load_weights(name, config, master)
         else:
             # Initialized in fp32 for every dtype, so that an fp64 run starts from the same weights.
             model = AutoModelForCausalLM.from_config(config, attn_implementation=hf.NAME, dtype=torch.float32)
@@ -270,7 +273,7 @@ def build_model(
     return wrapper
 
 
-def _load_weights(name: str, dtype: torch.dtype) -> PreTrainedModel:
+def _load_weights(name: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         name, attn_implementation=hf.NAME, dtype=dtype, output_loading_info=True
     )
@@ -279,4 +282,6 @@ def _load_weights(name: str, dtype: torch.dtype) -> PreTrainedModel:
         raise ValueError(
             f"--model {name!r} has no weights for {', '.join(sorted(report['missing_keys']))}; they would be random"
         )
+    if getattr(model.config, "max_position_embeddings", None) is not None:  # --max-positions may have raised it
+        model.config.max_position_embeddings = config.max_position_embeddings
     return model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from burst_attention import Plan
 from burst_attention.attention.batch import Plans
+from burst_attention.comm.link import connect, resolve_group
 from burst_attention.launch.join import RankContext
 from burst_attention.planner.rates import Rates
 
@@ -55,6 +56,9 @@ class Trainer:
         self.heads = Heads.of(self.model_config)
         self.rates: Rates | None = None  # a resumed run's; None: this user's, or measured
         self.plan = self._make_plan(config.micro_batch[1])
+        # Of several groups; the ranks of one compare by their plan.
+        several, timeout = config.parallel.data_parallel > 1, config.parallel.timeout
+        self._everyone = connect(resolve_group(context.everyone), timeout)[1] if several else None
         self.model = build_model(
             config.model.model,
             self.model_config,
@@ -66,7 +70,7 @@ class Trainer:
             memory=config.memory,
             lora=config.model.lora,
         )
-        self.flops = ModelFlops.of(self.model, self.heads, self.windows)
+        self.flops = ModelFlops.of(self.model, self.heads, self.windows, self.model_config)
         self.peak = peak_of(context.device, self.dtype, config.parallel.peak_tflops)
         self.optimizer = make_optimizer(self.model, config)
         self.schedule = make_schedule(self.optimizer, config)
@@ -132,7 +136,7 @@ class Trainer:
             bytes_sent=self.plan.transport.sent - sent if self.engine.posts else None,
             bytes_predicted=predicted,
             flops=flops,
-            mfu=self._mfu(flops, seconds),
+            mfu=self._mfu([flops], seconds),
             exchange_seconds=self._waited() - waited if self.engine.posts else None,
             left_out=left_out,
             spike=self._spikes.multiple(loss),
@@ -142,8 +146,11 @@ class Trainer:
         """Seconds that this rank waited in attention exchanges and their agreements."""
         return self.plan.transport.waited + self.plan.agreement.transport.waited
 
-    def _mfu(self, flops: int, seconds: float) -> float | None:
-        return flops / seconds / (self.peak * self.context.world) if self.peak else None
+    def _mfu(self, flops: Sequence[int | None], seconds: float) -> float | None:
+        known = [n for n in flops if n is not None]
+        if not self.peak or len(known) < len(flops):
+            return None
+        return sum(known) / seconds / (self.peak * self.context.world)
 
     @property
     def tokens_per_step(self) -> int:
@@ -268,7 +275,7 @@ class Trainer:
             held_out_loss=held_out_loss,
             held_out_tokens=held_out_tokens,
             tokens_per_second=len(records) * self.tokens_per_step / durations[0] if records else None,
-            mfu=self._mfu(sum(record.flops for record in records), durations[0]) if records else None,
+            mfu=self._mfu([record.flops for record in records], durations[0]) if records else None,
             exchange_seconds=waited_by_rank,
             skipped_files=self.reader.corpus.skipped,
             peak_memory=peak_memory,
@@ -277,9 +284,9 @@ class Trainer:
         )
 
     def _agree_on(self, sequences: list[TokenSequence]) -> None:
-        """Raise DisagreementError if ranks of a group read different tokens."""
+        """Raise DisagreementError if ranks read different tokens, in a group or in several."""
         record = {"digest of tokens and borders": digest_of(sequences)}
-        self.plan.agreement.agree("the sequences to train on", record)
+        (self._everyone or self.plan.agreement).agree("the sequences to train on", record)
 
     def plan_by(self, rates: Rates) -> None:
         """Plan again, by these rates. Every rank must call it."""
