@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from burst_bench.paper.pages import draw
+from burst_bench.texts import bytes_text
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
@@ -83,9 +84,11 @@ def test_usp_the_published_and_what_was_planned_are_drawn_where_they_were_measur
     assert f"| against USP, `usp:ulysses_degree=4`: 8 nodes as a mesh | | {ulysses} |" in index
     assert "| against itself as published: whole heads, zigzag, whatever the links | | 1.00x and 1.00x |" in index
     assert "| burst | 32,768 | as planned: zigzag, circulate='query', ulysses_degree=8 | - |" in bytes_page
-    assert "| burst:published | 32,768 | 5 * 3/4 n (W - 1) b | 55.1 MB |" in bytes_page
-    # 8 n 3 / 4 and, of a ring of two, 4 n, in bf16; 2 n in fp32: with n = 4,096 x 256
-    assert f"U = 4 | {(6 * 2 + 4 * 2 + 2 * 4) * 4096 * 256 / 1e6:.1f} MB |" in bytes_page
+    n = 4096 * 256
+    size = {"bfloat16": 2, "float32": 4}[raw["results"]["setting"]["dtype"]]
+    assert f"| burst:published | 32,768 | 5 * 3/4 n (W - 1) b | {bytes_text(3.75 * n * 7 * size)} |" in bytes_page
+    # 8 n 3 / 4 and, of a ring of two, 4 n, in that dtype; 2 n in fp32
+    assert f"U = 4 | {bytes_text((6 * size + 4 * size + 2 * 4) * n)} |" in bytes_page
     training = plain((copies / "training.md").read_text("utf-8"))
     assert f"| burst | 32,768 | 8 | no limit | {chosen} |" in training
 
