@@ -362,7 +362,7 @@ def test_states_and_gradients_are_those_of_a_chain(world, layout, documents, dia
 def test_a_rank_that_has_lost_a_state_is_heard_at_once():
     def attempt(group):
         def unpack(x):
-            if group.rank() == 1:
+            if group.rank() == 1 and x.shape == (2, 3, 3):  # M; the loss of the test saves states
                 raise MemoryError("no room")
             return x
 
@@ -375,7 +375,8 @@ def test_a_rank_that_has_lost_a_state_is_heard_at_once():
     with local_world(3, timeout=30) as ranks:
         first, second, third = ranks.run(attempt)
     assert type(second) is MemoryError
-    assert all(type(x) is PeerError and "no room" in str(x) for x in (first, third))
+    assert [type(x) for x in (first, third)] == [PeerError] * 2, (first, third)
+    assert "no room" in str(first) and "no room" in str(third)
 
 
 def test_bytes_grow_with_the_logarithm_of_the_ranks():
