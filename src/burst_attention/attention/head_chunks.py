@@ -124,7 +124,8 @@ class _Call:
 
     def entering(self, name: str, chunk: int = 0) -> AbstractContextManager[None]:
         """Guard what precedes the agreement, which is the first chunk's. Sweeps run later ones, and mark the group."""
-        return nullcontext() if chunk or self._plan is None else self._plan.agreement.entering(name)
+        assert self._plan is not None
+        return nullcontext() if chunk else self._plan.agreement.entering(name)
 
     def _run(self, hidden: Tensor, chunk: int, parts: Sequence[Tensor], tokens: slice | None = None) -> HeadCall:
         device, dtype, enabled = self._autocast

@@ -239,7 +239,7 @@ def _check_by_measure(model: PreTrainedModel, plan: PlanArgument) -> None:
         for training in sorted({False, model.training}):
             model.train(training)
             for module in model.modules():
-                if type(module) is nn.Dropout:  # allowed: it draws independently for each token
+                if type(module) is nn.Dropout:  # a call over ranks refuses it
                     module.eval()
             _measure(model, run, reached)
     finally:

@@ -189,14 +189,21 @@ def check_randomness(model: nn.Module) -> None:
                 )
 
 
+def dropouts(model: nn.Module) -> Iterator[tuple[str, nn.modules.dropout._DropoutNd]]:
+    """Yield the names and modules of dropout above 0, in training mode or not."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            yield name, module
+
+
 def check_dropout(model: nn.Module) -> None:
     """Refuse ``nn.Dropout`` in training mode.
 
     Ranks with equal seeds would draw the same values for different tokens. A layer that is computed again would draw
     other values than before.
     """
-    for name, module in model.named_modules():
-        if module.training and isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+    for name, module in dropouts(model):
+        if module.training:
             raise ValueError(
                 f"{_shown(name, module)} has p={module.p}: dropout is not supported over ranks, nor where layers are "
                 "computed again; set it to 0, or call eval()"

@@ -45,8 +45,7 @@ class StepRecord:
         bytes_sent: bytes that rank 0's attention sent in this step; None for engines that use uncounted collectives.
         bytes_predicted: the engine's prediction of ``bytes_sent``.
         held_out_loss: held-out loss after the update; None if ``--eval-every`` skips this step.
-        flops: the model's own operations in this step, over all ranks (:mod:`.flops`); None if
-            they are unknown.
+        flops: the model's own operations in this step, over all ranks (:mod:`.flops`); None if unknown.
         mfu: their share of the peak of all ranks' devices; None if one of the two is unknown.
         exchange_seconds: seconds that rank 0 waited in attention exchanges and in the agreements before them; None
             for engines that use uncounted collectives. On CUDA, only waits of the host count, not of the stream.

@@ -129,7 +129,8 @@ def load_config(model: str, *, training: bool = True, layout: str = "auto") -> P
     try:
         hf.check_config(config, training=training, layout=layout)
         _check_parts(config)
-        check_dropout(build_empty(config).train(training))
+        if training:
+            check_dropout(build_empty(config))
     except ValueError as error:
         raise ValueError(f"--model {model!r}: {error}") from error
     return config.get_text_config(decoder=True) if _is_of_text_alone(config) else config

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from burst_attention import Plan
 from burst_attention.attention.batch import Plans
+from burst_attention.comm.agreement import Agreement
 from burst_attention.comm.link import connect, resolve_group
 from burst_attention.launch.join import RankContext
 from burst_attention.planner.rates import Rates
@@ -56,9 +57,9 @@ class Trainer:
         self.heads = Heads.of(self.model_config)
         self.rates: Rates | None = None  # a resumed run's; None: this user's, or measured
         self.plan = self._make_plan(config.micro_batch[1])
-        # Of several groups; the ranks of one compare by their plan.
-        several, timeout = config.parallel.data_parallel > 1, config.parallel.timeout
-        self._everyone = connect(resolve_group(context.everyone), timeout)[1] if several else None
+        self._everyone: Agreement | None = None  # of several groups; the ranks of one group compare by their plan
+        if config.parallel.data_parallel > 1:
+            _, self._everyone = connect(resolve_group(context.everyone), config.parallel.timeout)
         self.model = build_model(
             config.model.model,
             self.model_config,
