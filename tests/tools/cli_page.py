@@ -28,8 +28,9 @@ HEAD = """# Commands
 {extras}
 
 A checkout has three distributions: the library in `.`, training in `train`, and measurements in `benchmarks`. Install
-need in one step, for example `pip install -e ".[trainer]" -e train`. `make demo` and `make test` install all of
-it in `.venv`.
+what you need in one step, for example `pip install -e ".[trainer]" -e train`. The extras `train` and `bench` need
+packages that are not on PyPI yet, so name the folders `train` and `benchmarks` instead. `make demo` and `make test`
+install everything in `.venv`; `. .venv/bin/activate` puts `burst` on your path.
 
 ## burst
 

@@ -28,8 +28,9 @@ LONGEST = 300  # characters of a text on the page
 HEAD = """# What is refused, and why
 
 The library refuses unsupported calls; it never approximates or ignores an option. Every rank raises the same class
-before any data moves. The error names the argument, its value and the remedy. This page lists each error's message with
-a call that raises it. `python tests/tools/refusals.py` writes the page, and a test compares them.
+before any data moves, except for [three failures](architecture.md#before-anything-moves) that raise on one rank. The
+error names the argument, its value and the remedy. This page lists each error's message with a call that raises it.
+`python tests/tools/refusals.py` writes the page, and a test compares them.
 [Models](models.md) has a verdict for every family of transformers.
 
 `q`, `k` and `v` have 4, 2 and 2 heads and the 8 tokens of `plan`. `right` holds valid arguments of a tiny Llama. Calls

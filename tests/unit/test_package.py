@@ -38,7 +38,9 @@ def test_the_version_is_the_installed_packages(capsys):
 @pytest.mark.parametrize("name", cli.OF_EXTRAS)
 def test_a_command_of_another_distribution(name, monkeypatch, capsys):
     mine = EntryPoint(name, "operator:length_hint", cli.GROUP)
-    refused = f"burst {name}: not installed: pip install 'burst-attention[{cli.OF_EXTRAS[name][0]}]'\n"
+    extra, _ = cli.OF_EXTRAS[name]
+    install = f"pip install 'burst-attention[{extra}]', or in a checkout: pip install -e {cli.FOLDERS[extra]}"
+    refused = f"burst {name}: not installed: {install}\n"
     for entries, status, printed in ((EntryPoints(), 2, refused), (EntryPoints([mine]), 3, "")):
         monkeypatch.setattr(cli, "entry_points", entries.select)
         assert cli.main([name, "a", "b", "c"]) == status
@@ -47,7 +49,7 @@ def test_a_command_of_another_distribution(name, monkeypatch, capsys):
 
 def test_an_extra_brings_the_distribution_of_its_commands():
     for extra, _ in cli.OF_EXTRAS.values():
-        assert extra in PROJECT["optional-dependencies"]
+        assert extra in PROJECT["optional-dependencies"] and (ROOT / cli.FOLDERS[extra] / "pyproject.toml").is_file()
     provided = {
         name: distribution["name"]
         for distribution in (project(ROOT / "train"), project(ROOT / "benchmarks"))
@@ -91,7 +93,8 @@ def test_a_wheel_in_an_empty_environment_checks_itself_and_names_the_extra_of_th
         refused = run(str(bare / "burst"), name, status=2)
         assert refused.stdout == ""
         assert refused.stderr.count("\n") == 1
-        assert refused.stderr.endswith(f"not installed: pip install 'burst-attention[{extra}]'\n")
+        checkout = f"or in a checkout: pip install -e {cli.FOLDERS[extra]}\n"
+        assert refused.stderr.endswith(f"not installed: pip install 'burst-attention[{extra}]', {checkout}")
 
 
 def test_the_trainers_bridge_says_in_one_line_what_to_install(monkeypatch):

@@ -19,6 +19,7 @@ COMMANDS = {
 }
 # Other distributions add commands through entry points in this group; each entry point is a command's ``main``.
 GROUP = "burst_attention.commands"
+FOLDERS = {"bench": "benchmarks", "train": "train"}  # where a checkout has the distribution of an extra
 # Commands of this project's other distributions: (extra that installs it, summary). Listed even if not installed.
 OF_EXTRAS = {
     "bench": ("bench", "compare engines: time, bytes and memory of burst, ring, Ulysses and tensor parallelism"),
@@ -57,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = find_command(given[0])
     if command is None:
         extra, _ = OF_EXTRAS[given[0]]
-        sys.stderr.write(f"burst {given[0]}: not installed: pip install 'burst-attention[{extra}]'\n")
+        install = f"pip install 'burst-attention[{extra}]', or in a checkout: pip install -e {FOLDERS[extra]}"
+        sys.stderr.write(f"burst {given[0]}: not installed: {install}\n")
         return 2
     return command(given[1:])
 

@@ -7,6 +7,8 @@ other functions and arguments raise NotImplementedError.
 flash_attn's tensors are [B, S, H, D]. torch's kernels take [B, H, S, D] in any strides, but need a tenth longer if a
 head's rows aren't adjacent. Copying the inputs first takes less time. The real package needs neither these copies nor
 those of a backward's three results into the caller's buffers. :func:`copying` returns the time that both took.
+
+On CPUs that multiply bf16 slowly, a backward runs in fp32, as the library's own ``aten`` kernel does.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+
+from burst_attention.kernels.aten_ops import CpuFlash
 
 VERSION = "2.8.3"  # the version whose signatures these functions have
 
@@ -63,8 +66,9 @@ def flash_attn_backward(
     The real function also returns rowsum(dout * out), which no caller reads.
     """
     _check(q, k, causal, dropout_p=dropout_p, **dict(zip(_REST, rest, strict=False)), **others)
-    dout, q, k, v = (_heads_first(x) for x in (dout, q, k, v))
-    grads = _backward(dout, q, k, v, out.transpose(1, 2), softmax_lse, 0.0, causal, scale=softmax_scale)
+    wider = CpuFlash().backward_dtype(q.dtype)
+    dout, q, k, v = (_heads_first(x).to(wider) for x in (dout, q, k, v))
+    grads = _backward(dout, q, k, v, out.transpose(1, 2).to(wider), softmax_lse, 0.0, causal, scale=softmax_scale)
     with _watched():
         for buffer, grad in zip((dq, dk, dv), grads, strict=True):
             buffer.copy_(grad.transpose(1, 2))
@@ -81,8 +85,28 @@ def flash_attn_func(
 ) -> Tensor:
     """Return out [B, S, H, D], as the public, differentiable function does."""
     _check(q, k, causal, dropout_p=dropout_p, **others)
-    q, k, v = (_heads_first(x) for x in (q, k, v))
-    return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=softmax_scale).transpose(1, 2)
+    result: Tensor = _Differentiable.apply(
+        q, k, v, q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, causal
+    )
+    return result
+
+
+class _Differentiable(torch.autograd.Function):
+    """The two passes above, as one differentiable function."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
+        out, lse, _, _ = flash_attn_forward(q, k, v, 0.0, scale, causal)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.scale, ctx.causal = scale, causal
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        grads = [torch.empty_like(x) for x in (q, k, v)]
+        flash_attn_backward(dout, q, k, v, out, lse, *grads, 0.0, ctx.scale, ctx.causal)
+        return *grads, None, None
 
 
 def install() -> None:
