@@ -320,6 +320,8 @@ REFUSED = {
     "cache_implementation='static'": {"cache_implementation": "static"},
     "ShardedCache(model.config, prefill_chunk=4)": {"prefill_chunk_size": 4},
     "more than the model's max_position_embeddings=32768": {"inputs": torch.ones(1, 32_769, dtype=torch.int64)},
+    "max_new_tokens=32765, after 5 tokens, are more": {"max_new_tokens": 32_765},
+    "max_time=0.5 is refused": {"max_time": 0.5},
     "the prompt is empty": {"inputs": torch.ones(1, 0, dtype=torch.int64)},
     "outside of the model's vocabulary": {"inputs": torch.full((1, 3), 64)},
     "zeros behind or between tokens": {"attention_mask": torch.tensor([[1, 0, 1, 1, 1]])},
@@ -334,7 +336,7 @@ def test_every_rank_refuses(text):
         asked |= {"assistant_model": model} if "assistant_model" in asked else {}
         ids = asked.pop("inputs", ids_of(5))
         with pytest.raises(ValueError) as caught:
-            generate(model, cache, ids, max_new_tokens=2, **asked)
+            generate(model, cache, ids, **({"max_new_tokens": 2} | asked))
         out = generate(model, ShardedCache(model.config, cache.group), ids_of(5), max_new_tokens=2)
         return str(caught.value), out
 
@@ -376,6 +378,24 @@ def test_the_cache_of_another_model_is_refused(other):
 
     expected = "continues the rows" if other == "other batch" else "the cache of another model"
     assert all(expected in text for text in over_ranks("llama", 2, use))
+
+
+def test_a_cache_that_was_reset_belongs_to_the_weights_that_fill_it_again(tmp_path):
+    def use(model, cache):
+        other = copy.deepcopy(model)
+        generate(other, cache, ids_of(70), max_new_tokens=2)
+        other.lm_head.weight.data += 1
+        cache.reset()
+        generate(other, cache, ids_of(70), max_new_tokens=2)
+        cache.save(tmp_path / "cache")
+        loaded = [ShardedCache.load(tmp_path / "cache", model.config, cache.group) for _ in range(2)]
+        generate(other, loaded[0], ids_of(80), max_new_tokens=2)
+        with pytest.raises(ValueError, match="the cache of another model: its weights differ"):
+            generate(model, loaded[1], ids_of(80), max_new_tokens=2)
+        with pytest.raises(TypeError, match="use save and load"):
+            copy.deepcopy(cache)
+
+    over_ranks("llama", 2, use)
 
 
 @pytest.mark.parametrize(("name", "lengths"), [("gemma3", (150, 90)), ("mistral", (70,))])

@@ -13,6 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from burst_attention.cli.generate import _digest, main
 from tests.support.hybrid_models import make_hybrid
 from tests.support.processes import is_alive, workers_of
 
@@ -56,7 +57,7 @@ def test_a_text_is_continued_and_continued_again(folder):
     assert done.returncode == 0, done.stderr
     ids = tokenizer(TEXT)["input_ids"]
     new = expected_text(folder, ids, 8)
-    assert json.loads((cache / "tokens.json").read_text()) == [*ids, *new]
+    assert json.loads((cache / "tokens.json").read_text())["ids"] == [*ids, *new]
     assert done.stdout.strip() == tokenizer.decode(new, skip_special_tokens=True).strip("\n \N{REPLACEMENT CHARACTER}")
     for figure in ("first token after", "tokens/s", "cache bytes per rank", "sent bytes per rank"):
         assert figure in done.stderr
@@ -67,6 +68,22 @@ def test_a_text_is_continued_and_continued_again(folder):
     whole = [*ids, *new, *tokenizer("More.")["input_ids"]]
     assert said["text"] == tokenizer.decode(expected_text(folder, whole, 5), skip_special_tokens=True)
     assert said["prompt_tokens"] == len(whole) and said["new_tokens"] == 5 and len(said["cache_bytes"]) == 3
+    held = json.loads((cache / "tokens.json").read_text())
+    (cache / "tokens.json").write_text(json.dumps(held | {"ids": [7, *held["ids"][1:]]}))
+    altered = burst("--model", folder, "--prompt", "-", *options, text="More.")
+    assert altered.returncode == 2 and "tokens.json was altered" in " ".join(altered.stderr.split())
+    (cache / "tokens.json").write_text(json.dumps({"ids": [7], "digest": _digest([7])}))
+    other = burst("--model", folder, "--prompt", "-", *options, text="More.")
+    assert other.returncode == 1 and "tokens.json has 1 tokens, and the cache" in " ".join(other.stderr.split())
+    chat = burst("--model", folder, "--prompt", "-", *options, "--chat", text="More.")
+    assert chat.returncode == 2 and "would begin a second conversation" in " ".join(chat.stderr.split())
+
+
+def test_ranks_of_torchrun_share_no_standard_input(monkeypatch, capsys):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "0")
+    assert main(["--model", "absent", "--prompt", "-"]) == 2
+    assert "torchrun's ranks share one standard input; pass a file" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(
@@ -74,8 +91,12 @@ def test_a_text_is_continued_and_continued_again(folder):
     [
         (("--prompt", "absent.txt"), "absent.txt can't be read"),
         (("--prompt", "-"), "--prompt - is empty"),
-        (("--prompt", "-", "--load-cache", "absent"), "--load-cache absent is no folder"),
+        (
+            ("--prompt", "-", "--load-cache", "absent"),
+            "--load-cache absent has no tokens.json; pass a folder that --save-cache wrote",
+        ),
         (("--prompt", "-", "--top-p", "0"), "--top-p 0.0 must be above 0"),
+        (("--prompt", "-", "--top-p", "0.9"), "--top-p 0.9 samples; add --temperature 1"),
         (("--prompt", "-", "--prefill-chunk", "63"), "--prefill-chunk 63 must be at least 64"),
         (("--prompt", "-", "--prefill-chunk", "64", "--ranks", "33"), "must be at least twice --ranks 33"),
     ],
@@ -111,7 +132,7 @@ def test_a_hybrid_model_is_continued(folder):
     done = burst("--model", path, "--ranks", 2, *options, "--save-cache", cache)
     assert done.returncode == 0, done.stderr
     new = expected_text(path, ids, 8)
-    assert json.loads((cache / "tokens.json").read_text()) == [*ids, *new]
+    assert json.loads((cache / "tokens.json").read_text())["ids"] == [*ids, *new]
     options = ("--prompt", "-", "--max-new-tokens", 5, "--load-cache", cache, "--json")
     again = burst("--model", path, "--ranks", 3, *options, text="More.")
     assert again.returncode == 0, again.stderr

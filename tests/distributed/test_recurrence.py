@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import itertools
+import threading
 
 import pytest
 import torch
@@ -15,12 +16,12 @@ from torch.distributed.fsdp import fully_shard
 from transformers import DynamicCache
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-from burst_attention import Mask, PeerError, Strategy, make_plan
+from burst_attention import ExchangeError, Mask, PeerError, Strategy, make_plan
 from burst_attention.integrations import hf
 from burst_attention.integrations.hf import mixers, parts
 from burst_attention.plan.layout import Layout
 from burst_attention.recurrence import kernels
-from burst_attention.recurrence.exchange import Past, RunExchange
+from burst_attention.recurrence.exchange import Past, RunExchange, _Scan
 from burst_attention.recurrence.runs import runs_of
 from burst_attention.testing import WorkerError, local_world
 from tests.support.hybrid_models import (
@@ -357,6 +358,69 @@ def test_states_and_gradients_are_those_of_a_chain(world, layout, documents, dia
             assert relative(pair[1].grad, pairs[n][1].grad) <= HIDDEN
             if not runs.every[n].begins:
                 assert relative(pair[0].grad, pairs[n][0].grad) <= HIDDEN
+
+
+def under_autocast(group, enabled):
+    """States and gradients of one rank, in fp32."""
+    exchange = RunExchange(make_plan(41, group=group, strategy=Strategy(layout="zigzag")))
+    pairs = [[x.detach().float().requires_grad_() for x in pair] for pair in pairs_of(exchange.runs, (3, 3), (3, 4))]
+    given, zero = [pairs[n] for n in exchange.runs.givers], torch.zeros(3, 4, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        states = exchange.states(given, zero, (3, 3), diagonal=False)
+        sum(state.square().sum() for state in states).backward()
+    return [state.detach() for state in states], [x.grad for pair in given for x in pair if x.grad is not None]
+
+
+def test_autocast_does_not_round_states():
+    """With products in bf16, a rank would send factors that the next rank reads as fp32."""
+    with local_world(4) as ranks:
+        for mixed, exact in zip(ranks.run(under_autocast, True), ranks.run(under_autocast, False), strict=True):
+            for found, expected in zip(mixed, exact, strict=True):
+                assert [x.dtype for x in found] == [torch.float32] * len(found) and len(found) == len(expected)
+                assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "bamba"])
+def test_a_model_under_autocast_is_as_accurate_as_one_process(family):
+    model, ids = make_hybrid(family, double=False).float(), tokens(61, 1)
+    _, exact, _ = one_process(copy.deepcopy(model).double(), ids, (0, 61))
+
+    def rank(group):
+        mine = hf.parallelize(copy.deepcopy(model), group)
+        with torch.autocast("cpu", torch.bfloat16):
+            return mine(input_ids=ids, labels=ids).loss.item()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        alone = model(input_ids=ids, labels=ids).loss.item()
+    with local_world(4) as ranks:
+        for loss in ranks.run(rank):
+            assert abs(loss - exact) <= 2 * abs(alone - exact) + 2e-3
+
+
+def test_a_rank_that_fails_in_a_scan_ends_its_group(monkeypatch):
+    """The others wait for its messages, so it can't go on with the group."""
+    joined = _Scan.joined
+
+    def full(self, *pair):
+        if threading.current_thread().name == "rank 1":
+            raise MemoryError("no room")
+        return joined(self, *pair)
+
+    def rank(group):
+        reports = []
+        for _ in range(2):
+            try:
+                scanned(group, "contiguous", (0, 40), False, ((3, 3), (3, 4)))
+            except Exception as error:
+                reports.append(error)
+        return reports
+
+    monkeypatch.setattr(_Scan, "joined", full)
+    with local_world(3, timeout=3) as ranks:
+        _, (first, second), last = ranks.run(rank)
+    assert type(first) is MemoryError and type(second) is ExchangeError
+    assert "this process group failed before (recurrent states, forward, round 0: MemoryError" in str(second)
+    assert all(type(error) is ExchangeError for error in last)
 
 
 def test_a_rank_that_has_lost_a_state_is_heard_at_once():

@@ -23,6 +23,7 @@ from burst_attention import make_plan
 from burst_attention.memory.disk import DiskStore, DiskTicket, Space
 from burst_attention.memory.offload import Offloading, offloading
 from burst_attention.memory.store import OffloadError
+from tests.support.processes import files_in_use
 
 LAYERS, TOKENS, WIDTH = 6, 300, 64
 
@@ -181,12 +182,12 @@ def test_space_is_used_again(store) -> None:
     offload, sizes = offload_to(store), []
     for _ in range(3):
         model(x, cos, offload).backward()
-        sizes.append(os.path.getsize(store._file.path))
+        sizes.append(os.fstat(store._file._fd).st_size)
     dropped = model(x, cos, offload)  # without a backward
     del dropped
     gc.collect()
     model(x, cos, offload).backward()
-    assert [*sizes, os.path.getsize(store._file.path)] == [LAYERS * -(-TOKENS * WIDTH * 4 // 4096) * 4096] * 4
+    assert [*sizes, os.fstat(store._file._fd).st_size] == [LAYERS * -(-TOKENS * WIDTH * 4 // 4096) * 4096] * 4
 
 
 def test_space_is_given_out_once_and_joined_again() -> None:
@@ -244,12 +245,14 @@ def test_a_full_disk_is_an_error_and_not_the_end(monkeypatch, store) -> None:
     x = torch.randn(5000)
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(OffloadError, match=r"burst-offload-.*could not grow.*No space left.*Free space.*disk:DIR"):
+        with pytest.raises(
+            OffloadError, match=r"the offload file .*could not grow.*No space left.*Free space.*disk:DIR"
+        ):
             store.put(x)
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
         tickets = [store.put(x)]
-        with pytest.raises(OffloadError, match=r"burst-offload-.*20000 bytes.*written: No space left"):
+        with pytest.raises(OffloadError, match=r"the offload file in .*20000 bytes.*written: No space left"):
             store.get(tickets[0])
         with pytest.raises(OffloadError, match="No space left"):
             store.put(x)
@@ -259,37 +262,28 @@ def test_a_full_disk_is_an_error_and_not_the_end(monkeypatch, store) -> None:
     assert torch.equal(store.get(store.put(x)), x)
 
 
-def damaged(kind: str, path: str) -> None:
-    if kind == "flipped":
-        with open(path, "r+b") as file:
-            file.seek(5 * 4096 + 17)
-            byte = file.read(1)[0]
-            file.seek(5 * 4096 + 17)
-            file.write(bytes([byte ^ 1]))
-    elif kind == "truncated":
-        os.truncate(path, 100)
-    else:
-        os.unlink(path)
-        if kind == "replaced":
-            Path(path).write_bytes(bytes(1 << 20))
-
-
 DAMAGE = {
     "flipped": "are not those that were written",
-    "truncated": "was truncated from 98304 to 100 bytes",
-    "removed": "was removed or can't be reached",
-    "replaced": "another file has replaced it",
+    "truncated": "only 0 of 98304 bytes at byte 0 could be read",
+    "closed": "was closed. Make a new DiskStore",
 }
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_is_an_error(store, kind: str) -> None:
+def test_damage_is_an_error(store, tmp_path, kind: str) -> None:
     ticket = store.put(torch.randn(24, 1024))
     ticket.written.result()
-    damaged(kind, store._file.path)
+    place, fd = 5 * 4096 + 17, store._file._fd
+    if kind == "flipped":
+        os.pwrite(fd, bytes([os.pread(fd, 1, place)[0] ^ 1]), place)
+    elif kind == "truncated":
+        os.truncate(fd, 0)
+    else:
+        store.close()
     with pytest.raises(OffloadError, match=DAMAGE[kind]) as caught:
         store.get(ticket)
-    assert store._file.path in str(caught.value) and "memory=Memory(offload='disk:DIR')" in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+    assert kind == "closed" or "memory=Memory(offload='disk:DIR')" in str(caught.value)
 
 
 def test_a_truncation_during_a_read_is_an_error(monkeypatch, store) -> None:
@@ -340,11 +334,11 @@ def test_a_store_that_is_collected_removes_its_file(tmp_path) -> None:
     model, (x, cos) = Layers(), inputs()
     loss = model(x, cos, offload_to(DiskStore(tmp_path)))
     gc.collect()
-    assert len([*tmp_path.iterdir()]) == 1  # the graph still needs it
+    assert files_in_use(tmp_path) == 1  # the graph still needs it
     loss.backward()
     del loss
     gc.collect()
-    assert not [*tmp_path.iterdir()]
+    assert not files_in_use(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -364,10 +358,10 @@ def test_bad_places_are_refused(where: str, why: str) -> None:
 
 
 def test_a_folder_without_permission_is_refused(monkeypatch, tmp_path) -> None:
-    def refused(*_) -> None:
+    def refused(**_) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    monkeypatch.setattr("tempfile.mkstemp", refused)
+    monkeypatch.setattr("tempfile.TemporaryFile", refused)
     with pytest.raises(ValueError, match="Permission denied"):
         offloading(f"disk:{tmp_path}", make_plan(8).agreement)
 
@@ -381,49 +375,36 @@ def test_host_memory_is_for_gpus() -> None:
 def started(code: str, folder: Path, *, waits: bool = False) -> subprocess.Popen:
     """A process that runs ``code`` with a store of one tensor; with ``waits``, return when it has made it."""
     lines = f"""
-import os, resource, sys, time, torch
+import os, resource, signal, sys, torch
 from burst_attention.memory.disk import DiskStore
 store = DiskStore({str(folder)!r})
 ticket = store.put(torch.randn(5000))
 ticket.written.result()
 {code}
 """
-    process = subprocess.Popen([sys.executable, "-c", lines], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-c", lines], **pipes, text=True)
     if waits:
         assert process.stdout.readline() == "made\n", process.stderr.read()
     return process
 
 
-def test_a_killed_process_leaves_a_file_that_the_next_start_removes(tmp_path) -> None:
-    wait = "print('made', flush=True); time.sleep(120)"
-    killed, living = started(wait, tmp_path, waits=True), started(wait, tmp_path, waits=True)
-    try:
-        os.kill(killed.pid, signal.SIGKILL)
-        killed.wait(30)
-        left = {path.name.split("-")[2]: path for path in tmp_path.iterdir()}
-        assert set(left) == {str(killed.pid), str(living.pid)}
-        DiskStore(tmp_path).close()
-        assert [*tmp_path.iterdir()] == [left[str(living.pid)]]
-    finally:
-        living.kill()
-        for process in (killed, living):
-            process.communicate(timeout=30)
-
-
 ENDS = {
-    "raises": "raise SystemExit(3)",
-    "a child that exits": "if os.fork() == 0: raise SystemExit\nos.wait(); assert os.path.exists(store._file.path)",
-    "returns": "",
-    "the file was replaced": "os.unlink(store._file.path); open(store._file.path, 'w').close()",
+    "raises": ("raise SystemExit(3)", 3),
+    "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+    "leaves": ("os._exit(4)", 4),
+    "returns": ("", 0),
 }
 
 
 @pytest.mark.parametrize("end", [pytest.param(end, marks=[pytest.mark.long] * (n > 1)) for n, end in enumerate(ENDS)])
-def test_a_process_that_ends_removes_its_file(tmp_path, end: str) -> None:
-    process = started(ENDS[end], tmp_path)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == (3 if end == "raises" else 0), errors
-    assert len([*tmp_path.iterdir()]) == (end == "the file was replaced")
+def test_no_file_outlives_its_process(tmp_path, end: str) -> None:
+    code, status = ENDS[end]
+    process = started(f"print('made', flush=True); sys.stdin.read()\n{code}", tmp_path, waits=True)
+    assert files_in_use(tmp_path) == 1 and not [*tmp_path.iterdir()]  # it never has a name
+    _, errors = process.communicate("", timeout=60)
+    assert process.returncode == status, errors
+    assert not files_in_use(tmp_path) and not [*tmp_path.iterdir()]
 
 
 def test_a_limit_on_files_is_an_error(tmp_path) -> None:

@@ -46,6 +46,34 @@ def test_another_figure_draws_another_page(copies: Path) -> None:
     assert again == {"training.md", "README.md", "front.md"}
 
 
+def test_some_sections_draw_their_pages_and_an_index(copies: Path) -> None:
+    for path in [*copies.glob("*.json")]:
+        if path.stem not in ("peers", "perplexity"):
+            path.unlink()
+    assert {path.name for path in draw(copies)} == {"peers.md", "perplexity.md", "README.md"}
+    assert "At a glance" not in (copies / "README.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("burst bench paper", "- | not measured"),
+        ("burst bench paper --quick", "- | not measured"),
+        ("burst bench paper --rounds 2", " minutes with --rounds 2 | **not met**"),
+        ("burst bench paper --rounds 2 --only peers", " minutes with --rounds 2, in 2 commands | **not met**"),
+    ],
+)
+def test_minutes_count_if_the_sections_ran_alike(copies: Path, command: str, said: str) -> None:
+    for path in copies.glob("*.json"):
+        raw = json.loads(path.read_text("utf-8"))
+        if "minutes" in raw and raw["command"].startswith("burst bench paper"):
+            raw["command"] = command if path.stem == "peers" else "burst bench paper --rounds 2"
+            path.write_text(json.dumps(raw), "utf-8")
+    draw(copies)
+    index = plain((copies / "README.md").read_text("utf-8"))
+    assert re.search(rf"\| under 90 minutes \|[ 0-9]*{re.escape(said)}", index)
+
+
 def with_rows(path: Path, like: str, **changes: object) -> None:
     """Add a copy of each of an engine's rows, with these values."""
     raw = json.loads(path.read_text("utf-8"))

@@ -69,15 +69,12 @@ def attend_dealt(
     Raises:
         ExchangeError: a peer exited, or is stuck.
     """
-    try:
+    with transport.health.failing(label):
         dims = q.shape[3], v.shape[3]
         kernel = choose("auto", device=q.device, dtype=q.dtype, head_dims=dims, softcap=softcap)
         scale = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
         with torch.autocast(q.device.type, enabled=False):
             own = _partial(q, k, v, seen, kernel, scale)
-    except BaseException as error:  # the others now wait for this rank's part
-        transport.health.failure = transport.health.failure or f"{label}: {type(error).__name__} on this rank"
-        raise
     out, lse = _merged(own, transport, label)
     out, _ = with_sinks(out, lse, sinks)
     return out.to(q.dtype)

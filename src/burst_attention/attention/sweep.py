@@ -59,8 +59,7 @@ def sweeps(
         while runs:
             yield runs.popleft().finish()
     except BaseException as error:
-        # The other ranks now wait for messages that this rank will never send, so mark the group as failed.
-        transport.health.failure = transport.health.failure or f"{label}: {type(error).__name__} on this rank"
+        transport.health.fail(label, error)
         raise
 
 

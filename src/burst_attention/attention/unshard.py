@@ -41,10 +41,11 @@ class _Reshard:
 
     def all_to_all(self, parts: list[Tensor], lengths: list[int], *, phase: str) -> list[Tensor]:
         """Send ``parts[r]`` to each rank r; return what each rank r sent here, ``lengths[r]`` rows (dim 0)."""
-        rank = self.transport.rank
-        arriving = [parts[rank].new_empty(n, *parts[rank].shape[1:]) for n in lengths]
-        arriving[rank] = parts[rank]
-        self.transport.all_to_all([[x] for x in parts], [[x] for x in arriving], label=f"unshard's {phase}")
+        rank, label = self.transport.rank, f"unshard's {phase}"
+        with self.transport.health.failing(label):
+            arriving = [parts[rank].new_empty(n, *parts[rank].shape[1:]) for n in lengths]
+            arriving[rank] = parts[rank]
+            self.transport.all_to_all([[x] for x in parts], [[x] for x in arriving], label=label)
         return arriving
 
 

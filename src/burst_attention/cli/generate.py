@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import time
@@ -28,7 +29,8 @@ from .flags import (
 from .numbers import numbers
 
 COMMAND = "burst generate"
-TOKENS = "tokens.json"  # in a saved cache's folder: the ids of its text
+TOKENS = "tokens.json"  # in a saved cache's folder: the ids of its text, and their digest
+_SAVED = "pass a folder that --save-cache wrote"
 _Chunk = Annotated[int, whole(64)]
 _TopP = Annotated[float, number(lambda value: 0 < value <= 1, "must be above 0 and at most 1")]
 
@@ -43,7 +45,7 @@ class GenerateArguments:
     model: Path
     """A folder with a model and its tokenizer."""
     prompt: str
-    """A text file; - reads standard input."""
+    """A text file; - reads standard input (not under torchrun)."""
     ranks: Ranks | None = None
     """Number of local workers. Default: one per GPU, or one per core without GPUs."""
     prefill_chunk: _Chunk | None = None
@@ -52,11 +54,11 @@ class GenerateArguments:
     temperature: NonNegative = 0.0
     """0 takes the most likely token; above 0 samples."""
     top_p: _TopP = 1.0
-    """Sample from the most likely tokens with this total probability."""
+    """Sample from the most likely tokens with this total probability. Needs --temperature."""
     seed: NonNegativeInt = 0
     """Seed of the sampling, the same on all ranks."""
     chat: bool = False
-    """Wrap the prompt in the tokenizer's chat template."""
+    """Wrap the prompt in the tokenizer's chat template. Not with --load-cache."""
     save_cache: Path | None = None
     """Write the cache to this new folder at the end."""
     load_cache: Path | None = None
@@ -69,6 +71,7 @@ class GenerateArguments:
     timeout: Seconds = 600.0
     """Seconds before a pending exchange counts as failed."""
     text: str = field(default="", init=False)  # of the prompt
+    earlier: tuple[int, ...] = field(default=(), init=False)  # ids of the loaded cache's text
 
     def check(self) -> None:
         """Raise ValueError if a flag's value is invalid."""
@@ -79,10 +82,11 @@ class GenerateArguments:
         require(bool(self.text), "prompt", self.prompt, "is empty; pass a file with text")
         enough = self.prefill_chunk is None or self.prefill_chunk >= 2 * (self.ranks or 1)
         require(enough, "prefill_chunk", self.prefill_chunk, f"must be at least twice --ranks {self.ranks}")
-        for name in ("save_cache", "load_cache"):
-            folder = getattr(self, name)
-            missing = name == "load_cache" and folder is not None and not folder.is_dir()
-            require(not missing, name, folder, "is no folder; pass one that --save-cache wrote")
+        require(self.top_p == 1 or self.temperature > 0, "top_p", self.top_p, "samples; add --temperature 1")
+        if self.load_cache is not None:
+            require((self.load_cache / TOKENS).is_file(), "load_cache", self.load_cache, f"has no {TOKENS}; {_SAVED}")
+            require(not self.chat, "chat", "", "would begin a second conversation behind --load-cache; leave it out")
+            object.__setattr__(self, "earlier", _read_tokens(self.load_cache))
         taken = self.save_cache is not None and self.save_cache.exists()
         require(not taken, "save_cache", self.save_cache, "exists; pass a new folder")
 
@@ -118,6 +122,9 @@ class _Streamer:
 def main(arguments: list[str]) -> int:
     """Run ``burst generate``; return the exit status: 0, 1 after a failure, 2 for invalid arguments."""
     parsed = tyro.cli(GenerateArguments, prog=COMMAND, args=arguments, registry=numbers())
+    if parsed.prompt == "-" and launch.started_by_torchrun():
+        shared = ValueError("--prompt -: torchrun's ranks share one standard input; pass a file")
+        return launch.print_error(COMMAND, shared)
     try:
         text = sys.stdin.read() if parsed.prompt == "-" else Path(parsed.prompt).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -146,6 +153,11 @@ def _generate(arguments: GenerateArguments) -> None:
             cache = ShardedCache(model.config, context.everyone, **options)
         else:
             cache = ShardedCache.load(arguments.load_cache, model.config, context.everyone, **options)
+            if cache.length + 1 != len(arguments.earlier):  # the last token was not computed on
+                raise ValueError(
+                    f"--load-cache {arguments.load_cache}: {TOKENS} has {len(arguments.earlier)} tokens, and the cache "
+                    f"{cache.length}; {_SAVED}"
+                )
         ids = torch.tensor([_ids(tokenizer, arguments)], device=context.device)
         first = context.rank == 0
         if first:
@@ -154,14 +166,20 @@ def _generate(arguments: GenerateArguments) -> None:
         torch.manual_seed(arguments.seed)
         sampling: dict[str, Any] = {"do_sample": False}
         if arguments.temperature:
-            sampling = {"do_sample": True, "temperature": arguments.temperature, "top_p": arguments.top_p}
+            sampling = {"do_sample": True, "temperature": arguments.temperature, "top_p": arguments.top_p, "top_k": 0}
         out = model.generate(
-            ids, past_key_values=cache, max_new_tokens=arguments.max_new_tokens, streamer=streamer, **sampling
+            ids,
+            attention_mask=torch.ones_like(ids),  # the text may hold the padding token
+            past_key_values=cache,
+            max_new_tokens=arguments.max_new_tokens,
+            streamer=streamer,
+            **sampling,
         )
         if arguments.save_cache is not None:
             cache.save(arguments.save_cache)
             if first:
-                (arguments.save_cache / TOKENS).write_text(json.dumps(out[0].tolist()))
+                written = out[0].tolist()
+                (arguments.save_cache / TOKENS).write_text(json.dumps({"ids": written, "digest": _digest(written)}))
         of_ranks = cache.figures()
         if first:
             _report(arguments, streamer, ids.shape[1], of_ranks)
@@ -174,9 +192,22 @@ def _ids(tokenizer: Any, arguments: GenerateArguments) -> list[int]:
         new = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
     else:
         new = tokenizer(arguments.text, add_special_tokens=arguments.load_cache is None)["input_ids"]
-    if arguments.load_cache is None:
-        return list(new)
-    return [*json.loads((arguments.load_cache / TOKENS).read_text()), *new]
+    return [*arguments.earlier, *new]
+
+
+def _read_tokens(folder: Path) -> tuple[int, ...]:
+    """Return the ids of a saved cache's text. Raise ValueError if they were altered."""
+    try:
+        held = json.loads((folder / TOKENS).read_text("utf-8"))
+        if held["digest"] == _digest(held["ids"]):
+            return tuple(held["ids"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    raise ValueError(f"--load-cache {folder}: {TOKENS} was altered; {_SAVED}")
+
+
+def _digest(ids: list[int]) -> str:
+    return hashlib.blake2b(json.dumps(ids).encode(), digest_size=16).hexdigest()
 
 
 def _report(arguments: GenerateArguments, streamer: _Streamer, prompt: int, of_ranks: list[dict[str, int]]) -> None:

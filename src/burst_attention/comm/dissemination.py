@@ -65,7 +65,7 @@ def disseminate(transport: Transport, own: Summary, label: str) -> Summary:
     in place of its message, so that no rank waits for it.
     """
     peers = rounds(transport.rank, transport.world)
-    buffers = [torch.empty(FORM.size, dtype=torch.uint8) for _ in peers]
+    buffers = [torch.empty(FORM.size, dtype=torch.uint8, device="cpu") for _ in peers]
     done = 0  # rounds
     try:
         # Post all receives before any send. A rank that has sent something then takes messages without a wait.
@@ -100,7 +100,7 @@ def gather(transport: Transport, own: bytes, size: int, label: str) -> list[byte
     Raise ExchangeError if a rank could not be reached.
     """
     world, rank = transport.world, transport.rank
-    blocks = torch.empty(world, size, dtype=torch.uint8)  # row n holds the record of rank - n
+    blocks = torch.empty(world, size, dtype=torch.uint8, device="cpu")  # row n holds the record of rank - n
     blocks[0] = torch.frombuffer(bytearray(own.ljust(size)), dtype=torch.uint8)
     held = 1
     for target, source in rounds(rank, world):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -77,6 +77,19 @@ class Health:
         """Return a new call number. It is the same on all ranks, because they agree on each call first."""
         self.calls += 1
         return self.calls
+
+    def fail(self, label: str, error: BaseException) -> None:
+        """Mark the group as failed: other ranks now wait for messages that this rank will never send."""
+        self.failure = self.failure or f"{label}: {type(error).__name__} on this rank"
+
+    @contextmanager
+    def failing(self, label: str) -> Iterator[None]:
+        """Call :meth:`fail` if the block raises. Other ranks count on the messages of the block."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(label, error)
+            raise
 
 
 @dataclass(eq=False)
@@ -253,7 +266,7 @@ def pack(operations: Sequence[Operation]) -> tuple[list[Operation], list[tuple[T
         elif kind is Send:
             messages.append(Send(peer, torch.cat([_bytes(x) for x in tensors])))
         else:
-            whole = torch.empty(size, dtype=torch.uint8)
+            whole = torch.empty(size, dtype=torch.uint8, device="cpu")  # whatever torch's default device
             messages.append(Receive(peer, whole))
             filled.append((whole, tensors))
     return messages, filled

@@ -123,6 +123,11 @@ class ShardedCache(DealtCache):
         """Forget all tokens, on this rank; call it on every rank."""
         super().reset()
         self.holes, self.failure, self._filling, self.strided = [], None, None, False
+        self.weights = None  # the next model may have others
+        self._models.clear()
+
+    def __deepcopy__(self, memo: Any) -> ShardedCache:
+        raise TypeError("a ShardedCache can't be copied, because it has messages of its group; use save and load")
 
     def save(self, folder: str | Path) -> None:
         """Write the cache to a folder that all ranks share. Every rank must call it.

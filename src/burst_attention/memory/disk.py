@@ -53,14 +53,13 @@ class DiskTicket:
 class DiskStore:
     """Keeps tensors of any device in one file, which grows by records and uses freed records again.
 
-    The file is removed when the store is closed or collected, and when the process exits. After a kill, the next store
-    in the same folder removes it.
+    The file has no name. The system removes it when the store is closed or collected, or the process ends.
 
     Args:
         folder: an existing folder on a local disk, with space for all tensors that a backward needs.
 
     Raises:
-        ValueError: the folder is missing, or files can't be created or locked in it.
+        ValueError: the folder is missing, or files can't be created in it.
     """
 
     def __init__(self, folder: str | PathLike[str]) -> None:
@@ -104,6 +103,7 @@ class DiskStore:
 
     def get(self, ticket: DiskTicket) -> Tensor:
         """Return the tensor; see :meth:`Store.get`."""
+        self._host.release(MOST_WRITES)
         self.fetch(ticket)
         assert ticket.ahead is not None
         (target, read), ticket.ahead, self._ahead = ticket.ahead, None, None
@@ -116,7 +116,7 @@ class DiskStore:
         self._freed.append(ticket)  # no lock: garbage collection may call this in the middle of a put
 
     def close(self) -> None:
-        """Wait for the threads and remove the file."""
+        """Wait for the threads and close the file, which removes it."""
         self._threads.shutdown()
         self._file.close()
 

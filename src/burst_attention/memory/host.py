@@ -43,7 +43,7 @@ class HostStore:
                 f"offload='host' keeps tensors of GPUs in host memory, and this tensor is on {str(x.device)!r}; "
                 "pass memory=Memory(offload='disk:DIR')"
             )
-        self._release(MOST_WRITES - 1)
+        self.release(MOST_WRITES - 1)
         x = x.detach()
         if x.device not in self._streams:
             self._streams[x.device] = torch.cuda.Stream(x.device)
@@ -71,7 +71,7 @@ class HostStore:
 
     def get(self, ticket: HostTicket) -> Tensor:
         """Return the tensor; see :meth:`Store.get`. The current stream waits for it, the process does not."""
-        self._release(MOST_WRITES)
+        self.release(MOST_WRITES)
         self.fetch(ticket)
         assert ticket.ahead is not None
         (x, read), ticket.ahead, self._ahead = ticket.ahead, None, None
@@ -84,7 +84,7 @@ class HostStore:
         """Drop the copy. torch reuses pinned memory only after the copies that are under way."""
         ticket.copy = ticket.ahead = None
 
-    def _release(self, most: int) -> None:
+    def release(self, most: int) -> None:
         """Release tensors whose copies are done; wait until at most ``most`` are under way.
 
         The store holds each tensor until then, so its memory can't be reused too early.

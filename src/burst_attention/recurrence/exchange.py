@@ -19,7 +19,7 @@ from ..attention.plan import Plan
 from ..comm.agreement import Agreement
 from ..comm.transport import Receive, Send, Transport
 from ..kernels.precision import accumulation_dtype
-from .runs import Borders, Runs, runs_of
+from .runs import Borders, Hop, Runs, runs_of
 
 Pair = tuple[Tensor | None, Tensor]  # (M, U); M is None if nothing comes before, so that U is a state
 
@@ -65,7 +65,7 @@ class RunExchange:
             self.runs = runs_of(layout, plan.mask.cu_seqlens if past is None else None, plan.rank)
         self.own = [self.runs.every[n] for n in self.runs.own]
         if past is not None:
-            known = past.columns is not None
+            known = past.columns is not None or past.state is not None
             self.own = [replace(run, start=run.start - known, stop=run.stop + 1) for run in self.own]
         self._plan, self._past, self._start = plan, past, layout.start
 
@@ -105,6 +105,11 @@ class RunExchange:
             return [zero for _ in self.own]
         shapes = {"shape": list(zero.shape), "factor": list(factor_shape)}
         scan = _Scan(self._agreed("recurrent states", zero, shapes), tuple(factor_shape), tuple(zero.shape), diagonal)
+        with no_autocast(zero):
+            return self._scanned(scan, pairs, zero)
+
+    def _scanned(self, scan: _Scan, pairs: Sequence[tuple[Tensor, Tensor]], zero: Tensor) -> list[Tensor]:
+        """Return the state before each own run, as :meth:`states` does."""
         runs, past = self.runs, self._past
         going_on = (n for n, run in zip(runs.own, self.own, strict=True) if not run.ends)
         exact = [(factor.to(zero.dtype), state.to(zero.dtype)) for factor, state in pairs]
@@ -205,25 +210,32 @@ class _Scan:
             like: a tensor with the dtype and the device of all.
             reverse: from the last run of each document to its first.
         """
-        runs, transport = self.call.runs, self.call.transport
         before: dict[int, Pair] = {}
-        for number, moves in enumerate(runs.rounds[reverse]):
-            sends, receives, arriving = [], [], {}
-            leaving = {n: self.joined(own[n], before.get(n)) for n in {m.source for m in moves} & own.keys()}
-            for move in moves:
-                source, target = runs.every[move.source].owner, runs.every[move.target].owner
-                if source == target == runs.rank:
-                    arriving[move.target] = leaving[move.source]
-                elif source == runs.rank:
-                    sends += [Send(target, x.contiguous()) for x in leaving[move.source] if x is not None]
-                elif target == runs.rank:
-                    factor = like.new_empty(self.factor_shape) if move.whole else None
-                    arriving[move.target] = factor, like.new_empty(self.state_shape)
-                    receives += [Receive(source, x) for x in arriving[move.target] if x is not None]
+        for number, moves in enumerate(self.call.runs.rounds[reverse]):
             label = f"{self.call.name}, {'backward' if reverse else 'forward'}, round {number}"
-            transport.wait(transport.post(sends, receives, label=label))
-            before |= {n: self.joined(before[n], pair) if n in before else pair for n, pair in arriving.items()}
+            with self.call.transport.health.failing(label):
+                self._round(moves, own, before, like, label)
         return {n: state for n, (_, state) in before.items()}
+
+    def _round(
+        self, moves: Sequence[Hop], own: Mapping[int, Pair], before: dict[int, Pair], like: Tensor, label: str
+    ) -> None:
+        """Send the pairs of one round, and join those that arrive to ``before``."""
+        runs, transport = self.call.runs, self.call.transport
+        sends, receives, arriving = [], [], {}
+        leaving = {n: self.joined(own[n], before.get(n)) for n in {m.source for m in moves} & own.keys()}
+        for move in moves:
+            source, target = runs.every[move.source].owner, runs.every[move.target].owner
+            if source == target == runs.rank:
+                arriving[move.target] = leaving[move.source]
+            elif source == runs.rank:
+                sends += [Send(target, x.contiguous()) for x in leaving[move.source] if x is not None]
+            elif target == runs.rank:
+                factor = like.new_empty(self.factor_shape) if move.whole else None
+                arriving[move.target] = factor, like.new_empty(self.state_shape)
+                receives += [Receive(source, x) for x in arriving[move.target] if x is not None]
+        transport.wait(transport.post(sends, receives, label=label))
+        before.update({n: self.joined(before[n], pair) if n in before else pair for n, pair in arriving.items()})
 
     def joined(self, late: Pair, early: Pair | None) -> Pair:
         """Return the pair of two stretches, one behind the other: M = M_late M_early, U = M_late U_early + U_late."""
@@ -272,11 +284,12 @@ class _States(torch.autograd.Function):
             n: (scan.transposed(factors[n]) if n in factors else None, grad)
             for n, grad in zip(runs.takers, grads, strict=False)
         }
-        later = scan(pairs, grads[-1], reverse=True)
-        of_factors = (
-            (later[n] * states[n]).sum_to_size(factors[n].shape) if scan.diagonal else later[n] @ states[n].mT
-            for n in runs.inner
-        )
+        with no_autocast(grads[-1]):
+            later = scan(pairs, grads[-1], reverse=True)
+            of_factors = [
+                (later[n] * states[n]).sum_to_size(factors[n].shape) if scan.diagonal else later[n] @ states[n].mT
+                for n in runs.inner
+            ]
         return None, None, *(later[n] for n in runs.givers), *of_factors
 
 
@@ -313,7 +326,14 @@ class _Before(torch.autograd.Function):
 
 def _all_to_all(leaving: list[Tensor], expected: Sequence[Sequence[int]], call: _Exchange, phase: str) -> list[Tensor]:
     """Send ``leaving[r]`` to each rank r; return what each rank r sent here, as many rows as ``expected[r]``."""
-    arriving = [x.new_empty(len(each), *x.shape[1:]) for x, each in zip(leaving, expected, strict=True)]
-    arriving[call.runs.rank] = leaving[call.runs.rank]
-    call.transport.all_to_all([[x] for x in leaving], [[x] for x in arriving], label=f"{call.name}, {phase}")
+    label = f"{call.name}, {phase}"
+    with call.transport.health.failing(label):
+        arriving = [x.new_empty(len(each), *x.shape[1:]) for x, each in zip(leaving, expected, strict=True)]
+        arriving[call.runs.rank] = leaving[call.runs.rank]
+        call.transport.all_to_all([[x] for x in leaving], [[x] for x in arriving], label=label)
     return arriving
+
+
+def no_autocast(x: Tensor) -> torch.autocast:
+    """Return a context in which products keep the dtype of their factors. States are sent and summed in that dtype."""
+    return torch.autocast(x.device.type, enabled=False)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..kernels.precision import accumulation_dtype
-from .exchange import RunExchange
+from .exchange import RunExchange, no_autocast
 
 Kernel = Callable[..., Any]
 _OF_PACKED = ("cu_seqlens", "seq_idx")  # the plan defines the documents
@@ -96,7 +96,8 @@ def delta_rule(
         if run.begins:
             outs[n] = _after(outs[n], before)
         else:
-            read = torch.einsum("bthk,bhkv->bthv", reads[n].to(exact), before)
+            with no_autocast(before):
+                read = torch.einsum("bthk,bhkv->bthv", reads[n].to(exact), before)
             outs[n] = (outs[n] + read).to(value.dtype)
     return torch.cat(outs, 1), None
 
@@ -146,7 +147,8 @@ def mamba2(
             outs[n] = _after(outs[n], before)
         else:
             c = C[:, run.local].to(exact).repeat_interleave(heads // C.shape[2], 2)
-            read = torch.einsum("bthn,bhpn->bthp", c, before) * logs[:, run.local].cumsum(1).exp()[..., None]
+            with no_autocast(before):
+                read = torch.einsum("bthn,bhpn->bthp", c, before) * logs[:, run.local].cumsum(1).exp()[..., None]
             outs[n] = (outs[n] + read).to(outs[n].dtype)
     out = torch.cat(outs, 1)
     return (out, None) if asked else out
@@ -239,7 +241,8 @@ def lightning(exchange: RunExchange, query: Tensor, key: Tensor, value: Tensor, 
     states = exchange.states(pairs, zero, rates.shape, diagonal=True)
     for run, before in zip(exchange.own, states, strict=True):
         q = query[:, :, run.local].to(exact)
-        reads.append((q * (-_ages(q, rates)).exp()) @ before)
+        with no_autocast(before):
+            reads.append((q * (-_ages(q, rates)).exp()) @ before)
     return (out + torch.cat(reads, 2)).to(value.dtype)
 
 
@@ -253,7 +256,8 @@ def no_fused_kernel(kernel: Kernel, exchange: RunExchange, *args: Any, **options
 
 
 def _read_channels(A: Tensor, total: Tensor, C: Tensor, state: Tensor) -> Tensor:
-    return torch.einsum("bnt,bdtn,bdn->bdt", C, (A[:, None] * total[..., None]).exp(), state)
+    with no_autocast(state):
+        return torch.einsum("bnt,bdtn,bdn->bdt", C, (A[:, None] * total[..., None]).exp(), state)
 
 
 def _plain(options: dict[str, Any], *taken: str) -> dict[str, Any]:

@@ -92,7 +92,7 @@ class WorkerPool:
             raise WorkerError("this pool lost a rank in an earlier run; make a new one")
         try:
             results, errors, lost = self.gather(function, *arguments, timeout=timeout, patience=patience)
-        except (KeyboardInterrupt, SystemExit):  # the ranks are still running the function
+        except BaseException:  # ranks may still run the function, or have sent answers
             self.broken = True
             raise
         if lost or (errors and len(errors) < self.world):
@@ -132,7 +132,7 @@ class WorkerPool:
                     (results if kind == "result" else errors)[rank] = value
                     if patience is not None and len(results) + len(errors) == 1:
                         deadline = min(deadline, time.monotonic() + patience)
-                except EOFError:
+                except (EOFError, OSError):  # OSError: it died before it had read its message
                     self.processes[rank].join(1.0)
                     lost[rank] = f"died, exit code {self.processes[rank].exitcode}"
         lost.update(dict.fromkeys(open_pipes.values(), "no answer in time"))

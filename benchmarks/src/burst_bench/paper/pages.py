@@ -44,7 +44,10 @@ def index(folder: Path, written: Sequence[Path]) -> str:
     minutes = {name: Page.read(folder / f"{name}.json").raw.get("minutes") for name in sections}
     known = {name: took for name, took in minutes.items() if took is not None}
     text = f"# Results\n\n{PROSE['index']}\n\n## Targets\n\n"
-    text += targets(folder, PAGES) + "\n## At a glance\n\n" + measured(folder, "glance.md") + "\n\n## Pages\n\n"
+    text += targets(folder, PAGES)
+    if all((folder / f"{name}.json").exists() for name in OF_GLANCE):
+        text += "\n## At a glance\n\n" + measured(folder, "glance.md") + "\n"
+    text += "\n## Pages\n\n"
     text += "".join(f"- [{title}]({path.name})\n" for path, title in titles)
     took = ", ".join(f"{name} {minutes:.0f}" for name, minutes in known.items())
     text += f"\nMinutes of each section: {took}; {sum(known.values()):.0f} in total"
@@ -319,3 +322,4 @@ PAGES: dict[str, dict[str, Callable[[Page], str]]] = {
 }
 # Pages of separate commands.
 BESIDE: dict[str, dict[str, Callable[[Page], str]]] = {"longest": {"longest": longest}}
+OF_GLANCE = ("training", "memory", "peers", "attention", "memory-by-world")  # figures of the table "At a glance"

@@ -66,6 +66,8 @@ def check_generate(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any],
         ids = _prompt(model, given.get("input_ids") if given.get("inputs") is None else given["inputs"], given)
         settings = _settings(model, given)
         _check_mode(settings, given)
+        if settings.max_new_tokens is not None:
+            _check_length(model, ids.shape[1], later=settings.max_new_tokens - 1)  # the last one is not computed on
         fields = {
             "the digest of input_ids": digest_of(ids),
             "the settings of generate": digest_text(settings.to_dict()),
@@ -240,13 +242,19 @@ def _prompt(model: Any, ids: Any, given: Mapping[str, Any]) -> Tensor:
     return ids
 
 
-def _check_length(model: Any, length: int) -> None:
+def _check_length(model: Any, length: int, *, later: int = 0) -> None:
+    """Refuse more tokens than the model has positions; ``later``: those that ``generate`` will compute."""
     most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if most is not None and length > most:
-        raise ValueError(
-            f"input_ids: {length} tokens, with those of the cache, are more than the model's "
-            f"max_position_embeddings={most}; shorten the prompt, or load the model with more positions"
-        )
+    if most is None or length + later <= most:
+        return
+    what, remedy = f"input_ids: {length} tokens, with those of the cache,", "shorten the prompt"
+    if length <= most:
+        what = f"max_new_tokens={later + 1}, after {length} tokens,"
+        remedy = f"pass at most max_new_tokens={most - length + 1}"
+    raise ValueError(
+        f"{what} are more than the model's max_position_embeddings={most}; {remedy}, or load the model with more "
+        "positions"
+    )
 
 
 def _kept(given: Mapping[str, Any], count: int) -> int:
@@ -300,6 +308,11 @@ def _check_mode(settings: Any, given: Mapping[str, Any]) -> None:
         raise ValueError(
             f"cache_implementation={settings.cache_implementation!r} is refused: past_key_values is already a cache "
             "over ranks; leave one of them out"
+        )
+    if settings.max_time is not None:
+        raise ValueError(
+            f"max_time={settings.max_time} is refused: the ranks' clocks differ, so they would stop at different "
+            "tokens; use max_new_tokens"
         )
     if settings.prefill_chunk_size is not None:
         raise ValueError(

@@ -119,16 +119,16 @@ def state_of(run: Run, generators: list[dict[str, Any]]) -> dict[str, Any]:
         | {"parameters": [names[parameter] for parameter in group["params"]]}
         for group in run.optimizer.param_groups
     ]
-    counts = {float(run.optimizer.state[parameter]["step"]) for parameter in _parameters(run.optimizer)}
-    if len(counts) != 1:
-        raise ValueError(f"the optimizer's parameters took {sorted(counts)} steps; they must all take the same number")
+    counts = {names[each]: float(run.optimizer.state[each]["step"]) for each in _parameters(run.optimizer)}
+    most = max(counts.values())
+    fewer = {name: count for name, count in counts.items() if count < most}  # they had no gradient in some steps
     return {
         "format": FORMAT,
         "step": run.step,
         "config": settings_of(run.config),
         "model": run.model_config.to_dict(),
         "generation": _generation_of(run.model),
-        "optimizer": {"name": type(run.optimizer).__name__, "steps": counts.pop(), "groups": groups},
+        "optimizer": {"name": type(run.optimizer).__name__, "steps": most, "fewer": fewer, "groups": groups},
         "schedule": {"last_epoch": run.schedule.last_epoch, "last_lr": [*map(_number, run.schedule.get_last_lr())]},
         "generators": generators,
         "cursor": run.sequences.cursor().model_dump(),
@@ -230,7 +230,7 @@ def _restore_optimizer(run: Run, saved: Optimizer) -> None:
             raise ValueError(f"{STATE}, optimizer: 'groups' have the parameters of another model")
         group |= held.model_dump(exclude={"parameters"})
     for parameter in _parameters(run.optimizer):
-        run.optimizer.state[parameter]["step"].fill_(saved.steps)
+        run.optimizer.state[parameter]["step"].fill_(saved.fewer.get(names[parameter], saved.steps))
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:

@@ -33,11 +33,12 @@ class Group(Checked, extra="ignore"):
 
 
 class Optimizer(Checked):
-    """The optimizer, without its moments."""
+    """The optimizer, without its moments. ``fewer``: steps of the parameters that took fewer, by name."""
 
     name: str
     steps: float
     groups: list[Group]
+    fewer: dict[str, float] = Field(default_factory=dict)
 
 
 class Schedule(Checked, extra="ignore"):
