@@ -9,6 +9,7 @@ import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from burst_train.checkpoint.manifest import discard
 from burst_train.run.folder import list_checkpoints
 from burst_train.run.interrupt import InterruptedRunError, StopRequests
 from burst_train.step.loop import train
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from burst_attention import Hardware, make_plan
 from burst_attention.testing import WorkerError
@@ -112,6 +115,34 @@ def test_a_run_that_goes_on_has_the_weights_of_one_that_was_never_interrupted(po
     last, *_, early = (rates_of(folder) for folder in list_checkpoints(tmp_path / "lost"))
     alone = world == 1 or "data_parallel" in changes
     assert last == early and (last is None) == alone  # measured once, with its date
+
+
+def with_a_spare_weight(function, *arguments):
+    """On a rank: call ``function`` while each feed-forward part has a weight that no forward uses."""
+    made = LlamaMLP.__init__
+
+    def with_spare(self, config):
+        made(self, config)
+        self.spare = nn.Linear(4, 4)
+
+    with patch.object(LlamaMLP, "__init__", with_spare):
+        return function(*arguments)
+
+
+def test_weights_without_a_gradient_are_saved_and_restored(pools, corpus, tmp_path):
+    config = config_of(corpus, tmp_path / "whole", steps=STEPS, global_batch=2)
+    pools(2).run(with_a_spare_weight, train, config)
+    lost = changed(config, out=str(tmp_path / "lost"), save_every="2")
+    _, errors, _ = pools(2).gather(with_a_spare_weight, train_asked_at, lost, 5)
+    assert {type(error) for error in errors.values()} == {InterruptedRunError}, errors
+    (newest, *_) = list_checkpoints(tmp_path / "lost")
+    saved = json.loads((newest / "state.json").read_text())["optimizer"]
+    assert saved["steps"] == 5 and {*saved["fewer"].values()} == {0}
+    assert {name.split(".")[-2] for name in saved["fewer"]} == {"spare"}
+    pools(2).run(with_a_spare_weight, train, changed(lost, resume="newest"))
+    assert losses(tmp_path / "lost") == losses(tmp_path / "whole")
+    expected, got = weights(tmp_path / "whole"), weights(tmp_path / "lost")
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
 
 
 def forget_rates() -> None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from burst_attention import Mask
 from burst_attention.cli import check as command
 from burst_attention.launch import join
 from burst_attention.testing import Case
@@ -36,6 +37,23 @@ def test_each_tensor_is_compared(monkeypatch, dtype, by):
         report = run_check(case)
         assert {row.tensor for row in report.rows if not row.passed} == {name}
         assert not report.passed
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("seqlen", "mask"), [(1, Mask()), (64, Mask(window=1))])
+def test_gradients_that_cancel_are_measured_against_dout(monkeypatch, dtype, seqlen, mask):
+    """Each query sees one key, so dq and dk are 0; a stock kernel's error then says nothing."""
+    case = Case(dtype=dtype, seqlen=seqlen, mask=mask, kernel="aten-fp32")
+    report = run_check(case)
+    assert report.passed, report.rows
+    assert {row.tensor for row in report.rows if row.measure == "error / norm of dout"} == {"dq", "dk"}
+
+    def call(*arguments):
+        found = SOUND(*arguments)
+        return replace(found, dq=found.dq + 0.01)
+
+    monkeypatch.setitem(run_check.__globals__, "distributed_call", call)
+    assert {row.tensor for row in run_check(case).rows if not row.passed} == {"dq"}
 
 
 @pytest.mark.parametrize("wrong", [False, True])
