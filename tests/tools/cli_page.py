@@ -87,6 +87,8 @@ def page() -> str:
     text = HEAD.format(extras="\n".join(f"| `{name}` | {BRINGS[name]} |" for name in extras))
     for name in sorted((*COMMANDS, *OF_EXTRAS)):
         text += f"\n### burst {name}\n\n```\n{help_of(name)}\n```\n"
+        if name == "bench":
+            text += "\n`burst bench train` and `burst bench prefill` take the same options.\n"
     rows = "\n".join(f"| `{call}` | {first} |" for call, first in programs())
     text += "\n## Measurements, and programs of a checkout\n\nEach takes `--help`.\n\n"
     return f"{text}| command | what it does |\n|---|---|\n{rows}\n"
