@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from transformers.generation.stopping_criteria import MaxTimeCriteria, StoppingCriteriaList
 
 from burst_attention import ExchangeError, Strategy
 from burst_attention.attention.dealt import dealt_bytes
@@ -320,8 +321,10 @@ REFUSED = {
     "cache_implementation='static'": {"cache_implementation": "static"},
     "ShardedCache(model.config, prefill_chunk=4)": {"prefill_chunk_size": 4},
     "more than the model's max_position_embeddings=32768": {"inputs": torch.ones(1, 32_769, dtype=torch.int64)},
-    "max_new_tokens=32765, after 5 tokens, are more": {"max_new_tokens": 32_765},
+    "max_new_tokens=32765, after a prompt of 5 tokens, needs more": {"max_new_tokens": 32_765},
+    "max_length=40000, after a prompt of 5 tokens, needs more": {"max_new_tokens": None, "max_length": 40_000},
     "max_time=0.5 is refused": {"max_time": 0.5},
+    "max_time=0.7 is refused": {"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(0.7)])},
     "the prompt is empty": {"inputs": torch.ones(1, 0, dtype=torch.int64)},
     "outside of the model's vocabulary": {"inputs": torch.full((1, 3), 64)},
     "zeros behind or between tokens": {"attention_mask": torch.tensor([[1, 0, 1, 1, 1]])},

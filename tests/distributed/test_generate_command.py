@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from burst_attention.cli.generate import _digest, main
+from burst_attention.cli.generate import _digest, _read_tokens, main
 from tests.support.hybrid_models import make_hybrid
 from tests.support.processes import is_alive, workers_of
 
@@ -72,9 +73,17 @@ def test_a_text_is_continued_and_continued_again(folder):
     (cache / "tokens.json").write_text(json.dumps(held | {"ids": [7, *held["ids"][1:]]}))
     altered = burst("--model", folder, "--prompt", "-", *options, text="More.")
     assert altered.returncode == 2 and "tokens.json was altered" in " ".join(altered.stderr.split())
-    (cache / "tokens.json").write_text(json.dumps({"ids": [7], "digest": _digest([7])}))
+    (cache / "tokens.json").write_text(json.dumps(held["ids"]))
+    early = burst("--model", folder, "--prompt", "-", *options, text="More.")
+    assert early.returncode == 2 and "is of an earlier version; save it again" in " ".join(early.stderr.split())
+    (cache / "tokens.json").write_text(json.dumps({"ids": [7], "digest": _digest(cache, [7])}))
     other = burst("--model", folder, "--prompt", "-", *options, text="More.")
     assert other.returncode == 1 and "tokens.json has 1 tokens, and the cache" in " ".join(other.stderr.split())
+    shutil.copytree(cache, folder / "other")
+    (folder / "other" / "cache.json").write_text("of another cache")
+    with pytest.raises(ValueError, match="was altered, or is of another cache"):
+        _read_tokens(folder / "other")
+    (cache / "tokens.json").write_text(json.dumps(held))
     chat = burst("--model", folder, "--prompt", "-", *options, "--chat", text="More.")
     assert chat.returncode == 2 and "would begin a second conversation" in " ".join(chat.stderr.split())
 
@@ -96,7 +105,7 @@ def test_ranks_of_torchrun_share_no_standard_input(monkeypatch, capsys):
             "--load-cache absent has no tokens.json; pass a folder that --save-cache wrote",
         ),
         (("--prompt", "-", "--top-p", "0"), "--top-p 0.0 must be above 0"),
-        (("--prompt", "-", "--top-p", "0.9"), "--top-p 0.9 samples; add --temperature 1"),
+        (("--prompt", "-", "--top-p", "0.9"), "--top-p 0.9 needs sampling; add --temperature 1"),
         (("--prompt", "-", "--prefill-chunk", "63"), "--prefill-chunk 63 must be at least 64"),
         (("--prompt", "-", "--prefill-chunk", "64", "--ranks", "33"), "must be at least twice --ranks 33"),
     ],

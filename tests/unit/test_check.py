@@ -40,20 +40,30 @@ def test_each_tensor_is_compared(monkeypatch, dtype, by):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("more", [{}, {"logits": 30.0}, {"head_dim": 64, "v_head_dim": 1}, {"dlse": False}], ids=str)
 @pytest.mark.parametrize(("seqlen", "mask"), [(1, Mask()), (64, Mask(window=1))])
-def test_gradients_that_cancel_are_measured_against_dout(monkeypatch, dtype, seqlen, mask):
+def test_gradients_that_cancel_are_measured_against_dout(monkeypatch, dtype, seqlen, mask, more):
     """Each query sees one key, so dq and dk are 0; a stock kernel's error then says nothing."""
-    case = Case(dtype=dtype, seqlen=seqlen, mask=mask, kernel="aten-fp32")
+    case = Case(dtype=dtype, seqlen=seqlen, mask=mask, kernel="aten-fp32", **more)
     report = run_check(case)
     assert report.passed, report.rows
     assert {row.tensor for row in report.rows if row.measure == "error / norm of dout"} == {"dq", "dk"}
 
     def call(*arguments):
         found = SOUND(*arguments)
-        return replace(found, dq=found.dq + 0.01)
+        return replace(found, dq=found.dq * 1.1 + 0.01)
 
     monkeypatch.setitem(run_check.__globals__, "distributed_call", call)
     assert {row.tensor for row in run_check(case).rows if not row.passed} == {"dq"}
+
+
+SMALL = Case(dtype=torch.bfloat16, q_heads=1, kv_heads=1, batch=1, kernel="aten-fp32")
+
+
+def test_gradients_that_are_only_small_are_measured_against_themselves():
+    """Under a full mask they shrink with the number of keys."""
+    rows = run_check(replace(SMALL, seqlen=2048, mask=Mask(causal=False))).rows
+    assert {row.measure for row in rows if row.tensor in ("dq", "dk", "dv")} == {"max error / max"}
 
 
 @pytest.mark.parametrize("wrong", [False, True])

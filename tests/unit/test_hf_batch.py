@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
 from burst_attention import Mask, Strategy, make_plan
+from burst_attention.integrations.hf import seam_masks
 from burst_attention.integrations.hf.batch import PlanCache, rows_of
 from burst_attention.plan.cost import Shape
+from burst_attention.plan.mask import TokenGroups
 from burst_attention.plan.rows import Direction
 from tests.support.machine import unit_seconds
 from tests.support.schedules import make_schedule
@@ -178,3 +181,13 @@ def test_a_new_mask_costs_milliseconds():
             schedule.program(schedule.choose_circulation(shape), direction)
         times.append(time.process_time() - start)
     assert min(times) <= 3.5 * unit_seconds()
+
+
+def test_groups_of_joined_rows_have_different_numbers():
+    """Models number the image groups of each row from 0; a window must not see one image in two rows."""
+    groups = torch.tensor([[0, 0, -1, 1], [-1, 0, 0, -1], [-1, -1, -1, -1]])
+    rows = rows_of({"input_ids": torch.ones(3, 4, dtype=torch.int64)}, ranks=1)
+    joined = seam_masks._numbers(groups, replace(rows, joined=True))
+    assert joined.tolist() == [0, 0, -1, 1, -1, 2, 2, -1, -1, -1, -1, -1]
+    assert TokenGroups.of(joined).reach == 2
+    assert seam_masks._numbers(groups[:1], rows).tolist() == [0, 0, -1, 1]

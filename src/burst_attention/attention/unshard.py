@@ -41,11 +41,10 @@ class _Reshard:
 
     def all_to_all(self, parts: list[Tensor], lengths: list[int], *, phase: str) -> list[Tensor]:
         """Send ``parts[r]`` to each rank r; return what each rank r sent here, ``lengths[r]`` rows (dim 0)."""
-        rank, label = self.transport.rank, f"unshard's {phase}"
-        with self.transport.health.failing(label):
-            arriving = [parts[rank].new_empty(n, *parts[rank].shape[1:]) for n in lengths]
-            arriving[rank] = parts[rank]
-            self.transport.all_to_all([[x] for x in parts], [[x] for x in arriving], label=label)
+        rank = self.transport.rank
+        arriving = [parts[rank].new_empty(n, *parts[rank].shape[1:]) for n in lengths]
+        arriving[rank] = parts[rank]
+        self.transport.all_to_all([[x] for x in parts], [[x] for x in arriving], label=f"unshard's {phase}")
         return arriving
 
 
@@ -74,7 +73,11 @@ def unshard(x: Tensor, dim: int, grad: str, layout: Places, transport: Transport
             "layout": layout.description,
         }
     agreement.agree("unshard", fields)
-    return _Unshard.apply(x, _Reshard(layout, transport, agreement, dim, grad, transport.health.next_call()))
+    with transport.health.failing("unshard"):
+        whole: Tensor = _Unshard.apply(
+            x, _Reshard(layout, transport, agreement, dim, grad, transport.health.next_call())
+        )
+    return whole
 
 
 class _Unshard(torch.autograd.Function):
@@ -110,7 +113,8 @@ class _Unshard(torch.autograd.Function):
             rows = dy.movedim(call.dim, 0)
             parts = [rows.index_select(0, at) for at in positions]
         call.agreement.agree(name, {"call number": call.number})
-        arrived = call.all_to_all(parts, [call.layout.lengths[rank]] * world, phase="backward")
+        with call.transport.health.failing(name):
+            arrived = call.all_to_all(parts, [call.layout.lengths[rank]] * world, phase="backward")
         total = torch.zeros_like(arrived[0], dtype=accumulation_dtype(dy.dtype))
         for part in arrived:
             total += part

@@ -82,10 +82,11 @@ class GenerateArguments:
         require(bool(self.text), "prompt", self.prompt, "is empty; pass a file with text")
         enough = self.prefill_chunk is None or self.prefill_chunk >= 2 * (self.ranks or 1)
         require(enough, "prefill_chunk", self.prefill_chunk, f"must be at least twice --ranks {self.ranks}")
-        require(self.top_p == 1 or self.temperature > 0, "top_p", self.top_p, "samples; add --temperature 1")
+        require(self.top_p == 1 or self.temperature > 0, "top_p", self.top_p, "needs sampling; add --temperature 1")
         if self.load_cache is not None:
             require((self.load_cache / TOKENS).is_file(), "load_cache", self.load_cache, f"has no {TOKENS}; {_SAVED}")
-            require(not self.chat, "chat", "", "would begin a second conversation behind --load-cache; leave it out")
+            if self.chat:
+                raise ValueError("--chat would begin a second conversation behind --load-cache; leave --chat out")
             object.__setattr__(self, "earlier", _read_tokens(self.load_cache))
         taken = self.save_cache is not None and self.save_cache.exists()
         require(not taken, "save_cache", self.save_cache, "exists; pass a new folder")
@@ -179,7 +180,8 @@ def _generate(arguments: GenerateArguments) -> None:
             cache.save(arguments.save_cache)
             if first:
                 written = out[0].tolist()
-                (arguments.save_cache / TOKENS).write_text(json.dumps({"ids": written, "digest": _digest(written)}))
+                text = {"ids": written, "digest": _digest(arguments.save_cache, written)}
+                (arguments.save_cache / TOKENS).write_text(json.dumps(text))
         of_ranks = cache.figures()
         if first:
             _report(arguments, streamer, ids.shape[1], of_ranks)
@@ -196,18 +198,26 @@ def _ids(tokenizer: Any, arguments: GenerateArguments) -> list[int]:
 
 
 def _read_tokens(folder: Path) -> tuple[int, ...]:
-    """Return the ids of a saved cache's text. Raise ValueError if they were altered."""
+    """Return the ids of a saved cache's text. Raise ValueError if they are not that text's."""
     try:
         held = json.loads((folder / TOKENS).read_text("utf-8"))
-        if held["digest"] == _digest(held["ids"]):
+        if isinstance(held, list):
+            raise ValueError(f"--load-cache {folder} is of an earlier version; save it again by --save-cache")
+        if held["digest"] == _digest(folder, held["ids"]):
             return tuple(held["ids"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except OSError as error:
+        raise ValueError(f"--load-cache {folder} can't be read: {error}") from None
+    except (json.JSONDecodeError, KeyError, TypeError):
         pass
-    raise ValueError(f"--load-cache {folder}: {TOKENS} was altered; {_SAVED}")
+    raise ValueError(f"--load-cache {folder}: {TOKENS} was altered, or is of another cache; {_SAVED}")
 
 
-def _digest(ids: list[int]) -> str:
-    return hashlib.blake2b(json.dumps(ids).encode(), digest_size=16).hexdigest()
+def _digest(folder: Path, ids: list[int]) -> str:
+    """Return a digest of a text and of the cache's manifest, which has the digests of its keys and values."""
+    from ..inference.files import MANIFEST
+
+    content = json.dumps(ids).encode() + (folder / MANIFEST).read_bytes()
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def _report(arguments: GenerateArguments, streamer: _Streamer, prompt: int, of_ranks: list[dict[str, int]]) -> None:

@@ -49,8 +49,8 @@ def next_token_loss(
         num_valid: the divisor of the sum, the same on all ranks. Default: the number of valid tokens in the plan's
             group. To normalise over all groups and gradient accumulation steps, pass the count over all of them.
         chunk_tokens: how many tokens' logits exist at the same time. Default: about 2^22 logits, or a quarter as many
-            as the labelled tokens' hidden states have elements if that is more, but at most a quarter of these tokens.
-            A cap needs the same memory again in the backward.
+            as the labelled tokens' hidden states have elements, whichever is more. It is at most a quarter of these
+            tokens. A cap needs the same memory again in the backward.
 
     Returns:
         A scalar, fp32 (fp64 for fp64): (sum over all ranks) / ``num_valid``, the same on every rank. Its backward

@@ -96,7 +96,8 @@ class DiskStore:
         if self._ahead is not None:
             self._ahead.ahead = None
         self._file.check()
-        target = torch.empty(ticket.shape, dtype=ticket.dtype, pin_memory=ticket.device.type == "cuda")
+        pinned = ticket.device.type == "cuda"
+        target = torch.empty(ticket.shape, dtype=ticket.dtype, device="cpu", pin_memory=pinned)
         read = self._threads.submit(_read, self._file, ticket.start, target, ticket.written)
         ticket.reads.append(read)
         ticket.ahead, self._ahead = (target, read), ticket

@@ -48,7 +48,7 @@ class HostStore:
         if x.device not in self._streams:
             self._streams[x.device] = torch.cuda.Stream(x.device)
         stream, written = self._streams[x.device], torch.cuda.Event()
-        copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        copy = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
         stream.wait_stream(torch.cuda.current_stream(x.device))
         with torch.cuda.stream(stream):
             copy.copy_(x, non_blocking=True)

@@ -19,7 +19,7 @@ from ..attention.plan import Plan
 from ..comm.agreement import Agreement
 from ..comm.transport import Receive, Send, Transport
 from ..kernels.precision import accumulation_dtype
-from .runs import Borders, Hop, Runs, runs_of
+from .runs import Borders, Runs, runs_of
 
 Pair = tuple[Tensor | None, Tensor]  # (M, U); M is None if nothing comes before, so that U is a state
 
@@ -82,11 +82,12 @@ class RunExchange:
         if not self.runs.chains and self._past is None:
             return x.new_zeros(len(self.own), width, *x.shape[1:])
         call = self._agreed("tokens before a convolution", x, {"shape": list(x.shape[1:]), "width": width})
-        borders = self.runs.borders(width)
-        found: Tensor = _Before.apply(x[borders.rows], len(self.own) * width, borders, call)
-        before = found.unflatten(0, (len(self.own), width))
-        if self._past is not None:
-            self._past.columns = self._last_columns(x, before, self._past.columns)
+        with call.failing():
+            borders = self.runs.borders(width)
+            found: Tensor = _Before.apply(x[borders.rows], len(self.own) * width, borders, call)
+            before = found.unflatten(0, (len(self.own), width))
+            if self._past is not None:
+                self._past.columns = self._last_columns(x, before, self._past.columns)
         return before
 
     def states(
@@ -105,7 +106,7 @@ class RunExchange:
             return [zero for _ in self.own]
         shapes = {"shape": list(zero.shape), "factor": list(factor_shape)}
         scan = _Scan(self._agreed("recurrent states", zero, shapes), tuple(factor_shape), tuple(zero.shape), diagonal)
-        with no_autocast(zero):
+        with no_autocast(zero), scan.call.failing():
             return self._scanned(scan, pairs, zero)
 
     def _scanned(self, scan: _Scan, pairs: Sequence[tuple[Tensor, Tensor]], zero: Tensor) -> list[Tensor]:
@@ -192,6 +193,10 @@ class _Exchange:
             check_batches(name, *grads)
         self.agreement.agree(name, {"call number": self.number})
 
+    def failing(self) -> AbstractContextManager[None]:
+        """Mark the group as failed if the block raises. The ranks have agreed, so they wait for its messages."""
+        return self.transport.health.failing(self.name)
+
 
 @dataclass(frozen=True, eq=False)
 class _Scan:
@@ -210,32 +215,25 @@ class _Scan:
             like: a tensor with the dtype and the device of all.
             reverse: from the last run of each document to its first.
         """
-        before: dict[int, Pair] = {}
-        for number, moves in enumerate(self.call.runs.rounds[reverse]):
-            label = f"{self.call.name}, {'backward' if reverse else 'forward'}, round {number}"
-            with self.call.transport.health.failing(label):
-                self._round(moves, own, before, like, label)
-        return {n: state for n, (_, state) in before.items()}
-
-    def _round(
-        self, moves: Sequence[Hop], own: Mapping[int, Pair], before: dict[int, Pair], like: Tensor, label: str
-    ) -> None:
-        """Send the pairs of one round, and join those that arrive to ``before``."""
         runs, transport = self.call.runs, self.call.transport
-        sends, receives, arriving = [], [], {}
-        leaving = {n: self.joined(own[n], before.get(n)) for n in {m.source for m in moves} & own.keys()}
-        for move in moves:
-            source, target = runs.every[move.source].owner, runs.every[move.target].owner
-            if source == target == runs.rank:
-                arriving[move.target] = leaving[move.source]
-            elif source == runs.rank:
-                sends += [Send(target, x.contiguous()) for x in leaving[move.source] if x is not None]
-            elif target == runs.rank:
-                factor = like.new_empty(self.factor_shape) if move.whole else None
-                arriving[move.target] = factor, like.new_empty(self.state_shape)
-                receives += [Receive(source, x) for x in arriving[move.target] if x is not None]
-        transport.wait(transport.post(sends, receives, label=label))
-        before.update({n: self.joined(before[n], pair) if n in before else pair for n, pair in arriving.items()})
+        before: dict[int, Pair] = {}
+        for number, moves in enumerate(runs.rounds[reverse]):
+            sends, receives, arriving = [], [], {}
+            leaving = {n: self.joined(own[n], before.get(n)) for n in {m.source for m in moves} & own.keys()}
+            for move in moves:
+                source, target = runs.every[move.source].owner, runs.every[move.target].owner
+                if source == target == runs.rank:
+                    arriving[move.target] = leaving[move.source]
+                elif source == runs.rank:
+                    sends += [Send(target, x.contiguous()) for x in leaving[move.source] if x is not None]
+                elif target == runs.rank:
+                    factor = like.new_empty(self.factor_shape) if move.whole else None
+                    arriving[move.target] = factor, like.new_empty(self.state_shape)
+                    receives += [Receive(source, x) for x in arriving[move.target] if x is not None]
+            label = f"{self.call.name}, {'backward' if reverse else 'forward'}, round {number}"
+            transport.wait(transport.post(sends, receives, label=label))
+            before |= {n: self.joined(before[n], pair) if n in before else pair for n, pair in arriving.items()}
+        return {n: state for n, (_, state) in before.items()}
 
     def joined(self, late: Pair, early: Pair | None) -> Pair:
         """Return the pair of two stretches, one behind the other: M = M_late M_early, U = M_late U_early + U_late."""
@@ -284,7 +282,7 @@ class _States(torch.autograd.Function):
             n: (scan.transposed(factors[n]) if n in factors else None, grad)
             for n, grad in zip(runs.takers, grads, strict=False)
         }
-        with no_autocast(grads[-1]):
+        with no_autocast(grads[-1]), scan.call.failing():
             later = scan(pairs, grads[-1], reverse=True)
             of_factors = [
                 (later[n] * states[n]).sum_to_size(factors[n].shape) if scan.diagonal else later[n] @ states[n].mT
@@ -317,20 +315,19 @@ class _Before(torch.autograd.Function):
         """Send each token's gradients to its owner, which sums them."""
         borders, call = ctx.borders, ctx.call
         call.agree_on_backward(grad)
-        leaving = [grad[at] for at in borders.places]
-        total = grad.new_zeros(len(borders.rows), *grad.shape[1:], dtype=accumulation_dtype(grad.dtype))
-        for rows, part in zip(borders.given, _all_to_all(leaving, borders.given, call, "backward"), strict=True):
-            total.index_add_(0, torch.tensor(rows, dtype=torch.int64, device=grad.device), part.to(total.dtype))
+        with call.failing():
+            leaving = [grad[at] for at in borders.places]
+            total = grad.new_zeros(len(borders.rows), *grad.shape[1:], dtype=accumulation_dtype(grad.dtype))
+            for rows, part in zip(borders.given, _all_to_all(leaving, borders.given, call, "backward"), strict=True):
+                total.index_add_(0, torch.tensor(rows, dtype=torch.int64, device=grad.device), part.to(total.dtype))
         return total.to(grad.dtype), None, None, None
 
 
 def _all_to_all(leaving: list[Tensor], expected: Sequence[Sequence[int]], call: _Exchange, phase: str) -> list[Tensor]:
     """Send ``leaving[r]`` to each rank r; return what each rank r sent here, as many rows as ``expected[r]``."""
-    label = f"{call.name}, {phase}"
-    with call.transport.health.failing(label):
-        arriving = [x.new_empty(len(each), *x.shape[1:]) for x, each in zip(leaving, expected, strict=True)]
-        arriving[call.runs.rank] = leaving[call.runs.rank]
-        call.transport.all_to_all([[x] for x in leaving], [[x] for x in arriving], label=label)
+    arriving = [x.new_empty(len(each), *x.shape[1:]) for x, each in zip(leaving, expected, strict=True)]
+    arriving[call.runs.rank] = leaving[call.runs.rank]
+    call.transport.all_to_all([[x] for x in leaving], [[x] for x in arriving], label=f"{call.name}, {phase}")
     return arriving
 
 

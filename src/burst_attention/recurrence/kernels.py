@@ -131,8 +131,9 @@ def mamba2(
     options = _plain(options, "initial_states", "return_final_states", "z")
     batch, _, heads, wide = hidden_states.shape
     exact = accumulation_dtype(hidden_states.dtype)
-    zero = _zero((hidden_states, dt, A, B, C), (batch, heads, wide, B.shape[-1]), exact)
-    step = _step(dt, options.get("dt_bias"), options.get("dt_softplus", False), exact)
+    bias = options.get("dt_bias")
+    zero = _zero((hidden_states, dt, A, B, C, bias), (batch, heads, wide, B.shape[-1]), exact)
+    step = _step(dt, bias, options.get("dt_softplus", False), exact)
     logs = A.to(exact) * step.clamp(*options.get("dt_limit", (0.0, float("inf"))))
     outs, pairs = [], []
     for run in exchange.own:
@@ -180,8 +181,8 @@ def mamba1(
     options = _plain(options, "return_last_state", "z")  # the gate multiplies the whole output, so it comes last
     batch, wide, _ = hidden_states.shape
     exact = accumulation_dtype(hidden_states.dtype)
-    zero = _zero((hidden_states, dt, A, B, C), (batch, wide, A.shape[-1]), exact)
     bias = options.get("delta_bias")
+    zero = _zero((hidden_states, dt, A, B, C, bias), (batch, wide, A.shape[-1]), exact)
     step = _step(dt.mT, bias, options.get("delta_softplus", False), exact).mT
     outs, pairs = [], []
     for run in exchange.own:
@@ -224,18 +225,19 @@ def lightning(exchange: RunExchange, query: Tensor, key: Tensor, value: Tensor, 
     exact = accumulation_dtype(query.dtype)
     (batch, heads, _, size), wide, rates = query.shape, value.shape[-1], rates.to(exact)
     zero, outs, pairs = _zero((query, key, value), (batch, heads, size, wide), exact), [], []
-    for run in exchange.own:
-        state = zero
-        for first in range(run.offset, run.local.stop, block):
-            q, k, v = (x[:, :, first : min(first + block, run.local.stop)].to(exact) for x in (query, key, value))
-            after = _ages(q, rates)
-            apart = after[:, :, 0, None] - after[:, None, :, 0]
-            within = (q @ k.mT) * (-apart).masked_fill(apart < 0, -torch.inf).exp()
-            outs.append(within @ v + (q * (-after).exp()) @ state)
-            left = after[:, -1:] - after
-            state = (-after[:, -1:]).exp() * state + (k * (-left).exp()).mT @ v
-        if not run.ends:
-            pairs.append(((-rates * run.length).exp(), state))
+    with no_autocast(zero):
+        for run in exchange.own:
+            state = zero
+            for first in range(run.offset, run.local.stop, block):
+                q, k, v = (x[:, :, first : min(first + block, run.local.stop)].to(exact) for x in (query, key, value))
+                after = _ages(q, rates)
+                apart = after[:, :, 0, None] - after[:, None, :, 0]
+                within = (q @ k.mT) * (-apart).masked_fill(apart < 0, -torch.inf).exp()
+                outs.append(within @ v + (q * (-after).exp()) @ state)
+                left = after[:, -1:] - after
+                state = (-after[:, -1:]).exp() * state + (k * (-left).exp()).mT @ v
+            if not run.ends:
+                pairs.append(((-rates * run.length).exp(), state))
     out = torch.cat(outs, 2)
     reads = []
     states = exchange.states(pairs, zero, rates.shape, diagonal=True)
@@ -265,10 +267,11 @@ def _plain(options: dict[str, Any], *taken: str) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in (*_OF_PACKED, *taken)}
 
 
-def _zero(inputs: tuple[Tensor, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _zero(inputs: tuple[Tensor | None, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return a zero state that requires a gradient if any input does, as states after a run do."""
-    nothing = sum(x.flatten()[:0].sum().to(dtype) for x in inputs)
-    return inputs[0].new_zeros(shape, dtype=dtype) + nothing
+    given = [x for x in inputs if x is not None]
+    nothing = sum(x.flatten()[:0].sum().to(dtype) for x in given)
+    return given[0].new_zeros(shape, dtype=dtype) + nothing
 
 
 def _after(out: Tensor, state: Tensor) -> Tensor:
@@ -277,6 +280,10 @@ def _after(out: Tensor, state: Tensor) -> Tensor:
 
 
 def _step(dt: Tensor, bias: Tensor | None, softplus: bool, dtype: torch.dtype) -> Tensor:
-    """Return Δ of each token [..., S, H] as the kernel computes it."""
+    """Return Δ of each token [..., S, H] as the kernel computes it.
+
+    The kernels of mamba_ssm compute it in fp32; transformers' own code, which runs on CPUs, in the dtype of ``dt``.
+    """
+    dt = dt.to(dtype) if dt.is_cuda else dt
     step = dt if bias is None else dt + bias.to(dt.dtype)
     return (F.softplus(step) if softplus else step).to(dtype)

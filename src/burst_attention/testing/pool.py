@@ -89,7 +89,8 @@ class WorkerPool:
                 ``patience`` seconds after the first answer.
         """
         if self.broken:
-            raise WorkerError("this pool lost a rank in an earlier run; make a new one")
+            raise WorkerError("an earlier run of this pool failed or was interrupted; make a new pool")
+        pickle.dumps((function, arguments))  # an error here leaves the ranks as they are
         try:
             results, errors, lost = self.gather(function, *arguments, timeout=timeout, patience=patience)
         except BaseException:  # ranks may still run the function, or have sent answers

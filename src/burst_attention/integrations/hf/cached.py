@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.stopping_criteria import MaxTimeCriteria
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from burst_attention.attention.batch import Plans, digest_of, mask_of
@@ -49,7 +50,7 @@ class _CachedCall:
     def padding(self) -> Tensor:
         """int64 [B]: the columns in front of each row's tokens."""
         if self.mask is None:
-            return torch.zeros(len(self.ids), dtype=torch.int64)
+            return torch.zeros(len(self.ids), dtype=torch.int64, device="cpu")
         return (self.mask == 0).sum(1).cpu()
 
 
@@ -66,8 +67,7 @@ def check_generate(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any],
         ids = _prompt(model, given.get("input_ids") if given.get("inputs") is None else given["inputs"], given)
         settings = _settings(model, given)
         _check_mode(settings, given)
-        if settings.max_new_tokens is not None:
-            _check_length(model, ids.shape[1], later=settings.max_new_tokens - 1)  # the last one is not computed on
+        _check_positions_of(settings, model, ids.shape[1])
         fields = {
             "the digest of input_ids": digest_of(ids),
             "the settings of generate": digest_text(settings.to_dict()),
@@ -176,7 +176,7 @@ def _later_plans(base: Plan, cache: DealtCache, count: int) -> Plans:
 def _step(model: Any, call: _CachedCall, start: int, stop: int) -> Tensor:
     """Run the body on the same tokens on every rank; return the logits of the last ones."""
     body = vision.text_of(model)
-    columns = torch.arange(call.past + start, call.past + stop)
+    columns = torch.arange(call.past + start, call.past + stop, device="cpu")
     positions = (columns[None] - call.padding[:, None]).clamp(min=0).to(call.ids.device)
     with call.cache.stepping(stop - start, call.padding) as step, recurrent.running(body, step):
         hidden = _run(body, call.ids[:, start:stop], positions, step, call.cache)[0]
@@ -242,19 +242,29 @@ def _prompt(model: Any, ids: Any, given: Mapping[str, Any]) -> Tensor:
     return ids
 
 
-def _check_length(model: Any, length: int, *, later: int = 0) -> None:
-    """Refuse more tokens than the model has positions; ``later``: those that ``generate`` will compute."""
-    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if most is None or length + later <= most:
-        return
-    what, remedy = f"input_ids: {length} tokens, with those of the cache,", "shorten the prompt"
-    if length <= most:
-        what = f"max_new_tokens={later + 1}, after {length} tokens,"
-        remedy = f"pass at most max_new_tokens={most - length + 1}"
-    raise ValueError(
-        f"{what} are more than the model's max_position_embeddings={most}; {remedy}, or load the model with more "
-        "positions"
-    )
+def _check_length(model: Any, length: int) -> None:
+    most = _most_positions(model)
+    if most is not None and length > most:
+        raise ValueError(
+            f"input_ids: {length} tokens, with those of the cache, are more than the model's "
+            f"max_position_embeddings={most}; shorten the prompt, or load the model with more positions"
+        )
+
+
+def _check_positions_of(settings: Any, model: Any, prompt: int) -> None:
+    """Refuse to generate beyond the model's positions. The last token needs none, because nothing follows it."""
+    most, name = _most_positions(model), "max_length" if settings.max_new_tokens is None else "max_new_tokens"
+    asked, before = getattr(settings, name), prompt if name == "max_new_tokens" else 0
+    if most is not None and asked is not None and before + asked - 1 > most:
+        raise ValueError(
+            f"{name}={asked}, after a prompt of {prompt} tokens, needs more than the model's "
+            f"max_position_embeddings={most}; pass at most {name}={most - before + 1}, or load the model with more "
+            "positions"
+        )
+
+
+def _most_positions(model: Any) -> int | None:
+    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
 def _kept(given: Mapping[str, Any], count: int) -> int:
@@ -282,7 +292,7 @@ def _padding_mask(given: Mapping[str, Any], past: int, ids: Tensor) -> Tensor | 
 def _check_positions(call: _CachedCall, positions: Any) -> None:
     if positions is None:
         return
-    columns = torch.arange(call.past, call.past + call.ids.shape[1])
+    columns = torch.arange(call.past, call.past + call.ids.shape[1], device="cpu")
     right = (columns[None] - call.padding[:, None]).to(call.ids.device)
     fits = isinstance(positions, Tensor) and positions.dim() == 2 and positions.shape[1] == right.shape[1]
     if not fits or not bool(((positions == right) | (right < 0)).all()):
@@ -309,10 +319,11 @@ def _check_mode(settings: Any, given: Mapping[str, Any]) -> None:
             f"cache_implementation={settings.cache_implementation!r} is refused: past_key_values is already a cache "
             "over ranks; leave one of them out"
         )
-    if settings.max_time is not None:
+    clocks = [each.max_time for each in given.get("stopping_criteria") or () if isinstance(each, MaxTimeCriteria)]
+    if settings.max_time is not None or clocks:
         raise ValueError(
-            f"max_time={settings.max_time} is refused: the ranks' clocks differ, so they would stop at different "
-            "tokens; use max_new_tokens"
+            f"max_time={settings.max_time or clocks[0]} is refused: the ranks' clocks differ, so they would stop at "
+            "different tokens; use max_new_tokens"
         )
     if settings.prefill_chunk_size is not None:
         raise ValueError(

@@ -243,7 +243,7 @@ class _Tempered(nn.Module):
             plans = Plans.of(given)
             with plans.one.agreement.entering("burst_attention"):
                 _check(plans.one.length, plans.one.seqlen, (hidden_states,), {})
-            places = plans.one.document_positions - torch.arange(plans.one.length)
+            places = plans.one.document_positions - torch.arange(plans.one.length, device="cpu")
             past_key_values = _Places(places.to(hidden_states.device))
         return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
 

@@ -79,7 +79,7 @@ def _without_padding(request: MaskRequest) -> MaskRequest:
 
 
 def _numbers(together: torch.Tensor, rows: BatchRows) -> torch.Tensor:
-    """Return each token's group as one row on the CPU; -1 for padding.
+    """Return each token's group as one row on the CPU; -1 for padding. Joined rows have different numbers.
 
     Raises:
         ValueError: rows that share a mask have different groups.
@@ -92,7 +92,10 @@ def _numbers(together: torch.Tensor, rows: BatchRows) -> torch.Tensor:
             "attention_mask: rows of the batch ask for different groups of tokens, which is not supported for this "
             "model; pass one row in each batch"
         )
-    return groups.flatten() if rows.joined else groups[0]
+    if not rows.joined:
+        return groups[0]
+    first = torch.arange(len(groups))[:, None] * (groups.max() + 1)  # models number the groups of each row from 0
+    return torch.where(groups < 0, groups, groups + first).flatten()
 
 
 def _check_reach(kind: str, request: MaskRequest, plans: Mapping[Reach, Any]) -> None:
