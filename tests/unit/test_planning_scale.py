@@ -60,7 +60,7 @@ def peak_bytes(make: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize(("world", "count"), [*product([256, 1024, 4096], [1, 10_000])])
 @pytest.mark.long
-def test_a_plan_for_thousands_of_ranks_takes_seconds_and_little_memory(world: int, count: int) -> None:
+def test_a_plan_for_thousands_of_ranks_takes_a_second_and_little_memory(world: int, count: int) -> None:
     mask = documents(count)
 
     def make() -> None:
@@ -69,8 +69,7 @@ def test_a_plan_for_thousands_of_ranks_takes_seconds_and_little_memory(world: in
         explain(schedule.planner, schedule.schedule, SHAPE)
 
     seconds, most = taken(make)
-    # About a second, more on a busy machine; of the whole world's traffic they were minutes and gigabytes.
-    assert seconds < 15 and most < 150e6
+    assert seconds < 4 and most < 150e6  # about a second; of the whole world's traffic they were minutes and gigabytes
 
 
 @pytest.mark.long
