@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
 import shutil
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +31,6 @@ from burst_attention.planner.presets import preset
 
 EVERY = ("burst", "ring", "ring:contiguous", "ulysses", "tensor", "tensor-sequence")
 SMALL = Workload(task="train", engines=EVERY, seq_len=64, rounds=1, heads=4, kv_heads=4, head_dim=8, vocabulary=64)
-ROOT = Path(__file__).parents[2]
 NAMESPACES = pytest.mark.skipif(
     os.name != "posix" or os.geteuid() != 0 or not (shutil.which("ip") or Path("/usr/sbin/ip").exists()),
     reason="an emulated cluster needs root and iproute2",
@@ -401,35 +398,3 @@ def test_what_no_cluster_can_do_is_refused_in_a_line(arguments, reported, capsys
     assert message.count("\n") == 1
     assert main(arguments) == 2
     assert "--cluster is an option of `python -m burst_bench.cluster`" in capsys.readouterr().err
-
-
-@NAMESPACES
-@pytest.mark.slow
-def test_the_papers_tables_are_written_by_one_command(tmp_path):
-    command = [sys.executable, "-m", "burst_attention.cli", "bench", "paper", "--quick", "--out", str(tmp_path)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as done:
-        try:
-            reported, _ = done.communicate(timeout=540)
-        except subprocess.TimeoutExpired:
-            done.kill()
-            raise
-    assert done.returncode == 0, reported
-    pages = {path.stem: re.sub(r" +", " ", path.read_text()) for path in tmp_path.glob("*.md")}  # columns are padded
-    expected = ("training", "memory", "bytes", "prefill", "perplexity", "ablation", "scaling", "long", "peers")
-    assert set(pages) >= set(expected)
-    for name in expected:
-        assert "WRONG" not in pages[name], pages[name]
-        assert "|---" in pages[name], name
-        assert "Command: `burst bench paper --quick`" in pages[name], name
-    for section in set(expected) - {"bytes"}:  # whose figures are memory's
-        recorded = json.loads((tmp_path / f"{section}.json").read_text())
-        assert recorded["minutes"] > 0
-        assert recorded["revision"] and recorded["versions"]["torch"] == torch.__version__
-    assert all(f"| {engine} |" in pages["training"] for engine in ("usp:ulysses_degree=1", "burst:published"))
-    for engine in ("burst", "ring", "ulysses", "tensor", "tensor-sequence", "single"):
-        assert f"| {engine} |" in pages["training"]
-        assert f"| {engine} |" in pages["perplexity"]
-    verdicts = [line.split("|")[4].strip() for line in pages["README"].splitlines() if line.startswith("| burst")]
-    assert len(verdicts) == 10, "every target has its verdict"
-    assert all(verdict.startswith(("met", "**not met**", "not measured")) for verdict in verdicts)
-    assert not left_namespaces(done.pid)

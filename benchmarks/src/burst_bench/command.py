@@ -43,7 +43,6 @@ PROGRAMS: Mapping[str, str] = {
     "numerics": "claims.numerics",
     "overhead": "claims.overhead",
     "packing": "claims.packing",
-    "paper": "paper.command",
     "peers": "peers.compare",
     "planning": "claims.planning",
     "published": "claims.published",

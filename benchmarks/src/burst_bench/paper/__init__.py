@@ -1,1 +1,0 @@
-"""The paper's tables: measure each section, then draw the pages, targets and README figures."""
