@@ -30,7 +30,6 @@ EVERY = ("burst", "ring", "ring:contiguous", "ulysses", "usp", "tensor", "tensor
 CLUSTER = "python -m burst_bench.cluster"
 # Measurements next to the tasks: each is the main of a module.
 PROGRAMS: Mapping[str, str] = {
-    "ablation": "ablation.compare",
     "activations": "claims.activations",
     "agreement": "claims.agreement",
     "cost-model": "claims.cost_model",

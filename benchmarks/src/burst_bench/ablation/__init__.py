@@ -1,1 +1,0 @@
-"""Ablation: measure our attention with one feature disabled at a time."""
