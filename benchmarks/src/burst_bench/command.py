@@ -44,10 +44,8 @@ PROGRAMS: Mapping[str, str] = {
     "packing": "claims.packing",
     "peers": "peers.compare",
     "planning": "claims.planning",
-    "published": "claims.published",
     "reading": "claims.reading",
     "saving": "claims.saving",
-    "scaling": "claims.scaling",
     "step-options": "claims.step_options",
 }
 WRITES = ("results.json", "report.html", "*.png", "*.trace.json")
