@@ -44,8 +44,6 @@ PROGRAMS: Mapping[str, str] = {
     "packing": "claims.packing",
     "peers": "peers.compare",
     "planning": "claims.planning",
-    "reading": "claims.reading",
-    "saving": "claims.saving",
     "step-options": "claims.step_options",
 }
 WRITES = ("results.json", "report.html", "*.png", "*.trace.json")
