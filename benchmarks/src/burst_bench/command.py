@@ -44,7 +44,6 @@ PROGRAMS: Mapping[str, str] = {
     "packing": "claims.packing",
     "peers": "peers.compare",
     "planning": "claims.planning",
-    "step-options": "claims.step_options",
 }
 WRITES = ("results.json", "report.html", "*.png", "*.trace.json")
 
