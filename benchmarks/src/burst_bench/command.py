@@ -31,7 +31,6 @@ CLUSTER = "python -m burst_bench.cluster"
 # Measurements next to the tasks: each is the main of a module.
 PROGRAMS: Mapping[str, str] = {
     "activations": "claims.activations",
-    "agreement": "claims.agreement",
     "cost-model": "claims.cost_model",
     "generate": "claims.generation",
     "hybrid": "claims.hybrid",
