@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from burst_bench.claims import planning
 from burst_train.config import TrainConfig
 from burst_train.forecast.machines import Device
 from burst_train.forecast.request import Cluster, ForecastRequest
@@ -584,12 +583,6 @@ def test_documents_that_are_over_all_ranks_are_judged_by_one(layout: str) -> Non
     assert planner_module._smaller_traffic_model(planned.schedule).layout.seqlen <= 1280
     for call in (shape(1), shape(8)):
         assert planned.choose_circulation(call) == choose.by_work_and_bytes(planned.tally, call, call.partial)
-
-
-def test_planning_is_timed() -> None:
-    for name, mask in planning.masks(512, 9).items():
-        forward, backward = planning.planned(512, mask, "striped", "direct", 4, 1)
-        assert forward.ops and backward.ops, name
 
 
 @pytest.mark.parametrize("mask", [Mask(), Mask(window=100), Mask(window=300, cu_seqlens=[0, 700, 701, 2048])])

@@ -42,7 +42,6 @@ PROGRAMS: Mapping[str, str] = {
     "overhead": "claims.overhead",
     "packing": "claims.packing",
     "peers": "peers.compare",
-    "planning": "claims.planning",
 }
 WRITES = ("results.json", "report.html", "*.png", "*.trace.json")
 
