@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from burst_bench.claims.numerics import relative_errors, stock_errors
+from burst_bench.harness.calls import NAMES, errors_over_ranks
 from burst_train.engines.whole import whole_attention
 from torch.distributed.device_mesh import init_device_mesh
 
 from burst_attention import Mask, Strategy, burst_attention, make_plan
 from burst_attention.attention.new_plan import single_rank_plan
 from burst_attention.kernels.aten_ops import CpuFlash
-from burst_attention.testing import Case
+from burst_attention.testing import Case, attend
+from burst_attention.testing.check import distributed_call, relative_l2
+from burst_attention.testing.oracle import torch_attention
 from tests.support.schedules import plan_options
 
 
@@ -160,6 +162,24 @@ def groups_and_meshes() -> None:
 
 def test_groups_and_meshes(pools) -> None:
     pools(4).run(groups_and_meshes)
+
+
+def relative_errors(case: Case) -> dict[str, float]:
+    """Return the relative L2 errors of out, dq, dk and dv over all ranks; every rank gets the same."""
+    plan = make_plan(case.seqlen, mask=case.mask, strategy=case.strategy)
+    inputs = case.inputs()
+    actual = dict(distributed_call(case, plan, inputs).items())
+    right = dict(attend(inputs["q"], inputs["k"], inputs["v"], plan.mask, dout=inputs["dout"]).items())
+    pairs = [(actual[name], plan.shard(right[name], 2)) for name in NAMES]
+    return dict(zip(NAMES, errors_over_ranks(*zip(*pairs, strict=True)), strict=True))
+
+
+def stock_errors(case: Case) -> dict[str, float]:
+    """Return the same errors of PyTorch's own kernel on one device, in the case's dtype."""
+    inputs = case.inputs()
+    arguments = inputs["q"], inputs["k"], inputs["v"], case.mask
+    theirs, right = (dict(of(*arguments, dout=inputs["dout"]).items()) for of in (torch_attention, attend))
+    return {name: relative_l2(theirs[name], right[name]) for name in NAMES}
 
 
 @pytest.mark.parametrize("circulate", ["query", "key-value", "nearest"])

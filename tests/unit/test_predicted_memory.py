@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from burst_bench.claims.activations import POLICIES, ActivationArguments, counted
 from burst_train.engines import Heads, choose
-from burst_train.forecast.footprint import _calls, _Schedules
+from burst_train.engines.sequence import burst
+from burst_train.forecast.footprint import _calls, _Schedules, live_step
+from burst_train.memory import MemoryConfig
 from torch import Tensor
+from transformers import LlamaConfig
 
 from burst_attention.attention.buffers import DeviceIndices, Sums
 from burst_attention.attention.footprint import LiveBytes, peak_memory, peak_of
@@ -150,11 +152,17 @@ def test_plans_that_cannot_be(arguments: list[str], reported: str, capsys) -> No
 
 @pytest.mark.long
 def test_a_layer_holds_few_hidden_vectors_per_token() -> None:
-    sizes = ActivationArguments(layers=2)
-    plain, all_options = {}, {name: value for _, more in POLICIES for name, value in more.items()}
-    before, after = (counted(sizes, options) for options in (plain, all_options))
-    assert sum(before.values()) > 55 and sum(after.values()) <= 10
-    assert before["layer inputs"] > 31 and after["layer inputs"] < 2.5
+    """Two of Llama-3-8B's layers, 4M tokens, 8 ranks; without offload its other 30 layers hold an input each."""
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
+    config = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, **heads)
+    sizes = {"seq_len": 2**22, "world": 8, "dtype": torch.bfloat16}
+    saving = {"mlp_chunks": 32, "attention_chunks": 8, "offload": "host"}
+    before, after = (
+        live_step(config, engine=burst(), **sizes, memory=MemoryConfig(remat="layer", **options)).peak.bytes
+        for options in ({}, saving)
+    )
+    hidden = 2**22 // 8 * 4096 * 2
+    assert before / hidden + 30 > 55 and after / hidden <= 10
 
 
 def test_a_call_with_sinks_caches_no_results() -> None:

@@ -30,7 +30,6 @@ EVERY = ("burst", "ring", "ring:contiguous", "ulysses", "usp", "tensor", "tensor
 CLUSTER = "python -m burst_bench.cluster"
 # Measurements next to the tasks: each is the main of a module.
 PROGRAMS: Mapping[str, str] = {
-    "activations": "claims.activations",
     "cost-model": "claims.cost_model",
     "generate": "claims.generation",
     "hybrid": "claims.hybrid",
@@ -38,8 +37,6 @@ PROGRAMS: Mapping[str, str] = {
     "longest": "claims.longest",
     "memory": "claims.memory",
     "nodes": "claims.nodes",
-    "numerics": "claims.numerics",
-    "overhead": "claims.overhead",
     "packing": "claims.packing",
     "peers": "peers.compare",
 }
