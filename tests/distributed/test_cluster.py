@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from burst_bench.claims.nodes import RECORDS, claims, count
 from burst_bench.cluster import INTERFACE, NETWORK, Cluster, ClusterError, parse_cluster, parse_rate, remove_leftovers
 from burst_bench.cluster.namespaces import inside, interface_bytes
 
@@ -76,18 +75,6 @@ def send(source: int, target: int, size: int) -> float | None:
         dist.send(answer, source)
         return seconds
     return None
-
-
-@emulated
-@pytest.mark.long
-def test_heads_cut_in_nodes_halve_what_crosses_and_whole_documents_do_not_cross(two_by_two) -> None:
-    _, pool = two_by_two
-    cube, _, _, packed = claims(1024, 4096)
-    (cut, _), (plain, _) = (count(pool, way) for way in (cube.ours, cube.plain))
-    assert 0.45 < cut / plain <= cube.most
-    assert plain > 6 * 2 * 4 * 128 * 1024, "at least six of eight tensors of all tokens cross, in bytes"
-    across, payload = count(pool, packed.ours)
-    assert payload == 0 < across <= RECORDS
 
 
 def total() -> float:

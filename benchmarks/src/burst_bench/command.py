@@ -36,7 +36,6 @@ PROGRAMS: Mapping[str, str] = {
     "kernels": "claims.kernels",
     "longest": "claims.longest",
     "memory": "claims.memory",
-    "nodes": "claims.nodes",
     "packing": "claims.packing",
     "peers": "peers.compare",
 }
