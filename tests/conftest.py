@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import tempfile
-import time
-import zlib
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
 
 import pytest
 import torch
@@ -25,32 +23,13 @@ torch.set_num_threads(1)  # as the ranks of the pools have: two cores serve them
 if not torch.cuda.is_available():  # on a GPU it would choose other algorithms, and block sizes, than calls do
     poison_memory()
 
-
-_BEGAN = time.monotonic()
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option by which a slow machine still runs all everyday tests in time."""
-    text = "run long tests last, and start none after this many minutes; those left over are skipped, and named"
-    parser.addoption("--long-minutes", type=float, help=text)
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With a limit, put long tests last. Their files take turns by date, so that no test is left over each time."""
-    if config.getoption("--long-minutes") is not None:
-        today = str(datetime.now(UTC).date())
-        items.sort(key=lambda item: _is_long(item) and 1 + zlib.crc32(f"{today} {item.path.name}".encode()))
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a long test if the time for these is over."""
-    most = item.config.getoption("--long-minutes")
-    if most is not None and _is_long(item) and time.monotonic() - _BEGAN > 60 * most:
-        pytest.skip(f"a long test, and {most:g} minutes are over; `make test-all` runs it")
-
-
-def _is_long(item: pytest.Item) -> bool:
-    return item.get_closest_marker("long") is not None
+# All pools share one fork server. It imports these once; a rank then starts in milliseconds.
+PRELOAD = [
+    "torch",
+    "burst_attention.testing",
+    "burst_attention.integrations.hf",
+    "transformers.models.llama.modeling_llama",
+]
 
 
 @pytest.fixture(scope="session")
@@ -70,3 +49,9 @@ def pools() -> Iterator[Callable[[int], WorkerPool]]:
     yield get
     for pool in alive.values():
         pool.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _preload() -> None:
+    """Name the modules before the first pool starts the server."""
+    multiprocessing.set_forkserver_preload(PRELOAD)

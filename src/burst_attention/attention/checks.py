@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ..comm.scalars import real
 from ..kernels import choose
@@ -40,6 +39,12 @@ class ResolvedCall:
     softcap: float | None
 
 
+def is_dtensor(x: Any) -> bool:
+    """Return whether ``x`` is a DTensor, without the half second of importing its module if nothing else has."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
 def check_types(
     q: Any, k: Any, v: Any, scale: Any, kernel: Any, *, softcap: Any = None, sinks: Any = None
 ) -> tuple[float | None, float | None]:
@@ -47,7 +52,7 @@ def check_types(
     for name, x in (("q", q), ("k", k), ("v", v), *([] if sinks is None else [("sinks", sinks)])):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}, not a tensor")
-        if isinstance(x, DTensor):
+        if is_dtensor(x):
             raise TypeError(f"{name} is a DTensor; pass this rank's shard of the sequence as a plain tensor")
     number, cap = check_scale(scale, q.dtype), check_softcap(softcap, q.dtype)
     if not isinstance(kernel, str):

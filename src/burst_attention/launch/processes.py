@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import sys
+import threading
 
 # Exit statuses of a rank and of its launcher: EX_IOERR and EX_TEMPFAIL of sysexits.h.
 UNSAVED = 74  # the run ended, but some of its checkpoints could not be written
@@ -19,3 +21,17 @@ def end_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
+
+
+def watch(process: int) -> None:
+    """Kill this process when ``process`` ends, which need not be its parent: a fork server starts the ranks of a pool.
+
+    A thread waits for the end, so a call that holds the interpreter's lock delays it.
+    """
+    descriptor = os.pidfd_open(process)
+
+    def wait() -> None:
+        select.select([descriptor], [], [])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True).start()

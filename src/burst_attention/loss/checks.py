@@ -9,8 +9,8 @@ from types import NoneType
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
+from ..attention.checks import is_dtensor
 from ..attention.plan import Plan
 from ..comm.scalars import real
 from .head import Head
@@ -119,7 +119,7 @@ def _check_tensors(*, hidden: torch.Tensor, **others: torch.Tensor) -> None:
     for name, tensor in {"hidden": hidden, **others}.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}; pass a tensor")
-        if isinstance(tensor, DTensor):
+        if is_dtensor(tensor):
             raise TypeError(
                 f"{name} is a DTensor, which may hold only a part; under FSDP call next_token_loss inside the root "
                 "module's forward, where parameters are unsharded, and elsewhere pass full_tensor()"

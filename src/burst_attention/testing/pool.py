@@ -1,4 +1,4 @@
-"""A persistent pool of local ranks: spawned processes in one gloo group."""
+"""A persistent pool of local ranks: processes in one gloo group."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import pickle
 import signal
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..launch.processes import end_with
+from ..launch.processes import watch
 
 
 class WorkerError(RuntimeError):
@@ -36,6 +35,8 @@ class WorkerError(RuntimeError):
 
 class WorkerPool:
     """``world`` processes, each a rank of one gloo group. Use as a context manager, or close it.
+
+    A fork server starts them, so modules named in ``multiprocessing.set_forkserver_preload`` are imported only once.
 
     Args:
         world: number of ranks.
@@ -61,15 +62,13 @@ class WorkerPool:
         self.world = world
         self.broken = False
         self._folder = tempfile.TemporaryDirectory(prefix="burst-pool-")
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
         self.processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         for rank in range(world):
             ours, theirs = context.Pipe()
             entry = entries[rank] if entries is not None else f"file://{Path(self._folder.name) / 'rendezvous'}"
-            # Linux treats the thread that started a process as its parent, so tie it only to the main thread.
-            tied = os.getpid() if threading.current_thread() is threading.main_thread() else None
-            arguments = (theirs, entry, rank, world, threads, timeout, tied)
+            arguments = (theirs, entry, rank, world, threads, timeout, os.getpid())
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -164,11 +163,10 @@ def _serve(
     world: int,
     threads: int,
     timeout: float,
-    tied: int | None,
+    parent: int,
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank immediately and without a traceback
-    if tied is not None:
-        end_with(tied)
+    watch(parent)
     init_method = entry if isinstance(entry, str) else entry()
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(world)
     torch.set_num_threads(threads)
