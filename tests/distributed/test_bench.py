@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import shutil
-import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +20,7 @@ from burst_bench.harness.measure import Measurement, measure
 from burst_bench.harness.memory import give_back, peak_during, resident
 from burst_bench.harness.results import Results, Span
 from burst_bench.harness.run import World
-from burst_bench.harness.subjects import AttentionSubject, Fingerprint, ModelSubject, planned
+from burst_bench.harness.subjects import AttentionSubject, Fingerprint, ModelSubject
 from burst_bench.harness.trace import Trace
 from burst_bench.harness.workload import Workload, engine_of, random_qkv
 
@@ -40,42 +38,33 @@ NAMESPACES = pytest.mark.skipif(
 @pytest.mark.parametrize("task", ["attention", "train", "prefill"])
 @pytest.mark.long
 def test_what_is_counted_is_what_was_predicted(pools, task):
-    job = replace(SMALL, task=task, dtype="float32", timeline=True)
-    ranks = pools(2).run(measure, job)
-    reported = {figures[0].engine: figures for figures in zip(*ranks, strict=True)}
-    assert list(reported) == list(EVERY)
-    fingerprints = []
-    for engine, figures in reported.items():
-        if task == "attention" and engine.startswith("tensor"):
-            assert f"--engine {engine} exchanges around the attention" in figures[0].refused
-            continue
-        for rank in figures:
+    ranks = pools(2).run(measure, replace(SMALL, task=task, dtype="float32", timeline=True))
+    by_engine = {figures[0].engine: figures for figures in zip(*ranks, strict=True)}
+    assert list(by_engine) == list(EVERY)
+    able = [engine for engine in EVERY if task != "attention" or not engine.startswith("tensor")]
+    for engine in {*EVERY} - {*able}:
+        assert f"--engine {engine} exchanges around the attention" in by_engine[engine][0].refused
+    first = by_engine["burst"][0].fingerprints
+    assert first and all(each.size > 0 for each in first)
+    for engine in able:
+        for rank in by_engine[engine]:
             assert rank.counted == rank.predicted, engine
-            assert len(rank.seconds) == 1
-            assert rank.seconds[0] > 0
-            assert rank.peak >= 0
-            waits = sum(span.end - span.start for span in rank.spans if span.kind == "wait")
-            compute = sum(span.end - span.start for span in rank.spans if span.kind == "compute")
-            assert waits > 0
-            assert compute > 0
-            assert any(span.kind == "exchange" for span in rank.spans)
+            assert len(rank.seconds) == 1 and rank.seconds[0] > 0 and rank.peak >= 0
+            waits, compute = (sum(s.end - s.start for s in rank.spans if s.kind == k) for k in ("wait", "compute"))
+            assert waits > 0 and compute > 0 and any(span.kind == "exchange" for span in rank.spans)
             assert waits + compute == pytest.approx(max(span.end for span in rank.spans), rel=1e-6)
-        assert sum(rank.counted for rank in figures) > 0, engine
-        fingerprints.append(figures[0].fingerprints)
-    assert fingerprints[0]
-    for reported in fingerprints:
-        assert all(abs(x.value - y.value) < 1e-3 * y.size for x, y in zip(reported, fingerprints[0], strict=True))
-        assert all(y.size > 0 for y in reported)
+        found = by_engine[engine][0].fingerprints
+        assert all(abs(x.value - y.value) < 1e-3 * y.size for x, y in zip(found, first, strict=True))
+        assert sum(rank.counted for rank in by_engine[engine]) > 0, engine
 
 
-@pytest.mark.parametrize("task", ["attention", "train", "prefill"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("task", "dtype"), [("attention", "bfloat16"), ("train", "float32"), ("prefill", "bfloat16")])
+@pytest.mark.long
 def test_the_judge_finds_every_engine_right(pools, task, dtype):
-    reported = pools(2).run(judge, replace(SMALL, task=task, dtype=dtype))
-    assert reported[0] == reported[1]
-    assert set(reported[0]) == {engine for engine in EVERY if task != "attention" or not engine.startswith("tensor")}
-    for error, bound in reported[0].values():
-        assert 1e-9 < error <= bound < 0.1
+    first, second = pools(2).run(judge, replace(SMALL, task=task, dtype=dtype))
+    assert first == second
+    assert set(first) == {engine for engine in EVERY if task != "attention" or not engine.startswith("tensor")}
+    assert all(1e-9 < error <= bound < 0.1 for error, bound in first.values())
 
 
 def sampled(spoil):
@@ -96,8 +85,7 @@ def test_rows_at_the_timed_length_are_compared_with_fp64(pools):
 
 
 def spoiled_gradient(spoil):
-    """What the judge says of an engine whose key gradients are not summed over ranks, in bf16."""
-    job = replace(SMALL, engines=("burst",), dtype="bfloat16")
+    """Judge an engine whose gradient of one kind of parameter is a fifth too small, in bf16."""
     backward = ModelSubject.backward
 
     def wrong(self):
@@ -110,43 +98,39 @@ def spoiled_gradient(spoil):
 
     ModelSubject.backward = wrong
     try:
-        return judge(job)["burst"]
+        return judge(replace(SMALL, engines=("burst",), dtype="bfloat16"))["burst"]
     finally:
         ModelSubject.backward = backward
 
 
 @pytest.mark.parametrize("spoil", ["k_proj", "input_layernorm", "lm_head"])
+@pytest.mark.long
 def test_the_judge_sees_one_wrong_parameter(pools, spoil):
     for error, bound in pools(2).run(spoiled_gradient, spoil):
         assert error > bound
 
 
 class Scripted:
-    """In place of a pool: ranks that answer from a script."""
+    """In place of a pool: ranks that answer from a script, and what they were asked to measure."""
 
     world = 2
 
     def __init__(self, judged, figures):
-        self.judged, self.figures = judged, figures
+        self.judged, self.figures, self.jobs = judged, figures, []
 
     def run(self, function, *arguments, timeout=0.0, patience=None):
         if function is judge:
             return [self.judged] * 2
-        if function is measure:
-            return self.figures
-        return [0, 0]
+        if function is not measure:
+            return [0, 0]
+        self.jobs += arguments
+        return self.figures
 
 
 def figures_of(engine, **changes):
     fingerprints = [Fingerprint(6.0, 6.0), Fingerprint(2.0, 1.0)]
     right = {"seconds": [1.0], "wire": [0], "counted": 10, "predicted": 10, "peak": 100, "fingerprints": fingerprints}
     return Measurement(engine, **(right | changes))
-
-
-def rows_of(judged, *figures):
-    world = World(Scripted(judged, [list(figures)] * 2), None, 1, lambda text: None)
-    job = replace(SMALL, engines=tuple(each.engine for each in figures), dtype="float32")
-    return world.rows(job, [64])
 
 
 def test_no_figure_is_reported_of_an_engine_that_is_wrong():
@@ -160,12 +144,13 @@ def test_no_figure_is_reported_of_an_engine_that_is_wrong():
         (good, {"fingerprints": [Fingerprint(math.nan, 6.0), Fingerprint(2.0, 1.0)]}),
         (good, {"fingerprints": [Fingerprint(6.0, 6.0), Fingerprint(math.nan, math.nan)]}),
     ):
-        judged = {"burst": good, "ring": bad, "ulysses": good}
-        rows = rows_of(judged, figures_of("burst"), figures_of("ring", **changes), figures_of("ulysses"))
+        figures = [figures_of("burst"), figures_of("ring", **changes), figures_of("ulysses")]
+        scripted = Scripted({"burst": good, "ring": bad, "ulysses": good}, [figures] * 2)
+        world = World(scripted, None, 1, lambda text: None)
+        rows = world.rows(replace(SMALL, engines=("burst", "ring", "ulysses"), dtype="float32"), [64])
         assert [row.passed for row in rows] == [True, False, True], (bad, changes)
-        assert rows[1].seconds == ()
+        assert rows[1].seconds == () and rows[0].seconds == [1.0]
         assert rows[1].median is rows[1].tokens_per_second is rows[1].bytes_counted is rows[1].peak_memory is None
-        assert rows[0].seconds == [1.0]
 
 
 def test_an_engine_by_itself_is_held_to_what_several_agreed_on():
@@ -184,40 +169,42 @@ def test_an_engine_by_itself_is_held_to_what_several_agreed_on():
         assert row.passed == passes, fingerprints
 
 
-def test_nothing_is_timed_where_every_engine_is_refused(pools):
-    for (figures,) in pools(2).run(measure, replace(SMALL, engines=("single",), seq_len=64)):
-        assert figures.refused and not figures.seconds
-
-
 def test_the_slowest_rank_is_timed_and_the_highest_weighed():
-    job = replace(SMALL, engines=("burst",), dtype="float32")
     ranks = [
-        [figures_of("burst", seconds=[1.0, 4.0], wire=[8, 8], counted=10, peak=100)],
-        [figures_of("burst", seconds=[3.0, 2.0], wire=[8, 8], counted=30, peak=300)],
+        [figures_of("burst", seconds=[1.0, 4.0], counted=10, peak=100)],
+        [figures_of("burst", seconds=[3.0, 2.0], counted=30, peak=300)],
     ]
-    (row,) = World(Scripted({"burst": (1e-6, 1e-5)}, ranks), None, 1, lambda text: None).rows(job, [64])
-    assert list(row.seconds) == [3.0, 4.0]
-    assert row.median == 3.5
-    assert row.tokens_per_second == 64 / 3.5
-    assert row.bytes_counted == 20
-    assert row.peak_memory == 300
-    assert row.bytes_wire is None
+    world = World(Scripted({"burst": (1e-6, 1e-5)}, ranks), None, 1, lambda text: None)
+    (row,) = world.rows(replace(SMALL, engines=("burst",), dtype="float32"), [64])
+    assert (list(row.seconds), row.median, row.tokens_per_second) == ([3.0, 4.0], 3.5, 64 / 3.5)
+    assert (row.bytes_counted, row.peak_memory, row.bytes_wire) == (20, 300, None)
+
+
+def test_a_calibrated_world_plans_for_each_limit_of_its_links(monkeypatch):
+    """Bytes are counted again at each link, because the plans differ."""
+    monkeypatch.setattr(run, "calibrated", lambda pool: preset("cpu"))
+    network, jobs = SimpleNamespace(set_rate=lambda rate: None, nodes=2), []
+    for calibrates in (True, False):
+        scripted = Scripted({"burst": (1e-6, 1e-5)}, [[figures_of("burst", chosen="zigzag, heads=2, query")]] * 2)
+        world = World(scripted, network, 1, lambda text: None, calibrates=calibrates)
+        rows = world.rows(replace(SMALL, engines=("burst",)), [64], [None, 2e6])
+        assert [row.chosen for row in rows] == ["zigzag, heads=2, query"] * 2
+        jobs += scripted.jobs
+    planned, slow, *uncalibrated = jobs
+    assert planned.rates == preset("cpu")
+    assert slow.rates == replace(preset("cpu"), across=slow.rates.across)
+    assert slow.rates.across.bytes_per_second == pytest.approx(0.95 * 2e6 / 8)
+    assert slow.resources and planned.resources
+    assert [(job.rates, job.resources) for job in uncalibrated] == [(None, True), (None, False)]
 
 
 def test_a_trace_shares_out_all_time():
     trace = Trace()
     trace.start = time.perf_counter() - 10
     trace.spans = [Span("wait", 2, 3, "b"), Span("wait", 0.5, 1, "a"), Span("exchange", 0, 3, "b")]
-    reported = trace.finish()
-    assert [(span.kind, round(span.start, 3)) for span in reported] == [
-        ("exchange", 0),
-        ("compute", 0),
-        ("wait", 0.5),
-        ("compute", 1),
-        ("wait", 2),
-        ("compute", 3),
-    ]
-    assert reported[-1].end == pytest.approx(10, abs=0.1)
+    found = [(span.kind, round(span.start, 3)) for span in trace.finish()]
+    assert found == [("exchange", 0), ("compute", 0), ("wait", 0.5), ("compute", 1), ("wait", 2), ("compute", 3)]
+    assert trace.finish()[-1].end == pytest.approx(10, abs=1.0)
 
 
 def test_a_peak_is_seen_after_it_has_passed():
@@ -229,116 +216,76 @@ def test_a_peak_is_seen_after_it_has_passed():
     assert resident() - before < 40 * 2**20
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-def test_inputs_drawn_for_some_positions_are_those_of_all(layout):
+def test_inputs_drawn_for_some_positions_are_those_of_all():
     job = replace(SMALL, task="attention", seq_len=9001)
     everything = random_qkv(job)
-    for rank in range(3):
-        positions = torch.from_numpy(Layout(layout, job.seq_len, 3).positions(rank))
+    for layout in ("contiguous", "zigzag", "striped"):
+        positions = torch.from_numpy(Layout(layout, job.seq_len, 3).positions(1))
         for mine, x in zip(random_qkv(job, positions), everything, strict=True):
             assert torch.equal(mine, x[:, :, positions])
 
 
 @pytest.mark.long
 def test_memory_is_of_one_engine_by_itself(pools):
-    """The same engine before and after others: 2 MiB for each of q, k, v, out, dout and their gradients.
+    """The same engine before and after another: 2 MiB for each of q, k, v, out, dout and their gradients.
 
-    What is on its way when a rank is at its peak depends on how ranks happen to meet, 10 MiB of it: hence the least
-    of three, after one that a process runs first. What another engine leaves behind would be 16 MiB at least.
+    What is on its way when a rank is at its peak depends on how ranks happen to meet, 10 MiB of it: hence the lesser
+    of two, after one that a process runs first. What another engine leaves behind would be 16 MiB at least.
     """
     job = replace(SMALL, task="attention", seq_len=8192, head_dim=32, dtype="float32", rounds=0)
-    ours = ("burst",) * 3
-    row = ("burst", *ours, "ring", "ulysses", *ours)
-    for figures in pools(2).run(measure, replace(job, engines=row)):
-        first, last = (min(each.peak for each in some) for some in (figures[1:4], figures[-3:]))
+    engines = ("burst", "burst", "burst", "ulysses", "burst", "burst")
+    for figures in pools(2).run(measure, replace(job, engines=engines)):
+        first, last = (min(each.peak for each in some) for some in (figures[1:3], figures[4:]))
         assert 14 * 2**20 < first < 48 * 2**20
         assert last == pytest.approx(first, abs=12 * 2**20)
         assert len(figures[0].seconds) == 1
 
 
+@pytest.mark.parametrize("task", ["attention", "train", "prefill"])
 @pytest.mark.long
-def test_the_command_writes_results_and_report(tmp_path, capsys):
+def test_the_command_writes_results_and_report(tmp_path, capsys, task):
+    """And a row for each engine and length, the refused ones included."""
     out = tmp_path / "bench"
     shape = ["--heads", "4", "--head-dim", "8", "--vocabulary", "64", "--rounds", "2"]
-    arguments = ["train", "--engines", "burst", "tensor", "single", "--seq-lens", "64", "96", "--worlds", "2", *shape]
-    assert main([*arguments, "--out", str(out)]) == 0
-    reported = capsys.readouterr().out
-    assert "left out: single, 2 ranks: --engine single runs each sequence on one rank" in reported
+    arguments = [task, "--engines", "burst", "ring", "single", "--seq-lens", "64", "96", *shape, "--out", str(out)]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "left out: single, 2 ranks: --engine single runs each sequence on one rank" in printed
+    assert "/ first's" in printed
     results = Results.read(out / "results.json")
     assert [(row.engine, row.seq_len) for row in results.rows] == [
-        (engine, length) for length in (64, 96) for engine in ("burst", "tensor", "single")
+        (engine, length) for length in (64, 96) for engine in ("burst", "ring", "single")
     ]
     for row in results.rows:
         if row.engine == "single":
             assert row.refused
             continue
-        assert row.passed
-        assert len(row.seconds) == 2
-        assert row.bytes_counted == row.bytes_predicted > 0
-        assert row.bytes_wire is None
-        assert row.flops_per_second == pytest.approx(replace(SMALL, seq_len=row.seq_len).flops() / row.median)
-        assert len(row.timeline) == 2
-    assert "burst bench train" in results.command
+        assert row.passed and len(row.seconds) == len(row.timeline) == 2
+        assert row.bytes_counted == row.bytes_predicted > 0 and row.bytes_wire is None
+        flops = replace(SMALL, task=task, seq_len=row.seq_len).flops()
+        assert row.flops_per_second == pytest.approx(flops / row.median)
+    assert f"burst bench {task}" in results.command
     assert results.revision and results.versions["torch"] == torch.__version__
-    assert "/ first's" in reported
-    page = (out / "report.html").read_text()
-    assert "tensor" in page
-    assert {"seconds.png", "memory.png", "bytes.png"} <= {path.name for path in out.iterdir()}
-    assert len(list(out.glob("*.trace.json"))) == 4
+    assert "ring" in (out / "report.html").read_text()
     lines = (out / "results.json").read_text().splitlines()
     assert sum('"engine": "burst"' in line for line in lines) == 2 and len(lines) < 40, "a line for each row"
-    assert main([*arguments, "--out", str(out)]) == 2
+    assert main(arguments) == 2
     assert "--overwrite" in capsys.readouterr().err
-
-
-def test_engines_taken_by_default_can_all_train_over_several_ranks():
-    for spec in Arguments().engines:
-        engine_of(spec).check(SMALL.sizes, SMALL.seq_len, 2)  # ValueError if not
-
-
-def test_a_calibrated_world_plans_for_each_limit_of_its_links(monkeypatch):
-    """Bytes are counted again at each link, because the plans differ."""
-    seen = []
-    scripted = Scripted({"burst": (1e-6, 1e-5)}, [[figures_of("burst", chosen="zigzag, heads=2, query")]] * 2)
-    monkeypatch.setattr(run, "calibrated", lambda pool: preset("cpu"))
-    monkeypatch.setattr(
-        scripted, "run", lambda f, *w, **_: seen.append((f, *w)) or (w and Scripted.run(scripted, f, *w))
-    )
-    job = replace(SMALL, engines=("burst",))
-    for calibrates in (True, False):
-        network = SimpleNamespace(set_rate=lambda rate: None, nodes=2)
-        world = World(scripted, network, 1, lambda text: None, calibrates=calibrates)
-        rows = world.rows(job, [64], [None, 2e6])
-        assert [row.chosen for row in rows] == ["zigzag, heads=2, query"] * 2
-    planned, slow, *uncalibrated = [w for f, *given in seen if f is measure for w in given]
-    assert planned.rates == preset("cpu")
-    assert slow.rates == replace(preset("cpu"), across=slow.rates.across)
-    assert slow.rates.across.bytes_per_second == pytest.approx(0.95 * 2e6 / 8)
-    assert slow.resources and planned.resources
-    assert [(w.rates, w.resources) for w in uncalibrated] == [(None, True), (None, False)]
-    assert "plans" in run.setting(job, (2, 1), by_rates=True) and "plans" not in run.setting(job, (2, 1))
 
 
 @pytest.mark.long
 def test_ranks_are_calibrated_and_plans_go_by_it(pools):
     rates = calibrated(pools(2))
     assert rates.source.startswith("measured by burst calibrate on 2 ranks")
-    plan = planned(engine_of("burst"), replace(SMALL, rates=rates), None)
-    assert plan.planner.rates == replace(rates, source=plan.planner.rates.source)
     job = replace(SMALL, task="attention", engines=("burst", "ulysses"), rates=rates, rounds=0)
     for ours, ulysses in pools(2).run(measure, job):
-        assert re.fullmatch(
-            r"(zigzag|zigzag-by-halves|contiguous), circulate='[a-z-]+', ulysses_degree=[12]"
-            r"(, cache_qkv=(True|False), chunks=[124])?",
-            ours.chosen,
-        )
-        assert ulysses.chosen is None
+        assert "circulate=" in ours.chosen and "ulysses_degree=" in ours.chosen and ulysses.chosen is None
         assert ours.counted == ours.predicted > 0
 
 
 @NAMESPACES
 @pytest.mark.long
-def test_a_cluster_counts_the_true_bytes_and_limits_them(tmp_path):
+def test_a_cluster_counts_the_true_bytes_and_limits_them():
     """The strategy is fixed: with measured links, a slow one would change the plan."""
     job = replace(SMALL, engines=("burst:zigzag,ulysses_degree=1", "tensor-sequence"), seq_len=1024, rounds=1)
     rate = 40e6
@@ -352,13 +299,11 @@ def test_a_cluster_counts_the_true_bytes_and_limits_them(tmp_path):
         assert row.bytes_wire == pytest.approx(free[engine].bytes_wire, rel=0.05)
         assert row.median > 8 * row.bytes_wire / rate * 0.8, "what is sent takes its time"
         assert row.bytes_uncounted == row.bytes_wire - row.bytes_counted
-    assert not left_namespaces(os.getpid())
 
 
-def left_namespaces(pid):
-    tool = shutil.which("ip") or "/usr/sbin/ip"
-    listed = subprocess.run([tool, "netns", "list"], capture_output=True, text=True, check=True).stdout.split()
-    return [name for name in listed if f"-{pid}-" in name]
+def test_engines_taken_by_default_can_all_train_over_several_ranks():
+    for spec in Arguments().engines:
+        engine_of(spec).check(SMALL.sizes, SMALL.seq_len, 2)  # ValueError if not
 
 
 @pytest.mark.parametrize(
@@ -369,17 +314,13 @@ def left_namespaces(pid):
         (["train", "--engines", "ring:striped"], "--layout striped"),
         (["train", "--link", "10mbit"], "needs --cluster"),
         (["train", "--seq-lens", "3", "--worlds", "4"], "--seq-lens 3 is shorter than the 4 ranks"),
-        (["train", "--kv-heads", "0"], "--kv-heads 0 must be at least 1"),
-        (["train", "--rounds", "0"], "--rounds 0 must be at least 1"),
         (["train", "--heads", "8", "--kv-heads", "3"], "--heads 8 must be a multiple of --kv-heads 3"),
     ],
 )
 def test_what_can_not_be_asked_is_refused_in_a_line(arguments, reported, capsys):
     assert main(arguments) == 2
     message = capsys.readouterr().err
-    assert reported in message
-    assert message.startswith("burst bench: ")
-    assert message.count("\n") == 1
+    assert reported in message and message.startswith("burst bench: ") and message.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -393,8 +334,6 @@ def test_what_can_not_be_asked_is_refused_in_a_line(arguments, reported, capsys)
 def test_what_no_cluster_can_do_is_refused_in_a_line(arguments, reported, capsys):
     assert compare(CLUSTER, ClusterArguments, arguments) == 2
     message = capsys.readouterr().err
-    assert reported in message
-    assert message.startswith("python -m burst_bench.cluster: ")
-    assert message.count("\n") == 1
+    assert reported in message and message.startswith(f"{CLUSTER}: ") and message.count("\n") == 1
     assert main(arguments) == 2
-    assert "--cluster is an option of `python -m burst_bench.cluster`" in capsys.readouterr().err
+    assert f"--cluster is an option of `{CLUSTER}`" in capsys.readouterr().err

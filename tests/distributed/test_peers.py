@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,22 +15,10 @@ from burst_bench.harness.traffic_meter import TrafficMeter
 from burst_bench.harness.workload import Workload
 from burst_bench.peers import compare
 
-from burst_attention.comm.dissemination import FORM
 from burst_attention.testing import WorkerPool
 
 WORLD = 2
 SIZE = Workload(seq_len=256, heads=4, kv_heads=4, head_dim=32)
-
-
-@pytest.fixture(scope="module")
-def peers() -> ModuleType:
-    return compare
-
-
-@pytest.fixture(scope="module")
-def rows(peers: ModuleType) -> dict[str, dict[str, Any]]:
-    need("ring_flash_attn", "yunchang", "ring_attention_pytorch")
-    return {row["name"]: row for row in peers.compare(WORLD, SIZE, 2)}
 
 
 def need(*packages: str) -> None:
@@ -39,64 +27,66 @@ def need(*packages: str) -> None:
             pytest.skip(f"{package} is not installed; pip install -e '.[peers]'")
 
 
-def test_every_variant_is_right_and_timed(rows: dict[str, dict[str, Any]]) -> None:
-    assert rows.pop("yunchang hybrid zigzag")["refused"] == "needs at least 4 ranks, not 2"
-    for name, row in rows.items():
-        assert row["correct"], (name, row)
-        assert len(row["seconds"]) == len(row["ratios"]) == 2, name
-        assert set(row["errors"]) == ({"out"} if row["passes"] == "forward" else {"out", "dq", "dk", "dv"}), name
-        assert 0 < max(row["errors"].values()) < 0.02, name
-    for name in ("burst", "burst, forward only"):
-        assert rows[name]["ratios"] == [1.0, 1.0]
-    pairs = zip(rows["ring-flash-attn zigzag"]["seconds"], rows["burst"]["seconds"], strict=True)
-    assert rows["ring-flash-attn zigzag"]["ratios"] == [theirs / ours for theirs, ours in pairs]
+def compared(*given: Any, **options: Any) -> dict[str, compare.Outcome]:
+    return {own.variant.name: own for own in compare.compare(WORLD, *given, **options)}
 
 
-def test_bytes_are_those_of_the_closed_formulas(rows: dict[str, dict[str, Any]]) -> None:
-    world, n = WORLD, SIZE.seq_len // WORLD * SIZE.heads * SIZE.head_dim
-    ring = 2 * n * (world - 1) * 2 + 2 * n * (world - 1) * 2 + 2 * n * world * 4  # K, V twice; dK, dV in fp32
+@pytest.mark.long
+def test_every_variant_is_right_timed_and_sends_what_its_formula_says() -> None:
+    need("ring_flash_attn", "yunchang", "ring_attention_pytorch")
+    found = compared(SIZE, 2)
+    assert found.pop("yunchang hybrid zigzag").refused == "needs at least 4 ranks, not 2"
+    for name, own in found.items():
+        assert own.correct, (name, own)
+        assert len(own.seconds) == len(own.ratios) == 2, name
+        assert set(own.errors) == ({"out", "dq", "dk", "dv"} if own.variant.has_backward else {"out"}), name
+        assert 0 < max(own.errors.values()) < 0.02, name
+    pairs = zip(found["ring-flash-attn zigzag"].seconds, found["burst"].seconds, strict=True)
+    assert found["ring-flash-attn zigzag"].ratios == [theirs / ours for theirs, ours in pairs]
+    assert found["burst"].ratios == found["burst, forward only"].ratios == [1.0, 1.0]
+    n = SIZE.seq_len // WORLD * SIZE.heads * SIZE.head_dim
+    ring = 2 * n * (WORLD - 1) * 2 + 2 * n * (WORLD - 1) * 2 + 2 * n * WORLD * 4  # K, V twice; dK, dV in fp32
     for name in ("ring-flash-attn basic", "ring-flash-attn zigzag", "ring-flash-attn stripe", "yunchang zigzag"):
-        assert rows[name]["bytes"] == [ring] * world, name
-    assert rows["yunchang ulysses"]["bytes"] == [8 * n * 2 * (world - 1) // world] * world
-    burst = rows["burst"]
-    records = 2 * (world - 1).bit_length() * FORM.size  # agreement on the call and on its backward
-    assert burst["bytes"] == [count + records for count in burst["transport_bytes"]]
-    assert sum(burst["transport_bytes"]) <= 0.6 * ring * world
+        assert found[name].bytes == [ring] * WORLD, name
+    assert found["yunchang ulysses"].bytes == [8 * n * 2 * (WORLD - 1) // WORLD] * WORLD
+    assert sum(found["burst"].bytes) <= 0.6 * ring * WORLD
 
 
-def test_a_wrong_result_gets_no_time(peers: ModuleType) -> None:
+@pytest.mark.long
+def test_a_wrong_result_gets_no_time() -> None:
     need("ring_flash_attn")
     name = "ring-flash-attn zigzag"  # whose fp32 accumulators alias its buffers if the inputs are fp32
-    rows = {row["name"]: row for row in peers.compare(WORLD, SIZE.at(256, dtype="float32"), 1, names=[name])}
-    wrong, ours = rows[name], rows["burst"]
-    assert wrong["errors"]["dq"] > 0.05 > wrong["bounds"]["dq"]
-    assert not wrong["correct"]
-    assert not wrong["seconds"]
-    assert not wrong["ratios"]
-    assert ours["correct"]
-    assert len(ours["seconds"]) == 1
-    console = peers.Console(record=True, width=130, file=io.StringIO())
-    peers.show(console, list(rows.values()), "")
+    found = compared(SIZE.at(256, dtype="float32"), 1, names=[name])
+    wrong, ours = found[name], found["burst"]
+    assert wrong.errors["dq"] > 0.05 > wrong.bounds["dq"]
+    assert not wrong.correct and not wrong.seconds and not wrong.ratios
+    assert ours.correct and len(ours.seconds) == 1
+    console = compare.Console(record=True, width=130, file=io.StringIO())
+    compare.show(console, [*found.values()], "")
     assert "WRONG" in console.export_text()
 
 
 @pytest.mark.long
-def test_what_is_not_installed_is_named(peers: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_installed_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """And ours is compared with PyTorch in one process all the same."""
     real = importlib.util.find_spec
     missing = ("ring_flash_attn", "yunchang", "ring_attention_pytorch")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name in missing else real(name))
-    rows = peers.compare(WORLD, SIZE, 0)
-    for row in rows:
-        if row["package"] in ("burst_attention", "torch"):
-            assert row["correct"], row
-        else:
-            assert row["refused"].startswith(f"not installed: pip install {row['package'].replace('_', '-')}=="), row
+    sizes = ["--seq-len", "256", "--heads", "4", "--head-dim", "32", "--rounds", "1"]
+    compare.main([*sizes, "--json", str(tmp_path / "peers.json")])
+    assert "not installed: pip install ring-flash-attn==" in capsys.readouterr().out
+    for row in json.loads((tmp_path / "peers.json").read_text())["rows"]:
+        theirs = row["name"].startswith(("ring-", "yunchang"))
+        assert row["correct"] != theirs and (row["refused"] or "").startswith("not installed: pip") == theirs
+        assert len(row["seconds"]) == (not theirs) and (row["version"] is None) == theirs
 
 
 @pytest.mark.parametrize(("world", "names", "reported"), [(1, None, "world=1"), (2, ["unknown"], "names has")])
-def test_arguments_are_refused_by_name(peers: ModuleType, world: int, names: Any, reported: str) -> None:
+def test_arguments_are_refused_by_name(world: int, names: Any, reported: str) -> None:
     with pytest.raises(ValueError, match=reported):
-        peers.compare(world, SIZE, 0, names=names)
+        compare.compare(world, SIZE, 0, names=names)
 
 
 def move_and_count() -> dict[str, tuple[int, int]]:
@@ -133,10 +123,9 @@ def written() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="reads /proc/self/io, which only Linux has")
-@pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.long
-def test_the_meter_counts_what_the_sockets_carry(world: int) -> None:
-    with WorkerPool(world) as pool:
+def test_the_meter_counts_what_the_sockets_carry() -> None:
+    with WorkerPool(3) as pool:
         for counts in pool.run(move_and_count):
             assert counts.pop("all reduce")[0] is None, "what can't be counted isn't guessed"
             for kind, (counted, carried) in counts.items():

@@ -8,11 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from burst_bench.harness.memory import allocated_during, give_back, peak_during, resident
+from burst_bench.harness.memory import give_back, peak_during, resident
 from burst_train.engines import choose
 from burst_train.forecast.footprint import PARTS, training_memory
 from burst_train.memory import MemoryConfig
 from burst_train.step.loop import Trainer
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -73,13 +75,38 @@ def most_resident(config):
         torch.utils.deterministic.fill_uninitialized_memory = filling
 
 
+def allocated_during(call):
+    """Return the most bytes of tensors made by ``call`` that existed at the same time.
+
+    torch's CPU allocator counts them. So tensors within operators are included; rounding to pages, free memory and
+    everything except tensors is not. Memory that another thread frees, as gloo's threads do, counts until its address
+    is allocated again. With several ranks the result may therefore be too high, by the size of messages.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        call()
+    found, events = [*recorded.profiler.kineto_results.experimental_event_tree()], []
+    while found:
+        event = found.pop()
+        found += event.children
+        if event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu":
+            events.append(event)
+    live, now, most = {}, 0, 0
+    for event in sorted(events, key=lambda each: each.start_time_ns):
+        place, size = event.extra_fields.ptr, event.extra_fields.alloc_size
+        now += max(size, 0) - live.pop(place, 0)
+        if size > 0:
+            live[place] = size
+        most = max(most, now)
+    return most
+
+
 def most_of_tensors(config):
     """Return what a rank holds of the model in two steps, and what it allocates meanwhile."""
     with join(device="cpu", timeout=60) as context:
         trainer = Trainer(config, context)
         shards = [p.to_local() for p in trainer.model.parameters()] + [*trainer.model.buffers()]
         held = sum(x.untyped_storage().nbytes() for x in shards)
-        return held + allocated_during(lambda: [*itertools.islice(trainer.steps(), 2)])[1]
+        return held + allocated_during(lambda: [*itertools.islice(trainer.steps(), 2)])
 
 
 def predicted(model, length, world, engine="burst", batch=BATCH, how=None, **flags):

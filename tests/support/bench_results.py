@@ -54,4 +54,3 @@ RESULTS = Results(
         BARE,
     ],
 )
-ENGINES = ["burst", "ring:zig<i>zag</i>", "single", "tensor", "ulysses", "bare"]

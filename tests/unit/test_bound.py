@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from burst_bench.harness.bound import Exchanged, bound_of, exchanged
-from burst_bench.harness.calls import Ours, Outcome
 from burst_bench.peers import compare
-from burst_bench.peers.variants import VARIANTS
 
 from burst_attention import CallShape, Hardware, Strategy, make_plan
 from burst_attention.testing import WorkerError, local_world
@@ -60,10 +58,9 @@ def test_a_bound_is_the_larger_of_wire_and_computing():
 def test_each_rounds_time_is_compared_with_its_own_bound(monkeypatch):
     monkeypatch.setattr(compare, "cores", lambda: 2)
     passes = [Exchanged(2.0, 0.5), Exchanged(2.0, 0.5)]
-    rounds = {"processor": [(2.0, 6.0), (4.0, 12.0)], "seconds": [11.0, 9.0]}
-    own = Outcome(next(each for each in VARIANTS if isinstance(each, Ours)), **rounds)
-    assert compare._shares(own, passes) == [(2.0 + 3.5) / 11, (2.5 + 6.5) / 9]
-    assert compare._shares(own, None) is None
+    took = [compare.Took(11.0, 0.0, (2.0, 6.0)), compare.Took(9.0, 0.0, (4.0, 12.0))]
+    assert compare.shares(took, passes) == [(2.0 + 3.5) / 11, (2.5 + 6.5) / 9]
+    assert compare.shares(took, None) is None
 
 
 def test_routes_that_forward_shards_have_no_bound():

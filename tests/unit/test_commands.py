@@ -30,7 +30,9 @@ def test_bench_is_found_where_its_distribution_is(installed: None, capsys: pytes
     assert cli.main(["bench", "--help"]) == 0
     printed = capsys.readouterr().out
     assert "usage: burst bench {attention,train,prefill}" in printed
-    assert "\n  overhead    Time W ranks x 1 thread" in printed  # one line for each other measurement
+    assert "\n  peers       Our attention" in printed  # one line for each other measurement
+    lines = printed.splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80, "one screen"
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -42,7 +44,7 @@ def test_each_measurement_has_help(program: str, capsys: pytest.CaptureFixture[s
 
 def test_an_unknown_measurement_is_answered_with_those_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(["speed"]) == 2
-    assert "the task is speed; give one of attention, train, prefill, ablation, " in capsys.readouterr().err
+    assert "the task is speed; give one of attention, train, prefill, cost-model, " in capsys.readouterr().err
 
 
 def test_bench_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Shared arguments of the commands that measure one attention call."""
+"""Shared arguments of the measurements: the file of their figures, and the sizes of one attention call."""
 
 from __future__ import annotations
 
@@ -18,15 +18,29 @@ A = TypeVar("A")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CallArguments:
+class WrittenArguments:
+    """Arguments of a measurement whose figures can be written to a file."""
+
+    json: Path | None = None
+    """Also write the figures to this file."""
+
+    def write(self, **figures: Any) -> None:
+        """Write figures, arguments and their origin to ``json``, if it was given."""
+        if self.json is None:
+            return
+        size = {name: value for name, value in vars(self).items() if name != "json"}
+        command = shlex.join(["burst", *sys.argv[1:]]).replace(f" --json {shlex.quote(str(self.json))}", "")
+        write_json(self.json, {"size": size, **figures} | origin(command))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallArguments(WrittenArguments):
     """Sizes of one causal attention call."""
 
     seq_len: int = 8192
     heads: int = 8
     head_dim: int = 128
     dtype: str = "bfloat16"
-    json: Path | None = None
-    """Also write the figures to this file."""
 
     @property
     def workload(self) -> Workload:
@@ -37,26 +51,6 @@ class CallArguments:
     @property
     def title(self) -> str:
         return f"causal, {self.dtype}, S={self.seq_len}, H={self.heads}, D={self.head_dim}"
-
-    def write(self, **figures: Any) -> None:
-        """Write figures, sizes and their origin to ``json``, if it was given."""
-        if self.json is not None:
-            names = ("world", "seq_len", "heads", "head_dim", "dtype")
-            size = {name: getattr(self, name) for name in names if hasattr(self, name)}
-            write_json(self.json, {"size": size, **figures} | origin(command_given(self.json)))
-
-
-@dataclass(frozen=True, kw_only=True)
-class TimedArguments(CallArguments):
-    """Sizes of a call, the number of ranks, and the number of timed rounds."""
-
-    world: int = 2
-    rounds: int = 9
-
-
-def command_given(json: Path | None) -> str:
-    """Return the command line of this process as ``burst ...``, without ``--json FILE``."""
-    return shlex.join(["burst", *sys.argv[1:]]).replace(f" --json {shlex.quote(str(json))}", "")
 
 
 def asked(default: A, description: str | None, prog: str, arguments: list[str]) -> A:

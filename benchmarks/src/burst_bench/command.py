@@ -39,14 +39,14 @@ PROGRAMS: Mapping[str, str] = {
     "packing": "claims.packing",
     "peers": "peers.compare",
 }
-WRITES = ("results.json", "report.html", "*.png", "*.trace.json")
+WRITES = ("results.json", "report.html")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
     """Measure time, bytes, memory and error of each engine. The engines take turns; a wrong one gets no figures.
 
-    Runs on this machine's CPU over gloo. Writes results.json, report.html and image files to --out.
+    Runs on this machine's CPU over gloo. Writes results.json and report.html to --out.
     """
 
     engines: Annotated[tuple[str, ...], distinct] = EVERY
@@ -166,11 +166,18 @@ def main(arguments: list[str]) -> int:
 
 def usage(name: str) -> str:
     """Return the help of ``burst bench``, or of the command for emulated clusters."""
-    text = f"usage: {name} {{{','.join(TASKS)}}} [OPTIONS]; --help after the task lists the options"
+    text = f"usage: {name} {{{','.join(TASKS)}}} [OPTIONS]"
     if name == CLUSTER:
         return text
-    lines = (f"  {program:11} {summary(module)}" for program, module in PROGRAMS.items())
-    return "\n".join([text, "", "other measurements; each takes --help:", *lines])
+    text += f"""
+
+Compare engines in one attention call, a training step or a prefill.
+{CLUSTER} does the same on an emulated cluster.
+
+Other measurements:
+"""
+    text += "".join(f"  {program:11} {summary(module)}\n" for program, module in PROGRAMS.items())
+    return f"{text}\nGive --help after a name for its options."
 
 
 def summary(module: str) -> str:
@@ -211,7 +218,7 @@ def compare(name: str, kind: type[Arguments], arguments: list[str]) -> int:
 def _run(task: str, arguments: Arguments, command: str, marker: RunFolderLock) -> Results:
     from .harness.run import World, results_of
     from .harness.workload import Workload
-    from .report.write import write_report, write_traces
+    from .report import page
 
     console = Console()
     if not console.is_terminal:
@@ -231,17 +238,15 @@ def _run(task: str, arguments: Arguments, command: str, marker: RunFolderLock) -
     results = results_of(workload, rows, command=command, **described)
     _show(results, console)
     marker.remove_old()
-    marker.add("results.json")
+    marker.add(*WRITES)
     results.write(marker.folder / "results.json")
-    written, traces = write_report(results, marker.folder), write_traces(results, marker.folder)
-    marker.add(*(path.name for path in (*written, *traces)))
-    files = f"results.json, {written[0].name}, pictures and {len(traces)} traces"
-    console.print(f"{files}: [bold]{escape(arguments.out)}[/]")
+    (marker.folder / "report.html").write_text(page(results), "utf-8")
+    console.print(f"results.json and report.html: [bold]{escape(arguments.out)}[/]")
     return results
 
 
 def _show(results: Results, console: Console) -> None:
-    from .report.table import CHECK, PLACE, cells, measured
+    from .report import CHECK, PLACE, cells, measured
     from .tables import terminal
 
     right = [row for row in results.rows if row.passed]
@@ -260,7 +265,6 @@ def _show(results: Results, console: Console) -> None:
     for column in table.columns:
         column.no_wrap, column.overflow = column.header in ("engine", "link", "/ first's"), "fold"
     console.print(table)
-    for reason in dict.fromkeys(
-        f"{row.engine}, {row.world} ranks: {row.refused}" for row in results.rows if row.refused
-    ):
+    refused = (f"{row.engine}, {row.world} ranks: {row.refused}" for row in results.rows if row.refused)
+    for reason in dict.fromkeys(refused):
         console.print(f"left out: {escape(reason)}", highlight=False)

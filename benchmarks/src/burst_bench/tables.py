@@ -1,36 +1,60 @@
-"""Tables in Markdown and for the terminal.
-
-A row maps column names to cells; it may leave cells out.
-"""
+"""Tables for the terminal, and the text of their cells."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import pandas
+from burst_train import figures
 from rich.table import Table
 
-Rows = Iterable[Mapping[str, Any]]
 
+def terminal(rows: Iterable[Mapping[str, str]], **options: Any) -> Table:
+    """Return a table; a row maps column names to cells and may leave some out.
 
-def markdown(rows: Rows) -> str:
-    """Return a Markdown table, or an empty string without rows.
-
-    The columns have the order in which the rows first name them.
+    Args:
+        rows: The rows. The columns have the order in which the rows first name them.
+        options: Arguments of :class:`rich.table.Table`.
     """
-    frame = _frame(rows)
-    return frame.to_markdown(index=False, tablefmt="github", disable_numparse=True) + "\n" if len(frame) else ""
-
-
-def terminal(rows: Rows, **options: Any) -> Table:
-    """Return the table for a rich console; ``options`` go to :class:`rich.table.Table`."""
-    frame = _frame(rows)
-    table = Table(*frame.columns, **options)
-    for cells in frame.itertuples(index=False):
-        table.add_row(*cells)
+    rows = list(rows)
+    columns = dict.fromkeys(name for row in rows for name in row)
+    table = Table(*columns, **options)
+    for row in rows:
+        table.add_row(*(row.get(name, "") for name in columns))
     return table
 
 
-def _frame(rows: Rows) -> pandas.DataFrame:
-    return pandas.DataFrame(list(rows)).fillna("")
+def ranks_text(world: int) -> str:
+    """Return a text such as ``8 ranks``."""
+    return f"{world} rank" + "s" * (world != 1)
+
+
+def link_text(link: float | None) -> str:
+    """Return a rate (bits per second) as text such as ``200 Mbit/s``; ``no limit`` for None."""
+    return "no limit" if link is None else figures.scaled(link, "bit/s")
+
+
+def bytes_text(count: float | None) -> str:
+    """Return bytes in decimal units, such as ``12.3 MB``; a dash for None."""
+    return "-" if count is None else figures.bytes_text(count)
+
+
+def number_text(value: float | None) -> str:
+    """Return three significant digits, with thousands separators; a dash for None."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:#.3g}"
+
+
+def mebibytes(size: float | None, digits: int = 0) -> str:
+    """Return a text such as ``1,234 MiB``; a dash for None."""
+    return "-" if size is None else f"{size / 2**20:,.{digits}f} MiB"
+
+
+def spread(values: Sequence[float], form: str = ".2f") -> str:
+    """Return ``median (minimum to maximum)``; a dash without values."""
+    if not values:
+        return "-"
+    low, middle, high = (format(x, form) for x in (min(values), statistics.median(values), max(values)))
+    return middle if low == high else f"{middle} ({low} to {high})"

@@ -1,10 +1,10 @@
-"""Compare the cost model's predicted times and choices with measurements on emulated clusters.
+"""The planner's predictions against emulated clusters.
 
 Before each link rate a cluster is calibrated as by ``burst calibrate``, which times none of the configurations below.
 All candidates of a call are then timed in turns. The program prints the median and the worst error of predicted times.
 It also prints how often the planner's choice takes at most a tenth longer than the fastest candidate.
 
-    burst bench cost-model [--quick] [--rounds 3] [--json docs/results/cost-model.json]
+    burst bench cost-model [--quick] [--rounds 3] [--json FILE]
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,11 +27,9 @@ from burst_attention.planner.planner import Planner
 from burst_attention.planner.rates import Rates
 from burst_attention.testing import WorkerPool
 
-from ..arguments import asked, command_given
+from ..arguments import WrittenArguments, asked
 from ..cluster.emulated import Cluster, parse_cluster, parse_rate
 from ..harness.calibration import calibrated, limited
-from ..harness.origin import origin
-from ..harness.results import write_json
 from ..harness.turns import seconds_of, take_turns
 from ..tables import terminal
 
@@ -45,14 +42,13 @@ MASKS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class CostModelArguments:
+class CostModelArguments(WrittenArguments):
     quick: bool = False
     """Time only a few configurations."""
     clusters: tuple[str, ...] = ("2x1", "4x1", "2x2", "8x1")
     links: tuple[str, ...] = ("50mbit", "200mbit", "1gbit")
     seq_len: int = 2048
     rounds: int = 3
-    json: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -177,8 +173,7 @@ def main(arguments: list[str]) -> None:
     for cluster in a.clusters:
         rows += measured(a, cluster)
         summarised = summary(rows)
-        if a.json is not None:  # write after each cluster, because a run takes long
-            write_json(a.json, {"summary": summarised, "rows": rows} | origin(command_given(a.json)))
+        a.write(summary=summarised, rows=rows)  # after each cluster, because a run takes long
     lines = (
         {name: str(row[name]) for name in ("cluster", "link", "mask", "kv_heads", "layout", "way")}
         | {"predicted s": f"{row['predicted']:.3f}", "least s": f"{min(row['seconds']):.3f}"}

@@ -1,12 +1,12 @@
-"""Time generation after long prompts: W ranks with a sharded cache against one process with transformers' own.
+"""Generation after long prompts: ranks against one process.
 
-A tiny Llama (fp32, random weights) reads a prompt and then writes tokens greedily. The first figure is the time to the
-first token. The second is the time per later token, the median of those of a round. Each rank has one thread. The one
-process has as many threads as there are ranks, but not more than cores. The two take turns, round by round; figures are
-the median and the range over rounds. A first run is not timed. It compares all tokens and counts peak memory: the most
-resident bytes of a rank, minus those before. The bytes that a rank sends per token must be those that are predicted,
-whatever the context's length. With --link each rank is a node of an emulated cluster with links of this rate (it needs
-root and iproute2).
+Ranks share a sharded cache; the one process uses transformers' own. A tiny Llama (fp32, random weights) reads a prompt
+and then writes tokens greedily. The first figure is the time to the first token. The second is the time per later
+token, the median of those of a round. Each rank has one thread. The one process has as many threads as there are ranks,
+but not more than cores. The two take turns, round by round; figures are the median and the range over rounds. A first
+run is not timed. It compares all tokens and counts peak memory: the most resident bytes of a rank, minus those before.
+The bytes that a rank sends per token must be those that are predicted, whatever the context's length. With --link each
+rank is a node of an emulated cluster with links of this rate (it needs root and iproute2).
 
     burst bench generate [--worlds 1 2 4] [--contexts 1024 4096 16384] [--rounds 3] [--new-tokens 17]
                          [--link 100mbit]"""
@@ -18,12 +18,10 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import tyro
 from rich.console import Console
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
@@ -33,14 +31,11 @@ from burst_attention.integrations import hf
 from burst_attention.launch.join import cores
 from burst_attention.testing import WorkerPool
 
-from ..arguments import command_given
+from ..arguments import WrittenArguments, asked
 from ..cluster import Cluster, ClusterError, parse_rate
 from ..harness.memory import give_back, peak_during, resident
-from ..harness.origin import origin
-from ..harness.results import write_json
 from ..harness.turns import ratios, take_turns
-from ..tables import terminal
-from ..texts import bytes_text, mebibytes, ranks_text, spread
+from ..tables import bytes_text, mebibytes, ranks_text, spread, terminal
 
 VOCABULARY, LAYERS, HEADS, DIM = 512, 2, 4, 64
 WARM = 512  # tokens
@@ -57,7 +52,7 @@ SIZES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationArguments:
+class GenerationArguments(WrittenArguments):
     worlds: tuple[int, ...] = (1, 2, 4)
     contexts: tuple[int, ...] = (1024, 4096, 16384)
     """Tokens of the prompt."""
@@ -65,8 +60,6 @@ class GenerationArguments:
     rounds: int = 3
     link: str | None = None
     """Rate of each rank's link, such as 100mbit; each rank is then a node of an emulated cluster."""
-    json: Path | None = None
-    """Also write the figures to this file."""
 
 
 @cache
@@ -135,7 +128,7 @@ def measured(one: WorkerPool, many: WorkerPool, context: int, a: GenerationArgum
 
 
 def main(arguments: list[str]) -> None:
-    a = tyro.cli(GenerationArguments, prog="burst bench generate", description=__doc__, args=arguments)
+    a = asked(GenerationArguments(), __doc__, "burst bench generate", arguments)
     console, rows = Console(width=max(Console().width, 120)), list[dict[str, Any]]()
     for world in a.worlds:
         found = over_contexts(world, a)
@@ -144,9 +137,7 @@ def main(arguments: list[str]) -> None:
         title = f"{ranks_text(world)} x 1 thread against one process x {threads}; fp32, {LAYERS} layers, H={HEADS}, "
         title += f"D={DIM}; rounds: {a.rounds}" + (f", links of {a.link}" if a.link else "")
         console.print(terminal([line(row) for row in found], title=title))
-    if a.json is not None:
-        size = {"new_tokens": a.new_tokens, "rounds": a.rounds, "link": a.link, **SIZES}
-        write_json(a.json, {"size": size, "rows": rows} | origin(command_given(a.json)))
+    a.write(model=SIZES, rows=rows)
 
 
 def over_contexts(world: int, a: GenerationArguments) -> list[dict[str, Any]]:

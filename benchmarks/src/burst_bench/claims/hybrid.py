@@ -1,10 +1,10 @@
-"""Time a training step of a model with recurrent layers: W ranks against one process, each with one thread.
+"""Training steps of models with recurrent layers.
 
-The two take turns, round by round. Figures are the median and the range over rounds. The first ratio is the speed-up in
-seconds; it can't exceed the machine's cores. The second is the CPU time of all ranks together over that of one process:
-what state passing computes twice, and the exchange. Memory is the peak resident memory of a rank during a step, minus
-the memory before it. The model has random weights and one attention layer in four. Its loss and gradients are first
-compared.
+W ranks compete with one process, each with one thread. The two take turns, round by round. Figures are the median and
+the range over rounds. The first ratio is the speed-up in seconds; it can't exceed the machine's cores. The second is
+the CPU time of all ranks together over that of one process: what state passing computes twice, and the exchange. Memory
+is the peak resident memory of a rank during a step, minus the memory before it. The model has random weights and one
+attention layer in four. Its loss and gradients are first compared.
 
     burst bench hybrid [--families qwen3_5_text bamba] [--seq-len 2048] [--worlds 1 2 4] [--rounds 5]"""
 
@@ -14,25 +14,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import tyro
 from rich.console import Console
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from burst_attention.integrations import hf
 from burst_attention.testing import WorkerPool
 
-from ..arguments import command_given
+from ..arguments import WrittenArguments, asked
 from ..harness.memory import give_back, peak_during, resident
-from ..harness.origin import origin
-from ..harness.results import write_json
 from ..harness.turns import ratios, seconds_of, take_turns
-from ..tables import terminal
-from ..texts import mebibytes, ranks_text, spread
+from ..tables import mebibytes, ranks_text, spread, terminal
 
 VOCABULARY, LAYERS = 512, 4
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
@@ -57,13 +52,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class HybridArguments:
+class HybridArguments(WrittenArguments):
     families: tuple[Literal["qwen3_5_text", "bamba"], ...] = ("qwen3_5_text", "bamba")
     seq_len: int = 2048
     worlds: tuple[int, ...] = (1, 2, 4)
     rounds: int = 5
-    json: Path | None = None
-    """Also write the figures to this file."""
 
 
 @cache
@@ -124,7 +117,7 @@ def measured(pools: Sequence[WorkerPool], family: str, a: HybridArguments) -> di
 
 
 def main(arguments: list[str]) -> None:
-    a = tyro.cli(HybridArguments, prog="burst bench hybrid", description=__doc__, args=arguments)
+    a = asked(HybridArguments(), __doc__, "burst bench hybrid", arguments)
     rows = []
     for world in a.worlds:
         with WorkerPool(1, timeout=900) as one, WorkerPool(world, timeout=900) as many:
@@ -132,8 +125,7 @@ def main(arguments: list[str]) -> None:
         lines = [_line(row) for row in found]
         title = f"{ranks_text(world)}, S={a.seq_len}, fp32, {LAYERS} layers, width 256; {a.rounds} rounds"
         Console().print(terminal(lines, title=title))
-    if a.json is not None:
-        write_json(a.json, {"size": {"seq_len": a.seq_len}, "rows": rows} | origin(command_given(a.json)))
+    a.write(rows=rows)
 
 
 def _line(row: dict[str, Any]) -> dict[str, str]:

@@ -1,6 +1,6 @@
-"""Measure tile kernels on a GPU: TFLOP/s next to stock kernels and a matrix product, and the cost of distribution.
+"""Kernels on a GPU: TFLOP/s, cost of distribution, memory.
 
-    burst bench kernels [--seq-lens 8192 ... --head-dims 64 128] [--rounds 9] [--out docs/results/gpu.md]
+    burst bench kernels [--seq-lens 8192 ... --head-dims 64 128] [--rounds 9] [--json FILE]
 
 A kernel is timed only after small results agree with the reference. All kernels take turns, round by round. A figure is
 the median, and its ratio is the median of the rounds' ratios. FLOPs count the unmasked (query, key) pairs: 4 D forward
@@ -11,13 +11,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
+from rich.console import Console
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -30,10 +28,10 @@ from burst_attention.plan.layout import Layout
 from burst_attention.plan.tile import Tiles, pair_tiles
 from burst_attention.testing import local_world
 
+from ..arguments import WrittenArguments, asked
 from ..harness.turns import ratios, take_turns
 from ..harness.workload import Workload
-from ..tables import markdown
-from ..texts import spread
+from ..tables import spread, terminal
 from .memory import predicted
 
 WINDOW = 4096
@@ -205,42 +203,27 @@ def memory(seqlen: int, heads: int, dim: int, world: int) -> dict[str, str]:
     }
 
 
-def run(
-    *,
-    seq_lens: tuple[int, ...] = (8192, 16384, 32768, 65536),
-    head_dims: tuple[int, ...] = (64, 128),
-    rounds: int = 9,
-    out: Path | None = None,
-) -> None:
-    """Measure, and print the page.
-
-    Args:
-        seq_lens: Lengths of the sequences.
-        head_dims: Head dimensions.
-        rounds: Timed calls of each kernel.
-        out: File to which the page is also written.
-    """
-    if not torch.cuda.is_available():
-        raise SystemExit("kernels.py: torch.cuda.is_available() is False; run it on a machine with a GPU")
-    sizes = [(seqlen, dim, mask) for dim in head_dims for seqlen in seq_lens for mask in MASKS]
-    rows = [row for size in sizes for row in compare(*size, rounds)]
-    page = (
-        "# Kernels on a GPU\n\n"
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {datetime.now(UTC):%Y-%m-%d}. "
-        f"Command: `burst bench kernels --rounds {rounds}`. bf16, batch 1, heads · D = 2,048.\n\n"
-        f"`auto`:\n\n```\n{explain(device=DEVICE, dtype=torch.bfloat16)}\n```\n\n" + markdown(rows)
-    )
-    page += (
-        "\n## What distribution costs apart from the network\n\nThe time of one rank's kernels divided by the total "
-    )
-    page += "of all ranks, zigzag, causal, forward and backward:\n\n"
-    page += markdown(distribution(8, max(seq_lens), dim, 3) for dim in head_dims)
-    page += "\n## Memory\n\nH = 32, D = 128, forward and backward, the Triton kernel:\n\n"
-    page += markdown(memory(131072, 32, 128, world) for world in (1, 8))
-    print(page)
-    if out:
-        out.write_text(page, "utf-8")
+@dataclass(frozen=True, kw_only=True)
+class KernelsArguments(WrittenArguments):
+    seq_lens: tuple[int, ...] = (8192, 16384, 32768, 65536)
+    head_dims: tuple[int, ...] = (64, 128)
+    rounds: int = 9
+    """Timed calls of each kernel."""
 
 
 def main(arguments: list[str]) -> None:
-    tyro.cli(run, prog="burst bench kernels", description=__doc__, args=arguments)
+    a = asked(KernelsArguments(), __doc__, "burst bench kernels", arguments)
+    if not torch.cuda.is_available():
+        raise SystemExit("burst bench kernels: torch.cuda.is_available() is False; run it on a machine with a GPU")
+    console = Console(width=max(Console().width, 130))
+    console.print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; bf16, batch 1, heads x D = 2,048")
+    console.print(explain(device=DEVICE, dtype=torch.bfloat16), markup=False)
+    sizes = [(seqlen, dim, mask) for dim in a.head_dims for seqlen in a.seq_lens for mask in MASKS]
+    tables = {
+        "kernels": [row for size in sizes for row in compare(*size, a.rounds)],
+        "one rank's device time / all ranks'": [distribution(8, max(a.seq_lens), dim, 3) for dim in a.head_dims],
+        "memory, H = 32, D = 128, Triton": [memory(131072, 32, 128, world) for world in (1, 8)],
+    }
+    for title, rows in tables.items():
+        console.print(terminal(rows, title=title))
+    a.write(device=torch.cuda.get_device_name(), **tables)

@@ -1,11 +1,11 @@
-"""Find the longest sequence that trains one step within a memory limit per rank, by engine and recompute policy.
+"""The longest sequence that trains within a memory limit.
 
 Lengths double until a step does not fit. Each length is run; none is extrapolated. A rank's figure is its peak resident
 memory minus the memory before its model was built. A limit on the data segment, a quarter above the memory limit, ends
 a step that needs far more. The sequence consists of packed documents, so the attention's time grows with the length and
 not with its square; a few cores can then run such lengths. Lengths for which no time was left are printed as not run.
 
-    burst bench longest [--ranks 4] [--gib 2] [--minutes 60] [--json docs/results/longest.json]"""
+    burst bench longest [--ranks 4] [--gib 2] [--minutes 60] [--json FILE]"""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
 from burst_train.engines import Engine, Heads, choose
 from burst_train.forecast.footprint import training_memory
 from burst_train.memory import MemoryConfig
@@ -33,10 +31,8 @@ from burst_attention.attention.batch import Plans
 from burst_attention.launch.mesh import CONTEXT, make_mesh
 from burst_attention.testing import WorkerError, WorkerPool
 
-from ..arguments import command_given
+from ..arguments import WrittenArguments, asked
 from ..harness.memory import give_back, peak_during, resident
-from ..harness.origin import origin
-from ..harness.results import write_json
 from ..tables import terminal
 
 GIB = 2**30
@@ -88,13 +84,11 @@ class Sizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LongestArguments(Sizes):
+class LongestArguments(Sizes, WrittenArguments):
     """Sizes, time limit and output file."""
 
     minutes: float = 60.0
     """Minutes after which no further step starts."""
-    json: Path | None = None
-    """Also write the figures to this file."""
 
 
 def _engine(name: str, flags: dict[str, Any]) -> Engine:
@@ -208,15 +202,11 @@ def search(sizes: Sizes, until: float, tell: Any) -> list[dict[str, Any]]:
 
 
 def main(arguments: list[str]) -> None:
-    a = tyro.cli(LongestArguments, prog="burst bench longest", description=__doc__, args=arguments)
-    command = command_given(a.json)
-    console, began, about = Console(), time.monotonic(), origin(command)
-    rows = search(a, began + 60 * a.minutes, lambda row: console.print(str(row), highlight=False, soft_wrap=True))
+    a = asked(LongestArguments(), __doc__, "burst bench longest", arguments)
+    console, until = Console(), time.monotonic() + 60 * a.minutes
+    rows = search(a, until, lambda row: console.print(str(row), highlight=False, soft_wrap=True))
     console.print(terminal(longest_of(rows), title=f"{a.gib:g} GiB per rank, {a.ranks} ranks"))
-    if a.json is not None:
-        names = Sizes.__dataclass_fields__
-        figures = {"size": {name: getattr(a, name) for name in names}, "rows": rows}
-        write_json(a.json, figures | about | {"minutes": (time.monotonic() - began) / 60})
+    a.write(rows=rows)
 
 
 def longest_of(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
@@ -238,12 +228,8 @@ def longest_of(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
 
 
 def _policy(row: dict[str, Any]) -> tuple[str, ...]:
-    """Return the engine and the memory options of a row; rows of older files lack the last two."""
-    return (
-        row["engine"],
-        row["remat"],
-        *(str(row.get(name, default)) for name, default in zip(SHOWN[1:], (1, 1, "none"), strict=True)),
-    )
+    """Return the engine and the memory options of a row."""
+    return (row["engine"], *(str(row[name]) for name in SHOWN))
 
 
 def _beyond(row: dict[str, Any]) -> str:

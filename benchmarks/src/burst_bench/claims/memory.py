@@ -1,10 +1,11 @@
-"""Measure the attention's peak memory per rank, forward and backward, against world size: it falls as 1 / world.
+"""Peak memory of the attention per rank, by number of ranks.
 
-Each rank's figure is its peak resident memory during the call minus the memory before its inputs were made. So it
-includes inputs, outputs and gradients. The next columns give the size of those alone, and the plan's prediction. glibc
-is set to return freed memory at once, so that the peak counts live tensors.
+The call is a forward and a backward. Its memory falls as 1 / ranks. Each rank's figure is its peak resident memory
+during the call minus the memory before its inputs were made. So it includes inputs, outputs and gradients. The next
+columns give the size of those alone, and the plan's prediction. glibc is set to return freed memory at once, so that
+the peak counts live tensors.
 
-    burst bench memory [--seq-len 32768] [--worlds 1 2 4] [--json docs/results/memory-by-world.json]"""
+    burst bench memory [--seq-len 32768] [--worlds 1 2 4] [--json FILE]"""
 
 from __future__ import annotations
 

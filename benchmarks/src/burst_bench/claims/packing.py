@@ -1,4 +1,6 @@
-"""Compare ways to share documents with a long tail of lengths: static grids of ranks, and one balanced plan over all.
+"""Packed documents: grids of ranks against a balanced plan.
+
+The documents have a long tail of lengths.
 
 Every arrangement trains a tiny Llama (fp32, random weights) on the same batches. A grid DxC has D groups of C ranks.
 Whole documents are assigned to groups greedily, longest first, to the group with the fewest tokens. The ranks of a
@@ -27,13 +29,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from heapq import heapreplace
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import tyro
 from burst_train.data.corpus import STANDARD_LIBRARY, Files, open_corpus
 from rich.console import Console
 from torch.distributed.device_mesh import init_device_mesh
@@ -43,13 +43,10 @@ from burst_attention import Strategy
 from burst_attention.integrations import hf
 from burst_attention.testing import WorkerPool
 
-from ..arguments import command_given
-from ..harness.origin import origin
-from ..harness.results import write_json
+from ..arguments import WrittenArguments, asked
 from ..harness.traffic_meter import TrafficMeter
 from ..harness.turns import ratios, take_turns
-from ..tables import terminal
-from ..texts import bytes_text, ranks_text
+from ..tables import bytes_text, ranks_text, terminal
 
 Lengths = tuple[int, ...]  # tokens of each document of a batch
 Source = Literal["stdlib", "lognormal"]
@@ -70,7 +67,7 @@ SIZES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackingArguments:
+class PackingArguments(WrittenArguments):
     sources: tuple[Source, ...] = ("stdlib", "lognormal")
     ranks: int = 8
     tokens: int = 32768
@@ -81,8 +78,6 @@ class PackingArguments:
     """Batches, each with other documents."""
     rounds: int = 2
     """Timed steps of each batch and arrangement."""
-    json: Path | None = None
-    """Also write the figures to this file."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +212,7 @@ def measured(pool: WorkerPool, source: Source, a: PackingArguments) -> list[dict
 
 
 def main(arguments: list[str]) -> None:
-    a = tyro.cli(PackingArguments, prog="burst bench packing", description=__doc__, args=arguments)
+    a = asked(PackingArguments(), __doc__, "burst bench packing", arguments)
     console, rows = Console(), []
     with WorkerPool(a.ranks, timeout=900) as pool:
         for source in a.sources:
@@ -226,9 +221,7 @@ def main(arguments: list[str]) -> None:
             title = f"{source}: {ranks_text(a.ranks)}, {size}; by CPU time of the busiest rank"
             console.print(terminal(lines(found, a.tokens), title=title))
             console.print(best_line(found), highlight=False)
-    if a.json is not None:
-        size = {name: getattr(a, name) for name in ("ranks", "tokens", "longest", "batches", "rounds")}
-        write_json(a.json, {"size": size, "rows": rows} | origin(command_given(a.json)))
+    a.write(rows=rows)
 
 
 def busiest(row: Mapping[str, Any]) -> list[float]:

@@ -1,4 +1,4 @@
-"""Measure this process's resident memory, its peak, and the memory of tensors alone."""
+"""Measure this process's resident memory and its peak."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
-
-from torch._C._profiler import _EventType
-from torch.profiler import ProfilerActivity, profile
 
 T = TypeVar("T")
 _M_MMAP_THRESHOLD = -3
@@ -44,30 +41,3 @@ def peak_during(call: Callable[[], T]) -> tuple[T, int]:
         return result, resident("VmHWM")
     finally:
         libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_SELDOM)
-
-
-def allocated_during(call: Callable[[], T]) -> tuple[T, int]:
-    """Return (result of ``call``, the most bytes of tensors made by it that existed at the same time).
-
-    torch's CPU allocator counts them. So tensors within operators are included; rounding to pages, free memory and
-    everything except tensors is not. Memory that another thread frees, as gloo's threads do, counts until its address
-    is allocated again. With several ranks the result may therefore be too high, by the size of messages.
-    """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        result = call()
-    assert recorded.profiler is not None and recorded.profiler.kineto_results is not None
-    found, events = [*recorded.profiler.kineto_results.experimental_event_tree()], []
-    while found:
-        event = found.pop()
-        found += event.children
-        if event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu":
-            events.append(event)
-    live: dict[int, int] = {}
-    now = most = 0
-    for event in sorted(events, key=lambda each: each.start_time_ns):
-        place, size = event.extra_fields.ptr, event.extra_fields.alloc_size
-        now += max(size, 0) - live.pop(place, 0)
-        if size > 0:
-            live[place] = size
-        most = max(most, now)
-    return result, most

@@ -15,7 +15,7 @@ from burst_attention.planner.rates import Rates
 from burst_attention.testing import WorkerPool
 
 from ..cluster import INTERFACE, Cluster
-from ..texts import link_text
+from ..tables import link_text
 from .calibration import calibrated, forget_links, limited
 from .judge import AGREEMENT, judge
 from .measure import Measurement, measure
@@ -27,19 +27,6 @@ CHECKED_TOKENS = 512
 LOSS_AGREEMENT = 1e-3  # relative difference of losses, each a mean over all tokens
 PATIENCE = 6 * 3600.0
 STRAGGLE = 120.0  # seconds that the last rank may take longer than the first
-
-
-def results_of(
-    workload: Workload,
-    rows: Sequence[Row],
-    *,
-    command: str,
-    cluster: tuple[int, int] | None,
-    by_rates: bool = False,
-) -> Results:
-    """Return the rows of one task, with their setting and origin."""
-    described = setting(workload, cluster, by_rates=by_rates)
-    return Results(task=workload.task, setting=described, rows=list(rows), **origin(command))
 
 
 class World:
@@ -220,11 +207,15 @@ def _of_all(join: Callable[..., Any], values: Sequence[float | None]) -> Any:
     return None if None in values else join(values)
 
 
-def setting(workload: Workload, cluster: tuple[int, int] | None, *, by_rates: bool = False) -> dict[str, Any]:
-    """Return the sizes that all rows share.
+def results_of(
+    workload: Workload, rows: list[Row], *, command: str, cluster: tuple[int, int] | None, by_rates: bool
+) -> Results:
+    """Return the rows of one task, with the sizes that all rows share, and their origin.
 
     Args:
         workload: The workload of the rows.
+        rows: The rows.
+        command: Command that repeats the run.
         cluster: (nodes, ranks per node) of the emulated cluster, or None.
         by_rates: Whether the engines planned with rates measured before.
     """
@@ -236,4 +227,4 @@ def setting(workload: Workload, cluster: tuple[int, int] | None, *, by_rates: bo
         sizes["cluster"] = f"{cluster[0]} nodes x {cluster[1]} ranks, emulated"
     if by_rates:
         sizes["plans"] = "by rates measured before, and each link's limit"
-    return sizes
+    return Results(task=workload.task, setting=sizes, rows=rows, **origin(command))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,37 +36,6 @@ class Fingerprint(NamedTuple):
     size: float
 
 
-class Subject(Protocol):
-    """One engine, ready for repeated calls."""
-
-    def run(self) -> None:
-        """Run one call; this is timed."""
-        ...
-
-    def warm_up(self) -> None:
-        """Prepare everything that is made on first use, without a whole call."""
-        ...
-
-    def fingerprints(self) -> list[Fingerprint]:
-        """Return fingerprints of the last results; all correct engines have equal ones. Every rank must call it."""
-        ...
-
-    @property
-    def sent(self) -> int:
-        """Return the bytes of activations that this rank's transport has sent so far."""
-        ...
-
-    @property
-    def predicted(self) -> int:
-        """Return the predicted bytes that this rank sends in one call."""
-        ...
-
-    @property
-    def chosen(self) -> str | None:
-        """Return the description by :func:`in_words`."""
-        ...
-
-
 def refusal(workload: Workload, engine: Engine) -> str | None:
     """Return why ``engine`` can't run ``workload`` over these ranks; None if it can."""
     try:
@@ -94,20 +63,13 @@ def in_words(engine: Engine, plan: Plan, workload: Workload) -> str | None:
     return f"{plan.layout}, {plan.planner.decide(plan.schedule, shape)}"
 
 
-def make_subject(workload: Workload, engine: Engine, trace: Trace) -> Subject:
-    """Return the subject of ``workload`` on ``engine``.
-
-    All ranks must call it. The engine must support the workload.
-    """
-    return (
-        AttentionSubject(workload, engine, trace)
-        if workload.task == "attention"
-        else ModelSubject(workload, engine, trace)
-    )
-
-
 class AttentionSubject:
-    """Causal attention over sharded tensors, forward and backward."""
+    """Causal attention over sharded tensors, forward and backward.
+
+    Attributes:
+        predicted: Predicted bytes that this rank sends in one call.
+        chosen: Description of the plan by :func:`in_words`.
+    """
 
     def __init__(self, workload: Workload, engine: Engine, trace: Trace) -> None:
         self.plan = traced(planned(engine, workload, None), trace)
@@ -119,12 +81,14 @@ class AttentionSubject:
         self.results: list[Tensor] = []
 
     def run(self) -> None:
+        """Run one call; this is timed."""
         self.results = []
         q, k, v = (x.detach().requires_grad_() for x in self.inputs[:3])
         out = self.attend(q, k, v, self.plan)
         self.results = [out.detach(), *torch.autograd.grad(out, (q, k, v), self.inputs[3])]
 
     def warm_up(self) -> None:
+        """Prepare everything that is made on first use, without a whole call."""
         schedule, sizes = self.plan.schedule, self.workload.sizes
         heads = {"q_heads": sizes.q_heads, "kv_heads": sizes.kv_heads, "head_dim": sizes.head_dim}
         shape = shape_of(self.workload.torch_dtype, batch=1, **heads)
@@ -132,6 +96,7 @@ class AttentionSubject:
         assert all(schedule.program(circulate, direction, groups) for direction in Direction)
 
     def fingerprints(self) -> list[Fingerprint]:
+        """Return fingerprints of the last results; all correct engines have equal ones. Every rank must call it."""
         positions = self.plan.positions
         totals = torch.zeros(len(self.results), 2, dtype=torch.float64)
         for n, result in enumerate(self.results):
@@ -145,6 +110,7 @@ class AttentionSubject:
 
     @property
     def sent(self) -> int:
+        """Return the bytes of activations that this rank's transport has sent so far."""
         return self.plan.transport.sent
 
 
@@ -238,6 +204,14 @@ class ModelSubject:
     @property
     def sent(self) -> int:
         return self.plans[None].transport.sent
+
+
+Subject = AttentionSubject | ModelSubject
+
+
+def make_subject(workload: Workload, engine: Engine, trace: Trace) -> Subject:
+    """Return the subject of ``workload`` on ``engine``, which must support it. All ranks must call this."""
+    return (AttentionSubject if workload.task == "attention" else ModelSubject)(workload, engine, trace)
 
 
 @cache

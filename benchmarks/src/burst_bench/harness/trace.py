@@ -72,24 +72,12 @@ class TracedTransport(Transport):
 
 
 def traced(plan: Plan, trace: Trace) -> Plan:
-    """Return the same plan with a transport that records exchanges in ``trace``."""
-    return over(plan, TracedTransport, trace=trace)
-
-
-def over(plan: Plan, kind: type[Transport], *, agreement: Agreement | None = None, **options: Any) -> Plan:
-    """Return the same plan with transports of class ``kind``.
-
-    Args:
-        plan: The plan.
-        kind: Class of the new transport.
-        agreement: Agreement of the new plan; None gives one that also uses a transport of class ``kind``.
-        options: Further arguments of ``kind``.
-    """
+    """Return the same plan with transports that record exchanges in ``trace``."""
 
     def remade(old: Transport) -> Transport:
-        return kind(old.group, old.timeout, old.tag, old.health, old.sent, old.received, **options)
+        return TracedTransport(old.group, old.timeout, old.tag, old.health, old.sent, old.received, trace=trace)
 
-    agreement = Agreement(remade(plan.agreement.transport)) if agreement is None else agreement
+    agreement = Agreement(remade(plan.agreement.transport))
     return Plan(plan.schedule, plan.planner, remade(plan.transport), agreement)
 
 

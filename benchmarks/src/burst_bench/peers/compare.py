@@ -1,13 +1,12 @@
-"""Compare our causal attention, forward and backward, with other packages in one run.
+"""Our attention against other packages'.
 
-All variants take turns, round by round, on the same ranks and cores, with one thread per rank and the same flash
-kernels. On CPUs these are torch's kernels; flash_attn_stand_in.py offers them to the packages under flash_attn's names.
-Each result is first compared with a single device's in fp32. A wrong variant is printed with its error and without a
-time. Variants with only a forward are compared with our forward. ring-attention-pytorch's ring has a separate loop for
-CPUs.
+All variants compute one causal attention, forward and backward. They take turns, round by round, on the same ranks and
+cores, with one thread per rank and the same flash kernels. On CPUs these are torch's kernels; flash_attn_stand_in.py
+offers them to the packages under flash_attn's names. Each result is first compared with a single device's in fp32. A
+wrong variant is printed with its error and without a time. Variants with only a forward are compared with our forward.
 
     burst bench peers [--world 2] [--seq-len 8192] [--heads 8] [--head-dim 128] [--rounds 5] [--json FILE]
-                               [--link 100mbit]
+                      [--link 100mbit]
 
 ``burst`` is what a newcomer gets: its plan measures links and kernels itself. ``burst, calibrated`` plans with the
 rates of ``burst calibrate``. PyTorch in one process uses as many threads as there are ranks. With --link each rank is a
@@ -26,26 +25,77 @@ import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from torch import Tensor
 
 from burst_attention.launch.join import cores
-from burst_attention.testing import WorkerPool
+from burst_attention.testing import WorkerError, WorkerPool
 
-from ..arguments import TimedArguments, asked
+from ..arguments import CallArguments, asked
 from ..cluster import Cluster, parse_rate
 from ..harness.bound import Exchanged, bound_of, exchanged
 from ..harness.calibration import PAYLOAD, calibrated, limited
-from ..harness.calls import Ours, Outcome, contest, ready
+from ..harness.calls import Ours, Variant, checked, ready, reference
+from ..harness.traffic_meter import TrafficMeter
+from ..harness.turns import ratios, seconds_of, take_turns
 from ..harness.workload import Workload
-from ..tables import terminal
-from ..texts import bytes_text, spread
+from ..tables import bytes_text, spread, terminal
 from . import flash_attn_stand_in
-from .variants import CALIBRATED, STRONGEST, VARIANTS, Theirs, package_of, package_version, refusal
+from .variants import CALIBRATED, STRONGEST, VARIANTS, Theirs, package_version, refusal
+
+
+@dataclass
+class Outcome:
+    """Outcome of a variant; it has figures only if its results were right.
+
+    Attributes:
+        variant: The variant.
+        refused: Reason why it has no result.
+        errors, bounds: Relative L2 error and its limit over all ranks, by tensor.
+        bytes: Bytes that each rank gave to the process group in one call; None if some rank could not count.
+        seconds: The slowest rank's seconds in each round.
+        copying: Seconds of each round that the stand-in spent on copies.
+        ratios: ``seconds`` divided by those of ours with the same passes, by round (above 1: ours is faster).
+        shares: Estimated fewest seconds of our plan on limited links, divided by its time, by round.
+    """
+
+    variant: Variant
+    refused: str | None = None
+    errors: dict[str, float] = field(default_factory=dict)
+    bounds: dict[str, float] = field(default_factory=dict)
+    bytes: list[int] | None = None
+    seconds: list[float] = field(default_factory=list)
+    copying: list[float] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)
+    shares: list[float] | None = None
+
+    @property
+    def correct(self) -> bool:
+        """Whether all errors are within their limits; NaN is not."""
+        return bool(self.errors) and all(error <= self.bounds[name] for name, error in self.errors.items())
+
+    @property
+    def ratios_without_copies(self) -> list[float]:
+        """Return the ratios without the copies' share of the variant's time."""
+        rounds = zip(self.ratios, self.copying, self.seconds, strict=False)
+        return [ratio * (1 - copies / seconds) for ratio, copies, seconds in rounds]
+
+    @property
+    def mean_bytes(self) -> float | None:
+        return statistics.fmean(self.bytes) if self.bytes else None
+
+    def row(self) -> dict[str, Any]:
+        """Return the figures for the file."""
+        passes = "forward and backward" if self.variant.has_backward else "forward"
+        name = {"name": self.variant.name, "version": package_version(self.variant), "passes": passes}
+        figures = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "variant"}
+        return name | {"correct": self.correct} | figures
 
 
 def compare(
@@ -57,8 +107,8 @@ def compare(
     entries: Sequence[Callable[[], str]] | None = None,
     link: float | None = None,
     timeout: float = 600.0,
-) -> list[dict[str, Any]]:
-    """Check, count and time every variant; return a dict for each, in the order of ``VARIANTS``.
+) -> list[Outcome]:
+    """Check, count and time every variant; return outcomes in the order of ``VARIANTS``.
 
     Args:
         world: Number of ranks, at least 2.
@@ -70,23 +120,6 @@ def compare(
         link: Rate of each node's link in bits per second, as set for ``entries``; None for no limit.
         timeout: Seconds that one call may take.
 
-    Returns:
-        Dicts with these keys:
-
-        - ``name``, ``package``, ``version``, ``detail``;
-        - ``passes``: ``forward`` or ``forward and backward``;
-        - ``refused``: reason why there is no result, or None;
-        - ``errors``, ``bounds``: relative L2 error and its limit, by tensor;
-        - ``correct``: whether all errors are within their limits;
-        - ``bytes``: bytes that each rank gave to the process group in one call;
-        - ``transport_bytes``: bytes by the plan's count, without the agreements' records; None for other packages;
-        - ``seconds``: the slowest rank's seconds in each round;
-        - ``copying``: seconds of each round that the stand-in spent on copies;
-        - ``ratios``: time divided by that of ours with the same passes, by round (above 1: ours is faster);
-        - ``ratios_without_copies``: ratios without the time of those copies;
-        - ``shares``: estimated fewest seconds of our plan on such links, divided by its time, by round; None for other
-          variants, and without ``link``.
-
     Raises:
         ValueError: ``world`` is below 2, or a name is unknown.
     """
@@ -96,7 +129,6 @@ def compare(
     if unknown:
         raise ValueError(f"names has unknown variants {unknown}; choose from {', '.join(v.name for v in VARIANTS)}")
     chosen = [v for v in VARIANTS if names is None or not isinstance(v, Theirs) or v.name in names]
-    refused = {variant.name: refusal(variant, world, workload) for variant in chosen}
     with (
         tempfile.TemporaryDirectory(prefix="burst-peers-") as folder,
         WorkerPool(world, threads=1, timeout=timeout, entries=entries) as pool,
@@ -105,11 +137,62 @@ def compare(
             rates = limited(calibrated(pool), link)
             chosen = [replace(each, rates=rates) if each.name == CALIBRATED else each for each in chosen]
         pool.run(prepare, workload.device, folder, timeout=timeout)
-        outcomes = contest(pool, chosen, workload, rounds, refused=refused, timeout=timeout)
-        ours = [own for own in outcomes if isinstance(own.variant, Ours) and own.variant.has_backward]
-        timed = [own for own in ours if own.seconds and link is not None]
-        passes = {own.variant.name: pool.run(_passes, own.variant, workload, link)[0] for own in timed}
-    return [_row(own) | {"shares": _shares(own, passes.get(own.variant.name))} for own in outcomes]
+        expected, stock = reference(workload, dense=False)
+        outcomes = [Outcome(variant, refusal(variant, world, workload)) for variant in chosen]
+        for own in outcomes:
+            if own.refused is None:
+                _check(pool, own, workload, expected, timeout)
+                own.bounds = {name: own.variant.tolerance * stock[name] for name in own.errors}
+        right = [own for own in outcomes if own.correct]
+        for own in right:  # the second call of each: everything is compiled before it is timed
+            counts = pool.run(counted, own.variant, workload, timeout=timeout)
+            own.bytes = None if None in counts else counts
+        turns = take_turns([partial(_slowest, pool, own.variant, workload, timeout) for own in right], rounds)
+        for own, took in zip(right, turns, strict=True):
+            own.seconds, own.copying = [each.seconds for each in took], [each.copying for each in took]
+            base = next(other for other in outcomes if other.variant.has_backward == own.variant.has_backward)
+            own.ratios = ratios(base.seconds, own.seconds) if base.correct else []
+            if link is not None and rounds and isinstance(own.variant, Ours) and own.variant.has_backward:
+                own.shares = shares(took, pool.run(_passes, own.variant, workload, link, timeout=timeout)[0])
+    return outcomes
+
+
+def _check(pool: WorkerPool, own: Outcome, workload: Workload, expected: list[Tensor], timeout: float) -> None:
+    """Compare a variant's results with ``expected``; a variant that raises counts as refused."""
+    try:
+        own.errors = pool.run(checked, own.variant, workload, expected, timeout=timeout)[0]
+    except WorkerError as error:
+        if pool.broken:  # a rank is lost or out of step, so no later comparison is possible
+            raise
+        own.refused = str(error.errors[0]).strip().splitlines()[0] or type(error.errors[0]).__name__
+
+
+def counted(variant: Variant, workload: Workload) -> int | None:
+    """Run on a rank: return the bytes given to the process groups in one call; None if they can't be counted."""
+    with TrafficMeter() as meter:
+        ready(variant, workload).run()
+    return meter.sent
+
+
+class Took(NamedTuple):
+    """Seconds of one call: of all its work, of the stand-in's copies, and of the processor in each pass."""
+
+    seconds: float
+    copying: float
+    processor: tuple[float, ...]
+
+
+def timed(variant: Variant, workload: Workload) -> Took:
+    """Run on a rank: time one call."""
+    own, processor, before = ready(variant, workload), list[float](), flash_attn_stand_in.copying()
+    seconds = seconds_of(partial(own.run, processor))
+    return Took(seconds, flash_attn_stand_in.copying() - before, tuple(processor))
+
+
+def _slowest(pool: WorkerPool, variant: Variant, workload: Workload, timeout: float) -> Took:
+    """Return :func:`timed` of the slowest rank, with the processor seconds of all ranks together."""
+    ranks = pool.run(timed, variant, workload, timeout=timeout)
+    return max(ranks)._replace(processor=tuple(map(sum, zip(*(each.processor for each in ranks), strict=True))))
 
 
 def _passes(variant: Ours, workload: Workload, link: float) -> list[Exchanged] | None:
@@ -120,36 +203,11 @@ def _passes(variant: Ours, workload: Workload, link: float) -> list[Exchanged] |
     return exchanged(plan, PAYLOAD * link)
 
 
-def _shares(own: Outcome, passes: Sequence[Exchanged] | None) -> list[float] | None:
+def shares(took: Sequence[Took], passes: Sequence[Exchanged] | None) -> list[float] | None:
     """Divide each round's bound by its time. Both are of one round, so a slower machine changes both."""
     if passes is None:
         return None
-    rounds = zip(own.processor, own.seconds, strict=True)
-    return [bound_of(passes, processor, cores()) / seconds for processor, seconds in rounds]
-
-
-def _row(own: Outcome) -> dict[str, Any]:
-    variant = own.variant
-    installed = own.refused is None or not own.refused.startswith("not installed")
-    # A variant's time is the numerator of its ratio, so leaving out copies reduces the ratio by their share.
-    rest = [1 - copies / seconds for copies, seconds in zip(own.aside, own.seconds, strict=True)]
-    return {
-        "name": variant.name,
-        "package": package_of(variant),
-        "version": package_version(variant) if installed else None,
-        "passes": "forward and backward" if variant.has_backward else "forward",
-        "detail": own.detail,
-        "refused": own.refused,
-        "errors": own.errors,
-        "bounds": own.bounds,
-        "correct": own.correct,
-        "bytes": own.counts.get("bytes"),
-        "transport_bytes": own.counts.get("transport_bytes"),
-        "seconds": own.seconds,
-        "copying": own.aside,
-        "ratios": own.ratios,
-        "ratios_without_copies": [ratio * share for ratio, share in zip(own.ratios, rest, strict=False)],
-    }
+    return [bound_of(passes, each.processor, cores()) / each.seconds for each in took]
 
 
 def prepare(device: str, folder: str) -> None:
@@ -170,43 +228,40 @@ def prepare(device: str, folder: str) -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
 
 
-def cells(row: dict[str, Any]) -> dict[str, str]:
-    """Return the cells of one of ``compare``'s rows, for the terminal and the page."""
-    name = {"variant": f"{row['name']} {row['version'] or ''}".strip(), "passes": row["passes"]}
-    if not row["correct"]:
-        return name | {"s": row["refused"] or "WRONG"}
-    found = name | {
-        "s": spread(row["seconds"]),
-        "ratio": spread(row["ratios"], ".3f"),
-        "without copies": spread(row["ratios_without_copies"], ".3f"),
-        "sent per rank": bytes_text(statistics.fmean(row["bytes"])) if row["bytes"] else "-",
-    }
-    if row.get("shares"):
-        found["share of bound"] = spread(row["shares"])
-    return found
-
-
-def show(console: Console, rows: list[dict[str, Any]], title: str) -> None:
-    """Print ``compare``'s rows as a table, followed by the reasons why some have no figures."""
-    strongest = next((row["bytes"] for row in rows if row["name"] == STRONGEST and row["correct"]), None)
+def show(console: Console, outcomes: Sequence[Outcome], title: str) -> None:
+    """Print a table, followed by the reasons why some variants have no figures."""
+    strongest = next((own.mean_bytes for own in outcomes if own.variant.name == STRONGEST), None)
     lines, notes = [], []
-    for row in rows:
-        lines.append(cells(row))
-        if row["refused"]:
-            lines[-1]["s"] = "not run"
-            notes.append(f"{row['name']}: {row['refused']}")
-        elif strongest and row["bytes"] and row["passes"] != "forward":
-            lines[-1][f"of {STRONGEST}'s"] = f"{statistics.fmean(row['bytes']) / statistics.fmean(strongest):.3f}"
-        wrong = {name: error for name, error in row["errors"].items() if not error <= row["bounds"][name]}
-        for name, error in wrong.items():
-            notes.append(f"{row['name']}: relative L2 of {name} is {error:.1e}; the limit is {row['bounds'][name]:.1e}")
+    for own in outcomes:
+        row = own.row()
+        lines.append({"variant": f"{row['name']} {row['version'] or ''}".strip(), "passes": row["passes"]})
+        if not own.correct:
+            lines[-1]["s"] = "not run" if own.refused else "WRONG"
+            notes += [f"{row['name']}: {own.refused}"] if own.refused else []
+            wrong = {name: error for name, error in own.errors.items() if not error <= own.bounds[name]}
+            for name, error in wrong.items():
+                notes.append(
+                    f"{row['name']}: relative L2 of {name} is {error:.1e}; the limit is {own.bounds[name]:.1e}"
+                )
+            continue
+        lines[-1] |= {
+            "s": spread(own.seconds),
+            "ratio": spread(own.ratios, ".3f"),
+            "without copies": spread(own.ratios_without_copies, ".3f"),
+            "sent per rank": bytes_text(own.mean_bytes),
+        }
+        if strongest and own.mean_bytes is not None and own.variant.has_backward:
+            lines[-1][f"of {STRONGEST}'s"] = f"{own.mean_bytes / strongest:.3f}"
+        if own.shares:
+            lines[-1]["share of bound"] = spread(own.shares)
     console.print(terminal(lines, title=title))
     for note in notes:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeersArguments(TimedArguments):
+class PeersArguments(CallArguments):
+    world: int = 2
     rounds: int = 5
     """Timed rounds; 0: only check results and count bytes."""
     device: Literal["cpu", "cuda"] = "cpu"
@@ -225,9 +280,9 @@ def main(arguments: list[str]) -> None:
             link = parse_rate(a.link)
             entries = stack.enter_context(Cluster(a.world, 1, rate=link)).entries()
         try:
-            rows = compare(a.world, workload, a.rounds, names=a.only, entries=entries, link=link)
+            outcomes = compare(a.world, workload, a.rounds, names=a.only, entries=entries, link=link)
         except ValueError as error:
             raise SystemExit(f"burst bench peers: {error}") from error
     over = f", links of {a.link}" if a.link else ""
-    show(Console(width=max(Console().width, 130)), rows, f"{a.title}, {a.world} ranks x 1 thread{over}")
-    a.write(rows=rows)
+    show(Console(width=max(Console().width, 130)), outcomes, f"{a.title}, {a.world} ranks x 1 thread{over}")
+    a.write(rows=[own.row() for own in outcomes])

@@ -1,1 +1,0 @@
-"""Report of a comparison: one HTML page, and its plots as image files."""
