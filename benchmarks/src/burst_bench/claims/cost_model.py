@@ -4,14 +4,14 @@ Before each link rate a cluster is calibrated as by ``burst calibrate``, which t
 All candidates of a call are then timed in turns. The program prints the median and the worst error of predicted times.
 It also prints how often the planner's choice takes at most a tenth longer than the fastest candidate.
 
-    burst bench cost-model [--quick] [--rounds 3] [--json FILE]
+    burst bench cost-model [--rounds 3] [--json FILE]
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
 from typing import Any
@@ -28,7 +28,7 @@ from burst_attention.planner.rates import Rates
 from burst_attention.testing import WorkerPool
 
 from ..arguments import WrittenArguments, asked
-from ..cluster.emulated import Cluster, parse_cluster, parse_rate
+from ..cluster import Cluster, parse_cluster, parse_rate
 from ..harness.calibration import calibrated, limited
 from ..harness.turns import seconds_of, take_turns
 from ..tables import terminal
@@ -43,8 +43,6 @@ MASKS = {
 
 @dataclass(frozen=True, kw_only=True)
 class CostModelArguments(WrittenArguments):
-    quick: bool = False
-    """Time only a few configurations."""
     clusters: tuple[str, ...] = ("2x1", "4x1", "2x2", "8x1")
     links: tuple[str, ...] = ("50mbit", "200mbit", "1gbit")
     seq_len: int = 2048
@@ -121,10 +119,7 @@ def slowest(pool: WorkerPool, setting: CallSetting, way: Choice) -> float:
 
 def settings(a: CostModelArguments, cluster: str, link: str) -> Iterator[CallSetting]:
     """Yield the calls for one cluster and one link rate."""
-    cases: Sequence[tuple[str, int]] = [*product(MASKS, (HEADS, 2))]
-    if a.quick:
-        cases = [("causal", HEADS), ("window", 2)]
-    for mask, kv_heads in cases:
+    for mask, kv_heads in product(MASKS, (HEADS, 2)):
         yield CallSetting(cluster, link, mask, kv_heads, a.seq_len)
 
 
@@ -166,8 +161,6 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 def main(arguments: list[str]) -> None:
     a = asked(CostModelArguments(), __doc__, "burst bench cost-model", arguments)
-    if a.quick:
-        a = replace(a, clusters=("2x1", "4x1"), links=("200mbit",), seq_len=1024, rounds=2)
     rows: list[dict[str, Any]] = []
     summarised: dict[str, float] = {}
     for cluster in a.clusters:

@@ -52,8 +52,8 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """Sizes of a small model, and the range of lengths."""
+class LongestArguments(WrittenArguments):
+    """Sizes of a small model, the range of lengths, and the time limit."""
 
     ranks: int = 4
     gib: float = 2.0
@@ -62,6 +62,8 @@ class Sizes:
     """The first length; a power of two times 1,024."""
     most: int = 2**22
     """The largest length to try."""
+    minutes: float = 60.0
+    """Minutes after which no further step starts."""
     layers: int = 2
     heads: int = 4
     head_dim: int = 16
@@ -83,20 +85,12 @@ class Sizes:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class LongestArguments(Sizes, WrittenArguments):
-    """Sizes, time limit and output file."""
-
-    minutes: float = 60.0
-    """Minutes after which no further step starts."""
-
-
 def _engine(name: str, flags: dict[str, Any]) -> Engine:
     """Return the engine that ``burst train`` uses with these flags."""
     return choose(name, remat=flags.get("remat", "none"), attention_chunks=flags.get("attention_chunks", 1))
 
 
-def make_step(sizes: Sizes, engine_name: str, flags: dict[str, Any], length: int) -> Callable[[], float]:
+def make_step(sizes: LongestArguments, engine_name: str, flags: dict[str, Any], length: int) -> Callable[[], float]:
     """Build a model; return an optimizer step on ``length`` random tokens, which returns the loss of its rank."""
     engine, mesh = _engine(engine_name, flags), make_mesh("cpu")
     everyone = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
@@ -121,7 +115,7 @@ def make_step(sizes: Sizes, engine_name: str, flags: dict[str, Any], length: int
     return step
 
 
-def peak_of_step(sizes: Sizes, engine: str, flags: dict[str, Any], length: int) -> int:
+def peak_of_step(sizes: LongestArguments, engine: str, flags: dict[str, Any], length: int) -> int:
     """Return this rank's peak resident bytes during a step, minus those before it.
 
     A short step runs first, so that memory allocated on first use doesn't count.
@@ -139,29 +133,14 @@ def peak_of_step(sizes: Sizes, engine: str, flags: dict[str, Any], length: int) 
         resource.setrlimit(resource.RLIMIT_DATA, unlimited)
 
 
-class _Ranks:
-    """A pool of ranks, replaced after a step breaks it."""
-
-    def __init__(self, world: int) -> None:
-        self._world, self._pool = world, WorkerPool(world, timeout=900)
-
-    def run(self, *call: Any) -> list[Any]:
-        if self._pool.broken:
-            self.close()
-            self._pool = WorkerPool(self._world, timeout=900)
-        return self._pool.run(*call, timeout=3600, patience=60)
-
-    def close(self) -> None:
-        self._pool.close()
-
-
-def tried(ranks: _Ranks, sizes: Sizes, engine: str, flags: dict[str, Any], length: int) -> dict[str, Any]:
+def tried(sizes: LongestArguments, engine: str, flags: dict[str, Any], length: int) -> dict[str, Any]:
     """Run one length, and return its row."""
     began = time.monotonic()
     row = {"engine": engine, **asdict(MemoryConfig(**flags)), "tokens": length}
     row = {name: row[name] for name in ("engine", *SHOWN, "tokens")} | {"offload": row["offload"].partition(":")[0]}
     try:
-        peaks = ranks.run(peak_of_step, sizes, engine, flags, length)
+        with WorkerPool(sizes.ranks, timeout=900) as pool:  # a step without memory can break a pool
+            peaks = pool.run(peak_of_step, sizes, engine, flags, length, timeout=3600, patience=60)
     except WorkerError as error:
         if not REFUSED.search(str(error)):  # any other error is a bug
             raise
@@ -182,23 +161,20 @@ def tried(ranks: _Ranks, sizes: Sizes, engine: str, flags: dict[str, Any], lengt
     }
 
 
-def search(sizes: Sizes, until: float, tell: Any) -> list[dict[str, Any]]:
+def search(sizes: LongestArguments, until: float, tell: Any) -> list[dict[str, Any]]:
     """Run every case at one length before the next length; stop when the monotonic clock reaches ``until``."""
     rows: list[dict[str, Any]] = []
-    going, length, ranks = list(CASES), sizes.first, _Ranks(sizes.ranks)
-    try:
-        while going and length <= sizes.most:
-            for case in list(going):
-                if time.monotonic() > until:
-                    return rows
-                rows.append(tried(ranks, sizes, *case, length))
-                tell(rows[-1])
-                if not rows[-1]["fits"]:
-                    going.remove(case)
-            length *= 2
-        return rows
-    finally:
-        ranks.close()
+    going, length = list(CASES), sizes.first
+    while going and length <= sizes.most:
+        for case in list(going):
+            if time.monotonic() > until:
+                return rows
+            rows.append(tried(sizes, *case, length))
+            tell(rows[-1])
+            if not rows[-1]["fits"]:
+                going.remove(case)
+        length *= 2
+    return rows
 
 
 def main(arguments: list[str]) -> None:

@@ -220,7 +220,6 @@ def main(arguments: list[str]) -> None:
             size = f"{a.batches} batches of {a.tokens:,} tokens, documents up to {a.longest:,}"
             title = f"{source}: {ranks_text(a.ranks)}, {size}; by CPU time of the busiest rank"
             console.print(terminal(lines(found, a.tokens), title=title))
-            console.print(best_line(found), highlight=False)
     a.write(rows=rows)
 
 
@@ -241,14 +240,6 @@ def lines(rows: Sequence[Mapping[str, Any]], tokens: int) -> list[dict[str, str]
         }
         for row in rows
     ]
-
-
-def best_line(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a sentence that compares ours, the last row, with the best static grid."""
-    *grids, ours = rows
-    best = min(grids, key=lambda row: sum(busiest(row)))
-    found = f"{_faster(ours, best)} times the tokens/s of the best static grid"
-    return f"{ours['arrangement']} has {found}, {best['arrangement']}."
 
 
 def _faster(row: Mapping[str, Any], other: Mapping[str, Any]) -> str:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import platform
 import subprocess
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from burst_attention.attention.probe import cpu_name
 from burst_attention.launch.join import cores
@@ -22,19 +20,13 @@ def origin(command: str) -> dict[str, Any]:
     return {
         "command": command,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine(),
-        "revision": revision(),
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in LIBRARIES}},
+        "machine": f"{cores()} cores of {cpu_name()}, {platform.system()}",
+        "revision": _revision(),
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}},
     }
 
 
-def machine() -> str:
-    """Return a one-line description of this machine."""
-    system = f"{platform.system()}, Python {platform.python_version()}, torch {torch.__version__}"
-    return f"{cores()} cores of {cpu_name()}, {system}"
-
-
-def revision() -> str:
+def _revision() -> str:
     """Return this checkout's revision, with ``-dirty`` if it has changes; ``unknown`` without git or a checkout."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
@@ -42,10 +34,3 @@ def revision() -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return done.stdout.strip()
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:  # the package runs from its sources
-        return "not installed"

@@ -105,18 +105,7 @@ class Row:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write JSON with one line for each row of a table, so that diffs are readable."""
-
-    def lines(value: Any, depth: int) -> str:
-        inner, outer = "\n" + " " * (depth + 1), "\n" + " " * depth
-        if isinstance(value, dict) and depth < 2:
-            entries = (f"{json.dumps(key)}: {lines(each, depth + 1)}" for key, each in value.items())
-            return "{" + inner + f",{inner}".join(entries) + outer + "}"
-        if isinstance(value, list) and value and isinstance(value[0], dict | list | tuple):
-            return "[" + inner + f",{inner}".join(map(json.dumps, value)) + outer + "]"
-        return json.dumps(value)
-
-    path.write_text(lines(content, 0) + "\n", "utf-8")
+    path.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,21 +148,3 @@ class Results:
         for fields, row in zip(content["rows"], self.rows, strict=True):
             fields["bytes_uncounted"] = row.bytes_uncounted
         write_json(path, content)
-
-    @classmethod
-    def read(cls, path: Path) -> Results:
-        """Read a file that :meth:`write` wrote."""
-        return cls.of(json.loads(path.read_text("utf-8")))
-
-    @classmethod
-    def of(cls, content: dict[str, Any]) -> Results:
-        """Build the results from the content of their JSON."""
-        content, rows = dict(content), []
-        for row in content.pop("rows"):
-            row = {
-                name: value for name, value in row.items() if name != "bytes_uncounted"
-            }  # computed from other fields
-            rows.append(
-                Row(**row | {"timeline": [[Span(**span) for span in rank] for rank in row.get("timeline", ())]})
-            )
-        return cls(rows=rows, **content)

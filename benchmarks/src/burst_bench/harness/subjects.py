@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from burst_train.engines import Attend, Engine, SequenceEngine
+from burst_train.engines import Engine, SequenceEngine
 from burst_train.engines.whole import whole_attention
 from burst_train.step.model import build_model
 from torch import Tensor
@@ -17,7 +16,6 @@ from transformers import LlamaConfig
 
 from burst_attention.attention.batch import Plans
 from burst_attention.attention.hardware import shape_of
-from burst_attention.attention.head_chunks import HeadCall, Projection, Stretches, attend_by_heads
 from burst_attention.attention.plan import Plan
 from burst_attention.launch.mesh import CONTEXT, make_mesh
 from burst_attention.plan.rows import Direction
@@ -44,6 +42,8 @@ def refusal(workload: Workload, engine: Engine) -> str | None:
         return str(error)
     if workload.task == "attention" and not engine.posts:
         return f"--engine {engine.name} exchanges around the attention, not within it; compare it in train or prefill"
+    if workload.task == "attention" and getattr(engine, "attention_chunks", 1) > 1:
+        return "attention_chunks cuts a model's layer, not one call; compare it in train or prefill"
     return None
 
 
@@ -74,8 +74,7 @@ class AttentionSubject:
     def __init__(self, workload: Workload, engine: Engine, trace: Trace) -> None:
         self.plan = traced(planned(engine, workload, None), trace)
         self.workload, self.inputs = workload, random_qkv(workload, self.plan.positions)
-        chunks = getattr(engine, "attention_chunks", 1)
-        self.attend = in_heads(chunks) if chunks > 1 else getattr(engine, "attend", whole_attention)
+        self.attend = getattr(engine, "attend", whole_attention)
         self.predicted = sum(engine.sent([self.plan], workload.sizes, batch=1, dtype=workload.torch_dtype))
         self.chosen = in_words(engine, self.plan, workload)
         self.results: list[Tensor] = []
@@ -112,26 +111,6 @@ class AttentionSubject:
     def sent(self) -> int:
         """Return the bytes of activations that this rank's transport has sent so far."""
         return self.plan.transport.sent
-
-
-def in_heads(chunks: int) -> Attend:
-    """Return attention in chunks of heads whose q, k and v are given, so that it costs no projection."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float | None = None) -> Tensor:
-        by_head = [x.transpose(0, 1) for x in (q, k, v)]  # as the rows of three weights
-
-        def rows(n: int, chunk: int) -> Stretches:
-            count = by_head[n].shape[0]
-            first, own = chunk * count // chunks, max(1, count // chunks)
-            return ((first, first + own),)
-
-        def run(_: Tensor, chunk: int, parts: Sequence[Tensor], tokens: slice) -> HeadCall:
-            return HeadCall(*(x.transpose(0, 1)[:, :, tokens] for x in parts), plan, scale)
-
-        hidden = q.new_empty(q.shape[0], q.shape[2], 0)
-        return attend_by_heads(hidden, by_head, Projection(chunks, rows, run)).transpose(1, 2)
-
-    return attend
 
 
 class ModelSubject:

@@ -12,7 +12,8 @@ from torch import Tensor
 from burst_attention.plan.strategy import Strategy
 from burst_attention.planner.rates import Rates
 
-_YES_OR_NO = {"yes": True, "no": False}
+SETTINGS = ("layout", "ulysses_degree", "cache_qkv", "chunks", "attention_chunks")
+_VALUES = {("cache_qkv", "yes"): True, ("cache_qkv", "no"): False}
 BLOCK = 4096  # positions per block of random numbers
 
 
@@ -103,7 +104,7 @@ def engine_of(spec: str) -> Engine:
     """Return the engine that a text names, with a layout and settings after a colon.
 
     Examples: ``ring``, ``ring:contiguous``, ``usp:ulysses_degree=4``, ``burst:contiguous,cache_qkv=no,chunks=2``, and
-    ``burst:published`` for the paper's own strategy. ``burst:attention_chunks=4`` computes 4 chunks of heads in turn.
+    ``burst:published`` for the paper's own strategy. ``burst:attention_chunks=4`` computes a layer's heads in 4 chunks.
 
     Raises:
         ValueError: No engine has this name, or the engine lacks a setting.
@@ -111,34 +112,25 @@ def engine_of(spec: str) -> Engine:
     name, _, settings = spec.partition(":")
     if spec == "burst:published":
         return published()
-    parts = [part.partition("=") for part in settings.split(",")] if settings else []
-    options = {key: value for key, sign, value in parts if sign}
-    layouts = [key for key, sign, _ in parts if not sign]
-    odd = {*options} - {"ulysses_degree", "cache_qkv", "chunks", "attention_chunks"}
-    if odd or len(layouts) > 1 or len(options) + len(layouts) < len(parts):
-        raise ValueError(
-            f"{spec}: give at most a layout, ulysses_degree=N, cache_qkv=yes or no, chunks=N and attention_chunks=N, "
-            "with commas, such as burst:ulysses_degree=4"
-        )
-    if name != "burst" and {*options} - {"ulysses_degree"}:
-        raise ValueError(f"{spec}: cache_qkv, chunks and attention_chunks are settings of burst; leave them out")
-    values = {key: _value(spec, key, text) for key, text in options.items()}
-    heads = values.pop("attention_chunks", 1)
-    if not isinstance(heads, int) or heads < 1:
+    options: dict[str, Any] = {}
+    for part in settings.split(",") if settings else ():
+        key, sign, text = part.partition("=")
+        key, text = (key, text) if sign else ("layout", key)
+        if key in options or key not in SETTINGS or (name != "burst" and key not in SETTINGS[:2]):
+            raise ValueError(
+                f"{spec}: {part} is no setting of {name}. Give at most a layout and ulysses_degree=N, and for burst "
+                "cache_qkv=yes or no, chunks=N and attention_chunks=N, with commas, such as burst:ulysses_degree=4"
+            )
+        options[key] = text if key == "layout" or text == "auto" else _VALUES.get((key, text), text)
+        if key not in ("layout", "cache_qkv") and text.isdecimal():
+            options[key] = int(text)
+        elif key != "layout" and options[key] not in (True, False, "auto"):
+            wanted = "yes or no" if key == "cache_qkv" else "a number"
+            raise ValueError(f"{spec}: {key}={text} must be {wanted}, or auto")
+    heads = options.pop("attention_chunks", 1)
+    if heads == "auto" or heads < 1:
         raise ValueError(f"{spec}: attention_chunks={heads} must be a number, at least 1")
-    strategy = Strategy(layout=(layouts or ["auto"])[0], **values)
-    return choose(name, strategy=strategy, attention_chunks=heads)
-
-
-def _value(spec: str, key: str, text: str) -> Any:
-    """Return a setting's value."""
-    if text == "auto":
-        return text
-    if key == "cache_qkv" and text in _YES_OR_NO:
-        return _YES_OR_NO[text]
-    if key != "cache_qkv" and text.isdecimal():
-        return int(text)
-    raise ValueError(f"{spec}: {key}={text} must be {'yes or no' if key == 'cache_qkv' else 'a number'}, or auto")
+    return choose(name, strategy=Strategy(**options), attention_chunks=heads)
 
 
 def random_qkv(workload: Workload, positions: Tensor | None = None) -> list[Tensor]:

@@ -3,7 +3,7 @@
 All variants compute one causal attention, forward and backward. They take turns, round by round, on the same ranks and
 cores, with one thread per rank and the same flash kernels. On CPUs these are torch's kernels; flash_attn_stand_in.py
 offers them to the packages under flash_attn's names. Each result is first compared with a single device's in fp32. A
-wrong variant is printed with its error and without a time. Variants with only a forward are compared with our forward.
+wrong variant is printed with its error and without a time.
 
     burst bench peers [--world 2] [--seq-len 8192] [--heads 8] [--head-dim 128] [--rounds 5] [--json FILE]
                       [--link 100mbit]
@@ -41,7 +41,7 @@ from ..arguments import CallArguments, asked
 from ..cluster import Cluster, parse_rate
 from ..harness.bound import Exchanged, bound_of, exchanged
 from ..harness.calibration import PAYLOAD, calibrated, limited
-from ..harness.calls import Ours, Variant, checked, ready, reference
+from ..harness.calls import TOLERANCE, Ours, Variant, checked, ready, reference
 from ..harness.traffic_meter import TrafficMeter
 from ..harness.turns import ratios, seconds_of, take_turns
 from ..harness.workload import Workload
@@ -61,7 +61,7 @@ class Outcome:
         bytes: Bytes that each rank gave to the process group in one call; None if some rank could not count.
         seconds: The slowest rank's seconds in each round.
         copying: Seconds of each round that the stand-in spent on copies.
-        ratios: ``seconds`` divided by those of ours with the same passes, by round (above 1: ours is faster).
+        ratios: ``seconds`` divided by the first variant's, by round (above 1: ours is faster).
         shares: Estimated fewest seconds of our plan on limited links, divided by its time, by round.
     """
 
@@ -92,8 +92,7 @@ class Outcome:
 
     def row(self) -> dict[str, Any]:
         """Return the figures for the file."""
-        passes = "forward and backward" if self.variant.has_backward else "forward"
-        name = {"name": self.variant.name, "version": package_version(self.variant), "passes": passes}
+        name = {"name": self.variant.name, "version": package_version(self.variant)}
         figures = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "variant"}
         return name | {"correct": self.correct} | figures
 
@@ -142,7 +141,7 @@ def compare(
         for own in outcomes:
             if own.refused is None:
                 _check(pool, own, workload, expected, timeout)
-                own.bounds = {name: own.variant.tolerance * stock[name] for name in own.errors}
+                own.bounds = {name: TOLERANCE * stock[name] for name in own.errors}
         right = [own for own in outcomes if own.correct]
         for own in right:  # the second call of each: everything is compiled before it is timed
             counts = pool.run(counted, own.variant, workload, timeout=timeout)
@@ -150,9 +149,8 @@ def compare(
         turns = take_turns([partial(_slowest, pool, own.variant, workload, timeout) for own in right], rounds)
         for own, took in zip(right, turns, strict=True):
             own.seconds, own.copying = [each.seconds for each in took], [each.copying for each in took]
-            base = next(other for other in outcomes if other.variant.has_backward == own.variant.has_backward)
-            own.ratios = ratios(base.seconds, own.seconds) if base.correct else []
-            if link is not None and rounds and isinstance(own.variant, Ours) and own.variant.has_backward:
+            own.ratios = ratios(outcomes[0].seconds, own.seconds) if outcomes[0].correct else []
+            if link is not None and rounds and isinstance(own.variant, Ours):
                 own.shares = shares(took, pool.run(_passes, own.variant, workload, link, timeout=timeout)[0])
     return outcomes
 
@@ -234,7 +232,7 @@ def show(console: Console, outcomes: Sequence[Outcome], title: str) -> None:
     lines, notes = [], []
     for own in outcomes:
         row = own.row()
-        lines.append({"variant": f"{row['name']} {row['version'] or ''}".strip(), "passes": row["passes"]})
+        lines.append({"variant": f"{row['name']} {row['version'] or ''}".strip()})
         if not own.correct:
             lines[-1]["s"] = "not run" if own.refused else "WRONG"
             notes += [f"{row['name']}: {own.refused}"] if own.refused else []
@@ -250,7 +248,7 @@ def show(console: Console, outcomes: Sequence[Outcome], title: str) -> None:
             "without copies": spread(own.ratios_without_copies, ".3f"),
             "sent per rank": bytes_text(own.mean_bytes),
         }
-        if strongest and own.mean_bytes is not None and own.variant.has_backward:
+        if strongest and own.mean_bytes is not None:
             lines[-1][f"of {STRONGEST}'s"] = f"{own.mean_bytes / strongest:.3f}"
         if own.shares:
             lines[-1]["share of bound"] = spread(own.shares)

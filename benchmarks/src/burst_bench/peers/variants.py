@@ -31,7 +31,6 @@ FLASH_ATTN = ("ring_flash_attn", "yunchang")  # the packages that import flash_a
 REQUIREMENTS = {  # the versions that these calls were written for
     "ring_flash_attn": "ring-flash-attn==0.1.8",
     "yunchang": "yunchang==0.6.4",
-    "ring_attention_pytorch": "ring-attention-pytorch==0.5.20",
 }
 ALL = 0  # ranks of a head-parallel group
 
@@ -41,16 +40,14 @@ class Theirs(Variant):
     """A package's variant; the first word of its name is the package.
 
     Attributes:
-        function: Return the package's attention for a number of tokens; all ranks call it at the same time.
+        function: Return the package's attention over [B, S, H, D]; all ranks call it at the same time.
         order: Layout over the ring: ``contiguous``, ``zigzag`` or ``striped``.
         ulysses: Ranks of one head-parallel group, or :data:`ALL`. The group's ranks split one shard of the ring.
-        heads_first: Whether tensors are [B, H, S, D] rather than [B, S, H, D].
     """
 
-    function: Callable[[int], Attention]
+    function: Callable[[], Attention]
     order: str = "contiguous"
     ulysses: int = 1
-    heads_first: bool = False
 
     @property
     def package(self) -> str:
@@ -59,8 +56,7 @@ class Theirs(Variant):
     def build(self, workload: Workload) -> Call:
         group = self.ulysses or dist.get_world_size()
         held = positions(self.order, workload.seq_len, dist.get_world_size(), group, dist.get_rank())
-        begin = by_autograd(self.function(workload.seq_len), backward=self.has_backward)
-        return Call(begin=begin, positions=held, heads_first=self.heads_first)
+        return Call(begin=by_autograd(self.function()), positions=held, heads_first=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,13 +141,13 @@ def package_version(variant: Variant) -> str | None:
     return version(package.replace("_", "-")) if importlib.util.find_spec(package) else None
 
 
-def _ring_flash_attn(name: str, _: int) -> Attention:
+def _ring_flash_attn(name: str) -> Attention:
     import ring_flash_attn
 
     return partial(getattr(ring_flash_attn, name), causal=True)
 
 
-def _yunchang(ring: str, ulysses: int, _: int) -> Attention:
+def _yunchang(ring: str, ulysses: int) -> Attention:
     import yunchang
 
     world = dist.get_world_size()
@@ -160,34 +156,10 @@ def _yunchang(ring: str, ulysses: int, _: int) -> Attention:
     return partial(yunchang.LongContextAttention(ring_impl_type=ring), causal=True)
 
 
-def _yunchang_ulysses(_: int) -> Attention:
+def _yunchang_ulysses() -> Attention:
     import yunchang
 
     return partial(yunchang.UlyssesAttention(sequence_process_group=dist.group.WORLD), causal=True)
-
-
-def _ring_attention_pytorch(_: int) -> Attention:
-    from ring_attention_pytorch import ring_flash_attn
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # Its matrix products mix fp32 probabilities with values in the io dtype, which works only under autocast.
-        with torch.autocast(q.device.type, q.dtype, enabled=q.dtype != torch.float32):
-            return ring_flash_attn(q, k, v, causal=True, ring_reduce_col=True)
-
-    return attention
-
-
-def _ring_attention_pytorch_zigzag(seq_len: int) -> Attention:
-    from ring_attention_pytorch.zig_zag_attention import zig_zag_attn
-
-    world = dist.get_world_size()
-    held = [positions("zigzag", seq_len, world, 1, rank) for rank in range(world)]
-    seen = held[dist.get_rank()][:, None] >= torch.cat(held)
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return zig_zag_attn(q, k, v, attn_mask=seen.to(q.device))
-
-    return attention
 
 
 Planned = partial(Ours, strategy=Strategy())
@@ -210,13 +182,4 @@ VARIANTS = (
     Theirs(name="yunchang stripe", function=partial(_yunchang, "strip", 1), order="striped"),
     Theirs(name="yunchang ulysses", function=_yunchang_ulysses, ulysses=ALL),
     Theirs(name="yunchang hybrid zigzag", function=partial(_yunchang, "zigzag", 2), ulysses=2, order="zigzag"),
-    Planned(name="burst, forward only", has_backward=False),
-    Theirs(name="ring-attention-pytorch ring", function=_ring_attention_pytorch, has_backward=False),
-    Theirs(
-        name="ring-attention-pytorch zigzag",
-        function=_ring_attention_pytorch_zigzag,
-        order="zigzag",
-        heads_first=True,
-        has_backward=False,
-    ),
 )
