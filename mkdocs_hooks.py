@@ -1,8 +1,12 @@
-"""What the documentation site does besides Markdown: the pages of the repository's root, and a check of every link."""
+"""What the documentation site adds to Markdown: the pages of the root, the commands' help, a check of links."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+import textwrap
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -27,6 +31,19 @@ def on_files(files: Any, config: Any) -> Any:
         text = re.sub(r"\[([^\]]*)\]\(((?:src|examples)/[^)]*)\)", r"\1 (`\2`)", text)
         files.append(File.generated(config, page, content=text))
     return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Replace each ``<!-- help: burst NAME -->`` with what that command's ``--help`` prints at 88 columns."""
+    return re.sub(r"<!-- help: burst (\w+) -->", lambda found: f"```\n{help_of(found[1])}\n```", markdown)
+
+
+def help_of(command: str) -> str:
+    words = [sys.executable, "-m", "burst_attention.cli", command, "--help"]
+    environment = {**os.environ, "COLUMNS": "88", "NO_COLOR": "1"}
+    done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout).strip()
+    return "\n".join(textwrap.fill(line, 88) for line in plain.splitlines())
 
 
 def on_page_content(html: str, **_: Any) -> str:

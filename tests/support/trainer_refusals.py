@@ -1,4 +1,4 @@
-"""The refused trainers that ``python tests/tools/refusals.py`` runs; see also tests/support/refusal_cases.py."""
+"""The refused trainers of tests/support/refusal_cases.py."""
 
 from __future__ import annotations
 
@@ -10,29 +10,32 @@ from transformers import Trainer, TrainingArguments
 from tests.support.hf_models import make_model
 
 TRAINERS: list[tuple[str, str]] = [
-    ("trainer(context_size=2)", "all contexts must have the same size, and there is one process"),
-    ("trainer(context_size='all')", "a context size must be a number"),
-    ("trainer(compute_metrics=accuracy)", "it needs the logits of every token"),
-    ("trainer(preprocess_logits_for_metrics=accuracy)", "it needs the logits of every token"),
-    ("trainer(compute_loss_func=own_loss)", "it needs the logits of every token"),
-    ("trainer(label_smoothing_factor=0.1)", "smoothing needs the logits of the whole vocabulary"),
-    ("trainer(model=None, model_init=lambda: model)", "training would start with a model that is not parallelized"),
-    ("trainer(model=dropping)", "ranks of a context would draw equal values for different tokens"),
-    ("trainer(neftune_noise_alpha=5.0)", "each rank would draw different noise than one device"),
-    ("trainer(torch_compile=True)", "communication between ranks can't be compiled into the model's graph"),
-    ("trainer(accelerator_config={'dispatch_batches': True})", "all ranks of a context must read the same batch"),
-    ("trainer(accelerator_config={'split_batches': True})", "all ranks of a context must read the same batch"),
-    ("trainer(eval_use_gather_object=True)", "each sample would count once per rank"),
-    ("trainer(train_sampling_strategy='batch_rebalance')", "all ranks of a context must read the same batch"),
+    ("trainer(context_size=2)", "ValueError: context_size=2 is not a divisor of the number of processes, 1; change"),
+    ("trainer(context_size='all')", "ValueError: context_size='all' is not a divisor of the number of processes, 1;"),
+    ("trainer(compute_metrics=accuracy)", "ValueError: compute_metrics=<function trainer_names.<locals>.accuracy at"),
+    ("trainer(preprocess_logits_for_metrics=accuracy)", "ValueError: preprocess_logits_for_metrics=<function"),
+    ("trainer(compute_loss_func=own_loss)", "ValueError: compute_loss_func=<function"),
+    ("trainer(label_smoothing_factor=0.1)", "ValueError: label_smoothing_factor=0.1 needs whole logits, which are"),
+    ("trainer(model=None, model_init=lambda: model)", "ValueError: model_init=<function <lambda> at 0x"),
+    ("trainer(model=dropping)", "ValueError: model.layers.0.mlp.down_proj.0 has dropout p=0.1, which is not"),
+    ("trainer(neftune_noise_alpha=5.0)", "ValueError: neftune_noise_alpha=5.0 scales noise by the length of a"),
+    ("trainer(torch_compile=True)", "ValueError: torch_compile=True would compile the communication between ranks;"),
+    ("trainer(accelerator_config={'dispatch_batches': True})", "ValueError: dispatch_batches=True splits batches by"),
+    ("trainer(accelerator_config={'split_batches': True})", "ValueError: split_batches=True splits batches by rank;"),
+    ("trainer(eval_use_gather_object=True)", "ValueError: eval_use_gather_object=True gathers from each rank; leave"),
+    ("trainer(train_sampling_strategy='batch_rebalance')", "ValueError: train_sampling_strategy='batch_rebalance'"),
     (
         "trainer(parallelism_config=ParallelismConfig(tp_size=2))",
-        "tensor parallelism and contexts would both split the attention",
+        "ValueError: parallelism_config has tp_size=2 and",
     ),
-    ("trainer(context_size=4, parallelism_config=ParallelismConfig(cp_size=2))", "the two sizes contradict each other"),
-    ("type('Mine', (Trainer, BurstMixin), {})", "the trainer's methods would run instead of the mixin's"),
-    ("spread(dict)", "the class is not a Trainer"),
-    ("spread(trl.RLOOTrainer)", "it gathers by rank, without the accelerator"),
-    ("spread(trl.DistillationTrainer)", "a teacher's distribution needs whole logits"),
+    (
+        "trainer(context_size=4, parallelism_config=ParallelismConfig(cp_size=2))",
+        "ValueError: context_size=4 is not the cp_size=2 of parallelism_config; set only one of",
+    ),
+    ("type('Mine', (Trainer, BurstMixin), {})", "TypeError: Mine has Trainer before BurstMixin, so it would not"),
+    ("spread(dict)", "TypeError: Mine is not a Trainer; write class Mine(BurstMixin, Trainer)"),
+    ("spread(trl.RLOOTrainer)", "TypeError: RLOOTrainer is not supported with BurstMixin; choose one of Trainer,"),
+    ("spread(trl.DistillationTrainer)", "TypeError: DistillationTrainer is not supported with BurstMixin; choose"),
 ]
 
 
