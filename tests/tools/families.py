@@ -1,6 +1,6 @@
 """Every causal language model of the installed transformers, tiny and random, over three ranks: equal or refused?
 
-    python tests/tools/families.py [MODEL_TYPE ...]        writes docs/models.md when no model type is given
+    python tests/tools/families.py [MODEL_TYPE ...]        writes docs/models.md without a model type
 
 A model that comes out "different" (plausible wrong numbers) or "error" (no refusal by name) is a bug of ours.
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 import copy
 import inspect
+import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -477,55 +477,64 @@ def is_ours(error: BaseException) -> bool:
     return trace is not None and any(name in trace.tb_frame.f_code.co_filename for name in ours)
 
 
+SUFFIX = re.compile(
+    r",? (?:so|and) each rank would see only its shard; run it on one rank, where it sees the whole sequence$"
+)
+OWNER = re.compile(r"^(?:\S+|the model) \((\w+)\) ")
+
+
 def page(verdicts: list[Verdict]) -> str:
-    """docs/models.md."""
-    counts = Counter(verdict.kind for verdict in verdicts)
+    """The section of docs/models.md about causal language models."""
+    equal = [verdict for verdict in verdicts if verdict.kind == "equal"]
+    apart = f"{max(each.hidden for each in equal):.0e}, gradients by {max(each.gradients for each in equal):.0e}"
     lines = [
-        "# Models",
+        f"All {len(verdicts)} model types of transformers {transformers.__version__}: {WORLD} ranks, {SEQLEN} tokens.",
         "",
-        f"Every causal language model of transformers {transformers.__version__} ({len(verdicts)} model types), each",
-        f"with tiny random weights, over {WORLD} ranks: {SEQLEN} tokens, fp64 (norms and rotary angles are fp32 in the",
-        "models themselves), compared with eager attention in one process: hidden states, loss, and each gradient.",
-        "Written by `python tests/tools/families.py`.",
+        f"**Equal** ({len(equal)}): hidden states and loss differ by at most {apart} (relative L2).",
         "",
-        ", ".join(f"{kind}: {count}" for kind, count in sorted(counts.items())) + ".",
-        "",
-        "- **equal**: the largest relative difference of hidden states and loss, and of gradients. *Windows* are the",
-        "  keys of `plan={...}` that its layers asked for.",
-        "  *Logits*: with the settings of its default configuration",
-        "  the family changes them after the product with the head's weight (a factor, a soft cap, a bias).",
-        "- *Mechanisms*: what the library does apart from attention. *scores*: the modeling file computes",
-        "  its attention itself, and a stand-in takes the place of its scores. *positions*: the model counts positions",
-        "  itself, and its embedding gets those of the rank's tokens. *encoder*: an encoder by default; run here with",
-        "  `is_decoder=True`, its causal form (encoders also run as such: masked language models, classifiers).",
-        "  *sinks*, *soft cap*, *chunks* (chunked attention): parts of the attention. All others are layers that pass",
-        "  a state, or a convolution's tokens, between ranks ([how](internals/recurrent-layers.md)); these modeling",
-        "  files run in fp64 throughout.",
-        "- **refused**: on all ranks, in these words, by the attention, by the loss or by `hf.check_model`",
-        "  ([what else is refused, and why](refusals.md)).",
-        "- **not built**: no small configuration of it is made here, and none of its parts is known to be unsupported.",
-        "",
-        "| model type | verdict | hidden, loss | gradients | windows | mechanisms | logits | message |",
-        "|---|---|---|---|---|---|---|---|",
+        "| mechanism | model types |",
+        "|---|---|",
     ]
-    for verdict in sorted(verdicts, key=lambda each: (each.kind, each.model_type)):
-        figures = [f"{verdict.hidden:.0e}", f"{verdict.gradients:.0e}"] if verdict.worst else ["", ""]
-        windows = ", ".join(sorted(str(window) for window in verdict.windows))
-        text = verdict.text.replace("|", "\\|").replace("\n", " ")
-        cells = [
-            verdict.model_type,
-            verdict.kind,
-            *figures,
-            windows,
-            ", ".join(sorted(verdict.mechanisms)),
-            verdict.logits,
-        ]
-        lines.append(f"| {' | '.join([*cells, text])} |")
-    return "\n".join(lines) + "\n"
+    rows: dict[str, list[str]] = {}
+    for verdict in sorted(equal, key=lambda each: each.model_type):
+        windows = {"windows"} if WINDOW in verdict.windows else set()
+        for name in sorted(verdict.mechanisms | windows) or ["attention alone"]:
+            rows.setdefault(name, []).append(verdict.model_type)
+    rows["logits"] = sorted(verdict.model_type for verdict in equal if verdict.logits)
+    lines += [
+        f"| {name} | {', '.join(types)} |" for name, types in sorted(rows.items(), key=lambda row: row[0].lower())
+    ]
+    lines += ["", *reasons(verdicts)]
+    return "\n".join(lines)
 
 
-def run(description: str | None, every: Iterable[str], judge: Callable[[str], Any], file: Path, page: Any) -> int:
-    """Judge the named model types, or every one and write the page; return the exit status."""
+def reasons(verdicts: Iterable[Any]) -> list[str]:
+    """Lists of the refused model types and of those that were not built, those with one reason in one line."""
+    lines = []
+    for kind in sorted({verdict.kind for verdict in verdicts} - {"equal"}):
+        found: dict[str, list[str]] = {}
+        for verdict in sorted(verdicts, key=lambda each: each.model_type):
+            if verdict.kind == kind:
+                reason = SUFFIX.sub("", verdict.text.replace("\n", " "))
+                owner = OWNER.match(reason)
+                found.setdefault(OWNER.sub("", reason), []).append(
+                    verdict.model_type + (f" ({owner[1]})" if owner else "")
+                )
+        lines += [f"**{kind.capitalize()}** ({sum(map(len, found.values()))}):", ""]
+        lines += [f"- {', '.join(types)}: {reason}" for reason, types in found.items()]
+        lines.append("")
+    return lines[:-1]
+
+
+def write_section(title: str, text: str) -> None:
+    """Replace the section of docs/models.md."""
+    start, section, rest = PAGE.read_text("utf-8").partition(f"## {title}\n")
+    end = rest.find("\n## ")
+    PAGE.write_text(f"{start}{section}\n{text}\n{'' if end < 0 else rest[end:]}", "utf-8")
+
+
+def run(description: str | None, every: Iterable[str], judge: Callable[[str], Any], title: str, page: Any) -> int:
+    """Judge the named model types, or every one and write the page's section; return the exit status."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_type", nargs="*", help="only these; the page is left as it is")
     chosen = parser.parse_args().model_type
@@ -537,9 +546,9 @@ def run(description: str | None, every: Iterable[str], judge: Callable[[str], An
         verdicts.append(found)
         print(found, flush=True)
     if not chosen:
-        file.write_text(page(verdicts))
+        write_section(title, page(verdicts))
     return int(any(verdict.kind in ("different", "error") for verdict in verdicts))
 
 
 if __name__ == "__main__":
-    sys.exit(run(__doc__, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, judge, PAGE, page))
+    sys.exit(run(__doc__, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, judge, "Causal language models", page))

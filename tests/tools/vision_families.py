@@ -1,6 +1,6 @@
 """Every image-text-to-text model of the installed transformers, tiny and random, over three ranks: equal or refused?
 
-    python tests/tools/vision_families.py [MODEL_TYPE ...]    writes docs/models-multimodal.md without a model type
+    python tests/tools/vision_families.py [MODEL_TYPE ...]    writes docs/models.md without a model type
 
 A model that comes out "different" (plausible wrong numbers) or "error" (no refusal by name) is a bug of ours.
 """
@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,10 +19,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from burst_attention.integrations import hf
 from burst_attention.testing import WorkerError, local_world
 from tests.support import vision_models
-from tests.tools.families import BOUND, GRADIENT_BOUND, WORLD, first_line, is_ours, run
+from tests.tools.families import BOUND, GRADIENT_BOUND, WORLD, first_line, is_ours, reasons, run
 
 LARGEST = 30_000_000  # parameters of a model that is run
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "models-multimodal.md"
 
 
 @dataclass
@@ -123,34 +120,22 @@ def _compared(model_type: str, alone: Any, batch: dict[str, Any], expected: floa
 
 
 def page(verdicts: list[Verdict]) -> str:
-    """docs/models-multimodal.md."""
-    counts = Counter(verdict.kind for verdict in verdicts)
+    """The section of docs/models.md about vision-language models."""
+    equal = [verdict for verdict in verdicts if verdict.kind == "equal"]
+    tower = [verdict.tower for verdict in equal]
+    apart = f"{max(each.loss for each in equal):.0e}, gradients by {max(each.gradients for each in equal):.0e}"
     lines = [
-        "# Vision-language models",
+        f"All {len(verdicts)} types of transformers {transformers.__version__}: {WORLD} ranks.",
         "",
-        f"Every image-text-to-text model of transformers {transformers.__version__} ({len(verdicts)} types), each",
-        f"with tiny random weights, over {WORLD} ranks, by `hf.parallelize(model)` alone, in fp64. The batch has two",
-        "rows of different length with two images and one image. The loss and the gradient of every parameter, those",
-        "of the vision tower included, are compared with eager attention in one process (norms and rotary angles are",
-        "fp32 in the models themselves). Written by `python tests/tools/vision_families.py`.",
+        f"**Equal** ({len(equal)}): losses differ by at most {apart} (relative L2).",
+        f"{min(tower)} to {max(tower)} parameters outside of the language model get a gradient.",
         "",
-        ", ".join(f"{kind}: {count}" for kind, count in sorted(counts.items())) + ".",
+        f"{', '.join(sorted(verdict.model_type for verdict in equal))}.",
         "",
-        "- **equal**: the largest relative difference of the loss and of gradients. *Tower*: parameters outside of the",
-        "  language model that get a gradient. *Tokens*: image tokens in the batch.",
-        "- **refused**: on all ranks, in these words.",
-        "- **not built**: no small model of it, or no images for it, are made here.",
-        "",
-        "| model type | verdict | loss | gradients | tower | tokens | message |",
-        "|---|---|---|---|---|---|---|",
+        *reasons(verdicts),
     ]
-    for verdict in sorted(verdicts, key=lambda each: (each.kind, each.model_type)):
-        figures = [f"{verdict.loss:.0e}", f"{verdict.gradients:.0e}", str(verdict.tower), str(verdict.tokens)]
-        text = verdict.text.replace("|", "\\|").replace("\n", " ")
-        cells = [verdict.model_type, verdict.kind, *(figures if verdict.kind == "equal" else [""] * 4), text]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    sys.exit(run(__doc__, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, judge, PAGE, page))
+    sys.exit(run(__doc__, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, judge, "Vision-language models", page))

@@ -52,6 +52,19 @@ def test_refused(model_type):
     assert REFUSED[model_type] in verdict.text
 
 
+def test_the_page_names_each_model_and_groups_reasons():
+    suffix = "and each rank would see only its shard; run it on one rank, where it sees the whole sequence"
+    verdicts = [families.Verdict(f"no{n}", "refused", f"h.{n} (Own{n}) mixes tokens, {suffix}") for n in (1, 2)]
+    verdicts += [
+        families.Verdict("plain", "equal", hidden=1e-7, gradients=2e-7, windows={None}),
+        families.Verdict("mixed", "equal", hidden=2e-7, gradients=1e-7, windows={None, 5}, mechanisms={"sinks"}),
+    ]
+    page = families.page(verdicts)
+    assert "**Equal** (2): hidden states and loss differ by at most 2e-07, gradients by 2e-07" in page
+    assert "| attention alone | plain |" in page and "| sinks | mixed |" in page and "| windows | mixed |" in page
+    assert page.endswith("**Refused** (2):\n\n- no1 (Own1), no2 (Own2): mixes tokens")
+
+
 @pytest.mark.slow
 def test_every_family_is_equal_or_refused():
     verdicts = [families.judge(model_type) for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
